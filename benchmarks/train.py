@@ -31,10 +31,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-from trajkit.torch.attention import TreeAttention
+from trajkit.torch.attention import TreeAttention, flex_block_mask
 from trajkit.torch.datasets import Pack
 from trajkit.torch.losses import gather_logprobs, policy_loss
-from trajkit.torch.masks import flex_block_mask
 from trajkit.torch.models import carry_backward, edge_logprobs
 
 CUDA = torch.cuda.is_available()
@@ -483,7 +482,7 @@ def verdicts(name: str, took: dict[str, float]) -> None:
 def parts(model: Any, pack: Pack, line: Pack, took: dict[str, float]) -> None:
     """The share of mask, attention and head."""
     config = model.config
-    mask = seconds(lambda: flex_block_mask(pack.subtree_end, device=DEVICE), 5)
+    mask = seconds(lambda: flex_block_mask(pack.subtree_end.to(DEVICE)), 5)
     layers = config.num_hidden_layers
     each = {
         "tree": attention_seconds(pack, config, "masked"),

@@ -285,7 +285,6 @@ def _rewards(lines: list[dict[str, Any]]) -> list[float]:
 
 
 def _described(facts: dict[str, Any]) -> str:
-    """The facts for people."""
     rollouts, seconds, groups = facts["rollouts"], facts["seconds"], []
     for name in sorted({line["group_id"] for line in rollouts}):
         group = [line for line in rollouts if line["group_id"] == name]

@@ -185,7 +185,6 @@ def _run(
 def _exec(
     workspace: Workspace, command: list[str], name: str, **options: Any
 ) -> CommandResult:
-    """Run a command in the time that the task's grader has."""
     seconds = workspace.task.grade.timeout_s
     options = {"cwd": workspace.path, **options}
     done = workspace.sandbox.exec(command, timeout_s=seconds, **options)

@@ -1,23 +1,22 @@
 """A sandbox of this machine's own processes.
 
-It has its own directory with a home, and none of the caller's environment. With
-bubblewrap (``bwrap``) each command runs in namespaces of its own. It sees the sandbox's
-directory, this machine's programs (read-only), its own processes, and the gateway, but no
-other file, process or network. Without bubblewrap nothing is isolated.
-
-An isolated sandbox is held by one process (`_HOLD`), the first of a namespace that has its
-files, a file system in memory, and all of its processes. The kernel limits both, and
-removes both when that process ends, which it does with this one.
-docs/sandboxes.md lists what that means.
+With bubblewrap (``bwrap``) each command runs in namespaces of its own; without it nothing
+is isolated. docs/sandboxes.md lists what that means. An isolated sandbox is held by one
+process (`_HOLD`), the first of a namespace that has its files, a file system in memory,
+and all of its processes. The kernel limits both, and removes both when that process ends,
+which it does with this one.
 """
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from glob import glob
@@ -26,7 +25,6 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from trajkit_rollout import sandbox
-from trajkit_rollout.bridge import OPEN, PORT, bridge
 from trajkit_rollout.sandbox import Command, CommandResult, SandboxError, remove
 
 # variables passed on from this process; keys and proxies are not
@@ -76,6 +74,21 @@ _MAX_FILES = 1 << 20
 # a killed process that still exists after this waits for a disk and does nothing more
 _DYING_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
+# the gateway's port in the sandbox
+_PORT = 8765
+
+# becomes a command; its arguments: the descriptor of `bridge`, and the command
+_OPEN = f"""\
+import os, socket, sys
+with socket.socket(fileno=int(sys.argv[1])) as line:
+    with socket.create_server(("127.0.0.1", {_PORT})) as listener:
+        socket.send_fds(line, [b"."], [listener.fileno()])
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+_PIECE_BYTES = 1 << 16
+# an agent must not use up the descriptors of this process
+_MAX_CONNECTIONS = 128
 # exit code of a sandbox that failed before the command ran, as in `docker run`
 _FAILED = 125
 
@@ -138,7 +151,6 @@ class LocalSandbox(sandbox.Sandbox):
             raise SandboxError(f"{self._root}: {error}") from error
 
     def _hold(self) -> None:
-        """Start the process that holds the namespace of the sandbox."""
         limits, pipe = self.spec.limits, subprocess.PIPE
         size = f"size={limits.disk_mb or _DISK_MB}m,nr_inodes={_MAX_FILES},mode=755"
         last_id = _FIRST_ID + (limits.processes or _PROCESSES)
@@ -155,7 +167,6 @@ class LocalSandbox(sandbox.Sandbox):
         self._first = int(Path(children).read_text())
 
     def _among(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-        """Run a command among the sandbox's files."""
         command = (*self._entered(), *arguments)
         return subprocess.run(command, capture_output=True, check=False)
 
@@ -171,7 +182,7 @@ class LocalSandbox(sandbox.Sandbox):
             passed: tuple[int, ...] = ()
             if self._gateway is not None:
                 passed = (stack.enter_context(bridge(*self._gateway)),)
-                helper = (sys.executable, "-I", "-S", "-c", OPEN, str(*passed))
+                helper = (sys.executable, "-I", "-S", "-c", _OPEN, str(*passed))
                 arguments = (*helper, *arguments)
             if not self._missing:
                 arguments = (*self._namespaces(), *arguments)
@@ -224,7 +235,7 @@ class LocalSandbox(sandbox.Sandbox):
             rule = "an isolated local sandbox needs an http URL, or network=host"
             raise SandboxError(f"{url}: {rule}")
         self._gateway = str(address.hostname), address.port or 80
-        return f"http://127.0.0.1:{PORT}"
+        return f"http://127.0.0.1:{_PORT}"
 
     def _namespaces(self) -> Iterator[str]:
         """The arguments before those of an isolated command."""
@@ -280,6 +291,71 @@ class LocalSandbox(sandbox.Sandbox):
         }
 
 
+@contextmanager
+def bridge(host: str, port: int) -> Iterator[int]:
+    """Let the commands of a network namespace reach one address outside of it.
+
+    A listener belongs to the namespace that it was opened in, whichever process accepts
+    its connections. So `_OPEN` opens one there, passes it to this process by the
+    descriptor that is yielded, and becomes the command.
+    """
+    near, far = socket.socketpair()
+
+    def serve() -> None:
+        # a line that ends brings none
+        for number in socket.recv_fds(near, 1, 1)[1]:
+            asyncio.run(_forward(near, socket.socket(fileno=number), host, port))
+
+    with near, far:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield far.fileno()
+        finally:
+            far.close()
+            near.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+async def _forward(
+    line: socket.socket, listener: socket.socket, host: str, port: int
+) -> None:
+    """Forward what comes to a listener until the line ends."""
+    connections = set[asyncio.Task[None] | None]()
+
+    async def connected(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        task = asyncio.current_task()
+        try:
+            if len(connections) < _MAX_CONNECTIONS:
+                connections.add(task)
+                far_reader, far_writer = await asyncio.open_connection(host, port)
+                both = (_copy(reader, far_writer), _copy(far_reader, writer))
+                await asyncio.gather(*both)
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            connections.discard(task)
+            writer.close()
+
+    server = await asyncio.start_server(connected, sock=listener)
+    line.setblocking(False)
+    await asyncio.get_running_loop().sock_recv(line, 1)
+    server.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy what one side sends until it ends; the other one may still answer."""
+    try:
+        with suppress(OSError):
+            while data := await reader.read(_PIECE_BYTES):
+                writer.write(data)
+                await writer.drain()
+    finally:
+        writer.close()
+
+
 def clear(scratch: Path) -> None:
     """Remove the sandboxes that a killed run left, and their processes."""
     for root in scratch.iterdir():
@@ -301,7 +377,6 @@ def _kill(start: str) -> bool:
 
 
 def _limits_ids() -> bool:
-    """Whether the kernel limits the process ids of each namespace."""
     version = os.uname().release.split(".")
     return tuple(int(part) for part in version[:2]) >= _IDS_KERNEL
 

@@ -234,21 +234,14 @@ class E2BSandbox(RemoteSandbox):
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
+        if spec.gateway is None:
+            rule = "give the URL by which it reaches the gateway"
+            raise SandboxError(f"an E2B sandbox cannot reach this machine: {rule}")
+        if find_spec("e2b") is None:
+            raise SandboxError("e2b is not installed: pip install e2b")
         lifetime = self.chosen["lifetime"]
-        for wrong, message in (
-            (
-                spec.gateway is None,
-                "an E2B sandbox cannot reach this machine: give the URL by which it "
-                "reaches the gateway",
-            ),
-            (find_spec("e2b") is None, "e2b is not installed: pip install e2b"),
-            (
-                not lifetime.isdecimal() or int(lifetime) < 1,
-                f"lifetime = {lifetime!r} is not a number of seconds",
-            ),
-        ):
-            if wrong:
-                raise SandboxError(message)
+        if not lifetime.isdecimal() or int(lifetime) < 1:
+            raise SandboxError(f"lifetime = {lifetime!r} is not a number of seconds")
         # an optional package whose types are not available to type checkers
         self._e2b: Any = importlib.import_module("e2b")
         self._box: Any = None

@@ -1,11 +1,11 @@
 """One rollout: an agent works on a task in a sandbox, and a copy of its work is graded."""
 
+import importlib
 import logging
 import math
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -25,6 +25,9 @@ from trajkit_rollout.tasks import Task
 from trajkit_rollout.workspace import AGENT_ENV, AgentError, StageError, Workspace
 from trajkit_shim.client import GatewayClient
 from trajkit_shim.errors import GatewayError
+
+NODE = "{node}"
+"""In the URL of a gateway: the address of the machine that a rollout runs on."""
 
 _LOG = logging.getLogger(__name__)
 # prefixes of the expected errors of a rollout
@@ -176,7 +179,8 @@ def run_task(
     settings : Settings
         The harness, the sandbox and their options.
     gateway : GatewayClient or str or sequence of str
-        The gateway that records the calls, or its URL, or several.
+        The gateway that records the calls, or its URL, or several, of which the name of
+        the session chooses one. In a URL, ``{node}`` is the address of Ray's node.
     out : Path
         A directory that gets ``sessions/ID`` with the agent's log and patch.
     token : str
@@ -184,11 +188,16 @@ def run_task(
     rollout : Rollout, optional
         The row to fill in. Default: a new one, with a session id of its own.
     """
-    if not isinstance(gateway, GatewayClient):
-        with GatewayClient(gateway, token) as client:
-            return run_task(task, settings, client, out, rollout=rollout)
     name = f"{task.id}.0.{secrets.token_hex(8)}"
     rollout = rollout or Rollout(name, task.id, *settings.names)
+    if not isinstance(gateway, GatewayClient):
+        urls = [gateway] if isinstance(gateway, str) else gateway
+        url = urls[sum(rollout.session_id.encode()) % len(urls)]
+        if NODE in url:
+            ray = importlib.import_module("ray")
+            url = url.replace(NODE, ray.util.get_node_ip_address())
+        with GatewayClient(url, token) as client:
+            return run_task(task, settings, client, out, rollout=rollout)
     scratch = out / "sandboxes" / rollout.session_id.replace("~", "-")
     Attempt(task, settings, rollout, out, scratch).run(gateway)
     with suppress(OSError):
@@ -228,7 +237,6 @@ class Attempt:
         rollout.seconds = time.monotonic() - clock
 
     def _work(self, gateway: GatewayClient) -> None:
-        """Run the agent and grade its work."""
         rollout, digest = self.rollout, self.digest or self.task.digest()
         folder = self.out / "sessions" / rollout.session_id
         folder.mkdir(parents=True)
@@ -331,15 +339,13 @@ class Attempt:
 
     def _list(self, verdicts: Mapping[str, str]) -> None:
         """Add changes that are not graded, or risky, to the findings."""
-        listed = Counter[str]()
-        for name, verdict in verdicts.items():
-            if verdict in _FINDINGS:
-                listed[verdict] += 1
-                if listed[verdict] <= _MAX_FINDINGS:
-                    self._find(f"{_FINDINGS[verdict]}: {name}")
-        for verdict, count in listed.items():
-            if count > _MAX_FINDINGS:
-                self._find(f"{_FINDINGS[verdict]}: {count:,} files in all")
+        for verdict, text in _FINDINGS.items():
+            names = [name for name, given in verdicts.items() if given == verdict]
+            more = (
+                [f"{len(names):,} files in all"] if len(names) > _MAX_FINDINGS else []
+            )
+            for name in [*names[:_MAX_FINDINGS], *more]:
+                self._find(f"{text}: {name}")
 
     def solution(self) -> bytes:
         """Return the patch of the task's solution."""

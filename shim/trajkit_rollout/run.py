@@ -49,8 +49,6 @@ _CHANGED = (
     "choose another directory for a new run"
 )
 _Perform: TypeAlias = Callable[[Task, Rollout], Rollout | None]
-NODE = "{node}"
-"""In the URL of a gateway: the address of the machine that a rollout runs on."""
 
 
 class Callback:
@@ -81,9 +79,8 @@ class Callback:
 class RunLog:
     """``rollouts.log`` of a run, locked by one process at a time.
 
-    ``digests``: of the tasks by id (`Task.digest`). Raises `FormatError` if another
-    process has locked it, it is invalid, or it was started with another harness or
-    sandbox, or with a task or a default that has changed since.
+    ``digests``: of the tasks by id (`Task.digest`). Raises `FormatError` if it is locked
+    or invalid, or was started with another harness, sandbox, task or default of a key.
     """
 
     def __init__(
@@ -178,7 +175,6 @@ class RunLog:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Write one line and hand it to the operating system."""
         # several threads may call these methods of a file
         self._file.write(json.dumps(record).encode() + b"\n")
         self._file.flush()
@@ -254,19 +250,9 @@ class Rollouts:
         """Run all unfinished rollouts, and write the ``sessions`` table.
 
         If interrupted, running rollouts end without a result and are repeated by the next
-        call on the directory. Raises `ConnectionError` if a gateway cannot be used.
-
-        Parameters
-        ----------
-        gateways : str or sequence of str
-            URLs of the gateways.
-        token : str
-            Their admin token.
-        ray : str, optional
-            The address of a Ray cluster, whose workers run the rollouts. There ``{node}``
-            in a gateway's URL is the address of the worker's machine.
-        resources : dict, optional
-            Further resources of Ray that each rollout takes, by name.
+        call on the directory. ``gateways``: their URLs. ``ray``: the address of a cluster
+        whose workers run them; each takes ``resources``. Raises `ConnectionError` if a
+        gateway cannot be used.
         """
         ended = []
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
@@ -276,8 +262,8 @@ class Rollouts:
                 client.models()
                 perform: _Perform = partial(self._here, client)
             else:
-                urls = [gateways] if isinstance(gateways, str) else list(gateways)
-                perform = self._in_cluster(stack, ray, urls, token, resources or {})
+                given = gateways, token, resources or {}
+                perform = self._in_cluster(stack, ray, *given)
             progress = stack.enter_context(Progress("rollouts", "rollouts"))
             progress.begin(len(self.todo))
             # each of these runs at the end, in reverse order, also if another one fails
@@ -309,7 +295,6 @@ class Rollouts:
         write_table(self._log.table(), self._out / "sessions.parquet")
 
     def _stop(self) -> None:
-        """End running rollouts."""
         self._stopping.set()
         for sandbox in list(self._live):
             stop_or_log(sandbox)
@@ -341,7 +326,6 @@ class Rollouts:
         return ended
 
     def _here(self, client: GatewayClient, task: Task, rollout: Rollout) -> Rollout:
-        """Run a rollout in this process."""
         self._attempt(task, rollout).run(client)
         return rollout
 
@@ -349,7 +333,7 @@ class Rollouts:
         self,
         stack: ExitStack,
         address: str,
-        urls: list[str],
+        urls: str | Sequence[str],
         token: str,
         resources: dict[str, float],
     ) -> _Perform:
@@ -360,16 +344,16 @@ class Rollouts:
         if not ray.is_initialized():
             ray.init(address, log_to_driver=False)
             stack.callback(ray.shutdown)
-        remote = ray.remote(max_retries=0)(run_on_node)
+        remote = ray.remote(max_retries=0)(run_task)
         files = {task.id: ray.put(task.movable()) for task, _ in self.todo}
 
         def perform(task: Task, rollout: Rollout) -> Rollout | None:
             options: dict[str, Any] = {"resources": resources}
             if task.limits.memory_mb is not None:
                 options["memory"] = task.limits.memory_mb << 20
-            job = remote.options(num_cpus=task.limits.cpus or 1, **options).remote(
-                files[task.id], self._settings, urls, token, self._out, rollout
-            )
+            given = files[task.id], self._settings, urls, self._out
+            started = remote.options(num_cpus=task.limits.cpus or 1, **options)
+            job = started.remote(*given, token=token, rollout=rollout)
             try:
                 while not ray.wait([job], timeout=1.0)[0]:
                     if self._stopping.is_set():
@@ -402,22 +386,3 @@ class Rollouts:
             stopping=self._stopping,
             digest=self._digests[task.id],
         )
-
-
-def run_on_node(
-    task: Task,
-    settings: Settings,
-    urls: Sequence[str],
-    token: str,
-    out: Path,
-    rollout: Rollout,
-) -> Rollout:
-    """Run a rollout in a worker of Ray; see `run_task`.
-
-    With several gateways, a session's name chooses one of them.
-    """
-    import ray
-
-    number = sum(rollout.session_id.encode())
-    url = urls[number % len(urls)].replace(NODE, ray.util.get_node_ip_address())
-    return run_task(task, settings, url, out, token=token, rollout=rollout)

@@ -71,7 +71,6 @@ def _steps(
 
 
 def _edit(task: Task) -> str | None:
-    """A shell command that writes the task's solution."""
     if task.solution is None:
         return None
     files = unpack(task.solution.archive()).items()

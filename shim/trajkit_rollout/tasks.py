@@ -2,16 +2,9 @@
 
 A task is a directory with a ``task.toml``, or a line of a JSONL file with the same keys.
 Its files are in the folders ``workspace``, ``tests`` and ``solution``, or in the record
-under these names, as an object of texts by path. Tasks of two other projects are read as
-they are:
-
-- A *Harbor* task is a folder with ``instruction.md``, ``task.toml``,
-  ``environment/Dockerfile``, ``tests/test.sh`` and maybe ``solution/solve.sh``. Its tests
-  are in ``/tests`` and write a reward to ``/logs/verifier/reward.txt``. An agent may
-  change all of its working directory. Reference: https://harborframework.com/docs/tasks.
-- A *SWE-bench* task is a record of its data sets: ``instance_id``,
-  ``problem_statement``, ``patch``, ``FAIL_TO_PASS`` and others. It runs in the image of
-  its instance, and SWE-bench's own harness grades it.
+under these names, as an object of texts by path. Folders in Harbor's form
+(https://harborframework.com/docs/tasks) and records of SWE-bench's data sets are read as
+they are. docs/serving.md describes all keys.
 """
 
 import hashlib
@@ -108,20 +101,15 @@ class Grade:
     kind: str = "command"  # one of `KINDS`; see `trajkit_rollout.grade`
     # For ``command``, ``tests`` and ``reward_file``: a shell command. It runs in the
     # folder of the task's tests, or in the workspace if there are none; a
-    # ``reward_file`` always in the workspace. ``{tests}``, ``{workspace}`` and ``{logs}``
-    # are replaced by the paths of ``/tests``, the workspace and ``/logs/verifier``.
+    # ``reward_file`` always in the workspace.
     command: str = ""
-    # Copy the tests over the workspace and run there, for tests that need files of the
-    # workspace around them.
-    in_workspace: bool = False
+    in_workspace: bool = False  # copy the tests over the workspace, and run there
     plugins: tuple[str, ...] = ()  # of pytest, as its option ``-p`` takes them
     timeout_s: float = 300.0
     fail_to_pass: tuple[str, ...] = ()  # for ``tests``: the tests that must pass
     pass_to_pass: tuple[str, ...] = ()
     partial: bool = False  # for ``tests``: the reward is the share that passes
-    # for ``script``: a Python program among the task's ``tests``, run in the workspace,
-    # whose last line is the reward
-    script: str = ""
+    script: str = ""  # for ``script``: a Python program among the task's tests
     # for ``swebench``: the instance as in its data set
     instance: Mapping[str, object] = field(default_factory=dict)
 

@@ -3,22 +3,8 @@
 A git repository outside the workspace finds what the agent changed, unaffected by the
 agent's own commits and branches. Committed, uncommitted, untracked and binary changes
 form one patch, but for files in the workspace's own ``.gitignore``. Only in the copy that
-is graded, where no agent was, is it decided what of the patch counts.
-
-Without a task's ``editable``, that is changes of files that the workspace had, and new
-files inside Python packages that it had. Not among them are *risky* changes, which can
-change how tests run:
-
-- tests, settings of test runners, packaging, hidden files, compiled Python files;
-- new files or folders with the name of a module that Python has already;
-- symbolic links and nested repositories.
-
-``editable`` has patterns of paths, in which ``*`` is part of a name and ``**`` any number
-of folders. What a pattern matches is graded. A risky change, and a new module outside the
-packages, needs a pattern that names it without wildcards up to the folder or file that
-makes it risky: ``src/**`` does not include ``src/conftest.py``, nor ``src/new/a.py`` if
-the folder ``new`` did not exist, but ``src/new/**`` does. The pattern ``**`` includes
-every change but links that leave the workspace; risky ones are then listed.
+is graded, where no agent was, is it decided what of the patch counts (`choose`;
+docs/sandboxes.md has the rules).
 """
 
 import os
@@ -219,7 +205,6 @@ class Workspace:
         return texts
 
     def _modules(self) -> list[str]:
-        """The names that Python can import in the sandbox."""
         done = self.sandbox.exec(
             ["sh", "-c", _LIST, _LIST_MODULES],
             timeout_s=_GIT_SECONDS,
@@ -267,6 +252,10 @@ def choose(
 ) -> dict[str, str]:
     """Return for each change ``graded``, ``refused``, or ``risky``: graded due to ``**``.
 
+    A change that can make tests run differently, and a new module outside of the
+    packages, needs a pattern that names it without wildcards up to the folder or file
+    that makes it so, or the pattern ``**``.
+
     Parameters
     ----------
     changes : mapping
@@ -275,7 +264,8 @@ def choose(
     before, modules : collection of str
         The files that the workspace had, and the names that Python can import there.
     editable : sequence of str, optional
-        See the module.
+        Patterns, in which ``*`` is part of a name and ``**`` any number of folders.
+        Default: files that the workspace had, and new ones inside its Python packages.
     """
     files, known = frozenset(before), {_plain(name) for name in modules}
     folders = {folder for file in files for folder in _folders(file)}

@@ -13,6 +13,7 @@ from trajkit.analysis import metrics
 from trajkit.schema import LOSSES
 
 RUN = turns_table(generated_runs(12, 5))
+CALL = {"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4]}
 
 
 @pytest.mark.parametrize("policy", ["faithful", "slime", "nemo", "polar"])
@@ -20,69 +21,37 @@ def test_counts_are_those_of_simulate_and_drift(policy):
     _, report = linearized(RUN, policy)
     found = metrics(RUN, report, policy)
     (line,) = tk.simulate(RUN, policy).to_pylist()
-    assert found["run/turns"] == line["turns"] == RUN.num_rows
-    assert found["rows/count"] == line["rows"]
-    for name in ("sampled", "trained", "lost", "forward", "forward_shared"):
-        assert found[f"tokens/{name}"] == line[f"tokens_{name}"]
-    assert {reason: found[f"tokens/lost_{reason}"] for reason in LOSSES} == {
-        reason: line[f"lost_{reason}"] for reason in LOSSES
-    }
-    assert (
-        found["tokens/trained_share"] == line["tokens_trained"] / line["tokens_sampled"]
-    )
     drift = tk.classify_drift(RUN, tk.link(RUN, policy)).to_pylist()
-    causes = Counter(line["cause"] for line in drift if line["size"])
-    assert found["drift/turns"] == causes.total()
-    assert found["drift/turn_share"] == causes.total() / len(drift)
-    for cause, n in causes.items():
-        assert found[f"drift/{cause}_turns"] == n
-    assert found["drift/tokens_at_stake"] == sum(
-        line["tokens_after_drift"] for line in drift if line["size"]
-    )
-    delta = tk.compact(RUN)
-    assert metrics(delta, report, policy) == found
-
-
-def call(session_id, **more):
-    return {
-        "session_id": session_id,
-        "prompt_ids": [1, 2],
-        "output_ids": [3, 4],
-        **more,
+    drifted = [line for line in drift if line["size"]]
+    causes = Counter(line["cause"] for line in drifted)
+    names = ("sampled", "trained", "lost", "forward", "forward_shared")
+    names = [*names, *(f"lost_{reason}" for reason in LOSSES)]
+    expected = {
+        "run/turns": RUN.num_rows,
+        "rows/count": line["rows"],
+        **{
+            f"tokens/{name}": line.get(f"tokens_{name}", line.get(name))
+            for name in names
+        },
+        "tokens/trained_share": line["tokens_trained"] / line["tokens_sampled"],
+        "drift/turns": len(drifted),
+        "drift/turn_share": len(drifted) / len(drift),
+        **{f"drift/{cause}_turns": n for cause, n in causes.items()},
+        "drift/tokens_at_stake": sum(one["tokens_after_drift"] for one in drifted),
     }
-
-
-def reported(calls, **facts):
-    turns = tk.from_records(calls)
-    sessions = None
-    if facts:
-        names = turns["session_id"].unique().to_pylist()
-        lines = [
-            dict(zip(facts, of, strict=True))
-            for of in zip(*facts.values(), strict=True)
-        ]
-        sessions = pa.table(
-            {
-                "session_id": names,
-                **{
-                    name: [line.get(name) for line in lines]
-                    for name in ("reward", "group_id", "error")
-                },
-            }
-        )
-        if "error" not in facts:
-            sessions = sessions.drop_columns(["error"])
-    _, report = linearized(turns, sessions=sessions)
-    return turns, report
+    assert {name: found[name] for name in expected} == expected
+    assert metrics(tk.compact(RUN), report, policy) == found
 
 
 def test_rewards_and_groups():
-    turns, report = reported(
-        [call(name) for name in "abcdefghi"],
-        reward=[1.0, 1.0, 0.0, 3.0, None, 5.0, 2.0, 2.0, 2.0],
-        group_id=["g", "g", "h", "h", "h", None, None, None, "one"],
-        error=[None, None, None, None, "it broke", None, None, None, None],
-    )
+    turns = tk.from_records([{**CALL, "session_id": name} for name in "abcdefghi"])
+    facts = {
+        "session_id": list("abcdefghi"),
+        "reward": [1.0, 1.0, 0.0, 3.0, None, 5.0, 2.0, 2.0, 2.0],
+        "group_id": ["g", "g", "h", "h", "h", None, None, None, "one"],
+        "error": [None] * 4 + ["it broke"] + [None] * 4,
+    }
+    _, report = linearized(turns, sessions=pa.table(facts))
     found = metrics(turns, report)
     expected = {
         "run/errors": 1,
@@ -101,17 +70,20 @@ def test_lengths_logprobs_and_versions():
     def version(*pieces):
         return [{"version": v, "start": a, "stop": b} for v, a, b in pieces]
 
-    turns, report = reported(
+    one, two = version(("1", 0, 2)), version(("2", 0, 2))
+    turns = tk.from_records(
         [
-            call(
-                "a", output_logprobs=[-1.0, -2.0], weight_versions=version(("1", 0, 2))
-            ),
-            call("a", prompt_ids=[1, 2, 3, 4, 5], weight_versions=version(("2", 0, 2))),
-            call("b", output_logprobs=[-3.0, None]),
-            call("c", weight_versions=version(("2", 0, 1), ("2", 1, 2))),
+            {**CALL, "output_logprobs": [-1.0, -2.0], "weight_versions": one},
+            {**CALL, "prompt_ids": [1, 2, 3, 4, 5], "weight_versions": two},
+            {**CALL, "session_id": "b", "output_logprobs": [-3.0, None]},
+            {
+                **CALL,
+                "session_id": "c",
+                "weight_versions": version(*[("2", 0, 1), ("2", 1, 2)]),
+            },
         ]
     )
-    found = metrics(turns, report)
+    found = metrics(turns, tk.report(turns))
     expected = {
         "length/turns": pytest.approx(4 / 3),
         "length/output": 2,
@@ -127,28 +99,33 @@ def test_lengths_logprobs_and_versions():
 
 def test_means_of_nothing_are_absent():
     empty = RUN.slice(0, 0)
-    _, report = linearized(empty)
-    found = metrics(empty, report)
+    found = metrics(empty, tk.report(empty))
     assert found["tokens/sampled"] == found["run/sessions"] == found["drift/turns"] == 0
     means = {"tokens/trained_share", "reward/mean", "length/output", "logprob/mean"}
     assert means.isdisjoint(found)
     assert all(type(value) is float for value in found.values())
 
 
-def test_the_report_is_of_the_turns():
-    turns, report = reported([call("a"), call("b")])
-    with pytest.raises(
-        tk.errors.SchemaError, match="counts 2 turns, and the table has 1"
-    ):
-        metrics(turns.slice(1), report)
-    with pytest.raises(tk.errors.SchemaError, match="no column 'error'"):
-        metrics(turns, turns)
+TURNS = tk.from_records([CALL, {**CALL, "session_id": "b"}])
 
 
-@pytest.mark.parametrize("ask", [metrics, tk.analysis.output_spans])
-def test_without_polars_an_error_names_the_extra(monkeypatch, ask):
-    turns, report = reported([call("a")])
+@pytest.mark.parametrize(
+    ("turns", "report", "message"),
+    [
+        (TURNS.slice(1), tk.report(TURNS), "counts 2 turns, and the table has 1"),
+        (TURNS, TURNS, "no column 'error'"),
+    ],
+)
+def test_the_report_is_of_the_turns(turns, report, message):
+    with pytest.raises(tk.errors.SchemaError, match=message):
+        metrics(turns, report)
+
+
+@pytest.mark.parametrize(
+    ("ask", "tables"),
+    [(metrics, (TURNS, tk.report(TURNS))), (tk.analysis.output_spans, (TURNS,))],
+)
+def test_without_polars_an_error_names_the_extra(monkeypatch, ask, tables):
     monkeypatch.setitem(sys.modules, "polars", None)
-    more = [report] if ask is metrics else []
     with pytest.raises(tk.errors.ArgumentError, match=r"install 'trajkit\[look\]'"):
-        ask(turns, *more)
+        ask(*tables)

@@ -120,56 +120,56 @@ def test_what_keeps_everything_at_least_cost(seed):
     assert lines[best]["tokens_lost"] == sum(lines[best][name] for name in asked)
 
 
+DRIFTING = tk.from_records(
+    [
+        {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
+        {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
+    ]
+)
+
+
 def test_policies_that_all_lose():
-    turns = tk.from_records(
-        [
-            {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
-            {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
-        ]
-    )
-    found = tk.simulate(turns, ["trl"])
-    assert cheapest_lossless(found) is None
-    assert cheapest_lossless(tk.simulate(turns, [])) is None
+    assert cheapest_lossless(tk.simulate(DRIFTING, ["trl"])) is None
+    assert cheapest_lossless(tk.simulate(DRIFTING, [])) is None
 
 
-def test_a_changed_policy_is_named_by_its_changes():
+def test_simulate_counts_what_drift_costs_without_messages():
+    table = tk.simulate(DRIFTING, ["faithful", "slime", "segments", "miles", "trl"])
+    assert table["tokens_lost"].to_pylist() == [0, 2, 2, 1, 1]
+    assert table["turns_by_tokens"].to_pylist() == [2, 2, 2, 2, 0]
+
+
+def test_policies_are_named_by_their_changes_and_one_needs_no_list():
     slime = tk.policy("slime", fork_threshold=7, keep_prefix=True)
-    assert label(slime) == "slime(keep_prefix=True, fork_threshold=7)"
-    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
-    found = tk.simulate(turns, [slime, "interleave"])
-    assert found["policy"].to_pylist() == [label(slime), "strict"]
+    found = tk.simulate(DRIFTING, [slime, "interleave"])
+    names = ["slime(keep_prefix=True, fork_threshold=7)", "strict"]
+    assert found["policy"].to_pylist() == [label(slime), "strict"] == names
+    for strict in ("strict", tk.policy("strict")):
+        assert tk.simulate(DRIFTING, strict).equals(found.slice(1))
 
 
 def test_errored_sessions_train_nothing():
-    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
     failed = pl.DataFrame({"session_id": ["a"], "error": ["killed"]})
-    found = tk.simulate(turns, ["strict"], sessions=failed)
+    found = tk.simulate(DRIFTING, ["strict"], sessions=failed)
     assert found["tokens_trained"].to_pylist() == [0]
-    assert found["lost_untrainable"].to_pylist() == [1]
+    assert found["lost_untrainable"].to_pylist() == [3]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"pack_tokens": 0}, "pack_tokens=0"),
         ({"pad_to": 0}, "pad_to=0"),
         ({"pad_to": 2**70}, "pad_to="),
         ({"pad_to": "x"}, "pad_to='x'"),
         ({"policies": ["slim"]}, "'slim'"),
+        ({"policies": 1}, "policies=1: expected policies"),
         ({"max_row_tokens": 0}, "max_row_tokens=0"),
     ],
 )
-def test_what_is_refused(options, said):
-    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
-    with pytest.raises(ArgumentError, match=said):
-        tk.simulate(turns, **options)
-
-
-def test_one_policy_needs_no_list():
-    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
-    strict = tk.simulate(turns, ["strict"])
-    assert tk.simulate(turns, "strict").equals(strict)
-    assert tk.simulate(turns, tk.policy("strict")).equals(strict)
+def test_what_is_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        tk.simulate(DRIFTING, **options)
 
 
 @pytest.mark.parametrize(
@@ -209,18 +209,6 @@ def test_presets_that_need_bodies_are_left_out_where_there_are_none():
     assert {*table["policy"].to_pylist(), *names} == {*whole["policy"].to_pylist()}
     with pytest.raises(tk.errors.MissingBodyError, match="has no body"):
         tk.simulate(later, ["faithful", "segments"])
-
-
-def test_simulate_counts_what_drift_costs_without_messages():
-    turns = tk.from_records(
-        [
-            {"session_id": "s", "prompt_ids": [1], "output_ids": [2, 3]},
-            {"session_id": "s", "prompt_ids": [1, 2, 9], "output_ids": [4]},
-        ]
-    )
-    table = tk.simulate(turns, ["faithful", "slime", "segments", "miles", "trl"])
-    assert table["tokens_lost"].to_pylist() == [0, 2, 2, 1, 1]
-    assert table["turns_by_tokens"].to_pylist() == [2, 2, 2, 2, 0]
 
 
 def test_the_report_counts_roots_and_calls_rejected():

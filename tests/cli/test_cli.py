@@ -76,82 +76,59 @@ def run_json(capsys, *argv, code=cli.DONE):
 @pytest.mark.parametrize(
     ("options", "choices"),
     [
-        ([], {}),
+        ("", {}),
         (
-            ["--policy", "slime", "--fork-threshold", "0"],
+            "--policy slime --fork-threshold 0",
             {"policy": tk.policy("slime", fork_threshold=0)},
         ),
-        (["--policy", "strict"], {"policy": "strict"}),
+        ("--policy strict", {"policy": "strict"}),
         (
-            ["--policy", "per_call", "--max-row-tokens", "6"],
+            "--policy per_call --max-row-tokens 6",
             {"policy": "per_call", "max_row_tokens": 6},
         ),
-        (["--reward", "0.25"], {"reward": 0.25}),
+        ("--reward 0.25", {"reward": 0.25}),
     ],
 )
 def test_linearize_writes_what_the_function_gives(
     tmp_path, capsys, turns, options, choices
 ):
-    rows = tmp_path / "rows.parquet"
-    report = tmp_path / "report.parquet"
-    printed = run_json(
-        capsys, "linearize", turns, "-o", str(rows), "--report", str(report), *options
-    )
-    expected_rows, expected_report = linearized(tk.from_records(CALLS), **choices)
-    assert tk.read_rows(rows).equals(expected_rows)
-    assert pq.read_table(report).to_pylist() == expected_report.to_pylist()
-    assert printed["sessions"] == 2
-    assert printed["turns"] == 4
-    assert printed["rows"] == expected_rows.num_rows
-    assert printed["tokens_sampled"] == 8
-    trained = sum(sum(mask) for mask in expected_rows["loss_mask"].to_pylist())
-    assert printed["tokens_trained"] == trained
-
-
-def test_drift_of_a_policy_that_compares_nothing(capsys, turns):
-    summary = run_json(capsys, "drift", turns, "--policy", "per_call")
-    assert (summary["turns_compared"], summary["groups"]) == (0, [])
+    rows, report = tmp_path / "rows.parquet", tmp_path / "report.parquet"
+    argv = ["linearize", turns, "-o", str(rows), "--report", str(report)]
+    printed = run_json(capsys, *argv, *options.split())
+    expected, counts = linearized(tk.from_records(CALLS), **choices)
+    assert tk.read_rows(rows).equals(expected)
+    assert pq.read_table(report).to_pylist() == counts.to_pylist()
+    trained = sum(sum(mask) for mask in expected["loss_mask"].to_pylist())
+    names = ("sessions", "turns", "rows", "tokens_sampled", "tokens_trained")
+    assert [printed[x] for x in names] == [2, 4, expected.num_rows, 8, trained]
 
 
 def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
     rows = str(tmp_path / "rows.jsonl")
     assert cli.main(["linearize", turns, "-o", rows, "--policy", "slime"]) == 0
     out, err = capsys.readouterr()
-    assert "sessions 2, turns 4, 2 rows; left out: 0 without a trained token" in out
-    assert ["sampled", "8"] in [line.split() for line in out.splitlines()]
-    assert ["lost,", "absorbed", "3", "37.5", "%"] in [
-        line.split() for line in out.splitlines()
-    ]
-    assert rows in out
+    assert "sessions 2, turns 4, 2 rows; left out: 0 untrained\n" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert "sampled 8 100.0 %".split() in lines
+    assert "lost absorbed 3 37.5 %".split() in lines
+    assert out.endswith(f"written to {rows}\n")
     assert err == ""
 
 
 def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
     table = tmp_path / "drift.parquet"
     summary = run_json(capsys, "drift", turns, "-o", str(table))
-    assert summary["sessions"] == 2
-    assert summary["turns"] == 4
-    assert summary["turns_compared"] == 2
-    assert summary["tokens_sampled"] == 8
-    assert summary["groups"] == [
-        {
-            "region": "last_reply",
-            "cause": "tail_changed",
-            "turns": 1,
-            "tokens_beyond": 1,
-            "tokens_after_drift": 1,
-        },
-        {
-            "region": "none",
-            "cause": "clean",
-            "turns": 1,
-            "tokens_beyond": 0,
-            "tokens_after_drift": 0,
-        },
+    names = ("sessions", "turns", "turns_compared", "tokens_sampled")
+    assert [summary[name] for name in names] == [2, 4, 2, 8]
+    assert [[*group.values()] for group in summary["groups"]] == [
+        ["last_reply", "tail_changed", 1, 1, 1],
+        ["none", "clean", 1, 0, 0],
     ]
     assert pq.read_table(table)["size"].to_pylist() == [1, 0]
     assert cli.main(["drift", turns]) == cli.DONE
     assert "last_reply  tail_changed" in capsys.readouterr().out
+    summary = run_json(capsys, "drift", turns, "--policy", "per_call")
+    assert (summary["turns_compared"], summary["groups"]) == (0, [])
 
 
 # code | command, with {turns} and the files of `refusing` | a part of the line on stderr
@@ -168,6 +145,7 @@ REFUSALS = r"""
 2 | import x -o y --from opena | Did you mean "openai
 2 | linearize x -o y z | unrecognized arguments: z
 2 | simulat x | Did you mean "simulate"?
+2 | help simulat | Did you mean "simulate"?
 2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed
 2 | drift {turns} --findings x.parquet | --findings needs --tokenizer
 3 | drift absent.parquet | absent.parquet
@@ -320,9 +298,14 @@ def test_every_entry_point_is_a_command(capsys):
 
 
 def test_simulate_says_what_keeps_everything(capsys, turns):
-    printed = run_json(capsys, "simulate", turns, "--pad", "8")
-    expected = tk.simulate(tk.from_records(CALLS), pad_to=8).to_pylist()
-    assert printed == {"cheapest": "faithful", "policies": expected}
+    table = tk.from_records(CALLS)
+    for options, choices in (
+        (["--pad", "8"], {"pad_to": 8}),
+        (["--pack", "8"], {"pack_tokens": 8}),
+    ):
+        printed = run_json(capsys, "simulate", turns, *options)
+        expected = tk.simulate(table, **choices).to_pylist()
+        assert printed == {"cheapest": "faithful", "policies": expected}
     argv = ["simulate", turns, "--policy", "slime", "--policy", "strict"]
     assert cli.main(argv) == 0
     text = capsys.readouterr().out
@@ -335,9 +318,10 @@ def test_simulate_says_what_keeps_everything(capsys, turns):
         "slime loses 3 tokens (absorbed). Drift: its row continued with the next "
         "prompt's ids instead.\nlose nothing: strict\nsame rule: interleave as strict\n"
     ) in text
-    assert cli.main([*argv, "--wide"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[4] == "slime 2 5 62.5 % 3 0 14 14 7".split()
+    assert cli.main([*argv, "--wide", "--pack", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("packed  shared once  longest row  attended pairs")
+    assert lines[4].split()[:7] == "slime 2 5 62.5 % 3 0".split()
 
 
 @pytest.mark.parametrize("options", [[], ["--pad", "1024"], ["--pack", "8192"]])
@@ -356,18 +340,6 @@ def test_simulate_fits_100_columns(tmp_path, capsys, options):
     assert "forward" in text
 
 
-def test_simulate_counts_packs(capsys, turns):
-    printed = run_json(capsys, "simulate", turns, "--pack", "8")["policies"]
-    expected = tk.simulate(tk.from_records(CALLS), pack_tokens=8).to_pylist()
-    assert printed == expected
-    argv = ["simulate", turns, "--policy", "strict", "--pack", "8"]
-    assert cli.main(argv) == 0
-    assert " packs  packed " in capsys.readouterr().out.splitlines()[2]
-    assert cli.main([*argv, "--wide"]) == 0
-    head = capsys.readouterr().out.splitlines()[2]
-    assert head.endswith("packed  shared once  longest row  attended pairs")
-
-
 @pytest.mark.parametrize("name", application.COMMANDS)
 def test_help_of_a_command_is_its_help(capsys, name):
     texts = []
@@ -382,60 +354,24 @@ def test_help_of_a_command_is_its_help(capsys, name):
     assert found.__doc__.partition("\n")[0] == first_line
 
 
-def test_help_lists_commands_and_suggests_one(capsys):
-    assert cli.main(["help"]) == cli.DONE
-    assert "Say whether a trainer's mask trains what was sampled" in (
-        capsys.readouterr().out
-    )
-    assert cli.main(["help", "simulat"]) == cli.BAD_USAGE
-    assert 'Did you mean "simulate"?' in capsys.readouterr().err
-
-
-def test_pack_writes_packs(tmp_path, capsys, turns):
-    rows, packs = str(tmp_path / "rows.parquet"), str(tmp_path / "packs.parquet")
-    table = tk.linearize(tk.from_records(CALLS))
-    tk.write_rows(table, rows)
-    options = ["--max-tokens", "12"]
-    assert cli.main(["pack", rows, "-o", packs, *options]) == cli.DONE
-    found = next(iter_tables(packs))
-    expected = tk.pack(table, 12)
-    assert found.to_pylist() == expected.to_pylist()
-    assert tk.verify_packs(found, table).num_rows == 0
-    n_tokens = sum(expected["n_tokens"].to_pylist())
-    assert capsys.readouterr().out.startswith(
-        f"{table.num_rows} rows in {expected.num_rows} packs: {n_tokens} tokens, "
-    )
-    assert cli.main(["pack", rows, "-o", packs, "--max-tokens", "1"]) == cli.BAD_DATA
-    assert "max_tokens is 1" in capsys.readouterr().err
-
-
-def test_what_commands_for_rows_print_as_json(tmp_path, monkeypatch, capsys, turns):
+def test_what_commands_for_rows_write(tmp_path, monkeypatch, capsys, turns):
     monkeypatch.chdir(tmp_path)
     rows = tk.linearize(tk.from_records(CALLS))
     tk.write_rows(rows, "rows.parquet")
     argv = ["pack", "rows.parquet", "-o", "packs.parquet", "--max-tokens", "12"]
-    packs, n = tk.pack(rows, 12), rows.num_rows
-    found = run_json(capsys, *argv)
-    assert (found["rows"], found["packs"]) == (n, packs.num_rows)
-    assert found["tokens"] == sum(packs["n_tokens"].to_pylist())
+    found, expected = run_json(capsys, *argv), tk.pack(rows, 12)
+    assert next(iter_tables("packs.parquet")).to_pylist() == expected.to_pylist()
+    n_tokens = sum(expected["n_tokens"].to_pylist())
+    counts = {"rows": rows.num_rows, "packs": expected.num_rows, "tokens": n_tokens}
+    assert found.items() >= counts.items()
+    assert cli.main([*argv[:-1], "1"]) == cli.BAD_DATA
+    assert "max_tokens is 1" in capsys.readouterr().err
     argv = ["export", "rows.parquet", "--to", "sft", "-o", "out"]
-    assert run_json(capsys, *argv) == {
-        "output": str(Path("out/rows.parquet")),
-        "rows": n,
-        "to": "sft",
-    }
+    path = str(Path("out/rows.parquet"))
+    exported = {"output": path, "rows": rows.num_rows, "to": "sft"}
+    assert run_json(capsys, *argv) == exported
     expected = tk.analysis.why(tk.from_records(CALLS)).to_pylist()
     assert run_json(capsys, "why", turns) == {"rows": expected}
-
-
-def test_verify_finds_nothing_in_rows_that_are_right(tmp_path, capsys, turns):
-    rows = str(tmp_path / "rows.jsonl")
-    tk.write_rows(tk.linearize(tk.from_records(CALLS), "slime"), rows)
-    assert run_json(capsys, "verify", rows, turns, "--policy", "slime") == {
-        "violations": []
-    }
-    assert cli.main(["verify", rows, turns, "--policy", "slime"]) == cli.DONE
-    assert capsys.readouterr().out == "no violations\n"
 
 
 def test_verify_exits_with_1_on_a_violation(tmp_path, capsys, turns):
@@ -443,15 +379,17 @@ def test_verify_exits_with_1_on_a_violation(tmp_path, capsys, turns):
     found = str(tmp_path / "found.jsonl")
     table = tk.linearize(tk.from_records(CALLS), "slime")
     tk.write_rows(table, rows)
-    assert cli.main(["verify", rows, turns]) == cli.DONE
-    assert "without --policy, only what is true" in capsys.readouterr().out
-    argv = ["verify", rows, turns, "--policy", "faithful"]
+    argv = ["verify", rows, turns, "--policy"]
+    assert run_json(capsys, *argv, "slime") == {"violations": []}
+    for options, said in (([], "without --policy, only what is true"), (["slime"], "")):
+        assert cli.main([*argv[: 3 + len(options)], *options]) == cli.DONE
+        assert capsys.readouterr().out.startswith(f"no violations\n{said}")
+    argv += ["faithful"]
     assert cli.main([*argv, "-o", found]) == cli.BAD_DATA
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["not_trained", "1"] in lines
     written = [json.loads(line) for line in Path(found).read_text().splitlines()]
-    assert cli.main([*argv, "--json"]) == cli.BAD_DATA
-    violations = json.loads(capsys.readouterr().out)["violations"]
+    violations = run_json(capsys, *argv, code=cli.BAD_DATA)["violations"]
     assert violations == written
     assert ("a", 0, "not_trained") in {
         (one["session_id"], one["turn_index"], one["rule"]) for one in violations
@@ -474,47 +412,51 @@ def test_verify_shows_the_first_violations_of_many(tmp_path, capsys, turns):
 TOKENIZER = ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json"
 
 
-@pytest.fixture
-def spoken(tmp_path):
-    """Turns of two sessions: white space goes missing in one, nothing in the other."""
-    tokenizer = load_tokenizer(TOKENIZER)
+def ids(text):
+    return load_tokenizer(TOKENIZER).encode(text, add_special_tokens=False).ids
 
-    def ids(text):
-        return tokenizer.encode(text, add_special_tokens=False).ids
 
+@pytest.mark.parametrize("path", [TOKENIZER, TOKENIZER.parent])
+def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, path):
+    """White space goes missing: by the template, and where the client edits, too."""
     head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
-    reply = ids("It holds. \n") + end
+    reply, stripped = ids("It holds. \n") + end, ids("It holds.") + end
+    edited = {**ANSWER, "content": "b"}
     calls = [
-        call(session, head, reply)
-        if shown is None
-        else call(session, head + shown, end)
-        for session, replayed in (("a", ids("It holds.") + end), ("b", reply))
-        for shown in (None, replayed)
+        one
+        for session, shown, said in (
+            ("a", stripped, ANSWER),
+            ("b", stripped, edited),
+            ("c", stripped, ANSWER),
+            ("d", reply, ANSWER),
+        )
+        for one in (
+            call(session, head, reply, [QUESTION], ANSWER),
+            call(session, head + shown, end, [QUESTION, said, MORE], ANSWER),
+        )
     ]
-    path = tmp_path / "spoken.parquet"
-    tk.write_turns(tk.from_records(calls), path)
-    return str(path)
-
-
-@pytest.mark.parametrize("where", ["file", "directory"])
-def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
-    path = TOKENIZER if where == "file" else TOKENIZER.parent
-    written = tmp_path / "findings.parquet"
-    argv = [spoken, "--tokenizer", str(path), "--policy", "trl"]
-    said = run_json(capsys, "drift", *argv, "--findings", str(written))
+    turns, written = tmp_path / "turns.parquet", tmp_path / "findings.parquet"
+    tk.write_turns(tk.from_records(calls), turns)
+    argv = ["drift", str(turns), "--tokenizer", str(path), "--policy", "trl"]
+    said = run_json(capsys, *argv, "--findings", str(written))
     by_cause = {group["cause"]: group["turns"] for group in said["groups"]}
-    assert by_cause == {"white_space": 1, "clean": 1}
-    (group,) = said["causes"]
+    assert by_cause == {"white_space": 3, "clean": 1}
+    causes = [
+        (x["cause"], x["changed_by"], x["findings"], x["turns"]) for x in said["causes"]
+    ]
+    assert causes == [
+        ("white_space", "template", 2, 2),
+        ("white_space", "client", 1, 1),
+    ]
     example = said["examples"]["white_space"]
-    assert (group["cause"], group["findings"], group["turns"]) == ("white_space", 1, 1)
     assert (example["path_text"], example["prompt_text"]) == (" \n", "")
-    assert pq.read_table(written)["path_text"].to_pylist() == [" \n"]
-    assert cli.main(["drift", *argv]) == cli.DONE
-    out, _ = capsys.readouterr()
-    assert "white_space: session 'a', turn 1, from token" in out
-    assert "1 of 1: white space changed\n" in out
-    assert "  path    ol·ds·.·[ |\\n]·<|im_end|>\n" in out
-    assert "  prompt  ol·ds·.·[]·<|im_end|>\n" in out
+    assert pq.read_table(written)["path_text"].to_pylist() == [" \n"] * 3
+    assert cli.main(argv) == cli.DONE
+    assert capsys.readouterr().out.endswith(
+        "white_space: session 'a', turn 1, from token 12\n"
+        "  path    ol·ds·.·[ |\\n]·<|im_end|>\n"
+        "  prompt  ol·ds·.·[]·<|im_end|>\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -541,104 +483,62 @@ def test_tokens_of_an_example_are_apart_and_harmless():
     assert marked(codec, tokens, 0, 0).startswith("[]·")
 
 
-def test_causes_say_who_changed_the_text(tmp_path, capsys):
-    tokenizer = load_tokenizer(TOKENIZER)
-
-    def ids(text):
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
-    shown = {**ANSWER, "content": "b"}
-    calls = [
-        one
-        for session, repeated in (("a", ANSWER), ("b", shown), ("c", ANSWER))
-        for one in (
-            call(session, head, ids("It holds. \n") + end, [QUESTION], ANSWER),
-            call(
-                session,
-                head + ids("It holds.") + end,
-                end,
-                [QUESTION, repeated, MORE],
-                ANSWER,
-            ),
-        )
-    ]
-    path = tmp_path / "turns.parquet"
-    tk.write_turns(tk.from_records(calls), path)
-    argv = [str(path), "--tokenizer", str(TOKENIZER), "--policy", "trl"]
-    causes = run_json(capsys, "drift", *argv)["causes"]
-    origins = {group["origin"]: group["findings"] for group in causes}
-    assert origins == {"template": 2, "rewritten": 1}
-    assert cli.main(["drift", *argv]) == cli.DONE
-    out = capsys.readouterr().out
-    assert "2 of 3: white space changed by the template\n" in out
-    assert "1 of 3: white space changed by the client\n" in out
-
-
-# The forms of turns
+# --- the forms of turns and rows, choices of a policy, and what is known of sessions
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows"])
 def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns, suffix):
     small, back = str(tmp_path / f"small.{suffix}"), str(tmp_path / "back.jsonl.gz")
-    said = run_json(capsys, "compact", turns, "-o", small)
-    assert said == {
-        "output": small,
-        "turns": 4,
-        "bytes_before": os.path.getsize(turns),
-        "bytes_after": os.path.getsize(small),
-    }
+    sizes = run_json(capsys, "compact", turns, "-o", small)
+    before, after = map(os.path.getsize, (turns, small))
+    assert [*sizes.values()] == [small, 4, before, after]
     assert tk.read_turns(small) == tk.compact(tk.read_turns(turns))
-    said = run_json(capsys, "expand", small, "-o", back)
-    assert said["turns"] == 4
+    assert run_json(capsys, "expand", small, "-o", back)["turns"] == 4
     assert tk.read_turns(back) == tk.read_turns(turns)
 
 
-def test_linearize_stores_shared_tokens_once(tmp_path, capsys, turns):
+@pytest.mark.parametrize("options", [["--dedup"], ["--weigh-by", "row"]])
+def test_rows_are_written_in_other_forms(tmp_path, capsys, turns, options):
     out = str(tmp_path / "rows.parquet")
-    run_json(capsys, "linearize", turns, "-o", out, "--dedup")
-    assert "suffix_ids" in pq.read_schema(out).names
-    assert tk.read_rows(out) == tk.linearize(tk.read_turns(turns))
-    assert cli.main(["verify", out, turns]) == cli.DONE
-
-
-# --- choices of a policy, and what is known of sessions
+    run_json(capsys, "linearize", turns, "-o", out, *options)
+    rows = tk.linearize(tk.read_turns(turns))
+    if options == ["--dedup"]:
+        assert "suffix_ids" in pq.read_schema(out).names
+        options = []
+    else:
+        rows = tk.add_weights(rows, "row")
+        assert cli.main(["verify", out, turns]) == cli.BAD_DATA
+    assert tk.read_rows(out) == rows
+    assert cli.main(["verify", out, turns, *options]) == cli.DONE
 
 
 @pytest.mark.parametrize(
-    ("options", "policy"),
+    ("name", "sets", "choices"),
     [
         (
-            ["slime", "--set", "fork_threshold=0", "--set", "merge_rewrites=false"],
-            tk.policy("slime", fork_threshold=0, merge_rewrites=False),
+            "slime",
+            "fork_threshold=0 merge_rewrites=false",
+            {"fork_threshold": 0, "merge_rewrites": False},
         ),
+        ("faithful", "train_in=earliest", {"train_in": "earliest"}),
         (
-            ["faithful", "--set", "train_in=earliest"],
-            tk.policy("faithful", train_in="earliest"),
+            "segments",
+            "max_rows=2 dispatch_tools=Task,spawn",
+            {"max_rows": 2, "dispatch_tools": ("Task", "spawn")},
         ),
-        (
-            ["segments", "--set", "max_rows=2", "--set", "dispatch_tools=Task,spawn"],
-            tk.policy("segments", max_rows=2, dispatch_tools=("Task", "spawn")),
-        ),
-        (
-            ["segments", "--set", "max_rows=none", "--set", "dispatch_tools="],
-            tk.policy("segments", dispatch_tools=()),
-        ),
-        (
-            ["polar", "--set", "builder=per_request"],
-            tk.policy("polar", builder="per_request"),
-        ),
+        ("segments", "max_rows=none dispatch_tools=", {"dispatch_tools": ()}),
+        ("polar", "builder=per_request", {"builder": "per_request"}),
     ],
 )
-def test_set_makes_a_choice(tmp_path, capsys, turns, options, policy):
-    rows = str(tmp_path / "rows.parquet")
-    argv = ["linearize", turns, "-o", rows, "--policy", *options]
-    said = run_json(capsys, *argv)["policy"]
-    assert {**said, "dispatch_tools": tuple(said["dispatch_tools"])} == asdict(policy)
+def test_set_makes_a_choice(tmp_path, capsys, turns, name, sets, choices):
+    policy, rows = tk.policy(name, **choices), str(tmp_path / "rows.parquet")
+    options = ["--policy", name]
+    options += [word for one in sets.split() for word in ("--set", one)]
+    said = run_json(capsys, "linearize", turns, "-o", rows, *options)["policy"]
+    assert said == json.loads(json.dumps(asdict(policy)))
     assert tk.read_rows(rows) == tk.linearize(tk.read_turns(turns), policy)
-    checked = run_json(capsys, "verify", rows, turns, "--policy", *options)
-    assert checked == {"violations": []}
-    assert run_json(capsys, "drift", turns, "--policy", *options)["policy"] == said
+    assert run_json(capsys, "verify", rows, turns, *options) == {"violations": []}
+    assert run_json(capsys, "drift", turns, *options)["policy"] == said
 
 
 def test_simulate_compares_a_policy_with_itself(capsys, turns):
@@ -663,20 +563,17 @@ def test_sessions_say_rewards_groups_and_errors(tmp_path, capsys, turns, suffix)
         Path(file).write_text("".join(f"{json.dumps(one)}\n" for one in SESSIONS))
     else:
         pq.write_table(known, file)
-    said = run_json(
-        capsys, "linearize", turns, "-o", rows, "--policy", "slime", "--sessions", file
-    )
+    options = ["--policy", "slime", "--sessions", file]
+    said = run_json(capsys, "linearize", turns, "-o", rows, *options)
     assert (said["tokens_trained"], said["lost_untrainable"]) == (4, 4)
     expected = tk.linearize(tk.read_turns(turns), "slime", sessions=known)
     assert expected["reward"].to_pylist() == [1.0]
     assert tk.read_rows(rows) == expected
-    (line,) = run_json(
-        capsys, "simulate", turns, "--policy", "slime", "--sessions", file
-    )["policies"]
+    (line,) = run_json(capsys, "simulate", turns, *options)["policies"]
     assert line["lost_untrainable"] == 4
-    argv = ["verify", rows, turns, "--policy", "slime"]
-    assert run_json(capsys, *argv, "--sessions", file) == {"violations": []}
-    assert cli.main([*argv, "--reward", "2"]) == cli.BAD_DATA
+    assert run_json(capsys, "verify", rows, turns, *options) == {"violations": []}
+    argv = ["verify", rows, turns, *options[:2], "--reward", "2"]
+    assert cli.main(argv) == cli.BAD_DATA
     assert ["reward", "1"] in [x.split() for x in capsys.readouterr().out.splitlines()]
 
 
@@ -688,21 +585,8 @@ def test_sessions_must_know_every_session(tmp_path, capsys, turns):
     assert "session 'a' has turns, but no line in sessions" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("by", ["row", "rollout"])
-def test_rows_are_weighed(tmp_path, capsys, turns, by):
-    rows = str(tmp_path / "rows.parquet")
-    argv = ["linearize", turns, "-o", rows, "--weigh-by", by]
-    run_json(capsys, *argv)
-    expected = tk.add_weights(tk.linearize(tk.read_turns(turns)), by)
-    assert tk.read_rows(rows) == expected
-    argv = ["verify", rows, turns, "--weigh-by"]
-    assert cli.main([*argv, by]) == cli.DONE
-    assert cli.main([*argv, "token"]) == cli.BAD_DATA
-
-
 def test_policies_are_listed(capsys):
-    listed = run_json(capsys, "policies")
-    assert [one["name"] for one in listed] == list(PRESETS)
+    assert [one["name"] for one in run_json(capsys, "policies")] == list(PRESETS)
     assert cli.main(["policies"]) == cli.DONE
     lines = capsys.readouterr().out.splitlines()
     for name in ("strict", "interleave"):
@@ -713,15 +597,13 @@ def test_policies_are_listed(capsys):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_a_policy_lists_is_what_set_takes(capsys, turns, name):
-    """Every value that is shown makes the policy that it is, and is allowed."""
     (policy,) = run_json(capsys, "policies", name)
     assert policy == json.loads(json.dumps(asdict(tk.policy(name))))
     assert cli.main(["policies", name]) == cli.DONE
     table, rules = capsys.readouterr().out.split("\n\n")
     assert rule_of(tk.policy(name), "on_drift") in rules
     lines = table.splitlines()[2:]
-    names = {line.split()[0] for line in lines}
-    assert names >= set(policy) - {"name"}
+    assert {line.split()[0] for line in lines} >= set(policy) - {"name"}
     forks = name in ("slime", "trl", "miles")
     for line in lines:
         choice, *values = re.split(r"[\s,]{2,}", line)
@@ -734,17 +616,19 @@ def test_what_a_policy_lists_is_what_set_takes(capsys, turns, name):
 # --- what a stranger types
 
 
-def test_the_command_alone_prints_help(capsys):
-    assert cli.main([]) == cli.DONE
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["Commands", "linearize"]),
+        (["help"], ["Say whether a trainer's mask trains what was sampled"]),
+        (["--version"], [f"trajkit {version('trajkit')}\n"]),
+    ],
+)
+def test_the_command_alone_prints_help_or_its_version(capsys, argv, words):
+    assert cli.main(argv) == cli.DONE
     out, err = capsys.readouterr()
-    assert "Commands" in out
-    assert "linearize" in out
+    assert all(word in out for word in words)
     assert err == ""
-
-
-def test_the_version_is_that_of_the_package(capsys):
-    assert cli.main(["--version"]) == cli.DONE
-    assert capsys.readouterr().out == f"trajkit {version('trajkit')}\n"
 
 
 class Bytes:
@@ -777,38 +661,31 @@ def test_a_dash_is_standard_input_and_output(tmp_path, monkeypatch, capsys, suff
     assert (code, text) == (cli.DONE, "")
     rows = tk.read_rows(io.BytesIO(content), format="jsonl")
     assert rows == tk.linearize(turns, "strict")
-    err = capsys.readouterr().err
-    assert "written to standard output" in err
-    assert "trajkit-" not in err
+    assert capsys.readouterr().err.endswith("\nwritten to standard output\n")
     code, small, _ = piped(monkeypatch, ["compact", str(path), "-o", "-"], b"")
     assert code == cli.DONE
     assert tk.read_turns(io.BytesIO(small), format="arrows") == tk.compact(turns)
     code, _, text = piped(monkeypatch, ["verify", "-", str(path)], content)
-    assert (code, text.startswith("no violations\nwithout --policy, ")) == (
-        cli.DONE,
-        True,
-    )
+    assert code == cli.DONE
+    assert text.startswith("no violations\nwithout --policy, ")
 
 
-@pytest.mark.parametrize(
-    ("argv", "content", "code", "said"),
-    [
-        (["drift", "-"], b"{]\n", cli.BAD_FILE, "standard input, line 1, column 2: "),
-        (["drift", "-"], b"garbage", cli.BAD_FILE, "standard input begins with b'garb"),
-        (["verify", "-", "-"], b"", cli.BAD_USAGE, "standard input is given twice"),
-        (
-            ["drift", "-"],
-            b'{"input_ids":[],"loss_mask":[]}',
-            1,
-            "standard input: a tab",
-        ),
-        (["drift", "-"], b'{"input_ids":[', 1, "warning: standard input ends within"),
-    ],
-)
-def test_errors_in_standard_input_name_it(
-    monkeypatch, capsys, argv, content, code, said
-):
-    assert piped(monkeypatch, argv, content)[:2] == (code, b"")
+# command | standard input | code | the line on stderr
+STANDARD_INPUTS = r"""
+drift - | {]NL | 3 | standard input, line 1, column 2
+drift - | garbage | 3 | standard input begins with b'garb
+verify - - | | 2 | standard input is given twice
+drift - | {"input_ids":[],"loss_mask":[]} | 1 | standard input: a tab
+drift - | {"input_ids":[ | 1 | warning: standard input ends within
+"""
+
+
+@pytest.mark.parametrize("line", STANDARD_INPUTS.strip("\n").split("\n"))
+def test_errors_in_standard_input_name_it(monkeypatch, capsys, line):
+    command, content, code, said = (part.strip() for part in line.split("|"))
+    content = content.replace("NL", "\n").encode()
+    given = piped(monkeypatch, command.split(), content)
+    assert given[:2] == (int(code), b"")
     err = capsys.readouterr().err
     assert err.startswith(f"trajkit: {said}")
     assert "/" not in err
@@ -825,9 +702,10 @@ def test_completion_of_a_shell_is_written(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("earlier", [None, b"kept"])
 def test_an_import_without_turns_says_which_flag_was_missing(tmp_path, capsys, earlier):
     log, out = tmp_path / "log.jsonl", tmp_path / "turns.parquet"
-    said = [{"role": "user", "content": "x"}]
     answer = {"choices": [{"message": {"role": "assistant", "content": "y"}}]}
-    log.write_text(json.dumps({"request": {"messages": said}, "response": answer}))
+    log.write_text(
+        json.dumps({"request": {"messages": [QUESTION]}, "response": answer})
+    )
     if earlier is not None:
         out.write_bytes(earlier)
     report = tmp_path / "report.jsonl"

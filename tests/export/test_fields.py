@@ -514,20 +514,20 @@ def test_rllm_episodes_have_the_turns():
 @pytest.mark.parametrize(
     ("call", "reward", "group", "said"),
     [
-        pytest.param({}, None, "g", "session 'a' has no reward", id="reward"),
-        pytest.param({}, 1.0, "g:1", "the group 'g:1' has one", id="colon"),
+        pytest.param({}, None, "g", "the session has no reward", id="reward"),
+        pytest.param({}, 1.0, "g:1", "the group 'g:1' has a colon", id="colon"),
         pytest.param(
             {"output_mask": [False]},
             1.0,
             "g",
-            "turn 0 has tokens left out by output_mask",
+            "turn 0: output_mask leaves",
             id="mask",
         ),
         pytest.param(
             {"output_logprobs": [None]},
             1.0,
             "g",
-            "turn 0 has a null in output_logprobs",
+            "turn 0: output_logprobs has a null",
             id="null",
         ),
     ],

@@ -26,6 +26,7 @@ from trajkit.export import (
     nemo_rl,
     openrlhf,
     prime_rl,
+    roll,
     sft,
     skyrl,
     slime,
@@ -110,6 +111,15 @@ def test_prime_rl_has_experts_for_every_token():
     joined = np.frombuffer(batch["routed_experts"]["data"], "<u2").reshape(16, 2)
     assert batch["routed_experts"]["shape"] == [16, 1, 2]
     assert plain(joined[8:15, 0]) == [7, 0, 1, 2, 3, 3, 0]
+
+
+def test_experts_of_two_models_are_no_micro_batch():
+    rows = payload(one_row_each(sample_rows()), "routed_experts")
+    first, second = rows["routed_experts"].to_pylist()
+    wider = [each and [*each, *each] for each in second]
+    rows = with_column(rows, "routed_experts", [first, wider])
+    with pytest.raises(ExportError, match=r"shapes \[\(1, 2\), \(2, 2\)\]"):
+        prime_rl.micro_batch_fields(rows, 16, env_name="e")
 
 
 def test_prime_rl_has_a_count_for_every_token():
@@ -294,24 +304,26 @@ COUNTS = export.StepCounts(rollouts=2, tokens=6)
 
 
 @pytest.mark.parametrize(
-    "weighted",
+    ("make", "options"),
     [
-        lambda rows: trl.rollout_sample_fields(rows, weighted=True),
-        tinker.datum_fields,
-        lambda rows: tinker.datum_fields(rows, reduce="sum"),
-        lambda rows: prime_rl.sample_fields(rows, env_name="e", weighted=COUNTS),
-        lambda rows: areal.trajectory_fields(rows, weighted=COUNTS),
+        (trl.rollout_sample_fields, {"weighted": True}),
+        (tinker.datum_fields, {}),
+        (tinker.datum_fields, {"reduce": "sum"}),
+        (prime_rl.sample_fields, {"env_name": "e", "weighted": COUNTS}),
+        (areal.trajectory_fields, {"weighted": COUNTS}),
     ],
 )
-def test_weights_do_not_depend_on_the_other_rows(weighted):
+def test_weights_do_not_depend_on_the_other_rows(make, options):
     rows = uneven()
 
-    def factors(fields):
-        names = {"advantage", "advantages", "rl_weights", "rewards"}
+    names = {"advantage", "advantages", "rl_weights", "rewards"}
+
+    def factors(rows):
+        fields = make(rows, **options)
         return [{k: plain(v) for k, v in one.items() if k in names} for one in fields]
 
-    alone = factors(weighted(rows.slice(0, 1))) + factors(weighted(rows.slice(1)))
-    assert factors(weighted(rows)) == alone
+    alone = factors(rows.slice(0, 1)) + factors(rows.slice(1))
+    assert factors(rows) == alone
     assert alone[0] != alone[1]
 
 
@@ -319,29 +331,23 @@ def test_counts_of_a_step_are_those_of_its_rows():
     assert export.step_counts(uneven()) == COUNTS
 
 
-@pytest.mark.parametrize(
-    "export",
-    [
-        lambda rows: prime_rl.sample_fields(rows, env_name="e", weighted=True),
-        lambda rows: areal.trajectory_fields(rows, weighted=True),
-    ],
-)
-def test_weights_over_a_step_need_its_counts(export):
-    with pytest.raises(
-        ExportError, match=r"weighted=True: .* divides by the trained tokens"
+def test_weights_over_a_step_need_its_counts():
+    for make, options in (
+        (prime_rl.sample_fields, {"env_name": "e"}),
+        (areal.trajectory_fields, {}),
     ):
-        export(uneven())
+        with pytest.raises(
+            ExportError, match=r"weighted=True: .* divides by the trained"
+        ):
+            make(uneven(), weighted=True, **options)
 
 
 @pytest.mark.parametrize("weight", [None, float("nan"), -1.0])
 def test_a_row_weight_that_is_no_number_is_refused(weight):
     rows = with_column(uneven(), "row_weight", [1.0, 1.0, weight, 1.0], pa.float64())
-    for make in (
-        tinker.datum_fields,
-        lambda rows: trl.rollout_sample_fields(rows, weighted=True),
-    ):
+    for make in (tinker.datum_fields, trl.rollout_sample_fields):
         with pytest.raises(ExportError, match="session 'b', row 1: row_weight is"):
-            make(rows)
+            make(rows, weighted=True)
 
 
 # --- values
@@ -374,24 +380,29 @@ def test_groups_without_a_spread_are_told(target, rewards, groups):
 # --- lengths
 
 
-def test_rows_beyond_the_trainers_limit_are_refused():
+@pytest.mark.parametrize(
+    ("make", "name", "others"),
+    [
+        (openrlhf.execution_fields, "max_len", {}),
+        (prime_rl.sample_fields, "seq_len", {"env_name": "e"}),
+        (sft.labels_table, "max_length", {}),
+        (roll.batch_fields, "sequence_length", {"pad_token_id": 0}),
+    ],
+)
+def test_rows_beyond_the_trainers_limit_are_refused(make, name, others):
     rows = group([1.0, 0.0], ["g", "g"], tokens=2047)
-    for make, name in (
-        (openrlhf.execution_fields, "max_len"),
-        (
-            lambda rows, **limit: prime_rl.sample_fields(
-                with_column(rows, "advantage", [1.0, -1.0]), env_name="e", **limit
-            ),
-            "seq_len",
-        ),
-    ):
-        with pytest.raises(
-            ExportError, match=f"2049 tokens, but .* cuts rows at .*{name} 2048"
-        ):
-            make(rows)
-        make(rows, **{name: 2049})
-    with pytest.raises(ExportError, match=r"2049 tokens, but .* max_length 2048"):
-        sft.labels_table(rows, max_length=2048)
+    rows = with_column(rows, "advantage", [1.0, -1.0])
+    with pytest.raises(ExportError, match=f"2049 tokens, but .* at .*{name} 2048"):
+        make(rows, **others, **{name: 2048})
+    make(rows, **others, **{name: 2049})
+
+
+def test_limits_are_those_of_the_trainers_by_default():
+    rows = with_column(group([1.0], ["g"], tokens=2047), "advantage", [1.0])
+    with pytest.raises(ExportError, match=r"data\.max_len 2048"):
+        openrlhf.execution_fields(rows)
+    with pytest.raises(ExportError, match="seq_len 2048"):
+        prime_rl.sample_fields(rows, env_name="e")
 
 
 def test_rows_that_trl_would_cut_are_told():
@@ -552,29 +563,23 @@ def test_the_micro_batches_of_a_step_appear_together(tmp_path, monkeypatch):
     assert len([*tmp_path.rglob("*.*")]) == 2
 
 
-@pytest.mark.parametrize("value", ["2", None, True])
+VERL = {"prompt_length": 8, "response_length": 8, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, True])
 @pytest.mark.parametrize(
-    ("export", "name"),
+    ("make", "name", "others"),
     [
-        (lambda rows, n: verl.padded_fields(rows, n, 8, 0), "prompt_length"),
-        (lambda rows, n: verl.padded_fields(rows, 8, n, 0), "response_length"),
-        (lambda rows, n: verl.padded_fields(rows, 8, 8, n), "pad_token_id"),
-        (
-            lambda rows, n: trl.rollout_sample_fields(rows, model_version=n),
-            "model_version",
-        ),
-        (lambda rows, n: slime.sample_fields(rows, first_index=n), "first_index"),
-        (
-            lambda rows, n: trl.rollout_func_fields(rows, num_generations=n or "x"),
-            "num_generations",
-        ),
-        (
-            lambda rows, n: areal.trajectory_fields(rows, version=n or "x"),
-            "version",
-        ),
+        *((verl.padded_fields, name, VERL) for name in VERL),
+        (roll.batch_fields, "sequence_length", {"pad_token_id": 0}),
+        (trl.rollout_sample_fields, "model_version", {}),
+        (trl.rollout_func_fields, "num_generations", {}),
+        (openrlhf.execution_fields, "max_len", {}),
+        (slime.sample_fields, "first_index", {}),
+        (areal.trajectory_fields, "version", {}),
     ],
 )
-def test_numbers_are_numbers(export, name, value):
+def test_numbers_are_numbers(make, name, others, value):
     rows = with_column(group([1.0, 0.0], ["g", "g"]), "advantage", [1.0, -1.0])
     with pytest.raises(ArgumentError, match=f"{name}="):
-        export(rows, value)
+        make(rows, **others | {name: value})

@@ -15,18 +15,13 @@ import pytest
 
 import trajkit as tk
 from tests.export.group_of_rows import TARGETS, plain, sample_rows
+from tests.trainers.steps import missing
 from trajkit import export
 from trajkit.export import prime_rl, sft, tinker, trl, verl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SLIME = os.environ.get("TRAJKIT_SLIME")
-
-
-def missing(*names):
-    """Skip the test unless the modules can be imported."""
-    for name in names:
-        pytest.importorskip(name, exc_type=ImportError)
 
 
 def test_trl_packs_exported_samples_as_a_tree():
@@ -146,20 +141,10 @@ def test_slime_s_own_tests_pass_on_the_drop_in(tmp_path):
         "from trajkit.export.slime import TrajectoryManager\n"
         "trajectory.TrajectoryManager = TrajectoryManager\n"
     )
+    options = ["-q", "-rf", "--tb=line", "-p", "drop_in"]
+    tests = "tests/test_agent/test_trajectory_manager_branching.py"
     result = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-rf",
-                "--tb=line",
-                "-p",
-                "drop_in",
-            ),
-            "tests/test_agent/test_trajectory_manager_branching.py",
-        ],
+        [sys.executable, "-m", "pytest", *options, tests],
         cwd=SLIME,
         env={
             **os.environ,

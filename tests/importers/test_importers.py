@@ -280,19 +280,13 @@ class Letters:
 
 
 def test_transcripts_are_marked_as_not_sampled(tmp_path):
-    user, reply = (
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "A"},
-    )
+    user = {"role": "user", "content": "q"}
+    reply = {"role": "assistant", "content": "A"}
     foreign.write_chats(tmp_path, [[user, reply, user, reply], [reply]])
     turns, report = tk.import_turns(tmp_path, tokenizer=Letters())
     texts = [
-        ("".join(map(chr, p)), "".join(map(chr, o)))
-        for p, o in zip(
-            turns["prompt_ids"].to_pylist(),
-            turns["output_ids"].to_pylist(),
-            strict=True,
-        )
+        tuple("".join(map(chr, turn[name])) for name in ("prompt_ids", "output_ids"))
+        for turn in turns.to_pylist()
     ]
     assert texts == [
         ("<user>q<assistant>", "A"),
@@ -313,11 +307,9 @@ def test_transcripts_are_marked_as_not_sampled(tmp_path):
 def test_transcripts_in_the_form_of_sharegpt(tmp_path):
     spoken = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     foreign.write_lines(tmp_path / "x.jsonl", [{"conversations": spoken, "id": 5}])
-    turns, _ = tk.import_turns(tmp_path, tokenizer=Letters())
-    assert turns["session_id"].to_pylist() == ["5"]
-    assert (
-        turns["messages"].to_pylist()[0][0]["body"] == '{"content":"q","role":"user"}'
-    )
+    (turn,) = tk.import_turns(tmp_path, tokenizer=Letters())[0].to_pylist()
+    assert turn["session_id"] == "5"
+    assert turn["messages"][0]["body"] == '{"content":"q","role":"user"}'
 
 
 def test_a_reply_that_the_template_changes_or_refuses_is_left_out(tmp_path):
@@ -326,15 +318,9 @@ def test_a_reply_that_the_template_changes_or_refuses_is_left_out(tmp_path):
             text = super().apply_chat_template(messages, **options)
             return text if options["add_generation_prompt"] else f"<s>{text}"
 
-    user = {"role": "user", "content": "q"}
-    refused = [
-        {"role": "user", "content": "refuse"},
-        {"role": "assistant", "content": ""},
-    ]
-    foreign.write_chats(
-        tmp_path,
-        [[user, {"role": "assistant", "content": "a"}], refused, [user, 5], []],
-    )
+    user, reply = TALK_OF_TWO
+    refused = [{**user, "content": "refuse"}, reply]
+    foreign.write_chats(tmp_path, [TALK_OF_TWO, refused, [user, 5], []])
     turns, report = tk.import_turns(tmp_path, tokenizer=Stubborn())
     assert len(turns) == 0
     assert problems(report) == [
@@ -478,9 +464,8 @@ def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
         ("line 8", "invalid", False),
     ]
     # what was left out has its number
-    assert turns.select(["session_id", "turn_index"]).to_pylist() == [
-        {"session_id": "s", "turn_index": number} for number in (0, 5, 6, 10)
-    ] + [{"session_id": "log", "turn_index": 0}]
+    assert turns["session_id"].to_pylist() == [*"ssss", "log"]
+    assert turns["turn_index"].to_pylist() == [0, 5, 6, 10, 0]
 
 
 ENTRIES = "response.meta_info.output_token_logprobs"
@@ -545,11 +530,7 @@ def test_where_a_response_says_its_prompt_and_its_weights(tmp_path):
 def test_what_polar_cut_short_is_left_out(tmp_path):
     whole = foreign.polar_completion(RECORD, 0)
     cut = foreign.polar_completion(RECORD, 1)
-    cut["response"] = {
-        "id": "x",
-        "__truncated": True,
-        "_truncated_keys_omitted": ["choices"],
-    }
+    cut["response"] = {"__truncated": True, "_truncated_keys_omitted": ["choices"]}
     listed = foreign.polar_completion(RECORD, 2)
     listed["response"]["choices"][0]["token_ids"] = [1, {"__truncated": True}]
     empty = {"completion_id": "x", "session_id": "s"}
@@ -708,11 +689,13 @@ def test_damaged_steps(tmp_path):
         ("line 1, step 0", "truncated", False),
         ("line 1, step 1", "no_prompt_ids", False),
         ("line 1, step 2", "cut_output", True),
-        *((f"line 1, step {k}", "unreadable", False) for k in range(4, 8)),
+        *((f"line 1, step {k}", "unreadable", False) for k in range(5, 8)),
     ]
-    assert turns["turn_index"].to_pylist() == [2, 3]
+    assert turns["turn_index"].to_pylist() == [2, 3, 4]
+    assert turns["output_ids"].to_pylist() == [[3, 4], [3, 4], [3]]
     # of several messages it is unknown which one the next request echoes
-    assert [said is None for said in turns["response"].to_pylist()] == [False, True]
+    said = turns["response"].to_pylist()
+    assert [one is None for one in said] == [False, True, True]
 
 
 def test_damaged_dumps(tmp_path):
@@ -760,15 +743,10 @@ def test_a_pickle_is_data_and_nothing_in_it_is_called(tmp_path):
         "metadata": {"a": evil, "b": [worse], "c": foreign.Call("x.y", "Z", state={})}
     }
     array = np.array([1, 2, 3])
-    shape = (
-        (3,),
-        foreign.Call("numpy", "dtype", "i8", False, True),
-        False,
-        array.tobytes(),
-    )
-    given = foreign.Call(
-        "numpy._core.multiarray", "_reconstruct", None, (0,), b"b", state=(1, *shape)
-    )
+    type_ = foreign.Call("numpy", "dtype", "i8", False, True)
+    state = (1, (3,), type_, False, array.tobytes())
+    name = "numpy._core.multiarray"
+    given = foreign.Call(name, "_reconstruct", None, (0,), b"b", state=state)
     foreign.write_slime(tmp_path, [{**SAMPLE, **kept, "tokens": given}])
     turns, _ = tk.import_turns(tmp_path)
     assert turns["prompt_ids"].to_pylist() == [[1, 2]]
@@ -857,28 +835,15 @@ def test_the_command_writes_turns_and_says_what_is_missing(tmp_path, capsys):
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 def test_the_command_takes_a_tokenizer_for_transcripts(tmp_path, capsys):
     model = ROOT / "shim/trajkit_shim/engines/embedded"
-    user, reply = (
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "a"},
-    )
-    foreign.write_chats(tmp_path, [[user, reply]])
+    foreign.write_chats(tmp_path, [TALK_OF_TWO])
     out = tmp_path / "turns.parquet"
-    arguments = [
-        "import",
-        "--from",
-        "chat",
-        str(tmp_path / "sft.jsonl"),
-        "-o",
-        str(out),
-    ]
-    assert main(arguments) == 3
-    assert (
-        main([*arguments, "--chat-template", str(model / "chat_template.jinja")]) == 2
-    )
+    arguments = f"import --from chat {tmp_path}/sft.jsonl -o {out}".split()
+    template = ["--chat-template", str(model / "chat_template.jinja")]
     tokenizer = ["--tokenizer", str(model / "tokenizer.json")]
+    assert main(arguments) == 3
+    assert main([*arguments, *template]) == 2
     assert main([*arguments, *tokenizer]) == 3
     assert "no chat template" in capsys.readouterr().err
-    template = ["--chat-template", str(model / "chat_template.jinja")]
     assert main([*arguments, *tokenizer, *template]) == 0
     turns = tk.read_turns(out)
     assert turns["sampled"].to_pylist() == [False]
@@ -972,16 +937,8 @@ def test_several_answers_to_one_native_request(tmp_path):
         native_line([first, 7]),
     ]
     turns, found = damaged(tmp_path, "log.jsonl", lines)
-    ids = zip(
-        turns["prompt_ids"].to_pylist(), turns["output_ids"].to_pylist(), strict=True
-    )
-    assert list(ids) == [
-        ([1, 2], [3, 3]),
-        ([1, 2], [4, 4]),
-        ([1, 2], [3, 3]),
-        ([5], [4, 4]),
-        ([1, 2], [3, 3]),
-    ]
+    assert turns["prompt_ids"].to_pylist() == [[1, 2]] * 3 + [[5], [1, 2]]
+    assert [ids[0] for ids in turns["output_ids"].to_pylist()] == [3, 4, 3, 4, 3]
     assert [line for line in found if line[1] != "logprobs_unaligned"] == [
         ("line 3", "no_prompt_ids", False),
         ("line 3, choice 1", "no_prompt_ids", False),

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -73,11 +74,7 @@ def test_a_new_user_s_log_goes_in_by_one_command(tmp_path, capsys):
     rows = tk.linearize(turns)
     # the retried reply trains beside the one that went on
     trained = [
-        [
-            token
-            for token, on in zip(row["input_ids"], row["loss_mask"], strict=True)
-            if on
-        ]
+        np.array(row["input_ids"])[np.array(row["loss_mask"]) == 1].tolist()
         for row in rows.to_pylist()
         if row["session_id"] == "run-1"
     ]
@@ -93,12 +90,8 @@ def test_a_counter_of_each_agent_is_no_turn_index(tmp_path):
         tmp_path / "log.jsonl", map="session_id=trajectory_id"
     )
     assert turns.num_rows == 10
-    unread = [
-        row["detail"].split()[0]
-        for row in report.to_pylist()
-        if row["problem"] == "unread"
-    ]
-    assert unread == ["step", "uid"]
+    lines = [row["detail"] for row in report.to_pylist() if row["problem"] == "unread"]
+    assert [text.split()[0] for text in lines] == ["step", "uid"]
 
 
 def test_a_turn_index_of_the_source_counts(tmp_path):
@@ -143,15 +136,7 @@ def test_a_toml_file_describes_a_format(tmp_path):
     assert turns["group_id"].to_pylist() == ["t/0", "t/0"]
     assert [row["place"] for row in report.to_pylist()] == ["item 0, item 2"]
     output = tmp_path / "turns.parquet"
-    given = [
-        "import",
-        str(path),
-        "-o",
-        str(output),
-        "--map",
-        str(tmp_path / "map.toml"),
-    ]
-    assert main(given) == 0
+    assert main(f"import {path} -o {output} --map {tmp_path}/map.toml".split()) == 0
     assert tk.read_turns(output).num_rows == 2
     for damaged in (TOML + "[", "fields = 3", "format = 3\na = 'b'", ""):
         (tmp_path / "map.toml").write_text(damaged)
@@ -375,21 +360,13 @@ def test_facts_around_a_list_of_records(tmp_path):
 
 
 def test_versions_of_each_token(tmp_path):
-    line = {
-        "session_id": "s",
-        "prompt_ids": [1],
-        "output_ids": [2, 3, 4],
-        "v": [7, 7, 8],
-    }
+    line = {"session_id": "s", "prompt_ids": [1], "output_ids": [2, 3, 4]}
+    line["v"] = [7, 7, 8]
     foreign.write_lines(tmp_path / "log.jsonl", [line])
     options = {"format": "records", "map": "weight_version=v"}
     turns, _ = tk.import_turns(tmp_path / "log.jsonl", **options)
-    assert turns["weight_versions"].to_pylist() == [
-        [
-            {"version": "7", "start": 0, "stop": 2},
-            {"version": "8", "start": 2, "stop": 3},
-        ]
-    ]
+    pieces = [tuple(one.values()) for one in turns["weight_versions"][0].as_py()]
+    assert pieces == [("7", 0, 2), ("8", 2, 3)]
 
 
 def test_a_mask_that_no_field_reads_untrains(tmp_path):
@@ -496,11 +473,8 @@ def test_a_session_of_an_odd_type_around_odd_records(tmp_path):
 
 def test_a_first_record_without_ids_hides_no_format(tmp_path):
     good = foreign.plain_record(RECORD)
-    first = [
-        {"event": "start"},
-        {**good, "token_ids": None},
-        {**good, "token_ids": "3"},
-    ]
+    odd = [{**good, "token_ids": ids} for ids in (None, "3")]
+    first = [{"event": "start"}, *odd]
     for n in range(1, 4):
         foreign.write_lines(tmp_path / "log.jsonl", [*first[:n], good])
         turns, report = tk.import_turns(tmp_path / "log.jsonl")

@@ -13,18 +13,7 @@ SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|user|>", "<|assistant|>"),
     *("<|observation|>", "<|system|>"),
 )
-WORDS = (
-    "\n",
-    "user",
-    "assistant",
-    "system",
-    "tool",
-    "ask",
-    "call",
-    "result",
-    "done",
-    "x",
-)
+WORDS = ("\n", *"user assistant system tool ask call result done x".split())
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -67,11 +56,8 @@ def tokenizer(template, *, special=True):
 
 
 SAID = (
-    ("user", "ask"),
-    ("assistant", "call"),
-    ("tool", "result"),
-    ("assistant", "done"),
-    ("user", "ask"),
+    *(("user", "ask"), ("assistant", "call"), ("tool", "result")),
+    *(("assistant", "done"), ("user", "ask")),
 )
 
 
@@ -152,10 +138,8 @@ def test_a_log_of_requests_without_ids_is_text(tmp_path):
     line = {"session_id": "s", "request": request, "response": response, "reward": 1}
     foreign.write_lines(tmp_path / "log.jsonl", [line])
     turns, report = tk.import_turns(tmp_path, tokenizer=made)
-    assert [names[token] for token in turns["output_ids"][0].as_py()] == [
-        "done",
-        "<|im_end|>",
-    ]
+    output = [names[token] for token in turns["output_ids"][0].as_py()]
+    assert output == ["done", "<|im_end|>"]
     assert turns["sampled"].to_pylist() == [False]
     assert turns["reward"].to_pylist() == [1.0]
     assert report["problem"].to_pylist() == ["not_sampled"]

@@ -16,30 +16,33 @@ from trajkit.analysis.words import OUTPUTS, ROLES, TIMES
 from trajkit.cli import main
 
 colors = pytest.importorskip("matplotlib.colors")
-from trajkit.plot.figures import output_kinds, prompt_roles, save  # noqa: E402
+from trajkit.plot.figures import output_kinds, prompt_roles, save, slices_of  # noqa: E402
 
 RUN = turns_table(generated_runs(12, 5))
 HOSTILE = "$\\frac{$ <script>\x1b\u202e&"
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def call(session_id, prompt, output, **more):
+def at(seconds):
+    return None if seconds is None else BEGAN + timedelta(seconds=seconds)
+
+
+def call(session_id, start, stop, prompt=(1,), output=(2,)):
     return {
         "session_id": session_id,
         "prompt_ids": prompt,
         "output_ids": output,
-        "started_at": BEGAN + timedelta(seconds=more.pop("start", 0)),
-        "ended_at": BEGAN + timedelta(seconds=more.pop("stop", 1)),
-        **more,
+        "started_at": at(start),
+        "ended_at": at(stop),
     }
 
 
-SMALL = tk.from_records(
-    [
-        call(HOSTILE, [1, 2], [3, 4]),
-        call(HOSTILE, [1, 2, 3, 5, 6], [7], start=2, stop=4),
-    ]
-)
+def timed(*calls):
+    """Turns of (session, started, ended)."""
+    return tk.from_records([call(*one) for one in calls])
+
+
+SMALL = timed((HOSTILE, 0, 1, [1, 2], [3, 4]), (HOSTILE, 2, 4, [1, 2, 3, 5, 6], [7]))
 
 
 def bars(ax, color):
@@ -114,13 +117,8 @@ def test_bars_of_turns_are_the_counts_of_the_report(policy):
 
 
 def test_a_token_that_is_trained_twice_is_drawn_once():
-    turns = tk.from_records(
-        [
-            call("a", [1], [2, 3]),
-            call("a", [1, 2, 3, 4], [5]),
-            call("a", [1, 2, 3, 6], [7]),
-        ]
-    )
+    prompts = ([1], [2, 3]), ([1, 2, 3, 4], [5]), ([1, 2, 3, 6], [7])
+    turns = timed(*(("a", 0, 1, *ids) for ids in prompts))
     assert tk.analysis.output_spans(turns, "nemo").num_rows == 4
     found = output_kinds(turns, tk.policy("nemo"))
     assert found["trained"].tolist() == [2, 1, 1]
@@ -130,25 +128,18 @@ def test_roles_come_from_attribution_and_else_from_the_path():
     asks = [{"role": "developer", "content": "s"}, {"role": "user", "content": "u"}]
     reply = {"role": "assistant", "content": "r"}
     more = [*asks, reply, {"role": "tool", "content": "t"}]
-    turns = tk.from_records(
-        [
-            {
-                "session_id": "a",
-                "prompt_ids": [1, 2, 3],
-                "output_ids": [4, 5],
-                "prompt_messages": asks,
-                "response_message": reply,
-                "prompt_message_index": [0, 1, -1],
-            },
-            {
-                "session_id": "a",
-                "prompt_ids": [1, 2, 3, 4, 5, 6, 7, 8],
-                "output_ids": [9],
-                "prompt_messages": more,
-                "prompt_message_index": [-1] * 5 + [3, 3, 9],
-            },
-        ]
-    )
+    first = {
+        **call("a", 0, 1, [1, 2, 3], [4, 5]),
+        "prompt_messages": asks,
+        "response_message": reply,
+        "prompt_message_index": [0, 1, -1],
+    }
+    second = {
+        **call("a", 1, 2, [1, 2, 3, 4, 5, 6, 7, 8], [9]),
+        "prompt_messages": more,
+        "prompt_message_index": [-1] * 5 + [3, 3, 9],
+    }
+    turns = tk.from_records([first, second])
     assert_stacked(tk.plot.tokens(turns).axes[0], 1, 5)
     found = prompt_roles(turns, tk.policy("faithful"))
     assert {role: counts.tolist() for role, counts in found.items()} == {
@@ -161,15 +152,7 @@ def test_roles_come_from_attribution_and_else_from_the_path():
 
 
 def test_lanes_show_times():
-    turns = tk.from_records(
-        [
-            call("a", [1], [2], start=1, stop=3),
-            call("a", [1, 2, 3], [4], start=2, stop=4),
-            call("a", [1, 2, 3, 4], [5], start=6, stop=7),
-            call("b", [1], [2], start=3, stop=6),
-            call("b", [1, 2, 3], [4], start=8, stop=9),
-        ]
-    )
+    turns = timed(("a", 1, 3), ("a", 2, 4), ("a", 6, 7), ("b", 3, 6), ("b", 8, 9))
     figure = tk.plot.swimlanes(turns)
     (ax,) = figure.axes
     found = {}
@@ -193,26 +176,81 @@ def test_lanes_show_times():
     assert {"generation 9.0 s", "tool 4.0 s", "queue 2.0 s"} <= {*texts(figure)}
 
 
+def test_time_without_a_call_is_queue_before_the_session_and_tool_in_it():
+    turns = timed(("a", 1, 2), ("a", 2.5, 4), ("b", 3, 5))
+    assert slices_of(turns) == [
+        ("a", "generation", 0, 1, 0, 0),
+        ("a", "tool", 1, 1.5, None, 0),
+        ("a", "generation", 1.5, 3, 1, 0),
+        ("b", "queue", 0, 2, None, 0),
+        ("b", "generation", 2, 4, 0, 0),
+    ]
+
+
+def test_calls_that_overlap_have_lanes():
+    turns = timed(("a", 0, 10), ("a", 1, 3), ("a", 2, 4), ("a", 3, 5))
+    assert [line[-2:] for line in slices_of(turns)] == [(0, 0), (1, 1), (2, 2), (3, 1)]
+
+
+def test_rollouts_say_when_sessions_began_and_ended():
+    turns = timed(("a", 5, 6), ("b", 7, 8), ("c", 7, 8))
+    sessions = pa.table(
+        {
+            "session_id": ["a", "b", "c"],
+            "started_at": [at(4), at(2), None],
+            "seconds": [4.0, 6.0, 9.0],
+        }
+    )
+    assert slices_of(turns, sessions) == [
+        ("a", "queue", 0, 2, None, 0),
+        ("a", "tool", 2, 3, None, 0),
+        ("a", "generation", 3, 4, 0, 0),
+        ("a", "tool", 4, 6, None, 0),
+        ("b", "tool", 0, 5, None, 0),
+        ("b", "generation", 5, 6, 0, 0),
+        ("c", "queue", 0, 5, None, 0),
+        ("c", "generation", 5, 6, 0, 0),
+    ]
+
+
+def test_turns_without_times_are_left_out():
+    turns = timed(("a", 1, 2), ("a", None, 3), ("a", 3, None), ("b", None, None))
+    assert slices_of(turns) == [("a", "generation", 0, 1, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        (turns_table(generated_runs(1)), "no column 'started_at'.*trajkit serve"),
+        (SMALL.drop_columns(["ended_at"]), "no column 'ended_at'"),
+        (timed(("a", None, 1)), "are null in all 1 turns"),
+        (SMALL.slice(0, 0), "are null in all 0 turns"),
+        (
+            tk.from_records([{**call("a", 0, 1), "started_at": 1.5}]),
+            "column 'started_at': expected timestamps, found double",
+        ),
+        (timed(("a", 2, 1)), "'a', turn 0.*1,000,000 microseconds"),
+    ],
+)
+def test_turns_without_a_timeline_are_refused(turns, message):
+    errors = tk.errors.SchemaError, tk.errors.InvalidTurnsError
+    with pytest.raises(errors, match=message):
+        tk.plot.swimlanes(turns)
+
+
 def test_hostile_names_are_text_and_files_are_the_same_again(tmp_path):
-    figures = {
-        "tokens": lambda: tk.plot.tokens(SMALL),
-        "swimlanes": lambda: tk.plot.swimlanes(SMALL),
-    }
     shown = HOSTILE.replace("\x1b", "\ufffd").replace("\u202e", "\ufffd")
-    for figure in figures.values():
-        found = drawn(figure(), tmp_path)
+    for figure in (tk.plot.tokens, tk.plot.swimlanes):
+        found = drawn(figure(SMALL), tmp_path)
         first = (tmp_path / "a.svg").read_bytes()
         assert any(shown in text for text in found)
-        drawn(figure(), tmp_path)
+        drawn(figure(SMALL), tmp_path)
         assert (tmp_path / "a.svg").read_bytes() == first
 
 
-def test_empty_tables_have_no_figures():
-    empty = SMALL.slice(0, 0)
+def test_an_empty_table_has_no_session():
     with pytest.raises(tk.errors.UnknownSessionError, match="there are no turns"):
-        tk.plot.tokens(empty)
-    with pytest.raises(tk.errors.SchemaError, match="null in all 0 turns"):
-        tk.plot.swimlanes(empty)
+        tk.plot.tokens(SMALL.slice(0, 0))
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import socketserver
 import threading
 from contextlib import contextmanager
 
-from trajkit_rollout import bridge as bridges
-from trajkit_rollout.bridge import bridge
+from trajkit_rollout import local as bridges
+from trajkit_rollout.local import bridge
 
 
 class Echo(socketserver.BaseRequestHandler):
@@ -21,7 +21,7 @@ class Echo(socketserver.BaseRequestHandler):
 def bridged():
     """The port of a bridge to a server that sends back what it gets.
 
-    This process opens the listener, as `OPEN` does in a namespace.
+    This process opens the listener, as `_OPEN` does in a namespace.
     """
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
         serving = threading.Thread(target=server.serve_forever)

@@ -37,7 +37,9 @@ SKIPS = {
     "pytest": "import pytest\n\ndef test_a():\n    pytest.skip('here')\n\n"
     "@pytest.mark.xfail\ndef test_b():\n    raise ValueError\n",
     "unittest": "import unittest\n\nclass Skip(unittest.TestCase):\n"
-    "    def test_a(self):\n        self.skipTest('here')\n",
+    "    def test_a(self):\n        self.skipTest('here')\n"
+    "    def test_b(self):\n        with self.subTest():\n"
+    "            self.skipTest('here')\n",
 }
 # how tasks are graded, by name: tests and grade
 GRADERS = {

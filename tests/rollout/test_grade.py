@@ -64,64 +64,34 @@ print("PASSED test_t.py::gone")
 """
 
 
+def by_names(fails, passes=(), command=PYTEST, **more):
+    """Rules that name tests of ``test_t.py``."""
+    fails, passes = ([f"test_t.py::{name}" for name in x] for x in (fails, passes))
+    rules = {"kind": "tests", "command": command, "fail_to_pass": fails}
+    return {**rules, "pass_to_pass": passes, **more}
+
+
+def by_file(name, text):
+    command = f"echo '{text}' > {{logs}}/{name}; exit 1"
+    return {"kind": "reward_file", "command": command}
+
+
 @pytest.mark.parametrize(
     ("rules", "reward"),
     [
         ({"command": "true"}, 1.0),
         ({"command": "exit 3"}, 0.0),
         ({"command": "test -e $WORKSPACE/.git && test $PWD = $(pwd)"}, 1.0),
-        (
-            {"kind": "tests", "command": PYTEST, "fail_to_pass": ["test_t.py::test_a"]},
-            1.0,
-        ),
-        (
-            {
-                "kind": "tests",
-                "command": f"{PYTEST}; exit 1",
-                "fail_to_pass": ["test_t.py::test_a"],
-                "pass_to_pass": ["test_t.py::test_c[x y]"],
-            },
-            1.0,
-        ),
-        (
-            {
-                "kind": "tests",
-                "command": PYTEST,
-                "fail_to_pass": ["test_t.py::test_a", "test_t.py::test_b"],
-            },
-            0.0,
-        ),
+        (by_names(["test_a"]), 1.0),
+        (by_names(["test_a"], ["test_c[x y]"], f"{PYTEST}; exit 1"), 1.0),
+        (by_names(["test_a", "test_b"]), 0.0),
         # one that did not run did not pass
-        (
-            {
-                "kind": "tests",
-                "command": PYTEST,
-                "fail_to_pass": ["test_t.py::test_a", "test_t.py::test_b"],
-                "pass_to_pass": ["test_t.py::test_c[x y]", "test_t.py::gone"],
-                "partial": True,
-            },
-            0.5,
-        ),
+        (by_names(["test_a", "test_b"], ["test_c[x y]", "gone"], partial=True), 0.5),
         ({"kind": "completed"}, 1.0),
-        (
-            {"kind": "reward_file", "command": "echo 0.25 > {logs}/reward.txt; exit 1"},
-            0.25,
-        ),
-        ({"kind": "reward_file", "command": "echo 1 > {logs}/reward.json"}, 1.0),
-        (
-            {
-                "kind": "reward_file",
-                "command": 'echo \'{"reward": 0.5, "x": 9}\' > {logs}/reward.json',
-            },
-            0.5,
-        ),
-        (
-            {
-                "kind": "reward_file",
-                "command": 'echo \'{"a": 1, "b": 0}\' > {logs}/reward.json',
-            },
-            0.5,
-        ),
+        (by_file("reward.txt", "0.25"), 0.25),
+        (by_file("reward.json", "1"), 1.0),
+        (by_file("reward.json", '{"reward": 0.5, "x": 9}'), 0.5),
+        (by_file("reward.json", '{"a": 1, "b": 0}'), 0.5),
     ],
 )
 def test_a_reward_by_each_grader(tmp_path, rules, reward):
@@ -153,67 +123,34 @@ def test_a_script_says_the_reward_on_its_last_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("rules", "said"),
     [
-        ({"grade": {"command": "no-such"}}, "grade: no-such: exit code 127"),
+        ({"command": "no-such"}, "grade: no-such: exit code 127"),
         (
-            {"grade": {"command": "sleep 600", "timeout_s": 0.2}},
+            {"command": "sleep 600", "timeout_s": 0.2},
             "grade: sleep 600: timed out after 0.2 s",
         ),
         (
-            {"grade": {"kind": "tests", "command": "true", "fail_to_pass": ["a"]}},
-            "grade: no result of pytest or unittest: exit code 0",
+            by_names(["a"], command="true"),
+            "no result of pytest or unittest: exit code 0",
         ),
+        ("print('fine')", "g.py: its last line is 'fine'"),
+        ("print('NaN')", "its last line is 'NaN': not a finite number"),
+        ("raise SystemExit('broken')", "g.py: exit code 1: broken"),
         (
-            {
-                "grade": {"kind": "script", "script": "g.py"},
-                "tests": {"g.py": "print('fine')"},
-            },
-            "g.py: its last line is 'fine'",
-        ),
-        (
-            {
-                "grade": {"kind": "script", "script": "g.py"},
-                "tests": {"g.py": "print('NaN')"},
-            },
-            "its last line is 'NaN': not a finite number",
-        ),
-        (
-            {
-                "grade": {"kind": "script", "script": "g.py"},
-                "tests": {"g.py": "raise SystemExit('broken')"},
-            },
-            "g.py: exit code 1: broken",
-        ),
-        (
-            {"grade": {"kind": "reward_file", "command": "echo done"}},
+            {"kind": "reward_file", "command": "echo done"},
             "the verifier wrote no reward: exit code 0: done",
         ),
-        (
-            {"grade": {"kind": "reward_file", "command": "echo x > {logs}/reward.txt"}},
-            "reward.txt is 'x'",
-        ),
-        (
-            {
-                "grade": {
-                    "kind": "reward_file",
-                    "command": "echo '{}' > {logs}/reward.json",
-                }
-            },
-            "reward.json is '{}'",
-        ),
-        (
-            {
-                "grade": {
-                    "kind": "reward_file",
-                    "command": "echo true > {logs}/reward.json",
-                }
-            },
-            "not a finite number",
-        ),
+        (by_file("reward.txt", "x"), "reward.txt is 'x'"),
+        (by_file("reward.json", "{}"), "reward.json is '{}'"),
+        (by_file("reward.json", "true"), "not a finite number"),
     ],
 )
-def test_what_cannot_be_graded_is_an_error_and_no_zero(tmp_path, fields, said):
+def test_what_cannot_be_graded_is_an_error_and_no_zero(tmp_path, rules, said):
+    fields = {"grade": rules}
+    if isinstance(rules, str):
+        own = {"kind": "script", "script": "g.py"}
+        fields = {"tests": {"g.py": rules}, "grade": own}
     with pytest.raises(StageError) as raised:
         graded(tmp_path, **fields)
     assert said in str(raised.value)

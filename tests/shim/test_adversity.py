@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import trajkit as tk
-from tests.rollout.test_grade import graded, task_of
+from tests.rollout.test_grade import graded
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, Updatable
 from trajkit.errors import FormatError
@@ -196,23 +196,6 @@ def test_a_line_of_tasks_ends_where_json_says_so(tmp_path):
     path.write_bytes(b'{"id": "\xff"}')
     with pytest.raises(FormatError, match=r"tasks\.jsonl: .*utf-8"):
         read_tasks(path)
-
-
-def test_a_commit_is_a_workspace_with_all_its_files(tmp_path):
-    repository = tmp_path / "repository"
-    (repository / "tests").mkdir(parents=True)
-    attributes = "tests export-ignore\nversion export-subst\n"
-    (repository / ".gitattributes").write_text(attributes)
-    (repository / "tests/a").write_text("a")
-    (repository / "version").write_text("$Format:%H$")
-    who = ("-c", "user.name=a", "-c", "user.email=a@localhost")
-    for step in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        subprocess.run(["git", *who, *step], cwd=repository, check=True)
-    command = "test -e tests/a && grep -qF 'Format:%H' version"
-    fields = {"repository": "repository", "grade": {"command": command}}
-    assert graded(tmp_path, **fields) == 1.0
-    task = task_of(tmp_path, **fields)
-    assert task.digest() == task_of(tmp_path, **fields).digest()
 
 
 COMMIT = "git add -A && git -c user.name=a -c user.email=a@localhost commit -qm x"

@@ -9,22 +9,22 @@ import sys
 from tests.faults_export import main, parsed
 
 FAULTS = parsed(r"""
-torch/masks.py: tests/torch/test_masks.py
+torch/attention.py: tests/torch/test_masks.py
     |(of <= at) & (at < end[kv])| -> |(of <= at) & (at <= end[kv])|
     |(depth_q[q] - depth_k[kv] < window)| -> |(depth_q[q] - depth_k[kv] <= window)|
-torch/masks.py: tests/torch/test_checks.py -k chunks
+torch/attention.py: tests/torch/test_checks.py -k chunks
     |window(b, h, depth_q[q], depth_k[kv])| -> |window(b, h, q, kv)|
-torch/masks.py: tests/torch/test_masks.py -k windows_end
+torch/attention.py: tests/torch/test_masks.py -k windows_end
     |full &= high[2] - key_low[2] < window| -> |full &= high[2] - key_low[2] <= window|
-torch/masks.py: tests/torch/test_masks.py -k block
+torch/attention.py: tests/torch/test_masks.py -k block
     |visited &= low[2] - key_high[2] < window|
         -> |visited &= low[2] - key_high[2] < window - 1|
     |full = (key_high[0] <= low[0]) & (high[0] < key_low[1])|
         -> |full = (key_high[0] <= low[0]) & (low[0] < key_low[1])|
 torch/attention.py: tests/torch/test_checks.py -k PhiMoE
-    |mask_function if attends(size, 0) else size| -> |None|
+    |window = size if slides| -> |window = None if slides|
 torch/attention.py: tests/torch/test_equality.py -k float64
-    |(enter <= leaf[tree]) & (leaf[tree] < end)| -> |enter <= leaf[tree]|
+    |(enter <= leaf[number]) & (leaf[number] < end)| -> |enter <= leaf[number]|
 torch/attention.py: tests/torch/test_states.py -k GLM
     |attention_mask & chosen[:, None]| -> |attention_mask|
 torch/attention.py: tests/torch/test_checks.py -k gpt-oss
@@ -32,16 +32,16 @@ torch/attention.py: tests/torch/test_checks.py -k gpt-oss
         -> |output = shares[..., : key.shape[2]].softmax(3) @ value|
 torch/attention.py: tests/torch/test_carried.py -k llama
     |pack.prefix_end.cpu().numpy()| -> |pack.prefix_end.cpu().numpy() + 1|
-torch/states.py: tests/torch/test_carried.py -k llama
+torch/attention.py: tests/torch/test_carried.py -k llama
     |return grad.index_add(2, source, handed)| -> |return grad|
 torch/models.py: tests/torch/test_carried.py -k llama
     |gradients = carried.prefix_gradients()| -> |gradients = {}|
-torch/states.py: tests/torch/test_states.py -k segments
+torch/attention.py: tests/torch/test_states.py -k segments
     |source = parents[source + 1]\n            key| -> |pass\n            key|
-torch/states.py: tests/torch/test_states.py -k LFM2
+torch/attention.py: tests/torch/test_states.py -k LFM2
     |self.after["conv", state_idx] = states[..., -n:]|
         -> |self.after["conv", state_idx] = states[..., :n]|
-torch/states.py: tests/torch/test_states.py -k Bamba
+torch/attention.py: tests/torch/test_states.py -k Bamba
     |self.after["recurrent", state_idx] = states\n|
         -> |self.after["recurrent", state_idx] = states.detach()\n|
 torch/losses.py: tests/torch/test_losses.py -k all_logits
@@ -49,10 +49,10 @@ torch/losses.py: tests/torch/test_losses.py -k all_logits
     |return torch.cat(parts)[places]| -> |return torch.cat(parts)|
 torch/losses.py: tests/torch/test_losses.py -k clipped
     |total / count.clamp(min=1)| -> |total / len(row)|
-torch/checks.py: tests/torch/test_checks.py -k longest_window
+torch/models.py: tests/torch/test_checks.py -k longest_window
     |window + min(window, 64)| -> |0|
-torch/checks.py: tests/torch/test_checks.py -k changed_model
-    |passed.get(repr(options)) == kind:| -> |passed:|
+torch/models.py: tests/torch/test_checks.py -k changed_model
+    |passed.get(options) == kind:| -> |passed:|
 packs/segments.py: tests/torch/test_varlen.py
     |end[start[open_runs[-1]]] <= first| -> |end[start[open_runs[-1]]] < first|
 torch/datasets.py: tests/torch/test_carried.py -k llama

@@ -26,7 +26,7 @@ from tests.torch.test_equality import by_packs, by_rows
 from tests.torch.test_states import DELTA, EXPERTS, INDEXER, LATENT, MAMBA, TOKENS
 from tests.torch.tiny_models import SIZES, float64_throughout, relative
 from trajkit.errors import UnsupportedModelError
-from trajkit.torch import checks
+from trajkit.torch.models import configs_of
 
 PAGE = Path(__file__).parents[2] / "docs/torch.md"
 BEGIN, END = "<!-- python -m tests.torch.sweep -->\n", "<!-- end of the table -->\n"
@@ -181,7 +181,7 @@ def judge(kind):
     else:
         return "not buildable", words(said[-1])
     try:
-        for config in checks.configs_of(model):
+        for config in configs_of(model):
             config._attn_implementation_internal = "trajkit"
         with float64_throughout():
             for kernel in ("masked", "trunk"):

@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from tests.torch.cases import packs_of, rows_of
-from tests.torch.test_mistakes import error
+from tests.torch.test_equality import assert_equal, by_packs, by_rows
 from tests.torch.tiny_models import SIZES, float64_throughout, make
 from trajkit.errors import UnsupportedModelError
-from trajkit.torch import checks
+from trajkit.torch import models
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.models import check_model, edge_logprobs, model_inputs
 
@@ -26,15 +26,15 @@ def pack_of(case="siblings"):
 @pytest.fixture(autouse=True)
 def nothing_tried():
     """As in a new process."""
-    checks._CHECKED.clear()
+    models._CHECKED.clear()
 
 
 @pytest.fixture
 def trials(monkeypatch):
     """How often a model was tried."""
     seen = []
-    trial = checks._trial
-    monkeypatch.setattr(checks, "_trial", lambda m: seen.append(m) or trial(m))
+    trial = models._trial
+    monkeypatch.setattr(models, "_trial", lambda m: seen.append(m) or trial(m))
     return seen
 
 
@@ -109,7 +109,7 @@ ALIKE = {
 def test_the_trial_is_longer_than_the_longest_window(window):
     model = make("mistral", sliding_window=3)
     model.model.layers[1].self_attn.local_window = window
-    pack, rows, branch = checks._trial(model)
+    pack, rows, branch = models._trial(model)
     lengths = [len(row) for row in rows]
     assert min(lengths[:2]) > max(24, window + 4)
     assert len(rows) == 3
@@ -134,10 +134,9 @@ def test_the_trial_is_longer_than_the_longest_window(window):
 def test_what_models_do_beside_plain_attention_follows_the_tree(name, case, kernel):
     config, changes = ALIKE[name]
     model, rows = random_model(config, **changes), rows_of(case)
-    pack = pack_of(case)
     with float64_throughout():
-        found = edge_logprobs(model, pack, kernel=kernel)
-        assert error(model, rows, pack, found, "eager") < 1e-12
+        found = by_packs(model, packs_of(rows), kernel=kernel)
+        assert_equal(found, by_rows(model, rows, "eager"), 1e-12, 1e-11)
 
 
 # Each makes a model whose layers do something that only the trial can find.

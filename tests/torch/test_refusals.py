@@ -16,6 +16,12 @@ def pack_of(case="siblings"):
     return PackDataset(packs_of(rows_of(case)))[0]
 
 
+def test_a_model_without_a_tree_is_refused():
+    pack, model = pack_of(), make("llama")
+    with pytest.raises(LayoutError, match="LlamaAttention got no tree: call the model"):
+        model(input_ids=pack.input_ids[None], position_ids=pack.position_ids[None])
+
+
 def refused(model, pattern):
     with pytest.raises(UnsupportedModelError, match=pattern):
         check_model(model)

@@ -1,7 +1,6 @@
 """Random transformers models of a few thousand parameters, also in real float64."""
 
 import contextlib
-import math
 
 import torch
 import transformers
@@ -81,7 +80,3 @@ def gradients(model):
 def relative(a, b):
     """The largest difference, as a share of the largest value."""
     return float((a - b).abs().max() / b.abs().max())
-
-
-def largest(a, b):
-    return float((a - b).abs().max()) if len(a) else math.nan

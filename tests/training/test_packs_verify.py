@@ -110,7 +110,7 @@ FAULTS = [
         "subtree_end",
         None,
         [10] * 10 + [11, 12],
-        "context position segment",
+        "context cu_seqlens position segment",
     ),
     ("positions go on at a branch", PACKED, 0, "position_ids", 5, 5, "position"),
     ("a segment starts a token late", PACKED, 0, "segment_start", 1, 3, "segment"),

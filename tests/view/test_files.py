@@ -14,8 +14,7 @@ from trajkit.cli import view as command
 from trajkit.schema import CAUSES, LOSSES, OUTPUT_KINDS, SESSIONS, TEXT_CAUSES
 from trajkit.view import page, view
 from trajkit.view.document import SCRIPTS
-from trajkit.view.selection import Selection
-from trajkit.view.tables import token_pieces
+from trajkit.view.tables import Selection, token_pieces
 
 STATIC = files("trajkit.view") / "static"
 

@@ -20,8 +20,8 @@ from trajkit.cli import view
 from trajkit.cli.options import Reading
 from trajkit.cli.policies import policy_of
 from trajkit.errors import ArgumentError
-from trajkit.view.selection import Selection
 from trajkit.view.server import LiveRun, Options, ViewServer
+from trajkit.view.tables import Selection
 
 CALLS = [
     {"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4, 5]},

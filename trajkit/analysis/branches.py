@@ -32,10 +32,9 @@ def label_branches(
 
     A turn's *state* is its request followed by its reply; a call that continues the
     turn repeats it. Requests are compared by messages if both turns have them, else by
-    tokens. By tokens, a reply that comes back in other tokens looks like a rewrite. Two
-    turns belong to one agent if they have the same ``agent_id``. Without an
-    ``agent_id``, the first message decides, and without messages the first
-    ``opening_tokens`` tokens.
+    tokens, by which a reply that comes back in other tokens looks like a rewrite. An
+    agent has turns with the same ``agent_id``, or without one the same first message, or
+    without messages the same first ``opening_tokens`` tokens.
 
     Every turn but the session's first gets the first label that applies, or none:
 
@@ -58,16 +57,14 @@ def label_branches(
         It departs from an earlier state otherwise: the history became shorter.
 
     The earlier state is the agent's state with the longest common beginning, the latest
-    on ties. A turn has no label if it repeats the complete state of its parent, a turn
-    of its agent that was not continued yet.
+    on ties. A turn that repeats the complete state of its parent, which was not continued
+    yet, has no label.
 
     Parameters
     ----------
-    turns : table
+    turns, links : table
         As for `trajkit.classify_drift`. The columns ``agent_id`` (string),
-        ``started_at`` and ``ended_at`` (timestamps) are optional.
-    links : table
-        As for `trajkit.classify_drift`.
+        ``started_at`` and ``ended_at`` (timestamps) of turns are optional.
     opening_tokens : int
         Prompt tokens that identify an agent without an ``agent_id`` and messages.
 
@@ -78,10 +75,8 @@ def label_branches(
 
     Raises
     ------
-    SchemaError, InvalidTurnsError
-        As `trajkit.linearize`.
-    ArgumentError
-        ``opening_tokens`` is no integer of 1 or more.
+    SchemaError, InvalidTurnsError, ArgumentError
+        As `trajkit.classify_drift`; ``opening_tokens`` is no integer of 1 or more.
 
     References
     ----------
@@ -239,20 +234,17 @@ class _Session:
             return "rollback", other, f"its {k} {unit}s are the first ones of {turn}"
         if k == n_state:
             return None
-        if n >= n_before or (unit == "message" and self._agrees(call, other, k + 1)):
+        agrees_again = False
+        if unit == "message" and k + 1 < n:
+            after = slice((k + 1) * _KEY_INTS, (k + 2) * _KEY_INTS)
+            request, state = self._keys[call][0], self._keys[other][1]
+            agrees_again = np.array_equal(request[after], state[after])
+        if n >= n_before or agrees_again:
             return "rewrite", other, f"{unit} {k} differs; {sizes}"
-        ends = [
-            self._sizes(one, unit) for one, n_shared in shared.items() if n_shared == k
-        ]
+        ends = [self._sizes(one, unit) for one in others if shared[one] == k]
         if any(end == k and (unit == "token" or end > size) for size, end in ends):
             return "rollback", other, f"departs after {unit} {k - 1}; {sizes}"
         return "compaction", other, f"departs at {unit} {k}; {sizes}"
-
-    def _agrees(self, call: int, other: int, message: int) -> bool:
-        """Whether a request and another turn's state have the same message in a place."""
-        place = slice(message * _KEY_INTS, (message + 1) * _KEY_INTS)
-        asked, held = self._keys[call][0][place], self._keys[other][1][place]
-        return len(asked) > 0 and np.array_equal(asked, held)
 
     def _shared(self, call: int, other: int, unit: str) -> int:
         """The first messages or tokens of a request that another turn's state has."""

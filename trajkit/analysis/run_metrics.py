@@ -27,54 +27,29 @@ def metrics(
 
     Parameters
     ----------
-    turns : table
-        `trajkit.schema.TURNS` in full or delta form.
+    turns, policy
+        As for `trajkit.report`.
     report : table
-        `trajkit.schema.REPORT` of these turns, from `trajkit.linearize`.
-    policy : str or Policy
-        The policy of the report, which decides what each turn continues.
+        `trajkit.schema.REPORT` of these turns under this policy.
 
     Returns
     -------
     dict of str to float
-        The same names for every run; a mean of nothing has no entry:
-
-        run/sessions, run/turns, run/errors
-            Sessions, turns, and sessions that ended in an error.
-        tokens/sampled, tokens/trained, tokens/trained_share, tokens/lost, ``tokens/lost_*``
-            As in the report; the share is of sampled tokens.
-        tokens/forward, tokens/forward_shared
-            Tokens of all rows, and with each shared prefix counted once.
-        rows/count, rows/per_session
-            Rows, and their mean per session.
-        drift/turns, drift/turn_share, drift/tokens_at_stake, ``drift/*_turns``
-            Turns that drift, their share of turns with a parent, sampled tokens from
-            the start of the drift, and turns by cause (`trajkit.schema.CAUSES`).
-        reward/mean, reward/std, reward/min, reward/max, reward/missing
-            Over sessions with a reward (std: of the population), and sessions without.
-        groups/count, groups/constant
-            Groups with two rewards or more, and those whose rewards are all equal.
-        length/turns, length/output, length/output_max, length/context_max
-            Mean turns per session, mean and longest output, longest path.
-        logprob/mean
-            Of all sampled tokens that have one.
-        staleness/versions, staleness/mixed_sessions, staleness/unknown_tokens
-            Weight versions, sessions sampled by several, and tokens without a version.
+        The same names for every run; a mean of nothing has no entry. ``run/*`` count
+        sessions, turns and errors, ``tokens/*`` and ``rows/*`` are as in the report
+        (``trained_share`` is of sampled tokens). ``drift/*`` are of turns that drift:
+        their share of turns with a parent, sampled tokens from the start of the drift
+        (``tokens_at_stake``), turns by cause (`trajkit.schema.CAUSES`). ``reward/*`` are
+        over sessions with a reward (``std`` of the population), ``groups/*`` over groups
+        with two or more: all, and those whose rewards are equal. ``length/*`` are mean
+        turns per session, mean and longest output, longest path; ``logprob/mean`` is over
+        tokens that have one. ``staleness/*`` count weight versions, sessions sampled by
+        several, and tokens without a version.
 
     Raises
     ------
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`; the report lacks a column, or is not of these turns.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}
-    >>> turns = tk.from_records([call])
-    >>> rows, report = tk.linearize(turns), tk.report(turns, reward=1.0)
-    >>> numbers = tk.analysis.metrics(turns, report)
-    >>> numbers["tokens/trained"], numbers["reward/mean"], "logprob/mean" in numbers
-    (2.0, 1.0, False)
     """
     table, counted = as_turns(as_table(turns)), as_table(report)
     _check_report(table, counted)

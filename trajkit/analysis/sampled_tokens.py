@@ -26,20 +26,16 @@ from trajkit.turns.trainability import aborted_calls, without_aborted
 _UNKNOWN = -1
 _CODES = {kind: code for code, kind in enumerate(OUTPUT_KINDS)}
 _TRAINED = _CODES["trained"]
-# The loss of a turn in no chain, by its link_reason. Any other turn is unrouted.
+# The loss of a turn in no chain, by its link_reason; any other is quarantined.
 _LINK_LOSSES = {
+    "unrouted": "unrouted",
+    "empty": "unrouted",
     "refused_tokens": "refused",
     "refused_truncated": "refused",
     "retried": "retried",
-    "ambiguous": "quarantined",
-    "superseded": "quarantined",
-    "unresolved": "quarantined",
-    "unresolved_ambiguous": "quarantined",
-    "unresolved_kept": "quarantined",
-    "chain_quarantined": "quarantined",
 }
 _LOSS_OF_REASON = np.array(
-    [_CODES[_LINK_LOSSES.get(name, "unrouted")] for name in LINK_REASONS]
+    [_CODES[_LINK_LOSSES.get(name, "quarantined")] for name in LINK_REASONS]
 )
 
 
@@ -63,22 +59,6 @@ def output_spans(
         `trajkit.schema.OUTPUT_SPANS`. Per session and kind, the tokens are those of
         `trajkit.report`: ``tokens_trained`` and each ``lost_*``. Of a token that several
         rows train, each row has a line.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> turns = tk.from_records(
-    ...     [
-    ...         {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
-    ...         {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
-    ...     ]
-    ... )
-    >>> spans = tk.analysis.output_spans(turns, "trl")
-    >>> for line in spans.to_pylist():
-    ...     print(*list(line.values())[1:])
-    0 0 1 trained 0 None
-    0 1 2 absorbed 0 1
-    1 0 1 trained 0 None
     """
     chosen, cap = named_policy(policy), None
     if max_row_tokens is not None:

@@ -77,18 +77,6 @@ def simulate(
     PolicyError, ArgumentError
         A policy does not exist, or ``pad_to`` or ``pack_tokens`` is not an integer of 1
         or more.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> turns = tk.from_records(
-    ...     [
-    ...         {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
-    ...         {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
-    ...     ]
-    ... )
-    >>> tk.simulate(turns, ["faithful", "trl"])["tokens_trained"].to_pylist()
-    [3, 2]
     """
     counts = Simulation(
         policies, pad_to, pack_tokens, sessions, max_row_tokens, threads

@@ -26,16 +26,16 @@ STANDARD = "/dev/stdin"
 
 COMMANDS = {
     "import": ("data:import_", "Write turns from the records of another system."),
-    "check": ("check:check", "Say whether a trainer's mask trains what was sampled."),
+    "check": ("compare:check", "Say whether a trainer's mask trains what was sampled."),
     "linearize": ("data:linearize", "Write the training rows of recorded turns."),
     "pack": ("data:pack", "Pack rows so that every shared prefix is there once."),
     "drift": ("compare:drift", "Count drift by region and cause."),
     "simulate": ("compare:simulate", "Compare what the policies keep, lose and cost."),
-    "verify": ("check:verify", "Check rows against the turns that they come from."),
+    "verify": ("compare:verify", "Check rows against the turns that they come from."),
     "plot": ("view:plot", "Draw a run or a session."),
     "export": ("data:export", "Write rows in a file that a trainer loads."),
-    "head": ("tables:head", "Print the first lines of a table."),
-    "stats": ("tables:stats", "Summarize the columns of a table."),
+    "head": ("show:head", "Print the first lines of a table."),
+    "stats": ("show:stats", "Summarize the columns of a table."),
     "show": ("show:show", "Print rows as text: what is trained, context, or lost."),
     "why": ("show:why", "Explain why each row begins where it does."),
     "tree": ("show:tree", "Draw the calls of each session as a tree."),
@@ -66,7 +66,7 @@ def run(words: list[str]) -> int:
     if inspect.ismethod(command):  # help or the version
         command(*bound.args, **bound.kwargs)
         return 0
-    from trajkit.cli.files import call
+    from trajkit.cli.options import call
 
     return call(command, bound)
 

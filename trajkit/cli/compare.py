@@ -1,10 +1,12 @@
-"""``trajkit simulate``: what policies keep, lose and cost; ``trajkit drift``: why."""
+"""Rows with the log: check and verify; policies with one another: simulate and drift."""
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
 
@@ -16,17 +18,21 @@ import trajkit as tk
 from trajkit.analysis.drift import other_text_cause
 from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
 from trajkit.analysis.tokenizer import Codec
-from trajkit.analysis.words import LOSS_WORDS, TEXT_PHRASES, count
+from trajkit.analysis.words import LOSS_WORDS, count
+from trajkit.cli import BAD_DATA, DONE
 from trajkit.cli import options as opt
 from trajkit.cli import policies as pol
-from trajkit.cli.files import Writes
-from trajkit.cli.screen import share, text_table, visible
+from trajkit.cli.screen import Progress, share, text_table, visible
 from trajkit.cli.show import marked
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
+from trajkit.files.tables import iter_tables, read_any_rows, write_table
+from trajkit.learn.weights import By
 from trajkit.policies import ALIASES
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.sessions import Sessions
+from trajkit.verification.files import verify_file
+from trajkit.verification.row_forms import plain_rows
 
 WIDTH = 100
 """Columns of the table of policies, unless it is to be wide."""
@@ -157,10 +163,10 @@ def drift(
     source: opt.Source,
     /,
     *,
-    out: Annotated[str | None, opt.FILE, Writes("drift")] = None,
+    out: Annotated[str | None, opt.FILE, opt.Writes("drift")] = None,
     policy: pol.PolicyOption = None,
     tokenizer: opt.TokenizerPath = None,
-    findings: Annotated[str | None, Writes("findings")] = None,
+    findings: Annotated[str | None, opt.Writes("findings")] = None,
     job: opt.Job = opt.JOB,
 ) -> None:
     """Count drift by region and cause.
@@ -189,7 +195,7 @@ def drift(
         if loaded is not None:
             made["findings"] = tk.analysis.explain_drift(turns, links, loaded)
             own = _counts(turns, made["findings"], Codec(loaded), examples)
-            causes.append(_summed([own], "cause", "origin"))
+            causes.append(_summed([own], "cause", "changed_by"))
         sizes = {"tokens_beyond": "size", "tokens_after_drift": "tokens_after_drift"}
         lines = pl.DataFrame(table).select(
             pl.col("region", "cause").cast(pl.String),
@@ -222,11 +228,29 @@ def drift(
     )
     facts = {"policy": asdict(chosen), **sums, "groups": by.to_dicts()}
     if loaded is not None:
-        found = _summed(causes, "cause", "origin")
-        facts["causes"] = found.to_dicts()
-        facts["examples"] = examples
-        text += f"\n\n{_describe_causes(found, examples)}"
+        found = _summed(causes, "cause", "changed_by")
+        found = found.sort("findings", "cause", descending=[True, False])
+        facts |= {"causes": found.to_dicts(), "examples": examples}
+        heads = (
+            "cause",
+            "changed by",
+            "findings",
+            "turns",
+            "path tokens",
+            "prompt tokens",
+        )
+        text += f"\n\n{text_table(heads, found.rows())}"
+        for cause, one in examples.items():
+            text += (
+                f"\n\n{cause}: session '{visible(one['session_id'])}', turn "
+                f"{one['turn_index']}, from token {one['path_start']}\n"
+                f"  path    {one['path_tokens']}\n  prompt  {one['prompt_tokens']}"
+            )
     job.print(totals, facts, text)
+
+
+# by what messages show
+_CHANGED_BY = {"template": "template", "rewritten": "client", "other_text": ""}
 
 
 def _summed(parts: list[pl.DataFrame], *keys: str) -> pl.DataFrame:
@@ -242,14 +266,14 @@ def _counts(
     """What is counted of findings; the first one of each cause becomes an example."""
     located = Sessions.of(turns)
     numbers = {name: k for k, name in enumerate(located.ids.to_pylist())}
-    origins = []
+    changed_by = []
     for session, own in groupby(findings.to_pylist(), itemgetter("session_id")):
         part = located.part(numbers[session], numbers[session] + 1)
         calls = SessionCalls(part)
         for found in own:
             places = np.array([found["parent"], found["turn_index"]])
             parent, call = part.named(np.zeros(2, np.int64), places).tolist()
-            origins.append(other_text_cause(calls, parent, call))
+            changed_by.append(_CHANGED_BY[other_text_cause(calls, parent, call)])
             if found["cause"] not in examples:
                 sides = {"path": calls.path(parent), "prompt": calls.prompt(call)}
                 for side, ids in sides.items():
@@ -259,7 +283,7 @@ def _counts(
     turn = pl.struct("session_id", "turn_index", "cause")
     return pl.DataFrame(findings).select(
         pl.col("cause").cast(pl.String),
-        origin=pl.Series(origins, dtype=pl.String),
+        changed_by=pl.Series(changed_by, dtype=pl.String),
         findings=pl.lit(1),
         turns=turn.is_first_distinct().cast(pl.Int64),
         tokens_held=pl.col("path_stop") - pl.col("path_start"),
@@ -267,26 +291,151 @@ def _counts(
     )
 
 
-# who changed a text, by what messages show
-_BY = {"template": " by the template", "rewritten": " by the client", "other_text": ""}
+RIGHT = ("trains", "session_without_rows")
+"""Lines that are no finding."""
+
+# of the first wrong rows, and of each of them, the lines that are shown
+_MOST_ROWS, _MOST_LINES, _MOST_VIOLATIONS = 3, 4, 20
+_NO_POLICY = "without --policy, only what is true under every policy is checked"
 
 
-def _describe_causes(counts: pl.DataFrame, examples: dict[str, dict[str, Any]]) -> str:
-    """The causes as a table with examples, for people."""
-    causes = _summed([counts.drop("origin")], "cause")
-    causes = causes.sort("findings", "cause", descending=[True, False])
-    head = ("cause", "findings", "turns", "path tokens", "prompt tokens")
-    text = [text_table(head, causes.rows()), ""]
-    happened: Counter[str] = Counter()
-    for cause, origin, n in counts.select("cause", "origin", "findings").rows():
-        happened[TEXT_PHRASES[cause] + _BY[origin]] += n
-    total = happened.total()
-    text += [f"{n:,} of {total:,}: {words}" for words, n in happened.most_common()]
-    for cause in causes["cause"]:
-        one = examples[cause]
-        text.append(
-            f"\n{cause}: session '{visible(one['session_id'])}', turn "
-            f"{one['turn_index']}, from token {one['path_start']}\n"
-            f"  path    {one['path_tokens']}\n  prompt  {one['prompt_tokens']}"
-        )
-    return "\n".join(text)
+def check(
+    rows: opt.Rows,
+    turns: opt.Source,
+    /,
+    *,
+    out: Annotated[str | None, opt.FILE, opt.Writes("row_checks")] = None,
+    policy: pol.PolicyOption = None,
+    tokenizer: opt.TokenizerPath = None,
+    reading: opt.Reading = opt.READING,
+    json: opt.Json = False,
+    no_clobber: opt.NoClobber = False,
+) -> int:
+    """Say whether a trainer's mask trains what was sampled.
+
+    Find rows of any trainer (also .npz and .pt) in the log by their tokens, and say which
+    turn each row trains, which trained tokens nobody sampled, which sampled tokens no row
+    trains, and whether mask or logprobs are shifted. The exit code is 1 if anything is
+    wrong. --out gets all findings. docs/check.md lists the columns that are understood.
+    With --policy, tokens that the policy does not train are not missing; without it, every
+    sampled token that may be trained is expected in a row.
+    """
+    chosen = pol.maybe_policy(policy)
+    loaded = chosen_tokenizer(tokenizer, turns)
+    table = plain_rows(any_rows(rows))
+    if not table.num_rows:
+        raise opt.nothing(rows, "rows")
+    calls = reading.turns(turns)
+    with Progress("comparing rows with the log"):
+        found = tk.check_rows(table, calls, chosen)
+    if out is not None:
+        write_table(found, out)
+    lines = found.to_pylist()
+    wrong = any(line["kind"] not in RIGHT for line in lines)
+    trained = sum(map(sum, table["loss_mask"].to_pylist()))
+    sampled = sum(map(len, calls["output_ids"]))
+    text = (
+        f"rows {table.num_rows:,}, tokens trained {trained:,}; "
+        f"turns {calls.num_rows:,}, tokens sampled {sampled:,}\n\n"
+        + _findings(table, lines, None if loaded is None else Codec(loaded))
+    )
+    opt.print_result({"wrong": wrong, "lines": lines}, text, json)
+    return BAD_DATA if wrong else DONE
+
+
+def any_rows(path: str) -> object:
+    """The rows of a file, as its format has them."""
+    name = path.lower()
+    if name.endswith(".npz"):
+        with np.load(path) as arrays:
+            return dict(arrays)
+    if name.endswith((".pt", ".pkl", ".pickle")):
+        from trajkit.importers.pickles import load
+
+        value: Any = load(Path(path))
+        return value.get("samples", value) if isinstance(value, dict) else value
+    return read_any_rows(path)
+
+
+def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) -> str:
+    """The findings of the first wrong rows, then the number of each kind."""
+    wrong = [line for line in lines if line["kind"] not in RIGHT]
+    shown = []
+    for row in [*dict.fromkeys(one["row"] for one in wrong or lines)][:_MOST_ROWS]:
+        own = [line for line in lines if line["row"] == row]
+        for one in sorted(own, key=lambda one: one["kind"] in RIGHT)[:_MOST_LINES]:
+            words, token = one["detail"], one["token"]
+            if codec is not None and token is not None:
+                ids = np.asarray(rows["input_ids"][row].values)
+                start = token - rows["padding"][row].as_py()
+                stop = start + min(one["tokens"], 8)
+                words += f"  {marked(codec, ids, start, stop)}"
+            places = ["" if one[name] is None else str(one[name]) for name in _PLACES]
+            shown.append([*map(visible, places), words])
+    found = text_table(("row", "session", "token", "finding"), shown)
+    if not wrong:
+        return f"{found}\n\nright: every trained token was sampled, and trains once"
+    counts = (
+        pl.DataFrame(wrong, infer_schema_length=None)
+        .group_by(pl.col("kind").str.replace_all("_", " "), maintain_order=True)
+        .agg(pl.col("row").drop_nulls().n_unique(), pl.col("tokens").sum())
+    )
+    return f"{found}\n\n{text_table(('wrong', 'rows', 'tokens'), counts.rows())}"
+
+
+_PLACES = ("row", "session_id", "token")
+
+
+def verify(
+    rows: opt.Rows,
+    turns: opt.Source,
+    /,
+    *,
+    out: Annotated[str | None, opt.PARTS, opt.Writes("violations")] = None,
+    policy: pol.PolicyOption = None,
+    sessions: opt.SessionsFile = None,
+    reward: opt.Reward = None,
+    weigh_by: By = "token",
+    max_row_tokens: opt.MaxRowTokens = None,
+    job: opt.Job = opt.JOB,
+) -> int:
+    """Check rows against the turns that they come from.
+
+    Print the violations, or write them to --out; the exit code is 1 if there are any. Rows
+    of other systems need input_ids and loss_mask. With --policy, the rows are compared with
+    those of the policy; without it, what is true under every policy is checked.
+
+    Parameters
+    ----------
+    weigh_by
+        What row_weight is, as for linearize.
+    """
+    chosen = pol.maybe_policy(policy)
+    with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
+        output = out or str(Path(folder, "violations.arrows"))
+        with job.options("verify", turns) as options:
+            totals = verify_file(
+                rows,
+                turns,
+                output,
+                chosen,
+                **opt.facts_of(sessions, reward),
+                max_row_tokens=max_row_tokens,
+                weigh_by=weigh_by,
+                **options,
+            )
+        found = pl.concat(map(pl.DataFrame, iter_tables(output)))
+    text = "no violations"
+    if len(found):
+        names = ("session_id", "row_index", "turn_index", "token", "rule", "detail")
+        first = found.head(_MOST_VIOLATIONS).select(names)
+        head = ("session", "row", "turn", "token", "rule", "detail")
+        shown = text_table(head, first.cast(pl.String).fill_null("").rows())
+        more = len(found) - len(first)
+        counts = found.group_by(pl.col("rule").cast(pl.String), maintain_order=True)
+        rules = text_table(("rule", "violations"), counts.len().rows())
+        text = f"{shown}\n{f'and {more:,} more' * (more > 0)}\n{rules}"
+    if chosen is None:
+        text += f"\n{_NO_POLICY}"
+    job.print(totals, {"violations": found.to_dicts()}, text)
+    return BAD_DATA if len(found) else DONE

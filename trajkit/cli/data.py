@@ -12,7 +12,6 @@ from cyclopts import Parameter
 
 import trajkit as tk
 from trajkit.cli import options as opt
-from trajkit.cli.files import Reads, Writes
 from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import Progress, share, text_table
 from trajkit.errors import (
@@ -32,15 +31,12 @@ from trajkit.schema import LOSSES
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
 
-# details of a problem of an import; the report has all
-_MOST_DETAILS = 4
-
 
 def import_(
-    source: Annotated[list[str], Reads("records")],
+    source: Annotated[list[str], opt.Reads("records")],
     /,
     *,
-    out: Annotated[str, opt.FILE, Writes("turns")],
+    out: Annotated[str, opt.FILE, opt.Writes("turns")],
     format: Annotated[
         Literal[("auto", *FORMATS)],  # type: ignore[valid-type]
         Parameter(name="--from"),
@@ -53,11 +49,11 @@ def import_(
             f"repeated. Fields: {', '.join(TARGETS)}"
         ),
     ] = None,
-    tokenizer: Annotated[str | None, Reads("tokenizer")] = None,
-    chat_template: Annotated[str | None, Reads("tokenizer")] = None,
+    tokenizer: Annotated[str | None, opt.Reads("tokenizer")] = None,
+    chat_template: Annotated[str | None, opt.Reads("tokenizer")] = None,
     contradicted: Literal["untrain", "train"] = "untrain",
     nonfinite_logprobs: Literal["raise", "null"] = "raise",
-    report: Annotated[str | None, Writes("report")] = None,
+    report: Annotated[str | None, opt.Writes("report")] = None,
     json: opt.Json = False,
     no_clobber: opt.NoClobber = False,
 ) -> None:
@@ -104,45 +100,48 @@ def import_(
         )
     if report is not None:
         write_table(table, report)
-    details = pl.col("detail").drop_nulls().unique(maintain_order=True)
     kinds = pl.DataFrame(table).group_by("problem", "kept", maintain_order=True)
     problems = kinds.agg(
-        pl.exclude("problem", "kept").first(),
+        *(pl.col(name).first() for name in ("file", "place")),
         count=pl.len(),
-        details=details.head(_MOST_DETAILS),
+        # a sentence, of the first record that has one
+        detail=pl.col("detail").drop_nulls().first(),
     ).to_dicts()
-    head = ("problem", "record", "count", "first")
-    lines, notes = [], []
-    for one in problems:
-        name, kept = one["problem"], "kept" if one["kept"] else "left out"
-        lines.append((name, kept, one["count"], f"{one['file']}, {one['place']}"))
-        notes += [f"{name}: {words}" for words in one["details"]]
+    head = ("problem", "record", "count", "first", "detail")
+    lines = [
+        (
+            one["problem"],
+            "kept" if one["kept"] else "left out",
+            one["count"],
+            f"{one['file']}, {one['place']}",
+            one["detail"] or "",
+        )
+        for one in problems
+    ]
     text = [f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"]
-    text += [text_table(head, lines)] * bool(lines) + ["\n".join(notes)] * bool(notes)
+    text += [text_table(head, lines)] * bool(lines)
     text += [f"written to {out}"] * bool(totals["turns"])
     facts = {"output": out, **totals, "problems": problems}
     opt.print_result(facts, "\n\n".join(text), json)
     if not totals["turns"]:
-        words = [line[0] for line in lines if line[1] != "kept"] or ["no records"]
-        why = f"0 turns, so no file was written ({', '.join(words)})"
-        for one in [one for one in problems if not one["kept"]][:1]:
-            where = f"{one['file']}, {one['place']}"
-            why += f". {where}: {one['detail'] or one['problem']}"
-        raise InvalidTurnsError(why)
+        left = [line for line in lines if line[1] != "kept"]
+        names = ", ".join(line[0] for line in left) or "no records"
+        first = "".join(f". {line[3]}: {line[4] or line[0]}" for line in left[:1])
+        raise InvalidTurnsError(f"0 turns, so no file was written ({names}){first}")
 
 
 def linearize(
     source: opt.Source,
     /,
     *,
-    out: Annotated[str, opt.PARTS, Writes("rows")],
+    out: Annotated[str, opt.PARTS, opt.Writes("rows")],
     policy: PolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
     weigh_by: By = "token",
     max_row_tokens: opt.MaxRowTokens = None,
     dedup: bool = False,
-    report: Annotated[str | None, Writes("report")] = None,
+    report: Annotated[str | None, opt.Writes("report")] = None,
     job: opt.Job = opt.JOB,
 ) -> None:
     """Write the training rows of recorded turns.
@@ -181,44 +180,32 @@ def linearize(
 
 def describe(totals: dict[str, int]) -> str:
     """The totals of rows as a table of tokens, for people."""
-    sampled = totals["tokens_sampled"]
-    counted = {"tokens_trained": "trained"}
-    counted |= {f"lost_{one}": f"lost, {one.replace('_', ' ')}" for one in LOSSES}
-    lines = [
-        (words, totals[name], share(totals[name], sampled))
-        for name, words in counted.items()
-        if totals[name] or name == "tokens_trained"
-    ]
+    sampled, lines = totals["tokens_sampled"], []
+    for name in (*_TOKENS, *(f"lost_{x}" for x in LOSSES), *_COSTS):
+        n, words = totals[name], name.removeprefix("tokens_").replace("_", " ")
+        if n or name in _TOKENS:
+            lines.append((words, n, share(n, sampled)))
     left_out = ", ".join(
-        f"{totals[name]:,} {words}"
-        for name, words in _LEFT_OUT.items()
-        if totals[name] or name == "rows_untrained"
+        f"{totals[f'rows_{name}']:,} {name.replace('_', ' ')}"
+        for name in ("untrained", "cut", "over_max_rows")
+        if totals[f"rows_{name}"] or name == "untrained"
     )
-    table = [
-        ("sampled", sampled, ""),
-        *lines,
-        ("in all rows", totals["tokens_forward"], ""),
-        ("shared prefixes once", totals["tokens_forward_shared"], ""),
-    ]
     return (
         f"sessions {totals['sessions']:,}, turns {totals['turns']:,}, "
         f"{totals['rows']:,} rows; left out: {left_out}\n\n"
-        + text_table(("tokens", "count", "of sampled"), table)
+        + text_table(("tokens", "count", "of sampled"), lines)
     )
 
 
-_LEFT_OUT = {
-    "rows_untrained": "without a trained token",
-    "rows_cut": "without a response token after truncation",
-    "rows_over_max_rows": "beyond max_rows",
-}
+_TOKENS = ("tokens_sampled", "tokens_trained")
+_COSTS = ("tokens_forward", "tokens_forward_shared")
 
 
 def compact(
     source: opt.Source,
     /,
     *,
-    out: Annotated[str, opt.PARTS, Writes("turns", piped="arrows")],
+    out: Annotated[str, opt.PARTS, opt.Writes("turns", piped="arrows")],
     job: opt.Job = opt.JOB,
 ) -> None:
     """Write recorded turns in delta form.
@@ -233,7 +220,7 @@ def expand(
     source: opt.Source,
     /,
     *,
-    out: Annotated[str, opt.PARTS, Writes("turns")],
+    out: Annotated[str, opt.PARTS, opt.Writes("turns")],
     job: opt.Job = opt.JOB,
 ) -> None:
     """Write turns with complete prompts.
@@ -261,7 +248,7 @@ def pack(
     rows: opt.Rows,
     /,
     *,
-    out: Annotated[str, opt.FILE, Writes("packs")],
+    out: Annotated[str, opt.FILE, opt.Writes("packs")],
     max_tokens: opt.Count,
     json: opt.Json = False,
     no_clobber: opt.NoClobber = False,
@@ -306,7 +293,7 @@ def export(
     /,
     *,
     to: Literal[tuple(FILE_FORMATS)],  # type: ignore[valid-type]
-    out: Annotated[str, opt.OUT, Writes("export")],
+    out: Annotated[str, opt.OUT, opt.Writes("export")],
     advantage: Literal["group_mean", "group_std", "leave_one_out", "none"]
     | None = None,
     sessions: opt.SessionsFile = None,

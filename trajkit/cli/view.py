@@ -13,7 +13,6 @@ from cyclopts.validators import Number
 import trajkit as tk
 from trajkit.cli import options as opt
 from trajkit.cli import policies as pol
-from trajkit.cli.files import Reads, Writes
 from trajkit.cli.screen import Progress
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
@@ -22,7 +21,7 @@ from trajkit.files.tables import log_files, read_any_rows
 from trajkit.schema import SESSIONS
 
 if TYPE_CHECKING:
-    from trajkit.view.selection import Selection
+    from trajkit.view.tables import Selection
 
 Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
 
@@ -34,16 +33,16 @@ def view(
     source: opt.Source,
     /,
     *,
-    out: Annotated[str | None, opt.OUT, Writes("page", piped="html")] = None,
+    out: Annotated[str | None, opt.OUT, opt.Writes("page", piped="html")] = None,
     policy: pol.PoliciesOption = None,
     sessions: opt.SessionsFile = None,
     session: Annotated[str | None, Parameter(help="only these sessions: A,B")] = None,
     sample: opt.Count | None = None,
     worst: opt.Count | None = None,
     tokenizer: opt.TokenizerPath = None,
-    rows: Annotated[str | None, Reads("rows")] = None,
+    rows: Annotated[str | None, opt.Reads("rows")] = None,
     pack: opt.Count | None = None,
-    against: Annotated[str | None, Reads("turns")] = None,
+    against: Annotated[str | None, opt.Reads("turns")] = None,
     print: bool = False,
     no_text: bool = False,
     port: Port = 0,
@@ -88,8 +87,8 @@ def view(
         Print the address only.
     """
     from trajkit.view.document import page
-    from trajkit.view.selection import Selection
     from trajkit.view.server import LiveRun, Options, ViewServer
+    from trajkit.view.tables import Selection
 
     choices = {"--session": session, "--sample": sample, "--worst": worst}
     given = [name for name, value in choices.items() if value is not None]
@@ -207,7 +206,7 @@ def plot(
     source: opt.Source,
     /,
     *,
-    out: Annotated[str, opt.OUT, Writes("picture")],
+    out: Annotated[str, opt.OUT, opt.Writes("picture")],
     policy: pol.PolicyOption = None,
     session: opt.Session = None,
     sessions: opt.SessionsFile = None,

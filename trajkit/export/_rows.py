@@ -48,7 +48,7 @@ class Target(NamedTuple):
     carried: tuple[str, ...] = ()
     # its option for the length at which it cuts rows
     cut: str = ""
-    # its option for the rows of a group, if it takes each run of so many rows for one
+    # its option for the rollouts of a group, if it takes each run of so many rows for one
     runs: str = ""
     # it has prompt and response, and a mask for the response alone
     response: bool = False
@@ -56,6 +56,7 @@ class Target(NamedTuple):
     single: bool = False
     # it divides its loss by the trained tokens of a step
     by_step: bool = False
+    # it needs a logprob of each trained token; without, payloads don't matter either
     logprobs: bool = True
     images: bool = False
     untrained: bool = False
@@ -64,15 +65,13 @@ class Target(NamedTuple):
 class ExportRow(SimpleNamespace):
     """One checked row: its columns of `_COLUMNS`, what the target carries, and these.
 
-    group, rollout : number of its group and its rollout, from 0 in order of the rows.
-    repetition : number of its rollout among the rollouts of its group.
-    is_last : whether it is the last row of its rollout.
+    group, rollout, repetition : number of its group, of its rollout, and of its rollout in
+    its group, from 0 in order of the rows. is_last : it is the last row of its rollout.
     place : session and row, for errors.
     uid : the name of its group; that of a session without one is no ``group_id``.
-    input_ids, loss_mask, logprobs : int32, bool, float32, shape (n_tokens,); a logprob is
-    0.0 where the mask is false.
+    input_ids, loss_mask, logprobs, advantages : int32, bool, float32, float64, shape
+    (n_tokens,); the last two are 0.0 where the mask is false.
     prompt_ids, response_ids, response_mask, response_logprobs : lists; the mask of ints.
-    advantages : float64, shape (n_tokens,), 0.0 where the mask is false.
     scale : what a trained token counts.
     """
 
@@ -179,7 +178,7 @@ def checked_rows(
             chosen_int(option.rpartition(".")[2], value, 1)
     table = canonical_rows(as_table(rows))
     known = [name for name in (*target.carried, *PAYLOADS) if _has(table, name)]
-    for name in {*known}.difference(target.carried):
+    for name in {*known}.difference(target.carried) if target.logprobs else ():
         raise ExportError(
             f"the rows have the payload {name}, for which the format of {target.name} has "
             "no field, so the trainer would compute another loss. Export without it on "
@@ -286,10 +285,8 @@ def _faults(
     reward, gain, weight = row.reward, row.advantage, row.row_weight
     if weighted and (weight is None or not 0 <= weight < math.inf):
         yield f"row_weight is {weight}: set it with trajkit.add_weights"
-    missing = math.nan if target.reads == "reward" else 0.0
-    if "reward" in target.reads and not math.isfinite(
-        missing if reward is None else reward
-    ):
+    null = math.nan if target.reads == "reward" else 0.0
+    if "reward" in target.reads and not np.isfinite(null if reward is None else reward):
         yield (
             f"reward is {'null' if reward is None else reward}, which the trainer would "
             "take for 0 or NaN. Give the session a finite reward, or filter it out"
@@ -310,7 +307,7 @@ def _faults(
 
 def _check_groups(rows: list[ExportRow], target: Target, size: int | None) -> None:
     for row in rows:
-        if target.single and not row.is_last:
+        if (target.single or target.runs) and not row.is_last:
             raise ExportError(
                 f"session {row.session_id!r} has several rows, but {target.name} takes one "
                 "per rollout. Take a policy that gives one, such as "
@@ -363,7 +360,7 @@ def _carried(row: ExportRow, name: str, given: pa.Scalar) -> Any:
     sampling_mask : the ids from which each token was sampled; [] for tokens that are not
     trained, or whose support was not cut.
     weight_version : text or None.
-    Others : float64, shape (n_tokens,), 0.0 where null off the mask; None for a null list.
+    Others : floats, 0.0 where null off the mask; None for a null list.
     """
     n = len(row.input_ids)
     if name == "routed_experts":
@@ -390,7 +387,7 @@ def _carried(row: ExportRow, name: str, given: pa.Scalar) -> Any:
             raise ExportError(
                 f"{row.place}: {name} of token {k} is {values[k]}: expected a finite number"
             )
-        return floats
+        values = floats.tolist()
     return values
 
 

@@ -11,10 +11,7 @@ import numpy as np
 from trajkit.export import _rows as shared
 
 _TARGET = shared.Target(
-    *("OpenRLHF", "reward"),
-    cut="data.max_len",
-    runs="n_samples_per_prompt",
-    single=True,
+    "OpenRLHF", "reward", cut="data.max_len", runs="n_samples_per_prompt"
 )
 
 

@@ -81,7 +81,7 @@ def sample_fields(
                 f"{row.place}: the row has ref_logprobs and teacher_logprobs, but prime-rl "
                 "has one field, ref_logprobs. Drop one of the columns"
             )
-        experts, masks, n = row.routed_experts, row.sampling_mask, len(row.input_ids)
+        experts, masks = row.routed_experts, row.sampling_mask
         if experts is not None:
             # the last token was not forwarded: as the one before it
             experts = _experts(np.concatenate([experts, experts[-1:]]))
@@ -89,29 +89,27 @@ def sample_fields(
             ids, counts = [*chain(*masks)], [len(each) for each in masks]
             parts = {"ids": np.array(ids, "<i4"), "counts": np.array(counts, "<i4")}
             masks = {name: part.tobytes() for name, part in parts.items()}
-        sample = {
-            "token_ids": row.input_ids,
-            "mask": row.loss_mask,
-            "logprobs": row.logprobs,
-            "temperatures": [temperature] * n,
-            "env_name": env_name,
-            "ref_logprobs": reference,
-            "mm_refs": None,
-            "routed_experts": experts,
-            "mm_token_type_ids": None,
-            "rl_weights": row.loss_mask * row.scale if weighted else None,
-            "ce_weights": row.observation_weight,
-            "ref_kl_weights": None,
-            "advantages": row.advantages,
-            "sampling_mask": masks,
-            "trace_id": row.session_id,
-            "branch_index": row.row_index,
-            "payload": None,
-        }
         samples.append(
             {
-                name: value.tolist() if isinstance(value, np.ndarray) else value
-                for name, value in sample.items()
+                "token_ids": row.input_ids.tolist(),
+                "mask": row.loss_mask.tolist(),
+                "logprobs": row.logprobs.tolist(),
+                "temperatures": [temperature] * len(row.input_ids),
+                "env_name": env_name,
+                "ref_logprobs": reference,
+                "mm_refs": None,
+                "routed_experts": experts,
+                "mm_token_type_ids": None,
+                "rl_weights": (row.loss_mask * row.scale).tolist()
+                if weighted
+                else None,
+                "ce_weights": row.observation_weight,
+                "ref_kl_weights": None,
+                "advantages": row.advantages.tolist(),
+                "sampling_mask": masks,
+                "trace_id": row.session_id,
+                "branch_index": row.row_index,
+                "payload": None,
             }
         )
     return samples
@@ -186,8 +184,13 @@ def _micro_batch(samples: list[dict[str, Any]], length: int) -> dict[str, Any]:
         np.frombuffer(each["data"], each["dtype"]).reshape(each["shape"])
         for each in present("routed_experts")
     ]
-    if experts:
-        experts.append(np.zeros((n_padding, *experts[0].shape[1:]), np.uint8))
+    shapes = {each.shape[1:] for each in experts}
+    if len(shapes) > 1:
+        raise ExportError(
+            f"routed_experts of rows in a micro-batch have shapes {sorted(shapes)}: "
+            "expected the layers and experts of one model"
+        )
+    experts += [np.zeros((n_padding, *shape), np.uint8) for shape in shapes]
     masks = present("sampling_mask")
     ids, counts = (b"".join(each[name] for each in masks) for name in ("ids", "counts"))
     support = {"ids": ids, "counts": counts + bytes(4 * n_padding)}

@@ -9,9 +9,7 @@ from typing import Any
 
 from trajkit.export import _rows as shared
 
-_TARGET = shared.Target(
-    "RLinf", "reward", response=True, single=True, runs="group_size"
-)
+_TARGET = shared.Target("RLinf", "reward", response=True, runs="group_size")
 
 
 def rollout_fields(rows: shared.TableLike, *, group_size: int) -> dict[str, Any]:

@@ -40,61 +40,57 @@ def episode_fields(turns: TableLike, sessions: TableLike) -> list[dict[str, Any]
     """
     table = expand(as_turns(turns))
     table = table.select([name for name in _COLUMNS if name in table.column_names])
-    by_session: dict[str, list[dict[str, Any]]] = {}
-    for turn in table.to_pylist():
-        by_session.setdefault(turn["session_id"], []).append(turn)
     facts = as_table(sessions).select(["session_id", "group_id", "reward"])
     known = {fact["session_id"]: fact for fact in facts.to_pylist()}
+    episodes: dict[str, dict[str, Any]] = {}
+    paths: dict[tuple[str, str], dict[str, Any]] = {}
     numbers = Counter[str]()
-    found = []
-    for session, own in by_session.items():
+    for turn in table.to_pylist():
+        session, logprobs = turn["session_id"], turn["output_logprobs"] or []
+        trained = turn.get("trainable") is not False
         reward = known.get(session, {}).get("reward")
-        if reward is None:
-            raise ExportError(f"session {session!r} has no reward: give it one")
-        task = known[session]["group_id"] or session
-        if ":" in task:
+        task = known.get(session, {}).get("group_id") or session
+        faults = {
+            "the session has no reward": reward is None,
+            f"the group {task!r} has a colon, at which rLLM splits ids": ":" in task,
+            "the prompt has images": trained and turn.get("mm_items"),
+            "output_logprobs has a null": trained and None in logprobs,
+            "output_mask leaves tokens out": (
+                trained and False in (turn.get("output_mask") or ())
+            ),
+        }
+        for fault in filter(faults.get, faults):
             raise ExportError(
-                f"session {session!r}: rLLM splits the id of an episode at its first "
-                f"colon, and the group {task!r} has one. Rename it"
+                f"session {session!r}, turn {turn['turn_index']}: {fault}, for which rLLM "
+                "has no field. Mend or leave it out, or export rows to another trainer"
             )
-        steps: dict[str, list[dict[str, Any]]] = {}
-        for turn in own:
-            if turn.get("trainable") is not False:
-                steps.setdefault(turn.get("agent_id") or "agent", []).append(
-                    _step(turn)
-                )
-        paths = []
-        for agent, each in steps.items():
-            each[-1]["done"] = True
-            path = {"name": agent, "task": task, "reward": reward, "steps": each}
-            paths.append(path)
-        name = f"{task}:{numbers[task]}"
-        numbers[task] += 1
-        found.append({"id": name, "task": task, "trajectories": paths})
-    return found
-
-
-def _step(turn: dict[str, Any]) -> dict[str, Any]:
-    logprobs = turn["output_logprobs"] or []
-    faults = {
-        "images": turn.get("mm_items"),
-        "a null in output_logprobs": None in logprobs,
-        "tokens left out by output_mask": False in (turn.get("output_mask") or ()),
-    }
-    for fault in filter(faults.get, faults):
-        raise ExportError(
-            f"session {turn['session_id']!r}, turn {turn['turn_index']} has {fault}, for "
-            "which a step has no field. Export rows to another trainer, or leave it out"
+        if session not in episodes:
+            name = f"{task}:{numbers[task]}"
+            numbers[task] += 1
+            episodes[session] = {"id": name, "task": task, "trajectories": []}
+        if not trained:
+            continue
+        agent = turn.get("agent_id") or "agent"
+        if (session, agent) not in paths:
+            path = {"name": agent, "task": task, "reward": reward, "steps": []}
+            paths[session, agent] = path
+            episodes[session]["trajectories"].append(path)
+        versions = {span["version"] for span in turn.get("weight_versions") or ()}
+        version = versions.pop() if len(versions) == 1 else None
+        paths[session, agent]["steps"].append(
+            {
+                "prompt_ids": turn["prompt_ids"],
+                "response_ids": turn["output_ids"],
+                "logprobs": logprobs,
+                "done": False,
+                "weight_version": int(version)
+                if version and version.isdecimal()
+                else None,
+            }
         )
-    versions = {span["version"] for span in turn.get("weight_versions") or ()}
-    version = versions.pop() if len(versions) == 1 else None
-    return {
-        "prompt_ids": turn["prompt_ids"],
-        "response_ids": turn["output_ids"],
-        "logprobs": logprobs,
-        "done": False,
-        "weight_version": int(version) if version and version.isdecimal() else None,
-    }
+    for path in paths.values():
+        path["steps"][-1]["done"] = True
+    return [*episodes.values()]
 
 
 episodes = objects_of(episode_fields, "rllm.types:Episode")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trajkit._arguments import chosen_int
 from trajkit.export import _rows as shared
 
 _TARGET = shared.Target("ROLL", "reward", cut="sequence_length", single=True)
@@ -41,6 +42,7 @@ def batch_fields(
     non_tensor_batch : dict of array
         Objects, one per row.
     """
+    chosen_int("sequence_length", sequence_length, 2)
     checked = shared.checked_rows(rows, _TARGET, cut=sequence_length)
     rewards = [row.reward for row in checked]
     shape = len(checked), sequence_length

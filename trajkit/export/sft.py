@@ -14,9 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import LongRowsWarning
-from trajkit.export._rows import ExportRow, Target, checked_rows
-from trajkit.schema import PAYLOADS
-from trajkit.tables.canonical import TableLike, as_table
+from trajkit.export._rows import TableLike, Target, checked_rows
 
 IGNORED = -100  # the label of a token that is not trained
 DEFAULT_MAX_LENGTH = 1024  # SFTConfig.max_length of TRL where it is not set
@@ -36,7 +34,7 @@ def labels_table(rows: TableLike, *, max_length: int | None = None) -> pa.Table:
         ``SFTConfig(max_length=...)`` in TRL, ``sequence_len`` in Axolotl. Longer rows are
         refused. None: rows beyond TRL's default give a `trajkit.errors.LongRowsWarning`.
     """
-    checked = _checked(rows, max_length)
+    checked = checked_rows(rows, _TARGET, cut=max_length)
     longest = max((len(row.input_ids) for row in checked), default=0)
     if max_length is None and longest > DEFAULT_MAX_LENGTH:
         warnings.warn(
@@ -51,12 +49,6 @@ def labels_table(rows: TableLike, *, max_length: int | None = None) -> pa.Table:
         attention_mask=[np.ones_like(row.input_ids) for row in checked],
         labels=[np.where(row.loss_mask, row.input_ids, IGNORED) for row in checked],
     )
-
-
-def _checked(rows: TableLike, max_length: int | None = None) -> list[ExportRow]:
-    table = as_table(rows)
-    own = [name for name in table.column_names if name not in PAYLOADS]
-    return checked_rows(table.select(own), _TARGET, cut=max_length)
 
 
 def _table(**columns: list[Any]) -> pa.Table:
@@ -79,7 +71,7 @@ def mask_table(rows: TableLike) -> pa.Table:
 
     The loader also takes trajkit's own Parquet files; this table has no other columns.
     """
-    checked = _checked(rows)
+    checked = checked_rows(rows, _TARGET)
     return _table(
         input_ids=[row.input_ids for row in checked],
         loss_mask=[row.loss_mask.astype(np.int32) for row in checked],

@@ -79,8 +79,7 @@ def fields_of(
             fields["rollout_top_p_token_ids"] = [*chain.from_iterable(ids)]
             fields["rollout_top_p_token_offsets"] = [0, *accumulate(map(len, ids))]
         if row.teacher_logprobs is not None:
-            teacher = row.teacher_logprobs[row.prompt_length :]
-            fields["teacher_log_probs"] = teacher.tolist()
+            fields["teacher_log_probs"] = row.teacher_logprobs[row.prompt_length :]
         samples.append(fields)
     return samples
 

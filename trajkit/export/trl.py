@@ -13,10 +13,7 @@ from trajkit.export import _rows as shared
 from trajkit.learn._checks import check_number
 
 _GRPO = shared.Target(
-    *("GRPOTrainer", "reward or null"),
-    runs="num_generations",
-    response=True,
-    single=True,
+    "GRPOTrainer", "reward or null", runs="num_generations", response=True
 )
 _ASYNC = shared.Target("AsyncGRPOTrainer", "advantage")
 

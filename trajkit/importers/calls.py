@@ -16,7 +16,7 @@ import numpy as np
 
 from trajkit.errors import ArgumentError
 from trajkit.files.json_numbers import EACH, IDS, ITEMS, Shape
-from trajkit.importers.containers import stem_of
+from trajkit.importers.containers import Head
 from trajkit.importers.findings import (
     Finding,
     Refused,
@@ -91,10 +91,7 @@ _TAKES = {
 }
 
 # the long arrays of an engine's request and response
-_REQUEST: Shape = {
-    "messages": ITEMS,
-    **dict.fromkeys(("input_ids", "prompt", "token_ids"), IDS),
-}
+_REQUEST: Shape = {"messages": ITEMS, "input_ids": IDS, "prompt": IDS, "token_ids": IDS}
 _OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
 _RESPONSE: Shape = {
     **dict.fromkeys(("prompt_token_ids", "token_ids", "output_ids"), IDS),
@@ -106,6 +103,20 @@ _LONG: Mapping[str, Any] = {
     "request": _REQUEST,
     "response": {**_RESPONSE, EACH: _RESPONSE},
 }
+# where a choice of a response has what
+_OF_ANSWER = read_map("""
+    prompt_ids=choice.input_token_ids|choice.prompt_token_ids|response.prompt_token_ids|
+    request.input_ids|request.prompt|request.token_ids,
+    output_ids=choice.token_ids|choice.response_token_ids|response.token_ids|
+    response.output_ids,
+    finish_reason=choice.finish_reason|choice.meta_info.finish_reason,
+    prompt_messages=request.messages, response_message=choice.message,
+    tools=request.tools, model=response.model,
+    request_id=response.id|response.request_id|request.rid,
+    weight_version=choice.weight_version|choice.meta_info.weight_version|
+    response.metadata.weight_version,
+    weight_versions=choice.weight_versions|choice.meta_info.weight_versions|
+    response.metadata.weight_versions""").fields
 _STREAMED = "a part of a stream: log the complete response"
 # numbers that a response states, and what they count
 _COUNTS = {
@@ -164,9 +175,9 @@ class Table:
     """A format with a user's mapping: reads the objects of a file."""
 
     def __init__(
-        self, format: Format, given: Map | None, encoder: Encoder | None, file: Path
+        self, format: Format, given: Map | None, encoder: Encoder | None, head: Head
     ) -> None:
-        self.format, self._encoder, self._file = format, encoder, file
+        self.format, self._encoder, self._head = format, encoder, head
         self.own = given.fields if given else {}
         if self.own and format.calls:
             raise ArgumentError(
@@ -204,7 +215,7 @@ class Table:
                 for below, one in self.format.roots(root):
                     at = f"{where}{below}"
                     # a path may name the object: /@name
-                    named = {**one, "@name": f"{self._file.name}, {at}"}
+                    named = {**one, "@name": f"{self._head.file.name}, {at}"}
                     yield from self._object(at, named)
             else:
                 yield Finding(where, None, "unreadable", _not_object(root))
@@ -296,10 +307,8 @@ class Table:
             yield from _spans(found, values.get("output_mask"))
 
     def _values(self, record: Value, root: Value) -> Value:
-        stem = stem_of(self._file)
-        values = {
-            name: one.find(record, root, stem) for name, one in self.routes.items()
-        }
+        stem, routes = self._head.stem, self.routes.items()
+        values = {name: one.find(record, root, stem) for name, one in routes}
         for name in _STRUCTURED & values.keys():
             values[name] = _parsed(values[name])
         if "prompt_messages" not in self.own:
@@ -307,7 +316,7 @@ class Table:
         return values
 
     def _session(self, found: Finding, record: Value, root: Value) -> None:
-        value = self.routes["session_id"].find(record, root, stem_of(self._file))
+        value = self.routes["session_id"].find(record, root, self._head.stem)
         if not _is_nothing(value):
             found.session = text_of(value)
             if found.session is None:
@@ -319,11 +328,10 @@ class Table:
 
     def _beside(self, found: Finding, record: Value, root: Value) -> None:
         """Keep what may name the run, and what no field reads."""
-        for outer in (root, record) if root is not record else (record,):
+        single = root is record
+        for outer in (record,) if single else (root, record):
             slash = "" if outer is record else "/"
-            known = [
-                k for k, out in self._known if root is record or out == bool(slash)
-            ]
+            known = [k for k, out in self._known if single or out == bool(slash)]
             aside = dict(_all_beside(outer))
             named = dict(aside)
             for name in ("request", "request_body", "input"):
@@ -354,15 +362,15 @@ class Table:
         if "@refused" in values:
             raise Refused(*values["@refused"])
         fields = found.fields
+        fields |= {name: values.get(name) for name in _PLAIN}
         for name, convert in _CONVERTED.items():
             value = values.get(name)
             fields[name] = convert(value)
             if name in _NOTED and fields[name] is None and not _is_nothing(value):
                 found.unread[self._text(name)] = value
         fields["reward"] = self._reward(found, values.get("reward"))
-        output, logprobs, remarks = _aligned(
-            values.get("output_ids"), _logprobs(values.get("output_logprobs"))
-        )
+        source = _logprobs(values.get("output_logprobs"))
+        output, logprobs, remarks = _aligned(values.get("output_ids"), source)
         fields["output_ids"], fields["output_logprobs"] = output, logprobs
         n = len(output) if is_array(output) else 0
         found.remarks += remarks
@@ -406,10 +414,7 @@ def advice(path: str) -> str:
 
 
 def _flag(value: object) -> bool | None:
-    is_flag = isinstance(value, bool | np.bool_) or (
-        type(value) is int and 0 <= value < 2
-    )
-    return bool(value) if is_flag else None
+    return bool(value) if type(value) in (bool, int) and value in (0, 1) else None
 
 
 def _reason(value: object) -> str | None:
@@ -427,14 +432,11 @@ _CONVERTED: Mapping[str, Callable[[Any], object]] = {
     **dict.fromkeys(("agent_id", "group_id", "request_id", "model"), text_of),
     **dict.fromkeys(("parent", "parent_resolution"), text_of),
     **dict.fromkeys(("started_at", "ended_at"), time_of),
-    **dict.fromkeys(
-        ("prompt_ids", "delta_ids", "prompt_messages"), lambda value: value
-    ),
-    "turn_index": lambda value: value,
     "trainable": _flag,
     "finish_reason": _reason,
     "response_message": _reply,
 }
+_PLAIN = ("prompt_ids", "delta_ids", "prompt_messages", "turn_index")
 # those with a line if their value is of another kind
 _NOTED = ("agent_id", "group_id", "request_id", "model", "trainable")
 
@@ -473,29 +475,28 @@ def _versions(found: Finding, values: Value, n: int) -> list[Value] | None:
     version: Any = values.get("weight_version")
     if n and has_items(given):
         if all(isinstance(one, dict) for one in given):
-            return [
-                {
-                    "version": text_of(piece.get("version")),
-                    "start": piece.get("start"),
-                    "stop": piece.get("end", piece.get("stop")),
-                }
-                for piece in given
-            ]
-        distinct = {text_of(one) for one in given}
+            stops = [one.get("end", one.get("stop")) for one in given]
+            names = [text_of(one.get("version")) for one in given]
+            starts = [one.get("start") for one in given]
+            return list(map(_piece, names, starts, stops))
+        distinct = sorted({str(text_of(one)) for one in given})
         if len(distinct) > 1:
-            listed = ", ".join(sorted(map(str, distinct)))
-            found.remarks.append(("versions_unplaced", listed))
+            found.remarks.append(("versions_unplaced", ", ".join(distinct)))
             return None
-        version = distinct.pop()
+        version = given[0]
     if not isinstance(version, list):
         version = [] if text_of(version) is None else [version] * n
     # one per token
     pieces, start = [], 0
     for name, run in groupby(map(text_of, version if len(version) == n else ())):
         stop = start + len(list(run))
-        pieces.append({"version": name, "start": start, "stop": stop})
+        pieces.append(_piece(name, start, stop))
         start = stop
     return pieces or None
+
+
+def _piece(version: object, start: object, stop: object) -> Value:
+    return {"version": version, "start": start, "stop": stop}
 
 
 def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
@@ -505,9 +506,10 @@ def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
     if mask is None or not is_array(output) or not is_array(prompt):
         yield found
         return
-    if not is_array(mask) or any(flag not in (0, 1) for flag in mask):
+    listed = mask.tolist() if isinstance(mask, np.ndarray) else mask
+    if not isinstance(listed, list) or any(flag not in (0, 1) for flag in listed):
         raise Refused("unreadable", "a mask that is not of 0 and 1")
-    flags, first = np.array(mask, np.bool_), len(prompt)
+    flags, first = np.array(listed, np.bool_), len(prompt)
     if len(flags) == first + len(output) and not flags[:first].any():
         flags = flags[first:]
     if len(flags) != len(output):
@@ -531,11 +533,7 @@ def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
             **dict.fromkeys(("response_message", "prompt_messages")),
         }
         if versions is not None:
-            whole = {
-                "version": versions[0]["version"],
-                "start": 0,
-                "stop": stop - start,
-            }
+            whole = _piece(versions[0]["version"], 0, stop - start)
             one.fields["weight_versions"] = [whole]
         if stop < len(output):
             one.fields["finish_reason"] = None
@@ -635,51 +633,22 @@ def _of_choice(request: Value, response: Value, choice: object) -> Value:
     if not isinstance(choice, dict):
         refused = "unreadable", "an answer, or a choice of it, is not an object"
         return {"@refused": refused, "@claims": [], "@remarks": []}
+    around = {"request": request, "response": response, "choice": choice}
+    values = {name: one.find(around) for name, one in _OF_ANSWER.items()}
     meta = object_of(choice.get("meta_info"))
-    prompts = (
-        *map(choice.get, ("input_token_ids", "prompt_token_ids")),
-        response.get("prompt_token_ids"),
-        # the last is of vLLM's /inference/v1/generate
-        *map(request.get, ("input_ids", "prompt", "token_ids")),
-    )
-    outputs = (
-        *map(choice.get, ("token_ids", "response_token_ids")),
-        *map(response.get, ("token_ids", "output_ids")),
-    )
     entries = {"content": meta.get("output_token_logprobs")}
-    sources = choice.get("logprobs"), entries
-    output, logprobs, remarks = _aligned(
-        _first(is_array, outputs), *map(_logprobs, sources)
-    )
-    weights = choice, meta, object_of(response.get("metadata"))
-    names = response.get("id"), response.get("request_id"), request.get("rid")
+    sources = _logprobs(choice.get("logprobs")), _logprobs(entries)
+    output, logprobs, remarks = _aligned(values["output_ids"], *sources)
     counts = [(f"meta_info.{a}", b, meta[a]) for a, b in _COUNTS.items() if a in meta]
     return {
-        "prompt_ids": _first(_has_numbers, prompts),
+        **values,
+        "prompt_messages": unless_empty(values["prompt_messages"]),
         "output_ids": output,
         "output_logprobs": logprobs,
-        "finish_reason": choice.get("finish_reason", meta.get("finish_reason")),
-        "prompt_messages": unless_empty(request.get("messages")),
-        "response_message": choice.get("message"),
-        "weight_version": _first(text_of, (w.get("weight_version") for w in weights)),
-        "weight_versions": _first(
-            has_items, (w.get("weight_versions") for w in weights)
-        ),
-        "request_id": _first(text_of, names),
-        "model": text_of(response.get("model")),
-        "tools": request.get("tools"),
         "usage": None,
         "@remarks": remarks,
         "@claims": counts,
     }
-
-
-def _first(test: Callable[[Any], object], values: Iterable[object]) -> Any:
-    return next(filter(test, values), None)
-
-
-def _has_numbers(value: Any) -> bool:
-    return has_items(value) and isinstance(value[0], int | float | np.number)
 
 
 def _claim(made: list[Value], response: Value) -> None:
@@ -740,14 +709,14 @@ def _aligned(
 
 def _logprobs(value: Any) -> Source | None:
     """Ids and logprobs: numbers, entries that name an id, or a choice's ``logprobs``."""
-    entries = (
-        list(value) if is_array(value) else list_of(object_of(value).get("content"))
-    )
+    given = object_of(value)
+    entries = list(value) if is_array(value) else list_of(given.get("content"))
     if is_array(value) and entries and not isinstance(entries[0], dict | list):
         return None, entries
     if not entries:
         values, texts = (
-            list_of(object_of(value).get(name)) for name in ("token_logprobs", "tokens")
+            list_of(given.get("token_logprobs")),
+            list_of(given.get("tokens")),
         )
         texts = texts if len(texts) == len(values) else [None] * len(values)
         entries = [
@@ -762,19 +731,13 @@ def _logprobs(value: Any) -> Source | None:
 def _pair(entry: Any) -> list[Any]:
     """Logprob and id of an entry: an object, or (logprob, id, text)."""
     if isinstance(entry, dict):
-        return [
-            entry.get("logprob"),
-            entry.get("token_id", _spelled(entry.get("token"))),
-        ]
+        named = entry.get("token_id", _spelled(entry.get("token")))
+        return [entry.get("logprob"), named]
     return entry[:2] if isinstance(entry, list) and len(entry) > 1 else [None, None]
 
 
 def _spelled(token: object) -> int | None:
     """The id in a token that vLLM writes as ``token_id:5`` on request."""
     # Python may refuse to parse more digits
-    found = (
-        re.fullmatch(r"token_id:([0-9]{1,10})", token)
-        if isinstance(token, str)
-        else None
-    )
+    found = isinstance(token, str) and re.fullmatch("token_id:([0-9]{1,10})", token)
     return int(found[1]) if found else None

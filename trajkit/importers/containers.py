@@ -9,7 +9,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
@@ -59,15 +59,14 @@ def files_of(source: Any) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
 
     Files have a name, for the report, and a path. Temporary copies last for one step.
     """
-    listed = [source] if isinstance(source, str | os.PathLike) else source
-    if isinstance(listed, bytes | dict) or not isinstance(listed, Iterable):
-        kind = type(source).__name__
-        raise ArgumentError(f"source is a {kind}: expected a path, or paths")
-    listed = list(listed)
+    single = isinstance(source, str | os.PathLike | bytes | dict)
+    listed = list(source) if isinstance(source, Iterable) and not single else [source]
     for one in listed:
         if not isinstance(one, str | os.PathLike):
             kind = type(one).__name__
-            raise ArgumentError(f"source has a {kind}: expected paths")
+            raise ArgumentError(
+                f"source is, or has, a {kind}: expected a path, or paths"
+            )
     paths_of([one for one in listed if not is_address(one)])
     return (found for one in listed for found in _files_of(os.fspath(one)))
 
@@ -94,14 +93,12 @@ def _files_of(text: str) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
         yield str(path), path.is_dir(), [(str(file), file) for file in files]
 
 
+def _unpacked(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".zst")
+
+
 def _is_listed(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
-
-
-def stem_of(path: Path) -> str:
-    """The name of a file without its suffixes."""
-    name = path.name.removesuffix(".gz").removesuffix(".zst")
-    return PurePosixPath(name).stem or path.name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +112,11 @@ class Head:
     values: tuple[dict[str, Any], ...] = ()
     # why it could not be read
     trouble: str = ""
+
+    @property
+    def stem(self) -> str:
+        """The name of the file without its suffixes."""
+        return Path(_unpacked(self.file.name)).stem or self.file.name
 
 
 def head_of(file: Path, name: str = "") -> Head:
@@ -135,9 +137,8 @@ def head_of(file: Path, name: str = "") -> Head:
 def _by_magic(file: Path, kinds: dict[bytes, Any], default: Any) -> Any:
     with file.open("rb") as opened:
         begin = opened.read(16)
-    return next(
-        (one for magic, one in kinds.items() if begin.startswith(magic)), default
-    )
+    known = (one for magic, one in kinds.items() if begin.startswith(magic))
+    return next(known, default)
 
 
 def objects(file: Path, container: str, shape: Shape | None = None) -> Iterator[Placed]:
@@ -170,9 +171,7 @@ def _json(file: Path, shape: Shape) -> Iterator[Placed]:
     """
     read = Reader({**shape, EACH: shape}).read
     codec = _by_magic(file, _CODECS, "jsonl")
-    single = (
-        file.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
-    )
+    single = _unpacked(file.name.lower()).endswith(".json")
     lines = split_lines(open_input(file, codec), str(file))
     two = [*islice((line.strip() for line, _ in lines if line.strip()), 2)]
     try:

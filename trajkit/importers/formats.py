@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from trajkit.errors import FormatError, InvalidTurnsError
 from trajkit.importers import verifiers
@@ -13,7 +12,6 @@ from trajkit.importers.containers import Head
 from trajkit.importers.findings import (
     Finding,
     Refused,
-    has_items,
     is_array,
     list_of,
     object_of,
@@ -49,7 +47,6 @@ _LOGPROBS = (
 _MASK = (
     "output_mask|response_mask|completion_mask|action_mask|loss_mask|env_mask|tool_mask"
 )
-_STEP_MASKS = ("tokens.is_truncated", "tokens.prompt_mask", "tokens.completion_mask")
 _NOT_CHAT = ("response", "nodes", "trajectory", "trace_id", "choices", "steps")
 _ROLES = {
     "system": "system",
@@ -115,41 +112,22 @@ _STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 def _slime(record: Value) -> Value:
     """A sample is a row of tokens, whose last ``response_length`` are the response."""
-    tokens, length = _numbers(record.get("tokens")), record.get("response_length")
-    if tokens is None or tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+    tokens: Any = plain(record.get("tokens"))
+    length = record.get("response_length")
+    if not is_array(tokens):
         raise Refused("no_prompt_ids", "no tokens")
     if type(length) is not int or not 0 <= length <= len(tokens):
         text = f"response_length {length!r} of {len(tokens)} tokens"
         raise Refused("unreadable", text)
-    given = record.get("loss_mask")
-    mask = np.ones(length, np.int64) if given is None else _numbers(given)
-    if mask is None or mask.shape != (length,):
-        raise Refused("unreadable", f"a loss_mask that does not have {length} tokens")
-    if not mask.any():
-        raise Refused("no_output_ids", "its loss mask is empty")
-    logprobs = plain(record.get("rollout_log_probs"))
-    is_flat = not isinstance(logprobs, np.ndarray) or logprobs.ndim == 1
     return {
         **record,
         "prompt_ids": tokens[: len(tokens) - length],
         "output_ids": tokens[len(tokens) - length :],
-        "loss_mask": mask != 0,
-        "rollout_log_probs": logprobs if is_flat else None,
+        "loss_mask": plain(record.get("loss_mask")),
+        "rollout_log_probs": plain(record.get("rollout_log_probs")),
         "finish_reason": _STATUS.get(str(record.get("status"))),
         "trainable": False if record.get("remove_sample") is True else None,
     }
-
-
-def _numbers(value: object) -> np.ndarray | None:
-    """The numbers of a list, tensor or array; None for anything else."""
-    value = plain(value)
-    if not is_array(value):
-        return None
-    try:
-        array = np.asarray(value) if has_items(value) else np.empty(0, np.int64)
-    except (ValueError, OverflowError):
-        return None
-    return array if array.dtype.kind in "biuf" else None
 
 
 def _atif(record: Value) -> Value | None:
@@ -174,20 +152,13 @@ def _atif_roots(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
 
 
 def _step(record: Value) -> Value:
-    """A step of verifiers, whose masks mark all ids as sampled."""
     tokens = object_of(record.get("tokens"))
     if tokens.get("overlong_prompt") is True:
         text = "its prompt was truncated to the maximum length"
         raise Refused("truncated", text)
-    mask, ids = tokens.get("completion_mask"), tokens.get("completion_ids")
-    n = len(ids) if is_array(ids) else 0  # type: ignore[arg-type]
-    if mask not in (None, [1] * n):
-        text = f"a completion_mask that does not mark {n} ids as sampled"
-        raise Refused("unreadable", text)
-    if True not in (tokens.get("is_truncated"), record.get("is_truncated")):
-        return record
+    cut = True in (tokens.get("is_truncated"), record.get("is_truncated"))
     # of a step that was cut, the provider counted more tokens
-    return {**record, "response": None, "@cut": True}
+    return {**record, "response": None, "@cut": True} if cut else record
 
 
 def _span(record: Value) -> Value | None:
@@ -326,11 +297,12 @@ _ALL = (
         map="""each=trajectory, session_id=/trajectory_id|/@name,
             agent_id=trajectory_id, group_id=/example_id, reward=/reward,
             prompt_ids=tokens.prompt_ids, output_ids=tokens.completion_ids,
-            output_logprobs=tokens.completion_logprobs, prompt_messages=prompt,
+            output_logprobs=tokens.completion_logprobs,
+            output_mask=tokens.completion_mask, prompt_messages=prompt,
             response_message=completion, usage=response.usage""",
         item="step",
         prepare=_step,
-        knows=("is_truncated", *_STEP_MASKS),
+        knows=("is_truncated", "tokens.is_truncated", "tokens.prompt_mask"),
         ids=_RENDERER,
     ),
     Format(

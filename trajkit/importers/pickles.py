@@ -153,9 +153,8 @@ class _Shell:
     def __setstate__(self, state: Sequence[Any]) -> None:
         _, shape, type_, by_column, data = state
         if isinstance(type_, _Type) and isinstance(data, bytes):
-            self.array = type_.numbers(data).reshape(
-                shape, order="F" if by_column else "C"
-            )
+            order: Any = "F" if by_column else "C"
+            self.array = type_.numbers(data).reshape(shape, order=order)
 
 
 def _scalar(type_: object, data: object) -> object:

@@ -21,15 +21,8 @@ from trajkit.files.guard import check_outputs, inputs_of, is_parts
 from trajkit.files.run import Watch, folder_of, run
 from trajkit.files.tables import gather, write_tables
 from trajkit.importers.calls import TARGETS, Format, Table, advice
-from trajkit.importers.containers import (
-    SUFFIXES,
-    Head,
-    files_of,
-    head_of,
-    objects,
-    stem_of,
-)
-from trajkit.importers.findings import KEPT, LEFT_OUT, Finding, has_items, is_array
+from trajkit.importers.containers import SUFFIXES, Head, files_of, head_of, objects
+from trajkit.importers.findings import Finding, has_items, is_array
 from trajkit.importers.formats import FORMATS, fitting, text_only, unknown
 from trajkit.importers.transcripts import ChatTokenizer, Encoder
 from trajkit.schema import IMPORT_REPORT, TURNS
@@ -41,6 +34,7 @@ from trajkit.turns.messages import tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
 
+_Taken: TypeAlias = tuple[str, Finding, Record]
 Sources: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """A path, or an iterable of paths."""
 
@@ -50,10 +44,8 @@ EXTRAS = pa.schema(
         *((name, _TEXT) for name in ("request_id", "model", "agent_id", "call_kind")),
         *((name, _TIME) for name in ("started_at", "ended_at")),
         *(("group_id", _TEXT), ("reward", pa.float64()), ("sampled", pa.bool_())),
-        *(
-            (name, _TEXT)
-            for name in ("parent_resolution", "parent_request", "tools_key")
-        ),
+        *((f"parent_{name}", _TEXT) for name in ("resolution", "request")),
+        ("tools_key", _TEXT),
     ]
 )
 """Extra columns of imported turns; null if unknown. docs/import.md explains them."""
@@ -189,7 +181,7 @@ class _Import:
     origins: dict[str, list[str]] = field(default_factory=dict)
     rewards: dict[str, object] = field(default_factory=dict)
     # places by session and a turn_index that the source gives
-    indices: dict[tuple[str, Any], str] = field(default_factory=dict)
+    indices: dict[tuple[str | None, str], str] = field(default_factory=dict)
     # files by the session that is named after them
     stems: dict[str, str] = field(default_factory=dict)
 
@@ -199,8 +191,7 @@ class _Import:
             self.format = self.map.format
         check_choice("format", self.format, ("auto", *FORMATS))
         check_choice("contradicted", self.contradicted, Contradicted)
-        nonfinite = self.nonfinite_logprobs
-        check_choice("nonfinite_logprobs", nonfinite, get_args(Nonfinite))
+        check_choice("nonfinite_logprobs", self.nonfinite_logprobs, get_args(Nonfinite))
         self.encoder = None if self.tokenizer is None else Encoder(self.tokenizer)
 
     def tables(self, source: Sources) -> Iterator[pa.Table]:
@@ -225,22 +216,17 @@ class _Import:
         return pa.Table.from_pylist(self.lines, schema=IMPORT_REPORT)
 
     def note(
-        self, file: str, found: Finding, problem: str = "", detail: str = ""
+        self, file: str, found: Finding, problem: str = "", text: str = ""
     ) -> None:
         """Add a line about a record that is kept, or is left out for its problem."""
         kept = bool(problem)
-        problem, detail = (problem, detail) if kept else (found.problem, found.detail)
-        if problem not in (KEPT if kept else LEFT_OUT):
-            raise ValueError(f"{problem!r} is not a known problem")
-        names = "place", "session_id", "problem", "detail"
-        texts = (found.place, found.session, problem, detail)
+        facts = (problem, text) if kept else (found.problem, found.detail)
+        texts = (file, found.place, found.session, *facts)
         # lone surrogates are escaped
         escaped = (text and text.encode("utf-8", "backslashreplace") for text in texts)
-        line = {
-            name: text and text.decode()
-            for name, text in zip(names, escaped, strict=True)
-        }
-        self.lines.append({"file": file, **line, "kept": kept})
+        line = (text and text.decode() for text in escaped)
+        names = ("file", "place", "session_id", "problem", "detail")
+        self.lines.append({**dict(zip(names, line, strict=True)), "kept": kept})
 
     def recognised(
         self, source: str, is_folder: bool, files: list[tuple[str, Path]]
@@ -248,23 +234,20 @@ class _Import:
         """The files to read, each with its format."""
         heads = [head_of(file, name) for name, file in files]
         named = [] if self.format == "auto" else [FORMATS[self.format]]
-        own = (
-            [self.fitting(head) for head in heads]
-            if is_folder or not named
-            else [named]
-        )
+        own = [named] if named and not is_folder else list(map(self.fitting, heads))
         names = sorted({one.name for formats in own for one in formats})
         if len(names) > 1:
             raise FormatError(
                 f"{source} fits several formats, {', '.join(names)}: pass one of them as "
                 "the format"
             )
-        if not names and not is_folder:
-            raise unknown(heads[0])
         if not names:
+            errors = [unknown(head) for head in heads if head.values or not is_folder]
+            if not is_folder:
+                raise errors[0]
             kind = f"the format {self.format}" if named else "a known format"
-            first = [f": {unknown(head)}" for head in heads if head.values][:1]
-            raise FormatError(f"{source} contains no file of {kind}{''.join(first)}")
+            first = f": {errors[0]}" if errors else ""
+            raise FormatError(f"{source} contains no file of {kind}{first}")
         for head, formats in zip(heads, own, strict=True):
             if formats:
                 yield head, formats[0]
@@ -282,11 +265,9 @@ class _Import:
         mapped = len(own) != 1 and self.map is not None and head.values
         return [FORMATS["records"]] if mapped else own
 
-    def of_file(
-        self, head: Head, format: Format
-    ) -> Iterator[tuple[str, Finding, Record]]:
+    def of_file(self, head: Head, format: Format) -> Iterator[_Taken]:
         """The records that become turns, numbered, with the name of the file."""
-        name, table = head.name, Table(format, self.map, self.encoder, head.file)
+        name, table = head.name, Table(format, self.map, self.encoder, head)
         if not table.has_ids and (self.encoder is None or format.talk is None):
             raise FormatError(f"{name}: {text_only(format)}")
         unread: dict[str, tuple[Finding, int]] = {}
@@ -301,9 +282,8 @@ class _Import:
             fields, n_records = found.fields, number + 1
             if number in replies:
                 fields["response_message"] = replies[number]
-                found.remarks.append(
-                    ("reply_of_a_request", "a later request repeats it")
-                )
+                text = "a later request repeats it"
+                found.remarks.append(("reply_of_a_request", text))
             elif found.session in silent and fields.pop("prompt_messages", None):
                 text = (
                     "messages without replies, which no later request repeats, are left "
@@ -344,18 +324,16 @@ class _Import:
 
         Returns whether the report has a line about it.
         """
-        if found.run_keys:
-            listed = ", ".join(
-                f"{key} ({one!r})" for key, one in found.run_keys.items()
-            )
-            found.refuse(
-                "no_session_id",
+        if keys := found.run_keys:
+            listed = ", ".join(f"{key} ({one!r})" for key, one in keys.items())
+            text = (
                 f"no session_id, but {listed}: say which names the agent run, as in --map "
-                f"session_id={next(iter(found.run_keys))} (a+b: both), or --map "
-                "session_id=@file for one run per file",
+                f"session_id={next(iter(keys))} (a+b: both), or --map session_id=@file for "
+                "one run per file"
             )
+            found.refuse("no_session_id", text)
             return noted
-        stem = stem_of(head.file)
+        stem = head.stem
         first = self.stems.setdefault(stem, head.name)
         found.session = stem if first == head.name else head.name
         if not noted:
@@ -412,38 +390,31 @@ class _Import:
                 remarks.append(("usage_contradicts", text))
         if "usage_contradicts" in dict(remarks) and self.contradicted == "untrain":
             fields["trainable"] = False
-        reward = fields.get("reward")
-        first = (
-            reward if reward is None else self.rewards.setdefault(str(session), reward)
-        )
-        if first != reward:
-            text = f"{reward}, after {first} in the same session"
-            remarks.append(("reward_varies", text))
+        if (reward := fields.get("reward")) is not None:
+            first = self.rewards.setdefault(str(session), reward)
+            if first != reward:
+                text = f"{reward}, after {first} in the same session"
+                remarks.append(("reward_varies", text))
         record: dict[str, Any] = {"turn_index": number, "sampled": True}
         record |= {name: value for name, value in fields.items() if value is not None}
         if "response_message" not in record:
             record["use_tool"] = None
-        if fields.get("turn_index") is not None:
-            self.check_index(found)
+        if (index := fields.get("turn_index")) is not None:
+            key = session, repr(index)
+            if key in self.indices:
+                raise FormatError(
+                    f"{found.place}: session {session!r} has turn_index {index!r} twice, "
+                    f"first in {self.indices[key]}: if each agent counts its own steps, "
+                    "leave turn_index out of the map: the order of the records counts"
+                )
+            self.indices[key] = found.place
         return {**record, "session_id": session}
 
-    def check_index(self, found: Finding) -> None:
-        """Refuse turn numbers that a session has twice."""
-        index = found.fields["turn_index"]
-        first = self.indices.setdefault((str(found.session), index), found.place)
-        if first is not found.place:
-            raise FormatError(
-                f"{found.place}: session {found.session!r} has turn_index {index!r} "
-                f"twice, first in {first}: if each agent counts its own steps, leave "
-                "turn_index out of the map: the order of the records counts"
-            )
-
-    def table(self, batch: list[tuple[str, Finding, Record]]) -> pa.Table:
+    def table(self, batch: list[_Taken]) -> pa.Table:
         """The turns of records; records that break a rule are noted instead."""
-        nonfinite = self.nonfinite_logprobs
+        records = (record for _, _, record in batch)
         try:
-            records = (record for _, _, record in batch)
-            table = from_records(records, nonfinite_logprobs=nonfinite)
+            table = from_records(records, nonfinite_logprobs=self.nonfinite_logprobs)
         except InvalidTurnsError as error:
             if len(batch) == 1:
                 ((file, found, _),) = batch
@@ -535,7 +506,7 @@ def _find_replies(
         messages = found.fields.get("prompt_messages")
         if found.problem or not isinstance(messages, list):
             continue
-        session, prompt = found.session, _ids(found.fields.get("prompt_ids"))
+        session, prompt = found.session, _ids(found, "prompt_ids")
         n_calls[session] += 1
         digest = blake2b(digest_size=16)
         for message in messages:
@@ -552,9 +523,10 @@ def _find_replies(
             digest.update(_text(message))
         if found.fields.get("response_message") is not None:
             answered.add(session)
-            continue
-        path = np.concatenate([prompt, _ids(found.fields.get("output_ids"))])
-        waiting[session, digest.digest()].append((number, len(path), _digest(path)))
+        else:
+            path = np.concatenate([prompt, _ids(found, "output_ids")])
+            call = number, len(path), _digest(path)
+            waiting[session, digest.digest()].append(call)
     return replies, {name for name, n in n_calls.items() if n > 1} - answered
 
 
@@ -566,10 +538,10 @@ def _text(message: object) -> bytes:
         return str(id(message)).encode()
 
 
-def _ids(value: Any) -> np.ndarray:
-    """Ids as an array; none for values that are no ids."""
+def _ids(found: Finding, name: str) -> np.ndarray:
+    """Ids of a call; none if its values are no ids."""
     try:
-        return np.asarray(value, np.int64).reshape(-1)
+        return np.asarray(found.fields.get(name), np.int64).reshape(-1)
     except (TypeError, ValueError, OverflowError):
         return np.empty(0, np.int64)
 

@@ -52,9 +52,8 @@ class Encoder:
     def replies(self, found: Finding, conversation: object) -> Iterator[Finding]:
         """A call for each reply of a conversation."""
         messages = [object_of(one) for one in list_of(conversation)]
-        replies = [
-            k for k, one in enumerate(messages) if one.get("role") == "assistant"
-        ]
+        roles = [one.get("role") for one in messages]
+        replies = [k for k, role in enumerate(roles) if role == "assistant"]
         if not replies:
             raise Refused("no_output_ids", "it has no reply")
         for k in replies:
@@ -113,10 +112,8 @@ class Encoder:
         """The token with which the template ends a reply, or else begins the next role."""
         short = [{"role": role, "content": "x"} for role in ("user", "assistant")]
         try:
-            asked, said = (
-                self._text(short[:1], found, asks=True),
-                self._text(short, found),
-            )
+            asked = self._text(short[:1], found, asks=True)
+            said = self._text(short, found)
         except Refused:
             asked = said = ""
         closing = said.removeprefix(asked).partition("x")[2]

@@ -140,10 +140,8 @@ def _reward(rewards: _Value) -> tuple[float | None, list[tuple[str, str]]]:
     for name, reward in rewards.items():
         # earlier versions have the weighted number
         parts = reward if isinstance(reward, dict) else {"score": reward}
-        score, weight = (
-            number_of(parts.get("score")),
-            number_of(parts.get("weight", 1.0)),
-        )
+        score = number_of(parts.get("score"))
+        weight = number_of(parts.get("weight", 1.0))
         if score is None or weight is None:
             text = f"rewards.{name} is {reward!r}: expected a score and a weight"
             return None, [("reward_unread", text)]

@@ -90,9 +90,9 @@ def observation_weights(
     missing: Missing = "raise",
     sessions: TableLike | None = None,
 ) -> pa.Table:
-    """Add a weight for every observed token that is learned.
+    """Add a weight for every observed token that is learned; the loss mask stays.
 
-    The loss mask does not change. A token has a weight if
+    A token has a weight if
 
     - it is content of a message of a selected role or tool,
     - an assistant message precedes it, after the request that began its conversation
@@ -106,15 +106,13 @@ def observation_weights(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS`, made of these turns, with all rows of each session that
-        occurs.
+        `trajkit.schema.ROWS`, made of these turns, with all rows of each session.
     turns : table
         `trajkit.schema.TURNS` in full or delta form, with messages and the columns
         `trajkit.schema.ATTRIBUTION`.
-    roles : names, or mapping of name to alpha, optional
-        Roles whose messages get a weight. None: ``("tool",)``.
-    tool_names : names, or mapping of name to alpha, optional
-        Tools whose messages get a weight. None: all, including those without a name.
+    roles, tool_names : names, or mapping of name to alpha, optional
+        Roles (None: ``("tool",)``) and tools (None: all, also without a name) whose
+        messages get a weight.
     alpha : float, at least 0
         The weight of names without their own in ``tool_names`` or, next, ``roles``.
     normalization : {"flat", "ratio"}
@@ -122,8 +120,7 @@ def observation_weights(
         rollout and R that of its trained tokens, before ``max_row_tokens`` cut the rows.
     missing : {"raise", "skip"}
         How to treat turns whose messages or attribution columns are missing or
-        incomplete. "skip": the turn attributes nothing and is counted; other turns may
-        attribute its prefix.
+        incomplete. "skip": the turn attributes nothing and is counted.
     sessions : table, optional
         `trajkit.schema.SESSIONS`: a rollout with an error gets no weights.
 
@@ -131,8 +128,7 @@ def observation_weights(
     -------
     Table
         The rows with the column ``observation_weight`` (large_list<float32>), as long
-        as ``input_ids``; 0 for tokens that are not learned. `observation_report` has
-        the counts.
+        as ``input_ids``; 0 for tokens that are not learned.
 
     Raises
     ------
@@ -162,6 +158,19 @@ def observation_report(rows: TableLike, turns: TableLike, **options: Any) -> pa.
     return _observed(as_turns(turns), as_table(rows), _chosen(**options))[1]
 
 
+class _Row(NamedTuple):
+    ids: Ints
+    # shape (n_ids,), to be filled
+    weights: Array
+    # of its spans
+    start: Ints
+    stop: Ints
+    last_turn: int
+    # tokens that the row trains, or would train if it were not cut
+    n_trained: int
+    where: str
+
+
 def _observed(
     turns: pa.Table, rows: pa.Table, choice: _Choice
 ) -> tuple[pa.Table, pa.Table]:
@@ -170,57 +179,42 @@ def _observed(
     found = pc.index_in(table.column("session_id"), calls.ids)
     for row in np.flatnonzero(np.asarray(found.is_null()))[:1]:
         raise InvalidTurnsError(f"{place(table, int(row))}: the session has no turns")
-    of_session: dict[int, list[int]] = {}
+    ids = Ragged.of(table.column("input_ids"), fill=0)
+    weights = Ragged(np.zeros(len(ids.values), np.float32), ids.offsets)
+    of_session: dict[int, list[_Row]] = {}
     for row, session in enumerate(found.to_pylist()):
-        of_session.setdefault(session, []).append(row)
-    shown = _Rows(table)
+        spans = table.column("spans")[row].values
+        start, stop, turn, out_start, out_stop = (
+            np.asarray(pc.struct_field(spans, name))
+            for name in ("start", "stop", "turn_index", "output_start", "output_stop")
+        )
+        kinds = pc.struct_field(spans, "kind").cast(pa.string())
+        trains = np.asarray(pc.is_in(kinds, pa.array(["trained", "cut"])))
+        n_trained = int((out_stop - out_start)[trains].sum())
+        last, where = int(turn.max(initial=-1)), place(table, row)
+        made = _Row(ids[row], weights[row], start, stop, last, n_trained, where)
+        of_session.setdefault(session, []).append(made)
     lines = []
     for s, name in enumerate(calls.ids.to_pylist()):
         count = dict.fromkeys(OBSERVATIONS.names, 0) | {"session_id": name}
         lines.append(count)
         if s in of_session and not failed[s]:
             session_calls = SessionCalls(calls.part(s, s + 1))
-            _echo(session_calls, shown, of_session[s], choice, name, count)
-    column = Ragged(shown.weights, shown.ids.offsets).to_arrow()
-    table = with_column(table, "observation_weight", column)
+            _echo(session_calls, of_session[s], choice, name, count)
+    table = with_column(table, "observation_weight", weights.to_arrow())
     return table, pa.Table.from_pylist(lines, OBSERVATIONS)
 
 
-class _Rows:
-    """The tokens and spans of all rows, and the weights of the tokens."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self.table = table
-        self.ids = Ragged.of(table.column("input_ids"), fill=0)
-        self.weights = np.zeros(len(self.ids.values), np.float32)
-        spans = Ragged.of(table.column("spans"))
-        kinds = pc.struct_field(spans.values, "kind").cast(pa.string())
-        self._trained = np.asarray(pc.is_in(kinds, pa.array(["trained", "cut"])))
-        self._offsets = spans.offsets
-        names = ("start", "stop", "turn_index", "output_start", "output_stop")
-        self._spans = {n: np.asarray(pc.struct_field(spans.values, n)) for n in names}
-
-    def span(self, row: int, name: str) -> Array:
-        """A field of each span of a row."""
-        return self._spans[name][self._offsets[row] : self._offsets[row + 1]]
-
-    def n_trained(self, row: int) -> int:
-        """Tokens that a row trains, or would train if it were not cut."""
-        trained = self._trained[self._offsets[row] : self._offsets[row + 1]]
-        sizes = self.span(row, "output_stop") - self.span(row, "output_start")
-        return int(sizes[trained].sum())
-
-    def last_call(self, row: int, calls: SessionCalls) -> int:
-        """The call whose path is the row, or begins with it."""
-        ids = self.ids[row]
-        last = self.span(row, "turn_index").max(initial=-1)
-        for call in range(np.searchsorted(calls.turn_index, last), len(calls)):
-            if begins(calls.path(call), ids):
-                return call
-        raise InvalidTurnsError(
-            f"{place(self.table, row)}: no call of the session has its {len(ids)} tokens, "
-            "so what they render is unknown"
-        )
+def _last_call(row: _Row, calls: SessionCalls) -> int:
+    """The call whose path is the row, or begins with it."""
+    first = np.searchsorted(calls.turn_index, row.last_turn)
+    for call in range(int(first), len(calls)):
+        if begins(calls.path(call), row.ids):
+            return call
+    raise InvalidTurnsError(
+        f"{row.where}: no call of the session has its {len(row.ids)} tokens, so what they "
+        "render is unknown"
+    )
 
 
 def begins(ids: Ints, prefix: Ints) -> bool:
@@ -230,28 +224,24 @@ def begins(ids: Ints, prefix: Ints) -> bool:
 
 def _echo(
     calls: SessionCalls,
-    shown: _Rows,
-    rows: list[int],
+    rows: list[_Row],
     choice: _Choice,
     name: str,
     count: dict[str, Any],
 ) -> None:
-    """Weigh the tokens of the ``rows`` of one session, and count them."""
+    """Weigh the tokens of the rows of one session, and count them."""
     labels = _Labels(calls, choice, f"session {name!r}")
     count["turns_skipped"] = labels.skipped
     # by label: its number of tokens in the first row that has it, and how many leading
     # tokens of them an earlier row contains
     sizes, covered = np.zeros((2, 0), np.int64)
     for row in rows:
-        full = labels.of(shown.last_call(row, calls)).copy()
-        weights = shown.weights[shown.ids.offsets[row] : shown.ids.offsets[row + 1]]
-        n_labels = len(labels.alphas)
-        for start, stop in zip(
-            shown.span(row, "start"), shown.span(row, "stop"), strict=True
-        ):
+        full = labels.of(_last_call(row, calls)).copy()
+        for start, stop in zip(row.start, row.stop, strict=True):
             full[start:stop] = -1
         tokens = np.flatnonzero(full >= 0)
-        label, inside = full[tokens], tokens < len(weights)
+        label, inside = full[tokens], tokens < len(row.ids)
+        n_labels = len(labels.alphas)
         sizes, covered = (
             np.pad(each, (0, n_labels - len(each))) for each in (sizes, covered)
         )
@@ -260,7 +250,7 @@ def _echo(
         sizes = np.where(sizes == 0, in_path, sizes)
         again = _ranks(label, in_path) < covered[label]
         taken = inside & ~again
-        weights[tokens[taken]] = np.array(labels.alphas)[label[taken]]
+        row.weights[tokens[taken]] = np.array(labels.alphas)[label[taken]]
         count["tokens_observed"] += int(taken.sum())
         count["tokens_repeated"] += int((inside & again).sum())
         complete = (in_path > 0) & (seen == in_path)
@@ -268,9 +258,9 @@ def _echo(
         covered = np.where(complete, everything, np.maximum(covered, seen))
     count["messages_unnamed"] = len(labels.unnamed)
     if choice.by_ratio and sizes.any():
-        scale = np.float32(sum(map(shown.n_trained, rows)) / sizes.sum())
+        scale = np.float32(sum(row.n_trained for row in rows) / sizes.sum())
         for row in rows:
-            shown.weights[shown.ids.offsets[row] : shown.ids.offsets[row + 1]] *= scale
+            np.multiply(row.weights, scale, out=row.weights)
 
 
 def _ranks(label: Ints, sizes: Longs) -> Longs:

@@ -39,24 +39,15 @@ def spread_rewards(
         `trajkit.schema.ROWS` with all rows of each session. Each row
         has the reward of its rollout, as `trajkit.linearize` writes it.
     mode : {"copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"}
-        copy
-            Every row has the reward of the rollout.
-        uniform
-            Every row has the reward divided by the rollout's number of rows, including
-            rows without a trained token.
-        final_only
-            Final rows have the reward, all others 0. Rows of ``segment_kind`` ``final``
-            are final; in a rollout without kinds it is the last row. A rollout with
-            kinds but no final row has 0 everywhere.
-        per_turn
-            A row has the sum of the rewards of the turns that it trains. If several
-            rows train parts of a turn, each has a share by trained tokens.
-        last_turn
-            A row has the reward of its last turn. Rewards of its earlier turns do not
-            count.
-        per_segment
-            A row has the reward of its segment. Rows are those of the policy
-            ``segments``, where each row is one.
+        - copy: every row has the reward of the rollout.
+        - uniform: the reward divided by the rollout's number of rows, including rows
+          without a trained token.
+        - final_only: final rows have the reward, all others 0. Rows of ``segment_kind``
+          ``final`` are final; in a rollout without kinds the last row is.
+        - per_turn: the sum of the rewards of the turns that the row trains. If several
+          rows train parts of a turn, each has a share by trained tokens.
+        - last_turn: the reward of the row's last turn; others do not count.
+        - per_segment: the reward of the segment, in rows of the policy ``segments``.
     turn_rewards : table, for per_turn and last_turn
         `trajkit.schema.TURN_REWARDS`, at most one line per turn.
     segment_rewards : table, for per_segment
@@ -65,9 +56,8 @@ def spread_rewards(
     Returns
     -------
     Table
-        The rows with new rewards. A null reward gives null in all rows of the rollout;
-        with per_turn in the rows that train the turn; with last_turn in the rows that
-        end with it.
+        The rows with new rewards. A null reward gives null in all rows of the rollout, or
+        in those that train the turn (per_turn) or end with it (last_turn).
 
     Raises
     ------

@@ -39,13 +39,11 @@ def balance(
         Ranks that share the work (data parallel).
     cost : (float, float)
         What a token costs (with padding), and a pair of a token and one that it attends.
-        The default is verl's ``24576 * n + n ** 2`` for a sequence of n tokens, which
-        has half as many pairs.
+        The default is verl's ``24576 * n + n ** 2`` for n tokens with half as many pairs.
     method : {"lpt", "karmarkar_karp"}
-        With "lpt" the most expensive pack first, each to the rank with the least to do
-        (Graham 1969). "karmarkar_karp" merges by largest differences (1982); with
-        ``equal_counts`` each rank has as many packs, as in verl (seqlen_balancing.py):
-        items are taken in groups of one per rank.
+        The most expensive pack first, to the rank with the least to do (Graham 1969); or
+        by largest differences (1982), with ``equal_counts`` in groups of one pack per
+        rank as in verl (seqlen_balancing.py).
     equal_counts : bool
         Every rank has as many packs in a step: empty ones fill up.
 
@@ -59,21 +57,17 @@ def balance(
     Raises
     ------
     SchemaError
-        A column is absent, or has a type that cannot be taken for its own.
+        A column is absent, or of an unsuitable type.
     InvalidTurnsError
-        Packs of two steps have rows of one session, or a prefix_pack is not in the
-        table.
+        Packs of two steps have rows of one session, or a prefix_pack is not there.
     ArgumentError
-        ``ranks`` is not an integer of 1 or more, ``method`` does not exist, or a cost is
-        negative.
+        ``ranks`` is less than 1, ``method`` does not exist, or a cost is negative.
 
     Examples
     --------
     >>> import trajkit as tk
-    >>> turns = tk.from_records(
-    ...     [{"session_id": s, "prompt_ids": [1], "output_ids": [2]} for s in "abc"]
-    ... )
-    >>> packs = tk.pack(tk.linearize(turns), 2)
+    >>> turns = [{"session_id": s, "prompt_ids": [1], "output_ids": [2]} for s in "abc"]
+    >>> packs = tk.pack(tk.linearize(tk.from_records(turns)), 2)
     >>> tk.balance(packs, 2, equal_counts=True)["pack"].to_pylist()
     [0, 2, 1, None]
     """

@@ -3,9 +3,10 @@
 Rows become a forest in pre-order, its trees are cut to size, and the parts fill packs.
 """
 
-import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -24,36 +25,14 @@ from trajkit.learn._checks import trained_tokens
 from trajkit.learn.loss import Reduce
 from trajkit.schema import PACKS
 from trajkit.schema.engine import lookup, nulls
-from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import (
-    TableLike,
-    as_table,
-    canonical,
-    canonical_rows,
-    is_list,
-    place,
-)
+from trajkit.tables import canonical as tables
+from trajkit.tables.canonical import TableLike, place
 from trajkit.tables.export import pooled
-from trajkit.tables.ragged import (
-    Bools,
-    Ints,
-    Longs,
-    Ragged,
-    Records,
-    lengths,
-    offsets_of,
-    positions,
-)
+from trajkit.tables.ragged import Ints, Longs, Ragged, Records, offsets_of, positions
 from trajkit.tables.session_batches import concat
 from trajkit.tables.stages import apply, stage
 from trajkit.tables.take import list_values, row_lengths, take_values, without_views
-from trajkit.turns.images import (
-    FIRST_CONTENT_ID,
-    Item,
-    has_items,
-    item_ids,
-    same_image,
-)
+from trajkit.turns import images
 from trajkit.turns.structs import PACK_ROW
 from trajkit.turns.validation import check_layout
 
@@ -100,24 +79,15 @@ def pack(
         With "group", the first rows of all sessions of a ``group_id`` also share their
         common prefix. In a stream, the sessions of a group are consecutive.
     oversize : {"repeat", "carry", "error"}
-        How to treat a tree of more than ``max_tokens``.
-
-        repeat
-            Cut it between rows; each part repeats the prefix that it needs. The cuts
-            repeat the fewest tokens that the order of the tree allows. A row of more
-            than ``max_tokens`` is refused.
-        carry
-            Cut it at any token. The packs of its parts are consecutive, and
-            ``prefix_pack``, ``prefix_source`` and ``prefix_end`` name the earlier tokens
-            whose keys and values a part attends to.
-        error
-            Refuse it.
+        A tree of more than ``max_tokens`` is cut between rows, and its parts repeat the
+        prefix that they need (as few tokens as the order of the tree allows); or it is
+        cut at any token into consecutive packs, whose ``prefix_pack``, ``prefix_source``
+        and ``prefix_end`` name the earlier tokens that they attend to; or it is refused.
     align : int
         Pad packs to a multiple of this many tokens; it must divide ``max_tokens``.
     same : sequence of str
         Rows share tokens only if these columns agree: lists with a value per token
-        (routed experts), or one value per row. Images need no such column, since
-        rows with different images differ in their ids.
+        (routed experts), or one value per row. Images need none: their ids differ.
     columns : sequence of str
         Columns, per token or per row, to copy to edges as ``edge_<name>``, such as
         ``advantage``. With ``observation_weight``, tokens with such a weight also get
@@ -134,13 +104,12 @@ def pack(
     Raises
     ------
     SchemaError
-        A column is absent, or has a type that cannot be taken for its own; one of
-        ``columns`` has the name of an edge's own.
+        A column is absent, or of an unsuitable type; one of ``columns`` has the name of
+        an edge's own.
     InvalidTurnsError
-        A tree or a row is too large; a pack has a part of an image, because
-        ``max_row_tokens`` or ``carry`` cut it; a row trains its first token, which nothing
-        predicts; a row that trains something has no row_weight; a parent_row is not
-        there; a session or group of a stream comes back after another began.
+        A tree or a row is too large; a pack has a part of an image; a row trains its
+        first token, which nothing predicts, or has no row_weight though it trains; a
+        parent_row is absent; a session or group of a stream comes back after another.
     ArgumentError
         A choice does not exist, or ``align`` does not divide ``max_tokens``.
 
@@ -184,11 +153,11 @@ def pack(
 
     def one(source: pa.Table) -> pa.Table:
         nonlocal first_row, first_pack
-        table = canonical_rows(source)
+        table = tables.canonical_rows(source)
         check_layout(table, read_ids=False)
         mask = table.column("loss_mask")
         if OBSERVED in columns:
-            mask = _with_observed(table)
+            mask = pa.chunked_array([with_observed(table).to_arrow()])
         # they point into the table and the mask
         records = _records(table, mask)
         if layout == "rows":
@@ -198,27 +167,25 @@ def pack(
         records = _in_pre_order(table, records, same)
         starts = _cut(table, records, max_tokens, oversize)
         packs = _Packs(table, records, starts, max_tokens, align)
-        made = packs.table(packs.edges(columns, reduce, first_row), first_pack)
+        edges = packs.edges(columns, reduce, first_row)
+        made = packs.table(edges, first_pack)
         first_row += table.num_rows
         first_pack += made.num_rows
         return made
 
-    def together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        return _together(tables, _PACKS_AT_A_TIME * max_tokens, share)
-
-    return apply(one, rows, regroup=together)
+    return apply(one, rows, regroup=partial(_together, max_tokens, share))
 
 
 pack_batches = pack.batches
 
 
 def _together(
-    tables: Iterator[pa.Table], most: int, share: Share
+    max_tokens: int, share: Share, parts: Iterator[pa.Table]
 ) -> Iterator[pa.Table]:
-    """Tables of sessions until these have so many tokens, the groups complete."""
+    """Tables of sessions that fill some packs, the groups complete."""
     kept: list[pa.Table] = []
     n_tokens, current, begun = 0, None, set[str]()
-    for table in map(canonical_rows, tables):
+    for table in map(tables.canonical_rows, parts):
         groups = table.column("group_id").to_pylist() if share == "group" else []
         goes_on = bool(groups) and groups[0] is not None and groups[0] == current
         for row, group in enumerate(groups):
@@ -231,7 +198,7 @@ def _together(
             current = group
             if group is not None:
                 begun.add(group)
-        if n_tokens >= most and not goes_on:
+        if n_tokens >= _PACKS_AT_A_TIME * max_tokens and not goes_on:
             yield concat(kept)
             kept, n_tokens = [], 0
         kept.append(table)
@@ -285,14 +252,16 @@ def _addresses(column: pa.ChunkedArray) -> Longs:
     return np.concatenate(parts, axis=1)
 
 
-def _with_observed(table: pa.Table) -> pa.ChunkedArray:
-    """The loss masks of rows, with the observed tokens added."""
+def with_observed(table: pa.Table) -> Ragged:
+    """The loss masks of rows, and true at the observed tokens, too."""
     column, each_token = column_of(table, OBSERVED, "columns")
     if not each_token:
         raise SchemaError(f"{OBSERVED} is {column.type}: expected a weight per token")
-    trained = Ragged.of(table.column("loss_mask"), False)
-    edges = trained.values | observed_tokens(table)
-    return pa.chunked_array([Ragged(edges, trained.offsets).to_arrow()])
+    edges, weights = Ragged.of(table.column("loss_mask"), False), Ragged.of(column, 0)
+    # a null list has no weights
+    at = positions(edges.offsets[:-1], weights.lengths)
+    edges.values[at] |= weights.values != 0
+    return edges
 
 
 def _join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Records:
@@ -316,7 +285,7 @@ def _join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Reco
         for row, *group in zip(roots.tolist(), names, *kinds, strict=True)
         if group[0] is not None
     )
-    for (group, _, before), (other, _, row) in itertools.pairwise(ranked):
+    for (group, _, before), (other, _, row) in pairwise(ranked):
         shared = _core.lcp(ids[before], ids[row]) if group == other else 0
         if shared:
             records["parent"][row], records["shared"][row] = before, shared
@@ -390,7 +359,7 @@ def _cut(
     ``records`` are in pre-order. Return where the parts begin, and the end.
     """
     starts = np.append(np.flatnonzero(records["parent"] < 0), len(records))
-    sizes = _part_sizes(records, starts)
+    sizes = np.diff(offsets_of(records["length"] - records["shared"])[starts])
     large = np.flatnonzero(sizes > max_tokens)
     if len(large) and oversize == "error":
         first, end = starts[large[0]], starts[large[0] + 1]
@@ -425,12 +394,6 @@ def _cut(
     return starts
 
 
-def _part_sizes(records: Records, starts: Longs) -> Longs:
-    """Tokens of each part of rows in pre-order."""
-    ends = offsets_of(records["length"] - records["shared"])
-    return np.asarray(np.diff(ends[starts]) + records["shared"][starts[:-1]])
-
-
 # ---
 # Columns of rows, by edge.
 
@@ -446,9 +409,9 @@ def column_of(
         hint = did_you_mean(name, table.column_names)
         raise SchemaError(f"{argument} has {name!r}: rows have no such column{hint}")
     column, n_tokens = table.column(name), row_lengths(table)
-    if not is_list(column.type):
+    if not tables.is_list(column.type):
         return column, False
-    n = lengths(column)
+    n = Ragged.of(column).lengths
     fits = nulls(column) | (n == n_tokens)
     if not fits.all() and (n == n_tokens)[~nulls(column)].any():
         row = int(np.argmin(fits))
@@ -470,15 +433,6 @@ def edge_values(
     lists = Ragged.of(column)
     at = pa.array(lists.offsets[line] + position, mask=nulls(column)[line])
     return take_values(lists.values, at, name)
-
-
-def observed_tokens(table: pa.Table) -> Bools:
-    """Which tokens of the rows, end to end, have an observation weight but 0."""
-    column = table.column(OBSERVED)
-    observed = np.zeros(int(row_lengths(table).sum()), np.bool_)
-    at = positions(offsets_of(row_lengths(table))[:-1], lengths(column))
-    observed[at] = np.asarray(list_values(column).fill_null(0)) != 0
-    return observed
 
 
 def value_codes(column: pa.ChunkedArray, name: str) -> Ints:
@@ -513,17 +467,16 @@ def _bins(sizes: Longs, max_tokens: int) -> tuple[Longs, Longs]:
     for part in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[part])
         k = bisect_left(rooms, (size, -1))
-        if size > max_tokens or k == len(rooms):
-            first[part] = n_packs
-            n_packs += -(-size // max_tokens)
-            last[part] = n_packs - 1
-            room = -size % max_tokens
-        else:
+        if k < len(rooms):
             room, pack = rooms.pop(k)
-            first[part] = last[part] = pack
-            room -= size
+            first[part], room = pack, room - size
+        else:
+            first[part], room = n_packs, -size % max_tokens
+            n_packs += -(-size // max_tokens)
+            pack = n_packs - 1
+        last[part] = pack
         if room:
-            insort(rooms, (room, int(last[part])))
+            insort(rooms, (room, pack))
     return first, last
 
 
@@ -539,7 +492,7 @@ class _Packs:
         align: int,
     ) -> None:
         self._table, self._limit = table, max_tokens
-        sizes = _part_sizes(records, starts)
+        sizes = np.diff(offsets_of(records["length"] - records["shared"])[starts])
         first, last = _bins(sizes, max_tokens)
         # a part that continues the previous pack comes first in its last pack
         by_pack = np.lexsort((sizes <= max_tokens, last))
@@ -615,13 +568,13 @@ class _Packs:
             records, self._ids, offsets, source, target, position, logprob, given
         )
         line = np.repeat(records["line"], counts)
+        n_trained = counts
         if OBSERVED in columns:
             n_trained = trained_tokens(table)[records["line"]]
+        weight = np.repeat(self._weights(n_trained, reduce), counts)
+        if OBSERVED in columns:
             trained = np.asarray(edge_values(table, "loss_mask", line, position))
-            weight = np.repeat(self._weights(n_trained, reduce), counts)
             weight[~trained] = 0.0
-        else:
-            weight = np.repeat(self._weights(counts, reduce), counts)
         edges: dict[str, Any] = {
             "source": source,
             "target": target,
@@ -678,8 +631,8 @@ class _Packs:
             "mm_items": self._items(),
         }
         further = [
-            pa.field(name, column.type, nullable=False)
-            for name, column in edges.items()
+            pa.field(name, edges[name].type, nullable=False)
+            for name in edges
             if name not in PACKS.names
         ]
         schema = pa.schema([*PACKS, *further], metadata=PACKS.metadata)
@@ -687,7 +640,8 @@ class _Packs:
 
     def _trees(self) -> dict[str, Any]:
         """Segments and trees; a part is a tree in each of its packs."""
-        begins = np.diff(self._ends, prepend=0) != 0
+        begins = np.ones(len(self._ends), np.bool_)
+        begins[1:] = self._ends[1:] != self._ends[:-1]
         begins[self._offsets[:-1]] = True
         begins[self._padding] = False
         at = np.flatnonzero(begins)
@@ -702,54 +656,51 @@ class _Packs:
         part = np.repeat(np.arange(len(spread)), spread)
         tree_start = np.maximum(self._start[part] - self._offsets[pack], 0)
         trees = np.searchsorted(pack, np.arange(len(self._n_tokens) + 1))
-        parts = [part[a:b].tolist() for a, b in itertools.pairwise(trees.tolist())]
+        parts = [part[a:b].tolist() for a, b in pairwise(trees.tolist())]
         plain = (np.diff(segments) == np.diff(trees)) & ~self._continues
         stops = np.stack([self._n_tokens, self._padded], axis=1)
-        column = self._table.column("session_id")
-        names = column.unique().to_pylist()
-        codes = np.asarray(pc.index_in(column, column.unique()))
-        session = codes[self._records["line"]].tolist()
+        names = self._table.column("session_id").to_pylist()
+        # sessions are contiguous, so their last rows are in the order of the first
+        order = {name: row for row, name in enumerate(names)}
+        of_row = [names[line] for line in self._records["line"].tolist()]
         bounds = np.searchsorted(self._part, np.arange(len(spread) + 1)).tolist()
-        # of each part, by their first rows
-        own = [sorted({*session[a:b]}) for a, b in itertools.pairwise(bounds)]
+        own = [{*of_row[a:b]} for a, b in pairwise(bounds)]
         return {
             "segment_start": Ragged(starts, segments).to_arrow(),
             "segment_parent": Ragged(parents, segments).to_arrow(),
             "tree_start": Ragged(tree_start.astype(np.int32), trees).to_arrow(),
             "tree_session": [
-                [names[own[k][0]] if len(own[k]) == 1 else None for k in here]
+                [min(own[k]) if len(own[k]) == 1 else None for k in here]
                 for here in parts
             ],
             "sessions": [
-                [
-                    names[code]
-                    for code in sorted({code for k in here for code in own[k]})
-                ]
+                sorted(set().union(*(own[k] for k in here)), key=order.__getitem__)
                 for here in parts
             ],
             "cu_seqlens": [
                 np.append(tree_start[a:b], np.unique(stops[k])) if plain[k] else None
-                for k, (a, b) in enumerate(itertools.pairwise(trees.tolist()))
+                for k, (a, b) in enumerate(pairwise(trees.tolist()))
             ],
         }
 
-    def _items(self) -> list[list[Item] | None]:
+    def _items(self) -> list[list[images.Item] | None]:
         """The images of each pack; raises InvalidTurnsError if it has a part of one."""
-        found: list[list[Item] | None] = [None] * len(self._n_tokens)
-        if not has_items(self._table):
+        found: list[list[images.Item] | None] = [None] * len(self._n_tokens)
+        if not images.has_items(self._table):
             return found
-        known: dict[int, dict[object, Item]] = {}
-        for item in list_values(self._table.column("mm_items")).to_pylist():
-            alike = known.setdefault(int(item_ids(item)[0]), {})
-            alike.setdefault(same_image(item), item)
+        items = list_values(self._table.column("mm_items")).to_pylist()
+        # by their first content id
+        known: dict[int, list[images.Item]] = {}
+        for item in {images.same_image(item): item for item in items}.values():
+            known.setdefault(int(images.item_ids(item)[0]), []).append(item)
         token = 0
-        for here in np.flatnonzero(self._ids >= FIRST_CONTENT_ID).tolist():
+        for here in np.flatnonzero(self._ids >= images.FIRST_CONTENT_ID).tolist():
             if here < token:
                 continue
             pack = int(np.searchsorted(self._offsets, here, side="right")) - 1
             first, end = self._offsets[pack : pack + 2].tolist()
-            for item in known.get(int(self._ids[here]), {}).values():
-                due = item_ids(item)
+            for item in known.get(int(self._ids[here]), ()):
+                due = images.item_ids(item)
                 token = here + len(due)
                 if token <= end and np.array_equal(self._ids[here:token], due):
                     break
@@ -769,13 +720,11 @@ def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
 
     Parameters
     ----------
-    packs : table
-        `trajkit.schema.PACKS`.
+    packs, rows : table
+        `trajkit.schema.PACKS`, and the `trajkit.schema.ROWS` that were packed.
     values : array or torch tensor, or sequence of these
         A number for each edge of all packs (logprobs, entropies), in their order; or
         such an array for each pack.
-    rows : table
-        `trajkit.schema.ROWS`: those that were packed.
 
     Returns
     -------
@@ -785,7 +734,7 @@ def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
     Raises
     ------
     SchemaError
-        A column is absent, or has a type that cannot be taken for its own.
+        A column is absent, or of an unsuitable type.
     InvalidTurnsError
         There is another number of values than of edges; an edge is of no token of the
         rows, or of one that has two.
@@ -793,16 +742,13 @@ def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
     Examples
     --------
     >>> import trajkit as tk
-    >>> turns = tk.from_records(
-    ...     [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}]
-    ... )
-    >>> rows = tk.linearize(turns)
-    >>> packs = tk.pack(rows, 4)
-    >>> tk.unpack(packs, [[-0.5, -0.25]], rows).to_pylist()
+    >>> turns = [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}]
+    >>> rows = tk.linearize(tk.from_records(turns))
+    >>> tk.unpack(tk.pack(rows, 4), [[-0.5, -0.25]], rows).to_pylist()
     [[None, -0.5, -0.25]]
     """
-    given = canonical(as_table(packs), PACKS)
-    table = canonical_rows(as_table(rows))
+    given = tables.canonical(tables.as_table(packs), PACKS)
+    table = tables.canonical_rows(tables.as_table(rows))
     row, position = (
         list_values(given.column(name)).to_numpy().astype(np.int64)
         for name in ("edge_row", "edge_position")
@@ -816,11 +762,11 @@ def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
         raise InvalidTurnsError(
             f"values are of shape {numbers.shape}: the packs have {len(row)} edges"
         )
-    n_tokens = row_lengths(table)
-    ends = offsets_of(n_tokens)
-    known = (row >= 0) & (row < len(table)) & (position >= 0)
-    known &= position < np.append(n_tokens, 0)[np.where(known, row, -1)]
-    for edge in np.flatnonzero(~known)[:1]:
+    ends = offsets_of(row_lengths(table))
+    n_tokens = np.append(np.diff(ends), 0)
+    last = len(table)  # a row that is not there has no token
+    size = n_tokens[np.where((row < 0) | (row > last), last, row)]
+    for edge in np.flatnonzero((position < 0) | (position >= size))[:1]:
         raise InvalidTurnsError(
             f"edge {edge} is token {position[edge]} of row {row[edge]}, which the rows "
             "do not have: pass the rows that were packed"

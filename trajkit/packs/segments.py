@@ -95,9 +95,8 @@ def varlen(pack: Any) -> Varlen:
 
     Parameters
     ----------
-    pack : Pack, mapping or array
-        What has ``subtree_end``: a `trajkit.torch.Pack`, a line of a packs table as a
-        dict, or the array itself.
+    pack : Pack, dict or array
+        A `trajkit.torch.Pack`, a line of a packs table, or its ``subtree_end``.
 
     Returns
     -------
@@ -109,11 +108,6 @@ def varlen(pack: Any) -> Varlen:
     LayoutError
         Subtrees are not nested; or the pack attends tokens of another one
         (``oversize="carry"``), which are not among its keys.
-
-    Notes
-    -----
-    The number of keys is the sum of the path lengths over all segments: close to the
-    number of tokens for samples of a prompt, a multiple for long runs with drift.
 
     Examples
     --------

@@ -47,12 +47,10 @@ def verify_packs(
 
     Parameters
     ----------
-    packs : table
-        `trajkit.schema.PACKS`. Of packs of another system: input_ids, subtree_end,
-        edge_source, edge_row and edge_position; other columns are checked where they are
-        there.
-    rows : table
-        `trajkit.schema.ROWS`: all rows that were packed.
+    packs, rows : table
+        `trajkit.schema.PACKS`, and all `trajkit.schema.ROWS` that were packed. Packs of
+        another system have input_ids, subtree_end, edge_source, edge_row and
+        edge_position; other columns are checked where they are there.
     max_tokens : int, optional
         Tokens that a pack may have, with padding. None: any number.
     reduce : {"mean", "sum"}
@@ -66,17 +64,15 @@ def verify_packs(
     Raises
     ------
     SchemaError
-        A table lacks a column, or a column has a type that cannot be taken for its own.
+        A column is absent, or of an unsuitable type.
     ArgumentError
         ``max_tokens`` is not an integer of 1 or more, or ``reduce`` does not exist.
 
     Examples
     --------
     >>> import trajkit as tk
-    >>> turns = tk.from_records(
-    ...     [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}]
-    ... )
-    >>> rows = tk.linearize(turns)
+    >>> turns = [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}]
+    >>> rows = tk.linearize(tk.from_records(turns))
     >>> pack = tk.pack(rows, 4).to_pylist()[0] | {"subtree_end": [3, 2, 3]}
     >>> tk.verify_packs([pack], rows)["rule"].to_pylist()
     ['position', 'segment', 'segment', 'cu_seqlens']
@@ -167,10 +163,7 @@ class _Check:
             for name in ("edge_source", "edge_row", "edge_position")
         )
         ids = self.rows.ids
-        sizes = [
-            len(one["input_ids"]) if one["n_tokens"] is None else one["n_tokens"]
-            for one in self.packs
-        ]
+        sizes = [len(one["input_ids"][: one["n_tokens"]]) for one in self.packs]
         n_tokens = np.array(sizes, np.int64)[pack]
         no_row = (row < 0) | (row >= len(ids))
         n_row = np.append(ids.lengths, 0)[np.where(no_row, -1, row)]
@@ -295,7 +288,7 @@ class _Check:
         ids, table = self.rows.ids, self.rows.table
         wanted = may = self.rows.mask
         if OBSERVED in table.column_names and packing.column_of(table, OBSERVED, "")[1]:
-            may = wanted | packing.observed_tokens(table)
+            may = packing.with_observed(table).values
         if f"edge_{OBSERVED}" in self.edges:
             wanted = may
         self._each("not_trained", ~may[self.at], "the row does not train it")

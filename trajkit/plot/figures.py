@@ -264,27 +264,26 @@ def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice
                 stop = start + round(seconds * 1e6)
                 bounds[name] = min(start, first), max(stop, last)
     began = min(first for first, _ in bounds.values())
-    slices = []
+    slices: list[Slice] = []
+
+    def add(name: str, kind: str, start: int, stop: int, *turn: int) -> None:
+        if turn or start < stop:
+            seconds = (start - began) / 1e6, (stop - began) / 1e6
+            slices.append(Slice(name, kind, *seconds, *turn))
+
     for name, own in calls.items():
         # until when something is known, and when each lane is free
         busy, end = bounds[name]
         lanes: list[int] = []
-        found: list[tuple[str, int, int, int | None, int]] = [
-            ("queue", began, busy, None, 0)
-        ]
+        add(name, "queue", began, busy)
         for start, stop, turn in sorted(own):
-            found.append(("tool", busy, start, None, 0))
+            add(name, "tool", busy, start)
             free = (k for k, until in enumerate(lanes) if until <= start)
             lane = next(free, len(lanes))
             lanes[lane : lane + 1] = [stop]
-            found.append(("generation", start, stop, turn, lane))
+            add(name, "generation", start, stop, turn, lane)
             busy = max(busy, stop)
-        found.append(("tool", busy, end, None, 0))
-        slices += [
-            Slice(name, kind, (start - began) / 1e6, (stop - began) / 1e6, turn, lane)
-            for kind, start, stop, turn, lane in found
-            if turn is not None or start < stop
-        ]
+        add(name, "tool", busy, end)
     return slices
 
 

@@ -1,60 +1,237 @@
-"""Attention over a tree of tokens, for models of Hugging Face transformers.
+"""Masks, attention and layers with a state over trees of tokens, for transformers.
+
+``subtree_end`` defines the mask: token ``q`` attends token ``kv`` where
+``kv <= q < subtree_end[kv]``. A sliding window of ``w`` also asks for
+``position_ids[q] - position_ids[kv] < w``: positions are depths in the tree, so the
+window counts tokens of the row and not of the pack.
 
 Importing this module registers the attention ``"trajkit"``. It reads the tree from the
 keyword argument ``tree``, which `model_inputs` puts among a model's inputs and which
-models hand down to their attention layers. Without it, it raises: transformers would
-otherwise derive a mask from the positions, which go back at every branch.
-
-What a layer attends of a row (a window, a chunk), models say with the mask that they
-build. The masks of ``"trajkit"`` are `LayerMask`, which keep this as a function of
-positions; the tree says the rest.
+models hand down to their layers. Without it, it raises: transformers would otherwise
+derive a mask from the positions, which go back at every branch. What a layer attends of a
+row (a window, a chunk), models say with the mask that they build, here a `LayerMask`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.torch.datasets import Pack
-from trajkit.torch.masks import (
-    MaskMod,
-    Tokens,
-    Window,
-    block_mask,
-    pair_mask,
-    tokens_of,
-)
-from trajkit.torch.states import CarriedStates, Segments
 
-ATTENTION = "trajkit"
-"""The name to pass as ``attn_implementation``."""
+ATTENTION = "trajkit"  # to pass as attn_implementation
+
+Tokens: TypeAlias = npt.NDArray[np.int32]
+"""Of each token its index in the pack, ``subtree_end`` and depth: shape (3, n)."""
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Window: TypeAlias = int | MaskMod | None
+"""What a layer attends of a row: the last tokens, by a function of positions, or all."""
+
+BLOCK = 128  # tokens a side of a block of a mask; the fastest that was measured
 
 Kernel: TypeAlias = Literal["masked", "trunk"]
 Mask: TypeAlias = Tensor | BlockMask
+States: TypeAlias = dict[torch.nn.Module, list[Tensor]]
+"""Per attention layer key and value, of shape (1, n_key_heads, n_prefix, head_dim)."""
 
-_LEAST_SHARE = 0.01
-"""Of the attended pairs of a pack, for a trunk that is attended apart."""
+_LEAST_SHARE = 0.01  # of a pack's attended pairs, for a trunk that is attended apart
 _REFUSED = {
     "position_bias": "adds a bias that depends on places in the pack, not in a row",
     "block_indices": "attends chosen blocks of the pack, not of a row",
 }
 """What a layer may pass to its attention that a tree cannot follow."""
+_STORES = ("cache.update_recurrent_state(", "cache.update_conv_state(")
+
+
+def tokens_of(
+    subtree_end: Tensor, position_ids: Tensor | None, window: int | None = None
+) -> Tokens:
+    """The tokens of a pack in its order; positions are needed for a window alone."""
+    n = subtree_end.shape
+    if position_ids is None and window is None:
+        position_ids = torch.zeros(n)
+    elif position_ids is None or position_ids.shape != n:
+        raise LayoutError(
+            f"a window needs position_ids of shape {tuple(n)}: distances in the pack are "
+            "not distances in a row"
+        )
+    end, position = (x.cpu().numpy() for x in (subtree_end, position_ids))
+    return np.stack([np.arange(len(end)), end, position]).astype(np.int32)
+
+
+def dense_mask(
+    subtree_end: Tensor, position_ids: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """The mask as one bool for each pair of tokens, for short packs and for tests.
+
+    Parameters
+    ----------
+    subtree_end, position_ids : int tensors, shape (n,)
+        Of a pack; ``position_ids`` is required with a window.
+    window : int, optional
+        Attend only the last ``window`` tokens of the row, the token itself included.
+
+    Returns
+    -------
+    bool tensor, shape (1, 1, n, n)
+        True where the query (third axis) attends the key; on the device of
+        ``subtree_end``. `torch.nn.functional.scaled_dot_product_attention` takes it.
+    """
+    tokens = tokens_of(subtree_end, position_ids, window)
+    return pair_mask(tokens, tokens, subtree_end.device, window)
+
+
+def pair_mask(
+    query: Tokens, key: Tokens, device: torch.device, window: Window
+) -> Tensor:
+    """As `dense_mask`, of queries against keys, each in an order of its own."""
+    q, kv = (torch.arange(side.shape[1], device=device) for side in (query, key))
+    zero = q.new_zeros(())
+    attends = _mask_mod(query, key, device, window)
+    return attends(zero, zero, q[:, None], kv[None, :])[None, None]
+
+
+def _mask_mod(
+    query: Tokens, key: Tokens, device: torch.device, window: Window
+) -> MaskMod:
+    """The mask of a pair of indices, as FlexAttention compiles it."""
+    in_order = query is key
+    enter_q, _, depth_q = torch.from_numpy(query).to(device)
+    enter_k, end, depth_k = torch.from_numpy(key).to(device)
+
+    def attends(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        at, of = (q, kv) if in_order else (enter_q[q], enter_k[kv])
+        inside = (of <= at) & (at < end[kv])
+        if window is None:
+            return inside
+        if callable(window):
+            return inside & window(b, h, depth_q[q], depth_k[kv])
+        return inside & (depth_q[q] - depth_k[kv] < window)
+
+    return attends
+
+
+def flex_block_mask(
+    subtree_end: Tensor,
+    position_ids: Tensor | None = None,
+    window: int | None = None,
+    *,
+    block_size: int = BLOCK,
+) -> BlockMask:
+    """The mask for `torch.nn.attention.flex_attention`, without `create_block_mask`.
+
+    Blocks that every query attends entirely are listed apart from partly masked ones,
+    so the kernel evaluates the mask only in the latter. The cost grows with the number
+    of blocks, not of pairs of tokens.
+
+    Parameters
+    ----------
+    subtree_end, position_ids, window
+        As for `dense_mask`.
+    block_size : int
+        Tokens a side.
+
+    Returns
+    -------
+    BlockMask
+        On the device of ``subtree_end``, for one batch entry and all heads. A kernel
+        that is compiled once serves all packs of a length.
+    """
+    tokens = tokens_of(subtree_end, position_ids, window)
+    return block_mask(tokens, tokens, subtree_end.device, window, block_size)
+
+
+def block_mask(
+    query: Tokens,
+    key: Tokens,
+    device: torch.device,
+    window: Window = None,
+    block_size: int = BLOCK,
+) -> BlockMask:
+    """The `BlockMask` of queries against keys, each in an order of its own.
+
+    The same object for both: all tokens of a pack, in its order.
+    """
+    low, high = _bounds(query[:, :, None], block_size)
+    key_low, key_high = _bounds(key[:, None, :], block_size, axis=2)
+    visited = (key_low[0] <= high[0]) & (low[0] < key_high[1])
+    full = (key_high[0] <= low[0]) & (high[0] < key_low[1])
+    if callable(window):
+        full[:] = False
+    elif window is not None:
+        visited &= low[2] - key_high[2] < window
+        full &= high[2] - key_low[2] < window
+    partial = visited & ~full
+    lists = {}
+    sides = {"kv": partial, "full_kv": full, "q": partial.T, "full_q": full.T}
+    for name, blocks in sides.items():
+        order = np.argsort(~blocks, axis=1, kind="stable")
+        for what, x in (("num_blocks", blocks.sum(1)), ("indices", order)):
+            values = torch.from_numpy(x[None, None].astype(np.int32))
+            lists[f"{name}_{what}"] = values.to(device, non_blocking=True)
+    return BlockMask(
+        **lists,
+        seq_lengths=(query.shape[1], key.shape[1]),
+        BLOCK_SIZE=(block_size, block_size),
+        mask_mod=_mask_mod(query, key, device, window),
+    )
+
+
+def _bounds(tokens: Any, block_size: int, axis: int = 1) -> tuple[Any, Any]:
+    """The least and the greatest index, ``subtree_end`` and depth of each block."""
+    starts = np.arange(0, tokens.shape[axis], block_size)
+    low = np.minimum.reduceat(tokens, starts, axis=axis)
+    return low, np.maximum.reduceat(tokens, starts, axis=axis)
+
+
+def cu_seqlens(subtree_end: Tensor) -> Tensor:
+    """The bounds of the rows of a pack without branches, for varlen attention.
+
+    Parameters
+    ----------
+    subtree_end : int tensor, shape (n,)
+
+    Returns
+    -------
+    int32 tensor, shape (n_rows + 1,)
+        Ascending, from 0 to ``n``; a padding token is a row of its own.
+
+    Raises
+    ------
+    LayoutError
+        A tree of the pack has a branch: bounds cannot express its mask.
+    """
+    end = subtree_end.cpu().numpy()
+    # no token before a root has a subtree that holds it
+    starts = np.maximum.accumulate(np.append(0, end[:-1])) <= np.arange(len(end))
+    bounds = np.append(np.flatnonzero(starts), len(end)).astype(np.int32)
+    ends = np.repeat(bounds[1:], np.diff(bounds))
+    if len(bent := np.flatnonzero(end != ends)):
+        token = int(bent[0])
+        raise LayoutError(
+            f"token {token} (subtree_end {end[token]}): its tree, which ends at "
+            f"{ends[token]}, branches after it, which one cu_seqlens cannot express: use "
+            "trajkit.packs.varlen, flex_block_mask or packs with layout='rows'"
+        )
+    return torch.from_numpy(bounds).to(subtree_end.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +246,7 @@ _TENSOR_MASKS: ContextVar[TreeAttention | None] = ContextVar("tree", default=Non
 
 @contextlib.contextmanager
 def tensor_masks(tree: TreeAttention) -> Iterator[None]:
-    """Gives layers the tree as one bool for each pair of tokens.
-
-    For layers that choose the tokens that they attend, among those of the mask.
-    """
+    """Gives layers that choose the tokens that they attend one bool for each pair."""
     tree.gave_tensors = True
     token = _TENSOR_MASKS.set(tree)
     try:
@@ -89,29 +263,23 @@ def layer_mask(
     **kwargs: Any,
 ) -> LayerMask | Tensor:
     """The mask that transformers builds for ``"trajkit"``, from its rule for a row."""
-    window = _window(mask_function, local_size, device)
-    tree = _TENSOR_MASKS.get()
-    return LayerMask(window) if tree is None else tree.pairs(window)
+    window: Window = None
+    if mask_function is not causal_mask_function:
+        zero = torch.zeros((), dtype=torch.int64, device=device)
 
+        def attends(q: int, kv: int) -> bool:
+            return bool(mask_function(zero, zero, zero + q, zero + kv))
 
-def _window(
-    mask_function: MaskMod, size: int | None, device: torch.device | str
-) -> Window:
-    if mask_function is causal_mask_function:
-        return None
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-
-    def attends(q: int, kv: int) -> bool:
-        return bool(mask_function(zero, zero, zero + q, zero + kv))
-
-    if attends(0, 1):
-        raise UnsupportedModelError(
-            "a layer lets tokens attend those after them, which a tree cannot express: "
-            "train on rows"
-        )
-    if size and attends(size, 1) and attends(2 * size, size + 1):
-        return mask_function if attends(size, 0) else size
-    return mask_function
+        if attends(0, 1):
+            raise UnsupportedModelError(
+                "a layer lets tokens attend those after them: train on rows"
+            )
+        size = local_size or 0
+        slides = size and attends(size, 1) and attends(2 * size, size + 1)
+        window = size if slides and not attends(size, 0) else mask_function
+    if tree := _TENSOR_MASKS.get():
+        return pair_mask(tree.tokens, tree.keys, tree.device, window)
+    return LayerMask(window)
 
 
 class TreeAttention:
@@ -130,17 +298,12 @@ class TreeAttention:
         "masked": attention under the complete mask. "trunk": the deepest path of each
         tree with a hundredth of the work or more by causal
         `scaled_dot_product_attention`, which needs no mask, and the other tokens under
-        a mask. Layers with a sliding window are always masked.
+        a mask. Layers with a window and packs with a prefix are always masked.
     kernel_options : dict, optional
         For FlexAttention, such as block sizes.
     carried : CarriedStates, optional
-        Required for a part of a tree that was cut (``oversize="carry"``). Packs with a
-        prefix are always masked.
-
-    Raises
-    ------
-    LayoutError
-        ``carried`` is missing.
+        Required for a part of a tree that was cut (``oversize="carry"``), or LayoutError
+        is raised.
     """
 
     def __init__(
@@ -154,9 +317,8 @@ class TreeAttention:
         check_choice("kernel", kernel, Kernel)
         if pack.is_part and carried is None:
             raise LayoutError(
-                "a tree of the pack continues in another pack, and gradients go back "
-                "through its keys and values: run all packs of the tree with "
-                "trajkit.torch.carry_backward or carry_logprobs"
+                "a tree of the pack continues in another pack: run all packs of the tree "
+                "with trajkit.torch.carry_backward or carry_logprobs"
             )
         self.device = torch.device(device)
         self.kernel_options = kernel_options
@@ -165,7 +327,7 @@ class TreeAttention:
         self.tokens = self.keys = tokens_of(pack.subtree_end, pack.position_ids)
         self._masks: dict[Window, Mask] = {}
         n_prefix = len(pack.prefix_end)
-        self._trunks = kernel == "trunk" and not n_prefix
+        self._has_trunks = kernel == "trunk" and not n_prefix
         if n_prefix:
             # a path from a root, before all tokens of the pack
             depth = np.arange(n_prefix)
@@ -175,17 +337,12 @@ class TreeAttention:
     def mask(self, window: Window) -> Mask:
         """The mask of a layer with this window."""
         if window not in self._masks:
-            self._masks[window] = self.part(self.tokens, self.keys, window)
+            self._masks[window] = self._mask(self.tokens, self.keys, window)
         return self._masks[window]
 
-    def part(self, query: Tokens, key: Tokens, window: Window = None) -> Mask:
-        """The mask of some queries against some keys."""
+    def _mask(self, query: Tokens, key: Tokens, window: Window) -> Mask:
         build = block_mask if self.device.type == "cuda" else pair_mask
         return build(query, key, self.device, window)
-
-    def pairs(self, window: Window) -> Tensor:
-        """As `mask`, as one bool for each pair of tokens on every device."""
-        return pair_mask(self.tokens, self.keys, self.device, window)
 
     @functools.cached_property
     def segments(self) -> Segments:
@@ -194,36 +351,30 @@ class TreeAttention:
 
     @functools.cached_property
     def trunks(self) -> tuple[list[int], Tensor, Tensor, Mask | None] | None:
-        """The trunks that are attended apart, if the kernel is "trunk".
+        """What the kernel "trunk" attends apart: bounds of trunks, in an order of tokens.
 
-        Bounds of the trunks in an order of the tokens that begins with them; the token
-        at each place of this order, and the place of each token; and the mask of the
-        tokens on no trunk against all, in this order.
+        With the token at each place of this order, the place of each token, and the mask
+        of the tokens on no trunk against all, in this order.
         """
-        if not self._trunks:
+        if not self._has_trunks:
             return None
-        bounds, order = trunks(self.tokens)
-        inverse = np.argsort(order)
-        at, places = (torch.from_numpy(x).to(self.device) for x in (order, inverse))
+        enter, end, depth = self.tokens
+        roots = np.flatnonzero(depth == 0)
+        number = np.cumsum(depth == 0) - 1
+        # A token is on the trunk of its tree if the tree's first deepest token is below.
+        leaf = np.lexsort((-depth, number))[roots]
+        on_trunk = (enter <= leaf[number]) & (leaf[number] < end)
+        lengths = depth[leaf].astype(np.int64) + 1
+        # Each trunk is a kernel call: those with little work (padding) stay masked.
+        work = lengths * (lengths + 1) / 2
+        apart = work >= _LEAST_SHARE * (end - enter).sum(dtype=np.float64)
+        order = np.argsort(~(on_trunk & apart[number]), kind="stable")
+        bounds = [0, *np.cumsum(lengths[apart]).tolist()]
         tokens = self.tokens[:, order]
         rest = tokens[:, bounds[-1] :]
-        return bounds, at, places, self.part(rest, tokens) if rest.size else None
-
-
-def trunks(tokens: Tokens) -> tuple[list[int], Any]:
-    """The bounds of the deepest paths of large trees, and the order of tokens for them."""
-    enter, end, depth = tokens
-    roots = np.flatnonzero(depth == 0)
-    tree = np.cumsum(depth == 0) - 1
-    # A token is on the trunk of its tree if the tree's first deepest token is below.
-    leaf = np.lexsort((-depth, tree))[roots]
-    on_trunk = (enter <= leaf[tree]) & (leaf[tree] < end)
-    lengths = depth[leaf].astype(np.int64) + 1
-    # Each trunk is a kernel call: those with little work (padding) stay masked.
-    work = lengths * (lengths + 1) / 2
-    apart = work >= _LEAST_SHARE * (end - enter).sum(dtype=np.float64)
-    order = np.argsort(~(on_trunk & apart[tree]), kind="stable")
-    return [0, *np.cumsum(lengths[apart]).tolist()], order
+        mask = self._mask(rest, tokens, None) if rest.size else None
+        at = torch.from_numpy(order).to(self.device)
+        return bounds, at, torch.argsort(at), mask
 
 
 def tree_attention(
@@ -242,14 +393,40 @@ def tree_attention(
     """The attention function that transformers calls in each layer.
 
     ``query`` is of shape (1, n_heads, n_tokens, head_dim), ``key`` and ``value`` have
-    n_key_heads, and the output is of shape (1, n_tokens, n_heads, head_dim). A dropout is
-    refused: a dropped weight of a shared token would be dropped for all rows. What the
+    n_key_heads, and the output is of shape (1, n_tokens, n_heads, head_dim). What the
     mask says of a window counts, as in transformers' own attention; ``sliding_window``
     is for models that build none. ``indices`` are the tokens that a layer chose for each
-    query under a mask of `tensor_masks`; other keyword arguments are a ``softcap`` and
-    ``s_aux``, attention sinks.
+    query under a mask of `tensor_masks`. ``s_aux`` are attention sinks.
     """
-    tree = _checked(module, query, key, attention_mask, dropout, tree, kwargs)
+    name = type(module).__name__
+    if tree is None:
+        raise LayoutError(
+            f"{name} got no tree: call the model with trajkit.torch.model_inputs(model, "
+            "pack). A mask guessed from the positions would be wrong at every branch"
+        )
+    if isinstance(attention_mask, Tensor) and not (
+        tree.gave_tensors and attention_mask.dtype == torch.bool
+    ):
+        raise LayoutError(
+            f"{name} got an attention mask (Tensor) and a tree: pass what model_inputs "
+            "gives as it is. A model that builds its own mask cannot train on packs"
+        )
+    n = tree.tokens.shape[1]
+    if (query.shape[0], query.shape[2], key.shape[2]) != (1, n, n):
+        raise LayoutError(
+            f"{name} got queries and keys of {tuple(query.shape)} and {tuple(key.shape)} "
+            f"for a pack of {n} tokens: pass one pack a call, without a cache"
+        )
+    if dropout:
+        raise UnsupportedModelError(
+            f"{name} drops attention weights with probability {dropout}: set "
+            "attention_dropout to 0, since several rows share a token"
+        )
+    for key_word, what in _REFUSED.items():
+        if kwargs.get(key_word) is not None:
+            raise UnsupportedModelError(f"{name} {what}: train on rows")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"{name} attends in both directions")
     if tree.carried is not None:
         key, value = tree.carried.extend(module, key, value)
     options = {name: kwargs.get(name) for name in ("softcap", "s_aux")}
@@ -274,49 +451,6 @@ def tree_attention(
         rest = query[:, :, bounds[-1] :]
         parts.append(_attend(module, rest, key, value, mask, **options))
     return torch.cat(parts, 1).index_select(1, places), None
-
-
-def _checked(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: LayerMask | Tensor | None,
-    dropout: float,
-    tree: TreeAttention | None,
-    kwargs: dict[str, Any],
-) -> TreeAttention:
-    name = type(module).__name__
-    if tree is None:
-        raise LayoutError(
-            f"{name} got no tree: call the model with trajkit.torch.model_inputs(model, "
-            "pack). A mask guessed from the positions would be wrong at every branch"
-        )
-    if isinstance(attention_mask, Tensor) and not (
-        tree.gave_tensors and attention_mask.dtype == torch.bool
-    ):
-        raise LayoutError(
-            f"{name} got an attention mask (Tensor) and a tree. Pass the inputs of "
-            "model_inputs as they are; a model that builds its mask by itself cannot "
-            "train on packs"
-        )
-    n = tree.tokens.shape[1]
-    if (query.shape[0], query.shape[2], key.shape[2]) != (1, n, n):
-        raise LayoutError(
-            f"{name} got queries and keys of shape {tuple(query.shape)} and "
-            f"{tuple(key.shape)} for a pack of {n} tokens: pass one pack a call, without "
-            "a cache"
-        )
-    if dropout:
-        raise UnsupportedModelError(
-            f"{name} drops attention weights with probability {dropout}: set "
-            "attention_dropout to 0, since several rows share a token"
-        )
-    for key_word, what in _REFUSED.items():
-        if kwargs.get(key_word) is not None:
-            raise UnsupportedModelError(f"{name} {what}: train on rows")
-    if not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"{name} attends in both directions")
-    return tree
 
 
 def _attend(
@@ -362,6 +496,198 @@ def _attend(
         output = shares[..., : key.shape[2]] @ value
     # layers may view it, as they may the output of transformers' own attention
     return output.transpose(1, 2).contiguous()
+
+
+class CarriedStates:
+    """What the attention layers of one pack take from the pack before and hand to the next.
+
+    ``prefix`` is what the pack before handed. Under `torch.no_grad`, ``handed`` is filled
+    for the next pack. Otherwise the prefix gets gradients, and ``gradients``, the
+    `prefix_gradients` of the next pack, are added in the backward pass.
+    """
+
+    def __init__(
+        self, pack: Pack, prefix: States, gradients: States | None = None
+    ) -> None:
+        self.handed: States = {}
+        self._source = pack.next_source
+        self._gradients = gradients or {}
+        # Leaves: inside checkpointed layers, too, their gradients add up in ``grad``.
+        with_grad = torch.is_grad_enabled()
+        self._prefix = {
+            layer: [x.detach().requires_grad_(with_grad) for x in states]
+            for layer, states in prefix.items()
+        }
+
+    def extend(self, layer: torch.nn.Module, *states: Tensor) -> list[Tensor]:
+        """Keys and values of the prefix and then of the pack."""
+        found = [*states]
+        if before := self._prefix.get(layer):
+            found = [torch.cat(x, 2) for x in zip(before, states, strict=True)]
+        source = self._source.to(found[0].device)
+        if layer in self._gradients:
+            for x, handed in zip(found, self._gradients[layer], strict=True):
+                if x.requires_grad:
+                    x.register_hook(functools.partial(_added, source, handed))
+        elif len(source) and not torch.is_grad_enabled():
+            if layer in self.handed:
+                raise UnsupportedModelError(
+                    f"{type(layer).__name__} runs twice in one forward pass, so its keys "
+                    "and values cannot be carried: pack with oversize='repeat'"
+                )
+            self.handed[layer] = [x.index_select(2, source) for x in found]
+        return found
+
+    def prefix_gradients(self) -> States:
+        """The gradients of the prefix, after the backward pass."""
+        return {k: [x.grad for x in states] for k, states in self._prefix.items()}
+
+
+def _added(source: Tensor, handed: Tensor, grad: Tensor) -> Tensor:
+    return grad.index_add(2, source, handed)
+
+
+class Segments:
+    """The segments of a pack, in the order in which their states become known.
+
+    Linear attention, Mamba and short convolutions run through whatever order their tokens
+    have. So a tree is cut into segments without a branch, and a layer's own forward runs
+    on them, with a cache that holds what it stored after the parent of each segment.
+    A layer takes one token with a state for decoding, without gradients. So a segment of
+    one token runs together with the segment before it, from the state before that.
+
+    Each of ``batches`` has segments that run together: their numbers, the segments whose
+    final states they start from (all -1: none), an (n, length) tensor of their tokens, and
+    how many at the end are their own. ``inverse`` is where each token is among the own
+    tokens of all batches.
+    """
+
+    def __init__(self, tokens: Tokens, device: torch.device) -> None:
+        end = tokens[1]
+        starts = np.flatnonzero(np.diff(end, prepend=-1)).tolist()
+        stops = [*starts[1:], len(end)]
+        parents, depth = [-1], [0]  # of each segment, with one before all
+        runs: dict[tuple[int, int, int, bool], list[tuple[int, int, Any]]] = {}
+        for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            source = number - 1
+            while source >= 0 and end[starts[source]] <= start:
+                source = parents[source + 1]
+            parents.append(source)
+            depth.append(depth[source + 1] + 1)
+            run = np.arange(start, stop)
+            if len(run) == 1 and source >= 0:
+                run = np.append(np.arange(starts[source], stops[source]), run)
+                source = parents[source + 1]
+            key = depth[-1], len(run), stop - start, source >= 0
+            runs.setdefault(key, []).append((number, source, run))
+        self.batches: list[tuple[list[int], list[int], Tensor, int]] = []
+        for (_, _, own, _), group in sorted(runs.items()):
+            numbers, sources, parts = map(list, zip(*group, strict=True))
+            at = torch.from_numpy(np.stack(parts)).to(device)
+            self.batches.append((numbers, sources, at, own))
+        places = [at[:, -own:].flatten() for _, _, at, own in self.batches]
+        self.inverse = torch.argsort(torch.cat(places))
+
+
+class _SegmentCache:
+    """What one layer stores after a segment, in the place of transformers' cache.
+
+    It differs from `transformers.DynamicCache` in that states keep their gradients.
+    ``before`` has the states that the segments start from, stacked; none at a root.
+    """
+
+    def __init__(self, before: dict[Any, Tensor]) -> None:
+        self._before = before
+        self.after: dict[Any, Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._before.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._before.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """The inputs before and those of the segment; the last ones are stored."""
+        n = kwargs["conv_kernel_size"]
+        before = self.get_conv_state(layer_idx, state_idx)
+        if before is None:
+            before = states.new_zeros(*states.shape[:-1], n)
+        states = torch.cat([before, states], -1)
+        self.after["conv", state_idx] = states[..., -n:]
+        return states
+
+    def update_recurrent_state(
+        self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self.after["recurrent", state_idx] = states
+        return states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True keeps layers from the path of decoding, which changes states in place."""
+        return True
+
+
+def follow_trees(model: PreTrainedModel) -> None:
+    """Lets the layers of a model that store states in its cache follow trees."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if _stores(kind) and not follows(module):
+            module.forward = functools.partial(_along_tree, module.forward)
+
+
+@functools.cache
+def _stores(kind: Any) -> bool:
+    """Whether the layer stores states as `_SegmentCache` takes them."""
+    try:
+        source = inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return False
+    return any(call in source for call in _STORES)
+
+
+def follows(module: torch.nn.Module) -> bool:
+    """Whether `follow_trees` made a module follow trees."""
+    return getattr(module.forward, "func", None) is _along_tree
+
+
+def _along_tree(
+    rows: Callable[..., Tensor],
+    hidden_states: Tensor,
+    *args: Any,
+    tree: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    if tree is None:
+        return rows(hidden_states, *args, **kwargs)
+    if args:
+        raise UnsupportedModelError(
+            f"{getattr(rows, '__qualname__', rows)} stores a state and takes more than "
+            "hidden states, which would have to follow the tree as well: train on rows"
+        )
+    kwargs |= {"attention_mask": None}
+    states: dict[int, dict[Any, Tensor]] = {}
+    outputs = []
+    for numbers, sources, tokens, n_own in tree.segments.batches:
+        given = [states[source] for source in sources if source >= 0]
+        before = {key: torch.cat([s[key] for s in given]) for key in (given or [{}])[0]}
+        cache = _SegmentCache(before)
+        output = rows(hidden_states[0, tokens], **kwargs | {"cache": cache})
+        outputs.append(output[:, -n_own:].flatten(0, 1))
+        for k, number in enumerate(numbers):
+            states[number] = {key: x[k : k + 1] for key, x in cache.after.items()}
+    return torch.cat(outputs)[tree.segments.inverse][None]
+
+
+def not_following(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of a model, without those that follow trees and what is in them."""
+    following: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        if follows(module):
+            following += (f"{path}.",)
+        elif not path.startswith(following or ("\0",)):
+            yield path, module
 
 
 AttentionInterface.register(ATTENTION, tree_attention)

@@ -24,20 +24,16 @@ class Pack:
 
     Attributes
     ----------
-    input_ids : int32 tensor, shape (n_tokens,)
-    position_ids : int32 tensor, shape (n_tokens,)
-        The depth of each token in its tree, which is its position in its rows.
-    subtree_end : int32 tensor, shape (n_tokens,)
-        The mask: ``q`` attends ``kv`` where ``kv <= q < subtree_end[kv]``.
-    edge_source : int64 tensor, shape (n_edges,)
-        The token of the pack whose hidden state predicts the edge's target.
-    edge_target : int64 tensor, shape (n_edges,)
-        Token ids.
+    input_ids, position_ids, subtree_end : int32 tensors, shape (n_tokens,)
+        A position is the depth of a token in its tree, which is its position in its
+        rows. ``q`` attends ``kv`` where ``kv <= q < subtree_end[kv]``.
+    edge_source, edge_target : int64 tensors, shape (n_edges,)
+        The token of the pack whose hidden state predicts the edge, and the id that it
+        predicts.
     edge_row, edge_position : int64 tensors, shape (n_edges,)
         Line of the rows table, and the target's position in that row.
-    edge_weight : float64 tensor, shape (n_edges,)
-    edge_logprob : float64 tensor, shape (n_edges,)
-        The logprob recorded by the engine; NaN where it gave none.
+    edge_weight, edge_logprob : float64 tensors, shape (n_edges,)
+        The logprob is the engine's; NaN where it gave none.
     prefix_source, prefix_end : int64 and int32 tensors, shape (n_prefix,)
         For a pack that continues a tree of the pack before it: as in the table. Empty
         otherwise.
@@ -86,13 +82,7 @@ class Pack:
         return replace(self, **tensors, columns=columns)
 
     def column(self, name: str) -> Tensor:
-        """A further column of the edges.
-
-        Raises
-        ------
-        SchemaError
-            The pack has no such column.
-        """
+        """A further column of the edges, or SchemaError."""
         if name not in self.columns:
             raise SchemaError(
                 f"the pack has no column edge_{name}: name {name!r} in columns= of "
@@ -101,20 +91,8 @@ class Pack:
         return self.columns[name]
 
 
-_TENSORS = [
-    n for n in Pack.__slots__ if n not in ("next_source", "columns", "mm_items")
-]
-# torch indexes with int64, and losses are summed in the widest type
-_WIDE = {
-    "edge_source": torch.int64,
-    "edge_target": torch.int64,
-    "edge_row": torch.int64,
-    "edge_position": torch.int64,
-    "edge_weight": torch.float64,
-    "edge_logprob": torch.float64,
-    "prefix_source": torch.int64,
-    "next_source": torch.int64,
-}
+_TENSORS = Pack.__slots__[:-3]  # all but next_source, columns and mm_items
+_INT32 = ("input_ids", "position_ids", "subtree_end", "prefix_end")
 
 
 class PackDataset:
@@ -149,9 +127,8 @@ class PackDataset:
             if images == "error":
                 line = int(np.flatnonzero(table.column("mm_items").is_valid())[0])
                 raise InvalidTurnsError(
-                    f"pack {line} has images: the dataset gives the engine's placeholder "
-                    "ids and no pixels. Pass images='items' if the model gets the pixels "
-                    "from mm_items, which each item then has"
+                    f"pack {line} has images, and a dataset no pixels: pass "
+                    "images='items' if the model gets them from mm_items of each item"
                 )
             table = engine_ids(table)
         self._table = table
@@ -177,9 +154,8 @@ class PackDataset:
             or np.any(ends[source] != len(end))
         ):
             raise InvalidTurnsError(
-                f"pack {line} continues a tree of pack "
-                f"{self._table['prefix_pack'][line]}, which must be the line before it: "
-                "keep the packs of a tree together and in order"
+                f"pack {line} continues a tree of pack {self._table['prefix_pack'][line]}, "
+                "which must be the line before it: keep packs of a tree in order"
             )
 
     def __len__(self) -> int:
@@ -187,13 +163,16 @@ class PackDataset:
 
     def __getitem__(self, index: int) -> Pack:
         line = range(len(self))[index]
-        more = {n for n in self._table.column_names if n.startswith("edge_")}
-        more = more.difference(_TENSORS)
+        names = self._table.column_names
+        more = [n for n in names if n.startswith("edge_") and n not in _TENSORS]
         values = {n: _tensor(self._table, line, n) for n in [*_TENSORS, *more]}
         values["next_source"] = values["prefix_source"][:0]
         if line + 1 < len(self):
             values["next_source"] = _tensor(self._table, line + 1, "prefix_source")
-        values |= {name: values[name].to(kind) for name, kind in _WIDE.items()}
+        for name in {*_TENSORS, "next_source"}.difference(_INT32):
+            # torch indexes with int64, and losses are summed in the widest type
+            x = values[name]
+            values[name] = x.double() if x.is_floating_point() else x.long()
         columns = {name.removeprefix("edge_"): values.pop(name) for name in more}
         if not len(values["input_ids"]):
             values |= _padding()
@@ -208,8 +187,7 @@ class PackDataset:
         ``collate_fn=list`` the lists give them.
         """
         first = np.flatnonzero(~self._continues)
-        lines = np.arange(len(self))
-        return [part.tolist() for part in np.split(lines, first[1:])]
+        return [x.tolist() for x in np.split(np.arange(len(self)), first[1:])]
 
     def empty_pack(self) -> Pack:
         """One token of padding without an edge, for ranks without a pack in a step.
@@ -233,16 +211,15 @@ def _values(packs: pa.Table, line: int, name: str) -> pa.Array:
 def _tensor(packs: pa.Table, line: int, name: str) -> Tensor:
     """A value of a table as a tensor, in Arrow's memory if it has no nulls or bits."""
     values = _values(packs, line, name)
+    bits = pa.types.is_boolean(values.type)
+    if bits:
+        values = values.cast(pa.uint8())
     if pa.types.is_floating(values.type):
         values = values.fill_null(float("nan"))
-    elif values.null_count or not (
-        pa.types.is_integer(values.type) or pa.types.is_boolean(values.type)
-    ):
+    elif values.null_count or not pa.types.is_integer(values.type):
         raise SchemaError(
             f"pack {line}: {name} has {values.null_count} nulls of type {values.type}: "
             "tensors hold numbers, and a null only as a float's NaN"
         )
-    if pa.types.is_boolean(values.type):
-        return torch.from_dlpack(values.cast(pa.uint8())).bool()
     tensor: Tensor = torch.from_dlpack(values)
-    return tensor
+    return tensor.bool() if bits else tensor

@@ -70,14 +70,10 @@ def gather_logprobs(
     order = torch.argsort(slot, stable=True)
     # One chunk at least: without an edge, the head takes part with zero gradients.
     sizes = [int(count.sum()) for count in counts.split(chunk_size)]
+    slot, target = slot[order] % chunk_size, pack.edge_target.cpu()[order]
     source, slot, target, places = (
         x.to(hidden.device, non_blocking=True)
-        for x in (
-            source,
-            slot[order] % chunk_size,
-            pack.edge_target.cpu()[order],
-            torch.argsort(order),
-        )
+        for x in (source, slot, target, torch.argsort(order))
     )
     states = hidden.reshape(n, hidden.shape[-1])[source].split(chunk_size)
     chunks = zip(states, slot.split(sizes), target.split(sizes), strict=True)
@@ -118,19 +114,16 @@ def policy_loss(
     logprobs : float tensor, shape (n_edges,)
         As `gather_logprobs` gives them.
     pack : Pack
-        With the column ``advantage``.
     clip : (low, high), optional
         Distances from 1 at which ratios are clipped (PPO's clipped objective; unequal
         ones are DAPO's). Default: no clipping, as in `reference_loss`.
     ratio : {"token", "sequence"}
         "token": each edge's own, ``exp(logprob - old)``. "sequence": the geometric mean
         over the edges of its row that have a weight, for all of them (GSPO, equation 7).
-        The pack must hold all edges of its rows.
     advantage : str
         The column that holds it.
     old_logprobs : float tensor, shape (n_edges,), optional
-        Logprobs of the behaviour policy, as computed over the same packs. Default:
-        those recorded by the engine.
+        Logprobs of the behaviour policy. Default: those recorded by the engine.
 
     Raises
     ------
@@ -145,15 +138,14 @@ def policy_loss(
     if ratio == "sequence" and pack.is_part:
         raise LayoutError(
             "ratio='sequence' needs all edges of a row in one pack, and a tree of this "
-            "pack continues in another one: pack with oversize='repeat'"
+            "one goes on in another: pack with oversize='repeat'"
         )
     weight = _finite(logprobs, pack, "row_weight", pack.edge_weight)
     used = weight != 0
     value = _finite(logprobs, pack, advantage, None, used)
-    if old_logprobs is None:
-        old = _finite(logprobs, pack, "logprob", pack.edge_logprob, used)
-    else:
-        old = _finite(logprobs, pack, "old logprob", old_logprobs, used)
+    name = "logprob" if old_logprobs is None else "old logprob"
+    old = pack.edge_logprob if old_logprobs is None else old_logprobs
+    old = _finite(logprobs, pack, name, old, used)
     difference = torch.where(used, logprobs - old, 0.0)
     if ratio == "sequence":
         _, row = torch.unique(pack.edge_row.to(used.device), return_inverse=True)
@@ -173,15 +165,12 @@ def policy_loss(
 def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     """The negative log-likelihood, weighed: ``sum over edges of -w * logprob``.
 
+    A weight that is null, NaN or infinite raises `InvalidTurnsError`.
+
     Parameters
     ----------
     logprobs, pack
         As for `policy_loss`.
-
-    Raises
-    ------
-    InvalidTurnsError
-        A weight is null, NaN or infinite.
     """
     return _weighed(logprobs, _finite(logprobs, pack, "row_weight", pack.edge_weight))
 
@@ -189,7 +178,7 @@ def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
 def observation_loss(
     logprobs: Tensor, pack: Pack, *, weight: str = "observation_weight"
 ) -> Tensor:
-    """The loss of observed tokens: ``sum over edges of -v * logprob``.
+    """The loss of observed tokens: ``sum over edges of -v * logprob``, as `nll_loss`.
 
     Parameters
     ----------
@@ -197,11 +186,6 @@ def observation_loss(
         As for `policy_loss`; the pack has a column of observation weights, ``v``.
     weight : str
         The column that holds them.
-
-    Raises
-    ------
-    InvalidTurnsError
-        A weight is null, NaN or infinite.
     """
     return _weighed(logprobs, _finite(logprobs, pack, weight))
 
@@ -233,9 +217,8 @@ def _finite(
         raise InvalidTurnsError(
             f"{name} is {'null or NaN' if math.isnan(value) else value} for {len(rows)} "
             f"of the pack's rows ({listed}), first at edge {edge} (row "
-            f"{int(pack.edge_row[edge])}, position {int(pack.edge_position[edge])}): the "
-            "loss and every gradient would be NaN or infinite. Give these rows a number, "
-            "or leave them out before packing"
+            f"{int(pack.edge_row[edge])}, position {int(pack.edge_position[edge])}): give "
+            "these rows a number, or leave them out before packing"
         )
     values = values.to(logprobs.dtype)
     return values if used is None else torch.where(used, values, 0.0)

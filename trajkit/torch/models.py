@@ -1,52 +1,67 @@
-"""A pack as a model's inputs, and the logprobs that the model gives its edges."""
+"""A pack as a model's inputs, its logprobs, and which models give the right ones."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
-from trajkit.torch.attention import Kernel, TreeAttention, tensor_masks
-from trajkit.torch.checks import (
-    Check,
-    check_known,
-    check_lengths,
-    chooses_tokens,
-    layers_of,
-    swapped,
-    try_model,
-    unwrapped,
+from trajkit.torch.attention import (
+    ATTENTION,
+    CarriedStates,
+    Kernel,
+    States,
+    TreeAttention,
+    follow_trees,
+    follows,
+    not_following,
+    tensor_masks,
 )
-from trajkit.torch.datasets import Pack
+from trajkit.torch.datasets import Pack, PackDataset
 from trajkit.torch.losses import gather_logprobs
-from trajkit.torch.states import CarriedStates, States, follows
+
+Check: TypeAlias = Literal["always", "once", "never"]
+
+# Layers that carry a state, or gather neighbours, along the layout of the pack.
+_RECURRENT = re.compile(
+    "MambaMixer|Mamba2Mixer|SSM|DeltaNet|LightningAttention|RecurrentBlock|RgLru|Rwkv"
+    "|Retention|ShortConv"
+)
+_MULTI_TOKEN = re.compile(r"(^|[._ ])(mtp|nextn)([._ ]|$)|multi_?token", re.IGNORECASE)
+_RANDOM = re.compile(
+    r"(^|_)(dropout|dropout_p|p?drop|drop_(prob|path|rate)|layerdrop)($|_)"
+    "|jitter|noise_?(alpha|std|scale)?$"
+)
+_WINDOW = re.compile("window|chunk_size|compress|block_size")
+_LONGEST_WINDOW = 8192  # of those that the trial reaches beyond
+
+# The largest difference of a logprob that is no fault, per unit of the logits' size.
+_BOUNDS = {torch.float16: 0.02, torch.bfloat16: 0.1}
+_PLAIN = (bool, int, float, str, torch.dtype, types.NoneType)
+_CHECKED: WeakKeyDictionary[torch.nn.Module, dict[str, Any]] = WeakKeyDictionary()
+"""Of models that passed the trial, by options, what they were then."""
 
 
 class Options(TypedDict, total=False):
     """How a model runs on packs: see `edge_logprobs`."""
 
+    check: Check
+    local: bool
     kernel: Kernel
     kernel_options: dict[str, Any] | None
     temperature: float
     chunk_size: int
-    check: Check
-    local: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    kernel: Kernel = "masked"
-    kernel_options: dict[str, Any] | None = None
-    temperature: float = 1.0
-    chunk_size: int = 2048
-    check: Check = "once"
-    local: bool = False
 
 
 def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
@@ -60,8 +75,8 @@ def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model of transformers, or one compiled or with adapters (PEFT),
-        loaded with ``attn_implementation="trajkit"``.
+        A causal language model of transformers with ``attn_implementation="trajkit"``, or
+        one compiled or with adapters (PEFT).
     check : {"always", "once", "never"}
         When to make the trial. "once": unless the model passed it and has the layers,
         hooks and configuration of then. A model on the meta device is not tried.
@@ -69,22 +84,12 @@ def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
     Raises
     ------
     UnsupportedModelError
-        Naming the first of these that the model has:
-
-        - an attention that is not ``"trajkit"``: flash attention cannot express the
-          mask, and others would derive one from the positions;
-        - layers with a state that cannot start at a branch (Mamba 1, lightning attention);
-        - heads that predict several tokens ahead, along the layout of the pack;
-        - dropout, or other random numbers, in training mode;
-        - logprobs of a tree that are not those of its rows.
-
-    Notes
-    -----
-    Auxiliary losses of a mixture of experts count each token of the pack once, where
-    rows count a shared token in every row. They are no part of the logprobs; leave
-    ``output_router_logits`` off, or accept another weighting.
+        Naming the first of these that the model has: another attention; layers with a
+        state that cannot start at a branch; heads that predict several tokens ahead;
+        dropout or other random numbers in training mode; logprobs of a tree that are not
+        those of its rows.
     """
-    _ready(model, _Options(check=check, local=True))
+    _ready(model, check=check, local=True)
 
 
 def model_inputs(
@@ -95,21 +100,15 @@ def model_inputs(
     Parameters
     ----------
     model, pack, **options
-        As for `edge_logprobs`.
+        As for `edge_logprobs`, which also says what is raised.
 
     Returns
     -------
     dict
         ``input_ids``, ``attention_mask`` (all true) and ``position_ids`` of shape
         (1, n_tokens) on the model's device, ``tree`` and ``use_cache=False``.
-
-    Raises
-    ------
-    UnsupportedModelError, LayoutError
-        As for `edge_logprobs`.
     """
-    chosen = _Options(**options)
-    return _inputs(_ready(model, chosen), pack, chosen)
+    return _ready(model, **options).inputs(pack)
 
 
 def edge_logprobs(
@@ -127,11 +126,11 @@ def edge_logprobs(
     pack : Pack
         Its masks are built on the CPU, so pass the pack as the dataset gives it.
     **options
-        ``kernel`` ("masked") and ``kernel_options`` (None) are those of `TreeAttention`,
-        ``temperature`` (1.0) and ``chunk_size`` (2048) of `gather_logprobs`, ``check``
-        ("once") of `check_model`. With ``local`` (False) gradients stay on this rank, or
-        the caller reduces them; without it a model that several ranks train must be in a
-        wrapper: see `PackedModel`.
+        ``check`` ("once") is that of `check_model`; ``kernel`` ("masked") and
+        ``kernel_options`` (None) of `TreeAttention`; ``temperature`` (1.0) and
+        ``chunk_size`` (2048) of `gather_logprobs`. With ``local`` (False) gradients stay
+        on this rank, or the caller reduces them; without it a model that several ranks
+        train must be in a wrapper: see `PackedModel`.
 
     Returns
     -------
@@ -146,120 +145,9 @@ def edge_logprobs(
         A tree of the pack continues in another pack (see `carry_backward`); or several
         ranks run, and the model is not in a wrapper.
     """
-    chosen = _Options(**options)
-    causal = _ready(model, chosen)
-    found: Tensor = _inside(causal, lambda: _logprobs(causal, pack, chosen))
+    run = _ready(model, **options)
+    found: Tensor = _inside(run.model, lambda: run.logprobs(pack))
     return found
-
-
-def _ready(model: torch.nn.Module, options: _Options) -> PreTrainedModel:
-    """The transformers model in ``model``, after all checks."""
-    causal = check_known(model)
-    if not (options.local or isinstance(causal, FSDPModule)):
-        _check_single_rank()
-    tried = _Options(options.kernel, options.kernel_options)
-
-    def trial() -> None:
-        try_model(
-            model, options.check, tried, lambda pack: _logprobs(causal, pack, tried)
-        )
-
-    _inside(causal, trial)
-    return causal
-
-
-def _check_single_rank() -> None:
-    """Raise if other ranks train the model, too."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if (n := distributed.get_world_size()) > 1:
-        raise LayoutError(
-            f"{n} ranks run, and nothing would average their gradients: wrap "
-            "trajkit.torch.PackedModel(model) in DistributedDataParallel, fully_shard or "
-            "a trainer and call it with a pack, or pass local=True if you reduce "
-            "gradients by yourself"
-        )
-
-
-def _inside(model: PreTrainedModel, function: Callable[[], Any]) -> Any:
-    """Calls a function as a forward of the model, so that FSDP2 gathers its weights."""
-    if not isinstance(model, FSDPModule):
-        return function()
-    if "trajkit_forward" not in vars(model):
-        model.trajkit_forward = lambda function: function()
-        register_fsdp_forward_method(model, "trajkit_forward")
-    return model.trajkit_forward(function)
-
-
-def _inputs(
-    model: PreTrainedModel,
-    pack: Pack,
-    options: _Options,
-    carried: CarriedStates | None = None,
-) -> dict[str, Any]:
-    check_lengths(model, 1 + int(pack.position_ids.max()))
-    embeddings = model.get_input_embeddings()
-    device = embeddings.weight.device
-    ids = pack.input_ids[None].to(device)
-    unused = getattr(embeddings, "padding_idx", None)
-    if unused is not None:
-        # The embedding of padding is zero, where norms of some models have no gradient.
-        alone = pack.subtree_end == torch.arange(1, 1 + len(pack.subtree_end))
-        padding = (alone & (pack.position_ids == 0)).to(device) & (ids == unused)
-        ids = torch.where(padding, (unused + 1) % len(embeddings.weight), ids)
-    return {
-        "input_ids": ids,
-        # without it, models guess packed rows from positions that go back
-        "attention_mask": torch.ones_like(ids, dtype=torch.bool),
-        "position_ids": pack.position_ids[None].to(device),
-        "tree": TreeAttention(
-            pack, device, options.kernel, options.kernel_options, carried
-        ),
-        "use_cache": False,
-    }
-
-
-def _outputs(
-    model: PreTrainedModel,
-    pack: Pack,
-    options: _Options,
-    carried: CarriedStates | None = None,
-) -> Any:
-    inputs = _inputs(model, pack, options, carried)
-    chooses = chooses_tokens(model)
-    with tensor_masks(inputs["tree"]) if chooses else contextlib.nullcontext():
-        return layers_of(model)(**inputs)
-
-
-def _logprobs(
-    model: PreTrainedModel,
-    pack: Pack,
-    options: _Options,
-    carried: CarriedStates | None = None,
-) -> Tensor:
-    outputs = _outputs(model, pack, options, carried)
-    kind = type(outputs)
-
-    def head(states: Tensor) -> Tensor:
-        """The model's forward after its layers, whatever it does there."""
-
-        def layers(*args: Any, **kwargs: Any) -> Any:
-            return kind(last_hidden_state=states[None])
-
-        # not the call of the model: its hooks run once, for the pack
-        with swapped([layers_of(model)], "forward", layers):
-            none = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
-            logits: Tensor = model.forward(input_ids=none, use_cache=False).logits[0]
-        return logits
-
-    return gather_logprobs(
-        outputs.last_hidden_state,
-        head,
-        pack,
-        temperature=options.temperature,
-        chunk_size=options.chunk_size,
-    )
 
 
 def carry_logprobs(
@@ -284,20 +172,19 @@ def carry_logprobs(
     Raises
     ------
     UnsupportedModelError
-        As for `edge_logprobs`; or the model has layers with a state, which would have to
-        be carried as well; or layers that choose tokens; or it runs a layer twice.
+        As for `edge_logprobs`; or the model has layers with a state, layers that choose
+        tokens or layers that run twice, which are not carried.
     LayoutError
         The packs are not all parts of one tree, in order.
     """
-    chosen = _Options(**options)
-    causal = _ready(model, chosen)
-    _check_parts(causal, parts)
+    run = _ready(model, **options)
+    _check_parts(run.model, parts)
     found = []
     states: States = {}
     with torch.no_grad():
         for pack in parts:
             carried = CarriedStates(pack, states)
-            found.append(_logprobs(causal, pack, chosen, carried))
+            found.append(run.logprobs(pack, carried))
             states = carried.handed
     return found
 
@@ -313,13 +200,13 @@ def carry_backward(
     The packs run forward without gradients, and keys and values of the tokens that the
     next pack attends are kept. Then, from the last pack to the first, each runs again
     with gradients, and the gradients of its prefix are added to those of the pack that
-    computed it. So every pack but the last runs forward twice. A pack with complete
-    trees runs once.
+    computed it (as in Tree Training, arXiv:2511.00413, and DTA, arXiv:2602.00482).
 
     Parameters
     ----------
     model, parts, **options
-        As for `carry_logprobs`. Gradients are added to ``grad`` of the parameters.
+        As for `carry_logprobs`, which also says what is raised. Gradients are added to
+        ``grad`` of the parameters.
     loss : callable
         From the logprobs of a pack's edges and the pack to a scalar tensor. The losses
         of the packs are summed.
@@ -328,55 +215,24 @@ def carry_backward(
     -------
     scalar tensor
         The sum, without a gradient.
-
-    Raises
-    ------
-    UnsupportedModelError, LayoutError
-        As for `carry_logprobs`.
-
-    Notes
-    -----
-    Memory is that of the largest pack, and keys and values of one path of the tree for
-    each cut. This is the schedule of "redundancy-free tree partitioning" (Tree Training,
-    arXiv:2511.00413) and of DTA (arXiv:2602.00482), over the cuts of `trajkit.pack`.
     """
-    chosen = _Options(**options)
-    causal = _ready(model, chosen)
-    _check_parts(causal, parts)
+    run = _ready(model, **options)
+    _check_parts(run.model, parts)
     prefixes: list[States] = [{}]
     with torch.no_grad():
         for pack in parts[:-1]:
             carried = CarriedStates(pack, prefixes[-1])
-            _outputs(causal, pack, chosen, carried)
+            run.outputs(pack, carried)
             prefixes.append(carried.handed)
     values = []
     gradients: States = {}
     for pack in reversed(parts):
         carried = CarriedStates(pack, prefixes.pop(), gradients)
-        value = loss(_logprobs(causal, pack, chosen, carried), pack)
+        value = loss(run.logprobs(pack, carried), pack)
         value.backward()
         values.append(value.detach())
         gradients = carried.prefix_gradients()
     return torch.stack(values).sum()
-
-
-def _check_parts(model: PreTrainedModel, parts: Sequence[Pack]) -> None:
-    none = torch.empty(0, dtype=torch.int64)
-    handed = [none, *(pack.next_source for pack in parts)]
-    taken = [*(pack.prefix_source for pack in parts), none]
-    for k, (one, other) in enumerate(zip(handed, taken, strict=True)):
-        if not torch.equal(one.cpu(), other.cpu()):
-            raise LayoutError(
-                f"part {k} of {len(parts)} attends {len(other)} tokens before it, and "
-                f"{len(one)} are handed to it: pass the packs of one list of "
-                "PackDataset.parts(), all of them and in order"
-            )
-    carried = any(follows(module) for module in model.modules())
-    if len(parts) > 1 and (carried or chooses_tokens(model)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has layers with a state, or that choose tokens, and "
-            "these are not carried from pack to pack: pack with oversize='repeat'"
-        )
 
 
 class PackedModel(torch.nn.Module):  # type: ignore[misc]
@@ -385,6 +241,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]
     Wrappers for several devices work in their own forward and so must wrap a module that
     takes the pack: ``DistributedDataParallel(PackedModel(model))``, ``fully_shard`` of the
     layers and then of ``PackedModel(model)``, ``accelerator.prepare`` or a Trainer.
+    Attributes that the module lacks are those of ``model``, such as ``config``.
 
     Parameters
     ----------
@@ -396,18 +253,14 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]
     ------
     UnsupportedModelError
         ``model`` is itself in a wrapper, or is no model of transformers.
-
-    Notes
-    -----
-    Attributes that the module lacks are those of ``model``, such as ``config``.
     """
 
     def __init__(self, model: torch.nn.Module, **options: Unpack[Options]) -> None:
         super().__init__()
-        unwrapped(model)
+        _unwrapped(model)
         self.model = model
-        self.local = _Options(**options).local
-        self._options = {**options, "local": True}
+        self.local = options.pop("local", False)
+        self._options = options
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -419,12 +272,457 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]
         """The logprob of each edge: `edge_logprobs` of the model."""
         wrapped = (
             isinstance(self, FSDPModule)
-            or isinstance(unwrapped(self.model), FSDPModule)
+            or isinstance(_unwrapped(self.model), FSDPModule)
             or DistributedDataParallel._active_ddp_module is not None
         )
         if not (wrapped or self.local):
             _check_single_rank()
         # Masks are built on the host. Layers that are compiled themselves stay so.
         run = torch.compiler.disable(edge_logprobs)
-        found: Tensor = run(self.model, pack, **self._options)
+        found: Tensor = run(self.model, pack, local=True, **self._options)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A checked model, and how it runs on packs."""
+
+    model: PreTrainedModel
+    kernel: Kernel = "masked"
+    kernel_options: dict[str, Any] | None = None
+    temperature: float = 1.0
+    chunk_size: int = 2048
+
+    def inputs(
+        self, pack: Pack, carried: CarriedStates | None = None
+    ) -> dict[str, Any]:
+        n = 1 + int(pack.position_ids.max())
+        for kind, short in _rope_of_length(self.model):
+            if n > short:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} uses {kind} RoPE, which depends on the "
+                    f"longest row of a pack from {short} tokens on, and the pack has rows "
+                    f"of {n}: configure a fixed factor (yarn, linear), or cut the rows"
+                )
+        embeddings = self.model.get_input_embeddings()
+        device = embeddings.weight.device
+        ids = pack.input_ids[None].to(device)
+        unused = getattr(embeddings, "padding_idx", None)
+        if unused is not None:
+            # Its embedding is zero, where norms of some models have no gradient.
+            alone = pack.subtree_end == torch.arange(1, 1 + len(pack.subtree_end))
+            padding = (alone & (pack.position_ids == 0)).to(device) & (ids == unused)
+            ids = torch.where(padding, (unused + 1) % len(embeddings.weight), ids)
+        tree = TreeAttention(pack, device, self.kernel, self.kernel_options, carried)
+        return {
+            "input_ids": ids,
+            # without it, models guess packed rows from positions that go back
+            "attention_mask": torch.ones_like(ids, dtype=torch.bool),
+            "position_ids": pack.position_ids[None].to(device),
+            "tree": tree,
+            "use_cache": False,
+        }
+
+    def outputs(self, pack: Pack, carried: CarriedStates | None = None) -> Any:
+        inputs = self.inputs(pack, carried)
+        chooses = _chooses_tokens(self.model)
+        with tensor_masks(inputs["tree"]) if chooses else contextlib.nullcontext():
+            return _layers_of(self.model)(**inputs)
+
+    def logprobs(self, pack: Pack, carried: CarriedStates | None = None) -> Tensor:
+        outputs = self.outputs(pack, carried)
+
+        def head(states: Tensor) -> Tensor:
+            # the model's forward after its layers, whatever it does there
+            def layers(*args: Any, **kwargs: Any) -> Any:
+                return type(outputs)(last_hidden_state=states[None])
+
+            none = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
+            # not the call of the model: its hooks run once, for the pack
+            with _swapped([_layers_of(self.model)], "forward", layers):
+                found = self.model.forward(input_ids=none, use_cache=False)
+            logits: Tensor = found.logits[0]
+            return logits
+
+        return gather_logprobs(
+            outputs.last_hidden_state,
+            head,
+            pack,
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+        )
+
+
+def _ready(
+    model: torch.nn.Module, check: Check = "once", local: bool = False, **options: Any
+) -> _Run:
+    """How the transformers model in ``model`` runs, after all checks."""
+    causal = _unwrapped(model)
+    follow_trees(causal)
+    for fault in _known_faults(causal):
+        raise UnsupportedModelError(f"{type(causal).__name__}{fault}")
+    if not (local or isinstance(causal, FSDPModule)):
+        _check_single_rank()
+    run = _Run(causal, **options)
+    tried = _Run(causal, run.kernel, run.kernel_options)
+    _inside(causal, lambda: _try(model, check, tried))
+    return run
+
+
+def _check_single_rank() -> None:
+    """Raise if other ranks train the model, too."""
+    dist = torch.distributed
+    initialized = dist.is_available() and dist.is_initialized()
+    if initialized and (n := dist.get_world_size()) > 1:
+        raise LayoutError(
+            f"{n} ranks run, and nothing would average their gradients: wrap "
+            "trajkit.torch.PackedModel(model) in DistributedDataParallel, fully_shard or "
+            "a trainer and call that, or reduce them yourself and pass local=True"
+        )
+
+
+def _inside(model: PreTrainedModel, function: Callable[[], Any]) -> Any:
+    """Calls a function as a forward of the model, so that FSDP2 gathers its weights."""
+    if not isinstance(model, FSDPModule):
+        return function()
+    if "trajkit_forward" not in vars(model):
+        model.trajkit_forward = lambda function: function()
+        register_fsdp_forward_method(model, "trajkit_forward")
+    return model.trajkit_forward(function)
+
+
+def _unwrapped(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model in what torch.compile and PEFT make of it."""
+    name = type(model).__name__
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        return _unwrapped(model._orig_mod)
+    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        for adapter, config in model.peft_config.items():
+            tokens = getattr(config, "alora_invocation_tokens", None)
+            if tokens or config.is_prompt_learning:
+                raise UnsupportedModelError(
+                    f"{name}: adapter {adapter!r} ({type(config).__name__}) depends on "
+                    "where a row begins: use one that changes weights, such as LoRA"
+                )
+        return _unwrapped(model.get_base_model())
+    if isinstance(model, DistributedDataParallel | DataParallel) or (
+        name == "FullyShardedDataParallel"
+    ):
+        raise UnsupportedModelError(
+            f"{name} averages gradients only if its own forward runs: give it "
+            "trajkit.torch.PackedModel(model) to wrap, and call it with a pack"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{name} is no model of transformers: pass a causal language model, or call "
+            "trajkit.torch.PackedModel(model) through its wrapper"
+        )
+    return model
+
+
+def _known_faults(model: PreTrainedModel) -> Iterator[str]:
+    for config in _configs(model.config):
+        if (used := config._attn_implementation) != ATTENTION:
+            yield (
+                f" runs attention {used!r}, which does not read the tree of a pack: call "
+                f"model.set_attn_implementation({ATTENTION!r})"
+            )
+    linear = any(follows(module) for module in model.modules())
+    if not (linear or model._supports_attention_backend):
+        yield (
+            " does not hand keyword arguments to its attention layers "
+            "(_supports_attention_backend is false): the tree would not reach them"
+        )
+    if model.config.is_encoder_decoder:
+        yield " has an encoder: packs are for decoders"
+    if _layers_of(model) is model:
+        yield " has no output projection apart from its layers: load a causal model"
+    # not those that read images and sounds
+    decoder = {*model.get_decoder().modules()}  # type: ignore[no-untyped-call]
+    for path, module in not_following(model):
+        kind = type(module).__name__
+        mixes = _RECURRENT.search(kind) or isinstance(module, torch.nn.Conv1d)
+        if mixes and module in decoder:
+            yield (
+                f": {path} ({kind}) mixes tokens along the pack and not along a row, so "
+                "branches would leak into each other: train on padded or varlen rows"
+            )
+        if _MULTI_TOKEN.search(f"{path} {kind}"):
+            yield (
+                f": {path} ({kind}) predicts several tokens ahead, which are not the "
+                "next tokens of a pack: remove these layers or train on rows"
+            )
+    settings = [
+        (f"{path} ({type(module).__name__})", vars(module))
+        for path, module in model.named_modules()
+        if module.training
+    ]
+    if model.training:
+        named = model.config.get_text_config(decoder=True).to_dict()
+        of_heads = ("classifier_", "summary_", "cls_")
+        of_model = {k: x for k, x in named.items() if not k.startswith(of_heads)}
+        settings.append(("its configuration", of_model))
+    for where, given in settings:
+        for key, value in given.items():
+            random = _RANDOM.search(key) or (key == "p" and "Drop" in where)
+            if random and isinstance(value, float) and value > 0:
+                yield (
+                    f": {where} has {key}={value} in training mode: rows that share a "
+                    "token would share what is drawn for it. Set it to 0"
+                )
+
+
+def _layers_of(model: PreTrainedModel) -> torch.nn.Module:
+    """The part of a causal model before its output projection."""
+    base: torch.nn.Module = model.base_model
+    if base is model:
+        base = model.get_decoder()
+    return getattr(model, "model", base) if base is model else base
+
+
+def _chooses_tokens(model: PreTrainedModel) -> bool:
+    """Whether layers attend tokens that an indexer chooses (sparse attention)."""
+    return any("Indexer" in type(module).__name__ for module in model.modules())
+
+
+def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """The configuration and that of the text model in a model of several parts."""
+    yield config
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        yield text
+
+
+def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations of a model and of all modules in it."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    found = (_configs(value) for value in values if isinstance(value, PreTrainedConfig))
+    return [*{id(config): config for configs in found for config in configs}.values()]
+
+
+def _rope_of_length(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """The kinds of RoPE that change with the length, and from which length on."""
+    for config in _configs(model.config):
+        limit = getattr(config, "original_max_position_embeddings", None)
+        given = getattr(config, "rope_parameters", None) or {}
+        nested = [value for value in given.values() if isinstance(value, dict)]
+        for parameters in nested or [given]:
+            kind = parameters.get("rope_type")
+            short = parameters.get("original_max_position_embeddings") or limit
+            if kind in ("dynamic", "longrope"):
+                yield kind, short or config.max_position_embeddings
+
+
+def _try(model: torch.nn.Module, check: Check, run: _Run) -> None:
+    """Compares a tree with its rows, unless the model passed and did not change."""
+    check_choice("check", check, Check)
+    causal, options = run.model, repr((run.kernel, run.kernel_options))
+    if check == "never" or any(p.is_meta for p in causal.parameters()):
+        return
+    kind, passed = _kind(model), _CHECKED.setdefault(causal, {})
+    if check == "once" and passed.get(options) == kind:
+        return
+    pack, rows, branch = _trial(causal)
+    with _undisturbed(causal):
+        try:
+            _check_repeats(causal, lambda: run.logprobs(pack))
+            with _swapped(causal.modules(), "training", False):
+                found = run.logprobs(pack).double().cpu()
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(causal).__name__} ({_layer_kinds(causal)}) cannot run on a pack: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        with _swapped(causal.modules(), "training", False):
+            by_row, size, dtype = _row_logprobs(model, causal, rows)
+    expected = by_row[pack.edge_row, pack.edge_position - 1]
+    if not bool(torch.isfinite(expected).all()):
+        raise UnsupportedModelError(
+            f"{type(causal).__name__} gives logprobs that are not finite for a row of "
+            f"{len(rows[0])} tokens: load its weights first"
+        )
+    difference = (found - expected).abs().nan_to_num(torch.inf)
+    parts = [difference[branch == k] for k in range(4)]
+    bound = _BOUNDS.get(dtype, 1e-4) * size + 1e-5
+    if dtype in _BOUNDS:
+        # One token may go to another expert by rounding alone, not those of a branch.
+        values = [float(part.mean()) for part in parts]
+    else:
+        values = [float(part.max()) for part in parts]
+        if torch.get_float32_matmul_precision() != "highest":
+            bound *= 20
+    if max(values) > bound:
+        worst = branch == values.index(max(values))
+        at = int(torch.where(worst, difference, -1.0).argmax())
+        raise UnsupportedModelError(
+            f"{type(causal).__name__} ({_layer_kinds(causal)}) gives a tree other "
+            f"logprobs than its rows: {found[at]:.6g} in the tree and "
+            f"{expected[at]:.6g} in the row for token {pack.edge_position[at]} of row "
+            f"{pack.edge_row[at]} of a trial (largest difference for {dtype}: "
+            f"{bound:.2g}). Its layers mix tokens in an unknown way: train on rows"
+        )
+    if float(expected.std()) > 1e-6:  # or they say nothing of the model
+        passed[options] = kind
+
+
+def _layer_kinds(model: PreTrainedModel) -> str:
+    config = model.config.get_text_config(decoder=True)
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    names = {type(module).__name__ for module in model.modules()}
+    kinds |= {name for name in names if re.search("Attention|Mixer|Conv1d", name)}
+    return ", ".join(sorted(kinds)) or "layers of unknown kinds"
+
+
+def _row_logprobs(
+    model: torch.nn.Module, causal: PreTrainedModel, rows: list[Tensor]
+) -> tuple[Tensor, float, torch.dtype]:
+    """Logprobs by row and place by the model itself; its logits' size; least precision."""
+    plain = causal._supports_sdpa and max(map(len, rows)) > 1024
+    configs = [c for c in configs_of(causal) if c._attn_implementation == ATTENTION]
+    attention = "sdpa" if plain else "eager"
+    logprobs, squares = [], []
+    with _swapped(configs, "_attn_implementation_internal", attention):
+        for row in rows:
+            ids = row.to(causal.get_input_embeddings().weight.device)
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            squares.append(float(logits.float().square().mean()))
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            chosen = wide.gather(1, ids[1:, None].to(wide.device))[:, 0]
+            logprobs.append((chosen - wide.logsumexp(1)).double().cpu())
+    known = {torch.float64, torch.float32, *_BOUNDS}
+    dtypes = {p.dtype for p in causal.parameters()} & known | {logits.dtype}
+    narrow = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    size = (sum(squares) / len(squares)) ** 0.5
+    return pad_sequence(logprobs, batch_first=True), size, narrow
+
+
+def _check_repeats(model: PreTrainedModel, run: Callable[[], Tensor]) -> None:
+    if not any(module.training for module in model.modules()):
+        return
+
+    def random_states() -> list[Tensor]:
+        states = [torch.cuda.get_rng_state(device) for device in _cuda(model)]
+        return [torch.get_rng_state(), *states]
+
+    before, first = random_states(), run()
+    drew = not all(map(torch.equal, before, random_states()))
+    if drew and not torch.equal(first, run()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} draws random numbers in training mode, which change "
+            "its logprobs: rows that share a token would share what is drawn for it. "
+            "Call model.eval(), or find the layer and set its probability to 0"
+        )
+
+
+def _cuda(model: PreTrainedModel) -> list[torch.device]:
+    return [*{p.device for p in model.parameters() if p.is_cuda}]
+
+
+@contextlib.contextmanager
+def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """Eager, without gradients; buffers and random states as they were, afterwards."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = _cuda(model)
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices),
+        torch.autocast("cuda" if devices else "cpu", enabled=False),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        try:
+            yield
+        finally:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _swapped(targets: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Another value of an attribute of objects, for a while."""
+    before = [(x, name in vars(x), getattr(x, name)) for x in targets]
+    try:
+        for target, _, _ in before:
+            setattr(target, name, value)
+        yield
+    finally:
+        for target, own, old in before:
+            setattr(target, name, old) if own else delattr(target, name)
+
+
+def _trial(model: PreTrainedModel) -> tuple[Pack, list[Tensor], Tensor]:
+    """A tree, its rows, and the branch of each edge.
+
+    A trunk (0) beyond the longest window, branches 1 and 2 at its end and 3 before it.
+    """
+    # packs that exist train without the compiled core
+    from trajkit.packs.packing import pack as pack_rows
+    from trajkit.rows.linearize import linearize
+    from trajkit.turns.records import from_records
+
+    config = model.config.get_text_config(decoder=True)
+    longest = getattr(config, "max_position_embeddings", None) or 1 << 20
+    longest = min([longest, *(short for _, short in _rope_of_length(model))])
+    window = max((w for w in _windows(model) if w <= _LONGEST_WINDOW), default=0)
+    n = min(max(24, window + min(window, 64)), max(longest - 12, 4))
+    vocabulary = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
+    named = config.to_dict().items()
+    special = [v for k, v in named if k.endswith(("token_id", "_index"))]
+    usable = torch.tensor([k for k in range(vocabulary) if k not in special])
+    generator = torch.Generator().manual_seed(0)
+    draw = usable[torch.randint(len(usable), (n + 21,), generator=generator)]
+    trunk, *branches = draw.split([n, 7, 5, 9])
+    leaves = (n, n, n - n // 3)
+    rows = [torch.cat([trunk[:at], b]) for at, b in zip(leaves, branches, strict=True)]
+    calls = [
+        {"session_id": "trial", "prompt_ids": row[:at], "output_ids": row[at:]}
+        for row, at in zip(rows, (1, *leaves[1:]), strict=True)
+    ]
+    tree = pack_rows(linearize(from_records(calls), "per_call"), n + 21)
+    pack = PackDataset(tree)[0]
+    on_trunk = (pack.edge_row == 0) & (pack.edge_position < n)
+    return pack, rows, torch.where(on_trunk, 0, pack.edge_row + 1)
+
+
+def _windows(model: PreTrainedModel) -> Iterator[int]:
+    """Numbers of tokens that a configuration or a module calls a window or a chunk."""
+    places = [vars(module) for module in model.modules()]
+    places += [config.to_dict() for config in _configs(model.config)]
+    for place in places:
+        for key, value in place.items():
+            if _WINDOW.search(key):
+                parts = value.values() if isinstance(value, dict) else value
+                listed = parts if isinstance(value, dict | list | tuple) else [value]
+                yield from (v for v in listed if type(v) is int and v > 0)
+
+
+def _kind(model: torch.nn.Module) -> Any:
+    """Classes, hooks, settings and configuration of a model and of all modules in it."""
+    modules = []
+    for path, module in model.named_modules():
+        own = vars(module)
+        plain = tuple(x for x in own.items() if isinstance(x[1], _PLAIN))
+        replaced = [(key, id(value)) for key, value in own.items() if callable(value)]
+        hooks = [*module._forward_hooks, 0, *module._forward_pre_hooks]
+        modules.append((path, type(module), plain, *replaced, *hooks))
+    weights = frozenset((p.dtype, p.device.type) for p in model.parameters())
+    return tuple(modules), weights, repr(_unwrapped(model).config.to_dict())
+
+
+def _check_parts(model: PreTrainedModel, parts: Sequence[Pack]) -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    handed = [none, *(pack.next_source for pack in parts)]
+    taken = [*(pack.prefix_source for pack in parts), none]
+    for k, (one, other) in enumerate(zip(handed, taken, strict=True)):
+        if not torch.equal(one.cpu(), other.cpu()):
+            raise LayoutError(
+                f"part {k} of {len(parts)} attends {len(other)} tokens before it, and gets "
+                f"{len(one)}: pass all packs of one list of PackDataset.parts(), in order"
+            )
+    carried = any(follows(module) for module in model.modules())
+    if len(parts) > 1 and (carried or _chooses_tokens(model)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers with a state, or that choose tokens, and "
+            "these are not carried from pack to pack: pack with oversize='repeat'"
+        )

@@ -6,11 +6,11 @@ module only cuts their tables by session and encodes them.
 
 import gzip
 import json
-import math
 import struct
 from collections import Counter
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -25,38 +25,26 @@ from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.simulation import Simulation, label
 from trajkit.analysis.tokenizer import Codec, Tokenizer, entry_bytes
 from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
+from trajkit.errors import UnknownSessionError
 from trajkit.packs.packing import pack
-from trajkit.policies import Policy, rule_of
-from trajkit.rows.linearize import rows_and_report
+from trajkit.policies import PRESETS, Policy, rule_of
+from trajkit.rows.linearize import linearize, report
 from trajkit.rows.links import link
-from trajkit.schema import LOSSES
+from trajkit.schema import LOSSES, TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
+from trajkit.tables.session_batches import whole_sessions
 from trajkit.tables.take import row_lengths, tuples
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
 from trajkit.turns.sessions import run_starts
 from trajkit.verification.run import verify
 
-# columns of turns that go into a chunk as they are
+# columns of turns that go into a chunk as they are, and those that the page shows as text
 _AS_THEY_ARE = (
-    "turn_index",
-    "shared_length",
-    "suffix_ids",
-    "output_ids",
-    "output_logprobs",
-    "output_mask",
-    "shared_messages",
-    "weight_versions",
-)
-# columns of turns that the page shows as text
-_SHOWN = (
-    "finish_reason",
-    "trainable",
-    "agent_id",
-    "model",
-    "started_at",
-    "ended_at",
-)
+    "turn_index shared_length suffix_ids output_ids output_logprobs output_mask "
+    "shared_messages weight_versions"
+).split()
+_SHOWN = "finish_reason trainable agent_id model started_at ended_at".split()
 # an IPC stream must begin at a multiple of this many bytes
 _ALIGNMENT = 8
 _REPLACEMENT = "\ufffd"
@@ -82,108 +70,7 @@ class _BySession:
     def columns(self, session_id: str) -> Columns:
         """The lines of a session as lists, without its id."""
         part = self._parts.get((session_id,), self.frame.clear())
-        columns: Columns = part.drop("session_id").to_dict(as_series=False)
-        return columns
-
-
-class _LinkTables:
-    """The tables that depend on a policy's links only."""
-
-    def __init__(
-        self, turns: pa.Table, links: pa.Table, tokenizer: Tokenizer | None
-    ) -> None:
-        self._turns, self.links, self._tokenizer = turns, links, tokenizer
-
-    @cached_property
-    def drift(self) -> _BySession:
-        """`trajkit.schema.DRIFT`, of turns that drift only."""
-        drift = classify_drift(self._turns, self.links)
-        return _BySession(drift.filter(pc.greater(drift["size"], 0)))
-
-    @cached_property
-    def findings(self) -> _BySession | None:
-        """`trajkit.schema.FINDINGS`; None without a tokenizer."""
-        if self._tokenizer is None:
-            return None
-        return _BySession(explain_drift(self._turns, self.links, self._tokenizer))
-
-    @cached_property
-    def shown(self) -> dict[str, _BySession | None]:
-        """Everything that a chunk has, by its name there."""
-        return {
-            "links": _BySession(self.links),
-            "drift": self.drift,
-            "branches": _BySession(label_branches(self._turns, self.links)),
-            "findings": self.findings,
-        }
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Drift over all sessions by cause: counts and the first examples.
-
-        Causes come from texts and every finding counts, or without a tokenizer from token
-        ids, and every turn counts once.
-        """
-        counted, keys = self.findings, ["cause"]
-        if counted is None:
-            counted, keys = self.drift, ["region", "cause"]
-        turn = ["session_id", "turn_index"]
-        sizes = self.drift.frame.select(*turn, "tokens_after_drift")
-        groups = (
-            counted.frame.with_columns(pl.col(*keys).cast(pl.String))
-            .group_by([*keys, *turn], maintain_order=True)
-            .agg(findings=pl.len())
-            .join(sizes, on=turn, how="left", maintain_order="left")
-            .group_by(keys, maintain_order=True)
-            .agg(
-                pl.col("findings").sum(),
-                turns=pl.len(),
-                tokens=pl.col("tokens_after_drift").sum(),
-                examples=pl.struct(turn).head(_N_EXAMPLES),
-            )
-            .sort("findings", descending=True, maintain_order=True)
-        )
-        return [
-            {**line, "examples": [list(one.values()) for one in line["examples"]]}
-            for line in groups.to_dicts()
-        ]
-
-
-class _PolicyTables:
-    """The tables of one policy."""
-
-    def __init__(
-        self,
-        turns: pa.Table,
-        policy: Policy,
-        sessions: pa.Table | None,
-        links: _LinkTables,
-    ) -> None:
-        self._turns, self._sessions = turns, sessions
-        self.policy, self.links = policy, links
-
-    @cached_property
-    def linearized(self) -> tuple[pa.Table, pa.Table]:
-        """`trajkit.schema.ROWS` and ``REPORT``."""
-        return rows_and_report(self._turns, self.policy, sessions=self._sessions)
-
-    @cached_property
-    def shown(self) -> dict[str, _BySession]:
-        """Everything that a chunk has, by its name there."""
-        (rows, report), reasons = self.linearized, why(self._turns, self.policy)
-        names = ("session_id", "row_index", "parent_row", "shared_length", "turns")
-        columns = {
-            **{name: rows[name] for name in names},
-            "tokens": row_lengths(rows),
-            "trained": reasons["tokens_trained"],
-            "sentence": reasons["sentence"],
-        }
-        counts = [f.name for f in report.schema if pa.types.is_integer(f.type)]
-        spans = output_spans(self._turns, self.policy, sessions=self._sessions)
-        return {
-            "report": _BySession(report.select(["session_id", *counts])),
-            "rows": _BySession(pa.table(columns)),
-            "spans": _BySession(spans),
-        }
+        return part.drop("session_id").to_dict(as_series=False)
 
 
 class ViewTables:
@@ -208,24 +95,65 @@ class ViewTables:
         self._sessions, self._text = sessions, text
         self._pack_tokens, self._violations = pack_tokens, violations
         self._tokenizer = tokenizer if text else None
-        # policies with the same parents share their tables of links
-        self._links: list[_LinkTables] = []
-        self._policies: list[_PolicyTables] = []
-        for policy in policies:
+        self._policies = [*policies]
+        # policies with the same parents share their links, which each has by number
+        self._links: list[pa.Table] = []
+        self._links_of: list[int] = []
+        for policy in self._policies:
             links = link(turns, policy)
-            same = (t for t in self._links if t.links["parent"] == links["parent"])
-            if (shared := next(same, None)) is None:
-                shared = _LinkTables(turns, links, self._tokenizer)
-                self._links.append(shared)
-            self._policies.append(_PolicyTables(turns, policy, sessions, shared))
+            same = (one["parent"] == links["parent"] for one in self._links)
+            number = next((k for k, is_same in enumerate(same) if is_same), None)
+            if number is None:
+                number = len(self._links)
+                self._links.append(links)
+            self._links_of.append(number)
+        self._made: dict[tuple[str, int], _BySession] = {}
+
+    def _table(self, name: str, k: int) -> _BySession:
+        """A table of the links, or of the policy, of this number, made on first use."""
+        if (name, k) not in self._made:
+            self._made[name, k] = _BySession(self._make(name, k))
+        return self._made[name, k]
+
+    def _make(self, name: str, k: int) -> pa.Table:
+        turns, sessions = self._turns, self._sessions
+        match name:
+            case "drift":
+                drift = classify_drift(turns, self._links[k])
+                return drift.filter(pc.greater(drift["size"], 0))
+            case "branches":
+                return label_branches(turns, self._links[k])
+            case "findings":
+                assert self._tokenizer is not None
+                return explain_drift(turns, self._links[k], self._tokenizer)
+            case "report":
+                return report(turns, self._policies[k], sessions=sessions)
+            case "spans":
+                return output_spans(turns, self._policies[k], sessions=sessions)
+            case "rows":
+                rows = linearize(turns, self._policies[k], sessions=sessions)
+                reasons = why(turns, self._policies[k])
+                names = [
+                    "session_id",
+                    "row_index",
+                    "parent_row",
+                    "shared_length",
+                    "turns",
+                ]
+                return (
+                    rows.select(names)
+                    .append_column("tokens", pa.array(row_lengths(rows)))
+                    .append_column("trained", reasons["tokens_trained"])
+                    .append_column("sentence", reasons["sentence"])
+                )
+        return self._links[k]
 
     def index(self, title: str, n_runs: int = 1) -> dict[str, Any]:
         """What the page reads first: policies, drift by cause, and a line per session."""
-        policies = [tables.policy for tables in self._policies]
-        simulation = Simulation(policies, sessions=self._sessions)
+        simulation = Simulation(self._policies, sessions=self._sessions)
         if self._turns.num_rows:
             simulation.add(self._turns)
-        groups = [links.groups() for links in self._links]
+        groups = [self._groups(k) for k in range(len(self._links))]
         rules = None
         if self._violations is not None:
             lines = (line for of in self._violations.values() for line in of)
@@ -239,32 +167,62 @@ class ViewTables:
             "text": self._text,
             "tokenizer": self._tokenizer is not None,
             "policies": simulation.table().to_pylist(),
-            "rules": [rule_in_words(policy) for policy in policies],
-            "drift": [groups[self._links.index(t.links)] for t in self._policies],
+            "rules": [rule_in_words(policy) for policy in self._policies],
+            "drift": [groups[number] for number in self._links_of],
             "sessions": self.session_lines(),
             "violations": rules,
         }
 
+    def _groups(self, k: int) -> list[dict[str, Any]]:
+        """Drift over all sessions by cause: counts and the first examples.
+
+        Causes come from texts and every finding counts, or without a tokenizer from token
+        ids, and every turn counts once.
+        """
+        drift, keys = self._table("drift", k).frame, ["region", "cause"]
+        turn, counted = ["session_id", "turn_index"], drift
+        if self._tokenizer is not None:
+            counted, keys = self._table("findings", k).frame, ["cause"]
+        groups = (
+            counted.select(*turn, pl.col(*keys).cast(pl.String))
+            .group_by(*keys, *turn, maintain_order=True)
+            .agg(findings=pl.len())
+            .join(
+                drift.select(*turn, "tokens_after_drift"), turn, maintain_order="left"
+            )
+            .group_by(keys, maintain_order=True)
+            .agg(
+                pl.col("findings").sum(),
+                turns=pl.len(),
+                tokens=pl.col("tokens_after_drift").sum(),
+                examples=pl.struct(turn).head(_N_EXAMPLES),
+            )
+            .sort("findings", descending=True, maintain_order=True)
+        )
+        return [
+            {**line, "examples": [list(one.values()) for one in line["examples"]]}
+            for line in groups.to_dicts()
+        ]
+
     def session_lines(self) -> Columns:
         """Columns of the list of sessions. Lists per policy are in the policies' order."""
-        names = ["session_id", "shared_length", "suffix_ids", "output_ids"]
-        frame = pl.DataFrame(self._turns.select([*names, "output_logprobs"]))
         n_output = pl.col("output_ids").list.len()
         n_path = pl.col("shared_length") + pl.col("suffix_ids").list.len() + n_output
-        mean = pl.col("output_logprobs").explode().cast(pl.Float64).mean()
-        lines = frame.group_by("session_id", maintain_order=True).agg(
-            turns=pl.len(), sampled=n_output.sum(), context=n_path.max(), logprob=mean
+        names = ["session_id", "shared_length", "suffix_ids", "output_ids"]
+        lines = pl.DataFrame(self._turns.select([*names, "output_logprobs"]))
+        lines = lines.group_by("session_id", maintain_order=True).agg(
+            turns=pl.len(),
+            sampled=n_output.sum(),
+            context=n_path.max(),
+            logprob=pl.col("output_logprobs").explode().cast(pl.Float64).mean(),
         )
-        drift = self._links[0].drift.frame.group_by("session_id")
+        drift = self._table("drift", 0).frame.group_by("session_id")
         own = drift.agg(drifts=pl.len(), at_stake=pl.col("tokens_after_drift").sum())
         lines = lines.join(own, "session_id", how="left", maintain_order="left")
-        lines = lines.with_columns(pl.col("drifts", "at_stake").fill_null(0))
-        columns: Columns = lines.to_dict(as_series=False)
+        finite = pl.when(pl.col("logprob").is_finite()).then(pl.col("logprob"))
+        lines = lines.with_columns(finite, pl.col("drifts", "at_stake").fill_null(0))
+        columns = lines.to_dict(as_series=False)
         ids = columns.pop("session_id")
-        columns["logprob"] = [
-            n if n is not None and math.isfinite(n) else None
-            for n in columns["logprob"]
-        ]
         facts = session_facts(None, self._sessions).of(pa.array(ids, pa.string()))
         known = {
             "id": ids,
@@ -275,9 +233,10 @@ class ViewTables:
         if self._violations is not None:
             known["violations"] = [len(self._violations.get(name, ())) for name in ids]
         # a list per session, with a number per policy
+        reports = [self._table("report", k).frame for k in range(len(self._policies))]
         for name, counted in {"trained": "tokens_trained", "rows": "rows"}.items():
-            reports = (t.linearized[1][counted].to_pylist() for t in self._policies)
-            columns[name] = [list(numbers) for numbers in zip(*reports, strict=True)]
+            numbers = zip(*(one[counted].to_list() for one in reports), strict=True)
+            columns[name] = [*map(list, numbers)]
         return known | columns
 
     def chunk(self, session_id: str) -> bytes:
@@ -289,22 +248,30 @@ class ViewTables:
         start, stop = self._bounds[session_id]
         turns = self._turns.slice(start, stop - start).combine_chunks()
         shown = [name for name in _SHOWN if name in turns.column_names]
-        violations = self._violations
+        of_links = ["links", "drift", "branches", "findings"]
+        violations = None
+        if self._violations is not None:
+            violations = self._violations.get(session_id, [])[:_N_VIOLATIONS]
         head = json.dumps(
             {
                 "id": session_id,
-                "policies": [self._policy_lines(t, session_id) for t in self._policies],
-                "links": [
+                "policies": [
                     {
-                        name: None if of is None else of.columns(session_id)
-                        for name, of in tables.shown.items()
+                        "label": label(policy),
+                        "links": self._links_of[k],
+                        "report": self._report(k, session_id),
+                        **self._columns(["rows", "spans"], k, session_id),
+                        "packs": self._packs(turns, policy),
                     }
-                    for tables in self._links
+                    for k, policy in enumerate(self._policies)
+                ],
+                "links": [
+                    self._columns(of_links, k, session_id)
+                    for k in range(len(self._links))
                 ],
                 "turns": turns.select(shown).to_pydict(),
                 **_messages(turns, self._text),
-                "violations": violations
-                and violations.get(session_id, [])[:_N_VIOLATIONS],
+                "violations": violations,
             },
             separators=(",", ":"),
             default=str,  # times
@@ -317,6 +284,33 @@ class ViewTables:
         return gzip.compress(
             struct.pack("<I", len(head)) + head + sink.getvalue().to_pybytes(), mtime=0
         )
+
+    def _columns(
+        self, names: Sequence[str], k: int, session_id: str
+    ) -> dict[str, Columns | None]:
+        """The lines of a session in some tables of a policy or its links."""
+        absent = ["findings"] if self._tokenizer is None else []
+        return {
+            name: None if name in absent else self._table(name, k).columns(session_id)
+            for name in names
+        }
+
+    def _report(self, k: int, session_id: str) -> dict[str, int]:
+        columns = self._table("report", k).columns(session_id)
+        return {name: n for name, (n,) in columns.items() if isinstance(n, int)}
+
+    def _packs(self, turns: pa.Table, policy: Policy) -> list[dict[str, Any]]:
+        """The packs of a session's rows, as the segments of their trees."""
+        if self._pack_tokens is None:
+            return []
+        rows = linearize(turns, policy, sessions=self._sessions)
+        packs = pack(rows, self._pack_tokens, oversize="carry")
+        lines = tuples(packs, "n_tokens", "segment_start", "subtree_end")
+        return [
+            # queries that attend to a segment's tokens end at the end of its subtree
+            {"tokens": n, "start": starts, "end": [ends[start] for start in starts]}
+            for n, starts, ends in lines
+        ]
 
     def search(self, word: str) -> list[str]:
         """The sessions one of whose messages contains a word, in either case."""
@@ -340,26 +334,75 @@ class ViewTables:
             ids.update(pc.unique(pc.list_flatten(self._turns[name])).to_pylist())
         return token_pieces(self._tokenizer, [*ids])
 
-    def _policy_lines(self, tables: _PolicyTables, session_id: str) -> dict[str, Any]:
-        lines = {name: of.columns(session_id) for name, of in tables.shown.items()}
-        packs = []
-        if self._pack_tokens is not None:
-            rows = tables.linearized[0]
-            own = rows.filter(pc.equal(rows["session_id"], session_id))
-            for n_tokens, starts, ends in tuples(
-                pack(own, self._pack_tokens, oversize="carry"),
-                *("n_tokens", "segment_start", "subtree_end"),
-            ):
-                # segments of a tree, and where the queries that attend to each end
-                ends = [ends[start] for start in starts]
-                packs.append({"tokens": n_tokens, "start": starts, "end": ends})
-        return {
-            "label": label(tables.policy),
-            "links": self._links.index(tables.links),
-            **lines,
-            "report": {name: n for name, (n,) in lines["report"].items()},
-            "packs": packs,
-        }
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which sessions to show. At most one of the choices is given."""
+
+    ids: tuple[str, ...] | None = None
+    # this many, drawn by a hash of their ids: the same ones in every run of the command
+    sample: int | None = None
+    # this many of those that lose most tokens under the policy, have the most sampled
+    # tokens after drift, or have the lowest mean logprob; each ranking in turn names one
+    worst: int | None = None
+    policy: Policy | None = None
+
+    def of(self, batches: Iterable[pa.RecordBatch]) -> tuple[pa.Table, int]:
+        """The turns of the chosen sessions in delta form, and the number of all sessions.
+
+        Only the delta form of turns is in memory, and of ``sample`` and ``ids`` only the
+        chosen ones.
+        """
+        parts: list[pa.Table] = []
+        lines: list[pl.DataFrame] = []
+        sampled: list[str] = []
+        n_sessions, schema = 0, TURNS_DELTA
+        for table in whole_sessions(batches):
+            kept = pc.unique(table["session_id"]).to_pylist()
+            n_sessions += len(kept)
+            if self.ids is not None:
+                kept = [*self.ids]
+            elif self.sample is not None:
+                kept = sampled = sorted([*sampled, *kept], key=_draw)[: self.sample]
+                parts = [_only(part, kept) for part in parts]
+            part = compact(_only(table, kept))
+            schema = part.schema
+            parts = [one for one in (*parts, part) if one.num_rows]
+            if self.worst is not None:
+                policies = [self.policy or PRESETS["faithful"]]
+                lines.append(pl.DataFrame(ViewTables(part, policies).session_lines()))
+        turns = pa.concat_tables(parts) if parts else schema.empty_table()
+        if self.worst is not None and lines:
+            turns = _only(
+                turns, _worst(pl.concat(lines, how="vertical_relaxed"), self.worst)
+            )
+        found = {*pc.unique(turns["session_id"]).to_pylist()}
+        for name in self.ids or ():
+            if name not in found:
+                raise UnknownSessionError(f"the turns have no session {name!r}")
+        return turns, n_sessions
+
+
+def _draw(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=8).digest()
+
+
+def _only(table: pa.Table, names: list[str]) -> pa.Table:
+    chosen = pa.array(names, table.schema.field("session_id").type)
+    return table.filter(pc.is_in(table["session_id"], value_set=chosen))
+
+
+def _worst(lines: pl.DataFrame, n: int) -> list[str]:
+    """The first ``n`` sessions of the three rankings, taken in turn."""
+    ranked = lines.select(
+        pl.col("id").sort_by(score, descending=True, maintain_order=True).alias(name)
+        for name, score in {
+            "loss": pl.col("sampled") - pl.col("trained").list.first(),
+            "drift": pl.col("at_stake"),
+            "logprob": -pl.col("logprob").cast(pl.Float64).fill_null(0.0),
+        }.items()
+    )
+    return list(dict.fromkeys(name for line in ranked.iter_rows() for name in line))[:n]
 
 
 def find_violations(
@@ -373,29 +416,27 @@ def find_violations(
     The first of a session have the tokens around the first wrong one. Rows of another
     system may have no ids; their tokens are not shown then.
     """
-    found: Violations = {}
-    for line in verify(rows, turns, policy, sessions=sessions).to_pylist():
-        found.setdefault(line["session_id"], []).append(line)
     numbers = {}
     if {"session_id", "row_index"} <= {*rows.column_names}:
         keys = enumerate(tuples(rows, "session_id", "row_index"))
         numbers = {key: k for k, key in keys}
-    for lines in found.values():
-        for line in lines[:_N_VIOLATIONS]:
-            k = numbers.get((line["session_id"], line["row_index"]))
-            if k is None:
-                line["ids"] = None
-                continue
-            ids, mask = rows["input_ids"][k].values, rows["loss_mask"][k].values
-            # a mask may cover the response only
-            before, token = len(ids) - len(mask), line["token"] or 0
-            start, stop = max(token - _AROUND, 0), min(token + _AROUND + 1, len(ids))
-            line["start"] = start
-            line["ids"] = ids[start:stop].to_pylist()
-            line["mask"] = [
-                at >= before and bool(mask[at - before].as_py())
-                for at in range(start, stop)
-            ]
+    found: Violations = {}
+    for line in verify(rows, turns, policy, sessions=sessions).to_pylist():
+        own = found.setdefault(line["session_id"], [])
+        own.append(line)
+        k = numbers.get((line["session_id"], line["row_index"]))
+        if k is None or len(own) > _N_VIOLATIONS:
+            line["ids"] = None
+            continue
+        ids, mask = rows["input_ids"][k].values, rows["loss_mask"][k].values
+        # a mask may cover the response only
+        before, token = len(ids) - len(mask), line["token"] or 0
+        start, stop = max(token - _AROUND, 0), min(token + _AROUND + 1, len(ids))
+        masked = (
+            at >= before and bool(mask[at - before].as_py())
+            for at in range(start, stop)
+        )
+        line |= {"start": start, "ids": ids[start:stop].to_pylist(), "mask": [*masked]}
     return found
 
 

@@ -63,7 +63,11 @@ def _raiser(error: BaseException | None, test: str, places: list[str]) -> str | 
         while trace is not None:
             name = trace.tb_frame.f_code.co_filename
             file = os.path.realpath(name)
-            is_test = file == test or (tests != workspace and file.startswith(tests))
+            is_test = file == test or file.startswith(tests)
+            if tests == workspace:
+                # an agent may not change helpers of tests
+                names = file[len(workspace) :].split(os.sep)
+                is_test = file == test or "tests" in names or "conftest.py" in names
             # what exec runs may have any name
             made = name.startswith("<") and not name.startswith("<frozen ")
             if made or (file.startswith(workspace) and not is_test):
@@ -103,8 +107,10 @@ def _pytest(arguments: list[str], places: list[str]) -> _Outcome:
             self.ended = True
 
         def judge(self, report: Any, path: object, error: BaseException | None) -> None:
+            if report.outcome != "skipped":
+                return
             raiser = _raiser(error, os.path.realpath(str(path)), places)
-            if report.outcome == "skipped" and raiser is not None:
+            if raiser is not None:
                 report.outcome, report.longrepr = "failed", f"skipped by {raiser}"
                 vars(report).pop("wasxfail", None)
 
@@ -147,10 +153,11 @@ def _unittest(arguments: list[str], places: list[str]) -> _Outcome:
     class Result(unittest.TextTestResult):
         def addSkip(self, test: Any, reason: str) -> None:
             error = sys.exc_info()[1]
-            file = getattr(sys.modules.get(type(test).__module__), "__file__", "")
+            kind = type(getattr(test, "test_case", test))  # or that of a subtest
+            file = getattr(sys.modules.get(kind.__module__), "__file__", "")
             raiser = _raiser(error, os.path.realpath(str(file)), places)
             # a module that was skipped as a whole does not say by whom
-            if raiser is not None or type(test).__name__ == "ModuleSkipped":
+            if raiser is not None or kind.__name__ == "ModuleSkipped":
                 self.failures.append((test, f"skipped by {raiser}: {reason}"))
             super().addSkip(test, reason)
 
