@@ -614,7 +614,7 @@ def test_rows_that_a_trainer_would_take_wrongly_are_refused(
             EVERY[target](changed(column, values))
 
 
-@pytest.mark.parametrize("target", OF_ADVANTAGES)
+@pytest.mark.parametrize("target", sorted(OF_ADVANTAGES))
 def test_an_absent_advantage_is_refused(target):
     with pytest.raises(ExportError, match="advantage is null or absent"):
         EVERY[target](one_row_each(sample_rows()).drop_columns(["advantage"]))

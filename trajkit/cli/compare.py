@@ -355,7 +355,7 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
     wrong = [line for line in lines if line["kind"] not in RIGHT]
     shown = []
     for row in [*dict.fromkeys(one["row"] for one in wrong or lines)][:_MOST_ROWS]:
-        own = [line for line in lines if line["row"] == row]
+        own = [one for one in lines if one["row"] == row and not _is_of_sessions(one)]
         for one in sorted(own, key=lambda one: one["kind"] in RIGHT)[:_MOST_LINES]:
             words, token = one["detail"], one["token"]
             if codec is not None and token is not None:
@@ -365,6 +365,10 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
                 words += f"  {marked(codec, ids, start, stop)}"
             places = ["" if one[name] is None else str(one[name]) for name in _PLACES]
             shown.append([*map(visible, places), words])
+        if len(own) > _MOST_LINES:
+            more = f"and {len(own) - _MOST_LINES} more, in the table of --out"
+            shown.append(["" if row is None else str(row), "", "", more])
+    shown += [["", "", "", one["detail"]] for one in lines if _is_of_sessions(one)]
     found = text_table(("row", "session", "token", "finding"), shown)
     if not wrong:
         return f"{found}\n\nright: every trained token was sampled, and trains once"
@@ -374,6 +378,10 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
         .agg(pl.col("row").drop_nulls().n_unique(), pl.col("tokens").sum())
     )
     return f"{found}\n\n{text_table(('wrong', 'rows', 'tokens'), counts.rows())}"
+
+
+def _is_of_sessions(line: dict[str, Any]) -> bool:
+    return bool(line["kind"] == "session_without_rows")
 
 
 _PLACES = ("row", "session_id", "token")
