@@ -356,7 +356,9 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
     shown = []
     for row in [*dict.fromkeys(one["row"] for one in wrong or lines)][:_MOST_ROWS]:
         own = [one for one in lines if one["row"] == row and not _is_of_sessions(one)]
-        for one in sorted(own, key=lambda one: one["kind"] in RIGHT)[:_MOST_LINES]:
+        own.sort(key=lambda one: one["kind"] in RIGHT)
+        n_more = len(own) - _MOST_LINES + 1 if len(own) > _MOST_LINES else 0
+        for one in own[: len(own) - n_more]:
             words, token = one["detail"], one["token"]
             if codec is not None and token is not None:
                 ids = np.asarray(rows["input_ids"][row].values)
@@ -365,9 +367,8 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
                 words += f"  {marked(codec, ids, start, stop)}"
             places = ["" if one[name] is None else str(one[name]) for name in _PLACES]
             shown.append([*map(visible, places), words])
-        if len(own) > _MOST_LINES:
-            more = f"and {len(own) - _MOST_LINES} more, in the table of --out"
-            shown.append(["" if row is None else str(row), "", "", more])
+        if n_more:
+            shown.append(["", "", "", f"and {n_more} more, in the table of --out"])
     shown += [["", "", "", one["detail"]] for one in lines if _is_of_sessions(one)]
     found = text_table(("row", "session", "token", "finding"), shown)
     if not wrong:
