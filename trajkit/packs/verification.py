@@ -30,6 +30,12 @@ from trajkit.turns.images import image_faults, same_image
 _Pack: TypeAlias = dict[str, Any]
 
 _NEEDED = ("input_ids", "subtree_end", "edge_source", "edge_row", "edge_position")
+_AS_LONG = (
+    ("subtree_end", "input_ids"),
+    ("position_ids", "input_ids"),
+    ("prefix_end", "prefix_source"),
+    ("tree_session", "tree_start"),
+)
 _ANY_PACKS = pa.schema(
     [one if one.name in _NEEDED else one.with_nullable(True) for one in PACKS],
     metadata=PACKS.metadata,
@@ -48,9 +54,8 @@ def verify_packs(
     Parameters
     ----------
     packs, rows : table
-        `trajkit.schema.PACKS`, and all `trajkit.schema.ROWS` that were packed. Packs of
-        another system have input_ids, subtree_end, edge_source, edge_row and
-        edge_position; other columns are checked where they are there.
+        As for `trajkit.unpack`, which also says what is raised. Packs of another system
+        need input_ids, subtree_end, edge_source, edge_row and edge_position alone.
     max_tokens : int, optional
         Tokens that a pack may have, with padding. None: any number.
     reduce : {"mean", "sum"}
@@ -60,13 +65,6 @@ def verify_packs(
     -------
     Table
         `trajkit.schema.PACK_VIOLATIONS`, by pack; empty where all is well.
-
-    Raises
-    ------
-    SchemaError
-        A column is absent, or of an unsuitable type.
-    ArgumentError
-        ``max_tokens`` is not an integer of 1 or more, or ``reduce`` does not exist.
 
     Examples
     --------
@@ -96,6 +94,11 @@ def verify_packs(
 
 class _FaultError(Exception):
     """A pack that cannot be read as trees: rule, detail and perhaps a token."""
+
+
+def _refuse(rule: str, bad: Bools, words: str, value: Array) -> None:
+    for at, detail in _first(bad, words, value):
+        raise _FaultError(rule, detail, at)
 
 
 class _Trees(NamedTuple):
@@ -207,10 +210,6 @@ class _Check:
                 k, own, due = bad[0]
                 detail = f"{name}[{k}] is {own}: expected {due}{_more(len(bad))}"
                 self.report(rule, detail, line)
-        starts, whose = pack["tree_start"], pack["tree_session"]
-        if starts is not None and whose is not None and len(whose) != len(starts):
-            detail = f"{len(whose)} elements of tree_session for {len(starts)} trees"
-            self.report("length", detail, line)
         if "mm_items" in self.given:
             own, items = trees.ids[trees.n_prefix :], pack["mm_items"] or ()
             found = image_faults(items, own, may_be_cut=True, known=self.images)
@@ -218,22 +217,22 @@ class _Check:
                 self.report("mm_items", detail, line, at)
 
     def _read(self, pack: _Pack) -> _Trees:
-        ids, ends = pack["input_ids"], pack["subtree_end"]
-        for name in ("subtree_end", "position_ids"):
-            if pack[name] is not None and len(pack[name]) != len(ids):
-                detail = f"{name} has {len(pack[name])} elements for {len(ids)} tokens"
+        for name, other in _AS_LONG:
+            own, due = pack[name], pack[other]
+            if own is not None and due is not None and len(own) != len(due):
+                detail = f"{name} has {len(own)} elements, {other} {len(due)}"
                 raise _FaultError("length", detail)
+        ids, ends = pack["input_ids"], pack["subtree_end"]
         n = len(ids) if pack["n_tokens"] is None else pack["n_tokens"]
         if not 0 <= n <= len(ids):
             raise _FaultError("range", f"n_tokens is {n}, and there are {len(ids)} ids")
-        for at, detail in _first(ids < 0, "the id is {}", ids):
-            raise _FaultError("range", detail, at)
+        _refuse("range", ids < 0, "the id is {}", ids)
         token = np.arange(len(ids))
         spans = (ends > n) & (ends <= len(ids))
         wrong = np.where(token < n, spans, ends != token + 1)
-        words = f"subtree_end is {{}}, with padding from {n} on"
-        for at, detail in _first(wrong, words, ends):
-            raise _FaultError("padding", detail, at)
+        _refuse(
+            "padding", wrong, f"subtree_end is {{}}, with padding from {n} on", ends
+        )
         prefix, reach = self._prefix(pack, n)
         ends = np.concatenate([reach, ends[:n]]).astype(np.int64) + len(prefix)
         runs = Runs.of(ends, len(prefix))
@@ -248,17 +247,10 @@ class _Check:
         )
         if source is None or reach is None:
             source = reach = np.empty(0, np.int32)
-        if len(reach) != len(source):
-            detail = (
-                f"prefix_source has {len(source)} elements, prefix_end {len(reach)}"
-            )
-            raise _FaultError("length", detail)
         if before is None and not len(source):
             return source, reach
         if before not in self.trees:
-            detail = (
-                f"prefix_pack is {before}: expected an earlier pack without a fault"
-            )
+            detail = f"prefix_pack is {before}: expected an earlier one without a fault"
             raise _FaultError("prefix", detail)
         ids, _, runs = self.trees[before]
         words = f"prefix_source has {{}}: pack {before} with its prefix has {len(ids)}"

@@ -35,6 +35,7 @@ from transformers.masking_utils import causal_mask_function
 
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
+from trajkit.packs.segments import Runs
 from trajkit.torch.datasets import Pack
 
 ATTENTION = "trajkit"  # to pass as attn_implementation
@@ -208,29 +209,22 @@ def cu_seqlens(subtree_end: Tensor) -> Tensor:
     Parameters
     ----------
     subtree_end : int tensor, shape (n,)
+        LayoutError is raised if it has a branch, which bounds cannot express.
 
     Returns
     -------
     int32 tensor, shape (n_rows + 1,)
         Ascending, from 0 to ``n``; a padding token is a row of its own.
-
-    Raises
-    ------
-    LayoutError
-        A tree of the pack has a branch: bounds cannot express its mask.
     """
     end = subtree_end.cpu().numpy()
-    # no token before a root has a subtree that holds it
-    starts = np.maximum.accumulate(np.append(0, end[:-1])) <= np.arange(len(end))
-    bounds = np.append(np.flatnonzero(starts), len(end)).astype(np.int32)
-    ends = np.repeat(bounds[1:], np.diff(bounds))
-    if len(bent := np.flatnonzero(end != ends)):
-        token = int(bent[0])
+    runs = Runs.of(end)
+    for token in runs.stop[end[runs.start] != runs.stop][:1] - 1:
         raise LayoutError(
-            f"token {token} (subtree_end {end[token]}): its tree, which ends at "
-            f"{ends[token]}, branches after it, which one cu_seqlens cannot express: use "
-            "trajkit.packs.varlen, flex_block_mask or packs with layout='rows'"
+            f"token {token} (subtree_end {end[token]}): its tree branches after it, which "
+            "one cu_seqlens cannot express: use trajkit.packs.varlen, flex_block_mask or "
+            "packs with layout='rows'"
         )
+    bounds = np.append(runs.start, len(end)).astype(np.int32)
     return torch.from_numpy(bounds).to(subtree_end.device)
 
 
@@ -302,8 +296,7 @@ class TreeAttention:
     kernel_options : dict, optional
         For FlexAttention, such as block sizes.
     carried : CarriedStates, optional
-        Required for a part of a tree that was cut (``oversize="carry"``), or LayoutError
-        is raised.
+        Required for a part of a tree that was cut, or LayoutError is raised.
     """
 
     def __init__(
@@ -462,21 +455,16 @@ def _attend(
     **options: Any,
 ) -> Tensor:
     """Attention under a mask, or causal without one: (1, n_tokens, n_heads, head_dim)."""
+    found: Tensor
     if isinstance(mask, BlockMask):
-        found: Tensor = flex_attention_forward(
-            module, query, key, value, mask, **options
-        )[0]
+        found, _ = flex_attention_forward(module, query, key, value, mask, **options)
         return found
     scaling, softcap, sinks = (options[k] for k in ("scaling", "softcap", "s_aux"))
     if mask is None or (softcap is None and sinks is None):
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+        how = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+        causal = mask is None
+        found = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, **how
         )
     else:
         # written out: no kernel of the CPU has them
@@ -489,13 +477,12 @@ def _attend(
         scores = scores.masked_fill(~mask, -torch.inf)
         if sinks is not None:
             column = sinks.to(scores).reshape(1, -1, 1, 1)
-            column = column.expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, column], 3)
+            scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], 3)
         wide = torch.promote_types(scores.dtype, torch.float32)
         shares = scores.softmax(3, dtype=wide).to(value.dtype)
-        output = shares[..., : key.shape[2]] @ value
+        found = shares[..., : key.shape[2]] @ value
     # layers may view it, as they may the output of transformers' own attention
-    return output.transpose(1, 2).contiguous()
+    return found.transpose(1, 2).contiguous()
 
 
 class CarriedStates:
@@ -563,25 +550,21 @@ class Segments:
     """
 
     def __init__(self, tokens: Tokens, device: torch.device) -> None:
-        end = tokens[1]
-        starts = np.flatnonzero(np.diff(end, prepend=-1)).tolist()
-        stops = [*starts[1:], len(end)]
-        parents, depth = [-1], [0]  # of each segment, with one before all
-        runs: dict[tuple[int, int, int, bool], list[tuple[int, int, Any]]] = {}
-        for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            source = number - 1
-            while source >= 0 and end[starts[source]] <= start:
-                source = parents[source + 1]
-            parents.append(source)
-            depth.append(depth[source + 1] + 1)
+        runs = Runs.of(tokens[1])
+        above = [*runs.above.tolist(), -1]  # with one for no segment
+        level = [0] * len(above)
+        groups: dict[tuple[int, int, int, bool], list[tuple[int, int, Any]]] = {}
+        for number, (start, stop) in enumerate(zip(runs.start, runs.stop, strict=True)):
+            source = above[number]
+            level[number] = level[source] + 1
             run = np.arange(start, stop)
             if len(run) == 1 and source >= 0:
-                run = np.append(np.arange(starts[source], stops[source]), run)
-                source = parents[source + 1]
-            key = depth[-1], len(run), stop - start, source >= 0
-            runs.setdefault(key, []).append((number, source, run))
+                before = np.arange(runs.start[source], runs.stop[source])
+                run, source = np.append(before, run), above[source]
+            key = level[number], len(run), int(stop - start), source >= 0
+            groups.setdefault(key, []).append((number, source, run))
         self.batches: list[tuple[list[int], list[int], Tensor, int]] = []
-        for (_, _, own, _), group in sorted(runs.items()):
+        for (_, _, own, _), group in sorted(groups.items()):
             numbers, sources, parts = map(list, zip(*group, strict=True))
             at = torch.from_numpy(np.stack(parts)).to(device)
             self.batches.append((numbers, sources, at, own))

@@ -135,28 +135,18 @@ class PackDataset:
         self._images = images
         self._continues = np.asarray(table.column("prefix_pack").is_valid())
         for line in np.flatnonzero(self._continues).tolist():
-            self._check_prefix(line)
-
-    def _check_prefix(self, line: int) -> None:
-        """Raise unless a pack's prefix is the path at the end of the line before it."""
-        source = _values(self._table, line, "prefix_source").to_numpy()
-        before = max(line - 1, 0)
-        end, prefix_end, positions = (
-            _values(self._table, before, name).to_numpy()
-            for name in ("subtree_end", "prefix_end", "position_ids")
-        )
-        positions = np.concatenate([np.arange(len(prefix_end)), positions])
-        ends = np.concatenate([prefix_end, end])
-        if (
-            line == 0
-            or not np.all(source < len(ends))
-            or not np.array_equal(positions[source], np.arange(len(source)))
-            or np.any(ends[source] != len(end))
-        ):
-            raise InvalidTurnsError(
-                f"pack {line} continues a tree of pack {self._table['prefix_pack'][line]}, "
-                "which must be the line before it: keep packs of a tree in order"
+            source = _values(table, line, "prefix_source")
+            reach, end = (
+                _values(table, max(line - 1, 0), name).to_numpy()
+                for name in ("prefix_end", "subtree_end")
             )
+            # the path to the last token of the line before
+            path = np.flatnonzero(np.append(reach, end) == len(end))
+            if line == 0 or not np.array_equal(source, path[: len(source)]):
+                raise InvalidTurnsError(
+                    f"pack {line} continues a tree of pack {table['prefix_pack'][line]}, "
+                    "which must be the line before it: keep packs of a tree in order"
+                )
 
     def __len__(self) -> int:
         return len(self._table)
