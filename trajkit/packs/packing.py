@@ -539,7 +539,11 @@ class _Packs:
             records, self._ids, offsets, source, target, position, logprob, given
         )
         line = np.repeat(records["line"], counts)
-        weight = np.repeat(self._weights(reduce), counts)
+        # without other edges, those of a row are its trained tokens
+        n_trained = counts
+        if OBSERVED in columns:
+            n_trained = trained_tokens(table)[records["line"]]
+        weight = np.repeat(self._weights(n_trained, reduce), counts)
         if OBSERVED in columns:
             trained = np.asarray(edge_values(table, "loss_mask", line, position))
             weight[~trained] = 0.0
@@ -566,10 +570,9 @@ class _Packs:
             }
         return {f"edge_{k}": Ragged(v, bounds).to_arrow() for k, v in edges.items()}
 
-    def _weights(self, reduce: Reduce) -> Any:
+    def _weights(self, n_trained: Longs, reduce: Reduce) -> Any:
         """The weight of each row's edges in the loss."""
         column, lines = self._table.column("row_weight"), self._records["line"]
-        n_trained = trained_tokens(self._table)[lines]
         lacking = nulls(column)[lines] & (n_trained > 0)
         if lacking.any():
             raise InvalidTurnsError(

@@ -30,6 +30,7 @@ from trajkit.turns.images import image_faults, same_image
 _Pack: TypeAlias = dict[str, Any]
 
 _NEEDED = ("input_ids", "subtree_end", "edge_source", "edge_row", "edge_position")
+_PREFIX = ("prefix_pack", "prefix_source", "prefix_end")
 _AS_LONG = (
     ("subtree_end", "input_ids"),
     ("position_ids", "input_ids"),
@@ -112,12 +113,10 @@ class _Check:
     def __init__(self, packs: pa.Table, rows: pa.Table, given: list[str]) -> None:
         self.table, self.rows = packs, flat_rows(rows)
         self.row_keys = list(tuples(rows, "session_id", "row_index"))
-        names = [name for name in PACKS.names if name in given]
-        plain = [name for name in names if not name.startswith("edge_")]
+        plain = [name for name in PACKS.names if not name.startswith("edge_")]
         columns = [_elements(packs.column(name)) for name in plain]
-        absent = dict.fromkeys(PACKS.names)
         self.packs: list[_Pack] = [
-            absent | dict(zip(plain, values, strict=True))
+            dict(zip(plain, values, strict=True))
             for values in zip(*columns, strict=True)
         ]
         items = rows.column("mm_items").drop_null().to_pylist()
@@ -141,19 +140,19 @@ class _Check:
 
         ``at`` is their token in ``rows.ids.values``, ``edges`` their columns of packs.
         """
+        columns = {name: self.table.column(name) for name in self.table.column_names}
         lists = {
             name: Ragged.of(column)
-            for name, column in zip(
-                self.table.column_names, self.table.columns, strict=True
-            )
+            for name, column in columns.items()
             if name.startswith("edge_") and not column.null_count == len(column) > 0
         }
         n_edges = lists["edge_source"].lengths
         sound = np.ones(len(n_edges), np.bool_)
         for name, runs in lists.items():
-            for line in np.flatnonzero(sound & (runs.lengths != n_edges)).tolist():
-                detail = f"{name} has {runs.lengths[line]} elements, edge_source"
-                self.report("length", f"{detail} {n_edges[line]}", line)
+            n = runs.lengths
+            for line in np.flatnonzero(sound & (n != n_edges)).tolist():
+                detail = f"{name} has {n[line]} elements, edge_source {n_edges[line]}"
+                self.report("length", detail, line)
                 sound[line] = False
         lines = np.flatnonzero(sound)
         pack = np.repeat(lines, n_edges[lines])
@@ -242,9 +241,7 @@ class _Check:
 
     def _prefix(self, pack: _Pack, n: int) -> tuple[Array, Array]:
         """The ids of a pack's prefix, and their subtree_end."""
-        source, reach, before = (
-            pack[name] for name in ("prefix_source", "prefix_end", "prefix_pack")
-        )
+        before, source, reach = map(pack.get, _PREFIX)
         if source is None or reach is None:
             source = reach = np.empty(0, np.int32)
         if before is None and not len(source):
@@ -270,9 +267,9 @@ class _Check:
         at = np.flatnonzero(bad)
         keys = [self.pack_of[at], self.row[at]]
         _, first, n = np.unique(keys, axis=1, return_index=True, return_counts=True)
+        where = self.pack_of, self.source, self.row, self.position
         for k, count in zip(at[first].tolist(), n.tolist(), strict=True):
             detail = words.format(*(value[k] for value in values)) + _more(count)
-            where = (self.pack_of, self.source, self.row, self.position)
             self.report(rule, detail, *(int(column[k]) for column in where))
 
     def trained(self) -> None:
@@ -323,10 +320,8 @@ class _Check:
 
     def _sessions(self, line: int, source: Longs, rows: Longs) -> None:
         """The sessions of a pack and of its trees are those of its edges' rows."""
-        named, starts, whose = (
-            self.packs[line][name]
-            for name in ("sessions", "tree_start", "tree_session")
-        )
+        names = "sessions", "tree_start", "tree_session"
+        named, starts, whose = (self.packs[line][name] for name in names)
         for row in np.unique(rows).tolist() if named is not None else ():
             if self.row_keys[row][0] not in named:
                 self.report("sessions", "its session is not named", line, None, row)

@@ -1,15 +1,13 @@
 """Masks, attention and layers with a state over trees of tokens, for transformers.
 
-``subtree_end`` defines the mask: token ``q`` attends token ``kv`` where
-``kv <= q < subtree_end[kv]``. A sliding window of ``w`` also asks for
-``position_ids[q] - position_ids[kv] < w``: positions are depths in the tree, so the
-window counts tokens of the row and not of the pack.
+Token ``q`` attends token ``kv`` where ``kv <= q < subtree_end[kv]``. A sliding window of
+``w`` also asks for ``position_ids[q] - position_ids[kv] < w``: positions are depths in
+the tree, so the window counts tokens of the row and not of the pack.
 
 Importing this module registers the attention ``"trajkit"``. It reads the tree from the
 keyword argument ``tree``, which `model_inputs` puts among a model's inputs and which
-models hand down to their layers. Without it, it raises: transformers would otherwise
-derive a mask from the positions, which go back at every branch. What a layer attends of a
-row (a window, a chunk), models say with the mask that they build, here a `LayerMask`.
+models hand down to their layers. What a layer attends of a row (a window, a chunk),
+models say with the mask that they build, here a `LayerMask`.
 """
 
 from __future__ import annotations
@@ -141,14 +139,12 @@ def flex_block_mask(
 
     Blocks that every query attends entirely are listed apart from partly masked ones,
     so the kernel evaluates the mask only in the latter. The cost grows with the number
-    of blocks, not of pairs of tokens.
+    of blocks, which have ``block_size`` tokens a side.
 
     Parameters
     ----------
     subtree_end, position_ids, window
         As for `dense_mask`.
-    block_size : int
-        Tokens a side.
 
     Returns
     -------
@@ -314,6 +310,7 @@ class TreeAttention:
                 "with trajkit.torch.carry_backward or carry_logprobs"
             )
         self.device = torch.device(device)
+        self._build = block_mask if self.device.type == "cuda" else pair_mask
         self.kernel_options = kernel_options
         self.carried = carried
         self.gave_tensors = False
@@ -330,12 +327,9 @@ class TreeAttention:
     def mask(self, window: Window) -> Mask:
         """The mask of a layer with this window."""
         if window not in self._masks:
-            self._masks[window] = self._mask(self.tokens, self.keys, window)
+            mask = self._build(self.tokens, self.keys, self.device, window)
+            self._masks[window] = mask
         return self._masks[window]
-
-    def _mask(self, query: Tokens, key: Tokens, window: Window) -> Mask:
-        build = block_mask if self.device.type == "cuda" else pair_mask
-        return build(query, key, self.device, window)
 
     @functools.cached_property
     def segments(self) -> Segments:
@@ -365,7 +359,7 @@ class TreeAttention:
         bounds = [0, *np.cumsum(lengths[apart]).tolist()]
         tokens = self.tokens[:, order]
         rest = tokens[:, bounds[-1] :]
-        mask = self._mask(rest, tokens, None) if rest.size else None
+        mask = self._build(rest, tokens, self.device, None) if rest.size else None
         at = torch.from_numpy(order).to(self.device)
         return bounds, at, torch.argsort(at), mask
 
@@ -537,11 +531,10 @@ def _added(source: Tensor, handed: Tensor, grad: Tensor) -> Tensor:
 class Segments:
     """The segments of a pack, in the order in which their states become known.
 
-    Linear attention, Mamba and short convolutions run through whatever order their tokens
-    have. So a tree is cut into segments without a branch, and a layer's own forward runs
-    on them, with a cache that holds what it stored after the parent of each segment.
-    A layer takes one token with a state for decoding, without gradients. So a segment of
-    one token runs together with the segment before it, from the state before that.
+    A layer's own forward runs on segments without a branch, with a cache that holds what
+    it stored after the parent of each. A layer takes one token with a state for decoding,
+    without gradients. So a segment of one token runs together with the segment before it,
+    from the state before that.
 
     Each of ``batches`` has segments that run together: their numbers, the segments whose
     final states they start from (all -1: none), an (n, length) tensor of their tokens, and

@@ -529,10 +529,10 @@ def _try(model: torch.nn.Module, check: Check, run: _Run) -> None:
         at = int(torch.where(worst, difference, -1.0).argmax())
         raise UnsupportedModelError(
             f"{type(causal).__name__} ({_layer_kinds(causal)}) gives a tree other "
-            f"logprobs than its rows: {found[at]:.6g} in the tree and "
-            f"{expected[at]:.6g} in the row for token {pack.edge_position[at]} of row "
-            f"{pack.edge_row[at]} of a trial (largest difference for {dtype}: "
-            f"{bound:.2g}). Its layers mix tokens in an unknown way: train on rows"
+            f"logprobs than its rows: {found[at]:.6g} in the tree and {expected[at]:.6g} "
+            f"in the row for token {pack.edge_position[at]} of row {pack.edge_row[at]} of "
+            f"a trial (bound for {dtype}: {bound:.2g}). Its layers mix tokens in an "
+            "unknown way: train on rows"
         )
     if float(expected.std()) > 1e-6:  # or they say nothing of the model
         passed[options] = kind
