@@ -28,8 +28,8 @@ torch/attention.py: tests/torch/test_equality.py -k float64
 torch/attention.py: tests/torch/test_states.py -k GLM
     |attention_mask & chosen[:, None]| -> |attention_mask|
 torch/attention.py: tests/torch/test_checks.py -k gpt-oss
-    |output = shares[..., : key.shape[2]] @ value|
-        -> |output = shares[..., : key.shape[2]].softmax(3) @ value|
+    |found = shares[..., : key.shape[2]] @ value|
+        -> |found = shares[..., : key.shape[2]].softmax(3) @ value|
 torch/attention.py: tests/torch/test_carried.py -k llama
     |pack.prefix_end.cpu().numpy()| -> |pack.prefix_end.cpu().numpy() + 1|
 torch/attention.py: tests/torch/test_carried.py -k llama
@@ -37,7 +37,7 @@ torch/attention.py: tests/torch/test_carried.py -k llama
 torch/models.py: tests/torch/test_carried.py -k llama
     |gradients = carried.prefix_gradients()| -> |gradients = {}|
 torch/attention.py: tests/torch/test_states.py -k segments
-    |source = parents[source + 1]\n            key| -> |pass\n            key|
+    |run, source = np.append(before, run), above[source]| -> |run = np.append(before, run)|
 torch/attention.py: tests/torch/test_states.py -k LFM2
     |self.after["conv", state_idx] = states[..., -n:]|
         -> |self.after["conv", state_idx] = states[..., :n]|

@@ -284,7 +284,7 @@ def test_rows_share_tokens_only_where_the_same_columns_agree():
 def test_a_tree_that_is_too_large_is_refused_by_choice():
     with pytest.raises(
         InvalidTurnsError,
-        match="session 'a', row 0: its tree, with 1 more rows, has 7 tokens, and "
+        match="session 'a', row 0: its tree of 2 rows has 7 tokens, and "
         "max_tokens is 6",
     ):
         tk.pack(fork(), 6, oversize="error")

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice, check_flag, chosen_int
+from trajkit._arguments import check_choice, check_flag, check_number, chosen_int
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ASSIGNMENT, PACKS
 from trajkit.tables.canonical import TableLike, as_table, canonical
@@ -17,8 +17,6 @@ from trajkit.tables.take import list_values
 Method: TypeAlias = Literal["lpt", "karmarkar_karp"]
 # what packs cost that one rank computes one after another, and these; none: an empty pack
 _Item: TypeAlias = tuple[float, list[int]]
-# of one rank: the sum of the costs, and the items
-_Load: TypeAlias = tuple[float, list[_Item]]
 
 
 def balance(
@@ -62,27 +60,14 @@ def balance(
         Packs of two steps have rows of one session, or a prefix_pack is not there.
     ArgumentError
         ``ranks`` is less than 1, ``method`` does not exist, or a cost is negative.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> turns = [{"session_id": s, "prompt_ids": [1], "output_ids": [2]} for s in "abc"]
-    >>> packs = tk.pack(tk.linearize(tk.from_records(turns)), 2)
-    >>> tk.balance(packs, 2, equal_counts=True)["pack"].to_pylist()
-    [0, 2, 1, None]
     """
     ranks = chosen_int("ranks", ranks, 1)
     check_choice("method", method, Method)
     check_flag("equal_counts", equal_counts)
-    if not (
-        isinstance(cost, list | tuple)
-        and len(cost) == 2
-        and all(isinstance(one, int | float | np.number) for one in cost)
-        and all(0 <= one < float("inf") for one in cost)
-    ):
-        raise ArgumentError(
-            f"cost={cost!r}: expected the cost of a token and of a pair"
-        )
+    if not isinstance(cost, list | tuple) or len(cost) != 2:
+        raise ArgumentError(f"cost={cost!r}: expected that of a token and of a pair")
+    for one in cost:
+        check_number("cost", one, 0)
     steps = [packs]
     if isinstance(packs, list | tuple) and packs and not isinstance(packs[0], Mapping):
         steps = list(packs)
@@ -160,7 +145,8 @@ def _largest_differences(
     size = ranks if equal_counts else 1
     items = items + [(0.0, [])] * (-len(items) % size)
     # a number before the loads: of two with equal differences the first is taken
-    heap: list[tuple[float, int, list[_Load]]] = []
+    # each load with the sum of its costs
+    heap: list[tuple[float, int, list[tuple[float, list[_Item]]]]] = []
     for number, first in enumerate(range(0, len(items), size)):
         loads = [(item[0], [item]) for item in items[first : first + size]]
         loads += [(0.0, [])] * (ranks - size)

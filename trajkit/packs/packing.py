@@ -12,14 +12,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from trajkit import _core
-from trajkit._arguments import (
-    check_choice,
-    chosen_int,
-    chosen_names,
-    did_you_mean,
-    plain_array,
-)
+from trajkit import _arguments, _core
+from trajkit._arguments import check_choice, chosen_int, chosen_names
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.learn.weights import trained_tokens
@@ -71,8 +65,7 @@ def pack(
     rows : table
         `trajkit.schema.ROWS` with all rows of each session.
     max_tokens : int
-        Maximum number of tokens in a pack. With 1.25 to 1.5 times the longest row, few
-        tokens are repeated.
+        Of a pack. With 1.25 to 1.5 times the longest row, few tokens are repeated.
     layout : {"tree", "rows"}
         With "rows", rows share nothing: each is a tree of its own.
     share : {"session", "group"}
@@ -80,9 +73,9 @@ def pack(
         common prefix. In a stream, the sessions of a group are consecutive.
     oversize : {"repeat", "carry", "error"}
         A tree of more than ``max_tokens`` is cut between rows, and its parts repeat the
-        prefix that they need (as few tokens as the order of the tree allows); or it is
-        cut at any token into consecutive packs, whose ``prefix_pack``, ``prefix_source``
-        and ``prefix_end`` name the earlier tokens that they attend to; or it is refused.
+        prefix that they need; or it is cut at any token into consecutive packs, whose
+        ``prefix_pack``, ``prefix_source`` and ``prefix_end`` name the earlier tokens
+        that they attend to; or it is refused.
     align : int
         Pad packs to a multiple of this many tokens; it must divide ``max_tokens``.
     same : sequence of str
@@ -104,8 +97,7 @@ def pack(
     Raises
     ------
     SchemaError
-        A column is absent, or of an unsuitable type; one of ``columns`` has the name of
-        an edge's own.
+        A column is absent, of an unsuitable type, or has the name of an edge's own.
     InvalidTurnsError
         A tree or a row is too large; a pack has a part of an image; a row trains its
         first token, which nothing predicts, or has no row_weight though it trains; a
@@ -116,13 +108,10 @@ def pack(
     Examples
     --------
     >>> import trajkit as tk
-    >>> turns = tk.from_records(
-    ...     [
-    ...         {"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4]},
-    ...         {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [5]},
-    ...     ]
-    ... )
-    >>> packs = tk.pack(tk.linearize(turns), 8).to_pylist()[0]
+    >>> first = {"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4]}
+    >>> other = {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [5]}
+    >>> rows = tk.linearize(tk.from_records([first, other]))
+    >>> packs = tk.pack(rows, 8).to_pylist()[0]
     >>> packs["input_ids"], packs["subtree_end"]
     ([1, 2, 3, 4, 9, 5], [6, 6, 4, 4, 6, 6])
     >>> packs["edge_source"], packs["edge_target"], packs["edge_row"]
@@ -133,10 +122,7 @@ def pack(
     if max_tokens >= 2**31:
         raise ArgumentError(f"max_tokens={max_tokens}: positions are of 32 bits")
     if max_tokens % align:
-        raise ArgumentError(
-            f"align={align} does not divide max_tokens={max_tokens}: a full pack would "
-            "be padded beyond it"
-        )
+        raise ArgumentError(f"align={align} does not divide max_tokens={max_tokens}")
     check_choice("layout", layout, Layout)
     check_choice("share", share, Share)
     check_choice("oversize", oversize, Oversize)
@@ -213,11 +199,7 @@ def _together(
 
 
 def _records(table: pa.Table, mask: pa.ChunkedArray) -> Records:
-    """Rows, which passed `check_layout`; ``mask`` says which tokens have an edge.
-
-    ``parent`` and ``line`` are lines of the table. Raises `InvalidTurnsError` if the
-    parent of a row is not in the table.
-    """
+    """Rows, which passed `check_layout`; ``mask`` says which tokens have an edge."""
     records = np.zeros(table.num_rows, PACK_ROW)
     records["line"] = np.arange(table.num_rows)
     data, _, first = _addresses(table.column("input_ids"))
@@ -354,20 +336,16 @@ def _taken(records: Records, order: Longs) -> Records:
 def _cut(
     table: pa.Table, records: Records, max_tokens: int, oversize: Oversize
 ) -> Longs:
-    """Make each part that packs are filled with a tree of its own.
-
-    ``records`` are in pre-order. Return where the parts begin, and the end.
-    """
+    """Make each part that packs are filled with a tree of its own: where these begin."""
     starts = np.append(np.flatnonzero(records["parent"] < 0), len(records))
     sizes = np.diff(offsets_of(records["length"] - records["shared"])[starts])
     large = np.flatnonzero(sizes > max_tokens)
     if len(large) and oversize == "error":
         first, end = starts[large[0]], starts[large[0] + 1]
         raise InvalidTurnsError(
-            f"{place(table, int(records['line'][first]))}: its tree, with "
-            f"{end - first - 1} more rows, has {sizes[large[0]]} tokens, and max_tokens "
-            f"is {max_tokens}. Raise max_tokens, or cut such trees with "
-            "oversize='repeat' or 'carry'"
+            f"{place(table, int(records['line'][first]))}: its tree of {end - first} rows "
+            f"has {sizes[large[0]]} tokens, and max_tokens is {max_tokens}. Raise "
+            "max_tokens, or cut such trees with oversize='repeat' or 'carry'"
         )
     if len(large) and oversize == "repeat":
         n = len(records)
@@ -376,9 +354,8 @@ def _cut(
         if bad >= 0:
             raise InvalidTurnsError(
                 f"{place(table, int(records['line'][bad]))}: {records['length'][bad]} "
-                f"tokens, and max_tokens is {max_tokens}. Raise max_tokens, pack with "
-                "oversize='carry', or cut rows when they are made (linearize with "
-                "max_row_tokens)"
+                f"tokens, and max_tokens is {max_tokens}. Raise it, pack with "
+                "oversize='carry', or cut rows in linearize (max_row_tokens)"
             )
         ends = [n]
         while ends[-1]:
@@ -403,10 +380,10 @@ def column_of(
 ) -> tuple[pa.ChunkedArray, bool]:
     """A column that an argument names, and whether rows have a list of a value per token.
 
-    Raises `SchemaError` without it, and `InvalidTurnsError` if only some rows have that.
+    Raises `InvalidTurnsError` if only some rows have that.
     """
     if name not in table.column_names:
-        hint = did_you_mean(name, table.column_names)
+        hint = _arguments.did_you_mean(name, table.column_names)
         raise SchemaError(f"{argument} has {name!r}: rows have no such column{hint}")
     column, n_tokens = table.column(name), row_lengths(table)
     if not tables.is_list(column.type):
@@ -484,18 +461,13 @@ class _Packs:
     """Packs with their tokens, of rows in pre-order that `_cut` returned."""
 
     def __init__(
-        self,
-        table: pa.Table,
-        records: Records,
-        starts: Longs,
-        max_tokens: int,
-        align: int,
+        self, table: pa.Table, records: Records, starts: Longs, limit: int, align: int
     ) -> None:
-        self._table, self._limit = table, max_tokens
+        self._table, self._limit = table, limit
         sizes = np.diff(offsets_of(records["length"] - records["shared"])[starts])
-        first, last = _bins(sizes, max_tokens)
+        first, last = _bins(sizes, limit)
         # a part that continues the previous pack comes first in its last pack
-        by_pack = np.lexsort((sizes <= max_tokens, last))
+        by_pack = np.lexsort((sizes <= limit, last))
         sizes, first, last = sizes[by_pack], first[by_pack], last[by_pack]
         n_rows = np.diff(starts)[by_pack]
         records = _taken(records, positions(starts[:-1][by_pack], n_rows))
@@ -503,13 +475,13 @@ class _Packs:
         # the part of each row
         self._part = np.repeat(np.arange(len(n_rows)), n_rows)
         # tokens of each pack, and where it begins among those of all, with padding
-        rest = sizes - (last - first) * max_tokens
+        rest = sizes - (last - first) * limit
         used = np.bincount(last, rest).astype(np.int64)
-        self._n_tokens = np.where(used > 0, used, max_tokens)
+        self._n_tokens = np.where(used > 0, used, limit)
         self._padded = -(-self._n_tokens // align) * align
         self._offsets = offsets_of(self._padded)
         # where each part begins among the tokens of all packs
-        self._start = self._offsets[last] - (last - first) * max_tokens
+        self._start = self._offsets[last] - (last - first) * limit
         self._start += offsets_of(rest)[:-1] - offsets_of(used)[last]
         own = records["length"] - records["shared"]
         self._records = records
@@ -526,11 +498,11 @@ class _Packs:
         _core.fill_packs(records, self._ids, self._positions, self._ends)
         if len(self._ids) and self._ids.min() < 0:
             check_layout(table)
-        # the packs that continue a tree; their prefix_source and prefix_end
-        self._continues = np.zeros(len(used), np.bool_)
+        # prefix_source and prefix_end of the packs that continue a tree
         self._prefixes: dict[int, tuple[Longs, Longs]] = {}
         for part in np.flatnonzero(last > first).tolist():
             self._carry(int(first[part]), int(self._start[part]), int(sizes[part]))
+        self._continues = np.isin(np.arange(len(used)), [*self._prefixes])
 
     def _carry(self, pack: int, begin: int, size: int) -> None:
         """Cut the tree of a part into packs, each with the prefix that it attends."""
@@ -543,7 +515,6 @@ class _Packs:
                 seen = seen[source]
                 reach = np.minimum(ends[seen], stop) - start
                 self._prefixes[pack + k] = source, reach
-                self._continues[pack + k] = True
             own = np.minimum(ends[start:stop], stop) - start
             self._ends[begin + start : begin + stop] = own
             seen = np.concatenate([seen, np.arange(start, stop)])
@@ -568,6 +539,7 @@ class _Packs:
             records, self._ids, offsets, source, target, position, logprob, given
         )
         line = np.repeat(records["line"], counts)
+        # without other edges, those of a row are its trained tokens
         n_trained = counts
         if OBSERVED in columns:
             n_trained = trained_tokens(table)[records["line"]]
@@ -614,14 +586,11 @@ class _Packs:
         """The table of packs; their lines count from ``first_pack``."""
         n_packs = len(self._n_tokens)
         prefixes = [self._prefixes.get(pack, ((), ())) for pack in range(n_packs)]
-        tokens = {
-            "input_ids": self._ids,
-            "position_ids": self._positions,
-            "subtree_end": self._ends,
-        }
         before = first_pack + np.arange(n_packs) - 1
         columns = {
-            **{k: Ragged(v, self._offsets).to_arrow() for k, v in tokens.items()},
+            "input_ids": Ragged(self._ids, self._offsets).to_arrow(),
+            "position_ids": Ragged(self._positions, self._offsets).to_arrow(),
+            "subtree_end": Ragged(self._ends, self._offsets).to_arrow(),
             "n_tokens": pa.array(self._n_tokens, pa.int32()),
             **self._trees(),
             **edges,
@@ -738,14 +707,6 @@ def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
     InvalidTurnsError
         There is another number of values than of edges; an edge is of no token of the
         rows, or of one that has two.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> turns = [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}]
-    >>> rows = tk.linearize(tk.from_records(turns))
-    >>> tk.unpack(tk.pack(rows, 4), [[-0.5, -0.25]], rows).to_pylist()
-    [[None, -0.5, -0.25]]
     """
     given = tables.canonical(tables.as_table(packs), PACKS)
     table = tables.canonical_rows(tables.as_table(rows))
@@ -753,9 +714,9 @@ def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
         list_values(given.column(name)).to_numpy().astype(np.int64)
         for name in ("edge_row", "edge_position")
     )
-    values = plain_array(values)
+    values = _arguments.plain_array(values)
     if isinstance(values, Sequence):
-        parts = [np.asarray(plain_array(part)) for part in values]
+        parts = [np.asarray(_arguments.plain_array(part)) for part in values]
         values = np.concatenate(parts) if any(part.ndim for part in parts) else parts
     numbers = np.asarray(values)
     if numbers.shape != row.shape:

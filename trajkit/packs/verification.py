@@ -30,6 +30,13 @@ from trajkit.turns.images import image_faults, same_image
 _Pack: TypeAlias = dict[str, Any]
 
 _NEEDED = ("input_ids", "subtree_end", "edge_source", "edge_row", "edge_position")
+_PREFIX = ("prefix_pack", "prefix_source", "prefix_end")
+_AS_LONG = (
+    ("subtree_end", "input_ids"),
+    ("position_ids", "input_ids"),
+    ("prefix_end", "prefix_source"),
+    ("tree_session", "tree_start"),
+)
 _ANY_PACKS = pa.schema(
     [one if one.name in _NEEDED else one.with_nullable(True) for one in PACKS],
     metadata=PACKS.metadata,
@@ -48,9 +55,8 @@ def verify_packs(
     Parameters
     ----------
     packs, rows : table
-        `trajkit.schema.PACKS`, and all `trajkit.schema.ROWS` that were packed. Packs of
-        another system have input_ids, subtree_end, edge_source, edge_row and
-        edge_position; other columns are checked where they are there.
+        As for `trajkit.unpack`, which also says what is raised. Packs of another system
+        need input_ids, subtree_end, edge_source, edge_row and edge_position alone.
     max_tokens : int, optional
         Tokens that a pack may have, with padding. None: any number.
     reduce : {"mean", "sum"}
@@ -60,13 +66,6 @@ def verify_packs(
     -------
     Table
         `trajkit.schema.PACK_VIOLATIONS`, by pack; empty where all is well.
-
-    Raises
-    ------
-    SchemaError
-        A column is absent, or of an unsuitable type.
-    ArgumentError
-        ``max_tokens`` is not an integer of 1 or more, or ``reduce`` does not exist.
 
     Examples
     --------
@@ -98,6 +97,11 @@ class _FaultError(Exception):
     """A pack that cannot be read as trees: rule, detail and perhaps a token."""
 
 
+def _refuse(rule: str, bad: Bools, words: str, value: Array) -> None:
+    for at, detail in _first(bad, words, value):
+        raise _FaultError(rule, detail, at)
+
+
 class _Trees(NamedTuple):
     # the ids and runs of the prefix and of the pack's own tokens without padding
     ids: Array
@@ -109,12 +113,10 @@ class _Check:
     def __init__(self, packs: pa.Table, rows: pa.Table, given: list[str]) -> None:
         self.table, self.rows = packs, flat_rows(rows)
         self.row_keys = list(tuples(rows, "session_id", "row_index"))
-        names = [name for name in PACKS.names if name in given]
-        plain = [name for name in names if not name.startswith("edge_")]
+        plain = [name for name in PACKS.names if not name.startswith("edge_")]
         columns = [_elements(packs.column(name)) for name in plain]
-        absent = dict.fromkeys(PACKS.names)
         self.packs: list[_Pack] = [
-            absent | dict(zip(plain, values, strict=True))
+            dict(zip(plain, values, strict=True))
             for values in zip(*columns, strict=True)
         ]
         items = rows.column("mm_items").drop_null().to_pylist()
@@ -138,19 +140,19 @@ class _Check:
 
         ``at`` is their token in ``rows.ids.values``, ``edges`` their columns of packs.
         """
+        columns = {name: self.table.column(name) for name in self.table.column_names}
         lists = {
             name: Ragged.of(column)
-            for name, column in zip(
-                self.table.column_names, self.table.columns, strict=True
-            )
+            for name, column in columns.items()
             if name.startswith("edge_") and not column.null_count == len(column) > 0
         }
         n_edges = lists["edge_source"].lengths
         sound = np.ones(len(n_edges), np.bool_)
         for name, runs in lists.items():
-            for line in np.flatnonzero(sound & (runs.lengths != n_edges)).tolist():
-                detail = f"{name} has {runs.lengths[line]} elements, edge_source"
-                self.report("length", f"{detail} {n_edges[line]}", line)
+            n = runs.lengths
+            for line in np.flatnonzero(sound & (n != n_edges)).tolist():
+                detail = f"{name} has {n[line]} elements, edge_source {n_edges[line]}"
+                self.report("length", detail, line)
                 sound[line] = False
         lines = np.flatnonzero(sound)
         pack = np.repeat(lines, n_edges[lines])
@@ -207,10 +209,6 @@ class _Check:
                 k, own, due = bad[0]
                 detail = f"{name}[{k}] is {own}: expected {due}{_more(len(bad))}"
                 self.report(rule, detail, line)
-        starts, whose = pack["tree_start"], pack["tree_session"]
-        if starts is not None and whose is not None and len(whose) != len(starts):
-            detail = f"{len(whose)} elements of tree_session for {len(starts)} trees"
-            self.report("length", detail, line)
         if "mm_items" in self.given:
             own, items = trees.ids[trees.n_prefix :], pack["mm_items"] or ()
             found = image_faults(items, own, may_be_cut=True, known=self.images)
@@ -218,22 +216,22 @@ class _Check:
                 self.report("mm_items", detail, line, at)
 
     def _read(self, pack: _Pack) -> _Trees:
-        ids, ends = pack["input_ids"], pack["subtree_end"]
-        for name in ("subtree_end", "position_ids"):
-            if pack[name] is not None and len(pack[name]) != len(ids):
-                detail = f"{name} has {len(pack[name])} elements for {len(ids)} tokens"
+        for name, other in _AS_LONG:
+            own, due = pack[name], pack[other]
+            if own is not None and due is not None and len(own) != len(due):
+                detail = f"{name} has {len(own)} elements, {other} {len(due)}"
                 raise _FaultError("length", detail)
+        ids, ends = pack["input_ids"], pack["subtree_end"]
         n = len(ids) if pack["n_tokens"] is None else pack["n_tokens"]
         if not 0 <= n <= len(ids):
             raise _FaultError("range", f"n_tokens is {n}, and there are {len(ids)} ids")
-        for at, detail in _first(ids < 0, "the id is {}", ids):
-            raise _FaultError("range", detail, at)
+        _refuse("range", ids < 0, "the id is {}", ids)
         token = np.arange(len(ids))
         spans = (ends > n) & (ends <= len(ids))
         wrong = np.where(token < n, spans, ends != token + 1)
-        words = f"subtree_end is {{}}, with padding from {n} on"
-        for at, detail in _first(wrong, words, ends):
-            raise _FaultError("padding", detail, at)
+        _refuse(
+            "padding", wrong, f"subtree_end is {{}}, with padding from {n} on", ends
+        )
         prefix, reach = self._prefix(pack, n)
         ends = np.concatenate([reach, ends[:n]]).astype(np.int64) + len(prefix)
         runs = Runs.of(ends, len(prefix))
@@ -243,22 +241,13 @@ class _Check:
 
     def _prefix(self, pack: _Pack, n: int) -> tuple[Array, Array]:
         """The ids of a pack's prefix, and their subtree_end."""
-        source, reach, before = (
-            pack[name] for name in ("prefix_source", "prefix_end", "prefix_pack")
-        )
+        before, source, reach = map(pack.get, _PREFIX)
         if source is None or reach is None:
             source = reach = np.empty(0, np.int32)
-        if len(reach) != len(source):
-            detail = (
-                f"prefix_source has {len(source)} elements, prefix_end {len(reach)}"
-            )
-            raise _FaultError("length", detail)
         if before is None and not len(source):
             return source, reach
         if before not in self.trees:
-            detail = (
-                f"prefix_pack is {before}: expected an earlier pack without a fault"
-            )
+            detail = f"prefix_pack is {before}: expected an earlier one without a fault"
             raise _FaultError("prefix", detail)
         ids, _, runs = self.trees[before]
         words = f"prefix_source has {{}}: pack {before} with its prefix has {len(ids)}"
@@ -278,9 +267,9 @@ class _Check:
         at = np.flatnonzero(bad)
         keys = [self.pack_of[at], self.row[at]]
         _, first, n = np.unique(keys, axis=1, return_index=True, return_counts=True)
+        where = self.pack_of, self.source, self.row, self.position
         for k, count in zip(at[first].tolist(), n.tolist(), strict=True):
             detail = words.format(*(value[k] for value in values)) + _more(count)
-            where = (self.pack_of, self.source, self.row, self.position)
             self.report(rule, detail, *(int(column[k]) for column in where))
 
     def trained(self) -> None:
@@ -331,10 +320,8 @@ class _Check:
 
     def _sessions(self, line: int, source: Longs, rows: Longs) -> None:
         """The sessions of a pack and of its trees are those of its edges' rows."""
-        named, starts, whose = (
-            self.packs[line][name]
-            for name in ("sessions", "tree_start", "tree_session")
-        )
+        names = "sessions", "tree_start", "tree_session"
+        named, starts, whose = (self.packs[line][name] for name in names)
         for row in np.unique(rows).tolist() if named is not None else ():
             if self.row_keys[row][0] not in named:
                 self.report("sessions", "its session is not named", line, None, row)

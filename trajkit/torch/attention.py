@@ -1,15 +1,13 @@
 """Masks, attention and layers with a state over trees of tokens, for transformers.
 
-``subtree_end`` defines the mask: token ``q`` attends token ``kv`` where
-``kv <= q < subtree_end[kv]``. A sliding window of ``w`` also asks for
-``position_ids[q] - position_ids[kv] < w``: positions are depths in the tree, so the
-window counts tokens of the row and not of the pack.
+Token ``q`` attends token ``kv`` where ``kv <= q < subtree_end[kv]``. A sliding window of
+``w`` also asks for ``position_ids[q] - position_ids[kv] < w``: positions are depths in
+the tree, so the window counts tokens of the row and not of the pack.
 
 Importing this module registers the attention ``"trajkit"``. It reads the tree from the
 keyword argument ``tree``, which `model_inputs` puts among a model's inputs and which
-models hand down to their layers. Without it, it raises: transformers would otherwise
-derive a mask from the positions, which go back at every branch. What a layer attends of a
-row (a window, a chunk), models say with the mask that they build, here a `LayerMask`.
+models hand down to their layers. What a layer attends of a row (a window, a chunk),
+models say with the mask that they build, here a `LayerMask`.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from transformers.masking_utils import causal_mask_function
 
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
+from trajkit.packs.segments import Runs
 from trajkit.torch.datasets import Pack
 
 ATTENTION = "trajkit"  # to pass as attn_implementation
@@ -140,14 +139,12 @@ def flex_block_mask(
 
     Blocks that every query attends entirely are listed apart from partly masked ones,
     so the kernel evaluates the mask only in the latter. The cost grows with the number
-    of blocks, not of pairs of tokens.
+    of blocks, which have ``block_size`` tokens a side.
 
     Parameters
     ----------
     subtree_end, position_ids, window
         As for `dense_mask`.
-    block_size : int
-        Tokens a side.
 
     Returns
     -------
@@ -208,29 +205,22 @@ def cu_seqlens(subtree_end: Tensor) -> Tensor:
     Parameters
     ----------
     subtree_end : int tensor, shape (n,)
+        LayoutError is raised if it has a branch, which bounds cannot express.
 
     Returns
     -------
     int32 tensor, shape (n_rows + 1,)
         Ascending, from 0 to ``n``; a padding token is a row of its own.
-
-    Raises
-    ------
-    LayoutError
-        A tree of the pack has a branch: bounds cannot express its mask.
     """
     end = subtree_end.cpu().numpy()
-    # no token before a root has a subtree that holds it
-    starts = np.maximum.accumulate(np.append(0, end[:-1])) <= np.arange(len(end))
-    bounds = np.append(np.flatnonzero(starts), len(end)).astype(np.int32)
-    ends = np.repeat(bounds[1:], np.diff(bounds))
-    if len(bent := np.flatnonzero(end != ends)):
-        token = int(bent[0])
+    runs = Runs.of(end)
+    for token in runs.stop[end[runs.start] != runs.stop][:1] - 1:
         raise LayoutError(
-            f"token {token} (subtree_end {end[token]}): its tree, which ends at "
-            f"{ends[token]}, branches after it, which one cu_seqlens cannot express: use "
-            "trajkit.packs.varlen, flex_block_mask or packs with layout='rows'"
+            f"token {token} (subtree_end {end[token]}): its tree branches after it, which "
+            "one cu_seqlens cannot express: use trajkit.packs.varlen, flex_block_mask or "
+            "packs with layout='rows'"
         )
+    bounds = np.append(runs.start, len(end)).astype(np.int32)
     return torch.from_numpy(bounds).to(subtree_end.device)
 
 
@@ -302,8 +292,7 @@ class TreeAttention:
     kernel_options : dict, optional
         For FlexAttention, such as block sizes.
     carried : CarriedStates, optional
-        Required for a part of a tree that was cut (``oversize="carry"``), or LayoutError
-        is raised.
+        Required for a part of a tree that was cut, or LayoutError is raised.
     """
 
     def __init__(
@@ -321,6 +310,7 @@ class TreeAttention:
                 "with trajkit.torch.carry_backward or carry_logprobs"
             )
         self.device = torch.device(device)
+        self._build = block_mask if self.device.type == "cuda" else pair_mask
         self.kernel_options = kernel_options
         self.carried = carried
         self.gave_tensors = False
@@ -337,12 +327,9 @@ class TreeAttention:
     def mask(self, window: Window) -> Mask:
         """The mask of a layer with this window."""
         if window not in self._masks:
-            self._masks[window] = self._mask(self.tokens, self.keys, window)
+            mask = self._build(self.tokens, self.keys, self.device, window)
+            self._masks[window] = mask
         return self._masks[window]
-
-    def _mask(self, query: Tokens, key: Tokens, window: Window) -> Mask:
-        build = block_mask if self.device.type == "cuda" else pair_mask
-        return build(query, key, self.device, window)
 
     @functools.cached_property
     def segments(self) -> Segments:
@@ -372,7 +359,7 @@ class TreeAttention:
         bounds = [0, *np.cumsum(lengths[apart]).tolist()]
         tokens = self.tokens[:, order]
         rest = tokens[:, bounds[-1] :]
-        mask = self._mask(rest, tokens, None) if rest.size else None
+        mask = self._build(rest, tokens, self.device, None) if rest.size else None
         at = torch.from_numpy(order).to(self.device)
         return bounds, at, torch.argsort(at), mask
 
@@ -462,21 +449,16 @@ def _attend(
     **options: Any,
 ) -> Tensor:
     """Attention under a mask, or causal without one: (1, n_tokens, n_heads, head_dim)."""
+    found: Tensor
     if isinstance(mask, BlockMask):
-        found: Tensor = flex_attention_forward(
-            module, query, key, value, mask, **options
-        )[0]
+        found, _ = flex_attention_forward(module, query, key, value, mask, **options)
         return found
     scaling, softcap, sinks = (options[k] for k in ("scaling", "softcap", "s_aux"))
     if mask is None or (softcap is None and sinks is None):
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+        how = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+        causal = mask is None
+        found = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, **how
         )
     else:
         # written out: no kernel of the CPU has them
@@ -489,13 +471,12 @@ def _attend(
         scores = scores.masked_fill(~mask, -torch.inf)
         if sinks is not None:
             column = sinks.to(scores).reshape(1, -1, 1, 1)
-            column = column.expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, column], 3)
+            scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], 3)
         wide = torch.promote_types(scores.dtype, torch.float32)
         shares = scores.softmax(3, dtype=wide).to(value.dtype)
-        output = shares[..., : key.shape[2]] @ value
+        found = shares[..., : key.shape[2]] @ value
     # layers may view it, as they may the output of transformers' own attention
-    return output.transpose(1, 2).contiguous()
+    return found.transpose(1, 2).contiguous()
 
 
 class CarriedStates:
@@ -550,11 +531,10 @@ def _added(source: Tensor, handed: Tensor, grad: Tensor) -> Tensor:
 class Segments:
     """The segments of a pack, in the order in which their states become known.
 
-    Linear attention, Mamba and short convolutions run through whatever order their tokens
-    have. So a tree is cut into segments without a branch, and a layer's own forward runs
-    on them, with a cache that holds what it stored after the parent of each segment.
-    A layer takes one token with a state for decoding, without gradients. So a segment of
-    one token runs together with the segment before it, from the state before that.
+    A layer's own forward runs on segments without a branch, with a cache that holds what
+    it stored after the parent of each. A layer takes one token with a state for decoding,
+    without gradients. So a segment of one token runs together with the segment before it,
+    from the state before that.
 
     Each of ``batches`` has segments that run together: their numbers, the segments whose
     final states they start from (all -1: none), an (n, length) tensor of their tokens, and
@@ -563,25 +543,21 @@ class Segments:
     """
 
     def __init__(self, tokens: Tokens, device: torch.device) -> None:
-        end = tokens[1]
-        starts = np.flatnonzero(np.diff(end, prepend=-1)).tolist()
-        stops = [*starts[1:], len(end)]
-        parents, depth = [-1], [0]  # of each segment, with one before all
-        runs: dict[tuple[int, int, int, bool], list[tuple[int, int, Any]]] = {}
-        for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            source = number - 1
-            while source >= 0 and end[starts[source]] <= start:
-                source = parents[source + 1]
-            parents.append(source)
-            depth.append(depth[source + 1] + 1)
+        runs = Runs.of(tokens[1])
+        above = [*runs.above.tolist(), -1]  # with one for no segment
+        level = [0] * len(above)
+        groups: dict[tuple[int, int, int, bool], list[tuple[int, int, Any]]] = {}
+        for number, (start, stop) in enumerate(zip(runs.start, runs.stop, strict=True)):
+            source = above[number]
+            level[number] = level[source] + 1
             run = np.arange(start, stop)
             if len(run) == 1 and source >= 0:
-                run = np.append(np.arange(starts[source], stops[source]), run)
-                source = parents[source + 1]
-            key = depth[-1], len(run), stop - start, source >= 0
-            runs.setdefault(key, []).append((number, source, run))
+                before = np.arange(runs.start[source], runs.stop[source])
+                run, source = np.append(before, run), above[source]
+            key = level[number], len(run), int(stop - start), source >= 0
+            groups.setdefault(key, []).append((number, source, run))
         self.batches: list[tuple[list[int], list[int], Tensor, int]] = []
-        for (_, _, own, _), group in sorted(runs.items()):
+        for (_, _, own, _), group in sorted(groups.items()):
             numbers, sources, parts = map(list, zip(*group, strict=True))
             at = torch.from_numpy(np.stack(parts)).to(device)
             self.batches.append((numbers, sources, at, own))

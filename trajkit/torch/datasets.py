@@ -20,30 +20,22 @@ Images: TypeAlias = Literal["error", "items"]
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """One line of a packs table (`trajkit.schema.PACKS`) as tensors.
+    """One line of a packs table as tensors; `trajkit.schema.PACKS` says what they hold.
 
     Attributes
     ----------
     input_ids, position_ids, subtree_end : int32 tensors, shape (n_tokens,)
-        A position is the depth of a token in its tree, which is its position in its
-        rows. ``q`` attends ``kv`` where ``kv <= q < subtree_end[kv]``.
-    edge_source, edge_target : int64 tensors, shape (n_edges,)
-        The token of the pack whose hidden state predicts the edge, and the id that it
-        predicts.
-    edge_row, edge_position : int64 tensors, shape (n_edges,)
-        Line of the rows table, and the target's position in that row.
+    edge_source, edge_target, edge_row, edge_position : int64 tensors, shape (n_edges,)
     edge_weight, edge_logprob : float64 tensors, shape (n_edges,)
-        The logprob is the engine's; NaN where it gave none.
+        NaN where the engine gave no logprob.
     prefix_source, prefix_end : int64 and int32 tensors, shape (n_prefix,)
-        For a pack that continues a tree of the pack before it: as in the table. Empty
-        otherwise.
+        Empty unless the pack continues a tree of the pack before it.
     next_source : int64 tensor, shape (n_handed,)
         ``prefix_source`` of the pack that continues a tree of this one. Empty if none does.
     columns : mapping of str to tensor, each of shape (n_edges,)
         Further ``edge_`` columns by name without the prefix, such as ``advantage``.
     mm_items : sequence of dict
-        The images of the pack by position, if the dataset was asked for them:
-        `trajkit.schema.MM_ITEM`.
+        `trajkit.schema.MM_ITEM`, if the dataset was asked for images.
     """
 
     input_ids: Tensor
@@ -107,17 +99,17 @@ class PackDataset:
     packs : table
         `trajkit.schema.PACKS` and further ``edge_`` columns, from `trajkit.pack`.
     images : {"error", "items"}
-        How to treat packs with images. Their ids are the engine's, with one placeholder
-        per token of an image, and a dataset has no pixels. "error": raise. "items": add
-        ``mm_items`` to each item, for a model that gets the pixels from there.
+        A dataset has no pixels. "error": refuse packs with images. "items": add
+        ``mm_items`` to each pack, for a model that gets the pixels from there; ids are
+        the engine's, with one placeholder per token of an image.
 
     Raises
     ------
     SchemaError
         A column is absent or of another type.
     InvalidTurnsError
-        A pack has images, and ``images`` is "error"; or a pack continues a tree
-        (``oversize="carry"``) that the line before does not have.
+        A pack has images that are refused, or continues a tree (``oversize="carry"``)
+        that the line before does not have.
     """
 
     def __init__(self, packs: TableLike, *, images: Images = "error") -> None:
@@ -135,28 +127,18 @@ class PackDataset:
         self._images = images
         self._continues = np.asarray(table.column("prefix_pack").is_valid())
         for line in np.flatnonzero(self._continues).tolist():
-            self._check_prefix(line)
-
-    def _check_prefix(self, line: int) -> None:
-        """Raise unless a pack's prefix is the path at the end of the line before it."""
-        source = _values(self._table, line, "prefix_source").to_numpy()
-        before = max(line - 1, 0)
-        end, prefix_end, positions = (
-            _values(self._table, before, name).to_numpy()
-            for name in ("subtree_end", "prefix_end", "position_ids")
-        )
-        positions = np.concatenate([np.arange(len(prefix_end)), positions])
-        ends = np.concatenate([prefix_end, end])
-        if (
-            line == 0
-            or not np.all(source < len(ends))
-            or not np.array_equal(positions[source], np.arange(len(source)))
-            or np.any(ends[source] != len(end))
-        ):
-            raise InvalidTurnsError(
-                f"pack {line} continues a tree of pack {self._table['prefix_pack'][line]}, "
-                "which must be the line before it: keep packs of a tree in order"
+            source = _values(table, line, "prefix_source")
+            reach, end = (
+                _values(table, max(line - 1, 0), name).to_numpy()
+                for name in ("prefix_end", "subtree_end")
             )
+            # the path to the last token of the line before
+            path = np.flatnonzero(np.append(reach, end) == len(end))
+            if line == 0 or not np.array_equal(source, path[: len(source)]):
+                raise InvalidTurnsError(
+                    f"pack {line} continues a tree of pack {table['prefix_pack'][line]}, "
+                    "which must be the line before it: keep packs of a tree in order"
+                )
 
     def __len__(self) -> int:
         return len(self._table)
@@ -182,9 +164,9 @@ class PackDataset:
     def parts(self) -> list[list[int]]:
         """The packs that must run together, for each of the trees in several packs.
 
-        A pack that holds complete trees is alone in its list. `carry_backward` takes the
-        packs of one list; as the ``batch_sampler`` of a DataLoader with
-        ``collate_fn=list`` the lists give them.
+        A pack of complete trees is alone in its list. `carry_backward` takes the packs of
+        one; so does a DataLoader, with the lists as its ``batch_sampler`` and
+        ``collate_fn=list``.
         """
         first = np.flatnonzero(~self._continues)
         return [x.tolist() for x in np.split(np.arange(len(self)), first[1:])]

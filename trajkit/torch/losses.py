@@ -39,7 +39,8 @@ def gather_logprobs(
     Parameters
     ----------
     hidden : float tensor, shape (n_tokens, width) or (1, n_tokens, width)
-        The model's last hidden states, after its last norm.
+        The model's last hidden states, after its last norm; LayoutError without one for
+        each token of the pack.
     lm_head : callable
         From hidden states of shape (k, width) to logits of shape (k, n_vocabulary).
     pack : Pack
@@ -52,11 +53,6 @@ def gather_logprobs(
     -------
     float tensor, shape (n_edges,)
         On the device of ``hidden``, in the order of the pack's edges.
-
-    Raises
-    ------
-    LayoutError
-        ``hidden`` is not of the pack's length.
     """
     n = len(pack.input_ids)
     if hidden.shape[:-1] not in ((n,), (1, n)):
@@ -165,12 +161,7 @@ def policy_loss(
 def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     """The negative log-likelihood, weighed: ``sum over edges of -w * logprob``.
 
-    A weight that is null, NaN or infinite raises `InvalidTurnsError`.
-
-    Parameters
-    ----------
-    logprobs, pack
-        As for `policy_loss`.
+    Parameters are those of `policy_loss`, and so are errors, for weights.
     """
     return _weighed(logprobs, _finite(logprobs, pack, "row_weight", pack.edge_weight))
 
@@ -180,12 +171,7 @@ def observation_loss(
 ) -> Tensor:
     """The loss of observed tokens: ``sum over edges of -v * logprob``, as `nll_loss`.
 
-    Parameters
-    ----------
-    logprobs, pack
-        As for `policy_loss`; the pack has a column of observation weights, ``v``.
-    weight : str
-        The column that holds them.
+    ``weight`` names the column that holds the observation weights, ``v``.
     """
     return _weighed(logprobs, _finite(logprobs, pack, weight))
 

@@ -17,17 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
-from trajkit.torch.attention import (
-    ATTENTION,
-    CarriedStates,
-    Kernel,
-    States,
-    TreeAttention,
-    follow_trees,
-    follows,
-    not_following,
-    tensor_masks,
-)
+from trajkit.torch import attention as trees
+from trajkit.torch.attention import ATTENTION, CarriedStates, Kernel, States, follows
 from trajkit.torch.datasets import Pack, PackDataset
 from trajkit.torch.losses import gather_logprobs
 
@@ -67,10 +58,10 @@ class Options(TypedDict, total=False):
 def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
     """Checks that a model gives the tokens of a tree what it gives those of its rows.
 
-    First it looks for what is known to be wrong. Then it makes a trial: a small tree of
-    three branches, longer than the windows of the model, as a pack and as rows through
-    the model's own forward with its own attention, and compares the logprobs. The trial
-    changes no weight, gradient, flag or random state.
+    First it looks for what is known to be wrong. Then a small tree of three branches,
+    longer than the windows of the model, runs as a pack and as rows through the model's
+    own forward with its own attention, and the logprobs are compared. This trial changes
+    no weight, gradient, flag or random state.
 
     Parameters
     ----------
@@ -95,12 +86,7 @@ def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
 def model_inputs(
     model: torch.nn.Module, pack: Pack, **options: Unpack[Options]
 ) -> dict[str, Any]:
-    """Keyword arguments with which a model runs on a pack.
-
-    Parameters
-    ----------
-    model, pack, **options
-        As for `edge_logprobs`, which also says what is raised.
+    """Keyword arguments with which a model runs on a pack: as `edge_logprobs`.
 
     Returns
     -------
@@ -161,21 +147,15 @@ def carry_logprobs(
     Parameters
     ----------
     model, **options
-        As for `edge_logprobs`.
+        As for `edge_logprobs`. Layers with a state, layers that choose tokens and layers
+        that run twice are refused: they are not carried.
     parts : sequence of Pack
-        The packs of one list of `PackDataset.parts`, in order.
+        The packs of one list of `PackDataset.parts`, all and in order, or LayoutError is
+        raised.
 
     Returns
     -------
     list of float tensor, each of shape (n_edges,)
-
-    Raises
-    ------
-    UnsupportedModelError
-        As for `edge_logprobs`; or the model has layers with a state, layers that choose
-        tokens or layers that run twice, which are not carried.
-    LayoutError
-        The packs are not all parts of one tree, in order.
     """
     run = _ready(model, **options)
     _check_parts(run.model, parts)
@@ -205,16 +185,14 @@ def carry_backward(
     Parameters
     ----------
     model, parts, **options
-        As for `carry_logprobs`, which also says what is raised. Gradients are added to
-        ``grad`` of the parameters.
+        As for `carry_logprobs`. Gradients are added to ``grad`` of the parameters.
     loss : callable
-        From the logprobs of a pack's edges and the pack to a scalar tensor. The losses
-        of the packs are summed.
+        From the logprobs of a pack's edges and the pack to a scalar tensor.
 
     Returns
     -------
     scalar tensor
-        The sum, without a gradient.
+        The sum of the losses, without a gradient.
     """
     run = _ready(model, **options)
     _check_parts(run.model, parts)
@@ -248,11 +226,6 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]
     model, **options
         As for `edge_logprobs`. ``local``: several ranks may call the module without a
         wrapper that this class knows (`DistributedDataParallel`, FSDP2).
-
-    Raises
-    ------
-    UnsupportedModelError
-        ``model`` is itself in a wrapper, or is no model of transformers.
     """
 
     def __init__(self, model: torch.nn.Module, **options: Unpack[Options]) -> None:
@@ -313,20 +286,22 @@ class _Run:
             alone = pack.subtree_end == torch.arange(1, 1 + len(pack.subtree_end))
             padding = (alone & (pack.position_ids == 0)).to(device) & (ids == unused)
             ids = torch.where(padding, (unused + 1) % len(embeddings.weight), ids)
-        tree = TreeAttention(pack, device, self.kernel, self.kernel_options, carried)
+        how = self.kernel, self.kernel_options
         return {
             "input_ids": ids,
             # without it, models guess packed rows from positions that go back
             "attention_mask": torch.ones_like(ids, dtype=torch.bool),
             "position_ids": pack.position_ids[None].to(device),
-            "tree": tree,
+            "tree": trees.TreeAttention(pack, device, *how, carried),
             "use_cache": False,
         }
 
     def outputs(self, pack: Pack, carried: CarriedStates | None = None) -> Any:
         inputs = self.inputs(pack, carried)
         chooses = _chooses_tokens(self.model)
-        with tensor_masks(inputs["tree"]) if chooses else contextlib.nullcontext():
+        with (
+            trees.tensor_masks(inputs["tree"]) if chooses else contextlib.nullcontext()
+        ):
             return _layers_of(self.model)(**inputs)
 
     def logprobs(self, pack: Pack, carried: CarriedStates | None = None) -> Tensor:
@@ -358,7 +333,7 @@ def _ready(
 ) -> _Run:
     """How the transformers model in ``model`` runs, after all checks."""
     causal = _unwrapped(model)
-    follow_trees(causal)
+    trees.follow_trees(causal)
     for fault in _known_faults(causal):
         raise UnsupportedModelError(f"{type(causal).__name__}{fault}")
     if not (local or isinstance(causal, FSDPModule)):
@@ -439,7 +414,7 @@ def _known_faults(model: PreTrainedModel) -> Iterator[str]:
         yield " has no output projection apart from its layers: load a causal model"
     # not those that read images and sounds
     decoder = {*model.get_decoder().modules()}  # type: ignore[no-untyped-call]
-    for path, module in not_following(model):
+    for path, module in trees.not_following(model):
         kind = type(module).__name__
         mixes = _RECURRENT.search(kind) or isinstance(module, torch.nn.Conv1d)
         if mixes and module in decoder:
@@ -485,12 +460,10 @@ def _chooses_tokens(model: PreTrainedModel) -> bool:
     return any("Indexer" in type(module).__name__ for module in model.modules())
 
 
-def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """The configuration and that of the text model in a model of several parts."""
-    yield config
     text = config.get_text_config(decoder=True)
-    if text is not config:
-        yield text
+    return [config] if text is config else [config, text]
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -546,22 +519,20 @@ def _try(model: torch.nn.Module, check: Check, run: _Run) -> None:
     difference = (found - expected).abs().nan_to_num(torch.inf)
     parts = [difference[branch == k] for k in range(4)]
     bound = _BOUNDS.get(dtype, 1e-4) * size + 1e-5
-    if dtype in _BOUNDS:
-        # One token may go to another expert by rounding alone, not those of a branch.
-        values = [float(part.mean()) for part in parts]
-    else:
-        values = [float(part.max()) for part in parts]
-        if torch.get_float32_matmul_precision() != "highest":
-            bound *= 20
+    if dtype not in _BOUNDS and torch.get_float32_matmul_precision() != "highest":
+        bound *= 20
+    # Rounding alone may send one token to another expert, not those of a branch.
+    most = torch.mean if dtype in _BOUNDS else torch.max
+    values = [float(most(part)) for part in parts]
     if max(values) > bound:
         worst = branch == values.index(max(values))
         at = int(torch.where(worst, difference, -1.0).argmax())
         raise UnsupportedModelError(
             f"{type(causal).__name__} ({_layer_kinds(causal)}) gives a tree other "
-            f"logprobs than its rows: {found[at]:.6g} in the tree and "
-            f"{expected[at]:.6g} in the row for token {pack.edge_position[at]} of row "
-            f"{pack.edge_row[at]} of a trial (largest difference for {dtype}: "
-            f"{bound:.2g}). Its layers mix tokens in an unknown way: train on rows"
+            f"logprobs than its rows: {found[at]:.6g} in the tree and {expected[at]:.6g} "
+            f"in the row for token {pack.edge_position[at]} of row {pack.edge_row[at]} of "
+            f"a trial (bound for {dtype}: {bound:.2g}). Its layers mix tokens in an "
+            "unknown way: train on rows"
         )
     if float(expected.std()) > 1e-6:  # or they say nothing of the model
         passed[options] = kind
@@ -603,8 +574,7 @@ def _check_repeats(model: PreTrainedModel, run: Callable[[], Tensor]) -> None:
         return
 
     def random_states() -> list[Tensor]:
-        states = [torch.cuda.get_rng_state(device) for device in _cuda(model)]
-        return [torch.get_rng_state(), *states]
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _cuda(model))]
 
     before, first = random_states(), run()
     drew = not all(map(torch.equal, before, random_states()))
