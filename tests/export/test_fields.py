@@ -165,7 +165,7 @@ def test_trl_rollouts_are_what_its_trainer_takes():
 
 def test_trl_and_openrlhf_take_one_row_per_rollout():
     for export in (trl.rollout_func_fields, openrlhf.execution_fields):
-        with pytest.raises(ExportError, match="session 's0' has several rows"):
+        with pytest.raises(ExportError, match="'s0', row 0: the rollout has several"):
             export(sample_rows())
 
 

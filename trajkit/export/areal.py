@@ -5,6 +5,7 @@ Source: https://github.com/areal-project/AReaL/tree/cbff54d (``utils/data.py``,
 """
 
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -15,9 +16,7 @@ from trajkit.export import _rows as shared
 
 Reward: TypeAlias = Literal["reward", "advantage"]
 
-CONTEXT = -1
-"""The version, and the turn, of a token that was not sampled."""
-
+CONTEXT = -1  # the version, and the turn, of a token that was not sampled
 _TARGET = shared.Target("AReaL", "reward", ("weight_version",), by_step=True)
 
 
@@ -57,21 +56,16 @@ def trajectory_fields(
     check_choice("reward", reward, Reward)
     if version is not None:
         version = chosen_int("version", version, CONTEXT)
-    if weighted:
-        reward = "advantage"
-    target = _TARGET._replace(reads=reward)
-    checked = shared.checked_rows(rows, target, weighted=weighted)
-    for row in checked:
-        if reward == "reward" and not row.is_last:
-            raise ExportError(
-                f"session {row.session_id!r} has several rows: AReaL would compute "
-                "baselines over rows. Add advantages and pass reward='advantage'"
-            )
+    single = "Add advantages, and pass reward='advantage'"
+    target = _TARGET._replace(single=single)
+    if weighted or reward == "advantage":
+        target = _TARGET._replace(reads="advantage")
     found = []
-    by_group = sorted(checked, key=lambda row: row.group)
-    for _, members in groupby(by_group, lambda row: row.group):
+    checked = shared.checked_rows(rows, target, weighted=weighted)
+    checked.sort(key=attrgetter("group"))
+    for _, members in groupby(checked, attrgetter("group")):
         own = [*members]
-        gains = [getattr(row, reward) * row.scale for row in own]
+        gains = [getattr(row, target.reads) * row.scale for row in own]
         arrays = [_arrays(row, version) for row in own]
         width = max(len(each["input_ids"]) for each in arrays)
         found.append({"rewards": np.array(gains, np.float32)})
@@ -86,7 +80,7 @@ def trajectory_fields(
 def _arrays(row: shared.ExportRow, version: int | None) -> dict[str, shared.Array]:
     """The arrays of a row up to its last trained token."""
     trained = np.flatnonzero(row.loss_mask)
-    versions = np.full(len(row.input_ids), CONTEXT, np.int32)
+    versions, turns = np.full((2, len(row.input_ids)), CONTEXT, np.int32)
     versions[trained] = version or 0
     for k in trained if row.weight_version is not None else ():
         name = row.weight_version[k]
@@ -98,7 +92,6 @@ def _arrays(row: shared.ExportRow, version: int | None) -> dict[str, shared.Arra
                 f"{row.place}: weight version {name!r} of token {k} is not an integer, "
                 "which AReaL expects. Drop the payload weight_version and pass version="
             ) from None
-    turns = np.full(len(row.input_ids), CONTEXT, np.int32)
     numbers: dict[int, int] = {}
     for span in row.spans:
         part = slice(span["start"], span["stop"])

@@ -74,12 +74,11 @@ def _tinker(rows: pa.Table, path: Path) -> None:
     """The two arguments of a ``Datum`` per line; tinker knows the types of these lists."""
     lines = []
     for fields in tinker.datum_fields(rows):
-        names = ("target_tokens", "logprobs", "advantages")
-        inputs = {name: fields[name].tolist() for name in names}
-        lines.append({"model_input": fields["model_input"], "loss_fn_inputs": inputs})
+        inputs = {name: fields[name].tolist() for name in tinker.INPUTS[:3]}
+        line = {"model_input": fields["model_input"], "loss_fn_inputs": inputs}
+        lines.append(json.dumps(line) + "\n")
     with replacing(path) as draft:
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text("".join(lines), encoding="utf-8")
 
 
 def _prime_rl(rows: pa.Table, path: Path, **options: Any) -> None:

@@ -23,17 +23,12 @@ def rollout_func_fields(
 ) -> dict[str, list[Any]]:
     """Rows as the dict that a ``rollout_func`` of GRPOTrainer returns.
 
+    Rollouts have one row each, in the order of the prompts that the trainer passed, each
+    ``num_generations`` times (that of the trainer; None: as often as the first).
+
     The trainer reads ``logprobs`` only with ``use_vllm`` and
     ``vllm_importance_sampling_correction``. Otherwise its ratio is to its own logprobs. It
     leaves rollouts whose ``reward`` is None out of the baseline.
-
-    Parameters
-    ----------
-    rows : table
-        One row per rollout, in the order of the prompts that the trainer passed, each
-        ``num_generations`` times.
-    num_generations : int, optional
-        That of the trainer. None: the number of rows of the first group.
     """
     checked = shared.checked_rows(rows, _GRPO, group_size=num_generations)
     return {
