@@ -112,6 +112,18 @@ learn/observations.py
     |np.where(complete, everything, np.maximum(covered, seen))| -> |seen|
 packs/balancing.py: tests/training/test_packs_balance.py
     |size = ranks if equal_counts else 1| -> |size = ranks|
+packs/packing.py: tests/training/test_packs.py -k group_of_a_stream
+    |if n_tokens >= _PACKS_AT_A_TIME * max_tokens and not goes_on:|
+        -> |if n_tokens >= _PACKS_AT_A_TIME * max_tokens:|
+packs/packing.py: tests/training/test_packs.py -k lines_count
+    |bounds = np.searchsorted(pack[order], packs)| -> |pass|
+packs/packing.py: tests/training/test_packs.py -k same_columns
+    |records["shared"][child] = np.minimum(records["shared"][child], agree)| -> |pass|
+packs/verification.py: tests/training/test_packs_verify.py
+    |wrong = np.where(token < n, spans, ends != token + 1)| -> |wrong = spans|
+    |bad = agree < np.maximum(n_seen, self.position)| -> |bad = agree < n_seen|
+    |if before not in self.trees:| -> |if before is None:|
+    |own = pa.array(np.where(close, plain, weights))| -> |own = pa.array(plain)|
 """)
 
 

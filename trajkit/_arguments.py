@@ -79,6 +79,23 @@ def chosen_int(
     return number
 
 
+def check_number(
+    name: str, value: object, least: float, *, above: bool = False
+) -> None:
+    """Raise ArgumentError unless a number is finite and ``least`` or more.
+
+    ``above``: it has to be more.
+    """
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if (
+        not number
+        or not least <= value < float("inf")  # type: ignore[operator]
+        or (above and value == least)
+    ):
+        rule = f"above {least}" if above else f"of {least} or more"
+        raise ArgumentError(f"{name}={value!r}: expected a finite number {rule}")
+
+
 def check_flag(name: str, value: object) -> None:
     """Raise ArgumentError unless the value is a bool."""
     if not isinstance(value, bool | np.bool_):

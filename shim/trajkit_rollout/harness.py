@@ -24,12 +24,12 @@ _PLACEHOLDER = re.compile(r"\{(base_url|api_key|model|prompt|home|workspace)\}")
 class Job:
     """A task for a harness, with paths and URLs as seen in its sandbox."""
 
-    base_url: str  # the gateway, without a path
-    api_key: str  # the session's
     model: str  # the gateway's name of its model
-    prompt: str
     home: str
-    workspace: str
+    base_url: str = ""  # the gateway, without a path
+    api_key: str = ""  # the session's
+    prompt: str = ""
+    workspace: str = ""
     arguments: tuple[str, ...] = ()  # extra arguments for the harness's command
 
 

@@ -107,9 +107,7 @@ class Settings:
     image: str | None = None
     repeat: int = 1  # rollouts per task, which form a group
     parallel: int = 1  # concurrent rollouts
-    retry_failed: bool = (
-        False  # repeat those of an earlier run that ended with an error
-    )
+    retry_failed: bool = False  # repeat an earlier call's that have an error
     timeout: float | None = None  # seconds of every agent, overriding its task
     untrusted: bool = False  # refuse a sandbox that exposes something
 

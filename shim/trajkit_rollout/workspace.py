@@ -37,9 +37,9 @@ print(*names, sep=chr(10))
 _ATTRIBUTES = b"* -text -ident -filter -working-tree-encoding\n"
 # agents expect a repository; the other one finds their changes
 _INIT = """
-test -e .git || {
+base=$GIT_DIR && unset GIT_DIR GIT_WORK_TREE && test -e .git || {
   git init -qb main && git add -A && git commit -qm Start --allow-empty
-} && git init -q --bare "$GIT_BASE"
+} && git init -q --bare "$base"
 """
 # git ignores files below another repository. So the .git of a nested repository is
 # renamed for a moment; that of the workspace itself is not one of its files.
@@ -69,10 +69,11 @@ tree=$(git write-tree) && git read-tree --reset "$0" && git read-tree --reset -u
 _WHO = [f"GIT_{who}" for who in ("AUTHOR", "COMMITTER")]
 _IDENTITY = {f"{who}_NAME": "agent" for who in _WHO}
 _IDENTITY |= {f"{who}_EMAIL": "agent@localhost" for who in _WHO}
-# gives the first commit the same hash in every rollout
-_FIRST = {**_IDENTITY, **{f"{who}_DATE": "2000-01-01T00:00:00Z" for who in _WHO}}
-# ignore the user's configuration; files may belong to another user
 _SETTINGS = {
+    # gives the first commit the same hash in every rollout
+    **_IDENTITY,
+    **{f"{who}_DATE": "2000-01-01T00:00:00Z" for who in _WHO},
+    # ignore the user's configuration; files may belong to another user
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": "/dev/null",
     "GIT_CONFIG_COUNT": "1",
@@ -152,8 +153,7 @@ class Workspace:
             done = self.sandbox.exec(command, timeout_s=setup.timeout_s, cwd=self.path)
             if done.code != 0:
                 raise StageError("setup", done.summary)
-        first = {**_SETTINGS, **_FIRST, "GIT_BASE": self._base}
-        self._sh("setup", _INIT, first)
+        self._git("setup", _INIT)
         info = {"exclude": f"{_ASIDE}\n".encode(), "attributes": _ATTRIBUTES}
         self.sandbox.put(pack(info), f"{self._base}/info")
         self._start = self._git("setup", _TREE).decode().strip()
@@ -222,20 +222,12 @@ class Workspace:
         stdin: bytes = b"",
         error: type[StageError] = StageError,
     ) -> bytes:
-        """The output of a script on the repository that finds the changes."""
-        own = {"GIT_DIR": self._base, "GIT_WORK_TREE": self.path}
-        return self._sh(stage, script, {**_SETTINGS, **own}, stdin, error)
+        """The output of a script, whose git has the repository that finds the changes.
 
-    def _sh(
-        self,
-        stage: str,
-        script: str,
-        env: Mapping[str, str],
-        stdin: bytes = b"",
-        error: type[StageError] = StageError,
-    ) -> bytes:
-        """The output of a shell script that has to succeed; ``$0`` is the start."""
+        ``$0`` is the tree of the start.
+        """
         command = ["sh", "-c", script, self._start]
+        env = {**_SETTINGS, "GIT_DIR": self._base, "GIT_WORK_TREE": self.path}
         done = self.sandbox.exec(
             command, timeout_s=_GIT_SECONDS, cwd=self.path, env=env, stdin=stdin
         )

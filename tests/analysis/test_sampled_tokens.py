@@ -81,46 +81,38 @@ def check_rows(rows, lines):
     assert {one for one in theirs if one[-1] in kinds} <= ours
 
 
-@given(runs(), st.sampled_from([*PRESETS]), row_limits)
-def test_lines_add_up_to_the_report(turns, name, limit):
-    check(turns_table(turns), name, limit)
+PRESET = st.sampled_from([*PRESETS])
+RESTARTING = st.fixed_dictionaries(
+    {
+        "parent_by": st.sampled_from(["agents", "messages", "previous"]),
+        "keep_prefix": st.booleans(),
+        "row_selection": st.sampled_from(["all", "main"]),
+        "max_rows": st.none() | st.integers(1, 2),
+        "keep_untrained": st.booleans(),
+    }
+).map(lambda choices: tk.policy("segments", **choices))
+CHANGED = chosen_policies().map(lambda chosen: tk.policy(chosen[0], **chosen[1]))
+ANY_CHOICE = forest_policies().map(lambda choices: tk.Policy(name="some", **choices))
 
 
-@given(sessions() | delegating_sessions(), st.sampled_from([*PRESETS]), row_limits)
-def test_agents_and_their_sub_agents(turns, name, limit):
-    check(turns_table(turns), name, limit)
-
-
-@given(runs(), chosen_policies(), row_limits)
-def test_changed_choices(turns, chosen, limit):
-    name, choices = chosen
-    check(turns_table(turns), tk.policy(name, **choices), limit)
-
-
-@given(sessions(), forest_policies(), row_limits)
-def test_choices_of_every_kind(turns, choices, limit):
-    check(turns_table(turns), tk.Policy(name="some", **choices), limit)
-
-
-@given(
-    sessions() | delegating_sessions(),
-    st.fixed_dictionaries(
-        {
-            "parent_by": st.sampled_from(["agents", "messages", "previous"]),
-            "keep_prefix": st.booleans(),
-            "row_selection": st.sampled_from(["all", "main"]),
-            "max_rows": st.none() | st.integers(1, 2),
-            "keep_untrained": st.booleans(),
-        }
-    ),
-    row_limits,
+@pytest.mark.parametrize(
+    ("turns", "policies"),
+    [
+        pytest.param(runs(), PRESET, id="presets"),
+        pytest.param(sessions() | delegating_sessions(), PRESET, id="sub-agents"),
+        pytest.param(runs(), CHANGED, id="changed presets"),
+        pytest.param(sessions(), ANY_CHOICE, id="any choice"),
+        pytest.param(sessions() | delegating_sessions(), RESTARTING, id="restarts"),
+    ],
 )
-def test_rows_that_restart(turns, choices, limit):
-    check(turns_table(turns), tk.policy("segments", **choices), limit)
+@given(st.data())
+def test_lines_add_up_to_the_report(turns, policies, data):
+    limit = data.draw(row_limits)
+    check(turns_table(data.draw(turns)), data.draw(policies), limit)
 
 
 @few
-@given(many_calls, st.sampled_from([*PRESETS]))
+@given(many_calls, PRESET)
 def test_long_sessions(turns, name):
     check(turns_table(turns), name)
 
@@ -128,7 +120,7 @@ def test_long_sessions(turns, name):
 @given(st.integers(0, 999), st.data())
 def test_neither_form_nor_parts_matter(seed, data):
     full = turns_table(generated_runs(4, seed, max_turns=5))
-    name = data.draw(st.sampled_from([*PRESETS]))
+    name = data.draw(PRESET)
     found = tk.analysis.output_spans(full, name)
     assert tk.analysis.output_spans(tk.compact(full), name).equals(found)
     with pytest.MonkeyPatch.context() as patch:
@@ -154,63 +146,134 @@ def kinds(records, policy, **choices):
     return [tuple(line.values())[1:] for line in lines]
 
 
-DRIFTING = [
-    {"prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
-    {"prompt_ids": [1, 2, 3, 4, 5, 6], "output_ids": [7, 8, 9, 10]},
-    {"prompt_ids": [1, 2, 3, 4, 5, 6, 7, 11], "output_ids": [12]},
-    {"prompt_ids": [1, 13], "output_ids": [14]},
-]
+def calls(*pairs, **more):
+    return [{"prompt_ids": ids, "output_ids": out, **more} for ids, out in pairs]
 
 
-def test_a_loss_names_the_turn_that_drifted():
-    found = kinds(DRIFTING, "trl")
-    assert found == [
-        (0, 0, 3, "trained", 0, None),
-        (1, 0, 1, "trained", 0, None),
-        (1, 1, 4, "absorbed", 0, 2),
-        (2, 0, 1, "trained", 0, None),
-        (3, 0, 1, "trained", 1, None),
-    ]
+DRIFTING = calls(
+    ([1, 2], [3, 4, 5]),
+    ([1, 2, 3, 4, 5, 6], [7, 8, 9, 10]),
+    ([1, 2, 3, 4, 5, 6, 7, 11], [12]),
+    ([1, 13], [14]),
+)
+RESTARTED = calls(([1, 2], [3, 4, 5]), ([1, 2, 3, 9], [7]), ([1, 8], [9]))
+AFTER_PROMPT = calls(([1, 2], [3, 4, 5]), ([1, 2, 9], [7]), ([1, 8], [9]))
+SEGMENTS = {"policy": "segments", "parent_by": "previous"}
 
 
-def test_a_row_that_restarted_is_lost_to_the_turn_that_restarted_it():
-    found = kinds(DRIFTING, "segments", parent_by="previous")
-    assert found == [
-        (0, 0, 3, "restarted", None, 3),
-        (1, 0, 4, "absorbed", None, 2),
-        (2, 0, 1, "restarted", None, 3),
-        (3, 0, 1, "trained", 0, None),
-    ]
-
-
-def test_a_refused_turn_names_itself():
-    found = kinds(DRIFTING[:3], "miles")
-    assert found[2] == (2, 0, 1, "refused", None, 2)
+@pytest.mark.parametrize(
+    ("records", "choices", "expected"),
+    [
+        pytest.param(
+            DRIFTING,
+            {"policy": "trl"},
+            [
+                (0, 0, 3, "trained", 0, None),
+                (1, 0, 1, "trained", 0, None),
+                (1, 1, 4, "absorbed", 0, 2),
+                (2, 0, 1, "trained", 0, None),
+                (3, 0, 1, "trained", 1, None),
+            ],
+            id="the turn that drifted",
+        ),
+        pytest.param(
+            DRIFTING,
+            SEGMENTS,
+            [
+                (0, 0, 3, "restarted", None, 3),
+                (1, 0, 4, "absorbed", None, 2),
+                (2, 0, 1, "restarted", None, 3),
+                (3, 0, 1, "trained", 0, None),
+            ],
+            id="the turn that restarted the row",
+        ),
+        pytest.param(
+            DRIFTING[:3],
+            {"policy": "miles"},
+            [
+                (0, 0, 3, "trained", 0, None),
+                (1, 0, 4, "trained", 0, None),
+                (2, 0, 1, "refused", None, 2),
+            ],
+            id="a refused turn itself",
+        ),
+        pytest.param(
+            calls(([1, 2], [3, 4, 5]), ([1, 2, 3, 4, 5, 6], [7]), ([1, 2, 3, 9], [10])),
+            SEGMENTS,
+            [
+                (0, 0, 3, "absorbed", 0, 2),
+                (1, 0, 1, "absorbed", 0, 2),
+                (2, 0, 1, "trained", 0, None),
+            ],
+            id="the first turn that departs before the end of the output",
+        ),
+        pytest.param(
+            calls(([1, 2], [3, 4, 5]), ([1, 2, 3, 4, 9], [6]), ([1, 2, 3, 8], [7])),
+            {**SEGMENTS, "keep_prefix": True},
+            [
+                (0, 0, 1, "trained", 0, None),
+                (0, 1, 2, "absorbed", 0, 2),
+                (0, 2, 3, "absorbed", 0, 1),
+                (1, 0, 1, "absorbed", 0, 2),
+                (2, 0, 1, "trained", 0, None),
+            ],
+            id="each token its own turn where prefixes are kept",
+        ),
+        pytest.param(
+            RESTARTED,
+            {**SEGMENTS, "keep_prefix": True},
+            [
+                (0, 0, 1, "restarted", None, 2),
+                (0, 1, 3, "absorbed", None, 1),
+                (1, 0, 1, "restarted", None, 2),
+                (2, 0, 1, "trained", 0, None),
+            ],
+            id="a restarted row lost some tokens before",
+        ),
+        pytest.param(
+            AFTER_PROMPT,
+            SEGMENTS,
+            [
+                (0, 0, 3, "absorbed", None, 1),
+                (1, 0, 1, "restarted", None, 2),
+                (2, 0, 1, "trained", 0, None),
+            ],
+            id="drift right after the row's first prompt does not restart it",
+        ),
+        pytest.param(
+            calls(([1], [2]), ([1], [3]), ([1, 2, 4], [5])),
+            {"policy": "nemo"},
+            [
+                (0, 0, 1, "trained", 0, None),
+                (1, 0, 1, "quarantined", None, None),
+                (2, 0, 1, "trained", 0, None),
+            ],
+            id="retries that nothing continues",
+        ),
+    ],
+)
+def test_a_loss_names_the_turn_that_caused_it(records, choices, expected):
+    assert kinds(records, **choices) == expected
 
 
 def test_every_row_that_trains_a_token_has_a_line():
-    calls = [
-        {"prompt_ids": [1], "output_ids": [2, 3]},
-        {"prompt_ids": [1, 2, 3, 4], "output_ids": [5]},
-        {"prompt_ids": [1, 2, 3, 6], "output_ids": [7]},
-    ]
-    calls = [{"prompt_ids": [9], "output_ids": [8]}, *calls]
-    found = kinds(calls, "nemo")
+    records = calls(([9], [8]), ([1], [2, 3]), ([1, 2, 3, 4], [5]), ([1, 2, 3, 6], [7]))
+    found = kinds(records, "nemo")
     assert found[1:3] == [(1, 0, 2, "trained", 1, None), (1, 0, 2, "trained", 2, None)]
     assert len(found) == 5
-    assert len(kinds(calls, "faithful")) == 4
-    calls[1]["trainable"] = False
-    assert kinds(calls, "nemo")[1] == (1, 0, 2, "untrainable", 1, None)
+    assert len(kinds(records, "faithful")) == 4
+    records[1]["trainable"] = False
+    assert kinds(records, "nemo")[1] == (1, 0, 2, "untrainable", 1, None)
 
 
 def test_a_long_row_is_cut_and_rows_over_the_limit_are_named():
-    calls = [{"prompt_ids": [k], "output_ids": [2, 3]} for k in (1, 5, 6)]
-    assert kinds(calls, "per_call", max_rows=1) == [
+    records = calls(*(([k], [2, 3]) for k in (1, 5, 6)))
+    assert kinds(records, "per_call", max_rows=1) == [
         (0, 0, 2, "over_max_rows", None, None),
         (1, 0, 2, "over_max_rows", None, None),
         (2, 0, 2, "trained", 0, None),
     ]
-    assert kinds(calls[:1], "per_call", max_row_tokens=2) == [
+    assert kinds(records[:1], "per_call", max_row_tokens=2) == [
         (0, 0, 1, "trained", 0, None),
         (0, 1, 2, "cut", 0, None),
     ]
@@ -227,81 +290,40 @@ def test_tokens_that_may_not_be_trained_name_the_row_that_has_them():
     assert kinds([aborted, more], "faithful")[0] == (0, 0, 1, "aborted", 0, None)
 
 
-def test_a_loss_names_the_first_turn_that_departs_before_the_end_of_the_output():
-    calls = [
-        {"prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
-        {"prompt_ids": [1, 2, 3, 4, 5, 6], "output_ids": [7]},
-        {"prompt_ids": [1, 2, 3, 9], "output_ids": [10]},
-    ]
-    assert kinds(calls, "segments", parent_by="previous")[:2] == [
-        (0, 0, 3, "absorbed", 0, 2),
-        (1, 0, 1, "absorbed", 0, 2),
-    ]
-
-
-def test_a_restarted_row_lost_some_tokens_before():
-    calls = [
-        {"prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
-        {"prompt_ids": [1, 2, 3, 9], "output_ids": [7]},
-        {"prompt_ids": [1, 8], "output_ids": [9]},
-    ]
-    found = kinds(calls, "segments", parent_by="previous", keep_prefix=True)
-    assert found[:3] == [
-        (0, 0, 1, "restarted", None, 2),
-        (0, 1, 3, "absorbed", None, 1),
-        (1, 0, 1, "restarted", None, 2),
-    ]
-    # drift right after the prompt that opened the row does not restart it
-    calls[1]["prompt_ids"] = [1, 2, 9]
-    assert kinds(calls, "segments", parent_by="previous")[:2] == [
-        (0, 0, 3, "absorbed", None, 1),
-        (1, 0, 1, "restarted", None, 2),
-    ]
-
-
 def test_a_reply_that_was_rewritten_names_the_turn_that_shows_another():
     question, answer = (
         {"role": role, "content": "a"} for role in ("user", "assistant")
     )
-    calls = [
+    records = [
         {"prompt_messages": [question], "response_message": answer},
         {
             "prompt_messages": [question, {**answer, "content": "b"}, question],
             "response_message": answer,
         },
     ]
-    calls[0] |= {"prompt_ids": [1], "output_ids": [2]}
-    calls[1] |= {"prompt_ids": [1, 3, 1], "output_ids": [4]}
-    assert kinds(calls, "slime")[0] == (0, 0, 1, "rewritten", None, 1)
-
-
-def test_retries_that_nothing_continues_are_quarantined():
-    calls = [
-        {"prompt_ids": prompt, "output_ids": output}
-        for prompt, output in [([1], [2]), ([1], [3]), ([1, 2, 4], [5])]
-    ]
-    found = kinds(calls, "nemo")
-    assert found[1] == (1, 0, 1, "quarantined", None, None)
+    records[0] |= {"prompt_ids": [1], "output_ids": [2]}
+    records[1] |= {"prompt_ids": [1, 3, 1], "output_ids": [4]}
+    assert kinds(records, "slime")[0] == (0, 0, 1, "rewritten", None, 1)
 
 
 def test_a_row_that_trains_nothing_is_no_row():
-    calls = [
+    records = [
         {"prompt_ids": [1], "output_ids": [2, 3]},
         {"prompt_ids": [1, 2, 9], "output_ids": [4], "trainable": False},
     ]
-    assert kinds(calls, "slime") == [
+    assert kinds(records, "slime") == [
         (0, 0, 2, "absorbed", None, 1),
         (1, 0, 1, "untrainable", None, None),
     ]
-    assert kinds(calls, "slime", keep_untrained=True) == [
+    assert kinds(records, "slime", keep_untrained=True) == [
         (0, 0, 2, "absorbed", 0, 1),
         (1, 0, 1, "untrainable", 0, None),
     ]
-    calls = [
+    records = [
         {"prompt_ids": [1], "output_ids": [2], "trainable": False},
         {"prompt_ids": [1, 5], "output_ids": [6]},
     ]
-    assert kinds(calls, "polar", keep_untrained=False) == [
+    assert kinds(records, "polar", keep_untrained=False) == [
         (0, 0, 1, "untrainable", None, None),
         (1, 0, 1, "no_splice_point", None, None),
     ]

@@ -145,6 +145,7 @@ REFUSALS = r"""
 2 | import x -o y --from opena | Did you mean "openai
 2 | linearize x -o y z | unrecognized arguments: z
 2 | simulat x | Did you mean "simulate"?
+2 | export in --to slime -o out --max-length 9 | --max-length does nothing with --to slime
 2 | help simulat | Did you mean "simulate"?
 2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed
 2 | drift {turns} --findings x.parquet | --findings needs --tokenizer

@@ -120,3 +120,11 @@ def test_a_table_without_lines_is_an_error(tmp_path, capsys):
         assert main([command, str(tmp_path / "none.parquet")]) == BAD_DATA
         assert "none.parquet: no lines, nothing to do" in capsys.readouterr().err
     assert main(["head", str(tmp_path / "absent.parquet")]) == BAD_FILE
+
+
+def test_sums_are_larger_than_values(tmp_path, capsys):
+    table = pa.table({"n": pa.array([2**31 - 1] * 3, pa.int32())})
+    write_table(table, tmp_path / "large.parquet")
+    assert main(["stats", str(tmp_path / "large.parquet"), "--json"]) == 0
+    sums = json.loads(capsys.readouterr().out)["columns"]["n"]
+    assert sums["sum"] == 3 * (2**31 - 1)

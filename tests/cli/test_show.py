@@ -149,10 +149,23 @@ def test_rows_of_other_systems_have_a_mask_only(tmp_path, capsys):
     )
 
 
-def test_a_row_that_begins_as_another_one_shows_what_is_new(capsys, turns):
-    assert main(["show", turns, "--row", "1", "--tokenizer", TOKENIZER]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].endswith("tokens as in row 0 ...")
+def test_a_row_that_begins_as_another_one_shows_what_is_new(tmp_path, capsys):
+    """Row 1 repeats a reply that row 0 trains, and leaves row 0 in the next one."""
+    pairs = [([1], [2, 3]), ([1, 2, 3, 4], [5, 6]), ([1, 2, 3, 4, 5, 9], [7])]
+    calls = [
+        {"session_id": "a", "prompt_ids": prompt, "output_ids": output}
+        for prompt, output in pairs
+    ]
+    path = tmp_path / "turns.jsonl"
+    tk.write_turns(tk.from_records(calls), path)
+    assert main(["show", str(path), "--row", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "session a, row 1: 7 tokens, 1 trained",
+        "context     ... 5 tokens as in row 0 ...",
+        "context     9",
+        "trained     7",
+        "",
+    ]
 
 
 def test_tokens_in_no_row_have_a_reason(tmp_path, capsys):

@@ -35,6 +35,44 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/analysis/sampled_tokens.py",
+        "tests/analysis/test_sampled_tokens.py",
+        (
+            "a token is lost to a later departure than the first",
+            "np.minimum.accumulate(lcp[chain[k + 1 :]])",
+            "np.maximum.accumulate(lcp[chain[k + 1 :]])",
+        ),
+        (
+            "the first token beyond the limit is over max_rows",
+            "place < self._most,",
+            "place <= self._most,",
+        ),
+        (
+            "drift right after a row's first prompt restarts it",
+            "lcp[call] < opened",
+            "lcp[call] <= opened",
+        ),
+    ),
+    _place(
+        "trajkit/analysis/branches.py",
+        "tests/analysis/test_branches.py",
+        (
+            "a call that starts when another ends is its sibling",
+            "started < ended",
+            "started <= ended",
+        ),
+        (
+            "a request as long as the one before is a compaction",
+            "n >= n_before or",
+            "n > n_before or",
+        ),
+        (
+            "of equal states the earliest counts",
+            "key=lambda one: (shared[one], one)",
+            "key=lambda one: (shared[one], -one)",
+        ),
+    ),
+    _place(
         "trajkit/schema/turns.py",
         "tests/turns/test_validation.py tests/turns/test_delta.py "
         "tests/turns/test_records.py",

@@ -364,10 +364,15 @@ def test_the_length_of_a_line_is_bounded(tmp_path, monkeypatch):
 
 def test_the_length_of_a_foreign_file_is_bounded(tmp_path, monkeypatch):
     path = tmp_path / "log.json.gz"
-    path.write_bytes(gzip.compress(b" " * (4 << 20)))
+    path.write_bytes(gzip.compress(b"[\n" + (b" " * 1000 + b"\n") * 4000))
     monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(1 << 20))
     [(_, found)] = objects(path, "json")
     assert "log.json.gz is longer than 1048576 bytes" in found.detail
+    path.write_bytes(gzip.compress(b" " * (4 << 20)))
+    with pytest.raises(
+        tk.errors.FormatError, match=r"log\.json\.gz, line 1: .* longer"
+    ):
+        list(objects(path, "json"))
 
 
 def test_a_damaged_parquet_page_is_found(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 import trajkit as tk
 from tests import foreign
-from tests.importers.test_importers import NODE, RECORD, REPLY
+from tests.importers.test_importers import NODE, PAGE, RECORD, REPLY
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.importers.reader import rounded
 from trajkit.turns import tools_key
@@ -21,7 +21,9 @@ def imported(tmp_path, lines, *args, **options):
 
 
 def problems(report):
-    return [row["problem"] for row in report]
+    found = [row["problem"] for row in report]
+    assert all(f"`{name}`" in PAGE for name in found)
+    return found
 
 
 def line(**changes):

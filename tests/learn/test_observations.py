@@ -172,7 +172,7 @@ def test_a_row_that_was_cut_leaves_the_rest_of_a_message_to_the_next():
     report = tk.learn.observation_report(rows, turns)
     line = report.to_pylist()[0]
     assert (line["tokens_observed"], line["tokens_repeated"]) == (2, 1)
-    out = tk.learn.observation_weights(rows, turns, normalization="ratio")
+    out = tk.learn.observation_weights(rows, turns)
     assert [
         [(t, w) for t, w in zip(ids, weights, strict=True) if w]
         for ids, weights in zip(
@@ -180,7 +180,7 @@ def test_a_row_that_was_cut_leaves_the_rest_of_a_message_to_the_next():
             out["observation_weight"].to_pylist(),
             strict=True,
         )
-    ] == [[(40, 3.5)], [(41, 3.5)]]
+    ] == [[(40, 1)], [(41, 1)]]
 
 
 def test_a_compaction_goes_on_where_it_was():
@@ -377,20 +377,6 @@ def test_a_rollout_that_failed_is_not_weighed():
     assert weighed(conversation(), "strict", sessions=facts("timeout")) == []
 
 
-@pytest.mark.parametrize("limit", [None, 12])
-@pytest.mark.parametrize(("normalization", "scale"), [("flat", 1), ("ratio", 5 / 2)])
-def test_normalization_counts_before_the_cut(normalization, scale, limit):
-    """The row has 2 observed and 5 sampled tokens."""
-    turns = tk.from_records(conversation())
-    rows = tk.linearize(turns, max_row_tokens=limit)
-    out = tk.learn.observation_weights(
-        rows, turns, alpha=0.5, normalization=normalization
-    )
-    (weights,) = out["observation_weight"].to_pylist()
-    found = [weight for weight in weights if weight]
-    assert found == pytest.approx([0.5 * scale] * (2 if limit is None else 1))
-
-
 LACKING = [
     pytest.param({"prompt_message_index": None}, "index is null", id="no index"),
     pytest.param(
@@ -447,7 +433,6 @@ def test_a_turn_without_flags_is_refused(columns, match):
         pytest.param({"roles": {"tool": float("inf")}}, id="infinite"),
         pytest.param({"roles": 5}, id="roles that are none"),
         pytest.param({"tool_names": 5}, id="tools that are none"),
-        pytest.param({"normalization": "none"}, id="normalization"),
         pytest.param({"missing": "drop"}, id="missing"),
     ],
 )

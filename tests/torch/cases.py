@@ -5,6 +5,7 @@ import random
 import pyarrow as pa
 
 import trajkit as tk
+from trajkit.torch.datasets import PackDataset
 
 VOCABULARY = 61
 
@@ -105,3 +106,8 @@ def packs_of(rows, cut=False, **options):
     longest = max(map(len, rows["input_ids"].to_pylist()))
     limit = longest + 4 if cut else 10_000
     return tk.pack(rows, limit, columns=["advantage"], **options)
+
+
+def pack_of(name="siblings"):
+    """The one pack of a case."""
+    return PackDataset(packs_of(rows_of(name)))[0]

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.torch.cases import packs_of, rows_of
+from tests.torch.cases import pack_of, packs_of, rows_of
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.torch.datasets import Pack, PackDataset
 from trajkit.turns import content_ids
@@ -53,7 +53,7 @@ def test_columns_that_tensors_cannot_hold_are_refused():
 
 
 def test_a_column_that_packs_lack_is_named():
-    pack = PackDataset(packs_of(rows_of("clean")))[0]
+    pack = pack_of("clean")
     with pytest.raises(SchemaError, match=r"no column edge_reward: .*\['advantage'\]"):
         pack.column("reward")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import trajkit as tk
-from tests.torch.cases import SESSIONS, packs_of, rows_of
+from tests.torch.cases import SESSIONS, pack_of, packs_of, rows_of
 from tests.torch.tiny_models import (
     CONFIGS,
     float64_throughout,
@@ -91,7 +91,7 @@ def test_an_empty_pack_gives_every_parameter_a_zero_gradient():
 
 @pytest.mark.parametrize("kernel", ["masked", "trunk"])
 def test_scores_are_scaled_as_the_layer_asks(kernel):
-    (pack,) = PackDataset(packs_of(rows_of("siblings")))
+    pack = pack_of()
     draw = torch.Generator().manual_seed(0)
     n = len(pack.input_ids)
     q, k, v = torch.randn(3, 1, 2, n, 8, generator=draw, dtype=torch.float64)

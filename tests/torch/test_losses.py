@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trajkit as tk
-from tests.torch.cases import SESSIONS, packs_of, rows_of
+from tests.torch.cases import SESSIONS, pack_of, packs_of, rows_of
 from tests.torch.tiny_models import make
 from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError
 from trajkit.torch.datasets import PackDataset
@@ -63,11 +63,11 @@ def by_hand(rows, clip, sequence):
         logs = [float(values[starts[k] + j]) - row["logprobs"][j] for j in places]
         if sequence:
             logs = [sum(logs) / len(logs)] * len(logs)
-        a = row["advantage"]
+        a, share = row["advantage"], row["row_weight"] / len(places)
         for x in logs:
             r = np.exp(x)
             clipped = min(max(r, 1 - clip[0]), 1 + clip[1])
-            total -= row["row_weight"] / len(places) * min(r * a, clipped * a)
+            total -= share * min(r * a, clipped * a)
     return total
 
 
@@ -87,10 +87,9 @@ def test_the_likelihood_loss_is_that_of_the_rows(case):
     values, starts = scored(rows)
     expected = 0.0
     for k, row in enumerate(rows.to_pylist()):
-        places = [j for j, trained in enumerate(row["loss_mask"]) if trained]
-        for j in places:
-            share = row["row_weight"] / len(places)
-            expected -= share * float(values[starts[k] + j])
+        if any(row["loss_mask"]):
+            own = values[starts[k] : starts[k + 1]][row["loss_mask"]]
+            expected -= row["row_weight"] * float(own.mean())
     assert float(sum_over(rows, nll_loss)) == pytest.approx(expected, rel=1e-12)
 
 
@@ -149,7 +148,7 @@ def with_value(pack, name, edges, value):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", LOSSES)
 def test_values_that_spoil_a_loss_are_refused_with_their_rows(name, value):
-    pack = PackDataset(packs_of(rows_of("siblings")))[0]
+    pack = pack_of()
     bad = (pack.edge_row == 1) | (pack.edge_row == 3)
     pack = with_value(pack, name, bad, value)
     edge = int(bad.nonzero()[0])
@@ -166,7 +165,7 @@ def test_values_that_spoil_a_loss_are_refused_with_their_rows(name, value):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["advantage", "score", "logprob", "old logprob"])
 def test_edges_without_a_weight_may_have_any_value(name, value):
-    pack = PackDataset(packs_of(rows_of("siblings")))[0]
+    pack = pack_of()
     unused = pack.edge_row == 2
     pack = with_value(pack, "row_weight", unused, 0.0)
     expected, found = (torch.zeros(len(unused), requires_grad=True) for _ in range(2))
@@ -177,7 +176,7 @@ def test_edges_without_a_weight_may_have_any_value(name, value):
 
 
 def test_wrong_arguments_are_refused():
-    pack = PackDataset(packs_of(rows_of("clean")))[0]
+    pack = pack_of("clean")
     for loss in (policy_loss, nll_loss, observation_loss):
         with pytest.raises(
             LayoutError, match=r"logprobs of shape \(3,\) for \d+ edges"
@@ -201,7 +200,7 @@ def hidden_states(pack, dtype=torch.float64):
 @pytest.mark.parametrize("chunk_size", [1, 4, 1000])
 @pytest.mark.parametrize("case", ["siblings", "nemo"])
 def test_logprobs_are_those_of_all_logits(case, chunk_size):
-    pack = PackDataset(packs_of(rows_of(case)))[0]
+    pack = pack_of(case)
     shuffled = torch.randperm(
         len(pack.edge_source), generator=torch.Generator().manual_seed(1)
     )
@@ -239,7 +238,7 @@ def test_logprobs_are_those_of_all_logits(case, chunk_size):
 
 
 def test_without_edges_all_weights_get_zero_gradients():
-    pack = PackDataset(packs_of(rows_of("clean")))[0]
+    pack = pack_of("clean")
     nothing = torch.zeros(0, dtype=torch.int64)
     pack = replace(pack, edge_source=nothing, edge_target=nothing)
     hidden, weight = (x.requires_grad_() for x in hidden_states(pack))

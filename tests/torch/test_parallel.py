@@ -14,7 +14,7 @@ import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.torch.cases import packs_of, rows_of
+from tests.torch.cases import pack_of, packs_of, rows_of
 from tests.torch.tiny_models import CONFIGS, float64_throughout, make
 from trajkit.errors import LayoutError, TrajkitError, UnsupportedModelError
 from trajkit.torch import PackDataset, PackedModel, edge_logprobs, policy_loss
@@ -28,7 +28,7 @@ CASES = ("tail_changed", "siblings")
 
 def packs():
     """One for each rank."""
-    return [PackDataset(packs_of(rows_of(case)))[0] for case in CASES]
+    return [pack_of(case) for case in CASES]
 
 
 def alone(model):

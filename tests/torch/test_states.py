@@ -9,7 +9,7 @@ import transformers
 from hypothesis import given
 
 import trajkit as tk
-from tests.torch.cases import SESSIONS, packs_of, rows_of
+from tests.torch.cases import SESSIONS, pack_of, packs_of, rows_of
 from tests.torch.test_equality import assert_equal, by_packs, by_rows
 from tests.torch.test_masks import forests, tree
 from tests.torch.tiny_models import SIZES, float64_throughout
@@ -159,7 +159,7 @@ def test_one_layer_that_does_not_follow_is_enough_to_refuse_a_model():
     plain = decoder.forward
     decoder.forward = lambda *args, tree=None, **kwargs: plain(*args, **kwargs)
     with pytest.raises(UnsupportedModelError, match="gives a tree other logprobs"):
-        edge_logprobs(model, PackDataset(packs_of(rows_of("nemo")))[0])
+        edge_logprobs(model, pack_of("nemo"))
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "GLM-5"])

@@ -19,6 +19,7 @@ from tests.oracles.packs import (
 )
 from tests.strategies import runs
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.packs import packing
 from trajkit.turns import content_ids, engine_ids
 
 POLICIES = ["faithful", "nemo", "per_call", "slime", "trl", "miles"]
@@ -232,6 +233,16 @@ def grouped(prompts, groups):
         for k, group in enumerate(groups)
     ]
     return tk.linearize(tk.from_records(turns), sessions=sessions)
+
+
+def test_a_group_of_a_stream_is_packed_as_a_whole(monkeypatch):
+    monkeypatch.setattr(packing, "_PACKS_AT_A_TIME", 0.01)
+    table = grouped([[1, 2, 3]] * 4 + [[1, 2, 3]], ["g", "g", "h", "h", None])
+    batches = list(tk.pack_batches(in_batches(table, 1), 99, share="group"))
+    packs = pa.Table.from_batches(batches)
+    assert packs["sessions"].to_pylist() == [["s0", "s1"], ["s2", "s3"], ["s4"]]
+    assert packs["n_tokens"].to_pylist() == [5, 5, 4]
+    assert tk.verify_packs(packs, table).num_rows == 0
 
 
 def test_sessions_of_a_group_share_what_their_first_rows_begin_with():

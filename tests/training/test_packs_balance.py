@@ -84,16 +84,20 @@ def test_every_pack_is_on_one_rank_and_loads_are_near_the_best(
         assert None not in found
 
 
-def test_largest_differences_beat_the_longest_first():
-    packs = packs_of([80, 70, 60, 50, 40], 80)
-    loads = {
-        method: sorted(
-            sum(line["cost"] for line in lines)
-            for lines in loads_of(tk.balance(packs, 2, cost=(1, 0), method=method), 2)
-        )
-        for method in METHODS
-    }
-    assert loads == {"lpt": [130, 170], "karmarkar_karp": [140, 160]}
+@pytest.mark.parametrize(
+    ("sizes", "cost", "lpt", "differences"),
+    [
+        ([80, 70, 60, 50, 40], (1, 0), [130, 170], [140, 160]),
+        # one pack against three
+        ([99, 57, 57, 57], (0, 1), [4950, 4959], [4950, 4959]),
+    ],
+)
+def test_largest_differences_beat_the_longest_first(sizes, cost, lpt, differences):
+    packs = packs_of(sizes, max(sizes))
+    for method, loads in (("lpt", lpt), ("karmarkar_karp", differences)):
+        plan = tk.balance(packs, 2, cost=cost, method=method)
+        found = [sum(line["cost"] for line in lines) for lines in loads_of(plan, 2)]
+        assert sorted(found) == loads
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -120,6 +120,7 @@ FAULTS = [
     ("a session is not named", PACKED, 1, "sessions", 0, "a", "sessions"),
     ("a token is another one", PACKED, 0, "input_ids", 1, 7, "context"),
     ("labels are shifted by one", PACKED, 0, "edge_source", 2, 4, "context"),
+    ("a source lacks a token", PACKED, 0, "edge_source", 1, 2, "context"),
     ("a target is another token", PACKED, 0, "edge_target", 0, 9, "target"),
     (
         "an edge is of another row",

@@ -494,6 +494,20 @@ def test_a_turn_that_may_not_be_trained_in_rows_without_pieces():
     ]
 
 
+def test_outputs_are_whole_ids_in_rows_without_pieces():
+    """The bytes of 1, 0, 0 are those of 256, 0, 0, 0 from the second on."""
+    turns = tk.from_records([turn([1], [0, 0])])
+    rows = pa.table({"input_ids": [[256, 0, 0, 0]], "loss_mask": [[0, 1, 1, 0]]})
+    assert tk.verify(rows, turns)["rule"].to_pylist() == ["mask"]
+
+
+@pytest.mark.parametrize("logprob", [0.0, float("nan"), None])
+def test_no_logprob_in_rows_without_pieces(logprob):
+    turns = tk.from_records([turn([1], [2], output_logprobs=None)])
+    rows = {"input_ids": [[1, 2]], "loss_mask": [[0, 1]], "logprobs": [[0.0, logprob]]}
+    assert tk.verify(pa.table(rows), turns).num_rows == 0
+
+
 PLAIN = {"input_ids": [[1]], "loss_mask": [[0]]}
 NAMED = {"input_ids": [[1], [2]], "loss_mask": [[0], [0]], "session_id": ["c", None]}
 

@@ -44,6 +44,14 @@ def demo(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def recorded(demo):
+    """The turns of the demo, and their one session."""
+    turns = tk.read_turns(demo)
+    (session,) = turns["session_id"].unique().to_pylist()
+    return turns, session
+
+
+@pytest.fixture(scope="session")
 def tokenizer():
     return load_tokenizer(TOKENIZER)
 

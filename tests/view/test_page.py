@@ -180,10 +180,9 @@ def test_a_script_that_enters_the_page_is_refused(tab, write, long):
     tab.errors.clear()
 
 
-def test_a_page_without_text_has_none(tab, write, demo, tokenizer):
-    turns = tk.read_turns(demo)
+def test_a_page_without_text_has_none(tab, write, recorded, tokenizer):
+    turns, session = recorded
     tab.open(write(turns, ["faithful"], text=False, tokenizer=tokenizer))
-    (session,) = turns["session_id"].unique().to_pylist()
     tab.go(s=session, tab="tokens")
     assert tab.run("TK.app.session.messages.map(([, body]) => body).join('')") == ""
     assert tab.run("TK.app.vocabulary") is None
@@ -200,9 +199,9 @@ def chips(tab, side):
 
 
 def test_drift_is_a_difference_of_ids_and_text_with_its_cause(
-    tab, write, demo, tokenizer
+    tab, write, recorded, tokenizer
 ):
-    turns = tk.read_turns(demo)
+    turns, _ = recorded
     findings = tk.analysis.explain_drift(turns, tk.link(turns), tokenizer)
     found = findings.to_pylist()[0]
     tab.open(write(turns, ["faithful"], tokenizer=tokenizer))
@@ -230,10 +229,9 @@ def test_drift_is_a_difference_of_ids_and_text_with_its_cause(
     assert shown.replace("·", " ").replace("↵", "\n") == found["path_text"]
 
 
-def test_calls_are_bars_in_lanes_of_rows_with_their_labels(tab, write, demo):
-    turns = tk.read_turns(demo)
+def test_calls_are_bars_in_lanes_of_rows_with_their_labels(tab, write, recorded):
+    turns, session = recorded
     tab.open(write(turns, ["slime"]))
-    (session,) = turns["session_id"].unique().to_pylist()
     tab.go(s=session, tab="forest")
     assert len(tab.texts("g.call")) == turns.num_rows
     rows = tk.linearize(turns, "slime")
@@ -273,10 +271,9 @@ def test_a_session_of_131072_tokens_shows_every_token_where_it_is(tab, write, lo
     assert tab.text(".text [data-k='0']").strip() == str(path[0])
 
 
-def test_tokens_of_every_turn_are_those_recorded(tab, write, demo):
-    turns = tk.expand(tk.read_turns(demo))
+def test_tokens_of_every_turn_are_those_recorded(tab, write, recorded):
+    turns, session = tk.expand(recorded[0]), recorded[1]
     tab.open(write(turns, ["faithful"]))
-    (session,) = turns["session_id"].unique().to_pylist()
     tab.go(s=session)
     paths = tab.run(
         "[...Array(TK.app.session.count).keys()].map((k) => [...TK.app.session.path(k)])"
@@ -340,8 +337,8 @@ def test_a_bar_filters_the_sessions(tab, write):
     assert "f=turns" in tab.run("location.hash")
 
 
-def test_violations_are_shown_with_the_row_s_tokens(tab, write, demo):
-    turns = tk.read_turns(demo)
+def test_violations_are_shown_with_the_row_s_tokens(tab, write, recorded):
+    turns, _ = recorded
     rows = tk.linearize(turns)
     masks = rows["loss_mask"].to_pylist()
     masks[1][-2] = False
@@ -357,34 +354,23 @@ def test_violations_are_shown_with_the_row_s_tokens(tab, write, demo):
     ids = rows["input_ids"][found["row_index"]].as_py()
     assert tab.text(".token.wrong small") == str(ids[found["token"]])
     assert tab.run("document.querySelector('.token.wrong.masked')") is None
-
-
-def test_rows_without_violations_say_so(tab, write, demo):
-    turns = tk.read_turns(demo)
-    rows = tk.linearize(turns, "slime")
-    tab.open(write(turns, ["slime"], rows=rows))
+    tab.open(write(turns, ["faithful"], rows=tk.linearize(turns)))
     assert "No violations." in tab.text("main")
-    (session,) = turns["session_id"].unique().to_pylist()
-    tab.go(s=session, tab="verify")
+    tab.go(s=found["session_id"], tab="verify")
     assert "break no rule" in tab.text("#panel")
 
 
 @pytest.mark.parametrize("pack_tokens", [1_000, 100_000])
-def test_packs_are_those_of_the_session_s_rows(tab, write, demo, pack_tokens):
-    turns = tk.read_turns(demo)
+def test_packs_are_those_of_the_session_s_rows(tab, write, recorded, pack_tokens):
+    turns, session = recorded
     packs = tk.pack(tk.linearize(turns), pack_tokens, oversize="carry")
-    (session,) = turns["session_id"].unique().to_pylist()
     tab.open(write(turns, ["faithful"], pack_tokens=pack_tokens))
     tab.go(s=session, tab="forest")
-    labels = tab.texts(".packs figcaption")
-    assert (
-        labels
-        == [
-            f"pack {k}: {pack['n_tokens']:,} tokens in {len(pack['segment_start'])} "
-            f"segment{'s' if len(pack['segment_start']) > 1 else ''}"
-            for k, pack in enumerate(packs.to_pylist())
-        ][:24]
-    )
+    sizes = [(one["n_tokens"], len(one["segment_start"])) for one in packs.to_pylist()]
+    assert tab.texts(".packs figcaption") == [
+        f"pack {k}: {n:,} tokens in {parts} segment{'s' * (parts > 1)}"
+        for k, (n, parts) in enumerate(sizes[:24])
+    ]
     # every segment is drawn down to the last token that attends to it
     drawn = tab.run("TK.app.session.policies[0].packs")
     for one, pack in zip(drawn, packs.to_pylist(), strict=True):
@@ -393,8 +379,8 @@ def test_packs_are_those_of_the_session_s_rows(tab, write, demo, pack_tokens):
             assert set(pack["subtree_end"][start:stop]) == {end}
 
 
-def test_two_runs_are_compared(tab, write, demo, long):
-    turns = tk.read_turns(demo)
+def test_two_runs_are_compared(tab, write, recorded, long):
+    turns, _ = recorded
     policies = ["faithful", "slime"]
     tab.open(write(turns, policies, title="A", against=("B", long, None)))
     table = tab.texts("table.compared")[0].splitlines()
@@ -420,22 +406,13 @@ def test_two_runs_are_compared(tab, write, demo, long):
 def test_the_keys_move_by_turn_drift_and_loss(tab, write, long):
     tab.open(write(long, ["slime"]) + "#s=long")
 
-    def state():
-        return tab.run("[TK.app.state.t, TK.app.state.tab]")
-
-    tab.key("n")
-    assert state() == [1, "drift"]
-    tab.key("n")
-    assert state() == [2, "drift"]
-    tab.key("p")
-    assert state() == [1, "drift"]
-    tab.key("k")
-    assert state()[0] == 0
-    tab.key("5")
-    tab.key("l")
     spans = tk.analysis.output_spans(long, "slime").to_pylist()
     lost = [span["turn_index"] for span in spans if span["kind"] != "trained"]
-    assert state() == [next(turn for turn in lost if turn > 0), "tokens"]
+    after = next(turn for turn in lost if turn > 0)
+    moves = [("n", 1, "drift"), ("n", 2, "drift"), ("p", 1, "drift"), ("k", 0, "drift")]
+    for key, *state in [*moves, ("5", 0, "tokens"), ("l", after, "tokens")]:
+        tab.key(key)
+        assert tab.run("[TK.app.state.t, TK.app.state.tab]") == state
     tab.key("?")
     assert tab.run("document.getElementById('help').open")
     tab.run("document.getElementById('help').close()")
@@ -452,10 +429,9 @@ def test_the_page_follows_the_colour_scheme(tab, write, long):
     tab.scheme("light")
 
 
-def test_every_control_has_a_name(tab, write, demo, tokenizer):
-    turns = tk.read_turns(demo)
+def test_every_control_has_a_name(tab, write, recorded, tokenizer):
+    turns, session = recorded
     tab.open(write(turns, ["slime"], tokenizer=tokenizer))
-    (session,) = turns["session_id"].unique().to_pylist()
     unnamed = (
         "[...document.querySelectorAll('button, input, select, canvas, svg, "
         '[role=button], [tabindex="0"]\')].filter((e) => !(e.textContent.trim() || '

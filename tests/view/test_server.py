@@ -138,6 +138,13 @@ def test_a_session_is_made_for_its_request(turns):
         assert b'"label":"strict"' in gzip.decompress(content)
 
 
+def found(server, word):
+    path = f"{urlsplit(server.url).path}api/search?word={quote_plus(word)}"
+    status, content = ask(server, path)
+    assert status == 200
+    return json.loads(gzip.decompress(content))
+
+
 def test_the_server_finds_words_of_messages(tmp_path):
     path = tmp_path / "turns.jsonl"
     ask_ = {"role": "user", "content": "Wie spät ist es?"}
@@ -148,21 +155,10 @@ def test_the_server_finds_words_of_messages(tmp_path):
     ]
     path.write_text("".join(json.dumps(call) + "\n" for call in calls))
     with serving(path) as server:
-        root = urlsplit(server.url).path
-
-        def found(word):
-            status, content = ask(server, f"{root}api/search?word={quote_plus(word)}")
-            assert status == 200
-            return json.loads(gzip.decompress(content))
-
-        assert found("SPÄT") == found("noon") == ["a"]
-        assert found("midnight") == found(".*") == []
+        assert found(server, "SPÄT") == found(server, "noon") == ["a"]
+        assert found(server, "midnight") == found(server, ".*") == []
     with serving(path, text=False) as server:
-        root = urlsplit(server.url).path
-        assert (
-            json.loads(gzip.decompress(ask(server, root + "api/search?word=noon")[1]))
-            == []
-        )
+        assert found(server, "noon") == []
 
 
 def test_follow_needs_the_server(turns, tmp_path):

@@ -131,8 +131,8 @@ class _Outputs:
         else:
             place = (spans.start - spans.out_start)[span]
             place += at - self._offsets[spans.call[span]]
-            dropped = np.where(place < self._most, "over_max_rows", "cut")
-            kind[trained] = [_CODES[name] for name in dropped[trained]]
+            losses = _CODES["over_max_rows"], _CODES["cut"]
+            kind[trained] = np.where(place < self._most, *losses)[trained]
         unknown = self._kind[at] == _UNKNOWN
         self._kind[at[unknown]] = kind[unknown]
         return at[trained], row[trained]

@@ -196,11 +196,11 @@ def drift(
             made["findings"] = tk.analysis.explain_drift(turns, links, loaded)
             own = _counts(turns, made["findings"], Codec(loaded), examples)
             causes.append(_summed([own], "cause", "changed_by"))
-        sizes = {"tokens_beyond": "size", "tokens_after_drift": "tokens_after_drift"}
         lines = pl.DataFrame(table).select(
             pl.col("region", "cause").cast(pl.String),
             turns=pl.lit(1),
-            **{name: pl.col(of).cast(pl.Int64) for name, of in sizes.items()},
+            tokens_beyond=pl.col("size").cast(pl.Int64),
+            tokens_after_drift=pl.col("tokens_after_drift").cast(pl.Int64),
         )
         # last, because a session that was refused would be counted twice
         groups.append(_summed([lines], "region", "cause"))
@@ -231,15 +231,8 @@ def drift(
         found = _summed(causes, "cause", "changed_by")
         found = found.sort("findings", "cause", descending=[True, False])
         facts |= {"causes": found.to_dicts(), "examples": examples}
-        heads = (
-            "cause",
-            "changed by",
-            "findings",
-            "turns",
-            "path tokens",
-            "prompt tokens",
-        )
-        text += f"\n\n{text_table(heads, found.rows())}"
+        names = [name.replace("_", " ") for name in found.columns]
+        text += f"\n\n{text_table(names, found.rows())}"
         for cause, one in examples.items():
             text += (
                 f"\n\n{cause}: session '{visible(one['session_id'])}', turn "
@@ -286,8 +279,8 @@ def _counts(
         changed_by=pl.Series(changed_by, dtype=pl.String),
         findings=pl.lit(1),
         turns=turn.is_first_distinct().cast(pl.Int64),
-        tokens_held=pl.col("path_stop") - pl.col("path_start"),
-        tokens_shown=pl.col("prompt_stop") - pl.col("prompt_start"),
+        path_tokens=(pl.col("path_stop") - pl.col("path_start")).cast(pl.Int64),
+        prompt_tokens=(pl.col("prompt_stop") - pl.col("prompt_start")).cast(pl.Int64),
     )
 
 

@@ -101,33 +101,28 @@ def import_(
     if report is not None:
         write_table(table, report)
     kinds = pl.DataFrame(table).group_by("problem", "kept", maintain_order=True)
-    problems = kinds.agg(
-        *(pl.col(name).first() for name in ("file", "place")),
-        count=pl.len(),
+    found = kinds.agg(
+        pl.len().alias("count"),
+        pl.format("{}, {}", "file", "place").first().alias("first"),
         # a sentence, of the first record that has one
-        detail=pl.col("detail").drop_nulls().first(),
-    ).to_dicts()
-    head = ("problem", "record", "count", "first", "detail")
-    lines = [
-        (
-            one["problem"],
-            "kept" if one["kept"] else "left out",
-            one["count"],
-            f"{one['file']}, {one['place']}",
-            one["detail"] or "",
-        )
-        for one in problems
-    ]
+        pl.col("detail").drop_nulls().first().fill_null(""),
+    )
     text = [f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"]
-    text += [text_table(head, lines)] * bool(lines)
+    if len(found):
+        record = {True: "kept", False: "left out"}
+        lines = [(name, record[kept], *more) for name, kept, *more in found.rows()]
+        head = ("problem", "record", "count", "first", "detail")
+        text.append(text_table(head, lines))
     text += [f"written to {out}"] * bool(totals["turns"])
-    facts = {"output": out, **totals, "problems": problems}
+    facts = {"output": out, **totals, "problems": found.to_dicts()}
     opt.print_result(facts, "\n\n".join(text), json)
     if not totals["turns"]:
-        left = [line for line in lines if line[1] != "kept"]
-        names = ", ".join(line[0] for line in left) or "no records"
-        first = "".join(f". {line[3]}: {line[4] or line[0]}" for line in left[:1])
-        raise InvalidTurnsError(f"0 turns, so no file was written ({names}){first}")
+        left = found.filter(~pl.col("kept")).to_dicts()
+        names = ", ".join(one["problem"] for one in left) or "no records"
+        why = f"0 turns, so no file was written ({names})"
+        for one in left[:1]:
+            why += f". {one['first']}: {one['detail'] or one['problem']}"
+        raise InvalidTurnsError(why)
 
 
 def linearize(

@@ -124,19 +124,19 @@ class Progress:
     """
 
     def __init__(self, label: str, unit: str = "") -> None:
-        counted = (TaskProgressColumn(), TextColumn("{task.fields[rate]}"))
-        self._unit = unit
+        done = TextColumn(f"{{task.completed:,.0f}} {unit}")
+        counted = (TaskProgressColumn(), done, TimeRemainingColumn(compact=True))
         self._bar = Bar(
             TextColumn(label),
             BarColumn(),
-            *((*counted, TimeRemainingColumn(compact=True)) if unit else ()),
+            *(counted if unit else ()),
             console=Console(stderr=True),
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
             disable=not sys.stderr.isatty(),
         )
-        self._task = self._bar.add_task("", total=None, rate="")
+        self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -147,11 +147,8 @@ class Progress:
 
     def begin(self, total: int, done: int = 0) -> None:
         """Start to count to ``total``; ``done`` were counted in an earlier run."""
-        self._bar.reset(self._task, total=total, completed=done, rate="")
+        self._bar.reset(self._task, total=total, completed=done)
 
     def advance(self, n: int) -> None:
         """Count ``n`` more as done."""
         self._bar.advance(self._task, n)
-        speed = self._bar.tasks[0].speed
-        rate = f"{speed:,.0f} {self._unit}/s" if speed else ""
-        self._bar.update(self._task, rate=rate)

@@ -4,7 +4,6 @@ import json as json_lines
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Annotated, Any
 
 import numpy as np
@@ -359,9 +358,13 @@ def head(
     lines
         The number of lines.
     """
-    screen = Screen()
-    tables = [pl.DataFrame(one) for one in islice(stored_tables(source, lines), lines)]
-    frame = pl.concat(tables, how="diagonal_relaxed").head(lines)
+    screen, tables, wanted = Screen(), list[pl.DataFrame](), lines
+    for table in stored_tables(source, lines):
+        tables.append(pl.DataFrame(table.slice(0, wanted)))
+        wanted -= table.num_rows
+        if wanted <= 0:
+            break
+    frame = pl.concat(tables, how="diagonal_relaxed")
     texts = pl.col(pl.String).map_elements(visible, return_dtype=pl.String)
     width = screen.width or 0
     with pl.Config(
@@ -391,7 +394,9 @@ def stats(source: opt.Source, /, *, json: opt.Json = False) -> None:
         measures = []
         for values in pl.DataFrame(table):
             name, (of, numbers) = values.name, _measured(values)
-            measures.append(numbers.alias(name))
+            # sums of small integers would overflow
+            large = pl.Int64 if numbers.dtype.is_integer() else numbers.dtype
+            measures.append(numbers.cast(large).alias(name))
             first = {
                 "type": str(values.dtype),
                 "nulls": 0,

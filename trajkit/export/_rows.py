@@ -15,10 +15,11 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import ExportError, NoSignalWarning
-from trajkit.learn._checks import session_codes, trained_tokens
+from trajkit.learn.weights import trained_tokens
 from trajkit.schema import PAYLOADS
 from trajkit.tables.canonical import TableLike as TableLike
 from trajkit.tables.canonical import as_table, canonical_rows, place
+from trajkit.tables.keys import codes
 from trajkit.tables.ragged import Ragged, lengths
 from trajkit.turns.images import engine_ids
 
@@ -122,7 +123,7 @@ def step_counts(rows: TableLike) -> StepCounts:
     """The counts of a step that trains these rows, and no others."""
     table = canonical_rows(as_table(rows))
     trained = trained_tokens(table)
-    session, _ = session_codes(table)
+    session = codes(table.column("session_id"))
     return StepCounts(len(np.unique(session[trained > 0])), int(trained.sum()))
 
 
@@ -135,7 +136,7 @@ def sessions_of(rows: TableLike) -> pa.Table:
     """
     table = canonical_rows(as_table(rows)).select(["session_id", "reward", "group_id"])
     found = table.group_by(table.column_names, use_threads=False).aggregate([])
-    if len(found) > session_codes(table)[1]:
+    if len(found) > len(found.column("session_id").unique()):
         raise ExportError(
             "the rows of a session differ in reward or group_id: pass a table of sessions"
         )
@@ -187,7 +188,7 @@ def checked_rows(
             f"{place(table, int(uneven))}: input_ids, loss_mask and logprobs have lengths "
             f"{sizes[:, uneven].tolist()}: expected the same"
         )
-    session, _ = session_codes(table)
+    session = codes(table.column("session_id"))
     for again in 1 + np.flatnonzero(np.diff(session) < 0):
         raise ExportError(
             f"{place(table, int(again))}: the rows of the session are not contiguous. Sort "

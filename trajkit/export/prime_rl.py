@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from trajkit._arguments import chosen_int
+from trajkit._arguments import check_number, chosen_int
 from trajkit.errors import ExportError
 from trajkit.export import _rows as shared
-from trajkit.learn._checks import check_number
 from trajkit.packs.balancing import balance
 from trajkit.packs.packing import pack
 from trajkit.tables.canonical import as_table

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from trajkit._arguments import chosen_int
+from trajkit._arguments import check_number, chosen_int
 from trajkit.errors import ExportError
 from trajkit.export import _rows as shared
-from trajkit.learn._checks import check_number
 
 _GRPO = shared.Target(
     "GRPOTrainer", "reward or null", runs="num_generations", response=True

@@ -6,24 +6,9 @@ from typing import Any
 
 import numpy as np
 
-LEFT_OUT = (
-    *("unreadable", "torn", "truncated", "no_prompt_ids", "no_output_ids"),
-    *("no_session_id", "no_parent", "lost", "not_a_prefix", "refused", "copied"),
-    *("other_version", "other_file", "empty", "invalid"),
-)
-"""Why a record is left out; docs/import.md explains each."""
-
-KEPT = (
-    *("no_logprobs", "logprobs_unaligned", "rounded_logprobs", "usage_contradicts"),
-    *("no_session_id", "session_in_two_files", "cut_output", "versions_unplaced"),
-    *("not_sampled", "no_end_token", "reply_of_a_request", "no_reply", "mask_unread"),
-    *("reward_unread", "reward_varies", "unread"),
-)
-"""What a turn that is kept lacks, or what was left behind."""
-
 
 class Refused(Exception):
-    """A record is left out; the arguments are one of `LEFT_OUT` and the detail."""
+    """A record is left out; the arguments are the problem and the detail."""
 
 
 @dataclass(slots=True)
@@ -37,12 +22,12 @@ class Finding:
     place: str
     # None: the record does not name it
     session: str | None = None
-    # why it is left out, one of `LEFT_OUT`; empty: its fields decide
+    # why it is left out (docs/import.md lists them); empty: its fields decide
     problem: str = ""
     detail: str = ""
     # keys of `trajkit.from_records` and of `reader.EXTRAS`. None: unknown
     fields: dict[str, Any] = field(default_factory=dict)
-    # what it lacks if it is kept: of `KEPT`, with detail
+    # what it lacks if it is kept, with details
     remarks: list[tuple[str, str]] = field(default_factory=list)
     # what the source states about numbers of tokens: its name, "prompt_ids" or
     # "output_ids", and the number

@@ -26,7 +26,6 @@ from trajkit.importers.findings import Finding, has_items, is_array
 from trajkit.importers.formats import FORMATS, fitting, text_only, unknown
 from trajkit.importers.transcripts import ChatTokenizer, Encoder
 from trajkit.schema import IMPORT_REPORT, TURNS
-from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.stages import batches_in
 from trajkit.turns.mapping import MapLike, read_map
@@ -152,18 +151,13 @@ def import_file(
     tables = found.tables(source)
     sources = [source] if isinstance(source, str | os.PathLike) else source
     check_outputs({"output": (output, "turns")}, inputs_of(sources, None, SUFFIXES))
-    totals = {"sessions": 0, "turns": 0}
-
-    def stage(turns: pa.Table) -> pa.Table:
-        totals["sessions"] += pc.count_distinct(turns["session_id"]).as_py()
-        return turns
-
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder_of(output)) as root:
         path = Path(root, "turns.arrows")
         write_tables(batches_in(tables), path)
-        if index_sessions([path], "arrows").turns:
-            totals["turns"] = run(path, stage, output, watch=watch)["turns"]
-    return totals, found.report()
+        index = index_sessions([path], "arrows")
+        if index.turns:
+            run(path, lambda turns: turns, output, watch=watch)
+    return {"sessions": len(index.turns), "turns": index.n_turns}, found.report()
 
 
 @dataclass
@@ -427,10 +421,9 @@ class _Import:
                 # they break a rule together
                 raise
             return self.table(good)
-        for one in EXTRAS:
-            if one.name not in table.column_names:
-                table = table.append_column(one, pa.nulls(len(table), one.type))
-        return table.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
+        tables = [TURNS_IMPORTED.empty_table(), table]
+        whole = pa.concat_tables(tables, promote_options="permissive")
+        return whole.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
 
 
 def rounded(logprobs: object) -> int:

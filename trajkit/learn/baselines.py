@@ -6,15 +6,14 @@ from typing import Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice, check_flag
+from trajkit._arguments import check_choice, check_flag, check_number
 from trajkit.errors import (
     ArgumentError,
     InvalidTurnsError,
     NoSignalWarning,
     SchemaError,
 )
-from trajkit.learn._checks import Bools, Floats, Longs, check_number, facts
-from trajkit.learn.rewards import segment_lines, trained_turns
+from trajkit.learn.rewards import Floats, facts, segment_lines, trained_turns
 from trajkit.schema import LINKS, SEGMENT_REWARDS, SESSIONS, TURN_REWARDS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import (
@@ -25,7 +24,7 @@ from trajkit.tables.canonical import (
     place,
 )
 from trajkit.tables.keys import Keys, codes
-from trajkit.tables.ragged import offsets_of, positions
+from trajkit.tables.ragged import Bools, Longs, offsets_of, positions
 from trajkit.tables.reshape import with_column
 from trajkit.tables.stages import apply, stage
 from trajkit.tables.take import row_lengths

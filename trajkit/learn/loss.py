@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.learn._checks import session_codes
 from trajkit.schema import ROWS
 from trajkit.tables.canonical import TableLike, as_table, canonical, is_list, place
+from trajkit.tables.keys import codes
 from trajkit.tables.ragged import Ragged
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -150,7 +150,7 @@ def reference_loss(
         fault = "observation_weight {value} of a token: expected a finite number"
         check_finite(value, observed, fault)
     observation_sum = -(_constant(value, logprobs) * logprobs[observed]).sum()
-    session, _ = session_codes(table)
+    session = codes(table.column("session_id"))
     n_rollouts = len(np.unique(session[of]))
     return Loss(rl_sum, n_rollouts, observation_sum, len(observed))
 

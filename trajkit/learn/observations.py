@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice
+from trajkit._arguments import check_choice, check_number
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.learn._checks import check_number
 from trajkit.schema import OBSERVATIONS, ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical, place
@@ -30,14 +29,12 @@ Names: TypeAlias = Collection[str] | Mapping[str, float]
 """Names with a common alpha, or a mapping with an alpha for each."""
 
 Missing: TypeAlias = Literal["raise", "skip"]
-Normalization: TypeAlias = Literal["flat", "ratio"]
 
 
 class _Choice(NamedTuple):
     # alpha of each role and tool that is selected; None: every tool, at its role's
     roles: dict[str, float]
     tools: dict[str, float] | None
-    by_ratio: bool
     skips: bool
     sessions: TableLike | None
 
@@ -46,11 +43,9 @@ def _chosen(
     roles: Names | None = None,
     tool_names: Names | None = None,
     alpha: float = 1.0,
-    normalization: Normalization = "flat",
     missing: Missing = "raise",
     sessions: TableLike | None = None,
 ) -> _Choice:
-    check_choice("normalization", normalization, Normalization)
     check_choice("missing", missing, Missing)
     check_number("alpha", alpha, 0)
     of_role = {"tool": alpha} if roles is None else _alphas("roles", roles, alpha)
@@ -61,9 +56,7 @@ def _chosen(
                 f"tool_names={tool_names!r}: roles {sorted(of_role)} select no tool"
             )
         tools = _alphas("tool_names", tool_names, of_role["tool"])
-    return _Choice(
-        of_role, tools, normalization == "ratio", missing == "skip", sessions
-    )
+    return _Choice(of_role, tools, missing == "skip", sessions)
 
 
 def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
@@ -86,7 +79,6 @@ def observation_weights(
     roles: Names | None = None,
     tool_names: Names | None = None,
     alpha: float = 1.0,
-    normalization: Normalization = "flat",
     missing: Missing = "raise",
     sessions: TableLike | None = None,
 ) -> pa.Table:
@@ -115,9 +107,6 @@ def observation_weights(
         messages get a weight.
     alpha : float, at least 0
         The weight of names without their own in ``tool_names`` or, next, ``roles``.
-    normalization : {"flat", "ratio"}
-        "ratio" multiplies alpha by ``R / S``: S is the number of observed tokens of the
-        rollout and R that of its trained tokens, before ``max_row_tokens`` cut the rows.
     missing : {"raise", "skip"}
         How to treat turns whose messages or attribution columns are missing or
         incomplete. "skip": the turn attributes nothing and is counted.
@@ -138,7 +127,7 @@ def observation_weights(
         ``missing="raise"`` and a turn lacks attribution; or a row does not belong to
         these turns.
     """
-    choice = _chosen(roles, tool_names, alpha, normalization, missing, sessions)
+    choice = _chosen(roles, tool_names, alpha, missing, sessions)
     return _observed(as_turns(turns), as_table(rows), choice)[0]
 
 
@@ -166,8 +155,6 @@ class _Row(NamedTuple):
     start: Ints
     stop: Ints
     last_turn: int
-    # tokens that the row trains, or would train if it were not cut
-    n_trained: int
     where: str
 
 
@@ -184,15 +171,12 @@ def _observed(
     of_session: dict[int, list[_Row]] = {}
     for row, session in enumerate(found.to_pylist()):
         spans = table.column("spans")[row].values
-        start, stop, turn, out_start, out_stop = (
+        start, stop, turn = (
             np.asarray(pc.struct_field(spans, name))
-            for name in ("start", "stop", "turn_index", "output_start", "output_stop")
+            for name in ("start", "stop", "turn_index")
         )
-        kinds = pc.struct_field(spans, "kind").cast(pa.string())
-        trains = np.asarray(pc.is_in(kinds, pa.array(["trained", "cut"])))
-        n_trained = int((out_stop - out_start)[trains].sum())
         last, where = int(turn.max(initial=-1)), place(table, row)
-        made = _Row(ids[row], weights[row], start, stop, last, n_trained, where)
+        made = _Row(ids[row], weights[row], start, stop, last, where)
         of_session.setdefault(session, []).append(made)
     lines = []
     for s, name in enumerate(calls.ids.to_pylist()):
@@ -232,9 +216,8 @@ def _echo(
     """Weigh the tokens of the rows of one session, and count them."""
     labels = _Labels(calls, choice, f"session {name!r}")
     count["turns_skipped"] = labels.skipped
-    # by label: its number of tokens in the first row that has it, and how many leading
-    # tokens of them an earlier row contains
-    sizes, covered = np.zeros((2, 0), np.int64)
+    # by label: how many of its leading tokens an earlier row contains
+    covered = np.zeros(0, np.int64)
     for row in rows:
         full = labels.of(_last_call(row, calls)).copy()
         for start, stop in zip(row.start, row.stop, strict=True):
@@ -242,12 +225,9 @@ def _echo(
         tokens = np.flatnonzero(full >= 0)
         label, inside = full[tokens], tokens < len(row.ids)
         n_labels = len(labels.alphas)
-        sizes, covered = (
-            np.pad(each, (0, n_labels - len(each))) for each in (sizes, covered)
-        )
+        covered = np.pad(covered, (0, n_labels - len(covered)))
         in_path = np.bincount(label, minlength=n_labels)
         seen = np.bincount(label[inside], minlength=n_labels)
-        sizes = np.where(sizes == 0, in_path, sizes)
         again = _ranks(label, in_path) < covered[label]
         taken = inside & ~again
         row.weights[tokens[taken]] = np.array(labels.alphas)[label[taken]]
@@ -257,10 +237,6 @@ def _echo(
         everything = np.iinfo(np.int64).max
         covered = np.where(complete, everything, np.maximum(covered, seen))
     count["messages_unnamed"] = len(labels.unnamed)
-    if choice.by_ratio and sizes.any():
-        scale = np.float32(sum(row.n_trained for row in rows) / sizes.sum())
-        for row in rows:
-            np.multiply(row.weights, scale, out=row.weights)
 
 
 def _ranks(label: Ints, sizes: Longs) -> Longs:

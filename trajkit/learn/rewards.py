@@ -8,15 +8,21 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.learn._checks import Bools, Floats, Longs, facts, session_codes
 from trajkit.schema import SEGMENT_REWARDS, TURN_REWARDS
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import TableLike, canonical_rows, place
+from trajkit.tables.canonical import (
+    TableLike,
+    as_table,
+    canonical,
+    canonical_rows,
+    place,
+)
 from trajkit.tables.keys import Keys, codes
-from trajkit.tables.ragged import Ragged
+from trajkit.tables.ragged import Bools, Longs, Ragged
 from trajkit.tables.reshape import with_column
 from trajkit.tables.stages import apply, stage
 
+Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Spread: TypeAlias = Literal[
     "copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"
@@ -101,7 +107,7 @@ def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Tab
         known = np.asarray(table.column("reward").is_valid())
         reward = table.column("reward").fill_null(0.0).to_numpy()
         if len(table):
-            session, _ = session_codes(table)
+            session = codes(table.column("session_id"))
             kinds = table.column("segment_kind").cast(pa.string())
             final = final_rows(
                 session,
@@ -219,3 +225,25 @@ def _lines(
         where = place(table, int(row[k]))
         raise InvalidTurnsError(f"{where}: {words.format(index[k])}")
     return lines
+
+
+def facts(table: TableLike, schema: pa.Schema, n_keys: int, value: str) -> pa.Table:
+    """A table of another schema with more columns, such as a report, as ``schema``.
+
+    Raises InvalidTurnsError if two lines have the same first ``n_keys`` columns, or one
+    has a ``value`` that is not finite.
+    """
+    found = canonical(as_table(table).replace_schema_metadata(None), schema)
+    counts = found.group_by(schema.names[:n_keys]).aggregate([([], "count_all")])
+    again = counts.filter(pc.greater(counts.column("count_all"), 1))
+    if len(again):
+        raise InvalidTurnsError(
+            f"{place(again, 0)}: {again.column('count_all')[0]} lines: expected one"
+        )
+    bad = found.filter(pc.invert(pc.is_finite(found.column(value))).fill_null(False))
+    if len(bad):
+        raise InvalidTurnsError(
+            f"{place(bad, 0)}: {value} {bad.column(value)[0]}: expected a finite number "
+            "or null"
+        )
+    return found

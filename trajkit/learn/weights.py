@@ -5,10 +5,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice
+from trajkit._arguments import check_choice, check_number
 from trajkit.errors import ArgumentError
-from trajkit.learn._checks import check_number, session_codes, trained_tokens
 from trajkit.tables.canonical import TableLike, canonical_rows
+from trajkit.tables.keys import codes
+from trajkit.tables.ragged import Longs, Ragged
 from trajkit.tables.reshape import with_column
 from trajkit.tables.stages import apply, stage
 
@@ -81,16 +82,21 @@ add_weights_batches = add_weights.batches
 
 def _weighed(rows: pa.Table, weigh_by: Weighing, constant: float | None) -> pa.Table:
     table = canonical_rows(rows)
-    session, n_sessions = session_codes(table)
-    n_trained = trained_tokens(table)
-    mask_sum = np.bincount(session, n_trained, n_sessions)[session].astype(np.int64)
+    session, n_trained = codes(table.column("session_id")), trained_tokens(table)
+    mask_sum = np.bincount(session, n_trained)[session].astype(np.int64)
     trains = (n_trained > 0).astype(np.float64)
     if weigh_by == "token":
         weight = n_trained / np.maximum(mask_sum, 1)
     elif weigh_by == "row":
-        n_rows = np.bincount(session, trains, n_sessions)[session]
+        n_rows = np.bincount(session, trains)[session]
         weight = trains / np.maximum(n_rows, 1)
     else:
         weight = trains / (np.maximum(mask_sum, 1) if constant is None else constant)
     table = with_column(table, "row_weight", pa.array(weight, mask=mask_sum == 0))
     return with_column(table, "rollout_mask_sum", pa.array(mask_sum))
+
+
+def trained_tokens(table: pa.Table) -> Longs:
+    """Trained tokens of each row."""
+    mask = Ragged.of(table.column("loss_mask"), fill=False)
+    return np.diff(np.searchsorted(np.flatnonzero(mask.values), mask.offsets))

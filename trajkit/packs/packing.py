@@ -21,8 +21,8 @@ from trajkit._arguments import (
     plain_array,
 )
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.learn._checks import trained_tokens
 from trajkit.learn.loss import Reduce
+from trajkit.learn.weights import trained_tokens
 from trajkit.schema import PACKS
 from trajkit.schema.engine import lookup, nulls
 from trajkit.tables import canonical as tables

@@ -189,7 +189,7 @@ IMPORT_REPORT = table(
     required("place", pa.string()),
     # null: not in the record
     pa.field("session_id", pa.string()),
-    # one of LEFT_OUT and KEPT in trajkit.importers.findings
+    # docs/import.md lists them
     required("problem", NAMES),
     # true if the record still became a turn
     required("kept", pa.bool_()),

@@ -142,15 +142,8 @@ def run_demo(
 
 def _tasks(n_tasks: int) -> list[Task]:
     """The tasks in turn, with a program that starts a second agent."""
-    job = Job(
-        base_url="",
-        api_key="",
-        model="trajkit-embedded",
-        prompt="",
-        home="/tmp",
-        workspace="",
-        arguments=(*_OPTIONS, "-c", f"agent.system_template={REVIEWER}"),
-    )
+    reviewer = (*_OPTIONS, "-c", f"agent.system_template={REVIEWER}")
+    job = Job(model="trajkit-embedded", home="/tmp", arguments=reviewer)
     *command, _ = MINI_SWE_AGENT.launch(job).command
     subagent = _SUBAGENT.format(command=shlex.join(command))
     known = read_tasks(Path(__file__).parent / "tasks")
