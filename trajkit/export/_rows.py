@@ -373,9 +373,9 @@ def _carried(row: ExportRow, name: str, given: pa.Scalar) -> Any:
     floats = np.array(values, np.float64)  # null: NaN
     if name != "observation_weight":
         floats[~row.loss_mask & [value is None for value in values]] = 0.0
-    for k in np.flatnonzero(~np.isfinite(floats)):
+    for bad in np.flatnonzero(~np.isfinite(floats)):
         raise ExportError(
-            f"{row.place}: {name} of token {k} is {values[k]}: expected a finite number"
+            f"{row.place}: {name} of token {bad} is {values[bad]}: expected a finite number"
         )
     return floats.tolist()
 
