@@ -42,7 +42,7 @@ def parsed(text: str) -> list[tuple[str, str, str, str]]:
 
 FAULTS = parsed(r"""
 export/_rows.py
-    |(own["session_id"], None)| -> |(None, None)|
+    |setdefault((alone, uid), | -> |setdefault(alone, |
     |f"session {own['session_id']}"| -> |own["session_id"]|
     |members[group] += int(edges[line])| -> |members[group] += 1|
     |repetition=members[group] - 1| -> |repetition=0|

@@ -25,7 +25,6 @@ from trajkit.turns.images import engine_ids
 
 _P = ParamSpec("_P")
 Array: TypeAlias = npt.NDArray[Any]
-
 Reduce: TypeAlias = Literal["mean", "sum"]
 
 _LISTS = {"input_ids": 0, "loss_mask": False, "logprobs": np.nan}
@@ -81,8 +80,7 @@ def objects_of(
 ) -> Callable[_P, Any]:
     """A function like ``fields`` that makes an object of each dict in its result.
 
-    ``make`` takes the dict, or names what does: "module:Class", made of keywords, or
-    "module:Class.method", which takes the dict.
+    ``make`` takes the dict, also as "module:Class.method"; a "module:Class" its keywords.
     """
 
     def made(value: Any) -> Any:
@@ -202,10 +200,9 @@ def checked_rows(
     facts = table.select([name for name in _COLUMNS if name in table.column_names])
     for line, own in enumerate(facts.to_pylist()):
         # a session without a group is one of its own, whatever others are called
-        key, uid = (own["session_id"], None), f"session {own['session_id']}"
-        if own["group_id"] is not None:
-            key, uid = (None, own["group_id"]), own["group_id"]
-        group = groups.setdefault(key, len(groups))
+        alone = own["group_id"] is None
+        uid = f"session {own['session_id']}" if alone else own["group_id"]
+        group = groups.setdefault((alone, uid), len(groups))
         members[group] += int(edges[line])
         row = ExportRow(
             **own | {flag: bool(own[flag]) for flag in FLAGS},

@@ -6,7 +6,7 @@ Source: https://github.com/areal-project/AReaL/tree/cbff54d (``utils/data.py``,
 
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,17 +14,19 @@ from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import ExportError
 from trajkit.export import _rows as shared
 
-Reward: TypeAlias = Literal["reward", "advantage"]
-
 CONTEXT = -1  # the version, and the turn, of a token that was not sampled
-_TARGET = shared.Target("AReaL", "reward", ("weight_version",), by_step=True)
+_TARGET = shared.Target(
+    *("AReaL", "reward", ("weight_version",)),
+    single="Add advantages, and pass reward='advantage'",
+    by_step=True,
+)
 
 
 def trajectory_fields(
     rows: shared.TableLike,
     *,
     version: int | None = None,
-    reward: Reward = "reward",
+    reward: Literal["reward", "advantage"] = "reward",
     weighted: bool | shared.StepCounts = False,
 ) -> list[dict[str, Any]]:
     """Rows as dicts of arrays, one for each group: AReaL takes a dict for a group.
@@ -42,8 +44,7 @@ def trajectory_fields(
         The column that becomes ``rewards``. Rollouts with several rows need "advantage",
         with ``reward_norm=None``, ``adv_norm=None``, ``gamma=lambda=1`` and no KL term.
     weighted : StepCounts, optional
-        Fold row weights into the advantages (see `trajkit.export`), for a trainer with
-        ``ppo_n_minibatches=1``. Implies ``reward="advantage"``.
+        Fold row weights into ``reward="advantage"``; needs ``ppo_n_minibatches=1``.
 
     Returns
     -------
@@ -53,13 +54,12 @@ def trajectory_fields(
         the longest), padded right; ``rewards`` (float32), one per row. ``turn_ids``
         counts the trained turns of a row from 0; -1 is context.
     """
-    check_choice("reward", reward, Reward)
+    check_choice("reward", reward, ("reward", "advantage"))
     if version is not None:
         version = chosen_int("version", version, CONTEXT)
-    single = "Add advantages, and pass reward='advantage'"
-    target = _TARGET._replace(single=single)
+    target = _TARGET
     if weighted or reward == "advantage":
-        target = _TARGET._replace(reads="advantage")
+        target = _TARGET._replace(reads="advantage", single="")
     found = []
     checked = shared.checked_rows(rows, target, weighted=weighted)
     checked.sort(key=attrgetter("group"))

@@ -1,4 +1,4 @@
-"""Rows as miles' ``Sample`` objects: slime's fields without sampling masks.
+"""Rows as the fields of miles' ``Sample``: those of slime without sampling masks.
 
 Source: https://github.com/radixark/miles/tree/31f1ca9 (``miles/utils/types.py``).
 """
@@ -21,6 +21,3 @@ def sample_fields(
     of shape (n_tokens - 1, layers, experts).
     """
     return slime.fields_of(rows, _TARGET, first_index, first_group_index)
-
-
-samples = shared.objects_of(sample_fields, "miles.utils.types:Sample.from_dict")

@@ -1,10 +1,9 @@
 """Rows as prime-rl's ``TrainingSample`` and ``MicroBatch``.
 
 Source: https://github.com/PrimeIntellect-ai/prime-rl/tree/559b44772
-(``transports/rollouts/types.py``, ``trainer/batch.py``), with the fields that were
-appended since, of which ``mm_refs`` (cb20c6a29) has the place of ``mm_kwargs``. A trainer
-of an older commit ignores the appended ones, ``sampling_mask`` included. Fields have the
-order of the wire format.
+(``transports/rollouts/types.py``, ``trainer/batch.py``), in the order of the wire format,
+with the fields appended since, which older trainers ignore, ``sampling_mask`` included.
+``mm_refs`` (cb20c6a29) has the place of ``mm_kwargs``.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Rows as RLinf's ``RolloutResult``.
+"""Rows as the fields of RLinf's ``RolloutResult``.
 
 Source: https://github.com/RLinf/RLinf/tree/a3816b5
 (``rlinf/data/schema/reasoning_results.py``). Its ``DynamicRolloutResult`` derives the mask
@@ -31,7 +31,3 @@ def rollout_fields(rows: shared.TableLike, *, group_size: int) -> dict[str, Any]
         "response_mask": [row.response_mask for row in checked],
         "rollout_logprobs": [row.response_logprobs for row in checked],
     }
-
-
-_CLASS = "rlinf.data.schema.reasoning_results:RolloutResult"
-rollout_result = shared.objects_of(rollout_fields, _CLASS)

@@ -1,4 +1,4 @@
-"""Turns as rLLM's ``Episode`` objects, whose trainer makes rows itself.
+"""Turns as the fields of rLLM's ``Episode``, whose trainer makes rows itself.
 
 Source: https://github.com/rllm-org/rllm/tree/9beb6e0 (``rllm/types.py``). rLLM merges the
 steps of a trajectory where each prompt begins with the path of the step before it.
@@ -8,7 +8,6 @@ from collections import Counter
 from typing import Any
 
 from trajkit.errors import ExportError
-from trajkit.export._rows import objects_of
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.turns.delta import expand
 from trajkit.turns.records import as_turns
@@ -80,6 +79,3 @@ def episode_fields(turns: TableLike, sessions: TableLike) -> list[dict[str, Any]
     for path in paths.values():
         path["steps"][-1]["done"] = True
     return [*episodes.values()]
-
-
-episodes = objects_of(episode_fields, "rllm.types:Episode")

@@ -43,7 +43,6 @@ def sample_fields(
 
     Parameters
     ----------
-    rows : table
     first_index, first_group_index : int
         ``index`` and ``rollout_id`` of the first rollout, and ``group_index`` of the first
         group. They count up in order of the samples.

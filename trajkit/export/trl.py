@@ -11,9 +11,8 @@ from trajkit._arguments import check_number, chosen_int
 from trajkit.errors import ExportError
 from trajkit.export import _rows as shared
 
-_GRPO = shared.Target(
-    "GRPOTrainer", "reward or null", runs="num_generations", response=True
-)
+_RUNS = "num_generations"
+_GRPO = shared.Target("GRPOTrainer", "reward or null", runs=_RUNS, response=True)
 _ASYNC = shared.Target("AsyncGRPOTrainer", "advantage")
 
 
@@ -78,10 +77,8 @@ def rollout_sample_fields(
     ]
 
 
-rollout_samples = shared.objects_of(
-    rollout_sample_fields,
-    "trl.experimental.async_grpo.async_rollout_worker:RolloutSample",
-)
+_SAMPLE = "trl.experimental.async_grpo.async_rollout_worker:RolloutSample"
+rollout_samples = shared.objects_of(rollout_sample_fields, _SAMPLE)
 
 
 def by_rollout(trainer: type[Any], rollouts: float) -> type[Any]:

@@ -75,9 +75,8 @@ def _opened(row: shared.ExportRow, folder: Path) -> list[Any]:
     return images
 
 
-agent_loop_outputs = shared.objects_of(
-    agent_loop_fields, "verl.experimental.agent_loop.agent_loop:AgentLoopOutput"
-)
+_OUTPUT = "verl.experimental.agent_loop.agent_loop:AgentLoopOutput"
+agent_loop_outputs = shared.objects_of(agent_loop_fields, _OUTPUT)
 
 
 def padded_fields(
@@ -87,7 +86,6 @@ def padded_fields(
 
     Parameters
     ----------
-    rows : table
     prompt_length, response_length, pad_token_id : int
         ``max_prompt_length`` and ``max_response_length`` of verl's configuration, beyond
         which rows are refused, and the id of padding.
