@@ -42,7 +42,7 @@ def sample_fields(
 ) -> list[dict[str, Any]]:
     """Rows as the fields of ``TrainingSample``, lists over the complete row.
 
-    Payloads are dicts with the fields of prime-rl's structs of the same names.
+    ``routed_experts`` and ``sampling_mask`` are dicts with the fields of the structs.
 
     Parameters
     ----------
