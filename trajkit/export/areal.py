@@ -15,11 +15,9 @@ from trajkit.errors import ExportError
 from trajkit.export import _rows as shared
 
 CONTEXT = -1  # the version, and the turn, of a token that was not sampled
-_TARGET = shared.Target(
-    *("AReaL", "reward", ("weight_version",)),
-    single="Add advantages, and pass reward='advantage'",
-    by_step=True,
-)
+_SINGLE = "Add advantages, and pass reward='advantage'"
+_ROWS = shared.Target("AReaL", "advantage", ("weight_version",), by_step=True)
+_ROLLOUTS = _ROWS._replace(reads="reward", single=_SINGLE)
 
 
 def trajectory_fields(
@@ -57,9 +55,7 @@ def trajectory_fields(
     check_choice("reward", reward, ("reward", "advantage"))
     if version is not None:
         version = chosen_int("version", version, CONTEXT)
-    target = _TARGET
-    if weighted or reward == "advantage":
-        target = _TARGET._replace(reads="advantage", single="")
+    target = _ROWS if weighted or reward == "advantage" else _ROLLOUTS
     found = []
     checked = shared.checked_rows(rows, target, weighted=weighted)
     checked.sort(key=attrgetter("group"))
