@@ -72,6 +72,16 @@ def in_delta_form(table, choose):
     much of what they share is said by it. A base need not be the best, nor used up.
     """
     lines = table.to_pylist()
+    current = {}
+    for line in lines:
+        # a message without a body has the one that its key had last
+        line["says"] = []
+        for message in [*(line["messages"] or ()), line["response"]]:
+            if message is not None:
+                at = line["session_id"], message["key"]
+                current[at] = message["body"] or current.get(at)
+                said = message["key"], message["role"], current[at]
+                line["says"].append((said, message["body"] is None))
     for i, line in enumerate(lines):
         earlier = [
             other for other in lines[:i] if other["session_id"] == line["session_id"]
@@ -81,9 +91,7 @@ def in_delta_form(table, choose):
         if base is not None:
             held = base["prompt_ids"] + base["output_ids"]
             if base["messages"] is not None:
-                shows = [
-                    m for m in [*base["messages"], base["response"]] if m is not None
-                ]
+                shows = [(said, True) for said, _ in base["says"]]
         line["base_turn"] = None if base is None else base["turn_index"]
         n = choose(range(reference.lcp(held, line["prompt_ids"]) + 1))
         line["shared_length"] = n
@@ -91,9 +99,8 @@ def in_delta_form(table, choose):
         line["shared_messages"] = line["suffix_messages"] = None
         if line["messages"] is not None:
             # what gives a body again is not what was shown
-            shown = [(m["key"], m["role"], None) for m in shows]
-            asked = [(m["key"], m["role"], m["body"]) for m in line["messages"]]
-            n = choose(range(reference.lcp(shown, asked) + 1))
+            asked = line["says"][: len(line["messages"])]
+            n = choose(range(reference.lcp(shows, asked) + 1))
             line["shared_messages"] = n
             line["suffix_messages"] = line["messages"][n:]
     return pa.Table.from_pylist(

@@ -299,3 +299,18 @@ def test_plain_rows_are_what_the_form_holds():
         ["input_ids", "loss_mask"]
     )
     assert isinstance(again, pa.Table)
+
+
+def test_rows_of_equal_sessions_are_told_apart():
+    """Two rollouts that sampled the same: each has a row of its own."""
+    call = {"prompt_ids": [1, 2], "output_ids": [3, 4]}
+    turns = tk.from_records([{"session_id": name, **call} for name in "ab"])
+    rows = {"input_ids": [[1, 2, 3, 4]] * 2, "loss_mask": [[0, 0, 1, 1]] * 2}
+    found = tk.check_rows(rows, turns).select(["session_id", "kind"]).to_pylist()
+    assert [tuple(line.values()) for line in found] == [
+        ("a", "trains"),
+        ("b", "trains"),
+    ]
+    shifted = {**rows, "loss_mask": [[0, 1, 1, 0]] * 2}
+    kinds = tk.check_rows(shifted, turns)["kind"].to_pylist()
+    assert kinds == ["trains", "mask_shifted"] * 2

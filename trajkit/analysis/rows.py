@@ -148,7 +148,11 @@ class _Check:
             calls = self.turns.calls_of(k)
             found = self.sampled.find(ids, calls, mask, everywhere=True)
             if found[2]:
-                tries.append((int((mask & (found[0] >= 0)).sum()), k, *found[:2]))
+                there = found[0] >= 0
+                # of equal sessions, one that no earlier row trains
+                n_again = int((self.sampled.trained_by[found[0][there]] >= 0).sum())
+                n_trained = int((mask & there).sum())
+                tries.append(((n_trained, -n_again), k, *found[:2]))
         if not tries:
             n, where = int(mask.sum()), f" of session {name!r}" if named else ""
             words = f"{count(n)} trained, and no turn{where} begins like it"
