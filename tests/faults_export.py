@@ -42,18 +42,19 @@ def parsed(text: str) -> list[tuple[str, str, str, str]]:
 
 FAULTS = parsed(r"""
 export/_rows.py
-    |(own["session_id"], None)| -> |(None, None)|
+    |setdefault((alone, uid), | -> |setdefault(alone, |
     |f"session {own['session_id']}"| -> |own["session_id"]|
     |members[group] += int(edges[line])| -> |members[group] += 1|
     |repetition=members[group] - 1| -> |repetition=0|
     |np.flatnonzero(np.diff(session) < 0)| -> |()|
-    |        if group in seen:| -> |        if False:|
-    |if seen[group] != expected:| -> |if seen[group] > expected:|
+    |np.flatnonzero(np.diff(numbers) < 0)| -> |()|
+    |if sizes[row.group] != expected:| -> |if sizes[row.group] > expected:|
+    |(target.single or target.runs) and| -> |target.runs and|
 export/slime.py
     |key=lambda row: row.group| -> |key=lambda row: 0|
     |rollouts.setdefault(row.rollout, | -> |rollouts.setdefault(row.place, |
 export/areal.py
-    |groupby(by_group, lambda row: row.group)| -> |groupby(by_group, lambda row: row.place)|
+    |groupby(checked, attrgetter("group"))| -> |groupby(checked, attrgetter("place"))|
 export/trl.py
     |first_group_id + row.group| -> |first_group_id|
 export/skyrl.py

@@ -163,12 +163,6 @@ def test_trl_rollouts_are_what_its_trainer_takes():
     assert found == due | {"reward": rewards}
 
 
-def test_trl_and_openrlhf_take_one_row_per_rollout():
-    for export in (trl.rollout_func_fields, openrlhf.execution_fields):
-        with pytest.raises(ExportError, match="session 's0' has several rows"):
-            export(sample_rows())
-
-
 def on_newest_wire(recorded, **appended):
     """The fields recorded at 559b44772, under the names and with the fields since then."""
     names = {"mm_kwargs": "mm_refs"}
@@ -389,11 +383,6 @@ def test_areal_rows_end_with_their_last_trained_token():
     assert plain(found["rewards"]) == [1.0]
 
 
-def test_areal_refuses_rewards_of_rollouts_with_several_rows():
-    with pytest.raises(ExportError, match="reward='advantage'"):
-        areal.trajectory_fields(sample_rows())
-
-
 def test_areal_versions_are_integers():
     rows = one_row_each(sample_rows())
     names = [
@@ -612,6 +601,15 @@ def test_rows_that_a_trainer_would_take_wrongly_are_refused(
     for target in targets:
         with pytest.raises(ExportError, match=f"session 's1', row 0: {match}"):
             EVERY[target](changed(column, values))
+
+
+def test_rollouts_with_several_rows_are_refused_where_one_is_taken():
+    makes = [EVERY[name] for name in ("openrlhf", "rlinf", "roll", "trl")]
+    for make in (*makes, areal.trajectory_fields):
+        with pytest.raises(ExportError, match="'s0', row 0: the rollout has several"):
+            make(sample_rows())
+    with pytest.raises(ExportError, match="Add advantages, and pass reward='adv"):
+        areal.trajectory_fields(sample_rows())
 
 
 @pytest.mark.parametrize("target", sorted(OF_ADVANTAGES))

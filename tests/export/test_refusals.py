@@ -12,7 +12,7 @@ import pytest
 
 import trajkit as tk
 from tests.export.group_of_rows import one_row_each, plain, sample_rows, with_column
-from tests.export.test_fields import EVERY
+from tests.export.test_fields import EVERY, slime_args
 from trajkit import export
 from trajkit.cli import main
 from trajkit.errors import (
@@ -136,9 +136,8 @@ def test_prime_rl_has_a_count_for_every_token():
 
 
 def test_skyrl_has_the_sampled_token_first():
-    rows = payload(
-        payload(one_row_each(sample_rows()), "sampling_mask"), "routed_experts"
-    )
+    rows = payload(one_row_each(sample_rows()), "sampling_mask")
+    rows = payload(rows, "routed_experts")
     found = skyrl.generator_fields(rows)
     assert plain(found["rollout_sample_support"][1]) == [[41, 7], [42, 7]]
     assert plain(found["rollout_sample_support"][0][2]) == [-1, -1]
@@ -196,9 +195,8 @@ def test_values_per_token_that_do_not_fit_are_refused(name, value, match):
 
 
 def test_prime_rl_has_one_field_for_two_kinds_of_reference():
-    rows = payload(
-        payload(one_row_each(sample_rows()), "ref_logprobs"), "teacher_logprobs"
-    )
+    rows = payload(one_row_each(sample_rows()), "ref_logprobs")
+    rows = payload(rows, "teacher_logprobs")
     with pytest.raises(ExportError, match="Drop one of the columns"):
         prime_rl.sample_fields(rows, env_name="e")
     fields = prime_rl.sample_fields(rows.drop_columns(["ref_logprobs"]), env_name="e")
@@ -256,19 +254,15 @@ def test_a_session_without_a_group_joins_none_with_its_name():
 
 
 def test_slime_rollouts_without_a_group_are_groups_of_their_own():
-    args = SimpleNamespace(
-        advantage_estimator="grpo",
-        rewards_normalization=True,
-        grpo_std_normalization=False,
-    )
     samples = [
         SimpleNamespace(
             index=k, rollout_id=k, group_index=g, get_reward_value=lambda args, r=r: r
         )
         for k, (g, r) in enumerate([(None, 1.0), (None, 0.0), (1, 1.0), (1, 0.0)])
     ]
-    assert slime.reward_post_process(args, samples)[1] == [0.0, 0.0, 0.5, -0.5]
-    args.grpo_std_normalization = True
+    found = slime.reward_post_process(slime_args(), samples)
+    assert found[1] == [0.0, 0.0, 0.5, -0.5]
+    args = slime_args(grpo_std_normalization=True)
     assert slime.reward_post_process(args, samples)[1][:2] == [0.0, 0.0]
     for sample, reward in zip(samples, (0.1 + 0.2, 0.3), strict=False):
         sample.group_index, sample.get_reward_value = 1, lambda args, r=reward: r
@@ -281,21 +275,13 @@ def test_slime_rollouts_without_a_group_are_groups_of_their_own():
 
 def uneven():
     """Rollout a has one row, rollout b three of other lengths."""
-    calls = [
-        {
-            "session_id": name,
-            "prompt_ids": prompt,
-            "output_ids": output,
-            "output_logprobs": [-1.0] * len(output),
-        }
-        for name, prompt, output in (
-            ("a", [1], [2]),
-            ("b", [1, 7], [5, 6]),
-            ("b", [1, 8], [5, 6]),
-            ("b", [9], [5]),
-        )
-    ]
-    rows = tk.linearize(tk.from_records(calls), "per_call")
+    calls = {
+        "session_id": ["a", "b", "b", "b"],
+        "prompt_ids": [[1], [1, 7], [1, 8], [9]],
+        "output_ids": [[2], [5, 6], [5, 6], [5]],
+        "output_logprobs": [[-1.0], [-1.0] * 2, [-1.0] * 2, [-1.0]],
+    }
+    rows = tk.linearize(tk.from_records(pa.table(calls).to_pylist()), "per_call")
     gains = pa.table({"session_id": ["a", "b"], "advantage": [1.0, -1.0]})
     return tk.add_advantages(rows, gains)
 
@@ -470,20 +456,10 @@ def test_advantages_come_from_the_rows_or_from_sessions(files):
 
 def test_sessions_take_the_report_of_linearize(files):
     report = files / "report.parquet"
-    turns = tk.from_records(
-        [
-            {
-                "session_id": f"s{k}",
-                "prompt_ids": [1, 2],
-                "output_ids": [3],
-                "output_logprobs": [-1.0],
-                "reward": float(k),
-                "group_id": "g",
-            }
-            for k in range(2)
-        ]
-    )
-    tk.write_turns(turns, files / "turns.parquet")
+    call = {"prompt_ids": [1, 2], "output_ids": [3], "output_logprobs": [-1.0]}
+    call |= {"group_id": "g"}
+    calls = [{**call, "session_id": f"s{k}", "reward": float(k)} for k in range(2)]
+    tk.write_turns(tk.from_records(calls), files / "turns.parquet")
     words = ["-o", str(files / "rows.parquet"), "--report", str(report)]
     assert main(["linearize", str(files / "turns.parquet"), *words]) == 0
     assert run(files, "rows", "tinker", "--sessions", str(report)) == 0

@@ -5,9 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import wraps
-from importlib import import_module
-from itertools import groupby
-from operator import attrgetter
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias
 
@@ -27,7 +25,6 @@ from trajkit.turns.images import engine_ids
 
 _P = ParamSpec("_P")
 Array: TypeAlias = npt.NDArray[Any]
-
 Reduce: TypeAlias = Literal["mean", "sum"]
 
 _LISTS = {"input_ids": 0, "loss_mask": False, "logprobs": np.nan}
@@ -45,35 +42,30 @@ class Target(NamedTuple):
     name: str
     # the column that its step needs: "advantages" may be lists per token
     reads: Literal["", "reward", "reward or null", "advantage", "advantages"] = ""
-    # the values per token that it has fields for
-    carried: tuple[str, ...] = ()
-    # its option for the length at which it cuts rows
-    cut: str = ""
-    # its option for the rollouts of a group, if it takes each run of so many rows for one
-    runs: str = ""
-    # it has prompt and response, and a mask for the response alone
-    response: bool = False
-    # it takes one row per rollout
-    single: bool = False
-    # it divides its loss by the trained tokens of a step
-    by_step: bool = False
-    # it needs a logprob of each trained token; without, payloads don't matter either
-    logprobs: bool = True
+    carried: tuple[str, ...] = ()  # the values per token that it has fields for
+    cut: str = ""  # its option for the length at which it cuts rows
+    runs: str = ""  # its option for rollouts per group, if it takes runs for groups
+    response: bool = False  # it has prompt and response, and a mask for the response
+    single: str = ""  # it takes one row per rollout; what to do for that
+    by_step: bool = False  # it divides its loss by the trained tokens of a step
+    logprobs: bool = True  # it trains with logprobs; without, payloads don't matter
     images: bool = False
     untrained: bool = False
+
+
+ONE_ROW = "Take a policy that gives one, such as policy('slime', row_selection='main')"
 
 
 class ExportRow(SimpleNamespace):
     """One checked row: its columns of `_COLUMNS`, what the target carries, and these.
 
     group, rollout, repetition : number of its group, of its rollout, and of its rollout in
-    its group, from 0 in order of the rows. is_last : it is the last row of its rollout.
-    place : session and row, for errors.
+    its group, from 0 in order of the rows. is_last : it is the last of its rollout.
     uid : the name of its group; that of a session without one is no ``group_id``.
     input_ids, loss_mask, logprobs, advantages : int32, bool, float32, float64, shape
     (n_tokens,); the last two are 0.0 where the mask is false.
     prompt_ids, response_ids, response_mask, response_logprobs : lists; the mask of ints.
-    scale : what a trained token counts.
+    scale : what a trained token counts. place : session and row, for errors.
     """
 
     # where the rows have no such column, or the target carries none
@@ -88,8 +80,7 @@ def objects_of(
 ) -> Callable[_P, Any]:
     """A function like ``fields`` that makes an object of each dict in its result.
 
-    ``make`` takes the dict, or is "module:Class", made of keywords, or
-    "module:Class.method", which takes the dict.
+    ``make`` takes the dict, also as "module:Class.method"; a "module:Class" its keywords.
     """
 
     def made(value: Any) -> Any:
@@ -97,9 +88,8 @@ def objects_of(
             return [made(each) for each in value]
         if not isinstance(make, str):
             return make(value)
-        module, _, name = make.partition(":")
-        factory = attrgetter(name)(import_module(module))
-        return factory(value) if "." in name else factory(**value)
+        factory = resolve_name(make)
+        return factory(**value) if isinstance(factory, type) else factory(value)
 
     @wraps(fields)
     def objects(*args: _P.args, **kwargs: _P.kwargs) -> Any:
@@ -178,8 +168,11 @@ def checked_rows(
         if value is not None:
             chosen_int(option.rpartition(".")[2], value, 1)
     table = canonical_rows(as_table(rows))
-    known = [name for name in (*target.carried, *PAYLOADS) if _has(table, name)]
-    for name in {*known}.difference(target.carried) if target.logprobs else ():
+    filled = [
+        name for name in table.column_names if table[name].null_count < len(table)
+    ]
+    lost = [name for name in filled if name in PAYLOADS and name not in target.carried]
+    for name in lost if target.logprobs else ():
         raise ExportError(
             f"the rows have the payload {name}, for which the format of {target.name} has "
             "no field, so the trainer would compute another loss. Export without it on "
@@ -207,10 +200,9 @@ def checked_rows(
     facts = table.select([name for name in _COLUMNS if name in table.column_names])
     for line, own in enumerate(facts.to_pylist()):
         # a session without a group is one of its own, whatever others are called
-        key, uid = (own["session_id"], None), f"session {own['session_id']}"
-        if own["group_id"] is not None:
-            key, uid = (None, own["group_id"]), own["group_id"]
-        group = groups.setdefault(key, len(groups))
+        alone = own["group_id"] is None
+        uid = f"session {own['session_id']}" if alone else own["group_id"]
+        group = groups.setdefault((alone, uid), len(groups))
         members[group] += int(edges[line])
         row = ExportRow(
             **own | {flag: bool(own[flag]) for flag in FLAGS},
@@ -240,16 +232,13 @@ def checked_rows(
             row.response_ids = row.input_ids[n:].tolist()
             row.response_mask = row.loss_mask[n:].astype(int).tolist()
             row.response_logprobs = row.logprobs[n:].tolist()
-        for name in filter(known.__contains__, target.carried):
+        for name in filter(filled.__contains__, target.carried):
             setattr(row, name, _carried(row, name, table[name][line]))
         found.append(row)
-    _check_groups(found, target, group_size)
+    if target.runs:
+        _check_groups(found, target, group_size)
     _warn_without_signal(found, target)
     return found
-
-
-def _has(table: pa.Table, name: str) -> bool:
-    return name in table.column_names and table[name].null_count < len(table)
 
 
 def _faults(
@@ -304,31 +293,29 @@ def _faults(
             yield "advantage is a list per token, but this format has one per row"
         if isinstance(gain, list) and len(gain) != n:
             yield f"{len(gain)} advantages for {n} tokens"
+    if (target.single or target.runs) and not row.is_last:
+        yield (
+            f"the rollout has several rows, but {target.name} takes one. "
+            f"{target.single or ONE_ROW}"
+        )
 
 
 def _check_groups(rows: list[ExportRow], target: Target, size: int | None) -> None:
+    # groups have their numbers in the order in which they begin
+    numbers = np.array([row.group for row in rows], int)
+    rule = f"{target.name} takes each run of {target.runs} rows for a group"
+    for line in 1 + np.flatnonzero(np.diff(numbers) < 0):
+        raise ExportError(
+            f"{rows[line].place}: other groups lie between the rows of group "
+            f"{rows[line].uid!r}, but {rule}. Sort the rows by group, as the trainer "
+            "repeats its prompts"
+        )
+    sizes = np.bincount(numbers)
     for row in rows:
-        if (target.single or target.runs) and not row.is_last:
+        expected = size or int(sizes[0])
+        if sizes[row.group] != expected:
             raise ExportError(
-                f"session {row.session_id!r} has several rows, but {target.name} takes one "
-                "per rollout. Take a policy that gives one, such as "
-                "policy('slime', row_selection='main')"
-            )
-    seen: dict[int, int] = {}
-    for group, members in groupby(rows if target.runs else (), lambda row: row.group):
-        first, *others = members
-        rule = f"{target.name} takes each run of {target.runs} rows for a group"
-        if group in seen:
-            raise ExportError(
-                f"{first.place}: other groups lie between the rows of group "
-                f"{first.uid!r}, but {rule}. Sort the rows by group, as the trainer "
-                "repeats its prompts"
-            )
-        seen[group] = 1 + len(others)
-        expected = size or next(iter(seen.values()))
-        if seen[group] != expected:
-            raise ExportError(
-                f"{first.place}: group {first.uid!r} has {seen[group]} rows, but "
+                f"{row.place}: group {row.uid!r} has {sizes[row.group]} rows, but "
                 f"{expected} were expected: {rule}"
             )
 
@@ -337,12 +324,12 @@ def _warn_without_signal(rows: list[ExportRow], target: Target) -> None:
     if target.reads.startswith("advantage"):
         some, what = any(np.any(row.advantage) for row in rows), "all advantages are 0"
     else:
-        pairs = ((row.group, row.reward) for row in rows if row.reward is not None)
-        first: dict[int, float] = {}
-        some, what = False, "no group has two rewards that differ"
-        for group, reward in pairs:
-            near = first.setdefault(group, reward)
-            some |= not math.isclose(near, reward, rel_tol=1e-9, abs_tol=1e-9)
+        what, first = "no group has two rewards that differ", dict[int, float]()
+        rewards = [(row.group, row.reward) for row in rows if row.reward is not None]
+        some = not all(
+            math.isclose(first.setdefault(k, value), value, rel_tol=1e-9, abs_tol=1e-9)
+            for k, value in rewards
+        )
     # the group of one rollout may be elsewhere
     if target.reads and not some and len({row.rollout for row in rows}) > 1:
         warnings.warn(
@@ -357,11 +344,8 @@ def _carried(row: ExportRow, name: str, given: pa.Scalar) -> Any:
     """A row's values per token.
 
     routed_experts : int32, shape (n_tokens - 1, layers, experts); the last token was not
-    forwarded.
-    sampling_mask : the ids from which each token was sampled; [] for tokens that are not
-    trained, or whose support was not cut.
-    weight_version : text or None.
-    Others : floats, 0.0 where null off the mask; None for a null list.
+    forwarded. sampling_mask : the ids from which each token was sampled, or []. Others :
+    floats, or texts and None in weight_version; None for a null list.
     """
     n = len(row.input_ids)
     if name == "routed_experts":
@@ -371,6 +355,8 @@ def _carried(row: ExportRow, name: str, given: pa.Scalar) -> Any:
     values = given.as_py()
     if len(values) != n:
         raise ExportError(f"{row.place}: {len(values)} values of {name} for {n} tokens")
+    if name == "weight_version":
+        return values
     if name == "sampling_mask":
         pairs = zip(row.loss_mask, values, strict=True)
         values = [list(ids or ()) if trained else [] for trained, ids in pairs]
@@ -380,16 +366,15 @@ def _carried(row: ExportRow, name: str, given: pa.Scalar) -> Any:
                     f"{row.place}: the sampling_mask of token {k} lacks the token itself, "
                     f"{row.input_ids[k]}, so it belongs to another token"
                 )
-    elif name != "weight_version":
-        floats = np.array(values, np.float64)  # null: NaN
-        if name != "observation_weight":
-            floats[~row.loss_mask & [value is None for value in values]] = 0.0
-        for k in np.flatnonzero(~np.isfinite(floats))[:1]:
-            raise ExportError(
-                f"{row.place}: {name} of token {k} is {values[k]}: expected a finite number"
-            )
-        values = floats.tolist()
-    return values
+        return values
+    floats = np.array(values, np.float64)  # null: NaN
+    if name != "observation_weight":
+        floats[~row.loss_mask & [value is None for value in values]] = 0.0
+    for bad in np.flatnonzero(~np.isfinite(floats)):
+        raise ExportError(
+            f"{row.place}: {name} of token {bad} is {values[bad]}: expected a finite number"
+        )
+    return floats.tolist()
 
 
 def _experts(row: ExportRow, tokens: pa.Array | None) -> Array:

@@ -5,7 +5,8 @@ Source: https://github.com/areal-project/AReaL/tree/cbff54d (``utils/data.py``,
 """
 
 from itertools import groupby
-from typing import Any, Literal, TypeAlias
+from operator import attrgetter
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,19 +14,17 @@ from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import ExportError
 from trajkit.export import _rows as shared
 
-Reward: TypeAlias = Literal["reward", "advantage"]
-
-CONTEXT = -1
-"""The version, and the turn, of a token that was not sampled."""
-
-_TARGET = shared.Target("AReaL", "reward", ("weight_version",), by_step=True)
+CONTEXT = -1  # the version, and the turn, of a token that was not sampled
+_SINGLE = "Add advantages, and pass reward='advantage'"
+_ROWS = shared.Target("AReaL", "advantage", ("weight_version",), by_step=True)
+_ROLLOUTS = _ROWS._replace(reads="reward", single=_SINGLE)
 
 
 def trajectory_fields(
     rows: shared.TableLike,
     *,
     version: int | None = None,
-    reward: Reward = "reward",
+    reward: Literal["reward", "advantage"] = "reward",
     weighted: bool | shared.StepCounts = False,
 ) -> list[dict[str, Any]]:
     """Rows as dicts of arrays, one for each group: AReaL takes a dict for a group.
@@ -43,8 +42,7 @@ def trajectory_fields(
         The column that becomes ``rewards``. Rollouts with several rows need "advantage",
         with ``reward_norm=None``, ``adv_norm=None``, ``gamma=lambda=1`` and no KL term.
     weighted : StepCounts, optional
-        Fold row weights into the advantages (see `trajkit.export`), for a trainer with
-        ``ppo_n_minibatches=1``. Implies ``reward="advantage"``.
+        Fold row weights into ``reward="advantage"``; needs ``ppo_n_minibatches=1``.
 
     Returns
     -------
@@ -54,24 +52,16 @@ def trajectory_fields(
         the longest), padded right; ``rewards`` (float32), one per row. ``turn_ids``
         counts the trained turns of a row from 0; -1 is context.
     """
-    check_choice("reward", reward, Reward)
+    check_choice("reward", reward, ("reward", "advantage"))
     if version is not None:
         version = chosen_int("version", version, CONTEXT)
-    if weighted:
-        reward = "advantage"
-    target = _TARGET._replace(reads=reward)
-    checked = shared.checked_rows(rows, target, weighted=weighted)
-    for row in checked:
-        if reward == "reward" and not row.is_last:
-            raise ExportError(
-                f"session {row.session_id!r} has several rows: AReaL would compute "
-                "baselines over rows. Add advantages and pass reward='advantage'"
-            )
+    target = _ROWS if weighted or reward == "advantage" else _ROLLOUTS
     found = []
-    by_group = sorted(checked, key=lambda row: row.group)
-    for _, members in groupby(by_group, lambda row: row.group):
+    checked = shared.checked_rows(rows, target, weighted=weighted)
+    checked.sort(key=attrgetter("group"))
+    for _, members in groupby(checked, attrgetter("group")):
         own = [*members]
-        gains = [getattr(row, reward) * row.scale for row in own]
+        gains = [getattr(row, target.reads) * row.scale for row in own]
         arrays = [_arrays(row, version) for row in own]
         width = max(len(each["input_ids"]) for each in arrays)
         found.append({"rewards": np.array(gains, np.float32)})
@@ -86,7 +76,7 @@ def trajectory_fields(
 def _arrays(row: shared.ExportRow, version: int | None) -> dict[str, shared.Array]:
     """The arrays of a row up to its last trained token."""
     trained = np.flatnonzero(row.loss_mask)
-    versions = np.full(len(row.input_ids), CONTEXT, np.int32)
+    versions, turns = np.full((2, len(row.input_ids)), CONTEXT, np.int32)
     versions[trained] = version or 0
     for k in trained if row.weight_version is not None else ():
         name = row.weight_version[k]
@@ -98,7 +88,6 @@ def _arrays(row: shared.ExportRow, version: int | None) -> dict[str, shared.Arra
                 f"{row.place}: weight version {name!r} of token {k} is not an integer, "
                 "which AReaL expects. Drop the payload weight_version and pass version="
             ) from None
-    turns = np.full(len(row.input_ids), CONTEXT, np.int32)
     numbers: dict[int, int] = {}
     for span in row.spans:
         part = slice(span["start"], span["stop"])

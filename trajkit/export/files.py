@@ -3,16 +3,16 @@
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
+from pyarrow import parquet as pq
 
 from trajkit.errors import ArgumentError, LongRowsWarning
 from trajkit.export import FILE_FORMATS, prime_rl, sft, slime, tinker
 from trajkit.files.formats import replacing
-
-Write: TypeAlias = Callable[..., object]
 
 
 def path_of(target: str, folder: Path) -> Path:
@@ -42,15 +42,12 @@ def write_export(rows: pa.Table, target: str, folder: Path, **options: Any) -> P
             folder.rmdir()
 
 
-def _parquet(make: Callable[..., pa.Table]) -> Write:
-    def write(rows: pa.Table, path: Path, **options: Any) -> None:
-        from pyarrow import parquet as pq
-
-        table = make(rows, **options)
-        with replacing(path) as draft:
-            pq.write_table(table, draft)
-
-    return write
+def _parquet(
+    make: Callable[..., pa.Table], rows: pa.Table, path: Path, **options: Any
+) -> None:
+    table = make(rows, **options)
+    with replacing(path) as draft:
+        pq.write_table(table, draft)
 
 
 def _llama_factory(rows: pa.Table, path: Path, **options: Any) -> None:
@@ -74,12 +71,11 @@ def _tinker(rows: pa.Table, path: Path) -> None:
     """The two arguments of a ``Datum`` per line; tinker knows the types of these lists."""
     lines = []
     for fields in tinker.datum_fields(rows):
-        names = ("target_tokens", "logprobs", "advantages")
-        inputs = {name: fields[name].tolist() for name in names}
-        lines.append({"model_input": fields["model_input"], "loss_fn_inputs": inputs})
+        inputs = {name: fields[name].tolist() for name in tinker.INPUTS[:3]}
+        line = {"model_input": fields["model_input"], "loss_fn_inputs": inputs}
+        lines.append(json.dumps(line) + "\n")
     with replacing(path) as draft:
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text("".join(lines), encoding="utf-8")
 
 
 def _prime_rl(rows: pa.Table, path: Path, **options: Any) -> None:
@@ -88,11 +84,11 @@ def _prime_rl(rows: pa.Table, path: Path, **options: Any) -> None:
 
 
 # the name of the file or folder, and what writes it
-_WRITE: dict[str, tuple[str, Write]] = {
+_WRITE: dict[str, tuple[str, Callable[..., object]]] = {
     "llama-factory": ("tokenized", _llama_factory),
     "prime-rl": ("step_0", _prime_rl),
-    "sft": ("rows.parquet", _parquet(sft.labels_table)),
-    "skyrl-sft": ("rows.parquet", _parquet(sft.mask_table)),
+    "sft": ("rows.parquet", partial(_parquet, sft.labels_table)),
+    "skyrl-sft": ("rows.parquet", partial(_parquet, sft.mask_table)),
     "slime": ("rollout_0.pt", slime.write_debug_rollout),
     "tinker": ("datums.jsonl", _tinker),
 }

@@ -15,18 +15,15 @@ _TARGET = shared.Target("NeMo-RL", carried=("routed_experts",))
 
 
 def message_log_fields(rows: shared.TableLike) -> list[list[dict[str, Any]]]:
-    """Rows as message logs: one message per range of tokens with the same mask.
+    """Rows as message logs, each a list with a message per range of the same mask.
+
+    Messages have ``role`` (``user`` first, ``assistant`` if trained, else ``tool``),
+    ``content`` (empty), ``token_ids`` and ``token_loss_mask`` (int64) and
+    ``generation_logprobs`` (float32); ``routed_experts`` (int32) with this payload.
 
     NeMo-RL trains every token of a message with role ``assistant``. It groups rows by the
     ids of their first prompt. Rows that a fork opened have other prompts, so compute
     advantages with `trajkit.learn.advantages`.
-
-    Returns
-    -------
-    list of list of dict
-        One list per row. Messages have ``role`` (``user`` first, ``assistant`` if trained,
-        else ``tool``), ``content`` (empty), ``token_ids`` and ``token_loss_mask`` (int64)
-        and ``generation_logprobs`` (float32); ``routed_experts`` (int32) with this payload.
     """
     logs = []
     for row in shared.checked_rows(rows, _TARGET):

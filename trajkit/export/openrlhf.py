@@ -10,9 +10,8 @@ import numpy as np
 
 from trajkit.export import _rows as shared
 
-_TARGET = shared.Target(
-    "OpenRLHF", "reward", cut="data.max_len", runs="n_samples_per_prompt"
-)
+_RUNS = "n_samples_per_prompt"
+_TARGET = shared.Target("OpenRLHF", "reward", cut="data.max_len", runs=_RUNS)
 
 
 def execution_fields(
@@ -35,25 +34,23 @@ def execution_fields(
         Those of the trainer. It truncates rows longer than ``--data.max_len`` without a
         message. None: rows of any length; as many rows per group as the first has.
     """
-    checked = shared.checked_rows(
+    found = []
+    for row in shared.checked_rows(
         rows, _TARGET, cut=max_len, group_size=n_samples_per_prompt
-    )
-    edges = [
-        np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))
-        for row in checked
-    ]
-    return [
-        {
-            "prompt": prompt,
-            "label": label,
-            "images": None,
-            "reward": row.reward,
-            "scores": row.reward,
-            "observation_tokens": row.input_ids.tolist(),
-            "action_ranges": [*map(tuple, bounds.reshape(-1, 2).tolist())],
-            "rollout_log_probs": row.logprobs.tolist(),
-            "extra_logs": {},
-            "truncated": row.truncated,
-        }
-        for row, bounds in zip(checked, edges, strict=True)
-    ]
+    ):
+        edges = np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))
+        found.append(
+            {
+                "prompt": prompt,
+                "label": label,
+                "images": None,
+                "reward": row.reward,
+                "scores": row.reward,
+                "observation_tokens": row.input_ids.tolist(),
+                "action_ranges": [*map(tuple, edges.reshape(-1, 2).tolist())],
+                "rollout_log_probs": row.logprobs.tolist(),
+                "extra_logs": {},
+                "truncated": row.truncated,
+            }
+        )
+    return found

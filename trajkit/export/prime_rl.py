@@ -1,10 +1,9 @@
 """Rows as prime-rl's ``TrainingSample`` and ``MicroBatch``.
 
 Source: https://github.com/PrimeIntellect-ai/prime-rl/tree/559b44772
-(``transports/rollouts/types.py``, ``trainer/batch.py``), with the fields that were
-appended since, of which ``mm_refs`` (cb20c6a29) has the place of ``mm_kwargs``. A trainer
-of an older commit ignores the appended ones, ``sampling_mask`` included. Fields have the
-order of the wire format.
+(``transports/rollouts/types.py``, ``trainer/batch.py``), in the order of the wire format,
+with the fields appended since, which older trainers ignore, ``sampling_mask`` included.
+``mm_refs`` (cb20c6a29) has the place of ``mm_kwargs``.
 """
 
 import errno
@@ -25,12 +24,9 @@ from trajkit.packs.packing import pack
 from trajkit.tables.canonical import as_table
 from trajkit.tables.take import tuples
 
+_CARRIED = ("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs")
 _TARGET = shared.Target(
-    *("prime-rl", "advantages"),
-    carried=(
-        *("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs"),
-        "observation_weight",
-    ),
+    *("prime-rl", "advantages", (*_CARRIED, "observation_weight")),
     cut="seq_len",
     by_step=True,
 )
@@ -44,17 +40,15 @@ def sample_fields(
     seq_len: int | None = 2048,
     weighted: bool | shared.StepCounts = False,
 ) -> list[dict[str, Any]]:
-    """Rows as the fields of ``TrainingSample``.
+    """Rows as the fields of ``TrainingSample``, lists over the complete row.
 
-    Every list covers the complete row. ``routed_experts`` and ``sampling_mask`` are dicts
-    with the fields of prime-rl's structs of these names.
+    ``routed_experts`` and ``sampling_mask`` are dicts with the fields of the structs.
 
     Parameters
     ----------
     rows : table
         With advantages, per row or per token. A column ``observation_weight`` becomes
-        ``ce_weights``. The payloads ``routed_experts``, ``sampling_mask`` and
-        ``ref_logprobs`` (or ``teacher_logprobs``) are carried along.
+        ``ce_weights``, ``ref_logprobs`` or ``teacher_logprobs`` become ``ref_logprobs``.
     env_name : str
         The environment; prime-rl reserves the name "all".
     temperature : float
@@ -73,9 +67,8 @@ def sample_fields(
     check_number("temperature", temperature, 0, above=True)
     samples = []
     for row in shared.checked_rows(rows, _TARGET, cut=seq_len, weighted=weighted):
-        references = [row.ref_logprobs, row.teacher_logprobs]
-        reference, *others = [each for each in references if each is not None] or [None]
-        if others:
+        reference, teacher = row.ref_logprobs, row.teacher_logprobs
+        if reference is not None and teacher is not None:
             raise ExportError(
                 f"{row.place}: the row has ref_logprobs and teacher_logprobs, but prime-rl "
                 "has one field, ref_logprobs. Drop one of the columns"
@@ -85,9 +78,9 @@ def sample_fields(
             # the last token was not forwarded: as the one before it
             experts = _experts(np.concatenate([experts, experts[-1:]]))
         if masks is not None:
-            ids, counts = [*chain(*masks)], [len(each) for each in masks]
-            parts = {"ids": np.array(ids, "<i4"), "counts": np.array(counts, "<i4")}
-            masks = {name: part.tobytes() for name, part in parts.items()}
+            parts = {"ids": [*chain(*masks)], "counts": [*map(len, masks)]}
+            masks = {name: np.array(parts[name], "<i4").tobytes() for name in parts}
+        scales = (row.loss_mask * row.scale).tolist()
         samples.append(
             {
                 "token_ids": row.input_ids.tolist(),
@@ -95,13 +88,11 @@ def sample_fields(
                 "logprobs": row.logprobs.tolist(),
                 "temperatures": [temperature] * len(row.input_ids),
                 "env_name": env_name,
-                "ref_logprobs": reference,
+                "ref_logprobs": teacher if reference is None else reference,
                 "mm_refs": None,
                 "routed_experts": experts,
                 "mm_token_type_ids": None,
-                "rl_weights": (row.loss_mask * row.scale).tolist()
-                if weighted
-                else None,
+                "rl_weights": scales if weighted else None,
                 "ce_weights": row.observation_weight,
                 "ref_kl_weights": None,
                 "advantages": row.advantages.tolist(),
@@ -128,32 +119,25 @@ def micro_batch_fields(
     weighted: bool = False,
     **options: Any,
 ) -> list[list[dict[str, Any]]]:
-    """Rows of one step as the fields of ``MicroBatch``, a list of these for each rank.
+    """All rows of a step as the fields of ``MicroBatch``, a list of these for each rank.
 
     Parameters
     ----------
-    rows : table
-        All rows of a step, as for `sample_fields`.
-    seq_len : int
-        Maximum number of tokens in a micro-batch, a multiple of ``pad_to_multiple_of``.
+    rows, **options
+        As for `sample_fields`. With ``weighted``, the counts are those of these rows.
+    seq_len, pad_to_multiple_of : int
+        Maximum of tokens in a micro-batch, and what they are padded to a multiple of.
     ranks : int
         Data-parallel ranks of the trainer. All get as many micro-batches, of similar
         cost (`trajkit.balance`); one of padding alone fills up.
-    pad_to_multiple_of : int
-        Micro-batches are padded to a multiple of this many tokens.
-    weighted : bool
-        Take the row weights, with the counts of these rows.
-    **options
-        ``env_name`` and ``temperature`` of `sample_fields`.
     """
     chosen_int("ranks", ranks, 1)
     counts = weighted and shared.step_counts(rows)
     samples = sample_fields(rows, seq_len=seq_len, weighted=counts, **options)
     packs = pack(as_table(rows), seq_len, layout="rows", align=pad_to_multiple_of)
+    balanced = balance(packs, ranks, equal_counts=True)
     found: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
-    for rank, number in tuples(
-        balance(packs, ranks, equal_counts=True), "rank", "pack"
-    ):
+    for rank, number in tuples(balanced, "rank", "pack"):
         members, length = [], pad_to_multiple_of
         if number is not None:
             length = len(packs["input_ids"][number])
@@ -168,16 +152,14 @@ def _micro_batch(samples: list[dict[str, Any]], length: int) -> dict[str, Any]:
     sizes = [len(sample["token_ids"]) for sample in samples]
     n_padding = length - sum(sizes)
 
-    def joined(name: str, fill: Any = 0.0, *, needed: bool = False) -> Any:
+    def present(name: str) -> list[Any]:
+        return [sample[name] for sample in samples if sample[name] is not None]
+
+    def joined(name: str, fill: Any = 0.0) -> list[Any]:
         """The values of all tokens, ``fill`` for padding and samples that have none."""
-        if not needed and all(sample[name] is None for sample in samples):
-            return None
         parts = zip(samples, sizes, strict=True)
         filled = [sample[name] or [fill] * size for sample, size in parts]
         return [*chain(*filled), *[fill] * n_padding]
-
-    def present(name: str) -> list[Any]:
-        return [sample[name] for sample in samples if sample[name] is not None]
 
     experts = [
         np.frombuffer(each["data"], each["dtype"]).reshape(each["shape"])
@@ -197,21 +179,21 @@ def _micro_batch(samples: list[dict[str, Any]], length: int) -> dict[str, Any]:
     # padding belongs to the last sequence
     bounds = [*sizes[:-1], sum(sizes[-1:]) + n_padding]
     return {
-        "input_ids": joined("token_ids", 1, needed=True),
-        "loss_mask": joined("mask", False, needed=True),
-        "advantages": joined("advantages", needed=True),
-        "inference_logprobs": joined("logprobs", needed=True),
+        "input_ids": joined("token_ids", 1),
+        "loss_mask": joined("mask", False),
+        "advantages": joined("advantages"),
+        "inference_logprobs": joined("logprobs"),
         "position_ids": [k for size in [*sizes, n_padding] for k in range(size)],
         "sequence_lengths": bounds,
-        "temperatures": joined("temperatures", 1.0, needed=True),
+        "temperatures": joined("temperatures", 1.0),
         "env_names": np.repeat([*names, ""], [*sizes, n_padding]).tolist(),
         "seq_lens": bounds,
-        "ref_logprobs": joined("ref_logprobs"),
+        "ref_logprobs": joined("ref_logprobs") if present("ref_logprobs") else None,
         "routed_experts": _experts(np.concatenate(experts)) if experts else None,
         "mm_refs": None,
         "mm_token_type_ids": None,
-        "rl_weights": joined("rl_weights"),
-        "ce_weights": joined("ce_weights"),
+        "rl_weights": joined("rl_weights") if present("rl_weights") else None,
+        "ce_weights": joined("ce_weights") if present("ce_weights") else None,
         "ref_kl_weights": None,
         "sampling_mask": support if masks else None,
         "trace_ids": [sample["trace_id"] for sample in samples] or [""],
@@ -226,7 +208,8 @@ def write_micro_batches(
     """Write the files of a step for prime-rl's trainer, and return their paths.
 
     It reads them with ``rollout_transport.type = "filesystem"``, not the default. Needs
-    msgspec.
+    msgspec. The files ``step_{step}/rank_{rank}.bin`` appear together; FileExistsError if
+    the folder of the step, which trains the rows, has anything in it.
 
     Parameters
     ----------
@@ -235,8 +218,6 @@ def write_micro_batches(
     folder : path
         The trainer's batch directory: ``rollouts`` in its output folder at 559b44772.
     step : int
-        The step that trains the rows. Its folder must be empty or not exist; the files
-        ``step_{step}/rank_{rank}.bin`` appear together.
     """
     ranked = micro_batch_fields(rows, seq_len, **options)
     import msgspec
@@ -245,21 +226,17 @@ def write_micro_batches(
     with new_folder(target) as draft:
         for rank, batches in enumerate(ranked):
             # prime-rl's structs are arrays on the wire
-            content = [[*map(_on_wire, batch.values())] for batch in batches]
+            content = [
+                [[*v.values()] if isinstance(v, dict) else v for v in batch.values()]
+                for batch in batches
+            ]
             (draft / f"rank_{rank}.bin").write_bytes(msgspec.msgpack.encode(content))
     return [target / f"rank_{rank}.bin" for rank in range(len(ranked))]
 
 
-def _on_wire(value: Any) -> Any:
-    return [*value.values()] if isinstance(value, dict) else value
-
-
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A draft of a folder that becomes the target when the block ends without an error.
-
-    Raises FileExistsError if the target has anything in it.
-    """
+    """A draft of a folder that becomes the target, which must be empty, at the end."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as around:
         draft = Path(around, "draft")

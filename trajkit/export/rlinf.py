@@ -1,4 +1,4 @@
-"""Rows as RLinf's ``RolloutResult``.
+"""Rows as the fields of RLinf's ``RolloutResult``.
 
 Source: https://github.com/RLinf/RLinf/tree/a3816b5
 (``rlinf/data/schema/reasoning_results.py``). Its ``DynamicRolloutResult`` derives the mask
@@ -15,12 +15,8 @@ _TARGET = shared.Target("RLinf", "reward", response=True, runs="group_size")
 def rollout_fields(rows: shared.TableLike, *, group_size: int) -> dict[str, Any]:
     """Rows as the keyword arguments of ``RolloutResult``, lists with an element per row.
 
-    Parameters
-    ----------
-    rows : table
-        One row per rollout, the rollouts of a group one after another.
-    group_size : int
-        ``algorithm.group_size`` of RLinf: rows per group.
+    Rollouts have one row each, and those of a group come one after another, as many as
+    ``group_size``, which is ``algorithm.group_size`` of RLinf.
     """
     checked = shared.checked_rows(rows, _TARGET, group_size=group_size)
     return {
@@ -35,8 +31,3 @@ def rollout_fields(rows: shared.TableLike, *, group_size: int) -> dict[str, Any]
         "response_mask": [row.response_mask for row in checked],
         "rollout_logprobs": [row.response_logprobs for row in checked],
     }
-
-
-rollout_result = shared.objects_of(
-    rollout_fields, "rlinf.data.schema.reasoning_results:RolloutResult"
-)

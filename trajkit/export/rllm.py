@@ -1,4 +1,4 @@
-"""Turns as rLLM's ``Episode`` objects, whose trainer makes rows itself.
+"""Turns as the fields of rLLM's ``Episode``, whose trainer makes rows itself.
 
 Source: https://github.com/rllm-org/rllm/tree/9beb6e0 (``rllm/types.py``). rLLM merges the
 steps of a trajectory where each prompt begins with the path of the step before it.
@@ -8,7 +8,6 @@ from collections import Counter
 from typing import Any
 
 from trajkit.errors import ExportError
-from trajkit.export._rows import objects_of
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.turns.delta import expand
 from trajkit.turns.records import as_turns
@@ -22,6 +21,11 @@ _COLUMNS = (
 def episode_fields(turns: TableLike, sessions: TableLike) -> list[dict[str, Any]]:
     """Turns as dicts with the fields of ``Episode``, ``Trajectory`` and ``Step``.
 
+    An episode per session, with ``id`` as rLLM splits it: the group (or the session without
+    one), a colon, the number of the session in it. It has a trajectory per ``agent_id``. A
+    turn with ``trainable`` false is no step: rLLM takes its tokens for context where a
+    later prompt has them.
+
     Parameters
     ----------
     turns : table
@@ -29,14 +33,6 @@ def episode_fields(turns: TableLike, sessions: TableLike) -> list[dict[str, Any]
         or a partial ``output_mask`` is refused.
     sessions : table
         `trajkit.schema.SESSIONS`, with a reward for each session of ``turns``.
-
-    Returns
-    -------
-    list of dict
-        One episode per session, with ``id`` as rLLM splits it: the group (or the session
-        without one), a colon, the number of the session in it. It has one trajectory per
-        ``agent_id``. A turn with ``trainable`` false is no step: rLLM takes its tokens for
-        context where a later prompt has them.
     """
     table = expand(as_turns(turns))
     table = table.select([name for name in _COLUMNS if name in table.column_names])
@@ -50,14 +46,13 @@ def episode_fields(turns: TableLike, sessions: TableLike) -> list[dict[str, Any]
         trained = turn.get("trainable") is not False
         reward = known.get(session, {}).get("reward")
         task = known.get(session, {}).get("group_id") or session
+        cut = False in (turn.get("output_mask") or ())
         faults = {
             "the session has no reward": reward is None,
             f"the group {task!r} has a colon, at which rLLM splits ids": ":" in task,
             "the prompt has images": trained and turn.get("mm_items"),
             "output_logprobs has a null": trained and None in logprobs,
-            "output_mask leaves tokens out": (
-                trained and False in (turn.get("output_mask") or ())
-            ),
+            "output_mask leaves tokens out": trained and cut,
         }
         for fault in filter(faults.get, faults):
             raise ExportError(
@@ -77,20 +72,10 @@ def episode_fields(turns: TableLike, sessions: TableLike) -> list[dict[str, Any]
             episodes[session]["trajectories"].append(path)
         versions = {span["version"] for span in turn.get("weight_versions") or ()}
         version = versions.pop() if len(versions) == 1 else None
-        paths[session, agent]["steps"].append(
-            {
-                "prompt_ids": turn["prompt_ids"],
-                "response_ids": turn["output_ids"],
-                "logprobs": logprobs,
-                "done": False,
-                "weight_version": int(version)
-                if version and version.isdecimal()
-                else None,
-            }
-        )
+        number = int(version) if version and version.isdecimal() else None
+        step = {"prompt_ids": turn["prompt_ids"], "response_ids": turn["output_ids"]}
+        step |= {"logprobs": logprobs, "done": False, "weight_version": number}
+        paths[session, agent]["steps"].append(step)
     for path in paths.values():
         path["steps"][-1]["done"] = True
     return [*episodes.values()]
-
-
-episodes = objects_of(episode_fields, "rllm.types:Episode")

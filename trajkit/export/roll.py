@@ -11,7 +11,7 @@ import numpy as np
 from trajkit._arguments import chosen_int
 from trajkit.export import _rows as shared
 
-_TARGET = shared.Target("ROLL", "reward", cut="sequence_length", single=True)
+_TARGET = shared.Target("ROLL", "reward", cut="sequence_length", single=shared.ONE_ROW)
 
 
 def batch_fields(
@@ -44,7 +44,6 @@ def batch_fields(
     """
     chosen_int("sequence_length", sequence_length, 2)
     checked = shared.checked_rows(rows, _TARGET, cut=sequence_length)
-    rewards = [row.reward for row in checked]
     shape = len(checked), sequence_length
     ids = np.full(shape, pad_token_id, np.int64)
     attention = np.zeros(shape, np.int64)
@@ -69,7 +68,7 @@ def batch_fields(
         "env_ids": [row.rollout for row in checked],
         "group_ids": [row.uid for row in checked],
         "tags": [tag] * len(checked),
-        "step_scores": [[reward] for reward in rewards],
-        "episode_scores": rewards,
+        "step_scores": [[row.reward] for row in checked],
+        "episode_scores": [row.reward for row in checked],
     }
     return batch, {name: np.array(values, object) for name, values in facts.items()}

@@ -14,27 +14,22 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import LongRowsWarning
-from trajkit.export._rows import TableLike, Target, checked_rows
+from trajkit.export import _rows as shared
 
 IGNORED = -100  # the label of a token that is not trained
 DEFAULT_MAX_LENGTH = 1024  # SFTConfig.max_length of TRL where it is not set
-_TARGET = Target("the supervised trainer", cut="max_length", logprobs=False)
+_TARGET = shared.Target("the supervised trainer", cut="max_length", logprobs=False)
 
 
-def labels_table(rows: TableLike, *, max_length: int | None = None) -> pa.Table:
+def labels_table(rows: shared.TableLike, *, max_length: int | None = None) -> pa.Table:
     """Rows with ``input_ids``, ``attention_mask`` and ``labels``, all ``list<int32>``.
 
-    ``labels`` is -100 where ``loss_mask`` is false.
-
-    Parameters
-    ----------
-    rows : table
-    max_length : int, optional
-        The length at which the trainer cuts rows, and drops those that train nothing then:
-        ``SFTConfig(max_length=...)`` in TRL, ``sequence_len`` in Axolotl. Longer rows are
-        refused. None: rows beyond TRL's default give a `trajkit.errors.LongRowsWarning`.
+    ``labels`` is -100 where ``loss_mask`` is false. ``max_length`` is the length at which
+    the trainer cuts rows, and drops those that train nothing then: in TRL that of
+    ``SFTConfig``, in Axolotl ``sequence_len``. Longer rows are refused. None: rows beyond
+    TRL's default give a `trajkit.errors.LongRowsWarning`.
     """
-    checked = checked_rows(rows, _TARGET, cut=max_length)
+    checked = shared.checked_rows(rows, _TARGET, cut=max_length)
     longest = max((len(row.input_ids) for row in checked), default=0)
     if max_length is None and longest > DEFAULT_MAX_LENGTH:
         warnings.warn(
@@ -56,7 +51,7 @@ def _table(**columns: list[Any]) -> pa.Table:
     return pa.table({name: pa.array(each, type_) for name, each in columns.items()})
 
 
-def dataset(rows: TableLike, *, max_length: int | None = None) -> Any:
+def dataset(rows: shared.TableLike, *, max_length: int | None = None) -> Any:
     """`labels_table` as a ``datasets.Dataset``, without a copy.
 
     Saved with ``save_to_disk`` it is a ``tokenized_path`` of LLaMA-Factory.
@@ -66,12 +61,12 @@ def dataset(rows: TableLike, *, max_length: int | None = None) -> Any:
     return datasets.Dataset(labels_table(rows, max_length=max_length))
 
 
-def mask_table(rows: TableLike) -> pa.Table:
+def mask_table(rows: shared.TableLike) -> pa.Table:
     """Rows with ``input_ids`` and ``loss_mask``, for SkyRL's ``load_from_pretokenized``.
 
     The loader also takes trajkit's own Parquet files; this table has no other columns.
     """
-    checked = checked_rows(rows, _TARGET)
+    checked = shared.checked_rows(rows, _TARGET)
     return _table(
         input_ids=[row.input_ids for row in checked],
         loss_mask=[row.loss_mask.astype(np.int32) for row in checked],

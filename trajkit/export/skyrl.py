@@ -12,22 +12,17 @@ import numpy as np
 
 from trajkit.export import _rows as shared
 
-_TARGET = shared.Target(
-    *("SkyRL", "reward", ("routed_experts", "sampling_mask")), response=True
-)
+_CARRIED = ("routed_experts", "sampling_mask")
+_TARGET = shared.Target("SkyRL", "reward", _CARRIED, response=True)
 
 
 def generator_fields(rows: shared.TableLike) -> dict[str, Any]:
     """Rows as the fields of ``GeneratorOutput``, for ``step_wise_trajectories=true``.
 
-    Returns
-    -------
-    dict
-        Lists with one element per row. ``trajectory_ids`` are strings
-        ``{group}_{repetition}``. SkyRL computes the advantage of a rollout from its last
-        row. The payloads ``routed_experts`` and ``sampling_mask`` become
-        ``rollout_expert_indices``, without an entry for the last token, and
-        ``rollout_sample_support``.
+    The values are lists with one element per row. ``trajectory_ids`` are strings
+    ``{group}_{repetition}``. SkyRL computes the advantage of a rollout from its last row.
+    The payloads become ``rollout_expert_indices``, without an entry for the last token, and
+    ``rollout_sample_support``.
     """
     checked = shared.checked_rows(rows, _TARGET)
     fields = {
@@ -46,9 +41,9 @@ def generator_fields(rows: shared.TableLike) -> dict[str, Any]:
         "image_grid_thw": None,
     }
     if any(row.routed_experts is not None for row in checked):
-        experts = [row.routed_experts for row in checked]
         fields["rollout_expert_indices"] = [
-            each.astype(np.min_scalar_type(int(each.max()))) for each in experts
+            row.routed_experts.astype(np.min_scalar_type(int(row.routed_experts.max())))
+            for row in checked
         ]
     if any(row.sampling_mask is not None for row in checked):
         fields["rollout_sample_support"] = [*map(_support, checked)]
@@ -70,10 +65,7 @@ def _with_ids(fields: dict[str, Any]) -> dict[str, Any]:
     from skyrl.train.generators.base import TrajectoryID
 
     named = [name.rpartition("_") for name in fields["trajectory_ids"]]
-    ids = [
-        TrajectoryID(instance_id=group, repetition_id=int(repetition))
-        for group, _, repetition in named
-    ]
+    ids = [TrajectoryID(instance_id=uid, repetition_id=int(k)) for uid, _, k in named]
     return fields | {"trajectory_ids": ids}
 
 

@@ -24,8 +24,8 @@ from trajkit.rows.linearize import linearize
 from trajkit.turns.records import from_records
 
 _LOG = logging.getLogger(__name__)
-_PAYLOADS = ("routed_experts", "sampling_mask", "teacher_logprobs")
-_TARGET = shared.Target("slime", "reward", _PAYLOADS, response=True)
+_CARRIED = ("routed_experts", "sampling_mask", "teacher_logprobs")
+_TARGET = shared.Target("slime", "reward", _CARRIED, response=True)
 _RECORDED = shared.Target("slime", response=True, logprobs=False, untrained=True)
 # those of slime that divide by the deviation of a group, and those with baselines
 _SCALED = ("grpo", "gspo", "cispo")
@@ -38,42 +38,42 @@ def sample_fields(
     """Rows as the dicts that ``Sample.from_dict`` takes and debug files contain.
 
     Rows of a group come one after another. Those of a rollout have its full reward and
-    ``rollout_id``: slime's loss counts rollouts alike.
+    ``rollout_id``: slime's loss counts rollouts alike. ``rollout_routed_experts`` has no
+    entry for the last token.
 
     Parameters
     ----------
-    rows : table
-        The payloads ``routed_experts`` (without the entry of the last token),
-        ``sampling_mask`` and ``teacher_logprobs`` are carried along.
     first_index, first_group_index : int
         ``index`` and ``rollout_id`` of the first rollout, and ``group_index`` of the first
         group. They count up in order of the samples.
     """
-    checked = shared.checked_rows(rows, _TARGET)
-    return fields_of(checked, first_index, first_group_index)
+    return fields_of(rows, _TARGET, first_index, first_group_index)
 
 
 def fields_of(
-    checked: list[shared.ExportRow], first_index: int, first_group_index: int
+    rows: shared.TableLike, target: shared.Target, index: int, group_index: int
 ) -> list[dict[str, Any]]:
-    """`sample_fields` of rows that were checked."""
-    chosen_int("first_index", first_index, 0)
-    chosen_int("first_group_index", first_group_index, 0)
+    """`sample_fields` for slime, or for miles with arrays of experts."""
+    chosen_int("first_index", index, 0)
+    chosen_int("first_group_index", group_index, 0)
     rollouts: dict[int, int] = {}
     samples = []
+    checked = shared.checked_rows(rows, target)
     # slime's own function takes runs of samples for groups
     for row in sorted(checked, key=lambda row: row.group):
-        number = first_index + rollouts.setdefault(row.rollout, len(rollouts))
+        number = index + rollouts.setdefault(row.rollout, len(rollouts))
         fields = _fields(row) | {
             "reward": row.reward,
             "status": "truncated" if row.truncated else "completed",
-            "group_index": first_group_index + row.group,
+            "group_index": group_index + row.group,
             "index": number,
             "rollout_id": number,
         }
         fields["metadata"] |= {"session_id": row.session_id, "row_index": row.row_index}
         if row.routed_experts is not None:
-            fields["rollout_routed_experts"] = row.routed_experts.tolist()
+            experts = row.routed_experts
+            as_list = target is _TARGET
+            fields["rollout_routed_experts"] = experts.tolist() if as_list else experts
         if row.sampling_mask is not None:
             ids = row.sampling_mask[row.prompt_length :]
             fields["rollout_top_p_token_ids"] = [*chain.from_iterable(ids)]
@@ -119,21 +119,12 @@ def reward_post_process(
     """Baselines over rollouts, for slime's ``--custom-reward-post-process-path``.
 
     slime's own function centres over the rows of the batch as soon as a rollout has
-    several. This one counts each ``rollout_id`` once within its ``group_index``.
+    several. This one counts each ``rollout_id`` once within its ``group_index``; a rollout
+    without a group is one of its own. With ``grpo_std_normalization`` of slime's ``args``,
+    rewards are divided by the sample deviation of the group plus 1e-6, as in slime.
 
-    Parameters
-    ----------
-    args : namespace
-        slime's arguments. With ``grpo_std_normalization``, rewards are divided by the
-        group's sample standard deviation plus 1e-6, as in slime.
-    samples : sequence of Sample
-        Each with a reward and a ``rollout_id``, and one reward per rollout, else
-        ExportError is raised. One without a group is a group of its own.
-
-    Returns
-    -------
-    raw_rewards, rewards : list of float
-        One per sample.
+    Returns the raw rewards and the rewards, one per sample. Raises ExportError if a sample
+    has no reward or ``rollout_id``, or a rollout two rewards.
     """
     raw, keys = [], []
     rewards: dict[tuple[str, str], float] = {}
@@ -212,10 +203,9 @@ class TrajectoryManager:
         response_message: dict[str, Any] | None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record one turn, slime's ``TurnRecord``.
+        """Record one turn, slime's ``TurnRecord``; one without messages is not recorded.
 
-        As in slime, a turn without ``prompt_messages`` is not recorded. ``metadata`` is not
-        read; slime keeps it in its tree only.
+        ``metadata`` is not read; slime keeps it in its tree only.
         """
         if not prompt_messages:
             _LOG.warning("session %r: a turn without messages is not recorded", sid)
@@ -238,16 +228,16 @@ class TrajectoryManager:
             "prompt_messages": [*map(_message, prompt_messages)],
             "response_message": None if reply is None else _message(reply),
         }
+        turns.append({})
         untrained = record | {"output_logprobs": None, "trainable": False}
         for taken, then in ((record, "not trained"), (untrained, "left out")):
             try:
                 from_records([taken])
-                break
             except TrajkitError as error:
                 _LOG.warning("session %r: the turn is %s: %s", sid, then, error)
-        else:
-            taken = {}
-        turns.append(taken)
+            else:
+                turns[-1] = taken
+                break
 
     def get_trajectory(
         self,
@@ -274,8 +264,12 @@ class TrajectoryManager:
         base = {name: getattr(base_sample, name) for name in names}
         if base["rollout_id"] is None:
             base["rollout_id"] = base["index"]
+        longest = max_sample_tokens or None
+        policy = replace(self._policy, keep_untrained=longest is not None)
+        table = from_records([*filter(None, turns)])
+        rows = linearize(table, policy, max_row_tokens=longest)
         found = []
-        for row in self._rows([*filter(None, turns)], max_sample_tokens or None):
+        for row in shared.checked_rows(rows, _RECORDED):
             own = base | _fields(row)
             own["rollout_log_probs"] = _doubles(row, turns)
             own["metadata"] = {**(extra_metadata or {}), **own["metadata"]}
@@ -284,13 +278,6 @@ class TrajectoryManager:
             found.append(type(base_sample)(**own, reward=reward, status=status))
         self.drop_session(sid)
         return found
-
-    def _rows(
-        self, turns: list[dict[str, Any]], max_row_tokens: int | None
-    ) -> list[shared.ExportRow]:
-        policy = replace(self._policy, keep_untrained=max_row_tokens is not None)
-        rows = linearize(from_records(turns), policy, max_row_tokens=max_row_tokens)
-        return shared.checked_rows(rows, _RECORDED)
 
     def drop_session(self, sid: Any) -> None:
         """Forget a session; an unknown one is ignored, as in slime."""

@@ -12,6 +12,7 @@ from trajkit.export import _rows as shared
 
 _TARGET = shared.Target("Tinker", "advantages")
 _KINDS = ("prompt", "sampled")
+INPUTS = ("target_tokens", "logprobs", "advantages", "mask")
 
 
 def datum_fields(
@@ -66,9 +67,8 @@ def _sources(row: shared.ExportRow) -> shared.Array:
     last = row.last_turn
     if last is None:
         last = max(held, key=lambda span: int(span["stop"]))["turn_index"]
-    found = np.zeros((len(row.input_ids), 3), np.int64)
-    found[:, 1] = last
-    found[:, 2] = np.arange(len(found))
+    n = len(row.input_ids)
+    found = np.stack([np.zeros(n, int), np.full(n, last), np.arange(n)], axis=1)
     for span in held:
         start, stop, turn = span["start"], span["stop"], span["turn_index"]
         if span["kind"] == "trained" or turn == last:
@@ -96,20 +96,14 @@ def _datum(fields: dict[str, Any]) -> Any:
     import tinker
 
     kinds = (tinker.PromptProvenanceSpan, tinker.SampledProvenanceSpan)
-
-    def spans(name: str) -> list[Any]:
-        return [kinds[_KINDS.index(run.pop("kind"))](**run) for run in fields[name]]
-
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(fields["model_input"]),
-        loss_fn_inputs={
-            name: tinker.TensorData.from_numpy(fields[name])
-            for name in ("target_tokens", "logprobs", "advantages", "mask")
-        },
-    ).with_provenance(
-        model_input=spans("model_input_spans"),
-        loss_fn_inputs=spans("loss_fn_input_spans"),
+    given, targets = (
+        [kinds[_KINDS.index(run.pop("kind"))](**run) for run in fields[name]]
+        for name in ("model_input_spans", "loss_fn_input_spans")
     )
+    inputs = {name: tinker.TensorData.from_numpy(fields[name]) for name in INPUTS}
+    ids = tinker.ModelInput.from_ints(fields["model_input"])
+    datum = tinker.Datum(model_input=ids, loss_fn_inputs=inputs)
+    return datum.with_provenance(model_input=given, loss_fn_inputs=targets)
 
 
 datums = shared.objects_of(datum_fields, _datum)

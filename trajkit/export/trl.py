@@ -11,9 +11,8 @@ from trajkit._arguments import check_number, chosen_int
 from trajkit.errors import ExportError
 from trajkit.export import _rows as shared
 
-_GRPO = shared.Target(
-    "GRPOTrainer", "reward or null", runs="num_generations", response=True
-)
+_RUNS = "num_generations"
+_GRPO = shared.Target("GRPOTrainer", "reward or null", runs=_RUNS, response=True)
 _ASYNC = shared.Target("AsyncGRPOTrainer", "advantage")
 
 
@@ -22,17 +21,12 @@ def rollout_func_fields(
 ) -> dict[str, list[Any]]:
     """Rows as the dict that a ``rollout_func`` of GRPOTrainer returns.
 
+    Rollouts have one row each, in the order of the prompts that the trainer passed, each
+    ``num_generations`` times (that of the trainer; None: as often as the first).
+
     The trainer reads ``logprobs`` only with ``use_vllm`` and
     ``vllm_importance_sampling_correction``. Otherwise its ratio is to its own logprobs. It
     leaves rollouts whose ``reward`` is None out of the baseline.
-
-    Parameters
-    ----------
-    rows : table
-        One row per rollout, in the order of the prompts that the trainer passed, each
-        ``num_generations`` times.
-    num_generations : int, optional
-        That of the trainer. None: the number of rows of the first group.
     """
     checked = shared.checked_rows(rows, _GRPO, group_size=num_generations)
     return {
@@ -83,10 +77,8 @@ def rollout_sample_fields(
     ]
 
 
-rollout_samples = shared.objects_of(
-    rollout_sample_fields,
-    "trl.experimental.async_grpo.async_rollout_worker:RolloutSample",
-)
+_SAMPLE = "trl.experimental.async_grpo.async_rollout_worker:RolloutSample"
+rollout_samples = shared.objects_of(rollout_sample_fields, _SAMPLE)
 
 
 def by_rollout(trainer: type[Any], rollouts: float) -> type[Any]:

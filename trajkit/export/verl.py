@@ -5,6 +5,7 @@ Source: verl 0.9.1 (``experimental/agent_loop/agent_loop.py``, ``protocol.py``,
 """
 
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +26,27 @@ def agent_loop_fields(
     """Rows as the keyword arguments of ``AgentLoopOutput``, one list per rollout.
 
     ``AgentLoopBase.run`` returns such a list. verl's trainer v1 computes the advantage of a
-    rollout from its last row.
-
-    Parameters
-    ----------
-    rows : table
-        A payload ``routed_experts`` is carried along.
-    images : path, optional
-        The folder ``images`` of the log, for rows with images: ``multi_modal_data`` then
-        has them as ``PIL.Image``.
+    rollout from its last row. ``images`` is the folder ``images`` of the log, for rows with
+    images: ``multi_modal_data`` then has them as ``PIL.Image``.
     """
     checked = shared.checked_rows(rows, _TARGET._replace(images=images is not None))
     return [
         [_output(row, images) for row in rollout]
-        for _, rollout in groupby(checked, lambda row: row.rollout)
+        for _, rollout in groupby(checked, attrgetter("rollout"))
     ]
 
 
 def _output(row: shared.ExportRow, images: str | Path | None) -> dict[str, Any]:
-    mask = row.response_mask
+    names = ("session_id", "row_index", "uid")
     fields = {
         "prompt_ids": row.prompt_ids,
         "response_ids": row.response_ids,
-        "response_mask": mask,
+        "response_mask": row.response_mask,
         "response_logprobs": row.response_logprobs,
         "reward_score": row.reward,
-        "num_turns": 1 + int(np.count_nonzero(np.diff(mask, prepend=0) > 0)),
+        "num_turns": 1 + int((np.diff(row.response_mask, prepend=0) > 0).sum()),
         "metrics": {},
-        "extra_fields": {
-            "session_id": row.session_id,
-            "row_index": row.row_index,
-            "uid": row.uid,
-        },
+        "extra_fields": {name: getattr(row, name) for name in names},
     }
     experts = row.routed_experts
     if experts is not None:
@@ -74,22 +64,19 @@ def _opened(row: shared.ExportRow, folder: Path) -> list[Any]:
     from PIL import Image
 
     images = []
-    for item in row.mm_items:
-        if not CONTENT_HASH.fullmatch(item["hash"]):
-            raise ExportError(
-                f"{row.place}: {item['hash']!r} is not the SHA-256 of an image"
-            )
+    for name in (item["hash"] for item in row.mm_items):
+        if not CONTENT_HASH.fullmatch(name):
+            raise ExportError(f"{row.place}: {name!r} is not the SHA-256 of an image")
         try:
-            with Image.open(folder / item["hash"]) as image:
+            with Image.open(folder / name) as image:
                 images.append(image.convert("RGB"))
         except OSError as error:
             raise ExportError(f"{row.place}: {error}") from error
     return images
 
 
-agent_loop_outputs = shared.objects_of(
-    agent_loop_fields, "verl.experimental.agent_loop.agent_loop:AgentLoopOutput"
-)
+_OUTPUT = "verl.experimental.agent_loop.agent_loop:AgentLoopOutput"
+agent_loop_outputs = shared.objects_of(agent_loop_fields, _OUTPUT)
 
 
 def padded_fields(
@@ -99,7 +86,6 @@ def padded_fields(
 
     Parameters
     ----------
-    rows : table
     prompt_length, response_length, pad_token_id : int
         ``max_prompt_length`` and ``max_response_length`` of verl's configuration, beyond
         which rows are refused, and the id of padding.
