@@ -99,7 +99,7 @@ RIGHT = {
 }
 ON_FILES = {"import_turns", "read_", "run", "scan_", "write_"}
 TABLES = {"turns", "rows", "links", "drift", "sessions", "packs", "table", "report"}
-TABLES |= {"turn_rewards", "segment_rewards", "rewards"}
+TABLES |= {"turn_rewards", "rewards"}
 # values that belong to the rows or packs, and are compared with them
 DATA = {"values", "logprobs"}
 LEGAL = [

@@ -1,4 +1,4 @@
-"""Advantages and rewards of turns and segments, over the steps of rollouts, not of rows."""
+"""Advantages and rewards of turns, over those of rollouts, not of rows."""
 
 import statistics
 
@@ -13,12 +13,12 @@ from trajkit.errors import ArgumentError, InvalidTurnsError
 REWARDS = st.none() | st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1])
 
 
-def steps_table(lines, name="turn_index"):
+def steps_table(lines):
     sessions, indices, rewards = zip(*lines, strict=True) if lines else ((), (), ())
     return pa.table(
         {
             "session_id": pa.array(sessions, pa.string()),
-            name: pa.array(indices, pa.int32()),
+            "turn_index": pa.array(indices, pa.int32()),
             "reward": pa.array(rewards, pa.float64()),
         }
     )
@@ -74,16 +74,15 @@ def expected(lines, groups, credit, scale, epsilon):
         st.tuples(st.sampled_from("abcd"), st.integers(0, 5)), REWARDS, max_size=12
     ),
     st.lists(st.sampled_from(["g", "h", None]), min_size=4, max_size=4),
-    st.sampled_from(["turn_index", "row_index"]),
     st.sampled_from([0.0, 1e-4]),
 )
 def test_steps_have_the_advantages_of_process_supervision(
-    credit, scale, steps, names, index, epsilon
+    credit, scale, steps, names, epsilon
 ):
     lines = [(session, k, reward) for (session, k), reward in steps.items()]
     groups = dict(zip("abcd", names, strict=True))
     table = tk.learn.step_advantages(
-        steps_table(lines, index),
+        steps_table(lines),
         sessions_table(groups),
         credit=credit,
         scale=scale,
@@ -147,56 +146,11 @@ def test_advantages_of_turns_that_cannot_be_right_are_refused(table, said):
         tk.add_advantages(drifting(), table)
 
 
-def segments():
-    """Two segments of one agent, whose second request forgets the first."""
-    turns = [
-        {
-            "session_id": "a",
-            "prompt_ids": prompt,
-            "output_ids": [9],
-            "prompt_messages": [{"role": "user", "content": text}],
-            "response_message": {"role": "assistant", "content": text},
-        }
-        for prompt, text in [([1, 2], "one"), ([3, 4], "two")]
-    ]
-    return tk.linearize(tk.from_records(turns), "segments", reward=1.0)
-
-
-def of_segments(*rewards):
-    return steps_table(
-        [("a", k, reward) for k, reward in enumerate(rewards)], "row_index"
-    )
-
-
-def test_a_row_has_the_reward_of_its_segment():
-    rows = segments()
-    assert len(rows) == 2
-    found = tk.learn.spread_rewards(
-        rows, "per_segment", segment_rewards=of_segments(0.25, None)
-    )
-    assert found["reward"].to_pylist() == [0.25, None]
-
-
-@pytest.mark.parametrize(
-    ("rows", "rewards", "said"),
-    [
-        (segments, [1.0], "session 'a', row 1: the segment has no line in segment_rew"),
-        (segments, [1.0, 2.0, 3.0], "row 2: segment_rewards has a line, but the rows"),
-        (drifting, [1.0, 2.0], "row 0: segment_kind is null, and segment_rewards has"),
-    ],
-)
-def test_rewards_of_other_segments_are_refused(rows, rewards, said):
-    with pytest.raises(InvalidTurnsError, match=said):
-        tk.learn.spread_rewards(
-            rows(), "per_segment", segment_rewards=of_segments(*rewards)
-        )
-
-
 def test_rewards_of_another_session_are_refused():
     with pytest.raises(InvalidTurnsError, match="'a' has rewards, but no line in sess"):
-        tk.learn.step_advantages(of_segments(1.0), sessions_table({"b": "g"}))
-    with pytest.raises(ArgumentError, match="'copy' with segment_rewards given"):
-        tk.learn.spread_rewards(segments(), segment_rewards=of_segments(1.0, 1.0))
+        tk.learn.step_advantages(turn_rewards(1.0), sessions_table({"b": "g"}))
+    with pytest.raises(ArgumentError, match="'copy' with turn_rewards given"):
+        tk.learn.spread_rewards(drifting(), turn_rewards=turn_rewards(1.0, 1.0))
 
 
 # --- a discount, along the tree of turns
@@ -251,14 +205,6 @@ def test_a_branch_counts_for_the_turns_that_it_continues():
             {"baseline": "mean"},
             ArgumentError,
             "baseline='mean'",
-        ),
-        (
-            turn_rewards(1.0, 2.0).rename_columns(
-                ["session_id", "row_index", "reward"]
-            ),
-            {"links": []},
-            ArgumentError,
-            "links are of turns",
         ),
     ],
 )

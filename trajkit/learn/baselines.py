@@ -1,4 +1,4 @@
-"""Advantages of rollouts, and of their turns or segments."""
+"""Advantages of rollouts, and of their turns."""
 
 import warnings
 from typing import Literal, TypeAlias
@@ -13,8 +13,8 @@ from trajkit.errors import (
     NoSignalWarning,
     SchemaError,
 )
-from trajkit.learn.rewards import Floats, facts, segment_lines, trained_turns
-from trajkit.schema import LINKS, SEGMENT_REWARDS, SESSIONS, TURN_REWARDS
+from trajkit.learn.rewards import Floats, facts, trained_turns
+from trajkit.schema import LINKS, SESSIONS, TURN_REWARDS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import (
     TableLike,
@@ -152,7 +152,7 @@ def advantages(
 
 @stage
 def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table:
-    """Add the column ``advantage``: that of each row's session, segment or turns.
+    """Add the column ``advantage``: that of each row's session or turns.
 
     Parameters
     ----------
@@ -160,13 +160,13 @@ def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table:
         `trajkit.schema.ROWS`.
     sessions : table
         A table with ``session_id`` and ``advantage``, from
-        `trajkit.learn.advantages`. If it also has ``turn_index`` or ``row_index``
-        (from `trajkit.learn.step_advantages`), it has a line per turn or segment.
+        `trajkit.learn.advantages`. If it also has ``turn_index`` (from
+        `trajkit.learn.step_advantages`), it has a line per turn.
 
     Returns
     -------
     Table
-        The rows. ``advantage`` is a float64, null if the session's or the segment's is.
+        The rows. ``advantage`` is a float64, null if the session's is.
         For advantages of turns it is a list of float64 per row: for each trained token
         that of the turn that sampled it, 0 for other tokens.
 
@@ -175,20 +175,16 @@ def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table:
     SchemaError
         A column of ``sessions`` is missing or has the wrong type.
     InvalidTurnsError
-        A session, segment or trained turn of the rows has no line in ``sessions``, or
-        two; an advantage is NaN or infinite; that of a trained turn is null.
+        A session or trained turn of the rows has no line in ``sessions``, or two; an
+        advantage is NaN or infinite; that of a trained turn is null.
     """
     names = as_table(sessions).column_names
     if "advantage" not in names:
         raise SchemaError("column 'advantage' of sessions is absent")
-    step = [name for name in ("row_index", "turn_index") if name in names]
-    fields = [
-        pa.field("session_id", pa.string(), nullable=False),
-        *(pa.field(name, pa.int32(), nullable=False) for name in step),
-        pa.field("advantage", pa.float64()),
-    ]
+    keys = ["session_id", *(["turn_index"] if "turn_index" in names else [])]
+    fields = [*map(TURN_REWARDS.field, keys), pa.field("advantage", pa.float64())]
     schema = pa.schema(fields, metadata=SESSIONS.metadata)
-    given = facts(sessions, schema, 1 + len(step), "advantage").select(schema.names)
+    given = facts(sessions, schema, len(keys), "advantage").select(schema.names)
     return apply(lambda rows: _with_advantages(rows, given), rows)
 
 
@@ -199,10 +195,7 @@ def _with_advantages(rows: pa.Table, given: pa.Table) -> pa.Table:
     table = canonical_rows(rows)
     if "turn_index" in given.column_names:
         return with_column(table, "advantage", _of_tokens(table, given))
-    if "row_index" in given.column_names:
-        found = pa.array(segment_lines(table, given, "sessions"))
-    else:
-        found = pc.index_in(table.column("session_id"), given.column("session_id"))
+    found = pc.index_in(table.column("session_id"), given.column("session_id"))
     _check_known(table, found, "rows")
     return with_column(table, "advantage", given.column("advantage").take(found))
 
@@ -302,27 +295,26 @@ def step_advantages(
     discount: float = 1.0,
     links: TableLike | None = None,
 ) -> pa.Table:
-    """The advantage of each turn or segment, from rewards of turns or segments.
+    """The advantage of each turn, from rewards of turns.
 
-    With ``r`` the reward of a step and the mean and sample deviation over all steps of
+    With ``r`` the reward of a turn and the mean and sample deviation over all turns of
     the rollouts of a group, ``r' = r - mean``, or ``(r - mean) / (std + epsilon)`` with
-    scale "group_std". A step counts once, however many rows train it.
+    scale "group_std". A turn counts once, however many rows train it.
 
-    With credit "to_go" the steps of a session are the steps of an episode, and the
+    With credit "to_go" the turns of a session are the steps of an episode, and the
     advantage is that of generalized advantage estimation without a critic, where
     ``discount`` is the product of its gamma and lambda.
 
     Parameters
     ----------
     rewards : table
-        `trajkit.schema.TURN_REWARDS` or ``SEGMENT_REWARDS``: the steps are turns if it
-        has the column ``turn_index``.
+        `trajkit.schema.TURN_REWARDS`.
     sessions : table
         `trajkit.schema.SESSIONS` or the report of `trajkit.linearize`; its ``group_id``
         counts. A session with a null group_id is a group of its own.
     credit : {"to_go", "step"}
-        "to_go": a step has the sum of ``r'`` of its own and the later steps of the
-        session, each times ``discount`` to the power of its distance in steps. "step": it
+        "to_go": a turn has the sum of ``r'`` of its own and the later turns of the
+        session, each times ``discount`` to the power of its distance in turns. "step": it
         has its own ``r'``.
     baseline : {"none", "group_mean"}
         "none": no mean is subtracted.
@@ -347,10 +339,9 @@ def step_advantages(
     Raises
     ------
     ArgumentError
-        ``credit``, ``baseline``, ``scale``, ``epsilon`` or ``discount`` is not allowed, or
-        there are ``links`` with rewards of segments.
+        ``credit``, ``baseline``, ``scale``, ``epsilon`` or ``discount`` is not allowed.
     InvalidTurnsError
-        A step has two lines or a reward that is not finite; its session has no line in
+        A turn has two lines or a reward that is not finite; its session has no line in
         ``sessions``, or two; a turn has no line in ``links``.
 
     Warns
@@ -373,11 +364,7 @@ def step_advantages(
     if discount > 1:
         raise ArgumentError(f"discount={discount!r}: expected a number from 0 to 1")
     source = as_table(rewards)
-    by_turn = "turn_index" in source.column_names
-    if links is not None and not by_turn:
-        raise ArgumentError("links are of turns, but the rewards are of segments")
-    schema = TURN_REWARDS if by_turn else SEGMENT_REWARDS
-    table = facts(source, schema, 2, "reward")
+    table = facts(source, TURN_REWARDS, 2, "reward")
     about = facts(sessions, SESSIONS, 1, "reward")
     at = pc.index_in(table.column("session_id"), about.column("session_id"))
     _check_known(table, at, "rewards")

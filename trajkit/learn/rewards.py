@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import SEGMENT_REWARDS, TURN_REWARDS
+from trajkit.schema import TURN_REWARDS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import (
     TableLike,
@@ -24,9 +24,7 @@ from trajkit.tables.stages import apply, stage
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-Spread: TypeAlias = Literal[
-    "copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"
-]
+Spread: TypeAlias = Literal["copy", "uniform", "final_only", "per_turn", "last_turn"]
 
 
 @stage
@@ -35,7 +33,6 @@ def spread_rewards(
     mode: Spread = "copy",
     *,
     turn_rewards: TableLike | None = None,
-    segment_rewards: TableLike | None = None,
 ) -> pa.Table:
     """Spread the reward of each rollout over its rows.
 
@@ -44,7 +41,7 @@ def spread_rewards(
     rows : table
         `trajkit.schema.ROWS` with all rows of each session. Each row
         has the reward of its rollout, as `trajkit.linearize` writes it.
-    mode : {"copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"}
+    mode : {"copy", "uniform", "final_only", "per_turn", "last_turn"}
         - copy: every row has the reward of the rollout.
         - uniform: the reward divided by the rollout's number of rows, including rows
           without a trained token.
@@ -53,11 +50,8 @@ def spread_rewards(
         - per_turn: the sum of the rewards of the turns that the row trains. If several
           rows train parts of a turn, each has a share by trained tokens.
         - last_turn: the reward of the row's last turn; others do not count.
-        - per_segment: the reward of the segment, in rows of the policy ``segments``.
     turn_rewards : table, for per_turn and last_turn
         `trajkit.schema.TURN_REWARDS`, at most one line per turn.
-    segment_rewards : table, for per_segment
-        `trajkit.schema.SEGMENT_REWARDS`, at most one line per segment.
 
     Returns
     -------
@@ -68,12 +62,10 @@ def spread_rewards(
     Raises
     ------
     ArgumentError
-        The mode does not exist, or it does not go with ``turn_rewards`` or
-        ``segment_rewards``.
+        The mode does not exist, or it does not go with ``turn_rewards``.
     InvalidTurnsError
-        A turn or segment has two rewards or one that is not finite; one that the mode
-        needs has no line; with per_turn, no row trains a turn whose reward is not 0;
-        with per_segment, a row has no ``segment_kind``, or a segment has no row.
+        A turn has two rewards or one that is not finite; one that the mode needs has no
+        line; with per_turn, no row trains a turn whose reward is not 0.
 
     References
     ----------
@@ -83,18 +75,15 @@ def spread_rewards(
     https://github.com/NovaSky-AI/SkyRL/blob/a956457/skyrl/train/generators/utils.py
     """
     check_choice("mode", mode, Spread)
+    if (turn_rewards is not None) != (mode in ("per_turn", "last_turn")):
+        word = "not " if turn_rewards is None else ""
+        raise ArgumentError(
+            f"mode={mode!r} with turn_rewards {word}given: per_turn and last_turn need "
+            "turn_rewards, and no other mode takes it"
+        )
     given = None
-    for name, table, schema, modes in (
-        ("turn_rewards", turn_rewards, TURN_REWARDS, ("per_turn", "last_turn")),
-        ("segment_rewards", segment_rewards, SEGMENT_REWARDS, ("per_segment",)),
-    ):
-        if (table is not None) != (mode in modes):
-            raise ArgumentError(
-                f"mode={mode!r} with {name} {'not ' if table is None else ''}given: "
-                f"{' and '.join(modes)} need {name}, and no other mode takes it"
-            )
-        if table is not None:
-            given = facts(table, schema, 2, "reward")
+    if turn_rewards is not None:
+        given = facts(turn_rewards, TURN_REWARDS, 2, "reward")
     return apply(lambda rows: _spread_over(rows, mode, given), rows)
 
 
@@ -119,15 +108,12 @@ def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Tab
         shared = pa.array(reward, mask=~known)
     elif mode == "per_turn":
         shared = _per_turn(table, given)
-    elif mode == "last_turn":
+    else:
         last = table.column("last_turn")
         for row in np.flatnonzero(np.asarray(last.is_null()))[:1]:
             raise InvalidTurnsError(f"{place(table, int(row))}: last_turn is null")
         words = "ends with turn {}, which has no line in turn_rewards"
         line = _lines(table, np.arange(len(table)), last.to_numpy(), given, words)
-        shared = given.column("reward").take(pa.array(line))
-    else:
-        line = segment_lines(table, given, "segment_rewards")
         shared = given.column("reward").take(pa.array(line))
     return with_column(table, "reward", shared)
 
@@ -186,29 +172,6 @@ def trained_turns(
     row = spans.owner[trained]
     words = f"trains turn {{}}, which has no line in {what}"
     return row, start, stop, _lines(table, row, turn, given, words)
-
-
-def segment_lines(table: pa.Table, given: pa.Table, what: str) -> Longs:
-    """The line that ``given`` has for the segment of each row.
-
-    Raises `InvalidTurnsError` if a row is no segment or has no line, or a line has no row;
-    ``what`` names the table.
-    """
-    for row in np.flatnonzero(np.asarray(table.column("segment_kind").is_null()))[:1]:
-        raise InvalidTurnsError(
-            f"{place(table, int(row))}: segment_kind is null, and {what} has "
-            "lines of segments: make rows with the policy segments"
-        )
-    index = table.column("row_index").to_numpy()
-    words = f"the segment has no line in {what}"
-    line = _lines(table, np.arange(len(table)), index, given, words)
-    ours = pc.is_in(given.column("session_id"), pc.unique(table.column("session_id")))
-    for unused in np.setdiff1d(np.flatnonzero(np.asarray(ours)), line)[:1]:
-        raise InvalidTurnsError(
-            f"{place(given, int(unused))}: {what} has a line, but the rows have no "
-            "such segment"
-        )
-    return line
 
 
 def _lines(

@@ -42,7 +42,6 @@ from trajkit.schema.sessions import IMPORT_REPORT as IMPORT_REPORT
 from trajkit.schema.sessions import LOSSES as LOSSES
 from trajkit.schema.sessions import OBSERVATIONS as OBSERVATIONS
 from trajkit.schema.sessions import REPORT as REPORT
-from trajkit.schema.sessions import SEGMENT_REWARDS as SEGMENT_REWARDS
 from trajkit.schema.sessions import SESSIONS as SESSIONS
 from trajkit.schema.sessions import SIMULATION as SIMULATION
 from trajkit.schema.sessions import TURN_REWARDS as TURN_REWARDS

@@ -36,16 +36,6 @@ TURN_REWARDS = table(
 )
 """A reward per turn, as `trajkit.learn.spread_rewards` takes it."""
 
-SEGMENT_REWARDS = table(
-    "segment_rewards",
-    required("session_id", pa.string()),
-    # the row of the segment: under the policy segments, each row is one
-    required("row_index", pa.int32()),
-    # null: unscorable, never 0
-    pa.field("reward", pa.float64()),
-)
-"""A reward per segment, as `trajkit.learn.spread_rewards` takes it."""
-
 LOSSES = defined("""Reasons why no row trains a sampled token.
 
 absorbed
