@@ -32,9 +32,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from trajkit.torch.attention import TreeAttention, flex_block_mask
-from trajkit.torch.datasets import Pack
-from trajkit.torch.losses import gather_logprobs, policy_loss
 from trajkit.torch.models import carry_backward, edge_logprobs
+from trajkit.torch.packs import Pack, gather_logprobs, policy_loss
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -103,7 +102,7 @@ def build(
     """The tree of one rollout under the policy faithful, in packs of a size."""
     import trajkit as tk
     from benchmarks.data import quoted, rollout
-    from trajkit.torch.datasets import PackDataset
+    from trajkit.torch.packs import PackDataset
 
     if shape == "siblings":
         records: Any = siblings(n_turns, context)

@@ -5,7 +5,7 @@ import random
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.torch.datasets import PackDataset
+from trajkit.torch.packs import PackDataset
 
 VOCABULARY = 61
 

@@ -44,10 +44,10 @@ torch/attention.py: tests/torch/test_states.py -k LFM2
 torch/attention.py: tests/torch/test_states.py -k Bamba
     |self.after["recurrent", state_idx] = states\n|
         -> |self.after["recurrent", state_idx] = states.detach()\n|
-torch/losses.py: tests/torch/test_losses.py -k all_logits
+torch/packs.py: tests/torch/test_losses.py -k all_logits
     |logits.to(wide) / temperature| -> |logits.to(wide) * temperature|
     |return torch.cat(parts)[places]| -> |return torch.cat(parts)|
-torch/losses.py: tests/torch/test_losses.py -k clipped
+torch/packs.py: tests/torch/test_losses.py -k clipped
     |total / count.clamp(min=1)| -> |total / len(row)|
 torch/models.py: tests/torch/test_checks.py -k longest_window
     |window + min(window, 64)| -> |0|
@@ -55,7 +55,7 @@ torch/models.py: tests/torch/test_checks.py -k changed_model
     |passed.get(options) == kind:| -> |passed:|
 packs/segments.py: tests/torch/test_varlen.py
     |end[start[open_runs[-1]]] <= first| -> |end[start[open_runs[-1]]] < first|
-torch/datasets.py: tests/torch/test_carried.py -k llama
+torch/packs.py: tests/torch/test_carried.py -k llama
     |first = np.flatnonzero(~self._continues)| -> |first = np.arange(len(self._continues))|
 """)
 

@@ -21,9 +21,8 @@ from trajkit.torch.attention import (
     block_mask,
     tokens_of,
 )
-from trajkit.torch.datasets import PackDataset
-from trajkit.torch.losses import policy_loss
 from trajkit.torch.models import carry_backward, carry_logprobs, edge_logprobs
+from trajkit.torch.packs import PackDataset, policy_loss
 
 
 def cut(rows, limit, **options):

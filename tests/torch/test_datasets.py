@@ -6,7 +6,7 @@ import pytest
 import trajkit as tk
 from tests.torch.cases import pack_of, packs_of, rows_of
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.torch.datasets import Pack, PackDataset
+from trajkit.torch.packs import Pack, PackDataset
 from trajkit.turns import content_ids
 
 FIELDS = [

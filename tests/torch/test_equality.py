@@ -15,9 +15,8 @@ from tests.torch.tiny_models import (
     row_logprobs,
 )
 from trajkit.torch.attention import TreeAttention, dense_mask, tree_attention
-from trajkit.torch.datasets import PackDataset
-from trajkit.torch.losses import policy_loss
 from trajkit.torch.models import edge_logprobs
+from trajkit.torch.packs import PackDataset, policy_loss
 
 
 def by_rows(model, rows, attention="sdpa"):

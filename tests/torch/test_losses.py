@@ -11,14 +11,14 @@ import trajkit as tk
 from tests.torch.cases import SESSIONS, pack_of, packs_of, rows_of
 from tests.torch.tiny_models import make
 from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError
-from trajkit.torch.datasets import PackDataset
-from trajkit.torch.losses import (
+from trajkit.torch.models import model_inputs
+from trajkit.torch.packs import (
+    PackDataset,
     gather_logprobs,
     nll_loss,
     observation_loss,
     policy_loss,
 )
-from trajkit.torch.models import model_inputs
 
 
 def scored(rows):

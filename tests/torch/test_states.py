@@ -15,8 +15,8 @@ from tests.torch.test_masks import forests, tree
 from tests.torch.tiny_models import SIZES, float64_throughout
 from trajkit.errors import UnsupportedModelError
 from trajkit.torch.attention import Segments, follow_trees, follows, tokens_of
-from trajkit.torch.datasets import PackDataset
 from trajkit.torch.models import carry_logprobs, check_model, edge_logprobs
+from trajkit.torch.packs import PackDataset
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {

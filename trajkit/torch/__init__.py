@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from trajkit.torch.attention import cu_seqlens as cu_seqlens
     from trajkit.torch.attention import dense_mask as dense_mask
     from trajkit.torch.attention import flex_block_mask as flex_block_mask
-    from trajkit.torch.datasets import Pack as Pack
-    from trajkit.torch.datasets import PackDataset as PackDataset
-    from trajkit.torch.losses import gather_logprobs as gather_logprobs
-    from trajkit.torch.losses import nll_loss as nll_loss
-    from trajkit.torch.losses import observation_loss as observation_loss
-    from trajkit.torch.losses import policy_loss as policy_loss
     from trajkit.torch.models import PackedModel as PackedModel
     from trajkit.torch.models import carry_backward as carry_backward
     from trajkit.torch.models import carry_logprobs as carry_logprobs
     from trajkit.torch.models import check_model as check_model
     from trajkit.torch.models import edge_logprobs as edge_logprobs
     from trajkit.torch.models import model_inputs as model_inputs
+    from trajkit.torch.packs import Pack as Pack
+    from trajkit.torch.packs import PackDataset as PackDataset
+    from trajkit.torch.packs import gather_logprobs as gather_logprobs
+    from trajkit.torch.packs import nll_loss as nll_loss
+    from trajkit.torch.packs import observation_loss as observation_loss
+    from trajkit.torch.packs import policy_loss as policy_loss
 else:
     __getattr__, __dir__ = lazy_names(__name__)

@@ -34,7 +34,7 @@ from transformers.masking_utils import causal_mask_function
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.packs.segments import Runs
-from trajkit.torch.datasets import Pack
+from trajkit.torch.packs import Pack
 
 ATTENTION = "trajkit"  # to pass as attn_implementation
 
@@ -139,12 +139,14 @@ def flex_block_mask(
 
     Blocks that every query attends entirely are listed apart from partly masked ones,
     so the kernel evaluates the mask only in the latter. The cost grows with the number
-    of blocks, which have ``block_size`` tokens a side.
+    of blocks, not of pairs of tokens.
 
     Parameters
     ----------
     subtree_end, position_ids, window
         As for `dense_mask`.
+    block_size : int
+        Tokens a side.
 
     Returns
     -------

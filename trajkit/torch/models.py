@@ -19,8 +19,7 @@ from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.torch import attention as trees
 from trajkit.torch.attention import ATTENTION, CarriedStates, Kernel, States, follows
-from trajkit.torch.datasets import Pack, PackDataset
-from trajkit.torch.losses import gather_logprobs
+from trajkit.torch.packs import Pack, PackDataset, gather_logprobs
 
 Check: TypeAlias = Literal["always", "once", "never"]
 
@@ -86,7 +85,12 @@ def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
 def model_inputs(
     model: torch.nn.Module, pack: Pack, **options: Unpack[Options]
 ) -> dict[str, Any]:
-    """Keyword arguments with which a model runs on a pack: as `edge_logprobs`.
+    """Keyword arguments with which a model runs on a pack.
+
+    Parameters
+    ----------
+    model, pack, **options
+        As for `edge_logprobs`, which also says what is raised.
 
     Returns
     -------
