@@ -26,7 +26,7 @@ from trajkit.cli.application import STANDARD
 from trajkit.cli.screen import Progress
 from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
 from trajkit.files.formats import format_of
-from trajkit.files.group import Log, SessionIndex
+from trajkit.files.group import Log, SessionIndex, bucket_numbers
 from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Stage, Watch, run
 from trajkit.files.sources import Paths, SessionPrefix, is_address, local_files
@@ -190,11 +190,15 @@ class Job(Reading):
 
     Attributes
     ----------
+    gather
+        auto: allow a session's calls to be anywhere in the file (they are grouped through
+        temporary files, next to OUT if there is one); no: refuse them.
     rejected
         Leave out sessions that break a rule, and write them to this file with the reason
         (default: the first one is an error).
     """
 
+    gather: Literal["auto", "no"] = "auto"
     rejected: Annotated[str | None, Writes("rejected")] = None
     json: Json = False
     no_clobber: NoClobber = False
@@ -206,11 +210,18 @@ class Job(Reading):
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
                 raise no_calls(source)
+            groups = self.gather == "auto" and index.scattered is not None
+            if groups and len({*bucket_numbers(index).values()}) > 1:
+                say(
+                    f"session {index.scattered!r} is not contiguous: all turns are "
+                    "grouped through temporary files first"
+                )
             bar.begin(index.n_turns, done)
 
         with Progress(name, "turns") as bar:
             yield dict(
                 rejected=self.rejected,
+                gather=self.gather == "auto",
                 nonfinite_logprobs=self.nonfinite_logprobs,
                 session_prefix=self.session_prefix,
                 watch=Watch(begins, bar.advance, say),
