@@ -436,6 +436,22 @@ def test_a_path_that_no_record_has_is_an_error(tmp_path):
         imported(tmp_path, [line(session_id="s", score=1)], map="reward=scor")
 
 
+def test_a_path_into_a_list_or_out_of_one_is_told_another(tmp_path):
+    log = tmp_path / "log.jsonl"
+    step = {"prompt_ids": [1], "response_ids": [2]}
+    log.write_text(json.dumps({"run": 1, "steps": [step]}) + "\n")
+    into = "session_id=run,prompt_ids=steps.prompt_ids,output_ids=steps.response_ids"
+    with pytest.raises(
+        FormatError, match=r"give each=steps .* as prompt_ids=prompt_ids"
+    ):
+        tk.import_turns(log, map=into)
+    out = "each=steps,session_id=run,prompt_ids=prompt_ids,output_ids=response_ids"
+    with pytest.raises(FormatError, match="around the records, session_id=/run"):
+        tk.import_turns(log, map=out)
+    turns, _ = tk.import_turns(log, map=out.replace("=run", "=/run"))
+    assert turns["output_ids"].to_pylist() == [[2]]
+
+
 # --- unknown formats, and nothing
 
 

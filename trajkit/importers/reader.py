@@ -28,7 +28,7 @@ from trajkit.importers.transcripts import ChatTokenizer, Encoder
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 from trajkit.tables.stages import batches_in
-from trajkit.turns.mapping import MapLike, read_map
+from trajkit.turns.mapping import Map, MapLike, read_map
 from trajkit.turns.messages import tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
@@ -306,7 +306,7 @@ class _Import:
         for target, path in table.own.items():
             if n_records and target not in table.found:
                 text = f"{name}: no record has {path.text} (map: {target}={path.text})"
-                raise FormatError(text)
+                raise FormatError(text + _advice_on(head, self.map, target, path.text))
         if not n_records:
             self.note(name, Finding("file", None, "empty", "it has no calls"))
         for key, (found, count) in unread.items():
@@ -478,6 +478,21 @@ def _records(head: Head, table: Table) -> Iterator[Finding]:
             yield value
         else:
             yield from table.calls(place, value)
+
+
+def _advice_on(head: Head, own: Map | None, target: str, path: str) -> str:
+    """Where a path may begin instead, if it leads into a list or out of one."""
+    outer, _, inner = path.partition(".")
+    value = head.values[0].get(outer) if head.values else None
+    if own is not None and own.each is not None and value is not None:
+        return f": {outer} is in the object around the records, {target}=/{path}"
+    if isinstance(value, list) and inner:
+        return (
+            f": {outer} is a list. Where each of its items is a call, give each={outer} "
+            f"and paths within an item, as {target}={inner}; /KEY is a key of the object "
+            "around them"
+        )
+    return ""
 
 
 def _find_replies(
