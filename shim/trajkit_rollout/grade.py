@@ -196,7 +196,7 @@ def _exec(
 def _reward(name: str, text: str) -> float:
     """The reward in a text: a number, an object with ``reward``, or one of numbers.
 
-    The mean of the latter counts, as in Polar's
+    Of an object of numbers the mean counts, as in Polar's
     https://github.com/NVIDIA-NeMo/ProRL-Agent-Server/blob/bac80ae/src/polar/trajectory/evaluator/harbor.py
     """
     try:

@@ -65,7 +65,7 @@ class Rollout:
     patch_bytes: int | None = None  # None: no patch
     # changes that were not graded, because they could change how tests run
     findings: list[str] = field(default_factory=list)
-    # of the agent, and of the entire rollout; the latter is None until it has ended
+    # of the agent, and of the entire rollout: None until that has ended
     agent_seconds: float | None = None
     seconds: float | None = None
 
@@ -132,7 +132,7 @@ class Settings:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of its harness and kind of sandbox, or the latter's import path."""
+        """The names of its harness and its kind of sandbox (or the import path of that)."""
         kind = self.sandbox
         ours = SANDBOXES.get(kind.kind) is kind
         path = f"{kind.__module__}:{kind.__qualname__}"

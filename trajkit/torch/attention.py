@@ -138,7 +138,7 @@ def flex_block_mask(
     """The mask for `torch.nn.attention.flex_attention`, without `create_block_mask`.
 
     Blocks that every query attends entirely are listed apart from partly masked ones,
-    so the kernel evaluates the mask only in the latter. The cost grows with the number
+    so the kernel evaluates the mask only in those. The cost grows with the number
     of blocks, not of pairs of tokens.
 
     Parameters

@@ -1,7 +1,7 @@
 """vLLM's token-level HTTP API as an engine: ``POST /inference/v1/generate``.
 
 Start the server with ``--enable-scale-out``, which adds the endpoint, and with
-``--logprobs-mode processed_logprobs``. Without the latter the logprobs are those of the
+``--logprobs-mode processed_logprobs``. Without this mode the logprobs are those of the
 model's distribution before temperature, ``top_p`` and so on, which is not what was
 sampled from; `VLLMEngine.check` refuses such a server. Field names and behaviour as of
 vLLM 0.32.
