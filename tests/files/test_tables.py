@@ -23,10 +23,10 @@ from trajkit.errors import (
     SchemaError,
     TornLogWarning,
 )
+from trajkit.files.group import read_turns
 from trajkit.files.tables import (
     read_rows,
     read_sessions,
-    read_turns,
     write_rows,
     write_sessions,
     write_turns,

@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
-from trajkit.files.formats import Format, check_folder, kind_of, naming
+from trajkit.files.formats import Format, check_folder, kind_of, naming, replacing
 from trajkit.files.group import Log, Piece, SessionIndex
 from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
 from trajkit.files.sources import Paths, SessionPrefix, is_address, paths_of
@@ -64,14 +64,9 @@ _VERSION = 1
 class Watch:
     """Functions that `run` calls to report its progress.
 
-    Attributes
-    ----------
-    begins : function of a SessionIndex and an int
-        The sessions of the source, and how many turns existing parts already took.
-    advances : function of an int
-        Turns that were processed since.
-    notes : function of a str
-        A message about work that takes longer than expected.
+    ``begins`` gets the sessions of the source, and how many turns existing parts already
+    took; ``advances`` the turns processed since; ``notes`` a message about work that takes
+    longer than expected.
     """
 
     begins: Callable[[SessionIndex, int], None] = lambda index, done: None
@@ -153,12 +148,11 @@ def run(
     --------
     ``run("log", lambda turns: tk.linearize_batches(turns, "slime"), "rows.parquet")``
     """
-    paths = _local(source)
-    watch = watch or Watch()
-    targets = _checked(stage, outputs, resume, rejected)
+    targets = _checked(source, stage, outputs, resume, rejected)
     check_flag("gather", gather)
     check_flag("dedup", dedup)
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    paths, watch = paths_of(source) or [], watch or Watch()
     first = next(iter(targets.values()), None)
     parts = resume is not None and first is not None and is_parts(first)
     _check_paths(targets, [*turns_inputs(paths), *inputs], parts=parts)
@@ -202,51 +196,42 @@ def run(
     return dict(manifest.totals)
 
 
-def _local(source: Paths) -> list[Path]:
-    """The paths of a source that can be read in several passes."""
-    if any(map(is_address, source if isinstance(source, list | tuple) else [source])):
-        raise ArgumentError(
-            f"source={source!r} has an address, and run reads local files in several "
-            "passes: copy it, or write what a stage makes of scan_turns"
-        )
-    paths = paths_of(source)
-    if paths is None:
-        raise ArgumentError(
-            f"a source of type {type(source).__name__} is no log: expected a path or a "
-            "list of paths"
-        )
-    return paths
-
-
 _ONLY = ""
 """The name of the only result."""
 _Result: TypeAlias = tuple[str, pa.RecordBatch]
 
 
 def _checked(
-    stage: object, outputs: object, resume: object, rejected: object
+    source: Any, stage: object, outputs: Any, resume: Any, rejected: AnyPath | None
 ) -> dict[str, AnyPath]:
     """The path of each output; ArgumentError if an argument of `run` is of no use."""
+    if any(map(is_address, source if isinstance(source, list | tuple) else [source])):
+        raise ArgumentError(
+            f"source={source!r} has an address, and run reads local files in several "
+            "passes: copy it, or write what a stage makes of scan_turns"
+        )
+    if paths_of(source) is None:
+        raise ArgumentError(
+            f"a source of type {type(source).__name__} is no log: expected a path or a "
+            "list of paths"
+        )
     if not callable(stage):
         raise ArgumentError(f"stage={stage!r}: expected a function of a table")
-    if resume is not None:
-        try:
-            json.dumps({**resume})  # type: ignore[dict-item]
-        except (TypeError, ValueError):
-            raise ArgumentError(
-                f"resume={resume!r}: expected a dict of JSON values"
-            ) from None
-    targets = outputs if isinstance(outputs, Mapping) else {_ONLY: outputs}
+    try:
+        json.dumps({**(resume or {})})
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"resume={resume!r}: expected a dict of JSON values"
+        ) from None
+    targets = {**outputs} if isinstance(outputs, Mapping) else {_ONLY: outputs}
     for name, path in targets.items():
         if not isinstance(name, str) or not isinstance(path, str | os.PathLike):
             raise ArgumentError(
                 f"outputs={outputs!r}: expected a path, or a dict of names and paths"
             )
-    if rejected is None:
-        return {**targets}
-    if not isinstance(rejected, str | os.PathLike):
+    if not isinstance(rejected, str | os.PathLike | None):
         raise ArgumentError(f"rejected={rejected!r}: expected a path")
-    return {**targets, "rejected": rejected}
+    return targets if rejected is None else {**targets, "rejected": rejected}
 
 
 def folder_of(output: AnyPath) -> Path:
@@ -333,14 +318,13 @@ def _results(stage: Stage, piece: Piece, *, reject: bool) -> Iterator[_Result]:
     if not reject:
         yield from _made(stage, piece.turns)
         return
-    rejected, made = [piece.rejected], False
+    rejected, empty = [piece.rejected], True
     for result in _of_accepted(stage, piece.turns, rejected):
-        made = True
+        empty = False
         yield result
-    if not made:  # an empty output has columns, too
+    if empty:  # an empty output has columns, too
         yield from _made(stage, piece.turns.slice(0, 0))
-    for batch in whole(pa.concat_tables(rejected)):
-        yield "rejected", batch
+    yield from (("rejected", one) for one in whole(pa.concat_tables(rejected)))
 
 
 def _of_accepted(
@@ -349,20 +333,18 @@ def _of_accepted(
     """The results for sessions that the stage accepts; others are added to a list."""
     made = _made(stage, turns)
     try:
-        first = next(made, None)
+        first = [*itertools.islice(made, 1)]
     except InvalidTurnsError as error:
         ends = session_ends(turns).tolist()
-        if len(ends) == 1:
-            name = turns.column("session_id")[0].as_py()
-            rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
-        else:
+        if len(ends) > 1:
             for start, end in itertools.pairwise([0, *ends]):
                 session = turns.slice(start, end - start)
                 yield from _of_accepted(stage, session, rejected)
-        return
-    if first is not None:
-        yield first
-    yield from made
+            return
+        name = turns.column("session_id")[0].as_py()
+        rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
+    else:
+        yield from itertools.chain(first, made)
 
 
 def _made(stage: Stage, turns: pa.Table) -> Iterator[_Result]:
@@ -432,14 +414,14 @@ def write_in_thread(path: Path, write: Write, target: Path) -> Iterator[Put]:
     batch. ``write`` must leave no file if its iterator raises, as `trajkit.write_rows`
     does. Errors call the file ``target``.
     """
-    queue = SimpleQueue[pa.RecordBatch | _Abandoned | None]()
+    queue = SimpleQueue[pa.RecordBatch | None]()
     room = Semaphore()
     failed: list[BaseException] = []
 
     def batches() -> Iterator[pa.RecordBatch]:
         while (batch := queue.get()) is not None:
-            if isinstance(batch, _Abandoned):
-                raise batch
+            if failed:
+                raise failed[0]
             room.release()
             yield batch
             del batch
@@ -463,7 +445,8 @@ def write_in_thread(path: Path, write: Write, target: Path) -> Iterator[Put]:
         try:
             yield put
         except BaseException:
-            queue.put(_Abandoned())
+            failed.append(_Abandoned())
+            queue.put(empty_batch(pa.schema([])))
             raise
         queue.put(None)
     if failed:
@@ -573,12 +556,9 @@ class Manifest:
         self._save()
 
     def _save(self) -> None:
-        text = json.dumps(
-            {k: v for k, v in vars(self).items() if k != "folder"}, indent=1
-        )
-        draft = self.folder / f".{MANIFEST}.tmp"
-        draft.write_text(text + "\n", "utf-8")
-        os.replace(draft, self.folder / MANIFEST)
+        saved = {name: one for name, one in vars(self).items() if name != "folder"}
+        with replacing(self.folder / MANIFEST) as draft:
+            draft.write_text(json.dumps(saved, indent=1) + "\n", "utf-8")
 
 
 def fingerprint(paths: Sequence[Path], files: Iterable[Path]) -> list[list[object]]:
