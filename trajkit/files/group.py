@@ -335,8 +335,8 @@ class Log:
             yield self._whole()
             return
         with closing(grouped(self._stored(), buckets, self._folder)) as found:
-            # mapped, so that no bucket is kept while its turns are used
-            yield from map(self._of_bucket, found)
+            for tables in found:
+                yield gather(concat(self._of_bucket(tables)), "turn_index")
 
     def _stored(self) -> Iterator[pa.RecordBatch]:
         """The turns as buckets store them: lines of JSON beside their session."""
@@ -353,13 +353,15 @@ class Log:
             texts = pa.array([one[LINE] for one in some], pa.large_binary())
             yield pa.RecordBatch.from_arrays([names, texts], ["session_id", LINE])
 
-    def _of_bucket(self, tables: list[pa.Table]) -> pa.Table:
-        lines = [one for one in tables if LINE in one.column_names]
-        stored = [self._typed(one) for one in tables if LINE not in one.column_names]
-        if lines:
-            texts = tuples(pa.concat_tables(lines), "session_id", LINE)
-            stored.append(self._from_records(jsonl.read_again(texts)))
-        return gather(concat(stored), "turn_index")
+    def _of_bucket(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        """The turns of a bucket, whose last tables may have lines of JSON."""
+        for table in tables:
+            if LINE not in table.column_names:
+                yield self._typed(table)
+                continue
+            texts = (tuples(one, "session_id", LINE) for one in chain([table], tables))
+            records = jsonl.read_again(chain.from_iterable(texts))
+            yield self._from_records(records)
 
 
 def _after(skip: int, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -534,7 +536,7 @@ def grouped(
     batches: Iterable[pa.RecordBatch],
     buckets: Mapping[str | None, int],
     folder: str | os.PathLike[str] | None,
-) -> Generator[list[pa.Table], None, None]:
+) -> Generator[Iterator[pa.Table], None, None]:
     """The tables of one bucket after another, through temporary files in ``folder``."""
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
@@ -552,9 +554,10 @@ def grouped(
                     pa.ipc.new_stream(file, rows.schema, options=options) as writer,
                 ):
                     writer.write_table(rows)
+            del table, rows
         for path in sorted(Path(root).iterdir()):
             found = read_batches(path, "arrows", None)
-            yield [pa.Table.from_batches([batch]) for batch in found]
+            yield (pa.Table.from_batches([batch]) for batch in found)
             path.unlink()
 
 
@@ -573,11 +576,18 @@ def _blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """
     some: list[pa.RecordBatch] = []
     n_bytes = 0
+
+    def block() -> pa.Table:
+        nonlocal some, n_bytes
+        table = pa.Table.from_batches(some).combine_chunks()
+        some, n_bytes = [], 0
+        return table
+
     for batch in batches:
         if some and (n_bytes >= limits.SPILL_BYTES or batch.schema != some[0].schema):
-            yield pa.Table.from_batches(some).combine_chunks()
-            some, n_bytes = [], 0
+            yield block()
         some.append(batch)
         n_bytes += batch.nbytes
+        del batch
     if some:
-        yield pa.Table.from_batches(some).combine_chunks()
+        yield block()
