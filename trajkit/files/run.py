@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -57,7 +57,7 @@ Put: TypeAlias = Callable[[pa.RecordBatch], None]
 MANIFEST = "_manifest.json"
 """The manifest's file name; readers of directories skip names with an underscore."""
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +167,7 @@ def run(
     if parts:
         job = {
             **(resume or {}),
+            "version": _VERSION,
             "rejected": rejected is not None,
             "nonfinite_logprobs": nonfinite_logprobs,
             "session_prefix": session_prefix,
@@ -175,24 +176,20 @@ def run(
             "source": fingerprint(paths, itertools.chain(*log_files(paths, format))),
             "limits": [limits.FILE_TURNS, limits.READ_TOKENS],
         }
-        manifest = Manifest.open([*files.values()], job)
+        manifest = Manifest([*files.values()], job)
     done = 0 if manifest is None else manifest.done
     watch.begins(index, done)
     with ExitStack() as stack:
         pieces = prefetch(log.pieces(index, done), stack)
         if manifest is None:
             return dict(_write_part(pieces, stage, files, watch, None, dedup)[0])
-        finished = manifest.finished or (done > 0 and done >= index.n_turns)
-        while not finished:
+        while not manifest.ends or manifest.done < index.n_turns:
             for path in files.values():
                 path.mkdir(exist_ok=True)
             part = {name: path / manifest.part for name, path in files.items()}
-            totals, n = _write_part(
-                pieces, stage, part, watch, limits.FILE_TURNS, dedup
-            )
-            manifest.add(n, totals)
-            finished = manifest.done >= index.n_turns or not n
-    manifest.finish()
+            options = watch, limits.FILE_TURNS, dedup
+            totals, n_turns = _write_part(pieces, stage, part, *options)
+            manifest.add(n_turns, totals)
     return dict(manifest.totals)
 
 
@@ -482,57 +479,39 @@ def atomic_writers(
             draft.unlink(missing_ok=True)
 
 
-@dataclass
 class Manifest:
-    """The parts that a run has written to a directory.
+    """The parts that a run has written to directories, stored in the first of these.
 
     ``job`` is everything that the parts depend on, in JSON's types. ``ends`` has, for
-    each part, the turns of the source that it and the earlier parts took. ``totals`` are
-    sums over all parts. The last part of a ``finished`` job reaches the source's end.
+    each part, the turns of the source that it and the earlier parts took; ``totals`` are
+    sums over all parts. A FormatError says that the directory has parts of another job, or
+    that there are files that no job wrote.
     """
 
-    folder: Path
-    version: int
-    job: dict[str, Any]
-    ends: list[int] = field(default_factory=list)
-    totals: Counter[str] = field(default_factory=Counter)
-    finished: bool = False
-
-    @classmethod
-    def open(cls, folders: Sequence[Path], job: dict[str, Any]) -> "Manifest":
-        """The manifest of a job, in the first of the directories of its outputs.
-
-        It and its directory are created if needed. A FormatError says that the directory
-        has parts of another job, or that there are files that no job wrote.
-        """
-        folder = folders[0]
-        folder.mkdir(exist_ok=True)
-        path = folder / MANIFEST
-        job = json.loads(json.dumps(job))  # tuples become lists, as in the file
-        if path.exists():
-            try:
-                saved = cls(folder, **json.loads(path.read_text("utf-8")))
-                saved.totals = Counter(saved.totals)
-            except (ValueError, TypeError) as error:
-                raise FormatError(f"{path} is not a manifest: {error!r}") from None
-            if (saved.version, saved.job) == (_VERSION, job):
-                return saved
-            if saved.ends or os.listdir(folder) != [MANIFEST]:
+    def __init__(self, folders: Sequence[Path], job: dict[str, Any]) -> None:
+        self._path = folders[0] / MANIFEST
+        self._job = json.loads(json.dumps(job))  # tuples become lists, as in the file
+        self.ends, self.totals = list[int](), Counter[str]()
+        folders[0].mkdir(exist_ok=True)
+        if self._path.exists():
+            known, ends, totals = self._read()
+            if known == self._job:
+                self.ends, self.totals = ends, totals
+                return
+            if ends or os.listdir(folders[0]) != [MANIFEST]:
                 raise FormatError(
-                    f"{folder} contains parts of another job (other files, or other "
+                    f"{folders[0]} contains parts of another job (other files, or other "
                     "options): pass an empty directory"
                 )
-            path.unlink()  # another job stopped before its first part
+            self._path.unlink()  # another job stopped before its first part
         for one in folders:
             if one.is_dir() and any(n[0] != "." for n in os.listdir(one)):
                 raise FormatError(
                     f"{one} contains files, but no {MANIFEST} that names their job: pass "
                     "an empty directory"
                 )
-        fresh = cls(folder, _VERSION, job)
         # saved first, so that a part without an entry is known to be the job's own
-        fresh._save()
-        return fresh
+        self._save()
 
     @property
     def done(self) -> int:
@@ -550,14 +529,16 @@ class Manifest:
         self.totals.update(totals)
         self._save()
 
-    def finish(self) -> None:
-        """Record that there are no more parts."""
-        self.finished = True
-        self._save()
+    def _read(self) -> tuple[object, list[int], Counter[str]]:
+        try:
+            found = json.loads(self._path.read_text("utf-8"))
+            return found["job"], [*found["ends"]], Counter(found["totals"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise FormatError(f"{self._path} is not a manifest: {error!r}") from None
 
     def _save(self) -> None:
-        saved = {name: one for name, one in vars(self).items() if name != "folder"}
-        with replacing(self.folder / MANIFEST) as draft:
+        saved = {"job": self._job, "ends": self.ends, "totals": self.totals}
+        with replacing(self._path) as draft:
             draft.write_text(json.dumps(saved, indent=1) + "\n", "utf-8")
 
 
