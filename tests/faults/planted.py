@@ -724,9 +724,9 @@ PYTHON = (
             "skip = max(skip, 0)",
         ),
         (
-            "a session that appears while a log is grouped joins the first bucket",
-            "    return buckets[session]\n",
-            "    return buckets.get(session, 0)\n",
+            "a session that appears while a log is grouped has no words",
+            "if session not in buckets:",
+            "if session is None:",
         ),
         (
             "a session whose lines are no turns is rejected for its nulls",
