@@ -21,8 +21,15 @@ from trajkit.schema import PACKS
 from trajkit.schema.engine import lookup, nulls
 from trajkit.tables import canonical as tables
 from trajkit.tables.canonical import TableLike, place
-from trajkit.tables.export import pooled
-from trajkit.tables.ragged import Ints, Longs, Ragged, Records, offsets_of, positions
+from trajkit.tables.ragged import (
+    Ints,
+    Longs,
+    Ragged,
+    Records,
+    offsets_of,
+    pooled,
+    positions,
+)
 from trajkit.tables.session_batches import concat
 from trajkit.tables.stages import apply, stage
 from trajkit.tables.take import list_values, row_lengths, take_values, without_views

@@ -12,9 +12,16 @@ from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike, canonical, place, turns_schema
-from trajkit.tables.export import pooled
 from trajkit.tables.keys import codes
-from trajkit.tables.ragged import Ints, Longs, Ragged, lengths, offsets_of, positions
+from trajkit.tables.ragged import (
+    Ints,
+    Longs,
+    Ragged,
+    lengths,
+    offsets_of,
+    pooled,
+    positions,
+)
 from trajkit.tables.reshape import Columns, check_no_clash, replace_columns, with_column
 from trajkit.tables.stages import apply, stage
 from trajkit.turns.message_equality import current_bodies

@@ -22,7 +22,7 @@ from trajkit.tables import limits
 from trajkit.tables.canonical import canonical, has_old_keys, place, turns_schema
 from trajkit.tables.keys import Keys, codes
 from trajkit.tables.ragged import Bools, Ints, Longs, Records, runs_of
-from trajkit.turns.structs import CALL, NODE, REQUEST
+from trajkit.turns.structs import CALL, REQUEST
 
 # Reading a chunk costs about 0.1 ms. Copying a chunk below this size costs less.
 _MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
@@ -61,7 +61,7 @@ class Forest:
     shared: Longs
     # shape (n_calls,): a call that has them, or -1
     shared_with: Ints
-    # dtype NODE, shape (n_nodes,): ranges of paths that no call leaves or ends inside
+    # shape (n_nodes,): ranges of paths that no call leaves or ends inside
     nodes: Records
     # shape (n_calls,): the node at whose stop the call's path ends
     ends: Ints
@@ -71,14 +71,8 @@ class Forest:
     @classmethod
     def of(cls, calls: Records, offsets: Longs) -> Self:
         """The forest of records of dtype CALL, with the offsets of their sessions."""
-        n_calls = len(calls)
-        nodes = np.empty(2 * n_calls + len(offsets) - 1, NODE)
-        ends, shared_with = np.empty((2, n_calls), np.int32)
-        shared = np.empty(n_calls, np.int64)
-        n = _core.grow_forest(calls, offsets, nodes, ends, shared, shared_with)
-        nodes = nodes[:n]
-        grown = _core.CallForest(calls, offsets, nodes, ends)
-        return cls(shared, shared_with, nodes, ends, grown)
+        paths = _core.CallForest(calls, offsets)
+        return cls(*paths.arrays, paths)
 
     def ids(self, call: int, start: int, stop: int) -> Ints:
         """A copy of a range of a call's path."""

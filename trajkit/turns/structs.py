@@ -2,7 +2,7 @@
 
 from trajkit._core import DTYPES, ENUMS
 
-CALL, REQUEST, NODE = DTYPES["Call"], DTYPES["Request"], DTYPES["Node"]
+CALL, REQUEST = DTYPES["Call"], DTYPES["Request"]
 LINK, ROW, CHOICES = DTYPES["Link"], DTYPES["Row"], DTYPES["Choices"]
 PACK_ROW = DTYPES["PackRow"]
 
