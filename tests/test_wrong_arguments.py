@@ -255,7 +255,6 @@ def test_arguments_of_a_recorder_are_named():
     recorder = tk.Recorder()
     recorder.record("a", prompt_ids=[1], output_ids=[2])
     for make, said in (
-        (lambda: tk.Recorder(on_invalid="zzz"), "on_invalid='zzz'"),
         (lambda: recorder.match("a"), "prompt_ids=None and prompt_messages=None"),
         (lambda: recorder.rows("a", "faithful", group_id=3), "group_id=3"),
         (lambda: recorder.rows("a", "faithful", payloads="x"), "payloads='x'"),

@@ -181,12 +181,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/turns/content_rules.py",
+        "trajkit/turns/validation.py",
         "tests/turns/test_validation.py tests/turns/test_images.py",
         (
             "a body in another session counts",
-            "names = sessions * (len(codes) + 1) + codes",
-            "names = codes",
+            "names = session_numbers(table)[rows] * (len(numbers) + 1) + numbers",
+            "names = numbers",
         ),
         (
             "the role in a body is not compared",
@@ -277,12 +277,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/turns/python_lists.py",
+        "trajkit/turns/records.py",
         "tests/turns/test_records.py tests/recorder/test_recorder.py",
         (
             "ids of 2**31 and above wrap around",
-            "bad = (numbers < 0) | (numbers > 0x7FFFFFFF)",
-            "bad = numbers < 0",
+            "bad = (array < 0) | (array > 0x7FFFFFFF)",
+            "bad = array < 0",
         ),
         (
             "an empty array of logprobs for no output is a list",
@@ -330,12 +330,12 @@ PYTHON = (
         ),
         (
             "messages of other roles are shared",
-            'for name in ("key", "role"):\n        both',
-            'for name in ("key",):\n        both',
+            "numbers = [codes(*keys), codes(*roles)]",
+            "numbers = [codes(*keys)]",
         ),
         (
             "messages whose body is another one are shared",
-            "if _is_respelled(messages, replies):",
+            "if len(np.unique(of_keys)) < n_pairs:",
             "if False:",
         ),
         (
@@ -363,28 +363,27 @@ PYTHON = (
         "tests/turns/test_amendments.py",
         (
             "an amendment without trainable makes context",
-            "pc.equal(self._trainable.take(found), False).fill_null(False)",
-            "pc.equal(self._trainable.take(found), False).fill_null(True)",
+            'pc.equal(found.column("trainable"), False).fill_null(False)',
+            'pc.equal(found.column("trainable"), False).fill_null(True)',
         ),
         (
             "amendments of other turns count",
-            "known = self._keys_known[at] == keys",
-            "known = self._keys_known[at] >= keys",
+            "pa.array(at, mask=at < 0)",
+            "pa.array(np.maximum(at, 0))",
         ),
     ),
     _place(
-        "trajkit/turns/call_order.py",
+        "trajkit/turns/sessions.py",
         "tests/rows/test_links.py tests/rows/test_rows.py tests/rows/test_policies.py",
         (
             "retries are not ranked by request_id",
-            'keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], '
-            "calls.session]",
-            'keys = [calls.calls["prompt_len"], calls.session]',
+            'keys = [self._ranks("request_id"), self.calls["prompt_len"], self.session]',
+            'keys = [self.calls["prompt_len"], self.session]',
         ),
         (
             "request_id goes before started_at",
-            '[_ranks(calls, "request_id"), _ranks(calls, "started_at")]',
-            '[_ranks(calls, "started_at"), _ranks(calls, "request_id")]',
+            '[self._ranks("request_id"), self._ranks("started_at")]',
+            '[self._ranks("started_at"), self._ranks("request_id")]',
         ),
         (
             "equal times rank by turn before request_id",
@@ -393,7 +392,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/turns/trainability.py",
+        "trajkit/turns/flat_buffers.py",
         "tests/rows/test_policies.py tests/rows/test_rows.py",
         (
             "tokens of an aborted turn of context are lost twice",
@@ -471,7 +470,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/turns/old_keys.py",
+        "trajkit/turns/delta.py",
         "tests/turns/test_messages.py",
         (
             "keys without a body are whole",
@@ -881,7 +880,7 @@ PYTHON = (
         ),
         (
             "a message is not copied",
-            "comparable(parse_json(encoded.body), encoded.is_plain)",
+            "comparable(copy, encoded.is_plain)",
             "comparable(message, encoded.is_plain)",
         ),
     ),
@@ -928,7 +927,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/tables/session_batches.py",
+        "trajkit/tables/stages.py",
         "tests/tables/test_streams.py",
         (
             "a session may come twice in a batch",

@@ -16,8 +16,8 @@ from tests.made_tables import linearized, streamed, turns_table
 from tests.strategies import fewer_examples, pick, runs
 from trajkit import schema
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.tables.columns import empty_batch
 from trajkit.tables.stages import batches_of, in_step
-from trajkit.tables.take import empty_batch
 
 
 class Bytes:

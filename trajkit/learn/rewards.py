@@ -17,9 +17,8 @@ from trajkit.tables.canonical import (
     canonical_rows,
     place,
 )
-from trajkit.tables.keys import Keys, codes
-from trajkit.tables.ragged import Bools, Longs, Ragged
-from trajkit.tables.reshape import with_column
+from trajkit.tables.columns import with_column
+from trajkit.tables.ragged import Bools, Keys, Longs, Ragged, codes
 from trajkit.tables.stages import apply, stage
 
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -11,12 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit._kernel_names import STOPS
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import KEY_BYTES, TURNS, TURNS_DELTA
-from trajkit.schema.columns import checks_of
-from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB
+from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB, checks_of
 from trajkit.tables.ragged import Ints, Records
-from trajkit.turns.content_rules import mm_items
 from trajkit.turns.messages import (
     Encoded,
     MessageBook,
@@ -26,26 +25,23 @@ from trajkit.turns.messages import (
     parse_json,
     unequal_places,
 )
-from trajkit.turns.python_lists import (
-    ID_RULE,
-    Valid,
-    checked_ids,
-    lists_of,
-    read_ids,
-    read_logprobs,
-)
 from trajkit.turns.records import (
+    ID_RULE,
     METADATA,
+    Valid,
     check_depth,
     check_extra,
+    checked_ids,
     common_type,
     concat_values,
-    message_columns,
+    lists_of,
     metadata_columns,
     one_value,
+    read_ids,
+    read_logprobs,
     read_metadata,
 )
-from trajkit.turns.structs import STOPS
+from trajkit.turns.validation import mm_items
 
 ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 """A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""
@@ -60,12 +56,8 @@ _OF_IDS = METADATA[4:]
 _TEXT = (pa.string(), (str,), "a string")
 _TIME = (pa.timestamp("us", tz="UTC"), (datetime,), "a datetime with a time zone")
 CALL_METADATA: dict[str, tuple[pa.DataType, tuple[type, ...], str]] = {
-    "request_id": _TEXT,
-    "model": _TEXT,
-    "agent_id": _TEXT,
-    "call_kind": _TEXT,
-    "started_at": _TIME,
-    "ended_at": _TIME,
+    **dict.fromkeys(("request_id", "model", "agent_id", "call_kind"), _TEXT),
+    **dict.fromkeys(("started_at", "ended_at"), _TIME),
     "step": (pa.int64(), (int, np.integer), "an integer of 64 bits"),
 }
 """Columns that `Recorder.record` has an argument for: their types, and what they take."""
@@ -78,7 +70,7 @@ def with_metadata(payloads: object, values: tuple[object, ...]) -> object:
     Raises InvalidTurnsError for a value of another type, or one that payloads have as
     well.
     """
-    if not any(value is not None for value in values):
+    if values.count(None) == len(values):
         return payloads
     if payloads is not None and not isinstance(payloads, Mapping):
         return payloads  # refused as such
@@ -378,10 +370,10 @@ class MessageLog:
 def _read(message: object, where: str) -> Read:
     if not isinstance(message, tuple):
         encoded = encode(message, where)
-        assert encoded.body is not None
         try:
             # so that key, body and copy agree, whatever the caller's code does
-            return encoded, comparable(parse_json(encoded.body), encoded.is_plain)
+            copy = parse_json(str(encoded.body))
+            return encoded, comparable(copy, encoded.is_plain)
         except ValueError as error:
             raise InvalidTurnsError(f"{where} is {error}") from None
     if len(message) == 2:
@@ -478,8 +470,8 @@ class Recording:
         counts, numbers = self.message_log.suffixes(n_calls)
         shared, lengths, replies = counts.T
         sessions = np.zeros(n_calls, np.int32)
-        messages, response = message_columns(
-            self.message_log.book, numbers, lengths, replies, sessions
+        messages, response = self.message_log.book.columns(
+            numbers, lengths, replies, sessions
         )
         extra = self.extra.columns(n_calls)
         columns = {
@@ -503,19 +495,19 @@ class Recording:
         """The columns with one value per token."""
         n_own = calls["prompt_len"] - calls["own_start"]
         middles, stops = 4 * n_own, 4 * (n_own + calls["out_len"])
-        blocks = [memoryview(one) for one in self.new_values[: len(calls)]]
-        parts = [
-            (one[:middle], one[middle:stop], one[stop:] or None)
-            for one, middle, stop in zip(blocks, middles, stops, strict=True)
-        ]
+        names = ("suffix_ids", "output_ids", "output_logprobs")
+        parts: list[list[memoryview | None]] = [[], [], []]
+        for one, middle, stop in zip(self.new_values, middles, stops, strict=False):
+            block = memoryview(one)
+            ranges = (block[:middle], block[middle:stop], block[stop:] or None)
+            for part, values in zip(parts, ranges, strict=True):
+                part.append(values)
+        valid = self.valid[: len(calls)]
         return {
-            name: lists_of(of_calls, TURNS_DELTA.field(name).type, valid)
-            for name, of_calls, valid in zip(
-                ("suffix_ids", "output_ids", "output_logprobs"),
-                zip(*parts, strict=True),
-                ((), (), self.valid[: len(calls)]),
-                strict=True,
+            name: lists_of(
+                part, TURNS_DELTA.field(name).type, valid if name == names[2] else ()
             )
+            for name, part in zip(names, parts, strict=True)
         }
 
 

@@ -22,7 +22,7 @@ from trajkit.schema import (
     SPAN_KINDS,
 )
 from trajkit.tables import limits
-from trajkit.tables.categories import dictionary_for
+from trajkit.tables.columns import dictionary_for
 from trajkit.tables.export import Array, Column, pooled, record_batch
 from trajkit.tables.ragged import Longs, Records, runs_of
 from trajkit.turns.sessions import Sessions

@@ -9,8 +9,8 @@ lost its metadata is read as the current version. Turns of version 2 have other 
 keys, which are computed again from the bodies (`trajkit.turns.old_keys`).
 """
 
-from trajkit.schema.columns import SCHEMA_VERSION as SCHEMA_VERSION
-from trajkit.schema.columns import SCHEMA_VERSIONS as SCHEMA_VERSIONS
+from trajkit.schema.engine import SCHEMA_VERSION as SCHEMA_VERSION
+from trajkit.schema.engine import SCHEMA_VERSIONS as SCHEMA_VERSIONS
 from trajkit.schema.links import BRANCHES as BRANCHES
 from trajkit.schema.links import CAUSES as CAUSES
 from trajkit.schema.links import DRIFT as DRIFT

@@ -5,87 +5,71 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from trajkit.schema.columns import NAMES, TURN, Fault, column, defined, required, table
 from trajkit.schema.engine import (
+    NAMES,
+    TURN,
+    Fault,
     ascending,
     broken,
+    column,
     contiguous,
+    defined,
     lookup,
     not_negative,
     nulls,
     one_of,
     refers,
     repeated,
-    run_starts,
+    required,
+    session_numbers,
+    table,
     turn_exists,
 )
 
 LINK_REASONS = defined("""How the parent of a turn was found, or why the turn is in no row.
 
-root
-    No parent: no earlier turn matches.
-messages
-    The generated message nearest above it in the message tree.
-rewrite
-    As ``messages``. Its prompt also replaced a short reply, which is now rewritten.
-tokens
-    The longest path at the end of a row (of any turn under ``parent_by="prefix"``) that
-    is a prefix of its prompt. For turns without messages under a route by messages:
+root: No parent: no earlier turn matches.
+messages: The generated message nearest above it in the message tree.
+rewrite: As ``messages``. Its prompt also replaced a short reply, which is now rewritten.
+tokens: The longest path at the end of a row (of any turn under ``parent_by="prefix"``)
+    that is a prefix of its prompt. For turns without messages under a route by messages:
     the turn whose prompt is a proper prefix of its prompt and whose path it repeats for
     longest.
-previous
-    The previous call of the session.
-unrouted
-    It has an empty list of messages: no parent, in no row.
-history_replaced
-    No parent: the same agent spoke earlier, but this request does not extend its
-    history.
-prompts
-    The chain whose last prompt is the longest prefix of its prompt.
+previous: The previous call of the session.
+unrouted: It has an empty list of messages: no parent, in no row.
+history_replaced: No parent: the same agent spoke earlier, but this request does not
+    extend its history.
+prompts: The chain whose last prompt is the longest prefix of its prompt.
 
 Only under ``parent_by="prefix"``, with the parent as for ``tokens`` or ``recorded``:
 
-ambiguous
-    Quarantined: several turns match with the same tokens. The parent is the first.
-superseded
-    Quarantined: a retry that nothing continues; another retry was continued. If a turn of
-    the session was scored: any retry but one that its chain has, or that was continued,
-    or else the first.
-unresolved_kept, unresolved
-    A retry; no turn with its prompt was continued. The first is kept, the others are
-    quarantined.
-unresolved_ambiguous
-    Quarantined as ``ambiguous``, and also an unresolved retry.
-chain_quarantined
-    Not quarantined itself, but every chain with it contains a quarantined turn, or it
-    continues the turn that was scored.
-empty
-    It sampled nothing: nothing continues it, and it is in no row.
-recorded
-    The parent that the source recorded (`ROUTING`).
-no_parent
-    No parent: the recorded one is unresolved or missing, its path does not begin the
-    prompt, or nothing is recorded, though it is of other turns of the session.
+ambiguous: Quarantined: several turns match with the same tokens. The parent is the first.
+superseded: Quarantined: a retry that nothing continues; another retry was continued. If a
+    turn of the session was scored: any retry but one that its chain has, or that was
+    continued, or else the first.
+unresolved_kept, unresolved: A retry; no turn with its prompt was continued. The first is
+    kept, the others are quarantined.
+unresolved_ambiguous: Quarantined as ``ambiguous``, and also an unresolved retry.
+chain_quarantined: Not quarantined itself, but every chain with it contains a quarantined
+    turn, or it continues the turn that was scored.
+empty: It sampled nothing: nothing continues it, and it is in no row.
+recorded: The parent that the source recorded (`ROUTING`).
+no_parent: No parent: the recorded one is unresolved or missing, its path does not begin
+    the prompt, or nothing is recorded, though it is of other turns of the session.
 
 Only under ``parent_by="generations"``, where ``messages`` names the last turn whose
 messages and reply are the longest such beginning of the request:
 
-refused_tokens
-    Its prompt does not begin with its parent's path: in no row.
-refused_truncated
-    Its parent stopped for its length: in no row.
-retried
-    Nothing continues it, and a later turn has the same parent: in no row.
+refused_tokens: Its prompt does not begin with its parent's path: in no row.
+refused_truncated: Its parent stopped for its length: in no row.
+retried: Nothing continues it, and a later turn has the same parent: in no row.
 """)
 
 SEGMENT_KINDS = defined("""How a segment ended.
 
-history_replaced
-    The agent's next request does not extend its history.
-subagent
-    A sub-agent's segment: its tool call was answered, or the session ended.
-final
-    The main agent's last segment.
+history_replaced: The agent's next request does not extend its history.
+subagent: A sub-agent's segment: its tool call was answered, or the session ended.
+final: The main agent's last segment.
 """)
 
 _IN_ORDER = (
@@ -105,7 +89,7 @@ def parents_first(table: pa.Table) -> Iterator[Fault]:
     at, found = lookup(table, "turn_index", table.column("parent"))
     followed = found & (order >= 0)
     before = np.where(followed, order[at], -1)
-    session = np.searchsorted(run_starts(table), np.arange(len(table)), side="right")
+    session = session_numbers(table)
     later = np.unique(session[followed & (at > np.arange(len(table)))])
     rule = "order {}, but its parent has no order, so it is in no row"
     yield broken(followed & (before < 0), rule, order)
@@ -121,8 +105,7 @@ def parents_first(table: pa.Table) -> Iterator[Fault]:
 def differ(name: str, table: pa.Table) -> Iterator[Fault]:
     """Ranks are unique in each session."""
     column = table.column(name)
-    session = np.searchsorted(run_starts(table), np.arange(len(table)), side="right")
-    values = (session << 32) + column.fill_null(0).to_numpy()
+    values = (session_numbers(table) << 32) + column.fill_null(0).to_numpy()
     again = ~nulls(column)
     again[again] = repeated(values[again])
     yield broken(again, f"{name} {{}} is repeated within the session", column)
@@ -139,7 +122,7 @@ LINKS = table(
     # the turn that replaced this one's reply, so that it does not train. null: none
     column("rewritten_by", pa.int32(), turn_exists, _LATER),
     # how its segment ended (SEGMENT_KINDS). null: the route has no segments
-    pa.field("segment_kind", NAMES),
+    column("segment_kind", NAMES),
     rules=(parents_first,),
 )
 """One row per turn: the turn that it continues."""
@@ -162,30 +145,20 @@ TEXT_CAUSES = defined("""Causes of a finding, from the text of both sides.
 
 The first that applies counts.
 
-truncated
-    The prompt ends here. If no other cause applies: its message ends here, while the
-    path's continues.
-same_text
-    The text is equal, the tokens differ.
-special_tokens
-    Equal except for special tokens (or their text in ordinary tokens) and white space
-    around them.
-boolean
-    Equal once ``True``, ``False`` and ``None`` are ``true``, ``false`` and ``null``.
-tool_arguments
-    Part of a JSON object with the same value in another notation.
-white_space
-    Equal except for white space.
-reasoning_dropped
-    Equal without the path's reasoning; the prompt has none.
-template
-    Different text, but the request repeats every earlier message and the reply
-    unchanged, so the chat template made the difference. Also an empty frame for
-    reasoning on one side.
-rewritten
-    Different text, and the request drops or changes an earlier message.
-other_text
-    Different text, and no messages that show who changed it.
+truncated: The prompt ends here. If no other cause applies: its message ends here, while
+    the path's continues.
+same_text: The text is equal, the tokens differ.
+special_tokens: Equal except for special tokens (or their text in ordinary tokens) and
+    white space around them.
+boolean: Equal once ``True``, ``False`` and ``None`` are ``true``, ``false`` and ``null``.
+tool_arguments: Part of a JSON object with the same value in another notation.
+white_space: Equal except for white space.
+reasoning_dropped: Equal without the path's reasoning; the prompt has none.
+template: Different text, but the request repeats every earlier message and the reply
+    unchanged, so the chat template made the difference. Also an empty frame for reasoning
+    on one side.
+rewritten: Different text, and the request drops or changes an earlier message.
+other_text: Different text, and no messages that show who changed it.
 """)
 
 
@@ -259,7 +232,7 @@ BRANCHES = table(
     required("other", pa.int32()),
     # first messages shared by this request and the other turn's request and reply.
     # null: unknown, tokens were compared
-    pa.field("shared_messages", pa.int32()),
+    column("shared_messages", pa.int32()),
     # first tokens shared by this prompt and the other turn's path
     required("shared_tokens", pa.int32()),
     # tokens of the other turn's path that this prompt does not repeat

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from trajkit.schema.columns import NAMES, defined, required, table
+from trajkit.schema.engine import NAMES, column, defined, required, table
 from trajkit.schema.turns import MM_ITEM
 
 PACKS = table(
@@ -29,7 +29,7 @@ PACKS = table(
     required("sessions", pa.large_list(pa.string())),
     # tree_start, and n_tokens (and the end of the padding), as attention kernels for
     # packed sequences take it. null: the pack has a branch or a prefix
-    pa.field("cu_seqlens", pa.large_list(pa.int32())),
+    column("cu_seqlens", pa.large_list(pa.int32())),
     # an edge is a token that a row trains. The token of the pack that predicts it
     required("edge_source", pa.large_list(pa.int32())),
     # its id
@@ -44,65 +44,51 @@ PACKS = table(
     required("edge_logprob", pa.large_list(pa.float32())),
     # of a part of a tree: the line of the pack that has the part before it. null: the
     # pack has no prefix
-    pa.field("prefix_pack", pa.int64()),
+    column("prefix_pack", pa.int64()),
     # the prefix: the path to the pack's first token, by position. Where each token is
     # in that pack, counted from the first token of the prefix that it has itself
     required("prefix_source", pa.large_list(pa.int32())),
     # as subtree_end, of the tokens of the prefix: q attends it if q < prefix_end
     required("prefix_end", pa.large_list(pa.int32())),
     # its images, by position in the pack; rows that share one have it once. null: none
-    pa.field("mm_items", pa.large_list(MM_ITEM)),
+    column("mm_items", pa.large_list(MM_ITEM)),
 )
 """Rows that share prefixes as trees of tokens, one line per micro-batch. ``columns`` of
 `trajkit.pack` add a list ``edge_<name>`` each."""
 
 PACK_RULES = defined("""What `trajkit.verify_packs` looks at.
 
-length
-    The lists of a pack's tokens, segments, trees and edges are as long as one another.
-range
-    Tokens, rows and positions that a pack names exist, and no id is null or negative.
-max_tokens
-    No pack is longer than asked.
-subtree_end
-    The tokens that it spans are nested: each subtree lies in that of the token above.
-position
-    It counts the tokens that the token attends, without itself.
-padding
-    A token of padding attends itself, and no token below it; no edge is there.
-prefix
-    It is the path to the pack's first token, in the pack that it names.
-segment, tree
-    They agree with subtree_end.
-sessions
-    The sessions of a pack and of a tree are those of its rows.
-cu_seqlens
-    It agrees with subtree_end.
-not_trained
-    Every edge is a token that its row trains, or observes.
-context
-    The tokens that an edge's source attends are those before the edge in its row.
-target
-    An edge's target is its token in the row.
-weight, logprob, column
-    They are those of the row.
-mm_items
-    The images of a pack are the rows', and its content ids are theirs.
-packed_twice, not_packed
-    Every token that a row trains has one edge.
+length: The lists of a pack's tokens, segments, trees and edges are as long as one
+    another.
+range: Tokens, rows and positions that a pack names exist, and no id is null or negative.
+max_tokens: No pack is longer than asked.
+subtree_end: The tokens that it spans are nested: each subtree lies in that of the token
+    above.
+position: It counts the tokens that the token attends, without itself.
+padding: A token of padding attends itself, and no token below it; no edge is there.
+prefix: It is the path to the pack's first token, in the pack that it names.
+segment, tree: They agree with subtree_end.
+sessions: The sessions of a pack and of a tree are those of its rows.
+cu_seqlens: It agrees with subtree_end.
+not_trained: Every edge is a token that its row trains, or observes.
+context: The tokens that an edge's source attends are those before the edge in its row.
+target: An edge's target is its token in the row.
+weight, logprob, column: They are those of the row.
+mm_items: The images of a pack are the rows', and its content ids are theirs.
+packed_twice, not_packed: Every token that a row trains has one edge.
 """)
 
 PACK_VIOLATIONS = table(
     "pack_violations",
     # the line of the pack. null: the violation is of no one pack
-    pa.field("pack", pa.int64()),
+    column("pack", pa.int64()),
     # the first token of the pack that is wrong. null: of no one token
-    pa.field("token", pa.int32()),
+    column("token", pa.int32()),
     # the row that it is about. null: of no one row
-    pa.field("session_id", pa.string()),
-    pa.field("row_index", pa.int32()),
+    column("session_id", pa.string()),
+    column("row_index", pa.int32()),
     # the position in the row. null: of no one position
-    pa.field("row_token", pa.int32()),
+    column("row_token", pa.int32()),
     required("rule", NAMES),
     # the values, and how many more there are in the pack
     required("detail", pa.string()),
@@ -117,7 +103,7 @@ ASSIGNMENT = table(
     # counts the packs of the rank in the step from 0
     required("slot", pa.int32()),
     # the line of the pack in its table. null: an empty pack, so that ranks have as many
-    pa.field("pack", pa.int64()),
+    column("pack", pa.int64()),
     # in the unit of the costs given to `trajkit.balance`; 0 for an empty pack
     required("cost", pa.float64()),
 )

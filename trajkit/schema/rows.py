@@ -5,20 +5,16 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from trajkit.schema.columns import (
+from trajkit.schema.engine import (
     NAMES,
     TURN,
     Fault,
-    column,
-    defined,
-    required,
-    table,
-)
-from trajkit.schema.engine import (
     ascending,
     broken,
     broken_items,
+    column,
     contiguous,
+    defined,
     fault,
     field_of,
     finite,
@@ -33,6 +29,8 @@ from trajkit.schema.engine import (
     nulls,
     owners,
     refers,
+    required,
+    table,
     token_ids,
 )
 from trajkit.schema.sessions import LOSSES
@@ -40,19 +38,13 @@ from trajkit.schema.turns import MM_ITEM
 
 SPAN_KINDS = defined("""What a row does with a range of a turn's output.
 
-trained
-    The row trains it.
-duplicate
-    The row contains it as context; another row trains it.
-absorbed
-    The row lost it to drift; the span is empty.
-cut
-    It is beyond ``max_row_tokens``; the span is empty.
-untrainable
-    The row contains it as context, since it may not be trained (`LOSSES`: untrainable,
-    aborted, masked, no_logprob).
-no_splice_point
-    The row ended before it could continue with it; the span is empty.
+trained: The row trains it.
+duplicate: The row contains it as context; another row trains it.
+absorbed: The row lost it to drift; the span is empty.
+cut: It is beyond ``max_row_tokens``; the span is empty.
+untrainable: The row contains it as context, since it may not be trained (`LOSSES`:
+    untrainable, aborted, masked, no_logprob).
+no_splice_point: The row ended before it could continue with it; the span is empty.
 """)
 
 SPAN = pa.struct(
@@ -238,13 +230,13 @@ path, or another row continues its parent."""
 ROW_REASONS = table(
     "row_reasons",
     # null: the rows do not name it
-    pa.field("session_id", pa.string()),
+    column("session_id", pa.string()),
     required("row_index", pa.int32()),
     # the turn that opens the row: the first that no earlier row contains. null: the rows
     # do not name turns
-    pa.field("first_turn", pa.int32()),
+    column("first_turn", pa.int32()),
     # its parent. null: none
-    pa.field("parent", pa.int32()),
+    column("parent", pa.int32()),
     # one of OPENED_BY
     required("opened_by", pa.string()),
     required("tokens_trained", pa.int64()),
@@ -266,10 +258,10 @@ OUTPUT_SPANS = table(
     # one of OUTPUT_KINDS
     required("kind", NAMES),
     # the row that trains them, lost them, or has them as context. null: no row does
-    pa.field("row_index", pa.int32()),
+    column("row_index", pa.int32()),
     # the turn whose prompt caused the loss because it departs from an earlier path.
     # null: none did
-    pa.field("drift_turn", pa.int32()),
+    column("drift_turn", pa.int32()),
 )
 """Each range of sampled tokens and what a policy does with it, in order of session, turn
 and position (see `analysis.output_spans`). Every sampled token is in one line; a token that
@@ -277,70 +269,50 @@ several rows train is in one line per row."""
 
 RULES = defined("""The rules that `trajkit.verify` checks.
 
-session
-    The row's session has turns, and its rows are contiguous.
-row_index
-    It counts the rows of the session from 0.
-length
-    Mask and logprobs have the row's length, and no row exceeds ``max_row_tokens``.
-null
-    Ids, mask and spans have no null.
-span_turn, span_kind, span_place, span_range
-    A span names a turn of the session and a known kind, follows the previous span without
-    overlap, and is as long as its range of the turn's output.
-span_tokens
-    A span has the tokens of its output range.
-untrainable
-    Tokens that may not be trained are in untrainable spans, and no others are.
-mask
-    It is true exactly for trained spans. In rows without spans: for outputs that were
+session: The row's session has turns, and its rows are contiguous.
+row_index: It counts the rows of the session from 0.
+length: Mask and logprobs have the row's length, and no row exceeds ``max_row_tokens``.
+null: Ids, mask and spans have no null.
+span_turn, span_kind, span_place, span_range: A span names a turn of the session and a
+    known kind, follows the previous span without overlap, and is as long as its range of
+    the turn's output.
+span_tokens: A span has the tokens of its output range.
+untrainable: Tokens that may not be trained are in untrainable spans, and no others are.
+mask: It is true exactly for trained spans. In rows without spans: for outputs that were
     located in the row.
-logprob
-    The engine's value under the mask, null elsewhere.
-context
-    The tokens before a trained token are those it was sampled after. For spliced rows see
-    row_tokens.
-trained_twice
-    No sampled token is trained or lost in two spans, or in two of a row if the policy
-    trains a token in several.
-not_trained
-    Every token that the policy promises to train is trained.
-row_tokens
-    A row is the path of a turn (of ``last_turn``, if given), truncated at
+logprob: The engine's value under the mask, null elsewhere.
+context: The tokens before a trained token are those it was sampled after. For spliced
+    rows see row_tokens.
+trained_twice: No sampled token is trained or lost in two spans, or in two of a row if the
+    policy trains a token in several.
+not_trained: Every token that the policy promises to train is trained.
+row_tokens: A row is the path of a turn (of ``last_turn``, if given), truncated at
     ``max_row_tokens``; in a spliced row, each output follows the end of its prompt.
-prompt_length
-    The prompt length of the row's first turn.
-parent_row, shared_length
-    The first earlier row with the longest shared prefix, and the prefix's length.
-rollout_mask_sum, row_weight, reward, group_id
-    They follow from the complete rollout.
-finish_reason
-    It follows from the row's calls.
-turns
-    They end with ``last_turn`` and contain the turns of the row's spans in order.
-weight_versions
-    Those of the row's first and last sampled token with known weights.
-flags
-    They follow from the row's turns, or have at least theirs if the policy takes those of
-    the chain.
-mm_items
-    Each is an image of the session, its tokens are that image's content ids, and no
+prompt_length: The prompt length of the row's first turn.
+parent_row, shared_length: The first earlier row with the longest shared prefix, and the
+    prefix's length.
+rollout_mask_sum, row_weight, reward, group_id: They follow from the complete rollout.
+finish_reason: It follows from the row's calls.
+turns: They end with ``last_turn`` and contain the turns of the row's spans in order.
+weight_versions: Those of the row's first and last sampled token with known weights.
+flags: They follow from the row's turns, or have at least theirs if the policy takes those
+    of the chain.
+mm_items: Each is an image of the session, its tokens are that image's content ids, and no
     other token is a content id.
-policy
-    The rows are those that the policy makes of the turns: tokens, mask, spans, turns and
-    flags. Checked in sessions that break no other rule.
+policy: The rows are those that the policy makes of the turns: tokens, mask, spans, turns
+    and flags. Checked in sessions that break no other rule.
 """)
 
 VIOLATIONS = table(
     "violations",
-    pa.field("session_id", pa.string()),
+    column("session_id", pa.string()),
     # null: the violation concerns no single row
-    pa.field("row_index", pa.int32()),
+    column("row_index", pa.int32()),
     # null: it concerns no single turn
-    pa.field("turn_index", pa.int32()),
+    column("turn_index", pa.int32()),
     # position of the first wrong token in the row or, without row_index, in the turn's
     # output. null: the violation concerns the row as such
-    pa.field("token", pa.int32()),
+    column("token", pa.int32()),
     required("rule", NAMES),
     # the values found and expected, and the number of tokens
     required("detail", pa.string()),
@@ -349,42 +321,30 @@ VIOLATIONS = table(
 
 ROW_CHECK_KINDS = defined("""What `trajkit.check_rows` says of rows.
 
-trains
-    The row trains these tokens of the turn. Nothing is wrong.
-mask_shifted
-    The mask is that of the tokens before or after the sampled ones.
-not_sampled
-    Trained tokens that are no turn's output.
-untrainable
-    Trained tokens of a turn, or of an output, that may not be trained.
-trained_twice
-    Tokens that an earlier row trains too.
-out_of_context
-    Trained tokens that follow other tokens than they were sampled after.
-logprobs_shifted
-    The logprobs are those of the tokens before or after.
-logprobs
-    Logprobs that are not the engine's.
-masked_out
-    Sampled tokens that rows have and none trains.
-in_no_row
-    Sampled tokens that no row has.
-not_found
-    No turn begins like the row.
-session_without_rows
-    Sessions of the turns that have no row. Nothing is wrong.
+trains: The row trains these tokens of the turn. Nothing is wrong.
+mask_shifted: The mask is that of the tokens before or after the sampled ones.
+not_sampled: Trained tokens that are no turn's output.
+untrainable: Trained tokens of a turn, or of an output, that may not be trained.
+trained_twice: Tokens that an earlier row trains too.
+out_of_context: Trained tokens that follow other tokens than they were sampled after.
+logprobs_shifted: The logprobs are those of the tokens before or after.
+logprobs: Logprobs that are not the engine's.
+masked_out: Sampled tokens that rows have and none trains.
+in_no_row: Sampled tokens that no row has.
+not_found: No turn begins like the row.
+session_without_rows: Sessions of the turns that have no row. Nothing is wrong.
 """)
 
 ROW_CHECKS = table(
     "row_checks",
     # the position of the row, from 0. null: the line is of no row
-    pa.field("row", pa.int32()),
+    column("row", pa.int32()),
     # null: the row was not found
-    pa.field("session_id", pa.string()),
+    column("session_id", pa.string()),
     # null: the line concerns no single turn
-    pa.field("turn_index", pa.int32()),
+    column("turn_index", pa.int32()),
     # position in the row, padding included. null: of no token
-    pa.field("token", pa.int32()),
+    column("token", pa.int32()),
     # one of ROW_CHECK_KINDS
     required("kind", NAMES),
     required("tokens", pa.int64()),

@@ -4,17 +4,19 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from trajkit.schema.columns import (
+from trajkit.schema.engine import (
     NAMES,
     TURN,
     Fault,
     all_required,
+    broken,
     column,
     defined,
+    finite,
+    one_row_per_session,
     required,
     table,
 )
-from trajkit.schema.engine import broken, finite, one_row_per_session
 
 _SESSIONS = (
     required("session_id", pa.string(), one_row_per_session),
@@ -32,46 +34,32 @@ TURN_REWARDS = table(
     "turn_rewards",
     *TURN,
     # null: unscorable, never 0
-    pa.field("reward", pa.float64()),
+    column("reward", pa.float64()),
 )
 """A reward per turn, as `trajkit.learn.spread_rewards` takes it."""
 
 LOSSES = defined("""Reasons why no row trains a sampled token.
 
-absorbed
-    Its row continued after drift with the next prompt's ids in its place.
-rewritten
-    A later request showed another message in its place, and the turn left the tree.
-cut
-    It is beyond ``max_row_tokens`` of its row.
-untrainable
-    The turn has ``trainable = false``, or its session ended in an error.
-unrouted
-    The turn has an empty list of messages, which message routing skips (unless
+absorbed: Its row continued after drift with the next prompt's ids in its place.
+rewritten: A later request showed another message in its place, and the turn left the
+    tree.
+cut: It is beyond ``max_row_tokens`` of its row.
+untrainable: The turn has ``trainable = false``, or its session ended in an error.
+unrouted: The turn has an empty list of messages, which message routing skips (unless
     ``tie_break="tokens"``, as in ``faithful``).
-restarted
-    A later prompt of the row departs inside the prompt that opened the row. The row
-    restarts there and loses what it had.
-over_max_rows
-    Its row exceeds the policy's ``max_rows``.
-aborted
-    The turn's finish_reason is ``abort``, and the policy does not train such turns.
-masked
-    The turn's ``output_mask`` is false for it.
-no_logprob
-    It has no logprob, and the policy trains no token without one.
-no_splice_point
-    The prompt of its turn, or of an earlier turn in the chain, has no end of turn at
-    which a spliced row could continue; the row ended there.
-quarantined
-    Every chain with its turn contains a quarantined turn (see `LINK_REASONS`).
-not_selected
-    It is only in chains that the policy's ``row_selection`` omits.
-refused
-    Its messages continue a turn whose tokens its prompt does not continue (see
+restarted: A later prompt of the row departs inside the prompt that opened the row. The
+    row restarts there and loses what it had.
+over_max_rows: Its row exceeds the policy's ``max_rows``.
+aborted: The turn's finish_reason is ``abort``, and the policy does not train such turns.
+masked: The turn's ``output_mask`` is false for it.
+no_logprob: It has no logprob, and the policy trains no token without one.
+no_splice_point: The prompt of its turn, or of an earlier turn in the chain, has no end of
+    turn at which a spliced row could continue; the row ended there.
+quarantined: Every chain with its turn contains a quarantined turn (see `LINK_REASONS`).
+not_selected: It is only in chains that the policy's ``row_selection`` omits.
+refused: Its messages continue a turn whose tokens its prompt does not continue (see
     `LINK_REASONS`).
-retried
-    Nothing continues its turn, and a later turn has the same parent.
+retried: Nothing continues its turn, and a later turn has the same parent.
 
 A token that may not be trained at all counts as untrainable, aborted, masked or
 no_logprob, in this order, before any other reason.
@@ -161,14 +149,14 @@ SIMULATION = table(
         pa.int64(), "tokens_out_of_context tokens_forward tokens_forward_shared"
     ),
     # padding of each row to a multiple of the given length. null: no length was given
-    pa.field("tokens_padding", pa.int64()),
+    column("tokens_padding", pa.int64()),
     # tokens of the longest row; 0 without rows
     required("longest_row", pa.int64()),
     # packs of the given size (trees that are larger are carried over several), their
     # tokens, and pairs of a token and one that it attends. null: no size was given
-    pa.field("packs", pa.int64()),
-    pa.field("tokens_packed", pa.int64()),
-    pa.field("pairs_packed", pa.int64()),
+    column("packs", pa.int64()),
+    column("tokens_packed", pa.int64()),
+    column("pairs_packed", pa.int64()),
 )
 """Results of several policies on the same turns, one row per policy."""
 
@@ -178,7 +166,7 @@ IMPORT_REPORT = table(
     # position in the file: "line 3", "sample 0"
     required("place", pa.string()),
     # null: not in the record
-    pa.field("session_id", pa.string()),
+    column("session_id", pa.string()),
     # docs/import.md lists them
     required("problem", NAMES),
     # true if the record still became a turn

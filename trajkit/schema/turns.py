@@ -5,13 +5,16 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from trajkit.schema.columns import TURN, Fault, column, defined, required, table
 from trajkit.schema.engine import (
+    TURN,
+    Fault,
     as_long_as,
     ascending,
     broken,
     broken_items,
+    column,
     contiguous,
+    defined,
     field_of,
     flat_chunks,
     lacks,
@@ -20,6 +23,8 @@ from trajkit.schema.engine import (
     lookup,
     no_null,
     nulls,
+    required,
+    table,
     token_ids,
 )
 
@@ -241,17 +246,17 @@ ROUTING = table(
     "turns",
     *TURN,
     # the source's name of the call
-    pa.field("request_id", pa.string()),
+    column("request_id", pa.string()),
     # what was known of the call's parent when the request came in: root, resolved or
     # unresolved. null: nothing is recorded
-    pa.field("parent_resolution", pa.string()),
+    column("parent_resolution", pa.string()),
     # the request_id of the parent, if it is resolved
-    pa.field("parent_request", pa.string()),
+    column("parent_request", pa.string()),
     # true: its reply was scored, and nothing after it counts. One turn of a session
-    pa.field("scored", pa.bool_()),
+    column("scored", pa.bool_()),
     # what `trajkit.turns.tools_key` gives of the tools that the request offers. null:
     # unknown, the same for all such turns
-    pa.field("tools_key", pa.string()),
+    column("tools_key", pa.string()),
 )
 """Optional columns of ``turns`` that tell which turn continues which. The policy ``nemo``
 (``parent_by="prefix"``) follows recorded parents, and prefixes in sessions without them;
@@ -264,32 +269,28 @@ ATTRIBUTION = table(
     # its last messages, see message_tool_names). negative: structure, such as the
     # generation prompt, or a token of an earlier call. In delta form the tokens that are
     # shared with the base may be left out if their index is -1. null list: unknown
-    pa.field("prompt_message_index", pa.large_list(pa.int32())),
+    column("prompt_message_index", pa.large_list(pa.int32())),
     # one per prompt token: true for the message's text, false for the template's tokens
     # around it. In delta form shared tokens may be left out if false. null list: unknown
-    pa.field("prompt_is_content", pa.large_list(pa.bool_())),
+    column("prompt_is_content", pa.large_list(pa.bool_())),
     # one per message: the tool whose output it is; null element: no tool, or unknown. A
     # list shorter than the request's messages covers the last ones, and so does
     # prompt_message_index. null list: joined by tool_call_id from the message bodies
-    pa.field("message_tool_names", pa.large_list(pa.string())),
+    column("message_tool_names", pa.large_list(pa.string())),
 )
 """Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
 by `trajkit.learn.observation_weights`."""
 
 AMENDMENT_REASONS = defined("""Reasons to amend a recorded turn.
 
-undelivered
-    Its answer reached no client: it is context only.
-delivered
-    A client asked again and received the answer: the turn's own ``trainable`` counts.
-retried
-    Its request came again although it was answered, and the gateway was asked to make
-    such turns context only.
-continued
-    A later request contains its answer, so it was not retried: the turn's own
+undelivered: Its answer reached no client: it is context only.
+delivered: A client asked again and received the answer: the turn's own ``trainable``
+    counts.
+retried: Its request came again although it was answered, and the gateway was asked to
+    make such turns context only.
+continued: A later request contains its answer, so it was not retried: the turn's own
     ``trainable`` counts.
-dropped
-    Its session was dropped: it is context only.
+dropped: Its session was dropped: it is context only.
 """)
 
 AMENDMENTS = table(
@@ -298,7 +299,7 @@ AMENDMENTS = table(
     # one of AMENDMENT_REASONS
     required("reason", pa.string()),
     # false: the turn is context only. null: the turn's own value counts
-    pa.field("trainable", pa.bool_()),
+    column("trainable", pa.bool_()),
 )
 """Facts about turns that became known after they were recorded. The last line of a turn
 counts. The file is in the folder of the turns, and `trajkit.read_turns` applies it."""
@@ -307,14 +308,11 @@ PAYLOADS = defined("""Extra columns of turns that have a rule of their own.
 
     `trajkit.validate` checks it, and `trajkit.linearize` carries them as its ``payloads``.
 
-routed_experts
-    Per token of prompt and output, or of all but the last: the experts that it was sent
-    to, a list per layer. A list that could be of the output ids alone as well is of all
-    ids but the last, as engines return it.
-sampling_mask
-    Per output id: the ids that it was drawn from after top-p and top-k, itself among
-    them. Null or empty: nothing was cut off, or it is not known.
-ref_logprobs, teacher_logprobs
-    Log-probabilities under another model, per output id, or per token of prompt and
-    output.
+routed_experts: Per token of prompt and output, or of all but the last: the experts that
+    it was sent to, a list per layer. A list that could be of the output ids alone as well
+    is of all ids but the last, as engines return it.
+sampling_mask: Per output id: the ids that it was drawn from after top-p and top-k, itself
+    among them. Null or empty: nothing was cut off, or it is not known.
+ref_logprobs, teacher_logprobs: Log-probabilities under another model, per output id, or
+    per token of prompt and output.
 """)

@@ -5,15 +5,15 @@ filling a small batch.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit.tables.ragged import Array as Array
 
-Array: TypeAlias = npt.NDArray[np.generic]
 _Item = TypeVar("_Item", bound=np.generic)
 
 
