@@ -671,12 +671,6 @@ cdef class Growth:
             return 2, self.faulty[2], self.n_new + self.out_len + self.faulty[2]
         return None
 
-    def match(self, const token_t[::1] prompt not None):
-        """The first call with the longest prefix of a prompt (-1: none), and its length."""
-        cdef pos_t n = prompt.shape[0]
-        cdef pos_t shared = self._find(&prompt[0] if n else NULL, n, NULL, 0)
-        return self.base, shared
-
     cdef pos_t _find(
         self, const token_t* prompt, pos_t n, const token_t* output, pos_t n_output
     ) except -1:

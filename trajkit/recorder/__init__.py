@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from trajkit._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from trajkit.recorder.recorder import Match as Match
     from trajkit.recorder.recorder import Recorded as Recorded
     from trajkit.recorder.recorder import Recorder as Recorder
     from trajkit.recorder.recorder import RowOptions as RowOptions

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 import pyarrow as pa
 
-from trajkit.errors import ArgumentError, InvalidTurnsError, UnknownSessionError
+from trajkit.errors import InvalidTurnsError, UnknownSessionError
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.recorder.session import ChatMessage, Recording, Types, with_metadata
@@ -38,27 +38,6 @@ class Recorded(NamedTuple):
     base_turn: int | None
     shared_length: int
     clean: bool
-
-
-class Match(NamedTuple):
-    """Where a request would attach to a session.
-
-    Attributes
-    ----------
-    turn_index : int or None
-        The recorded turn that shares the longest prefix with the request, the first of
-        equals. None: no turn shares a token or, without ``prompt_ids``, a message.
-    shared_length : int or None
-        Tokens at the start of the prompt that the turn's prompt and output begin with.
-        None: no ``prompt_ids`` were given.
-    shared_messages : int or None
-        Messages at the start of the request that the turn's messages and response begin
-        with. None: no ``prompt_messages`` were given.
-    """
-
-    turn_index: int | None
-    shared_length: int | None
-    shared_messages: int | None
 
 
 class SessionRows(NamedTuple):
@@ -95,8 +74,6 @@ class Recorder:
     0
     >>> recorder.record("a", prompt_ids=[1, 2, 3, 4], output_ids=[5]).shared_length
     3
-    >>> recorder.match("a", prompt_ids=[1, 2, 3, 9])
-    Match(turn_index=0, shared_length=3, shared_messages=None)
     >>> recorder.pop("a", "strict").rows["input_ids"].to_pylist()
     [[1, 2, 3, 4, 5]]
     """
@@ -224,46 +201,6 @@ class Recorder:
         # as Recorded(...) does, without a Python call
         found = (index, None if base < 0 else base, shared, clean)
         return tuple.__new__(Recorded, found)
-
-    def match(
-        self,
-        session_id: str,
-        *,
-        prompt_ids: object = None,
-        prompt_messages: Sequence[ChatMessage] | None = None,
-    ) -> Match:
-        """Find where a request would attach, without recording it.
-
-        With ``prompt_ids``, the turn is the one that `record` would return as
-        ``base_turn``. Only where earlier turns contain the complete prompt may `record`
-        choose another of them, because it also compares the output. With
-        ``prompt_messages`` alone, the turn is the first one that shares the most messages.
-
-        Parameters
-        ----------
-        session_id : str
-            A session without a call matches nothing.
-        prompt_ids, prompt_messages : optional
-            As for `record`; at least one of them. Messages after the first one that the
-            session does not have are not looked at.
-
-        Raises
-        ------
-        InvalidTurnsError
-            A value breaks a rule of the schema.
-        """
-        if prompt_ids is None and prompt_messages is None:
-            raise ArgumentError(
-                "prompt_ids=None and prompt_messages=None: match needs one of them"
-            )
-        with self._lock:
-            session = self._sessions.get(session_id) or Recording(self._types)
-        with session.lock:
-            try:
-                turn, length, n_messages = session.match(prompt_ids, prompt_messages)
-            except InvalidTurnsError as error:
-                raise InvalidTurnsError(f"session {session_id!r}: {error}") from None
-        return Match(None if turn < 0 else turn, length, n_messages)
 
     def has_session(self, session_id: str) -> bool:
         """Whether the session has a recorded call."""

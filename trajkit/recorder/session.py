@@ -31,7 +31,6 @@ from trajkit.turns.records import (
     Valid,
     check_depth,
     check_extra,
-    checked_ids,
     common_type,
     concat_values,
     lists_of,
@@ -304,29 +303,6 @@ class MessageLog:
         del path[shared:]
         path += added.shown()
 
-    def match(self, messages: object, base: int, n_calls: int) -> tuple[int, int]:
-        """The call whose messages a list begins with for longest, and how many they are.
-
-        ``base``: compare with this call alone; -1: with every call, the first of equals
-        counts. The call is -1 if none shares a message.
-        """
-        listed, numbers, places = self._compared(messages, base, n_calls)
-        for i in places:
-            numbers[i] = self.book.find(_read(listed[i], f"prompt_messages[{i}]")[0])
-            if numbers[i] < 0:
-                break
-        if base >= 0:
-            n_shared = _core.lcp(self.path(base), numbers)
-            return base, self._n_current(numbers, n_shared, n_calls)
-        found: list[int] = []
-        for one in self.calls[:n_calls]:
-            n = found[one.base] if one.base >= 0 else 0
-            if n >= one.shared:
-                n = one.shared + _core.lcp(one.shown(), numbers[one.shared :])
-            found.append(n)
-        most = max(found, default=0)
-        return (found.index(most), most) if most else (-1, 0)
-
     def suffixes(self, n_calls: int) -> tuple[Ints, Ints]:
         """The messages that the base of each call does not supply.
 
@@ -443,21 +419,6 @@ class Recording:
             ill_formed is True,
             STOPS.get(str(reason), STOPS["other"]),
         )
-
-    def match(
-        self, prompt_ids: object, messages: object
-    ) -> tuple[int, int | None, int | None]:
-        """Turn (-1: none), tokens and messages: see `trajkit.recorder.Match`."""
-        turn, n_tokens, n_messages = -1, None, None
-        if prompt_ids is not None:
-            turn, n_tokens = self.paths.match(checked_ids(prompt_ids, "prompt_ids"))
-        if messages is not None:
-            found, n_messages = self.message_log.match(messages, turn, self.n_calls)
-            if prompt_ids is None:
-                turn = found
-            elif turn < 0:
-                n_messages = 0
-        return turn, n_tokens, n_messages
 
     def turns(self, name: str) -> pa.Table:
         """The calls so far: `trajkit.schema.TURNS_DELTA`, then the extra columns.

@@ -5,26 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from trajkit.schema.engine import (
-    NAMES,
-    TURN,
-    Fault,
-    ascending,
-    broken,
-    column,
-    contiguous,
-    defined,
-    lookup,
-    not_negative,
-    nulls,
-    one_of,
-    refers,
-    repeated,
-    required,
-    session_numbers,
-    table,
-    turn_exists,
-)
+from trajkit.schema import engine
+from trajkit.schema.engine import NAMES, TURN, Fault, column, defined, required, table
 
 LINK_REASONS = defined("""How the parent of a turn was found, or why the turn is in no row.
 
@@ -73,11 +55,11 @@ final: The main agent's last segment.
 """)
 
 _IN_ORDER = (
-    required("session_id", pa.string(), contiguous),
-    required("turn_index", pa.int32(), ascending),
+    required("session_id", pa.string(), engine.contiguous),
+    required("turn_index", pa.int32(), engine.ascending),
 )
-_ANOTHER = refers("turn_index", np.not_equal, "another turn_index")
-_LATER = refers("turn_index", np.greater, "a later turn")
+_ANOTHER = engine.refers("turn_index", np.not_equal, "another turn_index")
+_LATER = engine.refers("turn_index", np.greater, "a later turn")
 
 
 def parents_first(table: pa.Table) -> Iterator[Fault]:
@@ -86,14 +68,14 @@ def parents_first(table: pa.Table) -> Iterator[Fault]:
     In each session, parents precede their children, either by turn_index or by order.
     """
     order = table.column("order").fill_null(-1).to_numpy()
-    at, found = lookup(table, "turn_index", table.column("parent"))
+    at, found = engine.lookup(table, "turn_index", table.column("parent"))
     followed = found & (order >= 0)
     before = np.where(followed, order[at], -1)
-    session = session_numbers(table)
+    session = engine.session_numbers(table)
     later = np.unique(session[followed & (at > np.arange(len(table)))])
     rule = "order {}, but its parent has no order, so it is in no row"
-    yield broken(followed & (before < 0), rule, order)
-    yield broken(
+    yield engine.broken(followed & (before < 0), rule, order)
+    yield engine.broken(
         followed & (before >= order) & np.isin(session, later),
         "order {} does not come after its parent's, {}, in a session with a parent that "
         "is a later turn",
@@ -105,22 +87,22 @@ def parents_first(table: pa.Table) -> Iterator[Fault]:
 def differ(name: str, table: pa.Table) -> Iterator[Fault]:
     """Ranks are unique in each session."""
     column = table.column(name)
-    values = (session_numbers(table) << 32) + column.fill_null(0).to_numpy()
-    again = ~nulls(column)
-    again[again] = repeated(values[again])
-    yield broken(again, f"{name} {{}} is repeated within the session", column)
+    values = (engine.session_numbers(table) << 32) + column.fill_null(0).to_numpy()
+    again = ~engine.nulls(column)
+    again[again] = engine.repeated(values[again])
+    yield engine.broken(again, f"{name} {{}} is repeated within the session", column)
 
 
 LINKS = table(
     "links",
     *_IN_ORDER,
     # turn_index of the parent. null: none
-    column("parent", pa.int32(), _ANOTHER, turn_exists),
-    column("link_reason", NAMES, one_of(LINK_REASONS)),
+    column("parent", pa.int32(), _ANOTHER, engine.turn_exists),
+    column("link_reason", NAMES, engine.one_of(LINK_REASONS)),
     # rank in the policy's traversal of the session, from 0
-    column("order", pa.int32(), not_negative, differ),
+    column("order", pa.int32(), engine.not_negative, differ),
     # the turn that replaced this one's reply, so that it does not train. null: none
-    column("rewritten_by", pa.int32(), turn_exists, _LATER),
+    column("rewritten_by", pa.int32(), engine.turn_exists, _LATER),
     # how its segment ended (SEGMENT_KINDS). null: the route has no segments
     column("segment_kind", NAMES),
     rules=(parents_first,),
@@ -167,17 +149,18 @@ def drift_agrees(table: pa.Table) -> Iterator[Fault]:
     size = table.column("size").to_numpy()
     after = table.column("tokens_after_drift").to_numpy()
     rule = "tokens_after_drift {} exceeds the size {}"
-    yield broken(after > size, rule, after, size)
+    yield engine.broken(after > size, rule, after, size)
     for name, word in (("region", "none"), ("cause", "clean")):
         text = table.column(name).cast(pa.string())
         equal = np.array([value == word for value in text.to_pylist()], np.bool_)
         rule = f"{name} is {{!r}} with a size of {{}}: expected {word!r} exactly for size 0"
-        yield broken(~nulls(text) & (equal != (size == 0)), rule, text, size)
-    path, prompt, length = (
-        nulls(table.column(f"resync_{name}")) for name in ("path", "prompt", "length")
-    )
+        yield engine.broken(
+            ~engine.nulls(text) & (equal != (size == 0)), rule, text, size
+        )
+    names = ("resync_path", "resync_prompt", "resync_length")
+    path, prompt, length = (engine.nulls(table.column(name)) for name in names)
     rule = "the three resync columns are null together"
-    yield broken((path != prompt) | (path != length), rule)
+    yield engine.broken((path != prompt) | (path != length), rule)
 
 
 DRIFT = table(
@@ -185,18 +168,18 @@ DRIFT = table(
     *_IN_ORDER,
     required("parent", pa.int32(), _ANOTHER),
     # tokens shared by the parent's path and this prompt, from the start
-    required("lcp", pa.int32(), not_negative),
+    required("lcp", pa.int32(), engine.not_negative),
     # tokens of the path beyond lcp; 0: clean
-    required("size", pa.int32(), not_negative),
-    column("region", NAMES, one_of(REGIONS)),
+    required("size", pa.int32(), engine.not_negative),
+    column("region", NAMES, engine.one_of(REGIONS)),
     # where path and prompt agree again: path[resync_path:][:resync_length] ==
     # prompt[resync_prompt:][:resync_length]. null: nowhere
-    column("resync_path", pa.int32(), not_negative),
-    column("resync_prompt", pa.int32(), not_negative),
-    column("resync_length", pa.int32(), not_negative),
+    column("resync_path", pa.int32(), engine.not_negative),
+    column("resync_prompt", pa.int32(), engine.not_negative),
+    column("resync_length", pa.int32(), engine.not_negative),
     # sampled tokens of the path at or beyond lcp
-    required("tokens_after_drift", pa.int32(), not_negative),
-    column("cause", NAMES, one_of((*CAUSES, *TEXT_CAUSES))),
+    required("tokens_after_drift", pa.int32(), engine.not_negative),
+    column("cause", NAMES, engine.one_of((*CAUSES, *TEXT_CAUSES))),
     rules=(drift_agrees,),
 )
 """One row per turn with a parent: how its prompt departs from the parent's path."""

@@ -5,34 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from trajkit.schema.engine import (
-    NAMES,
-    TURN,
-    Fault,
-    ascending,
-    broken,
-    broken_items,
-    column,
-    contiguous,
-    defined,
-    fault,
-    field_of,
-    finite,
-    flat_chunks,
-    lacks,
-    lengths,
-    list_values,
-    logprobs,
-    lookup,
-    no_null,
-    not_negative,
-    nulls,
-    owners,
-    refers,
-    required,
-    table,
-    token_ids,
-)
+from trajkit.schema import engine
+from trajkit.schema.engine import NAMES, TURN, Fault, column, defined, required, table
 from trajkit.schema.sessions import LOSSES
 from trajkit.schema.turns import MM_ITEM
 
@@ -76,41 +50,41 @@ ROW_VERSIONS = pa.struct(
 
 def row_lengths(table: pa.Table) -> Iterator[Fault]:
     """Per-token columns have the row's length, and no length exceeds it."""
-    n_ids = lengths(table.column("input_ids"))
+    n_ids = engine.lengths(table.column("input_ids"))
     for name in ("loss_mask", "logprobs"):
-        n_here = lengths(table.column(name))
+        n_here = engine.lengths(table.column(name))
         rule = f"{{}} elements of {name} for {{}} input_ids"
-        yield broken(n_here != n_ids, rule, n_here, n_ids)
+        yield engine.broken(n_here != n_ids, rule, n_here, n_ids)
     shared = table.column("shared_length").to_numpy()
     for name in ("prompt_length", "shared_length"):
         values = table.column(name).to_numpy()
         rule = f"{name} is {{}} in a row of {{}} tokens"
-        yield broken(values > n_ids, rule, values, n_ids)
+        yield engine.broken(values > n_ids, rule, values, n_ids)
     parent = table.column("parent_row")
     rule = "shared_length is {} without a parent_row"
-    yield broken(nulls(parent) & (shared > 0), rule, shared)
-    parent_at, found = lookup(table, "row_index", parent)
+    yield engine.broken(engine.nulls(parent) & (shared > 0), rule, shared)
+    parent_at, found = engine.lookup(table, "row_index", parent)
     of_parent = np.where(found, n_ids[parent_at], 0)
     rule = "shared_length is {}, but the parent row has {} tokens"
-    yield broken(found & (shared > of_parent), rule, shared, of_parent)
+    yield engine.broken(found & (shared > of_parent), rule, shared, of_parent)
 
 
 def masks(table: pa.Table) -> Iterator[Fault]:
     """Prompt tokens are not trained, and only trained tokens have a logprob."""
-    mask = np.asarray(list_values(table.column("loss_mask")))
-    ends = np.cumsum(lengths(table.column("input_ids")))
-    owner, offset = owners(np.flatnonzero(mask), ends)
+    mask = np.asarray(engine.list_values(table.column("loss_mask")))
+    ends = np.cumsum(engine.lengths(table.column("input_ids")))
+    owner, offset = engine.owners(np.flatnonzero(mask), ends)
     prompt = table.column("prompt_length").to_numpy()[owner]
     bad = np.flatnonzero(offset < prompt)
     rule = "loss_mask[{}] is true within the prompt of {} tokens"
-    yield fault(owner[bad], rule, offset[bad], prompt[bad])
-    given = np.asarray(list_values(table.column("logprobs")).is_valid())
+    yield engine.fault(owner[bad], rule, offset[bad], prompt[bad])
+    given = np.asarray(engine.list_values(table.column("logprobs")).is_valid())
     rule = "logprobs[{}] is not null, but loss_mask is false"
-    yield broken_items(0, ends, given & ~mask, rule)
+    yield engine.broken_items(0, ends, given & ~mask, rule)
     n_trained = np.bincount(owner, minlength=len(table))
     sums = table.column("rollout_mask_sum").to_numpy()
     rule = "rollout_mask_sum is {} in a row that trains {} tokens"
-    yield broken(sums < n_trained, rule, sums, n_trained)
+    yield engine.broken(sums < n_trained, rule, sums, n_trained)
 
 
 _SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
@@ -118,25 +92,25 @@ _SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
 
 def no_span_null(name: str, table: pa.Table) -> Iterator[Fault]:
     """Every span has all its fields."""
-    for start, ends, spans in flat_chunks(table.column(name)):
-        lacking = lacks(spans, *_SPAN_NUMBERS, "kind")
-        yield broken_items(start, ends, lacking, f"{name}[{{}}] has a null")
+    for start, ends, spans in engine.flat_chunks(table.column(name)):
+        lacking = engine.lacks(spans, *_SPAN_NUMBERS, "kind")
+        yield engine.broken_items(start, ends, lacking, f"{name}[{{}}] has a null")
 
 
 def spans_in_order(table: pa.Table) -> Iterator[Fault]:
     """Spans ascend within the row, and trained spans are where the mask is true."""
-    n_ids = lengths(table.column("input_ids"))
-    listed = list_values(table.column("spans"))
-    kind = np.asarray(field_of(listed, "kind").cast(pa.string()))
+    n_ids = engine.lengths(table.column("input_ids"))
+    listed = engine.list_values(table.column("spans"))
+    kind = np.asarray(engine.field_of(listed, "kind").cast(pa.string()))
     start, stop, turn, out_start, out_stop = (
-        np.asarray(field_of(listed, name)) for name in _SPAN_NUMBERS
+        np.asarray(engine.field_of(listed, name)) for name in _SPAN_NUMBERS
     )
-    ends = np.cumsum(lengths(table.column("spans")))
-    row, at = owners(np.arange(len(kind)), ends)
+    ends = np.cumsum(engine.lengths(table.column("spans")))
+    row, at = engine.owners(np.arange(len(kind)), ends)
     before = np.append(0, stop)[: len(stop)]
     before[at == 0] = 0
     inside = (start >= 0) & (stop >= start) & (stop <= n_ids[row])
-    mask = np.asarray(list_values(table.column("loss_mask")))
+    mask = np.asarray(engine.list_values(table.column("loss_mask")))
     trues = np.append(0, np.cumsum(mask))
     base = np.cumsum(n_ids) - n_ids
     low = np.where(inside, base[row] + start, 0)
@@ -159,47 +133,47 @@ def spans_in_order(table: pa.Table) -> Iterator[Fault]:
         ),
     ):
         rule = f"spans[{{}}] is {{}}:{{}} of kind {{!r}}: {rule}"
-        yield broken_items(0, ends, bad, rule, start, stop, kind)
+        yield engine.broken_items(0, ends, bad, rule, start, stop, kind)
     claimed = np.bincount(row, np.where(trained, stop - start, 0), len(table))
     masked = trues[base + n_ids] - trues[base]
     rule = "loss_mask is true for {} tokens, but the trained spans have {:.0f}"
-    yield broken(claimed != masked, rule, masked, claimed)
+    yield engine.broken(claimed != masked, rule, masked, claimed)
 
 
 def is_share(name: str, table: pa.Table) -> Iterator[Fault]:
     """A row's weight is in [0, 1]: its share of the rollout."""
     values = table.column(name).fill_null(0.0).to_numpy()
     rule = f"{name} is {{}}: it is a share of the rollout"
-    yield broken((values < 0) | (values > 1), rule, values)
+    yield engine.broken((values < 0) | (values > 1), rule, values)
 
 
-_EARLIER = refers("row_index", np.less, "an earlier row_index")
+_EARLIER = engine.refers("row_index", np.less, "an earlier row_index")
 
 _ROWS = (
-    required("session_id", pa.string(), contiguous),
+    required("session_id", pa.string(), engine.contiguous),
     # counts the session's rows from 0, in the policy's order
-    required("row_index", pa.int32(), ascending),
+    required("row_index", pa.int32(), engine.ascending),
     column("group_id", pa.string()),
-    required("input_ids", pa.large_list(pa.int32()), token_ids),
+    required("input_ids", pa.large_list(pa.int32()), engine.token_ids),
     # the prompt of the call that opened the row
-    required("prompt_length", pa.int32(), not_negative),
+    required("prompt_length", pa.int32(), engine.not_negative),
     # true where this row trains the token
-    required("loss_mask", pa.large_list(pa.bool_()), no_null),
+    required("loss_mask", pa.large_list(pa.bool_()), engine.no_null),
     # null outside the mask, and for tokens without a logprob
-    required("logprobs", pa.large_list(pa.float32()), logprobs("input_ids")),
+    required("logprobs", pa.large_list(pa.float32()), engine.logprobs("input_ids")),
     # ascending, never overlapping
     required("spans", pa.large_list(SPAN), no_span_null),
     # row_index of the earlier row of the session with the longest shared prefix, the
     # first on ties. null: none shares a token
     column("parent_row", pa.int32(), _EARLIER),
     # tokens shared with it; 0 without one
-    required("shared_length", pa.int32(), not_negative),
+    required("shared_length", pa.int32(), engine.not_negative),
     # the session's reward. null: unscorable
-    column("reward", pa.float64(), finite),
+    column("reward", pa.float64(), engine.finite),
     # this row's share of the rollout's trained tokens; null if the rollout trains none
-    column("row_weight", pa.float64(), finite, is_share),
+    column("row_weight", pa.float64(), engine.finite, is_share),
     # trained tokens of all rows of the session
-    required("rollout_mask_sum", pa.int64(), not_negative),
+    required("rollout_mask_sum", pa.int64(), engine.not_negative),
     column("finish_reason", pa.string()),
     column("truncated", pa.bool_()),
     column("use_tool", pa.bool_()),

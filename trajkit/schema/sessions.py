@@ -4,24 +4,22 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
+from trajkit.schema import engine
 from trajkit.schema.engine import (
     NAMES,
     TURN,
     Fault,
     all_required,
-    broken,
     column,
     defined,
-    finite,
-    one_row_per_session,
     required,
     table,
 )
 
 _SESSIONS = (
-    required("session_id", pa.string(), one_row_per_session),
+    required("session_id", pa.string(), engine.one_row_per_session),
     # null: unscorable, never 0
-    column("reward", pa.float64(), finite),
+    column("reward", pa.float64(), engine.finite),
     # the task that several rollouts share
     column("group_id", pa.string()),
     # null: the rollout ended without an error
@@ -73,7 +71,7 @@ def every_token_counted(table: pa.Table) -> Iterator[Fault]:
     for reason in LOSSES:
         counted += table.column(f"lost_{reason}").to_numpy()
     rule = "{} tokens sampled, but {} trained or lost"
-    yield broken(sampled != counted, rule, sampled, counted)
+    yield engine.broken(sampled != counted, rule, sampled, counted)
 
 
 REPORT = table(

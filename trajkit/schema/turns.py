@@ -5,28 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from trajkit.schema.engine import (
-    TURN,
-    Fault,
-    as_long_as,
-    ascending,
-    broken,
-    broken_items,
-    column,
-    contiguous,
-    defined,
-    field_of,
-    flat_chunks,
-    lacks,
-    lengths,
-    logprobs,
-    lookup,
-    no_null,
-    nulls,
-    required,
-    table,
-    token_ids,
-)
+from trajkit.schema import engine
+from trajkit.schema.engine import TURN, Fault, column, defined, required, table
 
 KEY_BYTES = 16
 
@@ -75,11 +55,15 @@ images differ in their ids, and every stage that compares tokens compares images
 
 def no_key_missing(name: str, table: pa.Table) -> Iterator[Fault]:
     """Every message has a key and a role."""
-    for start, ends, values in flat_chunks(table.column(name)):
-        yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
+    for start, ends, values in engine.flat_chunks(table.column(name)):
+        yield engine.broken_items(
+            start, ends, values.is_null(), f"{name}[{{}}] is null"
+        )
         for field in ("key", "role"):
-            lacking = field_of(values, field).is_null()
-            yield broken_items(start, ends, lacking, f"{name}[{{}}] has no {field}")
+            lacking = engine.field_of(values, field).is_null()
+            yield engine.broken_items(
+                start, ends, lacking, f"{name}[{{}}] has no {field}"
+            )
 
 
 def reply_has_key(name: str, table: pa.Table) -> Iterator[Fault]:
@@ -87,33 +71,33 @@ def reply_has_key(name: str, table: pa.Table) -> Iterator[Fault]:
     column = table.column(name).combine_chunks()
     given = np.asarray(column.is_valid())
     for field in ("key", "role"):
-        lacking = given & np.asarray(field_of(column, field).is_null())
-        yield broken(lacking, f"{name} has no {field}")
+        lacking = given & np.asarray(engine.field_of(column, field).is_null())
+        yield engine.broken(lacking, f"{name} has no {field}")
 
 
 def one_per_output(name: str, table: pa.Table) -> Iterator[Fault]:
     """One bool per output id, or none at all."""
-    yield from as_long_as("output_ids", name, f"{{}} elements of {name}", table)
-    yield from no_null(name, table)
+    yield from engine.as_long_as("output_ids", name, f"{{}} elements of {name}", table)
+    yield from engine.no_null(name, table)
 
 
 def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
     """Spans without nulls that tile the output, in order."""
     column = table.column(name)
-    n_output, given = lengths(table.column("output_ids")), ~nulls(column)
-    for start, ends, spans in flat_chunks(column):
-        lacking = lacks(spans, "version", "start", "stop")
+    n_output, given = engine.lengths(table.column("output_ids")), ~engine.nulls(column)
+    for start, ends, spans in engine.flat_chunks(column):
+        lacking = engine.lacks(spans, "version", "start", "stop")
         rule = f"{name}[{{}}] has a null: version, start and stop are needed"
-        yield broken_items(start, ends, lacking, rule)
+        yield engine.broken_items(start, ends, lacking, rule)
         if lacking.any():
             continue
-        lows = np.asarray(field_of(spans, "start"))
-        highs = np.asarray(field_of(spans, "stop"))
+        lows = np.asarray(engine.field_of(spans, "start"))
+        highs = np.asarray(engine.field_of(spans, "stop"))
         begins = np.append(0, ends)[:-1]
         filled = np.flatnonzero(ends > begins)
         due = np.append(0, highs)[: len(lows)]
         due[begins[filled]] = 0
-        yield broken_items(
+        yield engine.broken_items(
             start,
             ends,
             (lows != due) | (highs < lows),
@@ -127,7 +111,7 @@ def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
         last[start + filled] = highs[ends[filled] - 1]
         here = np.zeros(len(table), np.bool_)
         here[start : start + len(ends)] = True
-        yield broken(
+        yield engine.broken(
             here & given & (last != n_output),
             f"{name} end at {{}} of {{}} output ids: the spans tile the output",
             last,
@@ -138,11 +122,11 @@ def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
 def not_empty(table: pa.Table) -> Iterator[Fault]:
     """Every prompt has a token."""
     if "prompt_ids" in table.column_names:
-        n_prompt = lengths(table.column("prompt_ids"))
+        n_prompt = engine.lengths(table.column("prompt_ids"))
     else:
-        n_prompt = lengths(table.column("suffix_ids"))
+        n_prompt = engine.lengths(table.column("suffix_ids"))
         n_prompt = n_prompt + table.column("shared_length").to_numpy()
-    yield broken(
+    yield engine.broken(
         n_prompt == 0, "prompt_ids is empty: an engine samples after some token"
     )
 
@@ -150,32 +134,36 @@ def not_empty(table: pa.Table) -> Iterator[Fault]:
 def delta(table: pa.Table) -> Iterator[Fault]:
     """The base of a turn is an earlier turn and has what is shared with it."""
     bases = table.column("base_turn")
-    none = nulls(bases)
-    base_row, found = lookup(table, "turn_index", bases)
+    none = engine.nulls(bases)
+    base_row, found = engine.lookup(table, "turn_index", bases)
     late = base_row >= np.arange(len(table))
     bad = ~none & (~found | late)
-    yield broken(bad, "base_turn {} is not an earlier turn of the session", bases)
+    yield engine.broken(
+        bad, "base_turn {} is not an earlier turn of the session", bases
+    )
     if bad.any():
         return
 
     shared = table.column("shared_length").to_numpy()
-    full = shared + lengths(table.column("suffix_ids"))
-    path_len = np.where(none, 0, (full + lengths(table.column("output_ids")))[base_row])
-    yield broken(
+    n_own, n_output = (
+        engine.lengths(table.column(name)) for name in ("suffix_ids", "output_ids")
+    )
+    path_len = np.where(none, 0, (shared + n_own + n_output)[base_row])
+    yield engine.broken(
         (shared < 0) | (shared > path_len),
         "shared_length is {}: expected 0 to {}, tokens of the base turn",
         shared,
         path_len,
     )
     listed, shares = table.column("suffix_messages"), table.column("shared_messages")
-    yield broken(
-        nulls(listed) != nulls(shares),
+    yield engine.broken(
+        engine.nulls(listed) != engine.nulls(shares),
         "shared_messages and suffix_messages are null together",
     )
     n_shared = shares.fill_null(0).to_numpy()
-    total = n_shared + lengths(listed) + ~nulls(table.column("response"))
-    there = np.where(none | nulls(listed)[base_row], 0, total[base_row])
-    yield broken(
+    total = n_shared + engine.lengths(listed) + ~engine.nulls(table.column("response"))
+    there = np.where(none | engine.nulls(listed)[base_row], 0, total[base_row])
+    yield engine.broken(
         (n_shared < 0) | (n_shared > there),
         "shared_messages is {}: expected 0 to {}, messages of the base turn",
         n_shared,
@@ -185,15 +173,17 @@ def delta(table: pa.Table) -> Iterator[Fault]:
 
 _TURNS = (
     # one agent run; a rollout of a task
-    required("session_id", pa.string(), contiguous),
+    required("session_id", pa.string(), engine.contiguous),
     # commit order within the session; ascending, gaps allowed
-    required("turn_index", pa.int32(), ascending),
+    required("turn_index", pa.int32(), engine.ascending),
     # the ids that the engine consumed, unchanged; content ids for images (MM_ITEM)
-    required("prompt_ids", pa.large_list(pa.int32()), token_ids),
+    required("prompt_ids", pa.large_list(pa.int32()), engine.token_ids),
     # the ids that the engine sampled, unchanged
-    required("output_ids", pa.large_list(pa.int32()), token_ids),
+    required("output_ids", pa.large_list(pa.int32()), engine.token_ids),
     # one per output id. null: the engine returned none, for the output or for the token
-    column("output_logprobs", pa.large_list(pa.float32()), logprobs("output_ids")),
+    column(
+        "output_logprobs", pa.large_list(pa.float32()), engine.logprobs("output_ids")
+    ),
     # as the engine names it: stop, length, abort, ...
     column("finish_reason", pa.string()),
     # the request's chat messages in order. null list: route by tokens
@@ -223,7 +213,7 @@ _DELTA_COLUMNS = (
     # prompt[:shared_length] == (base prompt ++ base output)[:shared_length]
     required("shared_length", pa.int32()),
     # prompt[shared_length:]
-    required("suffix_ids", pa.large_list(pa.int32()), token_ids),
+    required("suffix_ids", pa.large_list(pa.int32()), engine.token_ids),
     # messages[:shared_messages] == (base messages ++ base response)[:shared_messages]
     column("shared_messages", pa.int32()),
     # messages[shared_messages:]. null list: the turn has no messages

@@ -14,8 +14,5 @@ if TYPE_CHECKING:
     from trajkit.turns.messages import tools_key as tools_key
     from trajkit.turns.records import lcp as lcp
     from trajkit.turns.validation import reject_sessions as reject_sessions
-    from trajkit.turns.validation import (
-        reject_sessions_batches as reject_sessions_batches,
-    )
 else:
     __getattr__, __dir__ = lazy_names(__name__)

@@ -35,7 +35,7 @@ _ENCODER = json.JSONEncoder(
 
 
 def message_key(message: dict[str, object]) -> bytes:
-    """The 16-byte key of a message, the same for those that are ``==``; see `message_record`."""
+    """The 16-byte key: the same for messages that are ``==``; see `message_record`."""
     return message_record(message)[0]
 
 
@@ -322,15 +322,12 @@ class MessageBook:
     # ids of bodies whose key has another body as well, and the first id of that key
     respelled: dict[int, int] = field(default_factory=dict)
 
-    def find(self, message: Encoded) -> int:
-        """The id of a message; -1 if it, or its body, is new."""
-        if message.body is not None:
-            return self._numbers.get(message.body, -1)
-        return self._numbers.get((message.key, message.role), -1)
-
     def add(self, message: Encoded) -> int:
         """The id of a message; one with a body replaces one without."""
-        number = self.find(message)
+        name = message.body
+        number = self._numbers.get(
+            (message.key, message.role) if name is None else name, -1
+        )
         if number < 0:
             number = len(self.messages)
             self.messages.append(message)

@@ -47,13 +47,8 @@ from trajkit.tables.canonical import (
 from trajkit.tables.columns import take_rows, with_column
 from trajkit.tables.ragged import Ragged, codes, combined, lengths, offsets_of
 from trajkit.tables.stages import (
-    Batches,
-    Source,
     apply,
-    batches_in,
-    batches_of,
     stage,
-    whole_sessions,
 )
 from trajkit.turns.images import has_items, image_faults
 from trajkit.turns.messages import parse_json
@@ -173,31 +168,6 @@ def reject_sessions(
     _check_options(kind, nonfinite_logprobs, bodies)
     source = as_table(table)
     return _reject(source, *_plan(source, kind, bodies), nonfinite_logprobs)
-
-
-def reject_sessions_batches(
-    batches: Source,
-    kind: Kind | None = None,
-    *,
-    rejected: list[pa.RecordBatch],
-    nonfinite_logprobs: Nonfinite = "raise",
-    bodies: bool = True,
-) -> Batches:
-    """From record batches to an iterator of them; see `reject_sessions`.
-
-    The batches of the good sessions are returned; those of the bad ones are appended to
-    ``rejected`` while they are read.
-    """
-    _check_options(kind, nonfinite_logprobs, bodies)
-
-    def good() -> Iterator[pa.Table]:
-        for source in whole_sessions(batches_of(batches), kind or "tables"):
-            plan = _plan(source, kind, bodies)
-            out, bad = _reject(source, *plan, nonfinite_logprobs)
-            rejected.extend(bad.to_batches())
-            yield out
-
-    return batches_in(good())
 
 
 def _check_options(kind: object, nonfinite_logprobs: object, bodies: object) -> None:
