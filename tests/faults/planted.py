@@ -868,9 +868,9 @@ PYTHON = (
         "trajkit/recorder/session.py",
         "tests/recorder/test_message_lists.py tests/recorder/test_recorder.py",
         (
-            "messages that a call drops stay in those of later calls",
-            "del numbers[one.shared :]",
-            "del numbers[len(numbers) :]",
+            "the reply of a base is not shared",
+            "[self.reply] if self.reply >= 0 else []",
+            "[]",
         ),
         (
             "messages whose body is not the last of their key are shared",
@@ -892,9 +892,9 @@ PYTHON = (
             "for check in (mm_items,):",
         ),
         (
-            "a reply is shared without a list of messages",
-            "if self.n_own >= 0 and self.reply >= 0:",
-            "if self.reply >= 0:",
+            "a reply is not the last body of its key",
+            "[*one.own(), one.reply]",
+            "[*one.own()]",
         ),
     ),
     _place(

@@ -194,24 +194,24 @@ class ReadCall(NamedTuple):
 
 
 class CallMessages(NamedTuple):
-    """The messages of a call as what they share with its base."""
+    """The messages of a call, by number."""
 
-    base: int
-    # leading messages that the messages and the reply of the base begin with
-    shared: int
-    # number of the other messages; -1: the call has no list of messages
-    n_own: int
+    # None: no list
+    numbers: "array[int] | None"
     # -1: none
     reply: int
-    # the other messages, as 32-bit integers
-    own: bytes
+    # leading messages that the messages and the reply of the base begin with
+    shared: int
 
-    def shown(self) -> "array[int]":
-        """The other messages and the reply; empty for a call without a list."""
-        numbers = array("i", self.own)
-        if self.n_own >= 0 and self.reply >= 0:
-            numbers.append(self.reply)
-        return numbers
+    def path(self) -> "array[int]":
+        """The messages and the reply; empty for a call without a list."""
+        if self.numbers is None:
+            return array("i")
+        return self.numbers + array("i", [self.reply] if self.reply >= 0 else [])
+
+    def own(self) -> "array[int]":
+        """The messages that the base does not supply."""
+        return array("i") if self.numbers is None else self.numbers[self.shared :]
 
 
 @dataclass(slots=True)
@@ -227,57 +227,31 @@ class MessageLog:
     # by number: a copy as `comparable`, or a pair of key and role
     copies: list[object] = field(default_factory=list)
     calls: list[CallMessages] = field(default_factory=list)
-    # a call, and the messages of `path`
-    _last: tuple[int, "array[int]"] = field(default_factory=lambda: (-1, array("i")))
-
-    def path(self, call: int) -> "array[int]":
-        """The messages of a call and its reply, by number; empty for -1.
-
-        The next `add` changes it.
-        """
-        if call != self._last[0]:
-            chain, numbers, at = [], array("i"), call
-            while at >= 0:
-                chain.append(self.calls[at])
-                at = self.calls[at].base
-            for one in reversed(chain):
-                del numbers[one.shared :]
-                numbers += one.shown()
-            self._last = call, numbers
-        return self._last[1]
 
     def read(
         self, messages: object, response: object, base: int, n_calls: int
     ) -> ReadCall:
-        """The messages of the next call.
+        """The messages of the next call, compared with those of its base or, without one,
+        of the last call.
 
         Nothing changes until they are added. Raises `InvalidTurnsError` if one is no
         message.
         """
         numbers, others = None, {}
         if messages is not None:
-            listed, numbers, places = self._compared(messages, base, n_calls)
+            if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+                raise InvalidTurnsError(
+                    f"prompt_messages is of type {type(messages).__name__}: expected a "
+                    "list of dicts"
+                )
+            listed, near = list(messages), base if base >= 0 else n_calls - 1
+            known = self.calls[near].path() if near >= 0 else array("i")
+            places = unequal_places(listed, map(self.copies.__getitem__, known))
+            numbers = known[: len(listed)]
+            numbers.extend([-1] * (len(listed) - len(numbers)))
             others = {i: _read(listed[i], f"prompt_messages[{i}]") for i in places}
         reply = None if response is None else _read(response, "response_message")
         return ReadCall(base, numbers, others, reply)
-
-    def _compared(
-        self, messages: object, base: int, n_calls: int
-    ) -> tuple[list[object], "array[int]", list[int]]:
-        """A list of messages, the numbers that a call has there, and where they differ.
-
-        The call is the base or, without one, the last.
-        """
-        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-            raise InvalidTurnsError(
-                f"prompt_messages is of type {type(messages).__name__}: expected a list "
-                "of dicts"
-            )
-        listed, known = list(messages), self.path(base if base >= 0 else n_calls - 1)
-        places = unequal_places(listed, map(self.copies.__getitem__, known))
-        numbers = known[: len(listed)]
-        numbers.extend([-1] * (len(listed) - len(numbers)))
-        return listed, numbers, places
 
     def add(self, read: ReadCall, call: int) -> None:
         """Add the messages of a call, in the place of one that was interrupted.
@@ -285,23 +259,13 @@ class MessageLog:
         Those of earlier calls were added before.
         """
         base, numbers, others, response = read
-        if numbers is None and response is None:
-            self.calls[call:] = [CallMessages(base, 0, -1, -1, b"")]
-            # the path may be that of an interrupted call
-            self._last = -1, array("i")
-            return
         for place, other in others.items():
             numbers[place] = self._number(other)  # type: ignore[index]
-        reply = -1 if response is None else self._number(response)
-        shared, n_own, own, path = 0, -1, b"", self.path(base)
-        if numbers is not None:
-            shared = self._n_current(numbers, _core.lcp(numbers, path), call)
-            n_own, own = len(numbers) - shared, numbers[shared:].tobytes()
-        added = CallMessages(base, shared, n_own, reply, own)
-        self.calls[call:] = [added]
-        self._last = call, path
-        del path[shared:]
-        path += added.shown()
+        reply, shared = -1 if response is None else self._number(response), 0
+        if numbers is not None and base >= 0:
+            n = _core.lcp(numbers, self.calls[base].path())
+            shared = self._n_current(numbers, n, call)
+        self.calls[call:] = [CallMessages(numbers, reply, shared)]
 
     def suffixes(self, n_calls: int) -> tuple[Ints, Ints]:
         """The messages that the base of each call does not supply.
@@ -311,8 +275,13 @@ class MessageLog:
         does not, end to end.
         """
         calls = self.calls[:n_calls]
-        counts = np.array([one[1:4] for one in calls], np.int32).reshape(-1, 3)
-        return counts, np.frombuffer(b"".join([one.own for one in calls]), np.int32)
+        own = [one.own() for one in calls]
+        counts = [
+            (one.shared, -1 if one.numbers is None else len(mine), one.reply)
+            for one, mine in zip(calls, own, strict=True)
+        ]
+        numbers = np.frombuffer(b"".join(map(bytes, own)), np.int32)
+        return np.array(counts, np.int32).reshape(-1, 3), numbers
 
     def _n_current(self, numbers: "array[int]", n: int, call: int) -> int:
         """How many of the first n messages of a call have the body that is current.
@@ -324,7 +293,7 @@ class MessageLog:
             return n
         last: dict[int, int] = {}
         for one in self.calls[:call]:
-            for number in [*array("i", one.own), one.reply]:
+            for number in [*one.own(), one.reply]:
                 if number in respelled:
                     last[respelled[number]] = number
         for at, number in enumerate(numbers[:n]):

@@ -58,17 +58,50 @@ def required(name: str, type_: pa.DataType, *rules: Rule) -> Column:
     return Column(pa.field(name, type_, nullable=False), rules)
 
 
-def column(name: str, type_: pa.DataType, *rules: Rule) -> Column:
-    """A column in which null means unknown or none."""
-    return Column(pa.field(name, type_), rules)
+_TYPES = {
+    "bool": pa.bool_(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "text": pa.string(),
+    "name": NAMES,
+}
+_LINE = re.compile(
+    r"^    (?P<names>\w+(?:, \w+)*) (?P<list>\[)?(?P<type>\w+)\]?(?P<null>\?)?"
+    r"(?: \((?P<rules>[\w, ]+)\))?(?::|$)",
+    re.MULTILINE,
+)
 
 
-def all_required(type_: pa.DataType, names: str) -> tuple[Column, ...]:
-    """Columns of one type without nulls."""
-    return tuple(required(name, type_) for name in names.split())
+def columns(text: str, **named: Any) -> tuple[Column, ...]:
+    """The columns that a text describes, a line each: ``name type (rule, rule): meaning``.
+
+    ``[int32]`` is a list, ``int32?`` may be null, which means unknown or none. Lines that
+    are indented further go on. Rules are those of this module, and types and rules those
+    that are ``named``.
+    """
+    found = []
+    for line in _LINE.finditer(text):
+        type_ = {**_TYPES, **named}[line["type"]]
+        type_ = pa.large_list(type_) if line["list"] else type_
+        rules = line["rules"].split(", ") if line["rules"] else []
+        checks = tuple({**globals(), **named}[rule] for rule in rules)
+        for name in line["names"].split(", "):
+            field = pa.field(name, type_, nullable=bool(line["null"]))
+            found.append(Column(field, checks))
+    return tuple(found)
 
 
-TURN = (required("session_id", pa.string()), required("turn_index", pa.int32()))
+def struct(text: str, **named: pa.DataType) -> pa.StructType:
+    """The type with these fields."""
+    return pa.struct([one.field for one in columns(text, **named)])
+
+
+TURN = columns("""
+    session_id text
+    turn_index int32
+""")
 """The columns that say which turn a line is about."""
 
 _CHECKS: dict[pa.Schema, tuple[tuple[str | None, Check], ...]] = {}

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.schema import engine
-from trajkit.schema.engine import NAMES, TURN, Fault, column, defined, required, table
+from trajkit.schema.engine import TURN, Fault, columns, defined, table
 
 LINK_REASONS = defined("""How the parent of a turn was found, or why the turn is in no row.
 
@@ -54,10 +54,10 @@ subagent: A sub-agent's segment: its tool call was answered, or the session ende
 final: The main agent's last segment.
 """)
 
-_IN_ORDER = (
-    required("session_id", pa.string(), engine.contiguous),
-    required("turn_index", pa.int32(), engine.ascending),
-)
+_IN_ORDER = columns("""
+    session_id text (contiguous)
+    turn_index int32 (ascending)
+""")
 _ANOTHER = engine.refers("turn_index", np.not_equal, "another turn_index")
 _LATER = engine.refers("turn_index", np.greater, "a later turn")
 
@@ -96,15 +96,22 @@ def differ(name: str, table: pa.Table) -> Iterator[Fault]:
 LINKS = table(
     "links",
     *_IN_ORDER,
-    # turn_index of the parent. null: none
-    column("parent", pa.int32(), _ANOTHER, engine.turn_exists),
-    column("link_reason", NAMES, engine.one_of(LINK_REASONS)),
-    # rank in the policy's traversal of the session, from 0
-    column("order", pa.int32(), engine.not_negative, differ),
-    # the turn that replaced this one's reply, so that it does not train. null: none
-    column("rewritten_by", pa.int32(), engine.turn_exists, _LATER),
-    # how its segment ended (SEGMENT_KINDS). null: the route has no segments
-    column("segment_kind", NAMES),
+    *columns(
+        """
+    parent int32? (another, turn_exists): turn_index of the parent. null: none
+    link_reason name? (reasons)
+    order int32? (not_negative, differ): rank in the policy's traversal of the session,
+        from 0
+    rewritten_by int32? (turn_exists, later): the turn that replaced this one's reply, so
+        that it does not train. null: none
+    segment_kind name?: how its segment ended (SEGMENT_KINDS). null: the route has no
+        segments
+    """,
+        another=_ANOTHER,
+        later=_LATER,
+        differ=differ,
+        reasons=engine.one_of(LINK_REASONS),
+    ),
     rules=(parents_first,),
 )
 """One row per turn: the turn that it continues."""
@@ -166,20 +173,23 @@ def drift_agrees(table: pa.Table) -> Iterator[Fault]:
 DRIFT = table(
     "drift",
     *_IN_ORDER,
-    required("parent", pa.int32(), _ANOTHER),
-    # tokens shared by the parent's path and this prompt, from the start
-    required("lcp", pa.int32(), engine.not_negative),
-    # tokens of the path beyond lcp; 0: clean
-    required("size", pa.int32(), engine.not_negative),
-    column("region", NAMES, engine.one_of(REGIONS)),
-    # where path and prompt agree again: path[resync_path:][:resync_length] ==
-    # prompt[resync_prompt:][:resync_length]. null: nowhere
-    column("resync_path", pa.int32(), engine.not_negative),
-    column("resync_prompt", pa.int32(), engine.not_negative),
-    column("resync_length", pa.int32(), engine.not_negative),
-    # sampled tokens of the path at or beyond lcp
-    required("tokens_after_drift", pa.int32(), engine.not_negative),
-    column("cause", NAMES, engine.one_of((*CAUSES, *TEXT_CAUSES))),
+    *columns(
+        """
+    parent int32 (another)
+    lcp int32 (not_negative): tokens shared by the parent's path and this prompt, from the
+        start
+    size int32 (not_negative): tokens of the path beyond lcp; 0: clean
+    region name? (regions)
+    resync_path, resync_prompt, resync_length int32? (not_negative): where path and prompt
+        agree again: path[resync_path:][:resync_length] ==
+        prompt[resync_prompt:][:resync_length]. null: nowhere
+    tokens_after_drift int32 (not_negative): sampled tokens of the path at or beyond lcp
+    cause name? (causes)
+    """,
+        another=_ANOTHER,
+        regions=engine.one_of(REGIONS),
+        causes=engine.one_of((*CAUSES, *TEXT_CAUSES)),
+    ),
     rules=(drift_agrees,),
 )
 """One row per turn with a parent: how its prompt departs from the parent's path."""
@@ -187,20 +197,16 @@ DRIFT = table(
 FINDINGS = table(
     "findings",
     *TURN,
-    required("parent", pa.int32()),
-    # counts the findings of the turn from 0, in the order of the prompt
-    required("finding", pa.int32()),
-    required("cause", NAMES),
-    # tokens of the parent's path ...
-    required("path_start", pa.int32()),
-    required("path_stop", pa.int32()),
-    # ... and the prompt's tokens in their place. Between findings, and from the last
-    # finding to the end of the path, both have the same tokens
-    required("prompt_start", pa.int32()),
-    required("prompt_stop", pa.int32()),
-    # decoded text, with special tokens
-    required("path_text", pa.string()),
-    required("prompt_text", pa.string()),
+    *columns("""
+    parent int32
+    finding int32: counts the findings of the turn from 0, in the order of the prompt
+    cause name
+    path_start, path_stop int32: tokens of the parent's path ...
+    prompt_start, prompt_stop int32: ... and the prompt's tokens in their place. Between
+        findings, and from the last finding to the end of the path, both have the same
+        tokens
+    path_text, prompt_text text: decoded text, with special tokens
+    """),
 )
 """Each span where a prompt departs from the parent's path, with its cause."""
 
@@ -210,17 +216,14 @@ LABELS = ("sub_agent", "retry", "sibling", "rollback", "compaction", "rewrite")
 BRANCHES = table(
     "branches",
     *TURN,
-    required("label", NAMES),
-    # the earlier turn that it is compared with
-    required("other", pa.int32()),
-    # first messages shared by this request and the other turn's request and reply.
-    # null: unknown, tokens were compared
-    column("shared_messages", pa.int32()),
-    # first tokens shared by this prompt and the other turn's path
-    required("shared_tokens", pa.int32()),
-    # tokens of the other turn's path that this prompt does not repeat
-    required("dropped_tokens", pa.int32()),
-    # the reason for the label, in words
-    required("evidence", pa.string()),
+    *columns("""
+    label name
+    other int32: the earlier turn that it is compared with
+    shared_messages int32?: first messages shared by this request and the other turn's
+        request and reply. null: unknown, tokens were compared
+    shared_tokens int32: first tokens shared by this prompt and the other turn's path
+    dropped_tokens int32: tokens of the other turn's path that this prompt does not repeat
+    evidence text: the reason for the label, in words
+    """),
 )
 """One row per turn that opens a branch."""

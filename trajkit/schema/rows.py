@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.schema import engine
-from trajkit.schema.engine import NAMES, TURN, Fault, column, defined, required, table
+from trajkit.schema.engine import TURN, Fault, columns, defined, struct, table
 from trajkit.schema.sessions import LOSSES
 from trajkit.schema.turns import MM_ITEM
 
@@ -21,16 +21,10 @@ untrainable: The row contains it as context, since it may not be trained (`LOSSE
 no_splice_point: The row ended before it could continue with it; the span is empty.
 """)
 
-SPAN = pa.struct(
-    [
-        pa.field("start", pa.int32()),
-        pa.field("stop", pa.int32()),
-        pa.field("turn_index", pa.int32()),
-        pa.field("output_start", pa.int32()),
-        pa.field("output_stop", pa.int32()),
-        pa.field("kind", NAMES),
-    ]
-)
+SPAN = struct("""
+    start, stop, turn_index, output_start, output_stop int32?
+    kind name?
+""")
 """Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output.
 
 ``trained``, ``duplicate`` and ``untrainable`` spans have ``stop - start == output_stop
@@ -42,9 +36,7 @@ position where the row was replaced or ended if that is smaller.
 EMPTY_KINDS = ("absorbed", "cut", "no_splice_point")
 """Kinds of spans whose tokens the row lost."""
 
-ROW_VERSIONS = pa.struct(
-    [pa.field("first", pa.string()), pa.field("last", pa.string())]
-)
+ROW_VERSIONS = struct("    first, last text?")
 """The weights that sampled a row's first token and its last."""
 
 
@@ -147,54 +139,47 @@ def is_share(name: str, table: pa.Table) -> Iterator[Fault]:
     yield engine.broken((values < 0) | (values > 1), rule, values)
 
 
-_EARLIER = engine.refers("row_index", np.less, "an earlier row_index")
-
-_ROWS = (
-    required("session_id", pa.string(), engine.contiguous),
-    # counts the session's rows from 0, in the policy's order
-    required("row_index", pa.int32(), engine.ascending),
-    column("group_id", pa.string()),
-    required("input_ids", pa.large_list(pa.int32()), engine.token_ids),
-    # the prompt of the call that opened the row
-    required("prompt_length", pa.int32(), engine.not_negative),
-    # true where this row trains the token
-    required("loss_mask", pa.large_list(pa.bool_()), engine.no_null),
-    # null outside the mask, and for tokens without a logprob
-    required("logprobs", pa.large_list(pa.float32()), engine.logprobs("input_ids")),
-    # ascending, never overlapping
-    required("spans", pa.large_list(SPAN), no_span_null),
-    # row_index of the earlier row of the session with the longest shared prefix, the
-    # first on ties. null: none shares a token
-    column("parent_row", pa.int32(), _EARLIER),
-    # tokens shared with it; 0 without one
-    required("shared_length", pa.int32(), engine.not_negative),
-    # the session's reward. null: unscorable
-    column("reward", pa.float64(), engine.finite),
-    # this row's share of the rollout's trained tokens; null if the rollout trains none
-    column("row_weight", pa.float64(), engine.finite, is_share),
-    # trained tokens of all rows of the session
-    required("rollout_mask_sum", pa.int64(), engine.not_negative),
-    column("finish_reason", pa.string()),
-    column("truncated", pa.bool_()),
-    column("use_tool", pa.bool_()),
-    column("ill_formed", pa.bool_()),
-    # of its turns, as in LINKS
-    column("segment_kind", NAMES),
-    # the turn whose path the row is, or whose output ends the row. null: unknown
-    column("last_turn", pa.int32()),
-    # the turns in the row, in order, up to last_turn, including turns with an empty
-    # output and turns lost to drift or truncation. null: unknown
-    column("turns", pa.large_list(pa.int32())),
-    # the weights of the first and the last sampled token with known weights. null: none
-    column("weight_versions", ROW_VERSIONS),
-    # the training step of the last turn, if turns have this column. null: unknown
-    column("step", pa.int64()),
-    # its images, in order. An image that max_row_tokens cuts has its stop beyond the
-    # row. null: none
-    column("mm_items", pa.large_list(MM_ITEM)),
+_ROWS = columns(
+    """
+    session_id text (contiguous)
+    row_index int32 (ascending): counts the session's rows from 0, in the policy's order
+    group_id text?
+    input_ids [int32] (token_ids)
+    prompt_length int32 (not_negative): the prompt of the call that opened the row
+    loss_mask [bool] (no_null): true where this row trains the token
+    logprobs [float32] (one_per_id): null outside the mask, and for tokens without a
+        logprob
+    spans [span] (no_span_null): ascending, never overlapping
+    parent_row int32? (earlier): row_index of the earlier row of the session with the
+        longest shared prefix, the first on ties. null: none shares a token
+    shared_length int32 (not_negative): tokens shared with it; 0 without one
+    reward float64? (finite): the session's reward. null: unscorable
+    row_weight float64? (finite, is_share): this row's share of the rollout's trained
+        tokens; null if the rollout trains none
+    rollout_mask_sum int64 (not_negative): trained tokens of all rows of the session
+    finish_reason text?
+    truncated, use_tool, ill_formed bool?
+    segment_kind name?: of its turns, as in LINKS
+    last_turn int32?: the turn whose path the row is, or whose output ends the row. null:
+        unknown
+    turns [int32]?: the turns in the row, in order, up to last_turn, including turns with
+        an empty output and turns lost to drift or truncation. null: unknown
+    weight_versions versions?: the weights of the first and the last sampled token with
+        known weights. null: none
+    step int64?: the training step of the last turn, if turns have this column. null:
+        unknown
+    mm_items [image]?: its images, in order. An image that max_row_tokens cuts has its
+        stop beyond the row. null: none
+    """,
+    span=SPAN,
+    versions=ROW_VERSIONS,
+    image=MM_ITEM,
+    one_per_id=engine.logprobs("input_ids"),
+    no_span_null=no_span_null,
+    earlier=engine.refers("row_index", np.less, "an earlier row_index"),
+    is_share=is_share,
 )
-_RULES = (row_lengths, masks, spans_in_order)
-ROWS = table("rows", *_ROWS, rules=_RULES)
+ROWS = table("rows", *_ROWS, rules=(row_lengths, masks, spans_in_order))
 """One row per training sequence."""
 
 OPENED_BY = ("no_parent", "drift", "branch")
@@ -203,20 +188,17 @@ path, or another row continues its parent."""
 
 ROW_REASONS = table(
     "row_reasons",
-    # null: the rows do not name it
-    column("session_id", pa.string()),
-    required("row_index", pa.int32()),
-    # the turn that opens the row: the first that no earlier row contains. null: the rows
-    # do not name turns
-    column("first_turn", pa.int32()),
-    # its parent. null: none
-    column("parent", pa.int32()),
-    # one of OPENED_BY
-    required("opened_by", pa.string()),
-    required("tokens_trained", pa.int64()),
-    # tokens of its empty spans (EMPTY_KINDS)
-    required("tokens_lost", pa.int64()),
-    required("sentence", pa.string()),
+    *columns("""
+    session_id text?: null: the rows do not name it
+    row_index int32
+    first_turn int32?: the turn that opens the row: the first that no earlier row
+        contains. null: the rows do not name turns
+    parent int32?: its parent. null: none
+    opened_by text: one of OPENED_BY
+    tokens_trained int64
+    tokens_lost int64: tokens of its empty spans (EMPTY_KINDS)
+    sentence text
+    """),
 )
 """Why each row begins where it does, one line per row (see `analysis.why`)."""
 
@@ -226,16 +208,15 @@ OUTPUT_KINDS = ("trained", *LOSSES)
 OUTPUT_SPANS = table(
     "output_spans",
     *TURN,
-    # tokens output_start:output_stop of the turn's output
-    required("output_start", pa.int32()),
-    required("output_stop", pa.int32()),
-    # one of OUTPUT_KINDS
-    required("kind", NAMES),
-    # the row that trains them, lost them, or has them as context. null: no row does
-    column("row_index", pa.int32()),
-    # the turn whose prompt caused the loss because it departs from an earlier path.
-    # null: none did
-    column("drift_turn", pa.int32()),
+    *columns("""
+    output_start int32: tokens output_start:output_stop of the turn's output
+    output_stop int32
+    kind name: one of OUTPUT_KINDS
+    row_index int32?: the row that trains them, lost them, or has them as context. null:
+        no row does
+    drift_turn int32?: the turn whose prompt caused the loss because it departs from an
+        earlier path. null: none did
+    """),
 )
 """Each range of sampled tokens and what a policy does with it, in order of session, turn
 and position (see `analysis.output_spans`). Every sampled token is in one line; a token that
@@ -279,17 +260,15 @@ policy: The rows are those that the policy makes of the turns: tokens, mask, spa
 
 VIOLATIONS = table(
     "violations",
-    column("session_id", pa.string()),
-    # null: the violation concerns no single row
-    column("row_index", pa.int32()),
-    # null: it concerns no single turn
-    column("turn_index", pa.int32()),
-    # position of the first wrong token in the row or, without row_index, in the turn's
-    # output. null: the violation concerns the row as such
-    column("token", pa.int32()),
-    required("rule", NAMES),
-    # the values found and expected, and the number of tokens
-    required("detail", pa.string()),
+    *columns("""
+    session_id text?
+    row_index int32?: null: the violation concerns no single row
+    turn_index int32?: null: it concerns no single turn
+    token int32?: position of the first wrong token in the row or, without row_index, in
+        the turn's output. null: the violation concerns the row as such
+    rule name
+    detail text: the values found and expected, and the number of tokens
+    """),
 )
 """One row per violation and contiguous range of tokens."""
 
@@ -311,17 +290,14 @@ session_without_rows: Sessions of the turns that have no row. Nothing is wrong.
 
 ROW_CHECKS = table(
     "row_checks",
-    # the position of the row, from 0. null: the line is of no row
-    column("row", pa.int32()),
-    # null: the row was not found
-    column("session_id", pa.string()),
-    # null: the line concerns no single turn
-    column("turn_index", pa.int32()),
-    # position in the row, padding included. null: of no token
-    column("token", pa.int32()),
-    # one of ROW_CHECK_KINDS
-    required("kind", NAMES),
-    required("tokens", pa.int64()),
-    required("detail", pa.string()),
+    *columns("""
+    row int32?: the position of the row, from 0. null: the line is of no row
+    session_id text?: null: the row was not found
+    turn_index int32?: null: the line concerns no single turn
+    token int32?: position in the row, padding included. null: of no token
+    kind name: one of ROW_CHECK_KINDS
+    tokens int64
+    detail text
+    """),
 )
 """What rows train of what was sampled (see `trajkit.check_rows`)."""

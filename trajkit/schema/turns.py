@@ -6,44 +6,35 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.schema import engine
-from trajkit.schema.engine import TURN, Fault, column, defined, required, table
+from trajkit.schema.engine import TURN, Fault, columns, defined, struct, table
 
 KEY_BYTES = 16
 
-MESSAGE = pa.struct(
-    [
-        # digest of the message: the same for messages that are == (trajkit.turns.messages)
-        pa.field("key", pa.binary(KEY_BYTES)),
-        pa.field("role", pa.string()),
-        # JSON with sorted keys; null: the last body that the session has of this key
-        pa.field("body", pa.string()),
-    ]
+MESSAGE = struct(
+    """
+    key key?: digest of the message: the same for messages that are ==
+        (trajkit.turns.messages)
+    role text?
+    body text?: JSON with sorted keys; null: the last body that the session has of this
+        key
+    """,
+    key=pa.binary(KEY_BYTES),
 )
 """One chat message. A repeated message has its key and a null ``body``."""
 
-WEIGHT_VERSION = pa.struct(
-    [
-        pa.field("version", pa.string()),
-        pa.field("start", pa.int32()),
-        pa.field("stop", pa.int32()),
-    ]
-)
+WEIGHT_VERSION = struct("""
+    version text?
+    start, stop int32?
+""")
 """Output tokens ``start:stop`` were sampled with the weights ``version``."""
 
-MM_ITEM = pa.struct(
-    [
-        # what it is: image
-        pa.field("kind", pa.string()),
-        # SHA-256 of the original bytes, 64 hexadecimal digits; a log has them in a file
-        # of this name in its folder images
-        pa.field("hash", pa.string()),
-        # the id that the engine has at each of its tokens
-        pa.field("token_id", pa.int32()),
-        # its tokens are start:stop of the prompt or row
-        pa.field("start", pa.int32()),
-        pa.field("stop", pa.int32()),
-    ]
-)
+MM_ITEM = struct("""
+    kind text?: what it is: image
+    hash text?: SHA-256 of the original bytes, 64 hexadecimal digits; a log has them in a
+        file of this name in its folder images
+    token_id int32?: the id that the engine has at each of its tokens
+    start, stop int32?: its tokens are start:stop of the prompt or row
+""")
 """An image in a prompt.
 
 Its tokens are content ids: ids beyond every vocabulary that depend on kind, hash and
@@ -171,53 +162,56 @@ def delta(table: pa.Table) -> Iterator[Fault]:
     )
 
 
-_TURNS = (
-    # one agent run; a rollout of a task
-    required("session_id", pa.string(), engine.contiguous),
-    # commit order within the session; ascending, gaps allowed
-    required("turn_index", pa.int32(), engine.ascending),
-    # the ids that the engine consumed, unchanged; content ids for images (MM_ITEM)
-    required("prompt_ids", pa.large_list(pa.int32()), engine.token_ids),
-    # the ids that the engine sampled, unchanged
-    required("output_ids", pa.large_list(pa.int32()), engine.token_ids),
-    # one per output id. null: the engine returned none, for the output or for the token
-    column(
-        "output_logprobs", pa.large_list(pa.float32()), engine.logprobs("output_ids")
-    ),
-    # as the engine names it: stop, length, abort, ...
-    column("finish_reason", pa.string()),
-    # the request's chat messages in order. null list: route by tokens
-    column("messages", pa.large_list(MESSAGE), no_key_missing),
-    # the reply as the next request is expected to repeat it. null: unknown
-    column("response", MESSAGE, reply_has_key),
-    # the reply calls a tool; null: unknown, taken as false
-    column("use_tool", pa.bool_()),
-    # the reply's tool call did not parse; null: unknown, taken as false
-    column("ill_formed", pa.bool_()),
-    # false: context only. null: true
-    column("trainable", pa.bool_()),
-    # one per output id; false: the token is context only. null: all true
-    column("output_mask", pa.large_list(pa.bool_()), one_per_output),
-    # the weights that sampled each range of output tokens
-    column("weight_versions", pa.large_list(WEIGHT_VERSION), tile_outputs),
-    # the images of the prompt, in order, also in delta form. null: none
-    column("mm_items", pa.large_list(MM_ITEM)),
+_TURNS = columns(
+    """
+    session_id text (contiguous): one agent run; a rollout of a task
+    turn_index int32 (ascending): commit order within the session; ascending, gaps allowed
+    prompt_ids [int32] (token_ids): the ids that the engine consumed, unchanged; content
+        ids for images (MM_ITEM)
+    output_ids [int32] (token_ids): the ids that the engine sampled, unchanged
+    output_logprobs [float32]? (logprob_per_id): one per output id. null: the engine
+        returned none, for the output or for the token
+    finish_reason text?: as the engine names it: stop, length, abort, ...
+    messages [message]? (no_key_missing): the request's chat messages in order. null list:
+        route by tokens
+    response message? (reply_has_key): the reply as the next request is expected to repeat
+        it. null: unknown
+    use_tool bool?: the reply calls a tool; null: unknown, taken as false
+    ill_formed bool?: the reply's tool call did not parse; null: unknown, taken as false
+    trainable bool?: false: context only. null: true
+    output_mask [bool]? (one_per_output): one per output id; false: the token is context
+        only. null: all true
+    weight_versions [versions]? (tile_outputs): the weights that sampled each range of
+        output tokens
+    mm_items [image]?: the images of the prompt, in order, also in delta form. null: none
+    """,
+    message=MESSAGE,
+    versions=WEIGHT_VERSION,
+    image=MM_ITEM,
+    logprob_per_id=engine.logprobs("output_ids"),
+    no_key_missing=no_key_missing,
+    reply_has_key=reply_has_key,
+    one_per_output=one_per_output,
+    tile_outputs=tile_outputs,
 )
 TURNS = table("turns", *_TURNS, rules=(not_empty,))
 """One row per model call. Only the not-null columns are required; others may be absent,
 and unknown extra columns pass through."""
 
-_DELTA_COLUMNS = (
-    # the earlier turn of the session that shares a prefix with this prompt. null: none
-    column("base_turn", pa.int32()),
-    # prompt[:shared_length] == (base prompt ++ base output)[:shared_length]
-    required("shared_length", pa.int32()),
-    # prompt[shared_length:]
-    required("suffix_ids", pa.large_list(pa.int32()), engine.token_ids),
-    # messages[:shared_messages] == (base messages ++ base response)[:shared_messages]
-    column("shared_messages", pa.int32()),
-    # messages[shared_messages:]. null list: the turn has no messages
-    column("suffix_messages", pa.large_list(MESSAGE), no_key_missing),
+_DELTA_COLUMNS = columns(
+    """
+    base_turn int32?: the earlier turn of the session that shares a prefix with this
+        prompt. null: none
+    shared_length int32: prompt[:shared_length] == (base prompt ++ base
+        output)[:shared_length]
+    suffix_ids [int32] (token_ids): prompt[shared_length:]
+    shared_messages int32?: messages[:shared_messages] == (base messages ++ base
+        response)[:shared_messages]
+    suffix_messages [message]? (no_key_missing): messages[shared_messages:]. null list:
+        the turn has no messages
+    """,
+    message=MESSAGE,
+    no_key_missing=no_key_missing,
 )
 DELTA_FIELDS = tuple(one.field for one in _DELTA_COLUMNS)
 """Columns of the delta form. The first three replace ``prompt_ids``, the last two
@@ -235,18 +229,16 @@ TURNS_DELTA = table(
 ROUTING = table(
     "turns",
     *TURN,
-    # the source's name of the call
-    column("request_id", pa.string()),
-    # what was known of the call's parent when the request came in: root, resolved or
-    # unresolved. null: nothing is recorded
-    column("parent_resolution", pa.string()),
-    # the request_id of the parent, if it is resolved
-    column("parent_request", pa.string()),
-    # true: its reply was scored, and nothing after it counts. One turn of a session
-    column("scored", pa.bool_()),
-    # what `trajkit.turns.tools_key` gives of the tools that the request offers. null:
-    # unknown, the same for all such turns
-    column("tools_key", pa.string()),
+    *columns("""
+    request_id text?: the source's name of the call
+    parent_resolution text?: what was known of the call's parent when the request came in:
+        root, resolved or unresolved. null: nothing is recorded
+    parent_request text?: the request_id of the parent, if it is resolved
+    scored bool?: true: its reply was scored, and nothing after it counts. One turn of a
+        session
+    tools_key text?: what `trajkit.turns.tools_key` gives of the tools that the request
+        offers. null: unknown, the same for all such turns
+    """),
 )
 """Optional columns of ``turns`` that tell which turn continues which. The policy ``nemo``
 (``parent_by="prefix"``) follows recorded parents, and prefixes in sessions without them;
@@ -255,18 +247,20 @@ the policy ``graph`` (``compare_tools``) compares tools."""
 ATTRIBUTION = table(
     "turns",
     *TURN,
-    # one per prompt token: index of the message that it renders, in the request (or in
-    # its last messages, see message_tool_names). negative: structure, such as the
-    # generation prompt, or a token of an earlier call. In delta form the tokens that are
-    # shared with the base may be left out if their index is -1. null list: unknown
-    column("prompt_message_index", pa.large_list(pa.int32())),
-    # one per prompt token: true for the message's text, false for the template's tokens
-    # around it. In delta form shared tokens may be left out if false. null list: unknown
-    column("prompt_is_content", pa.large_list(pa.bool_())),
-    # one per message: the tool whose output it is; null element: no tool, or unknown. A
-    # list shorter than the request's messages covers the last ones, and so does
-    # prompt_message_index. null list: joined by tool_call_id from the message bodies
-    column("message_tool_names", pa.large_list(pa.string())),
+    *columns("""
+    prompt_message_index [int32]?: one per prompt token: index of the message that it
+        renders, in the request (or in its last messages, see message_tool_names).
+        negative: structure, such as the generation prompt, or a token of an earlier call.
+        In delta form the tokens that are shared with the base may be left out if their
+        index is -1. null list: unknown
+    prompt_is_content [bool]?: one per prompt token: true for the message's text, false
+        for the template's tokens around it. In delta form shared tokens may be left out
+        if false. null list: unknown
+    message_tool_names [text]?: one per message: the tool whose output it is; null
+        element: no tool, or unknown. A list shorter than the request's messages covers
+        the last ones, and so does prompt_message_index. null list: joined by tool_call_id
+        from the message bodies
+    """),
 )
 """Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
 by `trajkit.learn.observation_weights`."""
@@ -286,10 +280,10 @@ dropped: Its session was dropped: it is context only.
 AMENDMENTS = table(
     "amendments",
     *TURN,
-    # one of AMENDMENT_REASONS
-    required("reason", pa.string()),
-    # false: the turn is context only. null: the turn's own value counts
-    column("trainable", pa.bool_()),
+    *columns("""
+    reason text: one of AMENDMENT_REASONS
+    trainable bool?: false: the turn is context only. null: the turn's own value counts
+    """),
 )
 """Facts about turns that became known after they were recorded. The last line of a turn
 counts. The file is in the folder of the turns, and `trajkit.read_turns` applies it."""
