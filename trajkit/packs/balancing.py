@@ -130,11 +130,11 @@ def _chains(packs: pa.Table) -> list[list[int]]:
 
 def _longest_first(items: list[_Item], ranks: int) -> list[list[_Item]]:
     loads: list[list[_Item]] = [[] for _ in range(ranks)]
-    sums = [(0.0, rank) for rank in range(ranks)]
+    sums = np.zeros(ranks)
     for item in items:
-        total, rank = sums[0]
+        rank = int(sums.argmin())
         loads[rank].append(item)
-        heapq.heapreplace(sums, (total + item[0], rank))
+        sums[rank] += item[0]
     return loads
 
 

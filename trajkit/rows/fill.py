@@ -10,7 +10,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._kernel_names import numbers
 from trajkit.errors import SchemaError
-from trajkit.learn.rewards import final_rows, spread
+from trajkit.learn.rewards import spread
 from trajkit.policies import Policy
 from trajkit.rows.payloads import PathRanges, row_items, row_versions
 from trajkit.rows.plan import Plan, choices_of
@@ -219,15 +219,8 @@ def _rewards(
     """Each row's reward: the session's, spread by the policy's ``rewards``."""
     if policy.rewards == "copy" or not len(rows):
         return given
-    segments = links["segment"][rows["last"]]
-    final = final_rows(
-        rows["session"],
-        rows["index"],
-        segments > 0,
-        segments == SEGMENT_KINDS.index("final") + 1,
-    )
-    whole = given.fill_null(0.0).to_numpy()
-    shares = spread(whole, policy.rewards, rows["session"], final)
+    whole, kinds = given.fill_null(0.0).to_numpy(), links["segment"][rows["last"]]
+    shares = spread(whole, policy.rewards, rows["session"], rows["index"], kinds)
     return pa.array(shares, mask=given.is_null().to_numpy(zero_copy_only=False))
 
 
