@@ -552,12 +552,6 @@ cdef class Growth:
         if output is not None and output.shape[0]:
             self.call.out_len, self.call.out = output.shape[0], <int64_t><intptr_t>&output[0]
 
-    def match(self, const token_t[::1] prompt not None):
-        """The first call with the longest prefix of a prompt (-1: none), and its length."""
-        self._give(prompt, None)
-        cdef pos_t shared = self._find()
-        return self.base, shared
-
     def take(
         self, const token_t[::1] prompt not None, const token_t[::1] output not None,
         const float[::1] logprobs, float low, float high,

@@ -412,12 +412,6 @@ def message_pairs(draw):
     return a, b
 
 
-@st.composite
-def token_rows(draw, elements):
-    """Lists of token ids or logprobs, null lists among them."""
-    return draw(st.lists(st.none() | st.lists(elements, max_size=3), max_size=5))
-
-
 # What passes through the gateway as text (tests/shim): markers, halves of markers,
 # white space, and tool calls that read well or badly.
 plain_texts = st.text(st.sampled_from("a \né>|"), max_size=4)
@@ -832,31 +826,7 @@ delivery_steps = st.lists(
 """Connections that begin to send an answer (the first time that they are named) and end
 (the second time), with or without success."""
 
-_json_leaves = st.sampled_from(
-    ['""', '"a"', '"\\n"', '"\\u001b"', '"\\/"', '"é"', '"\\\\"', '"\\""', '"},{"']
-) | st.sampled_from(["null", "null", "true", "1", "1.0", "NaN", "{}", "[]", " null"])
-_json_keys = st.sampled_from(["role", "content", "tool_calls", "index", "é", "\\n", ""])
 
-
-def _json_objects(values, keys):
-    pairs = st.lists(st.tuples(keys, values), max_size=3)
-    return (pairs | pairs.map(sorted)).map(
-        lambda pairs: "{" + ",".join(f'"{key}":{value}' for key, value in pairs) + "}"
-    )
-
-
-body_texts = _json_objects(
-    st.recursive(
-        _json_leaves,
-        lambda inner: (
-            st.lists(inner, max_size=2).map(lambda items: f"[{','.join(items)}]")
-            | _json_objects(inner, _json_keys)
-        ),
-        max_leaves=4,
-    ),
-    st.sampled_from(["role", "content", "tool_calls", "name", "index"]),
-)
-"""Bodies as JSON text: canonical, or spelled in other ways, or with a key twice."""
 _saids = st.sampled_from([None, "", "a", "b", [], ["a"], {}, 1, 1.0, True])
 _called = st.builds(
     lambda arguments, index: [
@@ -1108,78 +1078,6 @@ def long_runs(draw):
             )
             paths.append([*prompt, *output])
     return turns
-
-
-# Tables of the types that Arrow and polars share
-
-_texts = st.text(max_size=3)
-_leaves = st.sampled_from(
-    [
-        (pa.bool_(), st.booleans()),
-        (pa.int8(), st.integers(-128, 127)),
-        (pa.uint16(), st.integers(0, 65535)),
-        (pa.int32(), st.integers(-(2**31), 2**31 - 1)),
-        (pa.int64(), st.integers(-(2**63), 2**63 - 1)),
-        (pa.uint64(), st.integers(0, 2**64 - 1)),
-        (pa.float32(), st.floats(width=32)),
-        (pa.float64(), st.floats()),
-        (pa.string(), _texts),
-        (pa.large_string(), _texts),
-        (pa.dictionary(pa.int8(), pa.string()), st.sampled_from("ab")),
-    ]
-)
-
-
-@st.composite
-def _typed(draw, depth=2, named=True):
-    """An Arrow type, a strategy for its values, and whether they are never null."""
-    kinds = ["leaf", "list", "large_list", "struct"] if depth else ["leaf"]
-    kind = pick(draw, kinds)
-    if kind == "leaf":
-        type_, values = draw(_leaves)
-        if not named and pa.types.is_dictionary(type_):
-            type_ = type_.value_type
-    elif kind == "struct":
-        # Arrow does not write a null struct whose dictionary is empty
-        fields = {
-            name: draw(_typed(depth - 1, named=False)) for name in draw(_field_names)
-        }
-        type_ = pa.struct(
-            [pa.field(n, t, nullable=not full) for n, (t, _, full) in fields.items()]
-        )
-        values = st.fixed_dictionaries({n: v for n, (_, v, _) in fields.items()})
-    else:
-        inner, items, full = draw(_typed(depth - 1, named=named))
-        field = pa.field("element", inner, nullable=not full)
-        type_ = pa.list_(field) if kind == "list" else pa.large_list(field)
-        values = st.lists(items, max_size=4)
-    full = draw(st.booleans())
-    return type_, values if full else st.none() | values, full
-
-
-_field_names = st.lists(st.sampled_from("xyz"), min_size=1, unique=True)
-
-
-@st.composite
-def plain_tables(draw):
-    """Tables in chunks, with a list of numbers and further columns of any depth."""
-    columns = {"ids": (pa.large_list(pa.int32()), st.lists(st.integers(0, 9)), True)}
-    columns |= {name: draw(_typed()) for name in draw(_field_names)}
-    said = pick(draw, [None, {"trajkit.table": "rows"}, {"é": "ü"}])
-    schema = pa.schema(
-        [pa.field(n, t, nullable=not full) for n, (t, _, full) in columns.items()], said
-    )
-    chunks = []
-    for size in draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)):
-        arrays = [
-            # one more in front and behind, which are cut off
-            pa.array(draw(st.lists(v, min_size=size + 2, max_size=size + 2)), t).slice(
-                1, size
-            )
-            for t, v, _ in columns.values()
-        ]
-        chunks.append(pa.record_batch(arrays, schema=schema))
-    return pa.Table.from_batches(chunks)
 
 
 # Columns that trajkit does not know, of any type

@@ -1,6 +1,6 @@
 """The whole contract between trajkit/*.py and the compiled kernels.
 
-Arrays are contiguous; records have the dtypes of trajkit/turns/structs.py.
+Arrays are contiguous; records have the dtypes of trajkit/_kernel_names.py.
 """
 
 from array import array
@@ -76,7 +76,6 @@ class Growth:
         low: float,
         high: float,
     ) -> bytes: ...
-    def match(self, prompt: _I32) -> tuple[int, int]: ...
     @property
     def fault(self) -> tuple[int, int, int] | None: ...
     def insert(

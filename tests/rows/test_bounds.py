@@ -9,13 +9,13 @@ import pytest
 import trajkit as tk
 from tests.made_tables import turns_table
 from trajkit import _core
+from trajkit._kernel_names import CALL
 from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.rows.links import find_links
 from trajkit.rows.plan import NO_LIMIT, choices_of, plan_rows
 from trajkit.rows.splice import splice
 from trajkit.turns import message_body, message_key
 from trajkit.turns.sessions import Sessions
-from trajkit.turns.structs import CALL
 
 TURNS = [
     {"prompt_ids": [1], "output_ids": [2, 3]},

@@ -22,7 +22,7 @@ from trajkit.export import _rows as shared
 from trajkit.packs.balancing import balance
 from trajkit.packs.packing import pack
 from trajkit.tables.canonical import as_table
-from trajkit.tables.take import tuples
+from trajkit.tables.columns import tuples
 
 _CARRIED = ("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs")
 _TARGET = shared.Target(

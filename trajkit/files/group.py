@@ -41,10 +41,9 @@ from trajkit.schema import TURNS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import canonical, check_session_id, turns_schema
+from trajkit.tables.columns import take_rows, tuples
 from trajkit.tables.ragged import Longs
-from trajkit.tables.session_batches import concat, rechunk, whole_sessions
-from trajkit.tables.stages import batches_in
-from trajkit.tables.take import take_rows, tuples
+from trajkit.tables.stages import batches_in, concat, rechunk, whole_sessions
 from trajkit.turns.records import from_records
 from trajkit.turns.sessions import with_current_keys
 from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_turns

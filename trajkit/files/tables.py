@@ -57,9 +57,8 @@ from trajkit.tables.canonical import (
     concat_tables,
     turns_schema,
 )
-from trajkit.tables.categories import normalize_categories
-from trajkit.tables.session_batches import check_same_form, whole_sessions
-from trajkit.tables.take import take_values
+from trajkit.tables.columns import normalize_categories, take_values
+from trajkit.tables.stages import check_same_form, whole_sessions
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import Map, MapLike, read_map
 from trajkit.turns.records import from_records

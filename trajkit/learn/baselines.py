@@ -18,11 +18,9 @@ from trajkit.schema import LINKS, SESSIONS, TURN_REWARDS
 from trajkit.tables import canonical as tables
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, place
-from trajkit.tables.keys import Keys, codes
-from trajkit.tables.ragged import Bools, Longs, offsets_of, positions
-from trajkit.tables.reshape import with_column
+from trajkit.tables.columns import row_lengths, with_column
+from trajkit.tables.ragged import Bools, Keys, Longs, codes, offsets_of, positions
 from trajkit.tables.stages import apply, stage
-from trajkit.tables.take import row_lengths
 
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 Scale: TypeAlias = Literal["none", "group_std", "batch_std"]

@@ -17,8 +17,7 @@ from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ROWS
 from trajkit.tables.canonical import TableLike, as_table, canonical, is_list, place
-from trajkit.tables.keys import codes
-from trajkit.tables.ragged import Longs, Ragged
+from trajkit.tables.ragged import Longs, Ragged, codes
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Tensor: TypeAlias = Any

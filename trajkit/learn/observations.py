@@ -18,8 +18,8 @@ from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import OBSERVATIONS, ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical, place
+from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Array, Longs, Ragged
-from trajkit.tables.reshape import with_column
 from trajkit.turns.attribution import Ints, Messages, SessionCalls, ToolCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import errored, session_facts

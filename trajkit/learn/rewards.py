@@ -12,9 +12,8 @@ from trajkit.schema import SEGMENT_KINDS, TURN_REWARDS
 from trajkit.tables import canonical as tables
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, place
-from trajkit.tables.keys import Keys, codes
-from trajkit.tables.ragged import Longs, Ragged
-from trajkit.tables.reshape import with_column
+from trajkit.tables.columns import with_column
+from trajkit.tables.ragged import Keys, Longs, Ragged, codes
 from trajkit.tables.stages import apply, stage
 
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -11,8 +11,8 @@ from trajkit._arguments import check_choice, check_flag, check_number, chosen_in
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ASSIGNMENT, PACKS
 from trajkit.tables.canonical import TableLike, as_table, canonical
+from trajkit.tables.columns import list_values
 from trajkit.tables.ragged import Longs, Ragged, lengths, offsets_of
-from trajkit.tables.take import list_values
 
 Method: TypeAlias = Literal["lpt", "karmarkar_karp"]
 # what packs cost that one rank computes one after another, and these; none: an empty pack

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from trajkit import _arguments, _core
 from trajkit._arguments import check_choice, chosen_int, chosen_names
+from trajkit._kernel_names import PACK_ROW
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.learn.weights import trained_tokens
@@ -21,6 +22,7 @@ from trajkit.schema import PACKS
 from trajkit.schema.engine import lookup, nulls
 from trajkit.tables import canonical as tables
 from trajkit.tables.canonical import TableLike, place
+from trajkit.tables.columns import list_values, row_lengths, take_values, without_views
 from trajkit.tables.ragged import (
     Ints,
     Longs,
@@ -30,11 +32,8 @@ from trajkit.tables.ragged import (
     pooled,
     positions,
 )
-from trajkit.tables.session_batches import concat
-from trajkit.tables.stages import apply, stage
-from trajkit.tables.take import list_values, row_lengths, take_values, without_views
+from trajkit.tables.stages import apply, concat, stage
 from trajkit.turns import images
-from trajkit.turns.structs import PACK_ROW
 from trajkit.turns.validation import check_layout
 
 Layout: TypeAlias = Literal["tree", "rows"]

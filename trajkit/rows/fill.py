@@ -16,7 +16,7 @@ from trajkit.rows.payloads import PathRanges, row_items, row_versions
 from trajkit.rows.plan import Plan, choices_of
 from trajkit.schema import ROW_VERSIONS, ROWS, SEGMENT_KINDS, SPAN, SPAN_KINDS
 from trajkit.tables import limits
-from trajkit.tables.categories import dictionary_for
+from trajkit.tables.columns import dictionary_for
 from trajkit.tables.ragged import Ints, Longs, Records, offsets_of, pooled, runs_of
 from trajkit.turns.sessions import Sessions
 
