@@ -22,9 +22,9 @@ from trajkit.rows.linearize import linearize_batches
 from trajkit.schema import ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
+from trajkit.tables.columns import row_lengths
 from trajkit.tables.ragged import runs_of
 from trajkit.tables.stages import batches_in
-from trajkit.tables.take import row_lengths
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.session_metadata import Reward
 

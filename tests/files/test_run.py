@@ -34,8 +34,8 @@ from trajkit.files.group import index_sessions
 from trajkit.files.run import Watch, write_in_thread
 from trajkit.files.tables import read_any_rows, write_rows, write_table, write_tables
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS, TURNS_DELTA
-from trajkit.tables import limits, session_batches
-from trajkit.tables.prefetch import prefetch
+from trajkit.tables import limits, stages
+from trajkit.tables.threads import prefetch
 from trajkit.verification.files import verify_file
 
 per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -446,10 +446,10 @@ def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():
         with (
             mock.patch.object(limits, "READ_TOKENS", 6),
             mock.patch.object(
-                session_batches, "cost", lambda table: np.ones(len(table), np.int64)
+                stages, "cost", lambda table: np.ones(len(table), np.int64)
             ),
         ):
-            made = list(session_batches.rechunk(tables))
+            made = list(stages.rechunk(tables))
         assert [len(piece) for piece in made] == sizes, (one, two)
 
 

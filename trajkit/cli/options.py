@@ -31,7 +31,7 @@ from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Stage, Watch, run
 from trajkit.files.sources import Paths, SessionPrefix, is_address, local_files
 from trajkit.files.tables import sessions_below
-from trajkit.tables.take import take_session
+from trajkit.tables.columns import take_session
 from trajkit.turns.validation import reject_turns
 
 

@@ -17,7 +17,7 @@ from trajkit.files.formats import Format, is_json, name_of, open_input
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_buffers, check_columns
-from trajkit.tables.take import empty_batch, without_views
+from trajkit.tables.columns import empty_batch, without_views
 
 _NAMES = {"parquet": "Parquet", "arrow": "Arrow IPC", "arrows": "Arrow IPC"}
 # length of the marker at the end of an IPC stream; an unfinished log has none

@@ -52,10 +52,9 @@ from trajkit.schema import AMENDMENTS, TURNS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import canonical, check_session_id, turns_schema
+from trajkit.tables.columns import take_rows, tuples
 from trajkit.tables.ragged import Longs
-from trajkit.tables.session_batches import concat, rechunk, whole_sessions
-from trajkit.tables.stages import batches_in
-from trajkit.tables.take import take_rows, tuples
+from trajkit.tables.stages import batches_in, concat, rechunk, whole_sessions
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.records import from_records

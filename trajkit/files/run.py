@@ -33,10 +33,10 @@ from trajkit.files.sources import Paths, SessionPrefix, is_address, paths_of
 from trajkit.files.tables import log_files, write_any
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
-from trajkit.tables.prefetch import prefetch
+from trajkit.tables.columns import empty_batch
 from trajkit.tables.ragged import runs_of
-from trajkit.tables.session_batches import session_ends
-from trajkit.tables.take import empty_batch
+from trajkit.tables.stages import session_ends
+from trajkit.tables.threads import prefetch
 from trajkit.turns.session_metadata import SessionFacts
 from trajkit.turns.validation import REJECTED, Nonfinite
 

@@ -28,7 +28,7 @@ from trajkit.files import jsonl
 from trajkit.files.arrow import key_batches
 from trajkit.files.formats import Format, format_of, is_json, is_listed, without_suffix
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.reshape import with_column
+from trajkit.tables.columns import with_column
 from trajkit.turns.records import from_records
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -56,9 +56,8 @@ from trajkit.tables.canonical import (
     concat_tables,
     turns_schema,
 )
-from trajkit.tables.categories import normalize_categories
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.take import take_values
+from trajkit.tables.columns import normalize_categories, take_values
+from trajkit.tables.stages import whole_sessions
 from trajkit.turns.session_metadata import last_lines
 from trajkit.turns.validation import check_table
 

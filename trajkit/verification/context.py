@@ -14,9 +14,8 @@ from trajkit.schema import RULES, VIOLATIONS
 from trajkit.schema.engine import Bools, Violation, as_lines, shown
 from trajkit.tables.canonical import Rows
 from trajkit.tables.ragged import Index, Longs
-from trajkit.turns.flat_buffers import FlatRows, TurnTokens
+from trajkit.turns.flat_buffers import FlatRows, TurnTokens, aborted_calls
 from trajkit.turns.session_metadata import errored
-from trajkit.turns.trainability import aborted_calls
 
 _ROUNDING = 1e-9  # a weight is one division away from the counts
 _LAST = np.iinfo(np.int64).max

@@ -43,9 +43,8 @@ from trajkit.schema import ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike
-from trajkit.tables.session_batches import concat, whole_sessions
-from trajkit.tables.stages import one_by_one
-from trajkit.tables.take import take_rows
+from trajkit.tables.columns import take_rows
+from trajkit.tables.stages import concat, one_by_one, whole_sessions
 from trajkit.turns.session_metadata import Reward
 from trajkit.verification.context import violations_table
 from trajkit.verification.run import (

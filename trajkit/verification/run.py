@@ -16,9 +16,15 @@ from trajkit.policies import policy as named_policy
 from trajkit.schema.engine import Violation
 from trajkit.tables import limits
 from trajkit.tables.canonical import Rows, TableLike, as_table, canonical_rows
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.stages import Batches, Source, batches_in, batches_of, in_step
-from trajkit.tables.take import empty_batch, take_rows
+from trajkit.tables.columns import empty_batch, take_rows
+from trajkit.tables.stages import (
+    Batches,
+    Source,
+    batches_in,
+    batches_of,
+    in_step,
+    whole_sessions,
+)
 from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts

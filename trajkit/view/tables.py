@@ -31,12 +31,12 @@ from trajkit.policies import PRESETS, Policy, rule_of
 from trajkit.rows.linearize import linearize, report
 from trajkit.rows.links import link
 from trajkit.schema import LOSSES, TURNS_DELTA
+from trajkit.schema.engine import run_starts
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.take import row_lengths, tuples
+from trajkit.tables.columns import row_lengths, tuples
+from trajkit.tables.stages import whole_sessions
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
-from trajkit.turns.sessions import run_starts
 from trajkit.verification.run import verify
 
 # columns of turns that go into a chunk as they are, and those that the page shows as text
