@@ -710,6 +710,58 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/files/group.py",
+        "tests/files/test_run.py",
+        (
+            "turns out of order are read as they are",
+            "if (before and not continues) or (index is not None and falls):",
+            "if before and not continues:",
+        ),
+        (
+            "a run that continues leaves out its first turns twice",
+            "skip = max(skip - table.num_rows, 0)",
+            "skip = max(skip, 0)",
+        ),
+        (
+            "a session that appears while a log is grouped has no words",
+            "if session not in buckets:",
+            "if session is None:",
+        ),
+        (
+            "a session whose lines are no turns is rejected for its nulls",
+            'self._misread.pop(line["session_id"], line["reason"])',
+            'line["reason"]',
+        ),
+    ),
+    _place(
+        "trajkit/files/arrow.py",
+        "tests/files/test_damage.py",
+        (
+            "rows that Arrow passes over are not missed",
+            "if n_rows != group.num_rows:",
+            "if n_rows > group.num_rows:",
+        ),
+        (
+            "values that a page lacks are not missed",
+            "found.tolist() != due:",
+            "found.tolist() > due:",
+        ),
+    ),
+    _place(
+        "trajkit/files/run.py",
+        "tests/files/test_run.py",
+        (
+            "a run of other options continues the parts",
+            "if known == self._job:",
+            "if known:",
+        ),
+        (
+            "files of any job are taken for parts",
+            'any(n[0] != "." for n in os.listdir(one))',
+            'any(n[0] == "." for n in os.listdir(one))',
+        ),
+    ),
+    _place(
         "trajkit/verification/context.py",
         "tests/verification/test_verify.py",
         (
@@ -749,8 +801,8 @@ PYTHON = (
         ),
         (
             "use_tool of a row may be true for no turn",
-            "if given is not flag and (of_row or flag):",
-            "if given is not flag and flag:",
+            "append(flag if flag or of_row else given[name][row])",
+            "append(flag if flag else given[name][row])",
         ),
         (
             "a logprob may be where the engine gave none",
