@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import chosen_int
-from trajkit.analysis import lazy_polars as pl
 from trajkit.analysis.drift import codes, turn_lines
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
@@ -16,12 +15,13 @@ from trajkit.rows.plan import NO_LIMIT, plan_rows
 from trajkit.schema import LINK_REASONS, OUTPUT_KINDS, OUTPUT_SPANS
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike, as_table
-from trajkit.tables.ragged import Bools, Longs
+from trajkit.tables.ragged import Longs
 from trajkit.turns.flat_buffers import flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
 from trajkit.turns.sessions import Sessions
 from trajkit.turns.trainability import aborted_calls, without_aborted
+from trajkit.verification.context import consecutive
 
 _UNKNOWN = -1
 _CODES = {kind: code for code, kind in enumerate(OUTPUT_KINDS)}
@@ -90,7 +90,12 @@ class _Outputs:
         self._call = self._sampled.outputs.owner
         self._kind = np.full(len(self._call), _UNKNOWN, np.int8)
         self._row, self._by = np.full((2, len(self._call)), -1, np.int32)
-        self._bar(aborted)
+        barred = calls.calls["trainable"] == 0
+        untrain = policy.missing_logprobs == "untrain"
+        self._kind[~self._sampled.given & untrain] = _CODES["no_logprob"]
+        self._kind[~self._sampled.unmasked] = _CODES["masked"]
+        self._kind[barred[self._call]] = _CODES["untrainable"]
+        self._kind[(barred & aborted)[self._call]] = _CODES["aborted"]
         # each trained token and its row, once for every row that trains it
         self._trained = self._add_rows(policy, cap)
         self._leave_out()
@@ -98,18 +103,6 @@ class _Outputs:
             every = replace(policy, max_rows=None, keep_untrained=True, keep_empty=True)
             self._add_rows(every, None)
         self._add_drift()
-
-    def _bar(self, aborted: Bools) -> None:
-        """Mark the tokens that may not be trained."""
-        sampled, barred = self._sampled, self._calls.calls["trainable"] == 0
-        untrain = self._policy.missing_logprobs == "untrain"
-        for name, which in (
-            ("no_logprob", ~sampled.given & untrain),
-            ("masked", ~sampled.unmasked),
-            ("untrainable", barred[self._call]),
-            ("aborted", (barred & aborted)[self._call]),
-        ):
-            self._kind[which] = _CODES[name]
 
     def _add_rows(self, policy: Policy, cap: int | None) -> tuple[Longs, Longs]:
         """Mark the unknown tokens that the rows of a policy train or lost.
@@ -160,22 +153,23 @@ class _Outputs:
         it or, unless the policy keeps the prefix, before the end of its output.
         """
         lost = (self._kind == _CODES["absorbed"]) | (self._kind == _UNKNOWN)
-        calls, lcp = self._calls.calls, self._links["lcp"]
+        parents, lcp = self._links["parent"].tolist(), self._links["lcp"]
+        n_prompt = self._calls.calls["prompt_len"]
         for leaf in np.unique(self._owners[self._call[lost]]).tolist():
             chain = [leaf]
-            while (parent := self._links["parent"][chain[-1]]) >= 0:
-                chain.append(int(parent))
+            while parents[chain[-1]] >= 0:
+                chain.append(parents[chain[-1]])
             chain.reverse()
-            opened, restarts = calls["prompt_len"][chain[0]], []
+            opened, restarts = n_prompt[chain[0]], []
             for call in chain:
                 restarts.append(lcp[call] < opened)
-                opened = calls["prompt_len"][call] if restarts[-1] else opened
+                opened = n_prompt[call] if restarts[-1] else opened
             for k, call in enumerate(chain):
                 at = np.arange(*self._offsets[call : call + 2])
                 at = at[lost[at]]
                 if not len(at) or self._owners[call] != leaf:
                     continue
-                place = calls["prompt_len"][call] + at - self._offsets[call]
+                place = n_prompt[call] + at - self._offsets[call]
                 if not self._policy.keep_prefix:
                     place[:] = self._calls.path_len[call] - 1
                 departs = np.minimum.accumulate(lcp[chain[k + 1 :]])
@@ -190,23 +184,20 @@ class _Outputs:
         rest = np.flatnonzero(self._kind != _TRAINED)
         at = np.concatenate([rest, self._trained[0]])
         row = np.concatenate([self._row[rest], self._trained[1]])
-        columns = self._call[at], self._kind[at], row, self._by[at]
-        keys = ["call", "kind", "row", "by"]
-        tokens = pl.DataFrame({"at": at, **dict(zip(keys, columns, strict=True))})
-        lines = (
-            tokens.sort("at")
-            .group_by(*keys, run=pl.col("at") - pl.int_range(pl.len()).over(keys))
-            .agg(start=pl.min("at"), stop=pl.max("at") + 1)
-            .sort("start", "row")
-            .select(*keys, "start", "stop")
+        columns = np.array([at, self._call[at], self._kind[at], row, self._by[at]])
+        columns = columns[:, np.lexsort(columns)]
+        runs = np.array([*consecutive(columns[0], *columns[1:])], np.int64).reshape(
+            -1, 2
         )
-        call, kind, row, by, start, stop = lines.to_numpy().T
+        runs = runs[np.lexsort(columns[[3, 0]][:, runs[:, 0]])]
+        at, call, kind, row, by = columns[:, runs[:, 0]]
+        start = at - self._offsets[call]
         return turn_lines(
             OUTPUT_SPANS,
             self._calls,
             call,
-            start - self._offsets[call],
-            stop - self._offsets[call],
+            start,
+            start + runs[:, 1],
             codes(kind, OUTPUT_KINDS),
             pa.array(row.astype(np.int32), mask=row < 0),
             # the last one is of no call
