@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arguments import chosen_int
 from trajkit.analysis.drift import codes, turn_lines
 from trajkit.rows.links import read_linked
 from trajkit.schema import BRANCHES, KEY_BYTES, LABELS, LINK_REASONS
@@ -25,9 +24,7 @@ OPENING_TOKENS = 32
 
 
 @stage
-def label_branches(
-    turns: TableLike, links: Source, *, opening_tokens: int = OPENING_TOKENS
-) -> pa.Table:
+def label_branches(turns: TableLike, links: Source) -> pa.Table:
     """Label the turns that open a branch, with the evidence for each label.
 
     docs/drift.md defines the labels.
@@ -37,8 +34,6 @@ def label_branches(
     turns, links : table
         As for `trajkit.classify_drift`, and so are the errors. The columns ``agent_id``
         (string), ``started_at`` and ``ended_at`` (timestamps) of turns are optional.
-    opening_tokens : int
-        Prompt tokens that identify an agent without an ``agent_id`` and messages.
 
     Returns
     -------
@@ -50,15 +45,11 @@ def label_branches(
     A retry has identical prompt ids, a later sibling has not, as in miles'
     https://github.com/radixark/miles/tree/31f1ca9/miles/rollout/session/v2/picker_hub
     """
-    opening_tokens = chosen_int("opening_tokens", opening_tokens, 1)
 
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
         calls, forest, records = read_linked(turns, links)
-        found = [
-            branch
-            for s in range(len(calls))
-            for branch in _Session(calls, forest, records, s, opening_tokens).branches()
-        ]
+        sessions = (_Session(calls, forest, records, s) for s in range(len(calls)))
+        found = [branch for session in sessions for branch in session.branches()]
         call, label, other, why, messages, tokens = (
             [b[k] for b in found] for k in range(6)
         )
@@ -82,11 +73,9 @@ _KEY_INTS = KEY_BYTES // 4
 class _Session:
     """The branches of one session. Call numbers are indices into the table."""
 
-    def __init__(
-        self, calls: Sessions, forest: Forest, links: Records, s: int, opening: int
-    ) -> None:
+    def __init__(self, calls: Sessions, forest: Forest, links: Records, s: int) -> None:
         lo, hi = calls.offsets[s : s + 2].tolist()
-        self._calls, self._range, self._opening = calls, range(lo, hi), opening
+        self._calls, self._range = calls, range(lo, hi)
         self._shared_with, self._parents = forest.shared_with, links["parent"].tolist()
         by, reason = links["rewritten_by"].tolist(), links["link_reason"]
         # by call that replaces a reply: the call whose reply it was
@@ -138,7 +127,7 @@ class _Session:
             return "agent_id", agent_id
         if call in self._keys:
             return "first message", self._keys[call][0][:_KEY_INTS].tobytes()
-        opening = self._calls.prompt(call)[: self._opening]
+        opening = self._calls.prompt(call)[:OPENING_TOKENS]
         for kind, known in self._agents:
             if kind == "opening":
                 head = np.frombuffer(known, np.int32)
@@ -147,7 +136,6 @@ class _Session:
         return "opening", opening.tobytes()
 
     def _label(self, call: int, kind: str, value: object) -> _Label | None:
-        """The label of a turn with a new request."""
         agent = self._agents.get((kind, value))
         if agent is None:
             which = f" {value!r}" if kind == "agent_id" else ""

@@ -261,11 +261,9 @@ class _Side:
         return self._codec.text(self.ids[start : stop + _NEIGHBOURS])
 
     def plain(self, start: int, stop: int) -> str:
-        """The text without special tokens and white space."""
         return _squeezed(self._codec.plain(self.ids[start:stop]))
 
     def specials(self, start: int, stop: int) -> list[int]:
-        """The special tokens among these."""
         found: list[int] = self.ids[start:stop][self.special[start:stop]].tolist()
         return found
 
@@ -340,7 +338,6 @@ def _closer(
 def _differences(
     path: _Side, prompt: _Side, stretch: _Stretch, run: int
 ) -> list[_Stretch]:
-    """The spans between common runs where the two sides differ."""
     start, stop, prompt_start, prompt_stop = stretch
     out = np.empty((stop - start + 1, 4), np.int64)
     n_found = _core.align(
@@ -406,7 +403,6 @@ def _same_object(
 
 
 def _in_common(a: str, b: str) -> int:
-    """The length of the common prefix."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     )
@@ -447,7 +443,6 @@ _DECODER = json.JSONDecoder(object_hook=_with_arguments, parse_float=_number)
 
 
 def _in_json(text: str) -> str:
-    """The text with Python literals replaced by JSON's."""
     return _LITERAL.sub(lambda match: _LITERALS[match[0]], text)
 
 

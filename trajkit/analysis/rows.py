@@ -119,11 +119,9 @@ class _Check:
         self.seen: set[str] = set()
 
     def add(self, kind: str, detail: str, **more: Any) -> None:
-        """Add a line."""
         self.lines.append({"kind": kind, "detail": detail, **self.place, **more})
 
     def row(self, row: int, given: dict[str, Any]) -> None:
-        """Add the lines of a row of `plain_rows`."""
         ids = given["input_ids"].values.to_numpy()
         mask = given["loss_mask"].values.to_numpy(zero_copy_only=False)
         if not len(ids):
@@ -256,7 +254,6 @@ class _Check:
         self.add("logprobs", words, token=first + int(at[k]), tokens=n)
 
     def absent(self) -> None:
-        """Add the sampled tokens that no row trains."""
         self.place = {}
         calls, owner = self.turns.calls, self.owner
         without = np.array([name not in self.seen for name in self.sessions], np.bool_)
@@ -464,7 +461,6 @@ def _parting(rows: pa.Table) -> Callable[[int, str, int], _Reason]:
 
 
 def _drift_text(drift: dict[str, Any], n_output: int) -> str:
-    """Where the prompt leaves its parent's path."""
     parent, lcp, cause = drift["parent"], drift["lcp"], drift["cause"]
     if drift["region"] == "last_reply":
         where = f"reply at token {n_output - drift['size']} of {n_output}"
@@ -519,7 +515,6 @@ def call_tree(
 
 
 def _texts(table: pa.Table, links: pa.Table) -> dict[int, str]:
-    """The text of each turn's line."""
     labels = dict(tuples(label_branches(table, links), "turn_index", "label"))
     found = classify_drift(table, links).to_pylist()
     drift = {line["turn_index"]: line for line in found if line["size"]}

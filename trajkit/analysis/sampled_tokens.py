@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import chosen_int
 from trajkit.analysis.drift import codes, turn_lines
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
@@ -44,13 +43,12 @@ def output_spans(
     policy: str | Policy = "faithful",
     *,
     sessions: TableLike | None = None,
-    max_row_tokens: int | None = None,
 ) -> pa.Table:
     """Say for every sampled token whether a policy trains it, where, and why not.
 
     Parameters
     ----------
-    turns, policy, sessions, max_row_tokens
+    turns, policy, sessions
         As for `trajkit.linearize`; a session with an error trains nothing.
 
     Returns
@@ -60,29 +58,22 @@ def output_spans(
         `trajkit.report`: ``tokens_trained`` and each ``lost_*``. Of a token that several
         rows train, each row has a line.
     """
-    chosen, cap = named_policy(policy), None
-    if max_row_tokens is not None:
-        cap = chosen_int("max_row_tokens", max_row_tokens, 1)
-    calls = Sessions.of(as_turns(as_table(turns)))
-    facts = session_facts(None, sessions)
-    parts = calls.split(limits.PART_TOKENS)
-    tables = [_Outputs(part, chosen, cap, facts).lines() for part in parts]
+    chosen, facts = named_policy(policy), session_facts(None, sessions)
+    parts = Sessions.of(as_turns(as_table(turns))).split(limits.PART_TOKENS)
+    tables = [_Outputs(part, chosen, facts).lines() for part in parts]
     return pa.concat_tables([OUTPUT_SPANS.empty_table(), *tables])
 
 
 class _Outputs:
     """The sampled tokens of some sessions under a policy."""
 
-    def __init__(
-        self, calls: Sessions, policy: Policy, cap: int | None, facts: SessionFacts
-    ) -> None:
+    def __init__(self, calls: Sessions, policy: Policy, facts: SessionFacts) -> None:
         calls = calls.untrained(errored(facts.of_sessions(calls))[calls.session])
         aborted = aborted_calls(calls) & (calls.calls["trainable"] != 0)
         calls = calls if policy.train_aborted else without_aborted(calls)[0]
         self._calls, self._policy, self._sessions = calls, policy, facts.table
-        self._most = NO_LIMIT if cap is None else cap
         self._links = find_links(calls, calls.forest, policy)
-        self._owners = plan_rows(calls, self._links, policy, self._most).owners
+        self._owners = plan_rows(calls, self._links, policy, NO_LIMIT).owners
         self._sampled = flat_turns(calls, prompts=False)
         self._offsets = self._sampled.outputs.offsets
         # one per sampled token: its call, an index in OUTPUT_KINDS, the first row that has
@@ -97,21 +88,19 @@ class _Outputs:
         self._kind[barred[self._call]] = _CODES["untrainable"]
         self._kind[(barred & aborted)[self._call]] = _CODES["aborted"]
         # each trained token and its row, once for every row that trains it
-        self._trained = self._add_rows(policy, cap)
+        self._trained = self._add_rows(policy)
         self._leave_out()
         if (self._kind == _UNKNOWN).any():
             every = replace(policy, max_rows=None, keep_untrained=True, keep_empty=True)
-            self._add_rows(every, None)
+            self._add_rows(every)
         self._add_drift()
 
-    def _add_rows(self, policy: Policy, cap: int | None) -> tuple[Longs, Longs]:
+    def _add_rows(self, policy: Policy) -> tuple[Longs, Longs]:
         """Mark the unknown tokens that the rows of a policy train or lost.
 
         If it is not the policy that was asked for, the rows that it has more were dropped.
         """
-        rows = linearize(
-            self._calls.table, policy, sessions=self._sessions, max_row_tokens=cap
-        )
+        rows = linearize(self._calls.table, policy, sessions=self._sessions)
         spans = spans_of(rows, self._sampled, sessions_of(rows, self._calls))
         # in an assignment, the first span is the last and counts
         spans = spans.take(np.flatnonzero(spans.kind != "duplicate")[::-1])
@@ -122,10 +111,7 @@ class _Outputs:
         if policy is self._policy:
             self._row[at] = row
         else:
-            place = (spans.start - spans.out_start)[span]
-            place += at - self._offsets[spans.call[span]]
-            losses = _CODES["over_max_rows"], _CODES["cut"]
-            kind[trained] = np.where(place < self._most, *losses)[trained]
+            kind[trained] = _CODES["over_max_rows"]
         unknown = self._kind[at] == _UNKNOWN
         self._kind[at[unknown]] = kind[unknown]
         return at[trained], row[trained]
@@ -180,7 +166,6 @@ class _Outputs:
                 self._kind[at] = names
 
     def lines(self) -> pa.Table:
-        """A line per run of equal tokens as `trajkit.schema.OUTPUT_SPANS`."""
         rest = np.flatnonzero(self._kind != _TRAINED)
         at = np.concatenate([rest, self._trained[0]])
         row = np.concatenate([self._row[rest], self._trained[1]])

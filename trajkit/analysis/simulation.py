@@ -135,7 +135,6 @@ class Simulation:
         self._totals = totals
 
     def table(self) -> pa.Table:
-        """The counts so far as `trajkit.schema.SIMULATION`."""
         lines = [
             {
                 "policy": label(policy),
