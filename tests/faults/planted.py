@@ -43,9 +43,9 @@ PYTHON = (
             "np.maximum.accumulate(lcp[chain[k + 1 :]])",
         ),
         (
-            "the first token beyond the limit is over max_rows",
-            "place < self._most,",
-            "place <= self._most,",
+            "a row over max_rows is one that was cut",
+            'kind[trained] = _CODES["over_max_rows"]',
+            'kind[trained] = _CODES["cut"]',
         ),
         (
             "drift right after a row's first prompt restarts it",
@@ -846,8 +846,8 @@ PYTHON = (
         ),
         (
             "what a policy loses is missing",
-            "due = due & ~_lost(self.turns, output_spans(table, policy))",
-            "due = due",
+            "due[positions(self.outputs.offsets[lost] + start, stop - start)] = False",
+            "due[positions(self.outputs.offsets[lost] + start, stop - start)] = True",
         ),
         (
             "a mask that trains too little is shifted",

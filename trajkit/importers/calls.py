@@ -384,11 +384,15 @@ class Table:
             short = short if len(short) <= 60 else f"{short[:57]}..."
             text = f"{path} is {short}: expected a finite number"
             if isinstance(value, dict):
-                parts = [*map(str, value)]
                 text = (
-                    f"{path} has the parts {', '.join(parts)}: "
-                    f"--map reward={path}.{parts[0]} takes one"
+                    f"{path} has the parts {', '.join(map(str, value))}: --map reward="
                 )
+                while isinstance(value, dict) and value:
+                    path, value = (
+                        f"{path}.{next(iter(value))}",
+                        next(iter(value.values())),
+                    )
+                text += f"{path} takes one"
             found.remark("reward_unread", text)
         return number
 

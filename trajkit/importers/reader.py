@@ -326,8 +326,8 @@ class _Import:
             found.problem = "no_session_id"
             found.detail = (
                 f"no session_id, but {listed}: say which names the agent run, as in --map "
-                f"session_id={next(iter(keys))} (a+b: both), or --map session_id=@file for "
-                "one run per file"
+                f"session_id={next(iter(keys))} (a+b: both; @file: one per file; @name: "
+                "one per record)"
             )
             return noted
         first = self.stems.setdefault(head.stem, head.name)
@@ -381,14 +381,14 @@ class _Import:
                 text = f"{reward}, after {first} in the same session"
                 found.remark("reward_varies", text)
         if (index := fields.get("turn_index")) is not None:
-            key = session, repr(index)
+            key, place = (session, repr(index)), f"{file}, {found.place}"
             if key in self.indices:
                 raise FormatError(
-                    f"{found.place}: session {session!r} has turn_index {index!r} twice, "
+                    f"{place}: session {session!r} has turn_index {index!r} twice, "
                     f"first in {self.indices[key]}: if each agent counts its own steps, "
                     "leave turn_index out of the map: the order of the records counts"
                 )
-            self.indices[key] = found.place
+            self.indices[key] = place
         record: dict[str, Any] = {"turn_index": number, "sampled": True}
         record |= {name: value for name, value in fields.items() if value is not None}
         if "response_message" not in record:
