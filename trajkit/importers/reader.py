@@ -1,6 +1,5 @@
 """Read files of foreign formats as a table of turns and a report."""
 
-import json
 import os
 import tempfile
 from collections import Counter, defaultdict
@@ -35,7 +34,7 @@ from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 from trajkit.tables.stages import batches_in
 from trajkit.turns.mapping import Map, MapLike, read_map
-from trajkit.turns.messages import tools_key
+from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
 
@@ -219,32 +218,32 @@ class _Import:
     ) -> None:
         """Add a line about a record that is kept, or is left out for its problem."""
         facts = (problem, text) if problem else (found.problem, found.detail)
-        texts = (file, found.place, found.session, *facts)
-        # lone surrogates are escaped
-        escaped = (text and text.encode("utf-8", "backslashreplace") for text in texts)
-        line = (text and text.decode() for text in escaped)
-        names = ("file", "place", "session_id", "problem", "detail")
-        kept = {"kept": bool(problem)}
-        self.lines.append({**dict(zip(names, line, strict=True)), **kept})
+        values = [file, found.place, found.session, facts[0], problem != "", facts[1]]
+        for k, one in enumerate(values):
+            if isinstance(one, str):
+                # lone surrogates are escaped
+                values[k] = one.encode("utf-8", "backslashreplace").decode()
+        self.lines.append(dict(zip(IMPORT_REPORT.names, values, strict=True)))
 
     def recognised(
         self, source: str, is_folder: bool, files: list[tuple[str, Path]]
     ) -> Iterator[tuple[Head, Format]]:
         """The files to read, each with its format."""
         heads = [read.head_of(file, name) for name, file in files]
-        named = [] if self.format == "auto" else [FORMATS[self.format]]
-        own = [named] if named and not is_folder else [*map(self.fitting, heads)]
+        auto = self.format == "auto"
+        own = [self.fitting(head) for head in heads]
+        if not auto and not is_folder:
+            own = [[FORMATS[self.format]]]
         names = sorted({one.name for formats in own for one in formats})
         if len(names) > 1:
-            raise FormatError(
-                f"{source} fits several formats, {', '.join(names)}: pass one of them as "
-                "the format"
-            )
+            listed = ", ".join(names)
+            text = f"fits several formats, {listed}: pass one of them as the format"
+            raise FormatError(f"{source} {text}")
         if not names:
             errors = [unknown(head) for head in heads if head.values or not is_folder]
             if not is_folder:
                 raise errors[0]
-            kind = f"the format {self.format}" if named else "a known format"
+            kind = "a known format" if auto else f"the format {self.format}"
             first = f": {errors[0]}" if errors else ""
             raise FormatError(f"{source} contains no file of {kind}{first}")
         for head, formats in zip(heads, own, strict=True):
@@ -519,11 +518,15 @@ def _find_replies(
         messages = found.fields.get("prompt_messages")
         if found.problem or not isinstance(messages, list):
             continue
+        try:
+            keys = [*map(message_key, messages)]
+        except (ArgumentError, InvalidTurnsError):
+            continue  # reading the turns reports it
         session, prompt = found.session, _ids(found, "prompt_ids")
         n_calls[session] += 1
         digest = blake2b()
-        for message in messages:
-            if isinstance(message, dict) and message.get("role") == "assistant":
+        for message, key in zip(messages, keys, strict=True):
+            if message.get("role") == "assistant":
                 several = waiting[session, digest.digest()]
                 fits = several
                 if len(several) > 1:
@@ -532,7 +535,7 @@ def _find_replies(
                     replies[fits[0][0]] = message
                     answered.add(session)
                     several.remove(fits[0])
-            digest.update(_text(message))
+            digest.update(key)
         if found.fields.get("response_message") is not None:
             answered.add(session)
         else:
@@ -540,14 +543,6 @@ def _find_replies(
             call = number, len(path), _digest(path)
             waiting[session, digest.digest()].append(call)
     return replies, {name for name, n in n_calls.items() if n > 1} - answered
-
-
-def _text(message: object) -> bytes:
-    """A text of a message; of one that is nested too deep, a text of no other."""
-    try:
-        return json.dumps(message, sort_keys=True, default=str).encode()
-    except (RecursionError, TypeError, ValueError):
-        return str(id(message)).encode()
 
 
 def _ids(found: Finding, name: str) -> np.ndarray:
