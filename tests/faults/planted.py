@@ -837,6 +837,89 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/importers/reader.py",
+        "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
+        "tests/importers/test_importers.py",
+        (
+            "a turn whose usage contradicts trains",
+            'self.contradicted == "untrain"',
+            'self.contradicted == "train"',
+        ),
+        (
+            "a record that is left out has no number",
+            "self.numbers[session] += 1",
+            "self.numbers[session] += not found.problem",
+        ),
+        (
+            "equal requests take each other's reply",
+            "if len(several) > 1:",
+            "if len(several) > 2:",
+        ),
+        (
+            "a session in two files is no finding",
+            "if origin not in known:",
+            "if not known:",
+        ),
+    ),
+    _place(
+        "trajkit/importers/calls.py",
+        "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
+        "tests/importers/test_importers.py",
+        (
+            "logprobs of other ids are taken",
+            "if len(logprobs) == len(listed) and (ids is None or ids == listed):",
+            "if len(logprobs) == len(listed):",
+        ),
+        (
+            "a response counts before a mapping",
+            "{**values, **one, **kept}",
+            "{**values, **kept, **one}",
+        ),
+        (
+            "a mask that marks part of an output is passed over",
+            "if marks and not all(list_of(value)):",
+            "if marks and not any(list_of(value)):",
+        ),
+        (
+            "the token that begins the next role ends no reply",
+            "return np.append(output, np.int32(end))",
+            "return output",
+        ),
+    ),
+    _place(
+        "trajkit/importers/containers.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a tensor may end a number beyond its storage",
+            "last >= len(storage)",
+            "last > len(storage)",
+        ),
+        (
+            "what is unread counts for every choice",
+            "unread=self.unread if first else {},",
+            "unread=self.unread,",
+        ),
+    ),
+    _place(
+        "trajkit/importers/formats.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a capture of a newer version is read",
+            "not 1 <= version <= _NEWEST_GYM:",
+            "not 1 <= version:",
+        ),
+        (
+            "sampled ids are anywhere in a node",
+            "if not all(listed[start:]):",
+            "if not any(listed[start:]):",
+        ),
+        (
+            "cached tokens are none of a prompt",
+            'usage.get("cached_input_tokens") or 0]',
+            "0]",
+        ),
+    ),
+    _place(
         "trajkit/analysis/rows.py",
         "tests/analysis/test_row_check.py tests/analysis/test_row_reasons.py",
         (

@@ -402,7 +402,7 @@ def test_a_mask_makes_spans_and_is_checked(tmp_path):
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"tokenizer": "model"}, "tokenizer is a str"),
+        ({"tokenizer": "model"}, "tokenizer is of type str"),
         ({"tokenizer": 5}, "tokenizer is a int"),
         ({"map": 5}, "map is a int"),
         ({"map": "session_id"}, "neither"),

@@ -620,16 +620,13 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        for name in ("encode", "decode", "apply_chat_template"):
-            if not callable(getattr(tokenizer, name, None)):
-                raise ArgumentError(
-                    f"tokenizer is a {type(tokenizer).__name__}, which has no method "
-                    f"{name}: expected a tokenizer with a chat template, such as "
-                    "transformers.AutoTokenizer.from_pretrained(...)"
-                )
-        if getattr(tokenizer, "chat_template", "") is None:
-            raise ArgumentError("tokenizer has no chat template: set its chat_template")
         self._tokenizer, self._codec = tokenizer, Codec(tokenizer)
+        template = getattr(tokenizer, "chat_template", "")
+        if not hasattr(tokenizer, "apply_chat_template") or template is None:
+            raise ArgumentError(
+                "tokenizer has no chat template: pass one like those of transformers, with "
+                "a method apply_chat_template and its chat_template set"
+            )
         # some models mark their roles with added tokens that are not special
         added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
         self._added = {*added.values()}
@@ -795,21 +792,19 @@ def _of_choice(request: Value, response: Value, choice: object) -> Value:
 
 
 def _claim(made: list[Value], response: Value) -> None:
-    claims = _claims(object_of(response.get("usage")), "usage")
-    if len(made) == 1:
-        made[0]["@claims"] += claims
-        return
-    for name, target, stated in claims:
+    for name, target, stated in _claims(object_of(response.get("usage")), "usage"):
         lists: list[Any] = [one.get(target) for one in made]
-        if not all(map(is_array, lists)):
-            continue
-        total = sum(map(len, lists))
-        # a prompt counts once for all of its samples
-        once = sum(len(ids) for ids, _ in groupby(map(list, lists)))
-        if stated != total and (target != "prompt_ids" or stated != once):
-            text = f"{name} is {stated!r}, and the {len(made)} choices have {total}"
-            for one in made:
-                one["@remarks"].append(("usage_contradicts", text))
+        if len(made) == 1:
+            made[0]["@claims"].append((name, target, stated))
+        elif all(map(is_array, lists)):
+            # a prompt may count once for all of its samples
+            totals = [sum(map(len, lists))]
+            if target == "prompt_ids":
+                totals.append(sum(len(ids) for ids, _ in groupby(map(list, lists))))
+            if stated not in totals:
+                text = f"{name} is {stated!r}, and the {len(made)} choices have {totals[0]}"
+                for one in made:
+                    one["@remarks"].append(("usage_contradicts", text))
 
 
 def _claims(usage: Value, name: str) -> list[tuple[str, str, object]]:
