@@ -43,9 +43,9 @@ PYTHON = (
             "np.maximum.accumulate(lcp[chain[k + 1 :]])",
         ),
         (
-            "the first token beyond the limit is over max_rows",
-            "place < self._most,",
-            "place <= self._most,",
+            "a row over max_rows is one that was cut",
+            'kind[trained] = _CODES["over_max_rows"]',
+            'kind[trained] = _CODES["cut"]',
         ),
         (
             "drift right after a row's first prompt restarts it",
@@ -888,6 +888,89 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/importers/reader.py",
+        "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
+        "tests/importers/test_importers.py",
+        (
+            "a turn whose usage contradicts trains",
+            'self.contradicted == "untrain"',
+            'self.contradicted == "train"',
+        ),
+        (
+            "a record that is left out has no number",
+            "self.numbers[session] += 1",
+            "self.numbers[session] += not found.problem",
+        ),
+        (
+            "equal requests take each other's reply",
+            "if len(several) > 1:",
+            "if len(several) > 2:",
+        ),
+        (
+            "a session in two files is no finding",
+            "if origin not in known:",
+            "if not known:",
+        ),
+    ),
+    _place(
+        "trajkit/importers/calls.py",
+        "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
+        "tests/importers/test_importers.py",
+        (
+            "logprobs of other ids are taken",
+            "if len(logprobs) == len(listed) and (ids is None or ids == listed):",
+            "if len(logprobs) == len(listed):",
+        ),
+        (
+            "a response counts before a mapping",
+            "{**values, **one, **kept}",
+            "{**values, **kept, **one}",
+        ),
+        (
+            "a mask that marks part of an output is passed over",
+            "if marks and not all(list_of(value)):",
+            "if marks and not any(list_of(value)):",
+        ),
+        (
+            "the token that begins the next role ends no reply",
+            "return np.append(output, np.int32(end))",
+            "return output",
+        ),
+    ),
+    _place(
+        "trajkit/importers/containers.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a tensor may end a number beyond its storage",
+            "last >= len(storage)",
+            "last > len(storage)",
+        ),
+        (
+            "what is unread counts for every choice",
+            "unread=self.unread if first else {},",
+            "unread=self.unread,",
+        ),
+    ),
+    _place(
+        "trajkit/importers/formats.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a capture of a newer version is read",
+            "not 1 <= version <= _NEWEST_GYM:",
+            "not 1 <= version:",
+        ),
+        (
+            "sampled ids are anywhere in a node",
+            "if not all(listed[start:]):",
+            "if not any(listed[start:]):",
+        ),
+        (
+            "cached tokens are none of a prompt",
+            'usage.get("cached_input_tokens") or 0]',
+            "0]",
+        ),
+    ),
+    _place(
         "trajkit/analysis/rows.py",
         "tests/analysis/test_row_check.py tests/analysis/test_row_reasons.py",
         (
@@ -897,8 +980,8 @@ PYTHON = (
         ),
         (
             "what a policy loses is missing",
-            "due = due & ~_lost(self.turns, output_spans(table, policy))",
-            "due = due",
+            "due[positions(self.outputs.offsets[lost] + start, stop - start)] = False",
+            "due[positions(self.outputs.offsets[lost] + start, stop - start)] = True",
         ),
         (
             "a mask that trains too little is shifted",

@@ -320,7 +320,6 @@ def test_links_of_other_sessions_are_refused():
         lambda b: tk.add_weights_batches(b, "turn"),
         lambda b: tk.verify_batches(b, b, "slim"),
         lambda b: tk.pack_batches(b, 0),
-        lambda b: tk.analysis.label_branches_batches(b, b, opening_tokens=0),
     ],
 )
 def test_options_are_checked_before_a_stream_is_read(call):

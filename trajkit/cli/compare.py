@@ -343,7 +343,7 @@ def any_rows(path: str) -> object:
         with np.load(path) as arrays:
             return dict(arrays)
     if name.endswith((".pt", ".pkl", ".pickle")):
-        from trajkit.importers.pickles import load
+        from trajkit.importers.containers import load
 
         value: Any = load(Path(path))
         return value.get("samples", value) if isinstance(value, dict) else value

@@ -8,7 +8,7 @@ from typing import Any, cast
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import FormatError
 from trajkit.files.sources import Paths, paths_of
-from trajkit.importers.transcripts import ChatTokenizer
+from trajkit.importers.calls import ChatTokenizer
 
 
 def chosen_tokenizer(path: str | None, turns: Paths) -> Tokenizer | None:
