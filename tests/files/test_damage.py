@@ -375,22 +375,39 @@ def test_the_length_of_a_foreign_file_is_bounded(tmp_path, monkeypatch):
         list(objects(path, "json"))
 
 
-def test_a_damaged_parquet_page_is_found(tmp_path):
-    path = tmp_path / "turns.parquet"
-    tk.write_turns(TURNS, path)
-    content = bytearray(path.read_bytes())
-    column = pq.ParquetFile(path).metadata.row_group(0).column(2)  # prompt_ids
+def bad_page(content, group):
+    column = group.column(2)  # prompt_ids
     content[column.data_page_offset + column.total_compressed_size - 1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(tk.errors.FormatError, match=r"turns.parquet is damaged.*CRC"):
-        tk.read_turns(path)
 
 
-def with_footer(content, change):
-    """A Parquet file with its footer changed."""
-    size = int.from_bytes(content[-8:-4], "little")
-    footer = change(content[-8 - size : -8])
-    return content[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+def page_of_another_kind(*columns):
+    """Arrow passes over such pages."""
+
+    def change(content, group):
+        for column in columns:
+            kind = group.column(column).data_page_offset + 1  # the header's first field
+            assert content[kind] == 0
+            content[kind] = 32
+
+    return change
+
+
+def fewer_values(content, group):
+    assert group.column(2).num_values == 21
+    # the field num_values of the page's header: 42 stands for 21
+    at = content.index(b"\x1c\x15\x2a", group.column(2).data_page_offset)
+    content[at + 2] = 0x28
+
+
+def with_footer(change):
+    """A change of a Parquet file's footer."""
+
+    def changed(content, group):
+        size = int.from_bytes(content[-8:-4], "little")
+        footer = change(bytes(content[-8 - size : -8]))
+        content[-8 - size :] = footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+    return changed
 
 
 def longer_histogram(footer):
@@ -399,35 +416,38 @@ def longer_histogram(footer):
     return footer[:at] + b"\x19\x56\x00" + footer[at + 2 :]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (longer_histogram, "histogram size mismatch, size: 5, expected: 4"),
-        (lambda footer: b"\xa6\x00" + footer[:1], "Couldn't deserialize thrift"),
-    ],
-)
-def test_a_damaged_parquet_footer_is_found(tmp_path, change, said):
-    path = tmp_path / "turns.parquet"
-    tk.write_turns(TURNS, path)
-    path.write_bytes(with_footer(path.read_bytes(), change))
-    for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
-        with pytest.raises(tk.errors.FormatError, match=rf"is damaged.*{said}"):
-            read(path)
+DAMAGED_PARQUET = {
+    "page": (bad_page, "CRC"),
+    "kind of a page": (page_of_another_kind(2), "row group 0 has 0 rows of 6"),
+    "kinds of pages": (page_of_another_kind(0, 1), "row group 0 has 0 rows of 6"),
+    "values": (fewer_values, r"has \[20\] of \[21\] values in 'prompt_"),
+    "histogram": (
+        *(
+            with_footer(longer_histogram),
+            "histogram size mismatch, size: 5, expected: 4",
+        ),
+    ),
+    "footer": (
+        *(
+            with_footer(lambda old: b"\xa6\x00" + old[:1]),
+            "Couldn't deserialize thrift",
+        ),
+    ),
+}
 
 
-@pytest.mark.parametrize("columns", [(2,), (0, 1)])
-def test_a_page_that_arrow_passes_over_is_found(tmp_path, columns):
+@pytest.mark.parametrize("name", DAMAGED_PARQUET)
+def test_damaged_parquet_is_found(tmp_path, name):
+    change, said = DAMAGED_PARQUET[name]
     path = tmp_path / "turns.parquet"
     tk.write_turns(TURNS, path)
     content = bytearray(path.read_bytes())
-    for column in columns:
-        chunk = pq.ParquetFile(path).metadata.row_group(0).column(column)
-        kind = chunk.data_page_offset + 1  # the value of the header's first field
-        assert content[kind] == 0
-        content[kind] = 32
+    change(content, pq.ParquetFile(path).metadata.row_group(0))
     path.write_bytes(content)
     for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
-        with pytest.raises(tk.errors.FormatError, match="row group 0 has 0 rows of 6"):
+        with pytest.raises(
+            tk.errors.FormatError, match=rf"turns.parquet is damaged.*{said}"
+        ):
             read(path)
 
 
@@ -435,21 +455,6 @@ def test_an_empty_compressed_log_is_refused(tmp_path):
     path = tmp_path / "log.jsonl.zst"
     path.touch()
     with pytest.raises(tk.errors.FormatError, match=r"log.jsonl.zst is empty"):
-        tk.read_turns(path)
-
-
-def test_a_page_with_another_number_of_values_is_found(tmp_path):
-    path = tmp_path / "turns.parquet"
-    tk.write_turns(TURNS, path)
-    content = path.read_bytes()
-    chunk = pq.ParquetFile(path).metadata.row_group(0).column(2)
-    assert chunk.num_values == 21
-    # the field num_values of the page's header: 42 stands for 21
-    at = content.index(b"\x1c\x15\x2a", chunk.data_page_offset)
-    path.write_bytes(content[: at + 2] + b"\x28" + content[at + 3 :])
-    with pytest.raises(
-        tk.errors.FormatError, match=r"has \[20\] of \[21\] values in 'prompt_"
-    ):
         tk.read_turns(path)
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import re
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain, combinations, pairwise
 from pathlib import Path
 from unittest import mock
@@ -410,16 +411,6 @@ def test_rows_whose_turns_are_all_set_aside_or_gone(tmp_path, small):
     assert as_text(pq.read_table(found).to_pylist()) == as_text(whole.to_pylist())
 
 
-def test_the_command_says_that_it_gathers(tmp_path, small, capsys):
-    log, rows = tmp_path / "log.parquet", tmp_path / "rows.parquet"
-    write_log(scattered(some_sessions()), log)
-    argv = ["linearize", str(log), "-o", str(rows)]
-    assert cli.main(argv) == cli.DONE
-    assert "is not contiguous" in capsys.readouterr().err
-    assert tk.read_rows(rows).equals(tk.linearize(tk.read_turns(log)))
-    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
-
-
 def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeypatch):
     log, whole, table = (tmp_path / f"{n}.parquet" for n in ("log", "whole", "drift"))
     write_log(some_sessions(), log)
@@ -519,47 +510,36 @@ def test_what_is_read_ahead_ends_with_its_user():
 # Data as others have it
 
 
-@pytest.mark.parametrize("other", ["report", "rejected"])
-@pytest.mark.parametrize("output", ["rows.parquet", "rows/"])
-def test_two_outputs_of_one_name_are_refused(tmp_path, other, output):
+@pytest.fixture
+def parts(tmp_path):
+    """The command for a log of one call, with its outputs in parts."""
     write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
-    place = f"{tmp_path}/{output}"
-    with pytest.raises(ArgumentError, match=f"rows .* and {other} .* are one path"):
-        linearize_file(tmp_path / "t.jsonl", place, **{other: place.rstrip("/")})
-    assert os.listdir(tmp_path) == ["t.jsonl"]
+    places = {"report": tmp_path / "report"}
+    return partial(linearize_file, tmp_path / "t.jsonl", f"{tmp_path}/rows/", **places)
 
 
-def test_a_report_overwrites_no_file_of_another(tmp_path):
-    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+def test_a_report_overwrites_no_file_of_another(tmp_path, parts):
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "part-00000.parquet").write_text("mine")
     with pytest.raises(FormatError, match="report contains files, but no"):
-        linearize_file(
-            tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=tmp_path / "report"
-        )
+        parts()
     assert (tmp_path / "report" / "part-00000.parquet").read_text() == "mine"
 
 
-def test_a_part_that_was_not_yet_remembered_is_made_again(tmp_path, monkeypatch):
-    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+def test_a_part_that_was_not_yet_remembered_is_made_again(tmp_path, parts, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(run_module.Manifest, "add", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            linearize_file(
-                tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=f"{tmp_path}/said/"
-            )
+            parts()
     assert (tmp_path / "rows" / "part-00000.parquet").exists()
-    linearize_file(
-        tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=f"{tmp_path}/said/"
-    )
+    parts()
     assert tk.read_rows(tmp_path / "rows").num_rows == 1
 
 
-def test_what_ended_before_its_first_part_leaves_room_for_another_job(tmp_path):
-    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+def test_what_ended_before_its_first_part_leaves_room_for_another_job(tmp_path, parts):
     with pytest.raises(InvalidTurnsError, match="no line in sessions"):
-        linearize_file(tmp_path / "t.jsonl", f"{tmp_path}/rows/", reward={"b": 1.0})
-    linearize_file(tmp_path / "t.jsonl", f"{tmp_path}/rows/", reward={"a": 1.0})
+        parts(reward={"b": 1.0})
+    parts(reward={"a": 1.0})
     assert tk.read_rows(tmp_path / "rows")["reward"].to_pylist() == [1.0]
 
 
