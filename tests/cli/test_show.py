@@ -186,7 +186,6 @@ def test_a_terminal_gets_colours_unless_they_are_forbidden(terminal, turns):
     argv = ["show", turns, *SLIME, "--tokenizer", TOKENIZER]
     assert "\x1b[32mYes\x1b[0m" in terminal(*argv)
     for plain in (
-        terminal(*argv, "--no-color"),
         terminal(*argv, NO_COLOR="1"),
         terminal(*argv, TERM="dumb"),
     ):
@@ -197,8 +196,8 @@ def test_a_terminal_gets_colours_unless_they_are_forbidden(terminal, turns):
 
 @pytest.mark.parametrize("width", [1, 20, 47, 60, 200])
 def test_lines_fit_the_terminal(terminal, turns, width):
-    argv = ["show", turns, *SLIME, "--tokenizer", TOKENIZER, "--unfold", "--no-color"]
-    out = terminal(*argv, width=width)
+    argv = ["show", turns, *SLIME, "--tokenizer", TOKENIZER, "--unfold"]
+    out = terminal(*argv, width=width, NO_COLOR="1")
     lines = out.splitlines()
     texts = [line for line in lines[1:] if line.startswith(" ")]
     assert max(map(cell_len, texts)) <= max(width, 2)
@@ -262,7 +261,7 @@ def test_long_texts_are_shortened():
 
 
 def test_a_character_wider_than_the_screen_is_printed(capsys):
-    screen = Screen(colour=False)
+    screen = Screen()
     screen.width = 1
     screen.labelled("x", [("漢a", "")])
     assert capsys.readouterr().out == "x\n 漢\n a\n"

@@ -34,8 +34,6 @@ COMMANDS = {
     "verify": ("compare:verify", "Check rows against the turns that they come from."),
     "plot": ("view:plot", "Draw a run or a session."),
     "export": ("data:export", "Write rows in a file that a trainer loads."),
-    "head": ("show:head", "Print the first lines of a table."),
-    "stats": ("show:stats", "Summarize the columns of a table."),
     "show": ("show:show", "Print rows as text: what is trained, context, or lost."),
     "why": ("show:why", "Explain why each row begins where it does."),
     "tree": ("show:tree", "Draw the calls of each session as a tree."),

@@ -9,8 +9,8 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, is_dataclass
 from json import dumps
 from pathlib import Path
@@ -28,7 +28,7 @@ from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
 from trajkit.files.formats import format_of
 from trajkit.files.group import Log, SessionIndex, bucket_numbers
 from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
-from trajkit.files.run import Stage, Watch, run
+from trajkit.files.run import Watch, run
 from trajkit.files.sources import Paths, SessionPrefix, is_address, local_files
 from trajkit.files.tables import sessions_below
 from trajkit.tables.take import take_session
@@ -65,15 +65,11 @@ class Writes:
     piped: str = "jsonl"
 
 
-def _out(help: str | None = None) -> Parameter:
-    return Parameter(name=("--out", "-o"), allow_leading_hyphen=True, help=help)
-
-
-OUT = _out()
-FILE = _out("Parquet, Arrow IPC or JSONL, by suffix; - is standard output")
-PARTS = _out(
-    "Parquet, Arrow IPC or JSONL, by suffix; - is standard output; DIRECTORY/ gets parts, "
-    "where an interrupted run continues"
+_BY_SUFFIX = "Parquet, Arrow IPC or JSONL, by suffix; - is standard output"
+_PARTS = "; DIRECTORY/ gets parts, where an interrupted run continues"
+OUT, FILE, PARTS = (
+    Parameter(name=("--out", "-o"), allow_leading_hyphen=True, help=help)
+    for help in (None, _BY_SUFFIX, _BY_SUFFIX + _PARTS)
 )
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Json = Annotated[bool, Parameter(help="print one JSON object and nothing else")]
@@ -149,29 +145,26 @@ class Reading:
 
     def pieces(self, source: Paths, *, empty: bool = False) -> Iterator[pa.Table]:
         """`turns` in tables of complete sessions. With ``empty``, there may be no call."""
+        prefix = self.session_prefix
         log = Log(
-            *(source, None, self.nonfinite_logprobs),
-            reject=True,
-            session_prefix=self.session_prefix,
+            source, None, self.nonfinite_logprobs, reject=True, session_prefix=prefix
         )
         index = log.index()
         if not index.n_turns and not empty:
             raise no_calls(source)
-        n_good, rejected = 0, list[dict[str, str]]()
+        n_good, rejected, nonfinite = 0, list[dict[str, str]](), self.nonfinite_logprobs
         with Progress("read", "turns") as bar:
             bar.begin(index.n_turns)
             for piece in log.pieces(index):
-                good, bad = reject_turns(
-                    piece.turns, self.nonfinite_logprobs, bodies=True
-                )
+                good, bad = reject_turns(piece.turns, nonfinite, bodies=True)
                 rejected += [*piece.rejected.to_pylist(), *bad.to_pylist()]
                 n_good += good.num_rows
                 bar.advance(piece.n_turns)
                 yield good
         for k, one in enumerate(rejected):
             reason = InvalidTurnsError(one["reason"])
-            if k < _PLACED:
-                reason = log.placed(reason)
+            # the files are searched for the lines of the first few
+            reason = log.placed(reason) if k < _N_PLACED else reason
             if not n_good:
                 raise reason
             words = f"session {one['session_id']!r} is left out: {reason}"
@@ -179,8 +172,7 @@ class Reading:
 
 
 READING = Reading()
-# rejected sessions whose file and line are searched for
-_PLACED = 10
+_N_PLACED = 10
 
 
 @Parameter(name="*")
@@ -203,9 +195,15 @@ class Job(Reading):
     json: Json = False
     no_clobber: NoClobber = False
 
-    @contextmanager
-    def options(self, name: str, source: Paths) -> Iterator[dict[str, Any]]:
-        """The options of `trajkit.run`, with a progress bar."""
+    def run(
+        self,
+        name: str,
+        source: Paths,
+        *args: Any,
+        function: Callable[..., dict[str, int]] = run,
+        **more: Any,
+    ) -> dict[str, int]:
+        """Call `trajkit.run`, or a function that takes its options; returns the totals."""
 
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
@@ -219,36 +217,23 @@ class Job(Reading):
             bar.begin(index.n_turns, done)
 
         with Progress(name, "turns") as bar:
-            yield dict(
+            return function(
+                source,
+                *args,
                 rejected=self.rejected,
                 gather=self.gather == "auto",
                 nonfinite_logprobs=self.nonfinite_logprobs,
                 session_prefix=self.session_prefix,
                 watch=Watch(begins, bar.advance, say),
+                **more,
             )
 
-    def run(
-        self,
-        name: str,
-        source: Paths,
-        stage: Stage,
-        outputs: str | Mapping[str, str],
-        resume: Mapping[str, object] | None = None,
-        *,
-        dedup: bool = False,
-    ) -> dict[str, int]:
-        """Apply a stage to the turns; returns the totals."""
-        with self.options(name, source) as options:
-            return run(source, stage, outputs, resume=resume, dedup=dedup, **options)
-
-    def print(
-        self, totals: Mapping[str, int], facts: Mapping[str, Any], text: str
-    ) -> None:
+    def print(self, totals: dict[str, int], facts: dict[str, Any], text: str) -> None:
         """Print facts as JSON, or the text, and the number of rejected sessions."""
         if "rejected" in totals:
-            facts = {**facts, "rejected": totals["rejected"]}
-            number = f"{totals['rejected']:,} sessions rejected, see {self.rejected}"
-            text = f"{number}\n{text}"
+            n = totals["rejected"]
+            facts = {**facts, "rejected": n}
+            text = f"{n:,} sessions rejected, see {self.rejected}\n{text}"
         print_result(facts, text, self.json)
 
 

@@ -82,12 +82,12 @@ class Screen:
     forbids colours (https://no-color.org), and so does a terminal that is dumb.
     """
 
-    def __init__(self, *, colour: bool = True) -> None:
+    def __init__(self) -> None:
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         terminal = sys.stdout.isatty()
         self._console = Console(
             theme=Theme(STYLES, inherit=False),
-            color_system="standard" if colour and terminal and not plain else None,
+            color_system="standard" if terminal and not plain else None,
             highlight=False,
             markup=False,
             emoji=False,

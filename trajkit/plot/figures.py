@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,7 +25,6 @@ from trajkit.errors import (
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.links import find_links
-from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.take import take_session, tuples
 from trajkit.turns.attribution import SessionCalls
@@ -92,27 +93,22 @@ def tokens(
         matplotlib is not installed.
     """
     chosen, table = named_policy(policy), as_turns(as_table(turns))
+    if not table.num_rows:
+        raise UnknownSessionError("there are no turns, so there is no session to draw")
     if session_id is None:
-        counts = pc.value_counts(table["session_id"]).to_pylist()
-        if not counts:
-            raise UnknownSessionError(
-                "there are no turns, so there is no session to draw"
-            )
-        session_id = str(max(counts, key=lambda one: one["counts"])["values"])
+        counts = Counter(table["session_id"].to_pylist())
+        session_id = str(max(counts, key=counts.__getitem__))
     session = take_session(table, session_id)
-    roles, outputs = prompt_roles(session, chosen), output_kinds(session, chosen)
-    n = session.num_rows
+    outputs, n = output_kinds(session, chosen), session.num_rows
     with _figure(f"Session {session_id}, policy {chosen.name}") as figure:
         figure.set_size_inches(max(7.0, min(2.6 + 0.28 * n, 24)), 5.4)
         above, below = figure.subplots(2, 1, sharex=True)
-        _stacks(above, roles, ROLES)
+        _stacks(above, prompt_roles(session, chosen), ROLES)
         above.set(title="Prompt, by role", ylabel="tokens")
         _stacks(below, outputs, OUTPUTS)
-        sampled = sum(int(counts.sum()) for counts in outputs.values())
-        title = (
-            f"{outputs['trained'].sum():,} of {sampled:,} sampled tokens are trained"
-        )
-        below.set(title=f"Output: {title}", ylabel="tokens", xlabel="turn")
+        n_trained, n_all = outputs["trained"].sum(), sum(map(np.sum, outputs.values()))
+        title = f"Output: {n_trained:,} of {n_all:,} sampled tokens are trained"
+        below.set(title=title, ylabel="tokens", xlabel="turn")
         step = -(-n // 40)
         below.set_xticks(range(0, n, step), session["turn_index"].to_pylist()[::step])
     return figure
@@ -184,11 +180,8 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
     ArgumentError
         matplotlib is not installed.
     """
-    seconds = dict.fromkeys(TIMES, 0.0)
-    lanes: dict[str, list[Slice]] = {}
-    for one in slices_of(turns, sessions):
-        seconds[one.kind] += one.stop - one.start
-        lanes.setdefault(one.session_id, []).append(one)
+    slices = slices_of(turns, sessions)
+    lanes = {name: [*own] for name, own in groupby(slices, lambda one: one.session_id)}
     n = len(lanes)
     with _figure(f"{n:,} session{'s' * (n != 1)} over time") as figure:
         from matplotlib.patches import Patch
@@ -209,10 +202,10 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         names = [_printable(name) for name in lanes]
         ax.set_yticks(range(0, n, step), names[::step])
         ax.margins(x=0.01)
-        handles = [
-            Patch(color=color, label=f"{kind} {seconds[kind]:,.1f} s")
-            for kind, color in TIMES.items()
-        ]
+        handles = []
+        for kind, color in TIMES.items():
+            seconds = sum(one.stop - one.start for one in slices if one.kind == kind)
+            handles.append(Patch(color=color, label=f"{kind} {seconds:,.1f} s"))
         figure.legend(handles=handles, loc="outside lower left", ncols=7)
     return figure
 
@@ -233,12 +226,13 @@ class Slice(NamedTuple):
 def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice]:
     """The times of each session in the order of the turns; see `trajkit.plot.swimlanes`."""
     table = as_turns(as_table(turns))
-    times = (_micros(table, name, "turns") for name in _TIMES)
     calls: dict[str, list[tuple[int, int, int]]] = {}
     for (name, turn), start, stop in zip(
-        tuples(table, "session_id", "turn_index"), *times, strict=True
+        tuples(table, "session_id", "turn_index"),
+        *(_micros(table, time, "turns") for time in _TIMES),
+        strict=True,
     ):
-        if start is not None and stop is not None:
+        if None not in (start, stop):
             if stop < start:
                 raise InvalidTurnsError(
                     f"session {name!r}, turn {turn}: ended_at is {start - stop:,} "
@@ -250,41 +244,33 @@ def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice
             f"{' and '.join(_TIMES)} are null in all {table.num_rows} turns: there is no "
             "timeline without times, which `trajkit serve` records"
         )
-    bounds = {
-        name: (min(start for start, *_ in own), max(stop for _, stop, _ in own))
-        for name, own in calls.items()
-    }
+    ranges = {name: [one[:2] for one in own] for name, own in calls.items()}
     known = None if sessions is None else as_table(sessions)
     if known is not None and {"started_at", "seconds"} <= {*known.column_names}:
         lines = tuples(known, "session_id", "seconds")
         starts = _micros(known, "started_at", "sessions")
         for (name, seconds), start in zip(lines, starts, strict=True):
-            if name in bounds and None not in (start, seconds):
-                first, last = bounds[name]
-                stop = start + round(seconds * 1e6)
-                bounds[name] = min(start, first), max(stop, last)
-    began = min(first for first, _ in bounds.values())
-    slices: list[Slice] = []
-
-    def add(name: str, kind: str, start: int, stop: int, *turn: int) -> None:
-        if turn or start < stop:
-            seconds = (start - began) / 1e6, (stop - began) / 1e6
-            slices.append(Slice(name, kind, *seconds, *turn))
-
+            if name in calls and None not in (start, seconds):
+                ranges[name].append((start, start + round(seconds * 1e6)))
+    began = min(start for own in ranges.values() for start, _ in own)
+    found: list[tuple[Any, ...]] = []
     for name, own in calls.items():
         # until when something is known, and when each lane is free
-        busy, end = bounds[name]
-        lanes: list[int] = []
-        add(name, "queue", began, busy)
+        busy, lanes = min(start for start, _ in ranges[name]), list[int]()
+        found.append((name, "queue", began, busy))
         for start, stop, turn in sorted(own):
-            add(name, "tool", busy, start)
+            found.append((name, "tool", busy, start))
             free = (k for k, until in enumerate(lanes) if until <= start)
             lane = next(free, len(lanes))
             lanes[lane : lane + 1] = [stop]
-            add(name, "generation", start, stop, turn, lane)
+            found.append((name, "generation", start, stop, turn, lane))
             busy = max(busy, stop)
-        add(name, "tool", busy, end)
-    return slices
+        found.append((name, "tool", busy, max(stop for _, stop in ranges[name])))
+    return [
+        Slice(name, kind, (start - began) / 1e6, (stop - began) / 1e6, *turn)
+        for name, kind, start, stop, *turn in found
+        if turn or start < stop
+    ]
 
 
 def _micros(table: pa.Table, name: str, what: str) -> list[Any]:
@@ -295,15 +281,13 @@ def _micros(table: pa.Table, name: str, what: str) -> list[Any]:
             "(timestamps), as `trajkit serve` records them"
         )
     column = table[name]
-    if pa.types.is_null(column.type):
-        return [None] * len(column)
-    if not pa.types.is_timestamp(column.type):
+    if not (pa.types.is_timestamp(column.type) or pa.types.is_null(column.type)):
         raise SchemaError(
             f"{what}, column {name!r}: expected timestamps, found {column.type}"
         )
-    unit = pa.timestamp("us", column.type.tz)
-    micros: list[Any] = column.cast(unit, safe=False).cast(pa.int64()).to_pylist()
-    return micros
+    zone = getattr(column.type, "tz", None)
+    micros = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
+    return list(micros.to_pylist())
 
 
 def save(figure: Figure, path: str | Path, format: str) -> None:

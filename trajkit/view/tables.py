@@ -9,9 +9,9 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,7 +26,6 @@ from trajkit.analysis.simulation import Simulation, label
 from trajkit.analysis.tokenizer import Codec, Tokenizer, entry_bytes
 from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.errors import UnknownSessionError
-from trajkit.packs.packing import pack
 from trajkit.policies import PRESETS, Policy, rule_of
 from trajkit.rows.linearize import linearize, report
 from trajkit.rows.links import link
@@ -45,6 +44,7 @@ _AS_THEY_ARE = (
     "shared_messages weight_versions"
 ).split()
 _SHOWN = "finish_reason trainable agent_id model started_at ended_at".split()
+_OF_ROWS = "session_id row_index parent_row shared_length turns".split()
 # an IPC stream must begin at a multiple of this many bytes
 _ALIGNMENT = 8
 _REPLACEMENT = "\ufffd"
@@ -60,19 +60,6 @@ Violations: TypeAlias = dict[str | None, list[dict[str, Any]]]
 """Lines of `trajkit.schema.VIOLATIONS` by session."""
 
 
-class _BySession:
-    """A table, and its lines of each session."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self.frame = pl.DataFrame(table)
-        self._parts = self.frame.partition_by("session_id", as_dict=True)
-
-    def columns(self, session_id: str) -> Columns:
-        """The lines of a session as lists, without its id."""
-        part = self._parts.get((session_id,), self.frame.clear())
-        return part.drop("session_id").to_dict(as_series=False)
-
-
 class ViewTables:
     """Sessions as the page needs them; see `trajkit.view.page` for the parameters."""
 
@@ -84,7 +71,6 @@ class ViewTables:
         tokenizer: Tokenizer | None = None,
         *,
         text: bool = True,
-        pack_tokens: int | None = None,
         violations: Violations | None = None,
     ) -> None:
         self._turns = turns = compact(turns)
@@ -93,60 +79,64 @@ class ViewTables:
         bounds = pairwise([*starts.tolist(), turns.num_rows])
         self._bounds = dict(zip(self.session_ids, bounds, strict=True))
         self._sessions, self._text = sessions, text
-        self._pack_tokens, self._violations = pack_tokens, violations
         self._tokenizer = tokenizer if text else None
+        self._violations = violations
         self._policies = [*policies]
         # policies with the same parents share their links, which each has by number
         self._links: list[pa.Table] = []
         self._links_of: list[int] = []
+        numbers: dict[object, int] = {}
         for policy in self._policies:
             links = link(turns, policy)
-            same = (one["parent"] == links["parent"] for one in self._links)
-            number = next((k for k, is_same in enumerate(same) if is_same), None)
-            if number is None:
-                number = len(self._links)
+            parents = tuple(links["parent"].to_pylist())
+            self._links_of.append(numbers.setdefault(parents, len(numbers)))
+            if len(numbers) > len(self._links):
                 self._links.append(links)
-            self._links_of.append(number)
-        self._made: dict[tuple[str, int], _BySession] = {}
+        # tables are made on first use
+        self._table = cache(self._make)
+        self._parts = cache(self._by_session)
 
-    def _table(self, name: str, k: int) -> _BySession:
-        """A table of the links, or of the policy, of this number, made on first use."""
-        if (name, k) not in self._made:
-            self._made[name, k] = _BySession(self._make(name, k))
-        return self._made[name, k]
-
-    def _make(self, name: str, k: int) -> pa.Table:
-        turns, sessions = self._turns, self._sessions
+    def _make(self, name: str, k: int) -> pl.DataFrame:
+        """A table of the links, or of the policy, of this number."""
+        turns, known = self._turns, self._sessions
         match name:
             case "drift":
-                drift = classify_drift(turns, self._links[k])
-                return drift.filter(pc.greater(drift["size"], 0))
+                drift = pl.DataFrame(classify_drift(turns, self._links[k]))
+                return drift.filter(pl.col("size") > 0)
             case "branches":
-                return label_branches(turns, self._links[k])
+                made = label_branches(turns, self._links[k])
             case "findings":
                 assert self._tokenizer is not None
-                return explain_drift(turns, self._links[k], self._tokenizer)
+                made = explain_drift(turns, self._links[k], self._tokenizer)
             case "report":
-                return report(turns, self._policies[k], sessions=sessions)
+                made = report(turns, self._policies[k], sessions=known)
             case "spans":
-                return output_spans(turns, self._policies[k], sessions=sessions)
+                made = output_spans(turns, self._policies[k], sessions=known)
             case "rows":
-                rows = linearize(turns, self._policies[k], sessions=sessions)
-                reasons = why(turns, self._policies[k])
-                names = [
-                    "session_id",
-                    "row_index",
-                    "parent_row",
-                    "shared_length",
-                    "turns",
-                ]
-                return (
-                    rows.select(names)
-                    .append_column("tokens", pa.array(row_lengths(rows)))
-                    .append_column("trained", reasons["tokens_trained"])
-                    .append_column("sentence", reasons["sentence"])
+                rows = linearize(turns, self._policies[k], sessions=known)
+                reasons = pl.DataFrame(why(turns, self._policies[k]))
+                return pl.DataFrame(rows.select(_OF_ROWS)).with_columns(
+                    pl.Series("tokens", row_lengths(rows)),
+                    reasons["tokens_trained"].alias("trained"),
+                    reasons["sentence"],
                 )
-        return self._links[k]
+            case _:
+                made = self._links[k]
+        return pl.DataFrame(made)
+
+    def _by_session(self, name: str, k: int) -> dict[Any, pl.DataFrame]:
+        return self._table(name, k).partition_by("session_id", as_dict=True)
+
+    def _columns(self, names: Sequence[str], k: int, session_id: str) -> dict[str, Any]:
+        """The lines of a session in some tables, as lists without its id."""
+        columns: dict[str, Columns | None] = {}
+        for name in names:
+            columns[name] = None
+            if name != "findings" or self._tokenizer is not None:
+                empty = self._table(name, k).clear()
+                part = self._parts(name, k).get((session_id,), empty)
+                columns[name] = part.drop("session_id").to_dict(as_series=False)
+        return columns
 
     def index(self, title: str, n_runs: int = 1) -> dict[str, Any]:
         """What the page reads first: policies, drift by cause, and a line per session."""
@@ -179,11 +169,11 @@ class ViewTables:
         Causes come from texts and every finding counts, or without a tokenizer from token
         ids, and every turn counts once.
         """
-        drift, keys = self._table("drift", k).frame, ["region", "cause"]
+        drift, keys = self._table("drift", k), ["region", "cause"]
         turn, counted = ["session_id", "turn_index"], drift
         if self._tokenizer is not None:
-            counted, keys = self._table("findings", k).frame, ["cause"]
-        groups = (
+            counted, keys = self._table("findings", k), ["cause"]
+        return (
             counted.select(*turn, pl.col(*keys).cast(pl.String))
             .group_by(*keys, *turn, maintain_order=True)
             .agg(findings=pl.len())
@@ -198,11 +188,8 @@ class ViewTables:
                 examples=pl.struct(turn).head(_N_EXAMPLES),
             )
             .sort("findings", descending=True, maintain_order=True)
+            .to_dicts()
         )
-        return [
-            {**line, "examples": [list(one.values()) for one in line["examples"]]}
-            for line in groups.to_dicts()
-        ]
 
     def session_lines(self) -> Columns:
         """Columns of the list of sessions. Lists per policy are in the policies' order."""
@@ -216,24 +203,22 @@ class ViewTables:
             context=n_path.max(),
             logprob=pl.col("output_logprobs").explode().cast(pl.Float64).mean(),
         )
-        drift = self._table("drift", 0).frame.group_by("session_id")
+        drift = self._table("drift", 0).group_by("session_id")
         own = drift.agg(drifts=pl.len(), at_stake=pl.col("tokens_after_drift").sum())
-        lines = lines.join(own, "session_id", how="left", maintain_order="left")
         finite = pl.when(pl.col("logprob").is_finite()).then(pl.col("logprob"))
-        lines = lines.with_columns(finite, pl.col("drifts", "at_stake").fill_null(0))
-        columns = lines.to_dict(as_series=False)
+        columns = (
+            lines.join(own, "session_id", how="left", maintain_order="left")
+            .with_columns(finite, pl.col("drifts", "at_stake").fill_null(0))
+            .to_dict(as_series=False)
+        )
         ids = columns.pop("session_id")
         facts = session_facts(None, self._sessions).of(pa.array(ids, pa.string()))
-        known = {
-            "id": ids,
-            "reward": facts["reward"].to_pylist(),
-            "group": facts["group_id"].to_pylist(),
-            "error": facts["error"].to_pylist(),
-        }
+        known = {name: facts[name].to_pylist() for name in ("reward", "error")}
+        known |= {"id": ids, "group": facts["group_id"].to_pylist()}
         if self._violations is not None:
             known["violations"] = [len(self._violations.get(name, ())) for name in ids]
         # a list per session, with a number per policy
-        reports = [self._table("report", k).frame for k in range(len(self._policies))]
+        reports = [self._table("report", k) for k in range(len(self._policies))]
         for name, counted in {"trained": "tokens_trained", "rows": "rows"}.items():
             numbers = zip(*(one[counted].to_list() for one in reports), strict=True)
             columns[name] = [*map(list, numbers)]
@@ -247,70 +232,37 @@ class ViewTables:
         """
         start, stop = self._bounds[session_id]
         turns = self._turns.slice(start, stop - start).combine_chunks()
-        shown = [name for name in _SHOWN if name in turns.column_names]
         of_links = ["links", "drift", "branches", "findings"]
+        policies = []
+        for k, policy in enumerate(self._policies):
+            columns = self._columns(["rows", "spans", "report"], k, session_id)
+            counts = ((name, n) for name, (n,) in columns["report"].items())
+            columns["report"] = {name: n for name, n in counts if isinstance(n, int)}
+            own = {"label": label(policy), "links": self._links_of[k], **columns}
+            policies.append(own)
         violations = None
         if self._violations is not None:
             violations = self._violations.get(session_id, [])[:_N_VIOLATIONS]
-        head = json.dumps(
-            {
-                "id": session_id,
-                "policies": [
-                    {
-                        "label": label(policy),
-                        "links": self._links_of[k],
-                        "report": self._report(k, session_id),
-                        **self._columns(["rows", "spans"], k, session_id),
-                        "packs": self._packs(turns, policy),
-                    }
-                    for k, policy in enumerate(self._policies)
-                ],
-                "links": [
-                    self._columns(of_links, k, session_id)
-                    for k in range(len(self._links))
-                ],
-                "turns": turns.select(shown).to_pydict(),
-                **_messages(turns, self._text),
-                "violations": violations,
-            },
-            separators=(",", ":"),
-            default=str,  # times
-        ).encode()
+        shown = [name for name in _SHOWN if name in turns.column_names]
+        facts = {
+            "id": session_id,
+            "policies": policies,
+            "links": [
+                self._columns(of_links, k, session_id) for k in range(len(self._links))
+            ],
+            "turns": turns.select(shown).to_pydict(),
+            **_messages(turns, self._text),
+            "violations": violations,
+        }
+        # times are texts
+        head = json.dumps(facts, separators=(",", ":"), default=str).encode()
         head += b" " * (-(len(head) + 4) % _ALIGNMENT)
         sink = pa.BufferOutputStream()
         table = _token_columns(turns)
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-        return gzip.compress(
-            struct.pack("<I", len(head)) + head + sink.getvalue().to_pybytes(), mtime=0
-        )
-
-    def _columns(
-        self, names: Sequence[str], k: int, session_id: str
-    ) -> dict[str, Columns | None]:
-        """The lines of a session in some tables of a policy or its links."""
-        absent = ["findings"] if self._tokenizer is None else []
-        return {
-            name: None if name in absent else self._table(name, k).columns(session_id)
-            for name in names
-        }
-
-    def _report(self, k: int, session_id: str) -> dict[str, int]:
-        columns = self._table("report", k).columns(session_id)
-        return {name: n for name, (n,) in columns.items() if isinstance(n, int)}
-
-    def _packs(self, turns: pa.Table, policy: Policy) -> list[dict[str, Any]]:
-        """The packs of a session's rows, as the segments of their trees."""
-        if self._pack_tokens is None:
-            return []
-        rows = linearize(turns, policy, sessions=self._sessions)
-        packs = pack(rows, self._pack_tokens, oversize="carry")
-        lines = tuples(packs, "n_tokens", "segment_start", "subtree_end")
-        return [
-            # queries that attend to a segment's tokens end at the end of its subtree
-            {"tokens": n, "start": starts, "end": [ends[start] for start in starts]}
-            for n, starts, ends in lines
-        ]
+        content = struct.pack("<I", len(head)) + head + sink.getvalue().to_pybytes()
+        return gzip.compress(content, mtime=0)
 
     def search(self, word: str) -> list[str]:
         """The sessions one of whose messages contains a word, in either case."""
@@ -329,80 +281,59 @@ class ViewTables:
         """The text of every token that occurs; None without a tokenizer or text."""
         if self._tokenizer is None:
             return None
-        ids: set[int] = set()
-        for name in ("suffix_ids", "output_ids"):
-            ids.update(pc.unique(pc.list_flatten(self._turns[name])).to_pylist())
-        return token_pieces(self._tokenizer, [*ids])
+        lists = self._turns["suffix_ids"], self._turns["output_ids"]
+        ids = (pc.unique(pc.list_flatten(one)).to_pylist() for one in lists)
+        return token_pieces(self._tokenizer, [*{*chain(*ids)}])
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which sessions to show. At most one of the choices is given."""
+def selected(
+    batches: Iterable[pa.RecordBatch],
+    *,
+    ids: Sequence[str] | None = None,
+    sample: int | None = None,
+    worst: int | None = None,
+    policy: Policy = PRESETS["faithful"],
+) -> tuple[pa.Table, int]:
+    """The turns of chosen sessions in delta form, and the number of all sessions.
 
-    ids: tuple[str, ...] | None = None
-    # this many, drawn by a hash of their ids: the same ones in every run of the command
-    sample: int | None = None
-    # this many of those that lose most tokens under the policy, have the most sampled
-    # tokens after drift, or have the lowest mean logprob; each ranking in turn names one
-    worst: int | None = None
-    policy: Policy | None = None
-
-    def of(self, batches: Iterable[pa.RecordBatch]) -> tuple[pa.Table, int]:
-        """The turns of the chosen sessions in delta form, and the number of all sessions.
-
-        Only the delta form of turns is in memory, and of ``sample`` and ``ids`` only the
-        chosen ones.
-        """
-        parts: list[pa.Table] = []
-        lines: list[pl.DataFrame] = []
-        sampled: list[str] = []
-        n_sessions, schema = 0, TURNS_DELTA
-        for table in whole_sessions(batches):
-            kept = pc.unique(table["session_id"]).to_pylist()
-            n_sessions += len(kept)
-            if self.ids is not None:
-                kept = [*self.ids]
-            elif self.sample is not None:
-                kept = sampled = sorted([*sampled, *kept], key=_draw)[: self.sample]
-                parts = [_only(part, kept) for part in parts]
-            part = compact(_only(table, kept))
-            schema = part.schema
-            parts = [one for one in (*parts, part) if one.num_rows]
-            if self.worst is not None:
-                policies = [self.policy or PRESETS["faithful"]]
-                lines.append(pl.DataFrame(ViewTables(part, policies).session_lines()))
-        turns = pa.concat_tables(parts) if parts else schema.empty_table()
-        if self.worst is not None and lines:
-            turns = _only(
-                turns, _worst(pl.concat(lines, how="vertical_relaxed"), self.worst)
-            )
-        found = {*pc.unique(turns["session_id"]).to_pylist()}
-        for name in self.ids or ():
-            if name not in found:
-                raise UnknownSessionError(f"the turns have no session {name!r}")
-        return turns, n_sessions
+    At most one of the choices is given: ids; a sample, drawn by a hash of the ids, so it
+    is the same in every run; or the worst: those that lose most tokens under the policy,
+    have the most sampled tokens after drift, or have the lowest mean logprob; each of the
+    three rankings in turn names one.
+    """
+    n_sessions, parts = 0, list[pa.Table]()
+    for table in whole_sessions(batches):
+        n_sessions += pc.count_distinct(table["session_id"]).as_py()
+        parts.append(compact(table if ids is None else _only(table, ids)))
+    turns = pa.concat_tables(parts) if parts else TURNS_DELTA.empty_table()
+    names = pc.unique(turns["session_id"]).to_pylist()
+    for name in ids or ():
+        if name not in names:
+            raise UnknownSessionError(f"the turns have no session {name!r}")
+    if sample is not None:
+        draw = {name: blake2b(name.encode(), digest_size=8).digest() for name in names}
+        turns = _only(turns, sorted(names, key=draw.__getitem__)[:sample])
+    if worst is not None and names:
+        lines = pl.DataFrame(ViewTables(turns, [policy]).session_lines())
+        scores = (
+            pl.col("sampled") - pl.col("trained").list.first(),
+            pl.col("at_stake"),
+            -pl.col("logprob").cast(pl.Float64).fill_null(0.0),
+        )
+        ranked = lines.select(
+            pl.col("id")
+            .sort_by(score, descending=True, maintain_order=True)
+            .alias(f"{k}")
+            for k, score in enumerate(scores)
+        )
+        taken = dict.fromkeys(name for line in ranked.iter_rows() for name in line)
+        turns = _only(turns, [*taken][:worst])
+    return turns, n_sessions
 
 
-def _draw(name: str) -> bytes:
-    return blake2b(name.encode(), digest_size=8).digest()
-
-
-def _only(table: pa.Table, names: list[str]) -> pa.Table:
+def _only(table: pa.Table, names: Sequence[str]) -> pa.Table:
     chosen = pa.array(names, table.schema.field("session_id").type)
     return table.filter(pc.is_in(table["session_id"], value_set=chosen))
-
-
-def _worst(lines: pl.DataFrame, n: int) -> list[str]:
-    """The first ``n`` sessions of the three rankings, taken in turn."""
-    ranked = lines.select(
-        pl.col("id").sort_by(score, descending=True, maintain_order=True).alias(name)
-        for name, score in {
-            "loss": pl.col("sampled") - pl.col("trained").list.first(),
-            "drift": pl.col("at_stake"),
-            "logprob": -pl.col("logprob").cast(pl.Float64).fill_null(0.0),
-        }.items()
-    )
-    return list(dict.fromkeys(name for line in ranked.iter_rows() for name in line))[:n]
 
 
 def find_violations(
@@ -423,20 +354,20 @@ def find_violations(
     found: Violations = {}
     for line in verify(rows, turns, policy, sessions=sessions).to_pylist():
         own = found.setdefault(line["session_id"], [])
-        own.append(line)
+        own.append(line | {"ids": None})
         k = numbers.get((line["session_id"], line["row_index"]))
-        if k is None or len(own) > _N_VIOLATIONS:
-            line["ids"] = None
-            continue
-        ids, mask = rows["input_ids"][k].values, rows["loss_mask"][k].values
-        # a mask may cover the response only
-        before, token = len(ids) - len(mask), line["token"] or 0
-        start, stop = max(token - _AROUND, 0), min(token + _AROUND + 1, len(ids))
-        masked = (
-            at >= before and bool(mask[at - before].as_py())
-            for at in range(start, stop)
-        )
-        line |= {"start": start, "ids": ids[start:stop].to_pylist(), "mask": [*masked]}
+        if k is not None and len(own) <= _N_VIOLATIONS:
+            ids, mask = rows["input_ids"][k].values, rows["loss_mask"][k].values
+            token = line["token"] or 0
+            start, stop = max(token - _AROUND, 0), min(token + _AROUND + 1, len(ids))
+            # a mask may cover the response only
+            shift = len(ids) - len(mask)
+            masked = [
+                at >= shift and bool(mask[at - shift].as_py())
+                for at in range(start, stop)
+            ]
+            shown = ids[start:stop].to_pylist()
+            own[-1] |= {"start": start, "ids": shown, "mask": masked}
     return found
 
 
@@ -468,19 +399,17 @@ def _messages(turns: pa.Table, text: bool) -> dict[str, list[Any]]:
 
 def _token_columns(turns: pa.Table) -> pa.Table:
     """The columns of a chunk's Arrow stream: base turns as indices, token columns."""
-    base = pc.index_in(turns["base_turn"], turns["turn_index"])
-    columns = {
-        "base": base,
-        **{name: turns[name] for name in _AS_THEY_ARE if name in turns.column_names},
-    }
+    columns = {"base": pc.index_in(turns["base_turn"], turns["turn_index"])}
     lengths = pc.list_value_length(turns["output_ids"])
     for name, type_ in zip(turns.schema.names, turns.schema.types, strict=True):
+        wanted = name in _AS_THEY_ARE
         # a number per sampled token, such as an entropy or an advantage
         is_list = isinstance(type_, pa.ListType | pa.LargeListType)
-        if name not in columns and is_list and pa.types.is_floating(type_.value_type):
+        if not wanted and is_list and pa.types.is_floating(type_.value_type):
             own = pc.list_value_length(turns[name]).cast(pa.int64())
-            if pc.all(pc.equal(own, lengths)).as_py():
-                columns[name] = turns[name]
+            wanted = pc.all(pc.equal(own, lengths)).as_py()
+        if wanted:
+            columns[name] = turns[name]
     return pa.table(columns)
 
 
