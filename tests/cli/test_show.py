@@ -11,7 +11,7 @@ from rich.cells import cell_len
 import trajkit as tk
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import BAD_DATA, BAD_USAGE, main
-from trajkit.cli.screen import Screen, shortened, visible
+from trajkit.cli.screen import Screen, visible
 from trajkit.cli.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -120,11 +120,9 @@ def test_no_text_controls_the_terminal(capsys, turns, options):
     assert visible(HOSTILE) in out
 
 
-def test_ids_and_messages_without_a_tokenizer(capsys, turns):
+def test_ids_without_a_tokenizer(capsys, turns):
     assert main(["show", turns, "--row", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == f"user        {visible(HOSTILE)}"
-    assert lines[2] == "assistant   It holds."
     assert lines[-2].startswith("trained     ")
     assert lines[-2].split()[1:] == [str(token) for token in ids("Yes<|im_end|>")]
 
@@ -254,10 +252,6 @@ def test_bytes_of_other_tokenizers():
 def test_what_is_not_there_is_refused(capsys, turns, options, code, said):
     assert main(["show", turns, *options]) == code
     assert said in capsys.readouterr().err
-
-
-def test_long_texts_are_shortened():
-    assert shortened("a" * 9 + "\n", 4) == "aa ... \\n"
 
 
 def test_a_character_wider_than_the_screen_is_printed(capsys):

@@ -32,8 +32,9 @@ CALLS = [
 def serving(path, **options):
     follow = options.get("follow", False)
     source = view.Run([str(path)], None, Reading(), {}, follow=follow)
-    live = LiveRun(source, ("faithful", "slime"), policy_of, **options)
-    with ViewServer([live], "run") as server:
+    options |= {"policies": ("faithful", "slime"), "parse": policy_of}
+    live = LiveRun("run", source.version, source.load, **options)
+    with ViewServer([live]) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

@@ -25,7 +25,6 @@ from trajkit.cli.show import marked
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.files.tables import iter_tables, read_any_rows, write_table
-from trajkit.learn.weights import By
 from trajkit.policies import ALIASES
 from trajkit.tables.take import take_session
 from trajkit.turns.sessions import Sessions
@@ -376,7 +375,7 @@ def verify(
     policy: pol.PolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
-    weigh_by: By = "token",
+    weigh_by: opt.WeighBy = "token",
     max_row_tokens: opt.MaxRowTokens = None,
     job: opt.Job = opt.JOB,
 ) -> int:
@@ -385,11 +384,6 @@ def verify(
     Print the violations, or write them to --out; the exit code is 1 if there are any. Rows
     of other systems need input_ids and loss_mask. With --policy, the rows are compared with
     those of the policy; without it, what is true under every policy is checked.
-
-    Parameters
-    ----------
-    weigh_by
-        What row_weight is, as for linearize.
     """
     chosen = pol.maybe_policy(policy)
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
@@ -405,16 +399,15 @@ def verify(
             weigh_by=weigh_by,
         )
         found = pl.concat(map(pl.DataFrame, iter_tables(output)))
-    text = "no violations"
+    text, more = "no violations", len(found) - _MOST_VIOLATIONS
     if len(found):
-        names = ("session_id", "row_index", "turn_index", "token", "rule", "detail")
-        first = found.head(_MOST_VIOLATIONS).select(names)
-        head = ("session", "row", "turn", "token", "rule", "detail")
-        shown = text_table(head, first.cast(pl.String).fill_null("").rows())
-        more = len(found) - len(first)
+        names = "session_id row_index turn_index token rule detail".split()
+        first = found.head(_MOST_VIOLATIONS).select(pl.col(names).cast(pl.String))
+        head = [name.removesuffix("_id").removesuffix("_index") for name in names]
         counts = found.group_by(pl.col("rule").cast(pl.String), maintain_order=True)
-        rules = text_table(("rule", "violations"), counts.len().rows())
-        text = f"{shown}\n{f'and {more:,} more' * (more > 0)}\n{rules}"
+        text = text_table(head, first.fill_null("").rows())
+        text += f"\n{f'and {more:,} more' * (more > 0)}\n"
+        text += text_table(("rule", "violations"), counts.len().rows())
     if chosen is None:
         text += f"\n{_NO_POLICY}"
     job.print(totals, {"violations": found.to_dicts()}, text)

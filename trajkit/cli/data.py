@@ -11,22 +11,16 @@ import pyarrow as pa
 from cyclopts import Parameter
 
 import trajkit as tk
+from trajkit import errors
 from trajkit.cli import options as opt
 from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import Progress, share, text_table
-from trajkit.errors import (
-    ArgumentError,
-    ExportError,
-    InvalidTurnsError,
-    NoSignalWarning,
-)
 from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
 from trajkit.files.guard import check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, facts_digest
 from trajkit.files.tables import log_files, write_table
 from trajkit.importers import FORMATS, TARGETS
-from trajkit.learn.weights import By
 from trajkit.schema import LOSSES
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
@@ -86,7 +80,7 @@ def import_(
 
         chat = load_chat_tokenizer(Path(tokenizer), chat_template)
     elif chat_template is not None:
-        raise ArgumentError("--chat-template needs --tokenizer")
+        raise errors.ArgumentError("--chat-template needs --tokenizer")
     with Progress("import", "turns") as bar:
         totals, table = tk.importers.import_file(
             source,
@@ -123,7 +117,7 @@ def import_(
         why = f"0 turns, so no file was written ({names})"
         for one in left[:1]:
             why += f". {one['first']}: {one['detail'] or one['problem']}"
-        raise InvalidTurnsError(why)
+        raise errors.InvalidTurnsError(why)
 
 
 def linearize(
@@ -134,7 +128,7 @@ def linearize(
     policy: PolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
-    weigh_by: By = "token",
+    weigh_by: opt.WeighBy = "token",
     max_row_tokens: opt.MaxRowTokens = None,
     dedup: bool = False,
     report: Annotated[str | None, opt.Writes("report")] = None,
@@ -146,9 +140,6 @@ def linearize(
 
     Parameters
     ----------
-    weigh_by
-        What row_weight is: the row's trained tokens over the rollout's N; 1 over the
-        rollout's rows that train; or 1 / N.
     dedup
         Store tokens that rows share only once.
     report
@@ -308,7 +299,7 @@ def export(
     ):
         if given is not None and to not in targets:
             words = f"it is for {' and '.join(targets)}"
-            raise ArgumentError(f"--{name} does nothing with --to {to}: {words}")
+            raise errors.ArgumentError(f"--{name} does nothing with --to {to}: {words}")
     options = {} if max_length is None else {"max_length": max_length}
     if to == "prime-rl":
         options = {"seq_len": max_length or 2048}
@@ -320,7 +311,7 @@ def export(
     table = opt.read_rows(rows)
     with warnings.catch_warnings(), Progress("writing"):
         # A file of such rows would be of no use.
-        warnings.simplefilter("error", NoSignalWarning)
+        warnings.simplefilter("error", errors.NoSignalWarning)
         try:
             if advantage or sessions:
                 facts = opt.known_sessions(sessions)
@@ -331,7 +322,7 @@ def export(
                 gains = tk.learn.advantages(facts, **how)
                 table = tk.add_advantages(table, gains)
             path = write_export(table, to, Path(out), **options)
-        except NoSignalWarning as warning:
-            raise ExportError(str(warning)) from None
+        except errors.NoSignalWarning as warning:
+            raise errors.ExportError(str(warning)) from None
     written = {"output": str(path), "rows": len(table), "to": to}
     opt.print_result(written, f"{path}: {len(table)} rows for {to}", json)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, is_dataclass
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import pyarrow as pa
 from cyclopts import Parameter
@@ -31,35 +31,30 @@ from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, run
 from trajkit.files.sources import Paths, SessionPrefix, is_address, local_files
 from trajkit.files.tables import sessions_below
+from trajkit.learn.weights import By
 from trajkit.tables.take import take_session
 from trajkit.turns.validation import reject_turns
 
 
-@dataclass(frozen=True, slots=True)
-class Reads:
+class Reads(NamedTuple):
     """Marks a parameter that names what is read: a kind of table, or "tokenizer"."""
 
     kind: str
 
     def inputs(self, paths: list[str]) -> list[Input]:
         """What is read at the paths."""
+        if self.kind not in ("rows", "tokenizer", "records"):
+            return turns_inputs(paths)
+        suffixes: tuple[str, ...] = ()
         if self.kind == "tokenizer":
-            return inputs_of(paths, None, (".json", ".jinja", ".model"))
-        if self.kind == "rows":
-            return inputs_of(paths)
+            suffixes = (".json", ".jinja", ".model")
         if self.kind == "records":
-            from trajkit.importers.containers import SUFFIXES
-
-            return inputs_of(paths, None, SUFFIXES)
-        return turns_inputs(paths)
+            from trajkit.importers.containers import SUFFIXES as suffixes
+        return inputs_of(paths, None, suffixes)
 
 
-@dataclass(frozen=True, slots=True)
-class Writes:
-    """Marks a parameter that names an output: the kind of table, or of file.
-
-    On standard output it has the format ``piped``.
-    """
+class Writes(NamedTuple):
+    """Marks an output: the kind of table or file, and its format on standard output."""
 
     kind: str
     piped: str = "jsonl"
@@ -96,6 +91,13 @@ SessionsFile = Annotated[
         "trained",
     ),
     Reads("sessions"),
+]
+WeighBy = Annotated[
+    By,
+    Parameter(
+        help="what row_weight is: the row's trained tokens over the rollout's N; 1 over "
+        "the rollout's rows that train; or 1 / N"
+    ),
 ]
 Reward = Annotated[
     float | None, Parameter(help="the reward of every session, instead of --sessions")

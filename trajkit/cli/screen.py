@@ -46,14 +46,6 @@ def visible(text: str) -> str:
     )
 
 
-def shortened(text: str, most: int) -> str:
-    """A visible text on one line, without its middle if it is long."""
-    first, last = visible(text[:most]), visible(text[-most:])
-    if len(text) <= most and len(first) <= most:
-        return first
-    return f"{first[: most // 2]} ... {last[-(most // 2) :]}"
-
-
 def share(part: int, whole: int) -> str:
     """``part`` of ``whole`` in percent; empty if ``whole`` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else ""
@@ -62,16 +54,16 @@ def share(part: int, whole: int) -> str:
 def text_table(head: Sequence[str], lines: Iterable[Sequence[str | int]]) -> str:
     """Lines under a head; numbers are right-aligned, text is left-aligned."""
     lines = [*lines]
-    numbers = [lines and isinstance(cell, int) for cell in (lines or [head])[0]]
+    numbers = [isinstance(cell, int) for cell in (lines or [head])[0]]
     cells = [[f"{c:,}" if isinstance(c, int) else c for c in line] for line in lines]
     widths = [max(map(cell_len, column)) for column in zip(head, *cells, strict=True)]
     shown = []
     for line in [head, ["-" * width for width in widths], *cells]:
-        padded = []
-        for text, width, number in zip(line, widths, numbers, strict=True):
-            space = " " * (width - cell_len(text))
-            padded.append(space + text if number else text + space)
-        shown.append("  ".join(padded).rstrip())
+        text = ""
+        for cell, width, number in zip(line, widths, numbers, strict=True):
+            space = " " * (width - cell_len(cell))
+            text += f"{space}{cell}  " if number else f"{cell}{space}  "
+        shown.append(text.rstrip())
     return "\n".join(shown)
 
 
@@ -92,8 +84,8 @@ class Screen:
             markup=False,
             emoji=False,
         )
+        # columns of a line. None: lines are not broken, as for a pipe
         self.width = self._console.width if terminal else None
-        """Columns of a line. None: lines are not broken, as for a pipe."""
 
     def print(self, line: str | Text = "", style: str = "") -> None:
         """Print a line."""
@@ -102,14 +94,14 @@ class Screen:
 
     def labelled(self, label: str, fragments: Iterable[Fragment]) -> None:
         """Print text in lines that fit, after a label."""
-        lead = label.ljust(_LABEL)
-        if self.width is not None and self.width < _NARROW:
+        lead, width = label.ljust(_LABEL), self.width
+        if width is not None and width < _NARROW:
             self.print(label)
             lead = " "
         for line in Text.assemble(*fragments).split("\n"):
             pieces = [line.plain]
-            if self.width is not None:
-                pieces = chop_cells(line.plain, max(self.width - len(lead), 1))
+            if width is not None:
+                pieces = chop_cells(line.plain, max(width - len(lead), 1))
             ends = [*accumulate(map(len, pieces))][:-1]
             # a character that is wider than the screen has no piece before it
             for part in line.divide([end for end in ends if end]):

@@ -1,8 +1,6 @@
 """Look in the terminal: show, why and tree."""
 
-import json as json_lines
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -15,7 +13,7 @@ from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.analysis.words import count
 from trajkit.cli import options as opt
 from trajkit.cli.policies import PolicyOption, one_policy
-from trajkit.cli.screen import Fragment, Progress, Screen, shortened, visible
+from trajkit.cli.screen import Fragment, Progress, Screen, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.files.arrow import table_kind
@@ -27,8 +25,6 @@ from trajkit.tables.take import take_session, tuples
 from trajkit.turns.sessions import Sessions
 from trajkit.verification import row_forms
 
-# characters of a message where there is no tokenizer
-_MAX_MESSAGE = 160
 # tokens of an example of drift: at both ends of the span, and around it
 _MAX_TOKENS, _AROUND = 12, 3
 
@@ -50,8 +46,8 @@ def show(
     Print the tokens of rows, in order, with a label per range: trained, context, duplicate
     (another row trains it), untrainable, lost. Special tokens are in double brackets, a
     line break is shown as an arrow, and half a character as its bytes. For turns, the rows
-    are those of the policy, and lost tokens are shown too. Without a tokenizer, ids and
-    messages are shown. The environment variable NO_COLOR turns colours off.
+    are those of the policy, and lost tokens are shown too. Without a tokenizer, ids are
+    shown. The environment variable NO_COLOR turns colours off.
 
     Parameters
     ----------
@@ -60,7 +56,7 @@ def show(
     context
         Tokens shown at both ends of long context.
     unfold
-        Show all context and all messages.
+        Show all context.
     """
     loaded = chosen_tokenizer(tokenizer, source)
     codec = None if loaded is None else Codec(loaded)
@@ -76,7 +72,6 @@ def show(
     chosen = one_policy(policy)
     for table in _each_session(reading.turns(source, session)):
         view.outputs = dict(tuples(table, "turn_index", "output_ids"))
-        view.messages = {} if codec else _messages(table)
         lines = tk.analysis.output_spans(table, chosen).to_pylist()
         view.drift = {
             (one["turn_index"], one["output_start"]): one["drift_turn"] for one in lines
@@ -106,28 +101,6 @@ def _each_session(turns: pa.Table) -> Iterator[pa.Table]:
     return (located.part(k, k + 1).table for k in range(len(located)))
 
 
-def _messages(turns: pa.Table) -> dict[int, list[tuple[str, str]]]:
-    """Role and text of the messages of each turn, request and reply, of one session."""
-    texts: dict[bytes, str] = {}
-    found: dict[int, list[tuple[str, str]]] = {}
-    for turn, *parts in tuples(tk.expand(turns), "turn_index", "messages", "response"):
-        found[turn] = lines = []
-        for message in filter(None, [*(parts[0] or []), parts[1]]):
-            if message["body"] is not None:
-                texts[message["key"]] = _content(message["body"])
-            lines.append((message["role"], texts.get(message["key"], "")))
-    return found
-
-
-def _content(body: str) -> str:
-    """The text of a message; its JSON if it has more than text."""
-    with suppress(ValueError):
-        match json_lines.loads(body):
-            case {"role": _, "content": str(text), **more} if not more:
-                return text
-    return body
-
-
 @dataclass(slots=True)
 class _View:
     """How rows are printed, and what turns say of them."""
@@ -138,7 +111,6 @@ class _View:
     # tokens at both ends of long context. None: all
     context: int | None
     outputs: dict[int, list[int]] = field(default_factory=dict)
-    messages: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
     # by turn and place in its output: the turn whose drift lost it
     drift: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
@@ -156,16 +128,13 @@ class _View:
                 self._row(rows.slice(k, 1).to_pylist()[0])
 
     def _row(self, row: dict[str, Any]) -> None:
-        ids, fold = np.array(row["input_ids"], np.int32), self.context is not None
+        ids = np.array(row["input_ids"], np.int32)
         session, n = row.get("session_id"), sum(row.get("loss_mask") or [])
         place = "" if session is None else f"session {visible(str(session))}, "
         head = f"{place}row {row['row_index']}: {len(ids):,} tokens, {n:,} trained"
         self.screen.print(head, "head")
-        for role, text in self.messages.get(row.get("last_turn", -1), []):
-            shown = shortened(text, _MAX_MESSAGE if fold else len(text))
-            self.screen.labelled(visible(role), [(shown, "")])
         first, parts = 0, [*_parts(row, len(ids))]
-        if fold and row.get("parent_row") is not None:
+        if self.context is not None and row.get("parent_row") is not None:
             own = [start for kind, start, _, _ in parts if kind in ("trained", "lost")]
             first = min([row["shared_length"], *own])
         if first:

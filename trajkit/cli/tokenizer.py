@@ -10,6 +10,9 @@ from trajkit.errors import FormatError
 from trajkit.files.sources import Paths, paths_of
 from trajkit.importers.transcripts import ChatTokenizer
 
+# transformers would advise to install PyTorch, which is not needed here
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 
 def chosen_tokenizer(path: str | None, turns: Paths) -> Tokenizer | None:
     """The tokenizer of ``--tokenizer``, else that of the run; None if there is none."""
@@ -54,7 +57,10 @@ def load_chat_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
         read = _from_directory(path)
     else:
         fast = load_tokenizer(path)
-        read = _transformers().PreTrainedTokenizerFast(tokenizer_object=fast)
+        import transformers
+
+        make: Any = transformers.PreTrainedTokenizerFast
+        read = make(tokenizer_object=fast)
     if template is not None:
         read.chat_template = Path(template).read_text("utf-8")
     if getattr(read, "chat_template", None) is None:
@@ -65,16 +71,9 @@ def load_chat_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
 
 
 def _from_directory(path: Path) -> Any:
-    auto = _transformers().AutoTokenizer
+    from transformers import AutoTokenizer
+
     try:
-        return auto.from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise FormatError(f"{path}: not a tokenizer: {error}") from error
-
-
-def _transformers() -> Any:
-    # it would advise to install PyTorch, which is not needed here
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
-
-    return transformers

@@ -103,14 +103,10 @@ def view(
     # as stored: rows of other systems have few columns, and verify judges them
     table = None if rows is None else read_any_rows(rows)
     if out is None:
-        own: dict[str, Any] = {"rows": table}
-        own["rows_policy"] = policies[0] if policy else None
-        live = [
-            LiveRun(run, texts, pol.policy_of, follow=follow, **shown, **extra)
-            for run, extra in zip(runs, (own, {}), strict=False)
-        ]
-        title = runs[0].title
-        with suppress(KeyboardInterrupt), ViewServer(live, title, port) as server:
+        shown |= {"policies": texts, "parse": pol.policy_of, "follow": follow}
+        live = [LiveRun(one.title, one.version, one.load, **shown) for one in runs]
+        live[0].rows, live[0].rows_policy = table, policies[0] if policy else None
+        with suppress(KeyboardInterrupt), ViewServer(live, port) as server:
             opt.print_text(f"{server.url}\nCtrl-C ends")
             if not no_browser:
                 webbrowser.open(server.url)

@@ -6,22 +6,18 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit import errors
 from trajkit.analysis import lazy_polars as pl
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.words import MUTED, OUTPUTS, ROLES, TEXT, TIMES
-from trajkit.errors import (
-    ArgumentError,
-    InvalidTurnsError,
-    SchemaError,
-    UnknownSessionError,
-)
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.links import find_links
@@ -63,6 +59,9 @@ _STYLE: dict[Any, Any] = {
 _ROLES = {**{role: role for role in ROLES}, "developer": "system", "function": "tool"}
 _TIMES = ("started_at", "ended_at")
 
+Slice: TypeAlias = tuple[str, str, float, float, int | None, int]
+"""A session, what it does (generation, tool, queue), start and stop in seconds of the run,
+and of a generation its turn and lane: calls that overlap have different lanes."""
 Counts: TypeAlias = dict[str, npt.NDArray[np.int64]]
 """Tokens by kind, one array of shape (n_turns,) each."""
 
@@ -94,7 +93,9 @@ def tokens(
     """
     chosen, table = named_policy(policy), as_turns(as_table(turns))
     if not table.num_rows:
-        raise UnknownSessionError("there are no turns, so there is no session to draw")
+        raise errors.UnknownSessionError(
+            "there are no turns, so there is no session to draw"
+        )
     if session_id is None:
         counts = Counter(table["session_id"].to_pylist())
         session_id = str(max(counts, key=counts.__getitem__))
@@ -181,7 +182,7 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         matplotlib is not installed.
     """
     slices = slices_of(turns, sessions)
-    lanes = {name: [*own] for name, own in groupby(slices, lambda one: one.session_id)}
+    lanes = {name: [*own] for name, own in groupby(slices, itemgetter(0))}
     n = len(lanes)
     with _figure(f"{n:,} session{'s' * (n != 1)} over time") as figure:
         from matplotlib.patches import Patch
@@ -189,11 +190,10 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         figure.set_size_inches(10, min(1.5 + 0.3 * n, 40))
         ax = figure.subplots()
         for y, own in enumerate(lanes.values()):
-            height = 0.8 / (1 + max(one.lane for one in own))
+            height = 0.8 / (1 + max(lane for *_, lane in own))
             ranges: dict[tuple[str, int], list[tuple[float, float]]] = {}
-            for one in own:
-                line = ranges.setdefault((one.kind, one.lane), [])
-                line.append((one.start, one.stop - one.start))
+            for _, kind, start, stop, _, lane in own:
+                ranges.setdefault((kind, lane), []).append((start, stop - start))
             for (kind, lane), line in ranges.items():
                 place = y - 0.4 + lane * height, height if kind == "generation" else 0.8
                 ax.broken_barh(line, place, color=TIMES[kind])
@@ -204,23 +204,10 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         ax.margins(x=0.01)
         handles = []
         for kind, color in TIMES.items():
-            seconds = sum(one.stop - one.start for one in slices if one.kind == kind)
+            seconds = sum(one[3] - one[2] for one in slices if one[1] == kind)
             handles.append(Patch(color=color, label=f"{kind} {seconds:,.1f} s"))
         figure.legend(handles=handles, loc="outside lower left", ncols=7)
     return figure
-
-
-class Slice(NamedTuple):
-    """A range of time of a session, in seconds since the run began."""
-
-    session_id: str
-    # generation, tool or queue
-    kind: str
-    start: float
-    stop: float
-    # of a generation: the turn, and its lane: calls that overlap have different lanes
-    turn_index: int | None = None
-    lane: int = 0
 
 
 def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice]:
@@ -234,13 +221,13 @@ def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice
     ):
         if None not in (start, stop):
             if stop < start:
-                raise InvalidTurnsError(
+                raise errors.InvalidTurnsError(
                     f"session {name!r}, turn {turn}: ended_at is {start - stop:,} "
                     "microseconds before started_at"
                 )
             calls.setdefault(name, []).append((start, stop, turn))
     if not calls:
-        raise SchemaError(
+        raise errors.SchemaError(
             f"{' and '.join(_TIMES)} are null in all {table.num_rows} turns: there is no "
             "timeline without times, which `trajkit serve` records"
         )
@@ -253,36 +240,37 @@ def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice
             if name in calls and None not in (start, seconds):
                 ranges[name].append((start, start + round(seconds * 1e6)))
     began = min(start for own in ranges.values() for start, _ in own)
-    found: list[tuple[Any, ...]] = []
+    found: list[tuple[str, str, int, int, int | None, int]] = []
     for name, own in calls.items():
         # until when something is known, and when each lane is free
         busy, lanes = min(start for start, _ in ranges[name]), list[int]()
-        found.append((name, "queue", began, busy))
+        found.append((name, "queue", began, busy, None, 0))
         for start, stop, turn in sorted(own):
-            found.append((name, "tool", busy, start))
+            found.append((name, "tool", busy, start, None, 0))
             free = (k for k, until in enumerate(lanes) if until <= start)
             lane = next(free, len(lanes))
             lanes[lane : lane + 1] = [stop]
             found.append((name, "generation", start, stop, turn, lane))
             busy = max(busy, stop)
-        found.append((name, "tool", busy, max(stop for _, stop in ranges[name])))
+        end = max(stop for _, stop in ranges[name])
+        found.append((name, "tool", busy, end, None, 0))
     return [
-        Slice(name, kind, (start - began) / 1e6, (stop - began) / 1e6, *turn)
-        for name, kind, start, stop, *turn in found
-        if turn or start < stop
+        (name, kind, (start - began) / 1e6, (stop - began) / 1e6, turn, lane)
+        for name, kind, start, stop, turn, lane in found
+        if turn is not None or start < stop
     ]
 
 
 def _micros(table: pa.Table, name: str, what: str) -> list[Any]:
     """A column of timestamps, in microseconds since 1970."""
     if name not in table.column_names:
-        raise SchemaError(
+        raise errors.SchemaError(
             f"{what}: no column {name!r}. A timeline needs {' and '.join(_TIMES)} "
             "(timestamps), as `trajkit serve` records them"
         )
     column = table[name]
     if not (pa.types.is_timestamp(column.type) or pa.types.is_null(column.type)):
-        raise SchemaError(
+        raise errors.SchemaError(
             f"{what}, column {name!r}: expected timestamps, found {column.type}"
         )
     zone = getattr(column.type, "tz", None)
@@ -306,7 +294,7 @@ def _figure(title: str) -> Iterator[Figure]:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             "this picture needs matplotlib: pip install 'trajkit[plot]'"
         ) from error
     with mpl.rc_context(_STYLE):

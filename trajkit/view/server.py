@@ -6,7 +6,7 @@ from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pyarrow as pa
@@ -29,39 +29,30 @@ _TEXT = "text/plain; charset=utf-8"
 _N_KEPT = 8
 
 
-class Source(Protocol):
-    """Where the server's turns come from."""
-
-    title: str
-
-    def version(self) -> str:
-        """A text that changes when the turns change."""
-
-    def load(self) -> tuple[pa.Table, pa.Table | None]:
-        """The turns, and the table of their sessions."""
-
-
 class LiveRun:
     """The answers of the server for one run, for the policies of each request.
 
-    ``policies`` are those of the first page, as texts for ``parse``; ``rows`` are verified
-    under ``rows_policy``; a page that follows asks now and then whether the turns have
-    changed. Further options are those of `ViewTables`.
+    ``version`` returns a text that changes when the turns change, ``load`` the turns and
+    the table of their sessions. ``policies`` are those of the first page, as texts for
+    ``parse``; a page that follows asks now and then for the version. Further options are
+    those of `ViewTables`. The attribute ``rows`` is verified under ``rows_policy``.
     """
 
     def __init__(
         self,
-        source: Source,
+        title: str,
+        version: Callable[[], str],
+        load: Callable[[], tuple[pa.Table, pa.Table | None]],
         policies: Sequence[str],
         parse: Callable[[str], Policy],
         *,
-        rows: pa.Table | None = None,
-        rows_policy: Policy | None = None,
         follow: bool = False,
         **options: Any,
     ) -> None:
-        self._source, self._policies, self._parse = source, tuple(policies), parse
-        self._rows, self._rows_policy = rows, rows_policy
+        self.title, self._now, self._load = title, version, load
+        self._policies, self._parse = tuple(policies), parse
+        self.rows: pa.Table | None = None
+        self.rows_policy: Policy | None = None
         self._follow, self._options = follow, options
         # one request computes at a time: tables are made lazily
         self._lock = Lock()
@@ -76,9 +67,9 @@ class LiveRun:
                 self._refresh()
             match name:
                 case "version":
-                    return packed(self._source.version())
+                    return packed(self._now())
                 case "index":
-                    index = self._of_run(policies).index(self._source.title, n_runs)
+                    index = self._of_run(policies).index(self.title, n_runs)
                     live = {"texts": policies, "follow": self._follow}
                     return packed({**index, **live, "version": self._version})
                 case "vocabulary":
@@ -93,14 +84,14 @@ class LiveRun:
 
     def _refresh(self) -> None:
         """Read the turns again if they have changed."""
-        version = self._source.version()
+        version = self._now()
         if version != self._version:
-            self._turns, self._sessions = self._source.load()
+            self._turns, self._sessions = self._load()
             self._version = version
             self._of_run.cache_clear()
-            if self._rows is not None:
-                known = self._rows_policy, self._sessions
-                found = find_violations(self._rows, self._turns, *known)
+            if self.rows is not None:
+                known = self.rows_policy, self._sessions
+                found = find_violations(self.rows, self._turns, *known)
                 self._options["violations"] = found
 
     def _tables(
@@ -124,11 +115,11 @@ class ViewServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, runs: Sequence[LiveRun], title: str, port: int = 0) -> None:
+    def __init__(self, runs: Sequence[LiveRun], port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.runs = {str(number): run for number, run in enumerate(runs)}
         self.token = secrets.token_urlsafe(16)
-        self.page = document(title, mode="live").encode()
+        self.page = document(runs[0].title, mode="live").encode()
 
     @property
     def url(self) -> str:

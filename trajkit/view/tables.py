@@ -45,11 +45,6 @@ _AS_THEY_ARE = (
 ).split()
 _SHOWN = "finish_reason trainable agent_id model started_at ended_at".split()
 _OF_ROWS = "session_id row_index parent_row shared_length turns".split()
-# an IPC stream must begin at a multiple of this many bytes
-_ALIGNMENT = 8
-_REPLACEMENT = "\ufffd"
-# how SentencePiece writes a space
-_SPACE = "\u2581"
 # examples of each kind of drift in the index
 _N_EXAMPLES = 40
 # violations of a session that are shown, and tokens before and after the first wrong one
@@ -144,10 +139,8 @@ class ViewTables:
         if self._turns.num_rows:
             simulation.add(self._turns)
         groups = [self._groups(k) for k in range(len(self._links))]
-        rules = None
-        if self._violations is not None:
-            lines = (line for of in self._violations.values() for line in of)
-            rules = Counter(line["rule"] for line in lines).most_common()
+        found = self._violations
+        rules = Counter(line["rule"] for own in (found or {}).values() for line in own)
         return {
             "title": title,
             "runs": n_runs,
@@ -160,7 +153,7 @@ class ViewTables:
             "rules": [rule_in_words(policy) for policy in self._policies],
             "drift": [groups[number] for number in self._links_of],
             "sessions": self.session_lines(),
-            "violations": rules,
+            "violations": None if found is None else rules.most_common(),
         }
 
     def _groups(self, k: int) -> list[dict[str, Any]]:
@@ -228,7 +221,7 @@ class ViewTables:
         """One session, compressed: a JSON object, then its turns as an Arrow IPC stream.
 
         The first four bytes (little endian) are the length of the JSON, which ends in
-        spaces so that the stream is aligned.
+        spaces so that the stream begins at a multiple of 8 bytes.
         """
         start, stop = self._bounds[session_id]
         turns = self._turns.slice(start, stop - start).combine_chunks()
@@ -240,9 +233,9 @@ class ViewTables:
             columns["report"] = {name: n for name, n in counts if isinstance(n, int)}
             own = {"label": label(policy), "links": self._links_of[k], **columns}
             policies.append(own)
-        violations = None
+        found = None
         if self._violations is not None:
-            violations = self._violations.get(session_id, [])[:_N_VIOLATIONS]
+            found = self._violations.get(session_id, [])[:_N_VIOLATIONS]
         shown = [name for name in _SHOWN if name in turns.column_names]
         facts = {
             "id": session_id,
@@ -252,11 +245,11 @@ class ViewTables:
             ],
             "turns": turns.select(shown).to_pydict(),
             **_messages(turns, self._text),
-            "violations": violations,
+            "violations": found,
         }
         # times are texts
         head = json.dumps(facts, separators=(",", ":"), default=str).encode()
-        head += b" " * (-(len(head) + 4) % _ALIGNMENT)
+        head += b" " * (-(len(head) + 4) % 8)
         sink = pa.BufferOutputStream()
         table = _token_columns(turns)
         with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -441,9 +434,9 @@ def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
     columns: Columns = {"id": ids, "text": [], "hex": [], "special": special}
     for token in ids:
         text, entry = codec.text([token]), codec.entry(token) or ""
-        raw = entry_bytes(entry) if entry and _REPLACEMENT in text else None
-        # SentencePiece drops the space at the start of a text
-        spaced = entry.replace(_SPACE, " ")
+        raw = entry_bytes(entry) if entry and "\ufffd" in text else None
+        # SentencePiece writes a space as U+2581, and drops it at the start of a text
+        spaced = entry.replace("\u2581", " ")
         if spaced.lstrip(" ") == text.lstrip(" "):
             text = spaced
         columns["text"].append(text if raw is None else None)
