@@ -31,15 +31,7 @@ _LABEL, _NARROW = 12, 48
 
 
 def visible(text: str) -> str:
-    """The text with escapes for all characters that do not show or move others.
-
-    Examples
-    --------
-    >>> visible("a\\x1b[2J\\u202eb")
-    'a\\\\x1b[2J\\\\u202eb'
-    """
-    if text.isprintable():
-        return text
+    """The text with escapes for all characters that do not show or move others."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()
         for char in text

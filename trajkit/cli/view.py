@@ -85,16 +85,16 @@ def view(
     policies = [*map(pol.policy_of, texts)]
     ids = None if session is None else session.split(",")
     choice: dict[str, Any] = {"ids": ids, "sample": sample, "worst": worst}
-    given = [f"--{name}" for name in choice if choice[name] is not None]
-    if len(given) > 1:
-        first, second, *_ = [one.replace("ids", "session") for one in given]
-        raise ArgumentError(f"{second}: not allowed with {first}")
-    if out is None and print:
-        raise ArgumentError("--print makes a file: give it a name with --out")
-    if out is not None and follow:
-        raise ArgumentError("--follow needs the server: leave out --out")
+    if sum(one is not None for one in choice.values()) > 1:
+        raise ArgumentError(
+            "--session, --sample and --worst: only one of them is allowed"
+        )
     if out is not None:
         _check_suffix(out, "a page", "html", "htm")
+        if follow:
+            raise ArgumentError("--follow needs the server: leave out --out")
+    elif print:
+        raise ArgumentError("--print makes a file: give it a name with --out")
     choice["policy"] = policies[0]
     runs = [Run(source, sessions, reading, choice, follow)]
     runs += [Run([one], None, reading, choice) for one in [against] if one]

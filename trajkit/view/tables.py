@@ -324,9 +324,9 @@ def selected(
     return turns, n_sessions
 
 
-def _only(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    chosen = pa.array(names, table.schema.field("session_id").type)
-    return table.filter(pc.is_in(table["session_id"], value_set=chosen))
+def _only(turns: pa.Table, names: Sequence[str]) -> pa.Table:
+    chosen = pa.array(names, turns.schema.field("session_id").type)
+    return turns.filter(pc.is_in(turns["session_id"], value_set=chosen))
 
 
 def find_violations(
@@ -413,14 +413,12 @@ def rule_in_words(policy: Policy) -> str:
     if policy.parent_by == "generations":
         n = policy.fork_threshold
         return f"A call is refused if its prompt drifts by {n:,} or more tokens."
-    rule = rule_of(policy, "on_drift")
+    rule, more = rule_of(policy, "on_drift"), ""
     if policy.absorbs:
-        rule += (
-            " A reply that drifted is then trained up to the drift."
-            if policy.keep_prefix
-            else " No token of a reply that drifted is then trained."
-        )
-    return "Where a prompt drifts: " + rule[0].lower() + rule[1:]
+        more = " No token of a reply that drifted is then trained."
+        if policy.keep_prefix:
+            more = " A reply that drifted is then trained up to the drift."
+    return f"Where a prompt drifts: {rule[0].lower()}{rule[1:]}{more}"
 
 
 def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
