@@ -271,7 +271,7 @@ RIGHT = ("trains", "session_without_rows")
 """Lines that are no finding."""
 
 # of the first wrong rows, and of each of them, the lines that are shown
-_MOST_ROWS, _MOST_LINES, _MOST_VIOLATIONS = 3, 4, 20
+_MOST_ROWS, _MOST_LINES, _MOST_VIOLATIONS = 3, 3, 20
 _NO_POLICY = "without --policy, only what is true under every policy is checked"
 
 
@@ -341,8 +341,7 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
     for row in [*dict.fromkeys(one["row"] for one in wrong or lines)][:_MOST_ROWS]:
         own = [one for one in of_rows if one["row"] == row]
         own.sort(key=lambda one: one["kind"] in RIGHT)
-        n_more = len(own) - _MOST_LINES + 1 if len(own) > _MOST_LINES else 0
-        for one in own[: len(own) - n_more]:
+        for one in own[:_MOST_LINES]:
             words, token = one["detail"], one["token"]
             if codec is not None and token is not None:
                 ids = np.asarray(rows["input_ids"][row].values)
@@ -352,7 +351,7 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
             places = (one[name] for name in ("row", "session_id", "token"))
             texts = ["" if place is None else visible(str(place)) for place in places]
             shown.append([*texts, words])
-        if n_more:
+        if (n_more := len(own) - _MOST_LINES) > 0:
             shown.append(["", "", "", f"and {n_more} more, in the table of --out"])
     shown += [["", "", "", one["detail"]] for one in lines if one["kind"] == RIGHT[1]]
     found = text_table(("row", "session", "token", "finding"), shown)

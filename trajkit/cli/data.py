@@ -17,17 +17,17 @@ from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import Progress, share, text_table
 from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
-from trajkit.files.guard import check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, facts_digest
 from trajkit.files.tables import log_files, write_table
 from trajkit.importers import FORMATS, TARGETS
+from trajkit.importers.containers import SUFFIXES
 from trajkit.schema import LOSSES
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
 
 
 def import_(
-    source: Annotated[list[str], opt.Reads("records")],
+    source: Annotated[list[str], opt.Reads("records", SUFFIXES)],
     /,
     *,
     out: Annotated[str, opt.FILE, opt.Writes("turns")],
@@ -43,8 +43,8 @@ def import_(
             f"repeated. Fields: {', '.join(TARGETS)}"
         ),
     ] = None,
-    tokenizer: Annotated[str | None, opt.Reads("tokenizer")] = None,
-    chat_template: Annotated[str | None, opt.Reads("tokenizer")] = None,
+    tokenizer: Annotated[str | None, opt.TOKENIZER] = None,
+    chat_template: Annotated[str | None, opt.TOKENIZER] = None,
     contradicted: Literal["untrain", "train"] = "untrain",
     nonfinite_logprobs: Literal["raise", "null"] = "raise",
     report: Annotated[str | None, opt.Writes("report")] = None,
@@ -289,7 +289,7 @@ def export(
         The trainer's limit for a row: SFTConfig.max_length, prime-rl's seq_len (default:
         2048). Longer rows are refused.
     """
-    from trajkit.export.files import path_of, write_export
+    from trajkit.export.files import write_export
 
     of_length, of_gains = ("sft", "llama-factory", "prime-rl"), ("tinker", "prime-rl")
     for name, given, targets in (
@@ -303,11 +303,6 @@ def export(
     options = {} if max_length is None else {"max_length": max_length}
     if to == "prime-rl":
         options = {"seq_len": max_length or 2048}
-    check_outputs(
-        {"the file": (path_of(to, Path(out)), "export")},
-        [*inputs_of([rows]), *turns_inputs([sessions] if sessions else [])],
-        clobber=not no_clobber,
-    )
     table = opt.read_rows(rows)
     with warnings.catch_warnings(), Progress("writing"):
         # A file of such rows would be of no use.

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, is_dataclass
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
@@ -37,20 +38,10 @@ from trajkit.turns.validation import reject_turns
 
 
 class Reads(NamedTuple):
-    """Marks a parameter that names what is read: a kind of table, or "tokenizer"."""
+    """Marks what is read: a kind of table or file, and the suffixes in directories."""
 
     kind: str
-
-    def inputs(self, paths: list[str]) -> list[Input]:
-        """What is read at the paths."""
-        if self.kind not in ("rows", "tokenizer", "records"):
-            return turns_inputs(paths)
-        suffixes: tuple[str, ...] = ()
-        if self.kind == "tokenizer":
-            suffixes = (".json", ".jinja", ".model")
-        if self.kind == "records":
-            from trajkit.importers.containers import SUFFIXES as suffixes
-        return inputs_of(paths, None, suffixes)
+    suffixes: tuple[str, ...] = ()
 
 
 class Writes(NamedTuple):
@@ -60,6 +51,7 @@ class Writes(NamedTuple):
     piped: str = "jsonl"
 
 
+TOKENIZER = Reads("tokenizer", (".json", ".jinja", ".model"))
 _BY_SUFFIX = "Parquet, Arrow IPC or JSONL, by suffix; - is standard output"
 _PARTS = "; DIRECTORY/ gets parts, where an interrupted run continues"
 OUT, FILE, PARTS = (
@@ -109,7 +101,7 @@ TokenizerPath = Annotated[
         help="the model's tokenizer.json, or its directory (default: that in the directory "
         "of the run)",
     ),
-    Reads("tokenizer"),
+    TOKENIZER,
 ]
 Session = Annotated[
     str | None, Parameter(help="a single session (default: all of them)")
@@ -296,7 +288,7 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
     what is read, see `check_outputs`.
     """
     inputs: list[Input] = []
-    outputs: dict[str, tuple[str, str]] = {}
+    outputs: dict[str, tuple[str | Path, str]] = {}
     piped: Path | None = None
     clobber, stdout = True, sys.stdout
     with ExitStack() as stack:
@@ -314,9 +306,12 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                     paths = [str(piped)]
                     # a table goes there, and messages for people to stderr
                     stack.enter_context(redirect_stdout(sys.stderr))
-                # export chooses a name in its folder, and checks that
-                if mark.kind != "export":
-                    outputs[f"--{name}"] = paths[0], mark.kind
+                target: str | Path = paths[0]
+                if mark.kind == "export":
+                    from trajkit.export.files import path_of
+
+                    target = path_of(bound.arguments["to"], Path(target))
+                outputs[f"--{name}"] = target, mark.kind
             else:
                 if mark.kind != "tokenizer" and STANDARD in paths:
                     own = _spooled(folder, paths)
@@ -325,7 +320,13 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                 if mark.kind != "records" and any(map(is_address, paths)):
                     copies = stack.enter_context(local_files(paths))
                     paths = [str(copy) for copy in copies]
-                inputs += mark.inputs(paths)
+                of_turns = mark.kind in ("turns", "sessions")
+                found = (
+                    turns_inputs
+                    if of_turns
+                    else partial(inputs_of, suffixes=mark.suffixes)
+                )
+                inputs += found(paths)
             values[name] = paths if isinstance(given, list) else paths[0]
         check_outputs(outputs, inputs, clobber=clobber)
         code = command(*bound.args, **bound.kwargs)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from cyclopts import Parameter, Token
 
@@ -153,7 +153,7 @@ def _choices(policy: tk.Policy) -> str:
     values = _written(policy)
     # an option in the words of the policy's system sets choices below
     known = {name: [*one] for name, one in IN_OTHER_WORDS.get(policy.name, {}).items()}
-    texts = {bool: ["true", "false"], int: ["an integer"]}
+    texts: dict[Any, list[str]] = {bool: ["true", "false"], int: ["an integer"]}
     texts[int | None] = ["an integer", "none"]
     for name, hint in _HINTS.items():
         named = NAMED_CHOICES.get(name, ["names, separated by commas"])

@@ -58,9 +58,7 @@ def view(
     Parameters
     ----------
     turns, policies, **options
-        As for `page`.
-    height : int
-        Of the frame, in pixels.
+        As for `page`; ``height`` is that of the frame, in pixels.
 
     Returns
     -------

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from hashlib import blake2b
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,10 +32,9 @@ from trajkit.rows.links import link
 from trajkit.schema import LOSSES, TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.take import row_lengths, tuples
+from trajkit.tables.take import row_lengths, take_session, tuples
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
-from trajkit.turns.sessions import run_starts
 from trajkit.verification.run import verify
 
 # columns of turns that go into a chunk as they are, and those that the page shows as text
@@ -69,10 +68,7 @@ class ViewTables:
         violations: Violations | None = None,
     ) -> None:
         self._turns = turns = compact(turns)
-        starts = run_starts(turns)
-        self.session_ids: list[str] = turns["session_id"].take(starts).to_pylist()
-        bounds = pairwise([*starts.tolist(), turns.num_rows])
-        self._bounds = dict(zip(self.session_ids, bounds, strict=True))
+        self.session_ids: list[str] = pc.unique(turns["session_id"]).to_pylist()
         self._sessions, self._text = sessions, text
         self._tokenizer = tokenizer if text else None
         self._violations = violations
@@ -223,8 +219,7 @@ class ViewTables:
         The first four bytes (little endian) are the length of the JSON, which ends in
         spaces so that the stream begins at a multiple of 8 bytes.
         """
-        start, stop = self._bounds[session_id]
-        turns = self._turns.slice(start, stop - start).combine_chunks()
+        turns = take_session(self._turns, session_id).combine_chunks()
         of_links = ["links", "drift", "branches", "findings"]
         policies = []
         for k, policy in enumerate(self._policies):
