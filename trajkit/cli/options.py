@@ -145,7 +145,7 @@ class Reading:
         )
         index = log.index()
         if not index.n_turns and not empty:
-            raise no_calls(source)
+            raise nothing(source)
         n_good, rejected, nonfinite = 0, list[dict[str, str]](), self.nonfinite_logprobs
         with Progress("read", "turns") as bar:
             bar.begin(index.n_turns)
@@ -201,7 +201,7 @@ class Job(Reading):
 
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
-                raise no_calls(source)
+                raise nothing(source)
             groups = self.gather == "auto" and index.scattered is not None
             if groups and len({*bucket_numbers(index).values()}) > 1:
                 say(
@@ -260,13 +260,6 @@ def known_sessions(
     return None if run is None else sessions_below(run, prefix)
 
 
-def no_calls(source: Paths) -> InvalidTurnsError:
-    """The error of an input without a call; a torn line gives its warning first."""
-    with suppress(tk.TrajkitError):
-        tk.read_turns(source)
-    return nothing(source, "calls")
-
-
 def read_rows(path: str) -> pa.Table:
     """The rows of a file or directory; no row at all is an error."""
     rows = tk.read_rows(path)
@@ -275,8 +268,11 @@ def read_rows(path: str) -> pa.Table:
     return rows
 
 
-def nothing(source: Paths, what: str) -> InvalidTurnsError:
-    """The error of an input without a line."""
+def nothing(source: Paths, what: str = "calls") -> InvalidTurnsError:
+    """The error of an input without a line; a torn call gives its warning first."""
+    if what == "calls":
+        with suppress(tk.TrajkitError):
+            tk.read_turns(source)
     names = ", ".join(map(str, source if isinstance(source, list) else [source]))
     return InvalidTurnsError(f"{names}: no {what}, nothing to do")
 

@@ -58,7 +58,9 @@ def view(
     Parameters
     ----------
     turns, policies, **options
-        As for `page`; ``height`` is that of the frame, in pixels.
+        As for `page`.
+    height : int
+        Of the frame, in pixels.
 
     Returns
     -------

@@ -18,10 +18,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from trajkit.analysis.branches import label_branches
-from trajkit.analysis.drift import classify_drift, explain_drift
-from trajkit.analysis.rows import why
-from trajkit.analysis.sampled_tokens import output_spans
+from trajkit import analysis
 from trajkit.analysis.simulation import Simulation, label
 from trajkit.analysis.tokenizer import Codec, Tokenizer, entry_bytes
 from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
@@ -85,27 +82,29 @@ class ViewTables:
                 self._links.append(links)
         # tables are made on first use
         self._table = cache(self._make)
-        self._parts = cache(self._by_session)
+        self._parts = cache(
+            lambda *of: self._table(*of).partition_by("session_id", as_dict=True)
+        )
 
     def _make(self, name: str, k: int) -> pl.DataFrame:
         """A table of the links, or of the policy, of this number."""
         turns, known = self._turns, self._sessions
         match name:
             case "drift":
-                drift = pl.DataFrame(classify_drift(turns, self._links[k]))
+                drift = pl.DataFrame(analysis.classify_drift(turns, self._links[k]))
                 return drift.filter(pl.col("size") > 0)
             case "branches":
-                made = label_branches(turns, self._links[k])
+                made = analysis.label_branches(turns, self._links[k])
             case "findings":
                 assert self._tokenizer is not None
-                made = explain_drift(turns, self._links[k], self._tokenizer)
+                made = analysis.explain_drift(turns, self._links[k], self._tokenizer)
             case "report":
                 made = report(turns, self._policies[k], sessions=known)
             case "spans":
-                made = output_spans(turns, self._policies[k], sessions=known)
+                made = analysis.output_spans(turns, self._policies[k], sessions=known)
             case "rows":
                 rows = linearize(turns, self._policies[k], sessions=known)
-                reasons = pl.DataFrame(why(turns, self._policies[k]))
+                reasons = pl.DataFrame(analysis.why(turns, self._policies[k]))
                 return pl.DataFrame(rows.select(_OF_ROWS)).with_columns(
                     pl.Series("tokens", row_lengths(rows)),
                     reasons["tokens_trained"].alias("trained"),
@@ -115,18 +114,13 @@ class ViewTables:
                 made = self._links[k]
         return pl.DataFrame(made)
 
-    def _by_session(self, name: str, k: int) -> dict[Any, pl.DataFrame]:
-        return self._table(name, k).partition_by("session_id", as_dict=True)
-
     def _columns(self, names: Sequence[str], k: int, session_id: str) -> dict[str, Any]:
         """The lines of a session in some tables, as lists without its id."""
-        columns: dict[str, Columns | None] = {}
+        columns: dict[str, Any] = {}
         for name in names:
-            columns[name] = None
-            if name != "findings" or self._tokenizer is not None:
-                empty = self._table(name, k).clear()
-                part = self._parts(name, k).get((session_id,), empty)
-                columns[name] = part.drop("session_id").to_dict(as_series=False)
+            empty = self._table(name, k).clear()
+            part = self._parts(name, k).get((session_id,), empty)
+            columns[name] = part.drop("session_id").to_dict(as_series=False)
         return columns
 
     def index(self, title: str, n_runs: int = 1) -> dict[str, Any]:
@@ -220,7 +214,8 @@ class ViewTables:
         spaces so that the stream begins at a multiple of 8 bytes.
         """
         turns = take_session(self._turns, session_id).combine_chunks()
-        of_links = ["links", "drift", "branches", "findings"]
+        of_links = ["links", "drift", "branches"]
+        of_links += ["findings"] * (self._tokenizer is not None)
         policies = []
         for k, policy in enumerate(self._policies):
             columns = self._columns(["rows", "spans", "report"], k, session_id)
@@ -254,16 +249,17 @@ class ViewTables:
 
     def search(self, word: str) -> list[str]:
         """The sessions one of whose messages contains a word, in either case."""
-        ids, found = self._turns["session_id"], set()
-        shown = self._turns["suffix_messages"]
-        for owners, messages in (
-            (ids, self._turns["response"]),
-            (ids.take(pc.list_parent_indices(shown)), pc.list_flatten(shown)),
-        ):
-            bodies = pc.struct_field(messages, "body")
-            hits = pc.match_substring(bodies, word, ignore_case=True)
-            found.update(owners.filter(hits.fill_null(False)).to_pylist())
-        return [name for name in self.session_ids if self._text and name in found]
+        if not self._text:
+            return []
+        names = ["session_id", "suffix_messages", "response"]
+        turns = pl.DataFrame(self._turns.select(names)).explode("suffix_messages")
+        bodies = (pl.col(name).struct.field("body") for name in names[1:])
+        hits = [
+            one.str.to_lowercase().str.contains(word.lower(), literal=True)
+            for one in bodies
+        ]
+        found = turns.filter(pl.any_horizontal(hits))["session_id"]
+        return found.unique(maintain_order=True).to_list()
 
     def vocabulary(self) -> dict[str, Any] | None:
         """The text of every token that occurs; None without a tokenizer or text."""
