@@ -500,7 +500,7 @@ def test_ids_without_a_token_are_shown_as_ids(tmp_path, capsys):
     assert "no⟨90002⟩" in out
     page = tmp_path / "page.html"
     assert cli.main(["view", str(path), "-o", str(page), *options]) == cli.DONE
-    from trajkit.cli.tokenizer import load_tokenizer
+    from trajkit.cli.options import load_tokenizer
     from trajkit.view.tables import token_pieces
 
     pieces = token_pieces(load_tokenizer(tmp_path), [0, 90002])

@@ -10,7 +10,7 @@ that do not fit.
 import inspect
 from importlib.metadata import entry_points, version
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter
 
 from trajkit.errors import ArgumentError
 
@@ -56,9 +56,6 @@ def run(words: list[str]) -> int:
         command, bound, _ = application(words[:1]).parse_args(
             words, print_error=False, exit_on_error=False
         )
-    except UnusedCliTokensError as error:
-        unused = " ".join(error.unused_tokens or ())
-        raise ArgumentError(f"unrecognized arguments: {unused}") from None
     except CycloptsError as error:
         raise ArgumentError(str(error)) from None
     if inspect.ismethod(command):  # help or the version

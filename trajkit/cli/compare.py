@@ -22,7 +22,6 @@ from trajkit.cli import options as opt
 from trajkit.cli import policies as pol
 from trajkit.cli.screen import Progress, share, text_table, visible
 from trajkit.cli.show import marked
-from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.files.tables import iter_tables, read_any_rows, write_table
 from trajkit.policies import ALIASES
@@ -31,8 +30,7 @@ from trajkit.turns.sessions import Sessions
 from trajkit.verification.files import verify_file
 from trajkit.verification.row_forms import plain_rows
 
-WIDTH = 100
-"""Columns of the table of policies, unless it is to be wide."""
+_WIDTH = 100
 
 
 def simulate(
@@ -116,10 +114,10 @@ def describe(table: pa.Table, cheapest: str | None, *, wide: bool = False) -> st
         lines = [[line[name] for name in columns] for line in policies]
         shown = text_table([*columns.values()], lines)
         # the first line is that of the heads, and is as wide as the table
-        if wide or len(columns) < 6 or shown.index("\n") <= WIDTH:
+        if wide or len(columns) < 6 or shown.index("\n") <= _WIDTH:
             break
         columns.popitem()
-    words = [fill(one, WIDTH, subsequent_indent="  ") for one in _losses(policies)]
+    words = [fill(one, _WIDTH, subsequent_indent="  ") for one in _losses(policies)]
     result = "every policy here loses sampled tokens"
     if cheapest is not None:
         result = f"keeps everything at the lowest cost: {cheapest}"
@@ -175,7 +173,7 @@ def drift(
     findings
         With --tokenizer: write each finding, with spans and texts of both sides.
     """
-    chosen, loaded = pol.one_policy(policy), chosen_tokenizer(tokenizer, source)
+    chosen, loaded = pol.one_policy(policy), opt.chosen_tokenizer(tokenizer, source)
     if findings is not None and loaded is None:
         raise ArgumentError("--findings needs --tokenizer")
     sums: Counter[str] = Counter()
@@ -272,7 +270,6 @@ RIGHT = ("trains", "session_without_rows")
 
 # of the first wrong rows, and of each of them, the lines that are shown
 _MOST_ROWS, _MOST_LINES, _MOST_VIOLATIONS = 3, 3, 20
-_NO_POLICY = "without --policy, only what is true under every policy is checked"
 
 
 def check(
@@ -297,7 +294,7 @@ def check(
     sampled token that may be trained is expected in a row.
     """
     chosen = pol.maybe_policy(policy)
-    loaded = chosen_tokenizer(tokenizer, turns)
+    loaded = opt.chosen_tokenizer(tokenizer, turns)
     table = plain_rows(any_rows(rows))
     if not table.num_rows:
         raise opt.nothing(rows, "rows")
@@ -408,6 +405,6 @@ def verify(
         text += f"\n{f'and {more:,} more' * (more > 0)}\n"
         text += text_table(("rule", "violations"), counts.len().rows())
     if chosen is None:
-        text += f"\n{_NO_POLICY}"
+        text += "\nwithout --policy, only what is true under every policy is checked"
     job.print(totals, {"violations": found.to_dicts()}, text)
     return BAD_DATA if len(found) else DONE

@@ -76,9 +76,7 @@ def import_(
     """
     chat = None
     if tokenizer is not None:
-        from trajkit.cli.tokenizer import load_chat_tokenizer
-
-        chat = load_chat_tokenizer(Path(tokenizer), chat_template)
+        chat = opt.load_chat_tokenizer(Path(tokenizer), chat_template)
     elif chat_template is not None:
         raise errors.ArgumentError("--chat-template needs --tokenizer")
     with Progress("import", "turns") as bar:

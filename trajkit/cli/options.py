@@ -1,10 +1,12 @@
-"""What several commands have: types of parameters, readers of logs, and printing.
+"""What several commands have: types of parameters, readers of logs, tokenizers, printing.
 
 A command's signature gives the types and defaults of its options, its numpydoc docstring
-their help. An option of several commands is here with its help.
+their help. An option of several commands is here with its help. Only this module imports
+tokenizers and transformers.
 """
 
 import inspect
+import os
 import shutil
 import sys
 import tempfile
@@ -13,28 +15,34 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, is_dataclass
 from functools import partial
+from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_type_hints
 
 import pyarrow as pa
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 import trajkit as tk
+from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.cli import STANDARD_FILES, say, shown
 from trajkit.cli.application import STANDARD
 from trajkit.cli.screen import Progress
-from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, LeftOutWarning
 from trajkit.files.formats import format_of
 from trajkit.files.group import Log, SessionIndex, bucket_numbers
 from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, run
-from trajkit.files.sources import Paths, SessionPrefix, is_address, local_files
+from trajkit.files.sources import Paths, SessionPrefix, local_files, paths_of
 from trajkit.files.tables import sessions_below
+from trajkit.importers.transcripts import ChatTokenizer
 from trajkit.learn.weights import By
 from trajkit.tables.take import take_session
 from trajkit.turns.validation import reject_turns
+
+# transformers would advise to install PyTorch, which is not needed here
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 class Reads(NamedTuple):
@@ -158,7 +166,7 @@ class Reading:
         for k, one in enumerate(rejected):
             reason = InvalidTurnsError(one["reason"])
             # the files are searched for the lines of the first few
-            reason = log.placed(reason) if k < _N_PLACED else reason
+            reason = log.placed(reason) if k < 10 else reason
             if not n_good:
                 raise reason
             words = f"session {one['session_id']!r} is left out: {reason}"
@@ -166,7 +174,6 @@ class Reading:
 
 
 READING = Reading()
-_N_PLACED = 10
 
 
 @Parameter(name="*")
@@ -277,6 +284,70 @@ def nothing(source: Paths, what: str = "calls") -> InvalidTurnsError:
     return InvalidTurnsError(f"{names}: no {what}, nothing to do")
 
 
+def chosen_tokenizer(path: str | None, turns: Paths) -> Tokenizer | None:
+    """The tokenizer of ``--tokenizer``, else that of the run; None if there is none."""
+    if path is not None:
+        return load_tokenizer(Path(path))
+    for source in paths_of(turns) or []:
+        folder = source if source.is_dir() else source.parent
+        # only in the directory of a run: elsewhere it may be that of another model
+        is_run = any(folder.glob("turns-*.arrows")) and find_spec("tokenizers")
+        if is_run and (folder / "tokenizer.json").is_file():
+            return load_tokenizer(folder / "tokenizer.json")
+    return None
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json`` or of a model's directory.
+
+    tokenizers loads a directory with a ``tokenizer.json``, transformers any other.
+    """
+    if not path.exists():
+        raise FormatError(
+            f"--tokenizer {path}: there is no such file or folder. Nothing is downloaded: "
+            "give the model's local folder, or its tokenizer.json"
+        )
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return cast("Tokenizer", _from_directory(path))
+    from tokenizers import Tokenizer as Fast
+
+    content = file.read_bytes()
+    try:
+        return cast("Tokenizer", Fast.from_buffer(content))
+    # tokenizers raises bare Exceptions
+    except Exception as error:
+        raise FormatError(f"{file}: not a tokenizer: {error}") from error
+
+
+def load_chat_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
+    """A tokenizer with a chat template: its own, or the one in a file."""
+    if path.is_dir():
+        read = _from_directory(path)
+    else:
+        fast = load_tokenizer(path)
+        import transformers
+
+        make: Any = transformers.PreTrainedTokenizerFast
+        read = make(tokenizer_object=fast)
+    if template is not None:
+        read.chat_template = Path(template).read_text("utf-8")
+    if getattr(read, "chat_template", None) is None:
+        raise FormatError(
+            f"{path}: this tokenizer has no chat template: pass --chat-template"
+        )
+    return cast("ChatTokenizer", read)
+
+
+def _from_directory(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise FormatError(f"{path}: not a tokenizer: {error}") from error
+
+
 def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> int:
     """Run a command on its files; returns the exit code.
 
@@ -313,9 +384,8 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                     own = _spooled(folder, paths)
                     paths = [own if one == STANDARD else one for one in paths]
                 # an import fetches its own, because it takes other files of a directory
-                if mark.kind != "records" and any(map(is_address, paths)):
-                    copies = stack.enter_context(local_files(paths))
-                    paths = [str(copy) for copy in copies]
+                if mark.kind != "records":
+                    paths = [*map(str, stack.enter_context(local_files(paths)))]
                 of_turns = mark.kind in ("turns", "sessions")
                 found = (
                     turns_inputs

@@ -14,7 +14,6 @@ from trajkit.analysis.words import count
 from trajkit.cli import options as opt
 from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import Fragment, Progress, Screen, visible
-from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.files.arrow import table_kind
 from trajkit.files.formats import format_of, paths_in
@@ -58,7 +57,7 @@ def show(
     unfold
         Show all context.
     """
-    loaded = chosen_tokenizer(tokenizer, source)
+    loaded = opt.chosen_tokenizer(tokenizer, source)
     codec = None if loaded is None else Codec(loaded)
     view = _View(Screen(), codec, None if unfold else context)
     if is_rows(source):
@@ -79,8 +78,8 @@ def show(
         view.rows(tk.linearize(table, chosen), row)
         lost = [line for line in lines if line["row_index"] is None]
         if lost and row is None:
-            name = visible(lost[0]["session_id"])
-            view.screen.print(f"session {name}, in no row", "head")
+            head = f"session {visible(lost[0]['session_id'])}, in no row"
+            view.screen.print(head, "head")
             for line in lost:
                 view.lost(line)
             view.screen.print()
@@ -247,7 +246,7 @@ def why(
             table = take_session(table, session, "rows")
         reasons = tk.analysis.why(table)
     else:
-        loaded = chosen_tokenizer(tokenizer, source)
+        loaded = opt.chosen_tokenizer(tokenizer, source)
         table = reading.turns(source, session)
         with Progress("comparing prompts"):
             reasons = tk.analysis.why(table, one_policy(policy), tokenizer=loaded)

@@ -14,7 +14,6 @@ import trajkit as tk
 from trajkit.cli import options as opt
 from trajkit.cli import policies as pol
 from trajkit.cli.screen import Progress
-from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.files.formats import replacing
 from trajkit.files.tables import log_files, read_any_rows
@@ -98,7 +97,7 @@ def view(
     choice["policy"] = policies[0]
     runs = [Run(source, sessions, reading, choice, follow)]
     runs += [Run([one], None, reading, choice) for one in [against] if one]
-    shown: dict[str, Any] = {"tokenizer": chosen_tokenizer(tokenizer, source)}
+    shown: dict[str, Any] = {"tokenizer": opt.chosen_tokenizer(tokenizer, source)}
     shown["text"] = not no_text
     # as stored: rows of other systems have few columns, and verify judges them
     table = None if rows is None else read_any_rows(rows)

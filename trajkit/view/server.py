@@ -25,8 +25,6 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
 }
 _TEXT = "text/plain; charset=utf-8"
-# tables of the run under this many lists of policies are kept
-_N_KEPT = 8
 
 
 class LiveRun:
@@ -57,7 +55,8 @@ class LiveRun:
         # one request computes at a time: tables are made lazily
         self._lock = Lock()
         self._version: str | None = None
-        self._of_run = lru_cache(_N_KEPT)(self._tables)
+        # for the last lists of policies
+        self._of_run = lru_cache(8)(self._tables)
 
     def answer(self, name: str, query: dict[str, list[str]], n_runs: int = 1) -> bytes:
         """The bytes of one kind of data; KeyError for an unknown kind or session."""

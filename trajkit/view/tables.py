@@ -41,8 +41,6 @@ _AS_THEY_ARE = (
 ).split()
 _SHOWN = "finish_reason trainable agent_id model started_at ended_at".split()
 _OF_ROWS = "session_id row_index parent_row shared_length turns".split()
-# examples of each kind of drift in the index
-_N_EXAMPLES = 40
 # violations of a session that are shown, and tokens before and after the first wrong one
 _N_VIOLATIONS, _AROUND = 200, 8
 
@@ -168,7 +166,7 @@ class ViewTables:
                 pl.col("findings").sum(),
                 turns=pl.len(),
                 tokens=pl.col("tokens_after_drift").sum(),
-                examples=pl.struct(turn).head(_N_EXAMPLES),
+                examples=pl.struct(turn).head(40),
             )
             .sort("findings", descending=True, maintain_order=True)
             .to_dicts()
