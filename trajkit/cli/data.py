@@ -212,7 +212,6 @@ def expand(
 
 
 def _change(stage: Any, source: list[str], out: str, job: opt.Job) -> None:
-    """Write the turns and print their size."""
     name = stage.__name__
     totals = job.run(name, source, stage, out, resume={"stage": name})
     files = log_files(source)[0], paths_in(Path(out))

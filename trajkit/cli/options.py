@@ -111,12 +111,8 @@ TokenizerPath = Annotated[
     ),
     TOKENIZER,
 ]
-Session = Annotated[
-    str | None, Parameter(help="a single session (default: all of them)")
-]
-MaxRowTokens = Annotated[
-    Count | None, Parameter(help="rows are truncated after this many tokens")
-]
+Session = Annotated[str | None, Parameter(help="one session (default: all)")]
+MaxRowTokens = Annotated[Count | None, Parameter(help="truncate longer rows")]
 
 
 @Parameter(name="*")

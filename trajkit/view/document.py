@@ -17,13 +17,8 @@ from trajkit.tables.canonical import TableLike, as_table
 from trajkit.turns.records import as_turns
 from trajkit.view.tables import ViewTables, find_violations, packed
 
-SCRIPTS = [
-    f"{name}.js"
-    for name in (
-        "vendor/flechette.min dom data policies drift forest tokens conversation "
-        "compare run app"
-    ).split()
-]
+_NAMES = "dom data policies drift forest tokens conversation compare run app"
+SCRIPTS = ["vendor/flechette.min.js", *(f"{name}.js" for name in _NAMES.split())]
 """Files of ``static/`` in the order in which the page runs them."""
 
 _STATIC = files("trajkit.view") / "static"

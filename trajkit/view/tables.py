@@ -44,7 +44,6 @@ _OF_ROWS = "session_id row_index parent_row shared_length turns".split()
 # violations of a session that are shown, and tokens before and after the first wrong one
 _N_VIOLATIONS, _AROUND = 200, 8
 
-Columns: TypeAlias = dict[str, list[Any]]
 Violations: TypeAlias = dict[str | None, list[dict[str, Any]]]
 """Lines of `trajkit.schema.VIOLATIONS` by session."""
 
@@ -172,7 +171,7 @@ class ViewTables:
             .to_dicts()
         )
 
-    def session_lines(self) -> Columns:
+    def session_lines(self) -> dict[str, list[Any]]:
         """Columns of the list of sessions. Lists per policy are in the policies' order."""
         n_output = pl.col("output_ids").list.len()
         n_path = pl.col("shared_length") + pl.col("suffix_ids").list.len() + n_output
@@ -329,10 +328,9 @@ def find_violations(
     The first of a session have the tokens around the first wrong one. Rows of another
     system may have no ids; their tokens are not shown then.
     """
-    numbers = {}
-    if {"session_id", "row_index"} <= {*rows.column_names}:
-        keys = enumerate(tuples(rows, "session_id", "row_index"))
-        numbers = {key: k for k, key in keys}
+    names, numbers = ("session_id", "row_index"), dict[Any, int]()
+    if {*names} <= {*rows.column_names}:
+        numbers = {key: k for k, key in enumerate(tuples(rows, *names))}
     found: Violations = {}
     for line in verify(rows, turns, policy, sessions=sessions).to_pylist():
         own = found.setdefault(line["session_id"], [])
@@ -418,7 +416,12 @@ def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
     """
     codec, ids = Codec(tokenizer), sorted(ids)
     special = codec.special(np.array(ids, np.int32)).astype(int).tolist()
-    columns: Columns = {"id": ids, "text": [], "hex": [], "special": special}
+    columns: dict[str, list[Any]] = {
+        "id": ids,
+        "text": [],
+        "hex": [],
+        "special": special,
+    }
     for token in ids:
         text, entry = codec.text([token]), codec.entry(token) or ""
         raw = entry_bytes(entry) if entry and "\ufffd" in text else None
