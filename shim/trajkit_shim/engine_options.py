@@ -116,7 +116,7 @@ class EngineOptions:
     late_system: Literal["user", "refuse"] = "user"
     past_reasoning: Literal["auto", "sampled", "template"] = "auto"
     trust_remote_code: bool = False
-    parser: str | None = None
+    parser: Annotated[str | None, Parameter(name=("--parser", "--tool-form"))] = None
     images: Literal["auto", "refuse", "omit"] = "auto"
 
 
