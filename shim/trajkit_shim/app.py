@@ -32,7 +32,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trajkit_shim.call import CallContext, Gateway, Options, read_body
-from trajkit_shim.chat.sampling_params import parse_client_sampling, parse_fixed
+from trajkit_shim.chat.request import parse_client_sampling, parse_fixed
 from trajkit_shim.delivery import (
     Delivery,
     json_response,

@@ -19,21 +19,29 @@ from starlette.requests import Request
 
 from trajkit.turns import tools_key
 from trajkit_shim import json_input
-from trajkit_shim.chat.image_store import ImageLimits, ImageStore
-from trajkit_shim.chat.images import Images, NoImages, hashes_of, texts_of
-from trajkit_shim.chat.reply import (
+from trajkit_shim.chat.images import (
+    ImageLimits,
+    ImageModel,
+    ImagePlaces,
+    Images,
+    ImageStore,
+    NoImages,
+    PlacedImage,
+    hashes_of,
+    texts_of,
+)
+from trajkit_shim.chat.request import (
+    ChatRequest,
     Identity,
     Parsed,
     Reply,
-    Token,
+    Required,
     Usage,
     canonical_reply,
-    make_reply,
-)
-from trajkit_shim.chat.request import ChatRequest, Required, logged_message
-from trajkit_shim.chat.sampling_params import (
     ignored_params,
     is_fixed,
+    logged_message,
+    make_reply,
     resolve,
     without_fixed,
 )
@@ -48,16 +56,14 @@ from trajkit_shim.prompting.conversation import (
     RestoredRequest,
     next_position,
 )
-from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces, PlacedImage
 from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.replies.grammar import grammar
 from trajkit_shim.replies.parse import (
     THINK,
-    Decoder,
     FormParser,
     ReplyParser,
+    grammar,
     opens_reasoning,
     tags_of,
 )
@@ -193,7 +199,7 @@ class Gateway:
             message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
         if not text_only:
-            chat = replace(chat, images=self.images.take(chat.messages))
+            chat = replace(chat, images=self.images.take(chat.images))
         return replace(chat, stream=True) if verb == "stream" else chat
 
     @contextmanager
@@ -439,12 +445,7 @@ class NewTurn:
         parsed = await self._gateway.reply_parser.parse(
             text, self._request.tools, self._ids, opened=self._opened
         )
-        finish = partial(self._finish, sample, parsed, start, stop, datetime.now(UTC))
-        if self._request.logprobs:
-            await asyncio.to_thread(finish)
-        else:
-            # this takes less time than a thread to start
-            finish()
+        self._finish(sample, parsed, stop, datetime.now(UTC))
 
     async def _sample_once(self) -> base.Sample:
         request = base.EngineRequest(
@@ -460,11 +461,10 @@ class NewTurn:
         self,
         sample: base.Sample,
         parsed: Parsed,
-        n_characters: int | None,
         stop_sequence: str | None,
         ended_at: datetime,
     ) -> None:
-        """Put reply and turn together. ``n_characters``: before the stop string."""
+        """Put reply and turn together."""
         prompt, n_output = self._prompt, len(sample.output_ids)
         aborted, n_reasoning = not sample.complete, 0
         if parsed.reasoning is not None:
@@ -472,9 +472,6 @@ class NewTurn:
             if parsed.sampled:
                 # None if the end of reasoning is spelled with other tokens
                 n_reasoning = self._renderer.end_of_reasoning(sample.output_ids) or 0
-        tokens = None
-        if self._request.logprobs:
-            tokens = self._tokens(sample, n_reasoning, n_characters)
         reply = make_reply(
             parsed,
             sample.finish_reason or "",
@@ -487,7 +484,6 @@ class NewTurn:
             ),
             identity=self._identity,
             stop_sequence=stop_sequence,
-            tokens=tokens,
         )
         message = canonical_reply(reply)
         response, names = logged_message(message), None
@@ -540,23 +536,3 @@ class NewTurn:
             prompt_digest=prompt.digest,
             mm_items=[asdict(image) for image in self._images] or None,
         )
-
-    def _tokens(
-        self, sample: base.Sample, start: int, left: int | None
-    ) -> tuple[Token, ...]:
-        """The output's tokens from ``start`` on, without the end token.
-
-        ``left``: number of characters before a stop string that ended the reply.
-        """
-        if sample.output_logprobs is None:
-            raise EngineError("the engine gives no logprobs", 400)
-        decoder, tokens = Decoder(self._renderer), list[Token]()
-        ids, logprobs = sample.output_ids.tolist(), sample.output_logprobs.tolist()
-        for i, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-            if left == 0:
-                break
-            shown = decoder.feed([token])[:left]
-            left = None if left is None else left - len(shown)
-            if i >= start and token not in self._renderer.end_ids:
-                tokens.append(Token(shown, token, logprob))
-        return tuple(tokens)
