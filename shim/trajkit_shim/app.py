@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trajkit_shim import json_input as read
 from trajkit_shim.call import Call, Gateway, Options, read_body
-from trajkit_shim.chat.sampling_params import parse_client_sampling, parse_fixed
+from trajkit_shim.chat.request import parse_client_sampling, parse_fixed
 from trajkit_shim.delivery import Delivery, json_response, unless_left, watched
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 
 import numpy as np
 from starlette.datastructures import Headers
@@ -19,43 +18,28 @@ from starlette.requests import Request
 
 from trajkit.turns import tools_key
 from trajkit_shim import json_input
-from trajkit_shim.chat.image_store import ImageLimits, ImageStore
-from trajkit_shim.chat.images import Images, NoImages, hashes_of, texts_of
-from trajkit_shim.chat.reply import (
-    Identity,
-    Parsed,
-    Reply,
-    Token,
-    Usage,
-    canonical_reply,
-    make_reply,
+from trajkit_shim.chat import request as chats
+from trajkit_shim.chat.images import (
+    ImageLimits,
+    ImageModel,
+    ImagePlaces,
+    Images,
+    ImageStore,
+    NoImages,
+    hashes_of,
+    texts_of,
 )
-from trajkit_shim.chat.request import ChatRequest, Required, logged_message
-from trajkit_shim.chat.sampling_params import (
-    ignored_params,
-    is_fixed,
-    resolve,
-    without_fixed,
-)
+from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.delivery import PendingReply, is_retry
 from trajkit_shim.engines import base, checks
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json, parse_object
 from trajkit_shim.pauses import Pause
 from trajkit_shim.prompting.conversation import Budget, Node, next_position
-from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces
 from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.replies.grammar import grammar
-from trajkit_shim.replies.parse import (
-    THINK,
-    Decoder,
-    FormParser,
-    ReplyParser,
-    opens_reasoning,
-    tags_of,
-)
+from trajkit_shim.replies import parse as replies
 from trajkit_shim.replies.parsers import form_of
 from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error, writing
@@ -86,7 +70,7 @@ class Options:
     # train the harness's own calls too (`sessions.client_identity`)
     train_side_calls: bool = False
     # parses replies, and is closed with the app; default: the gateway's own parser
-    reply_parser: ReplyParser | None = None
+    reply_parser: replies.ReplyParser | None = None
     # extend the token ids of an earlier turn where possible, or render every prompt
     prompts: Mode = "append"
     # whether replies stay as sampled where the template would rewrite them
@@ -148,8 +132,8 @@ class Gateway:
             places = ImagePlaces(images, self.images)
             self.image_policy = self.images.limits
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
-        self.reply_parser = options.reply_parser or FormParser(
-            form_of(renderer), tags_of(renderer.chat_template)
+        self.reply_parser = options.reply_parser or replies.FormParser(
+            form_of(renderer), replies.tags_of(renderer.chat_template)
         )
 
     async def read(
@@ -170,7 +154,7 @@ class Gateway:
             message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
         if not text_only:
-            chat = replace(chat, images=self.images.take(chat.messages))
+            chat = replace(chat, images=self.images.take(chat.images))
         return replace(chat, stream=True) if verb == "stream" else chat
 
     @contextmanager
@@ -289,11 +273,8 @@ class Call:
                 text, self._chat.tools, self._ids, opened=self._opened
             )
             ended_at = datetime.now(UTC)
-            finish = partial(self._reply, sample, parsed, start, stop)
-            # without logprobs this takes less time than a thread to start
-            many = self._chat.logprobs
-            reply = await asyncio.to_thread(finish) if many else finish()
-            self._message = canonical_reply(reply)
+            reply = self._reply(sample, parsed, stop)
+            self._message = chats.canonical_reply(reply)
             turn = self._turn(reply, sample, sampling)
             await gateway.images.write(self._chat.images)
             self._record(pending, sample, {**turn, "ended_at": ended_at})
@@ -331,7 +312,7 @@ class Call:
         n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, self._info, n_checked)
         # it ends within the reply's reasoning
-        self._opened = opens_reasoning(self._renderer, prompt.ids)
+        self._opened = replies.opens_reasoning(self._renderer, prompt.ids)
 
     def _sampling(self) -> base.Sampling:
         session, n_prompt = self._session, len(self._prompt.ids)
@@ -340,82 +321,57 @@ class Call:
         remaining = session.check_limit("output_tokens", 1)
         fixed, client = session.options.fixed, session.options.client_sampling
         required, self._overruled = self._chat.required, list[str]()
-        if is_fixed("response_format", fixed, client) and required.schema is not None:
+        if (
+            chats.is_fixed("response_format", fixed, client)
+            and required.schema is not None
+        ):
             required = replace(required, schema=None)
             self._overruled.append("response_format")
-        if is_fixed("tool_choice", fixed, client) and required.limits_calls:
-            required = Required(schema=required.schema)
+        if chats.is_fixed("tool_choice", fixed, client) and required.limits_calls:
+            required = chats.Required(schema=required.schema)
             self._overruled.append("tool_choice")
-        sampling = resolve(
-            without_fixed(self._chat.sampling, fixed, client),
+        sampling = chats.resolve(
+            chats.without_fixed(self._chat.sampling, fixed, client),
             fixed,
             max_tokens=limit if remaining is None else min(limit, remaining),
             room=self._info.max_context_tokens - n_prompt,
             end_ids=self._renderer.end_ids,
             client=client,
-            structural_tag=grammar(
+            structural_tag=replies.grammar(
                 replace(self._chat, required=required),
                 self._gateway.reply_parser.form,
                 fixed.extra,
                 opened=self._opened,
-                reasons=THINK in self._renderer.chat_template,
+                reasons=replies.THINK in self._renderer.chat_template,
             ),
         )
-        self._overruled += ignored_params(self._chat.sampling, sampling)
+        self._overruled += chats.ignored_params(self._chat.sampling, sampling)
         return sampling
 
     def _reply(
-        self,
-        sample: base.Sample,
-        parsed: Parsed,
-        n_characters: int | None,
-        stop_sequence: str | None,
+        self, sample: base.Sample, parsed: chats.Parsed, stop_sequence: str | None
     ) -> Reply:
-        """The reply to the client. ``n_characters``: before the stop string."""
-        n_output, n_reasoning, tokens = len(sample.output_ids), 0, None
+        n_output, n_reasoning = len(sample.output_ids), 0
         if parsed.reasoning is not None:
             n_reasoning = n_output
             if parsed.sampled:
                 # None if the end of reasoning is spelled with other tokens
                 n_reasoning = self._renderer.end_of_reasoning(sample.output_ids) or 0
-        if self._chat.logprobs:
-            tokens = self._tokens(sample, n_reasoning, n_characters)
-        return make_reply(
+        return chats.make_reply(
             parsed,
             sample.finish_reason or "",
             model=self._info.model,
-            usage=Usage(
+            usage=chats.Usage(
                 prompt_tokens=len(self._prompt.ids),
                 output_tokens=n_output,
                 cached_tokens=sample.cached_tokens,
                 reasoning_tokens=n_reasoning,
             ),
-            identity=Identity(
+            identity=chats.Identity(
                 self._protocol.call_prefix, short=self._renderer.short_call_ids
             ),
             stop_sequence=stop_sequence,
-            tokens=tokens,
         )
-
-    def _tokens(
-        self, sample: base.Sample, start: int, left: int | None
-    ) -> tuple[Token, ...]:
-        """The output's tokens from ``start`` on, without the end token.
-
-        ``left``: number of characters before a stop string that ended the reply.
-        """
-        if sample.output_logprobs is None:
-            raise EngineError("the engine gives no logprobs", 400)
-        decoder, tokens = Decoder(self._renderer), list[Token]()
-        ids, logprobs = sample.output_ids.tolist(), sample.output_logprobs.tolist()
-        for i, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-            if left == 0:
-                break
-            shown = decoder.feed([token])[:left]
-            left = None if left is None else left - len(shown)
-            if i >= start and token not in self._renderer.end_ids:
-                tokens.append(Token(shown, token, logprob))
-        return tuple(tokens)
 
     def _turn(
         self, reply: Reply, sample: base.Sample, sampling: base.Sampling
@@ -425,7 +381,7 @@ class Call:
         names = self._restored.tool_names[prompt.n_known :]
         untrained = self._caller.is_side_call and not options.train_side_calls
         spans = [span._asdict() for span in sample.weight_versions]
-        self._logged = logged_message(self._message)
+        self._logged = chats.logged_message(self._message)
         return {
             "session_id": self._session.session_id,
             "request_id": self._request_id,

@@ -25,12 +25,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
-from trajkit_shim.chat.reply import Reply
-from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.errors import GatewayError, as_gateway_error
 from trajkit_shim.json_input import Json
-from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.stream import encode
+from trajkit_shim.protocols.base import WireProtocol, encode
 
 KEPT = 32
 """Number of a session's latest replies that can be sent again or amended."""

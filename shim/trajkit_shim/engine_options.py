@@ -228,8 +228,7 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
         return {"images": arguments.images}
     if arguments.engine != "sglang":
         return {}
-    from trajkit_shim.chat.image_store import ImageLimits
-    from trajkit_shim.prompting.image_places import load_image_model
+    from trajkit_shim.chat.images import ImageLimits, load_image_model
 
     directory = arguments.model or arguments.launch
     with needs_extra("images"):
@@ -308,7 +307,7 @@ def _variables(given: str | None) -> dict[str, Any]:
 def _engine_parser(url: str) -> "ReplyParser":
     """The parsers of the engine's server; raises `ConnectionError` if it has none."""
     from trajkit_shim.errors import EngineError
-    from trajkit_shim.replies.external_parsers import SGLangParser
+    from trajkit_shim.replies.parse import SGLangParser
 
     async def ask() -> None:
         parser = SGLangParser(url)

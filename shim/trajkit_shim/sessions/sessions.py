@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
-from trajkit_shim.chat.sampling_params import SamplingParams
+from trajkit_shim.chat.request import SamplingParams
 from trajkit_shim.delivery import KEPT, PendingReply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
