@@ -184,35 +184,6 @@ def out_of_vocabulary():
     return replace(ScriptedEngine().limits, vocab_size=200)
 
 
-@pytest.mark.parametrize(
-    ("reply", "status", "match"),
-    [
-        (EngineError("out of memory"), 502, "out of memory"),
-        (EngineError("bad regex", 400), 400, "bad regex"),
-        (RuntimeError("bug"), 500, "the gateway failed"),
-        # `engines/test_checks.py` has the rules for samples
-        (
-            sampled("abc", output_logprobs=np.zeros(2, np.float32)),
-            502,
-            "2 logprobs for 4 output ids",
-        ),
-    ],
-    ids=["engine", "request", "our bug", "a logprob too few"],
-)
-async def test_a_failed_call_leaves_nothing_behind(tmp_path, reply, status, match):
-    async with in_process(ScriptedEngine(reply, "b"), RENDERER, tmp_path) as gateway:
-        client = await gateway.open()
-        with pytest.raises(openai.APIStatusError, match=match) as caught:
-            await ask(client)
-        assert caught.value.status_code == status
-        assert set(caught.value.body) == {"message", "type", "param", "code"}
-        shown = await gateway.session(client)
-        assert (shown["turns"], shown["in_flight"]) == (0, 0)
-        await ask(client)
-        (turn,) = gateway.turns()
-    assert turn["turn_index"] == 0
-
-
 async def test_a_prompt_outside_the_vocabulary(tmp_path):
     engine = ScriptedEngine("a")
     engine.limits = out_of_vocabulary()
