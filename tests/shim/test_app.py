@@ -237,28 +237,6 @@ async def test_unknown_and_closed_sessions(tmp_path):
         assert gateway.turns() == []
 
 
-async def test_a_call_is_recorded_in_the_session_that_it_names_first(tmp_path):
-    """The path comes before the header, and the header before the key."""
-    async with in_process(ScriptedEngine("a", "b"), RENDERER, tmp_path) as gateway:
-        path, header, key = [await gateway.open_key() for _ in range(3)]
-
-        async def named(url, session):
-            answer = await gateway.http.post(
-                url,
-                headers={"x-session-key": session, "authorization": f"Bearer {key}"},
-                json={"messages": [USER]},
-            )
-            return answer.status_code
-
-        assert await named(f"/s/{path}/v1/chat/completions", header) == 200
-        assert await named("/v1/chat/completions", header) == 200
-        # a wrong name is no reason to take another one
-        assert await named("/s/other/v1/chat/completions", header) == 401
-        assert await named("/v1/chat/completions", "other") == 401
-        sessions = [turn["session_id"] for turn in gateway.turns()]
-    assert sessions == [gateway.ids[path], gateway.ids[header]]
-
-
 async def test_max_turns_counts_answered_calls(tmp_path):
     held = Held("a")
     engine = ScriptedEngine(EngineError("no", 400), held, "b", "c")
