@@ -18,9 +18,13 @@ import trajkit as tk
 from tests.shim.clients import in_process, read_log
 from tests.shim.sglang_cpu.make_vision_model import write_processor
 from trajkit.turns import engine_ids
-from trajkit_shim.chat.image_store import ImageLimits, ImageStore, open_image
+from trajkit_shim.chat.images import (
+    ImageLimits,
+    ImageStore,
+    load_image_model,
+    open_image,
+)
 from trajkit_shim.engines.base import EngineInfo, Sample
-from trajkit_shim.prompting.image_places import load_image_model
 from trajkit_shim.prompting.render import load_renderer
 
 pytestmark = pytest.mark.anyio
@@ -510,7 +514,7 @@ async def test_an_image_is_known_as_long_as_one_of_its_requests(tmp_path):
 
     async def take():
         image = open_image(PNG, "here", store.limits)
-        return store.take([{"role": "user", "content": [image]}])
+        return store.take([image])
 
     first, second = await take(), await take()
     name = first[0].name

@@ -20,11 +20,11 @@ from tests.shim.fakes import (
     rendered,
 )
 from tests.strategies import client_habits, reply_texts
-from trajkit_shim.chat.reply import Identity, Usage, canonical_reply, make_reply
+from trajkit_shim.chat.request import Identity, Usage, canonical_reply, make_reply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.protocols import PROTOCOLS
-from trajkit_shim.protocols.stream import encode
+from trajkit_shim.protocols.base import encode
 
 USER = {"role": "user", "content": "hi"}
 NEXT = {"role": "user", "content": "and?"}
@@ -61,7 +61,7 @@ def calling(text, *arguments, ids="ab", **fields):
 
 def restored(book, *messages):
     got = book.restore([*messages, NEXT])
-    return got.messages[:-1], [known for known in got.known if known]
+    return got.messages[:-1], [p.known for p in got.places if p.known]
 
 
 @pytest.mark.parametrize(

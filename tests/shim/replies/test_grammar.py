@@ -3,10 +3,9 @@
 import pytest
 
 from tests.shim.fakes import parse_reply
-from trajkit_shim.chat.request import ChatRequest, Required
-from trajkit_shim.chat.sampling_params import SamplingParams
+from trajkit_shim.chat.request import ChatRequest, Required, SamplingParams
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.replies.grammar import grammar
+from trajkit_shim.replies.parse import grammar
 from trajkit_shim.replies.parsers import FORMS
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "number"}}}

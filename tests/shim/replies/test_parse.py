@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.shim.fakes import parse_reply
 from tests.strategies import good_calls, plain_texts
-from trajkit_shim.chat.reply import ToolCall
+from trajkit_shim.chat.request import ToolCall
 
 
 def taken(text: str) -> tuple[str, tuple[ToolCall, ...], bool]:

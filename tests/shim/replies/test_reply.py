@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.shim.fakes import parse_reply
 from tests.strategies import reply_texts
-from trajkit_shim.chat.reply import Usage, canonical_reply, make_reply
+from trajkit_shim.chat.request import Usage, canonical_reply, make_reply
 from trajkit_shim.json_input import Fields
 from trajkit_shim.protocols.openai_chat import (
     OPENAI_CHAT,
