@@ -195,13 +195,13 @@ GATEWAY = (
         ("clients see the stop string", "text = text[:start]", "text = text"),
         (
             "a reply that was broken off trains",
-            "trainable=not aborted and not untrained",
-            "trainable=not untrained",
+            '"trainable": sample.complete and not untrained',
+            '"trainable": not untrained',
         ),
         (
             "a side call trains",
-            "trainable=not aborted and not untrained",
-            "trainable=not aborted",
+            '"trainable": sample.complete and not untrained',
+            '"trainable": sample.complete',
         ),
         (
             "a client of a session with fixed sampling may require a form",
@@ -219,8 +219,8 @@ GATEWAY = (
         _SESSIONS + " tests/shim/test_adversity.py tests/shim/test_serve.py",
         (
             "a repeated request is not named",
-            "turn.resend_of = session.request_ids.get(call.digest)",
-            "turn.resend_of = None",
+            'turn["resend_of"] = session.request_ids.get(self._digest)',
+            'turn["resend_of"] = None',
         ),
         (
             "work is not bounded",
@@ -234,12 +234,12 @@ GATEWAY = (
         ),
         (
             "the session's variables do not win",
-            "{**self.options.variables, **asked, **fixed}",
-            "{**self.options.variables, **fixed, **asked}",
+            "{**gateway.options.variables, **asked, **fixed}",
+            "{**gateway.options.variables, **fixed, **asked}",
         ),
         (
             "a full log takes calls",
-            "if self.log.full:",
+            "if self._gateway.log.full:",
             "if False:",
         ),
     ),
@@ -372,16 +372,16 @@ GATEWAY = (
         ),
         (
             "a column that the log lacks is lost",
-            "if getattr(turn, name, None) is not None:",
+            "if turn.get(name) is not None:",
             "if False:",
         ),
     ),
     place(
-        "shim/trajkit_shim/sessions/append_log.py",
+        "shim/trajkit_shim/sessions/turn_log.py",
         "tests/shim/sessions tests/shim/test_app.py tests/shim/test_adversity.py",
         (
             "a truncated log is not noticed",
-            "elif own.st_size != self._sizes[-1]:",
+            "elif own.st_size != size:",
             "elif False:",
         ),
         ("half a batch stays", "os.ftruncate(file, begin)", "pass"),
@@ -573,17 +573,17 @@ GATEWAY = (
         _ENGINES,
         (
             "a reply of another request is recorded",
-            "if request_id != request.request_id:",
-            "if False:",
+            "need(request_id == own, ",
+            "need(True, ",
         ),
         (
             "a reply whose counts differ is recorded",
-            "if type(given) is not int or given != number:",
-            "if False:",
+            'need(same, name, given, f"{number} were counted")',
+            "pass",
         ),
         (
             "logprobs may be of other ids",
-            "if not _all_of(labels, int) or labels != ids:",
+            "if type(label) is not int or label != token:",
             "if False:",
         ),
         (
@@ -605,10 +605,14 @@ GATEWAY = (
             "if end is not None and not",
             "if False and not",
         ),
-        ("a mask may lack what was drawn", "if token not in allowed:", "if False:"),
+        (
+            "a mask may lack what was drawn",
+            "if ids[place] not in allowed:",
+            "if False:",
+        ),
     ),
     place(
-        "shim/trajkit_shim/engines/sglang.py",
+        "shim/trajkit_shim/engines/http.py",
         _ENGINES,
         (
             "logprobs are from before the cut",
@@ -617,7 +621,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/engines/vllm.py",
+        "shim/trajkit_shim/engines/http.py",
         _ENGINES,
         (
             "a greedy call has logprobs of the model",

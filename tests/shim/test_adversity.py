@@ -29,8 +29,7 @@ from trajkit_shim.delivery import is_retry
 from trajkit_shim.engines import http
 from trajkit_shim.errors import EngineError
 from trajkit_shim.serve import running
-from trajkit_shim.sessions.append_log import AppendLog
-from trajkit_shim.sessions.turn_log import TurnLog
+from trajkit_shim.sessions.turn_log import AppendLog, TurnLog
 
 USER = {"role": "user", "content": "hi"}
 

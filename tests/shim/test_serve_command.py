@@ -65,11 +65,11 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
 SLOW = """
 import asyncio, sys
 from pathlib import Path
-from trajkit_shim.engines.embedded import engine
+from trajkit_shim.engines import embedded
 async def stalled(self, *given, **options):
     Path(sys.argv.pop()).touch()
     await asyncio.sleep(600)
-engine.EmbeddedEngine.generate = engine.EmbeddedEngine.stream = stalled
+embedded.EmbeddedEngine.generate = stalled
 """
 
 

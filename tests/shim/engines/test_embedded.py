@@ -21,15 +21,16 @@ from tests.shim.train_tokenizer import (
 )
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.embedded import (
+    END,
     EmbeddedEngine,
     Reply,
     Special,
     converse,
     load_tokenizer,
+    shaped,
+    shipped,
     tool_call,
 )
-from trajkit_shim.engines.embedded.engine import shaped
-from trajkit_shim.engines.embedded.vocabulary import END, shipped
 from trajkit_shim.errors import EngineError
 
 VOCAB = shipped()

@@ -17,7 +17,7 @@ import trajkit as tk
 from tests.shim.fakes import save_tokenizer
 from trajkit import cli
 from trajkit_shim.engines import launch
-from trajkit_shim.engines.launch import running_server
+from trajkit_shim.engines.launch import running_server, sglang_server
 
 ROOT = Path(__file__).parents[3]
 FAKE = Path(__file__).with_name("fake_sglang.py")
@@ -44,7 +44,8 @@ def model(tmp_path):
 def launched(python, tmp_path, *arguments, **options):
     """The URL of a launched server."""
     log = tmp_path / "logs" / "engine.log"
-    with running_server(python, "m", arguments, log, **options) as url:
+    command = sglang_server(python, "m", arguments)
+    with running_server(*command, log, **options) as url:
         yield url
 
 

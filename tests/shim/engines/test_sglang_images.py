@@ -13,8 +13,8 @@ from tests.shim.sglang_cpu.servers import make_model, served
 from tests.shim.test_images import JPEG, PNG, TYPES, chat, drawn
 from trajkit.turns import engine_ids
 from trajkit_shim.chat.images import load_image_model
+from trajkit_shim.engines.http import SGLangEngine
 from trajkit_shim.engines.model_config import vocab_size
-from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import load_renderer
 
