@@ -374,7 +374,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/sessions.py",
-        "tests/rows/test_links.py tests/rows/test_rows.py tests/rows/test_policies.py",
+        "tests/rows/test_forest_routes.py tests/rows/test_recorded_parents.py",
         (
             "retries are not ranked by request_id",
             'keys = [self._ranks("request_id"), self.calls["prompt_len"], self.session]',
