@@ -14,8 +14,6 @@ import pyarrow as pa
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from trajkit.tables.export import Column
-
 fewer_examples = settings(max_examples=max(settings().max_examples // 3, 8))
 """For a property that runs under many parameters, or goes over every policy."""
 
@@ -1169,81 +1167,3 @@ def transcripts(draw):
     roles = st.sampled_from(["system", "user", "assistant", "assistant", "tool"])
     message = st.fixed_dictionaries({"role": roles, "content": said})
     return draw(st.lists(st.lists(message, max_size=5), max_size=4))
-
-
-# Columns in the terms of Arrow's format.
-
-
-def _bitmap(flags: list[bool]) -> np.ndarray:
-    return np.packbits(np.array(flags, bool), bitorder="little")
-
-
-@st.composite
-def batch_columns(draw):
-    """Fields, `trajkit.tables.export.Column`s of equal length, and what their values are.
-
-    Fixed-width columns, bitmaps, dictionaries and lists of structs of these, with and
-    without nulls, behind an offset, beside arrays that are Arrow's already.
-    """
-    n = draw(st.integers(0, 20))
-    offset = draw(st.integers(0, 9))
-    kinds = draw(
-        st.lists(
-            st.sampled_from(["ints", "flags", "names", "arrow", "lists"]), min_size=1
-        )
-    )
-    fields, columns, expected = [], [], []
-    for k, kind in enumerate(kinds):
-        type_, column, values = _drawn_column(draw, kind, n, offset)
-        fields.append(pa.field(f"c{k}", type_))
-        columns.append(column)
-        expected.append(values)
-    return fields, columns, expected
-
-
-def _drawn_column(draw, kind, n, offset):
-    size = n + offset
-    whole = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
-    known = draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    if kind == "lists":
-        lengths = [0, *whole]
-        ends = np.cumsum(lengths)
-        inner = [
-            _drawn_column(draw, part, int(ends[-1]), 0) for part in ("ints", "names")
-        ]
-        items = list(zip(*(values for _, _, values in inner), strict=True))
-        parts = [pa.field(name, one[0]) for name, one in zip("ab", inner, strict=True)]
-        struct = Column(
-            int(ends[-1]), (None,), children=tuple(column for _, column, _ in inner)
-        )
-        column = Column(n, (None, ends), 0, offset, (struct,))
-        values = [
-            [dict(zip("ab", item, strict=True)) for item in items[lo:hi]]
-            for lo, hi in pairwise(ends[offset:].tolist())
-        ]
-        return pa.large_list(pa.struct(parts)), column, values
-    read = {0: "x", 1: "y", 2: "z"}
-    of_kind = {
-        "ints": whole,
-        "arrow": whole,
-        "flags": [value > 0 for value in whole],
-        "names": [read[value] for value in whole],
-    }[kind]
-    values = [
-        value if valid else None for value, valid in zip(of_kind, known, strict=True)
-    ][offset:]
-    if kind == "arrow":
-        return pa.int64(), pa.array(values, pa.int64()), values
-    buffers = {
-        "ints": np.array(whole, np.int32),
-        "flags": _bitmap(of_kind),
-        "names": np.array(whole, np.int8),
-    }
-    names = pa.array(list(read.values())) if kind == "names" else None
-    type_ = {
-        "ints": pa.int32(),
-        "flags": pa.bool_(),
-        "names": pa.dictionary(pa.int8(), pa.string()),
-    }[kind]
-    column = Column(n, (_bitmap(known), buffers[kind]), -1, offset, (), names)
-    return type_, column, values

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from trajkit._core import DTYPES, ENUMS
 
 # the numpy dtypes of _native/structs.pxd
-CALL, REQUEST, NODE = DTYPES["Call"], DTYPES["Request"], DTYPES["Node"]
+CALL, REQUEST = DTYPES["Call"], DTYPES["Request"]
 LINK, ROW, CHOICES = DTYPES["Link"], DTYPES["Row"], DTYPES["Choices"]
 PACK_ROW = DTYPES["PackRow"]
 

@@ -554,9 +554,9 @@ PYTHON = (
             "logprobs[:0] = 0.0",
         ),
         (
-            "offsets of a later batch do not begin at 0",
-            "here = here - here[:, :1]",
-            "here = here - 0",
+            "a later batch has the columns of the first rows",
+            "each[lo:hi] for name",
+            "each[: hi - lo] for name",
         ),
     ),
     _place(
@@ -1045,15 +1045,15 @@ NATIVE = (
         "tests/rows/test_rows.py tests/rows/test_policies.py tests/rows/test_splice.py",
         (
             "the logprobs of a later part are those of the first",
-            "bit = call.valid_bit + span.out_start + i",
-            "call.valid_bit + i",
-            "call.valid_bit + span.out_start + i",
+            "if _has_logprob(call, span.out_start + i):",
+            "i",
+            "span.out_start + i",
         ),
         (
             "an earlier drift is forgotten behind a later one",
-            "replaced = min(replaced, links[call].lcp)",
-            "links[call].lcp",
-            "min(replaced, links[call].lcp)",
+            "after = min(after, plan.links[calls[k]].lcp)",
+            "plan.links[calls[k]].lcp",
+            "min(after, plan.links[calls[k]].lcp)",
         ),
     ),
     _place(
@@ -1078,9 +1078,9 @@ NATIVE = (
         "tests/rows/test_forest_routes.py tests/rows/test_policies.py",
         (
             "a reply as long as the threshold is rewritten",
-            "or calls[reply.call].out_len >= self.merge_threshold",
-            "calls[reply.call].out_len > self.merge_threshold",
-            "calls[reply.call].out_len >= self.merge_threshold",
+            "or self.forest.calls[reply.call].out_len >= self.merge_threshold",
+            "self.forest.calls[reply.call].out_len > self.merge_threshold",
+            "self.forest.calls[reply.call].out_len >= self.merge_threshold",
         ),
         (
             "a reply that was continued is rewritten",
@@ -1163,13 +1163,13 @@ NATIVE = (
         "tests/rows/test_links.py tests/rows/test_splice.py tests/rows/test_golden.py",
         (
             "of equal ends the last chain wins",
-            "length > longest or length == longest and self.first[call] < self.first[best]",
-            "self.first[call] > self.first[best]",
-            "self.first[call] < self.first[best]",
+            "length > longest or length == longest and first[call] < first[best[0]]",
+            "first[call] > first[best[0]]",
+            "first[call] < first[best[0]]",
         ),
         (
             "an empty prompt continues a chain",
-            "if self.of_prompts and prompt_len == 0:",
+            "if of_prompts and prompt_len == 0:",
             "False",
             "prompt_len == 0",
         ),
@@ -1190,9 +1190,9 @@ NATIVE = (
         ),
         (
             "drift at the start of a reply is in the prompt",
-            "if calls[x].prompt_len <= lcp < stop:",
-            "calls[x].prompt_len < lcp < stop",
-            "calls[x].prompt_len <= lcp < stop",
+            "if start <= lcp < min(stop, reach):",
+            "start < lcp < min(stop, reach)",
+            "start <= lcp < min(stop, reach)",
         ),
     ),
     _place(
@@ -1246,10 +1246,10 @@ NATIVE = (
         "_native/forest.pxi",
         "tests/recorder",
         (
-            "of calls with one prompt the first is the base, whatever its output",
-            "if position == n and n_output:",
+            "the next node of the last path is followed, whatever its first token",
+            "if child < 0 or nodes[child].first != token:",
             "0",
-            "n_output",
+            "nodes[child].first != token",
         ),
     ),
 )

@@ -125,13 +125,13 @@ def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
     made = []
     fill = import_module("trajkit.rows.fill")
 
-    def counting(*given, real=fill.record_batch):
+    def counting(*given, real=fill._structs):
         made.append(1)
         return real(*given)
 
     with (
         mock.patch.object(limits, "BATCH_TOKENS", 1),
-        mock.patch.object(fill, "record_batch", counting),
+        mock.patch.object(fill, "_structs", counting),
         mock.patch.object(limits, "HELD_ROW_TOKENS", 1),
     ):
         batches = tk.linearize_batches(iter(turns.to_batches()), "per_call")

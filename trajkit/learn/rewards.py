@@ -20,7 +20,7 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Spread: TypeAlias = Literal["copy", "uniform", "final_only", "per_turn", "last_turn"]
 
-_FINAL = 1 + SEGMENT_KINDS.index("final")
+_FINAL = SEGMENT_KINDS.index("final")
 
 
 @stage
@@ -94,7 +94,7 @@ def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Tab
         index = table.column("row_index").to_numpy()
         kinds = table.column("segment_kind").cast(pa.string())
         number = pc.index_in(kinds, pa.array(SEGMENT_KINDS)).fill_null(-1)
-        shares = spread(reward, mode, session, index, 1 + np.asarray(number))
+        shares = spread(reward, mode, session, index, np.asarray(number))
         shared = pa.array(shares, mask=~known)
     elif mode == "per_turn":
         shared = _per_turn(table, given)
@@ -113,13 +113,13 @@ def spread(
 ) -> Floats:
     """Each row's share of the reward of its rollout.
 
-    ``kind`` is 1 + the number in `SEGMENT_KINDS`, or 0.
+    ``kind`` is the number in `SEGMENT_KINDS`; -1: none.
     """
     if mode == "uniform":
         return reward / np.bincount(session)[session]
     if mode != "final_only":
         return reward
-    has_kinds = np.bincount(session, kind > 0)[session] > 0
+    has_kinds = np.bincount(session, kind >= 0)[session] > 0
     last = np.full(int(session.max(initial=-1)) + 1, -1, np.int64)
     np.maximum.at(last, session, index)
     final = np.where(has_kinds, kind == _FINAL, index == last[session])

@@ -23,8 +23,15 @@ from trajkit.schema.engine import lookup, nulls
 from trajkit.tables import canonical as tables
 from trajkit.tables.canonical import TableLike, place
 from trajkit.tables.columns import list_values, row_lengths, take_values, without_views
-from trajkit.tables.export import pooled
-from trajkit.tables.ragged import Ints, Longs, Ragged, Records, offsets_of, positions
+from trajkit.tables.ragged import (
+    Ints,
+    Longs,
+    Ragged,
+    Records,
+    offsets_of,
+    pooled,
+    positions,
+)
 from trajkit.tables.stages import apply, concat, stage
 from trajkit.turns import images
 from trajkit.turns.validation import check_layout

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._kernel_names import CHOICES, ROW, numbers
+from trajkit._kernel_names import CHOICES, numbers
 from trajkit.policies import DRIFT_ACTIONS, TRAINING_ROWS, Policy
 from trajkit.rows.routes.prefix import created_ranks
 from trajkit.schema import REPORT
@@ -67,24 +67,16 @@ def plan_rows(
     sessions: Sessions, links: Records, policy: Policy, max_tokens: int
 ) -> Plan:
     """The rows of links whose ``lcp`` is known."""
-    n_calls = len(links)
-    rows, owners = np.empty(n_calls, ROW), np.empty(n_calls, np.int32)
-    counts = np.zeros((len(sessions.ids), len(COUNTS)), np.int64)
     created = np.empty(0, np.int32)
     if policy.row_selection == "main" and policy.parent_by == "prefix":
         created = created_ranks(sessions, links)
     elif policy.row_selection == "main":
         created = sessions.by_creation()
-    n_rows = _core.plan_rows(
-        sessions.forest.paths,
-        links,
-        choices_of(policy, max_tokens),
-        created,
-        owners,
-        rows,
-        counts,
+    choices = choices_of(policy, max_tokens)
+    rows, owners, counts = _core.plan_rows(
+        sessions.forest.paths, links, choices, created
     )
-    return Plan(rows[:n_rows], counts, owners)
+    return Plan(rows, counts, owners)
 
 
 def report_batch(facts: pa.RecordBatch, plan: Plan) -> pa.RecordBatch:

@@ -77,10 +77,7 @@ class Spliced:
 
         Prompts that a row starts with come before the parts that were spliced in.
         """
-        offsets = offsets_of(rows["n_calls"])
-        call = np.empty(int(offsets[-1]), np.int32)
-        numbers = np.arange(len(self.links), dtype=np.int32)
-        _core.list_turns(rows, self.links, numbers, offsets, call)
+        offsets, call = offsets_of(rows["n_calls"]), _core.list_calls(rows, self.links)
         row = np.repeat(np.arange(len(rows)), np.diff(offsets))
         start, n_tokens = self.starts[call], rows["n_tokens"][row]
         parent = self.links["parent"][call]

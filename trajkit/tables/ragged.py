@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ Longs: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Records: TypeAlias = npt.NDArray[np.void]
 Index: TypeAlias = int | np.integer[Any]
+_Item = TypeVar("_Item", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +157,13 @@ def runs_of(sizes: Longs, most: int) -> Iterator[tuple[int, int]]:
         stop = max(stop, start + 1)
         yield start, stop
         start = stop
+
+
+def pooled(size: int, dtype: type[_Item] | np.dtype[_Item]) -> npt.NDArray[_Item]:
+    """An array of shape (size,) in Arrow's memory pool, its values undefined.
+
+    The pool keeps what is freed, so the next array goes to pages that are there; pages
+    from the system are cleared and mapped one by one, which takes as long as filling them.
+    """
+    n_bytes = size * np.dtype(dtype).itemsize
+    return np.frombuffer(pa.allocate_buffer(n_bytes), dtype)

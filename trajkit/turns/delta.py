@@ -19,7 +19,6 @@ from trajkit.tables.columns import (
     replace_columns,
     with_column,
 )
-from trajkit.tables.export import pooled
 from trajkit.tables.ragged import (
     Bools,
     Ints,
@@ -29,6 +28,7 @@ from trajkit.tables.ragged import (
     combined,
     lengths,
     offsets_of,
+    pooled,
     positions,
 )
 from trajkit.tables.stages import apply, stage

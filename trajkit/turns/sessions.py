@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._kernel_names import CALL, NODE, REQUEST, numbers
+from trajkit._kernel_names import CALL, REQUEST, numbers
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
@@ -59,7 +59,7 @@ class Forest:
     shared: Longs
     # shape (n_calls,): a call that has them, or -1
     shared_with: Ints
-    # dtype NODE, shape (n_nodes,): ranges of paths that no call leaves or ends inside
+    # shape (n_nodes,): ranges of paths that no call leaves or ends inside
     nodes: Records
     # shape (n_calls,): the node at whose stop the call's path ends
     ends: Ints
@@ -69,14 +69,8 @@ class Forest:
     @classmethod
     def of(cls, calls: Records, offsets: Longs) -> Self:
         """The forest of records of dtype CALL, with the offsets of their sessions."""
-        n_calls = len(calls)
-        nodes = np.empty(2 * n_calls + len(offsets) - 1, NODE)
-        ends, shared_with = np.empty((2, n_calls), np.int32)
-        shared = np.empty(n_calls, np.int64)
-        n = _core.grow_forest(calls, offsets, nodes, ends, shared, shared_with)
-        nodes = nodes[:n]
-        grown = _core.CallForest(calls, offsets, nodes, ends)
-        return cls(shared, shared_with, nodes, ends, grown)
+        paths = _core.CallForest(calls, offsets)
+        return cls(*paths.arrays, paths)
 
     def ids(self, call: int, start: int, stop: int) -> Ints:
         """A copy of a range of a call's path."""

@@ -58,8 +58,7 @@ def by_prompts(calls: Sessions, forest: Forest, policy: Policy) -> Records:
 
 def _by_chain_ends(calls: Sessions, forest: Forest, *, of_prompts: bool) -> Records:
     links, n_calls = empty_links(calls), len(calls.calls)
-    first = np.empty(n_calls, np.int32)
-    _core.route_chains(forest.paths, of_prompts, first, links)
+    first = _core.route_chains(forest.paths, of_prompts, links)
     reason = REASONS["prompts" if of_prompts else "tokens"]
     links["link_reason"][links["parent"] >= 0] = reason
     # chain by chain, in order of their first calls, and session by session
