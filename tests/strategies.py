@@ -659,7 +659,7 @@ ends_of_turn = st.sampled_from([END, END, None, None, 0, 7])
 
 
 client_habits = st.sets(st.sampled_from(["no reasoning", "blocks", "numbers"]))
-"""What a client does to a reply that it sends back: `prompting.test_reply_matching`."""
+"""What a client does to a reply that it sends back: `prompting.test_conversation`."""
 
 
 # Calls whose order does not count

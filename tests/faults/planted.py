@@ -43,9 +43,9 @@ PYTHON = (
             "np.maximum.accumulate(lcp[chain[k + 1 :]])",
         ),
         (
-            "the first token beyond the limit is over max_rows",
-            "place < self._most,",
-            "place <= self._most,",
+            "a row over max_rows is one that was cut",
+            'kind[trained] = _CODES["over_max_rows"]',
+            'kind[trained] = _CODES["cut"]',
         ),
         (
             "drift right after a row's first prompt restarts it",
@@ -710,6 +710,58 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/files/group.py",
+        "tests/files/test_run.py",
+        (
+            "turns out of order are read as they are",
+            "if (before and not continues) or (index is not None and falls):",
+            "if before and not continues:",
+        ),
+        (
+            "a run that continues leaves out its first turns twice",
+            "skip = max(skip - table.num_rows, 0)",
+            "skip = max(skip, 0)",
+        ),
+        (
+            "a session that appears while a log is grouped has no words",
+            "if session not in buckets:",
+            "if session is None:",
+        ),
+        (
+            "a session whose lines are no turns is rejected for its nulls",
+            'self._misread.pop(line["session_id"], line["reason"])',
+            'line["reason"]',
+        ),
+    ),
+    _place(
+        "trajkit/files/arrow.py",
+        "tests/files/test_damage.py",
+        (
+            "rows that Arrow passes over are not missed",
+            "if n_rows != group.num_rows:",
+            "if n_rows > group.num_rows:",
+        ),
+        (
+            "values that a page lacks are not missed",
+            "found.tolist() != due:",
+            "found.tolist() > due:",
+        ),
+    ),
+    _place(
+        "trajkit/files/run.py",
+        "tests/files/test_run.py",
+        (
+            "a run of other options continues the parts",
+            "if known == self._job:",
+            "if known:",
+        ),
+        (
+            "files of any job are taken for parts",
+            'any(n[0] != "." for n in os.listdir(one))',
+            'any(n[0] == "." for n in os.listdir(one))',
+        ),
+    ),
+    _place(
         "trajkit/verification/context.py",
         "tests/verification/test_verify.py",
         (
@@ -749,8 +801,8 @@ PYTHON = (
         ),
         (
             "use_tool of a row may be true for no turn",
-            "if given is not flag and (of_row or flag):",
-            "if given is not flag and flag:",
+            "append(flag if flag or of_row else given[name][row])",
+            "append(flag if flag else given[name][row])",
         ),
         (
             "a logprob may be where the engine gave none",
@@ -836,6 +888,89 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/importers/reader.py",
+        "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
+        "tests/importers/test_importers.py",
+        (
+            "a turn whose usage contradicts trains",
+            'self.contradicted == "untrain"',
+            'self.contradicted == "train"',
+        ),
+        (
+            "a record that is left out has no number",
+            "self.numbers[session] += 1",
+            "self.numbers[session] += not found.problem",
+        ),
+        (
+            "equal requests take each other's reply",
+            "if len(several) > 1:",
+            "if len(several) > 2:",
+        ),
+        (
+            "a session in two files is no finding",
+            "if origin not in known:",
+            "if not known:",
+        ),
+    ),
+    _place(
+        "trajkit/importers/calls.py",
+        "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
+        "tests/importers/test_importers.py",
+        (
+            "logprobs of other ids are taken",
+            "if len(logprobs) == len(listed) and (ids is None or ids == listed):",
+            "if len(logprobs) == len(listed):",
+        ),
+        (
+            "a response counts before a mapping",
+            "{**values, **one, **kept}",
+            "{**values, **kept, **one}",
+        ),
+        (
+            "a mask that marks part of an output is passed over",
+            "if marks and not all(list_of(value)):",
+            "if marks and not any(list_of(value)):",
+        ),
+        (
+            "the token that begins the next role ends no reply",
+            "return np.append(output, np.int32(end))",
+            "return output",
+        ),
+    ),
+    _place(
+        "trajkit/importers/containers.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a tensor may end a number beyond its storage",
+            "last >= len(storage)",
+            "last > len(storage)",
+        ),
+        (
+            "what is unread counts for every choice",
+            "unread=self.unread if first else {},",
+            "unread=self.unread,",
+        ),
+    ),
+    _place(
+        "trajkit/importers/formats.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a capture of a newer version is read",
+            "not 1 <= version <= _NEWEST_GYM:",
+            "not 1 <= version:",
+        ),
+        (
+            "sampled ids are anywhere in a node",
+            "if not all(listed[start:]):",
+            "if not any(listed[start:]):",
+        ),
+        (
+            "cached tokens are none of a prompt",
+            'usage.get("cached_input_tokens") or 0]',
+            "0]",
+        ),
+    ),
+    _place(
         "trajkit/analysis/rows.py",
         "tests/analysis/test_row_check.py tests/analysis/test_row_reasons.py",
         (
@@ -845,8 +980,8 @@ PYTHON = (
         ),
         (
             "what a policy loses is missing",
-            "due = due & ~_lost(self.turns, output_spans(table, policy))",
-            "due = due",
+            "due[positions(self.outputs.offsets[lost] + start, stop - start)] = False",
+            "due[positions(self.outputs.offsets[lost] + start, stop - start)] = True",
         ),
         (
             "a mask that trains too little is shifted",

@@ -302,7 +302,6 @@ def test_links_of_other_sessions_are_refused():
         lambda b: tk.add_weights_batches(b, "turn"),
         lambda b: tk.verify_batches(b, b, "slim"),
         lambda b: tk.pack_batches(b, 0),
-        lambda b: tk.analysis.label_branches_batches(b, b, opening_tokens=0),
         lambda b: tk.validate_batches(b, nonfinite_logprobs="zero"),
         lambda b: tk.validate_batches(b, "zzz"),
         lambda b: tk.linearize_batches(b, payloads="zzz"),
