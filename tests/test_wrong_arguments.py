@@ -193,22 +193,6 @@ def test_a_wrong_format_of_a_file_is_named(tmp_path):
     assert tk.read_turns(path) == TURNS
 
 
-def test_a_choice_is_checked_before_a_stream_is_read():
-    def turns_of():
-        raise AssertionError("the stream is read")
-        yield
-
-    for make in (
-        lambda: tk.validate_batches(turns_of(), nonfinite_logprobs="zero"),
-        lambda: tk.validate_batches(turns_of(), "zzz"),
-        lambda: tk.linearize_batches(turns_of(), payloads="zzz"),
-        lambda: tk.linearize_batches(turns_of(), report="zzz"),
-        lambda: tk.verify_batches(ROWS, turns_of(), weigh_by="zzz"),
-    ):
-        with pytest.raises(ArgumentError, match=r"zzz|zero"):
-            make()
-
-
 def test_every_public_function_is_tried():
     known = {function.__name__ for function in RIGHT}
     for module in (tk, turns, training, analysis):

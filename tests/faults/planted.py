@@ -374,7 +374,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/sessions.py",
-        "tests/rows/test_links.py tests/rows/test_rows.py tests/rows/test_policies.py",
+        "tests/rows/test_forest_routes.py tests/rows/test_recorded_parents.py",
         (
             "retries are not ranked by request_id",
             'keys = [self._ranks("request_id"), self.calls["prompt_len"], self.session]',
@@ -1004,8 +1004,8 @@ PYTHON = (
         "tests/recorder/test_message_lists.py tests/recorder/test_recorder.py",
         (
             "the reply of a base is not shared",
-            "[self.reply] if self.reply >= 0 else []",
-            "[]",
+            "            numbers.append(self.reply)\n",
+            "            pass\n",
         ),
         (
             "messages whose body is not the last of their key are shared",

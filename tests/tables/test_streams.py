@@ -175,24 +175,6 @@ def test_what_rows_are_given_from_tables(data, turns):
         assert lines(found) == whole(rows, **options).to_pylist()
 
 
-@given(data=st.data(), turns=runs())
-def test_sessions_of_a_stream_are_rejected(data, turns):
-    table = turns_table(turns)
-    choose = chooser(data)
-    names = table["session_id"].unique().to_pylist()
-    broken = {name for name in names if choose([False, True])}
-    prompts = [
-        [-1] if line["session_id"] in broken else line["prompt_ids"] or [0]
-        for line in table.to_pylist()
-    ]
-    at = table.schema.get_field_index("prompt_ids")
-    field = table.schema.field(at)
-    table = table.set_column(at, field, pa.array(prompts, field.type))
-    good, bad = tk.turns.reject_sessions(table, bodies=False)
-    assert set(bad["session_id"].to_pylist()) == broken
-    assert set(good["session_id"].to_pylist()) == {*names} - broken
-
-
 # --- verify
 
 
@@ -320,11 +302,20 @@ def test_links_of_other_sessions_are_refused():
         lambda b: tk.add_weights_batches(b, "turn"),
         lambda b: tk.verify_batches(b, b, "slim"),
         lambda b: tk.pack_batches(b, 0),
+        lambda b: tk.validate_batches(b, nonfinite_logprobs="zero"),
+        lambda b: tk.validate_batches(b, "zzz"),
+        lambda b: tk.linearize_batches(b, payloads="zzz"),
+        lambda b: tk.linearize_batches(b, report="zzz"),
+        lambda b: tk.verify_batches(b, b, weigh_by="zzz"),
     ],
 )
 def test_options_are_checked_before_a_stream_is_read(call):
+    def batches():
+        raise AssertionError("the stream is read")
+        yield
+
     with pytest.raises(ArgumentError):
-        call(iter([]))
+        call(batches())
 
 
 def test_the_form_for_tables_refuses_an_iterator():

@@ -50,27 +50,6 @@ def test_links_and_drift_are_those_of_the_full_form(
     assert drift == tk.classify_drift(table, links, min_run=min_run)
 
 
-@given(st.data(), runs(), policies, row_limits, st.integers(1, 3))
-def test_rows_and_report_are_those_of_the_full_form(
-    data, turns, choice, limit, threads
-):
-    table = turns_table(turns)
-    choices = {"policy": policy_of(choice), "max_row_tokens": limit, "reward": 1.0}
-    expected = linearized(table, **choices)
-    assert linearized(drawn_delta(data, table), threads=threads, **choices) == expected
-    assert linearized(in_delta_form(table, fullest), **choices) == expected
-
-
-@given(st.data(), runs(), policies)
-def test_a_stream_in_delta_form_is_its_table(data, turns, choice):
-    delta = drawn_delta(data, turns_table(turns))
-    cut = data.draw(st.integers(0, delta.num_rows))
-    batches = [*delta.slice(0, cut).to_batches(), *delta.slice(cut).to_batches()]
-    rows = list(tk.linearize_batches(iter(batches), policy_of(choice)))
-    whole = tk.linearize(delta, policy_of(choice))
-    assert pa.Table.from_batches(rows, whole.schema) == whole
-
-
 @given(
     st.data(),
     runs(),
@@ -78,25 +57,32 @@ def test_a_stream_in_delta_form_is_its_table(data, turns, choice):
     st.tuples(st.integers(1, 60), st.integers(1, 20), st.sampled_from([0, 1 << 25])),
     st.integers(1, 3),
     st.sampled_from(["links", "payload", ""]),
+    row_limits,
 )
-def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how):
+def test_parts_of_a_table_in_delta_form_are_the_whole_in_full_form(
+    data, turns, choice, sizes, threads, how, limit
+):
     """Large tables are cut into parts of whole sessions, and their rows into batches.
 
     Here small ones are.
     """
-    policy = policy_of(choice)
-    delta = drawn_delta(data, turns_table(turns))
+    policy, table = policy_of(choice), turns_table(turns)
+    base = data.draw(st.sampled_from([None, fullest]))
+    delta = in_delta_form(table, base) if base else drawn_delta(data, table)
     given = {}
     if how == "links":
         threshold = policy.fork_threshold if policy.merge_rewrites else 0
         given["links"] = link_by(delta, policy.parent_by, merge_threshold=threshold)
         given["drift"] = tk.classify_drift(delta, given["links"])
-    same = {}
+    same = {"max_row_tokens": limit, "reward": 1.0}
     if how == "payload":
-        delta = delta.append_column("own", delta["output_ids"])
-        same = {"payloads": ["own"]}
-    whole, counted = linearized(delta, policy, **same)
+        own = table["output_ids"]
+        table, delta = (one.append_column("own", own) for one in (table, delta))
+        same["payloads"] = ["own"]
+    whole, counted = linearized(table, policy, **same)
+    assert linearized(delta, policy, threads=threads, **same) == (whole, counted)
     part, batch, at_once = sizes
+    size = data.draw(st.integers(1, max(len(delta), 1)))
     with (
         mock.patch.multiple(
             limits,
@@ -108,7 +94,8 @@ def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how
         mock.patch.object(limits, "BATCH_TOKENS", batch),
     ):
         rows, report = linearized(delta, policy, threads=threads, **given, **same)
-        batches, counts = streamed(iter(delta.to_batches()), policy, **same)
+        pieces = iter(delta.to_batches(max_chunksize=size))
+        batches, counts = streamed(pieces, policy, **same)
     assert (rows, report) == (whole, counted)
     assert pa.Table.from_batches(batches, whole.schema) == whole
     assert pa.Table.from_batches(counts, counted.schema) == counted

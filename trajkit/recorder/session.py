@@ -184,8 +184,8 @@ Read: TypeAlias = tuple[Encoded, object]
 class ReadCall(NamedTuple):
     """The messages of a call that is not added yet."""
 
-    # its base, or -1
-    base: int
+    # the messages and the reply of its base
+    base: "array[int]"
     # the messages, where they are those of the base. None: no list
     numbers: "array[int] | None"
     # the other messages, by place
@@ -205,13 +205,14 @@ class CallMessages(NamedTuple):
 
     def path(self) -> "array[int]":
         """The messages and the reply; empty for a call without a list."""
-        if self.numbers is None:
-            return array("i")
-        return self.numbers + array("i", [self.reply] if self.reply >= 0 else [])
+        numbers = array("i") if self.numbers is None else self.numbers[:]
+        if self.numbers is not None and self.reply >= 0:
+            numbers.append(self.reply)
+        return numbers
 
-    def own(self) -> "array[int]":
+    def own(self) -> memoryview:
         """The messages that the base does not supply."""
-        return array("i") if self.numbers is None else self.numbers[self.shared :]
+        return memoryview(self.numbers or array("i"))[self.shared :]
 
 
 @dataclass(slots=True)
@@ -237,7 +238,7 @@ class MessageLog:
         Nothing changes until they are added. Raises `InvalidTurnsError` if one is no
         message.
         """
-        numbers, others = None, {}
+        numbers, others, known = None, {}, array("i")
         if messages is not None:
             if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
                 raise InvalidTurnsError(
@@ -245,13 +246,13 @@ class MessageLog:
                     "list of dicts"
                 )
             listed, near = list(messages), base if base >= 0 else n_calls - 1
-            known = self.calls[near].path() if near >= 0 else array("i")
+            known = self.calls[near].path() if near >= 0 else known
             places = unequal_places(listed, map(self.copies.__getitem__, known))
             numbers = known[: len(listed)]
             numbers.extend([-1] * (len(listed) - len(numbers)))
             others = {i: _read(listed[i], f"prompt_messages[{i}]") for i in places}
         reply = None if response is None else _read(response, "response_message")
-        return ReadCall(base, numbers, others, reply)
+        return ReadCall(known if base >= 0 else array("i"), numbers, others, reply)
 
     def add(self, read: ReadCall, call: int) -> None:
         """Add the messages of a call, in the place of one that was interrupted.
@@ -262,9 +263,8 @@ class MessageLog:
         for place, other in others.items():
             numbers[place] = self._number(other)  # type: ignore[index]
         reply, shared = -1 if response is None else self._number(response), 0
-        if numbers is not None and base >= 0:
-            n = _core.lcp(numbers, self.calls[base].path())
-            shared = self._n_current(numbers, n, call)
+        if numbers is not None:
+            shared = self._n_current(numbers, _core.lcp(numbers, base), call)
         self.calls[call:] = [CallMessages(numbers, reply, shared)]
 
     def suffixes(self, n_calls: int) -> tuple[Ints, Ints]:
@@ -280,7 +280,7 @@ class MessageLog:
             (one.shared, -1 if one.numbers is None else len(mine), one.reply)
             for one, mine in zip(calls, own, strict=True)
         ]
-        numbers = np.frombuffer(b"".join(map(bytes, own)), np.int32)
+        numbers = np.frombuffer(b"".join(own), np.int32)
         return np.array(counts, np.int32).reshape(-1, 3), numbers
 
     def _n_current(self, numbers: "array[int]", n: int, call: int) -> int:

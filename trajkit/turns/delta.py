@@ -64,7 +64,7 @@ def compact(turns: TableLike) -> pa.Table:
     ------
     SchemaError
         A column is missing or has an unsuitable type, or an extra column has the name of
-        a column of the delta form.
+        a column of the other form.
     InvalidTurnsError
         The rows of a session are not contiguous or not in order, the numbers of logprobs
         and output ids differ, or a message has no key.
@@ -91,14 +91,12 @@ def expand(turns: TableLike) -> pa.Table:
     Returns
     -------
     Table
-        `trajkit.schema.TURNS`, in the order of ``turns``, then the extra columns
-        unchanged.
+        `trajkit.schema.TURNS`, as `compact` returns its table.
 
     Raises
     ------
     SchemaError
-        A column is missing or has an unsuitable type, or an extra column has the name of
-        a column of the full form.
+        As for `compact`.
     InvalidTurnsError
         A base is not an earlier turn of its session, or is shorter than what is shared
         with it; shared and own messages are not null together; or as for `compact`.

@@ -63,39 +63,29 @@ def from_records(
     Parameters
     ----------
     records : iterable of dict
-        The keys ``session_id``, ``prompt_ids`` and ``output_ids`` are required. Keys
-        that are not listed become extra columns; an array of several dimensions becomes
-        a nested list. Messages must not change while the records are read.
+        With the keys below, of which the first three are required. Others become extra
+        columns; an array of several dimensions becomes a nested list. Messages must not
+        change while the records are read.
 
-        ``session_id`` : str or int
-            The agent run; an integer becomes its text.
-        ``prompt_ids``, ``output_ids`` : ints in [0, 2**31)
-            A list, tuple, range, or one-dimensional array or buffer of integers, not
-            bools.
-        ``output_logprobs`` : floats, one per output id
-            Missing, None or empty: the engine gave none. An element None: none for that
-            token. Values up to 1e-4 (rounding) are accepted and not clipped.
-        ``finish_reason`` : str or None
-            The engine's own word.
-        ``ill_formed`` : bool or None
-            Whether the reply has a tool call that could not be parsed.
-        ``prompt_messages`` : list of dict
-            The request's chat messages. Missing or None: the turn is routed by tokens.
-        ``response_message`` : dict or None
-            The reply as the next request is expected to contain it.
-        ``turn_index`` : int
-            Missing or None: one more than that of the session's previous call, from 0.
-        ``use_tool`` : bool
-            Missing: whether response_message has ``tool_calls``. None: unknown.
-        ``trainable`` : bool
-            False: the turn is context only.
-        ``output_mask`` : bools (or 0 and 1), one per output id
-            False: the token is context only. Missing or None: all may be trained.
-        ``weight_versions`` : list of dict
-            With ``version`` (str), ``start`` and ``stop``.
-        ``mm_items`` : list of dict
-            The images of the prompt, as `trajkit.schema.MM_ITEM` has them; their tokens
-            in ``prompt_ids`` are `trajkit.turns.content_ids`.
+        - ``session_id``: the agent run; an integer becomes its text
+        - ``prompt_ids``, ``output_ids``: a list, tuple, range, or one-dimensional array or
+          buffer of integers in [0, 2**31), not bools
+        - ``output_logprobs``: one float or None per output id. Missing, None or empty: the
+          engine gave none. Values up to 1e-4 (rounding) are accepted and not clipped
+        - ``finish_reason``: the engine's own word
+        - ``ill_formed``: whether the reply has a tool call that could not be parsed
+        - ``prompt_messages``: the request's chat messages, a list of dicts. Missing or
+          None: the turn is routed by tokens
+        - ``response_message``: the reply as the next request is expected to contain it
+        - ``turn_index``: missing or None: one more than that of the session's previous
+          call, from 0
+        - ``use_tool``: missing: whether response_message has ``tool_calls``. None: unknown
+        - ``trainable``: False: the turn is context only
+        - ``output_mask``: a bool (or 0 and 1) per output id. False: the token is context
+          only. Missing or None: all may be trained
+        - ``weight_versions``: dicts of ``version`` (str), ``start`` and ``stop``
+        - ``mm_items``: the images of the prompt, as `trajkit.schema.MM_ITEM` has them;
+          their tokens in ``prompt_ids`` are `trajkit.turns.content_ids`
     map : dict, str or path, optional
         Where the records have these keys, if not at their top under these names, as for
         `trajkit.import_turns`: ``{"session_id": "run.id"}``,

@@ -193,21 +193,15 @@ def _reject(
 
 def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
     """As `validate`, for turns in canonical form, without bodies and empty prompts."""
-    return check_all(_settle(turns, nonfinite_logprobs), _stored_checks(turns)[1])
+    _, checks = _plan(turns, "turns", bodies=False, empty=True)
+    return check_all(_settle(turns, nonfinite_logprobs), checks)
 
 
 def reject_turns(
     turns: pa.Table, nonfinite: Nonfinite, *, bodies: bool = False
 ) -> tuple[pa.Table, pa.Table]:
     """As `reject_sessions`, by the rules of `check_turns`, and those on ``bodies``."""
-    return _reject(turns, *_stored_checks(turns, bodies=bodies), nonfinite)
-
-
-def _stored_checks(
-    turns: pa.Table, *, bodies: bool = False
-) -> tuple[pa.Schema, tuple[Check, ...]]:
-    plan, checks = _plan(turns, "turns", bodies)
-    return plan, tuple(one for one in checks if one is not not_empty)
+    return _reject(turns, *_plan(turns, "turns", bodies, empty=True), nonfinite)
 
 
 def check_table(table: pa.Table, kind: Kind) -> pa.Table:
@@ -233,9 +227,9 @@ def check_all(table: pa.Table, checks: Iterable[Check]) -> pa.Table:
 
 
 def _plan(
-    table: pa.Table, kind: Kind | None, bodies: bool
+    table: pa.Table, kind: Kind | None, bodies: bool, *, empty: bool = False
 ) -> tuple[pa.Schema, tuple[Check, ...]]:
-    """The schema of a table, and its rules."""
+    """The schema of a table, and its rules; ``empty``: a prompt may be."""
     name = kind or _kind_of(table)
     if name in _SCHEMAS:
         plan = _SCHEMAS[name]
@@ -247,8 +241,9 @@ def _plan(
         )
     plan = turns_schema(table.column_names)
     messages = "messages" if plan is schema.TURNS else "suffix_messages"
+    of_columns = (one for one in checks_of(plan) if not empty or one is not not_empty)
     of_bodies = (partial(message_bodies, messages),) if bodies else ()
-    return plan, (*checks_of(plan), mm_items, payloads, *of_bodies)
+    return plan, (*of_columns, mm_items, payloads, *of_bodies)
 
 
 def _kind_of(table: pa.Table) -> str:
