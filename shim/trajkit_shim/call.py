@@ -30,7 +30,6 @@ from trajkit_shim.chat.images import (
 )
 from trajkit_shim.chat.request import (
     ChatRequest,
-    Identity,
     Parsed,
     Reply,
     Required,
@@ -385,9 +384,8 @@ class Call:
                 cached_tokens=sample.cached_tokens,
                 reasoning_tokens=n_reasoning,
             ),
-            identity=Identity(
-                self._protocol.call_prefix, short=self._renderer.short_call_ids
-            ),
+            call_prefix=self._protocol.call_prefix,
+            short_ids=self._renderer.short_call_ids,
             stop_sequence=stop_sequence,
         )
 

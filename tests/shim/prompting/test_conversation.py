@@ -21,7 +21,7 @@ from tests.shim.fakes import (
     rendered,
 )
 from tests.strategies import client_habits, reply_texts
-from trajkit_shim.chat.request import Identity, Usage, canonical_reply, make_reply
+from trajkit_shim.chat.request import Usage, canonical_reply, make_reply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.protocols import PROTOCOLS
@@ -36,8 +36,7 @@ BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
 
 def reply_to(text, prefix="call_"):
     parsed = parse_reply(text, [])
-    identity = Identity(prefix)
-    return make_reply(parsed, "stop", model="m", usage=USAGE, identity=identity)
+    return make_reply(parsed, "stop", model="m", usage=USAGE, call_prefix=prefix)
 
 
 def book_with(*replies, messages=(USER,)):
