@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from trajkit.turns import tools_key
 from trajkit_shim import json_input
+from trajkit_shim.chat import request as chats
 from trajkit_shim.chat.images import (
     ImageLimits,
     ImageModel,
@@ -28,20 +29,7 @@ from trajkit_shim.chat.images import (
     hashes_of,
     texts_of,
 )
-from trajkit_shim.chat.request import (
-    ChatRequest,
-    Parsed,
-    Reply,
-    Required,
-    Usage,
-    canonical_reply,
-    ignored_params,
-    is_fixed,
-    logged_message,
-    make_reply,
-    resolve,
-    without_fixed,
-)
+from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.delivery import PendingReply, is_retry
 from trajkit_shim.engines import base, checks
 from trajkit_shim.errors import EngineError, GatewayError
@@ -51,14 +39,7 @@ from trajkit_shim.prompting.conversation import Budget, Node, next_position
 from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.replies.parse import (
-    THINK,
-    FormParser,
-    ReplyParser,
-    grammar,
-    opens_reasoning,
-    tags_of,
-)
+from trajkit_shim.replies import parse as replies
 from trajkit_shim.replies.parsers import form_of
 from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error, writing
@@ -89,7 +70,7 @@ class Options:
     # train the harness's own calls too (`sessions.client_identity`)
     train_side_calls: bool = False
     # parses replies, and is closed with the app; default: the gateway's own parser
-    reply_parser: ReplyParser | None = None
+    reply_parser: replies.ReplyParser | None = None
     # extend the token ids of an earlier turn where possible, or render every prompt
     prompts: Mode = "append"
     # whether replies stay as sampled where the template would rewrite them
@@ -151,8 +132,8 @@ class Gateway:
             places = ImagePlaces(images, self.images)
             self.image_policy = self.images.limits
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
-        self.reply_parser = options.reply_parser or FormParser(
-            form_of(renderer), tags_of(renderer.chat_template)
+        self.reply_parser = options.reply_parser or replies.FormParser(
+            form_of(renderer), replies.tags_of(renderer.chat_template)
         )
 
     async def read(
@@ -293,7 +274,7 @@ class Call:
             )
             ended_at = datetime.now(UTC)
             reply = self._reply(sample, parsed, stop)
-            self._message = canonical_reply(reply)
+            self._message = chats.canonical_reply(reply)
             turn = self._turn(reply, sample, sampling)
             await gateway.images.write(self._chat.images)
             self._record(pending, sample, {**turn, "ended_at": ended_at})
@@ -331,7 +312,7 @@ class Call:
         n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, self._info, n_checked)
         # it ends within the reply's reasoning
-        self._opened = opens_reasoning(self._renderer, prompt.ids)
+        self._opened = replies.opens_reasoning(self._renderer, prompt.ids)
 
     def _sampling(self) -> base.Sampling:
         session, n_prompt = self._session, len(self._prompt.ids)
@@ -340,45 +321,47 @@ class Call:
         remaining = session.check_limit("output_tokens", 1)
         fixed, client = session.options.fixed, session.options.client_sampling
         required, self._overruled = self._chat.required, list[str]()
-        if is_fixed("response_format", fixed, client) and required.schema is not None:
+        if (
+            chats.is_fixed("response_format", fixed, client)
+            and required.schema is not None
+        ):
             required = replace(required, schema=None)
             self._overruled.append("response_format")
-        if is_fixed("tool_choice", fixed, client) and required.limits_calls:
-            required = Required(schema=required.schema)
+        if chats.is_fixed("tool_choice", fixed, client) and required.limits_calls:
+            required = chats.Required(schema=required.schema)
             self._overruled.append("tool_choice")
-        sampling = resolve(
-            without_fixed(self._chat.sampling, fixed, client),
+        sampling = chats.resolve(
+            chats.without_fixed(self._chat.sampling, fixed, client),
             fixed,
             max_tokens=limit if remaining is None else min(limit, remaining),
             room=self._info.max_context_tokens - n_prompt,
             end_ids=self._renderer.end_ids,
             client=client,
-            structural_tag=grammar(
+            structural_tag=replies.grammar(
                 replace(self._chat, required=required),
                 self._gateway.reply_parser.form,
                 fixed.extra,
                 opened=self._opened,
-                reasons=THINK in self._renderer.chat_template,
+                reasons=replies.THINK in self._renderer.chat_template,
             ),
         )
-        self._overruled += ignored_params(self._chat.sampling, sampling)
+        self._overruled += chats.ignored_params(self._chat.sampling, sampling)
         return sampling
 
     def _reply(
-        self, sample: base.Sample, parsed: Parsed, stop_sequence: str | None
+        self, sample: base.Sample, parsed: chats.Parsed, stop_sequence: str | None
     ) -> Reply:
-        """The reply to the client."""
         n_output, n_reasoning = len(sample.output_ids), 0
         if parsed.reasoning is not None:
             n_reasoning = n_output
             if parsed.sampled:
                 # None if the end of reasoning is spelled with other tokens
                 n_reasoning = self._renderer.end_of_reasoning(sample.output_ids) or 0
-        return make_reply(
+        return chats.make_reply(
             parsed,
             sample.finish_reason or "",
             model=self._info.model,
-            usage=Usage(
+            usage=chats.Usage(
                 prompt_tokens=len(self._prompt.ids),
                 output_tokens=n_output,
                 cached_tokens=sample.cached_tokens,
@@ -397,7 +380,7 @@ class Call:
         names = self._restored.tool_names[prompt.n_known :]
         untrained = self._caller.is_side_call and not options.train_side_calls
         spans = [span._asdict() for span in sample.weight_versions]
-        self._logged = logged_message(self._message)
+        self._logged = chats.logged_message(self._message)
         return {
             "session_id": self._session.session_id,
             "request_id": self._request_id,

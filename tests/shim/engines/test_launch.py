@@ -191,26 +191,6 @@ def test_sigterm_while_the_server_starts(tmp_path, python, model):
     until_ended(read_pids(pids))
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (["--launch", "m"], "--launch needs --engine sglang"),
-        (
-            ["--engine", "sglang", "--launch", "m", "--engine-url", "http://a"],
-            "leave out --engine-url",
-        ),
-        (["--", "--tp", "2"], "--tp 2 after -- is for the server of --launch"),
-        (["--engine", "sglang", "--launch", "m"], "pip install 'trajkit[sglang]'"),
-    ],
-)
-def test_options_that_do_not_fit(tmp_path, capsys, options, error):
-    assert (
-        cli.main(["serve", "--out", str(tmp_path / "run"), *options]) == cli.BAD_USAGE
-    )
-    assert error in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_servers_of_different_models(python, model, tmp_path, capsys):
     with (
         launched(python, tmp_path) as one,
