@@ -386,3 +386,18 @@ def test_half_a_character_of_a_client_is_replaced():
     )
     assert [message["content"] for message in got.messages] == ["a\ufffd", "\ufffd"]
     assert "\\ud" not in "".join(record.body for record in got.logged)
+
+
+def test_what_the_latest_request_had_is_kept_where_nothing_changed():
+    book, reply = Conversation(), said("Yes.")
+    first = book.restore([USER, reply, NEXT])
+    again = book.restore([USER, reply, NEXT])
+    assert again.places == first.places
+    # a reply that is recorded meanwhile is known from then on
+    remember(book, first.places[0].position, reply)
+    third = book.restore([USER, reply, NEXT])
+    assert third.places[0] is first.places[0]
+    assert [place.known for place in third.places] == [None, "as_sent", None]
+    assert third.messages == first.messages
+    book.release()
+    assert book.restore([USER]).places[0] is not first.places[0]
