@@ -367,9 +367,8 @@ class Call:
                 cached_tokens=sample.cached_tokens,
                 reasoning_tokens=n_reasoning,
             ),
-            identity=chats.Identity(
-                self._protocol.call_prefix, short=self._renderer.short_call_ids
-            ),
+            call_prefix=self._protocol.call_prefix,
+            short_ids=self._renderer.short_call_ids,
             stop_sequence=stop_sequence,
         )
 

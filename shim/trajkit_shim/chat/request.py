@@ -448,21 +448,6 @@ class Parsed:
         return [part for part in self.parts if isinstance(part, ToolCall)]
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The ids of a reply and its calls."""
-
-    call_prefix: str = "call_"
-    short: bool = False  # nine letters and digits, which some templates want
-    reply_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def call_id(self, number: int) -> str:
-        if self.short:
-            return blake2b(f"{self.reply_id}{number}".encode()).hexdigest()[:9]
-        return f"{self.call_prefix}{self.reply_id[:20]}{number:04}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Parsed):
     """One assistant message."""
@@ -485,25 +470,35 @@ class Reply(Parsed):
 
 
 def make_reply(
-    parsed: Parsed, finish: str, *, identity: Identity | None = None, **rest: Any
+    parsed: Parsed,
+    finish: str,
+    *,
+    call_prefix: str = "call_",
+    short_ids: bool = False,
+    **rest: Any,
 ) -> Reply:
-    """Build the reply to a client; ``finish`` is the engine's finish reason.
+    """Build the reply to a client, with an id for each call that has none.
 
-    ``rest``: the fields of `Reply` that are neither the parser's nor of the ``identity``.
+    ``finish``: the engine's finish reason. ``short_ids``: of nine letters and digits,
+    which some templates want. ``rest``: the other fields of `Reply`.
     """
-    known = identity or Identity()
+    reply_id = uuid.uuid4().hex
+
+    def named(number: int, part: str | ToolCall) -> str | ToolCall:
+        if isinstance(part, str) or part.call_id:
+            return part
+        if short_ids:
+            short = blake2b(f"{reply_id}{number}".encode()).hexdigest()[:9]
+            return replace(part, call_id=short)
+        return replace(part, call_id=f"{call_prefix}{reply_id[:20]}{number:04}")
+
     return Reply(
-        parts=tuple(
-            part
-            if isinstance(part, str) or part.call_id
-            else replace(part, call_id=known.call_id(i))
-            for i, part in enumerate(parsed.parts)
-        ),
+        parts=tuple(named(i, part) for i, part in enumerate(parsed.parts)),
         sampled=parsed.sampled,
         ill_formed=parsed.ill_formed,
         reasoning=parsed.reasoning,
-        reply_id=known.reply_id,
-        created=known.created,
+        reply_id=reply_id,
+        created=int(time.time()),
         cut=finish == "length",
         **rest,
     )

@@ -176,23 +176,10 @@ def _events(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
     yield {"type": "message_stop"}
 
 
-_ERRORS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
 def _error(error: GatewayError) -> Json:
     # these words make Claude Code compact
     too_long = "prompt is too long: {} tokens > {} maximum"
-    kind, message = base.words_for(error, _ERRORS, too_long)
+    kind, message = base.words_for(error, 0, too_long)
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

@@ -100,18 +100,30 @@ def known_role(message: Fields, roles: Collection[str]) -> str:
     return role
 
 
-def words_for(
-    error: GatewayError, kinds: Mapping[int, str], too_long: str
-) -> tuple[str, str]:
-    """Return a protocol's word for an error, and the message.
+# the words of Anthropic and of Gemini by status; 400 and 500 stand for all others
+_WORDS = {
+    400: ("invalid_request_error", "INVALID_ARGUMENT"),
+    401: ("authentication_error", "UNAUTHENTICATED"),
+    403: ("permission_error", "PERMISSION_DENIED"),
+    404: ("not_found_error", "NOT_FOUND"),
+    410: ("invalid_request_error", "FAILED_PRECONDITION"),
+    413: ("request_too_large", "INVALID_ARGUMENT"),
+    429: ("rate_limit_error", "RESOURCE_EXHAUSTED"),
+    500: ("api_error", "INTERNAL"),
+    502: ("api_error", "UNAVAILABLE"),
+    503: ("overloaded_error", "UNAVAILABLE"),
+    504: ("timeout_error", "DEADLINE_EXCEEDED"),
+}
 
-    ``kinds``: the words by status; that of 400 or 500 is also the word for all others.
+
+def words_for(error: GatewayError, which: int, too_long: str) -> tuple[str, str]:
+    """Return one protocol's word for an error, and the message.
+
     ``too_long``: the format of the message for a prompt that is too long.
     """
-    message = error.message
-    if error.overflow is not None:
-        message = too_long.format(*error.overflow)
-    return kinds.get(error.status, kinds[500 if error.status >= 500 else 400]), message
+    long = error.overflow and too_long.format(*error.overflow)
+    words = _WORDS.get(error.status, _WORDS[500 if error.status >= 500 else 400])
+    return words[which], long or error.message
 
 
 # The blocks of a reply

@@ -215,25 +215,11 @@ def _part(block: Block) -> Json:
     return {"text": block.text, "thought": True, "thoughtSignature": base.SIGNATURE}
 
 
-_STATUSES = {
-    400: "INVALID_ARGUMENT",
-    401: "UNAUTHENTICATED",
-    403: "PERMISSION_DENIED",
-    404: "NOT_FOUND",
-    410: "FAILED_PRECONDITION",
-    429: "RESOURCE_EXHAUSTED",
-    500: "INTERNAL",
-    502: "UNAVAILABLE",
-    503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
-}
-
-
 def _error(error: GatewayError) -> Json:
     too_long = (
         "The input token count ({}) exceeds the maximum number of tokens allowed ({})."
     )
-    status, message = base.words_for(error, _STATUSES, too_long)
+    status, message = base.words_for(error, 1, too_long)
     return {"error": {"code": error.status, "message": message, "status": status}}
 
 

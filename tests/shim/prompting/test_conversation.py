@@ -21,7 +21,7 @@ from tests.shim.fakes import (
     rendered,
 )
 from tests.strategies import client_habits, reply_texts
-from trajkit_shim.chat.request import Identity, Usage, canonical_reply, make_reply
+from trajkit_shim.chat.request import Usage, canonical_reply, make_reply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.protocols import PROTOCOLS
@@ -36,8 +36,7 @@ BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
 
 def reply_to(text, prefix="call_"):
     parsed = parse_reply(text, [])
-    identity = Identity(prefix)
-    return make_reply(parsed, "stop", model="m", usage=USAGE, identity=identity)
+    return make_reply(parsed, "stop", model="m", usage=USAGE, call_prefix=prefix)
 
 
 def book_with(*replies, messages=(USER,)):
@@ -387,3 +386,18 @@ def test_half_a_character_of_a_client_is_replaced():
     )
     assert [message["content"] for message in got.messages] == ["a\ufffd", "\ufffd"]
     assert "\\ud" not in "".join(record.body for record in got.logged)
+
+
+def test_what_the_latest_request_had_is_kept_where_nothing_changed():
+    book, reply = Conversation(), said("Yes.")
+    first = book.restore([USER, reply, NEXT])
+    again = book.restore([USER, reply, NEXT])
+    assert again.places == first.places
+    # a reply that is recorded meanwhile is known from then on
+    remember(book, first.places[0].position, reply)
+    third = book.restore([USER, reply, NEXT])
+    assert third.places[0] is first.places[0]
+    assert [place.known for place in third.places] == [None, "as_sent", None]
+    assert third.messages == first.messages
+    book.release()
+    assert book.restore([USER]).places[0] is not first.places[0]
