@@ -25,7 +25,7 @@ from trajkit.cli.show import marked
 from trajkit.errors import ArgumentError
 from trajkit.files.tables import iter_tables, read_any_rows, write_table
 from trajkit.policies import ALIASES
-from trajkit.tables.take import take_session
+from trajkit.tables.columns import take_session
 from trajkit.turns.sessions import Sessions
 from trajkit.verification.files import verify_file
 from trajkit.verification.row_forms import plain_rows
@@ -323,7 +323,7 @@ def any_rows(path: str) -> object:
         with np.load(path) as arrays:
             return dict(arrays)
     if name.endswith((".pt", ".pkl", ".pickle")):
-        from trajkit.importers.pickles import load
+        from trajkit.importers.containers import load
 
         value: Any = load(Path(path))
         return value.get("samples", value) if isinstance(value, dict) else value

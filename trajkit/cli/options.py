@@ -36,9 +36,9 @@ from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, run
 from trajkit.files.sources import Paths, SessionPrefix, local_files, paths_of
 from trajkit.files.tables import sessions_below
-from trajkit.importers.transcripts import ChatTokenizer
+from trajkit.importers.calls import ChatTokenizer
 from trajkit.learn.weights import By
-from trajkit.tables.take import take_session
+from trajkit.tables.columns import take_session
 from trajkit.turns.validation import reject_turns
 
 # transformers would advise to install PyTorch, which is not needed here

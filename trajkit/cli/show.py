@@ -20,7 +20,7 @@ from trajkit.files.formats import format_of, paths_in
 from trajkit.files.sources import Paths, paths_of
 from trajkit.files.tables import iter_tables, read_any_rows
 from trajkit.schema import EMPTY_KINDS
-from trajkit.tables.take import take_session, tuples
+from trajkit.tables.columns import take_session, tuples
 from trajkit.turns.sessions import Sessions
 from trajkit.verification import row_forms
 

@@ -22,7 +22,7 @@ from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.links import find_links
 from trajkit.tables.canonical import TableLike, as_table
-from trajkit.tables.take import take_session, tuples
+from trajkit.tables.columns import take_session, tuples
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions

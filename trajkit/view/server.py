@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from trajkit.errors import TrajkitError
 from trajkit.policies import Policy
-from trajkit.tables.take import take_session
+from trajkit.tables.columns import take_session
 from trajkit.view.document import document
 from trajkit.view.tables import ViewTables, find_violations, packed
 

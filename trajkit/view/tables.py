@@ -28,8 +28,8 @@ from trajkit.rows.linearize import linearize, report
 from trajkit.rows.links import link
 from trajkit.schema import LOSSES, TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.take import row_lengths, take_session, tuples
+from trajkit.tables.columns import row_lengths, take_session, tuples
+from trajkit.tables.stages import whole_sessions
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
 from trajkit.verification.run import verify
