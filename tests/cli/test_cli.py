@@ -507,7 +507,7 @@ SETS = {
     "faithful train_in=earliest": ("earliest",),
     "segments max_rows=2 dispatch_tools=Task,spawn": (2, ("Task", "spawn")),
     "segments max_rows=none dispatch_tools=": (None, ()),
-    "polar builder=per_request": ("per_request",),
+    "polar parent_by=none": ("none",),
 }
 
 
