@@ -1,7 +1,7 @@
 """One model call, from the chat request to what is recorded and answered.
 
-No step here changes what other calls read, so a call that fails or is cancelled leaves no
-trace. At most it takes room for ids that a later prompt then cannot use.
+Nothing here changes the session before the turn is recorded. A call that fails or is
+cancelled may leave unused space in an array of ids.
 """
 
 import asyncio
@@ -284,7 +284,7 @@ class Call:
         return reply
 
     def _make_prompt(self, max_tokens: int, attributed: bool) -> Prompt:
-        # every template writes the last message; this spares a long one all other steps
+        # refuse a last message that is too long before anything is rendered
         for last in texts_of(self._chat.messages[-1]["content"]):
             self._renderer.check_length(last, max_tokens)
         # the request's messages, with the session's replies restored
@@ -308,7 +308,7 @@ class Call:
             self._images = places.items(prompt.ids, messages)
             self._ids = places.engine_ids(prompt.ids)
             self._pixels = places.load(self._images)
-        # those of the earlier turn were checked then
+        # the ids of the extended turn were checked when it was recorded
         n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, self._info, n_checked)
         # it ends within the reply's reasoning

@@ -63,8 +63,8 @@ def is_retry(headers: Mapping[str, str]) -> bool:
 class PendingReply:
     """The reply to one call, and the connections that wait for it.
 
-    ``run``: samples and records the call, sets the attributes of a recorded one, and
-    returns its reply; cancelled when the last connection leaves.
+    ``run`` samples and records the call, and returns its reply. It is cancelled when no
+    connection waits any more.
     """
 
     # of a recorded call: its turn and the id of its request

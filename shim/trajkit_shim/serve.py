@@ -195,7 +195,7 @@ class _Connection(asyncio.Protocol):
                 self._asked, self._arrived = again, False
             await send(message)
             if last:
-                # after a request, a client may take its time until the next one begins
+                # an idle connection has no deadline between requests
                 self._wait(again)
                 if self._half_closed:
                     self._transport.close()

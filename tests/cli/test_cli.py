@@ -73,29 +73,23 @@ def run_json(capsys, *argv, code=cli.DONE):
     return json.loads(out)
 
 
-@pytest.mark.parametrize(
-    ("options", "choices"),
-    [
-        ("", {}),
-        (
-            "--policy slime --fork-threshold 0",
-            {"policy": tk.policy("slime", fork_threshold=0)},
-        ),
-        ("--policy strict", {"policy": "strict"}),
-        (
-            "--policy per_call --max-row-tokens 6",
-            {"policy": "per_call", "max_row_tokens": 6},
-        ),
-        ("--reward 0.25", {"reward": 0.25}),
-    ],
-)
-def test_linearize_writes_what_the_function_gives(
-    tmp_path, capsys, turns, options, choices
-):
+LINEARIZED = {
+    "": {},
+    "--policy slime --fork-threshold 0": {
+        "policy": tk.policy("slime", fork_threshold=0)
+    },
+    "--policy strict": {"policy": "strict"},
+    "--policy per_call --max-row-tokens 6": {"policy": "per_call", "max_row_tokens": 6},
+    "--reward 0.25": {"reward": 0.25},
+}
+
+
+@pytest.mark.parametrize("options", LINEARIZED)
+def test_linearize_writes_what_the_function_gives(tmp_path, capsys, turns, options):
     rows, report = tmp_path / "rows.parquet", tmp_path / "report.parquet"
     argv = ["linearize", turns, "-o", str(rows), "--report", str(report)]
     printed = run_json(capsys, *argv, *options.split())
-    expected, counts = linearized(tk.from_records(CALLS), **choices)
+    expected, counts = linearized(tk.from_records(CALLS), **LINEARIZED[options])
     assert tk.read_rows(rows).equals(expected)
     assert pq.read_table(report).to_pylist() == counts.to_pylist()
     trained = sum(sum(mask) for mask in expected["loss_mask"].to_pylist())
@@ -508,41 +502,28 @@ def test_rows_are_written_in_other_forms(tmp_path, capsys, turns, options):
     assert cli.main(["verify", out, turns, *options]) == cli.DONE
 
 
-@pytest.mark.parametrize(
-    ("name", "sets", "choices"),
-    [
-        (
-            "slime",
-            "fork_threshold=0 merge_rewrites=false",
-            {"fork_threshold": 0, "merge_rewrites": False},
-        ),
-        ("faithful", "train_in=earliest", {"train_in": "earliest"}),
-        (
-            "segments",
-            "max_rows=2 dispatch_tools=Task,spawn",
-            {"max_rows": 2, "dispatch_tools": ("Task", "spawn")},
-        ),
-        ("segments", "max_rows=none dispatch_tools=", {"dispatch_tools": ()}),
-        ("polar", "builder=per_request", {"builder": "per_request"}),
-    ],
-)
-def test_set_makes_a_choice(tmp_path, capsys, turns, name, sets, choices):
-    policy, rows = tk.policy(name, **choices), str(tmp_path / "rows.parquet")
-    options = ["--policy", name]
-    options += [word for one in sets.split() for word in ("--set", one)]
+SETS = {
+    "slime fork_threshold=0 merge_rewrites=false": (0, False),
+    "faithful train_in=earliest": ("earliest",),
+    "segments max_rows=2 dispatch_tools=Task,spawn": (2, ("Task", "spawn")),
+    "segments max_rows=none dispatch_tools=": (None, ()),
+    "polar parent_by=none": ("none",),
+}
+
+
+@pytest.mark.parametrize("text", SETS)
+def test_set_makes_a_choice(tmp_path, capsys, turns, text):
+    name, *sets = text.split()
+    choices = zip((one.partition("=")[0] for one in sets), SETS[text], strict=True)
+    policy, rows = tk.policy(name, **dict(choices)), str(tmp_path / "rows.parquet")
+    options = ["--policy", name, *(word for one in sets for word in ("--set", one))]
     said = run_json(capsys, "linearize", turns, "-o", rows, *options)["policy"]
     assert said == json.loads(json.dumps(asdict(policy)))
     assert tk.read_rows(rows) == tk.linearize(tk.read_turns(turns), policy)
     assert run_json(capsys, "verify", rows, turns, *options) == {"violations": []}
     assert run_json(capsys, "drift", turns, *options)["policy"] == said
-
-
-def test_simulate_compares_a_policy_with_itself(capsys, turns):
-    argv = ["--policy", "trl", "--policy", "trl", "--set", "fork_threshold=1"]
-    printed = run_json(capsys, "simulate", turns, *argv)["policies"]
-    policies = ["trl", tk.policy("trl", fork_threshold=1)]
-    assert printed == tk.simulate(tk.read_turns(turns), policies).to_pylist()
-    assert [line["policy"] for line in printed] == ["trl", "trl(fork_threshold=1)"]
+    expected = tk.simulate(tk.read_turns(turns), [policy]).to_pylist()
+    assert run_json(capsys, "simulate", turns, *options)["policies"] == expected
 
 
 SESSIONS = [
@@ -695,22 +676,22 @@ def test_completion_of_a_shell_is_written(monkeypatch, tmp_path, capsys):
     assert any("--fork-threshold" in text for text in texts)
 
 
-@pytest.mark.parametrize("earlier", [None, b"kept"])
-def test_an_import_without_turns_says_which_flag_was_missing(tmp_path, capsys, earlier):
-    log, out = tmp_path / "log.jsonl", tmp_path / "turns.parquet"
-    answer = {"choices": [{"message": {"role": "assistant", "content": "y"}}]}
-    log.write_text(
-        json.dumps({"request": {"messages": [QUESTION]}, "response": answer})
+def test_an_import_without_turns_says_which_flag_was_missing(tmp_path, capsys):
+    log, out, report = (
+        tmp_path / name for name in ("log.jsonl", "t.parquet", "r.jsonl")
     )
-    if earlier is not None:
-        out.write_bytes(earlier)
-    report = tmp_path / "report.jsonl"
-    argv = ["import", str(log), "-o", str(out), "--report", str(report)]
-    assert cli.main(argv) == cli.BAD_DATA
-    printed, err = capsys.readouterr()
-    assert "no_prompt_ids" in printed
-    assert "written to" not in printed
-    assert "0 turns" in err
-    assert "return_token_ids" in err
-    assert "no_prompt_ids" in report.read_text()
-    assert (out.read_bytes() if out.exists() else None) == earlier
+    answer = {"choices": [{"message": {"role": "assistant", "content": "y"}}]}
+    request = {"messages": [QUESTION]}
+    log.write_text(json.dumps({"request": request, "response": answer}))
+    for earlier in (None, b"kept"):
+        if earlier:
+            out.write_bytes(earlier)
+        argv = ["import", str(log), "-o", str(out), "--report", str(report)]
+        assert cli.main(argv) == cli.BAD_DATA
+        printed, err = capsys.readouterr()
+        assert "no_prompt_ids" in printed
+        assert "written to" not in printed
+        assert "0 turns" in err
+        assert "return_token_ids" in err
+        assert "no_prompt_ids" in report.read_text()
+        assert (out.read_bytes() if out.exists() else None) == earlier

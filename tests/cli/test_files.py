@@ -2,11 +2,13 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -301,45 +303,30 @@ def test_a_file_given_twice_counts_once_or_is_refused(tmp_path):
 # --- inputs as people have them
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        json.dumps([call("a", [1]), call("b", [2])]),
-        json.dumps([call("a", [1]), call("b", [2])], indent=1),
-        "\n".join(json.dumps(one) for one in (call("a", [1]), call("b", [2]))),
-    ],
-    ids=["array", "indented", "lines"],
-)
-def test_json_is_an_array_or_lines(tmp_path, text):
-    path = tmp_path / "calls.json"
-    path.write_text(text)
-    assert tk.read_turns(path)["session_id"].to_pylist() == ["a", "b"]
-    with path.open("rb") as file:
-        assert tk.read_turns(file, format="json").num_rows == 2
-    scanned = pa.Table.from_batches(tk.scan_turns(path))
-    assert scanned["session_id"].to_pylist() == ["a", "b"]
-    assert cli.main(["linearize", str(path), "-o", f"{tmp_path}/rows.parquet"]) == 0
-
-
-def test_json_of_one_call_is_one_call(tmp_path):
-    path = tmp_path / "call.json"
-    path.write_text(json.dumps(call("a", [1]), indent=2))
+def test_json_is_an_array_or_lines(tmp_path):
+    path, calls = tmp_path / "calls.json", [call("a", [1]), call("b", [2])]
+    for text in (
+        json.dumps(calls),
+        json.dumps(calls, indent=1),
+        "\n".join(map(json.dumps, calls)),
+    ):
+        path.write_text(text)
+        assert tk.read_turns(path)["session_id"].to_pylist() == ["a", "b"]
+        with path.open("rb") as file:
+            assert tk.read_turns(file, format="json").num_rows == 2
+        scanned = pa.Table.from_batches(tk.scan_turns(path))
+        assert scanned["session_id"].to_pylist() == ["a", "b"]
+        assert cli.main(["linearize", str(path), "-o", f"{tmp_path}/rows.parquet"]) == 0
+    path.write_text(json.dumps(calls[0], indent=2))
     assert tk.read_turns(path).num_rows == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+    for text, said in (
         ("[1, 2]", "item 1 is not a JSON object"),
         ("[{}", "line 1, column 4"),
         ("x", "line 1"),
-    ],
-)
-def test_other_json_is_refused(tmp_path, text, said):
-    path = tmp_path / "call.json"
-    path.write_text(text)
-    with pytest.raises(FormatError, match=said):
-        tk.read_turns(path)
+    ):
+        path.write_text(text)
+        with pytest.raises(FormatError, match=said):
+            tk.read_turns(path)
 
 
 def test_json_settings_in_a_run_are_no_calls(tmp_path):
@@ -366,26 +353,19 @@ def test_several_inputs_and_patterns(tmp_path, capsys, monkeypatch):
     assert "*.feather: no file has such a name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["linearize", "-o", "x.parquet"],
-        ["compact", "-o", "x.parquet"],
-        ["expand", "-o", "x.parquet"],
-        *(["drift"], ["simulate"], ["show"], ["why"], ["tree"]),
-        ["view", "-o", "x.html"],
-        ["plot", "tokens", "-o", "x.svg"],
-        ["import", "-o", "x.parquet"],
-        ["verify", "t.parquet"],
-    ],
-    ids=" ".join,
-)
+READERS = """
+linearize FILE -o x.parquet | compact FILE -o x.parquet | expand FILE -o x.parquet
+drift FILE | simulate FILE | show FILE | why FILE | tree FILE | view FILE -o x.html
+plot tokens FILE -o x.svg | import FILE -o x.parquet | verify FILE t.parquet
+"""
+
+
+@pytest.mark.parametrize("command", re.split(r" \| |\n", READERS.strip()))
 @pytest.mark.parametrize("source", ["empty.jsonl", "empty.parquet"])
-def test_an_empty_input_is_an_error_of_every_command(place, capsys, argv, source):
+def test_an_empty_input_is_an_error_of_every_command(place, capsys, command, source):
     Path("empty.jsonl").write_text("")
     tk.write_turns(tk.from_records([]), "empty.parquet")
-    at = 2 if argv[0] == "plot" else 1
-    assert cli.main([*argv[:at], source, *argv[at:]]) == cli.BAD_DATA
+    assert cli.main(command.replace("FILE", source).split()) == cli.BAD_DATA
     assert not [*place.glob("x.*")]
     assert f"{source}: no " in capsys.readouterr().err
 
@@ -470,21 +450,24 @@ def test_bad_sessions_alone_are_an_error(tmp_path, capsys):
 
 
 def test_rows_of_other_systems_are_taken_by_every_command_for_rows(place, capsys):
-    write(place / "rows.jsonl", {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]})
+    first = {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}
+    write(place / "rows.jsonl", first)
     for argv in (["show"], ["why"], ["verify"]):
         turns = ["c.jsonl"] if argv == ["verify"] else []
         assert cli.main([*argv, "rows.jsonl", *turns]) == cli.DONE
     out = capsys.readouterr().out
+    assert "row 0: 3 tokens, 1 trained\ncontext     1 2\ntrained     3\n" in out
     assert (
         "row 0: it shares no token with an earlier row. It trains 1 token of 3." in out
     )
-    more = {"input_ids": [1, 2, 5, 6], "loss_mask": [1, 0, 1, 1]}
-    write(place / "rows.jsonl", {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, more)
-    assert cli.main(["why", "rows.jsonl"]) == cli.DONE
-    words = (
-        "row 1: it shares its first 2 tokens with row 0. It trains 3 tokens in 2 ranges"
+    write(
+        place / "rows.jsonl",
+        first,
+        {"input_ids": [1, 2, 5, 6], "loss_mask": [1, 0, 1, 1]},
     )
-    assert words in capsys.readouterr().out
+    assert cli.main(["why", "rows.jsonl"]) == cli.DONE
+    words = "it shares its first 2 tokens with row 0. It trains 3 tokens in 2 ranges"
+    assert f"row 1: {words}" in capsys.readouterr().out
 
 
 def test_ids_without_a_token_are_shown_as_ids(tmp_path, capsys):
@@ -580,56 +563,43 @@ def test_the_program_keeps_its_input(place):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["view", "c.jsonl", "--port", "99999"], "Must be <= 65535"),
-        (["serve", "--out", "x", "--port", "-1"], "Must be >= 0"),
-        (["show", "c.jsonl", "--tokenizer", "Qwen/Qwen3-8B"], "Nothing is downloaded"),
+        ("view c.jsonl --port 99999", "Must be <= 65535"),
+        ("serve --out x --port -1", "Must be >= 0"),
+        ("show c.jsonl --tokenizer Qwen/Qwen3-8B", "Nothing is downloaded"),
     ],
-    ids=["port", "port of the gateway", "tokenizer"],
 )
 def test_the_program_refuses_in_one_sentence(place, words, said):
-    done = program(place, *words)
+    done = program(place, *words.split())
     assert done.returncode in (cli.BAD_USAGE, cli.BAD_FILE)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (
-            ModuleNotFoundError(
-                "No module named 'no_such_thing'", name="no_such_thing"
-            ),
-            "this needs no_such_thing, which is not installed: pip install no_such_thing",
-        ),
-        (
-            ImportError("cannot import name 'X' from 'pyarrow'", name="pyarrow.lib"),
-            "the installed pyarrow does not fit: cannot import name 'X'",
-        ),
-    ],
-    ids=["missing", "too old"],
-)
-def test_a_missing_or_old_package_is_wrong_usage(
-    place, monkeypatch, capsys, error, said
-):
-    def fail(*_):
-        raise error
+MISSING = {
+    "this needs no_such_thing, which is not installed: pip install no_such_thing": (
+        ModuleNotFoundError("No module named 'no_such_thing'", name="no_such_thing")
+    ),
+    "the installed pyarrow does not fit: cannot import name 'X'": ImportError(
+        "cannot import name 'X' from 'pyarrow'", name="pyarrow.lib"
+    ),
+    # a fault of trajkit
+    "": ModuleNotFoundError("No module named 'trajkit.no'", name="trajkit.no"),
+}
 
-    from trajkit.export import files
+
+@pytest.mark.parametrize("said", MISSING)
+def test_a_missing_or_old_package_is_wrong_usage(place, monkeypatch, capsys, said):
+    def fail(*_):
+        raise MISSING[said]
 
     monkeypatch.setitem(files._WRITE, "sft", ("rows.parquet", fail))
     argv = ["export", "r.parquet", "--to", "sft", "-o", "out"]
+    if not said:
+        with pytest.raises(ModuleNotFoundError):
+            cli.main(argv)
+        return
     assert cli.main(argv) == cli.BAD_USAGE
     assert capsys.readouterr().err.startswith(f"trajkit: {said}")
-
-
-def test_a_fault_of_trajkit_is_no_missing_package(place, monkeypatch):
-    def fail(*_):
-        raise ModuleNotFoundError("No module named 'trajkit.no'", name="trajkit.no")
-
-    monkeypatch.setitem(files._WRITE, "sft", ("rows.parquet", fail))
-    with pytest.raises(ModuleNotFoundError):
-        cli.main(["export", "r.parquet", "--to", "sft", "-o", "out"])
 
 
 # --- check: the rows of a trainer
@@ -671,15 +641,20 @@ def test_check_names_a_shifted_mask(tmp_path, capsys):
 
 
 def test_check_reads_what_trainers_save(tmp_path, capsys):
-    import pickle
-
-    import numpy as np
-
     np.savez(tmp_path / "batch.npz", input_ids=[ROW], loss_mask=[RIGHT])
     sample = {"tokens": ROW, "response_length": 5, "loss_mask": RIGHT[2:]}
     (tmp_path / "rollout.pkl").write_bytes(pickle.dumps({"samples": [sample]}))
-    for name in ("batch.npz", "rollout.pkl"):
+    write(tmp_path / "samples.jsonl", sample)
+    for name in ("batch.npz", "rollout.pkl", "samples.jsonl"):
         assert checked(tmp_path, capsys, tmp_path / name)[0] == cli.DONE
+    rows, log = str(tmp_path / "samples.jsonl"), str(tmp_path / "log.jsonl")
+    for argv, said in (
+        (["show", rows], "trained     20 21 22"),
+        (["why", rows], "It trains 4 tokens in 2 ranges of 7."),
+        (["verify", rows, log, "--policy", "faithful"], "no violations"),
+    ):
+        assert cli.main(argv) == cli.DONE
+        assert said in capsys.readouterr().out
 
 
 def test_check_shows_few_lines_of_many_rows(tmp_path, capsys):
@@ -715,17 +690,6 @@ def test_check_refuses_what_has_no_rows(tmp_path, capsys, content, said):
     assert cli.main(argv) == cli.BAD_DATA
     assert said in capsys.readouterr().err
     assert cli.main([*argv, "--fork-threshold", "3"]) == cli.BAD_USAGE
-
-
-def test_other_commands_take_the_rows_of_trainers(tmp_path, capsys):
-    log = write(tmp_path / "log.jsonl", *CHECKED)
-    sample = {"tokens": ROW, "response_length": 5, "loss_mask": RIGHT[2:]}
-    rows = str(write(tmp_path / "samples.jsonl", sample))
-    assert cli.main(["show", rows]) == cli.DONE
-    assert "trained     20 21 22" in capsys.readouterr().out
-    assert cli.main(["why", rows]) == cli.DONE
-    assert "It trains 4 tokens in 2 ranges of 7." in capsys.readouterr().out
-    assert cli.main(["verify", rows, str(log), "--policy", "faithful"]) == cli.DONE
 
 
 def test_every_command_reads_what_is_at_an_address(tmp_path, capsys):

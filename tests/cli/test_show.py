@@ -90,22 +90,17 @@ SLIME = ["--policy", "slime"]
 
 
 def test_labels_tell_what_a_row_does_without_colours(capsys, turns):
-    assert main(["show", turns, *SLIME, "--tokenizer", TOKENIZER]) == 0
+    argv = ["show", turns, *SLIME, "--tokenizer", TOKENIZER]
+    assert main(argv) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     lines = out.splitlines()
     assert lines[0].endswith(", row 0: 238 tokens, 3 trained")
     assert lines[1].startswith("context     ⟦<|im_start|>⟧user↵")
     assert any("tokens of context ..." in line for line in lines)
-    lost = lines.index(
-        "lost        (absorbed by turn 1: 9 tokens of turn 0) It holds. ↵"
-    )
-    assert lines[lost + 1].strip() == "⟦<|im_end|>⟧"
+    words = "lost        (absorbed by turn 1: 9 tokens of turn 0) It holds. ↵"
+    assert lines[lines.index(words) + 1].strip() == "⟦<|im_end|>⟧"
     assert "trained     Yes⟦<|im_end|>⟧" in lines
-
-
-def test_unfolded_context_is_complete(capsys, turns):
-    argv = ["show", turns, *SLIME, "--tokenizer", TOKENIZER]
     assert main([*argv, "--unfold"]) == 0
     out = capsys.readouterr().out
     assert out.count("a long question") == 40
@@ -138,26 +133,19 @@ def test_rows_are_shown_without_their_turns(tmp_path, capsys, turns):
         assert "trained     Yes⟦<|im_end|>⟧\n" in out
 
 
-def test_rows_of_other_systems_have_a_mask_only(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"input_ids": [1, 2, 3], "loss_mask": [false, true, true]}\n')
-    assert main(["show", str(path)]) == 0
-    assert capsys.readouterr().out == (
-        "row 0: 3 tokens, 2 trained\ncontext     1\ntrained     2 3\n\n"
-    )
+def shown(capsys, folder, pairs, *options):
+    """What show prints of a session of prompts and outputs."""
+    names = ("session_id", "prompt_ids", "output_ids")
+    calls = [dict(zip(names, ("a", *pair), strict=True)) for pair in pairs]
+    tk.write_turns(tk.from_records(calls), folder / "turns.jsonl")
+    assert main(["show", str(folder / "turns.jsonl"), *options]) == 0
+    return capsys.readouterr().out
 
 
 def test_a_row_that_begins_as_another_one_shows_what_is_new(tmp_path, capsys):
     """Row 1 repeats a reply that row 0 trains, and leaves row 0 in the next one."""
     pairs = [([1], [2, 3]), ([1, 2, 3, 4], [5, 6]), ([1, 2, 3, 4, 5, 9], [7])]
-    calls = [
-        {"session_id": "a", "prompt_ids": prompt, "output_ids": output}
-        for prompt, output in pairs
-    ]
-    path = tmp_path / "turns.jsonl"
-    tk.write_turns(tk.from_records(calls), path)
-    assert main(["show", str(path), "--row", "1"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert shown(capsys, tmp_path, pairs, "--row", "1").splitlines() == [
         "session a, row 1: 7 tokens, 1 trained",
         "context     ... 5 tokens as in row 0 ...",
         "context     9",
@@ -167,14 +155,7 @@ def test_a_row_that_begins_as_another_one_shows_what_is_new(tmp_path, capsys):
 
 
 def test_tokens_in_no_row_have_a_reason(tmp_path, capsys):
-    calls = [
-        {"session_id": "a", "prompt_ids": prompt, "output_ids": [3]}
-        for prompt in ([1], [1, 2, 4])
-    ]
-    path = tmp_path / "turns.jsonl"
-    tk.write_turns(tk.from_records(calls), path)
-    assert main(["show", str(path), "--policy", "miles"]) == 0
-    out = capsys.readouterr().out
+    out = shown(capsys, tmp_path, [([1], [3]), ([1, 2, 4], [3])], "--policy", "miles")
     assert out.endswith(
         "session a, in no row\nlost        (refused by turn 1: 1 token of turn 1) 3\n\n"
     )
@@ -242,16 +223,11 @@ def test_bytes_of_other_tokenizers():
     assert Codec(Nameless()).exact(half) == "\ufffd"
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        (["--session", "b"], BAD_DATA, "no session 'b'"),
-        (["--row", "7"], BAD_USAGE, "--row 7: expected an index"),
-    ],
-)
-def test_what_is_not_there_is_refused(capsys, turns, options, code, said):
-    assert main(["show", turns, *options]) == code
-    assert said in capsys.readouterr().err
+def test_what_is_not_there_is_refused(capsys, turns):
+    assert main(["show", turns, "--session", "b"]) == BAD_DATA
+    assert "no session 'b'" in capsys.readouterr().err
+    assert main(["show", turns, "--row", "7"]) == BAD_USAGE
+    assert "--row 7: expected an index" in capsys.readouterr().err
 
 
 def test_a_character_wider_than_the_screen_is_printed(capsys):

@@ -1078,6 +1078,72 @@ PYTHON = (
             "earlier.update(())",
         ),
     ),
+    _place(
+        "trajkit/cli/options.py",
+        "tests/cli/test_files.py",
+        (
+            "a session that is left out has no file and line",
+            "reason = log.placed(reason) if k < 10 else reason",
+            "reason = reason",
+        ),
+        (
+            "an existing file is replaced all the same",
+            "clobber = False",
+            "clobber = True",
+        ),
+    ),
+    _place(
+        "trajkit/cli/policies.py",
+        "tests/cli/test_cli.py",
+        (
+            "a threshold that the policy ignores is taken",
+            'if "fork_threshold" in choices and not _forks(policy):',
+            "if False:",
+        ),
+    ),
+    _place(
+        "trajkit/cli/compare.py",
+        "tests/cli/test_cli.py tests/cli/test_files.py",
+        (
+            "an example shows the path of the turn itself",
+            'np.array([found["parent"], found["turn_index"]])',
+            'np.array([found["turn_index"], found["turn_index"]])',
+        ),
+        (
+            "check ends with 0 where rows are wrong",
+            "return BAD_DATA if wrong else DONE",
+            "return DONE",
+        ),
+    ),
+    _place(
+        "trajkit/view/tables.py",
+        "tests/view/test_files.py tests/view/test_server.py",
+        (
+            "the worst sessions are those that lose least",
+            "sort_by(score, descending=True, maintain_order=True)",
+            "sort_by(score, maintain_order=True)",
+        ),
+        ("a word is a pattern", "word.lower(), literal=True", "word.lower()"),
+    ),
+    _place(
+        "trajkit/view/server.py",
+        "tests/view/test_server.py",
+        (
+            "every path has the token",
+            "if not secrets.compare_digest(token.encode(), self.server.token.encode()):",
+            "if False:",
+        ),
+    ),
+    _place(
+        "trajkit/plot/figures.py",
+        "tests/plot",
+        ("a lane is free only later", "if until <= start)", "if until < start)"),
+        (
+            "a prompt has no roles of its parent",
+            "path[:lcp] = paths[parent][:lcp]",
+            "pass",
+        ),
+    ),
 )
 
 NATIVE = (

@@ -185,23 +185,18 @@ def test_time_without_a_call_is_queue_before_the_session_and_tool_in_it():
         ("b", "queue", 0, 2, None, 0),
         ("b", "generation", 2, 4, 0, 0),
     ]
-
-
-def test_calls_that_overlap_have_lanes():
+    # calls that overlap have lanes, and turns without times are left out
     turns = timed(("a", 0, 10), ("a", 1, 3), ("a", 2, 4), ("a", 3, 5))
     assert [line[-2:] for line in slices_of(turns)] == [(0, 0), (1, 1), (2, 2), (3, 1)]
+    turns = timed(("a", 1, 2), ("a", None, 3), ("a", 3, None), ("b", None, None))
+    assert slices_of(turns) == [("a", "generation", 0, 1, 0, 0)]
 
 
 def test_rollouts_say_when_sessions_began_and_ended():
     turns = timed(("a", 5, 6), ("b", 7, 8), ("c", 7, 8))
-    sessions = pa.table(
-        {
-            "session_id": ["a", "b", "c"],
-            "started_at": [at(4), at(2), None],
-            "seconds": [4.0, 6.0, 9.0],
-        }
-    )
-    assert slices_of(turns, sessions) == [
+    names = ("session_id", "started_at", "seconds")
+    known = ["a", "b", "c"], [at(4), at(2), None], [4.0, 6.0, 9.0]
+    assert slices_of(turns, pa.table([*map(pa.array, known)], names=names)) == [
         ("a", "queue", 0, 2, None, 0),
         ("a", "tool", 2, 3, None, 0),
         ("a", "generation", 3, 4, 0, 0),
@@ -211,11 +206,6 @@ def test_rollouts_say_when_sessions_began_and_ended():
         ("c", "queue", 0, 5, None, 0),
         ("c", "generation", 5, 6, 0, 0),
     ]
-
-
-def test_turns_without_times_are_left_out():
-    turns = timed(("a", 1, 2), ("a", None, 3), ("a", 3, None), ("b", None, None))
-    assert slices_of(turns) == [("a", "generation", 0, 1, 0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -246,9 +236,6 @@ def test_hostile_names_are_text_and_files_are_the_same_again(tmp_path):
         assert any(shown in text for text in found)
         drawn(figure(SMALL), tmp_path)
         assert (tmp_path / "a.svg").read_bytes() == first
-
-
-def test_an_empty_table_has_no_session():
     with pytest.raises(tk.errors.UnknownSessionError, match="there are no turns"):
         tk.plot.tokens(SMALL.slice(0, 0))
 

@@ -12,7 +12,6 @@ from trajkit.cli.screen import text_table
 from trajkit.errors import ArgumentError, PolicyError
 from trajkit.policies import (
     ALIASES,
-    IN_OTHER_WORDS,
     NAMED_CHOICES,
     PRESETS,
     RULES,
@@ -150,17 +149,13 @@ def policies(
 
 def _choices(policy: tk.Policy) -> str:
     """Every choice of one policy, its value, and what it may be; and its rules in words."""
-    values = _written(policy)
-    # an option in the words of the policy's system sets choices below
-    known = {name: [*one] for name, one in IN_OTHER_WORDS.get(policy.name, {}).items()}
+    values, known = _written(policy), dict[str, list[str]]()
     texts: dict[Any, list[str]] = {bool: ["true", "false"], int: ["an integer"]}
     texts[int | None] = ["an integer", "none"]
     for name, hint in _HINTS.items():
         named = NAMED_CHOICES.get(name, ["names, separated by commas"])
         known[name] = texts.get(hint, [*named])
-    lines = [
-        [name, values.get(name, ""), ", ".join(own)] for name, own in known.items()
-    ]
+    lines = [[name, values[name], ", ".join(own)] for name, own in known.items()]
     rules = [f"{name}={values[name]}: {rule_of(policy, name)}" for name in RULES]
     table = text_table([policy.name, "is", "may be"], lines)
     return "\n".join([table, "", *rules])

@@ -32,8 +32,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=1800.0
 # The servers close an idle connection after 5 seconds (uvicorn), and a call that is sent
 # at that moment is lost.
 _IDLE_SECONDS = 3.0
-# A machine that is gone is noticed after half a minute, also while its reply is awaited.
-# Not every system has every option.
+# TCP keep-alive: a dead host is noticed within 30 s, also during a long generation. Not
+# every system has every option.
 _KEEP_ALIVE = [
     (level, getattr(socket, name), value)
     for level, name, value in (

@@ -218,7 +218,7 @@ class Conversation:
         for i in restored.replies:
             known, position = restored.places[i].known, restored.places[i].position
             if known is None or position in self._counted:
-                # so are all before it
+                # earlier messages were counted with an earlier request
                 break
             self._counted.add(position)
             self.counts[known] += 1

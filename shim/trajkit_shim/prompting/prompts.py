@@ -83,7 +83,7 @@ class Prompt:
     reason: Reason | None  # why it does not extend the last reply; None: it does
     base: Node | None  # the turn whose ids are its first, if any
     n_base: int  # of its first ids, those of that turn
-    n_known: int  # how many of the messages have those tokens
+    n_known: int  # number of messages whose tokens come from `base`
     # of each appended id, the index of its message after the known ones; -1: no message.
     # None: unknown, or not requested
     message_index: Ids | None

@@ -175,7 +175,7 @@ class Session:
         # amendments that could not be written yet, in order
         self._unwritten: list[tuple[list[int], str, bool | None]] = []
         self.conversation = Conversation(counts=record.counts.echo)
-        # requests until their last byte was sent, and the tasks that serve them
+        # a future per open request, done when its response is sent; the task that serves it
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
         self.timer: asyncio.TimerHandle | None = None
         self.active_at = clock.time()
@@ -412,7 +412,7 @@ class SessionStore:
         record = session.record
         record.ended_by, record.written = how, False
         session.conversation.close()
-        # they refer to the session, which is released with its last request
+        # break the cycle of references between answers and session
         session.answers.clear()
         for call in session.calls:
             call.end(closed_error(session.session_id))
