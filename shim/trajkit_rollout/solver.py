@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from trajkit_rollout.sandbox import unpack
 from trajkit_rollout.tasks import Task
-from trajkit_shim.engines.embedded import Policy, Reply
-from trajkit_shim.engines.embedded.script import acts, messages, n_responses
+from trajkit_shim.engines.embedded import Policy, Reply, acts, messages, n_responses
 
 # tools that run a shell command, with the name of the argument
 _SHELLS = (

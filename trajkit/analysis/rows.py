@@ -21,13 +21,17 @@ from trajkit.rows.links import link
 from trajkit.schema import EMPTY_KINDS, ROW_CHECKS, ROW_REASONS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical_rows
+from trajkit.tables.columns import take_session, tuples
 from trajkit.tables.ragged import Array, Bools, Ints, Longs, positions
-from trajkit.tables.take import take_session, tuples
 from trajkit.turns.delta import expand
-from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of
+from trajkit.turns.flat_buffers import (
+    aborted_calls,
+    flat_rows,
+    flat_turns,
+    sessions_of,
+)
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
-from trajkit.turns.trainability import aborted_calls
 from trajkit.verification.context import consecutive
 from trajkit.verification.foreign_rows import TOLERANCE, Sampled
 from trajkit.verification.row_forms import is_rows, plain_rows

@@ -12,7 +12,7 @@ from trajkit.rows.links import link
 from trajkit.schema import CAUSES, LOSSES, REPORT
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table
-from trajkit.tables.take import tuples
+from trajkit.tables.columns import tuples
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
 

@@ -15,11 +15,16 @@ from trajkit.schema import LINK_REASONS, OUTPUT_KINDS, OUTPUT_SPANS
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.ragged import Longs
-from trajkit.turns.flat_buffers import flat_turns, sessions_of, spans_of
+from trajkit.turns.flat_buffers import (
+    aborted_calls,
+    flat_turns,
+    sessions_of,
+    spans_of,
+    without_aborted,
+)
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
 from trajkit.turns.sessions import Sessions
-from trajkit.turns.trainability import aborted_calls, without_aborted
 from trajkit.verification.context import consecutive
 
 _UNKNOWN = -1

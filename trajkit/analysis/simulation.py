@@ -20,8 +20,7 @@ from trajkit.schema import LOSSES, SIMULATION
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Ragged
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.stages import Batches, batches_of
+from trajkit.tables.stages import Batches, batches_of, whole_sessions
 from trajkit.turns.flat_buffers import TurnTokens, flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import session_facts
