@@ -160,7 +160,7 @@ def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
         refused -= {"tokenizers", "transformers"}
     if path == ROOT / "trajkit/engines.py":
         refused -= {"ray"}
-    if path.parent.name in ("analysis", "view", "cli"):
+    if path.parent.name in ("view", "cli"):
         # counting and grouping, of the extra `look`
         refused -= {"polars"}
     if path.parent == ROOT / "trajkit/export":

@@ -182,9 +182,9 @@ def test_a_case_insensitive_system_is_seen_by_the_inode(place, monkeypatch):
 # --- sessions of several files
 
 
-def two_runs(folder):
+def two_runs(folder, name="0"):
     for step in (1, 2):
-        calls = call("0", [step, 9]), call("0", [step, 9, 3, 6])
+        calls = call(name, [step, 9]), call(name, [step, 9, 3, 6])
         write(folder / f"step{step}.jsonl", *calls)
     return folder
 
@@ -193,9 +193,10 @@ def scanned_turns(source, **options):
     return pa.Table.from_batches(tk.scan_turns(source, **options))
 
 
+@pytest.mark.parametrize("name", ["0", 0])
 @pytest.mark.parametrize("read", [tk.read_turns, scanned_turns])
-def test_a_session_that_starts_over_in_a_second_file_is_refused(tmp_path, read):
-    log = two_runs(tmp_path / "log")
+def test_a_session_that_starts_over_in_a_second_file_is_refused(tmp_path, read, name):
+    log = two_runs(tmp_path / "log", name)
     words = (
         r"session '0' is in .*step1\.jsonl and in .*step2\.jsonl.*--session-prefix file"
     )
@@ -206,8 +207,9 @@ def test_a_session_that_starts_over_in_a_second_file_is_refused(tmp_path, read):
         read(log, session_prefix="files")
 
 
-def test_prefixes_tell_sessions_apart(tmp_path, capsys):
-    log = two_runs(tmp_path / "log")
+@pytest.mark.parametrize("name", ["0", 0])
+def test_prefixes_tell_sessions_apart(tmp_path, capsys, name):
+    log = two_runs(tmp_path / "log", name)
     turns = tk.read_turns(log, session_prefix="file")
     assert turns["session_id"].to_pylist() == ["step1/0"] * 2 + ["step2/0"] * 2
     assert turns["turn_index"].to_pylist() == [0, 1] * 2

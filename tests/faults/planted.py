@@ -915,7 +915,7 @@ PYTHON = (
     _place(
         "trajkit/importers/calls.py",
         "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
-        "tests/importers/test_importers.py",
+        "tests/importers/test_importers.py tests/importers/test_text.py",
         (
             "logprobs of other ids are taken",
             "if len(logprobs) == len(listed) and (ids is None or ids == listed):",
@@ -941,9 +941,9 @@ PYTHON = (
         "trajkit/importers/containers.py",
         "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
         (
-            "a tensor may end a number beyond its storage",
-            "last >= len(storage)",
-            "last > len(storage)",
+            "a tensor begins a byte too late",
+            "start = offset * storage.itemsize",
+            "start = offset * storage.itemsize + 1",
         ),
         (
             "what is unread counts for every choice",

@@ -946,6 +946,14 @@ def test_several_answers_to_one_native_request(tmp_path):
     ]
 
 
+def test_what_no_field_reads_is_counted_by_records(tmp_path):
+    answers = [foreign.native_response(RECORD)] * 2
+    line = json.loads(native_line(answers)) | {"label": "good"}
+    (tmp_path / "log.jsonl").write_text(json.dumps(line))
+    _, report = tk.import_turns(tmp_path / "log.jsonl")
+    assert report["detail"].to_pylist() == ["label of 1 records was not read"]
+
+
 def test_a_message_that_is_none_is_named(tmp_path):
     spoken = [{"from": "human", "value": "q"}, {"from": "observation", "value": "a"}]
     lines = [

@@ -119,7 +119,8 @@ def _numbered(
             file.seek(start or 0)
         if whole is not None:
             for number, item in enumerate(_items(whole, name), 1):
-                yield number, json.dumps(item, default=_encoded).encode(), item
+                text = json.dumps(item, default=_encoded).encode()
+                yield number, text, _object(item, b"")
             return
     source = open_input(file, kind)
     for number, (line, complete) in enumerate(split_lines(source, name), 1):
@@ -145,11 +146,14 @@ def _numbered(
 
 
 def _object(value: Any, line: bytes) -> Record:
-    """The object of a line, with bytes restored."""
+    """The object of a line, with bytes restored; integers are names of sessions, too."""
     # one character is found much faster than several
     dollar = line.find(b"$")
     has_bytes = dollar > 0 and line.find(_BYTES_MARK, dollar - 2) >= 0
-    return _restored(value) if has_bytes else value  # type: ignore[no-any-return]
+    record: Record = _restored(value) if has_bytes else value
+    if type(record.get("session_id")) is int:
+        record["session_id"] = str(record["session_id"])
+    return record
 
 
 def _invalid(where: str, error: ValueError) -> FormatError:

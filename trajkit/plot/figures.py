@@ -15,7 +15,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import errors
-from trajkit.analysis import lazy_polars as pl
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.words import MUTED, OUTPUTS, ROLES, TEXT, TIMES
 from trajkit.policies import Policy
@@ -119,11 +118,11 @@ def output_kinds(session: pa.Table, policy: Policy) -> Counts:
     """The tokens of each output by what the policy does with them."""
     turns = session["turn_index"].to_pylist()
     kinds = {kind: np.zeros(len(turns), np.int64) for kind in OUTPUTS}
-    token = pl.int_ranges("output_start", "output_stop").alias("token")
-    spans = pl.frame(output_spans(session, policy)).select("kind", "turn_index", token)
+    names = "kind", "turn_index", "output_start", "output_stop"
+    spans = tuples(output_spans(session, policy), *names)
     # a policy may train a token twice
-    tokens = spans.explode("token").unique().group_by("kind", "turn_index").len()
-    for kind, turn, n in tokens.iter_rows():
+    tokens = {(kind, turn, k) for kind, turn, a, b in spans for k in range(a, b)}
+    for (kind, turn), n in Counter(token[:2] for token in tokens).items():
         kinds[kind][turns.index(turn)] = n
     return kinds
 
