@@ -528,7 +528,7 @@ def test_rows_are_written_in_other_forms(tmp_path, capsys, turns, options):
             {"max_rows": 2, "dispatch_tools": ("Task", "spawn")},
         ),
         ("segments", "max_rows=none dispatch_tools=", {"dispatch_tools": ()}),
-        ("polar", "builder=per_request", {"builder": "per_request"}),
+        ("polar", "parent_by=none", {"parent_by": "none"}),
     ],
 )
 def test_set_makes_a_choice(tmp_path, capsys, turns, name, sets, choices):

@@ -686,8 +686,8 @@ PYTHON = (
         ),
         (
             "a policy that needs logprobs does not read the table",
-            'if policy.on_drift == "splice" or policy.missing_logprobs == "raise":',
-            'if policy.on_drift == "splice":',
+            'or policy.missing_logprobs == "raise"',
+            "or False",
         ),
     ),
     _place(

@@ -12,7 +12,6 @@ from trajkit.cli.screen import text_table
 from trajkit.errors import ArgumentError, PolicyError
 from trajkit.policies import (
     ALIASES,
-    IN_OTHER_WORDS,
     NAMED_CHOICES,
     PRESETS,
     RULES,
@@ -157,9 +156,7 @@ def _presets() -> str:
 
 def _choices(policy: tk.Policy) -> str:
     """Every choice of one policy, its value, and what it may be; and its rules in words."""
-    values = _written(policy)
-    # an option in the words of the policy's system sets choices below
-    known = {name: [*one] for name, one in IN_OTHER_WORDS.get(policy.name, {}).items()}
+    values, known = _written(policy), {}
     for name, hint in _HINTS.items():
         known[name] = {
             bool: ["true", "false"],
