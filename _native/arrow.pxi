@@ -48,11 +48,6 @@ ENUMS["TurnFault"] = _numbers(
 )
 
 
-cdef struct Text:
-    const char* data
-    int64_t n
-
-
 cdef struct Run:              # one element of a list column
     int64_t start             # of its first item in the child, offset of the child aside
     int64_t n
@@ -104,22 +99,13 @@ cdef inline int64_t _at(const ArrowArray* array, int64_t i, int64_t n_bytes) noe
     return <int64_t><intptr_t>array.buffers[1] + (array.offset + i) * n_bytes
 
 
-cdef inline Text _text(const ArrowArray* array, int64_t i) noexcept nogil:
-    cdef const int32_t* offsets = <const int32_t*>array.buffers[1] + array.offset
-    cdef Text text
-    text.data = <const char*>array.buffers[2] + offsets[i]
-    text.n = offsets[i + 1] - offsets[i]
-    return text
-
-
 cdef inline bint _is_word(
-    const ArrowArray* array, int64_t i, const char* word, int64_t n
+    const ArrowArray* array, int64_t i, const char* word, int32_t n
 ) noexcept nogil:
-    cdef Text text
-    if not _is_valid(array, i):
+    cdef const int32_t* offsets = <const int32_t*>array.buffers[1] + array.offset
+    if not _is_valid(array, i) or offsets[i + 1] - offsets[i] != n:
         return False
-    text = _text(array, i)
-    return text.n == n and memcmp(text.data, word, n) == 0
+    return memcmp(<const char*>array.buffers[2] + offsets[i], word, n) == 0
 
 
 cdef inline uint8_t _stop(const ArrowArray* array, int64_t i) noexcept nogil:
@@ -212,25 +198,16 @@ cdef int64_t _find_turn(
     const int32_t* turn_index, int64_t start, int64_t stop, int32_t wanted
 ) noexcept nogil:
     """Which of the turns start:stop, in ascending order, is the wanted one; -1: none."""
-    cdef int64_t middle
-    if stop > start and turn_index[stop - 1] == wanted:  # as most are
-        return stop - 1
+    cdef int64_t middle = stop - 1  # as most are
     while start < stop:
-        middle = start + (stop - start) // 2
+        if turn_index[middle] == wanted:
+            return middle
         if turn_index[middle] < wanted:
             start = middle + 1
-        elif turn_index[middle] > wanted:
-            stop = middle
         else:
-            return middle
+            stop = middle
+        middle = start + (stop - start) // 2
     return -1
-
-
-cdef int64_t _shown_messages(const Request* request) noexcept nogil:
-    """Messages of a request and its reply; 0 without a list."""
-    if request.n_keys < 0:
-        return 0
-    return request.shared + request.n_keys + (request.reply_key != 0)
 
 
 cdef int _read_base(
@@ -249,7 +226,9 @@ cdef int _read_base(
         if base < 0:
             return FAULT_BASE
         held = calls[base].prompt_len + calls[base].out_len
-        shown = _shown_messages(&requests[base])
+        if requests[base].n_keys >= 0:
+            shown = requests[base].shared + requests[base].n_keys
+            shown += requests[base].reply_key != 0
     call.base = <int32_t>base
     call.own_start = _int32(columns[COL_SHARED], i)
     if not 0 <= call.own_start <= held:

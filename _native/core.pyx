@@ -54,7 +54,7 @@ BUILD = TRAJKIT_BUILD.decode("ascii")
 ENUMS = {}
 
 
-def _numbers(str names):
+cdef dict _numbers(str names):
     """The names of an enum, in its order, with their numbers."""
     return {name: number for number, name in enumerate(names.split())}
 

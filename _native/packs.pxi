@@ -95,34 +95,11 @@ cdef int64_t _cut(
     return -1
 
 
-cdef void _segment_parents(
-    const int32_t[::1] starts,
-    const int32_t[::1] ends,
-    const int64_t[::1] offsets,
-    int32_t[::1] parents
-) noexcept nogil:
-    """Write for each segment the one that it hangs on, counted within the pack; -1: none."""
-    cdef int64_t pack, k, first
-    cdef int64_t p
-    for pack in range(offsets.shape[0] - 1):
-        first = offsets[pack]
-        for k in range(first, offsets[pack + 1]):
-            p = k - 1
-            while p >= first and ends[p] <= starts[k]:
-                p = -1 if parents[p] < 0 else first + parents[p]
-            parents[k] = <int32_t>(p - first) if p >= first else -1
-
-
 def attach_rows(PackRow[::1] rows not None):
     """Attach each row to the row whose own tokens it leaves.
 
     A row's ``parent`` is an earlier row that has its first ``shared`` tokens. Afterwards it is
     the one that has the last of these among its own tokens, or -1.
-
-    Raises
-    ------
-    LayoutError
-        A parent is no earlier row, or has fewer tokens than it supplies.
     """
     cdef int64_t n = rows.shape[0], bad
     if n == 0:
@@ -136,86 +113,67 @@ def attach_rows(PackRow[::1] rows not None):
         )
 
 
-def order_rows(
-    PackRow[::1] rows not None, const int64_t[::1] children not None, int64_t[::1] order not None
-):
-    """Write the rows, which `attach_rows` attached, in pre-order.
+def order_rows(PackRow[::1] rows not None, const int64_t[::1] children not None):
+    """The rows, which `attach_rows` attached, in pre-order.
 
     ``children`` has all rows; those of one parent are in the order in which they follow it.
     """
-    cdef int64_t n = rows.shape[0], i, n_ordered
+    cdef int64_t n = rows.shape[0], i, n_ordered = 0
+    cdef int64_t[::1] order = empty(n, "i8")
     _check_length("children", children.shape[0], n)
-    _check_length("order", order.shape[0], n)
     for i in range(n):
         if not 0 <= children[i] < n or not -1 <= rows[i].parent < i:
             raise LayoutError(f"children[{i}] is {children[i]}: there are {n} rows in a forest")
-    if n == 0:
-        return
-    with nogil:
-        n_ordered = _order(&rows[0], &children[0], n, &order[0])
+    if n:
+        with nogil:
+            n_ordered = _order(&rows[0], &children[0], n, &order[0])
     if n_ordered != n:
         raise LayoutError(f"children has only {n_ordered} of the {n} rows")
+    return order.base
 
 
-def cut_rows(
-    const PackRow[::1] rows not None,
-    pos_t limit,
-    pos_t[:, ::1] sums not None,
-    int64_t[:, ::1] steps not None
-):
+def cut_rows(const PackRow[::1] rows not None, pos_t limit):
     """Cut the trees of rows in pre-order into parts of at most ``limit`` tokens.
 
-    Parameters
-    ----------
-    rows : records of dtype PACK_ROW
-    limit : int
-    sums : int64, shape (2, n_rows + 1)
-        Scratch.
-    steps : int64, shape (2, n_rows + 1)
-        ``steps[0, k]`` becomes the first row of the last of the parts that rows[:k] make. The
-        rest is scratch.
-
-    Returns
-    -------
-    int
-        The first row that is longer than the limit, or -1.
+    Returns the first row that is longer than the limit, or -1; and for each k up to the
+    number of rows, the first row of the last of the parts that rows[:k] make.
     """
     cdef int64_t n = rows.shape[0], bad = -1
-    for name, size in (("sums", sums.shape[1]), ("steps", steps.shape[1])):
-        _check_length(name, size, n + 1)
-    if sums.shape[0] < 2 or steps.shape[0] < 2:
-        raise LayoutError("sums and steps have 2 lines each")
-    if n == 0:
-        return -1
-    with nogil:
-        bad = _cut(&rows[0], n, limit, &sums[0, 0], &sums[1, 0], &steps[0, 0], &steps[1, 0])
-    return bad
+    cdef pos_t[:, ::1] sums = empty((2, n + 1), "i8")
+    cdef int64_t[:, ::1] steps = empty((2, n + 1), "i8")
+    if n:
+        with nogil:
+            bad = _cut(
+                &rows[0], n, limit, &sums[0, 0], &sums[1, 0], &steps[0, 0], &steps[1, 0]
+            )
+    return bad, steps.base[0]
 
 
 def segment_parents(
     const int32_t[::1] starts not None,
     const int32_t[::1] ends not None,
     const int64_t[::1] offsets not None,
-    int32_t[::1] parents not None,
 ):
-    """Write for each segment the segment that it hangs on, counted within its pack; -1: none.
+    """For each segment the one that it hangs on, counted within its pack; -1: none.
 
-    Parameters
-    ----------
-    starts, ends : int32, shape (n_segments,)
-        Where each segment and the subtree of its tokens begin and end in the pack.
-    offsets : int64, shape (n_packs + 1,)
-        Segments ``offsets[k]:offsets[k + 1]`` are those of pack k.
-    parents : int32, shape (n_segments,)
+    ``starts`` and ``ends``: where each segment and the subtree of its tokens begin and end in
+    the pack. Segments ``offsets[k]:offsets[k + 1]`` are those of pack k.
     """
-    cdef int64_t n = starts.shape[0], k
+    cdef int64_t n = starts.shape[0], k, p, pack, first
+    cdef int32_t[::1] parents = empty(n, "i4")
     _check_length("ends", ends.shape[0], n)
-    _check_length("parents", parents.shape[0], n)
     for k in range(offsets.shape[0] - 1):
         if not 0 <= offsets[k] <= offsets[k + 1] <= n:
             raise LayoutError(f"offsets[{k}] is {offsets[k]}: there are {n} segments")
     with nogil:
-        _segment_parents(starts, ends, offsets, parents)
+        for pack in range(offsets.shape[0] - 1):
+            first = offsets[pack]
+            for k in range(first, offsets[pack + 1]):
+                p = k - 1
+                while p >= first and ends[p] <= starts[k]:
+                    p = -1 if parents[p] < 0 else first + parents[p]
+                parents[k] = <int32_t>(p - first) if p >= first else -1
+    return parents.base
 
 
 # ---
@@ -392,18 +350,9 @@ def fill_packs(
 ):
     """Write the tokens of rows that have their places.
 
-    Parameters
-    ----------
-    rows : records of dtype PACK_ROW
-        In pre-order, tree after tree; ``shared`` and ``parent`` are those within the tree.
-    input_ids, position_ids, subtree_end : int32, shape (n_tokens,)
-        Tokens that belong to no row (padding) are left as they are. Ends count from the first
-        token of the pack.
-
-    Raises
-    ------
-    LayoutError
-        A row is not where a tree in pre-order has it.
+    Rows are in pre-order, tree after tree; ``shared`` and ``parent`` are those within the tree.
+    Tokens that belong to no row (padding) are left as they are. Ends count from the first token
+    of the pack.
     """
     cdef int64_t n = rows.shape[0], bad
     cdef pos_t n_tokens = input_ids.shape[0]
@@ -421,14 +370,14 @@ def fill_packs(
         raise LayoutError(f"rows[{bad}] is not where a tree in pre-order has it")
 
 
-def count_edges(const PackRow[::1] rows not None, int64_t[::1] counts not None):
-    """Write how many edges each row has, and return the first that has one at position 0, or -1.
+def count_edges(const PackRow[::1] rows not None):
+    """The first row with an edge at position 0, or -1; and how many edges each row has.
 
     That token is predicted from nothing.
     """
     cdef int64_t n = rows.shape[0], r, bad = -1
     cdef const uint8_t* mask
-    _check_length("counts", counts.shape[0], n)
+    cdef int64_t[::1] counts = empty(n, "i8")
     with nogil:
         for r in range(n):
             mask = <const uint8_t*><intptr_t>rows[r].mask
@@ -436,7 +385,7 @@ def count_edges(const PackRow[::1] rows not None, int64_t[::1] counts not None):
             if bad < 0 and counts[r]:
                 if mask[rows[r].mask_bit >> 3] >> (rows[r].mask_bit & 7) & 1:
                     bad = r
-    return bad
+    return bad, counts.base
 
 
 def fill_edges(
@@ -451,16 +400,9 @@ def fill_edges(
 ):
     """Write the edges of rows whose tokens `fill_packs` wrote.
 
-    Parameters
-    ----------
-    rows : records of dtype PACK_ROW
-        None has an edge at position 0 (`count_edges`).
-    input_ids : int32, shape (n_tokens,)
-    offsets : int64, shape (n_rows + 1,)
-        Edges ``offsets[r]:offsets[r + 1]`` are those of row r, by position.
-    source, target, position, logprob, given
-        Shape (n_edges,). The token of the pack, the id that follows it in the row, its position
-        there, its logprob (0 where the row has none), and whether the row has it.
+    Edges ``offsets[r]:offsets[r + 1]`` are those of row r, by position; none is at position 0
+    (`count_edges`). Of each: the token of the pack, the id that follows it in the row, its
+    position there, its logprob (0 where the row has none), and whether the row has it.
     """
     cdef int64_t n = rows.shape[0], r, bad = -1
     cdef int64_t n_edges = source.shape[0]

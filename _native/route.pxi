@@ -148,7 +148,7 @@ cdef class TokenIndex:
 # list the others, for a rule by which tokens choose among them. Messages that a request shares
 # with the previous call, or with its base, are not looked up one by one: equal runs of keys are
 # compared as bytes, and the node is reached by climbing from that call. O(new messages + bytes
-# of keys compared + nodes of the forest); where calls have no messages, as token_index.pxi says,
+# of keys compared + nodes of the forest); where calls have no messages, as above,
 # and O(calls of the session) after a rewritten call.
 
 cdef enum:  # trajkit.policies.TieBreak

@@ -139,9 +139,7 @@ def json_shared(bytes text not None, Py_ssize_t at, bytes before not None, Py_ss
             block = min(block, n - i)
             if memcmp(a + i, b + i, block) == 0:
                 i += block
-            elif block <= 16:
-                while a[i] == b[i]:
-                    i += 1
+            elif block == 1:
                 break
             else:
                 block //= 2
@@ -222,25 +220,6 @@ cdef inline int64_t _body_of(
     return entry[1]
 
 
-cdef int64_t _count_places(
-    const Request[::1] requests, const int64_t[::1] session_offsets,
-    const uint8_t[::1] has_body, int64_t n_places, int64_t* most
-) noexcept nogil:
-    """Places of all requests; ``most`` becomes the largest number of bodies in a session."""
-    cdef int64_t s, i, k, n, place = 0
-    most[0] = 0
-    for s in range(session_offsets.shape[0] - 1):
-        n = 0
-        for i in range(session_offsets[s], session_offsets[s + 1]):
-            for k in range(max(requests[i].n_keys, 0)):
-                if place < n_places:
-                    n += has_body[place]
-                place += 1
-            n += requests[i].reply_key != 0
-        most[0] = max(most[0], n)
-    return place
-
-
 def find_bodies(
     const Request[::1] requests not None,
     const int64_t[::1] session_offsets not None,
@@ -256,28 +235,32 @@ def find_bodies(
     ``reply_has_body`` and ``replies`` one per call.
     """
     cdef:
-        int64_t n_calls = requests.shape[0], n_places = has_body.shape[0], s, i, k, n
-        int64_t place = 0, before, n_before, n_table = 2, largest, mask, key
-        int64_t* entries
+        int64_t n_calls = requests.shape[0], n_places = has_body.shape[0], s, i, k, n = 0
+        int64_t place = 0, before, n_before, n_table = 2, n_bodies, mask, key
         bint replaced
 
     _check_sessions(session_offsets, n_calls)
-    n = _count_places(requests, session_offsets, has_body, n_places, &largest)
+    for i in range(n_calls):
+        n += max(requests[i].n_keys, 0)
     if n != n_places:
         raise LayoutError(f"has_body has {n_places} entries, {n} are needed")
     _check_length("places", places.shape[0], n_places)
     _check_length("reply_has_body", reply_has_body.shape[0], n_calls)
     _check_length("replies", replies.shape[0], n_calls)
-    if n_calls == 0:
-        return
-    while n_table < 2 * largest + 2:
-        n_table *= 2
+    for s in range(session_offsets.shape[0] - 1):  # the table is at most half full
+        n_bodies = session_offsets[s + 1] - session_offsets[s]
+        for i in range(session_offsets[s], session_offsets[s + 1]):
+            for k in range(max(requests[i].n_keys, 0)):
+                n_bodies += has_body[place]
+                place += 1
+        while n_table < 2 * n_bodies + 2:
+            n_table *= 2
     cdef int64_t[::1] table = empty(2 * n_table, "i8")
-    entries = &table[0]
     mask = n_table - 1
+    place = 0
     with nogil:
         for s in range(session_offsets.shape[0] - 1):
-            memset(entries, 0, 2 * (mask + 1) * sizeof(int64_t))
+            memset(&table[0], 0, 2 * n_table * sizeof(int64_t))
             replaced = False
             before = n_before = 0
             for i in range(session_offsets[s], session_offsets[s + 1]):
@@ -295,12 +278,12 @@ def find_bodies(
                         places[place + k] = places[before + k]
                         continue
                     places[place + k] = _body_of(
-                        entries, mask, key, has_body[place + k], place + k, &replaced
+                        &table[0], mask, key, has_body[place + k], place + k, &replaced
                     )
                 replies[i] = -1
                 if requests[i].reply_key != 0:
                     replies[i] = _body_of(
-                        entries, mask, requests[i].reply_key, reply_has_body[i],
+                        &table[0], mask, requests[i].reply_key, reply_has_body[i],
                         n_places + i, &replaced,
                     )
                 before = place

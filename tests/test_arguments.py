@@ -113,7 +113,6 @@ def test_a_misspelled_required_column_is_named():
     [
         (lambda: tk.policy("slim"), "'slim' does not exist: did you mean 'slime'"),
         (lambda: tk.policy("slime", fork_treshold=1), "did you mean 'fork_threshold'"),
-        (lambda: tk.policy("polar", builder="per_reqest"), "mean 'per_request'"),
         (
             lambda: tk.policy("slime", train_in="frist"),
             "train_in='frist': did you mean 'first'",

@@ -57,29 +57,6 @@ DISPATCH_TOOLS = ("Task", "Agent")
 _TELLS_TOOLS = ("values", "text")
 
 
-def check_route(
-    parent_by: ParentBy, order: ChainOrder, equality: MessageEquality
-) -> None:
-    """Raise `PolicyError` if such links have no such order, or no such equality."""
-    if parent_by == "prefix" and order == "recorded":
-        raise PolicyError(
-            "chain_order='recorded' does not go with parent_by='prefix', under which a "
-            "turn may be recorded before the one that it continues: expected 'tree'"
-        )
-    if parent_by == "agents" and equality not in _TELLS_TOOLS:
-        raise PolicyError(
-            f"message_equality={equality!r} does not go with parent_by='agents', under "
-            "which equal messages must call and answer the same tools: expected one of "
-            f"{', '.join(_TELLS_TOOLS)}"
-        )
-
-
-def _check_token_id(name: str, value: object) -> None:
-    token = chosen_int(name, value, 0, PolicyError)
-    if token > _LAST_TOKEN:
-        raise PolicyError(f"{name}={token}: ids are below 2**31")
-
-
 RULES: dict[str, dict[str, str]] = {
     "parent_by": {
         "messages": "The generated message nearest above it in the message tree.",
@@ -285,28 +262,46 @@ class Policy:
         chosen_int("fork_threshold", self.fork_threshold, error=PolicyError)
         if self.max_rows is not None:
             chosen_int("max_rows", self.max_rows, 1, PolicyError)
-        if self.end_of_turn_token_id is not None:
-            _check_token_id("end_of_turn_token_id", self.end_of_turn_token_id)
+        if (token := self.end_of_turn_token_id) is not None:
+            chosen_int("end_of_turn_token_id", token, 0, PolicyError)
+            if token > _LAST_TOKEN:
+                raise PolicyError(f"end_of_turn_token_id={token}: ids are below 2**31")
         chosen_names("dispatch_tools", self.dispatch_tools, PolicyError)
-        if self.on_drift == "absorb_any" and self.train_in != "first":
-            raise PolicyError(
+        for excluded, rule in (
+            (
+                self.on_drift == "absorb_any" and self.train_in != "first",
                 f"train_in={self.train_in!r} does not go with on_drift='absorb_any', "
-                "under which a row that restarts loses what it had: expected 'first'"
-            )
-        if self.train_in == "every" and (
-            self.on_drift != "fork" or self.max_rows is not None
-        ):
-            raise PolicyError(
+                "under which a row that restarts loses what it had: expected 'first'",
+            ),
+            (
+                self.train_in == "every"
+                and (self.on_drift != "fork" or self.max_rows is not None),
                 f"train_in='every' with on_drift={self.on_drift!r} and "
                 f"max_rows={self.max_rows}: an output that one row trains and another "
-                "has lost could not be counted once"
-            )
-        for name, value in _NOT_SPLICED.items():
-            if self.on_drift == "splice" and getattr(self, name) == value:
-                raise PolicyError(
-                    f"{name}={value!r} does not go with on_drift='splice'"
+                "has lost could not be counted once",
+            ),
+            *(
+                (
+                    self.on_drift == "splice" and getattr(self, name) == value,
+                    f"{name}={value!r} does not go with on_drift='splice'",
                 )
-        check_route(self.parent_by, self.chain_order, self.message_equality)
+                for name, value in _NOT_SPLICED.items()
+            ),
+            (
+                self.parent_by == "prefix" and self.chain_order == "recorded",
+                "chain_order='recorded' does not go with parent_by='prefix', under which "
+                "a turn may be recorded before the one that it continues: expected 'tree'",
+            ),
+            (
+                self.parent_by == "agents"
+                and self.message_equality not in _TELLS_TOOLS,
+                f"message_equality={self.message_equality!r} does not go with "
+                "parent_by='agents', under which equal messages must call and answer the "
+                f"same tools: expected one of {', '.join(_TELLS_TOOLS)}",
+            ),
+        ):
+            if excluded:
+                raise PolicyError(rule)
 
     @property
     def absorbs(self) -> bool:
@@ -464,17 +459,6 @@ ALIASES = {
 }
 """Rules of other systems that choices of a preset express, by the system's name."""
 
-IN_OTHER_WORDS: dict[str, dict[str, dict[str, dict[str, object]]]] = {
-    # PrefixMergingBuilder, PerRequestBuilder
-    "polar": {
-        "builder": {
-            "prefix_merging": {"parent_by": "prompts"},
-            "per_request": {"parent_by": "none"},
-        }
-    }
-}
-"""Option names of the original systems, by preset, and the choices that each value sets."""
-
 
 def policy(name: str | Policy, **choices: object) -> Policy:
     """The named policy, with some of its choices made otherwise.
@@ -487,8 +471,6 @@ def policy(name: str | Policy, **choices: object) -> Policy:
         ``"miles"``; or a policy to start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
-        ``"polar"`` also takes ``builder``: ``"prefix_merging"`` (``parent_by="prompts"``,
-        its own) or ``"per_request"`` (``parent_by="none"``).
 
     Returns
     -------
@@ -504,31 +486,26 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     --------
     >>> policy("slime", fork_threshold=0).fork_threshold
     0
-    >>> policy("polar", builder="per_request").parent_by
-    'none'
     """
+    presets = PRESETS | ALIASES
     if isinstance(name, Policy):
         chosen = name
+    elif isinstance(name, str) and name in presets:
+        chosen = presets[name]
     else:
-        known_name = isinstance(name, str)
-        preset = PRESETS.get(name, ALIASES.get(name)) if known_name else None
-        if preset is None:
-            known = ", ".join(sorted([*PRESETS, *ALIASES]))
-            raise PolicyError(
-                f"policy {name!r} does not exist"
-                f"{did_you_mean(name, [*PRESETS, *ALIASES])}: expected one of {known}"
-            )
-        chosen = preset
+        raise PolicyError(
+            f"policy {name!r} does not exist{did_you_mean(name, [*presets])}: expected "
+            f"one of {', '.join(sorted(presets))}"
+        )
     if not choices:
         return chosen
-    choices = _in_our_words(chosen.name, choices)
-    known_choices = {field.name for field in fields(Policy)} - {"name"}
+    known = {field.name for field in fields(Policy)} - {"name"}
     for choice in choices:
-        if choice not in known_choices:
+        if choice not in known:
             raise PolicyError(
                 f"policy {chosen.name!r} has no choice {choice!r}"
-                f"{did_you_mean(choice, known_choices)}: expected one of "
-                f"{', '.join(sorted(known_choices))}"
+                f"{did_you_mean(choice, known)}: expected one of "
+                f"{', '.join(sorted(known))}"
             )
     for choice in ("fork_threshold", "max_rows", "end_of_turn_token_id"):
         if choices.get(choice) is not None:
@@ -537,23 +514,6 @@ def policy(name: str | Policy, **choices: object) -> Policy:
         tools = chosen_names("dispatch_tools", choices["dispatch_tools"], PolicyError)
         choices["dispatch_tools"] = tools
     if choices.get("fork_threshold", 0) is None:
-        del choices["fork_threshold"]
-        if chosen.name in PRESETS:
-            choices["fork_threshold"] = PRESETS[chosen.name].fork_threshold
+        preset = PRESETS.get(chosen.name, chosen)
+        choices["fork_threshold"] = preset.fork_threshold
     return replace(chosen, **choices)  # type: ignore[arg-type]
-
-
-def _in_our_words(name: str, choices: dict[str, object]) -> dict[str, object]:
-    """Choices, with what `IN_OTHER_WORDS` knows of the preset put as attributes."""
-    options = IN_OTHER_WORDS.get(name, {})
-    ours = {key: value for key, value in choices.items() if key not in options}
-    for option in options.keys() & choices.keys():
-        said = choices[option]
-        check_choice(option, said, options[option], PolicyError)
-        for choice, value in options[option][str(said)].items():
-            if ours.setdefault(choice, value) != value:
-                raise PolicyError(
-                    f"{option}={said!r} means {choice}={value!r}, but "
-                    f"{choice}={ours[choice]!r} was given"
-                )
-    return ours

@@ -498,8 +498,8 @@ PYTHON = (
         ),
         (
             "an order may be the number of calls",
-            'links["order"] >= np.diff(calls.offsets)[session]',
-            'links["order"] > np.diff(calls.offsets)[session]',
+            'links["order"] >= np.diff(calls.offsets)[calls.session]',
+            'links["order"] > np.diff(calls.offsets)[calls.session]',
         ),
     ),
     _place(
@@ -536,13 +536,13 @@ PYTHON = (
         ),
         (
             "outputs that are lost have weights",
-            "sampled = stop > start",
-            "sampled = stop >= start",
+            "& (stop > start)",
+            "& (stop >= start)",
         ),
         (
             "the token after the last span has its weights",
-            "(token < self.stops[at])",
-            "(token <= self.stops[at])",
+            "(token < stop[at])",
+            "(token <= stop[at])",
         ),
     ),
     _place(
@@ -604,8 +604,8 @@ PYTHON = (
         "tests/rows/test_recorded_parents.py",
         (
             "equal paths are no ambiguity",
-            "ambiguous[ranked] = several[node]",
-            "pass",
+            "ambiguous[ranked] = first[node], several[node]",
+            "ambiguous[ranked] = first[node], False",
         ),
         (
             "a chain below a quarantined call is sound",
@@ -637,8 +637,8 @@ PYTHON = (
         "tests/rows/test_forest_routes.py tests/rows/test_golden.py",
         (
             "drift as long as the threshold may be trimmed",
-            "drift >= self._threshold",
-            "drift > self._threshold",
+            "n_missing >= policy.fork_threshold",
+            "n_missing > policy.fork_threshold",
         ),
         (
             "a generation is not found where an equal call was refused",
@@ -651,13 +651,13 @@ PYTHON = (
         "tests/rows/test_segments.py tests/rows/test_golden.py",
         (
             "a repeated prompt continues itself",
-            "0 < opening <= shared and opening < self._prompt_len[call]",
+            "0 < opening <= shared and opening < prompt_len[call]",
             "0 < opening <= shared",
         ),
         (
             "a sub-agent starts a sub-agent",
-            "if is_main and self._dispatches[call] >= 0:",
-            "if self._dispatches[call] >= 0:",
+            "if is_main and dispatches[call] >= 0:",
+            "if dispatches[call] >= 0:",
         ),
         (
             "the first of several dispatches counts",
@@ -685,8 +685,8 @@ PYTHON = (
         ),
         (
             "a policy that needs logprobs does not read the table",
-            'if policy.on_drift == "splice" or policy.missing_logprobs == "raise":',
-            'if policy.on_drift == "splice":',
+            'or policy.missing_logprobs == "raise"',
+            "or False",
         ),
     ),
     _place(

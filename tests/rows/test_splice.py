@@ -329,8 +329,10 @@ def test_the_next_call_tells_the_last_token_of_a_reply():
 
 
 def knobs(session):
+    by_prompts = session["knobs"]["builder"] == "prefix_merging"
     return {
-        name: session["knobs"][name] for name in ("builder", "end_of_turn_token_id")
+        "parent_by": "prompts" if by_prompts else "none",
+        "end_of_turn_token_id": session["knobs"]["end_of_turn_token_id"],
     }
 
 
@@ -444,29 +446,9 @@ def messages_of(table, names):
 # --- its choices
 
 
-def test_builders_are_routes():
-    assert tk.policy("polar", builder="prefix_merging") == tk.policy("polar")
-    per_request = tk.policy("polar", builder="per_request")
-    assert per_request == tk.policy("polar", parent_by="none")
-    assert tk.policy(per_request, builder="prefix_merging") == tk.policy("polar")
-
-
 @pytest.mark.parametrize(
     ("name", "choices", "match"),
     [
-        (
-            "polar",
-            {"builder": "merging"},
-            "builder='merging': expected one of 'prefix_",
-        ),
-        ("polar", {"builder": None}, "builder=None: expected one of"),
-        ("slime", {"builder": "per_request"}, "'slime' has no choice 'builder'"),
-        (
-            "polar",
-            {"builder": "per_request", "parent_by": "tokens"},
-            "builder='per_request' means parent_by='none', but "
-            "parent_by='tokens' was given",
-        ),
         ("polar", {"end_of_turn_token_id": -1}, "end_of_turn_token_id=-1: expected an"),
         ("polar", {"end_of_turn_token_id": 2**31}, "ids are below 2**31"),
         ("polar", {"end_of_turn_token_id": True}, "end_of_turn_token_id=True"),

@@ -303,9 +303,7 @@ def _in_pre_order(table: pa.Table, records: Records, same: Sequence[str]) -> Rec
     records = _taken(records, np.flatnonzero(records["length"]))
     _core.attach_rows(records)
     children = np.lexsort((-records["shared"], records["parent"]))
-    order = np.empty(len(records), np.int64)
-    _core.order_rows(records, children, order)
-    return _taken(records, order)
+    return _taken(records, _core.order_rows(records, children))
 
 
 def _agree(table: pa.Table, name: str, rows: Longs, others: Longs) -> Longs:
@@ -355,8 +353,7 @@ def _cut(
         )
     if len(large) and oversize == "repeat":
         n = len(records)
-        sums, steps = np.empty((2, 2, n + 1), np.int64)
-        bad = _core.cut_rows(records, max_tokens, sums, steps)
+        bad, begins = _core.cut_rows(records, max_tokens)
         if bad >= 0:
             raise InvalidTurnsError(
                 f"{place(table, int(records['line'][bad]))}: {records['length'][bad]} "
@@ -365,7 +362,7 @@ def _cut(
             )
         ends = [n]
         while ends[-1]:
-            ends.append(int(steps[0, ends[-1]]))
+            ends.append(int(begins[ends[-1]]))
         starts = np.array(ends[::-1], np.int64)
     # A row whose parent is in an earlier part leaves the first row where it left its
     # parent, since pre-order goes from the deepest branch to the shallowest.
@@ -530,8 +527,7 @@ class _Packs:
     ) -> dict[str, pa.Array]:
         """The columns of edges; lines of rows count from ``first_row``."""
         records, table = self._records, self._table
-        counts = np.empty(len(records), np.int64)
-        bad = _core.count_edges(records, counts)
+        bad, counts = _core.count_edges(records)
         if bad >= 0:
             raise InvalidTurnsError(
                 f"{place(table, int(records['line'][bad]))}: its first token is trained, "
@@ -623,8 +619,7 @@ class _Packs:
         segments = np.searchsorted(at, self._offsets)
         first = np.repeat(self._offsets[:-1], np.diff(segments))
         starts = (at - first).astype(np.int32)
-        parents = np.empty(len(at), np.int32)
-        _core.segment_parents(starts, self._ends[at], segments, parents)
+        parents = _core.segment_parents(starts, self._ends[at], segments)
         # parts are in the order of the packs in which they end
         spread = 1 + self._last - self._first
         pack = positions(self._first, spread)

@@ -29,7 +29,7 @@ from trajkit.rows.payloads import (
     rows_schema,
     with_payloads,
 )
-from trajkit.rows.plan import plan_rows, report_batch
+from trajkit.rows.plan import NO_LIMIT, plan_rows, report_batch
 from trajkit.rows.splice import splice
 from trajkit.schema import REPORT, ROWS
 from trajkit.tables import limits
@@ -45,8 +45,6 @@ from trajkit.turns.sessions import Sessions
 
 Made: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
 """Rows of some sessions, and their report or None."""
-
-_NO_CAP = np.iinfo(np.int64).max
 
 
 class _Options(TypedDict, total=False):
@@ -147,14 +145,7 @@ def linearize(
     ----------
     trajkit/policies.py links the source of each preset.
     """
-    work = _Work.of(
-        policy,
-        reward=reward,
-        sessions=sessions,
-        max_row_tokens=max_row_tokens,
-        payloads=payloads,
-        threads=threads,
-    )
+    work = _Work.of(policy, reward, sessions, max_row_tokens, payloads, threads)
     return _rows(*work.made(turns, links, drift))
 
 
@@ -183,13 +174,7 @@ def report(
     Table
         `trajkit.schema.REPORT`, one row per session.
     """
-    work = _Work.of(
-        policy,
-        reward=reward,
-        sessions=sessions,
-        max_row_tokens=max_row_tokens,
-        threads=threads,
-    )
+    work = _Work.of(policy, reward, sessions, max_row_tokens, (), threads)
     made, _ = replace(work, fills=False, reports=True).made(turns, links, drift)
     return pa.Table.from_batches([counts for _, counts in made], REPORT)
 
@@ -235,11 +220,11 @@ def linearize_batches(
     work = replace(_Work.of(policy, **options), reports=report is not None)
 
     unread = _unread(work.policy)
-    tables: Iterable[pa.Table]
-    if isinstance(batches, Iterator):
-        tables = whole_sessions(batches_of(batches, unread))
-    else:
-        tables = [as_turns(batches, unread)]
+    tables: Iterable[pa.Table] = (
+        whole_sessions(batches_of(batches, unread))
+        if isinstance(batches, Iterator)
+        else [as_turns(batches, unread)]
+    )
 
     def made() -> Batches:
         for table in tables:
@@ -256,40 +241,20 @@ def linearize_batches(
     return made()
 
 
-def reads_turns(policy: Policy) -> bool:
-    """Whether linearize needs columns besides ids, keys and flags.
-
-    If not, rows depend on the records of calls and the keys of messages alone.
-    """
-    if policy.on_drift == "splice" or policy.missing_logprobs == "raise":
-        return True
-    by_body = policy.message_equality != "values" or policy.parent_by == "agents"
-    return by_body and policy.parent_by in BY_MESSAGES
-
-
 def _unread(policy: Policy) -> tuple[str, ...]:
     """The columns of turns with text that neither the policy nor a row reads."""
-    return () if reads_turns(policy) else ("messages", "suffix_messages", "response")
+    by_body = policy.message_equality != "values" or policy.parent_by == "agents"
+    if (
+        policy.on_drift == "splice"
+        or policy.missing_logprobs == "raise"
+        or (by_body and policy.parent_by in BY_MESSAGES)
+    ):
+        return ()
+    return ("messages", "suffix_messages", "response")
 
 
 def _rows(made: list[Made], schema: pa.Schema) -> pa.Table:
     return pa.Table.from_batches([batch for rows, _ in made for batch in rows], schema)
-
-
-def _given_links(
-    sessions: Sessions,
-    policy: Policy,
-    links: TableLike | None,
-    drift: TableLike | None,
-) -> Records:
-    """The caller's links and drift, with the missing part computed."""
-    if links is None:
-        records = find_links(sessions, sessions.forest, policy)
-    else:
-        records = read_links(sessions, sessions.forest, as_table(links))
-    if drift is not None:
-        read_lcp(sessions, records, as_table(drift))
-    return records
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +276,6 @@ class _Work:
     def of(
         cls,
         policy: str | Policy,
-        *,
         reward: Reward = None,
         sessions: TableLike | None = None,
         max_row_tokens: int | None = None,
@@ -320,7 +284,7 @@ class _Work:
     ) -> _Work:
         """Check the options of `linearize`."""
         chosen = named_policy(policy)
-        cap, n_threads = _NO_CAP, os.cpu_count() or 1
+        cap, n_threads = NO_LIMIT, os.cpu_count() or 1
         if max_row_tokens is not None:
             cap = chosen_int("max_row_tokens", max_row_tokens, 1)
         if threads is not None:
@@ -335,38 +299,36 @@ class _Work:
         links: TableLike | None = None,
         drift: TableLike | None = None,
     ) -> tuple[list[Made], pa.Schema]:
-        """The rows and reports of the parts of a table, and the schema of the rows."""
+        """The rows and reports of the parts of a table, and the schema of the rows.
+
+        Parts are made on several threads. Missing links and drift are computed.
+        """
         if not isinstance(turns, Sessions):
             turns = Sessions.of(as_turns(turns, _unread(self.policy)))
-        parts = turns.cut(self.n_threads)
-        given = None
-        if links is not None or drift is not None:
-            given = _given_links(turns, self.policy, links, drift)
-        return self._spread(turns, parts, given), self._schema(turns.table.schema)
-
-    def _schema(self, turns: pa.Schema) -> pa.Schema:
-        """The schema of rows from turns with this schema."""
+        whole, given = turns, None
+        schema = ROWS
         if self.payloads:
-            return rows_schema(turns, self.payloads)
-        return ROWS
-
-    def _spread(
-        self, sessions: Sessions, parts: list[tuple[int, int]], links: Records | None
-    ) -> list[Made]:
-        """Make the rows of each part, on several threads."""
+            schema = rows_schema(whole.table.schema, self.payloads)
+        if links is not None:
+            given = read_links(whole, whole.forest, as_table(links))
+        elif drift is not None:
+            given = find_links(whole, whole.forest, self.policy)
+        if drift is not None and given is not None:
+            read_lcp(whole, given, as_table(drift))
 
         def part(bounds: tuple[int, int]) -> Made:
             here = None
-            if links is not None:
-                lo, hi = (int(sessions.offsets[s]) for s in bounds)
-                here = links[lo:hi].copy()
+            if given is not None:
+                lo, hi = (int(whole.offsets[s]) for s in bounds)
+                here = given[lo:hi].copy()
                 for name in ("parent", "rewritten_by"):
                     here[name][here[name] >= 0] -= lo
-            return self(sessions.part(*bounds), here)
+            return self(whole.part(*bounds), here)
 
+        parts = whole.cut(self.n_threads)
         if len(parts) == 1:
-            return [self(sessions, links)]
-        return parallel_map(part, parts, self.n_threads)
+            return [self(whole, given)], schema
+        return parallel_map(part, parts, self.n_threads), schema
 
     def __call__(self, sessions: Sessions, links: Records | None) -> Made:
         """The rows of complete sessions, and their report if requested."""

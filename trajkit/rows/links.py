@@ -9,7 +9,7 @@ from trajkit.errors import InvalidTurnsError
 from trajkit.policies import ParentBy, Policy
 from trajkit.policies import policy as chosen_policy
 from trajkit.rows.routes import ROUTES
-from trajkit.rows.routes.links import first_of_session
+from trajkit.rows.routes.shared import first_of_session
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, canonical
@@ -31,11 +31,10 @@ def link(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
     policy : str or Policy
-        A name (see `trajkit.policy`) or a policy, as for `trajkit.linearize`. Links
-        depend on ``parent_by``, ``dispatch_tools``, ``merge_rewrites``,
-        ``message_equality``, ``compare_tools``, ``tie_break``, ``chain_order``,
-        ``row_order`` and, for ``merge_rewrites`` and ``"generations"``, on
-        ``fork_threshold``; see `Policy`.
+        As for `trajkit.linearize`. Links depend on ``parent_by``, ``dispatch_tools``,
+        ``merge_rewrites``, ``message_equality``, ``compare_tools``, ``tie_break``,
+        ``chain_order``, ``row_order`` and, for ``merge_rewrites`` and
+        ``"generations"``, on ``fork_threshold``; see `Policy`.
 
         If turns have no list of messages, tokens decide for policies that compare
         messages: under ``"messages"`` and ``"generations"``, the parent is the turn
@@ -52,16 +51,12 @@ def link(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
 
     Raises
     ------
-    SchemaError, InvalidTurnsError
+    SchemaError, InvalidTurnsError, PolicyError
         As `trajkit.linearize`.
-    PolicyError
-        No preset has that name.
 
     References
     ----------
-    Message routing and its merge are slime's, routing by tokens prime-rl's, by prompts
-    Polar's, by prefixes NeMo Gym's, and by generations miles'. trajkit/policies.py links
-    their sources.
+    trajkit/policies.py links the source of each rule.
     """
     chosen = chosen_policy(policy)
 
@@ -89,50 +84,41 @@ def find_links(calls: Sessions, forest: Forest, policy: Policy) -> Records:
 
 def n_by_tokens(calls: Sessions, policy: Policy) -> Longs:
     """Turns without messages that a route by messages routes by tokens, by session."""
-    if policy.parent_by not in BY_MESSAGES:
-        return np.zeros(len(calls), np.int64)
     which = calls.requests["n_keys"] < 0
     if policy.parent_by == "messages" and policy.tie_break == "tokens":
         which |= calls.requests["n_keys"] + calls.requests["shared"] == 0
-    if not which.any():
+    if policy.parent_by not in BY_MESSAGES or not which.any():
         return np.zeros(len(calls), np.int64)
     return np.bincount(calls.session, which, len(calls)).astype(np.int64)
 
 
 def links_table(calls: Sessions, links: Records) -> pa.Table:
     """The ``links`` table of the calls' links."""
-    return pa.Table.from_arrays(
-        [
-            calls.table.column("session_id"),
-            calls.table.column("turn_index"),
-            _turns(calls, links["parent"]),
-            pa.DictionaryArray.from_arrays(
-                pa.array(links["link_reason"].astype(np.int8)), pa.array(LINK_REASONS)
-            ),
-            pa.array(links["order"], mask=links["order"] < 0),
-            _turns(calls, links["rewritten_by"]),
-            pa.DictionaryArray.from_arrays(
-                pa.array(
-                    links["segment"].astype(np.int8) - 1, mask=links["segment"] == 0
-                ),
-                pa.array(SEGMENT_KINDS),
-            ),
-        ],
-        schema=LINKS,
-    )
 
+    def turns(index: Ints) -> pa.Array:
+        none = index < 0
+        return pa.array(calls.turn_index[np.where(none, 0, index)], mask=none)
 
-def _turns(calls: Sessions, index: Ints) -> pa.Array:
-    """The turn_index of each call, null where the call is -1."""
-    none = index < 0
-    return pa.array(calls.turn_index[np.where(none, 0, index)], mask=none)
+    def names(numbers: Ints, known: tuple[str, ...]) -> pa.Array:
+        codes = pa.array(numbers.astype(np.int8), mask=numbers < 0)
+        return pa.DictionaryArray.from_arrays(codes, pa.array(known))
+
+    columns = [
+        calls.table.column("session_id"),
+        calls.table.column("turn_index"),
+        turns(links["parent"]),
+        names(links["link_reason"], LINK_REASONS),
+        pa.array(links["order"], mask=links["order"] < 0),
+        turns(links["rewritten_by"]),
+        names(links["segment"] - 1, SEGMENT_KINDS),
+    ]
+    return pa.Table.from_arrays(columns, schema=LINKS)
 
 
 def read_linked(turns: pa.Table, links: pa.Table) -> tuple[Sessions, Forest, Records]:
     """The calls of turns, their forest, and the records of their ``links`` table."""
     calls = Sessions.of(turns)
-    forest = calls.forest
-    return calls, forest, read_links(calls, forest, links)
+    return calls, calls.forest, read_links(calls, calls.forest, links)
 
 
 def read_links(calls: Sessions, forest: Forest, table: pa.Table) -> Records:
@@ -147,24 +133,24 @@ def read_links(calls: Sessions, forest: Forest, table: pa.Table) -> Records:
     _check_keys(table, calls.table, "links", rule)
     check_table(table, "links")
     links = np.zeros(len(calls.calls), LINK)
-    session = calls.session
     for name in ("parent", "rewritten_by"):
-        column = table.column(name).fill_null(-1)
-        links[name] = calls.named(session, column.to_numpy())
+        turns = table.column(name).fill_null(-1).to_numpy()
+        links[name] = calls.named(calls.session, turns)
     links["order"] = table.column("order").fill_null(-1).to_numpy()
-    beyond = np.flatnonzero(links["order"] >= np.diff(calls.offsets)[session])
+    beyond = np.flatnonzero(links["order"] >= np.diff(calls.offsets)[calls.session])
     if len(beyond):
         call = int(beyond[0])
         raise InvalidTurnsError(
             f"{calls.place(call)}: order {links['order'][call]}: expected ranks from "
             "0, each once in a session"
         )
-    reasons = table.column("link_reason").cast(pa.string())
-    found = pc.index_in(reasons, pa.array(LINK_REASONS)).fill_null(0)
-    links["link_reason"] = found.to_numpy()
-    kinds = table.column("segment_kind").cast(pa.string())
-    found = pc.index_in(kinds, pa.array(SEGMENT_KINDS)).fill_null(-1)
-    links["segment"] = found.to_numpy() + 1
+    for name, column, known, none in (
+        ("link_reason", "link_reason", LINK_REASONS, 0),
+        ("segment", "segment_kind", SEGMENT_KINDS, -1),
+    ):
+        words = table.column(column).cast(pa.string())
+        links[name] = pc.index_in(words, pa.array(known)).fill_null(none).to_numpy()
+    links["segment"] += 1
     _core.measure_links(forest.paths, links)
     return links
 
@@ -188,12 +174,11 @@ def read_lcp(calls: Sessions, links: Records, table: TableLike) -> None:
     """
     table = canonical(table, DRIFT)
     rows = np.flatnonzero(links["parent"] >= 0)
-    _check_keys(
-        table,
-        calls.table.select(["session_id", "turn_index"]).take(rows),
-        "drift",
-        "linked turns, or in another order: expected one row per turn that has a parent",
+    keys = calls.table.select(["session_id", "turn_index"]).take(rows)
+    rule = (
+        "linked turns, or in another order: expected one row per turn that has a parent"
     )
+    _check_keys(table, keys, "drift", rule)
     parents, most = links["parent"][rows], links["lcp"][rows]
     lcp = table.column("lcp").to_numpy()
     other = table.column("parent").to_numpy() != calls.turn_index[parents]

@@ -24,37 +24,36 @@ from trajkit.tables.ragged import (
 )
 from trajkit.turns.sessions import Forest, Sessions
 
+WEIGHT_VERSION = "weight_version"
+"""The payload with the weights that sampled each token; it does not need a column."""
 
-@dataclass(frozen=True, slots=True)
-class Versions:
-    """The entries of weight_versions of all calls, concatenated."""
+# Suffix of the column with the position of a payload's first element.
+_START = "_start"
 
-    names: pa.Array
-    # shape (n_pieces,): call << 32 | start, ascending
-    starts: Longs
-    # shape (n_pieces,)
-    stops: Longs
 
-    @classmethod
-    def of(cls, calls: Sessions) -> Self:
-        """The entries of the calls."""
-        lists = calls.table.column("weight_versions").combine_chunks()
-        pieces = lists.flatten()
-        call = pc.list_parent_indices(lists).to_numpy().astype(np.int64)
-        start, stop = (
-            np.asarray(pc.struct_field(pieces, name).fill_null(0), np.int64)
-            for name in ("start", "stop")
-        )
-        return cls(pc.struct_field(pieces, "version"), (call << 32) + start, stop)
+def _entries(calls: Sessions, name: str) -> tuple[pa.StructArray, Longs, Longs, Longs]:
+    """The entries of a column of ranges: with the call, start and stop of each."""
+    lists = calls.table.column(name).combine_chunks()
+    entries = lists.flatten()
+    call = pc.list_parent_indices(lists).to_numpy().astype(np.int64)
+    start, stop = (
+        np.asarray(pc.struct_field(entries, bound).fill_null(0), np.int64)
+        for bound in ("start", "stop")
+    )
+    return entries, call, start, stop
 
-    def piece_of(self, call: Longs, token: Longs) -> Longs:
-        """The entry that covers each token of a call's output, or -1."""
-        found = np.searchsorted(self.starts, (call << 32) + token, side="right") - 1
-        at = np.maximum(found, 0)
-        if not len(self.starts):
-            return np.full(len(call), -1)
-        inside = (self.starts[at] >> 32 == call) & (token < self.stops[at])
-        return np.where((found >= 0) & inside, at, -1)
+
+def _version_of(calls: Sessions, call: Longs, token: Longs) -> tuple[pa.Array, Longs]:
+    """The versions of all calls, and the one that sampled each token of outputs, or -1."""
+    entries, of_call, start, stop = _entries(calls, "weight_versions")
+    names = pc.struct_field(entries, "version")
+    if not len(names):
+        return names, np.full(len(call), -1)
+    keys = (of_call << 32) + start
+    found = np.searchsorted(keys, (call << 32) + token, side="right") - 1
+    at = np.maximum(found, 0)
+    inside = (of_call[at] == call) & (token < stop[at]) & (found >= 0)
+    return names, np.where(inside, at, -1)
 
 
 def row_versions(
@@ -66,19 +65,18 @@ def row_versions(
     ``spans`` has the fields of `trajkit.schema.SPAN` without ``kind``, shape (5,
     n_spans).
     """
-    n_rows, versions = len(rows), Versions.of(calls)
+    n_rows = len(rows)
     start, stop, turn, out_start, out_stop = spans.astype(np.int64)
     row = np.repeat(np.arange(n_rows), np.diff(offsets))
     call = calls.named(rows["session"][row], turn)
-    sampled = stop > start
     ends = []
     for token, order in ((out_start, 1), (out_stop - 1, -1)):
-        piece = np.where(sampled, versions.piece_of(call, token), -1)
-        known = np.flatnonzero(piece >= 0)[::order]
+        names, version = _version_of(calls, call, token)
+        known = np.flatnonzero((version >= 0) & (stop > start))[::order]
         found, first = np.unique(row[known], return_index=True)
         source = np.full(n_rows, -1)
-        source[found] = piece[known[first]]
-        ends.append(versions.names.take(pa.array(source, mask=source < 0)))
+        source[found] = version[known[first]]
+        ends.append(names.take(pa.array(source, mask=source < 0)))
     return pa.StructArray.from_arrays(
         ends, fields=list(ROW_VERSIONS), mask=ends[0].is_null()
     )
@@ -86,19 +84,12 @@ def row_versions(
 
 def token_versions(calls: Sessions) -> pa.LargeListArray:
     """The weights that sampled each output token of each call, null if unknown."""
-    n_calls, out_len = len(calls.calls), calls.calls["out_len"]
-    offsets, versions = offsets_of(out_len), Versions.of(calls)
-    call = np.repeat(np.arange(n_calls), out_len)
-    piece = versions.piece_of(call, positions(np.zeros_like(out_len), out_len))
-    names = versions.names.take(pa.array(piece, mask=piece < 0))
-    return Ragged(names, offsets).to_arrow()
-
-
-WEIGHT_VERSION = "weight_version"
-"""The payload with the weights that sampled each token; it does not need a column."""
-
-# Suffix of the column with the position of a payload's first element.
-_START = "_start"
+    out_len = calls.calls["out_len"]
+    call = np.repeat(np.arange(len(out_len)), out_len)
+    tokens = positions(np.zeros_like(out_len), out_len)
+    names, version = _version_of(calls, call, tokens)
+    named = names.take(pa.array(version, mask=version < 0))
+    return Ragged(named, offsets_of(out_len)).to_arrow()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +116,10 @@ def payload_names(payloads: object) -> tuple[str, ...]:
     """The payload names that the caller gave: distinct, and no columns of rows."""
     names = chosen_names("payloads", payloads)
     for name in names:
-        if name in ROWS.names:
-            raise ArgumentError(
-                f"payloads={payloads!r}: {name!r} is the name of a column of rows"
-            )
-        if names.count(name) > 1:
-            raise ArgumentError(f"payloads={payloads!r}: {name!r} is named twice")
+        rule = f"{name!r} is the name of a column of rows" if name in ROWS.names else ""
+        if rule or names.count(name) > 1:
+            rule = rule or f"{name!r} is named twice"
+            raise ArgumentError(f"payloads={payloads!r}: {rule}")
     return names
 
 
@@ -178,21 +167,18 @@ def _column(calls: Sessions, name: str, element: pa.DataType) -> pa.ChunkedArray
     if name not in calls.table.column_names:
         return pa.chunked_array([token_versions(calls)])
     column = calls.table.column(name)
-    if isinstance(column.type, pa.FixedShapeTensorType):
-        type_ = pa.large_list(element)
-        column = pa.chunked_array([_as_lists(c, element) for c in column.chunks], type_)
-    return column
-
-
-def _as_lists(tensors: pa.FixedShapeTensorArray, element: pa.DataType) -> pa.Array:
-    """Tensors as lists along their first axis."""
-    n = tensors.type.shape[0]
-    flat = tensors.storage.flatten()
-    for size in reversed(tensors.type.shape[1:]):
-        flat = pa.FixedSizeListArray.from_arrays(flat, size)
-    offsets = offsets_of(np.where(np.asarray(tensors.is_valid()), n, 0))
-    null = np.asarray(tensors.is_null())
-    return Ragged(flat.cast(element), offsets).to_arrow(null)
+    if not isinstance(column.type, pa.FixedShapeTensorType):
+        return column
+    n, *sizes = column.type.shape  # lists along the first axis
+    chunks = []
+    for chunk in column.chunks:
+        flat = chunk.storage.flatten()
+        for size in reversed(sizes):
+            flat = pa.FixedSizeListArray.from_arrays(flat, size)
+        null = np.asarray(chunk.is_null())
+        lists = Ragged(flat.cast(element), offsets_of(np.where(null, 0, n)))
+        chunks.append(lists.to_arrow(null))
+    return pa.chunked_array(chunks, pa.large_list(element))
 
 
 def with_payloads(
@@ -254,9 +240,8 @@ class _Lists:
             lists = Ragged.of(column)
             length = np.where(column.is_valid(), lists.lengths, -1)
         first, partial = _places(calls, name, length)
-        return cls(
-            name, lists.values, lists.offsets[:-1], first, lists.lengths, partial
-        )
+        starts = lists.offsets[:-1]
+        return cls(name, lists.values, starts, first, lists.lengths, partial)
 
     def of_rows(
         self, forest: Forest, planned: Records, known: tuple[PathRanges, ...]
@@ -297,13 +282,8 @@ class _Lists:
         end = np.minimum(run.first + run.length, self.first[run.call])
         length = np.minimum(end, forest.shared[run.call]) - run.first
         which = self.partial[run.call] & (base >= 0) & (length > 0)
-        return PathRanges(
-            run.row[which],
-            run.place[which],
-            base[which],
-            run.first[which],
-            length[which],
-        )
+        parts = (run.row, run.place, base, run.first, length)
+        return PathRanges(*(part[which] for part in parts))
 
 
 def _places(calls: Sessions, name: str, length: Longs) -> tuple[Longs, Bools]:
@@ -346,17 +326,9 @@ def _places(calls: Sessions, name: str, length: Longs) -> tuple[Longs, Bools]:
     return np.maximum(first, 0), given & (first > 0) & (length >= 0)
 
 
-_ITEMS = ROWS.field("mm_items").type
-
-
 def row_items(calls: Sessions, n_rows: int, shown: PathRanges) -> pa.Array:
     """The items that start in ranges of the rows, with their positions in the row."""
-    lists = calls.table.column("mm_items").combine_chunks()
-    items = lists.flatten()
-    call = pc.list_parent_indices(lists).to_numpy().astype(np.int64)
-    start, stop = (
-        np.asarray(pc.struct_field(items, name), np.int64) for name in ("start", "stop")
-    )
+    items, call, start, stop = _entries(calls, "mm_items")
     keys = (call << 32) + start
     first = (shown.call << 32) + shown.first
     low, high = (np.searchsorted(keys, first + n) for n in (0, shown.length))
@@ -375,4 +347,5 @@ def row_items(calls: Sessions, n_rows: int, shown: PathRanges) -> pa.Array:
     fields["stop"] = pa.array((stop[taken] + moved).astype(np.int32))
     counts = np.bincount(row, minlength=n_rows)
     structs = pa.StructArray.from_arrays(list(fields.values()), fields=list(MM_ITEM))
-    return Ragged(structs, offsets_of(counts)).to_arrow(counts == 0, _ITEMS)
+    type_ = ROWS.field("mm_items").type
+    return Ragged(structs, offsets_of(counts)).to_arrow(counts == 0, type_)

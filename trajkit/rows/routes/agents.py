@@ -12,7 +12,7 @@ import numpy as np
 
 from trajkit import _core
 from trajkit.policies import Policy
-from trajkit.rows.routes.links import (
+from trajkit.rows.routes.shared import (
     KEY_TOKENS,
     REASONS,
     empty_links,
@@ -42,89 +42,68 @@ def by_agents(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """
     links = empty_links(calls)
     classes = classify(calls, policy.message_equality)
-    agents = _Agents(calls, forest, classes, policy.dispatch_tools)
-    for session in sessions_of(calls):
-        agents.route(session)
-    links["parent"], links["order"] = agents.parents, agents.orders
-    links["link_reason"], links["segment"] = agents.reasons, agents.segments
-    return links
+    messages = grow_messages(classes.keyed(calls))
+    of_messages, of_tokens = messages.paths, forest.paths
+    prompt_len, path_len = calls.calls["prompt_len"].tolist(), calls.path_len.tolist()
+    requests = calls.requests
+    listed = (requests["n_keys"] >= 0).tolist()
+    n_messages = (requests["n_keys"] + requests["shared"]).tolist()
+    dispatches, answers = find_dispatches(classes, policy.dispatch_tools)
+    shown = _first_answers(calls, classes, messages, answers)
+    parents, orders = links["parent"].tolist(), links["order"].tolist()
+    reasons, segments = links["link_reason"].tolist(), links["segment"].tolist()
 
+    def continues(last: int, call: int) -> bool:
+        if listed[last] and listed[call]:
+            shared = _core.shared_length(of_messages, last, call)
+            return bool(shared >= KEY_TOKENS * n_messages[last])
+        shared = _core.shared_length(of_tokens, last, call)
+        opening = prompt_len[last]
+        is_longer = 0 < opening <= shared and opening < prompt_len[call]
+        return bool(shared == path_len[last] or is_longer)
 
-class _Agents:
-    """The links of the sessions so far."""
-
-    def __init__(
-        self, calls: Sessions, forest: Forest, classes: Classes, tools: tuple[str, ...]
-    ) -> None:
-        keyed = classes.keyed(calls)
-        messages = grow_messages(keyed)
-        self._tokens, self._messages = forest.paths, messages.paths
-        self._prompt_len = calls.calls["prompt_len"].tolist()
-        self._path_len = calls.path_len.tolist()
-        requests = calls.requests
-        self._listed = (requests["n_keys"] >= 0).tolist()
-        self._n_messages = (requests["n_keys"] + requests["shared"]).tolist()
-        self._dispatches, answers = find_dispatches(classes, tools)
-        self._answers = _first_answers(calls, classes, messages, answers)
-        n_calls = len(calls.calls)
-        self.parents, self.orders = [-1] * n_calls, [-1] * n_calls
-        self.reasons, self.segments = [REASONS["root"]] * n_calls, [0] * n_calls
-        self._rank = 0
-
-    def route(self, session: range) -> None:
-        """Find the parents of a session's calls, and their segments."""
-        self._rank = 0
-        main: list[int] = []
-        sub: list[int] = []
-        dispatch = None  # the tool call that started the active sub-agent
-        for call in session:
-            if self._listed[call] and self._n_messages[call] == 0:
-                self.reasons[call] = REASONS["unrouted"]
-                continue
-            if dispatch is not None and self._is_answered(call, dispatch, session):
-                self._freeze(sub, "subagent")
-                dispatch = None
-            is_main = dispatch is None or (main and self._continues(main[-1], call))
-            chain = main if is_main else sub
-            if chain and self._continues(chain[-1], call):
-                listed = self._listed[call] and self._listed[chain[-1]]
-                self.parents[call] = chain[-1]
-                self.reasons[call] = REASONS["messages" if listed else "tokens"]
-            elif chain:
-                self._freeze(chain, "history_replaced")
-                self.reasons[call] = REASONS["history_replaced"]
-            chain.append(call)
-            if is_main and self._dispatches[call] >= 0:
-                dispatch = self._dispatches[call]
-        self._freeze(sub, "subagent")
-        self._freeze(main, "final")
-
-    def _continues(self, last: int, call: int) -> bool:
-        """Whether the call continues a chain's last call."""
-        if self._listed[last] and self._listed[call]:
-            shared = _core.shared_length(self._messages, last, call)
-            return bool(shared >= KEY_TOKENS * self._n_messages[last])
-        shared = _core.shared_length(self._tokens, last, call)
-        if shared == self._path_len[last]:
-            return True
-        opening = self._prompt_len[last]
-        return bool(0 < opening <= shared and opening < self._prompt_len[call])
-
-    def _is_answered(self, call: int, dispatch: int, session: range) -> bool:
-        """Whether a message of the call answers the tool call."""
+    def is_answered(call: int, dispatch: int, start: int) -> bool:
         return any(
-            _core.shared_length(self._messages, shown, call) >= n_tokens
-            for shown, n_tokens in self._answers.get((session.start, dispatch), ())
-            if shown <= call
+            _core.shared_length(of_messages, first, call) >= n_tokens
+            for first, n_tokens in shown.get((start, dispatch), ())
+            if first <= call
         )
 
-    def _freeze(self, chain: list[int], kind: str) -> None:
-        """Make the calls of a chain a segment, and the chain empty."""
-        for call in chain:
-            self.orders[call] = self._rank
-            self.segments[call] = _SEGMENTS[kind]
-            self._rank += 1
-        chain.clear()
+    for session in sessions_of(calls):
+        ranked: list[int] = []
+        main: list[int] = []
+        sub: list[int] = []
+
+        def freeze(chain: list[int], kind: str, ranked: list[int] = ranked) -> None:
+            for call in chain:
+                orders[call], segments[call] = len(ranked), _SEGMENTS[kind]
+                ranked.append(call)
+            chain.clear()
+
+        dispatch = None  # the tool call that started the active sub-agent
+        for call in session:
+            if listed[call] and n_messages[call] == 0:
+                reasons[call] = REASONS["unrouted"]
+                continue
+            if dispatch is not None and is_answered(call, dispatch, session.start):
+                freeze(sub, "subagent")
+                dispatch = None
+            is_main = dispatch is None or (main and continues(main[-1], call))
+            chain = main if is_main else sub
+            if chain and continues(chain[-1], call):
+                by = "messages" if listed[call] and listed[chain[-1]] else "tokens"
+                parents[call], reasons[call] = chain[-1], REASONS[by]
+            elif chain:
+                freeze(chain, "history_replaced")
+                reasons[call] = REASONS["history_replaced"]
+            chain.append(call)
+            if is_main and dispatches[call] >= 0:
+                dispatch = dispatches[call]
+        freeze(sub, "subagent")
+        freeze(main, "final")
+    links["parent"], links["order"] = parents, orders
+    links["link_reason"], links["segment"] = reasons, segments
+    return links
 
 
 def _first_answers(
@@ -166,34 +145,27 @@ def find_dispatches(
     call without an id (``pending_dispatch_id`` of slime's
     https://github.com/THUDM/slime/blob/b6764131d/examples/coding_agent_rl/middleware.py).
     """
-    numbers: dict[str | None, int] = {}
+    numbers: dict[object, int] = {}
     of_class = np.full(len(classes.bodies) + 1, -1, np.int32)  # [-1]: no reply
-    replies = np.unique(classes.replies[classes.replies >= 0])
     if tools:
+        replies = np.unique(classes.replies[classes.replies >= 0])
         bodies = classes.bodies.take(replies)
         # Only replies that may call one of the tools are parsed.
         names = "|".join(re.escape(_quoted(tool)) for tool in tools)
         calling = pc.match_substring_regex(bodies, rf'"name":\s*(?:{names})')
-        for k, body in zip(
-            replies[np.asarray(calling)],
-            bodies.filter(calling).to_pylist(),
-            strict=True,
-        ):
-            ids = [
-                call for name, call in _tool_calls(parse_json(body)) if name in tools
-            ]
+        shown = bodies.filter(calling).to_pylist()
+        for k, body in zip(replies[np.asarray(calling)], shown, strict=True):
+            called = _tool_calls(parse_json(body))
+            ids = [call for name, call in called if name in tools]
             if ids:
                 of_class[k] = numbers.setdefault(ids[-1], len(numbers))
     answers: dict[int, list[int]] = {}
-    quoted = {_quoted(call) for call in numbers if call is not None}
-    if quoted:
-        for k, body in enumerate(classes.bodies.to_pylist()):
-            if not quoted.isdisjoint(_ANSWERS.findall(body)):
-                answered = [
-                    numbers[c] for c in _answered(parse_json(body)) if c in numbers
-                ]
-                if answered:
-                    answers[k] = answered
+    quoted = {_quoted(call) for call in numbers if isinstance(call, str)}
+    for k, body in enumerate(classes.bodies.to_pylist() if quoted else ()):
+        if not quoted.isdisjoint(_ANSWERS.findall(body)):
+            answered = _answered(parse_json(body))
+            if known := [numbers[call] for call in answered if call in numbers]:
+                answers[k] = known
     return of_class[classes.replies].tolist(), answers
 
 
@@ -202,17 +174,17 @@ def _quoted(text: str) -> str:
     return message_body({"": text})[len('{"":') : -1]
 
 
-def _tool_calls(message: object) -> list[tuple[object, str | None]]:
+def _tool_calls(message: object) -> list[tuple[object, object]]:
     """Name and id of a message's tool calls: ``tool_calls``, or blocks ``tool_use``."""
-    found: list[tuple[object, str | None]] = []
+    found = []
     for call in _objects(message, "tool_calls"):
         function = call.get("function")
         name = function.get("name") if isinstance(function, dict) else None
-        found.append((name, _text(call.get("id"))))
+        found.append((name, call.get("id")))
     for block in _objects(message, "content"):
         if block.get("type") == "tool_use":
-            found.append((block.get("name"), _text(block.get("id"))))
-    return found
+            found.append((block.get("name"), block.get("id")))
+    return [(name, call if isinstance(call, str) else None) for name, call in found]
 
 
 def _answered(message: object) -> list[str]:
@@ -230,7 +202,3 @@ def _objects(message: object, name: str) -> list[dict[str, object]]:
     if not isinstance(values, list):
         return []
     return [value for value in values if isinstance(value, dict)]
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None

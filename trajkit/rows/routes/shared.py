@@ -1,11 +1,11 @@
-"""What routes share: the records of links, and where requests lie in forests.
+"""What routes share: empty links, optional columns, and where requests lie in forests.
 
 Requests are paths of messages, as prompts are paths of tokens: a message's key of 16 bytes
 is read as four tokens, so the kernel that grows the forest of token paths compares messages
 too. A call's path is its messages and its reply.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -17,8 +17,10 @@ from trajkit.schema import KEY_BYTES, LINK_REASONS
 from trajkit.tables.ragged import Ints, Longs, Records
 from trajkit.turns.sessions import Forest, Sessions
 
-REASONS: Mapping[str, int] = numbers("LinkReason", LINK_REASONS)
+REASONS = numbers("LinkReason", LINK_REASONS)
 """The number of each link reason in a record."""
+KEY_TOKENS = KEY_BYTES // 4
+"""Tokens of a message in a path."""
 
 
 def empty_links(calls: Sessions) -> Records:
@@ -32,15 +34,12 @@ def empty_links(calls: Sessions) -> Records:
 
 def first_of_session(calls: Sessions) -> Longs:
     """The first call of each call's session, shape (n_calls,)."""
-    offsets = calls.offsets
-    return np.repeat(offsets[:-1], np.diff(offsets))
+    return calls.offsets[calls.session]
 
 
 def sessions_of(calls: Sessions) -> Iterator[range]:
     """The calls of each session."""
-    offsets = calls.offsets.tolist()
-    for start, stop in pairwise(offsets):
-        yield range(start, stop)
+    return (range(start, stop) for start, stop in pairwise(calls.offsets.tolist()))
 
 
 def optional_column(calls: Sessions, name: str, type_: pa.DataType) -> list[object]:
@@ -59,10 +58,6 @@ def optional_column(calls: Sessions, name: str, type_: pa.DataType) -> list[obje
     return values
 
 
-KEY_TOKENS = KEY_BYTES // 4
-"""Tokens of a message in a path."""
-
-
 def grow_messages(calls: Sessions) -> Forest:
     """The forest of the calls' messages, which are equal if their keys are.
 
@@ -70,15 +65,12 @@ def grow_messages(calls: Sessions) -> Forest:
     known ends with its last message.
     """
     requests = calls.requests
-    listed = requests["n_keys"] >= 0
-    replied = listed & (requests["reply_key"] != 0)
+    n_own = np.maximum(requests["n_keys"], 0)
+    replied = (requests["n_keys"] >= 0) & (requests["reply_key"] != 0)
     paths = np.zeros(len(requests), CALL)
-    paths["own"] = requests["keys"]
+    paths["own"], paths["out"] = requests["keys"], requests["reply_key"]
     paths["own_start"] = KEY_TOKENS * requests["shared"].astype(np.int64)
-    paths["prompt_len"] = paths["own_start"] + np.where(
-        listed, KEY_TOKENS * requests["n_keys"], 0
-    )
-    paths["out"] = requests["reply_key"]
+    paths["prompt_len"] = paths["own_start"] + KEY_TOKENS * n_own
     paths["out_len"] = np.where(replied, KEY_TOKENS, 0)
     paths["base"] = np.where(requests["shared"] > 0, calls.calls["base"], -1)
     return Forest.of(paths, calls.offsets)
