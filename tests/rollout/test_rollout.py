@@ -23,10 +23,9 @@ from tests.made_tables import linearized
 from tests.rollout.test_sandbox import ISOLATED, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
-from trajkit_rollout import solver
-from trajkit_rollout.local import LocalSandbox, _scope
-from trajkit_rollout.run import RunLog
-from trajkit_rollout.sandbox import SandboxError
+from trajkit_rollout.demo import solve
+from trajkit_rollout.rollout import RunLog
+from trajkit_rollout.sandbox import LocalSandbox, SandboxError, _scope
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -299,7 +298,7 @@ def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
         try:
             while not (
                 journal.exists()
-                and journal.read_text().count('"ended"') >= ended
+                and len(of_log(out)[1]) >= ended
                 and logged(out) >= turns
             ):
                 assert runner.poll() is None
@@ -308,6 +307,14 @@ def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
         finally:
             runner.kill()
     return runner.returncode
+
+
+def of_log(out):
+    """The sessions of a run that began, and those that ended."""
+    lines = (out / "rollouts.log").read_text().split("\n")[1:-1]
+    records = [json.loads(line) for line in lines]
+    ended = {each["session_id"] for each in records if each["seconds"] is not None}
+    return {each["session_id"] for each in records}, ended
 
 
 def logged(out):
@@ -325,12 +332,8 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do):
     out = tmp_path / "run"
     killed_run(command(tasks, out, "--parallel", "2", manners="orphan"), out, 2)
     with (out / "rollouts.log").open("a") as journal:
-        journal.write('{"event": "began", "torn')
-    events = [
-        json.loads(x) for x in (out / "rollouts.log").read_text().split("\n")[:-1]
-    ]
-    over = {e["session_id"] for e in events if e.get("event") == "ended"}
-    began = {e["session_id"] for e in events if e.get("event") == "began"}
+        journal.write('{"task": "torn')
+    began, over = of_log(out)
     assert over < began
 
     code, said = do(command(tasks, out, "--parallel", "2"))
@@ -366,7 +369,7 @@ def test_nothing_is_lost_or_counted_twice_after_twenty_kills(tmp_path, do):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     out, draw = tmp_path / "run", random.Random(1)
     app = create_app(
-        EmbeddedEngine(solver.solve(read_tasks(tasks), 1.0)),
+        EmbeddedEngine(solve(read_tasks(tasks), 1.0)),
         embedded_renderer(),
         TurnLog(tmp_path / "far"),
         Options(admin_token="secret"),
@@ -472,7 +475,7 @@ def test_one_process_works_on_a_run(tmp_path, capsys):
         (["--harness", "emacs"], "'emacs' is not one of claude-code, codex"),
         (["--sandbox", "cloud"], "'cloud' is not one of"),
         (["--sandbox-option", "x"], "NAME=VALUE is expected"),
-        (["--timeout", "-1"], "is not above 0"),
+        (["--timeout", "-1"], "Must be > 0"),
         (["--engine", "sglang"], "needs --engine-url"),
         (["--ray", "auto"], "--ray needs --gateway"),
         (["--resource", "gpu=x"], "could not convert string to float"),
@@ -553,7 +556,7 @@ def test_an_agent_has_no_access_to_the_trainer_s_routes(tmp_path, do, host):
 def test_rollouts_use_a_gateway_that_runs_elsewhere(tmp_path, do, monkeypatch, capsys):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     log = TurnLog(tmp_path / "far")
-    engine = EmbeddedEngine(solver.solve(read_tasks(tasks), 1.0))
+    engine = EmbeddedEngine(solve(read_tasks(tasks), 1.0))
     renderer = embedded_renderer()
     out = tmp_path / "run"
     with running(
@@ -627,29 +630,6 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
         assert journal.begin("g", 0).session_id == f"g.0.{journal.run_id}~2"
 
 
-@pytest.mark.parametrize("failed_again", [False, True])
-def test_a_rollout_is_done_when_its_last_attempt_ended(tmp_path, failed_again):
-    path = tmp_path / "rollouts.log"
-    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
-        first = journal.begin("g", 0)
-        first.error, first.seconds = "harness: no", 1.0
-        journal.end(first)
-        assert journal.done("g", 0, failed_again) is not failed_again
-        journal.begin("g", 0)
-    # the second attempt was interrupted
-    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
-        assert not journal.done("g", 0, failed_again)
-        again = journal.begin("g", 0)
-        assert again.attempt == 3
-        again.seconds = 1.0
-        journal.end(again)
-        assert journal.done("g", 0, failed_again)
-        errors = journal.table()["error"].to_pylist()
-    repeated = f"(sampled again as {again.session_id})"
-    stopped = "interrupted: the run was stopped before it ended"
-    assert errors == [f"harness: no {repeated}", f"{stopped} {repeated}", None]
-
-
 # The ten tasks that ship
 
 
@@ -706,17 +686,16 @@ def test_examples_have_a_reward_where_they_were_edited_also_after_a_kill(tmp_pat
 
 
 def test_the_policy_says_a_word_where_it_knows_no_better():
-    policy = solver.solve(read_tasks(EXAMPLES / "leap"), 1.0)
+    policy = solve(read_tasks(EXAMPLES / "leap"), 1.0)
     assert policy("<|im_start|>user\nHello<|im_end|>\n") == [Reply(("Fine.",))]
 
 
-def test_an_agent_that_may_change_its_task_is_not_graded(tmp_path, do):
+def test_an_agent_that_changes_its_task_is_graded_by_what_was_read(tmp_path, do):
     tasks = tmp_path / "task"
     shutil.copytree(EXAMPLES / "leap", tasks)
-    agent = f"echo >> {tasks}/tests/test_leap.py; TASK_PROMPT=hello {AGENT}"
+    agent = f"echo > {tasks}/tests/test_leap.py; TASK_PROMPT=hello {AGENT}"
     code, said = do(command(tasks, tmp_path / "run", *QUICK, agent=agent))
-    error = "grade: the task's files changed while the agent worked"
-    assert (code, said["failures"]) == (BAD_DATA, {error: 1})
+    assert (code, said["failures"], said["mean_reward"]) == (DONE, {}, 0.0)
 
 
 def test_untrusted_agents_need_a_sandbox_that_isolates(tmp_path, capsys):
@@ -732,17 +711,17 @@ def test_untrusted_agents_need_a_sandbox_that_isolates(tmp_path, capsys):
 
 def test_an_unexpected_fault_is_the_error_of_its_own_rollout(tmp_path, capsys, caplog):
     """The other tasks are graded, and the table has all of them."""
-    tasks = tmp_path / "tasks"
-    for name in ("fine", "gone", "other"):
-        shutil.copytree(EXAMPLES / "leap", tasks / name)
-    agent = f"rm -rf {tasks}/gone/tests; TASK_PROMPT=hello {AGENT}"
+    tasks = write_tasks(tmp_path / "t.jsonl", fine={}, gone={}, other={})
     out = tmp_path / "run"
+    # the folder that its log is in
+    gone = f"rm -rf {out}/sessions/gone.*"
+    agent = f"{AGENT}; test ! -e gone.txt || {gone}"
     assert run(command(tasks, out, *QUICK, agent=agent)) == BAD_DATA
     lines = {line["group_id"]: line for line in sessions(out).values()}
     assert {name: line["reward"] for name, line in lines.items()} == {
-        "fine": 0.0,
+        "fine": 1.0,
         "gone": None,
-        "other": 0.0,
+        "other": 1.0,
     }
     assert lines["gone"]["error"].startswith("FileNotFoundError: ")
     assert "Traceback" in caplog.text
