@@ -310,6 +310,7 @@ def run_here(
             given = stack.enter_context(TemporaryFile())
             given.write(stdin)
             given.seek(0)
+            file = log and stack.enter_context(log.open("wb"))
             process = stack.enter_context(
                 subprocess.Popen(
                     arguments,
@@ -322,7 +323,6 @@ def run_here(
                     pass_fds=pass_fds,
                 )
             )
-            file = log and stack.enter_context(log.open("wb"))
             waiting = stack.enter_context(selectors.DefaultSelector())
             texts = [bytearray(), bytearray()]
             room = [limit, limit]
@@ -908,6 +908,8 @@ class E2BSandbox(Sandbox):
             raise SandboxError(f"an E2B sandbox cannot reach this machine: {rule}")
         if find_spec("e2b") is None:
             raise SandboxError("e2b is not installed: pip install e2b")
+        if not (lifetime := self.chosen["lifetime"]).isdecimal():
+            raise SandboxError(f"lifetime = {lifetime!r} is not a number of seconds")
         # an optional package whose types are not available to type checkers
         self._e2b: Any = importlib.import_module("e2b")
         self._box: Any = None

@@ -93,6 +93,19 @@ def do(capsys):
     return done
 
 
+@pytest.fixture
+def roll(tmp_path, do):
+    """Run one task ``a``: the exit code, what the command says, and the session."""
+
+    def rolled(fields, *options, **how):
+        tasks = write_tasks(tmp_path / "t.jsonl", a=fields)
+        code, said = do(command(tasks, tmp_path / "run", *QUICK, *options, **how))
+        (line,) = sessions(tmp_path / "run").values()
+        return code, said, line
+
+    return rolled
+
+
 def sessions(out):
     return {line["session_id"]: line for line in read_sessions(out).to_pylist()}
 
@@ -196,27 +209,20 @@ def test_what_fails_has_a_reason_and_no_reward(
     ],
 )
 def test_a_failure_that_changes_may_have_caused_is_a_reward_of_zero(
-    tmp_path, do, fields, finding
+    roll, fields, finding
 ):
     """Otherwise an agent could take its failures out of training."""
-    tasks = write_tasks(tmp_path / "t.jsonl", a=fields)
-    out = tmp_path / "run"
-    code, _ = do(command(tasks, out, *QUICK))
-    (line,) = sessions(out).values()
+    code, _, line = roll(fields)
     assert (code, line["reward"], line["error"]) == (DONE, 0.0, None)
     (found,) = line["findings"]
     assert found.startswith(f"cannot be graded: {finding}")
 
 
 @pytest.mark.parametrize("solved", [True, False])
-def test_what_a_harness_left_when_it_failed_is_graded(tmp_path, do, solved):
+def test_what_a_harness_left_when_it_failed_is_graded(roll, solved):
     """Its model got all its answers, and may have ended the harness itself."""
-    tasks = write_tasks(tmp_path / "t.jsonl", a={})
-    out = tmp_path / "run"
     solve = "echo yes > a.txt; " if solved else ""
-    agent = f"{AGENT} || {{ {solve} exit 3; }}"
-    code, _ = do(command(tasks, out, *QUICK, manners="fail", agent=agent))
-    (line,) = sessions(out).values()
+    code, _, line = roll({}, manners="fail", agent=f"{AGENT} || {{ {solve} exit 3; }}")
     assert (code, line["agent_end"], line["error"]) == (DONE, "failed", None)
     assert line["findings"] == ["the harness failed: exit code 3: I give up"]
     assert line["reward"] == float(solved)
@@ -239,11 +245,8 @@ def test_an_agent_whose_time_is_up_is_graded_on_what_it_left(tmp_path, do):
     assert set(rows["session_id"].to_pylist()) == set(sessions(out))
 
 
-def test_an_agent_that_has_had_its_turns_is_graded_too(tmp_path, do):
-    tasks = write_tasks(tmp_path / "t.jsonl", a={"agent": {"max_turns": 2}})
-    out = tmp_path / "run"
-    code, _ = do(command(tasks, out, *QUICK))
-    (line,) = sessions(out).values()
+def test_an_agent_that_has_had_its_turns_is_graded_too(roll):
+    code, _, line = roll({"agent": {"max_turns": 2}})
     assert (code, line["agent_end"], line["turns"]) == (DONE, "turn_limit", 2)
     assert line["reward"] == 1.0
 
@@ -256,27 +259,23 @@ rm gone && git checkout -qb elsewhere && echo cheat > hidden_test && ln -s gone 
 """
 
 
-def test_all_that_an_agent_changed_is_graded_but_for_the_tests(tmp_path, do):
+def test_all_that_an_agent_changed_is_graded_but_for_the_tests(tmp_path, roll):
     """Committed on a branch of its own, untracked, binary, removed, a mode, a link."""
     grade = (
         "test \"$(od -An -tx1 binary)\" = ' 61 00 62 ff' && test -f 'un tracked' && "
         "test -x sub/file && test ! -e gone && test -L link && "
         "test $(cat hidden_test) = right"
     )
-    tasks = write_tasks(
-        tmp_path / "t.jsonl",
-        a={
-            "workspace": {"gone": "x", "hidden_test": "wrong"},
-            "tests": {"hidden_test": "right"},
-            "editable": ["**"],
-            "grade": {"command": grade, "in_workspace": True},
-        },
-    )
+    task = {
+        "workspace": {"gone": "x", "hidden_test": "wrong"},
+        "tests": {"hidden_test": "right"},
+        "editable": ["**"],
+        "grade": {"command": grade, "in_workspace": True},
+    }
     agent = tmp_path / "agent.sh"
     agent.write_text(f"set -e\n{CHANGES}\n{AGENT}")
-    out = tmp_path / "run"
-    code, said = do(command(tasks, out, *QUICK, agent=f"sh {agent}"))
-    assert (code, said["failures"], said["mean_reward"]) == (DONE, {}, 1.0)
+    code, _, line = roll(task, agent=f"sh {agent}")
+    assert (code, line["error"], line["reward"]) == (DONE, None, 1.0)
 
 
 def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
@@ -536,18 +535,15 @@ END
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_an_agent_has_no_access_to_the_trainer_s_routes(tmp_path, do, host):
+def test_an_agent_has_no_access_to_the_trainer_s_routes(tmp_path, roll, host):
     """Nor can it guess the key of a session from its name."""
-    tasks = write_tasks(tmp_path / "t.jsonl", a={})
     agent = tmp_path / "agent.sh"
     out = tmp_path / "run"
     # the name of its session, as earlier versions used it for the key
     name = f"basename {out}/sessions/*"
     agent.write_text(f"{name} > name\n{INTRUDER}\n{AGENT}")
-    options = (*QUICK, "--host", host)
-    code, said = do(command(tasks, out, *options, agent=f"sh {agent}"))
-    assert (code, said["failures"], said["mean_reward"]) == (DONE, {}, 1.0)
-    (line,) = sessions(out).values()
+    code, _, line = roll({}, "--host", host, agent=f"sh {agent}")
+    assert (code, line["error"], line["reward"]) == (DONE, None, 1.0)
     patch = (out / "sessions" / line["session_id"] / "patch.diff").read_text()
     assert "+[401, 401, 401, 401, 401, 401, 401, 401, 401]" in patch.splitlines()
     assert line["turns"] == 4
@@ -597,13 +593,12 @@ def listener(statuses):
             thread.join()
 
 
-def test_a_trainer_is_told_of_each_rollout(tmp_path, do):
-    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+def test_a_trainer_is_told_of_each_rollout(roll):
     with listener([503]) as (url, got):
-        _, said = do(command(tasks, tmp_path / "run", *QUICK, "--callback", url))
+        _, said, line = roll({}, "--callback", url)
     assert said["callbacks_missed"] == 0
     assert [one["reward"] for one in got] == [1.0, 1.0]
-    assert got[0]["session_id"] in sessions(tmp_path / "run")
+    assert got[0]["session_id"] == line["session_id"]
 
 
 def test_people_are_shown_groups_and_failures(tmp_path, capsys):
@@ -728,15 +723,12 @@ def test_an_unexpected_fault_is_the_error_of_its_own_rollout(tmp_path, capsys, c
     assert json.loads(capsys.readouterr().out)["over"] == 3
 
 
-def test_a_name_that_is_not_utf_8_is_escaped_in_the_findings(tmp_path, do):
-    tasks = write_tasks(tmp_path / "t.jsonl", a={})
-    out = tmp_path / "run"
+def test_a_name_that_is_not_utf_8_is_escaped_in_the_findings(roll):
     # afterwards: the agent may list its files, and reads text
     agent = f"{AGENT} && touch \"$(printf '\\377.pth')\""
     with listener([]) as (url, got):
-        code, said = do(command(tasks, out, *QUICK, "--callback", url, agent=agent))
+        code, said, line = roll({}, "--callback", url, agent=agent)
     assert (code, said["mean_reward"], said["callbacks_missed"]) == (DONE, 1.0, 0)
-    (line,) = sessions(out).values()
     assert line["findings"] == got[0]["findings"] == ["not graded: \\udcff.pth"]
 
 
