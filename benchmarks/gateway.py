@@ -32,10 +32,14 @@ from aiohttp import web
 import trajkit as tk
 from trajkit.errors import TornLogWarning
 from trajkit_shim.engines import base
-from trajkit_shim.engines.embedded import EmbeddedEngine, chat_files
-from trajkit_shim.engines.embedded.script import Reply, messages
-from trajkit_shim.engines.embedded.vocabulary import END
-from trajkit_shim.engines.sglang import SGLangEngine
+from trajkit_shim.engines.embedded import (
+    END,
+    EmbeddedEngine,
+    Reply,
+    chat_files,
+    messages,
+)
+from trajkit_shim.engines.http import SGLangEngine
 from trajkit_shim.prompting.render import ChatRenderer, embedded_renderer
 from trajkit_shim.serve import serve
 

@@ -34,7 +34,7 @@ from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.json_input import Json, parse_object, read_body
-from trajkit_shim.prompting.conversation import RestoredRequest
+from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import Ids, embedded_renderer
 from trajkit_shim.protocols import openai_chat
@@ -259,7 +259,7 @@ def render(prompts: Prompts, body: bytes, *, attributed: bool) -> None:
     """Read and render a request completely; nothing is remembered."""
     asked = openai_chat.OPENAI_CHAT.read(parse_object(body))
     prompts.build(
-        RestoredRequest(messages=asked.messages),
+        Conversation().restore(asked.messages),
         asked.tools,
         attributed=attributed,
     )

@@ -35,10 +35,12 @@ from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
     Policy,
     Reply,
+    acts,
     chat_files,
+    messages,
+    n_responses,
     tool_call,
 )
-from trajkit_shim.engines.embedded.script import acts, messages, n_responses
 from trajkit_shim.prompting.render import embedded_renderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog

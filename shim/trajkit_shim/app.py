@@ -16,10 +16,10 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from itertools import islice
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -31,44 +31,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trajkit_shim.call import CallContext, Gateway, Options, read_body
-from trajkit_shim.chat.sampling_params import parse_client_sampling, parse_fixed
-from trajkit_shim.delivery import (
-    Delivery,
-    json_response,
-    request_digest,
-    unless_left,
-    watched,
-)
+from trajkit_shim import json_input as read
+from trajkit_shim.call import Call, Gateway, Options, read_body
+from trajkit_shim.chat.request import parse_client_sampling, parse_fixed
+from trajkit_shim.delivery import Delivery, json_response, unless_left, watched
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
-from trajkit_shim.json_input import (
-    Fields,
-    Json,
-    Reader,
-    as_integer,
-    as_name,
-    as_number,
-    as_object,
-    as_text,
-    list_of,
-    parse_object,
-    refuse,
-)
+from trajkit_shim.json_input import Fields, Json, Reader, parse_object
 from trajkit_shim.pauses import MODES, Mode
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.base import Verb, WireProtocol
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
-from trajkit_shim.sessions.client_identity import identify
-from trajkit_shim.sessions.sessions import (
-    FILTERS,
-    LIMITS,
-    EndedBy,
-    Outcome,
-    Session,
-    SessionOptions,
-)
+from trajkit_shim.sessions.sessions import FILTERS, LIMITS, Outcome, SessionOptions
 from trajkit_shim.sessions.turn_log import TurnLog
 
 KEY_HEADER, TOKEN_HEADER = "x-session-key", "x-admin-token"
@@ -98,10 +73,12 @@ trajkit_paused {paused}
 """
 
 # a duration; no request may make the gateway wait for more than a day
-_SECONDS = partial(as_number, minimum=0.0, maximum=24 * 3600.0)
-_POSITIVE = partial(as_integer, minimum=1)
-_ANY_NUMBER = partial(as_number, minimum=-math.inf, maximum=math.inf)
-_LIMIT_DIGITS = 9  # of the number of sessions to list
+_SECONDS = partial(read.as_number, minimum=0.0, maximum=24 * 3600.0)
+_POSITIVE = partial(read.as_integer, minimum=1)
+_ANY_NUMBER = partial(read.as_number, minimum=-math.inf, maximum=math.inf)
+
+Answer: TypeAlias = Response | Json
+Handler: TypeAlias = Callable[[Request, Fields], Answer | Awaitable[Answer]]
 
 
 def create_app(
@@ -131,16 +108,23 @@ def create_app(
         ``images`` is an `ImageModel`, and the engine or the log takes no images.
     """
     gateway = Gateway(engine, renderer, log, options or Options())
-    routes = _Trainer(gateway).routes()
+    public: list[tuple[str, Callable[[Gateway], Awaitable[Json]]]] = [
+        ("/", _health),
+        ("/healthz", _health),
+        ("/prompts", _describe_prompts),
+    ]
+    routes = _trainers_routes(gateway)
     for prefix in ("", "/s/{session_key}"):
-        routes.append(_route(f"{prefix}/v1/models", _models, gateway))
+        public.append((f"{prefix}/v1/models", _models))
         for protocol in PROTOCOLS:
             for path, verb in protocol.paths.items():
                 endpoint = _Endpoint(gateway, protocol, verb)
                 routes.append(Route(prefix + path, endpoint, methods=["POST"]))
-    for path in ("/", "/healthz"):
-        routes.append(_route(path, _health, gateway))
-    routes.append(_route("/prompts", _describe_prompts, gateway))
+
+    async def answer(ask: Callable[[Gateway], Awaitable[Json]], _: Request) -> Response:
+        return json_response(await ask(gateway))
+
+    routes += [Route(path, partial(answer, ask)) for path, ask in public]
     return Starlette(
         routes=routes,
         exception_handlers=dict.fromkeys(
@@ -232,16 +216,6 @@ def _protocol_of(path: str) -> WireProtocol:
     return next((p for p in PROTOCOLS if any(map(matches, p.paths))), OPENAI_CHAT)
 
 
-def _route(
-    path: str, answer: Callable[[Gateway], Awaitable[Json]], gateway: Gateway
-) -> Route:
-
-    async def endpoint(_: Request) -> Response:
-        return json_response(await answer(gateway))
-
-    return Route(path, endpoint)
-
-
 async def _health(gateway: Gateway) -> Json:
     state = "draining" if gateway.sessions.draining else "ok"
     if gateway.pause.mode is not None:
@@ -261,41 +235,32 @@ async def _models(gateway: Gateway) -> Json:
     return {"object": "list", "data": [model]}
 
 
-@dataclass(frozen=True, slots=True)
 class _Endpoint:
     """A path of a protocol, as an ASGI app."""
 
-    gateway: Gateway
-    protocol: WireProtocol
-    verb: Verb
+    def __init__(self, gateway: Gateway, protocol: WireProtocol, verb: Verb) -> None:
+        self._gateway, self._protocol, self._verb = gateway, protocol, verb
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway, protocol, verb = self._gateway, self._protocol, self._verb
         request = Request(scope, receive, send)
-        session = self.gateway.sessions.authorise(_session_claims(request))
-        with session.request(), self.gateway.working(request.headers):
-            await self._answer(request, session, send)
-
-    async def _answer(self, request: Request, session: Session, send: Send) -> None:
-        gateway, protocol, verb = self.gateway, self.protocol, self.verb
-        body = await read_body(request, gateway.options)
-        chat = await gateway.read(protocol, verb, body)
-        context = CallContext(
-            gateway=gateway,
-            session=session,
-            protocol=protocol,
-            caller=identify(request.headers, chat),
-            chat=chat,
-            digest=request_digest(f"{protocol.name} {verb}", body),
-            variables=gateway.variables(session, chat),
-        )
-        if verb == "count":
-            response = json_response(protocol.count(await gateway.count(context)))
-            await response(request.scope, request.receive, send)
-            return
-        async with watched(request.receive) as left:
-            seconds = gateway.options.ping_seconds
-            delivery = Delivery(left, send, protocol, chat, seconds)
-            await delivery.answer(gateway.find_call(context, request.headers))
+        session = gateway.sessions.authorise(_session_claims(request))
+        with session.request(), gateway.working(request.headers):
+            body = await read_body(request, gateway.options)
+            chat = await gateway.read(protocol, verb, body)
+            digest = blake2b(
+                f"{protocol.name} {verb}\0".encode() + body, digest_size=16
+            )
+            asked = request.headers, chat, digest.digest()
+            call = Call(gateway, session, protocol, *asked)
+            if verb == "count":
+                response = json_response(protocol.count(await call.count()))
+                await response(scope, receive, send)
+                return
+            async with watched(receive) as left:
+                seconds = gateway.options.ping_seconds
+                delivery = Delivery(left, send, protocol, chat, seconds)
+                await delivery.answer(call.begin())
 
 
 def _session_claims(request: Request) -> list[str]:
@@ -313,67 +278,32 @@ def _bearer(headers: Headers) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-Answer: TypeAlias = Response | Json
-Handler: TypeAlias = Callable[[Request, Fields], Answer | Awaitable[Answer]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Trainer:
+def _trainers_routes(gateway: Gateway) -> list[Route]:
     """The routes of the trainer. Agents have no access."""
+    store, pause, options = gateway.sessions, gateway.pause, gateway.options
 
-    gateway: Gateway
-
-    def routes(self) -> list[Route]:
-        session, store, pause = (
-            "/sessions/{session_id}",
-            self.gateway.sessions,
-            self._pause,
-        )
-        close, finish = partial(self._end, "close"), partial(self._end, "finish")
-        # with the fields of the body, if there is one
-        table: list[tuple[str, str, Handler, str | None]] = [
-            ("/sessions", "POST", self._open, _OPEN),
-            ("/sessions", "GET", self._list, None),
-            (session, "GET", lambda r, _: store.describe(_name(r)), None),
-            (session, "DELETE", close, _END),
-            (f"{session}/close", "POST", close, _END),
-            (f"{session}/finish", "POST", finish, _END),
-            (f"{session}/drop", "POST", lambda r, _: store.drop(_name(r)), ""),
-            (f"{session}/reopen", "POST", lambda r, _: store.reopen(_name(r)), ""),
-            ("/admin/drain", "POST", self._drain, "wait_seconds"),
-            ("/metrics", "GET", self._metrics, None),
-            ("/engine", "GET", lambda *_: self.gateway.pause.describe(), None),
-            ("/engine/pause", "POST", pause, "timeout_s mode wait_seconds"),
-            ("/engine/update", "POST", self._update, _UPDATE),
-            ("/engine/resume", "POST", self._resume, ""),
-        ]
-        return [
-            Route(path, partial(self._answer, handler, fields), methods=[method])
-            for path, method, handler, fields in table
-        ]
-
-    async def _answer(
-        self, handler: Handler, fields: str | None, request: Request
+    async def answer(
+        handler: Handler, fields: str | None, request: Request
     ) -> Response:
         """Check token and body of a request, and answer it."""
-        options, body = self.gateway.options, Fields({})
+        body = Fields({})
         if options.admin_token is not None:
             given = request.headers.get(TOKEN_HEADER) or _bearer(request.headers)
             # constant time: the duration does not reveal how much of it is right
             if not hmac.compare_digest(given.encode(), options.admin_token.encode()):
-                message = "the admin token is missing: send it as bearer token or in "
-                message += TOKEN_HEADER
+                rule = f"send it as bearer token or in {TOKEN_HEADER}"
+                message = f"the admin token is missing: {rule}"
                 raise GatewayError(message, 401, code="invalid_admin_token")
         if fields is not None:
             body = Fields(parse_object(await read_body(request, options) or b"{}"))
             body.only(fields.split())
-        answer = handler(request, body)
-        if not isinstance(answer, (Response, dict)):
-            answer = await answer
-        return answer if isinstance(answer, Response) else json_response(answer)
+        answered = handler(request, body)
+        if not isinstance(answered, (Response, dict)):
+            answered = await answered
+        return answered if isinstance(answered, Response) else json_response(answered)
 
-    def _open(self, request: Request, body: Fields) -> Json:
-        options = SessionOptions(
+    def open_one(request: Request, body: Fields) -> Json:
+        session = SessionOptions(
             fixed=parse_fixed(body.json.get("sampling")),
             client_sampling=parse_client_sampling(body.json.get("client_sampling")),
             limits={name: body.get(name, _POSITIVE) for name in LIMITS},
@@ -382,71 +312,91 @@ class _Trainer:
             replay=body.flag("replay"),
             group_id=body.get("group_id", _logged_text),
         )
-        session_id = body.get_text("session_id")
-        opened = self.gateway.sessions.open(session_id, options, _outcome_fields(body))
-        return {
-            "session_id": opened.session_id,
-            "api_key": opened.api_key,
-            # as this client reaches the gateway
-            "base_url": str(request.base_url).rstrip("/"),
-        }
+        opened = store.open(body.get_text("session_id"), session, _outcome_fields(body))
+        # as this client reaches the gateway
+        base_url = str(request.base_url).rstrip("/")
+        named = {"session_id": opened.session_id, "api_key": opened.api_key}
+        return {**named, "base_url": base_url}
 
-    def _list(self, request: Request, _: Fields) -> Json:
+    def listed(request: Request, _: Fields) -> Json:
         # of a query every value is a text
         asked = Fields({"limit": "100", **request.query_params})
         asked.only({"limit", *FILTERS})
         limit = str(asked.json.pop("limit"))
         wanted = {name: asked.text(name) for name in asked.json}
-        if not limit.isdecimal() or len(limit) > _LIMIT_DIGITS:
+        if not limit.isdecimal() or len(limit) > 9:
             asked.refuse("limit", f"{limit!r}: not a number of sessions")
-        found = self.gateway.sessions.matching(wanted)
-        return {"sessions": [*islice(found, int(limit))]}
+        return {"sessions": [*islice(store.matching(wanted), int(limit))]}
 
-    async def _end(self, how: EndedBy, request: Request, body: Fields) -> Json:
-        name, fields = _name(request), _outcome_fields(body)
-        return await self.gateway.sessions.finish(name, how, _wait(body), fields)
+    async def end(
+        how: Literal["close", "finish"], request: Request, body: Fields
+    ) -> Json:
+        fields = _outcome_fields(body)
+        return await store.finish(_name(request), how, _wait(body), fields)
 
-    async def _drain(self, _: Request, body: Fields) -> Json:
-        await self.gateway.sessions.drain(_wait(body, 60.0))
-        return {**self.gateway.sessions.counts()}
+    async def drain(_: Request, body: Fields) -> Json:
+        await store.drain(_wait(body, 60.0))
+        return {**store.counts()}
 
-    def _metrics(self, _: Request, __: Fields) -> Response:
-        counts = self.gateway.sessions.counts()
-        paused = int(self.gateway.pause.mode is not None)
+    def metrics(_: Request, __: Fields) -> Response:
+        paused = int(pause.mode is not None)
+        text = _METRICS.format(**store.counts(), paused=paused)
         form = "text/plain; version=0.0.4; charset=utf-8"
-        text = _METRICS.format(**counts, paused=paused)
         return Response(text, headers={"content-type": form})
 
-    async def _pause(self, request: Request, body: Fields) -> Json:
+    async def pause_engine(request: Request, body: Fields) -> Json:
         seconds, wait = _wait(body, 600.0, "timeout_s"), _wait(body, 60.0)
         mode = cast("Mode", body.one_of("mode", MODES, "keep"))
-        work = self.gateway.pause.pause(seconds, mode, wait_seconds=wait)
-        await unless_left(request, work)
-        return self.gateway.pause.describe()
+        await unless_left(request, pause.pause(seconds, mode, wait_seconds=wait))
+        return pause.describe()
 
-    async def _update(self, _: Request, body: Fields) -> Json:
-        source = body.get("tensors", list_of(as_name))
+    async def update(_: Request, body: Fields) -> Json:
+        source = body.get("tensors", read.list_of(read.as_name))
         unused = "load_format" if source is None else "model_path"
         body.only(_UPDATE.replace(unused, "").split())
-        await self.gateway.pause.update(
+        await pause.update(
             body.name("model_path") if source is None else source,
             body.name("weight_version"),
             body.get_text("load_format"),
         )
-        return self.gateway.pause.describe()
+        return pause.describe()
 
-    async def _resume(self, _: Request, __: Fields) -> Json:
-        await self.gateway.pause.resume()
-        return self.gateway.pause.describe()
+    async def resume(_: Request, __: Fields) -> Json:
+        await pause.resume()
+        return pause.describe()
+
+    session = "/sessions/{session_id}"
+    close, finish = partial(end, "close"), partial(end, "finish")
+    # with the fields of the body, if there is one
+    table: list[tuple[str, str, Handler, str | None]] = [
+        ("/sessions", "POST", open_one, _OPEN),
+        ("/sessions", "GET", listed, None),
+        (session, "GET", lambda r, _: store.describe(_name(r)), None),
+        (session, "DELETE", close, _END),
+        (f"{session}/close", "POST", close, _END),
+        (f"{session}/finish", "POST", finish, _END),
+        (f"{session}/drop", "POST", lambda r, _: store.drop(_name(r)), ""),
+        (f"{session}/reopen", "POST", lambda r, _: store.reopen(_name(r)), ""),
+        ("/admin/drain", "POST", drain, "wait_seconds"),
+        ("/metrics", "GET", metrics, None),
+        ("/engine", "GET", lambda *_: pause.describe(), None),
+        ("/engine/pause", "POST", pause_engine, "timeout_s mode wait_seconds"),
+        ("/engine/update", "POST", update, _UPDATE),
+        ("/engine/resume", "POST", resume, ""),
+    ]
+    return [
+        Route(path, partial(answer, handler, fields), methods=[method])
+        for path, method, handler, fields in table
+    ]
 
 
 def _logged_text(value: object, where: str) -> str:
     """Return a string of a text column, which is UTF-8."""
-    text = as_text(value, where)
+    text = read.as_text(value, where)
     try:
         text.encode()
     except UnicodeEncodeError:
-        refuse(where, "half of a surrogate pair is no text")
+        read.refuse(where, "half of a surrogate pair is no text")
     return text
 
 
@@ -461,7 +411,7 @@ def _wait(body: Fields, default: float = 0.0, name: str = "wait_seconds") -> flo
 
 def _outcome_fields(body: Fields) -> Outcome:
     readers: dict[str, Reader[object]]
-    readers = {"reward": _ANY_NUMBER, "error": _logged_text, "metadata": as_object}
+    readers = {"reward": _ANY_NUMBER, "error": _logged_text, "metadata": read.as_object}
     fields = {k: body.get(k, read) for k, read in readers.items() if k in body.json}
     if fields.get("metadata", {}) is None:
         del fields["metadata"]

@@ -100,49 +100,49 @@ def _serve(arguments: SimpleNamespace) -> int:
     with options.needs_extra("shim"):
         from trajkit_shim.serve import is_loopback
 
-        if not is_loopback(arguments.host) and not arguments.admin_token:
-            raise ArgumentError(
-                f"--host {arguments.host} can be reached from other machines: give "
-                "--admin-token"
-            )
+    if not is_loopback(arguments.host) and not arguments.admin_token:
+        reached = f"--host {arguments.host} can be reached from other machines"
+        raise ArgumentError(f"{reached}: give --admin-token")
     # before an engine is launched, which takes minutes
     for log in arguments.out.glob("turns-*.arrows"):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(log))
     with options.terminable():
-        if arguments.workers > 1:
-            _serve_workers(arguments)
-        else:
-            _serve_one(arguments)
+        run = _serve_workers if arguments.workers > 1 else _serve_one
+        run(arguments)
     return 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _serve_one(
     arguments: SimpleNamespace,
     listener: "socket.socket | None" = None,
     place: "Place | None" = None,
-    say: Callable[[str], object] = sys.stdout.write,
+    say: Callable[[str], object] = _say,
 ) -> None:
     """Run a gateway until a stop signal. ``place``: it is one of several workers."""
-    attributed = not arguments.no_attribution
-    limit = arguments.log_bytes
+    attributed, limit = not arguments.no_attribution, arguments.log_bytes
+    log = {
+        "form": arguments.log,
+        "fsync": arguments.fsync,
+        "max_file_bytes": arguments.file_bytes,
+        "max_total_bytes": limit and limit // arguments.workers,
+        "attributed": attributed,
+        "worker": None if place is None else place.index,
+    }
+    gateway = options.engine_app(
+        arguments,
+        arguments.out,
+        log,
+        attributed=attributed,
+        prompts=arguments.prompts,
+        admin_token=arguments.admin_token or None,
+        hosts=arguments.allow_host,
+    )
     with ExitStack() as stack:
-        log = {
-            "form": arguments.log,
-            "fsync": arguments.fsync,
-            "max_file_bytes": arguments.file_bytes,
-            "max_total_bytes": limit and limit // arguments.workers,
-            "attributed": attributed,
-            "worker": None if place is None else place.index,
-        }
-        gateway = options.engine_app(
-            arguments,
-            arguments.out,
-            log,
-            attributed=attributed,
-            prompts=arguments.prompts,
-            admin_token=arguments.admin_token or None,
-            hosts=arguments.allow_host,
-        )
         with options.needs_extra("shim"):
             from trajkit_shim.call import Options
             from trajkit_shim.prompting.prompts import Prompts
@@ -158,12 +158,10 @@ def _serve_one(
                 where["workers"] = " ".join(place.urls)
             built = Prompts(renderer, arguments.prompts)
             if arguments.json:
-                text = json.dumps({**where, "prompts": built.describe()})
-            else:
-                where["prompts"] = built.summary()
-                text = "\n".join(f"{name:<16}{value}" for name, value in where.items())
-            say(text + "\n")
-            sys.stdout.flush()
+                say(json.dumps({**where, "prompts": built.describe()}) + "\n")
+                return
+            where["prompts"] = built.summary()
+            say("".join(f"{name:<16}{value}\n" for name, value in where.items()))
 
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):
@@ -185,21 +183,15 @@ def _serve_workers(arguments: SimpleNamespace) -> None:
         from trajkit_shim.workers import run_workers
 
     with ExitStack() as stack:
-        first, listeners = arguments.port, list[Any]()
+        sockets, urls = list[Any](), list[str]()
         for number in range(arguments.workers):
             # 0 is any free port
-            port = first + number if first else 0
-            listeners.append(listen(arguments.host, port))
-        for listener, _ in listeners:
-            stack.enter_context(listener)
+            port = arguments.port and arguments.port + number
+            listener, url = listen(arguments.host, port)
+            sockets.append(stack.enter_context(listener))
+            urls.append(url)
         options.launch_server(arguments, stack)
-        sockets, urls = zip(*listeners, strict=True)
-
-        def say(text: str) -> None:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-        run_workers(partial(_work, arguments), sockets, urls, say)
+        run_workers(partial(_work, arguments), sockets, urls, _say)
 
 
 def _work(

@@ -8,9 +8,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import httpx
 
@@ -28,8 +27,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSession:
+class OpenSession(NamedTuple):
     """What an agent needs: the gateway's base URL, and the session's key."""
 
     session_id: str
@@ -63,10 +61,10 @@ class AsyncGatewayClient:
         *,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        self.urls = [urls] if isinstance(urls, str) else list(urls)
+        given = [urls] if isinstance(urls, str) else urls
+        self.urls = [url.rstrip("/") for url in given]
         if not self.urls:
             raise ValueError("urls is empty: at least one gateway is needed")
-        self.urls = [url.rstrip("/") for url in self.urls]
         self._headers = {"x-admin-token": token} if token else {}
         self._http = http or httpx.AsyncClient(
             trust_env=False, limits=httpx.Limits(max_connections=None)
@@ -91,14 +89,12 @@ class AsyncGatewayClient:
         Examples are ``max_turns``, ``sampling``, ``group_id`` and ``metadata``.
         """
         url = min(self.urls, key=self._open.__getitem__)
-        body = {**options, **({} if session_id is None else {"session_id": session_id})}
+        body = options if session_id is None else {**options, "session_id": session_id}
         # counted before the answer, or calls at the same time would all go to one
         self._open[url] += 1
         try:
             opened = await self._ask(url, "POST", "/sessions", body)
-            session = OpenSession(
-                *(opened[name] for name in ("session_id", "api_key", "base_url"))
-            )
+            session = OpenSession(*(opened[name] for name in OpenSession._fields))
         except BaseException:
             self._open[url] -= 1
             raise
@@ -112,15 +108,11 @@ class AsyncGatewayClient:
         ``outcome``: ``reward``, ``error``, ``metadata``; ``wait_seconds`` that running
         calls may take. A later reward is sent the same way.
         """
-        ended: Json = await self._of_session("POST", session_id, "/finish", outcome)
-        self._ended(session_id)
-        return ended
+        return await self._end(session_id, "finish", outcome)
 
     async def drop(self, session_id: str) -> Json:
         """End a session, and take its turns out of training."""
-        dropped: Json = await self._of_session("POST", session_id, "/drop", {})
-        self._ended(session_id)
-        return dropped
+        return await self._end(session_id, "drop", {})
 
     async def describe(self, session_id: str) -> Json:
         """Return what a gateway knows of a session."""
@@ -169,17 +161,17 @@ class AsyncGatewayClient:
         """
         if self._lost is not None:
             raise self._lost
-        body: Json = {"weight_version": version}
+        body: Json = {"tensors": source, "load_format": load_format}
         if isinstance(source, str):
-            body["model_path"] = source
-        else:
-            body |= {"tensors": list(source), "load_format": load_format}
-        await self._everywhere("/engine/update", body, _UPDATE_SECONDS)
+            body = {"model_path": source}
+        body["weight_version"] = version
+        answers = await self._answers("/engine/update", body, _UPDATE_SECONDS)
+        _raise_first(answers.values())
 
     async def resume(self) -> None:
         """End the pause. A gateway that fails to resume does so when its lease ends."""
         await self._stop_renewing()
-        await self._everywhere("/engine/resume", {})
+        _raise_first((await self._answers("/engine/resume", {})).values())
 
     async def close(self) -> None:
         """Close the connections; a pause then ends with its lease."""
@@ -191,6 +183,13 @@ class AsyncGatewayClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def _end(self, session_id: str, how: str, outcome: Json) -> Json:
+        ended: Json = await self._of_session("POST", session_id, f"/{how}", outcome)
+        if session_id in self._running:
+            self._running.remove(session_id)
+            self._open[self._owners[session_id]] -= 1
+        return ended
 
     async def _of_session(
         self, method: str, session_id: str, what: str, body: Json | None = None
@@ -209,16 +208,11 @@ class AsyncGatewayClient:
                     raise
         return await self._ask(last, method, path, body, seconds)
 
-    def _ended(self, session_id: str) -> None:
-        if session_id in self._running:
-            self._running.remove(session_id)
-            self._open[self._owners[session_id]] -= 1
-
     async def _renew(self, lease: dict[str, Any]) -> None:
         while True:
             await asyncio.sleep(lease["timeout_s"] / _RENEWALS)
             try:
-                await self._everywhere("/engine/pause", lease)
+                _raise_first((await self._answers("/engine/pause", lease)).values())
             except (GatewayError, ConnectionError) as error:
                 self._lost = error
 
@@ -227,12 +221,6 @@ class AsyncGatewayClient:
             self._renewing.cancel()
             await asyncio.wait([self._renewing])
             self._renewing = None
-
-    async def _everywhere(
-        self, path: str, body: Json, seconds: float = _ANSWER_SECONDS
-    ) -> None:
-        """Send a request to all gateways; return once each has answered or failed."""
-        _raise_first((await self._answers(path, body, seconds)).values())
 
     async def _answers(
         self,
@@ -256,13 +244,11 @@ class AsyncGatewayClient:
         seconds: float = _ANSWER_SECONDS,
     ) -> Any:
         where = f"{method} {path} of the gateway at {url}"
+        timeout = httpx.Timeout(seconds, connect=10.0)
+        given: dict[str, Any] = {"json": body, "headers": self._headers}
         try:
             answer = await self._http.request(
-                method,
-                url + path,
-                json=body,
-                headers=self._headers,
-                timeout=httpx.Timeout(seconds, connect=10.0),
+                method, url + path, timeout=timeout, **given
             )
         except httpx.HTTPError as error:
             reason = f"{type(error).__name__}: {error}"
@@ -271,8 +257,7 @@ class AsyncGatewayClient:
             value = answer.json()
             if not answer.is_error:
                 return value
-            error_of = value["error"]
-            message, code = error_of["message"], error_of["code"]
+            message, code = (value["error"][name] for name in ("message", "code"))
         except (LookupError, TypeError, ValueError) as error:
             shown = f"{answer.status_code} {answer.text[:400]}"
             raise ConnectionError(f"{where}: it answered {shown}") from error

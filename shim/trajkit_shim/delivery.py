@@ -16,17 +16,8 @@ and from then on keep-alive events. The reply comes in one burst. Later errors a
 """
 
 import asyncio
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.datastructures import Headers
@@ -34,18 +25,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
-from trajkit_shim.chat.reply import Reply
-from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.errors import GatewayError, as_gateway_error
 from trajkit_shim.json_input import Json
-from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.stream import encode
+from trajkit_shim.protocols.base import WireProtocol, encode
 
 KEPT = 32
 """Number of a session's latest replies that can be sent again or amended."""
 
-# the retry count of OpenAI's and Anthropic's clients
-_RETRY_HEADER = "x-stainless-retry-count"
 _STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -56,7 +43,7 @@ _STREAM_HEADERS = {
 _PIECE_BYTES = 1 << 16
 
 T = TypeVar("T")
-Amend: TypeAlias = Callable[[Sequence[int], str, bool | None], None]
+Amend: TypeAlias = Callable[[list[int], str, bool | None], None]
 """Writes an amendment: indices of turns, its reason, and whether they are trainable
 (None: as each turn itself states)."""
 
@@ -68,12 +55,9 @@ def json_response(
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    count = headers.get(_RETRY_HEADER, "0")
+    # the retry count of OpenAI's and Anthropic's clients
+    count = headers.get("x-stainless-retry-count", "0")
     return count.isdecimal() and count.strip("0") != ""
-
-
-def request_digest(endpoint: str, body: bytes) -> bytes:
-    return blake2b(endpoint.encode() + b"\0" + body, digest_size=16).digest()
 
 
 class PendingReply:
@@ -134,11 +118,9 @@ class PendingReply:
 
     def reached(self) -> None:
         """Note that the reply has arrived on a connection."""
-        if not self._reached:
-            self._reached = True
-            if self._lost:
-                assert self.turn is not None
-                self._amend([self.turn], "delivered", None)
+        if self._lost and not self._reached and self.turn is not None:
+            self._amend([self.turn], "delivered", None)
+        self._reached = True
 
 
 @asynccontextmanager
@@ -177,17 +159,21 @@ async def unless_left(request: Request, work: Awaitable[T]) -> T:
     return task.result()
 
 
-@dataclass(slots=True)
 class Delivery:
     """The answer to a client that asked for a reply, and may disconnect at any time."""
 
-    left: asyncio.Task[None]  # see `watched`
-    send: Send
-    protocol: WireProtocol
-    request: ChatRequest
-    ping_seconds: float
-    _n_pings: int = 0
-    _begun: bool = False
+    def __init__(
+        self,
+        left: asyncio.Task[None],  # see `watched`
+        send: Send,
+        protocol: WireProtocol,
+        request: ChatRequest,
+        ping_seconds: float,
+    ) -> None:
+        self._left, self._send = left, send
+        self._protocol, self._request = protocol, request
+        self._ping_seconds = ping_seconds if request.stream else None
+        self._n_pings, self._begun = 0, False
 
     async def answer(self, pending: PendingReply) -> None:
         """Wait for a reply, and send it.
@@ -197,15 +183,16 @@ class Delivery:
         """
         async with pending.joined():
             await self._wait(pending)
-            if self.left.done():
+            if self._left.done():
                 if self._begun:
                     return
                 raise ClientDisconnect
             try:
                 reply = pending.result()
             except Exception as error:
-                shown, codes = as_gateway_error(error), self.protocol.streamed_errors
-                if not self.request.stream or not (self._begun or shown.code in codes):
+                shown, codes = as_gateway_error(error), self._protocol.streamed_errors
+                as_event = self._begun or shown.code in codes
+                if not self._request.stream or not as_event:
                     raise
                 await self._write(b"".join(self._events(shown)), more=False)
                 if not isinstance(error, GatewayError):
@@ -216,49 +203,43 @@ class Delivery:
                     pending.reached()
 
     def _events(self, answer: Reply | GatewayError) -> list[bytes]:
-        return [*self.protocol.stream(answer, self.request, self._n_pings)]
+        return [*self._protocol.stream(answer, self._request, self._n_pings)]
 
     async def _wait(self, pending: PendingReply) -> None:
         """Return when the work is done or the client left; send pings meanwhile."""
-        ends: set[asyncio.Future[Any]] = {pending.work, self.left}
-        seconds = self.ping_seconds if self.request.stream else None
-        first = asyncio.FIRST_COMPLETED
-        while not (await asyncio.wait(ends, timeout=seconds, return_when=first))[0]:
-            await self._write(self.protocol.ping(self.request, self._n_pings))
+        ends: set[asyncio.Future[Any]] = {pending.work, self._left}
+        how: dict[str, Any] = {"return_when": asyncio.FIRST_COMPLETED}
+        while not (await asyncio.wait(ends, timeout=self._ping_seconds, **how))[0]:
+            await self._write(self._protocol.ping(self._request, self._n_pings))
             self._n_pings += 1
 
     async def _send_reply(self, reply: Reply) -> bool:
-        if self.request.stream:
-            data = self._events(reply)
-        else:
-            data = [encode(self.protocol.write(reply, self.request))]
+        if not self._request.stream:
+            body = encode(self._protocol.write(reply, self._request))
+            return await self._write(body, more=False)
+        *first, last = self._events(reply)
         if not self._begun:
-            return await self._write(b"".join(data), more=False)
-        await self._write(b"".join(data[:-1]))
+            return await self._write(b"".join([*first, last]), more=False)
+        await self._write(b"".join(first))
         await _let_loop_poll()
-        return await self._write(data[-1], more=False)
+        return await self._write(last, more=False)
 
     async def _write(self, data: bytes, *, more: bool = True) -> bool:
         """Send data; return whether the client was connected until the last byte."""
         if not self._begun:
             self._begun = True
             headers = {"Content-Type": "application/json"}
-            if self.request.stream:
-                headers = _STREAM_HEADERS
-            if not more:
-                headers = {**headers, "Content-Length": str(len(data))}
-            head = Headers(headers).raw
-            await self.send(
-                {"type": "http.response.start", "status": 200, "headers": head}
-            )
+            headers |= _STREAM_HEADERS if self._request.stream else {}
+            headers |= {} if more else {"Content-Length": str(len(data))}
+            head = {"status": 200, "headers": Headers(headers).raw}
+            await self._send({"type": "http.response.start", **head})
             await _let_loop_poll()
         view = memoryview(data)
-        while not self.left.done():
-            piece, view = view[:_PIECE_BYTES], view[_PIECE_BYTES:]
-            last = not (more or view)
-            body = {"type": "http.response.body", "body": bytes(piece)}
+        while not self._left.done():
+            piece, view = bytes(view[:_PIECE_BYTES]), view[_PIECE_BYTES:]
+            body = {"body": piece, "more_body": bool(more or view)}
             try:
-                await self.send({**body, "more_body": not last})
+                await self._send({"type": "http.response.body", **body})
             except OSError:
                 # how some servers report a disconnect
                 return False

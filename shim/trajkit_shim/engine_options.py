@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,8 +37,6 @@ Count = Annotated[int, Parameter(validator=Number(gte=1))]
 ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 """Environment variable of the admin token."""
 
-# maximum length of a request with images
-_IMAGE_BODY = 64 << 20
 # values of --parser besides the gateway's own: see the option
 _ENGINE, _NONE = "engine", "none"
 
@@ -100,10 +98,6 @@ class EngineOptions:
     images
         auto: accept images if the model takes them (only with SGLang), else reject requests
         with images; refuse: reject them; omit: replace each image by a text.
-    image_bytes
-        Maximum size of one image.
-    images_per_prompt
-        Maximum number of images.
     """
 
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
@@ -124,8 +118,6 @@ class EngineOptions:
     trust_remote_code: bool = False
     parser: Annotated[str | None, Parameter(name=("--parser", "--tool-form"))] = None
     images: Literal["auto", "refuse", "omit"] = "auto"
-    image_bytes: Count = 8 << 20
-    images_per_prompt: Count = 100
 
 
 ServerArguments = Annotated[str, Parameter(show=False)]
@@ -151,24 +143,36 @@ def engine_app(
     """
     from trajkit_shim.app import create_app
     from trajkit_shim.call import Options
+    from trajkit_shim.engines import embedded
+    from trajkit_shim.prompting.render import embedded_renderer, load_renderer
+    from trajkit_shim.replies.parse import FormParser, ReplyParser, tags_of
+    from trajkit_shim.replies.parsers import FORMS, form_of
     from trajkit_shim.sessions.turn_log import TurnLog
 
     check(arguments)
-    images = _image_options(arguments)
+    images, name = _image_options(arguments), arguments.parser
+    template, served = arguments.chat_template, arguments.engine != "embedded"
+    reply_parser: ReplyParser | None = None
     with ExitStack() as stack:
-        if arguments.engine != "embedded":
-            renderer = _renderer(arguments)
-            # before an engine is launched, which takes minutes
-            reply_parser = _own_parser(arguments, renderer)
-            engine = _served(arguments, stack)
-            reply_parser = reply_parser or _engine_parser(arguments)
-        else:
-            from trajkit_shim.engines import embedded
-            from trajkit_shim.prompting.render import embedded_renderer
-
-            engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
+        # all that depends on the model, before an engine is launched, which takes minutes
+        with _reading(arguments):
             renderer = embedded_renderer()
-            reply_parser = _own_parser(arguments, renderer)
+            if served:
+                renderer = load_renderer(
+                    arguments.model or arguments.launch,
+                    None if template is None else Path(template).read_text("utf-8"),
+                    stop_tokens=arguments.stop_token or (),
+                    trust_remote_code=arguments.trust_remote_code,
+                    late_system=arguments.late_system,
+                )
+            if name != _ENGINE:
+                form = form_of(renderer) if name is None else FORMS.get(name)
+                reply_parser = FormParser(form, tags_of(renderer.chat_template))
+        engine: Engine
+        if served:
+            engine = _served(arguments, stack)
+        else:
+            engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
         payloads = {
             "routed_experts": arguments.routed_experts,
             "sampling_masks": arguments.sampling_masks,
@@ -181,7 +185,7 @@ def engine_app(
                 past=arguments.past_reasoning,
                 variables=_variables(arguments.chat_template_kwargs),
                 train_side_calls=arguments.train_side_calls,
-                reply_parser=reply_parser,
+                reply_parser=reply_parser or _engine_parser(arguments.engine_url[0]),
                 **images,
                 **options,
             ),
@@ -224,8 +228,7 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
         return {"images": arguments.images}
     if arguments.engine != "sglang":
         return {}
-    from trajkit_shim.chat.image_store import ImageLimits
-    from trajkit_shim.prompting.image_places import load_image_model
+    from trajkit_shim.chat.images import ImageLimits, load_image_model
 
     directory = arguments.model or arguments.launch
     with needs_extra("images"):
@@ -236,13 +239,9 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
         if model is None:
             return {}
         import_module("PIL")
-    limits = ImageLimits(
-        max_bytes=arguments.image_bytes,
-        max_images=arguments.images_per_prompt,
-        max_total_bytes=getattr(arguments, "log_bytes", None),
-    )
+    limits = ImageLimits(max_total_bytes=getattr(arguments, "log_bytes", None))
     # a client sends the images of a conversation with every request
-    return {"images": model, "image_limits": limits, "max_body_bytes": _IMAGE_BODY}
+    return {"images": model, "image_limits": limits, "max_body_bytes": 64 << 20}
 
 
 def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
@@ -252,44 +251,24 @@ def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
     """
     if arguments.launch is None:
         return
-    from trajkit_shim.engines.launch import running_server
+    from trajkit_shim.engines.launch import running_server, sglang_server
 
-    log = arguments.out / "engine.log"
+    log, python = arguments.out / "engine.log", arguments.launch_python
     sys.stderr.write(f"trajkit: starting the engine's server; its log is {log}\n")
     experts = ["--enable-return-routed-experts"] if arguments.routed_experts else []
-    launched = running_server(
-        arguments.launch_python or sys.executable,
-        arguments.launch,
-        [*experts, *arguments.server_arguments],
-        log,
-        start_seconds=arguments.launch_seconds,
-    )
-    arguments.engine_url = [stack.enter_context(launched)]
+    given = [*experts, *arguments.server_arguments]
+    command = sglang_server(python or sys.executable, arguments.launch, given)
+    server = running_server(*command, log, start_seconds=arguments.launch_seconds)
+    arguments.engine_url = [stack.enter_context(server)]
     arguments.model = arguments.model or arguments.launch
     arguments.launch, arguments.server_arguments = None, []
-
-
-def _renderer(arguments: SimpleNamespace) -> "ChatRenderer":
-    """The tokenizer and chat template of the model."""
-    from trajkit_shim.prompting.render import load_renderer
-
-    template = arguments.chat_template
-    with _reading(arguments):
-        return load_renderer(
-            arguments.model or arguments.launch,
-            None if template is None else Path(template).read_text("utf-8"),
-            stop_tokens=arguments.stop_token or (),
-            trust_remote_code=arguments.trust_remote_code,
-            late_system=arguments.late_system,
-        )
 
 
 def _served(arguments: SimpleNamespace, stack: ExitStack) -> "Engine":
     """The engine of servers that return everything that is recorded."""
     from trajkit_shim.engines.checks import check_engine
+    from trajkit_shim.engines.http import SGLangEngine, VLLMEngine
     from trajkit_shim.engines.model_config import config_number, vocab_size
-    from trajkit_shim.engines.sglang import SGLangEngine
-    from trajkit_shim.engines.vllm import VLLMEngine
 
     launch_server(arguments, stack)
     model, per_token = arguments.model, None
@@ -297,17 +276,16 @@ def _served(arguments: SimpleNamespace, stack: ExitStack) -> "Engine":
         n_vocab = vocab_size(model)
         if arguments.routed_experts:
             per_token = config_number(model, "num_experts_per_tok")
-    engine: Callable[..., Engine] = partial(
-        SGLangEngine if arguments.engine == "sglang" else VLLMEngine,
+    engine = partial(
+        {"sglang": SGLangEngine, "vllm": VLLMEngine}[arguments.engine],
         vocab_size=n_vocab,
         check_prompts=arguments.check_prompts,
         experts_per_token=per_token,
         sampling_masks=arguments.sampling_masks,
     )
     # connections belong to the event loop that opened them
-    served = {
-        url: asyncio.run(check_engine(engine(url))) for url in arguments.engine_url
-    }
+    urls = arguments.engine_url
+    served = {url: asyncio.run(check_engine(engine(url))) for url in urls}
     if len(set(served.values())) > 1:
         raise ConnectionError(f"the servers of --engine-url differ: {served}")
     return engine(*served)
@@ -318,42 +296,25 @@ def _variables(given: str | None) -> dict[str, Any]:
     try:
         variables = json.loads(given or "{}")
     except ValueError as error:
-        raise ArgumentError(
-            f"--chat-template-kwargs {given}: not JSON: {error}"
-        ) from None
-    if not isinstance(variables, dict):
-        raise ArgumentError(f"--chat-template-kwargs {given}: not a JSON object")
-    return variables
+        fault = f"not JSON: {error}"
+    else:
+        if isinstance(variables, dict):
+            return variables
+        fault = "not a JSON object"
+    raise ArgumentError(f"--chat-template-kwargs {given}: {fault}")
 
 
-def _own_parser(
-    arguments: SimpleNamespace, renderer: "ChatRenderer"
-) -> "ReplyParser | None":
-    """The parser that ``--parser`` names or fits the template; None: the engine's."""
-    from trajkit_shim.replies.parse import FormParser, tags_of
-    from trajkit_shim.replies.parsers import FORMS, form_of
-
-    name = arguments.parser
-    if name == _ENGINE:
-        return None
-    with _reading(arguments):
-        form = form_of(renderer) if name is None else FORMS.get(name)
-    return FormParser(form, tags_of(renderer.chat_template))
-
-
-def _engine_parser(arguments: SimpleNamespace) -> "ReplyParser":
+def _engine_parser(url: str) -> "ReplyParser":
     """The parsers of the engine's server; raises `ConnectionError` if it has none."""
     from trajkit_shim.errors import EngineError
-    from trajkit_shim.replies.external_parsers import SGLangParser
-
-    url = arguments.engine_url[0]
+    from trajkit_shim.replies.parse import SGLangParser
 
     async def ask() -> None:
         parser = SGLangParser(url)
         try:
             await parser.names()
         except EngineError as error:
-            raise ConnectionError(f"--parser {arguments.parser}: {error}") from error
+            raise ConnectionError(f"--parser {_ENGINE}: {error}") from error
         finally:
             await parser.close()
 
@@ -375,7 +336,6 @@ def _reading(arguments: SimpleNamespace) -> Iterator[None]:
 @contextmanager
 def terminable() -> Iterator[None]:
     """Treat SIGTERM as an interrupt, so that what runs for a command is ended."""
-
     # raises KeyboardInterrupt
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

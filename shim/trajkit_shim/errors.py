@@ -27,11 +27,9 @@ class GatewayError(Exception):
 
 @dataclass(eq=False, repr=False)
 class EngineError(GatewayError):
-    """The engine rejected or failed a call.
+    """The engine rejected (status 4xx) or failed (5xx) a call, in its words if it gave any.
 
-    ``message``: what went wrong, in the engine's words if it gave any. ``status``: 4xx if
-    the request is wrong, 5xx if the engine failed. ``answered``: the HTTP status of the
-    engine's own answer, if there was one.
+    ``answered``: the HTTP status of the engine's own answer, if there was one.
     """
 
     status: int = 502
@@ -44,10 +42,6 @@ class TemplateError(GatewayError):
     """The chat template rejects the messages."""
 
 
-# Temporary failures. Clients that obey x-should-retry retry no other call.
-_PASSING = frozenset({502, 503, 504})
-
-
 def as_gateway_error(error: Exception) -> GatewayError:
     """Return the error that a client sees for any exception."""
     if isinstance(error, GatewayError):
@@ -57,7 +51,9 @@ def as_gateway_error(error: Exception) -> GatewayError:
 
 def retry_header(error: GatewayError) -> dict[str, str]:
     """Return the headers that tell the official clients whether to retry."""
-    headers = {"x-should-retry": "true" if error.status in _PASSING else "false"}
+    # they obey it, and retry no other call
+    passing = error.status in (502, 503, 504)
+    headers = {"x-should-retry": "true" if passing else "false"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
     return headers
@@ -67,11 +63,6 @@ def error_body(error: GatewayError) -> dict[str, object]:
     """Return the error in the format of OpenAI's API: ``{"error": {...}}``."""
     kinds = {401: "authentication_error", 403: "permission_error"}
     fallback = "server_error" if error.status >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "message": error.message,
-            "type": kinds.get(error.status, fallback),
-            "param": error.param,
-            "code": error.code,
-        }
-    }
+    kind = kinds.get(error.status, fallback)
+    shown = {"message": error.message, "type": kind, "param": error.param}
+    return {"error": {**shown, "code": error.code}}

@@ -4,13 +4,16 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from trajkit_shim.errors import GatewayError
 
 Json: TypeAlias = dict[str, object]
 T = TypeVar("T")
+Reader: TypeAlias = Callable[[object, str], T]
+"""Returns a value, or raises a 400 that names where it is."""
 
 # different ignored fields that are counted, and the length of their names
 _MOST_IGNORED = 100
@@ -72,13 +75,9 @@ def without_halves(value: Json) -> Json:
 
     UTF-8 has no halves, but JSON can spell them.
     """
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        text = json.dumps(value, ensure_ascii=False)
-        cleaned: Json = json.loads(_HALF.sub("\ufffd", text))
-        return cleaned
-    return value
+    text = json.dumps(value, ensure_ascii=False)
+    cleaned: Json = json.loads(_HALF.sub("\ufffd", text))
+    return cleaned
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -101,10 +100,6 @@ def _kind(value: object) -> str:
         return "null"
     names = {bool: "a boolean", str: "a string", dict: "an object", list: "a list"}
     return names.get(type(value), "a number")
-
-
-Reader: TypeAlias = Callable[[object, str], T]
-"""Returns a value, or raises a 400 that names where it is. All below are readers."""
 
 
 def _typed(kind: type[T], name: str) -> Reader[T]:
@@ -163,19 +158,41 @@ def as_number(value: object, where: str, *, minimum: float, maximum: float) -> f
     return number
 
 
+@dataclass(slots=True)
+class Reading:
+    """What comes up while one request is read."""
+
+    # what to do with images, and those that were taken (`chat.images`)
+    image_policy: Any = "refuse"
+    images: list[Any] = field(default_factory=list)
+    # fields and values that have no effect, and how often they were given
+    ignored: Counter[str] = field(default_factory=Counter)
+    opened: "list[Fields]" = field(default_factory=list)
+
+    def count_unread(self, silent: Collection[str]) -> None:
+        """Count the fields that nobody read, but none without a content."""
+        for fields in self.opened:
+            for name, value in fields.json.items():
+                empty = not value and value != {}
+                if not (empty or name in fields.seen or name in silent):
+                    fields.ignore(name)
+
+
 class Fields:
     """The fields of a JSON object, and its path in errors (empty for the body).
 
-    ``ignored`` counts what has no effect here; without it, that is refused. `need` reads a
-    required field with one of the functions above, `get` one that may be missing or null.
+    `need` reads a required field with one of the functions above, `get` one that may be
+    missing or null. With a ``reading``, what has no effect is counted there.
     """
 
-    __slots__ = ("ignored", "json", "path")
+    __slots__ = ("json", "path", "reading", "seen")
 
     def __init__(
-        self, json: Json, path: str = "", ignored: Counter[str] | None = None
+        self, json: Json, path: str = "", reading: Reading | None = None
     ) -> None:
-        self.json, self.path, self.ignored = json, path, ignored
+        self.json, self.path, self.seen = json, path, set[str]()
+        self.reading = Reading() if reading is None else reading
+        self.reading.opened.append(self)
 
     def at(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
@@ -185,31 +202,37 @@ class Fields:
         refuse(self.at(name), rule, code=code)
 
     def ignore(self, name: str, value: str = "") -> None:
-        """Count a field, or one of its values, that has no effect; refuse it otherwise."""
-        if self.ignored is None:
-            rule = f"{value or 'not'} supported by this gateway"
-            self.refuse(name, rule, "unsupported_parameter")
+        """Count a field, or one of its values, that has no effect."""
+        ignored = self.reading.ignored
         where = re.sub(r"\[\d+\]", "[]", self.at(name))
         # a client chooses the names
         where = f"{where}={value}" if value else where
-        if where in self.ignored or len(self.ignored) < _MOST_IGNORED:
-            self.ignored[where[:_LONGEST_IGNORED]] += 1
+        if where in ignored or len(ignored) < _MOST_IGNORED:
+            ignored[where[:_LONGEST_IGNORED]] += 1
 
-    def only(
-        self, known: Collection[str], neutral: Mapping[str, object] | None = None
-    ) -> None:
-        """Ignore a field that is not null, ``known``, or of the ``neutral`` value."""
-        for name, given in self.json.items():
-            if given is None or name in known:
-                continue
-            if neutral is None or name not in neutral or given != neutral[name]:
-                self.ignore(name)
+    def only(self, known: Collection[str]) -> None:
+        """Refuse a field that is not null and not ``known``."""
+        for name, value in self.json.items():
+            if value is not None and name not in known:
+                self.refuse(
+                    name, "not supported by this gateway", "unsupported_parameter"
+                )
+
+    def whole(self) -> Json:
+        """Return all fields, which count as read."""
+        self.seen.update(self.json)
+        return self.json
+
+    def peek(self, name: str) -> Any:
+        """Return a field of any type; None: it is missing."""
+        self.seen.add(name)
+        return self.json.get(name)
 
     def need(self, name: str, read: Reader[T]) -> T:
-        return read(self.json.get(name), self.at(name))
+        return read(self.peek(name), self.at(name))
 
     def get(self, name: str, read: Reader[T]) -> T | None:
-        return None if self.json.get(name) is None else self.need(name, read)
+        return None if self.peek(name) is None else read(self.json[name], self.at(name))
 
     def text(self, name: str) -> str:
         return self.need(name, as_text)
@@ -220,7 +243,7 @@ class Fields:
 
     def one_of(self, name: str, known: Collection[str], default: str = "") -> str:
         """Return a string of ``known``, or the default if it is missing."""
-        value = self.json.get(name)
+        value = self.peek(name)
         value = default or None if value is None else value
         if value is None:
             self.refuse(name, "missing")
@@ -238,17 +261,17 @@ class Fields:
         return bool(self.get(name, as_flag))
 
     def object(self, name: str) -> "Fields":
-        return Fields(self.need(name, as_object), self.at(name), self.ignored)
+        return Fields(self.need(name, as_object), self.at(name), self.reading)
 
     def section(self, name: str) -> "Fields":
         """Return the fields of an object, by default an empty one."""
-        return Fields(self.get_object(name) or {}, self.at(name), self.ignored)
+        return Fields(self.get_object(name) or {}, self.at(name), self.reading)
 
     def objects(self, name: str) -> "Iterator[Fields]":
         """Yield the objects of a list, by default an empty one."""
         for i, item in enumerate(self.get(name, as_list) or ()):
             where = f"{self.at(name)}[{i}]"
-            yield Fields(as_object(item, where), where, self.ignored)
+            yield Fields(as_object(item, where), where, self.reading)
 
     def filled(self, name: str) -> "list[Fields]":
         """Return the objects of a required list that is not empty."""

@@ -15,13 +15,12 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, TypeAlias, get_args
 
-from trajkit_shim.engines.base import Engine, Sample, TensorEngine, UpdatableEngine
+from trajkit_shim.engines.base import Engine, Sample, UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
 
 Mode: TypeAlias = Literal["keep", "wait", "abort"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-_RETRY_AFTER = 5
 # how long an engine may take to pause or resume
 _AT_ONCE_S = 60.0
 
@@ -59,11 +58,9 @@ class Pause:
                     while not self._open.is_set():
                         await self._open.wait()
             except TimeoutError:
-                message = f"the engine is paused, for more than {self._wait_seconds:g} "
-                message += "seconds"
-                raise EngineError(
-                    message, 503, code="paused", retry_after=_RETRY_AFTER
-                ) from None
+                more = f"for more than {self._wait_seconds:g} seconds"
+                message = f"the engine is paused, {more}"
+                raise EngineError(message, 503, code="paused", retry_after=5) from None
             call = asyncio.ensure_future(start())
             self._calls[call] = False
             try:
@@ -120,10 +117,10 @@ class Pause:
             self.version = None
             if isinstance(source, str):
                 await engine.update_weights(source, version)
-            elif isinstance(engine, TensorEngine):
-                await engine.update_tensors(source, load_format, version)
-            else:
+            elif (update := getattr(engine, "update_tensors", None)) is None:
                 raise self._refused("updated from tensors")
+            else:
+                await update(source, load_format, version)
             self.version = version
 
     async def resume(self) -> None:
@@ -165,8 +162,10 @@ class Pause:
         if running:
             _, running = await asyncio.wait(running, timeout=wait_seconds)
         if running:
-            message = f"{len(running)} calls are still running after {wait_seconds:g} "
-            message += "seconds, so nothing is paused"
+            late = (
+                f"{len(running)} calls are still running after {wait_seconds:g} seconds"
+            )
+            message = f"{late}, so nothing is paused"
             raise GatewayError(message, 504, code="pause_timed_out")
 
     def _updatable(self) -> UpdatableEngine:

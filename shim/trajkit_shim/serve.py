@@ -19,11 +19,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_CLOSING_SECONDS = 15
-
-# open files that are no connections
-_OTHER_FILES = 64
-# more would slow programs down that look at every file they may have
+# more open files would slow programs down that look at every file they may have
 _FILES = 1 << 16
 
 REQUEST_SECONDS = 120.0
@@ -49,7 +45,7 @@ def serve(
     if listener is None:
         listener, url = listen(host, port)
     else:
-        url = url_of(listener)
+        url = _url_of(listener)
     # a collection that looks at all that was imported would stop every call
     gc.collect()
     gc.freeze()
@@ -99,11 +95,10 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     listener = socket.create_server((host, port), family=family, backlog=512)
     # connections inherit it, and send small parts without delay
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
-    return listener, url_of(listener, host)
+    return listener, _url_of(listener, host)
 
 
-def url_of(listener: socket.socket, host: str | None = None) -> str:
-    """Return the base URL of a listener; ``host``: as it was named."""
+def _url_of(listener: socket.socket, host: str | None = None) -> str:
     address, port = listener.getsockname()[:2]
     name = host or address
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
@@ -141,6 +136,8 @@ class _Connection(asyncio.Protocol):
         config = copy(config)
         config.loaded_app = partial(self._answer, config.loaded_app)
         self._inner = protocol(config=config, **given)
+        self.pause_writing = self._inner.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = self._inner.resume_writing  # type: ignore[method-assign]
         self._loop = asyncio.get_running_loop()
         self._late: asyncio.TimerHandle | None = None
         self._received_at = 0.0
@@ -175,12 +172,6 @@ class _Connection(asyncio.Protocol):
                 connection.setsockopt(level, getattr(socket, name), value)
         return True
 
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()
-
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait(False)
         self._inner.connection_lost(exc)
@@ -196,18 +187,18 @@ class _Connection(asyncio.Protocol):
             return message
 
         async def sent(message: Message) -> None:
-            kind, more = message["type"], message.get("more_body")
-            if kind != "http.response.body" or more:
-                await send(message)
-                return
+            last = message["type"] == "http.response.body"
+            last = last and not message.get("more_body")
             # uvicorn reads no more once it has a part of the next request
             again = not self._transport.is_reading()
-            self._asked, self._arrived = again, False
+            if last:
+                self._asked, self._arrived = again, False
             await send(message)
-            # after a request, a client may take its time until the next one begins
-            self._wait(again)
-            if self._half_closed:
-                self._transport.close()
+            if last:
+                # after a request, a client may take its time until the next one begins
+                self._wait(again)
+                if self._half_closed:
+                    self._transport.close()
 
         await app(scope, received, sent)
 
@@ -251,7 +242,7 @@ class Server(uvicorn.Server):
         closing, (files, _) = None, resource.getrlimit(resource.RLIMIT_NOFILE)
         if drain_seconds is not None:
             # for connections that outlast their calls
-            closing = math.ceil(drain_seconds) + _CLOSING_SECONDS
+            closing = math.ceil(drain_seconds) + 15
         config = uvicorn.Config(
             app,
             http="h11",
@@ -261,8 +252,9 @@ class Server(uvicorn.Server):
             access_log=False,
             lifespan="on",
             ws="none",
-            # more get 503 at once; a call may need another connection at the engine
-            limit_concurrency=max(16, (files - _OTHER_FILES) // 2),
+            # more get 503 at once; a call may need another connection at the engine, and
+            # some files are no connections
+            limit_concurrency=max(16, (files - 64) // 2),
             # an agent's tools may run for minutes between two calls, and a call that
             # arrives while its connection is being closed is lost
             timeout_keep_alive=600,

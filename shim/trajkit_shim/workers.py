@@ -133,13 +133,11 @@ class Worker:
         )
         failed = next((each for each in answers if each.status_code >= 400), None)
         if failed is not None:
+            # a worker that has a pause with another mode keeps it
+            paused = [i for i in indices if answers[i].status_code != 409]
             if request.url.path == "/engine/pause":
-                path, heads = "/engine/resume", self._headers(0, request)
-                # a worker that has a pause with another mode keeps it
-                paused = [i for i in indices if answers[i].status_code != 409]
-                await asyncio.gather(
-                    *(self._ask(index, "POST", path, b"{}", heads) for index in paused)
-                )
+                resume = "POST", "/engine/resume", b"{}", self._headers(0, request)
+                await asyncio.gather(*(self._ask(index, *resume) for index in paused))
             return failed
         merged: Json = {}
         for answer in answers:
@@ -149,9 +147,9 @@ class Worker:
                     merged[name] = before + value
                 elif before is None:
                     merged[name] = value
-        listed, limit = merged.get("sessions"), request.query_params.get("limit", "100")
-        if isinstance(listed, list):
-            merged["sessions"] = listed[: int(limit)]
+        if isinstance(listed := merged.get("sessions"), list):
+            limit = int(request.query_params.get("limit", "100"))
+            merged["sessions"] = listed[:limit]
         return json_response(merged)
 
     async def _pass_on(
@@ -160,9 +158,8 @@ class Worker:
         heads = self._headers(index, request)
         if not inside:
             del heads[_SECRET_HEADER]
-        target = request.url.path
-        if request.url.query:
-            target += f"?{request.url.query}"
+        target, query = request.url.path, request.url.query
+        target += f"?{query}" if query else ""
         status, text = await self._ask(index, request.method, target, body, heads)
         return Response(text, status, media_type="application/json")
 
@@ -183,13 +180,11 @@ class Worker:
         body: bytes,
         heads: Mapping[str, str],
     ) -> tuple[int, bytes]:
+        session, url = self._connections.session(), self.place.urls[index] + target
+        given: dict[str, Any] = {"data": body or None, "headers": heads}
         try:
-            async with self._connections.session().request(
-                method,
-                self.place.urls[index] + target,
-                data=body or None,
-                headers=heads,
-                timeout=_NO_LIMIT,
+            async with session.request(
+                method, url, timeout=_NO_LIMIT, **given
             ) as answer:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -248,7 +243,13 @@ def run_workers(
     except KeyboardInterrupt:
         pass
     finally:
-        _end(processes)
+        while any(process.is_alive() for process in processes):
+            for process in processes:
+                process.terminate()
+            # a further interrupt makes them end at once
+            with suppress(KeyboardInterrupt):
+                for process in processes:
+                    process.join()
 
 
 def _ready(index: int, pipe: Connection) -> str:
@@ -260,16 +261,6 @@ def _ready(index: int, pipe: Connection) -> str:
     if isinstance(answer, Exception):
         raise answer
     return str(answer)
-
-
-def _end(processes: Sequence[Any]) -> None:
-    """Have all processes end; a further interrupt makes them end at once."""
-    while any(process.is_alive() for process in processes):
-        for process in processes:
-            process.terminate()
-        with suppress(KeyboardInterrupt):
-            for process in processes:
-                process.join()
 
 
 def _run(work: Work, listener: socket.socket, place: Place, pipe: Connection) -> None:

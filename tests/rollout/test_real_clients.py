@@ -29,9 +29,9 @@ from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
     Reply,
     load_tokenizer,
+    messages,
     tool_call,
 )
-from trajkit_shim.engines.embedded.script import messages
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog

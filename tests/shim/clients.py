@@ -14,8 +14,8 @@ from google import genai
 
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
+from trajkit_shim.chat.images import ImageModel
 from trajkit_shim.engines.base import Engine
-from trajkit_shim.prompting.image_places import ImageModel
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import serving
 from trajkit_shim.sessions.turn_log import TurnLog

@@ -184,35 +184,6 @@ def out_of_vocabulary():
     return replace(ScriptedEngine().limits, vocab_size=200)
 
 
-@pytest.mark.parametrize(
-    ("reply", "status", "match"),
-    [
-        (EngineError("out of memory"), 502, "out of memory"),
-        (EngineError("bad regex", 400), 400, "bad regex"),
-        (RuntimeError("bug"), 500, "the gateway failed"),
-        # `engines/test_checks.py` has the rules for samples
-        (
-            sampled("abc", output_logprobs=np.zeros(2, np.float32)),
-            502,
-            "2 logprobs for 4 output ids",
-        ),
-    ],
-    ids=["engine", "request", "our bug", "a logprob too few"],
-)
-async def test_a_failed_call_leaves_nothing_behind(tmp_path, reply, status, match):
-    async with in_process(ScriptedEngine(reply, "b"), RENDERER, tmp_path) as gateway:
-        client = await gateway.open()
-        with pytest.raises(openai.APIStatusError, match=match) as caught:
-            await ask(client)
-        assert caught.value.status_code == status
-        assert set(caught.value.body) == {"message", "type", "param", "code"}
-        shown = await gateway.session(client)
-        assert (shown["turns"], shown["in_flight"]) == (0, 0)
-        await ask(client)
-        (turn,) = gateway.turns()
-    assert turn["turn_index"] == 0
-
-
 async def test_a_prompt_outside_the_vocabulary(tmp_path):
     engine = ScriptedEngine("a")
     engine.limits = out_of_vocabulary()
@@ -264,28 +235,6 @@ async def test_unknown_and_closed_sessions(tmp_path):
         assert (await gateway.session(client))["metadata"] == {"task": 3}
         assert (await gateway.http.get("/sessions/other")).status_code == 404
         assert gateway.turns() == []
-
-
-async def test_a_call_is_recorded_in_the_session_that_it_names_first(tmp_path):
-    """The path comes before the header, and the header before the key."""
-    async with in_process(ScriptedEngine("a", "b"), RENDERER, tmp_path) as gateway:
-        path, header, key = [await gateway.open_key() for _ in range(3)]
-
-        async def named(url, session):
-            answer = await gateway.http.post(
-                url,
-                headers={"x-session-key": session, "authorization": f"Bearer {key}"},
-                json={"messages": [USER]},
-            )
-            return answer.status_code
-
-        assert await named(f"/s/{path}/v1/chat/completions", header) == 200
-        assert await named("/v1/chat/completions", header) == 200
-        # a wrong name is no reason to take another one
-        assert await named("/s/other/v1/chat/completions", header) == 401
-        assert await named("/v1/chat/completions", "other") == 401
-        sessions = [turn["session_id"] for turn in gateway.turns()]
-    assert sessions == [gateway.ids[path], gateway.ids[header]]
 
 
 async def test_max_turns_counts_answered_calls(tmp_path):

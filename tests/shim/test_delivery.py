@@ -2,22 +2,16 @@
 
 import asyncio
 import json
-import socket
-import struct
 
 import pytest
 from hypothesis import example, given
 
 import trajkit as tk
 from tests.made_tables import linearized
-from tests.shim.clients import http, in_process
-from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
+from tests.shim.clients import in_process
+from tests.shim.fakes import RENDERER, Held, ScriptedEngine
 from tests.strategies import delivery_steps
-from trajkit_shim.app import create_app
-from trajkit_shim.call import Options
 from trajkit_shim.delivery import PendingReply
-from trajkit_shim.serve import serving
-from trajkit_shim.sessions.turn_log import TurnLog
 
 RETRY = (b"x-stainless-retry-count", b"1")
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -290,43 +284,6 @@ def test_a_turn_trains_once_any_connection_was_reached(steps):
 
     asyncio.run(deliver())
     assert len(lines) <= 2
-
-
-def test_a_client_that_hangs_up_on_a_socket(tmp_path):
-    """The reply is longer than what the two ends of the connection can hold."""
-    log = TurnLog(tmp_path)
-    engine = ScriptedEngine(sampled("x" * 600_000), "b", context=10**6)
-    app = create_app(engine, RENDERER, log, Options(max_new_tokens=10**6))
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    host, port = listener.getsockname()
-    with listener, serving(app, listener):
-        url = f"http://{host}:{port}"
-        key = http.post(f"{url}/sessions").json()["api_key"]
-        body = json.dumps({"messages": MESSAGES}).encode()
-        with socket.socket() as line:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            line.connect((host, port))
-            line.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
-                b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
-                % (key.encode(), len(body), body)
-            )
-            line.settimeout(60)
-            assert line.recv(12) == b"HTTP/1.1 200"
-            # hang up with a reset
-            line.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )
-        answer = http.post(
-            f"{url}/v1/chat/completions",
-            headers={"authorization": f"Bearer {key}"},
-            json={"messages": MESSAGES},
-        )
-        assert answer.status_code == 200
-    turns = tk.read_turns(tmp_path)
-    assert turns["trainable"].to_pylist() == [False, True]
-    assert turns["amended"].to_pylist() == ["undelivered", None]
 
 
 @pytest.mark.anyio

@@ -13,10 +13,9 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import http, read_log
-from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine, Threaded
+from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded
 from trajkit_shim import serve
 from trajkit_shim.app import create_app
-from trajkit_shim.call import Options
 from trajkit_shim.serve import PlainFormatter, running
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -30,23 +29,6 @@ def messages(text="hi"):
 def client_of(url: str, **fields: object) -> openai.OpenAI:
     key = http.post(f"{url}/sessions", json=fields).json()["api_key"]
     return openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
-
-
-def test_replies_over_a_socket(tmp_path):
-    engine = ScriptedEngine("hello", CALL)
-    log = TurnLog(tmp_path)
-    with running(create_app(engine, RENDERER, log)) as url:
-        with client_of(url) as client:
-            reply = client.chat.completions.create(model="x", messages=messages())
-            chunks = list(
-                client.chat.completions.create(
-                    model="x", messages=messages(), tools=[TOOL], stream=True
-                )
-            )
-    assert reply.choices[0].message.content == "hello"
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    assert engine.closed
-    assert read_log(log.path)["turn_index"].to_pylist() == [0, 1]
 
 
 def test_sessions_side_by_side(tmp_path):
@@ -71,42 +53,6 @@ def test_sessions_side_by_side(tmp_path):
     for turn in turns:
         by_session.setdefault(turn["session_id"], []).append(turn["turn_index"])
     assert list(by_session.values()) == [[0, 1, 2, 3, 4]] * 8
-
-
-@pytest.mark.parametrize(
-    ("stream", "ping_seconds"),
-    [
-        pytest.param(False, 10.0, id="whole"),
-        pytest.param(True, 10.0, id="stream"),
-        pytest.param(True, 0.001, id="a stream that has begun"),
-    ],
-)
-def test_a_client_that_hangs_up_leaves_nothing_behind(tmp_path, stream, ping_seconds):
-    held = Threaded("late")
-    log = TurnLog(tmp_path)
-    engine = ScriptedEngine(held, "b")
-    app = create_app(engine, RENDERER, log, Options(ping_seconds=ping_seconds))
-    with running(app) as url:
-        with client_of(url) as client:
-            host, port = url.removeprefix("http://").split(":")
-            body = b'{"messages": [{"role": "user", "content": "x"}], "stream": %s}' % (
-                b"true" if stream else b"false"
-            )
-            with socket.create_connection((host, int(port))) as line:
-                line.sendall(
-                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
-                    b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
-                    % (client.api_key.encode(), len(body), body)
-                )
-                assert held.entered.wait(30)
-                if ping_seconds < 1:
-                    line.settimeout(30)
-                    assert line.recv(12) == b"HTTP/1.1 200"
-            assert held.cancelled.wait(30)
-            client.chat.completions.create(model="x", messages=messages())
-    (turn,) = read_log(log.path).to_pylist()
-    assert turn["turn_index"] == 0
-    assert turn["response"]["body"] == '{"content":"b","role":"assistant"}'
 
 
 def test_a_client_that_ends_its_sending_side_gets_its_answer(tmp_path, monkeypatch):

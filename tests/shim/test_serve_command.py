@@ -27,7 +27,7 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
     run = tmp_path / "run"
     options = ["--out", str(run), "--port", "0", "--json"]
     with (
-        httpx.Client(trust_env=False) as client,
+        httpx.Client(trust_env=False, timeout=60) as client,
         subprocess.Popen(
             [sys.executable, "-c", COMMAND, "serve", *options],
             env=os.environ
@@ -64,11 +64,11 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
 SLOW = """
 import asyncio, sys
 from pathlib import Path
-from trajkit_shim.engines.embedded import engine
+from trajkit_shim.engines import embedded
 async def stalled(self, *given, **options):
     Path(sys.argv.pop()).touch()
     await asyncio.sleep(600)
-engine.EmbeddedEngine.generate = engine.EmbeddedEngine.stream = stalled
+embedded.EmbeddedEngine.generate = stalled
 """
 
 
@@ -164,6 +164,13 @@ def _listens(url):
             id="the experts of another engine",
         ),
         pytest.param(["--engine", "tgi"], "Choose from", id="no such engine"),
+        (["--launch", "m"], "--launch needs --engine sglang"),
+        (
+            ["--engine", "sglang", "--launch", "m", "--engine-url", "http://a"],
+            "leave out --engine-url",
+        ),
+        (["--", "--tp", "2"], "--tp 2 after -- is for the server of --launch"),
+        (["--engine", "sglang", "--launch", "m"], "pip install 'trajkit[sglang]'"),
         pytest.param(["--host", "0.0.0.0"], "give --admin-token", id="open to all"),
     ],
 )

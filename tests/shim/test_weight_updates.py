@@ -145,19 +145,6 @@ async def test_a_pause_that_fails_does_not_leave_the_engine_paused(
         assert engine.told == [("pause",), ("resume",)]
 
 
-async def test_a_trainer_that_leaves_while_it_pauses():
-    engine = Updatable()
-    engine.fails["pause"] = "hangs"
-    weights = Pause(engine, wait_seconds=60)
-    call = asyncio.create_task(weights.pause(60))
-    await until(lambda: engine.told)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert engine.told == [("pause",), ("resume",)]
-    assert weights.mode is None
-
-
 async def test_an_update_that_fails_leaves_it_to_the_trainer():
     """The version is unknown then: a part of the servers may have the new weights."""
     engine = Updatable()

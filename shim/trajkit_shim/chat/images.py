@@ -1,22 +1,68 @@
-"""Images in messages.
+"""Images: in messages, in prompts, and in the log's folder.
 
 The content of a message with images is a list of parts: ``{"type": "text", "text": ...}``
-and ``{"type": "image", "sha256": ...}``. Every other content is a string. The bytes of an
-image are in the store (`chat.image_store`), under the SHA-256 of the bytes.
+and ``{"type": "image", "sha256": ...}``. Every other content is a string. An image is in
+memory until a turn that names it is about to be recorded. Then it is written as a client
+sent it: one file each, named by the SHA-256 of its bytes. So a log never names an image
+that is missing. The image of a turn that then cannot be recorded keeps its file.
 
-While a request is read, a `GivenImage` is in the place of a part, and then an `Image`,
-until `ImageStore.take` has its name.
+A chat template writes one token per image, in the place of as many tokens as the model's
+processor makes of an image of that size. In the recorded ids these are content ids
+(`trajkit.turns.content_ids`), so a prompt with another image is another prompt. The
+engine gets the template's token once per image, and does the rest itself.
 """
 
+import asyncio
 import base64
+import io
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import groupby
-from typing import Literal, NoReturn, TypeAlias, TypeVar
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal, NoReturn, TypeAlias
+from weakref import WeakValueDictionary
 
-from trajkit_shim.chat.image_store import Image, ImageLimits, open_image
-from trajkit_shim.json_input import Fields, Json, as_list, as_text
+import numpy as np
+import numpy.typing as npt
+
+from trajkit.turns import content_ids
+from trajkit.turns.images import FIRST_CONTENT_ID
+from trajkit_shim.engines.base import PromptImage
+from trajkit_shim.engines.model_config import config_number
+from trajkit_shim.errors import GatewayError, TemplateError
+from trajkit_shim.json_input import Fields, Json, as_list, as_text, refuse
+
+KIND = "image"
+FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
+"""The formats that are accepted, as Pillow names them; media types have these names."""
+OMITTED_IMAGE = "[image omitted]"
+
+# what kinds of parts that a model would have to see or hear have in their names
+_MEDIA = ("image", "audio", "video", "file", "document")
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+Part: TypeAlias = str | Json
+"""A text or an image of a message, or another message."""
+Readers: TypeAlias = Mapping[str, Callable[[Fields], Any]]
+"""How parts are read, by their types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """What a client may send."""
+
+    max_bytes: int = 8 << 20  # of one image
+    max_pixels: int = 1 << 26  # of one image, decoded
+    max_images: int = 100  # of one prompt
+    max_request_bytes: int = 64 << 20  # of all images that one request brings
+    max_total_bytes: int | None = None  # of the store
+
 
 NoImages: TypeAlias = Literal["refuse", "omit"]
 """What to do with images if a model takes none: reject them with 400, or replace each by
@@ -25,49 +71,39 @@ NoImages: TypeAlias = Literal["refuse", "omit"]
 Images: TypeAlias = NoImages | ImageLimits
 """The same, or which images are taken."""
 
-OMITTED_IMAGE = "[image omitted]"
 
-# what kinds of parts that a model would have to see or hear have in their names
-_MEDIA = ("image", "audio", "video", "file", "document")
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
+class Image:
+    """An image."""
 
-_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class GivenImage:
-    """An image of a request, before it is known whether the model takes it."""
-
-    part: Fields
-    name: str  # the field of the part that errors name, and what the image is there
-    kind: object
-    # reads a data URL with base64, or a URL with http or https; may raise `GatewayError`
-    url: Callable[[Fields], str]
+    name: str  # SHA-256 of its bytes
+    media_type: str
+    width: int
+    height: int
+    data: bytes  # empty if they are in its file
 
 
-Part: TypeAlias = str | GivenImage
-"""A text or an image of a message."""
-
-T = TypeVar("T")
-Readers: TypeAlias = Mapping[str, Callable[[Fields], T]]
-"""How parts are read, by their types."""
+# In messages
 
 
-def read_parts(fields: Fields, name: str, readers: Readers[T]) -> list[T]:
+def read_parts(fields: Fields, name: str, readers: Readers) -> list[Any]:
     """Return the parts of a content: a string, or a list of objects with a reader each."""
-    value = fields.json.get(name)
+    value = fields.peek(name)
     if isinstance(value, str):
-        text = Fields({"text": value}, fields.at(name), fields.ignored)
-        return [readers["text"](text)]
+        return [value]
     found = []
     fields.need(name, as_list)
     for part in fields.objects(name):
         kind = part.name("type")
         if kind in readers:
             found.append(readers[kind](part))
+        elif "image" in kind and part.reading.image_policy == "omit":
+            found.append(OMITTED_IMAGE)
         elif any(word in kind for word in _MEDIA):
             refuse_content(part, "type", kind)
         else:
             part.ignore("type", kind)
+            part.whole()
     return found
 
 
@@ -80,48 +116,20 @@ def data_url(source: Fields, media_type: str, data: str) -> str:
     return f"data:{source.need(media_type, as_text)};base64,{source.text(data)}"
 
 
-def joined(parts: Iterable[object]) -> str | list[object]:
-    """Return the content of a message: texts, joined by newlines, and images."""
-    given = list(parts)
-    texts = [part for part in given if isinstance(part, str)]
-    if len(texts) == len(given):
-        return "\n".join(texts)
-    found: list[object] = []
-    for is_text, group in groupby(given, lambda part: isinstance(part, str)):
-        if is_text:
-            found.append({"type": "text", "text": "\n".join(map(str, group))})
-        else:
-            found += group
-    return found
+def read_image(
+    part: Fields, name: str, kind: object, url_of: Callable[[Fields], str]
+) -> Part:
+    """Read, omit or refuse an image, which is in a field of a part.
 
-
-def read_images(messages: Iterable[Json], images: Images) -> None:
-    """Refuse the images of a request's messages, omit them, or read them.
-
-    Only messages of users and tools may have some. Raises as `open_image`.
+    ``url_of`` returns its data URL, with base64. Raises as `open_image`.
     """
-    for message in messages:
-        content = message["content"]
-        if not isinstance(content, list):
-            continue
-        if images == "omit":
-            message["content"] = joined(
-                OMITTED_IMAGE if isinstance(part, GivenImage) else part["text"]
-                for part in content
-            )
-            continue
-        taken = images if message["role"] in ("user", "tool") else "refuse"
-        message["content"] = [
-            _read(part, taken) if isinstance(part, GivenImage) else part
-            for part in content
-        ]
-
-
-def _read(given: GivenImage, images: Images) -> Image:
-    part, name = given.part, given.name
-    if isinstance(images, str):
-        refuse_content(part, name, given.kind)
-    url = given.url(part)
+    policy = part.reading.image_policy
+    if policy == "omit":
+        part.whole()
+        return OMITTED_IMAGE
+    if policy == "refuse":
+        refuse_content(part, name, kind)
+    url = url_of(part)
     found = _DATA_URL.match(url)
     if found is None:
         rule = "images at URLs are not fetched here: send the image itself, as base64"
@@ -131,7 +139,9 @@ def _read(given: GivenImage, images: Images) -> Image:
     # or not even ASCII
     except ValueError as error:
         part.refuse(name, f"the image is not base64: {error}", "invalid_image")
-    return open_image(data, part.at(name), images)
+    image = open_image(data, part.at(name), policy)
+    part.reading.images.append(image)
+    return {"type": "image", "sha256": image.name}
 
 
 def refuse_content(part: Fields, name: str, kind: object) -> NoReturn:
@@ -140,17 +150,265 @@ def refuse_content(part: Fields, name: str, kind: object) -> NoReturn:
     part.refuse(name, rule, "unsupported_content")
 
 
+def joined(parts: Iterable[Part]) -> str | list[Json]:
+    """Return the content of a message: texts, joined by newlines, and images."""
+    given = list(parts)
+    if all(isinstance(part, str) for part in given):
+        return "\n".join(map(str, given))
+    found: list[Json] = []
+    for is_text, group in groupby(given, lambda part: isinstance(part, str)):
+        if is_text:
+            found.append({"type": "text", "text": "\n".join(map(str, group))})
+        else:
+            found += (part for part in group if isinstance(part, dict))
+    return found
+
+
+def _parts(content: object, kind: str, name: str) -> list[str]:
+    parts = content if isinstance(content, list) else ()
+    return [str(part[name]) for part in parts if part["type"] == kind]
+
+
 def texts_of(content: object) -> list[str]:
-    if not isinstance(content, list):
-        return [str(content)]
-    return [str(part["text"]) for part in content if part["type"] == "text"]
+    return [content] if isinstance(content, str) else _parts(content, "text", "text")
 
 
 def hashes_of(messages: Iterable[Json]) -> list[str]:
-    return [
-        part["sha256"]
-        for message in messages
-        if isinstance(message["content"], list)
-        for part in message["content"]
-        if part["type"] == "image"
-    ]
+    return [n for m in messages for n in _parts(m["content"], "image", "sha256")]
+
+
+# In the log's folder
+
+
+def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
+    """Return an image; raises `GatewayError` (400) if it is too large or not an image."""
+    from PIL import Image as pillow
+
+    if len(data) > limits.max_bytes:
+        rule = f"the image has {len(data)} bytes; the limit is {limits.max_bytes}"
+        refuse(where, rule, code="image_too_large")
+    try:
+        # reads the header only
+        with pillow.open(io.BytesIO(data), formats=FORMATS) as image:
+            (width, height), kind = image.size, str(image.format)
+    # a decoder raises anything for bytes that are not as it expects
+    except Exception as error:
+        rule = f"not an image of {', '.join(FORMATS)}: {error}"
+        refuse(where, rule, code="invalid_image")
+    if width * height > limits.max_pixels:
+        rule = f"{width} x {height} pixels; the limit is {limits.max_pixels}"
+        refuse(where, rule, code="image_too_large")
+    name, kind = sha256(data).hexdigest(), f"image/{kind.lower()}"
+    return Image(name=name, media_type=kind, width=width, height=height, data=data)
+
+
+class ImageStore:
+    """The images of a run. Those of recorded turns are files of a folder.
+
+    ``directory`` is made with the first file. ``fsync``: also write each image to disk.
+    """
+
+    def __init__(
+        self, directory: Path, limits: ImageLimits | None = None, *, fsync: bool = False
+    ) -> None:
+        self.directory, self.fsync = directory, fsync
+        self.limits = limits or ImageLimits()
+        self._writing = Lock()
+        self._stored: dict[str, Image] = {}
+        self._total_bytes = 0
+        # only as long as a request has them
+        self._requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
+
+    def take(self, images: Sequence[Image]) -> list[Image]:
+        """Return the images of a request, the same object for the same image.
+
+        The store knows them as long as the caller keeps them. Raises `GatewayError`:
+        there are too many, they are too large together (400), or they cannot be stored
+        later (507).
+        """
+        limits = self.limits
+        if len(images) > limits.max_images:
+            message = f"{len(images)} images; the limit is {limits.max_images}"
+            raise GatewayError(message, code="too_many_images")
+        n_bytes = sum({image.name: len(image.data) for image in images}.values())
+        if n_bytes > limits.max_request_bytes:
+            message = f"the request's images have {n_bytes} bytes together; the limit "
+            message += f"is {limits.max_request_bytes}"
+            raise GatewayError(message, code="image_too_large")
+        taken = [self._requested.setdefault(image.name, image) for image in images]
+        self._new(taken)
+        return taken
+
+    async def write(self, images: Collection[Image]) -> None:
+        """Write the images that have no file.
+
+        Raises `GatewayError`: there is no room (507), or a file cannot be written (500).
+        """
+        if self._new(images):
+            await asyncio.to_thread(self._write, images)
+
+    def __getitem__(self, name: str) -> Image:
+        """Return an image of a request or of the folder."""
+        return self._requested.get(name) or self._stored[name]
+
+    def data(self, name: str) -> bytes:
+        return self[name].data or (self.directory / name).read_bytes()
+
+    def _new(self, images: Collection[Image]) -> dict[str, Image]:
+        """The images that have no file, by name; raises if there is no room (507)."""
+        new = {image.name: image for image in images if image.name not in self._stored}
+        total = self._total_bytes + sum(len(image.data) for image in new.values())
+        limit = self.limits.max_total_bytes
+        if limit is not None and total > limit:
+            message = f"the images would take {total} bytes; the limit is {limit}"
+            raise GatewayError(message, 507, code="log_full")
+        return new
+
+    def _write(self, images: Collection[Image]) -> None:
+        # two requests may bring the same image
+        with self._writing:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                for name, image in self._new(images).items():
+                    temporary = self.directory / f".{name}"
+                    with temporary.open("wb") as file:
+                        file.write(image.data)
+                        if self.fsync:
+                            file.flush()
+                            os.fsync(file.fileno())
+                    temporary.replace(self.directory / name)
+                    self._stored[name] = replace(image, data=b"")
+                    self._total_bytes += len(image.data)
+            except OSError as error:
+                message = f"the image could not be written: {error}"
+                raise GatewayError(message, 500, code="log_failed") from error
+
+
+# In prompts
+
+
+@dataclass(frozen=True, slots=True)
+class ImageModel:
+    """What a model does with images."""
+
+    token_id: int  # of the token in the place of one
+    count: Callable[[int, int], int]  # tokens of an image of a height and a width
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image and its tokens in a prompt: a `trajkit.schema.MM_ITEM`."""
+
+    hash: str  # SHA-256
+    token_id: int
+    start: int
+    stop: int
+    kind: str = KIND
+
+
+class ImagePlaces:
+    """Places images in token ids, for one model."""
+
+    def __init__(self, model: ImageModel, store: ImageStore) -> None:
+        self._model, self._store = model, store
+
+    def expand(
+        self, ids: Ids, offsets: Ids, messages: Sequence[Json]
+    ) -> tuple[Ids, Ids]:
+        """Replace the token of each image by the image's content ids.
+
+        ``ids`` have the text of ``messages``, and maybe of others without images.
+        Raises `TemplateError` if the template has not written each image once.
+        """
+        names = hashes_of(messages)
+        at = np.flatnonzero(ids == self._model.token_id)
+        if len(at) != len(names):
+            raise TemplateError(
+                f"the chat template has {len(at)} places for {len(names)} images: it "
+                "leaves out images of some messages",
+                code="chat_template",
+            )
+        counts = np.ones(len(ids), np.int64)
+        counts[at] = [self._n_tokens(name) for name in names]
+        expanded = np.repeat(ids, counts)
+        for name, i in zip(names, at.tolist(), strict=True):
+            start, n = int(counts[:i].sum()), int(counts[i])
+            expanded[start : start + n] = content_ids(KIND, name, n)
+        return expanded, np.repeat(offsets, counts, axis=0)
+
+    def items(self, ids: Ids, messages: Sequence[Json]) -> list[PlacedImage]:
+        """Return where the images of messages are in a prompt's recorded ids."""
+        token_id, names = self._model.token_id, hashes_of(messages)
+        if names and (ids == token_id).any():
+            raise GatewayError(
+                "an earlier reply contains the token of an image, so the "
+                "engine cannot place the images of this request",
+                code="image_token_sampled",
+            )
+        inside = np.flatnonzero(ids >= FIRST_CONTENT_ID)
+        stops = np.cumsum([self._n_tokens(name) for name in names], dtype=np.int64)
+        assert not len(stops) or stops[-1] == len(inside)
+        found, begin = [], 0
+        for name, end in zip(names, stops.tolist(), strict=True):
+            start, stop = int(inside[begin]), int(inside[end - 1]) + 1
+            found.append(PlacedImage(name, token_id, start, stop))
+            begin = end
+        return found
+
+    def engine_ids(self, ids: Ids) -> Ids:
+        """Return the ids that the engine consumes for a prompt's recorded ids."""
+        return np.where(ids >= FIRST_CONTENT_ID, np.int32(self._model.token_id), ids)
+
+    def load(self, images: Sequence[PlacedImage]) -> list[PromptImage]:
+        """Return images with their bytes."""
+        store = self._store
+        return [
+            PromptImage(i.start, i.stop, store[i.hash].media_type, store.data(i.hash))
+            for i in images
+        ]
+
+    def _n_tokens(self, name: str) -> int:
+        image = self._store[name]
+        try:
+            return int(self._model.count(image.height, image.width))
+        except ValueError as error:
+            message = f"the model's processor refuses the image {name[:12]}: {error}"
+            raise GatewayError(message, code="invalid_image") from error
+
+
+def load_image_model(path: str | Path) -> ImageModel | None:
+    """Return what the model in a directory does with images; None: it takes none.
+
+    The model's processor counts the tokens. Where its parts for video need torch, which
+    is not installed, its image processor does, if it works as Qwen's. Raises `ValueError`
+    if neither can.
+    """
+    directory = Path(path)
+    names = ("preprocessor_config.json", "processor_config.json")
+    if not any((directory / name).exists() for name in names):
+        return None
+    try:
+        token_id = config_number(directory, "image_token_id", "image_token_index")
+    except ValueError:
+        return None
+    import transformers
+
+    def load(kind: str) -> Any:
+        loader: Any = getattr(transformers, kind)
+        return loader.from_pretrained(str(directory), local_files_only=True)
+
+    with suppress(ImportError, AttributeError):
+        sizes = load("AutoProcessor")._get_num_multimodal_tokens
+        return ImageModel(token_id, lambda *size: sizes([size]).num_image_tokens[0])
+    try:
+        pixels = load("AutoImageProcessor")
+        patches, merged = pixels.get_number_of_image_patches, pixels.merge_size**2
+    except ImportError as error:
+        missing = " ".join(str(error).split())
+        raise ValueError(f"{missing} Or serve with --images refuse") from error
+    except AttributeError as error:
+        raise ValueError(
+            "its processor does not say how many tokens an image takes: install "
+            "torch and torchvision, or serve with --images refuse"
+        ) from error
+    return ImageModel(token_id, lambda height, width: patches(height, width) // merged)

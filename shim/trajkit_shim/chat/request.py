@@ -1,4 +1,4 @@
-"""The chat request that every protocol's request is translated to.
+"""The chat request and reply that every protocol is translated to and from.
 
 Messages are canonical: they do not depend on the protocol, nor on whether they come from
 a client or are the gateway's own reply. So a reply that a client sends back equals the
@@ -8,24 +8,46 @@ recorded one.
   or a list of texts and images (`trajkit_shim.chat.images`).
 - An assistant message may have ``reasoning_content`` and ``tool_calls`` in OpenAI's
   format, with ``arguments`` as sampled JSON text. If text was sampled after a call,
-  ``sampled`` holds the reply after its reasoning unchanged. Only the gateway writes it
-  (`trajkit_shim.chat.reply.canonical_reply`).
+  ``sampled`` holds the reply after its reasoning unchanged (`canonical_reply`).
 - A tool message has ``tool_call_id``.
 - Fields without meaning to the model (cache hints, annotations, ...) are dropped.
+
+Whoever opens a session (the trainer) fixes sampling parameters. They replace the client's
+values, so an agent cannot change what it is trained under. Parameters that shape the
+distribution are ignored in a client's request even if they are not fixed, unless the
+session lets its client set them; what is fixed is then the default.
 """
 
 import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
 from itertools import groupby
+from typing import Any, Literal
 
 from trajkit.turns.messages import message_record
-from trajkit_shim.chat.image_store import Image
-from trajkit_shim.chat.images import Part, joined
-from trajkit_shim.chat.sampling_params import SamplingParams
-from trajkit_shim.json_input import Fields, Json, as_integer, refuse
+from trajkit_shim.chat.images import Image, Part, joined
+from trajkit_shim.engines.base import Sampling
+from trajkit_shim.json_input import (
+    Fields,
+    Json,
+    Reader,
+    as_integer,
+    as_list,
+    as_name,
+    as_number,
+    as_object,
+    list_of,
+    refuse,
+)
+
+ANY_OBJECT: Json = {"type": "object"}
+"""The schema of any JSON object."""
+
+# Messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +62,68 @@ class LoggedMessage:
 def logged_message(message: Json) -> LoggedMessage:
     key, body = message_record(message)
     return LoggedMessage(key, str(message["role"]), body)
+
+
+def assistant_message(
+    content: str, reasoning: str = "", calls: Sequence[Json] = ()
+) -> Json:
+    message: Json = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [*calls]
+    return message
+
+
+def tool_message(call_id: str, parts: Iterable[Part], *, failed: bool = False) -> Json:
+    content = joined(parts)
+    message: Json = {"role": "tool", "content": content, "tool_call_id": call_id}
+    return {**message, "is_error": True} if failed else message
+
+
+def user_messages(parts: Iterable[Part]) -> list[Json]:
+    """Return a user's turn: its tool messages, and the texts and images between them."""
+    messages: list[Json] = []
+    given = [part for part in parts if part]
+    for is_message, group in groupby(given, _is_message):
+        if is_message:
+            messages += (part for part in group if isinstance(part, dict))
+        else:
+            messages.append({"role": "user", "content": joined(group)})
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _is_message(part: Part) -> bool:
+    return isinstance(part, dict) and "role" in part
+
+
+def system_message(text: str | None) -> list[Json]:
+    """Return the message of a system prompt in a field of its own, if it has text."""
+    return [{"role": "system", "content": text}] if text else []
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> Json:
+    function: Json = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def function_tool(name: str, description: str | None, parameters: object) -> Json:
+    fields = {"name": name, "description": description, "parameters": parameters}
+    function = {key: value for key, value in fields.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def function_of(tool: Json) -> Json:
+    function = tool["function"]
+    assert isinstance(function, dict)
+    return function
+
+
+def squeezed(text: object) -> str:
+    return "".join(str(text).split())
+
+
+# Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,40 +153,45 @@ class Thinking:
 
     def resolve(self, known: Collection[str], ignored: Counter[str]) -> Json:
         """Return the variables for a template that has those; count what it lacks."""
-        found: Json = {}
         # as the names that templates use
         effort: str | None = self.effort and self.effort.lower()
         on = self.on
-        if effort in _NO_EFFORT:
+        if effort in ("none", "off"):
             on = False if on is None else on
             # no effort and no thinking are one wish
             effort = effort if "reasoning_effort" in known else None
-        wanted: list[tuple[str, object, list[str]]] = [
-            ("thinking", on, ["enable_thinking", "thinking"]),
-            ("thinking budget", self.budget, ["thinking_budget"]),
-            ("reasoning effort", effort, ["reasoning_effort"]),
-        ]
-        for what, value, names in wanted:
+        wanted: dict[str, tuple[object, list[str]]] = {
+            "thinking": (on, ["enable_thinking", "thinking"]),
+            "thinking budget": (self.budget, ["thinking_budget"]),
+            "reasoning effort": (effort, ["reasoning_effort"]),
+        }
+        for name, value in self.variables.items():
+            wanted[f"chat_template_kwargs.{name}"[:100]] = value, [name]
+        found: Json = {}
+        for what, (value, names) in wanted.items():
             fitting = [name for name in names if name in known]
+            found |= dict.fromkeys(fitting, value) if value is not None else {}
             if value is not None and not fitting:
                 ignored[what] += 1
-            elif value is not None:
-                found |= dict.fromkeys(fitting, value)
-        for name, value in self.variables.items():
-            if name in known:
-                found[name] = value
-            else:
-                ignored[f"chat_template_kwargs.{name}"[:100]] += 1
         return found
 
 
-_NO_EFFORT = ("none", "off")
 SWITCH = {"enabled": True, "disabled": False}
 """The types of Anthropic's field ``thinking`` that decide whether the model thinks."""
 
 
-ANY_OBJECT: Json = {"type": "object"}
-"""The schema of any JSON object."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Named sampling parameters. ``None``: not given."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: tuple[str, ...] | None = None
+    seed: int | None = None
+    # engine-specific parameters; only in a session's own
+    extra: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +204,6 @@ class ChatRequest:
     stream: bool
     required: Required = Required()
     thinking: Thinking = field(default_factory=Thinking)
-    logprobs: bool = False  # the reply has the logprobs of its tokens
     # end a stream with token counts (OpenAI Chat Completions)
     include_usage: bool = False
     # types of tools that only a provider can run; they are not shown to the model
@@ -123,7 +211,7 @@ class ChatRequest:
     # the client's (namespace, name) of each tool whose name for the model combines both
     # (OpenAI Responses)
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    images: Sequence[Image] = ()  # of the messages that were parsed
+    images: Sequence[Image] = ()  # of the messages
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
     # of a stream whose events name it before there is a reply
@@ -151,6 +239,11 @@ class Tools:
         self.strict += [name] * tool.flag("strict")
         return name
 
+    def leave_out(self, tool: Fields, kind: str) -> None:
+        """Count a tool that only a provider can run, or that has no JSON arguments."""
+        tool.whole()
+        self.left_out.append(kind)
+
 
 def as_one_reply(value: object, where: str) -> int:
     if as_integer(value, where, minimum=1) != 1:
@@ -159,72 +252,268 @@ def as_one_reply(value: object, where: str) -> int:
     return 1
 
 
-def system_message(text: str | None) -> list[Json]:
-    """Return the message of a system prompt in a field of its own, if it has text."""
-    return [{"role": "system", "content": text}] if text else []
-
-
 def text_schema(fields: Fields, name: str) -> Json | None:
     """Return the JSON schema that OpenAI's or Anthropic's format field requires, if any."""
-    if fields.json.get(name) is None:
+    if fields.peek(name) is None:
         return None
     given = fields.object(name)
     kind = given.name("type")
     if kind not in ("json_schema", "json_object", "text"):
         # a grammar that is not kept would change the meaning
         given.refuse("type", f"{kind!r} is not supported", "unsupported_value")
+    given.whole()
     if kind == "json_schema":
-        inner = "json_schema" in given.json
-        return (given.object(kind) if inner else given).object("schema").json
+        inner = given.object(kind) if kind in given.json else given
+        inner.whole()
+        return inner.need("schema", as_object)
     return ANY_OBJECT if kind == "json_object" else None
 
 
-def function_of(tool: Json) -> Json:
-    function = tool["function"]
-    assert isinstance(function, dict)
-    return function
+# Sampling parameters
+
+SHAPING = ("temperature", "top_p", "top_k")
+"""Parameters that shape the distribution that tokens are drawn from."""
+
+FIXED = ("max_tokens", "stop", "seed", "response_format", "tool_choice")
+"""What a client decides unless the session fixes its sampling. Forms that a client
+requires of a reply are a grammar, which shapes the distribution too."""
+
+CLIENT = (*SHAPING, *FIXED)
+"""What a session may leave to its client."""
 
 
-def squeezed(text: object) -> str:
-    return "".join(str(text).split())
+def _not_zero(read: Reader[Any], rule: str) -> Reader[Any]:
+    def checked(value: object, where: str) -> Any:
+        number = read(value, where)
+        return number or refuse(where, f"0 {rule}")
+
+    return checked
 
 
-def assistant_message(
-    content: str, reasoning: str = "", calls: Sequence[Json] = ()
-) -> Json:
-    message: Json = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [*calls]
+def _stop(value: object, where: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (as_name(value, where),)
+    return (*list_of(as_name)(value, where),)
+
+
+_READERS: Mapping[str, Reader[Any]] = {
+    "max_tokens": partial(as_integer, minimum=1),
+    "temperature": partial(as_number, minimum=0.0, maximum=2.0),
+    "top_p": _not_zero(partial(as_number, minimum=0.0, maximum=1.0), "is not above 0"),
+    "top_k": _not_zero(
+        partial(as_integer, minimum=-1),
+        "leaves nothing to sample from; -1 removes the limit",
+    ),
+    "stop": _stop,
+    "seed": partial(as_integer, minimum=-(2**63), maximum=2**63 - 1),
+}
+
+
+def parse_sampling(
+    fields: Fields, names: Mapping[str, str | None] | None = None
+) -> SamplingParams:
+    """Read the sampling parameters of a chat request or a session, and nothing else.
+
+    ``names`` has the fields that are not named as the parameter; None: there is no field.
+    """
+    named = {**{name: name for name in _READERS}, **(names or {})}
+    found: dict[str, Any] = {
+        name: fields.get(field, _READERS[name])
+        for name, field in named.items()
+        if field is not None
+    }
+    return SamplingParams(**found)
+
+
+def parse_fixed(value: object) -> SamplingParams:
+    """Read a session's ``sampling``: as in a chat request, with ``extra`` as it is."""
+    if value is None:
+        return SamplingParams()
+    fields = Fields(as_object(value, "sampling"), "sampling")
+    fields.only({*_READERS, "extra"})
+    return replace(parse_sampling(fields), extra=fields.get_object("extra") or {})
+
+
+def parse_client_sampling(value: object) -> frozenset[str]:
+    """Read the ``client_sampling`` of a session being opened: names of `CLIENT`."""
+    names = [] if value is None else as_list(value, "client_sampling")
+    for i, name in enumerate(names):
+        if name not in CLIENT:
+            rule = f"{name!r} is not one of {', '.join(CLIENT)}"
+            refuse(f"client_sampling[{i}]", rule)
+    return frozenset(map(str, names))
+
+
+def resolve(
+    requested: SamplingParams,
+    fixed: SamplingParams,
+    *,
+    max_tokens: int,
+    room: int,
+    end_ids: tuple[int, ...],
+    client: Collection[str] = (),
+    structural_tag: Json | None = None,
+) -> Sampling:
+    """Return the parameters of one engine call.
+
+    The limit on new tokens is the smallest of the client's (``requested``), the
+    session's (``fixed``), the gateway's (``max_tokens``) and the ``room`` left in the
+    context. ``client`` has the names in `CLIENT` that the client may set.
+    """
+    limits = (requested.max_tokens, fixed.max_tokens, max_tokens, room)
+    shaping = {name: getattr(fixed, name) for name in SHAPING}
+    for name in shaping.keys() & client:
+        shaping[name] = _first(getattr(requested, name), shaping[name])
+    return Sampling(
+        max_new_tokens=min(limit for limit in limits if limit is not None),
+        **shaping,
+        stop=_first(fixed.stop, requested.stop) or (),
+        stop_token_ids=end_ids,
+        seed=_first(fixed.seed, requested.seed),
+        structural_tag=structural_tag,
+        extra=dict(fixed.extra),
+    )
+
+
+def _first(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def without_fixed(
+    requested: SamplingParams, fixed: SamplingParams, client: Collection[str]
+) -> SamplingParams:
+    """Return what a client requested without what a session fixes."""
+    names = [name for name in FIXED[:3] if is_fixed(name, fixed, client)]
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    return replace(requested, **nothing)
+
+
+def is_fixed(name: str, fixed: SamplingParams, client: Collection[str]) -> bool:
+    """Return whether the session decides one of `FIXED`, because it fixes sampling."""
+    return name not in client and fixed != SamplingParams()
+
+
+def ignored_params(requested: SamplingParams, resolved: Sampling) -> list[str]:
+    """Return the parameters that a client requested and did not get."""
+    names = (*SHAPING, "seed", "stop")
+    pairs = {
+        name: (getattr(requested, name), getattr(resolved, name)) for name in names
+    }
+    lost = [name for name, (one, got) in pairs.items() if one not in (None, got)]
+    limit = resolved.max_new_tokens
+    return lost + ["max_tokens"] * ((requested.max_tokens or limit) < limit)
+
+
+# Replies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of one call."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None  # None: the engine does not report it
+    reasoning_tokens: int = 0  # output tokens up to the end of the reasoning
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call of a reply."""
+
+    name: str
+    arguments: str  # JSON text, as sampled if the model writes JSON
+    call_id: str = ""  # the model's own, or given when the reply is complete
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """What a parser finds in a reply."""
+
+    parts: tuple[str | ToolCall, ...]  # text and calls in sampled order; no empty text
+    sampled: str  # the text of all parts as sampled
+    ill_formed: bool = False
+    reasoning: str | None = None  # None: the reply has no reasoning
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [part for part in self.parts if isinstance(part, ToolCall)]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The ids of a reply and its calls."""
+
+    call_prefix: str = "call_"
+    short: bool = False  # nine letters and digits, which some templates want
+    reply_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def call_id(self, number: int) -> str:
+        if self.short:
+            return blake2b(f"{self.reply_id}{number}".encode()).hexdigest()[:9]
+        return f"{self.call_prefix}{self.reply_id[:20]}{number:04}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply(Parsed):
+    """One assistant message."""
+
+    reply_id: str  # 32 hexadecimal digits, to which protocols add their prefixes
+    created: int
+    model: str
+    cut: bool  # truncated by a token limit
+    stop_sequence: str | None = None  # the client's stop string that ended it
+    usage: Usage
+
+    @property
+    def ending(self) -> Literal["cut", "calls", "stop_sequence", "end"]:
+        """Why it ended; a limit of tokens has precedence even after complete calls."""
+        if self.cut:
+            return "cut"
+        if self.calls:
+            return "calls"
+        return "end" if self.stop_sequence is None else "stop_sequence"
+
+
+def make_reply(
+    parsed: Parsed, finish: str, *, identity: Identity | None = None, **rest: Any
+) -> Reply:
+    """Build the reply to a client; ``finish`` is the engine's finish reason.
+
+    ``rest``: the fields of `Reply` that are neither the parser's nor of the ``identity``.
+    """
+    known = identity or Identity()
+    return Reply(
+        parts=tuple(
+            part
+            if isinstance(part, str) or part.call_id
+            else replace(part, call_id=known.call_id(i))
+            for i, part in enumerate(parsed.parts)
+        ),
+        sampled=parsed.sampled,
+        ill_formed=parsed.ill_formed,
+        reasoning=parsed.reasoning,
+        reply_id=known.reply_id,
+        created=known.created,
+        cut=finish == "length",
+        **rest,
+    )
+
+
+def canonical_reply(reply: Reply) -> Json:
+    """Return the reply as the canonical message that the next request should contain."""
+    calls = [tool_call(call.call_id, call.name, call.arguments) for call in reply.calls]
+    message = assistant_message(reply.text, reply.reasoning or "", calls)
+    # a text that is not the first part follows a call
+    if any(isinstance(part, str) for part in reply.parts[1:]):
+        message["sampled"] = reply.sampled
     return message
-
-
-def tool_message(call_id: str, parts: Iterable[Part], *, failed: bool = False) -> Json:
-    content = joined(parts)
-    message: Json = {"role": "tool", "content": content, "tool_call_id": call_id}
-    return {**message, "is_error": True} if failed else message
-
-
-def user_messages(parts: Iterable[Part | Json]) -> list[Json]:
-    """Return a user's turn: its tool messages, and the texts and images between them."""
-    messages: list[Json] = []
-    for is_message, group in groupby(
-        filter(None, parts), lambda part: isinstance(part, dict)
-    ):
-        if is_message:
-            messages += (part for part in group if isinstance(part, dict))
-        else:
-            messages.append({"role": "user", "content": joined(group)})
-    return messages or [{"role": "user", "content": ""}]
-
-
-def tool_call(call_id: str, name: str, arguments: str) -> Json:
-    function: Json = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
-
-
-def function_tool(name: str, description: str | None, parameters: object) -> Json:
-    fields = {"name": name, "description": description, "parameters": parameters}
-    function = {key: value for key, value in fields.items() if value is not None}
-    return {"type": "function", "function": function}

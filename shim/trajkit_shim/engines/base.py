@@ -6,7 +6,7 @@ tokenizes and detokenizes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,7 @@ class Sampling:
     extra: dict[str, object] = field(default_factory=dict)
 
 
-ENDED = frozenset({"stop", "tool_calls"})
-"""Finish reasons of replies that the model ended. With ``length`` they are those of
-complete replies; a word that is not known is of an incomplete one."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSpan:
+class WeightSpan(NamedTuple):
     """Output tokens ``start:stop`` were sampled with the weights ``version``."""
 
     version: str
@@ -69,7 +63,7 @@ class Sample:
     @property
     def ended(self) -> bool:
         """Whether the model ended the reply, or a stop string did."""
-        return self.finish_reason in ENDED
+        return self.finish_reason in ("stop", "tool_calls")
 
     @property
     def complete(self) -> bool:
@@ -129,7 +123,9 @@ class Engine(Protocol):
 class UpdatableEngine(Engine, Protocol):
     """An engine whose weights can be changed while calls are running.
 
-    Each method raises `EngineError` if the engine fails.
+    Each method raises `EngineError` if the engine fails. An engine that can take weights
+    from a trainer's memory has ``update_tensors(tensors, load_format, version)``, too:
+    a text per process of its server, which reads it as ``load_format``.
     """
 
     async def pause(self) -> None:
@@ -140,17 +136,3 @@ class UpdatableEngine(Engine, Protocol):
 
     async def resume(self) -> None:
         """Continue sampling. Idempotent."""
-
-
-@runtime_checkable
-class TensorEngine(UpdatableEngine, Protocol):
-    """An engine that can take weights from a trainer's memory."""
-
-    async def update_tensors(
-        self, tensors: Sequence[str], load_format: str | None, version: str
-    ) -> None:
-        """Load weights while paused, and name them ``version``.
-
-        ``tensors``: serialized as the engine's server requires it, a text per process of
-        the server. ``load_format``: how it reads them.
-        """

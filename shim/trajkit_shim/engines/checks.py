@@ -8,7 +8,6 @@ part of it may belong to another call, or be lost.
 
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -57,15 +56,12 @@ def check_sampling(
 
     ``takes``: those of top_p, top_k, stop and structural_tag that it has.
     """
-    given = {
-        "top_p": sampling.top_p not in (None, 1.0),
-        "top_k": sampling.top_k not in (None, -1),
-        "stop": bool(sampling.stop),
-        "structural_tag": sampling.structural_tag is not None,
-    }
-    lacks = [name for name, used in given.items() if used and name not in takes]
+    unused = {"top_p": (None, 1.0), "top_k": (None, -1), "stop": ((),)}
+    unused["structural_tag"] = (None,)
+    lacks = [name for name in unused if getattr(sampling, name) not in unused[name]]
     for name in (*lacks, *sampling.extra):
-        raise EngineError(f"the {engine} engine has no parameter {name!r}", 400)
+        if name not in takes:
+            raise EngineError(f"the {engine} engine has no parameter {name!r}", 400)
 
 
 def accept(
@@ -95,59 +91,56 @@ def accept(
     - A count of cached tokens that is impossible is unknown.
     """
 
-    def refuse(what: str, value: object, rule: str) -> EngineError:
-        shown = repr(value)
-        shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
-        return EngineError(f"the {server} server's {what} is {shown}: {rule}")
+    def need(fits: bool, what: str, value: object, rule: str) -> None:
+        if not fits:
+            shown = repr(value)
+            shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+            raise EngineError(f"the {server} server's {what} is {shown}: {rule}")
 
-    def as_ids(values: object, what: str) -> npt.NDArray[np.int32]:
-        if isinstance(values, list) and _all_of(values, int):
-            with suppress(OverflowError):
-                return np.array(values, np.int32)
-        raise refuse(what, values, "expected a list of integers")
+    def as_ids(what: str, values: Any) -> npt.NDArray[np.int32]:
+        fits = isinstance(values, list) and {*map(type, values)} <= {int}
+        fits = fits and all(-(2**31) <= value < 2**31 for value in values)
+        need(fits, what, values, "expected a list of integers")
+        return np.array(values, np.int32)
 
-    if request_id != request.request_id:
-        rule = f"the request's is {request.request_id!r}"
-        raise refuse("request id", request_id, rule)
-    if not (
-        finish_reason is None or (isinstance(finish_reason, str) and finish_reason)
-    ):
-        raise refuse("finish_reason", finish_reason, "expected a text or null")
-    ids = as_ids(output_ids, "output ids")
+    own = request.request_id
+    need(request_id == own, "request id", request_id, f"the request's is {own!r}")
+    worded = finish_reason is None or isinstance(finish_reason, str)
+    worded = worded and finish_reason != ""
+    need(worded, "finish_reason", finish_reason, "expected a text or null")
+    ids = as_ids("output ids", output_ids)
     n_prompt, n_output = len(request.prompt_ids), len(ids)
     counted = {"prompt_tokens": n_prompt, "completion_tokens": n_output}
     if counts.get("total_tokens") is not None:
         counted["total_tokens"] = n_prompt + n_output
     for name, number in counted.items():
         given = counts.get(name)
-        if type(given) is not int or given != number:
-            raise refuse(name, given, f"{number} were counted")
+        same = type(given) is int and given == number
+        need(same, name, given, f"{number} were counted")
     spans, known = list[base.WeightSpan](), True
     for span in weight_versions or ():
-        version, start, stop = span["version"], span["start"], span["end"]
-        if not (version is None or isinstance(version, str)):
-            raise refuse("weight version", version, "expected a text or null")
-        if not (type(start) is int and type(stop) is int):
-            raise refuse("weight version's range", (start, stop), "expected integers")
+        version, ends = span["version"], [span["start"], span["end"]]
+        is_text = version is None or isinstance(version, str)
+        need(is_text, "weight version", version, "expected a text or null")
+        numbers = as_ids("weight version's range", ends).tolist()
         known &= version is not None
-        spans.append(base.WeightSpan(version or "", start, stop))
+        spans.append(base.WeightSpan(str(version), *numbers))
     cached = counts.get("cached_tokens")
     if not (type(cached) is int and 0 <= cached <= n_prompt):
         cached = None
     mask: Any = sampling_mask
-    if mask is not None:
-        if not isinstance(mask, list):
-            raise refuse("sampling mask", mask, "expected a list of lists of integers")
-        for allowed in mask:
-            as_ids(allowed, "sampling mask")
+    listed = mask is None or isinstance(mask, list)
+    need(listed, "sampling mask", mask, "expected a list of lists of integers")
+    for allowed in mask or ():
+        as_ids("sampling mask", allowed)
     return base.Sample(
         output_ids=ids,
         output_logprobs=_logprobs(logprobs, ids.tolist(), f"the {server} server"),
-        finish_reason=finish_reason,
+        finish_reason=finish_reason,  # type: ignore[arg-type]
         weight_versions=tuple(spans) if known else (),
         cached_tokens=cached,
         prompt_tokens=n_prompt,
-        prompt_ids=None if prompt_ids is None else as_ids(prompt_ids, "prompt ids"),
+        prompt_ids=None if prompt_ids is None else as_ids("prompt ids", prompt_ids),
         routed_experts=routed_experts,
         sampling_mask=mask,
     )
@@ -159,26 +152,19 @@ def _logprobs(
     if len(scored) != len(ids):
         message = f"{server} gave {len(scored)} logprobs for {len(ids)} output ids"
         raise EngineError(message)
-    given = [logprob for logprob, _ in scored]
-    labels = [label for _, label in scored]
-    if not _all_of(labels, int) or labels != ids:
-        pairs = zip(labels, ids, strict=True)
-        i = next(i for i, (a, b) in enumerate(pairs) if type(a) is not int or a != b)
-        wrong = f"logprob {i} is of token {labels[i]!r}, not {ids[i]}"
-        raise EngineError(f"{server}'s {wrong}")
-    for i, logprob in enumerate(given):
-        where = f"{server}'s logprob {i}, of token {ids[i]}, is {logprob!r}"
-        # JSON has null for a number that is not finite
-        if logprob is None or (isinstance(logprob, float) and not isfinite(logprob)):
-            raise EngineError(f"{where}: the engine's logits were not finite")
-        if type(logprob) not in (int, float):
-            raise EngineError(f"{where}: expected a number")
-    return np.array(given, np.float32)
-
-
-def _all_of(values: Iterable[object], kind: type) -> bool:
-    """Whether all values are of this very type: True is no integer."""
-    return {*map(type, values)} <= {kind}
+    for i, ((logprob, label), token) in enumerate(zip(scored, ids, strict=True)):
+        of, given = f"logprob {i}, of token {token}, is", repr(logprob)
+        # True is no number; JSON has null for a number that is not finite
+        if type(label) is not int or label != token:
+            fault = f"logprob {i} is of token {label!r}, not {token}"
+        elif logprob is None or (type(logprob) is float and not isfinite(logprob)):
+            fault = f"{of} {given}: the engine's logits were not finite"
+        elif type(logprob) not in (int, float):
+            fault = f"{of} {given}: expected a number"
+        else:
+            continue
+        raise EngineError(f"{server}'s {fault}")
+    return np.array([logprob for logprob, _ in scored], np.float32)
 
 
 def check_sample(
@@ -224,9 +210,9 @@ def _faults(
         i = _first(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
         if i is not None:
             yield (
-                f"gave output_logprobs[{i}] = {logprobs[i]}, which is not a "
-                "log-probability: it is above 0, or what an engine writes for one that is "
-                "missing or not finite"
+                f"gave output_logprobs[{i}] = {logprobs[i]}, which is not a log-probability"
+                ": it is above 0, or what an engine writes for one that is missing or not "
+                "finite"
             )
     spans = [(span.start, span.stop) for span in sample.weight_versions]
     ends = [0, *sorted(stop for _, stop in spans)]
@@ -234,11 +220,10 @@ def _faults(
         shown = ", ".join(f"{start}:{stop}" for start, stop in spans)
         rule = "they must cover each id once"
         yield f"gave weight versions that cover {shown} of {len(ids)} output ids: {rule}"
-    if mask is not None:
-        for place, (token, allowed) in enumerate(zip(ids.tolist(), mask, strict=True)):
-            _check_ids(allowed, info, f"the engine's sampling_mask[{place}]")
-            if token not in allowed:
-                yield f"gave sampling_mask[{place}], which lacks {token}, which was drawn"
+    for place, allowed in enumerate(mask or ()):
+        _check_ids(allowed, info, f"the engine's sampling_mask[{place}]")
+        if ids[place] not in allowed:
+            yield f"gave sampling_mask[{place}], which lacks {ids[place]}, which was drawn"
 
 
 def _check_ids(
@@ -252,11 +237,9 @@ def _check_ids(
     new = np.asarray(ids[n_checked:])
     wrong = _first((new < 0) | (new >= info.vocab_size))
     if wrong is not None:
-        raise EngineError(
-            f"{name}[{n_checked + wrong}] = {new[wrong]} is outside the vocabulary of "
-            f"{info.model!r}, [0, {info.vocab_size})",
-            **error,
-        )
+        outside = f"outside the vocabulary of {info.model!r}, [0, {info.vocab_size})"
+        where = f"{name}[{n_checked + wrong}]"
+        raise EngineError(f"{where} = {new[wrong]} is {outside}", **error)
 
 
 def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
@@ -287,10 +270,13 @@ async def check_engine(engine: base.Engine) -> base.EngineInfo:
         raise ConnectionError(f"the engine does not work: {error}") from error
     finally:
         await engine.close()
-    if not len(sample.output_ids) or sample.output_logprobs is None:
-        raise ConnectionError(
-            f"the engine returned {len(sample.output_ids)} output ids and "
-            f"{'no ' if sample.output_logprobs is None else ''}logprobs for a prompt of "
-            "one token: its samples could not be trained"
-        )
+    for missing, what in (
+        (not len(sample.output_ids), "output ids"),
+        (sample.output_logprobs is None, "logprobs"),
+    ):
+        if missing:
+            raise ConnectionError(
+                f"the engine returned no {what} for a prompt of one token: its samples "
+                "could not be trained"
+            )
     return info

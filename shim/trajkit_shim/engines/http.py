@@ -1,21 +1,29 @@
-"""Inference servers reached with JSON over HTTP: requests, answers, errors."""
+"""SGLang and vLLM as engines: servers with token ids both ways, as JSON over HTTP.
+
+Field names and behaviour are those of SGLang 0.5.23 (``POST /generate``) and vLLM 0.32
+(``POST /inference/v1/generate``).
+"""
 
 import asyncio
-import contextlib
+import base64
+import io
 import json
+import re
 import socket
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import aiohttp
+import numpy as np
+import numpy.typing as npt
 
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample, Sampling
 from trajkit_shim.engines.checks import accept
-from trajkit_shim.engines.payloads import read_experts
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 
@@ -38,8 +46,8 @@ _KEEP_ALIVE = [
     )
     if hasattr(socket, name)
 ]
-_RETRY_AFTER = 5
-
+# statuses of a server that are the client's fault, or that pass; others are 502
+_SHOWN = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}
 # raised by a reply with missing, mistyped or too large fields
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -117,13 +125,19 @@ class EngineClient:
             message = f"the {self.name} server at {self.base_url} {reason}"
             if isinstance(error, aiohttp.ClientConnectorError):
                 # a server that restarts is back soon
-                raise EngineError(message, 503, retry_after=_RETRY_AFTER) from error
+                raise EngineError(message, 503, retry_after=5) from error
             raise EngineError(message) from error
         if answer.status >= 300:
             raise self._error(answer.status, text, path)
         where = f"{path} of the {self.name} server"
         if answer.content_type == "text/event-stream":
-            text = _only_event(text, where)
+            # a proxy that streams each reply, also where nobody asked for it
+            text = text.replace(b"\r\n", b"\n")
+            events = [each[5:] for each in text.split(b"\n\n") if each[:5] == b"data:"]
+            if len(events) != 2 or events[1].strip() != b"[DONE]":
+                streamed = f"streamed {len(events)} events, but one reply was asked for"
+                raise EngineError(f"{where} {streamed}", answered=200)
+            text = events[0]
         try:
             # some paths have no body
             value = json.loads(text or b"{}")
@@ -133,39 +147,18 @@ class EngineClient:
             raise EngineError(f"{where} gave no object: {value!r}", answered=200)
         return value
 
-    async def notify(self, path: str, body: Json) -> None:
-        """Send a request whose answer does not matter; ignore failures."""
-        with contextlib.suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(5.0):
-                await self.post(path, body)
-
     def _error(self, status: int, body: bytes, path: str) -> EngineError:
         """The error of an answer: its message, or else the beginning of its text."""
         text, message = body.decode("utf-8", "replace"), None
-        with contextlib.suppress(ValueError, LookupError, TypeError):
+        with suppress(ValueError, LookupError, TypeError):
             error = json.loads(text)["error"]
             message = error["message"] if isinstance(error, dict) else error
         if not isinstance(message, str):
             message = text[:400]
         if status == 404 and path in self._hints:
             message += f" for {path}: {self._hints[path]}"
-        # only a bad request is the client's fault
-        shown = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}.get(status, 502)
         reason = f"the {self.name} server answered {status}: {message}"
-        return EngineError(reason, shown, answered=status)
-
-
-def _only_event(text: bytes, where: str) -> bytes:
-    """The one event of a proxy that streams each reply, also where nobody asked for it."""
-    events = [
-        event.removeprefix(b"data:").strip()
-        for event in text.replace(b"\r\n", b"\n").split(b"\n\n")
-        if event.startswith(b"data:")
-    ]
-    if len(events) != 2 or events[1] != b"[DONE]":
-        message = f"{where} streamed {len(events)} events, but one reply was asked for"
-        raise EngineError(message, answered=200)
-    return events[0]
+        return EngineError(reason, _SHOWN.get(status, 502), answered=status)
 
 
 class HttpEngine(ABC):
@@ -188,8 +181,15 @@ class HttpEngine(ABC):
     """
 
     server_name: ClassVar[str]
-    generate_path: ClassVar[str]
     hints: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    generate_path: ClassVar[str]
+    # path and body of the requests that stop and continue sampling
+    pause_order: ClassVar[tuple[str, Json]]
+    resume_order: ClassVar[tuple[str, Json]]
+    # names of sampling parameters in the server's API, where they differ
+    renamed: ClassVar[Mapping[str, str]]
+    # have it return exactly what was sampled: no text is trimmed, joined or removed
+    as_sampled: ClassVar[Mapping[str, object]]
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class HttpEngine(ABC):
         except (asyncio.CancelledError, EngineError) as error:
             # a server behind a proxy would continue to sample
             if getattr(error, "answered", None) is None:
-                await self._finish(server.notify(*self._abort(request.request_id)))
+                await self._finish(self._abort(server, request.request_id))
             raise
         if self._experts_per_token is not None:
             # about ten million numbers for a long call
@@ -254,6 +254,14 @@ class HttpEngine(ABC):
                 n_tokens = len(request.prompt_ids) + len(said["output_ids"])
                 experts = read_experts(self.server_name, packed, n_tokens, per_token)
             return accept(request, self.server_name, **said, routed_experts=experts)
+
+    async def pause(self) -> None:
+        """Stop sampling; running calls continue after `resume`."""
+        await self._order(*self.pause_order)
+
+    async def resume(self) -> None:
+        """Continue sampling."""
+        await self._order(*self.resume_order)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -275,8 +283,13 @@ class HttpEngine(ABC):
         """What a reply says, as arguments of `accept`; experts as the server packs them."""
 
     @abstractmethod
-    def _abort(self, request_id: str) -> tuple[str, Json]:
+    def _abort_order(self, request_id: str) -> tuple[str, Json]:
         """The path and the body that abort a call."""
+
+    async def _abort(self, server: EngineClient, request_id: str) -> None:
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(5.0):
+                await server.post(*self._abort_order(request_id))
 
     async def _ask_info(self) -> EngineInfo:
         return await self._describe((await self._members())[0])
@@ -305,17 +318,36 @@ class HttpEngine(ABC):
     def _server(self, url: str) -> EngineClient:
         return EngineClient(self.server_name, url, self._connections, self.hints)
 
-    async def _order(self, path: str, body: Json) -> list[Json]:
-        """Send a request to all servers; return once each has answered or failed."""
-        orders = [server.post(path, body) for server in await self._members()]
-        answers = await asyncio.gather(*orders, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return cast("list[Json]", answers)
+    async def _order(self, path: str, body: Json) -> None:
+        """Have all servers do something; return once each has answered or failed."""
+
+        async def order(server: EngineClient) -> None:
+            answer = await server.post(path, body)
+            # SGLang's word for it; vLLM has the status
+            if answer.get("success", True) is not True:
+                where = f"server at {server.base_url} failed at {path[1:]}"
+                what = f"{body.get('model_path', '')}: {answer.get('message')}"
+                raise EngineError(f"the {self.server_name} {where} {what}")
+
+        orders = map(order, await self._members())
+        for failed in await asyncio.gather(*orders, return_exceptions=True):
+            if failed is not None:
+                raise failed
+
+    def _params(self, sampling: Sampling) -> Json:
+        """The parameters that are set, under the names of the server's API."""
+        values = {**asdict(sampling), "extra": None}
+        for name in ("stop", "stop_token_ids"):
+            values[name] = list(values[name]) or None
+        if sampling.structural_tag is not None:
+            # both servers take its JSON as a text
+            values["structural_tag"] = json.dumps(sampling.structural_tag)
+        given = {name: value for name, value in values.items() if value is not None}
+        named = {self.renamed.get(name, name): value for name, value in given.items()}
+        return {**sampling.extra, **named, **self.as_sampled}
 
 
-@contextlib.contextmanager
+@contextmanager
 def reading(server: str, what: str) -> Iterator[None]:
     """Turn what an invalid reply raises in this context into an `EngineError`."""
     try:
@@ -326,12 +358,304 @@ def reading(server: str, what: str) -> Iterator[None]:
         raise EngineError(message) from error
 
 
-def sampling_fields(sampling: Sampling, names: Mapping[str, str]) -> Json:
-    """Return the parameters that are set, under the names of a server's API."""
-    values = {**asdict(sampling), "extra": None}
-    for name in ("stop", "stop_token_ids"):
-        values[name] = list(values[name]) or None
-    if sampling.structural_tag is not None:
-        # SGLang and vLLM take its JSON as a text
-        values["structural_tag"] = json.dumps(sampling.structural_tag)
-    return {names.get(k, k): value for k, value in values.items() if value is not None}
+def read_experts(
+    server: str, packed: object, n_tokens: int, per_token: int
+) -> npt.NDArray[np.int16]:
+    """Decode ``routed_experts``: base64 of little-endian int32 (SGLang) or ``.npy`` (vLLM).
+
+    The result has shape (n_tokens - 1, n_layers, per_token), for ``n_tokens`` of prompt
+    and output. Raises `EngineError` or `ValueError`.
+    """
+    if not isinstance(packed, str):
+        raise EngineError(
+            f"the {server} server gave no routed_experts: it needs a mixture-of-experts "
+            "model and --enable-return-routed-experts"
+        )
+    data, rows = base64.b64decode(packed, validate=True), n_tokens - 1
+    if server == "vLLM":
+        found = np.load(io.BytesIO(data), allow_pickle=False)
+    else:
+        flat = np.frombuffer(data, "<i4")
+        fits = rows * per_token and not len(flat) % (rows * per_token)
+        found = flat.reshape(rows, -1, per_token) if fits else flat
+    if found.ndim != 3 or not found.size or found.shape[::2] != (rows, per_token):
+        raise EngineError(
+            f"the {server} server gave routed experts of shape {found.shape} for {rows} "
+            f"tokens with {per_token} a layer"
+        )
+    maximum = np.iinfo(np.int16).max
+    if found.dtype.kind not in "iu" or found.min() < 0 or found.max() > maximum:
+        raise EngineError(
+            f"the {server} server's routed_experts are {found.dtype} in [{found.min()}, "
+            f"{found.max()}]: expected integers in [0, {maximum}]"
+        )
+    return np.asarray(found, np.int16)
+
+
+class SGLangEngine(HttpEngine):
+    """SGLang servers of one model, or a router; for the parameters see `HttpEngine`.
+
+    Logprobs are those of the distribution that was sampled from. If the sampling
+    parameters cut off its tail, the server is asked for the logprobs after the cut. A
+    call without a cut has no sampling mask: each id could have been drawn. In a pause,
+    running calls lose their cache.
+    """
+
+    server_name = "SGLang"
+    generate_path = "/generate"
+    takes_images = True
+    pause_order = "/pause_generation", {"mode": "retract"}
+    resume_order: ClassVar[tuple[str, Json]] = ("/continue_generation", {})
+    renamed = MappingProxyType({"seed": "sampling_seed"})
+    as_sampled = MappingProxyType(
+        {
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "no_stop_trim": True,
+        }
+    )
+    # the server's own sampling parameters, where a call has none
+    _preferred: Mapping[str, object] = MappingProxyType({})
+
+    async def update_weights(self, path: str, version: str) -> None:
+        """Load weights from a directory that the servers can read."""
+        body: Json = {"model_path": path, "weight_version": version}
+        await self._order("/update_weights_from_disk", {**body, "flush_cache": True})
+
+    async def update_tensors(
+        self, tensors: Sequence[str], load_format: str | None, version: str
+    ) -> None:
+        """Load weights from memory; the texts are those of MultiprocessingSerializer.
+
+        Servers that began an update also end it if this call fails or is cancelled.
+        """
+        body: Json = {"serialized_named_tensors": list(tensors), "flush_cache": True}
+        body |= {"load_format": load_format, "weight_version": version}
+        try:
+            await self._order("/begin_weight_update", {})
+            await self._order("/update_weights_from_tensor", body)
+        except BaseException:
+            with suppress(EngineError):
+                await self._finish(self._order("/end_weight_update", {}))
+            raise
+        await self._finish(self._order("/end_weight_update", {}))
+
+    async def _describe(self, server: EngineClient) -> EngineInfo:
+        model = await server.get("/model_info")
+        preferred = model.get("preferred_sampling_params")
+        self._preferred = preferred if isinstance(preferred, dict) else {}
+        return await super()._describe(server)
+
+    async def _members(self) -> Sequence[EngineClient]:
+        """See `HttpEngine`. A router passes on only calls, but lists its servers."""
+        urls: list[str] = []
+        for server in self._servers:
+            try:
+                listed = cast(Any, await server.get("/workers"))
+            except EngineError as error:
+                # a server has no such path; one that cannot be reached fails later
+                if error.answered not in (None, 404, 405):
+                    raise
+                urls.append(server.base_url)
+                continue
+            with reading("SGLang", "/workers"):
+                # http://host:30000@1 is one of the ranks of a server
+                found = [re.sub(r"@\d+$", "", w["url"]) for w in listed["workers"]]
+            for url in found:
+                if not url.startswith(("http://", "https://")):
+                    rule = "does not use HTTP, which pauses and weight updates need"
+                    raise EngineError(f"the SGLang router's worker {url} {rule}")
+            urls += found
+        if not urls:
+            raise EngineError("the SGLang router has no server", 503)
+        return [self._server(url) for url in dict.fromkeys(urls)]
+
+    def _body(self, request: EngineRequest) -> tuple[Json, dict[str, str]]:
+        params, images = self._params(request.sampling), request.images
+        # the server expands one id per image
+        keep = np.ones(len(request.prompt_ids), np.bool_)
+        for image in images:
+            keep[image.start + 1 : image.stop] = False
+        wanted = {
+            "return_logprob": True,
+            "return_sampling_mask": self._cuts(params),
+            # it may have tokenized a prompt with images again
+            "return_prompt_token_ids": self._check_prompts or len(images) > 0,
+            "return_routed_experts": self._experts_per_token is not None,
+        }
+        body: Json = {
+            "rid": request.request_id,
+            "input_ids": request.prompt_ids[keep].tolist(),
+            "sampling_params": params,
+            **{name: True for name, want in wanted.items() if want},
+        }
+        if images:
+            body["image_data"] = [
+                f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+                for image in images
+            ]
+        # lets a router keep a session on one prefix cache
+        return body, {"X-SMG-Routing-Key": request.session_id}
+
+    def _answer(
+        self, reply: Mapping[str, Any], request: EngineRequest
+    ) -> dict[str, Any]:
+        meta, consumed = reply["meta_info"], reply.get("prompt_token_ids")
+        if consumed is None and request.images:
+            raise ValueError("no prompt_token_ids, which were asked for")
+        mask, finish = None, meta["finish_reason"]
+        logprobs = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
+        if self._cuts(self._params(request.sampling)):
+            cut = meta["output_token_sampling_logprobs"]
+            if len(cut) != len(logprobs):
+                missing = f"{len(cut)} of {len(logprobs)} logprobs after the cut"
+                raise ValueError(missing)
+            pairs = zip(cut, logprobs, strict=True)
+            logprobs = [(logprob, token) for logprob, (_, token) in pairs]
+            mask = meta["output_token_sampling_mask"] if self.sampling_masks else None
+        return {
+            "request_id": meta.get("id"),
+            "output_ids": reply["output_ids"],
+            "logprobs": logprobs,
+            "finish_reason": None if finish is None else finish["type"],
+            "counts": meta,
+            "weight_versions": meta.get("weight_versions"),
+            "prompt_ids": consumed,
+            "sampling_mask": mask,
+            "routed_experts": meta.get("routed_experts"),
+        }
+
+    def _abort_order(self, request_id: str) -> tuple[str, Json]:
+        return "/abort_request", {"rid": request_id}
+
+    def _cuts(self, params: Json) -> bool:
+        """Whether some ids cannot be sampled that the plain logprobs include."""
+        all_of = {**self._preferred, **params}
+        top_k = all_of.get("top_k", -1)
+        return (
+            all_of.get("temperature") == 0
+            or all_of.get("top_p", 1.0) != 1.0
+            or all_of.get("min_p", 0.0) != 0.0
+            # SGLang's own "no limit" is 2**30
+            or (isinstance(top_k, int) and 0 < top_k < 2**30)
+        )
+
+
+# vLLM's own ids of calls are this and the request's
+_PREFIX = "generate-tokens-"
+_DEVELOPING = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+
+
+class VLLMEngine(HttpEngine):
+    """vLLM servers of one model, or a router; for the parameters see `HttpEngine`.
+
+    Start the server with ``--enable-scale-out``, which adds the endpoint, and with
+    ``--logprobs-mode processed_logprobs``: without it, logprobs are from before
+    temperature, ``top_p`` and so on, and `check` refuses the server. A greedy call is
+    sent with ``top_k`` 1, for which vLLM returns those of the distribution that was
+    sampled from. Pauses and weight updates need a server with ``VLLM_SERVER_DEV_MODE=1``;
+    in a pause, running calls keep their cache.
+    """
+
+    server_name = "vLLM"
+    generate_path = "/inference/v1/generate"
+    pause_order: ClassVar[tuple[str, Json]] = ("/pause?mode=keep", {})
+    resume_order: ClassVar[tuple[str, Json]] = ("/resume", {})
+    _updates = "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"
+    hints = MappingProxyType(
+        {generate_path: "start it with --enable-scale-out"}
+        | dict.fromkeys((pause_order[0], resume_order[0], *_updates), _DEVELOPING)
+    )
+    renamed = MappingProxyType({"max_new_tokens": "max_tokens"})
+    as_sampled = MappingProxyType(
+        {
+            "n": 1,
+            "logprobs": 0,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "include_stop_str_in_output": True,
+        }
+    )
+
+    async def check(self, request: EngineRequest) -> None:
+        """Where one id is allowed, its logprob is 0."""
+        only = {"allowed_token_ids": [0], "ignore_eos": True}
+        sampling = Sampling(max_new_tokens=8, temperature=1.0, top_k=1, extra=only)
+        sample = await self.generate(replace(request, sampling=sampling))
+        if sample.output_logprobs is not None and sample.output_logprobs.any():
+            raise EngineError(
+                "the vLLM server returns the logprobs from before temperature, top_p and "
+                "so on: start it with --logprobs-mode processed_logprobs"
+            )
+
+    async def update_weights(self, path: str, version: str) -> None:
+        """Load weights from a directory that the servers can read."""
+        load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        bodies: tuple[Json, ...] = (load, {}, {"new_version": version})
+        for order in zip(self._updates, bodies, strict=True):
+            await self._order(*order)
+
+    def _body(self, request: EngineRequest) -> tuple[Json, dict[str, str]]:
+        # explicit, so that none of these comes from the model's generation config
+        params: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+        params |= {"min_p": 0.0, **self._params(request.sampling)}
+        if tag := params.pop("structural_tag", None):
+            params["structured_outputs"] = {"structural_tag": tag}
+        if params["temperature"] == 0:
+            params |= {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
+        if self.sampling_masks and params["top_k"] <= 0:
+            raise EngineError(
+                "vLLM returns sampling masks only for calls with top_k: set top_k in the "
+                "sampling of the session",
+                400,
+            )
+        body: Json = {
+            "request_id": request.request_id,
+            "token_ids": request.prompt_ids.tolist(),
+            "sampling_params": params,
+            # a grammar holds from the first token, whatever parser the server has
+            "reasoning_ended": True,
+        }
+        if self._check_prompts:
+            body["return_token_ids"] = True
+        # for routers: a session stays on one prefix cache, a request keeps its id
+        heads = {"X-Session-ID": request.session_id, "X-Request-Id": request.request_id}
+        return body, heads
+
+    def _answer(
+        self, reply: Mapping[str, Any], request: EngineRequest
+    ) -> dict[str, Any]:
+        choices, usage = reply["choices"], reply["usage"]
+        if [choice["index"] for choice in choices] != [0]:
+            asked = "but the one with index 0 was asked for"
+            raise ValueError(f"{len(choices)} choices, {asked}")
+        (choice,), mask = choices, None
+        if self.sampling_masks and (mask := choice.get("sampling_mask")) is None:
+            raise ValueError("gave no sampling mask: it needs --return-sampling-mask")
+        details = usage.get("prompt_tokens_details") or {}
+        request_id, scored = reply.get("request_id"), choice["logprobs"]["content"]
+        if request_id == _PREFIX + request.request_id:
+            request_id = request.request_id
+        return {
+            "request_id": request_id,
+            "output_ids": choice["token_ids"],
+            "logprobs": [(entry["logprob"], _token_of(entry)) for entry in scored],
+            "finish_reason": choice["finish_reason"],
+            "counts": {**usage, "cached_tokens": details.get("cached_tokens")},
+            "weight_versions": choice.get("weight_versions"),
+            "prompt_ids": reply.get("prompt_token_ids"),
+            "sampling_mask": mask,
+            "routed_experts": choice.get("routed_experts"),
+        }
+
+    def _abort_order(self, request_id: str) -> tuple[str, Json]:
+        path = "/inference/v1/abort_requests"
+        return path, {"request_ids": [_PREFIX + request_id]}
+
+
+def _token_of(entry: Mapping[str, Any]) -> object:
+    """The id that a logprob is of; some servers write it as ``token_id:17``."""
+    if "token_id" in entry:
+        return entry["token_id"]
+    prefix, _, number = entry["token"].partition(":")
+    return int(number) if prefix == "token_id" and number.isdecimal() else number

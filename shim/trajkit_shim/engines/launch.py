@@ -1,4 +1,4 @@
-"""Starts an SGLang server for the gateway, and ends it with the gateway."""
+"""Starts an engine's server for the gateway, and ends it with the gateway."""
 
 import os
 import signal
@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,33 +13,24 @@ from pathlib import Path
 import httpx
 
 _HOST = "127.0.0.1"
-_TAIL_LINES = 20
 # how long the server may take to end after SIGTERM
 _STOP_SECONDS = 10.0
 
 
-@contextmanager
-def running_server(
-    python: str,
-    model: str,
-    arguments: Sequence[str],
-    log: Path,
-    *,
-    start_seconds: float = 1800.0,
-) -> Iterator[str]:
-    """Run an SGLang server while the ``with`` block runs, as `running_program`."""
+def sglang_server(
+    python: str, model: str, arguments: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command of an SGLang server, and its variables."""
     command = [python, "-m", "sglang.launch_server", *arguments, "--model-path", model]
     # logprobs are those of the distribution that was sampled from
-    variables = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-    with running_program(command, log, variables, start_seconds=start_seconds) as url:
-        yield url
+    return command, {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
 
 @contextmanager
-def running_program(
+def running_server(
     command: Sequence[str],
-    log: Path,
     variables: Mapping[str, str],
+    log: Path,
     *,
     start_seconds: float = 1800.0,
 ) -> Iterator[str]:
@@ -67,23 +57,17 @@ def running_program(
         except OSError as error:
             raise ConnectionError(f"the engine's server failed: {error}") from error
     try:
-        url = f"http://{_HOST}:{port}"
-        until = time.monotonic() + start_seconds
+        url, until = f"http://{_HOST}:{port}", time.monotonic() + start_seconds
         while not _is_healthy(url):
             late = time.monotonic() > until
             if late or process.poll() is not None:
-                with log.open("rb") as lines:
-                    lines.seek(begin)
-                    tail = b"".join(deque(lines, _TAIL_LINES)).decode(
-                        "utf-8", "replace"
-                    )
-                sys.stderr.write(tail.rstrip("\n") + "\n")
+                lines = log.read_bytes()[begin:].decode("utf-8", "replace").splitlines()
+                sys.stderr.write("\n".join(lines[-20:]) + "\n")
                 code = f"it ended with exit code {process.returncode}"
                 why = "it did not answer in time" if late else code
-                raise ConnectionError(
-                    f"the engine's server was never healthy: {why}. The end of its log, "
-                    f"{log}, is above"
-                )
+                where = f"The end of its log, {log}, is above"
+                message = f"the engine's server was never healthy: {why}. {where}"
+                raise ConnectionError(message)
             time.sleep(0.1)
         yield url
     finally:

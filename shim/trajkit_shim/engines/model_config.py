@@ -10,10 +10,9 @@ def vocab_size(model_dir: str | Path) -> int:
 
 
 def config_number(model_dir: str | Path, *names: str) -> int:
-    """Return an integer of the configuration, or of its language model section.
+    """Return the first named integer of the configuration or its language model section.
 
-    It has the first of the names that is there. Raises `ValueError` if the file has none,
-    `OSError` if there is no file.
+    Raises `ValueError` if the file has none, `OSError` if there is no file.
     """
     config = json.loads((Path(model_dir) / "config.json").read_text("utf-8"))
     # multimodal models keep the language model's settings in a section of their own

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice, takewhile
-from typing import Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -72,63 +72,63 @@ class Node:
     extended: bool = False  # another turn's ids begin with these
 
 
+@dataclass(slots=True, eq=False)
+class Place:
+    """A message in its place: all messages before it are the same."""
+
+    message: Json
+    logged: chat.LoggedMessage
+    before: bytes
+    position: bytes  # after it
+    known: Known | None = None  # None: not an assistant's
+    # the tool whose output it is; None: not a tool's, or unknown
+    tool: str | None = None
+    # the reply that was sampled at this very position
+    node: Node | None = None
+    # what `prompting.prompts` makes of it
+    forms: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class RestoredRequest:
-    """The messages of one request, with the session's replies restored.
+    """The messages of one request, with the session's replies restored."""
 
-    Each list has an element per message.
-    """
+    places: list[Place] = field(default_factory=list)
 
-    messages: list[Json] = field(default_factory=list)
-    logged: list[chat.LoggedMessage] = field(default_factory=list)
-    positions: list[bytes] = field(default_factory=list)  # after each message
-    # the tool whose output it is; None: not a tool's, or unknown
-    tool_names: list[str | None] = field(default_factory=list)
-    known: list[Known | None] = field(default_factory=list)  # None: not an assistant's
-    # the reply that was sampled at this very position
-    nodes: list[Node | None] = field(default_factory=list)
+    @property
+    def messages(self) -> list[Json]:
+        return [place.message for place in self.places]
+
+    @property
+    def logged(self) -> list[chat.LoggedMessage]:
+        return [place.logged for place in self.places]
+
+    @property
+    def tool_names(self) -> list[str | None]:
+        return [place.tool for place in self.places]
 
     @property
     def position(self) -> bytes:
         """The position of the next reply."""
-        return self.positions[-1] if self.positions else START
+        return self.places[-1].position if self.places else START
 
     @property
     def replies(self) -> Iterator[int]:
         """The indices of its assistant messages, the last first."""
-        return (i for i in reversed(range(len(self.known))) if self.known[i])
+        return (i for i in reversed(range(len(self.places))) if self.places[i].known)
 
     @property
     def sampled(self) -> list[int]:
         """The indices of the messages that are replies of this session."""
-        return [i for i, known in enumerate(self.known) if known not in (None, "new")]
-
-    def add(
-        self,
-        message: Json,
-        known: Known | None = None,
-        tool: str | None = None,
-        node: Node | None = None,
-    ) -> None:
-        """Add the next message."""
-        record = chat.logged_message(message)
-        if known in (None, "new") and "\\ud" in record.body:
-            message = without_halves(message)
-            record = chat.logged_message(message)
-        position = next_position(self.position, record.key)
-        self.messages.append(message)
-        self.logged.append(record)
-        self.positions.append(position)
-        self.tool_names.append(tool)
-        self.known.append(known)
-        self.nodes.append(node)
+        known = enumerate(place.known for place in self.places)
+        return [i for i, each in known if each not in (None, "new")]
 
 
 @dataclass(slots=True, eq=False)
 class Conversation:
     """The replies of one session.
 
-    `restore` only reads, and may run on another thread during calls of the others.
+    `restore` may run on several threads, during calls of the others.
     """
 
     counts: Counter[Known] = field(default_factory=Counter)
@@ -144,33 +144,51 @@ class Conversation:
     # turn and number of the calls that have started an agent
     _used: set[tuple[int, int]] = field(default_factory=set)
     _budget: "Budget | None" = None
+    # of the latest request, whose messages the next one mostly begins with
+    _latest: list[Place] = field(default_factory=list)
 
     def restore(self, messages: list[Json]) -> RestoredRequest:
         """Replace recognized replies in canonical messages by what was sampled.
 
         Raises `GatewayError` (400) if tool results do not answer the calls before them.
         """
-        restored = RestoredRequest()
-        index = 0
+        restored, latest, index = RestoredRequest(), self._latest, 0
+        places = restored.places
+
+        def add(
+            message: Json,
+            known: Known | None = None,
+            tool: str | None = None,
+            node: Node | None = None,
+        ) -> None:
+            before = places[-1].position if places else START
+            if len(places) < len(latest):
+                old = latest[len(places)]
+                same = old.before == before and old.message == message
+                if same and (old.known, old.tool, old.node) == (known, tool, node):
+                    places.append(old)
+                    return
+            places.append(_place(message, before, known, tool, node))
+
         while index < len(messages):
             message = messages[index]
             if message["role"] == "tool":
                 rule = "no reply with a call is right before it"
                 _refuse_result(index, message, rule)
             if message["role"] != "assistant":
-                restored.add(message)
+                add(message)
                 index += 1
                 continue
             node, step, known = self._recognized(messages, index, restored.position)
             here = node if node and node.position == restored.position else None
-            restored.add(node.message if node else message, known, node=here)
-            calls = _called(messages[index : index + step], restored.messages[-1])
+            add(node.message if node else message, known, node=here)
+            calls = _called(messages[index : index + step], places[-1].message)
             index += step
             results = [*takewhile(_is_result, islice(messages, index, None))]
-            ordered = _in_order(results, calls, index) if results else []
-            for result, tool in ordered:
-                restored.add(result, tool=str(result.get("name") or tool))
+            for result, tool in _in_order(results, calls, index) if results else []:
+                add(result, tool=str(result.get("name") or tool))
             index += len(results)
+        self._latest = places
         return restored
 
     def add(self, node: Node, budget: "Budget") -> None:
@@ -198,7 +216,7 @@ class Conversation:
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a request, each position once."""
         for i in restored.replies:
-            known, position = restored.known[i], restored.positions[i]
+            known, position = restored.places[i].known, restored.places[i].position
             if known is None or position in self._counted:
                 # so are all before it
                 break
@@ -213,16 +231,16 @@ class Conversation:
         It is the latest turn with the most of the request's messages; None: there is none
         (`trajkit.schema.DELTA_FIELDS`).
         """
-        path = [START, *restored.positions]
-        for n_messages in reversed(range(len(path))):
-            nodes = self._nodes.get(path[n_messages])
-            if not nodes:
-                continue
-            after = path[n_messages + 1] if n_messages + 1 < len(path) else None
-            node = next((n for n in nodes if n.after == after), nodes[-1])
-            n_ids = 0 if node.ids is None else _n_common(node.ids, prompt_ids)
-            if n_ids:
-                return node.turn, n_ids, n_messages + (node.after == after)
+        after: bytes | None = None
+        path = [START, *(place.position for place in restored.places)]
+        for n_messages, position in reversed([*enumerate(path)]):
+            nodes = self._nodes.get(position)
+            if nodes:
+                node = next((n for n in nodes if n.after == after), nodes[-1])
+                n_ids = 0 if node.ids is None else _n_common(node.ids, prompt_ids)
+                if n_ids:
+                    return node.turn, n_ids, n_messages + (node.after == after)
+            after = position
         return None, 0, 0
 
     def started_by(
@@ -250,12 +268,8 @@ class Conversation:
             return {}
         agent = agent_id or restored.position
         if not (agent_id and agent in self._starts):
-            text = "\n".join(
-                text
-                for message in restored.messages
-                if message["role"] == "user"
-                for text in texts_of(message["content"])
-            )
+            users = (m for m in restored.messages if m["role"] == "user")
+            text = "\n".join(text for m in users for text in texts_of(m["content"]))
             fitting = [
                 (node, number, prompt)
                 for node, number, prompt in self._calls()
@@ -279,8 +293,7 @@ class Conversation:
         """The latest calls with a prompt, in order: node, number of the call, prompt."""
         found: list[tuple[Node, int, str]] = []
         for node in reversed(self._in_order):
-            numbered = [*enumerate(_calls(node.message))]
-            for number, call in reversed(numbered):
+            for number, call in reversed([*enumerate(_calls(node.message))]):
                 prompt = _prompt(str(chat.function_of(call)["arguments"]))
                 if len(prompt) >= _SHORTEST:
                     found.append((node, number, prompt))
@@ -290,14 +303,17 @@ class Conversation:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the ids, and of what belongs to them."""
+        """Bytes of the ids, of what belongs to them, and of the latest messages."""
         own = (
             n.ids.nbytes for n in self._in_order if not n.extended and n.ids is not None
         )
-        return sum(own) + _OVERHEAD * len(self._in_order)
+        # a message and its body
+        texts = sum(2 * len(place.logged.body) + _OVERHEAD for place in self._latest)
+        return sum(own) + _OVERHEAD * len(self._in_order) + texts
 
     def release(self) -> None:
-        """Drop the ids; the replies are still recognized."""
+        """Drop the ids and the latest messages; the replies are still recognized."""
+        self._latest = []
         for node in self._in_order:
             node.ids = None
 
@@ -311,18 +327,18 @@ class Conversation:
         self, messages: list[Json], index: int, position: bytes
     ) -> tuple[Node | None, int, Known]:
         """The reply that the messages at an index are, and how many of them."""
-        roles = (message["role"] for message in islice(messages, index, None))
-        n_run = len([*takewhile("assistant".__eq__, roles)])
-        stops = range(index + n_run, index, -1)
+        run = [*takewhile(_is_reply, islice(messages, index, None))]
+        for n in range(len(run), 0, -1):
+            sent = _joined(run[:n])
+            alike = self._alike(sent, position)
+            if alike:
+                as_sent = n == 1 and alike[0].message == sent
+                return alike[0], n, "as_sent" if as_sent else "restored"
         # earlier messages may have changed
-        anywhere = _keys(messages[index])[0]
-        for stop, key in [*((i, position) for i in stops), (index + 1, anywhere)]:
-            sent = _joined(messages[index:stop])
-            alike = self._alike(sent, key)
-            first = alike[0].message if alike else None
-            if alike and (key is position or all(n.message == first for n in alike)):
-                as_sent = stop == index + 1 and first == sent
-                return alike[0], stop - index, "as_sent" if as_sent else "restored"
+        sent = run[0]
+        alike = self._alike(sent, _keys(sent)[0])
+        if alike and all(node.message == alike[0].message for node in alike):
+            return alike[0], 1, "as_sent" if alike[0].message == sent else "restored"
         return None, 1, "new"
 
     def _alike(self, sent: Json, key: bytes | str) -> list[Node]:
@@ -353,7 +369,7 @@ class Conversation:
 
 
 class Budget:
-    """A limit in bytes on the token ids of all sessions.
+    """A limit in bytes on what all sessions keep.
 
     Beyond it the ids of the session that was idle longest are released: its next prompt
     is rendered, and may differ from them.
@@ -380,6 +396,22 @@ class Budget:
         self.n_bytes -= self._sessions.pop(session, 0)
 
 
+def _place(
+    message: Json,
+    before: bytes,
+    known: Known | None,
+    tool: str | None,
+    node: Node | None,
+) -> Place:
+    record = chat.logged_message(message)
+    # what was sampled may have half a character
+    if known in (None, "new") and "\\ud" in record.body:
+        message = without_halves(message)
+        record = chat.logged_message(message)
+    after = next_position(before, record.key)
+    return Place(message, record, before, after, known, tool, node)
+
+
 def next_position(position: bytes, key: bytes) -> bytes:
     """Return the position after a message with a key."""
     return blake2b(position + key, digest_size=16).digest()
@@ -396,10 +428,9 @@ def _joined(messages: list[Json]) -> Json:
     """Join assistant messages into one."""
     if len(messages) == 1:
         return messages[0]
-    thoughts = (str(message.get("reasoning_content") or "") for message in messages)
     return chat.assistant_message(
         "".join(str(message["content"]) for message in messages),
-        "".join(thoughts),
+        "".join(str(message.get("reasoning_content") or "") for message in messages),
         [call for message in messages for call in _calls(message)],
     )
 
@@ -416,6 +447,10 @@ def _called(sent: list[Json], message: Json) -> dict[str, tuple[str, str]]:
 
 def _is_result(message: Json) -> bool:
     return message["role"] == "tool"
+
+
+def _is_reply(message: Json) -> bool:
+    return message["role"] == "assistant"
 
 
 def _in_order(

@@ -1,12 +1,16 @@
 """Prompts: rendered, or built by appending to token ids consumed and sampled before.
 
-How a prompt is built:
+To extend the ids of an earlier turn, the template's text between the replies has to stay
+as it was; how the template would spell a reply does not matter, because what was sampled
+is kept. So a conversation is rendered with a stand-in for each sampled reply. Whether the
+text after a reply depends on the reply is tried out once for each set of template
+variables (`Skeleton`): short conversations with different replies have to give the same
+text, for each role of the next message. How a prompt is built:
 
 1. The session's conversation restores the request's replies (`prompting.conversation`).
 2. The base is the last reply that was sampled at this very position, with the same tools
    and variables, if it ended by itself and its ids are in memory.
-3. The template has to be one that may be extended for the roles of what follows the base
-   (`prompting.skeleton` tries it out).
+3. The template has to be one that may be extended for the roles of what follows the base.
 4. The messages are rendered, with a stand-in for each reply up to the base.
 5. The text between the replies before the base has to be what it was, by its digest.
 6. At a user's message the template decides: if its own text of the base's turn is no longer
@@ -23,22 +27,23 @@ import json
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
+from os.path import commonprefix
 from threading import Lock
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from trajkit_shim.chat.request import squeezed
+from trajkit_shim.chat import request as chat
+from trajkit_shim.chat.images import ImagePlaces
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.conversation import Node, RestoredRequest
-from trajkit_shim.prompting.image_places import ImagePlaces
 from trajkit_shim.prompting.render import NO_LIMIT, ChatRenderer, Encoded, Ids
-from trajkit_shim.prompting.skeleton import Between, Departure, Skeleton, role_of
 
 Mode: TypeAlias = Literal["append", "render"]
 """How prompts are built where possible."""
@@ -47,6 +52,13 @@ Past: TypeAlias = Literal["auto", "sampled", "template"]
 """Whether replies stay as sampled where the template would rewrite them: after tool
 results, but not at a user's message (``auto``); always; or never."""
 
+Role: TypeAlias = Literal["user", "tool"]
+"""Of the message before or after a reply. System messages count as a user's."""
+
+Departure: TypeAlias = Literal["rewritten", "reasoning", "unended", "hidden"]
+"""Why a prompt does not extend a turn: earlier text was rewritten, the reasoning of
+earlier replies is left out, no token ends a reply, or a reply is not shown."""
+
 Reason: TypeAlias = (
     Literal["chosen", "opening", "unknown_reply", "moved", "released", "tools"]
     | Literal["unclosed", "template", "end_token"]
@@ -54,9 +66,13 @@ Reason: TypeAlias = (
 )
 """Why a prompt does not extend the last reply (docs/engines.md has a table)."""
 
-_CHOSEN: Reason | None = "chosen"
 # sets of variables whose probe is kept; clients choose them
 _KEPT = 64
+_USER: Json = {"role": "user", "content": "questionword"}
+_RESULT = chat.tool_message("call00000", ["outcomeword"])
+_NEXT: Mapping[Role, Json] = {"user": _USER, "tool": _RESULT}
+_TOOL = chat.function_tool("probe", "probe", {"type": "object", "properties": {}})
+_digest = partial(blake2b, digest_size=16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +99,136 @@ class Prompt:
     @property
     def digest(self) -> bytes:
         """BLAKE2b (16 bytes) of the ids as little-endian int32."""
-        ids = self.ids.astype("<i4", copy=False).tobytes()
-        return blake2b(ids, digest_size=16).digest()
+        return _digest(self.ids.astype("<i4", copy=False).tobytes()).digest()
 
 
-Spans: TypeAlias = list[tuple[int, int, int]]
-"""(message, start, stop) of each content in a text."""
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What a text has between replies."""
+
+    start: int  # of what follows the last reply
+    # the control token that ends the last reply, and its place
+    end: str
+    end_at: int
+    # digests of the text between replies: up to the last reply, and with what follows
+    before: bytes
+    digest: bytes
+
+
+class Skeleton:
+    """What one template does, with or without tools, under some variables.
+
+    ``extends``: the roles of a next message; why prompts may not be extended then, or
+    None. ``leaves``, by the role of the message before a reply: the end of the generation
+    prompt that disappears once there is a reply. ``opens_next``: the token that ends a
+    reply is the next message's own, so it depends on its role.
+    """
+
+    def __init__(
+        self, renderer: ChatRenderer, variables: Mapping[str, object], *, tools: bool
+    ) -> None:
+        self._control = renderer.control
+        offered = [_TOOL] if tools else None
+
+        def text(*messages: Json) -> str | None:
+            with suppress(TemplateError):
+                return renderer.text(messages, offered, variables)
+            return None
+
+        # the text right before a reply, and what disappears of it
+        self.stays: dict[Role, str] = {}
+        self.leaves: dict[Role, str] = {}
+        moved: set[Role] = set()
+        heads: dict[Role, list[Json]] = {"user": [_USER]}
+        heads["tool"] = [_USER, _reply("firstword", calls=True), _RESULT]
+        for role, head in heads.items():
+            opening, word = text(*head), str(_NEXT[role]["content"])
+            if opening is None:
+                continue
+            # what follows the last message, up to the reply
+            common = rest = opening[opening.rfind(word) + len(word) :]
+            for reply, role_after in _steps():
+                later = text(*head, reply, _NEXT[role_after])
+                if later is None:
+                    continue
+                at = later.find(word) + len(word)
+                common = commonprefix([common, later[at:]])  # noqa: RUF071
+                if role == "user" and later[:at] != opening[:at]:
+                    # what was before the reply is elsewhere, such as tools that move on
+                    moved.add(role_after)
+            self.stays[role], self.leaves[role] = common, rest[len(common) :]
+        # tokens that end a reply in the template's text
+        self._closers, self.opens_next = set(renderer.end_tokens), False
+        later = text(_USER, _reply("closingword"), _USER)
+        if later is not None and "closingword" in later:
+            after = later.rpartition("closingword")[2].rpartition(str(_USER["content"]))
+            controls = renderer.control.findall(after[0])
+            if not self._closers.intersection(controls):
+                special = [*filter(renderer.special.fullmatch, controls)]
+                self._closers.update(special[:1])
+            self.opens_next = len(controls) == 1 and controls[0] in renderer.end_tokens
+        why = "a later message moves what was before the reply"
+        self.extends: dict[Role, str | None] = {
+            role: why if role in moved else self._differs(text, role) for role in _NEXT
+        }
+
+    def _differs(
+        self, text_of: Callable[..., str | None], role_after: Role
+    ) -> str | None:
+        """Why the text after a reply depends on the reply, or None if it does not."""
+        tails = set[str]()
+        for reply, role in _steps():
+            text = text_of(_USER, reply, _NEXT[role]) if role == role_after else None
+            if text is None:
+                continue
+            # the last word of the reply
+            word = "betaword" if "tool_calls" in reply else "alphaword"
+            at = text.rfind(word)
+            found = self.closer(text, at + len(word)) if at >= 0 else None
+            if found is None:
+                return "no token ends a reply" if at >= 0 else "a reply is not shown"
+            tails.add(text[found[1] :])
+        if not tails:
+            return "the template rejects what follows a reply"
+        if len(tails) > 1:
+            return "the text after a reply depends on the reply"
+        shown = str(_NEXT[role_after]["content"]) in tails.pop()
+        return None if shown else "a new message is not shown after it"
+
+    def closer(self, text: str, start: int) -> tuple[int, int] | None:
+        """Return where the next token is that ends a reply."""
+        for found in self._control.finditer(text, start):
+            if found[0] in self._closers:
+                return found.span()
+        return None
+
+    def describe(self) -> Json:
+        """Return what was found out, as JSON."""
+        return {
+            "extends": {role: why is None for role, why in self.extends.items()},
+            "why_not": {role: why for role, why in self.extends.items() if why},
+            "leaves": dict(self.leaves),
+        }
+
+
+def _steps() -> Iterator[tuple[Json, Role]]:
+    """Replies of several kinds and lengths, and the role of what follows them."""
+    for text, thought in (("alphaword", ""), ("a longer alphaword", "thoughtword")):
+        yield _reply(text, thought), "user"
+        for content in ("", text):
+            yield _reply(content, thought, calls=True), "tool"
+
+
+def _reply(content: str, thought: str = "", *, calls: bool = False) -> Json:
+    call = chat.tool_call("call00000", "probe", '{"reply": "betaword"}')
+    return chat.assistant_message(content, thought, [call] if calls else [])
 
 
 class Prompts:
-    """Builds prompts with one renderer. Safe to use from several threads at once."""
+    """Builds prompts with one renderer. Safe to use from several threads at once.
+
+    ``places``: None if no message has an image.
+    """
 
     def __init__(
         self,
@@ -102,10 +238,9 @@ class Prompts:
         *,
         past: Past = "auto",
     ) -> None:
-        self.renderer = renderer
-        self.mode = mode
-        self.past = past
-        self.places = places  # None: no message has an image
+        self.renderer, self.mode, self.places, self.past = renderer, mode, places, past
+        # begins a stand-in; unpredictable for clients
+        self.word = f"reply{secrets.token_hex(8)}"
         self._probes: OrderedDict[str, Skeleton] = OrderedDict()
         self._lock = Lock()
 
@@ -125,14 +260,14 @@ class Prompts:
 
     def describe(self) -> Json:
         """Return how prompts are built and what the template does, as JSON."""
+        renderer = self.renderer
+        late = "template" if renderer.takes_late_system else renderer.late_system
         return {
             "mode": self.mode,
             "past_reasoning": self.past,
-            "end_tokens": sorted(self.renderer.end_tokens),
-            "template_variables": sorted(self.renderer.variables),
-            "late_system": "template"
-            if self.renderer.takes_late_system
-            else self.renderer.late_system,
+            "end_tokens": sorted(renderer.end_tokens),
+            "template_variables": sorted(renderer.variables),
+            "late_system": late,
             "template": {
                 "with_tools": self.skeleton(tools=True).describe(),
                 "without_tools": self.skeleton(tools=False).describe(),
@@ -145,18 +280,15 @@ class Prompts:
             return "render"
         parts = ["append"]
         for when, tools in (("with", True), ("without", False)):
-            extends = self.skeleton(tools=tools).extends
             parts += [
                 f"rendered at a {role} message {when} tools: {why}"
-                for role, why in extends.items()
+                for role, why in self.skeleton(tools=tools).extends.items()
                 if why and (tools or role == "user")
             ]
         if not self.renderer.takes_late_system:
             late = {"user": "shown as reminders by the user", "refuse": "refused"}
-            parts.append(
-                f"late system messages are {late[self.renderer.late_system]} "
-                "(--late-system)"
-            )
+            how = late[self.renderer.late_system]
+            parts.append(f"late system messages are {how} (--late-system)")
         return "; ".join(parts)
 
     def build(
@@ -171,16 +303,15 @@ class Prompts:
         """Return the prompt for a request.
 
         ``attributed``: also determine which message each appended token belongs to.
-        Raises as `ChatRenderer.text`, and `EngineError` if there are surely more than
+        Raises as `ChatRenderer.render`, and `EngineError` if there are surely more than
         ``max_tokens``.
         """
-        given, messages = dict(variables or {}), restored.messages
+        given = dict(variables or {})
         # not sorted, because a template may render the fields in order
-        digest = blake2b(json.dumps([tools, given]).encode(), digest_size=16).digest()
-        skeleton = self.skeleton(given, tools=tools is not None)
-        call = _Call(restored, tools, skeleton, self.past)
-        found: tuple[str, Between] | Reason | None = None
+        digest = _digest(json.dumps([tools, given]).encode()).digest()
+        call = _Call(self, restored, tools, given)
         n_known, base, reason = 0, None, _CHOSEN
+        found: tuple[str, Between] | Reason | None = None
         if self.mode == "append":
             n_known, base, reason = _find_base(restored, digest)
         if base is not None:
@@ -191,22 +322,21 @@ class Prompts:
             assert base.ids is not None
             ids, start = base.ids, between.start
             ended = self.renderer.text_of_id.get(int(ids[-1]))
-            if skeleton.opens_next and between.end != ended:
+            if call.skeleton.opens_next and between.end != ended:
                 # the reply stopped at the start of a message of another role
                 ids, start, base = ids[:-1], between.end_at, None
                 reason = reason or "end_token"
         else:
-            ids, text, start, opaque = np.empty(0, np.int32), call.text(messages), 0, []
+            ids, text, start, opaque = np.empty(0, np.int32), call.text(), 0, []
             n_known, base = 0, None
         encoded = self.renderer.encode(text[start:], max_tokens)
         if self.places is not None:
-            encoded = self.places.expand(encoded, messages[n_known:])
+            shown = restored.messages[n_known:]
+            placed = self.places.expand(encoded.ids, encoded.offsets, shown)
+            encoded = Encoded(*placed)
         index = None
         if attributed:
-            index = _attribute(
-                *(self.renderer.without_mark, messages, n_known, text, start, encoded),
-                lambda marked: call.text(marked, opaque),
-            )
+            index = call.attribute(n_known, text, start, encoded, opaque)
         last = None
         if self.mode == "append":
             # replies that were recognized at another position are written out here
@@ -224,80 +354,22 @@ class Prompts:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One request on its way to a prompt."""
-
-    restored: RestoredRequest
-    tools: list[Json] | None
-    skeleton: Skeleton
-    past: Past
-
-    def text(self, messages: Sequence[Json], opaque: Collection[int] = ()) -> str:
-        """The template's text, with stand-ins for the replies at some indices."""
-        return self.skeleton.text(messages, self.tools, opaque, self.restored.sampled)
-
-    def opaque(self, n_known: int) -> list[int]:
-        """The replies among the first messages."""
-        return [i for i in self.restored.sampled if i < n_known]
-
-    def digest(self) -> bytes | None:
-        """The digest of the text between all replies, if they can be told apart."""
-        messages, replies = self.restored.messages, self.restored.sampled
-        with suppress(TemplateError):
-            text = self.text(messages, replies)
-            found = self.skeleton.between(text, messages, replies)
-            return found.digest if isinstance(found, Between) else None
-        return None
-
-    def extension(self, base: Node, n_known: int) -> tuple[str, Between] | Reason:
-        """The text with stand-ins up to a base, or why it may not be extended."""
-        messages, extends = self.restored.messages, self.skeleton.extends
-        roles = {role_of(message) for message in messages[n_known:]} or {"user"}
-        if base.between is None or any(extends[role] for role in roles):
-            return "template"
-        opaque = self.opaque(n_known)
-        text = self.text(messages, opaque)
-        found = self.skeleton.between(text, messages, opaque)
-        if isinstance(found, str):
-            return found
-        if found.before != base.between:
-            return "rewritten"
-        changed = None
-        if self.past == "template" or (self.past == "auto" and "user" in roles):
-            changed = self._rewritten(n_known)
-        return changed or (text, found)
-
-    def _rewritten(self, n_known: int) -> Departure | None:
-        """How the template's own text of a base's turn changed, if it did."""
-        messages = self.restored.messages
-        thoughts = [m.get("reasoning_content") or "" for m in messages[:n_known]]
-        changed: Departure = "reasoning" if any(thoughts) else "rewritten"
-        before, after = self.text(messages[: n_known - 1]), self.text(messages)
-        thought = squeezed(thoughts[-1])
-        if thought:
-            # the reply shows what the generation prompt opened, in other words maybe
-            leaves = self.skeleton.leaves_after(messages[n_known - 2])
-            before = before.removesuffix(leaves)
-        if not after.startswith(before):
-            return changed
-        shown = self.skeleton.renderer.without_mark(after[len(before) :])
-        return None if thought in squeezed(shown) else "reasoning"
+_CHOSEN: Reason | None = "chosen"
 
 
 def _find_base(
     restored: RestoredRequest, offered: bytes
 ) -> tuple[int, Node | None, Reason | None]:
     """How many messages are extended, their turn, and why not all up to the last reply."""
-    last = next(restored.replies, None)
+    places, last = restored.places, next(restored.replies, None)
     if last is None:
         return 0, None, "opening"
     reason: Reason | None = None
-    if restored.nodes[last] is None:
+    if places[last].node is None:
         # if messages before it changed, the last reply before the change is extended
-        reason = "unknown_reply" if restored.known[last] == "new" else "moved"
-        last = next((i for i in restored.replies if restored.nodes[i]), last)
-    node = restored.nodes[last]
+        reason = "unknown_reply" if places[last].known == "new" else "moved"
+        last = next((i for i in restored.replies if places[i].node), last)
+    node = places[last].node
     if node is None:
         return 0, None, reason
     if not node.closed:
@@ -309,60 +381,181 @@ def _find_base(
     return last + 1, node, reason
 
 
-def _attribute(
-    plain: Callable[[str], str],
-    messages: list[Json],
-    first: int,
-    text: str,
-    start: int,
-    encoded: Encoded,
-    text_of: Callable[[list[Json]], str],
-) -> Ids | None:
-    """The message, from ``first`` on, that each token of a text after ``start`` shows.
+class _Call:
+    """One request on its way to a prompt."""
 
-    The messages are rendered again with a mark before and after each content. If removing
-    the marks yields the same text, they give the position of each content, and the
-    tokenizer's offsets its tokens. -1: a token of no message. None: it cannot be told.
-    """
-    whole, tail = plain(text), plain(text[start:])
-    # spares a rendering where there are few messages
-    spans = _find_verbatim(messages[first:], tail) if first else None
-    for inside_space in (False, True) if spans is None else ():
-        name = f"x{secrets.token_hex(12)}"
-        marked = [
-            _marked(message, f"{name}{i};", inside_space)
-            for i, message in enumerate(messages[first:])
-        ]
-        # the template may reject the marks
+    def __init__(
+        self,
+        prompts: Prompts,
+        restored: RestoredRequest,
+        tools: list[Json] | None,
+        variables: Json,
+    ) -> None:
+        self.renderer, self.past, self._word = (
+            *(prompts.renderer, prompts.past),
+            prompts.word,
+        )
+        self.places, self.sampled = restored.places, restored.sampled
+        self._render = partial(self.renderer.render, tools=tools, variables=variables)
+        self.skeleton = prompts.skeleton(variables, tools=tools is not None)
+
+    def text(self, stop: int | None = None, opaque: Collection[int] = ()) -> str:
+        """The template's text of the first messages, with stand-ins for some replies."""
+        hidden = {*opaque}
+        places = enumerate(self.places[:stop])
+        return self._render([self._form(i, hidden=i in hidden) for i, _ in places])
+
+    def _form(self, index: int, *, hidden: bool) -> Json:
+        """A message as the template takes it, or a stand-in; made once for its place."""
+        place, kind = self.places[index], "hidden" if hidden else "shown"
+        form: Json | None = place.forms.get(kind)
+        if form is None:
+            message, sampled = place.message, place.known not in (None, "new")
+            if hidden:
+                message = _stand_in(message, f"{self._word}{place.position.hex()};")
+            form = self.renderer.shape(message, sampled=sampled)
+            place.forms[kind] = form
+        return form
+
+    def opaque(self, n_known: int) -> list[int]:
+        """The replies among the first messages."""
+        return [i for i in self.sampled if i < n_known]
+
+    def between(self, text: str, opaque: Sequence[int]) -> Between | Departure:
+        """Find what a text has between the stand-ins, which ascend."""
+        words: dict[str, tuple[int, int]] = {}
+        for found in re.finditer(f"{self._word}([0-9a-f]+);", text):
+            first, _ = words.get(found[1], found.span())
+            words[found[1]] = first, found.end()
+        hasher, start, before, end, end_at = _digest(), 0, b"", "", 0
+        for i in opaque:
+            first, last = words.get(self.places[i].position.hex(), (-1, -1))
+            if first < start:
+                return "hidden"
+            stays = self.skeleton.stays.get(self._role(i - 1) if i else "user", "")
+            begin = text.rfind(stays, start, first) if stays else -1
+            begin = begin + len(stays) if begin >= 0 else first
+            hasher.update(text[start:begin].encode())
+            before = hasher.digest()
+            closer = self.skeleton.closer(text, last)
+            if closer is None:
+                return "unended"
+            end_at, start = closer
+            end = text[end_at:start]
+        leaves = self.skeleton.leaves.get(self._role(-1), "")
+        hasher.update(text[start:].removesuffix(leaves).encode())
+        return Between(start, end, end_at, before, hasher.digest())
+
+    def _role(self, index: int) -> Role:
+        """The role that counts for the text around the message at an index."""
+        return "tool" if self.places[index].message["role"] == "tool" else "user"
+
+    def digest(self) -> bytes | None:
+        """The digest of the text between all replies, if they can be told apart."""
         with suppress(TemplateError):
-            shown = plain(text_of([*messages[:first], *marked]))
-            clean, found = _without_marks(shown, name)
-            if clean == whole and found is not None:
-                n = len(whole) - len(tail)
-                spans = [(i, begin - n, end - n) for i, begin, end in found]
-                break
-    if spans is None:
+            found = self.between(self.text(opaque=self.sampled), self.sampled)
+            return found.digest if isinstance(found, Between) else None
         return None
-    index = np.full(len(encoded.ids), -1, np.int32)
-    owners, starts, stops = np.array(spans, np.int64).reshape(-1, 3).T
-    # offsets ascend, but the tokens of one character have equal offsets
-    firsts = np.searchsorted(encoded.offsets[:, 0], starts)
-    lasts = np.searchsorted(encoded.offsets[:, 1], stops, side="right")
-    for i, begin, end in zip(owners, firsts, lasts, strict=True):
-        index[begin:end] = i
-    return index
+
+    def extension(self, base: Node, n_known: int) -> tuple[str, Between] | Reason:
+        """The text with stand-ins up to a base, or why it may not be extended."""
+        extends, n = self.skeleton.extends, len(self.places)
+        roles = {self._role(i) for i in range(n_known, n)} or {"user"}
+        if base.between is None or any(extends[role] for role in roles):
+            return "template"
+        opaque = self.opaque(n_known)
+        text = self.text(opaque=opaque)
+        found = self.between(text, opaque)
+        if isinstance(found, str):
+            return found
+        if found.before != base.between:
+            return "rewritten"
+        changed = None
+        if self.past == "template" or (self.past == "auto" and "user" in roles):
+            changed = self._rewritten(n_known)
+        return changed or (text, found)
+
+    def _rewritten(self, n_known: int) -> Departure | None:
+        """How the template's own text of a base's turn changed, if it did."""
+        known = (place.message for place in self.places[:n_known])
+        thoughts = [message.get("reasoning_content") or "" for message in known]
+        changed: Departure = "reasoning" if any(thoughts) else "rewritten"
+        before, after = self.text(n_known - 1), self.text()
+        thought = chat.squeezed(thoughts[-1])
+        if thought:
+            # the reply shows what the generation prompt opened, in other words maybe
+            leaves = self.skeleton.leaves.get(self._role(n_known - 2), "")
+            before = before.removesuffix(leaves)
+        if not after.startswith(before):
+            return changed
+        shown = self.renderer.without_mark(after[len(before) :])
+        return None if thought in chat.squeezed(shown) else "reasoning"
+
+    def attribute(
+        self, first: int, text: str, start: int, encoded: Encoded, opaque: list[int]
+    ) -> Ids | None:
+        """The message, from ``first`` on, that each token of a text after ``start`` shows.
+
+        The messages are rendered again with a mark before and after each content. If
+        removing the marks yields the same text, they give the position of each content,
+        and the tokenizer's offsets its tokens. -1: a token of no message. None: it cannot
+        be told.
+        """
+        plain = self.renderer.without_mark
+        whole, tail = plain(text), plain(text[start:])
+        messages = [place.message for place in self.places[first:]]
+        # spares a rendering where there are few messages
+        spans = _find_verbatim(messages, tail) if first else None
+        for inside_space in (False, True) if spans is None else ():
+            name = f"x{secrets.token_hex(12)}"
+            forms = [self._form(i, hidden=i in opaque) for i in range(first)]
+            for i, message in enumerate(messages):
+                marked = _marked(message, f"{name}{i};", inside_space)
+                sampled = self.places[first + i].known not in (None, "new")
+                forms.append(self.renderer.shape(marked, sampled=sampled))
+            # the template may reject the marks
+            with suppress(TemplateError):
+                clean, found = _without_marks(plain(self._render(forms)), name)
+                if clean == whole and found is not None:
+                    n = len(whole) - len(tail)
+                    spans = [(i, begin - n, end - n) for i, begin, end in found]
+                    break
+        if spans is None:
+            return None
+        index = np.full(len(encoded.ids), -1, np.int32)
+        owners, starts, stops = np.array(spans, np.int64).reshape(-1, 3).T
+        # offsets ascend, but the tokens of one character have equal offsets
+        firsts = np.searchsorted(encoded.offsets[:, 0], starts)
+        lasts = np.searchsorted(encoded.offsets[:, 1], stops, side="right")
+        for i, begin, end in zip(owners, firsts, lasts, strict=True):
+            index[begin:end] = i
+        return index
 
 
-def _has_text(message: Json) -> bool:
-    content = message.get("content")
-    return isinstance(content, str) and bool(content.strip())
+def _stand_in(message: Json, word: str) -> Json:
+    """A reply of which only the names and ids of calls are real."""
+    calls = message.get("tool_calls") or ()
+    assert isinstance(calls, (list, tuple))
+    shown = [
+        chat.tool_call(
+            str(call["id"]),
+            str(chat.function_of(call)["name"]),
+            f'{{"reply": "{word}"}}',
+        )
+        for call in calls
+    ]
+    return chat.assistant_message(word, calls=shown)
+
+
+Spans: TypeAlias = list[tuple[int, int, int]]
+"""(message, start, stop) of each content in a text."""
 
 
 def _marked(message: Json, mark: str, inside_space: bool) -> Json:
     """The message with a mark on both sides of its content, or within white space there."""
-    if not _has_text(message):
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
         return message
-    content = str(message["content"])
     before = after = ""
     if inside_space:
         core = content.strip()
@@ -378,9 +571,9 @@ def _find_verbatim(messages: list[Json], text: str) -> Spans | None:
     """
     spans, offset = [], 0
     for i, message in enumerate(messages):
-        if not _has_text(message):
+        content = message.get("content")
+        if not isinstance(content, str) or not content.strip():
             continue
-        content = str(message["content"])
         start = text.find(content)
         unsure = content != content.strip() or text.find(content, start + 1) >= 0
         if start < offset or unsure:

@@ -43,12 +43,8 @@ LateSystem: TypeAlias = Literal["user", "refuse"]
 """What to do with a system message after other messages, if the template refuses it:
 show it as a reminder by the user, or reject the request with 400."""
 
-_PROBE_TEXT = "lead"
-_PROBE_ARGUMENTS = '{"probe":  1}'
 # possible starts of a piece: some tokenizers treat the start of a text differently
 _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
-# spelling of a token for one byte
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # what every template is given; a client cannot set it
 _GIVEN = frozenset("messages tools documents add_generation_prompt".split())
@@ -86,9 +82,313 @@ class Encoded:
     offsets: npt.NDArray[np.int32]
 
 
-def _names(kind: type) -> frozenset[str]:
-    """The public attributes of a type."""
-    return frozenset(name for name in dir(kind) if not name.startswith("_"))
+class ChatRenderer:
+    """One fast tokenizer, the tokens that end a reply, and a chat template.
+
+    ``tokenizer``: a `ModelTokenizer`, or one of transformers. ``chat_template`` replaces
+    the tokenizer's own, ``end_ids`` are tokens besides its
+    ``eos_token`` that end a reply, and ``late_system`` is used where the template refuses
+    a late system message. Raises `ValueError`: there is no template, or no token ends a
+    reply.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        end_ids: Iterable[int] = (),
+        late_system: LateSystem = "user",
+    ) -> None:
+        template = chat_template or tokenizer.chat_template
+        if isinstance(template, dict):
+            # named templates; the one for tools is complete
+            template = template.get("tool_use") or template.get("default")
+        if not isinstance(template, str):
+            raise ValueError("the tokenizer has no chat template: give --chat-template")
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        named = tokenizer.special_tokens_map.items()
+        self._names = {name: text for name, text in named if isinstance(text, str)}
+        own = self._backend.token_to_id(self._names.get("eos_token", ""))
+        self.end_ids = (*dict.fromkeys([*([] if own is None else [own]), *end_ids]),)
+        if not self.end_ids:
+            raise ValueError(
+                "no token ends a reply: neither the tokenizer, generation_config.json "
+                "nor config.json names an eos token: give --stop-token"
+            )
+        self.tokenizer, self.chat_template = tokenizer, template
+        self.late_system = late_system
+        self._compiled, variables = _template(template)
+        # those that a request or session may set
+        self.variables = variables - _GIVEN - {*self._names}
+        added = self._backend.get_added_tokens_decoder().items()
+        self.text_of_id = {i: token.content for i, token in added}
+        self._added = {text: i for i, text in self.text_of_id.items()}
+        special = {t.content for i, t in added if t.special or i in self.end_ids}
+        # patterns of control tokens; white space that has a token of its own is text
+        self.special, self._pieces = _any_of(special), _any_of(self._added)
+        self.control = _any_of([t for t in self._added if t.strip(" \t\n\r\u2581")])
+        # the control tokens that end a reply
+        self.end_tokens = frozenset(
+            t for t, i in self._added.items() if i in self.end_ids
+        )
+        parts = json.loads(self._backend.to_str())
+        # for text: without the added vocabulary
+        plain = {**parts, "added_tokens": [], "post_processor": None}
+        self._plain = Tokenizer.from_str(json.dumps(plain))
+        # breaks up control tokens within text; unpredictable for clients
+        self._mark = f"x{secrets.token_hex(12)}x"
+        self._longest = _longest_token(self._backend, parts)
+        # texts are tokenized piece by piece
+        self.keeps_apart = True
+        self.keeps_apart = self._split_agrees()
+        self._end_of_reasoning = self._backend.token_to_id("</think>")
+        self._probe_template()
+
+    def text(
+        self,
+        messages: Sequence[Json],
+        tools: list[Json] | None,
+        variables: Mapping[str, object] | None = None,
+        *,
+        sampled: Collection[int] = (),
+    ) -> str:
+        """Return the prompt's text, with a mark inside control tokens that are text.
+
+        Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format;
+        ``sampled``: indices of messages that are sampled replies. Raises as `render`.
+        """
+        shaped = [self.shape(m, sampled=i in sampled) for i, m in enumerate(messages)]
+        return self.render(shaped, tools, variables)
+
+    def shape(self, message: Json, *, sampled: bool = False) -> Json:
+        """Return a message as the template takes it.
+
+        Raises `GatewayError`: a text spells out a control token that this tokenizer
+        cannot encode as text.
+        """
+        spelled = self.special if sampled else self.control
+        shaped: Json = self._break(self._for_template(message), spelled)
+        return shaped
+
+    def render(
+        self,
+        shaped: Sequence[Json],
+        tools: list[Json] | None,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """Return the text of messages of `shape`.
+
+        Raises `TemplateError`: the template rejects them; and as `shape`.
+        """
+        from jinja2.exceptions import TemplateError as JinjaError
+
+        if not self.takes_late_system:
+            shaped = self._one_system(shaped)
+        # a template is a program that runs on untrusted values; these are its failures
+        failures = (JinjaError, TypeError, ValueError, LookupError, RecursionError)
+        try:
+            text = self._compiled.render(
+                **self._names,
+                **self._break(dict(variables or {}), self.control),
+                messages=shaped,
+                tools=self._break(tools, self.control),
+                add_generation_prompt=True,
+            )
+        except failures as error:
+            message = f"the chat template rejects the messages: {error}"
+            raise TemplateError(message, code="chat_template") from error
+        # of arguments as a model can spell them; no tokenizer has half a character
+        with suppress(UnicodeEncodeError):
+            text.encode()
+            return str(text)
+        return _SURROGATE.sub("\ufffd", text)
+
+    def without_mark(self, text: str) -> str:
+        """Return a part of `text` with the marks removed."""
+        return text.replace(self._mark, "")
+
+    def decode(self, output_ids: Ids, *, ended: bool) -> str:
+        """Return the text of sampled ids, without a final end if the model ``ended`` it."""
+        ids = output_ids.tolist()
+        if ended and ids and ids[-1] in self.end_ids:
+            ids.pop()
+        return str(self._backend.decode(ids, skip_special_tokens=False))
+
+    def end_of_reasoning(self, output_ids: Ids) -> int | None:
+        """Return how many sampled ids the reasoning has with its end token, if any."""
+        if self._end_of_reasoning is None:
+            return None
+        ends = np.flatnonzero(output_ids == self._end_of_reasoning)
+        return int(ends[0]) + 1 if len(ends) else None
+
+    def _break(self, value: Any, spelled: re.Pattern[str]) -> Any:
+        """A JSON value with the mark inside each control token that it spells out."""
+        if isinstance(value, dict):
+            return {
+                self._break(key, spelled): self._break(item, spelled)
+                for key, item in value.items()
+            }
+        if isinstance(value, list):
+            return [self._break(item, spelled) for item in value]
+        while isinstance(value, str) and spelled.search(value):
+            if not self.keeps_apart:
+                raise GatewayError(
+                    "a message or tool spells out a special token, which this model's "
+                    "tokenizer cannot encode as text",
+                    code="special_token_in_text",
+                )
+            value = spelled.sub(lambda t: t[0][0] + self._mark + t[0][1:], value)
+        return value
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise `EngineError` for a text that is too long whatever its tokens."""
+        n_tokens = len(text) // self._longest
+        if n_tokens > max_tokens:
+            raise too_long(n_tokens, max_tokens, "at least ")
+
+    def encode(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
+        """Tokenize a `text`, with the characters of each id after `without_mark`."""
+        self.check_length(self.without_mark(text), max_tokens)
+        if not self.keeps_apart:
+            return encode(self._backend, text, max_tokens)
+        ids, offsets, length = list[Ids](), list[Ids](), 0
+        for part in self._pieces.split(text):
+            token, plain = self._added.get(part), self.without_mark(part)
+            if token is None:
+                piece = encode(self._plain, plain, max_tokens)
+            else:
+                whole = np.array([[0, len(part)]], np.int32)
+                piece = Encoded(np.array([token], np.int32), whole)
+            ids.append(piece.ids)
+            offsets.append(piece.offsets + length)
+            length += len(plain)
+        return Encoded(np.concatenate(ids), np.concatenate(offsets))
+
+    def _split_agrees(self) -> bool:
+        """Whether the pieces between control tokens have the ids of the complete text."""
+        texts = (begins.join(["", *self._added, ""]) for begins in _PROBE_PIECES)
+        # a mark has room within each of them
+        marked = all(len(token) > 1 for token in self._added if token.strip())
+        return marked and all(
+            self.encode(text).ids.tolist() == encode(self._backend, text).ids.tolist()
+            for text in texts
+        )
+
+    def _for_template(self, message: Json) -> Json:
+        """The message in the form that this template renders closest to the sample."""
+        if message["role"] != "assistant":
+            return message
+        calls, thought = message.get("tool_calls"), message.get("reasoning_content")
+        if thought:
+            message = {**message, **dict.fromkeys(_THOUGHTS, thought)}
+            if self._takes_chunks and not calls:
+                chunks = [{"type": "thinking", "thinking": thought}]
+                chunks.append({"type": "text", "text": message["content"]})
+                return {**message, "content": chunks}
+        if not calls:
+            return message
+        if self._keeps_markup and "sampled" in message:
+            # text after a call, which no template would write there
+            plain = {k: v for k, v in message.items() if k != "tool_calls"}
+            return {**plain, "content": message["sampled"]}
+        assert isinstance(calls, list)
+        content, separator = str(message["content"]), self._call_separator
+        if content != separator:
+            # the template adds the separator itself
+            content = content.removesuffix(separator)
+        if thought and content and self._one_text_beside_calls:
+            message = {**message, **dict.fromkeys(_THOUGHTS, f"{thought}\n{content}")}
+            content = ""
+        shaped = []
+        for call in calls:
+            function = {**call["function"]}
+            # invalid JSON stays text
+            with suppress(ValueError, RecursionError):
+                if not self._takes_string:
+                    function["arguments"] = json.loads(function["arguments"] or "{}")
+            shaped.append({**call, "function": function})
+        return {**message, "content": content, "tool_calls": shaped}
+
+    def _probe_template(self) -> None:
+        """Find out in which form the template takes replies, calls and their results."""
+        # until this is known, messages are rendered as they are
+        self._takes_string = self.takes_late_system = True
+        self._keeps_markup, self._call_separator = False, ""
+        self._one_text_beside_calls = self._takes_chunks = False
+        user: Json = {"role": "user", "content": "user"}
+        arguments = '{"probe":  1}'
+
+        def shown(*messages: Json) -> str:
+            # the template rejects it, or the tokenizer a special token within text
+            with suppress(GatewayError):
+                return self.text([user, *messages], None)
+            return ""
+
+        def calling(call_id: str, content: str = "", thought: str = "") -> str:
+            call = tool_call(call_id, "probe", arguments)
+            reply = assistant_message(content, thought, [call])
+            return shown(reply, tool_message(call_id, ["tool"]))
+
+        text = calling("call00000", "lead")
+        self._takes_string = arguments in text  # arguments may be strings
+        # ids of calls: some templates want nine letters and digits
+        self.short_call_ids = bool(text) and not calling("call_0000000000")
+        # the white space before a call
+        between = text.partition("<tool_call>")[0].rpartition("lead")[2]
+        self._call_separator = between if between.isspace() else ""
+        # text and reasoning beside a call are refused
+        both = calling("call00000", "lead", "thought")
+        self._one_text_beside_calls = bool(text) and not both
+        # reasoning is a part of the content
+        if "'thinking'" in self.chat_template:
+            thinks = assistant_message("text", "lead3")
+            apart = "lead3" in shown(thinks)
+            self._takes_chunks = True
+            self._takes_chunks = not apart and "lead3" in shown(thinks)
+        # a call in an assistant message's text is rendered unchanged
+        markup = f"lead<tool_call>\n{arguments}\n</tool_call> lead"
+        written = shown(assistant_message(markup), tool_message("call00000", ["tool"]))
+        self._keeps_markup = markup in self.without_mark(written)
+        # a system message is allowed after other messages
+        system: Json = {"role": "system", "content": "lead2"}
+        late = shown(assistant_message("lead"), system, user)
+        self.takes_late_system = "lead2" in late
+
+    def shows_tools(self) -> bool:
+        """Return whether the template shows the tools that a request offers."""
+        user: list[Json] = [{"role": "user", "content": "user"}]
+        tool = function_tool("probe", "probe", {"type": "object", "properties": {}})
+        with suppress(GatewayError):
+            return self.text(user, [tool]) != self.text(user, None)
+        return False
+
+    def _one_system(self, messages: Sequence[Json]) -> list[Json]:
+        """Join leading system messages, and make later ones reminders by the user."""
+        leading = [*takewhile(lambda m: m["role"] == "system", messages)]
+        adapted: list[Json] = []
+        if leading:
+            text = "\n\n".join(str(message["content"]) for message in leading)
+            adapted.append({"role": "system", "content": text})
+        for message in messages[len(leading) :]:
+            if message["role"] == "system":
+                if self.late_system == "refuse":
+                    raise TemplateError(
+                        "the chat template takes no system message after other "
+                        "messages (--late-system user shows it as a reminder)",
+                        code="late_system_message",
+                    )
+                text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+                message = {"role": "user", "content": text}
+            adapted.append(message)
+        return adapted
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """A pattern of any of some texts, in a group; the longest one matches."""
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    # the empty alternation would match everywhere
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def _template(source: str) -> tuple[Any, frozenset[str]]:
@@ -99,10 +399,13 @@ def _template(source: str) -> tuple[Any, frozenset[str]]:
     from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    def public(kind: type) -> frozenset[str]:
+        return frozenset(name for name in dir(kind) if not name.startswith("_"))
+
     # attributes that the sandbox returns as they are
     safe = {
-        str: _names(str) - {"format", "format_map"},
-        LoopContext: _names(LoopContext),
+        str: public(str) - {"format", "format_map"},
+        LoopContext: public(LoopContext),
     }
 
     class Generation(Extension):
@@ -147,326 +450,6 @@ def _template(source: str) -> tuple[Any, frozenset[str]]:
         raise ValueError(f"the chat template, line {error.lineno}: {error}") from error
 
 
-class ChatRenderer:
-    """One fast tokenizer, the tokens that end a reply, and a chat template.
-
-    ``tokenizer``: a `ModelTokenizer`, or one of transformers. ``chat_template`` replaces
-    the tokenizer's own, ``end_ids`` are tokens besides its
-    ``eos_token`` that end a reply, and ``late_system`` is used where the template refuses
-    a late system message. Raises `ValueError`: there is no template, or no token ends a
-    reply.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        chat_template: str | None = None,
-        *,
-        end_ids: Iterable[int] = (),
-        late_system: LateSystem = "user",
-    ) -> None:
-        template = chat_template or tokenizer.chat_template
-        if isinstance(template, dict):
-            # named templates; the one for tools is complete
-            template = template.get("tool_use") or template.get("default")
-        if not isinstance(template, str):
-            raise ValueError("the tokenizer has no chat template: give --chat-template")
-        self._backend: Tokenizer = tokenizer.backend_tokenizer
-        self._names = {
-            name: value
-            for name, value in tokenizer.special_tokens_map.items()
-            if isinstance(value, str)
-        }
-        own = self._backend.token_to_id(self._names.get("eos_token", ""))
-        ends = dict.fromkeys([*([] if own is None else [own]), *end_ids])
-        if not ends:
-            raise ValueError(
-                "no token ends a reply: neither the tokenizer, generation_config.json "
-                "nor config.json names an eos token: give --stop-token"
-            )
-        self.tokenizer = tokenizer
-        self.chat_template = template
-        self.end_ids = tuple(ends)
-        self.late_system = late_system
-        self._compiled, variables = _template(template)
-        # those that a request or session may set
-        self.variables = variables - _GIVEN - {*self._names}
-        added = self._backend.get_added_tokens_decoder().items()
-        self.text_of_id = {i: token.content for i, token in added}
-        self._added = {text: i for i, text in self.text_of_id.items()}
-        special = {t.content for i, t in added if t.special or i in ends}
-        # patterns of control tokens; white space that has a token of its own is text
-        self.special, self._pieces = _any_of(special), _any_of(self._added)
-        self.control = _any_of([t for t in self._added if t.strip(" \t\n\r\u2581")])
-        # the control tokens that end a reply
-        self.end_tokens = frozenset(t for t, i in self._added.items() if i in ends)
-        parts = json.loads(self._backend.to_str())
-        # for text: without the added vocabulary
-        plain = {**parts, "added_tokens": [], "post_processor": None}
-        self._plain = Tokenizer.from_str(json.dumps(plain))
-        # breaks up control tokens within text; unpredictable for clients
-        self._mark = f"x{secrets.token_hex(12)}x"
-        self._longest = _longest_token(self._backend, parts)
-        # texts are tokenized piece by piece
-        self.keeps_apart = True
-        self.keeps_apart = self._split_agrees()
-        self._probe_template()
-        self._end_of_reasoning = self._backend.token_to_id("</think>")
-        # Ids for single bytes. A run of them can only be decoded at its end, because one
-        # byte that is not UTF-8 makes the entire run unreadable.
-        self.byte_ids: frozenset[int] = frozenset()
-        if '"ByteFallback"' in json.dumps(parts["decoder"]):
-            words = self._backend.get_vocab(with_added_tokens=False).items()
-            self.byte_ids = frozenset(id for word, id in words if _BYTE.fullmatch(word))
-
-    def text(
-        self,
-        messages: Sequence[Json],
-        tools: list[Json] | None,
-        variables: Mapping[str, object] | None = None,
-        *,
-        sampled: Collection[int] = (),
-        generation_prompt: bool = True,
-    ) -> str:
-        """Return the prompt's text, with a mark inside control tokens that are text.
-
-        Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format;
-        ``sampled``: indices of messages that are sampled replies. Raises `TemplateError`:
-        the template rejects the messages. `GatewayError`: a text spells out a control
-        token that this tokenizer cannot encode as text.
-        """
-        from jinja2.exceptions import TemplateError as JinjaError
-
-        shaped = [
-            self._break(self._for_template(m), self.special if i in sampled else None)
-            for i, m in enumerate(messages)
-        ]
-        if not self._takes_late_system:
-            shaped = self._one_system(shaped)
-        # a template is a program that runs on untrusted values; these are its failures
-        try:
-            text = self._compiled.render(
-                **self._names,
-                **self._break(dict(variables or {})),
-                messages=shaped,
-                tools=self._break(tools),
-                add_generation_prompt=generation_prompt,
-            )
-        except (
-            JinjaError,
-            TypeError,
-            ValueError,
-            LookupError,
-            RecursionError,
-        ) as error:
-            message = f"the chat template rejects the messages: {error}"
-            raise TemplateError(message, code="chat_template") from error
-        # of arguments as a model can spell them; no tokenizer has half a character
-        with suppress(UnicodeEncodeError):
-            text.encode()
-            return str(text)
-        return _SURROGATE.sub("\ufffd", text)
-
-    def without_mark(self, text: str) -> str:
-        """Return a part of `text` with the marks removed."""
-        return text.replace(self._mark, "")
-
-    def decode(self, output_ids: Ids, *, ended: bool) -> str:
-        """Return the text of sampled ids, without a final end if the model ``ended`` it."""
-        ids = output_ids.tolist()
-        if ended and ids and ids[-1] in self.end_ids:
-            ids.pop()
-        return str(self._backend.decode(ids, skip_special_tokens=False))
-
-    def end_of_reasoning(self, output_ids: Ids) -> int | None:
-        """Return how many sampled ids the reasoning has with its end token, if any."""
-        if self._end_of_reasoning is None:
-            return None
-        ends = np.flatnonzero(output_ids == self._end_of_reasoning)
-        return int(ends[0]) + 1 if len(ends) else None
-
-    def _break(self, value: Any, spelled: re.Pattern[str] | None = None) -> Any:
-        """A JSON value with the mark inside each control token that it spells out."""
-        spelled = spelled or self.control
-        if isinstance(value, dict):
-            return {
-                self._break(key, spelled): self._break(item, spelled)
-                for key, item in value.items()
-            }
-        if isinstance(value, list):
-            return [self._break(item, spelled) for item in value]
-        while isinstance(value, str) and spelled.search(value):
-            if not self.keeps_apart:
-                raise GatewayError(
-                    "a message or tool spells out a special token, which this model's "
-                    "tokenizer cannot encode as text",
-                    code="special_token_in_text",
-                )
-            value = spelled.sub(
-                lambda token: token[0][0] + self._mark + token[0][1:], value
-            )
-        return value
-
-    def check_length(self, text: str, max_tokens: int) -> None:
-        """Raise `EngineError` for a text that is too long whatever its tokens."""
-        n_tokens = len(text) // self._longest
-        if n_tokens > max_tokens:
-            raise too_long(n_tokens, max_tokens, "at least ")
-
-    def encode(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
-        """Tokenize a `text`, with the characters of each id after `without_mark`."""
-        self.check_length(self.without_mark(text), max_tokens)
-        if not self.keeps_apart:
-            return encode(self._backend, text, max_tokens)
-        found, length = list[Encoded](), 0
-        for part in self._pieces.split(text):
-            token, plain = self._added.get(part), self.without_mark(part)
-            if token is None:
-                piece = encode(self._plain, plain, max_tokens)
-            else:
-                whole = np.array([[0, len(part)]], np.int32)
-                piece = Encoded(np.array([token], np.int32), whole)
-            found.append(Encoded(piece.ids, piece.offsets + length))
-            length += len(plain)
-        ids, offsets = ([getattr(e, n) for e in found] for n in ("ids", "offsets"))
-        return Encoded(np.concatenate(ids), np.concatenate(offsets))
-
-    def _split_agrees(self) -> bool:
-        """Whether the pieces between control tokens have the ids of the complete text."""
-        texts = (begins.join(["", *self._added, ""]) for begins in _PROBE_PIECES)
-        # a mark has room within each of them
-        marked = all(len(token) > 1 for token in self._added if token.strip())
-        return marked and all(
-            self.encode(text).ids.tolist() == encode(self._backend, text).ids.tolist()
-            for text in texts
-        )
-
-    def _for_template(self, message: Json) -> Json:
-        """The message in the form that this template renders closest to the sample."""
-        if message["role"] != "assistant":
-            return message
-        calls, thought = message.get("tool_calls"), message.get("reasoning_content")
-        if thought:
-            message = {**message, **dict.fromkeys(_THOUGHTS, thought)}
-            if self._takes_chunks and not calls:
-                chunks = [{"type": "thinking", "thinking": thought}]
-                chunks.append({"type": "text", "text": message["content"]})
-                return {**message, "content": chunks}
-        if not calls:
-            return message
-        if self._keeps_markup and "sampled" in message:
-            # text after a call, which no template would write there
-            plain = {k: v for k, v in message.items() if k != "tool_calls"}
-            return {**plain, "content": message["sampled"]}
-        assert isinstance(calls, list)
-        content = str(message["content"])
-        separator = self._call_separator
-        if separator and content.endswith(separator) and content != separator:
-            # the template adds the separator itself
-            content = content.removesuffix(separator)
-        if thought and content and self._one_text_beside_calls:
-            message = {**message, **dict.fromkeys(_THOUGHTS, f"{thought}\n{content}")}
-            content = ""
-        shaped = []
-        for call in calls:
-            function = {**call["function"]}
-            # invalid JSON stays text
-            with suppress(ValueError, RecursionError):
-                if not self._takes_string:
-                    function["arguments"] = json.loads(function["arguments"] or "{}")
-            shaped.append({**call, "function": function})
-        return {**message, "content": content, "tool_calls": shaped}
-
-    def _probe_template(self) -> None:
-        """Find out in which form the template takes replies, calls and their results."""
-        # until this is known, messages are rendered as they are
-        self._takes_string = self._takes_late_system = True
-        self._keeps_markup, self._call_separator = False, ""
-        self._one_text_beside_calls = self._takes_chunks = False
-        user: Json = {"role": "user", "content": "user"}
-
-        def shown(*messages: Json) -> str:
-            # the template rejects it, or the tokenizer a special token within text
-            with suppress(GatewayError):
-                return self.text([user, *messages], None)
-            return ""
-
-        def calling(call_id: str, **fields: object) -> list[Json]:
-            call = tool_call(call_id, "probe", _PROBE_ARGUMENTS)
-            reply = assistant_message("", calls=[call])
-            return [{**reply, **fields}, tool_message(call_id, ["tool"])]
-
-        reply: Json = {"role": "assistant", "content": _PROBE_TEXT}
-        text = shown(*calling("call00000", content=_PROBE_TEXT))
-        self._takes_string = _PROBE_ARGUMENTS in text  # arguments may be strings
-        # ids of calls: some templates want nine letters and digits
-        self.short_call_ids = bool(text) and not shown(*calling("call_0000000000"))
-        # the white space before a call
-        between = text.partition("<tool_call>")[0].rpartition(_PROBE_TEXT)[2]
-        self._call_separator = between if between.isspace() else ""
-        # text and reasoning beside a call are refused
-        both = {"content": _PROBE_TEXT, "reasoning_content": "thought"}
-        self._one_text_beside_calls = bool(text) and not shown(
-            *calling("call00000", **both)
-        )
-        # reasoning is a part of the content
-        said = f"{_PROBE_TEXT}3"
-        if "'thinking'" in self.chat_template:
-            thinks = assistant_message("text", said)
-            self._takes_chunks = said not in shown(thinks)
-            self._takes_chunks = self._takes_chunks and said in shown(thinks)
-        # a call in an assistant message's text is rendered unchanged
-        markup = f"<tool_call>\n{_PROBE_ARGUMENTS}\n</tool_call>"
-        markup = f"{_PROBE_TEXT}{markup} {_PROBE_TEXT}"
-        result: Json = {"role": "tool", "content": "tool", "tool_call_id": "call00000"}
-        written = shown({**reply, "content": markup}, result)
-        self._keeps_markup = markup in self.without_mark(written)
-        # a system message is allowed after other messages
-        late = f"{_PROBE_TEXT}2"
-        system: Json = {"role": "system", "content": late}
-        self._takes_late_system = late in shown(reply, system, user)
-
-    def shows_tools(self) -> bool:
-        """Return whether the template shows the tools that a request offers."""
-        user: list[Json] = [{"role": "user", "content": "user"}]
-        tool = function_tool("probe", "probe", {"type": "object", "properties": {}})
-        with suppress(GatewayError):
-            return self.text(user, [tool]) != self.text(user, None)
-        return False
-
-    @property
-    def takes_late_system(self) -> bool:
-        """Whether the template shows a system message after other messages."""
-        return self._takes_late_system
-
-    def _one_system(self, messages: list[Json]) -> list[Json]:
-        """Join leading system messages, and make later ones reminders by the user."""
-        leading = list(takewhile(lambda m: m["role"] == "system", messages))
-        adapted: list[Json] = []
-        if leading:
-            text = "\n\n".join(str(message["content"]) for message in leading)
-            adapted.append({"role": "system", "content": text})
-        for message in messages[len(leading) :]:
-            if message["role"] == "system":
-                if self.late_system == "refuse":
-                    raise TemplateError(
-                        "the chat template takes no system message after other "
-                        "messages (--late-system user shows it as a reminder)",
-                        code="late_system_message",
-                    )
-                text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
-                message = {"role": "user", "content": text}
-            adapted.append(message)
-        return adapted
-
-
-def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """A pattern of any of some texts, in a group; the longest one matches."""
-    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
-    # the empty alternation would match everywhere
-    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-
-
 def encode(tokenizer: Tokenizer, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
     """Tokenize a text without special tokens; other threads run meanwhile."""
     if len(text) <= _SHORT:
@@ -495,9 +478,7 @@ def encode(tokenizer: Tokenizer, text: str, max_tokens: int = NO_LIMIT) -> Encod
 def _longest_token(tokenizer: Tokenizer, parts: dict[str, Any]) -> int:
     """The most characters that one token covers, if the tokenizer bounds it."""
     model, normalizer = parts["model"], parts["normalizer"]
-    swallows = any(
-        token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]
-    )
+    swallows = any(t["lstrip"] or t["rstrip"] for t in parts["added_tokens"])
     # an unknown token may cover several characters, and a normalizer may remove some
     bounded = (
         model["type"] == "BPE"
@@ -508,6 +489,9 @@ def _longest_token(tokenizer: Tokenizer, parts: dict[str, Any]) -> int:
     # NFC joins at most three characters
     factor = 1 if normalizer is None else 3
     return factor * max(map(len, tokenizer.get_vocab())) if bounded else NO_LIMIT
+
+
+# The files of a model
 
 
 def embedded_renderer() -> ChatRenderer:
@@ -539,7 +523,7 @@ def load_renderer(
         raise FileNotFoundError(f"no model directory {str(path)!r}")
     tokenizer: Any
     if (folder / "tokenizer.json").exists() and not trust_remote_code:
-        tokenizer = load_tokenizer(folder)
+        tokenizer = _load_tokenizer(folder)
     else:
         tokenizer = _from_transformers(folder, trust_remote_code)
     ends = [*_configured_ends(folder)]
@@ -551,56 +535,55 @@ def load_renderer(
     return ChatRenderer(tokenizer, chat_template, end_ids=ends, late_system=late_system)
 
 
-def load_tokenizer(folder: Path) -> ModelTokenizer:
-    """Read the tokenizer of a model directory, which has a ``tokenizer.json``.
+def _read(file: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty if there is none."""
+    found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    return found
 
-    Raises `ValueError`: a file cannot be read.
-    """
-    config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).exists():
-            config |= json.loads((folder / name).read_text("utf-8"))
+
+def _load_tokenizer(folder: Path) -> ModelTokenizer:
+    """The tokenizer of a directory that has a ``tokenizer.json``."""
+    names = ("special_tokens_map.json", "tokenizer_config.json", "chat_template.json")
+    special, config, template = (_read(folder / name) for name in names)
     try:
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     # tokenizers has no errors of its own
     except Exception as error:
         raise ValueError(f"tokenizer.json: {error}") from error
-    named = {name: _text(config.get(name)) for name in _NAMED}
-    texts = {name: text for name, text in named.items() if text is not None}
+    texts: dict[str, str] = {}
+    for name in _NAMED:
+        token = {**special, **config}.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            texts[name] = text
     missing = [t for t in texts.values() if backend.token_to_id(t) is None]
     backend.add_special_tokens([AddedToken(text, special=True) for text in missing])
-    return ModelTokenizer(backend, _template_of(folder, config), texts)
-
-
-def _text(token: object) -> str | None:
-    """The text of a token, which a configuration may have as an object."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
-def _template_of(
-    folder: Path, config: Mapping[str, Any]
-) -> str | dict[str, str] | None:
-    """The chat template; several, if they have names."""
+    own = {**config, **template}.get("chat_template")
+    if isinstance(own, list):
+        own = {each["name"]: each["template"] for each in own}
     file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text("utf-8")
-    template = config.get("chat_template")
-    if (folder / "chat_template.json").exists():
-        text = (folder / "chat_template.json").read_text("utf-8")
-        template = json.loads(text).get("chat_template")
-    if isinstance(template, Iterable) and not isinstance(template, str):
-        return {each["name"]: each["template"] for each in template}
-    return template
+    return ModelTokenizer(
+        backend, file.read_text("utf-8") if file.exists() else own, texts
+    )
 
 
 def _from_transformers(folder: Path, trust_remote_code: bool) -> Any:
     """The tokenizer of a directory whose files only transformers can read."""
+    missing = ""
+    if not (folder / "tokenizer.json").exists():
+        kinds = ("tekken.json", "tiktoken.model", "tokenizer.model", "*.tiktoken")
+        found = sorted(file.name for kind in kinds for file in folder.glob(kind))
+        only = f", only {', '.join(found)}" if found else ""
+        missing = (
+            f"there is no tokenizer.json{only}: convert the tokenizer to one "
+            "(save_pretrained of a fast tokenizer of transformers), or serve with "
+            "--trust-remote-code if the directory has Python code for it. "
+        )
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ModuleNotFoundError as error:
         rule = "this tokenizer needs transformers: pip install transformers"
-        raise ValueError(f"{_missing(folder)}{rule}") from error
+        raise ValueError(f"{missing}{rule}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
@@ -608,33 +591,16 @@ def _from_transformers(folder: Path, trust_remote_code: bool) -> Any:
     except Exception as error:
         # transformers fails in as many ways as there are kinds of tokenizers
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{_missing(folder)}the tokenizer: {reason}") from error
+        raise ValueError(f"{missing}the tokenizer: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"{_missing(folder)}the tokenizer is not a fast one")
+        raise ValueError(f"{missing}the tokenizer is not a fast one")
     return tokenizer
-
-
-def _missing(folder: Path) -> str:
-    """What a directory without ``tokenizer.json`` lacks."""
-    if (folder / "tokenizer.json").exists():
-        return ""
-    kinds = ("tekken.json", "tiktoken.model", "tokenizer.model", "*.tiktoken")
-    found = sorted(file.name for kind in kinds for file in folder.glob(kind))
-    only = f", only {', '.join(found)}" if found else ""
-    return (
-        f"there is no tokenizer.json{only}: convert the tokenizer to one (save_pretrained "
-        "of a fast tokenizer of transformers), or serve with --trust-remote-code if the "
-        "directory has Python code for it. "
-    )
 
 
 def _configured_ends(folder: Path) -> Iterable[int]:
     """Yield the ids that end a reply by the files of a model directory."""
     for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        if not file.exists():
-            continue
-        config = json.loads(file.read_text("utf-8"))
+        config = _read(folder / name)
         inner = config.get("text_config")
         for part in (config, inner if isinstance(inner, dict) else {}):
             ids = part.get("eos_token_id")

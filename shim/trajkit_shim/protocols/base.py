@@ -1,33 +1,43 @@
 """What the gateway needs from a protocol: requests in, replies, events and errors out."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+import base64
+import json
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
-from trajkit_shim.chat.images import Images, read_images
-from trajkit_shim.chat.reply import Reply
-from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.chat.images import Images
+from trajkit_shim.chat.request import ChatRequest, Reply, ToolCall, assistant_message
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json
-from trajkit_shim.protocols.stream import event
+from trajkit_shim.json_input import Fields, Json, Reading
 
 Verb: TypeAlias = Literal["reply", "stream", "count"]
 """What a path returns: a reply (streamed if the body asks for it), a streamed reply, or
 the number of tokens of the prompt."""
 
+# Fields of any object that mean nothing to the model: about who asks, storing, caching
+# and billing, and what clients send back of a reply.
+_SILENT = frozenset(
+    "allowed_callers annotations betas cache_control caller citations client_metadata "
+    "context context_management detail eager_input_streaming id "
+    "include_obfuscation includeThoughts index inference_geo input_examples labels "
+    "metadata phase prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "provider_specific_fields reasoning_details refusal safetySettings "
+    "safety_identifier service_tier serviceTier signature speed status store summary "
+    "generate_summary task_budget thinking_blocks thoughtSignature title type user "
+    "verbosity".split()
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireProtocol:
-    """One protocol: fields, and functions between its JSON and the gateway's records."""
+    """One protocol: functions between its JSON and the gateway's records."""
 
     name: str
     paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
     call_prefix: str = "call_"  # prefix of the ids of tool calls
-    known: frozenset[str]  # the fields of a request
-    # those that are accepted with the one value that has no effect
-    neutral: Mapping[str, object] = field(default_factory=dict)
-    required: tuple[str, ...] = ()  # not for a count
+    required: tuple[str, ...] = ()  # fields of a request, but not for a count
     # raises `GatewayError` for missing, invalid or unsupported fields
     parse: Callable[[Fields], ChatRequest]
     write: Callable[[Reply, ChatRequest], Json]
@@ -50,21 +60,21 @@ class WireProtocol:
         self, body: Json, images: Images = "refuse", *, count: bool = False
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`."""
-        ignored: Counter[str] = Counter()
-        fields = Fields(body, ignored=ignored)
-        if count and self.count_of:
-            fields = Fields(fields.get_object(self.count_of) or body, ignored=ignored)
+        reading = Reading(images)
+        fields = Fields(body, reading=reading)
+        if count and self.count_of and fields.peek(self.count_of) is not None:
+            fields.whole()
+            fields = fields.object(self.count_of)
         for name in () if count else self.required:
             if body.get(name) is None:
                 fields.refuse(name, "missing")
-        fields.only(self.known, self.neutral)
         fields.get_text("model")
-        request = replace(self.parse(fields), ignored=ignored)
+        request = self.parse(fields)
+        reading.count_unread(_SILENT)
         if request.messages[-1]["role"] == "assistant":
             # it is shown as complete, and the model answers with another message
-            ignored["continuation of the last message"] += 1
-        read_images(request.messages, images)
-        return request
+            reading.ignored["continuation of the last message"] += 1
+        return replace(request, ignored=reading.ignored, images=reading.images)
 
     def stream(
         self, answer: Reply | GatewayError, request: ChatRequest, n_pings: int
@@ -81,6 +91,15 @@ class WireProtocol:
             yield self.stream_end
 
 
+def known_role(message: Fields, roles: Collection[str]) -> str:
+    """Return the role of a message; one that no template knows is the user's."""
+    role = message.name("role")
+    if role not in roles:
+        message.ignore("role", role)
+        return "user"
+    return role
+
+
 def words_for(
     error: GatewayError, kinds: Mapping[int, str], too_long: str
 ) -> tuple[str, str]:
@@ -93,3 +112,89 @@ def words_for(
     if error.overflow is not None:
         message = too_long.format(*error.overflow)
     return kinds.get(error.status, kinds[500 if error.status >= 500 else 400]), message
+
+
+# The blocks of a reply
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The reasoning of a reply."""
+
+    text: str
+
+
+Block: TypeAlias = Thought | str | ToolCall
+
+SIGNATURE = base64.b64encode(b"trajkit").decode()
+"""What protocols with signed reasoning get as signature."""
+
+
+def blocks(reply: Reply) -> list[Block]:
+    """Return reasoning, texts and calls, in order; at least one block.
+
+    White space alone is none, because clients reject it.
+    """
+    thought = [] if reply.reasoning is None else [Thought(reply.reasoning)]
+    parts = (p for p in reply.parts if isinstance(p, ToolCall) or p.strip())
+    return [*thought, *parts] or [reply.text]
+
+
+def assistant(parts: Iterable[Thought | str | Json]) -> Json:
+    """Return the canonical message of an assistant's reasoning, texts and calls."""
+    given = list(parts)
+    return assistant_message(
+        "".join(part for part in given if isinstance(part, str)),
+        "".join(part.text for part in given if isinstance(part, Thought)),
+        [part for part in given if isinstance(part, dict)],
+    )
+
+
+# the fields of messages, blocks and items that a stream fills
+_EMPTY: Json = {
+    **dict.fromkeys(("arguments", "signature", "text", "thinking"), ""),
+    **dict.fromkeys(("encrypted_content", "stop_reason", "stop_sequence")),
+    "content": [],
+    "input": {},
+    "status": "in_progress",
+}
+
+
+def begun(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object before a stream fills it."""
+    return {name: _EMPTY.get(name, filled) for name, filled in value.items()}
+
+
+# JSON and events
+
+
+@dataclass(frozen=True, slots=True)
+class RawJson:
+    """A JSON text to be sent as a value, unchanged except for its line breaks."""
+
+    text: str
+
+
+def encode(value: Json) -> bytes:
+    """Encode a value that may contain `RawJson` anywhere.
+
+    Half a surrogate pair, which a model can spell but UTF-8 cannot, is escaped.
+    """
+    raws: dict[str, str] = {}
+
+    def mark(raw: RawJson) -> str:
+        name = secrets.token_hex(12)
+        # JSON has line breaks only between tokens, and in an event they end its line
+        raws[f'"{name}"'] = raw.text.replace("\n", " ").replace("\r", " ")
+        return name
+
+    text = json.dumps(value, ensure_ascii=False, default=mark, allow_nan=False)
+    for name, raw in raws.items():
+        text = text.replace(name, raw)
+    return text.encode(errors="backslashreplace")
+
+
+def event(value: Json) -> bytes:
+    """Encode one server-sent event, which is named if its JSON has a type."""
+    head = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{head}data: ".encode() + encode(value) + b"\n\n"

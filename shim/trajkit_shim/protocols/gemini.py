@@ -1,47 +1,28 @@
 """Gemini generateContent and streamGenerateContent: requests, replies and errors.
 
 A stream always consists of server-sent events, as with ``alt=sse``. The model in the path
-is ignored, as are ``safetySettings`` and labels. Tools that only the
-provider can run are dropped and counted.
+is ignored.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.reply import Reply, ToolCall
-from trajkit_shim.chat.sampling_params import SamplingParams, parse_sampling
+from trajkit_shim.chat.request import Reply, ToolCall
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json, as_list, refuse
-from trajkit_shim.protocols import stream
-from trajkit_shim.protocols.base import Verb, WireProtocol, words_for
-from trajkit_shim.protocols.openai_chat import known_role
-from trajkit_shim.protocols.stream import Block, Thought
+from trajkit_shim.json_input import Fields, Json, as_list, as_object, refuse
+from trajkit_shim.protocols import base
+from trajkit_shim.protocols.base import Block, Thought, Verb, WireProtocol
 
-_KNOWN = (
-    "chat_template_kwargs contents generationConfig labels model safetySettings "
-    "serviceTier store systemInstruction toolConfig tools"
-)
-# fields of the configuration that are accepted with the one value that has no effect
-_NEUTRAL: Mapping[str, object] = {
-    "frequencyPenalty": 0,
-    "logprobs": 0,
-    "presencePenalty": 0,
-    "responseModalities": ["TEXT"],
-}
 _LIMITS: Mapping[str, str | None] = {
     "max_tokens": "maxOutputTokens",
     "top_p": "topP",
     "top_k": "topK",
     "stop": "stopSequences",
 }
-_CONFIG = frozenset(
-    "candidateCount maxOutputTokens responseJsonSchema responseLogprobs responseMimeType "
-    "responseSchema seed stopSequences temperature thinkingConfig topK topP".split()
-)
 # run by the provider; the model cannot call them because it does not see them
 _HOSTED = (
     "codeExecution googleMaps googleSearch googleSearchRetrieval urlContext".split()
@@ -53,15 +34,23 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     system = map(_text, list(fields.section("systemInstruction").objects("parts")))
     messages = chat.system_message("\n".join(filter(None, system)))
     messages += _messages(fields.filled("contents"))
-    tools = _tools(fields)
+    tools = chat.Tools()
+    for tool in fields.objects("tools"):
+        for declared in tool.objects("functionDeclarations"):
+            tools.add(declared, _schema(declared, "parametersJsonSchema", "parameters"))
+        tools.left_out += [name for name in _HOSTED if tool.peek(name) is not None]
     calling = fields.section("toolConfig").section("functionCallingConfig")
-    calling.only({"allowedFunctionNames", "mode"})
     modes = ("ANY", "AUTO", "MODE_UNSPECIFIED", "NONE", "VALIDATED")
     mode = calling.one_of("mode", modes, "AUTO")
     names = [str(chat.function_of(tool)["name"]) for tool in tools.functions]
     config = fields.section("generationConfig")
-    config.only(_CONFIG, _NEUTRAL)
     config.get("candidateCount", chat.as_one_reply)
+    if config.peek("responseModalities") not in (None, ["TEXT"]):
+        config.ignore("responseModalities")
+    top_k = config.json.get("topK")
+    if isinstance(top_k, float) and top_k.is_integer():
+        # the official client sends 40.0
+        config.json["topK"] = int(top_k)
     return chat.ChatRequest(
         messages=messages,
         tools=tools.offered(none=mode == "NONE"),
@@ -72,23 +61,20 @@ def _parse(fields: Fields) -> chat.ChatRequest:
             strict=names if mode in ("ANY", "VALIDATED") else (),
             schema=_schema_of_text(config),
         ),
-        sampling=_sampling(config),
-        thinking=_thinking(fields, config),
-        logprobs=config.flag("responseLogprobs"),
+        sampling=chat.parse_sampling(config, _LIMITS),
+        thinking=_thinking(fields, config.section("thinkingConfig")),
         stream=False,
         left_out=tuple(tools.left_out),
     )
 
 
-def _thinking(fields: Fields, config: Fields) -> chat.Thinking:
-    given = config.section("thinkingConfig")
-    given.only({"includeThoughts", "thinkingBudget", "thinkingLevel"})
-    budget = given.json.get("thinkingBudget")
+def _thinking(fields: Fields, given: Fields) -> chat.Thinking:
+    budget = given.peek("thinkingBudget")
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
         # -1: the model decides
         budget = None
     return chat.Thinking(
-        variables=fields.section("chat_template_kwargs").json,
+        variables=fields.get_object("chat_template_kwargs") or {},
         effort=given.get_text("thinkingLevel"),
         on=None if budget is None else budget > 0,
         budget=budget or None,
@@ -99,15 +85,14 @@ def _messages(contents: list[Fields]) -> list[Json]:
     messages: list[Json] = []
     waiting: list[Json] = []  # calls of the latest reply without a result
     for content in contents:
-        content.only({"role", "parts"})
         role = "user"
         if content.json.get("role") is not None:
-            role = known_role(content, ("user", "function", "model"))
+            role = base.known_role(content, ("user", "function", "model"))
         parts = list(content.objects("parts"))
         if role == "model":
             said = [_model_part(part, i) for i, part in enumerate(parts, 1)]
             waiting = [part for part in said if isinstance(part, dict)]
-            messages.append(stream.assistant(said))
+            messages.append(base.assistant(said))
         else:
             given = [_user_part(part, waiting) for part in parts]
             messages += chat.user_messages(given)
@@ -115,58 +100,27 @@ def _messages(contents: list[Fields]) -> list[Json]:
 
 
 def _model_part(part: Fields, index: int) -> Thought | str | Json:
-    if part.json.get("functionCall") is not None:
+    if part.peek("functionCall") is not None:
         call = part.object("functionCall")
-        call.only({"id", "name", "args"})
         name, call_id = call.name("name"), call.get_text("id")
-        if call_id is None:
-            # clients may omit ids
-            call_id = f"{name}-{index}"
-        args = json.dumps(call.section("args").json, ensure_ascii=False)
+        # clients may omit ids
+        call_id = f"{name}-{index}" if call_id is None else call_id
+        args = json.dumps(call.get_object("args") or {}, ensure_ascii=False)
         return chat.tool_call(call_id, name, args)
     text = _text(part)
-    return Thought(text) if part.json.get("thought") else text
+    return Thought(text) if part.peek("thought") else text
 
 
-def _user_part(part: Fields, waiting: list[Json]) -> images.Part | Json:
-    if part.json.get("functionResponse") is not None:
+def _user_part(part: Fields, waiting: list[Json]) -> images.Part:
+    if part.peek("functionResponse") is not None:
         return _result(part.object("functionResponse"), waiting)
     for name in ("inlineData", "fileData"):
-        if part.json.get(name) is not None:
-            return _image(part, name)
+        if part.peek(name) is not None:
+            kind = part.object(name).peek("mimeType")
+            if not str(kind).startswith("image/"):
+                images.refuse_content(part, name, kind)
+            return images.read_image(part, name, kind, partial(_url, name))
     return _text(part)
-
-
-def _result(result: Fields, waiting: list[Json]) -> Json:
-    result.only({"id", "name", "response"})
-    name, call_id = result.name("name"), result.get_text("id")
-    if call_id is None:
-        calls = [call for call in waiting if chat.function_of(call)["name"] == name]
-        if not calls:
-            refuse(result.path, f"there is no call of {name!r} without a result")
-        waiting.remove(calls[0])
-        call_id = str(calls[0]["id"])
-    given = result.object("response").json
-    # its only text, or its JSON
-    ((key, value),) = given.items() if len(given) == 1 else [("", None)]
-    text = json.dumps(given, ensure_ascii=False)
-    if key in ("output", "result", "error") and isinstance(value, str):
-        text = value
-    return chat.tool_message(call_id, [text], failed="error" in given)
-
-
-def _text(part: Fields) -> str:
-    part.only({"text", "thought", "thoughtSignature"})
-    # a part may be only a signature
-    return part.get_text("text") or ""
-
-
-def _image(part: Fields, name: str) -> images.GivenImage:
-    given = part.object(name)
-    kind = given.json.get("mimeType")
-    if not str(kind).startswith("image/"):
-        images.refuse_content(part, name, kind)
-    return images.GivenImage(part, name, kind, partial(_url, name))
 
 
 def _url(name: str, part: Fields) -> str:
@@ -176,16 +130,26 @@ def _url(name: str, part: Fields) -> str:
     return images.data_url(given, "mimeType", "data")
 
 
-def _tools(fields: Fields) -> chat.Tools:
-    tools = chat.Tools()
-    for tool in fields.objects("tools"):
-        tool.only({"functionDeclarations", *_HOSTED})
-        for declared in tool.objects("functionDeclarations"):
-            schema = _schema(declared, "parametersJsonSchema", "parameters")
-            tools.add(declared, schema)
-        given = {name for name, value in tool.json.items() if value is not None}
-        tools.left_out += given.intersection(_HOSTED)
-    return tools
+def _result(result: Fields, waiting: list[Json]) -> Json:
+    name, call_id = result.name("name"), result.get_text("id")
+    if call_id is None:
+        calls = [call for call in waiting if chat.function_of(call)["name"] == name]
+        if not calls:
+            refuse(result.path, f"there is no call of {name!r} without a result")
+        waiting.remove(calls[0])
+        call_id = str(calls[0]["id"])
+    given = result.need("response", as_object)
+    # its only text, or its JSON
+    ((key, value),) = given.items() if len(given) == 1 else [("", None)]
+    text = json.dumps(given, ensure_ascii=False)
+    if key in ("output", "result", "error") and isinstance(value, str):
+        text = value
+    return chat.tool_message(call_id, [text], failed="error" in given)
+
+
+def _text(part: Fields) -> str:
+    # a part may be only a signature
+    return part.get_text("text") or ""
 
 
 def _schema(fields: Fields, *names: str) -> Json | None:
@@ -217,43 +181,7 @@ def _schema_of_text(config: Fields) -> Json | None:
     return given
 
 
-def _sampling(config: Fields) -> SamplingParams:
-    top_k = config.json.get("topK")
-    if isinstance(top_k, float) and top_k.is_integer():
-        # the official client sends 40.0
-        config = Fields({**config.json, "topK": int(top_k)}, config.path)
-    return parse_sampling(config, _LIMITS)
-
-
 def _write(reply: Reply, _: chat.ChatRequest) -> Json:
-    parts = [_part(block, reply) for block in stream.blocks(reply)]
-    return _body(reply, [_candidate(reply, parts)])
-
-
-def _part(block: Block, reply: Reply) -> Json:
-    if isinstance(block, ToolCall):
-        args = stream.RawJson(block.arguments)
-        return {"functionCall": {"id": block.call_id, "name": block.name, "args": args}}
-    if isinstance(block, str):
-        return {"text": block}
-    signed = stream.signature(reply)
-    return {"text": block.text, "thought": True, "thoughtSignature": signed}
-
-
-def _candidate(reply: Reply, parts: list[Json], last: bool = True) -> Json:
-    candidate: Json = {"content": {"role": "model", "parts": parts}, "index": 0}
-    if last:
-        candidate["finishReason"] = "MAX_TOKENS" if reply.cut else "STOP"
-    if last and reply.tokens is not None:
-        chosen = [
-            {"token": one.text, "tokenId": one.token_id, "logProbability": one.logprob}
-            for one in reply.tokens
-        ]
-        candidate["logprobsResult"] = {"chosenCandidates": chosen}
-    return candidate
-
-
-def _body(reply: Reply, candidates: list[Json]) -> Json:
     usage = reply.usage
     counts: Json = {
         "promptTokenCount": usage.prompt_tokens,
@@ -264,20 +192,27 @@ def _body(reply: Reply, candidates: list[Json]) -> Json:
         counts["cachedContentTokenCount"] = usage.cached_tokens
     if usage.reasoning_tokens:
         counts["thoughtsTokenCount"] = usage.reasoning_tokens
+    parts = [_part(block) for block in base.blocks(reply)]
+    candidate: Json = {
+        "content": {"role": "model", "parts": parts},
+        "finishReason": "MAX_TOKENS" if reply.cut else "STOP",
+        "index": 0,
+    }
     return {
-        "candidates": candidates,
+        "candidates": [candidate],
         "usageMetadata": counts,
         "modelVersion": reply.model,
         "responseId": reply.reply_id,
     }
 
 
-def _chunks(reply: Reply, _: chat.ChatRequest, __: int) -> Iterator[Json]:
-    # each has a part; the last one has the finish reason too
-    parts = [_part(block, reply) for block in stream.blocks(reply)]
-    filled = [part for part in parts if part.get("text") != ""] or [{"text": ""}]
-    for n_left, part in enumerate(filled, 1 - len(filled)):
-        yield _body(reply, [_candidate(reply, [part], last=n_left == 0)])
+def _part(block: Block) -> Json:
+    if isinstance(block, ToolCall):
+        args = base.RawJson(block.arguments)
+        return {"functionCall": {"id": block.call_id, "name": block.name, "args": args}}
+    if isinstance(block, str):
+        return {"text": block}
+    return {"text": block.text, "thought": True, "thoughtSignature": base.SIGNATURE}
 
 
 _STATUSES = {
@@ -298,7 +233,7 @@ def _error(error: GatewayError) -> Json:
     too_long = (
         "The input token count ({}) exceeds the maximum number of tokens allowed ({})."
     )
-    status, message = words_for(error, _STATUSES, too_long)
+    status, message = base.words_for(error, _STATUSES, too_long)
     return {"error": {"code": error.status, "message": message, "status": status}}
 
 
@@ -315,10 +250,10 @@ GEMINI = WireProtocol(
         for version in ("v1", "v1beta")
         for method, verb in _VERBS.items()
     },
-    known=frozenset(_KNOWN.split()),
     parse=_parse,
     write=_write,
-    events=_chunks,
+    # one event has it all, since it comes at once
+    events=lambda reply, request, _: [_write(reply, request)],
     # the official client parses comments as JSON
     ping=lambda *_: b"\n",
     error=_error,

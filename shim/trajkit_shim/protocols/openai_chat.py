@@ -1,67 +1,50 @@
-"""OpenAI Chat Completions: requests, replies, chunks and errors.
+"""OpenAI Chat Completions: requests, replies, chunks and errors."""
 
-Accepted and ignored: fields about who asks, and about storing and billing.
-"""
-
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import GivenImage, Part, Readers, joined, read_parts
-from trajkit_shim.chat.reply import Reply, Token, ToolCall, Usage
-from trajkit_shim.chat.sampling_params import PARAM_NAMES, parse_sampling
+from trajkit_shim.chat.images import Part, Readers, joined, read_image, read_parts
+from trajkit_shim.chat.request import Reply, Usage
 from trajkit_shim.errors import error_body
 from trajkit_shim.json_input import Fields, Json, as_flag
-from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.stream import Thought, blocks
+from trajkit_shim.protocols.base import WireProtocol, known_role
 
-_CHUNK = "chat.completion.chunk"
-
-_KNOWN = (
-    "chat_template_kwargs logprobs messages metadata model n parallel_tool_calls "
-    "prompt_cache_key reasoning reasoning_effort "
-    "prompt_cache_retention response_format safety_identifier service_tier store stream "
-    "stream_options thinking tool_choice tools user"
-)
-# fields that clients add to messages and that mean nothing to the model
-_SILENT = frozenset({"annotations", "cache_control", "provider_specific_fields"})
-# those of a message besides role, content and name
-_FIELDS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("system", "developer", "user"), ()),
-    "tool": ("tool_call_id",),
-    "assistant": (
-        *("tool_calls", "reasoning_content", "reasoning", "reasoning_details"),
-        *("thinking_blocks", "refusal"),
-    ),
-}
+_ROLES = ("system", "developer", "user", "tool", "assistant")
 
 
 def _parse(fields: Fields) -> chat.ChatRequest:
-    stream = fields.flag("stream")
     options = fields.section("stream_options")
     fields.get("n", chat.as_one_reply)
-    options.only({"include_usage", "include_obfuscation"})
     tools = chat.Tools()
     for tool in fields.objects("tools"):
         kind = tool.name("type")
         if kind != "function":
-            # only a provider can run it
-            tools.left_out.append(kind)
+            tools.leave_out(tool, kind)
             continue
         function = tool.object("function")
-        tools.functions.append(tool.json)
         tools.strict += [function.name("name")] * function.flag("strict")
+        tools.functions.append(tool.whole())
+        function.whole()
+    sampling = {"max_tokens": "max_tokens"}
+    if fields.peek("max_completion_tokens") is not None:
+        newer, older = fields.json["max_completion_tokens"], fields.peek("max_tokens")
+        if older not in (None, newer):
+            rule = f"{newer} contradicts max_tokens = {older}"
+            fields.refuse("max_completion_tokens", rule)
+        sampling["max_tokens"] = "max_completion_tokens"
     schema = chat.text_schema(fields, "response_format")
+    if fields.peek("modalities") not in (None, ["text"]):
+        fields.ignore("modalities")
     offered, required = read_required(fields, tools, schema)
     return chat.ChatRequest(
         messages=[canonical_message(each) for each in fields.filled("messages")],
         tools=offered,
         required=required,
-        sampling=parse_sampling(fields),
+        sampling=chat.parse_sampling(fields, sampling),
         thinking=thinking(fields),
         left_out=tuple(tools.left_out),
-        logprobs=fields.flag("logprobs"),
-        stream=stream,
+        stream=fields.flag("stream"),
         include_usage=options.flag("include_usage"),
     )
 
@@ -69,11 +52,10 @@ def _parse(fields: Fields) -> chat.ChatRequest:
 def thinking(fields: Fields) -> chat.Thinking:
     """Read the fields of OpenAI's protocols about reasoning, and the template's."""
     reasoning = fields.section("reasoning")
-    reasoning.only({"effort", "summary", "generate_summary"})
     # as Anthropic's, from proxies
-    switch = fields.section("thinking").json.get("type")
+    switch = fields.section("thinking").peek("type")
     return chat.Thinking(
-        variables=fields.section("chat_template_kwargs").json,
+        variables=fields.get_object("chat_template_kwargs") or {},
         effort=fields.get_text("reasoning_effort") or reasoning.get_text("effort"),
         on=chat.SWITCH.get(str(switch)),
     )
@@ -83,7 +65,7 @@ def read_required(
     fields: Fields, tools: chat.Tools, schema: Json | None
 ) -> tuple[list[Json] | None, chat.Required]:
     """Return the tools that may be called, and the required form of the reply."""
-    given = fields.json.get("tool_choice") or "auto"
+    given = fields.peek("tool_choice") or "auto"
     names: tuple[str, ...] = ()
     if isinstance(given, dict):
         choice = fields.object("tool_choice")
@@ -94,6 +76,7 @@ def read_required(
             allowed = choice.object(given) if given in choice.json else choice
             given = allowed.name("mode")
             names = tuple(map(_named, allowed.filled("tools")))
+        choice.whole()
     if given not in ("auto", "none", "required"):
         fields.ignore("tool_choice", str(given))
     return tools.offered(none=given == "none"), chat.Required(
@@ -113,58 +96,46 @@ def _named(choice: Fields) -> str:
 
 def canonical_message(message: Fields) -> Json:
     """Return a chat message in canonical form (`trajkit_shim.chat.request`)."""
-    role = known_role(message, _FIELDS)
-    message.only({"role", "content", "name", *_FIELDS[role], *_SILENT})
-    found = message.json.get("content") is not None
+    role = known_role(message, _ROLES)
+    found = message.peek("content") is not None
     if not found and role != "assistant":
         message.refuse("content", f"missing in a {role} message")
-    parts = read_parts(message, "content", _PARTS) if found else []
-    role = "system" if role == "developer" else role
-    canonical: Json = {"role": role, "content": joined(parts)}
-    if message.json.get("name") is not None:
+    readers = _PARTS if role in ("user", "tool") else _TEXTS
+    parts = read_parts(message, "content", readers) if found else []
+    canonical: Json = {
+        "role": "system" if role == "developer" else role,
+        "content": joined(parts),
+    }
+    if message.peek("name") is not None:
         canonical["name"] = message.text("name")
-    if role == "assistant":
-        # as SGLang, vLLM and OpenRouter name it
-        thought = message.json.get("reasoning_content") or message.json.get("reasoning")
-        if isinstance(thought, str) and thought:
-            canonical["reasoning_content"] = thought
     if role == "tool":
         canonical["tool_call_id"] = message.text("tool_call_id")
-    calls = [_tool_call(call) for call in message.objects("tool_calls")]
-    if calls:
-        canonical["tool_calls"] = calls
+    if role == "assistant":
+        # as SGLang, vLLM and OpenRouter name it
+        thought = message.peek("reasoning_content") or message.peek("reasoning")
+        message.peek("reasoning")
+        if isinstance(thought, str) and thought:
+            canonical["reasoning_content"] = thought
+        calls = [_tool_call(call) for call in message.objects("tool_calls")]
+        if calls:
+            canonical["tool_calls"] = calls
     return canonical
 
 
-def known_role(message: Fields, roles: Collection[str]) -> str:
-    """Return the role of a message; one that no template knows is the user's."""
-    role = message.name("role")
-    if role not in roles:
-        message.ignore("role", role)
-        return "user"
-    return role
-
-
-def _text(part: Fields) -> str:
-    part.only({"type", "text", *_SILENT})
-    return part.text("text")
-
-
 def _url(part: Fields) -> str:
-    image = part.object("image_url")
-    # the detail does not apply to the model's processor
-    image.only({"url", "detail"})
-    return image.text("url")
+    return part.object("image_url").text("url")
 
 
-_image = partial(GivenImage, name="type", kind="image_url", url=_url)
-_PARTS: Readers[Part] = {"text": _text, "image_url": _image}
+def _image(part: Fields) -> Part:
+    return read_image(part, "type", "image_url", _url)
+
+
+_TEXTS: Readers = {"text": partial(Fields.text, name="text")}
+_PARTS: Readers = {**_TEXTS, "image_url": _image}
 
 
 def _tool_call(call: Fields) -> Json:
-    call.only({"id", "type", "function", "index", *_SILENT})
     call_id, function = call.text("id"), call.object("function")
-    function.only({"name", "arguments", *_SILENT})
     arguments = function.get_text("arguments") or ""
     return chat.tool_call(call_id, function.name("name"), arguments)
 
@@ -174,71 +145,43 @@ def write(reply: Reply, _: chat.ChatRequest) -> Json:
     if reply.reasoning is not None:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:
-        message["tool_calls"] = [_call(call) for call in reply.calls]
-    choice: Json = {"index": 0, "message": message, **_ending(reply)}
-    body = _body(reply, "chat.completion", [choice])
+        message["tool_calls"] = _calls(reply)
+    body = _body(reply, "chat.completion", "message", message)
     return {**body, "usage": _usage(reply.usage)}
 
 
-def _body(reply: Reply, kind: str, choices: list[Json]) -> Json:
+def _calls(reply: Reply) -> list[Json]:
+    return [chat.tool_call(c.call_id, c.name, c.arguments) for c in reply.calls]
+
+
+def _body(reply: Reply, kind: str, name: str, value: Json, last: bool = True) -> Json:
+    reason = {"cut": "length", "calls": "tool_calls"}.get(reply.ending, "stop")
+    choice: Json = {"index": 0, name: value, "logprobs": None}
     return {
         "id": f"chatcmpl-{reply.reply_id}",
         "object": kind,
         "created": reply.created,
         "model": reply.model,
-        "choices": choices,
+        "choices": [{**choice, "finish_reason": reason if last else None}],
     }
-
-
-def _ending(reply: Reply) -> Json:
-    reasons = {"cut": "length", "calls": "tool_calls"}
-    logprobs = None
-    if reply.tokens is not None:
-        logprobs = {"content": token_logprobs(reply.tokens), "refusal": None}
-    return {"logprobs": logprobs, "finish_reason": reasons.get(reply.ending, "stop")}
-
-
-def token_logprobs(tokens: Sequence[Token]) -> list[Json]:
-    """Return tokens with their logprobs, in the form of OpenAI's protocols."""
-    return [
-        {
-            "token": token.text,
-            "bytes": [*token.text.encode("utf-8", "replace")],
-            "logprob": token.logprob,
-            "top_logprobs": [],
-        }
-        for token in tokens
-    ]
-
-
-def _call(call: ToolCall) -> Json:
-    return chat.tool_call(call.call_id, call.name, call.arguments)
 
 
 def _chunks(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
     # with include_usage every chunk but the last has a null usage
     usage: Json = {"usage": None} if request.include_usage else {}
-
-    def chunk(delta: Json, ending: Json | None = None) -> Json:
-        ending = ending or {"logprobs": None, "finish_reason": None}
-        choice = {"index": 0, "delta": delta, **ending}
-        return {**_body(reply, _CHUNK, [choice]), **usage}
-
-    yield chunk({"role": "assistant", "content": ""})
-    n_calls = 0
-    # here white space alone is content too
-    for block in blocks(reply, spaces=True):
-        if isinstance(block, ToolCall):
-            yield chunk({"tool_calls": [{"index": n_calls, **_call(block)}]})
-            n_calls += 1
-        elif isinstance(block, Thought):
-            if block.text:
-                yield chunk({"reasoning_content": block.text})
-        elif block:
-            yield chunk({"content": block})
-    yield chunk({}, _ending(reply))
+    made = partial(_body, reply, "chat.completion.chunk", "delta")
+    deltas: list[Json] = [{"role": "assistant", "content": ""}]
+    if reply.reasoning:
+        deltas.append({"reasoning_content": reply.reasoning})
+    if reply.text:
+        deltas.append({"content": reply.text})
+    for index, call in enumerate(_calls(reply)):
+        deltas.append({"tool_calls": [{"index": index, **call}]})
+    for delta in deltas:
+        yield made(delta, last=False) | usage
+    yield made({}) | usage
     if request.include_usage:
-        yield {**_body(reply, _CHUNK, []), "usage": _usage(reply.usage)}
+        yield made({}) | {"choices": [], "usage": _usage(reply.usage)}
 
 
 def _usage(usage: Usage) -> Json:
@@ -258,14 +201,6 @@ def _usage(usage: Usage) -> Json:
 OPENAI_CHAT = WireProtocol(
     name="openai_chat",
     paths={"/v1/chat/completions": "reply"},
-    known=frozenset({*PARAM_NAMES, *_KNOWN.split()}),
-    neutral={
-        "frequency_penalty": 0,
-        "logit_bias": {},
-        "modalities": ["text"],
-        "presence_penalty": 0,
-        "top_logprobs": 0,
-    },
     parse=_parse,
     write=write,
     events=_chunks,

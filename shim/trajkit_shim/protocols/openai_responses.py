@@ -4,10 +4,6 @@ The client sends the entire conversation each time. Nothing is stored, so there 
 ``previous_response_id``. The items of one sampled turn form one message. An item's id
 identifies its turn; items without an id belong together up to another role's message or
 the next turn's reasoning.
-
-Accepted and ignored: ``store``, and fields about the client, caching and billing. Tools
-that are not functions (web search and the like) are dropped and counted, as are items of
-their calls.
 """
 
 import base64
@@ -18,61 +14,44 @@ from typing import Any, TypeAlias
 
 from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.reply import Reply, ToolCall
-from trajkit_shim.chat.sampling_params import parse_sampling
+from trajkit_shim.chat.request import Reply, ToolCall
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import Fields, Json, as_list, as_name
-from trajkit_shim.protocols import stream
-from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.openai_chat import (
-    known_role,
-    read_required,
-    thinking,
-    token_logprobs,
-)
-from trajkit_shim.protocols.stream import Thought, event
+from trajkit_shim.protocols import base
+from trajkit_shim.protocols.base import Thought, WireProtocol, event, known_role
+from trajkit_shim.protocols.openai_chat import read_required, thinking
 
-_KNOWN = (
-    "chat_template_kwargs client_metadata include input instructions "
-    "max_output_tokens metadata model parallel_tool_calls previous_response_id "
-    "prompt_cache_key prompt_cache_options prompt_cache_retention reasoning "
-    "safety_identifier service_tier store stream "
-    "stream_options temperature text tool_choice tools top_p user"
-)
 _NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
-_LOGPROBS = "message.output_text.logprobs"
-# the kinds of items, and their fields besides id, type and status
-_ITEMS = {
-    "message": ("role", "content", "phase"),
-    "reasoning": ("summary", "content", "encrypted_content"),
-    "function_call": ("call_id", "name", "namespace", "arguments"),
-    "function_call_output": ("call_id", "output"),
-}
 _ROLES = ("assistant", "system", "user", "developer")
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
-_STREAMED_ERRORS = frozenset({"context_length_exceeded"})
+_LOGPROBS = "message.output_text.logprobs"
 # prefix of encoded reasoning, which is not secret
 _PACKED = "trajkit1."
+# Codex does not retry after this and invalid_prompt
+_TOO_LONG = "context_length_exceeded"
 
 
 def _parse(fields: Fields) -> chat.ChatRequest:
-    if fields.json.get("previous_response_id") is not None:
+    if fields.peek("previous_response_id") is not None:
         rule = "nothing is stored here: send the entire conversation as input"
         fields.refuse("previous_response_id", rule, "unsupported_parameter")
     messages = chat.system_message(fields.get_text("instructions"))
     tools = chat.Tools()
     _add_tools(tools, fields)
-    format = fields.section("text")
-    format.only({"format", "verbosity"})
-    schema = chat.text_schema(format, "format")
+    schema = chat.text_schema(fields.section("text"), "format")
     offered, required = read_required(fields, tools, schema)
+    if _LOGPROBS in (fields.get("include", as_list) or ()):
+        fields.ignore("include", _LOGPROBS)
+    fields.peek("stream_options")
+    if fields.peek("truncation") not in (None, "disabled"):
+        fields.ignore("truncation")
     return chat.ChatRequest(
         messages=messages + _messages(fields),
         tools=offered,
         required=required,
-        sampling=parse_sampling(fields, _NAMES),
+        sampling=chat.parse_sampling(fields, _NAMES),
         thinking=thinking(fields),
-        logprobs=_LOGPROBS in (fields.get("include", as_list) or ()),
         stream=fields.flag("stream"),
         left_out=tuple(tools.left_out),
         namespaces=tools.namespaces,
@@ -89,17 +68,17 @@ def _add_tools(tools: chat.Tools, fields: Fields, namespace: str = "") -> None:
             if namespace:
                 tools.namespaces[name] = namespace, tool.name("name")
         elif kind == "namespace" and not namespace:
+            tool.peek("description")
             _add_tools(tools, tool, tool.name("name"))
         else:
-            # only the provider can run it, or it is no function with JSON arguments
-            tools.left_out.append(kind)
+            tools.leave_out(tool, kind)
 
 
 _Part: TypeAlias = Thought | str | Json
 
 
 def _messages(fields: Fields) -> list[Json]:
-    value = fields.json.get("input")
+    value = fields.peek("input")
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     # a turn's parts become a message once they are complete
@@ -109,15 +88,16 @@ def _messages(fields: Fields) -> list[Json]:
         kind = as_name(item.json.get("type", "message"), item.at("type"))
         if kind not in _ITEMS:
             item.ignore("type", kind)
+            item.whole()
             continue
-        item.only({"id", "type", "status", *_ITEMS[kind]})
         role = known_role(item, _ROLES) if kind == "message" else None
         if kind == "function_call_output":
             output = images.read_parts(item, "output", _PARTS)
             found.append(chat.tool_message(item.text("call_id"), output))
         elif role is not None and role != "assistant":
             role = "system" if role == "developer" else role
-            content = images.joined(images.read_parts(item, "content", _PARTS))
+            readers = _PARTS if role == "user" else _TEXTS
+            content = images.joined(images.read_parts(item, "content", readers))
             found.append({"role": role, "content": content})
         else:
             named = _ITEM_ID.fullmatch(str(item.json.get("id")))
@@ -135,7 +115,7 @@ def _messages(fields: Fields) -> list[Json]:
             turn += _item_parts(kind, item)
     if not found:
         fields.refuse("input", "no message of a kind that is known here")
-    return [stream.assistant(e) if isinstance(e, list) else e for e in found]
+    return [base.assistant(e) if isinstance(e, list) else e for e in found]
 
 
 def _item_parts(kind: str, item: Fields) -> Sequence[_Part]:
@@ -149,37 +129,35 @@ def _item_parts(kind: str, item: Fields) -> Sequence[_Part]:
 
 
 def _text(part: Fields) -> str:
-    part.only({"type", "text", "annotations", "logprobs"})
+    part.peek("logprobs")
     return part.text("text")
 
 
-def _url(part: Fields) -> str:
-    # the detail does not apply to the model's processor
-    part.only({"type", "image_url", "detail"})
-    return part.text("image_url")
+def _image(part: Fields) -> images.Part:
+    read = partial(Fields.text, name="image_url")
+    return images.read_image(part, "type", "input_image", read)
 
 
-_TEXTS: images.Readers[str] = dict.fromkeys(
-    ("input_text", "output_text", "text"), _text
-)
-_image = partial(images.GivenImage, name="type", kind="input_image", url=_url)
-_PARTS: images.Readers[images.Part] = {**_TEXTS, "input_image": _image}
+_TEXTS: images.Readers = dict.fromkeys(("input_text", "output_text", "text"), _text)
+_PARTS: images.Readers = {**_TEXTS, "input_image": _image}
 
 
 def _reasoning(item: Fields) -> str:
     """The text of a reasoning item: its content, the encoded text, or a summary."""
-    if item.json.get("content"):
-        return "".join(map(images.read_text, item.objects("content")))
     packed = item.get_text("encrypted_content")
-    if packed is None:
-        return "\n".join(map(images.read_text, item.objects("summary")))
+    for name in ("content", "summary"):
+        if item.peek(name) and (name == "content" or packed is None):
+            mark = "" if name == "content" else "\n"
+            return mark.join(part.text("text") for part in item.objects(name))
     try:
-        if not packed.startswith(_PACKED):
-            raise ValueError("not encoded by this gateway")
-        return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
+        if packed is not None and packed.startswith(_PACKED):
+            return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
     except ValueError:
+        pass
+    if packed is not None:
+        # not encoded by this gateway
         item.ignore("encrypted_content")
-        return ""
+    return ""
 
 
 def _write(reply: Reply, request: chat.ChatRequest) -> Json:
@@ -189,30 +167,27 @@ def _write(reply: Reply, request: chat.ChatRequest) -> Json:
 
 def _response(response_id: str, created: int) -> dict[str, Any]:
     """A response without a reply."""
+    unknown = ("error", "incomplete_details", "instructions", "previous_response_id")
     return {
         "id": response_id,
         "object": "response",
         "created_at": created,
         "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
+        **dict.fromkeys((*unknown, "usage")),
         "metadata": {},
         "model": "",
         "output": [],
         "parallel_tool_calls": True,
-        "previous_response_id": None,
         "store": False,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
         "tools": [],
         "truncation": "disabled",
-        "usage": None,
     }
 
 
 def _outcome(reply: Reply, items: list[Json]) -> Json:
-    usage = reply.usage
+    usage, cached = reply.usage, reply.usage.cached_tokens or 0
     return {
         "model": reply.model,
         "status": "incomplete" if reply.cut else "completed",
@@ -220,10 +195,7 @@ def _outcome(reply: Reply, items: list[Json]) -> Json:
         "output": items,
         "usage": {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": usage.cached_tokens or 0,
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage.output_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.total_tokens,
@@ -233,11 +205,10 @@ def _outcome(reply: Reply, items: list[Json]) -> Json:
 
 def _items(reply: Reply, request: chat.ChatRequest) -> list[dict[str, Any]]:
     """The output items of a complete reply, which has a text or a call."""
-    blocks = stream.blocks(reply)
+    blocks = base.blocks(reply)
     if isinstance(blocks[-1], Thought):
         blocks.append(reply.text)
     items: list[dict[str, Any]] = []
-    tokens = reply.tokens
     for number, block in enumerate(blocks, -(reply.reasoning is not None)):
         if isinstance(block, Thought):
             encoded = base64.urlsafe_b64encode(block.text.encode()).decode()
@@ -259,15 +230,12 @@ def _items(reply: Reply, request: chat.ChatRequest) -> list[dict[str, Any]]:
             if block.name in request.namespaces:
                 item["namespace"], item["name"] = request.namespaces[block.name]
         else:
-            part: Json = {"type": "output_text", "text": block, "annotations": []}
-            if tokens is not None:
-                # all are with the first text
-                part["logprobs"], tokens = token_logprobs(tokens), ()
+            text = {"type": "output_text", "text": block, "annotations": []}
             item = {
                 "type": "message",
                 "id": f"msg_{reply.reply_id}_{number}",
                 "role": "assistant",
-                "content": [part],
+                "content": [text],
             }
         items.append({**item, "status": "completed"})
     if reply.cut:
@@ -300,9 +268,8 @@ def _failed(
     error: GatewayError, request: chat.ChatRequest, n_pings: int
 ) -> Iterator[Json]:
     code = "invalid_prompt" if error.status < 500 else "server_error"
-    # Codex does not retry after these and invalid_prompt
-    if error.code in _STREAMED_ERRORS:
-        code = error.code
+    if error.code == _TOO_LONG:
+        code = _TOO_LONG
     told = {"code": code, "message": error.message}
     failed: Json = {"response": _streamed(request, {"status": "failed", "error": told})}
     return _numbered(request, n_pings, [("failed", failed)])
@@ -327,15 +294,14 @@ def _events_of(item: dict[str, Any], index: int) -> Iterator[tuple[str, Json]]:
     else:
         kind, text = "function_call_arguments", item["arguments"]
         done = {"arguments": text, "name": item["name"]}
-    # clients expect logprobs only of a message's text; all come at its end
+    # clients expect it of a message's text
     none: Json = {"logprobs": []} if kind == "output_text" else {}
-    yield "output_item.added", {**output, "item": stream.begun(item)}
+    yield "output_item.added", {**output, "item": base.begun(item)}
     for part in parts:
-        yield "content_part.added", {**place, "part": stream.begun(part)}
+        yield "content_part.added", {**place, "part": base.begun(part)}
     if text:
         yield f"{kind}.delta", {**place, "delta": text, **none}
-    logprobs = {name: parts[0].get(name, []) for name in none}
-    yield f"{kind}.done", {**place, **done, **logprobs}
+    yield f"{kind}.done", {**place, **done, **none}
     for part in parts:
         yield "content_part.done", {**place, "part": part}
     yield "output_item.done", output
@@ -344,8 +310,6 @@ def _events_of(item: dict[str, Any], index: int) -> Iterator[tuple[str, Json]]:
 OPENAI_RESPONSES = WireProtocol(
     name="openai_responses",
     paths={"/v1/responses": "reply", "/v1/responses/input_tokens": "count"},
-    known=frozenset(_KNOWN.split()),
-    neutral={"background": False, "top_logprobs": 0, "truncation": "disabled"},
     parse=_parse,
     write=_write,
     events=_events,
@@ -353,5 +317,5 @@ OPENAI_RESPONSES = WireProtocol(
     failed=_failed,
     error=error_body,
     count=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
-    streamed_errors=_STREAMED_ERRORS,
+    streamed_errors=frozenset({_TOO_LONG}),
 )

@@ -29,17 +29,22 @@ else a string. ``pythonic`` calls are a list of Python expressions.
 import ast
 import json
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
-from trajkit_shim.chat.reply import ToolCall
-from trajkit_shim.chat.request import function_of
+from trajkit_shim.chat.request import ToolCall, function_of
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.replies.parse import CallForm, ReadCalls, ToolForm, Tools
 
-_OPEN = "<tool_call>"
-_CLOSE = "</tool_call>"
+Tools: TypeAlias = Sequence[Json]
+"""The offered tools, in OpenAI's format."""
+
+Calls: TypeAlias = tuple[list[ToolCall], int] | None
+"""The calls at an offset of a text and their end, or None."""
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _dumps = partial(json.dumps, ensure_ascii=False)
 # some templates write values as Python does
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -48,7 +53,6 @@ _KINDS |= {str: "string", dict: "object", list: "array", type(None): "null"}
 _NUMBERS = frozenset({"integer", "number"})
 # accepted without a schema, because text rarely looks like them by chance
 _UNSAID = frozenset({"object", "array"})
-_ALL = frozenset(_KINDS.values())
 
 
 def _refuse_constant(name: str) -> None:
@@ -73,6 +77,128 @@ def _after(source: str, text: str, offset: int) -> int:
     return found.end()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How a model writes tool calls, as far as a grammar needs it."""
+
+    opens: str  # start of every call
+    # what precedes and follows the arguments of a call of a tool, as the chat template
+    # writes it, and the arguments' style in xgrammar's structural tags
+    begin: Callable[[str], str]
+    end: str
+    style: str = "json"
+
+    def tag(self, name: str, schema: Json) -> Json:
+        """Return the tag of a grammar (`parse.grammar`) that a tool's call matches."""
+        content: Json = {"type": "json_schema", "json_schema": schema}
+        if self.style != "json":
+            content["style"] = self.style
+        begin = self.begin(name)
+        return {"type": "tag", "begin": begin, "content": content, "end": self.end}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolForm:
+    """How a family of models writes tool calls.
+
+    Calls are between ``opening`` and ``closing``; without a ``closing`` there is one.
+    A call is a ``head``, whose groups are its name and its id, arguments, and a ``tail``.
+    Arguments are JSON, or each is a ``pair``, whose groups are key, value, and ``text``:
+    ``true`` if the value is a string, else ``false``. Without a ``head`` calls are JSON
+    objects with a name. All of these are a `_pattern`, and nothing that has matched is
+    matched otherwise when the rest does not match, because that takes long.
+    """
+
+    name: str  # value of the command-line option
+    # a chat template that contains all of them uses this format
+    marks: tuple[str, ...]
+    starts: re.Pattern[str]  # of calls
+    opening: str = ""
+    head: str = ""
+    pair: str = ""
+    tail: str = ""
+    closing: str = ""
+    needs_arguments: bool = True
+    python: bool = False  # calls are Python, and all of the reply
+    # splits a complete reply of another structure into reasoning and the rest
+    split: Callable[[str], tuple[str, str]] | None = None
+    grammar: CallForm | None = None  # None: no grammar can enforce calls
+
+    def read(self, text: str, offset: int, tools: Tools) -> Calls:
+        """Return the calls that begin at an offset."""
+        failures = (AttributeError, KeyError, RecursionError, SyntaxError, TypeError)
+        try:
+            if self.python:
+                return _python_calls(text[offset:].strip()), len(text)
+            offset = _after(self.opening, text, offset)
+            read = self._headed if self.head else self._objects
+            calls, offset = read(text, offset, tools)
+            return (calls, _after(self.closing, text, offset)) if calls else None
+        except (ValueError, *failures):
+            return None
+
+    def _headed(
+        self, text: str, offset: int, tools: Tools
+    ) -> tuple[list[ToolCall], int]:
+        calls = []
+        while begun := _pattern(self.head).match(text, offset):
+            found, start = begun.groupdict(), begun.end()
+            name = str(found["name"] or found["name2"])
+            if self.pair:
+                arguments, stop = self._pairs(text, start, _schemas(tools, name))
+            else:
+                given, stop = DECODER.raw_decode(text, start)
+                arguments = text[start:stop]
+                if not isinstance(given, dict):
+                    raise ValueError("arguments that are not an object")
+            calls.append(ToolCall(name.strip(), arguments, found.get("id") or ""))
+            offset = _after(self.tail, text, stop)
+            if not self.closing:
+                break
+        return calls, offset
+
+    def _pairs(self, text: str, offset: int, schemas: Json) -> tuple[str, int]:
+        values: dict[str, str] = {}
+        while found := _pattern(self.pair).match(text, offset):
+            key, written = found["key"], found["value"]
+            if key in values:
+                raise ValueError(f"{key} twice")
+            kinds = _kinds(schemas.get(key)) or _UNSAID
+            stated = found.groupdict().get("text")
+            if stated is not None:
+                kinds = frozenset(_KINDS.values() if stated != "true" else ())
+            values[key] = _json_text(written, kinds)
+            offset = found.end()
+        pairs = (f"{_dumps(key)}: {value}" for key, value in values.items())
+        return "{" + ", ".join(pairs) + "}", offset
+
+    def _objects(self, text: str, offset: int, _: Tools) -> tuple[list[ToolCall], int]:
+        several = _pattern(r"\[ ").match(text, offset)
+        calls, offset = list[ToolCall](), several.end() if several else offset
+        while True:
+            fields, offset = _fields_at(text, offset)
+            calls.append(self._object(fields))
+            comma = _pattern(" , ").match(text, offset) if several else None
+            if comma is None:
+                return calls, _after(r" \]" if several else "", text, offset)
+            offset = comma.end()
+
+    def _object(self, fields: dict[str, str]) -> ToolCall:
+        name = json.loads(fields["name"])
+        given = [fields[key] for key in ("arguments", "parameters") if key in fields]
+        if not (given or self.needs_arguments) and fields.keys() <= {
+            "name",
+            "type",
+            "id",
+        }:
+            given = ["{}"]
+        (arguments,) = given
+        call_id = json.loads(fields.get("id", '""'))
+        if not isinstance(name, str) or not name or not arguments.startswith("{"):
+            raise ValueError("not a call")
+        return ToolCall(name, arguments, call_id if isinstance(call_id, str) else "")
+
+
 def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
     """The source text of each value of the object at an offset, and its end.
 
@@ -92,135 +218,16 @@ def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
     return fields, _after(r" \}", text, offset)
 
 
-# names of the field with the arguments of a call
-_ARGUMENTS = ("arguments", "parameters")
-
-
-def _json_reader(
-    opening: str, closing: str, *, needs_arguments: bool = True
-) -> ReadCalls:
-    """Read a JSON object, or a list of some, between two `_pattern`."""
-
-    def read(text: str, offset: int, _: Tools) -> tuple[list[ToolCall], int] | None:
-        calls = []
-        try:
-            offset = _after(opening, text, offset)
-            several = _pattern(r"\[ ").match(text, offset)
-            offset = several.end() if several else offset
-            while True:
-                fields, offset = _fields_at(text, offset)
-                calls.append(_json_call(fields, needs_arguments))
-                comma = _pattern(" , ").match(text, offset) if several else None
-                if comma is None:
-                    break
-                offset = comma.end()
-            offset = _after(r" \]" if several else "", text, offset)
-            return calls, _after(closing, text, offset)
-        except (ValueError, KeyError, RecursionError):
-            return None
-
-    return read
-
-
-def _json_call(fields: dict[str, str], needs_arguments: bool) -> ToolCall:
-    """The call with these fields; raises `ValueError` or `KeyError` if it is none."""
-    name = json.loads(fields["name"])
-    given = [fields[key] for key in _ARGUMENTS if key in fields]
-    if not given and not needs_arguments and fields.keys() <= {"name", "type", "id"}:
-        given = ["{}"]
-    (arguments,) = given
-    call_id = json.loads(fields.get("id", '""'))
-    if not isinstance(name, str) or not name or not arguments.startswith("{"):
-        raise ValueError("not a call")
-    return ToolCall(name, arguments, call_id if isinstance(call_id, str) else "")
-
-
-def _named_reader(opening: str, head: str, tail: str, closing: str) -> ReadCalls:
-    """Read calls whose arguments are JSON after a `_pattern` with groups name and id."""
-
-    def read(text: str, offset: int, _: Tools) -> tuple[list[ToolCall], int] | None:
-        calls = []
-        try:
-            offset = _after(opening, text, offset)
-            while begun := _pattern(head).match(text, offset):
-                given, stop = DECODER.raw_decode(text, begun.end())
-                if not isinstance(given, dict):
-                    return None
-                named = begun.groupdict()
-                name = next(v for k, v in named.items() if k.startswith("name") and v)
-                arguments = text[begun.end() : stop]
-                calls.append(ToolCall(name.strip(), arguments, named.get("id") or ""))
-                offset = _after(tail, text, stop)
-                if not closing:
-                    break
-            return (calls, _after(closing, text, offset)) if calls else None
-        except (ValueError, RecursionError):
-            return None
-
-    return read
-
-
-def _tag_reader(
-    opening: str, head: str, value: str, last: str, closing: str
-) -> ReadCalls:
-    """Read tags by five `_pattern`. Their groups: a name; a key and its value.
-
-    ``value`` may have a third group: ``true`` if the value is a string, else ``false``.
-    Nothing that has matched is matched otherwise when the rest does not match, because
-    that takes long.
-    """
-    first, pair, ends = map(_pattern, (head, value, last))
-
-    def read(text: str, offset: int, tools: Tools) -> tuple[list[ToolCall], int] | None:
-        begun, calls = _pattern(opening).match(text, offset), list[ToolCall]()
-        if begun is None:
-            return None
-        offset = begun.end()
-        while opened := first.match(text, offset):
-            schemas = _schemas(tools, opened[1])
-            values: dict[str, str] = {}
-            offset = opened.end()
-            while found := pair.match(text, offset):
-                key, written = found["key"], found["value"]
-                if key in values:
-                    return None
-                kinds = _kinds(schemas.get(key)) or _UNSAID
-                stated = found.groupdict().get("text")
-                if stated is not None:
-                    kinds = frozenset() if stated == "true" else _ALL
-                values[key] = _json_text(written, kinds)
-                offset = found.end()
-            closed = ends.match(text, offset)
-            if closed is None:
-                return None
-            pairs = (f"{_dumps(key)}: {text}" for key, text in values.items())
-            calls.append(ToolCall(opened[1], "{" + ", ".join(pairs) + "}"))
-            offset = closed.end()
-            if not closing:
-                break
-        closed = _pattern(closing).match(text, offset)
-        return (calls, closed.end()) if calls and closed else None
-
-    return read
-
-
-def _read_pythonic(
-    text: str, offset: int, _: Tools
-) -> tuple[list[ToolCall], int] | None:
-    """Read a list of Python calls with keywords, which is all of a text."""
-    calls = []
-    try:
-        (statement,) = ast.parse(text[offset:].strip()).body
-        for item in statement.value.elts:  # type: ignore[attr-defined]
-            given = {one.arg: ast.literal_eval(one.value) for one in item.keywords}
-            if item.args or None in given:
-                return None
-            calls.append(
-                ToolCall(ast.unparse(item.func), _dumps(given, allow_nan=False))
-            )
-    except (AttributeError, ValueError, SyntaxError, TypeError, RecursionError):
-        return None
-    return calls, len(text)
+def _python_calls(text: str) -> list[ToolCall]:
+    """The calls of a list of Python calls with keywords."""
+    calls, (statement,) = list[ToolCall](), ast.parse(text).body
+    for item in statement.value.elts:  # type: ignore[attr-defined]
+        given = {one.arg: ast.literal_eval(one.value) for one in item.keywords}
+        if item.args or None in given:
+            raise ValueError("an argument without a name")
+        arguments = _dumps(given, allow_nan=False)
+        calls.append(ToolCall(ast.unparse(item.func), arguments))
+    return calls
 
 
 # a message of a reply: the recipient is before or after the channel
@@ -237,8 +244,7 @@ def _split_channels(text: str) -> tuple[str, str]:
     thoughts, rest, offset = [], [], 0
     for found in _MESSAGE.finditer(text):
         rest.append(text[offset : found.start()])
-        offset = found.end()
-        called = found["before"] or found["after"]
+        offset, called = found.end(), found["before"] or found["after"]
         if called:
             rest.append(f"<|channel|>commentary to={called}<|message|>{found['body']}")
             rest.append("<|call|>")
@@ -288,106 +294,87 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
 
 _TO = r"<\|channel\|>commentary to="
 
-
 FORMS: dict[str, ToolForm] = {}
 """In order of precedence, if a template matches several."""
 
 
-def _form(
-    name: str, template_marks: str, read: ReadCalls, starts: str = "", **more: Any
-) -> None:
+def _form(name: str, marks: str, starts: str = "", **more: Any) -> None:
     """Add a format; its calls start with its first mark, or with a pattern."""
-    marks = tuple(template_marks.split())
-    pattern = re.compile(starts or re.escape(marks[0]))
-    FORMS[name] = ToolForm(
-        name=name, template_marks=marks, read=read, starts=pattern, **more
-    )
+    each = tuple(marks.split())
+    pattern = re.compile(starts or re.escape(each[0]))
+    FORMS[name] = ToolForm(name=name, marks=each, starts=pattern, **more)
 
 
 _form(
     "gpt-oss",
     "<|channel|> <|message|>",
-    _named_reader(
-        *("", rf"{_TO}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|> "),
-        *(r" <\|call\|>", ""),
-    ),
     starts=_TO,
+    head=rf"{_TO}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|> ",
+    tail=r" <\|call\|>",
     split=_split_channels,
 )
 _form(
     "kimi",
     "<|tool_calls_section_begin|>",
-    _named_reader(
-        r"<\|tool_calls_section_begin\|> ",
-        r"<\|tool_call_begin\|> (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) "
-        r"<\|tool_call_argument_begin\|> ",
-        r" <\|tool_call_end\|> ",
-        r"<\|tool_calls_section_end\|>",
-    ),
+    opening=r"<\|tool_calls_section_begin\|> ",
+    head=r"<\|tool_call_begin\|> (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) "
+    r"<\|tool_call_argument_begin\|> ",
+    tail=r" <\|tool_call_end\|> ",
+    closing=r"<\|tool_calls_section_end\|>",
 )
 _form(
     "dsml",
     "DSML invoke",
-    _tag_reader(
-        "<｜DSML｜(?:function|tool)_calls> ",
-        '<｜DSML｜invoke name="([^"]+)"> ',
-        '<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<text>true|false)">'
-        "(?P<value>.*?)</｜DSML｜parameter> "
-        "(?=<｜DSML｜parameter|</｜DSML｜invoke>)",
-        "</｜DSML｜invoke> ",
-        "</｜DSML｜(?:function|tool)_calls>",
-    ),
     starts="<｜DSML｜(?:function|tool)_calls>",
+    opening="<｜DSML｜(?:function|tool)_calls> ",
+    head='<｜DSML｜invoke name="(?P<name>[^"]+)"> ',
+    pair='<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<text>true|false)">'
+    "(?P<value>.*?)</｜DSML｜parameter> "
+    "(?=<｜DSML｜parameter|</｜DSML｜invoke>)",
+    tail="</｜DSML｜invoke> ",
+    closing="</｜DSML｜(?:function|tool)_calls>",
 )
 _form(
     "deepseek",
     "tool▁calls▁begin",
-    _named_reader(
-        "<｜tool▁calls▁begin｜> ",
-        "<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
-        "|(?P<name2>[^\n<]+)<｜tool▁sep｜>) ",
-        "(?: ```)? <｜tool▁call▁end｜> ",
-        "<｜tool▁calls▁end｜>",
-    ),
     starts="<｜tool▁calls▁begin｜>",
+    opening="<｜tool▁calls▁begin｜> ",
+    head="<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
+    "|(?P<name2>[^\n<]+)<｜tool▁sep｜>) ",
+    tail="(?: ```)? <｜tool▁call▁end｜> ",
+    closing="<｜tool▁calls▁end｜>",
 )
 _form(
     "minimax",
     "<minimax:tool_call>",
-    _tag_reader(
-        "<minimax:tool_call> ",
-        '<invoke name="([^"]+)"> ',
-        '<parameter name="(?P<key>[^"]+)">\n?(?P<value>.*?)\n?</parameter> '
-        "(?=<parameter name=|</invoke>)",
-        "</invoke> ",
-        "</minimax:tool_call>",
-    ),
+    opening="<minimax:tool_call> ",
+    head='<invoke name="(?P<name>[^"]+)"> ',
+    pair='<parameter name="(?P<key>[^"]+)">\n?(?P<value>.*?)\n?</parameter> '
+    "(?=<parameter name=|</invoke>)",
+    tail="</invoke> ",
+    closing="</minimax:tool_call>",
 )
 _form(
     "seed-oss",
     "<seed:tool_call>",
-    _tag_reader(
-        "<seed:tool_call> ",
-        "<function=([^<\n>]+)> ",
-        "<parameter=(?P<key>[^<\n>]+)>(?P<value>.*?)</parameter> "
-        "(?=<parameter=|</function>)",
-        "</function> ",
-        "</seed:tool_call>",
-    ),
+    opening="<seed:tool_call> ",
+    head="<function=(?P<name>[^<\n>]+)> ",
+    pair="<parameter=(?P<key>[^<\n>]+)>(?P<value>.*?)</parameter> "
+    "(?=<parameter=|</function>)",
+    tail="</function> ",
+    closing="</seed:tool_call>",
 )
 _form(
     "qwen3-coder",
     "<function= <parameter=",
-    _tag_reader(
-        f"(?:{_OPEN} )?",
-        "<function=([^<\n>]+)> ",
-        "<parameter=(?P<key>[^<\n>]+)>\n?(?P<value>.*?)\n?</parameter> "
-        "(?=<parameter=|</function>)",
-        "</function> ",
-        _CLOSE,
-    ),
     # the model leaves out the first tag at times
     starts=f"{_OPEN}|<function=",
+    opening=f"(?:{_OPEN} )?",
+    head="<function=(?P<name>[^<\n>]+)> ",
+    pair="<parameter=(?P<key>[^<\n>]+)>\n?(?P<value>.*?)\n?</parameter> "
+    "(?=<parameter=|</function>)",
+    tail="</function> ",
+    closing=_CLOSE,
     grammar=CallForm(
         opens=_OPEN,
         begin=lambda name: f"{_OPEN}\n<function={name}>\n",
@@ -398,15 +385,11 @@ _form(
 _form(
     "glm",
     "<arg_key> <arg_value>",
-    _tag_reader(
-        "",
-        rf"{_OPEN}\s*+([^<\n]*[^<\s])\s*+(?=<)",
-        "<arg_key>(?>(?P<key>.+?)</arg_key> <arg_value>)(?P<value>.*?)</arg_value> "
-        f"(?=<arg_key>|{_CLOSE})",
-        f"{_CLOSE} ",
-        "",
-    ),
     starts=_OPEN,
+    head=rf"{_OPEN}\s*+(?P<name>[^<\n]*[^<\s])\s*+(?=<)",
+    pair="<arg_key>(?>(?P<key>.+?)</arg_key> <arg_value>)(?P<value>.*?)</arg_value> "
+    f"(?=<arg_key>|{_CLOSE})",
+    tail=f"{_CLOSE} ",
     grammar=CallForm(
         opens=_OPEN,
         begin=lambda name: f"{_OPEN}{name}\n",
@@ -417,35 +400,35 @@ _form(
 _form(
     "mistral-args",
     "[TOOL_CALLS] [ARGS]",
-    _named_reader(
-        "",
-        r"\[TOOL_CALLS\] (?P<name>[\w.-]+) (?:\[CALL_ID\](?P<id>\w+))?\[ARGS\] ",
-        *(" ", ""),
-    ),
+    head=r"\[TOOL_CALLS\] (?P<name>[\w.-]+) (?:\[CALL_ID\](?P<id>\w+))?\[ARGS\] ",
+    tail=" ",
 )
-_form("mistral", "[TOOL_CALLS]", _json_reader(r"\[TOOL_CALLS\] ", ""))
-_form("toolcall", "<TOOLCALL>", _json_reader("<TOOLCALL> ", " </TOOLCALL>\n?"))
+_form("mistral", "[TOOL_CALLS]", opening=r"\[TOOL_CALLS\] ")
+_form("toolcall", "<TOOLCALL>", opening="<TOOLCALL> ", closing=" </TOOLCALL>\n?")
 _form(
     "phi",
     "<|tool_call|> <|/tool_call|>",
-    _json_reader(r"<\|tool_call\|> ", r" <\|/tool_call\|>\n?"),
+    opening=r"<\|tool_call\|> ",
+    closing=r" <\|/tool_call\|>\n?",
 )
 _form(
     "hermes",
     _OPEN,
-    _json_reader(f"{_OPEN} ", f" {_CLOSE}", needs_arguments=False),
+    opening=f"{_OPEN} ",
+    closing=f" {_CLOSE}",
+    needs_arguments=False,
     grammar=CallForm(
         opens=_OPEN,
         begin=lambda name: f'{_OPEN}\n{{"name": {_dumps(name)}, "arguments": ',
         end=f"}}\n{_CLOSE}",
     ),
 )
-_form("pythonic", "(key=value)", _read_pythonic, starts=r"\A\s*\[[\w.]+\(")
+_form("pythonic", "(key=value)", starts=r"\A\s*\[[\w.]+\(", python=True)
 _form(
     "plain-json",
     '{"name" "parameters"',
-    _json_reader(r"(?:<\|python_tag\|> )?", ""),
     starts=r'(?:<\|python_tag\|>\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"',
+    opening=r"(?:<\|python_tag\|> )?",
     grammar=CallForm(
         opens='{"name"',
         begin=lambda name: f'{{"name": {_dumps(name)}, "parameters": ',
@@ -466,7 +449,7 @@ def form_of(renderer: ChatRenderer) -> ToolForm | None:
     # quotes within a string of the template may be escaped
     text = renderer.chat_template.replace('\\"', '"')
     for form in FORMS.values():
-        if all(mark in text for mark in form.template_marks):
+        if all(mark in text for mark in form.marks):
             return form
     if not renderer.shows_tools():
         return None

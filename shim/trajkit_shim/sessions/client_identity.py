@@ -44,66 +44,48 @@ class HarnessSignature(NamedTuple):
     """How to recognize a harness, and how it names its agents."""
 
     name: str
-    header: str  # a header, and the start of its value
-    side_calls: tuple[SideCall, ...]
-    starts: str = ""
+    # a header, and the start of its value
+    header: str
+    starts: str
     # headers with the ids of the agent (null: the main one) and of its parent; empty:
     # it does not name them
-    agent: str = ""
-    parent: str = ""
+    agent: str
+    parent: str
+    side_calls: tuple[SideCall, ...]
 
 
+# what these versions of the clients send: Claude Code 2.1.197, Codex 0.169.0 (each agent
+# is a thread, including the main one), Gemini CLI 0.61.0, opencode 1.18.33 (each agent is
+# a session of its own), Qwen Code 0.15.10
 HARNESSES = (
-    # What version 2.1.197 of the client sends.
     HarnessSignature(
-        name="claude-code",
-        header="x-claude-code-session-id",
-        agent="x-claude-code-agent-id",
-        parent="x-claude-code-parent-agent-id",
-        side_calls=(
+        *("claude-code", "x-claude-code-session-id", ""),
+        *("x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
+        (
             SideCall("probe", last="quota", max_tokens=1),
             SideCall("title", system="Generate a concise, sentence-case title"),
             SideCall("title", system="succinct title and git branch name"),
             SideCall("compaction", last="Your task is to create a detailed summary of"),
         ),
     ),
-    # What version 0.169.0 of the client sends. Each
-    # agent is a thread, including the main one.
     HarnessSignature(
-        name="codex",
-        header="originator",
-        starts="codex",
-        agent="thread-id",
-        parent="x-codex-parent-thread-id",
-        side_calls=(SideCall("compaction", last="CONTEXT CHECKPOINT COMPACTION"),),
+        *("codex", "originator", "codex", "thread-id", "x-codex-parent-thread-id"),
+        (SideCall("compaction", last="CONTEXT CHECKPOINT COMPACTION"),),
     ),
-    # The texts in the client, version 0.61.0.
     HarnessSignature(
-        name="gemini-cli",
-        header="user-agent",
-        starts="GeminiCLI",
-        side_calls=(
-            SideCall("compaction", system="distilling chat history into a structured"),
-        ),
+        *("gemini-cli", "user-agent", "GeminiCLI", "", ""),
+        (SideCall("compaction", system="distilling chat history into a structured"),),
     ),
-    # The texts in the client, version 1.18.33. Each agent is a session of its own.
     HarnessSignature(
-        name="opencode",
-        header="user-agent",
-        starts="opencode/",
-        agent="x-session-id",
-        parent="x-parent-session-id",
-        side_calls=(
+        *("opencode", "user-agent", "opencode/", "x-session-id", "x-parent-session-id"),
+        (
             SideCall("title", system="You are a title generator"),
             SideCall("compaction", last="Here is the conversation so far:"),
         ),
     ),
-    # The texts in the client, version 0.15.10.
     HarnessSignature(
-        name="qwen-code",
-        header="user-agent",
-        starts="QwenCode/",
-        side_calls=(
+        *("qwen-code", "user-agent", "QwenCode/", "", ""),
+        (
             SideCall("compaction", system="summarizes internal chat history into a"),
             SideCall("memory", system="the managed memory extraction subagent"),
             SideCall("title", system="Generate a concise, sentence-case title"),

@@ -9,23 +9,19 @@ import json
 import re
 import secrets
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
-from trajkit_shim.chat.sampling_params import SamplingParams
+from trajkit_shim.chat.request import SamplingParams
 from trajkit_shim.delivery import KEPT, PendingReply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.conversation import Conversation, Known
-from trajkit_shim.sessions.append_log import LogFullError
-from trajkit_shim.sessions.turn_log import TurnLog
-
-# allowed in an HTTP header and in paths, except . and .., which clients resolve
-_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
+from trajkit_shim.sessions.turn_log import LogFullError, TurnLog
 
 MAX_OUTCOME = 1 << 18
 """Maximum length of a session's metadata as JSON, together with its error."""
@@ -33,29 +29,19 @@ MAX_OUTCOME = 1 << 18
 MAX_CALLS = 512
 """Maximum number of calls of one session at once."""
 
-
-def _as_json(value: object) -> str:
-    """Return JSON that UTF-8 can encode: half of a surrogate pair is escaped."""
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
-
-
-# how long requests of cancelled calls may take to answer their clients
-_GRACE_SECONDS = 5.0
-
 FILTERS = ("status", "ended_by", "group_id")
 """Fields by which sessions can be listed."""
-
-EndedBy: TypeAlias = Literal["finish", "close", "drop", "idle", "shutdown"]
-
 
 LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_tokens")
 """Limits of a session: answered calls, tokens of all its prompts and of all its outputs,
 and those of prompt and output of one call."""
+
+EndedBy: TypeAlias = Literal["finish", "close", "drop", "idle", "shutdown"]
+
+# allowed in an HTTP header and in paths, except . and .., which clients resolve
+_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
+# how long requests of cancelled calls may take to answer their clients
+_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +49,7 @@ class SessionOptions:
     """The options of a session, set when it is opened."""
 
     fixed: SamplingParams = field(default_factory=SamplingParams)
-    # what the client may set (`chat.sampling_params.CLIENT`)
+    # what the client may set (`chat.request.CLIENT`)
     client_sampling: frozenset[str] = frozenset()
     limits: Mapping[str, int | None] = field(default_factory=dict)  # by `LIMITS`
     ttl_seconds: float | None = None  # idle time after which it is closed; None: never
@@ -80,7 +66,14 @@ class Outcome(TypedDict, total=False):
     metadata: dict[str, object]
 
 
-_NOTHING_KNOWN: Outcome = {"reward": None, "error": None, "metadata": {}}
+def _as_json(value: object) -> str:
+    """Return JSON that UTF-8 can encode: half of a surrogate pair is escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
 
 def _updated(outcome: Outcome, fields: Outcome) -> Outcome:
@@ -180,7 +173,7 @@ class Session:
         # of the first turn with each request
         self.request_ids: dict[bytes, str] = {}
         # amendments that could not be written yet, in order
-        self._unwritten: list[tuple[Sequence[int], str, bool | None]] = []
+        self._unwritten: list[tuple[list[int], str, bool | None]] = []
         self.conversation = Conversation(counts=record.counts.echo)
         # requests until their last byte was sent, and the tasks that serve them
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
@@ -232,7 +225,7 @@ class Session:
         self.request_ids.setdefault(call.digest, call.request_id)
         self.answers.append(call)
 
-    def amend(self, turns: Sequence[int], reason: str, trainable: bool | None) -> None:
+    def amend(self, turns: list[int], reason: str, trainable: bool | None) -> None:
         """Write what became known of answered turns; dropped ones stay dropped."""
         if kept := [turn for turn in turns if turn >= self.counts.dropped]:
             # until it is written, the session cannot end
@@ -245,9 +238,8 @@ class Session:
     def write_amendments(self) -> None:
         """Write the amendments that could not be written before; raises `GatewayError`."""
         while self._unwritten:
-            turns, reason, trainable = self._unwritten[0]
             with writing("an amendment"):
-                self.log.amend(self.session_id, turns, reason, trainable)
+                self.log.amend(self.session_id, *self._unwritten[0])
             del self._unwritten[0]
 
     @contextmanager
@@ -278,9 +270,7 @@ class SessionStore:
         clock: asyncio.AbstractEventLoop | None = None,
         max_ended: int = 10_000,
     ) -> None:
-        self._log = log
-        self._clock = clock
-        self._max_ended = max_ended
+        self._log, self._clock, self._max_ended = log, clock, max_ended
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, Record] = OrderedDict()
         self._ids: dict[str, str] = {}  # of open and ended sessions, by API key
@@ -307,12 +297,13 @@ class SessionStore:
         if known or hash(session_id) in self._forgotten:
             message = f"session {session_id!r} was opened before"
             raise GatewayError(message, 409, code="session_exists", param="session_id")
+        unknown: Outcome = {"reward": None, "error": None, "metadata": {}}
         return self._begin(
             Record(
                 session_id=session_id,
                 api_key=f"tk-{secrets.token_hex(16)}",
                 options=options or SessionOptions(),
-                outcome=_updated(_NOTHING_KNOWN, outcome or {}),
+                outcome=_updated(unknown, outcome or {}),
             )
         )
 
@@ -334,26 +325,27 @@ class SessionStore:
         session = Session(record, clock, self._log)
         self._open[record.session_id] = session
         self._ids[record.api_key] = record.session_id
-        ttl = record.options.ttl_seconds
-        if ttl is not None:
-            session.timer = clock.call_later(
-                ttl, partial(self._close_if_idle, session, ttl)
-            )
+        if record.options.ttl_seconds is not None:
+            self._look_later(session, record.options.ttl_seconds)
         return session
 
-    def _close_if_idle(self, session: Session, ttl: float) -> None:
-        """Close a session that has been idle for that long, or look again later."""
+    def _look_later(self, session: Session, seconds: float) -> None:
+        look = partial(self._close_if_idle, session)
+        session.timer = session.clock.call_later(seconds, look)
+
+    def _close_if_idle(self, session: Session) -> None:
+        """Close a session that has been idle long enough, or look again later."""
+        ttl = session.options.ttl_seconds or 0.0
         busy = session.requests or session.closing
         idle = 0.0 if busy else session.clock.time() - session.active_at
-        if idle >= ttl:
-            try:
+        try:
+            if idle >= ttl:
                 session.write_amendments()
-            except GatewayError:
-                # it does not end before they are written
-                idle = 0.0
+        except GatewayError:
+            # it does not end before they are written
+            idle = 0.0
         if idle < ttl:
-            look = partial(self._close_if_idle, session, ttl)
-            session.timer = session.clock.call_later(ttl - idle, look)
+            self._look_later(session, ttl - idle)
         else:
             self.end(session, "idle")
 
@@ -389,11 +381,7 @@ class SessionStore:
         """Yield the sessions with the given values of `FILTERS`, open ones first."""
         opened = (session.record for session in self._open.values())
         for record in [*opened, *self._ended.values()]:
-            facts = {
-                "status": "open" if record.ended_by is None else "closed",
-                "ended_by": record.ended_by,
-                "group_id": record.options.group_id,
-            }
+            facts = record.describe()
             if all(facts[name] == value for name, value in wanted.items()):
                 yield self.describe(record.session_id)
 

@@ -1,16 +1,18 @@
 """The turn log: Arrow IPC streams that grow by one batch per turn.
 
-A turn is handed to the operating system before its reply is sent, so a killed gateway
-loses no turn that a client has seen. A kill can leave a torn last batch, of a turn that
-was never acknowledged. Whether an answer arrived is written to a second stream.
+A batch is handed to the operating system before the reply of its turn is sent, so a killed
+gateway loses no turn that a client has seen. A kill can leave a torn last batch, of a turn
+that was never acknowledged. Whether an answer arrived is written to a second stream.
 """
 
+import errno
+import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,65 +20,58 @@ import pyarrow as pa
 
 from trajkit import schema
 from trajkit_shim.chat.request import LoggedMessage
-from trajkit_shim.engines.base import WeightSpan
-from trajkit_shim.engines.payloads import EXPERTS, MASK, experts_cell, mask_cell
-from trajkit_shim.json_input import Json
-from trajkit_shim.sessions.append_log import AppendLog
 
 LogForm: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
 
+# Arrow IPC streaming format: the marker of a message, with length 0
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+EXPERTS = pa.field("routed_experts", pa.large_list(pa.list_(pa.list_(pa.int16()))))
+"""For trainers that replay the routing: for each token of prompt and output, a list per
+layer of its experts. The last token was sampled but not processed, so it has null. It is
+a payload for `trajkit.linearize`, like `MASK`."""
+
+MASK = pa.field("sampling_mask", pa.large_list(pa.list_(pa.int32())))
+"""For trainers that normalise over the ids that could have been drawn: those of each output
+token, itself included; null for a turn: every id could."""
+
 # which message each prompt token belongs to
 _SHOWN = schema.ATTRIBUTION.names[2:]
-_TYPES: dict[object, pa.DataType] = {
-    str: pa.string(),
-    str | None: pa.string(),
-    int | None: pa.int32(),
-    bytes | None: pa.binary(16),
-    datetime: pa.timestamp("us", tz="UTC"),
-}
+_TEXT, _TIME = pa.string(), pa.timestamp("us", tz="UTC")
 
-
-@dataclass(kw_only=True)
-class Provenance:
-    """Where a turn comes from: the gateway's columns of the log, in their order."""
-
-    request_id: str  # the id of the engine call
+PROVENANCE: dict[str, pa.DataType] = {
+    "request_id": _TEXT,  # the id of the engine call
     # request_id of the session's first turn with an identical request; null: none
-    resend_of: str | None = None
-    model: str
-    protocol: str | None = None  # protocol of the client
+    "resend_of": _TEXT,
+    "model": _TEXT,
+    "protocol": _TEXT,  # of the client
     # who called, and what for (client_identity); null: unknown
-    harness: str | None = None
-    agent_id: str | None = None
-    parent_agent_id: str | None = None
-    call_kind: str | None = None
-    # key of the tools that the request offers (trajkit.turns.tools_key)
-    tools_key: str | None = None
+    "harness": _TEXT,
+    "agent_id": _TEXT,
+    "parent_agent_id": _TEXT,
+    "call_kind": _TEXT,
+    "tools_key": _TEXT,  # of the tools that the request offers (trajkit.turns.tools_key)
     # the turn and the id of the tool call that started the agent of a conversation's
     # first turn (`Conversation.started_by`); null: none, or unknown
-    started_by_turn: int | None = None
-    started_by_call: str | None = None
-    sampling: str  # parameters of the engine call, as JSON
+    "started_by_turn": pa.int32(),
+    "started_by_call": _TEXT,
+    "sampling": _TEXT,  # parameters of the engine call, as JSON
     # append or render; and why it was rendered (prompting.prompts.Reason)
-    prompt_built: str | None = None
-    render_reason: str | None = None
-    # BLAKE2b of prompt_ids as little-endian int32
-    prompt_digest: bytes | None = None
-    # prompt tokens taken from the engine's prefix cache
-    cached_tokens: int | None
+    "prompt_built": _TEXT,
+    "render_reason": _TEXT,
+    "prompt_digest": pa.binary(16),  # BLAKE2b of prompt_ids as little-endian int32
+    "cached_tokens": pa.int32(),  # prompt tokens taken from the engine's prefix cache
     # when the request was read, and when the sample was complete
-    started_at: datetime
-    ended_at: datetime
+    "started_at": _TIME,
+    "ended_at": _TIME,
+}
+"""Where a turn comes from: the gateway's columns of the log, in their order."""
 
-
-_PROVENANCE = [
-    *map(schema.ATTRIBUTION.field, _SHOWN),
-    *(pa.field(column.name, _TYPES[column.type]) for column in fields(Provenance)),
-]
+_COLUMNS = [*map(schema.ATTRIBUTION.field, _SHOWN), *pa.schema(PROVENANCE)]
 
 LOG_SCHEMA, DELTA_LOG_SCHEMA = (
-    pa.schema([*turns, *_PROVENANCE], metadata=turns.metadata)
+    pa.schema([*turns, *_COLUMNS], metadata=turns.metadata)
     for turns in (schema.TURNS, schema.TURNS_DELTA)
 )
 """``turns`` in either form, with the gateway's provenance columns."""
@@ -85,16 +80,16 @@ SESSION_LINES = pa.schema(
     [
         *schema.SESSIONS,
         # finish, close, drop, idle or shutdown; null: it is open
-        pa.field("ended_by", pa.string()),
+        pa.field("ended_by", _TEXT),
         # recorded turns, and tokens of their prompts and outputs
         pa.field("turns", pa.int32()),
         pa.field("prompt_tokens", pa.int64()),
         pa.field("output_tokens", pa.int64()),
         # given when it was opened and finished, as JSON
-        pa.field("metadata", pa.string()),
+        pa.field("metadata", _TEXT),
         # what of its requests had no effect, and how often, as JSON
-        pa.field("ignored", pa.string()),
-        pa.field("written_at", pa.timestamp("us", tz="UTC")),
+        pa.field("ignored", _TEXT),
+        pa.field("written_at", _TIME),
     ],
     metadata=schema.SESSIONS.metadata,
 )
@@ -102,33 +97,142 @@ SESSION_LINES = pa.schema(
 one for each end or later update; the last line counts."""
 
 
-@dataclass(kw_only=True)
-class LoggedTurn(Provenance):
-    """One model call, complete except for its index in the session."""
+class LogFullError(OSError):
+    """The log has reached its maximum size."""
 
-    session_id: str
-    prompt_ids: npt.NDArray[np.int32]
-    output_ids: npt.NDArray[np.int32]
-    output_logprobs: npt.NDArray[np.float32] | None
-    finish_reason: str | None
-    messages: list[LoggedMessage]
-    response: LoggedMessage | None  # None: no client will send it back
-    # for the delta form: an earlier turn (None: none), and how many ids and messages it
-    # shares with that turn (`trajkit.schema.DELTA_FIELDS`)
-    delta: tuple[int | None, int, int] = (None, 0, 0)
-    use_tool: bool
-    ill_formed: bool
-    trainable: bool
-    weight_versions: tuple[WeightSpan, ...]
-    # the columns of schema.ATTRIBUTION. None: unknown, or not requested. The index has an
-    # element for each of the prompt's last tokens; turns that the prompt extends have
-    # those of the tokens before
-    prompt_message_index: npt.NDArray[np.int32] | None = None
-    message_tool_names: list[str | None] | None = None
-    # as in `Sample`
-    routed_experts: npt.NDArray[np.int16] | None = None
-    sampling_mask: Sequence[Sequence[int]] | None = None
-    mm_items: list[Json] | None = None  # the images of the prompt
+
+class AppendLog:
+    """A series of Arrow IPC streams: ``STEM-00000.arrows``, ``STEM-00001.arrows``, ...
+
+    The parameters are those of `TurnLog`. A batch that is larger than ``max_file_bytes``
+    gets a file of its own. Raises `FileExistsError`: there is a file of the series.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        stem: str,
+        schema: pa.Schema,
+        *,
+        fsync: bool = False,
+        max_file_bytes: int | None = None,
+        max_total_bytes: int | None = None,
+    ) -> None:
+        self._directory, self._stem, self._fsync = directory, stem, fsync
+        self._head = schema.serialize()
+        self._max_file_bytes, self.max_total_bytes = (
+            math.inf if limit is None else limit
+            for limit in (max_file_bytes, max_total_bytes)
+        )
+        self._file: int | None = None
+        self._sizes: list[int] = []  # bytes of each file
+        self._closed = False
+        directory.mkdir(parents=True, exist_ok=True)
+        first = self.path_of(0)
+        if first.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(first))
+
+    def path_of(self, number: int) -> Path:
+        return self._directory / f"{self._stem}-{number:05d}.arrows"
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._sizes)
+
+    def append(self, batch: pa.Buffer) -> None:
+        """Write a serialized batch; on return the operating system has it.
+
+        Raises `LogFullError`: the log would exceed its maximum size. `OSError`: the batch
+        could not be written. The files are unchanged.
+        """
+        if self._closed:
+            raise OSError(errno.EBADF, f"the {self._stem} are closed")
+        total, size = self.total_bytes + batch.size, self._sizes[-1:]
+        ends = size and size[0] > self._head.size
+        ends = ends and size[0] + batch.size > self._max_file_bytes
+        if ends or not size:
+            total += self._head.size + (len(END_OF_STREAM) if ends else 0)
+        if total > self.max_total_bytes:
+            limit = f"the limit is {self.max_total_bytes}"
+            message = f"the {self._stem} would take {total} bytes; {limit}"
+            raise LogFullError(errno.ENOSPC, message)
+        if ends or not size:
+            self.start()
+        assert self._file is not None
+        self._check_file(self._file)
+        self._sizes[-1] = self._write(self._file, batch, self._sizes[-1])
+
+    def _check_file(self, file: int) -> None:
+        """Raise `OSError` if another program removed, replaced or changed the file."""
+        path, own, size = (
+            self.path_of(len(self._sizes) - 1),
+            os.fstat(file),
+            self._sizes[-1],
+        )
+        reason = None
+        try:
+            there = os.stat(path)
+        except FileNotFoundError:
+            reason = "it was removed"
+        else:
+            if (there.st_ino, there.st_dev) != (own.st_ino, own.st_dev):
+                reason = "another file is in its place"
+            elif own.st_size != size:
+                reason = f"it has {own.st_size} bytes, but {size} were written"
+        if reason is not None:
+            message = f"another program changed the log: {reason}"
+            raise OSError(errno.EIO, message, str(path))
+
+    def start(self) -> None:
+        """Create the next file, then end the one before; done by `append` if needed."""
+        path = self.path_of(len(self._sizes))
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            size = self._write(file, self._head, 0)
+            if self._fsync:
+                # the file's name must survive a crash as well
+                folder = os.open(self._directory, os.O_RDONLY)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
+        except OSError:
+            os.close(file)
+            path.unlink()
+            raise
+        self._finish()
+        self._file = file
+        self._sizes.append(size)
+
+    def close(self) -> None:
+        self._closed = True
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._file is not None:
+            # a stream without an end marker is complete too
+            with suppress(OSError):
+                end = self._write(self._file, END_OF_STREAM, self._sizes[-1])
+                self._sizes[-1] = end
+            file, self._file = self._file, None
+            # its batches were written before; some file systems fail here
+            with suppress(OSError):
+                os.close(file)
+
+    def _write(self, file: int, data: pa.Buffer | bytes, begin: int) -> int:
+        """Write at the end of a file, which is at ``begin``; return the new end."""
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[os.write(file, left) :]
+            if self._fsync:
+                os.fsync(file)
+        except OSError:
+            # half a batch would hide all later ones from readers
+            os.ftruncate(file, begin)
+            os.lseek(file, begin, os.SEEK_SET)
+            raise
+        return begin + memoryview(data).nbytes
 
 
 class TurnLog:
@@ -144,7 +248,7 @@ class TurnLog:
     prompt adds to an earlier turn of its session. ``fsync``: also write each
     turn to disk, so that it survives a crash of the machine; all calls wait for it.
     ``max_file_bytes`` limits one file, ``max_total_bytes`` all files of turns.
-    ``routed_experts`` and ``sampling_masks`` add the columns of `engines.payloads`,
+    ``routed_experts`` and ``sampling_masks`` add the columns `EXPERTS` and `MASK`,
     ``attributed`` those of `trajkit.schema.ATTRIBUTION` (columns of nulls would take
     0.4 kB per turn), and ``images`` is for a model that takes images. ``worker`` is in the
     names of the files, for several logs in one directory.
@@ -164,15 +268,12 @@ class TurnLog:
         images: bool = False,
         worker: int | None = None,
     ) -> None:
-        self.directory = Path(directory)
-        self.fsync = fsync
-        self.images = images
+        self.directory, self.fsync, self.images = Path(directory), fsync, images
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
         # columns that the log does not have, and the option that left them out
-        self._left_out = {} if images else {"mm_items": "images=False"}
-        if not attributed:
-            self._left_out |= dict.fromkeys(_SHOWN, "attributed=False")
+        self._left_out = {} if images else {"mm_items": "images"}
+        self._left_out |= {} if attributed else dict.fromkeys(_SHOWN, "attributed")
         kept = [field for field in columns if field.name not in self._left_out]
         self._columns = pa.struct(kept)
         for payload, option, logged in (
@@ -182,7 +283,7 @@ class TurnLog:
             if logged:
                 kept.append(payload)
             else:
-                self._left_out[payload.name] = f"{option}=False"
+                self._left_out[payload.name] = option
         self._schema = pa.schema(kept, columns.metadata)
         new_log = partial(
             AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
@@ -200,15 +301,23 @@ class TurnLog:
         """Whether no further turn can be written."""
         return self._turns.total_bytes >= self._turns.max_total_bytes
 
-    def append(self, turn: LoggedTurn, turn_index: int, bodies: set[bytes]) -> None:
+    def append(
+        self, turn: Mapping[str, Any], turn_index: int, bodies: set[bytes]
+    ) -> None:
         """Write one turn; on return the operating system has it.
 
-        ``bodies``: keys of the messages of the session whose bodies the log has; those of
-        the turn are added. Raises as `AppendLog.append`.
+        ``turn``: values by column (missing: null), messages as `LoggedMessage`, and as
+        ``delta`` an earlier turn (None: none), and how many ids and messages it shares
+        with that turn (`trajkit.schema.DELTA_FIELDS`). ``prompt_message_index`` may lack
+        the prompt's first tokens: turns that it extends have those. ``bodies``: keys of
+        the messages of the session whose bodies the log has; those of the turn are
+        added. Raises as `AppendLog.append`.
         """
         for name, option in self._left_out.items():
-            if getattr(turn, name, None) is not None:
-                raise ValueError(f"the log was opened with {option}: it has no {name}")
+            if turn.get(name) is not None:
+                raise ValueError(
+                    f"the log was opened with {option}=False: it has no {name}"
+                )
         new = set[bytes]()
 
         def fields_of(message: LoggedMessage) -> dict[str, object]:
@@ -219,12 +328,12 @@ class TurnLog:
 
         base_turn, n_ids, n_messages = None, 0, 0
         if self._form == "delta":
-            base_turn, n_ids, n_messages = turn.delta
-        ids = turn.prompt_ids[n_ids:]
-        messages = [*map(fields_of, turn.messages[n_messages:])]
+            base_turn, n_ids, n_messages = turn["delta"]
+        ids, response = turn["prompt_ids"][n_ids:], turn["response"]
+        messages = [*map(fields_of, turn["messages"][n_messages:])]
         # with columns of both forms, of which the log has one
         row = {
-            **vars(turn),
+            **turn,
             **_attribution(turn, n_ids),
             "turn_index": turn_index,
             "base_turn": base_turn,
@@ -234,15 +343,14 @@ class TurnLog:
             "suffix_ids": ids,
             "messages": messages,
             "suffix_messages": messages,
-            "response": None if turn.response is None else fields_of(turn.response),
-            "weight_versions": [*map(asdict, turn.weight_versions)] or None,
+            "response": None if response is None else fields_of(response),
         }
         # converting all values together takes less time than one by one
         columns = pa.array([row], self._columns).flatten()
         if EXPERTS.name not in self._left_out:
-            columns.append(experts_cell(turn.routed_experts))
+            columns.append(_experts_cell(turn.get("routed_experts")))
         if MASK.name not in self._left_out:
-            columns.append(mask_cell(turn.sampling_mask))
+            columns.append(pa.array([turn.get("sampling_mask")], MASK.type))
         batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
         self._turns.append(batch.serialize())
         bodies |= new
@@ -251,10 +359,10 @@ class TurnLog:
         self, session_id: str, turns: Sequence[int], reason: str, trainable: bool | None
     ) -> None:
         """Write what became known of turns: `trajkit.schema.AMENDMENTS`."""
-        names = schema.AMENDMENTS.names
-        rows = ((session_id, turn, reason, trainable) for turn in turns)
-        lines = [dict(zip(names, row, strict=True)) for row in rows]
-        batch = pa.RecordBatch.from_pylist(lines, schema.AMENDMENTS)
+        n, names = len(turns), schema.AMENDMENTS.names
+        columns: list[list[Any]] = [[session_id] * n, [*turns], [reason] * n]
+        lines = dict(zip(names, [*columns, [trainable] * n], strict=True))
+        batch = pa.RecordBatch.from_pydict(lines, schema.AMENDMENTS)
         self._amendments.append(batch.serialize())
 
     def write_session(self, line: Mapping[str, object]) -> None:
@@ -266,17 +374,28 @@ class TurnLog:
             log.close()
 
 
-def _attribution(turn: LoggedTurn, n_shared: int) -> dict[str, object]:
+def _attribution(turn: Mapping[str, Any], n_shared: int) -> dict[str, object]:
     """The columns of a turn with an element per token.
 
     The first ``n_shared`` tokens are left out if they have no message.
     """
-    index = turn.prompt_message_index
+    index = turn.get("prompt_message_index")
     if index is None:
         return {}
-    n_earlier = len(turn.prompt_ids) - len(index)
+    n_earlier = len(turn["prompt_ids"]) - len(index)
     if (index[: max(0, n_shared - n_earlier)] >= 0).any():
         n_shared = 0
     earlier = np.full(max(0, n_earlier - n_shared), -1, np.int32)
     index = np.concatenate([earlier, index[max(0, n_shared - n_earlier) :]])
     return {"prompt_message_index": index, "prompt_is_content": index >= 0}
+
+
+def _experts_cell(experts: npt.NDArray[np.int16] | None) -> pa.Array:
+    if experts is None:
+        return pa.nulls(1, EXPERTS.type)
+    of_token = pa.array(experts.reshape(-1))
+    for length in experts.shape[:0:-1]:
+        of_token = pa.FixedSizeListArray.from_arrays(of_token, length)
+    of_token = of_token.cast(EXPERTS.type.value_type)
+    items = pa.concat_arrays([of_token, pa.nulls(1, of_token.type)])
+    return pa.LargeListArray.from_arrays(pa.array([0, len(items)], pa.int64()), items)

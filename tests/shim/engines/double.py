@@ -16,8 +16,7 @@ from aiohttp.test_utils import TestServer
 
 from tests.shim.fakes import engine_request
 from trajkit_shim.engines.checks import check_sample
-from trajkit_shim.engines.sglang import SGLangEngine
-from trajkit_shim.engines.vllm import VLLMEngine
+from trajkit_shim.engines.http import SGLangEngine, VLLMEngine
 
 ENGINES = {"sglang": SGLangEngine, "vllm": VLLMEngine}
 RECORDED = {

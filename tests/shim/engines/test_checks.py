@@ -27,7 +27,7 @@ async def test_an_engine_that_serves():
         ),
         pytest.param(
             sampled("", finish_reason="length", weight_versions=()),
-            "0 output",
+            "no output ids",
             id="no ids",
         ),
         pytest.param(

@@ -21,15 +21,15 @@ from tests.shim.train_tokenizer import (
 )
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.embedded import (
+    END,
     EmbeddedEngine,
     Reply,
     Special,
-    converse,
     load_tokenizer,
+    shaped,
+    shipped,
     tool_call,
 )
-from trajkit_shim.engines.embedded.engine import shaped
-from trajkit_shim.engines.embedded.vocabulary import END, shipped
 from trajkit_shim.errors import EngineError
 
 VOCAB = shipped()
@@ -374,20 +374,6 @@ def rendered(messages, tools=TOOLS):
     return load_tokenizer().apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=True
     )
-
-
-def test_the_default_policy_calls_a_tool_once_and_then_says_so():
-    conversation = [{"role": "user", "content": "Look around."}]
-    first = converse(rendered(conversation))
-    assert all(Special("<tool_call>") in reply.parts for reply in first)
-    call = {"name": "bash", "arguments": '{"command": "ls -la"}'}
-    conversation += [
-        {"role": "assistant", "content": "x", "tool_calls": [{"function": call}]},
-        {"role": "tool", "content": "total 0"},
-    ]
-    assert all(len(reply.parts) == 1 for reply in converse(rendered(conversation)))
-    without_tools = converse(rendered(conversation[:1], None))
-    assert all(len(reply.parts) == 1 for reply in without_tools)
 
 
 def test_the_template_repeats_a_canonical_reply_token_for_token():

@@ -17,7 +17,7 @@ import trajkit as tk
 from tests.shim.fakes import save_tokenizer
 from trajkit import cli
 from trajkit_shim.engines import launch
-from trajkit_shim.engines.launch import running_server
+from trajkit_shim.engines.launch import running_server, sglang_server
 
 ROOT = Path(__file__).parents[3]
 FAKE = Path(__file__).with_name("fake_sglang.py")
@@ -44,7 +44,8 @@ def model(tmp_path):
 def launched(python, tmp_path, *arguments, **options):
     """The URL of a launched server."""
     log = tmp_path / "logs" / "engine.log"
-    with running_server(python, "m", arguments, log, **options) as url:
+    command = sglang_server(python, "m", arguments)
+    with running_server(*command, log, **options) as url:
         yield url
 
 
@@ -188,26 +189,6 @@ def test_sigterm_while_the_server_starts(tmp_path, python, model):
     assert output == ""
     assert errors.endswith("trajkit: interrupted\n")
     until_ended(read_pids(pids))
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (["--launch", "m"], "--launch needs --engine sglang"),
-        (
-            ["--engine", "sglang", "--launch", "m", "--engine-url", "http://a"],
-            "leave out --engine-url",
-        ),
-        (["--", "--tp", "2"], "--tp 2 after -- is for the server of --launch"),
-        (["--engine", "sglang", "--launch", "m"], "pip install 'trajkit[sglang]'"),
-    ],
-)
-def test_options_that_do_not_fit(tmp_path, capsys, options, error):
-    assert (
-        cli.main(["serve", "--out", str(tmp_path / "run"), *options]) == cli.BAD_USAGE
-    )
-    assert error in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_servers_of_different_models(python, model, tmp_path, capsys):

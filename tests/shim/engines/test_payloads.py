@@ -12,8 +12,8 @@ import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, ScriptedEngine
 from tests.shim.sessions.test_turn_log import turn
+from trajkit_shim.engines.http import read_experts
 from trajkit_shim.engines.model_config import config_number
-from trajkit_shim.engines.payloads import read_experts
 from trajkit_shim.errors import EngineError
 from trajkit_shim.sessions.turn_log import TurnLog
 

@@ -9,12 +9,7 @@ from aiohttp import web
 
 from tests.shim.engines import double as double_module
 from tests.shim.engines.double import PROMPT, Double, recorded, sample, with_id
-from trajkit_shim.engines.base import (
-    PromptImage,
-    TensorEngine,
-    UpdatableEngine,
-    WeightSpan,
-)
+from trajkit_shim.engines.base import PromptImage, UpdatableEngine, WeightSpan
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -184,7 +179,6 @@ async def test_pausing_and_updating():
         await engine.update_weights("/new", "step-1")
         with pytest.raises(EngineError, match="from_disk /bad: no such directory"):
             await engine.update_weights("/bad", "step-2")
-        assert isinstance(engine, TensorEngine)
         await engine.update_tensors(["aGk="], "flattened_bucket", "step-3")
         with pytest.raises(EngineError, match="from_tensor : no such directory"):
             await engine.update_tensors(["bad"], None, "step-4")

@@ -4,8 +4,8 @@ import pytest
 
 from tests.shim.engines.real_clients import RealClients
 from tests.shim.sglang_cpu.servers import served
+from trajkit_shim.engines.http import SGLangEngine
 from trajkit_shim.engines.model_config import vocab_size
-from trajkit_shim.engines.sglang import SGLangEngine
 
 pytestmark = [pytest.mark.clients, pytest.mark.sglang]
 

@@ -12,10 +12,10 @@ from tests.shim.sglang_cpu.make_vision_model import write_processor
 from tests.shim.sglang_cpu.servers import make_model, served
 from tests.shim.test_images import JPEG, PNG, TYPES, chat, drawn
 from trajkit.turns import engine_ids
+from trajkit_shim.chat.images import load_image_model
+from trajkit_shim.engines.http import SGLangEngine
 from trajkit_shim.engines.model_config import vocab_size
-from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.errors import EngineError
-from trajkit_shim.prompting.image_places import load_image_model
 from trajkit_shim.prompting.render import load_renderer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]

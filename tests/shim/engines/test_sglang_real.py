@@ -14,10 +14,10 @@ from tests.shim.engines.real_engine import CALLS, USER, RealEngine, ask, sample
 from tests.shim.fakes import AS_STRING, TOOL
 from tests.shim.sglang_cpu import servers
 from tests.shim.sglang_cpu.servers import served
+from trajkit_shim.engines.http import SGLangEngine
 from trajkit_shim.engines.model_config import vocab_size
-from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.prompting.render import load_renderer
-from trajkit_shim.replies.external_parsers import SGLangParser
+from trajkit_shim.replies.parse import SGLangParser
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 

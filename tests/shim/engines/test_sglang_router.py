@@ -12,8 +12,8 @@ import pytest
 from tests.shim.fakes import engine_request
 from tests.shim.sglang_cpu import servers
 from tests.shim.sglang_cpu.servers import served
+from trajkit_shim.engines.http import SGLangEngine
 from trajkit_shim.engines.model_config import vocab_size
-from trajkit_shim.engines.sglang import SGLangEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 

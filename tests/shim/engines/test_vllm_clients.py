@@ -4,8 +4,8 @@ import pytest
 
 from tests.shim.engines.real_clients import RealClients
 from tests.shim.vllm_cpu.servers import make_model, served
+from trajkit_shim.engines.http import VLLMEngine
 from trajkit_shim.engines.model_config import vocab_size
-from trajkit_shim.engines.vllm import VLLMEngine
 
 pytestmark = [pytest.mark.clients, pytest.mark.vllm]
 

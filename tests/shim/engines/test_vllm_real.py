@@ -17,8 +17,8 @@ from tests.shim.engines.real_engine import USER, RealEngine, ask
 from tests.shim.fakes import AS_STRING
 from tests.shim.vllm_cpu.servers import EXPERTS, make_model, served
 from trajkit_shim.engines.checks import check_engine
+from trajkit_shim.engines.http import VLLMEngine
 from trajkit_shim.engines.model_config import vocab_size
-from trajkit_shim.engines.vllm import VLLMEngine
 from trajkit_shim.prompting.render import load_renderer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]

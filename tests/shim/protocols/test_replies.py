@@ -8,7 +8,7 @@ import pytest
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, ScriptedEngine, parse_reply, sampled
 from tests.shim.protocols.test_required import BODIES, BY_NAME, NAMES, PATHS
-from trajkit_shim.chat.reply import Usage, make_reply
+from trajkit_shim.chat.request import Usage, make_reply
 
 pytestmark = pytest.mark.anyio
 

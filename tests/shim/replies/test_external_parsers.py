@@ -12,7 +12,7 @@ from tests.shim.fakes import RENDERER, ScriptedEngine, parse_reply, sampled
 from trajkit_shim.engines.base import EngineInfo
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import embedded_renderer
-from trajkit_shim.replies.external_parsers import SGLangParser, as_sampled
+from trajkit_shim.replies.parse import SGLangParser, as_sampled
 
 pytestmark = pytest.mark.anyio
 

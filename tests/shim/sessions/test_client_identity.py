@@ -48,6 +48,11 @@ async def test_every_place_of_the_session_s_key(tmp_path, path, body):
         for url, headers in asked:
             reply = await gateway.http.post(url, headers=headers, json=body)
             assert reply.status_code == 200, (url, headers)
+        # a wrong name is no reason to take another one
+        key = {"authorization": asked[0][1]["authorization"]}
+        for url, name in ((f"/s/other{path}", {}), (path, {"x-session-key": "other"})):
+            reply = await gateway.http.post(url, headers=key | name, json=body)
+            assert reply.status_code == 401
         turns = gateway.turns()
     assert {turn["session_id"] for turn in turns} == {"a"}
     assert len(turns) == len(asked)

@@ -44,7 +44,7 @@ def written(directory, form, calls):
                 prompt_ids=prompt,
                 output_ids=output,
                 output_logprobs=None,
-                weight_versions=(),
+                weight_versions=None,
                 messages=restored.logged,
                 response=logged_message(reply),
                 prompt_message_index=np.full(len(prompt), -1, np.int32),
@@ -82,7 +82,7 @@ def test_a_write_that_fails_is_no_base(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "full")
 
     said = logged_message({"role": "user", "content": "new"})
-    longer = turn(messages=[*turn().messages, said], delta=(0, 2, 1))
+    longer = turn(messages=[*turn()["messages"], said], delta=(0, 2, 1))
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="full"):

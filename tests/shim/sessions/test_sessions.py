@@ -95,20 +95,6 @@ async def test_what_is_left_bounds_the_next_reply(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_a_narrow_context_is_the_session_s_own(tmp_path):
-    engine = ScriptedEngine("a")
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = await gateway.open(max_context_tokens=30)
-        with pytest.raises(openai.BadRequestError, match="is 30 tokens") as caught:
-            await client.chat.completions.create(
-                model="x", messages=[{"role": "user", "content": "x" * 40}]
-            )
-        await ask(client)
-    assert caught.value.code == "context_length_exceeded"
-    assert engine.samplings[0].max_new_tokens == 30 - len(engine.prompts[0])
-
-
-@pytest.mark.anyio
 async def test_a_prompt_that_fits_exactly_is_taken(tmp_path):
     # the last two replies are cut at the one token that they have room for
     cut = sampled("c", finish_reason="length")

@@ -17,16 +17,19 @@ from tests.shim.clients import read_log
 from trajkit import schema
 from trajkit.errors import TornLogWarning
 from trajkit_shim.chat.request import logged_message
-from trajkit_shim.engines.base import WeightSpan
-from trajkit_shim.sessions.append_log import END_OF_STREAM, LogFullError
-from trajkit_shim.sessions.turn_log import LOG_SCHEMA, LoggedTurn, TurnLog
+from trajkit_shim.sessions.turn_log import (
+    END_OF_STREAM,
+    LOG_SCHEMA,
+    LogFullError,
+    TurnLog,
+)
 
 ROOT = Path(__file__).parents[3]
 WHEN = datetime(2026, 1, 2, tzinfo=UTC)
 
 
-def turn(**changes) -> LoggedTurn:
-    fields = {
+def turn(**changes):
+    return {
         "session_id": "s",
         "request_id": "r",
         "model": "m",
@@ -39,14 +42,14 @@ def turn(**changes) -> LoggedTurn:
         "use_tool": False,
         "ill_formed": False,
         "trainable": True,
-        "weight_versions": (WeightSpan("v", 0, 1),),
+        "weight_versions": [{"version": "v", "start": 0, "stop": 1}],
         "sampling": "{}",
         "cached_tokens": None,
         "started_at": WHEN,
         "ended_at": WHEN,
+        "delta": (None, 0, 0),
+        **changes,
     }
-    fields |= changes
-    return LoggedTurn(**fields)
 
 
 def test_what_is_written_is_read_and_valid(tmp_path):
@@ -58,7 +61,7 @@ def test_what_is_written_is_read_and_valid(tmp_path):
             output_ids=np.array([], np.int32),
             output_logprobs=None,
             response=None,
-            weight_versions=(),
+            weight_versions=None,
             trainable=False,
         ),
         1,
@@ -257,7 +260,7 @@ def test_a_full_file_that_does_not_close_does_not_stop_the_log(tmp_path, monkeyp
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trajkit_shim.sessions.append_log.os.close", failing)
+        patch.setattr("trajkit_shim.sessions.turn_log.os.close", failing)
         log.append(turn(), 1, set())
     log.append(turn(), 2, set())
     log.close()

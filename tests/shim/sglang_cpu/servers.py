@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trajkit_shim.engines.embedded import load_tokenizer
-from trajkit_shim.engines.launch import running_server
+from trajkit_shim.engines.launch import running_server, sglang_server
 
 PYTHON = os.environ["TRAJKIT_SGLANG_PYTHON"]
 # without the second, it takes 15 GB for its cache; with the fourth, it uses no CPU if idle
@@ -47,6 +47,6 @@ def make_model(
 def served(model: str, directory: Path, *arguments: str) -> Iterator[str]:
     """The URL of a server of a model; its log is in the directory."""
     log = directory / "engine.log"
-    given = [*ARGUMENTS, *arguments]
-    with running_server(PYTHON, model, given, log, start_seconds=300) as url:
+    command = sglang_server(PYTHON, model, [*ARGUMENTS, *arguments])
+    with running_server(*command, log, start_seconds=300) as url:
         yield url

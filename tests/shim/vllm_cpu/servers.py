@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trajkit_shim.engines.embedded import load_tokenizer
-from trajkit_shim.engines.launch import running_program
+from trajkit_shim.engines.launch import running_server
 
 PYTHON = os.environ["TRAJKIT_VLLM_PYTHON"]
 HERE = Path(__file__).parent
@@ -54,10 +54,10 @@ def served(model: str, directory: Path, *arguments: str, second_runner: bool = F
     """The URL of a server of a model; its log is in the directory."""
     variables = _ENVIRONMENT | (_SECOND_RUNNER if second_runner else {})
     command = [str(Path(PYTHON).with_name("vllm")), "serve", model]
-    with running_program(
+    with running_server(
         [*command, *ARGUMENTS, *arguments],
-        directory / "engine.log",
         variables,
+        directory / "engine.log",
         start_seconds=300,
     ) as url:
         yield url
