@@ -6,18 +6,19 @@ makes a table of what ended. `Settings` and `HARNESSES` say how.
 
 from importlib import import_module
 
-_MODULES = {
-    "HARNESSES": "harness",
-    "Rollout": "rollout",
-    "Settings": "rollout",
-    "read_tasks": "tasks",
-    "run_task": "rollout",
-    "sessions_table": "rollout",
-}
+_NAMES = (
+    "HARNESSES",
+    "Rollout",
+    "Settings",
+    "read_tasks",
+    "run_task",
+    "sessions_table",
+)
 
 
 def __getattr__(name: str) -> object:
     # commands are listed without what they need to run
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in _NAMES:
+        module = "tasks" if name == "read_tasks" else "rollout"
+        return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,10 +9,9 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.screen import text_table
@@ -29,8 +29,7 @@ from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
 
 if TYPE_CHECKING:
-    from trajkit_rollout.run import Rollouts
-    from trajkit_rollout.tasks import Task
+    from trajkit_rollout.rollout import Rollouts
 
 
 def rollout(
@@ -52,7 +51,7 @@ def rollout(
     install: bool = False,
     repeat: options.Count = 1,
     parallel: options.Count = 4,
-    timeout: float | None = None,
+    timeout: Annotated[float | None, Parameter(validator=Number(gt=0))] = None,
     self_test: bool = False,
     retry_failed: bool = False,
     callback: str | None = None,
@@ -65,10 +64,9 @@ def rollout(
 ) -> int:
     """Have an agent work on tasks, record it, and grade what it did.
 
-    Run a coding agent on each task in a sandbox of its own, record its model calls, and
-    grade its changes in a fresh copy. RUN gets the turns and a sessions table with reward,
-    group and error. Run the same command again to continue a stopped run. The exit code is
-    1 if a rollout failed.
+    Run a coding agent on each task in a sandbox of its own, and grade its changes in a
+    fresh copy. RUN gets the turns and a sessions table. Run the same command again to
+    continue a stopped run. The exit code is 1 if a rollout failed.
 
     Parameters
     ----------
@@ -87,9 +85,8 @@ def rollout(
     path
         Directory to put first on the sandbox's PATH; may be repeated.
     gateway
-        URL of a gateway that records the calls (trajkit serve) instead of one in a process
-        next to the rollouts, which has the options of an engine; needs its token; may be
-        repeated.
+        URL of a running gateway (trajkit serve) instead of one next to the rollouts, which
+        has the options of an engine; needs its token; may be repeated.
     ray
         Ray cluster whose workers run the rollouts (auto, or HOST:PORT), with --gateway;
         {node} in a gateway's URL is the address of the worker's machine.
@@ -98,11 +95,9 @@ def rollout(
     gateway_url
         URL of the gateway as seen from the sandboxes, if it differs.
     admin_token
-        Admin token of the gateway (default: a random one); prefer the environment variable
-        TRAJKIT_ADMIN_TOKEN.
+        Of the gateway (default: a random one); prefer the variable TRAJKIT_ADMIN_TOKEN.
     untrusted
-        Refuse a sandbox that exposes files, processes or the network of this machine; see
-        docs/sandboxes.md.
+        Refuse a sandbox that exposes something of this machine; see docs/sandboxes.md.
     install
         Install the agent in each sandbox if it is missing.
     repeat
@@ -112,15 +107,13 @@ def rollout(
     timeout
         Time limit of each agent in seconds, overriding its task.
     self_test
-        Run no agent: grade each task's solution and no change at all, which should give 1.0
-        and 0.0.
+        Run no agent: grade each task's solution and no change, expecting 1.0 and 0.0.
     retry_failed
         When continuing a run, also repeat rollouts that failed.
     callback
         URL that receives each finished rollout as a JSON object.
     argument
-        Extra argument for the agent's command, or the command of the shell harness; may be
-        repeated.
+        Extra argument of the agent, or the shell harness's command; may be repeated.
     host
         Of the gateway.
     seed
@@ -142,8 +135,7 @@ def rollout(
 
 def _rollout(arguments: SimpleNamespace) -> int:
     with options.needs_extra("shim"):
-        from trajkit_rollout.rollout import Settings
-        from trajkit_rollout.run import Callback, Rollouts
+        from trajkit_rollout.rollout import Callback, Rollouts, Settings
         from trajkit_rollout.tasks import read_tasks, task_files
     try:
         settings = Settings.chosen(vars(arguments))
@@ -159,7 +151,6 @@ def _rollout(arguments: SimpleNamespace) -> int:
         raise ArgumentError(f"--gateway {urls[0]} needs its token: --admin-token")
     if arguments.ray and not urls:
         raise ArgumentError("--ray needs --gateway, which its workers reach")
-    token = token or secrets.token_hex(16)
     tasks, hidden = read_tasks(arguments.tasks), task_files(arguments.tasks)
     if arguments.self_test:
         with TemporaryDirectory() as folder:
@@ -167,6 +158,7 @@ def _rollout(arguments: SimpleNamespace) -> int:
                 return _self_test(rollouts, as_json=arguments.json)
     if not urls:
         options.check(arguments)
+    arguments.policy_tasks, arguments.admin_token = tasks, token or secrets.token_hex()
     out, ended, began = arguments.out, [], time.monotonic()
     with ExitStack() as stack:
         rollouts = Rollouts(tasks, settings, out, callback, hidden)
@@ -175,9 +167,9 @@ def _rollout(arguments: SimpleNamespace) -> int:
             if arguments.ray is None and (notes := rollouts.try_out()) is not None:
                 sys.stderr.write(f"trajkit: warning: {notes}\n")
             stack.enter_context(options.terminable())
-            urls = urls or [stack.enter_context(_gateway(arguments, tasks, token))]
-            began = time.monotonic()
-            ended = rollouts.run(urls, token, arguments.ray, resources)
+            urls = urls or [stack.enter_context(_gateway(arguments))]
+            began, given = time.monotonic(), (arguments.ray, resources)
+            ended = rollouts.run(urls, arguments.admin_token, *given)
     lines = [asdict(rollout) for rollout in ended]
     errors = [line["error"] for line in lines if line["error"] is not None]
     rewards = _rewards(lines)
@@ -200,9 +192,7 @@ def _rollout(arguments: SimpleNamespace) -> int:
 
 
 @contextmanager
-def _gateway(
-    arguments: SimpleNamespace, tasks: "Sequence[Task]", token: str
-) -> Iterator[str]:
+def _gateway(arguments: SimpleNamespace) -> Iterator[str]:
     """Run a gateway in a process of its own, and yield its URL.
 
     So neither its memory nor its answers suffer from what the rollouts do.
@@ -210,44 +200,35 @@ def _gateway(
     # next to those of earlier calls
     logs = arguments.out / "turns"
     logs.mkdir(exist_ok=True)
-    log = logs / f"{len(list(logs.iterdir())):03d}"
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    given = (far, arguments, tasks, log, token)
+    given = (far, arguments, logs / f"{len(list(logs.iterdir())):03d}")
     process = context.Process(target=_serve, args=given)
     process.start()
     far.close()
     try:
-        try:
-            answer = near.recv()
-        except EOFError:
-            raise SystemExit(BAD_FILE) from None
+        answer = near.recv()
         if isinstance(answer, BaseException):
             raise answer
         yield answer
+    except EOFError:
+        raise SystemExit(BAD_FILE) from None
     finally:
         # it ends with this end of the pipe
         near.close()
         process.join()
 
 
-def _serve(
-    parent: Connection,
-    arguments: SimpleNamespace,
-    tasks: "Sequence[Task]",
-    log: Path,
-    token: str,
-) -> None:
-    """Run a gateway until the other end of a pipe closes."""
-    from trajkit_rollout.solver import solve
+def _serve(parent: Any, arguments: SimpleNamespace, log: Path) -> None:
+    from trajkit_rollout.demo import solve
     from trajkit_shim.serve import running
 
     # its parent ends it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     given = {
-        "policy": solve(tasks, arguments.odds),
+        "policy": solve(arguments.policy_tasks, arguments.odds),
         "seed": arguments.seed,
-        "admin_token": token,
+        "admin_token": arguments.admin_token,
         "hosts": [urlsplit(arguments.gateway_url or "").hostname or ""],
     }
     try:
@@ -262,7 +243,6 @@ def _serve(
 
 
 def _self_test(rollouts: "Rollouts", *, as_json: bool) -> int:
-    """Print how each task's solution, and no change at all, are graded."""
     head = ("task", "change", "reward", "expected", "why")
     lines = []
     for rollout in rollouts.self_test():
@@ -270,12 +250,12 @@ def _self_test(rollouts: "Rollouts", *, as_json: bool) -> int:
         why = rollout.error or "; ".join(rollout.findings)
         lines.append((rollout.group_id, change, rollout.reward, expected, why))
     wrong = sum(reward != expected for _, _, reward, expected, _ in lines)
-    if as_json:
-        records = [dict(zip(head, line, strict=True)) for line in lines]
-        text = json.dumps({"self_test": records, "wrong": wrong})
-    else:
-        shown = [["" if v is None else str(v) for v in line] for line in lines]
-        text = text_table(head, shown)
+    records = [dict(zip(head, line, strict=True)) for line in lines]
+    text = json.dumps({"self_test": records, "wrong": wrong})
+    if not as_json:
+        text = text_table(
+            head, [["" if v is None else str(v) for v in x] for x in lines]
+        )
     sys.stdout.write(text + "\n")
     return BAD_DATA if wrong else DONE
 
@@ -293,20 +273,15 @@ def _described(facts: dict[str, Any]) -> str:
         turns = sum(line["turns"] or 0 for line in group)
         groups.append((name, len(group), len(rewards), mean, turns))
     findings = Counter(found for line in rollouts for found in line["findings"])
-    tables = (
-        (("task", "rollouts", "graded", "mean reward", "turns"), groups),
-        (("failure", "rollouts"), [*facts["failures"].items()]),
-        (("finding", "rollouts"), findings.most_common()),
-    )
-    missed = facts["callbacks_missed"]
-    places = [(name, facts[name]) for name in ("turns", "sessions") if facts[name]]
+    whys = [*facts["failures"].items(), *findings.most_common()]
+    head = ("task", "rollouts", "graded", "mean reward", "turns")
+    before, missed = facts["over_before"], facts["callbacks_missed"] or 0
     return "\n\n".join(
         [
-            f"rollouts {len(rollouts):,} ({facts['over_before']:,} finished before), "
-            f"graded {facts['graded']:,}, {seconds:.0f} s, "
-            f"{60 * len(rollouts) / max(seconds, 1e-9):.1f} per minute",
-            *(text_table(head, lines) for head, lines in tables if lines),
-            *([f"failed callbacks: {missed}"] if missed else []),
-            "\n".join(f"{name:<10}{shlex.quote(path)}" for name, path in places),
+            f"rollouts {len(rollouts):,} ({before:,} finished before), graded "
+            f"{facts['graded']:,}, failed callbacks {missed:,}, {seconds:.0f} s",
+            *([text_table(head, groups)] if groups else []),
+            *([text_table(("failure or finding", "rollouts"), whys)] if whys else []),
+            f"sessions  {shlex.quote(facts['sessions'])}",
         ]
     )

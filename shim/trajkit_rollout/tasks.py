@@ -15,7 +15,7 @@ import re
 import tarfile
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,38 +47,6 @@ _IDLE = ("FROM", "WORKDIR", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
-    """Files of a task: a tar archive, or those of a folder of this machine.
-
-    ``copies``: each path below ``folder``, and its path in the archive.
-    """
-
-    packed: bytes = b""
-    folder: Path | None = None
-    copies: tuple[tuple[str, str], ...] = ((".", "."),)
-
-    def archive(self) -> bytes:
-        """Return a tar archive, always with the same bytes."""
-        if self.folder is None:
-            return self.packed
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as tar:
-            for source, target in self.copies:
-                # tarfile sorts the entries of a directory
-                tar.add(self.folder / source, target, filter=_plain)
-        return buffer.getvalue()
-
-
-def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """An entry without what differs from machine to machine."""
-    if "__pycache__" in Path(entry.name).parts:
-        return None
-    entry.uid = entry.gid = entry.mtime = 0
-    entry.uname = entry.gname = ""
-    return entry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What is done with a workspace before the agent starts, and with its copy."""
 
@@ -96,12 +64,11 @@ class Agent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """How a task is graded."""
+    """How a task is graded; see `trajkit_rollout.grade`."""
 
-    kind: str = "command"  # one of `KINDS`; see `trajkit_rollout.grade`
-    # For ``command``, ``tests`` and ``reward_file``: a shell command. It runs in the
-    # folder of the task's tests, or in the workspace if there are none; a
-    # ``reward_file`` always in the workspace.
+    kind: str = "command"  # one of `KINDS`
+    # a shell command; it runs in the folder of the task's tests, or in the workspace if
+    # there are none; a ``reward_file`` always in the workspace
     command: str = ""
     in_workspace: bool = False  # copy the tests over the workspace, and run there
     plugins: tuple[str, ...] = ()  # of pytest, as its option ``-p`` takes them
@@ -118,7 +85,7 @@ KINDS: Mapping[str, Callable[[Grade], object]] = {
     "command": lambda rules: rules.command,
     "tests": lambda rules: rules.command and rules.fail_to_pass + rules.pass_to_pass,
     "script": lambda rules: rules.script,
-    "reward_file": lambda rules: rules.command,
+    "reward_file": lambda _: True,
     "completed": lambda _: True,
     "swebench": lambda rules: rules.instance,
 }
@@ -127,21 +94,21 @@ KINDS: Mapping[str, Callable[[Grade], object]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task: the keys of its record."""
+    """One task: the keys of its record. Its files are tar archives in memory."""
 
-    id: str  # unique in its run; the ``group_id`` of its rollouts
-    prompt: str
+    id: str = ""  # unique in its run; the ``group_id`` of its rollouts
+    prompt: str = ""
     # the initial files; those added before grading; and those that solve the task
-    workspace: Files | None = None
-    tests: Files | None = None
-    solution: Files | None = None
+    workspace: bytes | None = None
+    tests: bytes | None = None
+    solution: bytes | None = None
     # patterns of the files that the agent may change; see `trajkit_rollout.workspace`
     editable: tuple[str, ...] | None = None
-    # Absolute path of the workspace. Other paths than ``/work`` may come from an image.
+    # absolute path of the workspace; other paths than ``/work`` may come from an image
     workdir: str = "/work"
     image: str | None = None
     build: str | None = None  # folder with a Dockerfile that makes the image
-    # The Dockerfile only copies files: a sandbox without images will do.
+    # the Dockerfile only copies files: a sandbox without images will do
     plain: bool = False
     # folders with the same path inside and outside of a local sandbox
     places: tuple[str, ...] = ()
@@ -153,28 +120,12 @@ class Task:
     grade: Grade = Grade()
     limits: Limits = field(default_factory=Limits)
 
-    def locations(self) -> Iterator[Path]:
-        """Yield the folders of this machine that its files come from."""
-        for files in (self.workspace, self.tests, self.solution):
-            if files is not None and files.folder is not None:
-                yield files.folder.parent
-
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""
         place, setup = (self.workdir, self.image), self.setup.command
         values = (self.prompt, *place, setup, self.grade, self.agent.max_turns)
-        parts = [repr(value).encode() for value in (*values, self.editable)]
-        for files in (self.workspace, self.tests):
-            parts.append(b"" if files is None else files.archive())
-        return _digest(b"\0".join([*parts, b""]))
-
-    def movable(self) -> "Task":
-        """Return the task with its files in memory, for another machine."""
-        workspace, tests = (
-            files and Files(packed=files.archive())
-            for files in (self.workspace, self.tests)
-        )
-        return replace(self, workspace=workspace, tests=tests, solution=None)
+        text = repr((*values, self.editable)).encode()
+        return _digest(b"\0".join([text, self.workspace or b"", self.tests or b""]))
 
 
 def read_tasks(path: Path) -> list[Task]:
@@ -188,10 +139,15 @@ def read_tasks(path: Path) -> list[Task]:
         A file cannot be read.
     """
     tasks = []
-    if path.is_file():
-        with _located(path):
+    for place in task_files(path):
+        if place.is_dir():
+            with _located(file := place / "task.toml"):
+                record = tomllib.loads(file.read_text(encoding="utf-8"))
+                tasks.append(_task({"id": place.name, **record}, place))
+            continue
+        with _located(place):
             # a string may contain what Python, but not JSON, treats as the end of a line
-            lines = path.read_text(encoding="utf-8").split("\n")
+            lines = place.read_text(encoding="utf-8").split("\n")
         for number, line in enumerate(lines, 1):
             if line.strip():
                 with _located(f"{path}:{number}"):
@@ -199,11 +155,6 @@ def read_tasks(path: Path) -> list[Task]:
                     # half of a surrogate pair cannot be written to a file
                     json.dumps(record, ensure_ascii=False).encode()
                     tasks.append(_task(record))
-    else:
-        for folder in task_files(path):
-            with _located(file := folder / "task.toml"):
-                record = tomllib.loads(file.read_text(encoding="utf-8"))
-                tasks.append(_task({"id": folder.name, **record}, folder))
     if not tasks:
         raise FormatError(f"{path} has no task: no line, or no folder with task.toml")
     name, count = Counter(task.id for task in tasks).most_common(1)[0]
@@ -222,7 +173,6 @@ def task_files(path: Path) -> list[Path]:
 
 @contextmanager
 def _located(place: Path | str) -> Iterator[None]:
-    """Turn an invalid file or line into a `FormatError` that names it."""
     try:
         yield
     except (ValueError, GatewayError) as error:
@@ -230,57 +180,48 @@ def _located(place: Path | str) -> Iterator[None]:
 
 
 def _task(given: object, folder: Path | None = None) -> Task:
-    """Read a task. ``folder``: its directory, which may have its files."""
-    record = as_object(given, "task")
-    files: dict[str, Any] = {}
+    record, files = as_object(given, "task"), dict[str, Any]()
     if "instance_id" in record:
         record, files = _swebench(record)
     elif folder and (folder / "instruction.md").is_file():
         record, files = _harbor(record, folder)
     task: Task = _read(Task, record, "")
     for name in ("workspace", "tests", "solution"):
-        if folder and name not in record and (folder / name).is_dir():
-            files.setdefault(name, Files(folder=folder / name))
+        if folder and name not in {*record, *files} and (folder / name).is_dir():
+            files[name] = archive_of(folder / name)
     task = replace(task, **files)
-    rules = task.grade
-    if rules.kind == "reward_file" and not rules.command:
-        rules = replace(rules, command="bash {tests}/test.sh")
     if not _ID.fullmatch(task.id):
         refuse("id", f"{task.id!r}: 1 to 100 letters, digits, _ and -")
     if not task.prompt:
         refuse("prompt", "an empty string")
     if not task.workdir.startswith("/") or task.workdir == "/":
         refuse("workdir", f"{task.workdir!r} is not an absolute path below /")
-    if rules.kind not in KINDS:
-        refuse("grade.kind", f"{rules.kind!r} is not one of {', '.join(KINDS)}")
-    if not KINDS[rules.kind](rules):
-        refuse("grade", f"kind {rules.kind!r} lacks keys that it needs")
-    if rules.kind == "script" and task.tests is None:
+    if (kind := task.grade.kind) not in KINDS:
+        refuse("grade.kind", f"{kind!r} is not one of {', '.join(KINDS)}")
+    if not KINDS[kind](task.grade):
+        refuse("grade", f"kind {kind!r} lacks keys that it needs")
+    if kind == "script" and task.tests is None:
         refuse("grade.script", "needs the task's tests")
-    return replace(task, grade=rules)
+    return task
 
 
 def _read(kind: type[T], value: object, where: str) -> T:
     """Read an object as a dataclass; each key must be one of its fields."""
     # the fields of a dataclass have the types of `_READERS`, or are dataclasses
-    types = get_type_hints(kind)
-    values = {}
+    types, values = get_type_hints(kind), {}
     for name, given in as_object(value, where).items():
         path = f"{where}.{name}" if where else name
         if name not in types:
             refuse(path, f"unknown key, not one of {', '.join(types)}")
         read = _READERS.get(types[name]) or partial(_read, types[name])
         values[name] = read(given, path)
-    for name in ("id", "prompt"):
-        if kind is Task and name not in values:
-            refuse(name, "missing")
     return kind(**values)
 
 
-def _texts(value: object, where: str) -> Files:
+def _texts(value: object, where: str) -> bytes:
     texts = as_object(value, where).items()
-    read = {name: as_text(text, f"{where}.{name}") for name, text in texts}
-    return Files(packed=pack({name: text.encode() for name, text in read.items()}))
+    read = {name: as_text(text, f"{where}.{name}").encode() for name, text in texts}
+    return pack(read)
 
 
 def _names(value: object, where: str) -> tuple[str, ...]:
@@ -298,8 +239,35 @@ _READERS: Mapping[Any, Callable[[object, str], object]] = {
     tuple[str, ...]: _names,
     tuple[str, ...] | None: _names,
     Mapping[str, object]: as_object,
-    Files | None: _texts,
+    bytes | None: _texts,
 }
+
+
+def archive_of(
+    folder: Path, copies: Iterable[tuple[str, str]] = ((".", "."),)
+) -> bytes:
+    """A tar archive, always with the same bytes, of paths below a folder.
+
+    ``copies``: each path, and its path in the archive.
+    """
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for source, target in copies:
+            # tarfile sorts the entries of a directory
+            tar.add(folder / source, target, filter=_plain)
+    return buffer.getvalue()
+
+
+def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    if "__pycache__" in Path(entry.name).parts:
+        return None
+    entry.uid = entry.gid = entry.mtime = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _harbor(
@@ -312,42 +280,35 @@ def _harbor(
         as_object(record.get(name, {}), name)
         for name in ("environment", "verifier", "agent")
     )
-    build = folder / "environment"
+    build, image = folder / "environment", environment.get("docker_image")
     lines = _instructions(build / "Dockerfile")
     places = [words[-1] for name, words in lines if name == "WORKDIR"]
     workdir = posixpath.join("/app", *places)
-    image, own = environment.get("docker_image"), None
     if image is None and not lines:
         refuse("environment", "neither docker_image nor a Dockerfile")
     copies = _copies(lines, workdir) if image is None else None
-    if image is None:
-        own = f"trajkit-task:{_digest(Files(folder=build).archive())}"
     memory = _mib(environment.get("memory_mb", environment.get("memory")))
     limits = {"memory_mb": memory, "cpus": environment.get("cpus")}
-    files = {"tests": Files(folder=folder / "tests")}
+    seconds = verifier.get("timeout_sec", 600.0)
+    files = {"tests": archive_of(folder / "tests")}
+    own: dict[str, Any] = {"image": image}
+    if image is None:
+        name = f"trajkit-task:{_digest(archive_of(build))}"
+        own = {"image": name, "build": str(build), "plain": copies is not None}
     if copies is not None:
-        files["workspace"] = Files(folder=build, copies=copies)
+        files["workspace"] = archive_of(build, copies)
     return {
         "id": re.sub(r"[^A-Za-z0-9_-]", "-", folder.name),
         "prompt": (folder / "instruction.md").read_text(encoding="utf-8"),
         "workdir": workdir,
-        "image": own or image,
-        "plain": copies is not None,
         "places": [workdir, "/tests", "/logs", "/solution"],
         "solve": "bash {solution}/solve.sh",
         "editable": ["**"],
         "agent": {"timeout_s": agent.get("timeout_sec", 1800.0)},
-        "grade": {
-            "kind": "reward_file",
-            "timeout_s": verifier.get("timeout_sec", 600.0),
-        },
+        "grade": {"kind": "reward_file", "timeout_s": seconds},
         "limits": {name: value for name, value in limits.items() if value is not None},
-        **({"build": str(build)} if own else {}),
+        **own,
     }, files
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _instructions(path: Path) -> list[tuple[str, list[str]]]:
@@ -356,16 +317,13 @@ def _instructions(path: Path) -> list[tuple[str, list[str]]]:
         return []
     text = re.sub(r"\\\r?\n", " ", path.read_text(encoding="utf-8"))
     lines = [line.split() for line in text.splitlines()]
-    return [
-        (words[0].upper(), words[1:])
-        for words in lines
-        if len(words) > 1 and not words[0].startswith("#")
-    ]
+    lines = [words for words in lines if len(words) > 1 and words[0][0] != "#"]
+    return [(words[0].upper(), words[1:]) for words in lines]
 
 
 def _copies(
     lines: list[tuple[str, list[str]]], workdir: str
-) -> tuple[tuple[str, str], ...] | None:
+) -> list[tuple[str, str]] | None:
     """What a Dockerfile copies into the working directory; None if it does more."""
     copies = []
     for name, words in lines:
@@ -378,14 +336,14 @@ def _copies(
         relative = posixpath.relpath(place, workdir)
         if relative.startswith("..") or any(c in "".join(sources) for c in "*?$"):
             return None
+        inside = target.endswith(("/", ".")) or len(sources) > 1
         for source in sources:
-            inside = target.endswith(("/", ".")) or len(sources) > 1
             # the content of a folder is copied, and a file keeps its name in a folder
             file = posixpath.basename(posixpath.normpath(source))
             whole = inside and "." in file.strip(".")
             path = posixpath.join(relative, file) if whole else relative
             copies.append((source, posixpath.normpath(path)))
-    return tuple(copies)
+    return copies
 
 
 def _mib(value: object) -> int | None:
@@ -401,10 +359,7 @@ def _mib(value: object) -> int | None:
     return round(float(size[1]) * 1024.0 ** ("KMGT".index(size[2].upper()) - 1))
 
 
-def _swebench(
-    record: Mapping[str, object],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The record and the files of an instance of SWE-bench's data sets."""
+def _swebench(record: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
     name = as_text(record["instance_id"], "instance_id")
     patch = as_text(record.get("patch", ""), "patch")
     lists = {}
@@ -421,4 +376,4 @@ def _swebench(
         "image": record.get("image_name") or image,
         "solve": f"git apply {{solution}}/{_PATCH}",
         "grade": {"kind": "swebench", "instance": {**record, **lists}},
-    }, ({"solution": Files(packed=pack({_PATCH: patch.encode()}))} if patch else {})
+    }, ({"solution": pack({_PATCH: patch.encode()})} if patch else {})

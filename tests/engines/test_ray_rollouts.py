@@ -13,9 +13,8 @@ import ray
 
 import trajkit as tk
 import trajkit_rollout
-from trajkit_rollout.rollout import Settings
-from trajkit_rollout.run import Rollouts
-from trajkit_rollout.solver import solve
+from trajkit_rollout.demo import solve
+from trajkit_rollout.rollout import Rollouts, Settings
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.test_sandbox import ISOLATED, marked, sandbox, sh
-from trajkit_rollout import local
+from trajkit_rollout import sandbox as local
 from trajkit_rollout.sandbox import LimitError, Limits, SandboxError
 
 # "local" needs bubblewrap; the others need their program and an image with Python

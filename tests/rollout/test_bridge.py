@@ -7,8 +7,8 @@ import socketserver
 import threading
 from contextlib import contextmanager
 
-from trajkit_rollout import local as bridges
-from trajkit_rollout.local import bridge
+from trajkit_rollout import sandbox as bridges
+from trajkit_rollout.sandbox import bridge
 
 
 class Echo(socketserver.BaseRequestHandler):

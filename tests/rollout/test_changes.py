@@ -2,7 +2,7 @@
 
 import pytest
 
-from trajkit_rollout.workspace import LINK, choose
+from trajkit_rollout.grade import LINK, choose
 
 BEFORE = (
     *("it.py", "README", "setup.py", "test_it.py", "tests/test_a.py", "tests/data"),

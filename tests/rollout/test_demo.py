@@ -26,16 +26,15 @@ from trajkit import cli
 from trajkit.cli.application import application
 from trajkit.policies import PRESETS
 from trajkit_rollout import demo as demo_package
-from trajkit_rollout.demo import REVIEWER, lossy, run_demo, write_code
+from trajkit_rollout.demo import REVIEWER, SUBMIT, lossy, run_demo, write_code
 from trajkit_rollout.sandbox import unpack
-from trajkit_rollout.solver import SUBMIT
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.engines.embedded import Special
 
 pytest.importorskip("minisweagent", reason="the demo's agent is in the extra dev")
 
 ROOT = Path(__file__).parents[2]
-TASKS = read_tasks(Path(demo_package.__file__).parent / "tasks")
+(TASK,) = read_tasks(Path(demo_package.__file__).parent / "median")
 
 
 @pytest.fixture(scope="module")
@@ -216,17 +215,9 @@ def test_logprobs_in_the_rows_are_those_that_the_engine_gave(demo):
     assert kept.tolist() == given.tolist()
 
 
-@pytest.mark.parametrize(
-    ("choices", "says"),
-    [
-        pytest.param({"sessions": 0}, "sessions = 0", id="no session"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_before_anything_is_written(
-    tmp_path, choices, says
-):
-    with pytest.raises(ValueError, match=says):
-        run_demo(tmp_path / "run", **choices)
+def test_what_cannot_be_run_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="sessions = 0"):
+        run_demo(tmp_path / "run", sessions=0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,8 +247,8 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path):
         run_demo(tmp_path)
 
 
-def conversation(task, *later, system="You help."):
-    opening = [("system", f'{system} "name": "bash"'), ("user", task.prompt)]
+def conversation(*later, system="You help."):
+    opening = [("system", f'{system} "name": "bash"'), ("user", TASK.prompt)]
     return "".join(
         f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in [*opening, *later]
     )
@@ -277,42 +268,37 @@ def command(reply):
 SEEN = ("user", "<tool_response>\n...\n</tool_response>")
 SLIPPED = ("user", "Tool call error:\n\n<error>...")
 HOW = ("user", f"Submit with {SUBMIT}")
-policy = write_code(TASKS)
+policy = write_code(TASK)
 
 
 def commands(prompt):
     return {command(reply) for reply in policy(prompt)}
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.id)
-def test_every_second_session_of_a_task_gets_its_solution(tmp_path, task):
-    policy = write_code(TASKS)
-    prompt = conversation(task, SEEN, SLIPPED)
+def test_every_second_session_gets_the_solution(tmp_path):
+    policy = write_code(TASK)
+    prompt = conversation(SEEN, SLIPPED)
     (edit,), (look,), (again,) = (policy(prompt) for _ in range(3))
     assert command(look) == "git status --short"
     assert edit == again
-    for name, content in unpack(task.workspace.archive()).items():
+    for name, content in unpack(TASK.workspace).items():
         (tmp_path / name).write_bytes(content)
-    test = task.grade.command.replace("python", sys.executable).split()
+    test = TASK.grade.command.replace("python", sys.executable).split()
     before = subprocess.run(test, cwd=tmp_path, capture_output=True, check=False)
     assert before.returncode == 1
     subprocess.run(["sh", "-c", command(edit)], cwd=tmp_path, check=True)
     subprocess.run(test, cwd=tmp_path, capture_output=True, check=True)
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.id)
-def test_the_policy_slips_once_asks_for_a_review_and_submits_last(task):
-    assert commands(conversation(task, SEEN)) == {None}
-    (review,) = commands(conversation(task, HOW, SLIPPED, *[SEEN] * 3))
+def test_the_policy_slips_once_asks_for_a_review_and_submits_last():
+    assert commands(conversation(SEEN)) == {None}
+    (review,) = commands(conversation(HOW, SLIPPED, *[SEEN] * 3))
     assert review.startswith("./subagent")
-    last = conversation(task, HOW, SLIPPED, *[SEEN] * 4)
+    last = conversation(HOW, SLIPPED, *[SEEN] * 4)
     assert commands(last) == {f"echo {SUBMIT}"}
-
-
-def test_the_reviewer_follows_a_script_of_its_own():
-    assert commands(conversation(TASKS[0], system=REVIEWER)) == {"git diff"}
-    later = conversation(TASKS[0], SEEN, system=REVIEWER)
-    assert commands(later) == {f"echo {SUBMIT}"}
+    # the reviewer follows a script of its own
+    assert commands(conversation(system=REVIEWER)) == {"git diff"}
+    assert commands(conversation(SEEN, system=REVIEWER)) == {f"echo {SUBMIT}"}
 
 
 def test_the_proxy_loses_the_replies_that_it_is_told_to_lose():

@@ -204,9 +204,7 @@ def test_an_instance_of_swe_bench_is_read(tmp_path):
     assert task.grade.instance["FAIL_TO_PASS"] == [
         "astropy/modeling/tests/test_separable.py::test_separable"
     ]
-    assert unpack(task.solution.archive()) == {
-        "solution.patch": INSTANCE["patch"].encode()
-    }
+    assert unpack(task.solution) == {"solution.patch": INSTANCE["patch"].encode()}
     path.write_text(json.dumps({**INSTANCE, "problem_statement": None}))
     with pytest.raises(FormatError, match=r"instances\.jsonl:1: prompt"):
         read_tasks(path)

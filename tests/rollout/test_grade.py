@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.rollout.test_sandbox import sandbox
 from trajkit.errors import FormatError
-from trajkit_rollout.grade import grade
-from trajkit_rollout.local import LocalSandbox
-from trajkit_rollout.sandbox import Limits, Spec, pack
+from trajkit_rollout.grade import AgentError, StageError, Workspace, grade
+from trajkit_rollout.sandbox import Limits, LocalSandbox, Spec, pack
 from trajkit_rollout.tasks import read_tasks
-from trajkit_rollout.workspace import AgentError, StageError, Workspace
 
 
 def task_of(tmp_path, **fields):
@@ -27,9 +26,8 @@ def task_of(tmp_path, **fields):
 def graded(tmp_path, *, patch=b"", finished=True, **fields):
     """The reward of a task whose agent changed nothing, or made a patch."""
     task = task_of(tmp_path, **fields)
-    spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
-    with LocalSandbox(spec) as sandbox:
-        workspace = Workspace(task, sandbox)
+    with sandbox("local", tmp_path) as box:
+        workspace = Workspace(task, box)
         workspace.prepare()
         workspace.apply(patch)
         return grade(workspace, patch, finished=finished)
@@ -39,12 +37,11 @@ def test_a_workspace_begins_with_the_same_commit_in_every_rollout(tmp_path):
     task = task_of(tmp_path, workspace={"a": "x\n"}, grade={"command": "true"})
     commits = []
     for name in ("one", "two"):
-        spec = Spec(name=name, scratch=tmp_path, options={"namespaces": "no"})
-        with LocalSandbox(spec) as sandbox:
-            workspace = Workspace(task, sandbox)
+        with sandbox("local", tmp_path, name=name) as box:
+            workspace = Workspace(task, box)
             workspace.prepare()
             show = ["git", "log", "--format=%H %aI %cI %an %ae %s"]
-            done = sandbox.exec(show, timeout_s=60, cwd=workspace.path)
+            done = box.exec(show, timeout_s=60, cwd=workspace.path)
         commits.append(done.stdout.decode())
     began = "2000-01-01T00:00:00"
     assert commits[0].split()[1:3] in ([f"{began}+00:00"] * 2, [f"{began}Z"] * 2)
@@ -184,9 +181,8 @@ MOVE = HEAD + "similarity index 100%\nrename {2} {0}\nrename {3} {1}\n"
 def test_a_patch_cannot_move_a_protected_file_away(tmp_path, patch):
     files = {"conftest.py": "same\n", "a.py": "other\n"}
     task = task_of(tmp_path, workspace=files, grade={"command": "true"})
-    spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
-    with LocalSandbox(spec) as sandbox:
-        workspace = Workspace(task, sandbox)
+    with sandbox("local", tmp_path) as box:
+        workspace = Workspace(task, box)
         workspace.prepare()
         assert workspace.apply(patch.encode())["conftest.py"] == "refused"
         assert (Path(workspace.path) / "conftest.py").read_text() == "same\n"
@@ -213,15 +209,8 @@ def test_modules_that_cannot_be_listed_are_an_error(tmp_path, script, error):
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     task = task_of(tmp_path, grade={"command": "true"})
-    with LocalSandbox(
-        Spec(
-            name="box",
-            scratch=tmp_path,
-            options={"namespaces": "no"},
-            path=(str(program.parent),),
-        )
-    ) as sandbox:
-        copy = Workspace(task, sandbox)
+    with sandbox("local", tmp_path, path=(str(program.parent),)) as box:
+        copy = Workspace(task, box)
         copy.prepare()
         with pytest.raises(StageError, match=f"modules cannot be listed: {error}"):
             copy.apply(ADDED)
@@ -238,8 +227,7 @@ def test_changes_are_applied_by_their_exact_names(tmp_path):
     )
     workspaces = []
     for name in ("agent", "copy"):
-        spec = Spec(name=name, scratch=tmp_path, options={"namespaces": "no"})
-        workspaces.append(Workspace(task, LocalSandbox(spec)))
+        workspaces.append(Workspace(task, sandbox("local", tmp_path, name=name)))
     agent, copy = workspaces
     with agent.sandbox, copy.sandbox:
         agent.prepare()
@@ -371,8 +359,8 @@ def swebench_graded(tmp_path, instance, timeout_s=60):
         grade={"kind": "swebench", "instance": instance, "timeout_s": timeout_s},
     )
     spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
-    with AtRoot(spec) as sandbox:
-        workspace = Workspace(task, sandbox)
+    with AtRoot(spec) as box:
+        workspace = Workspace(task, box)
         return grade(workspace, b"+a", finished=True)
 
 

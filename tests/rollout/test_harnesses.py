@@ -3,41 +3,37 @@
 import json
 import re
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from trajkit_rollout.harness import HARNESSES, Harness, Job
-from trajkit_rollout.local import LocalSandbox
-from trajkit_rollout.sandbox import CommandResult, SandboxError, Spec
+from tests.rollout.test_sandbox import sandbox
+from trajkit_rollout.rollout import HARNESSES, Harness
+from trajkit_rollout.sandbox import CommandResult, SandboxError
 from trajkit_shim.protocols import PROTOCOLS
 
 DOCS = Path(__file__).parents[2] / "docs/serving.md"
-JOB = Job(
-    base_url="http://127.0.0.1:4321",
-    api_key="the-session",
-    model="the-model",
-    prompt='-v the task\'s "text"\n$HOME',
-    home="/home",
-    workspace="/work",
-    arguments=("--extra=1",),
-)
+JOB = {
+    "base_url": "http://127.0.0.1:4321",
+    "api_key": "the-session",
+    "model": "the-model",
+    "prompt": '-v the task\'s "text"\n$HOME',
+    "home": "/home",
+    "workspace": "/work",
+}
 
 
 @pytest.mark.parametrize("name", HARNESSES)
 def test_a_harness_is_told_where_it_is_and_what_to_do(name):
     record = HARNESSES[name]
     assert record.name == name
-    launch = record.launch(JOB)
-    told = json.dumps([launch.command, dict(launch.env), dict(launch.files)])
-    assert JOB.base_url in told
-    assert JOB.api_key in told
-    assert JOB.model in told
+    launch = record.launch(JOB, ("--extra=1",))
+    told = str(launch)
+    assert all(JOB[name] in told for name in ("base_url", "api_key", "model"))
     assert "--extra=1" in launch.command or name == "shell"
     # no shell reads it
     last = launch.command[-1]
-    assert launch.stdin == JOB.prompt or last.endswith(JOB.prompt)
+    assert launch.stdin.decode() == JOB["prompt"] or last.endswith(JOB["prompt"])
     assert all(not path.startswith("/") for path in launch.files)
 
 
@@ -69,7 +65,7 @@ def test_the_documentation_has_each_harness_with_the_version_that_it_installs():
             CommandResult(
                 0, b'{"is_error": true, "subtype": "success", "result": "410"}'
             ),
-            "success: 410",
+            'exit code 0: {"is_error": true, "subtype": "success", "result": "410"}',
         ),
         ("claude-code", CommandResult(0, b"[1]"), None),
         ("claude-code", CommandResult(1, b"no JSON"), "exit code 1: no JSON"),
@@ -89,43 +85,42 @@ def test_a_harness_is_installed_where_that_is_asked_for(tmp_path):
             command="true",
         )
 
-    spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
-    with LocalSandbox(spec) as sandbox:
-        with pytest.raises(SandboxError, match="is not installed: touch"):
-            record('touch "$HOME/own"').ready(sandbox, install=False)
-        with pytest.raises(SandboxError, match=r"is not installed$"):
-            record("").ready(sandbox, install=True)
-        with pytest.raises(SandboxError, match="echo no; exit 2: exit code 2: no"):
-            record("echo no; exit 2").ready(sandbox, install=True)
-        with pytest.raises(SandboxError, match="is still missing after true"):
-            record("true").ready(sandbox, install=True)
-        record('touch "$HOME/own"').ready(sandbox, install=True)
-        record('touch "$HOME/own"').ready(sandbox, install=False)
+    touch = 'touch "$HOME/own"'
+    with sandbox("local", tmp_path) as box:
+        for command, install, said in (
+            (touch, False, "is not installed: touch"),
+            ("", True, r"is not installed$"),
+            ("echo no; exit 2", True, "echo no; exit 2: exit code 2: no"),
+            ("true", True, "is still missing after true"),
+        ):
+            with pytest.raises(SandboxError, match=said):
+                record(command).ready(box, install=install)
+        record(touch).ready(box, install=True)
+        record(touch).ready(box, install=False)
 
 
 def test_the_shell_harness_needs_its_command(tmp_path):
     shell = HARNESSES["shell"]
 
     def run(*arguments):
-        spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
-        with LocalSandbox(spec) as sandbox:
-            job = replace(JOB, workspace=sandbox.map_path("/work"), arguments=arguments)
-            log = tmp_path / "log"
-            return shell.run(sandbox, job, env={}, timeout_s=60, log=log)
+        launch = shell.launch(JOB, arguments)
+        with sandbox("local", tmp_path) as box:
+            given = {"env": launch.env, "stdin": launch.stdin}
+            return box.exec(launch.command, timeout_s=60, **given)
 
     error = shell.failed(run())
     assert error == ("exit code 2: the shell harness needs a command: give --argument")
     done = run("cat;", 'echo "$MODEL" a  b; exit 3')
-    assert (done.code, done.stdout.decode()) == (3, f"{JOB.prompt}the-model a b\n")
+    assert (done.code, done.stdout.decode()) == (3, f"{JOB['prompt']}the-model a b\n")
 
 
 def test_values_are_escaped_in_configuration_files():
-    job = replace(JOB, model='a"b\\c{prompt}é😀', home="/h{model}")
+    job = {**JOB, "model": 'a"b\\c{prompt}é😀', "home": "/h{model}"}
     codex, pi = HARNESSES["codex"].launch(job), HARNESSES["pi"].launch(job)
-    config = tomllib.loads(codex.files[".codex/config.toml"])
-    assert config["model"] == job.model
+    config = tomllib.loads(codex.files[".codex/config.toml"].decode())
+    assert config["model"] == job["model"]
     assert codex.env["CODEX_HOME"] == "/h{model}/.codex"
     (model,) = json.loads(pi.files[".pi/agent/models.json"])["providers"]["gateway"][
         "models"
     ]
-    assert model["id"] == job.model
+    assert model["id"] == job["model"]

@@ -12,7 +12,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -23,7 +23,7 @@ import trajkit as tk
 from tests.rollout.test_rollout import EXAMPLES
 from tests.rollout.test_rollout import run as run_command
 from tests.shim.clients import http
-from trajkit_rollout.harness import HARNESSES, Job, Launch
+from trajkit_rollout.rollout import HARNESSES, Launch
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
@@ -118,24 +118,18 @@ def start(directory, name, gateway, prompt, *arguments, **options):
     # no git repository: Claude Code writes its state into the system prompt
     work = directory / "work"
     work.mkdir(exist_ok=True)
-    job = Job(
-        base_url=gateway[0],
-        api_key=gateway[1],
-        model="any",
-        prompt=prompt,
-        home=str(directory),
-        workspace=str(work),
-        arguments=arguments,
-    )
-    launch = options.get("edit", lambda launch: launch)(HARNESSES[name].launch(job))
-    for path, text in launch.files.items():
+    values = {"base_url": gateway[0], "api_key": gateway[1], "model": "any"}
+    values |= {"prompt": prompt, "home": str(directory), "workspace": str(work)}
+    launch = HARNESSES[name].launch(values, arguments)
+    launch = options.get("edit", lambda launch: launch)(launch)
+    for path, content in launch.files.items():
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
-        (directory / path).write_text(text)
+        (directory / path).write_bytes(content)
     done = subprocess.run(
         [str(program), *launch.command[1:]],
         cwd=work,
         env={"PATH": "/usr/bin:/bin", "HOME": str(directory), **launch.env},
-        input=launch.stdin,
+        input=launch.stdin.decode(),
         capture_output=True,
         text=True,
         timeout=options.get("seconds", 120),
@@ -234,7 +228,7 @@ def with_file(change):
         ((path, text),) = launch.files.items()
         settings = json.loads(text)
         change(settings)
-        return replace(launch, files={path: json.dumps(settings)})
+        return launch._replace(files={path: json.dumps(settings).encode()})
 
     return edit
 
@@ -247,7 +241,7 @@ def limit_context(settings):
 def limit_codex(launch):
     limit = "-c", "model_auto_compact_token_limit=18000"
     head, *rest = launch.command
-    return replace(launch, command=(head, *limit, *rest))
+    return launch._replace(command=(head, *limit, *rest))
 
 
 CLIENTS = {

@@ -23,10 +23,9 @@ from tests.made_tables import linearized
 from tests.rollout.test_sandbox import ISOLATED, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
-from trajkit_rollout import solver
-from trajkit_rollout.local import LocalSandbox, _scope
-from trajkit_rollout.run import RunLog
-from trajkit_rollout.sandbox import SandboxError
+from trajkit_rollout.demo import solve
+from trajkit_rollout.rollout import RunLog
+from trajkit_rollout.sandbox import LocalSandbox, SandboxError, _scope
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -92,6 +91,19 @@ def do(capsys):
         return code, json.loads(said.out)
 
     return done
+
+
+@pytest.fixture
+def roll(tmp_path, do):
+    """Run one task ``a``: the exit code, what the command says, and the session."""
+
+    def rolled(fields, *options, **how):
+        tasks = write_tasks(tmp_path / "t.jsonl", a=fields)
+        code, said = do(command(tasks, tmp_path / "run", *QUICK, *options, **how))
+        (line,) = sessions(tmp_path / "run").values()
+        return code, said, line
+
+    return rolled
 
 
 def sessions(out):
@@ -197,27 +209,20 @@ def test_what_fails_has_a_reason_and_no_reward(
     ],
 )
 def test_a_failure_that_changes_may_have_caused_is_a_reward_of_zero(
-    tmp_path, do, fields, finding
+    roll, fields, finding
 ):
     """Otherwise an agent could take its failures out of training."""
-    tasks = write_tasks(tmp_path / "t.jsonl", a=fields)
-    out = tmp_path / "run"
-    code, _ = do(command(tasks, out, *QUICK))
-    (line,) = sessions(out).values()
+    code, _, line = roll(fields)
     assert (code, line["reward"], line["error"]) == (DONE, 0.0, None)
     (found,) = line["findings"]
     assert found.startswith(f"cannot be graded: {finding}")
 
 
 @pytest.mark.parametrize("solved", [True, False])
-def test_what_a_harness_left_when_it_failed_is_graded(tmp_path, do, solved):
+def test_what_a_harness_left_when_it_failed_is_graded(roll, solved):
     """Its model got all its answers, and may have ended the harness itself."""
-    tasks = write_tasks(tmp_path / "t.jsonl", a={})
-    out = tmp_path / "run"
     solve = "echo yes > a.txt; " if solved else ""
-    agent = f"{AGENT} || {{ {solve} exit 3; }}"
-    code, _ = do(command(tasks, out, *QUICK, manners="fail", agent=agent))
-    (line,) = sessions(out).values()
+    code, _, line = roll({}, manners="fail", agent=f"{AGENT} || {{ {solve} exit 3; }}")
     assert (code, line["agent_end"], line["error"]) == (DONE, "failed", None)
     assert line["findings"] == ["the harness failed: exit code 3: I give up"]
     assert line["reward"] == float(solved)
@@ -240,11 +245,8 @@ def test_an_agent_whose_time_is_up_is_graded_on_what_it_left(tmp_path, do):
     assert set(rows["session_id"].to_pylist()) == set(sessions(out))
 
 
-def test_an_agent_that_has_had_its_turns_is_graded_too(tmp_path, do):
-    tasks = write_tasks(tmp_path / "t.jsonl", a={"agent": {"max_turns": 2}})
-    out = tmp_path / "run"
-    code, _ = do(command(tasks, out, *QUICK))
-    (line,) = sessions(out).values()
+def test_an_agent_that_has_had_its_turns_is_graded_too(roll):
+    code, _, line = roll({"agent": {"max_turns": 2}})
     assert (code, line["agent_end"], line["turns"]) == (DONE, "turn_limit", 2)
     assert line["reward"] == 1.0
 
@@ -257,27 +259,23 @@ rm gone && git checkout -qb elsewhere && echo cheat > hidden_test && ln -s gone 
 """
 
 
-def test_all_that_an_agent_changed_is_graded_but_for_the_tests(tmp_path, do):
+def test_all_that_an_agent_changed_is_graded_but_for_the_tests(tmp_path, roll):
     """Committed on a branch of its own, untracked, binary, removed, a mode, a link."""
     grade = (
         "test \"$(od -An -tx1 binary)\" = ' 61 00 62 ff' && test -f 'un tracked' && "
         "test -x sub/file && test ! -e gone && test -L link && "
         "test $(cat hidden_test) = right"
     )
-    tasks = write_tasks(
-        tmp_path / "t.jsonl",
-        a={
-            "workspace": {"gone": "x", "hidden_test": "wrong"},
-            "tests": {"hidden_test": "right"},
-            "editable": ["**"],
-            "grade": {"command": grade, "in_workspace": True},
-        },
-    )
+    task = {
+        "workspace": {"gone": "x", "hidden_test": "wrong"},
+        "tests": {"hidden_test": "right"},
+        "editable": ["**"],
+        "grade": {"command": grade, "in_workspace": True},
+    }
     agent = tmp_path / "agent.sh"
     agent.write_text(f"set -e\n{CHANGES}\n{AGENT}")
-    out = tmp_path / "run"
-    code, said = do(command(tasks, out, *QUICK, agent=f"sh {agent}"))
-    assert (code, said["failures"], said["mean_reward"]) == (DONE, {}, 1.0)
+    code, _, line = roll(task, agent=f"sh {agent}")
+    assert (code, line["error"], line["reward"]) == (DONE, None, 1.0)
 
 
 def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
@@ -299,7 +297,7 @@ def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
         try:
             while not (
                 journal.exists()
-                and journal.read_text().count('"ended"') >= ended
+                and len(of_log(out)[1]) >= ended
                 and logged(out) >= turns
             ):
                 assert runner.poll() is None
@@ -308,6 +306,14 @@ def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
         finally:
             runner.kill()
     return runner.returncode
+
+
+def of_log(out):
+    """The sessions of a run that began, and those that ended."""
+    lines = (out / "rollouts.log").read_text().split("\n")[1:-1]
+    records = [json.loads(line) for line in lines]
+    ended = {each["session_id"] for each in records if each["seconds"] is not None}
+    return {each["session_id"] for each in records}, ended
 
 
 def logged(out):
@@ -325,12 +331,8 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do):
     out = tmp_path / "run"
     killed_run(command(tasks, out, "--parallel", "2", manners="orphan"), out, 2)
     with (out / "rollouts.log").open("a") as journal:
-        journal.write('{"event": "began", "torn')
-    events = [
-        json.loads(x) for x in (out / "rollouts.log").read_text().split("\n")[:-1]
-    ]
-    over = {e["session_id"] for e in events if e.get("event") == "ended"}
-    began = {e["session_id"] for e in events if e.get("event") == "began"}
+        journal.write('{"task": "torn')
+    began, over = of_log(out)
     assert over < began
 
     code, said = do(command(tasks, out, "--parallel", "2"))
@@ -366,7 +368,7 @@ def test_nothing_is_lost_or_counted_twice_after_twenty_kills(tmp_path, do):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     out, draw = tmp_path / "run", random.Random(1)
     app = create_app(
-        EmbeddedEngine(solver.solve(read_tasks(tasks), 1.0)),
+        EmbeddedEngine(solve(read_tasks(tasks), 1.0)),
         embedded_renderer(),
         TurnLog(tmp_path / "far"),
         Options(admin_token="secret"),
@@ -472,7 +474,7 @@ def test_one_process_works_on_a_run(tmp_path, capsys):
         (["--harness", "emacs"], "'emacs' is not one of claude-code, codex"),
         (["--sandbox", "cloud"], "'cloud' is not one of"),
         (["--sandbox-option", "x"], "NAME=VALUE is expected"),
-        (["--timeout", "-1"], "is not above 0"),
+        (["--timeout", "-1"], "Must be > 0"),
         (["--engine", "sglang"], "needs --engine-url"),
         (["--ray", "auto"], "--ray needs --gateway"),
         (["--resource", "gpu=x"], "could not convert string to float"),
@@ -533,18 +535,15 @@ END
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_an_agent_has_no_access_to_the_trainer_s_routes(tmp_path, do, host):
+def test_an_agent_has_no_access_to_the_trainer_s_routes(tmp_path, roll, host):
     """Nor can it guess the key of a session from its name."""
-    tasks = write_tasks(tmp_path / "t.jsonl", a={})
     agent = tmp_path / "agent.sh"
     out = tmp_path / "run"
     # the name of its session, as earlier versions used it for the key
     name = f"basename {out}/sessions/*"
     agent.write_text(f"{name} > name\n{INTRUDER}\n{AGENT}")
-    options = (*QUICK, "--host", host)
-    code, said = do(command(tasks, out, *options, agent=f"sh {agent}"))
-    assert (code, said["failures"], said["mean_reward"]) == (DONE, {}, 1.0)
-    (line,) = sessions(out).values()
+    code, _, line = roll({}, "--host", host, agent=f"sh {agent}")
+    assert (code, line["error"], line["reward"]) == (DONE, None, 1.0)
     patch = (out / "sessions" / line["session_id"] / "patch.diff").read_text()
     assert "+[401, 401, 401, 401, 401, 401, 401, 401, 401]" in patch.splitlines()
     assert line["turns"] == 4
@@ -553,7 +552,7 @@ def test_an_agent_has_no_access_to_the_trainer_s_routes(tmp_path, do, host):
 def test_rollouts_use_a_gateway_that_runs_elsewhere(tmp_path, do, monkeypatch, capsys):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     log = TurnLog(tmp_path / "far")
-    engine = EmbeddedEngine(solver.solve(read_tasks(tasks), 1.0))
+    engine = EmbeddedEngine(solve(read_tasks(tasks), 1.0))
     renderer = embedded_renderer()
     out = tmp_path / "run"
     with running(
@@ -594,13 +593,12 @@ def listener(statuses):
             thread.join()
 
 
-def test_a_trainer_is_told_of_each_rollout(tmp_path, do):
-    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+def test_a_trainer_is_told_of_each_rollout(roll):
     with listener([503]) as (url, got):
-        _, said = do(command(tasks, tmp_path / "run", *QUICK, "--callback", url))
+        _, said, line = roll({}, "--callback", url)
     assert said["callbacks_missed"] == 0
     assert [one["reward"] for one in got] == [1.0, 1.0]
-    assert got[0]["session_id"] in sessions(tmp_path / "run")
+    assert got[0]["session_id"] == line["session_id"]
 
 
 def test_people_are_shown_groups_and_failures(tmp_path, capsys):
@@ -625,29 +623,6 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
     with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
         assert journal.begin("g", 0).session_id == f"g.0.{journal.run_id}"
         assert journal.begin("g", 0).session_id == f"g.0.{journal.run_id}~2"
-
-
-@pytest.mark.parametrize("failed_again", [False, True])
-def test_a_rollout_is_done_when_its_last_attempt_ended(tmp_path, failed_again):
-    path = tmp_path / "rollouts.log"
-    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
-        first = journal.begin("g", 0)
-        first.error, first.seconds = "harness: no", 1.0
-        journal.end(first)
-        assert journal.done("g", 0, failed_again) is not failed_again
-        journal.begin("g", 0)
-    # the second attempt was interrupted
-    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
-        assert not journal.done("g", 0, failed_again)
-        again = journal.begin("g", 0)
-        assert again.attempt == 3
-        again.seconds = 1.0
-        journal.end(again)
-        assert journal.done("g", 0, failed_again)
-        errors = journal.table()["error"].to_pylist()
-    repeated = f"(sampled again as {again.session_id})"
-    stopped = "interrupted: the run was stopped before it ended"
-    assert errors == [f"harness: no {repeated}", f"{stopped} {repeated}", None]
 
 
 # The ten tasks that ship
@@ -706,17 +681,16 @@ def test_examples_have_a_reward_where_they_were_edited_also_after_a_kill(tmp_pat
 
 
 def test_the_policy_says_a_word_where_it_knows_no_better():
-    policy = solver.solve(read_tasks(EXAMPLES / "leap"), 1.0)
+    policy = solve(read_tasks(EXAMPLES / "leap"), 1.0)
     assert policy("<|im_start|>user\nHello<|im_end|>\n") == [Reply(("Fine.",))]
 
 
-def test_an_agent_that_may_change_its_task_is_not_graded(tmp_path, do):
+def test_an_agent_that_changes_its_task_is_graded_by_what_was_read(tmp_path, do):
     tasks = tmp_path / "task"
     shutil.copytree(EXAMPLES / "leap", tasks)
-    agent = f"echo >> {tasks}/tests/test_leap.py; TASK_PROMPT=hello {AGENT}"
+    agent = f"echo > {tasks}/tests/test_leap.py; TASK_PROMPT=hello {AGENT}"
     code, said = do(command(tasks, tmp_path / "run", *QUICK, agent=agent))
-    error = "grade: the task's files changed while the agent worked"
-    assert (code, said["failures"]) == (BAD_DATA, {error: 1})
+    assert (code, said["failures"], said["mean_reward"]) == (DONE, {}, 0.0)
 
 
 def test_untrusted_agents_need_a_sandbox_that_isolates(tmp_path, capsys):
@@ -732,32 +706,29 @@ def test_untrusted_agents_need_a_sandbox_that_isolates(tmp_path, capsys):
 
 def test_an_unexpected_fault_is_the_error_of_its_own_rollout(tmp_path, capsys, caplog):
     """The other tasks are graded, and the table has all of them."""
-    tasks = tmp_path / "tasks"
-    for name in ("fine", "gone", "other"):
-        shutil.copytree(EXAMPLES / "leap", tasks / name)
-    agent = f"rm -rf {tasks}/gone/tests; TASK_PROMPT=hello {AGENT}"
+    tasks = write_tasks(tmp_path / "t.jsonl", fine={}, gone={}, other={})
     out = tmp_path / "run"
+    # the folder that its log is in
+    gone = f"rm -rf {out}/sessions/gone.*"
+    agent = f"{AGENT}; test ! -e gone.txt || {gone}"
     assert run(command(tasks, out, *QUICK, agent=agent)) == BAD_DATA
     lines = {line["group_id"]: line for line in sessions(out).values()}
     assert {name: line["reward"] for name, line in lines.items()} == {
-        "fine": 0.0,
+        "fine": 1.0,
         "gone": None,
-        "other": 0.0,
+        "other": 1.0,
     }
     assert lines["gone"]["error"].startswith("FileNotFoundError: ")
     assert "Traceback" in caplog.text
     assert json.loads(capsys.readouterr().out)["over"] == 3
 
 
-def test_a_name_that_is_not_utf_8_is_escaped_in_the_findings(tmp_path, do):
-    tasks = write_tasks(tmp_path / "t.jsonl", a={})
-    out = tmp_path / "run"
+def test_a_name_that_is_not_utf_8_is_escaped_in_the_findings(roll):
     # afterwards: the agent may list its files, and reads text
     agent = f"{AGENT} && touch \"$(printf '\\377.pth')\""
     with listener([]) as (url, got):
-        code, said = do(command(tasks, out, *QUICK, "--callback", url, agent=agent))
+        code, said, line = roll({}, "--callback", url, agent=agent)
     assert (code, said["mean_reward"], said["callbacks_missed"]) == (DONE, 1.0, 0)
-    (line,) = sessions(out).values()
     assert line["findings"] == got[0]["findings"] == ["not graded: \\udcff.pth"]
 
 

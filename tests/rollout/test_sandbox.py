@@ -20,15 +20,15 @@ import httpx
 import pytest
 
 from tests.rollout import fake_e2b
-from trajkit_rollout.harness import HARNESSES
-from trajkit_rollout.local import _why_not_isolated, clear
-from trajkit_rollout.remote import SANDBOXES
-from trajkit_rollout.rollout import Settings
+from trajkit_rollout.rollout import HARNESSES, Settings
 from trajkit_rollout.sandbox import (
     MARK,
+    SANDBOXES,
     Limits,
     SandboxError,
     Spec,
+    _why_not_isolated,
+    clear,
     pack,
 )
 
@@ -61,7 +61,7 @@ def fake(tmp_path, monkeypatch):
 def sandbox(kind, tmp_path, **fields):
     options = {}
     if kind in ("local apart", "local"):
-        options = {"namespaces": "yes" if kind == "local apart" else "no"}
+        options = {"namespaces": "auto" if kind == "local apart" else "no"}
     elif "image" not in fields:
         fields["image"] = "any"
     if kind == "e2b":
@@ -334,7 +334,7 @@ REFUSED = [
     ("docker", {"options": {"color": "red"}}, "known options: binary, network"),
     ("local", {"image": "any"}, "has no image"),
     ("local", {"limits": Limits(cpus=1.0)}, "cpus = 1.0: a sandbox of kind local"),
-    ("local", {"options": {"namespaces": "perhaps"}}, "is not one of auto, yes, no"),
+    ("local", {"options": {"namespaces": "perhaps"}}, "is not one of auto, no"),
 ]
 
 
@@ -354,7 +354,7 @@ def test_kinds_are_found_by_name_or_import_path():
         names |= {"harness": "shell", "sandbox": "local", "sandbox_option": []}
         return Settings.chosen({**names, **options})
 
-    by_path = chosen(sandbox="trajkit_rollout.local:LocalSandbox")
+    by_path = chosen(sandbox="trajkit_rollout.sandbox:LocalSandbox")
     assert by_path == chosen()
     assert chosen(harness="claude_code").harness is HARNESSES["claude-code"]
     for name, said in (
@@ -370,7 +370,7 @@ def test_kinds_are_found_by_name_or_import_path():
     ):
         with pytest.raises(ValueError, match=said):
             chosen(sandbox=name)
-    path = "trajkit_rollout.harness:Harness"
+    path = "trajkit_rollout.rollout:Harness"
     with pytest.raises(ValueError, match="Harness'>, not an instance of Harness"):
         chosen(harness=path)
 
@@ -388,7 +388,7 @@ def test_a_killed_runner_takes_its_sandboxes_processes_along(tmp_path):
     """Where the system knows how: what it started dies with it."""
     code = (
         "from pathlib import Path\n"
-        "from trajkit_rollout import local\n"
+        "from trajkit_rollout import sandbox as local\n"
         "from trajkit_rollout.sandbox import Spec\n"
         f"box = local.LocalSandbox(Spec(name='left', scratch=Path({str(tmp_path)!r})))\n"
         "box.start()\n"

@@ -19,11 +19,10 @@ from tests.rollout.test_grade import graded
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, Updatable
 from trajkit.errors import FormatError
-from trajkit_rollout.local import LocalSandbox, remove
-from trajkit_rollout.run import Callback
-from trajkit_rollout.sandbox import Spec
-from trajkit_rollout.tasks import Files, Grade, Task, read_tasks
-from trajkit_rollout.workspace import StageError, Workspace
+from trajkit_rollout.grade import StageError, Workspace
+from trajkit_rollout.rollout import Callback
+from trajkit_rollout.sandbox import LocalSandbox, Spec, remove
+from trajkit_rollout.tasks import Grade, Task, archive_of, read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.delivery import is_retry
 from trajkit_shim.engines import http
@@ -232,7 +231,7 @@ def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
     task = Task(
         id="t",
         prompt="p",
-        workspace=Files(folder=source),
+        workspace=archive_of(source),
         grade=rules,
         editable=("**",),
     )

@@ -18,7 +18,6 @@ import trajkit as tk
 from tests.shim.fakes import save_tokenizer
 from trajkit import cli
 from trajkit_rollout import command as rollout
-from trajkit_shim.engine_options import engine_app
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = "import sys; from trajkit.cli import main; sys.exit(main())"
@@ -280,15 +279,7 @@ def test_both_commands_take_the_options_of_a_gateway(tmp_path, monkeypatch, comm
         given.append(arguments[-1])
         raise OSError("enough")
 
-    @contextmanager
-    def gateway(arguments, tasks, token):
-        # in this process, so that it has the function above
-        log = tmp_path / "log"
-        with engine_app(arguments, log, {}, admin_token=token) as (app, _):
-            yield app
-
     monkeypatch.setattr("trajkit_shim.app.create_app", create_app)
-    monkeypatch.setattr("trajkit_rollout.command._gateway", gateway)
     argv = [command, "--out", str(tmp_path / "run"), "--past-reasoning", "sampled"]
     argv += ["--chat-template-kwargs", '{"enable_thinking": false}']
     if command == "rollout":
@@ -299,10 +290,10 @@ def test_both_commands_take_the_options_of_a_gateway(tmp_path, monkeypatch, comm
         argv += ["--sandbox-option", "namespaces=no"]
 
         @contextmanager
-        def here(arguments, tasks, token):
+        def here(arguments):
             """The gateway's process, without a process of its own."""
             pipe = SimpleNamespace(send=answers.append)
-            rollout._serve(pipe, arguments, tasks, tmp_path / "log", token)
+            rollout._serve(pipe, arguments, tmp_path / "log")
             raise answers[0]
             yield
 

@@ -24,6 +24,7 @@ from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 from trajkit_train.agents import Agents
+from trajkit_train.loop import mismatch
 from trajkit_train.model import END, make_model, make_tokenizer
 from trajkit_train.run import run_train
 from trajkit_train.settings import Settings
@@ -270,12 +271,13 @@ def test_only_rows_out_of_context_have_a_mismatch(tmp_path, policy):
         SESSIONS,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    tk.write_turns(turns, log := tmp_path / "turns.arrow")
-    gateway, given = Mock(), (log, tmp_path / "weights", policy, Settings(steps=1))
-    (step,) = train_steps(model, optimizer, gateway, lambda _: sessions, *given)
+    gateway, settings = Mock(), Settings(steps=1, row_policy=policy)
+    given = (lambda _: (turns, sessions), str(tmp_path / "weights"), settings)
+    (step,) = train_steps(model, optimizer, gateway, *given)
     names = [name for name, _, _ in gateway.method_calls]
     assert names == ["pause", "update_weights", "resume"]
-    apart, report = step["apart"], step["report"]
+    report, packs = step["report"], step["packs"]
+    apart = torch.cat([mismatch(model, packs[k]) for k in range(len(packs))])
     sampled, trained = (
         sum(report[f"tokens_{name}"].to_pylist()) for name in ("sampled", "trained")
     )

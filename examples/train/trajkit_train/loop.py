@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from trajkit_train.model import make_model, make_tokenizer
 from trajkit_train.settings import Settings
 from trajkit_train.task import make_task
 from trajkit_train.torch_engine import TorchEngine
-from trajkit_train.trainer import step, train_steps, turns_of
+from trajkit_train.trainer import train_steps
 
 # the longest reply is 14 tokens
 _MAX_NEW_TOKENS = 32
@@ -48,7 +49,7 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
     tokenizer = make_tokenizer()
     with _gateway(Demonstrator(tokenizer), out, settings) as (agents, log):
         sessions = agents.work(tasks, 1)
-    rows = tk.linearize(turns_of(sessions, log), sessions=sessions)
+    rows = tk.linearize(_turns_of(sessions, log), sessions=sessions)
     packs = PackDataset(tk.pack(rows, settings.pack_tokens))
     model: Any = make_model(
         len(tokenizer), seed=seed, width=settings.width, layers=settings.layers
@@ -67,7 +68,9 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
             part = nll_loss(edge_logprobs(model, pack), pack) / total
             part.backward()
             loss += part.item()
-        step(model, optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
     model.save_pretrained(out / "model")
     return {
         "seed": seed,
@@ -87,7 +90,7 @@ def train(
     """
     start = out / "warm-start" / str(seed) / "model"
     out = out / policy / str(seed)
-    weights = out / "model"
+    weights = str(out / "model")
 
     def load(attention: str) -> Any:
         model: Any = LlamaForCausalLM.from_pretrained(
@@ -102,36 +105,51 @@ def train(
     lines, clock = [], time.monotonic()
     with _gateway(engine, out, settings) as (agents, log):
 
-        def work(step: int) -> pa.Table:
+        def work(step: int) -> tuple[pa.Table, pa.Table]:
             tasks = [make_task(f"{seed}.{step}.{i}") for i in range(settings.tasks)]
-            return agents.work(tasks, settings.samples)
+            sessions = agents.work(tasks, settings.samples)
+            return _turns_of(sessions, log), sessions
 
-        for taken in train_steps(
-            model, optimizer, agents.gateway, work, log, weights, policy, settings
-        ):
+        plan = replace(settings, row_policy=policy)
+        steps = train_steps(model, optimizer, agents.gateway, work, weights, plan)
+        for number, taken in enumerate(steps):
             outputs, report = taken["turns"]["output_ids"], taken["report"]
+            packs = [taken["packs"][k] for k in range(len(taken["packs"]))]
+            apart = torch.cat([mismatch(model, pack) for pack in packs])
             thinks = pc.equal(pc.list_element(outputs, 0), think)
             counts = ("rows", "tokens_sampled", "tokens_trained", "tokens_forward")
             line = {
                 "seed": seed,
                 "policy": policy,
-                "step": taken["step"],
+                "step": number,
                 "reward": pc.mean(taken["sessions"]["reward"]).as_py(),
                 # of what was sampled
                 "digest": f"{zlib.crc32(repr(outputs.to_pylist()).encode()):08x}",
                 # the share of replies that begin with reasoning
                 "thinking": pc.mean(thinks).as_py(),
                 **{name: pc.sum(report[name]).as_py() for name in counts},
-                "tokens_packed": sum(
-                    len(taken["packs"][k].input_ids) for k in range(len(taken["packs"]))
-                ),
-                "mismatch_mean": taken["apart"].mean().item(),
-                "mismatch_max": taken["apart"].max().item(),
+                "tokens_packed": sum(len(pack.input_ids) for pack in packs),
+                "mismatch_mean": apart.mean().item(),
+                "mismatch_max": apart.max().item(),
                 "seconds": time.monotonic() - clock,
             }
             lines.append(line)
             clock = time.monotonic()
     return lines
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def mismatch(model: Any, pack: Any) -> torch.Tensor:
+    """How far the logprobs of a pack are from those that the engine recorded."""
+    return (edge_logprobs(model, pack).cpu() - pack.edge_logprob).abs()
+
+
+def _turns_of(sessions: pa.Table, log: Path) -> pa.Table:
+    """The turns of sessions, in an order that does not depend on timing."""
+    turns = tk.read_turns(log)
+    own = pc.is_in(turns["session_id"], sessions["session_id"].combine_chunks())
+    order = [("session_id", "ascending"), ("turn_index", "ascending")]
+    return turns.filter(own).sort_by(order)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ class Settings:
 
     warm_runs: int = 600  # scripted runs of the warm start, and its optimizer steps
     warm_steps: int = 300
+    row_policy: str = POLICIES[0]
     steps: int = 25
     tasks: int = 8  # per step
     samples: int = 8  # rollouts per task, which form a group

@@ -14,12 +14,7 @@ import sys
 import traceback
 import types
 import unittest
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    _Watched = dict[tuple[str, ...], tuple[int, int]]
-    # exit code, results by name, and what was changed while tests ran
-    _Outcome = tuple[int, dict[str, bool] | None, list[str]]
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _KINDS = (
@@ -28,9 +23,9 @@ _KINDS = (
 )
 
 
-def _watched() -> _Watched:
+def _watched() -> dict[tuple[str, ...], tuple[int, int]]:
     """What a module under test must not change: identities of functions and classes."""
-    found: _Watched = {}
+    found = {}
 
     def add(key: tuple[str, ...], value: object) -> None:
         if isinstance(value, _KINDS):
@@ -47,7 +42,7 @@ def _watched() -> _Watched:
     return found
 
 
-def _changed(before: _Watched, after: _Watched | None = None) -> list[str]:
+def _changed(before: dict[Any, Any], after: dict[Any, Any] | None = None) -> list[str]:
     after = after or _watched()
     return sorted(".".join(key) for key, was in before.items() if after.get(key) != was)
 
@@ -77,7 +72,10 @@ def _raiser(error: BaseException | None, test: str, places: list[str]) -> str | 
     return None
 
 
-def _pytest(arguments: list[str], places: list[str]) -> _Outcome:
+# Each returns the exit code, results by name, and what was changed while tests ran.
+
+
+def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
     import pytest
 
     results: dict[str, bool] = {}
@@ -85,7 +83,7 @@ def _pytest(arguments: list[str], places: list[str]) -> _Outcome:
     class Plugin:
         # some of the plugins that load themselves change pytest, until its end
         before = _watched()
-        after: _Watched | None = None
+        after: dict[Any, Any] | None = None
         own = "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in os.environ
         ended = False
 
@@ -147,7 +145,7 @@ def _pytest(arguments: list[str], places: list[str]) -> _Outcome:
     return code, results, _changed(plugin.before, plugin.after)
 
 
-def _unittest(arguments: list[str], places: list[str]) -> _Outcome:
+def _unittest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
     results: dict[str, bool] = {}
 
     class Result(unittest.TextTestResult):
@@ -190,7 +188,7 @@ def _unittest(arguments: list[str], places: list[str]) -> _Outcome:
     return code, results, _changed(before)
 
 
-def _script(arguments: list[str], places: list[str]) -> _Outcome:
+def _script(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
     import runpy
 
     sys.argv = arguments
@@ -222,13 +220,11 @@ def _main() -> int:
     with open(path) as file:
         nonce = file.read()
     os.unlink(path)
-    first, *rest = sys.argv[1:]
-    if first == "pytest":
-        code, results, changed = _pytest(rest, places)
-    elif first == "unittest":
-        code, results, changed = _unittest(rest, places)
+    given, runners = sys.argv[1:], {"pytest": _pytest, "unittest": _unittest}
+    if given[0] in runners:
+        code, results, changed = runners[given[0]](given[1:], places)
     else:
-        code, results, changed = _script([first, *rest], places)
+        code, results, changed = _script(given, places)
     sys.stdout.flush()
     sys.stderr.flush()
     proof = {"code": code, "results": results, "changed": changed, "nonce": nonce}
@@ -236,7 +232,7 @@ def _main() -> int:
         file.write(json.dumps(proof) + "\n")
     with open(path, "w") as file:
         file.write(nonce)
-    return code
+    return int(code)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,13 @@ import sys
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _arguments() -> list[str]:
-    """This interpreter's command line."""
-    if hasattr(sys, "orig_argv"):
-        return sys.orig_argv
-    # before Python 3.10
-    with open("/proc/self/cmdline", "rb") as file:
-        return [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
-
-
 def _begin() -> None:
     with open(os.path.join(_HERE, "places")) as file:
         tests, workspace = file.read().split("\n")
-    arguments, k = _arguments(), 1
+    # sys.orig_argv is newer than some Pythons of images
+    with open("/proc/self/cmdline", "rb") as file:
+        arguments = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
+    k = 1
     while k < len(arguments) and arguments[k].startswith("-"):
         if arguments[k][-1] in "mc" and not arguments[k].startswith("--"):
             break

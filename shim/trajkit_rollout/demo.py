@@ -1,10 +1,9 @@
 """``trajkit demo``: real coding agents on the gateway, and the resulting rows.
 
-mini-swe-agent works on small tasks in sandboxes (`trajkit_rollout`), against the
-gateway with the embedded engine. The agents do what real agents do: they make an invalid
-call and are asked again, lose a reply and repeat the request (a retry), start a second
-agent (a sub-agent), and their client and the chat template return every reply slightly
-changed (drift).
+mini-swe-agent works on a small task in sandboxes, against the gateway with the embedded
+engine. The agents do what real agents do: they make an invalid call and are asked again,
+lose a reply and repeat the request (a retry), start a second agent (a sub-agent), and
+their client and the chat template return every reply slightly changed (drift).
 """
 
 import itertools
@@ -27,12 +26,9 @@ from trajkit.cli import main
 from trajkit.cli.screen import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
-from trajkit_rollout.harness import HARNESSES, Job
-from trajkit_rollout.rollout import Rollout, Settings
-from trajkit_rollout.run import Rollouts
+from trajkit_rollout.rollout import HARNESSES, Rollout, Rollouts, Settings
 from trajkit_rollout.sandbox import pack, unpack
-from trajkit_rollout.solver import SUBMIT, solve
-from trajkit_rollout.tasks import Files, Task, read_tasks
+from trajkit_rollout.tasks import Task, read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.embedded import (
@@ -49,8 +45,6 @@ from trajkit_shim.prompting.render import embedded_renderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 
-# agents per task
-_GROUP = 2
 # index of the reply that each session loses
 _LOST = 3
 # the sub-agent works while a command of the first agent runs
@@ -62,8 +56,18 @@ code=$?
 tail -n 20 "$TMPDIR/log"
 exit $code
 """
+# tools that run a shell command, with the name of the argument
+_SHELLS = {
+    "exec_command": "cmd",
+    "run_shell_command": "command",
+    "Bash": "command",
+    "bash": "command",
+}
 
 MINI_SWE_AGENT = HARNESSES["mini-swe-agent"]
+
+SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""Informs mini-swe-agent that the work is done."""
 
 REVIEWER = "You review a change that another agent made."
 """The system prompt of the reviewing agent."""
@@ -83,6 +87,54 @@ _ASK = acts(
 )
 
 
+def solve(tasks: Sequence[Task], odds: float) -> Policy:
+    """Return the embedded engine's policy that solves tasks with the probability ``odds``.
+
+    It looks at the files, writes the solution or not, looks again, and ends. It recognizes
+    its task by the task's text, and its progress by the tool responses. It replies with
+    one word if a prompt is about none of the tasks, or offers no tool that runs a shell
+    command.
+    """
+    look = "git status --short"
+    known = [(task.prompt.strip(), _edit(task)) for task in tasks]
+
+    def policy(prompt: str) -> list[Reply]:
+        read = messages(prompt)
+        user_text = "\n".join(m.text for m in read if m.role == "user")
+        offered = read[0].text if read else ""
+        shells = (item for item in _SHELLS.items() if f'"name": "{item[0]}"' in offered)
+        shell = next(shells, None)
+        edit = next((edit for text, edit in known if text in user_text), None)
+        if shell is None or edit is None:
+            return [Reply(("Fine.",))]
+        begin = ["Let me see what is there.\n", "First, the files.\n\n"]
+        again = ["What did I change?\n", " Let me look once more.\n"]
+        (write,) = acts(["This should mend it.\n"], [edit or look], shell)
+        (leave,) = acts(["I find nothing wrong with it.\n"], [look], shell)
+        change = write._replace(weight=odds), leave._replace(weight=1 - odds)
+        end = [Reply(("That is all.",)), Reply((" I am done.",))]
+        if any(SUBMIT in m.text for m in read):
+            end = acts(["Done.\n\n"], [f"echo {SUBMIT}"], shell)
+        steps = [
+            acts(begin, ["ls && cat *.py", "cat *.py"], shell),
+            [reply for reply in change if reply.weight > 0],
+            acts(again, ["git diff"], shell),
+            end,
+        ]
+        return steps[min(n_responses(read), 3)]
+
+    return policy
+
+
+def _edit(task: Task) -> str:
+    """A command that writes the task's solution; empty: there is none."""
+    files = {} if task.solution is None else unpack(task.solution)
+    return "\n".join(
+        f"cat > {shlex.quote(name)} <<'END_OF_FILE'\n{text.decode()}END_OF_FILE"
+        for name, text in files.items()
+    )
+
+
 def run_demo(
     out: str | Path, *, sessions: int = 4, seed: int | None = None, json: bool = False
 ) -> int:
@@ -91,27 +143,24 @@ def run_demo(
     ``out`` gets the turn log, the rows of each policy, and in ``agents`` what `trajkit
     rollout` writes; it must not contain a run. ``seed`` is that of the engine; with
     several ``sessions``, concurrent agents, the order of their calls matters too.
-    Two agents work on each task; only the first of them finds its solution.
+    All of them work on one task; every second one finds its solution.
     ``json`` prints one JSON object, how the agents ended, instead of tables. Returns 0; 1
     if an agent failed. Raises `SandboxError` if no agent can run here.
     """
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
-    tasks = _tasks(-(-sessions // _GROUP))
-    engine = EmbeddedEngine(write_code(tasks), seed=seed)
+    task = _task()
+    engine = EmbeddedEngine(write_code(task), seed=seed)
     renderer = embedded_renderer()  # before the folder, for a package may be missing
     out = Path(out)
     log = TurnLog(out)
     # rendered prompts drift, which the demo is to show
     gateway = create_app(engine, renderer, log, Options(prompts="render"))
     settings = Settings(
-        harness=MINI_SWE_AGENT,
-        argument=_OPTIONS,
-        repeat=min(sessions, _GROUP),
-        parallel=sessions,
+        harness=MINI_SWE_AGENT, argument=_OPTIONS, repeat=sessions, parallel=sessions
     )
     with (
-        Rollouts(tasks, settings, out / "agents") as rollouts,
+        Rollouts([task], settings, out / "agents") as rollouts,
         running(lossy(gateway, _LOST)) as url,
     ):
         rollouts.try_out()
@@ -142,25 +191,18 @@ def run_demo(
     return 0 if all(rollout.error is None for rollout in ended) else 1
 
 
-def _tasks(n_tasks: int) -> list[Task]:
-    """The tasks in turn, with a program that starts a second agent."""
+def _task() -> Task:
+    (task,) = read_tasks(Path(__file__).parent / "median")
     reviewer = (*_OPTIONS, "-c", f"agent.system_template={REVIEWER}")
-    job = Job(model="trajkit-embedded", home="/tmp", arguments=reviewer)
-    *command, _ = MINI_SWE_AGENT.launch(job).command
-    subagent = _SUBAGENT.format(command=shlex.join(command))
-    known = read_tasks(Path(__file__).parent / "tasks")
-    tasks = []
-    for i in range(n_tasks):
-        task, again = known[i % len(known)], i // len(known)
-        assert task.workspace is not None
-        files = unpack(task.workspace.archive()) | {"subagent": subagent.encode()}
-        name = f"{task.id}-{again + 1}" if again else task.id
-        tasks.append(replace(task, id=name, workspace=Files(packed=pack(files))))
-    return tasks
+    values = dict.fromkeys(("base_url", "api_key", "prompt", "workspace"), "")
+    values |= {"model": "trajkit-embedded", "home": "/tmp"}
+    *command, _ = MINI_SWE_AGENT.launch(values, reviewer).command
+    subagent = _SUBAGENT.format(command=shlex.join(command)).encode()
+    files = unpack(task.workspace or b"")
+    return replace(task, workspace=pack({**files, "subagent": subagent}))
 
 
 def _sessions(turns: pa.Table, rollouts: list[Rollout]) -> list[dict[str, Any]]:
-    """How each agent ended, its turns, and how many of them drift or are branches."""
     links = tk.link(turns)
     drift = tk.classify_drift(turns, links)
     drift = drift.filter(pc.greater(drift["size"], 0))
@@ -179,25 +221,23 @@ def _sessions(turns: pa.Table, rollouts: list[Rollout]) -> list[dict[str, Any]]:
     ]
 
 
-def write_code(tasks: Sequence[Task]) -> Policy:
+def write_code(task: Task) -> Policy:
     """Return the policy of the demo's agents.
 
-    It slips, solves the task in every second session of the task, and asks for a review.
+    It slips, solves the task in every second session, and asks for a review.
     """
-    solves, leaves = solve(tasks, 1.0), solve(tasks, 0.0)
-    edits = {task.prompt.strip(): itertools.cycle([solves, leaves]) for task in tasks}
+    solves = solve([task], 1.0)
+    edits = itertools.cycle([solves, solve([task], 0.0)])
 
     def policy(prompt: str) -> Sequence[Reply]:
         read = messages(prompt)
         done = n_responses(read)
         if read[0].text.startswith(REVIEWER):
             return _REVIEW[min(done, 1)]
-        slipped = any(m.text.startswith("Tool call error") for m in read)
-        if done == 1 and not slipped:
+        if done == 1 and not any(m.text.startswith("Tool call error") for m in read):
             return _SLIP
         if done == 1:
-            text = next(text for text in edits if text in prompt)
-            return next(edits[text])(prompt)
+            return next(edits)(prompt)
         return _ASK if done == 3 else solves(prompt)
 
     return policy
