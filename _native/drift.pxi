@@ -12,24 +12,15 @@ cdef enum:  # trajkit.analysis.drift.DESCRIBED: the lines of describe_drift's ou
     DRIFT_TOKENS_AFTER_DRIFT, DRIFT_CAUSE
     N_DRIFT_LINES
 
-ENUMS["Region"] = {
-    "none": REGION_NONE, "last_reply": REGION_LAST_REPLY, "earlier_reply": REGION_EARLIER_REPLY,
-    "prompt": REGION_PROMPT,
-}
-ENUMS["Cause"] = {
-    "clean": CAUSE_CLEAN, "truncated": CAUSE_TRUNCATED, "head_dropped": CAUSE_HEAD_DROPPED,
-    "middle_edited": CAUSE_MIDDLE_EDITED, "tail_changed": CAUSE_TAIL_CHANGED,
-    "diverged": CAUSE_DIVERGED,
-}
-ENUMS["DriftLine"] = {
-    "region": DRIFT_REGION, "resync_path": DRIFT_RESYNC_PATH, "resync_prompt": DRIFT_RESYNC_PROMPT,
-    "resync_length": DRIFT_RESYNC_LENGTH, "tokens_after_drift": DRIFT_TOKENS_AFTER_DRIFT,
-    "cause": DRIFT_CAUSE,
-}
-
 cdef enum:  # trajkit.schema.CAUSES
     CAUSE_CLEAN, CAUSE_TRUNCATED, CAUSE_HEAD_DROPPED, CAUSE_MIDDLE_EDITED
     CAUSE_TAIL_CHANGED, CAUSE_DIVERGED
+
+ENUMS["Region"] = _numbers("none last_reply earlier_reply prompt")
+ENUMS["Cause"] = _numbers("clean truncated head_dropped middle_edited tail_changed diverged")
+ENUMS["DriftLine"] = _numbers(
+    "region resync_path resync_prompt resync_length tokens_after_drift cause"
+)
 
 
 cdef struct Windows:          # the runs of one length in a sequence, found by their tokens
@@ -40,23 +31,6 @@ cdef struct Windows:          # the runs of one length in a sequence, found by t
 
 cdef inline uint64_t _mixed(uint64_t rolling) noexcept nogil:
     return rolling ^ (rolling >> 29)
-
-
-cdef void _copy_range(
-    const Call* calls, const Node* nodes, int32_t node, pos_t start, pos_t stop,
-    token_t* target,
-) noexcept nogil:
-    """Tokens start:stop of the path that ends at the node's stop.
-
-    ``target`` has room for ``stop - start``, and no more is written.
-    """
-    cdef pos_t low, high
-    while nodes[node].parent >= 0 and nodes[node].stop > start:
-        low = max(nodes[node].start, start)
-        high = min(nodes[node].stop, stop)
-        if low < high:
-            _copy(&calls[nodes[node].source], target + (low - start), low, high)
-        node = nodes[node].parent
 
 
 cdef bint _common_run(
@@ -166,88 +140,77 @@ cdef pos_t _resync(
     return _ending_run(a + boundary - high, high, b, n_b, boundary, windows.starts, at_a, at_b)
 
 
-cdef struct DriftFinder:      # what describing drift reads, its scratch and its result
-    const Paths* paths
-    const Link* links
-    int64_t min_run           # tokens from which a common run counts as a resync
+cdef struct DriftFinder:      # the scratch of one describe_drift
     token_t* a                # path and prompt beyond the lcp, as long as the longest path
     token_t* b
     int64_t room              # entries of each of them
+    int32_t* chain            # see _copy_path
     Windows windows
-    int64_t* out              # N_DRIFT_LINES lines of n_calls
 
 
-cdef inline int64_t* _drift_line(const DriftFinder* finder, int which) noexcept nogil:
-    return finder.out + which * finder.paths.n_calls
-
-
-cdef pos_t _locate_drift(const DriftFinder* finder, int32_t call) noexcept nogil:
+cdef pos_t _locate_drift(
+    CallForest forest, const Link* links, int32_t call, int64_t[:, ::1] out
+) noexcept nogil:
     """Fill region and tokens_after_drift; return where the message in which drift starts ends.
 
     Climbs over the replies that the parent's path contains unchanged: ``reach`` is how far
     that path and the path of ``x`` agree.
     """
-    cdef const Call* calls = finder.paths.calls
-    cdef const Link* links = finder.links
+    cdef const Call* calls = forest.calls
     cdef int32_t parent = links[call].parent, x = parent, steps = 0
-    cdef pos_t lcp = links[call].lcp, reach = _held_len(&calls[parent]), boundary = reach, stop
-    _drift_line(finder, DRIFT_REGION)[call] = REGION_PROMPT
+    cdef pos_t lcp = links[call].lcp, reach = _held_len(&calls[parent]), boundary = reach
+    cdef pos_t start, stop
+    out[DRIFT_REGION, call] = REGION_PROMPT
     # parents of calls without an order may be a circle
-    while x >= 0 and reach > lcp and steps < finder.paths.n_calls:
+    while x >= 0 and reach > lcp and steps < forest.n_calls:
         steps += 1
-        stop = min(_held_len(&calls[x]), reach)
-        _drift_line(finder, DRIFT_TOKENS_AFTER_DRIFT)[call] += max(
-            stop - max(calls[x].prompt_len, lcp), 0
-        )
-        if calls[x].prompt_len <= lcp < stop:
-            _drift_line(finder, DRIFT_REGION)[call] = (
-                REGION_LAST_REPLY if x == parent else REGION_EARLIER_REPLY
-            )
-        if lcp < calls[x].prompt_len <= reach:
-            boundary = min(boundary, calls[x].prompt_len)
-        if lcp < _held_len(&calls[x]) <= reach:
-            boundary = min(boundary, _held_len(&calls[x]))
+        start, stop = calls[x].prompt_len, _held_len(&calls[x])
+        out[DRIFT_TOKENS_AFTER_DRIFT, call] += max(min(stop, reach) - max(start, lcp), 0)
+        if start <= lcp < min(stop, reach):
+            out[DRIFT_REGION, call] = REGION_LAST_REPLY if x == parent else REGION_EARLIER_REPLY
+        if lcp < start <= reach:
+            boundary = min(boundary, start)
+        if lcp < stop <= reach:
+            boundary = min(boundary, stop)
         if links[x].parent >= 0:
             reach = min(reach, links[x].lcp)
         x = links[x].parent
     return boundary
 
 
-cdef int _describe_call(DriftFinder* finder, int32_t call) noexcept nogil:
+cdef int _describe_call(
+    CallForest forest, const Link* links, int32_t call, pos_t min_run, DriftFinder* finder,
+    int64_t[:, ::1] out,
+) noexcept nogil:
     """Fill the lines of a call with a parent, but its cause, which is returned (CAUSE_*)."""
-    cdef const Call* calls = finder.paths.calls
-    cdef int32_t parent = finder.links[call].parent
-    cdef pos_t lcp = finder.links[call].lcp, path_len = _held_len(&calls[parent])
-    cdef pos_t prompt_len = calls[call].prompt_len, boundary, n, at_a = 0, at_b = 0
+    cdef int32_t parent = links[call].parent
+    cdef pos_t lcp = links[call].lcp, path_len = _held_len(&forest.calls[parent])
+    cdef pos_t prompt_len = forest.calls[call].prompt_len, boundary, n, at_a = 0, at_b = 0
     if lcp == path_len:
-        _drift_line(finder, DRIFT_REGION)[call] = REGION_NONE
+        out[DRIFT_REGION, call] = REGION_NONE
         return CAUSE_CLEAN
-    boundary = _locate_drift(finder, call)
+    boundary = _locate_drift(forest, links, call, out)
     if lcp == prompt_len:
         return CAUSE_TRUNCATED
     check_write("tails", 0, max(path_len, prompt_len) - lcp, finder.room)
-    _copy_range(
-        calls, finder.paths.nodes, finder.paths.ends[parent], lcp, path_len, finder.a
-    )
-    _copy_range(calls, finder.paths.nodes, finder.paths.ends[call], lcp, prompt_len, finder.b)
+    _copy_path(forest, forest.ends[parent], lcp, path_len, finder.a, finder.chain, False)
+    _copy_path(forest, forest.ends[call], lcp, prompt_len, finder.b, finder.chain, False)
     finder.windows.mask = 1
     while finder.windows.mask < 2 * (path_len - lcp):
         finder.windows.mask *= 2
     check_write("starts", 0, finder.windows.mask, 4 * finder.room)
     finder.windows.mask -= 1
     n = _resync(
-        finder.a, path_len - lcp, boundary - lcp, finder.b, prompt_len - lcp,
-        finder.min_run, &finder.windows, &at_a, &at_b,
+        finder.a, path_len - lcp, boundary - lcp, finder.b, prompt_len - lcp, min_run,
+        &finder.windows, &at_a, &at_b,
     )
     if n > 0:
-        _drift_line(finder, DRIFT_RESYNC_PATH)[call] = lcp + at_a
-        _drift_line(finder, DRIFT_RESYNC_PROMPT)[call] = lcp + at_b
-        _drift_line(finder, DRIFT_RESYNC_LENGTH)[call] = n
-    if n >= finder.min_run:
+        out[DRIFT_RESYNC_PATH, call] = lcp + at_a
+        out[DRIFT_RESYNC_PROMPT, call] = lcp + at_b
+        out[DRIFT_RESYNC_LENGTH, call] = n
+    if n >= min_run:
         return CAUSE_HEAD_DROPPED if at_b == 0 else CAUSE_MIDDLE_EDITED
-    if _drift_line(finder, DRIFT_REGION)[call] == REGION_LAST_REPLY:
-        return CAUSE_TAIL_CHANGED
-    return CAUSE_DIVERGED
+    return CAUSE_TAIL_CHANGED if out[DRIFT_REGION, call] == REGION_LAST_REPLY else CAUSE_DIVERGED
 
 
 def describe_drift(
@@ -263,7 +226,6 @@ def describe_drift(
     """
     cdef int64_t n_calls = forest.n_calls, i, longest = 1
     cdef int32_t parent
-    cdef Paths paths
     cdef DriftFinder finder
 
     _check_length("links", links.shape[0], n_calls)
@@ -272,28 +234,26 @@ def describe_drift(
     _check_parents(forest, links)
     if min_run < 1:
         raise LayoutError(f"min_run is {min_run}: expected 1 or more")
-    if n_calls == 0:
-        return
-    paths = _paths(forest)
     for i in range(n_calls):
-        longest = max(longest, _held_len(&paths.calls[i]))
+        longest = max(longest, _held_len(&forest.calls[i]))
         parent = links[i].parent
         if parent >= 0 and not (
-            0 <= links[i].lcp <= min(_held_len(&paths.calls[parent]), paths.calls[i].prompt_len)
+            0 <= links[i].lcp <= min(_held_len(&forest.calls[parent]), forest.calls[i].prompt_len)
         ):
             raise LayoutError(f"links[{i}]: lcp {links[i].lcp} is not within both paths")
     cdef token_t[:, ::1] tails = empty((2, longest), "i4")
     # a power of two, at least twice the longest path: less than four times
     cdef uint64_t[::1] hashes = empty(4 * longest, "u8")
-    cdef int32_t[::1] starts = empty(4 * longest, "i4")
-    finder.paths, finder.links, finder.min_run = &paths, &links[0], min_run
+    cdef int32_t[::1] starts = empty(4 * longest, "i4"), chain = empty(forest.n_nodes + 1, "i4")
     finder.a, finder.b, finder.room = &tails[0, 0], &tails[1, 0], longest
+    finder.chain = &chain[0]
     finder.windows.hashes, finder.windows.starts = &hashes[0], &starts[0]
-    finder.out = &out[0, 0]
     with nogil:
         for i in range(n_calls):
             if links[i].parent >= 0:
-                _drift_line(&finder, DRIFT_CAUSE)[i] = _describe_call(&finder, <int32_t>i)
+                out[DRIFT_CAUSE, i] = _describe_call(
+                    forest, &links[0], <int32_t>i, min_run, &finder, out
+                )
 
 
 # ---
@@ -314,10 +274,7 @@ cdef enum:  # trajkit.analysis.drift.Stretch: the columns of align's out
     DIFFERENCE_PROMPT_START, DIFFERENCE_PROMPT_STOP
     DIFFERENCE_WIDTH
 
-ENUMS["Difference"] = {
-    "path_start": DIFFERENCE_PATH_START, "path_stop": DIFFERENCE_PATH_STOP,
-    "prompt_start": DIFFERENCE_PROMPT_START, "prompt_stop": DIFFERENCE_PROMPT_STOP,
-}
+ENUMS["Difference"] = _numbers("path_start path_stop prompt_start prompt_stop")
 
 
 cdef struct Sides:            # the two sequences, and the positions of each run in a
@@ -474,23 +431,3 @@ def align(
     with nogil:
         n_found = _align(&sides, out)
     return n_found
-
-
-def copy_path(
-    CallForest forest not None, int64_t call, int64_t start, token_t[::1] out not None
-):
-    """Copy as many tokens of a call's path (prompt, then output) from start on as fit ``out``."""
-    cdef Paths paths
-    if not 0 <= call < forest.n_calls:
-        raise LayoutError(f"call is {call}: expected one of {forest.n_calls}")
-    paths = _paths(forest)
-    if not 0 <= start <= _held_len(&paths.calls[call]) - out.shape[0]:
-        raise LayoutError(
-            f"{out.shape[0]} tokens from {start} on: the path has "
-            f"{_held_len(&paths.calls[call])}"
-        )
-    if out.shape[0]:
-        with nogil:
-            _copy_range(
-                paths.calls, paths.nodes, paths.ends[call], start, start + out.shape[0], &out[0]
-            )

@@ -1,69 +1,18 @@
-"""Longest common prefix of two arrays of token ids, in O(its length).
-
-Comparing four pages at a time is kept for data in RAM, where it is 1.0 to 1.4 times as fast as
-memcmp, depending on the machine (docs/benchmarks.md, prefix compare).
-"""
-
-cdef extern from *:
-    """
-    #include <stddef.h>
-    #include <stdint.h>
-    #include <string.h>
-
-    #define TRAJKIT_PAGE 4096
-    #define TRAJKIT_PAGES 4
-    #define TRAJKIT_PAGES_BYTES (TRAJKIT_PAGES * TRAJKIT_PAGE)
-
-    #if defined(__GNUC__)
-    typedef uint64_t trajkit_lanes __attribute__((vector_size(16), aligned(1), may_alias));
-
-    /* Whether two blocks of TRAJKIT_PAGES_BYTES are equal: a line of each page in turn. */
-    static int trajkit_same_pages(const char *a, const char *b) {
-        trajkit_lanes differ = {0, 0};
-        for (size_t line = 0; line < TRAJKIT_PAGE; line += 64) {
-            for (size_t page = 0; page < TRAJKIT_PAGES_BYTES; page += TRAJKIT_PAGE) {
-                const char *p = a + page + line, *q = b + page + line;
-                __builtin_prefetch(p + TRAJKIT_PAGES_BYTES);
-                __builtin_prefetch(q + TRAJKIT_PAGES_BYTES);
-                for (size_t k = 0; k < 64; k += sizeof(trajkit_lanes))
-                    differ |= *(const trajkit_lanes *)(p + k) ^ *(const trajkit_lanes *)(q + k);
-            }
-        }
-        return (differ[0] | differ[1]) == 0;
-    }
-    #else
-    static int trajkit_same_pages(const char *a, const char *b) {
-        return memcmp(a, b, TRAJKIT_PAGES_BYTES) == 0;
-    }
-    #endif
-    """
-    enum:
-        TRAJKIT_PAGES_BYTES
-    void __builtin_prefetch(const void* address) nogil
-    bint trajkit_same_pages(const char* a, const char* b) noexcept nogil
+"""Longest common prefix of two arrays of token ids, in O(its length)."""
 
 cdef enum:  # in tokens
-    PAGES = TRAJKIT_PAGES_BYTES // 4
-    NEAR = 256  # compared before pages: most arrays that differ do so at their start
+    NEAR = 256  # compared first: most arrays that differ do so at their start
 
 
 cdef pos_t _lcp(const token_t* a, const token_t* b, pos_t n) noexcept nogil:
     """First index in [0, n) where a and b differ; n when they agree throughout."""
-    # The processor's prefetcher stops at the end of each page. Comparing four pages at a time
-    # keeps it busy and more of memory in flight than one run of addresses does
-    # (benchmarks/compare.py compares it with memcmp). A block that differs is halved until the
-    # position is found.
     cdef pos_t i = 0, block = min(n, NEAR), half
     if memcmp(a, b, block * sizeof(token_t)) == 0:
         i = block
-        block = PAGES
-        while n - i >= block and trajkit_same_pages(<const char*>(a + i), <const char*>(b + i)):
-            i += block
-        if n - i < block:
-            block = n - i
-            if memcmp(a + i, b + i, block * sizeof(token_t)) == 0:
-                return n
-    # a[i:i + block] differs somewhere
+        block = n - i
+        if memcmp(a + i, b + i, block * sizeof(token_t)) == 0:
+            return n
+    # a[i:i + block] differs somewhere: halve it until the position is found
     while block > 16:
         half = block // 2
         if memcmp(a + i, b + i, half * sizeof(token_t)) == 0:
@@ -275,6 +224,53 @@ cdef int32_t _split(
     return upper
 
 
+cdef int32_t _slot_of(const Node* nodes, const Cursor* cursor, pos_t position) noexcept nogil:
+    """The slot of the node of the cursor's path that contains a position, or ends there."""
+    cdef int32_t low = 0, high = cursor.depth - 1, middle
+    while low < high:
+        middle = (low + high) // 2
+        if nodes[cursor.stack[middle]].stop < position:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+cdef pos_t _follow(
+    const Call* calls, const Node* nodes, const Cursor* cursor, const Call* call,
+    pos_t position, int32_t* end,
+) noexcept nogil:
+    """How many of a call's first tokens an earlier path has; ``end`` is the last node with one.
+
+    The first ``position`` of them are those of the cursor's path.
+    """
+    cdef pos_t held_len = _held_len(call)
+    cdef int32_t slot = _slot_of(nodes, cursor, position), depth = cursor.depth
+    cdef int32_t node = cursor.stack[slot], child
+    cdef token_t token
+    if position < nodes[node].stop:
+        position = _match(
+            call, &calls[nodes[node].source], position, min(nodes[node].stop, held_len)
+        )
+    while position == nodes[node].stop and position < held_len:
+        token = _token(call, position)
+        slot += 1
+        child = cursor.stack[slot] if slot < depth else -1  # most calls continue that path
+        if child < 0 or nodes[child].first != token:
+            depth = 0
+            child = nodes[node].child
+            while child >= 0 and nodes[child].first != token:
+                child = nodes[child].sibling
+            if child < 0:
+                break
+        position = _match(
+            call, &calls[nodes[child].source], position, min(nodes[child].stop, held_len)
+        )
+        node = child
+    end[0] = node
+    return position
+
+
 cdef void _insert(
     const Call* calls, Node* nodes, Cursor* cursor, int32_t* ends, int32_t index,
     pos_t* shared, int32_t* shared_with,
@@ -286,39 +282,16 @@ cdef void _insert(
     two nodes at most. The cursor has room for the call's path, which the caller checks.
     """
     cdef const Call* call = &calls[index]
-    cdef pos_t held_len = _held_len(call), position = 0, kept, stop
-    cdef int32_t node, child, leaf
-    cdef token_t token
+    cdef pos_t held_len = _held_len(call), position = 0
+    cdef int32_t node, leaf
 
     if call.base >= 0:
         position = call.own_start
         _move(calls, nodes, cursor, ends[call.base], position)
     elif cursor.path != NULL:
-        position = _match_run(
-            call, cursor.path + position, position, min(cursor.path_len, held_len)
-        )
-    kept = position
-    while cursor.depth > 1 and nodes[cursor.stack[cursor.depth - 1]].start >= position:
-        cursor.depth -= 1
-    node = cursor.stack[cursor.depth - 1]
-    if position < nodes[node].stop:
-        position = _match(
-            call, &calls[nodes[node].source], position, min(nodes[node].stop, held_len)
-        )
-
-    # The cursor's path ends or departs here; another path may match the call further.
-    while position == nodes[node].stop and position < held_len:
-        token = _token(call, position)
-        child = nodes[node].child
-        while child >= 0 and nodes[child].first != token:
-            child = nodes[child].sibling
-        if child < 0:
-            break
-        stop = min(nodes[child].stop, held_len)
-        position = _match(call, &calls[nodes[child].source], position, stop)
-        _push(nodes, cursor, child)
-        node = child
-
+        position = _match_run(call, cursor.path, 0, min(cursor.path_len, held_len))
+    position = _follow(calls, nodes, cursor, call, position, &node)
+    _move(calls, nodes, cursor, node, position)
     if position < nodes[node].stop:
         node = _split(calls, nodes, cursor, node, position)
     shared[0] = position
@@ -333,8 +306,8 @@ cdef void _insert(
         node = leaf
     ends[index] = node
     if cursor.path != NULL:
-        check_write("path", kept, held_len - kept, cursor.path_room)
-        _copy(call, cursor.path + kept, kept, held_len)
+        check_write("path", position, held_len - position, cursor.path_room)
+        _copy(call, cursor.path + position, position, held_len)
     cursor.path_len = held_len
 
 
@@ -363,169 +336,117 @@ cdef int64_t _first_bad_call(
     return -1
 
 
-cdef int64_t _first_bad_session(
-    const int64_t[::1] session_offsets, int64_t n_calls
-) noexcept nogil:
-    """Index of the first offset that breaks ``0 = o[0] <= ... = n_calls``, or -1."""
-    cdef int64_t s, last = session_offsets.shape[0] - 1
-    if session_offsets[0] != 0:
-        return 0
-    for s in range(1, last + 1):
-        if session_offsets[s] < session_offsets[s - 1]:
-            return s
-    return -1 if session_offsets[last] == n_calls else last
-
-
 cdef _check_sessions(const int64_t[::1] session_offsets, int64_t n_calls):
-    cdef int64_t bad
+    cdef int64_t s, last = session_offsets.shape[0] - 1
     if n_calls > MAX_CALLS:
         raise LayoutError(f"{n_calls} calls in one table: at most {<int64_t>MAX_CALLS} are read")
-    if session_offsets.shape[0] == 0:
+    if last < 0:
         raise LayoutError("session_offsets is empty: it needs one more entry than sessions")
-    bad = _first_bad_session(session_offsets, n_calls)
-    if bad >= 0:
-        raise LayoutError(
-            f"session_offsets[{bad}] = {session_offsets[bad]} does not tile {n_calls} calls"
-        )
+    for s in range(last + 1):
+        if (
+            session_offsets[s] < (session_offsets[s - 1] if s else 0)
+            or s == 0 and session_offsets[0] != 0
+            or s == last and session_offsets[last] != n_calls
+        ):
+            raise LayoutError(
+                f"session_offsets[{s}] = {session_offsets[s]} does not tile {n_calls} calls"
+            )
 
 
-cdef _check_length(name, int64_t n, int64_t expected):
-    if n < expected:
-        raise LayoutError(f"{name} has {n} entries, {expected} are needed")
+@cython.auto_pickle(False)
+@cython.final
+cdef class CallForest:
+    """The calls of sessions, and the forest of their paths.
 
-
-def grow_forest(
-    const Call[::1] calls not None,
-    const int64_t[::1] session_offsets not None,
-    Node[::1] nodes not None,
-    int32_t[::1] ends not None,
-    pos_t[::1] shared not None,
-    int32_t[::1] shared_with not None,
-):
-    """Insert the calls in order; return how many nodes are used.
-
-    ``ends[i]`` is the node where call i's path ends, ``shared[i]`` how many tokens earlier
-    paths had, ``shared_with[i]`` a call that had them or -1. Needs 2 nodes per call and one
-    per session. Do not write to any buffer, or to what the addresses in ``calls`` point to,
-    during the call.
+    ``arrays`` are shared (of each path, the tokens that an earlier one has), shared_with (a call
+    that has them, or -1), nodes, and ends (the node where each path ends). Do not write to them,
+    to the arguments, or to what the addresses in ``calls`` point to, while this object is used.
     """
-    cdef:
-        int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
-        int64_t bad, s, i, deepest = 1
-        pos_t longest = 0
-        bint delta = False
-        Cursor cursor
+    cdef const Call* calls
+    cdef const int64_t* session_offsets
+    cdef const Node* nodes
+    cdef const int32_t* ends
+    cdef int64_t n_calls, n_sessions, n_nodes
+    cdef readonly tuple arrays
+    cdef tuple _held
 
-    _check_sessions(session_offsets, n_calls)
-    for s in range(n_sessions):
-        deepest = max(deepest, 2 * (session_offsets[s + 1] - session_offsets[s]) + 1)
-    _check_length("nodes", nodes.shape[0], 2 * n_calls + n_sessions)
-    _check_length("ends", ends.shape[0], n_calls)
-    _check_length("shared", shared.shape[0], n_calls)
-    _check_length("shared_with", shared_with.shape[0], n_calls)
-    bad = _first_bad_call(calls, session_offsets, INT32_MAX)
-    if bad >= 0:
-        raise LayoutError(
-            f"calls[{bad}] is no path: prompt_len {calls[bad].prompt_len}, out_len "
-            f"{calls[bad].out_len}, own_start {calls[bad].own_start}, base {calls[bad].base}; "
-            f"a path has at most {INT32_MAX} tokens"  # positions of rows and spans are int32
-        )
-    memset(&cursor, 0, sizeof(Cursor))
-    if n_calls == 0:
-        return 0
-    for i in range(n_calls):
-        longest = max(longest, _held_len(&calls[i]))
-        delta = delta or calls[i].base >= 0
-    # In delta form calls are not compared with the previous path, so no copy of it is needed.
-    cdef token_t[::1] path = empty(0 if delta else longest, "i4")
-    cdef int32_t[::1] stack = empty(deepest, "i4")
-    cursor.path = &path[0] if path.shape[0] else NULL
-    cursor.path_room = longest
-    cursor.stack, cursor.stack_room = &stack[0], deepest
-    cursor.node_room = nodes.shape[0]
-    with nogil:
-        for s in range(n_sessions):
-            _plant(&nodes[0], &cursor)
-            for i in range(session_offsets[s], session_offsets[s + 1]):
-                _insert(
-                    &calls[0], &nodes[0], &cursor, &ends[0], <int32_t>i, &shared[i],
-                    &shared_with[i],
-                )
-    return cursor.n_nodes
+    def __cinit__(
+        self, const Call[::1] calls not None, const int64_t[::1] session_offsets not None
+    ):
+        cdef int64_t n_calls = calls.shape[0], bad
+        _check_sessions(session_offsets, n_calls)
+        bad = _first_bad_call(calls, session_offsets, INT32_MAX)
+        if bad >= 0:
+            raise LayoutError(
+                f"calls[{bad}] is no path: prompt_len {calls[bad].prompt_len}, out_len "
+                f"{calls[bad].out_len}, own_start {calls[bad].own_start}, base "
+                f"{calls[bad].base}; a path has at most {INT32_MAX} tokens"
+            )  # positions of rows and spans are int32
+        self.n_calls, self.n_sessions = n_calls, session_offsets.shape[0] - 1
+        self._held = calls, session_offsets
+        self.session_offsets = &session_offsets[0]
+        self.calls = &calls[0] if n_calls else NULL
+        self._grow()
+
+    cdef _grow(self):
+        """Insert the calls, in order."""
+        cdef:
+            int64_t n_calls = self.n_calls, s, i, deepest = 1
+            pos_t longest = 0
+            bint delta = False
+            Cursor cursor
+        cdef Node[::1] nodes = empty(2 * n_calls + self.n_sessions, DTYPES["Node"])
+        cdef int32_t[::1] ends = empty(n_calls, "i4"), shared_with = empty(n_calls, "i4")
+        cdef pos_t[::1] shared = empty(n_calls, "i8")
+        for s in range(self.n_sessions):
+            deepest = max(
+                deepest, 2 * (self.session_offsets[s + 1] - self.session_offsets[s]) + 1
+            )
+        for i in range(n_calls):
+            longest = max(longest, _held_len(&self.calls[i]))
+            delta = delta or self.calls[i].base >= 0
+        # In delta form calls are not compared with the previous path, so no copy is needed.
+        cdef token_t[::1] path = empty(0 if delta else longest, "i4")
+        cdef int32_t[::1] stack = empty(deepest, "i4")
+        memset(&cursor, 0, sizeof(Cursor))
+        cursor.path = &path[0] if path.shape[0] else NULL
+        cursor.path_room = longest
+        cursor.stack, cursor.stack_room = &stack[0], deepest
+        cursor.node_room = nodes.shape[0]
+        if n_calls:
+            with nogil:
+                for s in range(self.n_sessions):
+                    _plant(&nodes[0], &cursor)
+                    for i in range(self.session_offsets[s], self.session_offsets[s + 1]):
+                        _insert(
+                            self.calls, &nodes[0], &cursor, &ends[0], <int32_t>i, &shared[i],
+                            &shared_with[i],
+                        )
+            self.nodes, self.ends = &nodes[0], &ends[0]
+        self.n_nodes = cursor.n_nodes
+        self.arrays = shared.base, shared_with.base, nodes.base[: cursor.n_nodes], ends.base
 
 
-cdef pos_t _shared_by(
-    const Call* calls, const Node* nodes, const int32_t* ends, int32_t held, int32_t call
-) noexcept nogil:
-    """Longest common prefix of one call's path and another's prompt, found in the forest."""
-    cdef int32_t a = ends[held], b = ends[call]
-    cdef pos_t limit = min(_held_len(&calls[held]), calls[call].prompt_len)
+cdef pos_t _shared(CallForest forest, int32_t held, int32_t call) noexcept nogil:
+    """Tokens that one call's path and another's prompt share; 0 if of two sessions."""
+    cdef const Node* nodes = forest.nodes
+    cdef int32_t a = forest.ends[held], b = forest.ends[call]
     while a != b:
         # A node starts where its parent stops, so the one that starts later is no ancestor.
         if nodes[a].start >= nodes[b].start:
             a = nodes[a].parent
         else:
             b = nodes[b].parent
-    return min(nodes[a].stop, limit)
-
-
-# ---
-# The calls of a table with the forest of their paths, as most kernels take them.
-#
-# Checks the layout of the four arrays once, in O(calls); kernels then read them unchecked.
-
-@cython.auto_pickle(False)
-@cython.final
-cdef class CallForest:
-    """Calls, their sessions, and the forest that `grow_forest` made of their paths."""
-    cdef const Call[::1] calls
-    cdef const int64_t[::1] session_offsets
-    cdef const Node[::1] nodes
-    cdef const int32_t[::1] ends
-    cdef int64_t n_calls, n_sessions, n_nodes
-
-    def __cinit__(
-        self,
-        const Call[::1] calls not None,
-        const int64_t[::1] session_offsets not None,
-        const Node[::1] nodes not None,
-        const int32_t[::1] ends not None,
-    ):
-        _check_sessions(session_offsets, calls.shape[0])
-        _check_length("ends", ends.shape[0], calls.shape[0])
-        _check_forest(nodes, ends)
-        self.calls, self.session_offsets = calls, session_offsets
-        self.nodes, self.ends = nodes, ends
-        self.n_calls, self.n_nodes = calls.shape[0], nodes.shape[0]
-        self.n_sessions = session_offsets.shape[0] - 1
-
-
-cdef struct Paths:            # the arrays of a CallForest with at least one call
-    const Call* calls
-    const int64_t* session_offsets
-    const Node* nodes
-    const int32_t* ends
-    int64_t n_calls
-    int64_t n_sessions
-    int64_t n_nodes
-
-
-cdef Paths _paths(CallForest forest):
-    cdef Paths paths
-    paths.calls = &forest.calls[0]
-    paths.session_offsets = &forest.session_offsets[0]
-    paths.nodes = &forest.nodes[0]
-    paths.ends = &forest.ends[0]
-    paths.n_calls, paths.n_nodes = forest.n_calls, forest.n_nodes
-    paths.n_sessions = forest.n_sessions
-    return paths
+        if a < 0:
+            return 0
+    return min(nodes[a].stop, min(_held_len(&forest.calls[held]), forest.calls[call].prompt_len))
 
 
 # ---
 # A session that grows call by call: where a prompt leaves its paths, and what is new.
 #
-# Fills call records and nodes of the forest, one call at a time. Each call costs O(tokens of its
-# prompt compared at the speed of memory + new tokens + log(nodes on the path)).
+# Each call costs O(tokens of its prompt compared at the speed of memory + new tokens +
+# log(nodes on the path)).
 
 cdef object _longer(object array, int64_t size):
     """A copy with room for more: it begins as the array does, and the rest is undefined."""
@@ -553,9 +474,10 @@ cdef class Growth:
     cdef Cursor cursor
     # the call that was taken and not inserted, if there is one
     cdef bytes taken
-    cdef pos_t found, prompt_len, n_new, out_len, n_logprobs
-    cdef readonly int32_t base  # of the call that was taken: see `insert`
-    cdef int64_t[3] faulty
+    cdef Call call            # addresses and lengths of what the caller gave
+    cdef pos_t found, n_logprobs
+    cdef readonly int32_t base  # see `insert`
+    cdef readonly object fault  # see `take`
 
     def __cinit__(self, int64_t short):
         self.n_calls, self.short = 0, short
@@ -570,7 +492,7 @@ cdef class Growth:
 
     cdef _make_room(self):
         """Make room for the call that was taken."""
-        cdef int64_t n = self.records.shape[0], wanted = self.prompt_len + self.out_len
+        cdef int64_t n = self.records.shape[0], wanted = _held_len(&self.call)
         if self.n_calls < n:
             if self.cursor.path != NULL and self.path.shape[0] < wanted:
                 self._hold_path(wanted)
@@ -586,31 +508,49 @@ cdef class Growth:
 
     cdef _hold_path(self, pos_t length):
         """Keep a copy of the last path, with room for this length, or none if it is long."""
-        cdef int32_t slot, node
+        cdef int32_t end
         self.cursor.path, self.cursor.path_room = NULL, 0
         self.path = None
         if length > self.short * self.records.shape[0]:
             return
         self.path = empty(length + length // 8 + 16, "i4")
         self.cursor.path, self.cursor.path_room = &self.path[0], self.path.shape[0]
-        for slot in range(1, self.cursor.depth):
-            node = self.stack[slot]
-            check_write("path", 0, self.nodes[node].stop, self.path.shape[0])
-            _copy(
-                &self.records[self.nodes[node].source], &self.path[self.nodes[node].start],
-                self.nodes[node].start, self.nodes[node].stop,
+        if self.n_calls:
+            end, self.cursor.depth = self.stack[self.cursor.depth - 1], 1  # only the root
+            _move(
+                &self.records[0], &self.nodes[0], &self.cursor, end, self.cursor.path_len
             )
 
-    cdef int32_t _slot_of(self, pos_t position) noexcept nogil:
-        """The slot of the node that contains a position, or ends there."""
-        cdef int32_t low = 0, high = self.cursor.depth - 1, middle
-        while low < high:
-            middle = (low + high) // 2
-            if self.nodes[self.stack[middle]].stop < position:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    cdef pos_t _find(self) except -1:
+        """How many of the call's prompt ids a path starts with; `base` is the first with them.
+
+        Of calls that have the complete prompt, it is the first of those that share the longest
+        prefix of the output; -1: none shares a token.
+        """
+        cdef pos_t position = 0
+        cdef int32_t node
+        self.base = -1
+        if self.n_calls == 0 or self.call.prompt_len == 0:
+            return 0
+        with nogil:
+            if self.cursor.path != NULL:
+                position = _match_run(
+                    &self.call, self.cursor.path, 0,
+                    min(self.cursor.path_len, self.call.prompt_len),
+                )
+            position = _follow(
+                &self.records[0], &self.nodes[0], &self.cursor, &self.call, position, &node
+            )
+        self.base = self.nodes[node].source
+        return min(position, self.call.prompt_len)
+
+    cdef _give(self, const token_t[::1] prompt, const token_t[::1] output):
+        memset(&self.call, 0, sizeof(Call))
+        self.taken, self.call.base = None, -1
+        self.call.prompt_len = prompt.shape[0]
+        self.call.own = <int64_t><intptr_t>&prompt[0] if prompt.shape[0] else 0
+        if output is not None and output.shape[0]:
+            self.call.out_len, self.call.out = output.shape[0], <int64_t><intptr_t>&output[0]
 
     def take(
         self, const token_t[::1] prompt not None, const token_t[::1] output not None,
@@ -619,152 +559,46 @@ cdef class Growth:
         """Find where a prompt departs from the paths, and copy what the call brings.
 
         Returns the ids of the prompt that no path has, those of the output, and logprobs (one
-        per output id, or None): four bytes each. `fault` tells whether they keep the rules:
-        ids are not negative, a logprob is above low and at most high. Do not write to the
-        arguments during the call.
+        per output id, or None): four bytes each. `fault` becomes the first value that breaks a
+        rule (ids are not negative, a logprob is above low and at most high), or None: 0 of the
+        prompt, 1 of the output, 2 of logprobs; its place there; its place in the bytes, in
+        values. Do not write to the arguments during the call.
         """
         cdef:
-            pos_t n_logprobs = 0 if logprobs is None else logprobs.shape[0]
-            const token_t* at = &prompt[0] if prompt.shape[0] else NULL
-            const token_t* said = &output[0] if output.shape[0] else NULL
-            const float* numbers = &logprobs[0] if n_logprobs else NULL
+            pos_t n_logprobs = 0 if logprobs is None else logprobs.shape[0], n_new, n_out
+            int64_t[3] faulty
             token_t* copy
-            bytes taken
-        self.taken, self.n_logprobs = None, n_logprobs
-        self.prompt_len, self.out_len = prompt.shape[0], output.shape[0]
-        if self.prompt_len + self.out_len > INT32_MAX:  # positions of rows are int32
+        self._give(prompt, output)
+        n_out = self.call.out_len
+        if _held_len(&self.call) > INT32_MAX:  # positions of rows are int32
             raise InvalidTurnsError(
-                f"the call has {self.prompt_len} prompt ids and {self.out_len} output ids: "
+                f"the call has {self.call.prompt_len} prompt ids and {n_out} output ids: "
                 f"together at most {<int64_t>INT32_MAX}"
             )
-        self.found = self._find(at, self.prompt_len, said, self.out_len)
-        self.n_new = self.prompt_len - self.found
-        taken = PyBytes_FromStringAndSize(
-            NULL, (self.n_new + self.out_len + n_logprobs) * <pos_t>sizeof(token_t)
+        self.found, self.n_logprobs = self._find(), n_logprobs
+        n_new = self.call.prompt_len - self.found
+        cdef bytes taken = PyBytes_FromStringAndSize(
+            NULL, (n_new + n_out + n_logprobs) * <pos_t>sizeof(token_t)
         )
         copy = <token_t*>PyBytes_AS_STRING(taken)
-        self.faulty[0] = self.faulty[1] = self.faulty[2] = -1
         with nogil:
-            if self.n_new:
-                self.faulty[0] = _take_ids(at + self.found, copy, self.n_new)
-            if self.out_len:
-                self.faulty[1] = _take_ids(said, copy + self.n_new, self.out_len)
-            if n_logprobs:
-                self.faulty[2] = _take_logprobs(
-                    numbers, <float*>(copy + self.n_new + self.out_len), n_logprobs, low, high
-                )
+            faulty[0] = _take_ids(
+                <const token_t*><intptr_t>self.call.own + self.found, copy, n_new
+            )
+            faulty[1] = _take_ids(<const token_t*><intptr_t>self.call.out, copy + n_new, n_out)
+            faulty[2] = _take_logprobs(
+                &logprobs[0] if n_logprobs else NULL, <float*>(copy + n_new + n_out),
+                n_logprobs, low, high,
+            )
+        self.fault = None
+        if faulty[0] >= 0:
+            self.fault = 0, self.found + faulty[0], faulty[0]
+        elif faulty[1] >= 0:
+            self.fault = 1, faulty[1], n_new + faulty[1]
+        elif faulty[2] >= 0:
+            self.fault = 2, faulty[2], n_new + n_out + faulty[2]
         self.taken = taken
         return taken
-
-    @property
-    def fault(self):
-        """The first value of the call that was taken which breaks its rule, or None.
-
-        0: of the prompt, 1: of the output, 2: of logprobs; its place there; and its place in
-        the bytes, in values.
-        """
-        if self.faulty[0] >= 0:
-            return 0, self.found + self.faulty[0], self.faulty[0]
-        if self.faulty[1] >= 0:
-            return 1, self.faulty[1], self.n_new + self.faulty[1]
-        if self.faulty[2] >= 0:
-            return 2, self.faulty[2], self.n_new + self.out_len + self.faulty[2]
-        return None
-
-    def match(self, const token_t[::1] prompt not None):
-        """The first call with the longest prefix of a prompt (-1: none), and its length."""
-        cdef pos_t n = prompt.shape[0]
-        cdef pos_t shared = self._find(&prompt[0] if n else NULL, n, NULL, 0)
-        return self.base, shared
-
-    cdef pos_t _find(
-        self, const token_t* prompt, pos_t n, const token_t* output, pos_t n_output
-    ) except -1:
-        """How many tokens of a prompt start like a path; `base` is the first call with them.
-
-        Of calls that have the complete prompt, it is the first of those that share the longest
-        prefix of the output; -1: none shares a token.
-        """
-        cdef:
-            pos_t position = 0
-            int32_t node, slot
-        self.base = -1
-        if self.n_calls == 0 or n == 0:
-            return 0
-        with nogil:
-            if self.cursor.path != NULL:
-                position = _lcp(self.cursor.path, prompt, min(self.cursor.path_len, n))
-            else:
-                position = self._surely(prompt, n)
-            slot = self._slot_of(position)
-            node = self.stack[slot]
-            position = self._descend(&node, slot, position, prompt, n)
-            if position == n and n_output:
-                self._descend(&node, self.cursor.depth, n, output - n, n + n_output)
-        self.base = self.nodes[node].source
-        return position
-
-    cdef pos_t _descend(
-        self, int32_t* node, int32_t slot, pos_t position, const token_t* tokens, pos_t n
-    ) noexcept nogil:
-        """How far tokens repeat a path that contains them up to a position in a node.
-
-        ``node`` becomes the last one of which they have a token; ``slot`` is its place on the
-        stack, if it is there.
-        """
-        cdef:
-            int32_t child, depth = self.cursor.depth
-            const Node* nodes = &self.nodes[0]
-        if position < nodes[node[0]].stop:
-            position += self._match_node(node[0], position, tokens, n)
-        while position < n and position == nodes[node[0]].stop:
-            # most prompts continue the previous path
-            slot += 1
-            child = self.stack[slot] if slot < depth else -1
-            if child < 0 or nodes[child].first != tokens[position]:
-                depth = 0
-                child = nodes[node[0]].child
-                while child >= 0 and nodes[child].first != tokens[position]:
-                    child = nodes[child].sibling
-                if child < 0:
-                    break
-            position += self._match_node(child, position, tokens, n)
-            node[0] = child
-        return position
-
-    cdef const token_t* _run(self, int32_t node) noexcept nogil:
-        """A node's tokens. The output directly follows the ids of the prompt."""
-        cdef const Call* call = &self.records[self.nodes[node].source]
-        return <const token_t*><intptr_t>call.own + (self.nodes[node].start - call.own_start)
-
-    cdef pos_t _match_node(
-        self, int32_t node, pos_t position, const token_t* prompt, pos_t n
-    ) noexcept nogil:
-        """How many tokens from a position on, within a node, the prompt has as well."""
-        return _lcp(
-            self._run(node) + (position - self.nodes[node].start), prompt + position,
-            min(self.nodes[node].stop, n) - position,
-        )
-
-    cdef pos_t _surely(self, const token_t* prompt, pos_t n) noexcept nogil:
-        """Lower bound of the common prefix with the previous path, rounded down to a node."""
-        cdef:
-            pos_t position = 0
-            int32_t slot, node, depth = self.cursor.depth
-        for slot in range(1, depth):
-            node = self.stack[slot]
-            # nodes and records are scattered: prefetch them
-            if slot + 8 < depth:
-                __builtin_prefetch(&self.nodes[self.stack[slot + 8]])
-            if slot + 4 < depth:
-                __builtin_prefetch(&self.records[self.nodes[self.stack[slot + 4]].source])
-            if self.nodes[node].stop > n or memcmp(
-                self._run(node), prompt + position,
-                (self.nodes[node].stop - position) * sizeof(token_t),
-            ) != 0:
-                break
-            position = self.nodes[node].stop
-        return position
 
     def insert(self, bint trainable, bint use_tool, bint ill_formed, uint8_t stop):
         """Add the call that was taken. Its bytes must stay for as long as this object is used.
@@ -774,25 +608,21 @@ cdef class Growth:
         call. Without such a call the last is true.
         """
         cdef:
-            Call* call
+            Call* call = &self.call
             int64_t index = self.n_calls
             pos_t reached = 0
             int32_t had = -1
         if self.taken is None:
             raise LayoutError("no call was taken")
         self._make_room()
-        call = &self.records[index]
-        memset(call, 0, sizeof(Call))
         call.own = <int64_t><intptr_t>PyBytes_AS_STRING(self.taken)
-        call.own_start = self.found
-        call.prompt_len = self.prompt_len
-        call.out = call.own + self.n_new * <int64_t>sizeof(token_t)
-        call.out_len = self.out_len
+        call.own_start, call.base = self.found, self.base
+        call.out = call.own + (call.prompt_len - self.found) * <int64_t>sizeof(token_t)
         if self.n_logprobs:
-            call.logprobs = call.out + self.out_len * <int64_t>sizeof(token_t)
-        call.base = self.base
+            call.logprobs = call.out + call.out_len * <int64_t>sizeof(token_t)
         call.trainable, call.stop = trainable, stop
         call.use_tool, call.ill_formed = use_tool, ill_formed
+        self.records[index] = call[0]
         with nogil:
             if index == 0:
                 _plant(&self.nodes[0], &self.cursor)
@@ -842,12 +672,12 @@ cdef int64_t _take_logprobs(
 
 
 # ---
-# Prompts of calls, from the forest of token paths, in O(tokens written + nodes of the paths).
+# Ranges of paths, copied from the forest, in O(tokens written + nodes of the paths).
 #
 # Lists of messages and rows of the suffix layout are copied in the same way, as such paths.
 
 cdef void _copy_path(
-    const Paths* paths, int32_t end, pos_t start, pos_t stop, token_t* ids, int32_t* chain,
+    CallForest forest, int32_t end, pos_t start, pos_t stop, token_t* ids, int32_t* chain,
     bint uncached,
 ) noexcept nogil:
     """Write tokens start:stop of the path that ends at the stop of ``end``, first to last.
@@ -855,21 +685,44 @@ cdef void _copy_path(
     Writing from last to first takes a fifth longer. ``chain`` is scratch with an entry per
     node of the forest.
     """
-    cdef const Node* nodes = paths.nodes
-    cdef int32_t node = end
+    cdef const Node* nodes = forest.nodes
     cdef int64_t n = 0
     cdef pos_t low, high
-    while nodes[node].parent >= 0 and nodes[node].stop > start:
-        chain[n] = node
+    while nodes[end].parent >= 0 and nodes[end].stop > start:
+        chain[n] = end
         n += 1
-        node = nodes[node].parent
+        end = nodes[end].parent
     while n > 0:
         n -= 1
-        node = chain[n]
-        low = max(nodes[node].start, start)
-        high = min(nodes[node].stop, stop)
+        end = chain[n]
+        low = max(nodes[end].start, start)
+        high = min(nodes[end].stop, stop)
         if low < high:
-            _copy(&paths.calls[nodes[node].source], ids + (low - start), low, high, uncached)
+            _copy(&forest.calls[nodes[end].source], ids + (low - start), low, high, uncached)
+
+
+def copy_path(
+    CallForest forest not None, int64_t call, int64_t start, token_t[::1] out not None
+):
+    """Copy as many tokens of a call's path (prompt, then output) from start on as fit ``out``."""
+    cdef int64_t n = out.shape[0], depth = 0
+    cdef int32_t node
+    if not 0 <= call < forest.n_calls:
+        raise LayoutError(f"call is {call}: expected one of {forest.n_calls}")
+    if not 0 <= start <= _held_len(&forest.calls[call]) - n:
+        raise LayoutError(
+            f"{n} tokens from {start} on: the path has {_held_len(&forest.calls[call])}"
+        )
+    node = forest.ends[call]
+    while node >= 0:
+        node = forest.nodes[node].parent
+        depth += 1
+    cdef int32_t[::1] chain = empty(depth, "i4")
+    if n:
+        with nogil:
+            _copy_path(
+                forest, forest.ends[call], start, start + n, &out[0], &chain[0], False
+            )
 
 
 def copy_prompts(
@@ -880,28 +733,20 @@ def copy_prompts(
 ):
     """Write ``starts[i]:`` of each call's prompt to ``out[offsets[i]:offsets[i + 1]]``."""
     cdef int64_t n_calls = forest.n_calls, i
-    cdef Paths paths
-    cdef const Call* call
-
+    cdef pos_t n
     _check_length("starts", starts.shape[0], n_calls)
     _check_length("offsets", offsets.shape[0], n_calls + 1)
     if offsets[0] != 0 or offsets[n_calls] > out.shape[0]:
         raise LayoutError(f"offsets leave no room: {out.shape[0]} entries in all")
-    if n_calls == 0:
-        return
-    paths = _paths(forest)
     for i in range(n_calls):
-        call = &paths.calls[i]
-        if not 0 <= starts[i] <= call.prompt_len:
-            raise LayoutError(f"starts[{i}] = {starts[i]}: the prompt has {call.prompt_len} tokens")
-        if offsets[i + 1] - offsets[i] != call.prompt_len - starts[i]:
-            raise LayoutError(f"offsets[{i}] does not fit the prompt from {starts[i]} on")
+        n = forest.calls[i].prompt_len
+        if not 0 <= starts[i] <= n or offsets[i + 1] - offsets[i] != n - starts[i]:
+            raise LayoutError(f"offsets[{i}] does not fit the prompt of {n} from {starts[i]} on")
     cdef int32_t[::1] chain = empty(forest.n_nodes, "i4")
     with nogil:
         for i in range(n_calls):
-            call = &paths.calls[i]
-            if starts[i] < call.prompt_len:
+            n = forest.calls[i].prompt_len
+            if starts[i] < n:
                 _copy_path(
-                    &paths, paths.ends[i], starts[i], call.prompt_len, &out[offsets[i]],
-                    &chain[0], False,
+                    forest, forest.ends[i], starts[i], n, &out[offsets[i]], &chain[0], False
                 )

@@ -8,42 +8,19 @@ cdef enum:  # trajkit.schema.LINK_REASONS
     REASON_RECORDED, REASON_NO_PARENT
     REASON_REFUSED_TOKENS, REASON_REFUSED_TRUNCATED, REASON_RETRIED
 
-ENUMS["LinkReason"] = {
-    "root": REASON_ROOT, "messages": REASON_MESSAGES, "rewrite": REASON_REWRITE,
-    "tokens": REASON_TOKENS, "previous": REASON_PREVIOUS, "unrouted": REASON_UNROUTED,
-    "history_replaced": REASON_HISTORY_REPLACED, "prompts": REASON_PROMPTS,
-    "ambiguous": REASON_AMBIGUOUS, "superseded": REASON_SUPERSEDED,
-    "unresolved_kept": REASON_UNRESOLVED_KEPT, "unresolved": REASON_UNRESOLVED,
-    "unresolved_ambiguous": REASON_UNRESOLVED_AMBIGUOUS,
-    "chain_quarantined": REASON_CHAIN_QUARANTINED, "empty": REASON_EMPTY,
-    "recorded": REASON_RECORDED, "no_parent": REASON_NO_PARENT,
-    "refused_tokens": REASON_REFUSED_TOKENS, "refused_truncated": REASON_REFUSED_TRUNCATED,
-    "retried": REASON_RETRIED,
-}
+ENUMS["LinkReason"] = _numbers(
+    "root messages rewrite tokens previous unrouted history_replaced prompts ambiguous superseded "
+    "unresolved_kept unresolved unresolved_ambiguous chain_quarantined empty recorded no_parent "
+    "refused_tokens refused_truncated retried"
+)
 
 
-cdef inline pos_t _shared_of(const Paths* paths, int32_t call, int32_t other) noexcept nogil:
-    """Tokens that the path of a call and the prompt of another one of its session share."""
-    return _shared_by(paths.calls, paths.nodes, paths.ends, call, other)
-
-
-cdef int32_t _prompt_node(const Paths* paths, int32_t call) noexcept nogil:
+cdef int32_t _prompt_node(CallForest forest, int32_t call) noexcept nogil:
     """The node in which the call's prompt ends; equal prompts end in the same one."""
-    cdef int32_t node = paths.ends[call]
-    while paths.nodes[node].start >= paths.calls[call].prompt_len:
-        node = paths.nodes[node].parent
+    cdef int32_t node = forest.ends[call]
+    while forest.nodes[node].start >= forest.calls[call].prompt_len:
+        node = forest.nodes[node].parent
     return node
-
-
-cdef bint _are_of_one_session(CallForest forest, int64_t call, int64_t other) noexcept nogil:
-    cdef int64_t low = 0, high = forest.n_sessions, middle
-    while high - low > 1:  # the session of call is one of low:high
-        middle = (low + high) // 2
-        if forest.session_offsets[middle] <= call:
-            low = middle
-        else:
-            high = middle
-    return forest.session_offsets[low] <= other < forest.session_offsets[low + 1]
 
 
 cdef _check_call(CallForest forest, int64_t call):
@@ -52,22 +29,14 @@ cdef _check_call(CallForest forest, int64_t call):
 
 
 def shared_length(CallForest forest not None, int32_t call, int32_t other):
-    """Tokens that the path of a call and the prompt of another one of its session share."""
-    cdef Paths paths
+    """Tokens that the path of a call and the prompt of another one share; 0 if of two sessions."""
     _check_call(forest, call)
     _check_call(forest, other)
-    # Paths of two sessions have no node in common to climb to.
-    if not _are_of_one_session(forest, call, other):
-        raise LayoutError(f"call {other} is not in the session of call {call}")
-    paths = _paths(forest)
-    return _shared_of(&paths, call, other)
+    return _shared(forest, call, other)
 
 
 cdef _check_parents(CallForest forest, const Link[::1] links):
-    """Raise unless every parent is another call of the session; they may still be a circle.
-
-    Paths of two sessions have no node in common to climb to.
-    """
+    """Raise unless every parent is another call of the session; they may still be a circle."""
     cdef int64_t s, i, lo, hi
     cdef int32_t parent
     for s in range(forest.n_sessions):
@@ -84,17 +53,13 @@ cdef _check_parents(CallForest forest, const Link[::1] links):
 def measure_links(CallForest forest not None, Link[::1] links not None):
     """Fill ``lcp`` of every link: -1 for a call without a parent."""
     cdef int64_t i
-    cdef Paths paths
     _check_length("links", links.shape[0], forest.n_calls)
     _check_parents(forest, links)
-    if forest.n_calls == 0:
-        return
-    paths = _paths(forest)
     with nogil:
-        for i in range(paths.n_calls):
+        for i in range(forest.n_calls):
             links[i].lcp = -1
             if links[i].parent >= 0:
-                links[i].lcp = _shared_of(&paths, links[i].parent, <int32_t>i)
+                links[i].lcp = _shared(forest, links[i].parent, <int32_t>i)
 
 
 # ---
@@ -125,8 +90,8 @@ cdef class TokenIndex:
         self.replied = full(forest.n_nodes, -1, "i4")
 
     cdef void _add(self, int32_t call) noexcept nogil:
-        cdef const Call* calls = &self.forest.calls[0]
-        cdef const Node* nodes = &self.forest.nodes[0]
+        cdef const Call* calls = self.forest.calls
+        cdef const Node* nodes = self.forest.nodes
         cdef int32_t node = self.forest.ends[call], other
         cdef pos_t prompt_len = calls[call].prompt_len
         if self.ended[node] < 0:
@@ -142,7 +107,7 @@ cdef class TokenIndex:
 
     cdef void _clear(self, int32_t call) noexcept nogil:
         """Take every call from the nodes at which this call may be indexed."""
-        cdef const Node* nodes = &self.forest.nodes[0]
+        cdef const Node* nodes = self.forest.nodes
         cdef int32_t node = self.forest.ends[call]
         self.ended[node] = -1
         while node >= 0 and nodes[node].stop >= self.forest.calls[call].prompt_len:
@@ -150,12 +115,10 @@ cdef class TokenIndex:
             node = nodes[node].parent
 
     cdef int32_t _find(self, int32_t call) noexcept nogil:
-        cdef const Call* calls = &self.forest.calls[0]
-        cdef const Node* nodes = &self.forest.nodes[0]
+        cdef const Call* calls = self.forest.calls
+        cdef const Node* nodes = self.forest.nodes
         cdef pos_t prompt_len = calls[call].prompt_len
-        cdef int32_t node = self.forest.ends[call], other
-        while nodes[node].start >= prompt_len:
-            node = nodes[node].parent
+        cdef int32_t node = _prompt_node(self.forest, call), other
         while node >= 0:
             if nodes[node].stop <= prompt_len and self.ended[node] >= 0:
                 return self.ended[node]
@@ -191,9 +154,7 @@ cdef class TokenIndex:
 cdef enum:  # trajkit.policies.TieBreak
     TIE_BREAK_FIRST, TIE_BREAK_TOKENS, TIE_BREAK_FULL_PATH
 
-ENUMS["TieBreak"] = {
-    "first": TIE_BREAK_FIRST, "tokens": TIE_BREAK_TOKENS, "full_path": TIE_BREAK_FULL_PATH,
-}
+ENUMS["TieBreak"] = _numbers("first tokens full_path")
 
 cdef enum:
     KEY_BYTES = 16
@@ -227,6 +188,7 @@ cdef class MessageRouter:
 
     Room for the largest session; `_begin` empties the tree.
     """
+    cdef CallForest forest
     cdef const Request[::1] requests
     cdef const int32_t[::1] tools  # per call: the number of its tools, if they are compared
     cdef bint compare_tools
@@ -247,7 +209,7 @@ cdef class MessageRouter:
         int64_t merge_threshold, int32_t tie_break, Link[::1] links,
     ):
         cdef int64_t s, largest = 1
-        self.requests, self.links = requests, links
+        self.forest, self.requests, self.links = forest, requests, links
         self.tools, self.compare_tools = tools, tools is not None
         self.index = TokenIndex(forest)
         for s in range(forest.n_sessions):
@@ -350,7 +312,7 @@ cdef class MessageRouter:
             same = before >= 0 and self._tools_of(before) == self._tools_of(i)
             n += not same  # another root
             if request.shared > 0:
-                if self._tools_of(self.index.forest.calls[i].base) != self._tools_of(i):
+                if self._tools_of(self.forest.calls[i].base) != self._tools_of(i):
                     n += request.shared
             elif same and self.requests[before].shared == 0:
                 n -= _repeated(request, &self.requests[before])
@@ -367,14 +329,12 @@ cdef class MessageRouter:
             root = self.nodes[root].sibling
         return root
 
-    cdef int64_t _message(
-        self, const Call* calls, int32_t call, int64_t depth, bint* assistant
-    ) noexcept nogil:
+    cdef int64_t _message(self, int32_t call, int64_t depth, bint* assistant) noexcept nogil:
         """The key of a message of a call's prompt, and whether its role is assistant."""
         cdef const Request* request = &self.requests[call]
         cdef const Request* base
         while depth < request.shared:
-            call = calls[call].base
+            call = self.forest.calls[call].base
             base = &self.requests[call]
             if depth == base.shared + base.n_keys:
                 assistant[0] = base.reply_is_assistant != 0
@@ -388,7 +348,7 @@ cdef class MessageRouter:
             node = self.nodes[node].parent
         return node
 
-    cdef int32_t _place(self, const Call* calls, int32_t call, int32_t before) noexcept nogil:
+    cdef int32_t _place(self, int32_t call, int32_t before) noexcept nogil:
         """Add the messages of a call's prompt; return the node of the last one.
 
         ``before`` is the previous call with messages, or -1. What the base supplies is all in
@@ -396,7 +356,7 @@ cdef class MessageRouter:
         """
         cdef:
             const Request* request = &self.requests[call]
-            int32_t base = calls[call].base, child, tools = self._tools_of(call)
+            int32_t base = self.forest.calls[call].base, child, tools = self._tools_of(call)
             int32_t node = self._root(tools)
             int64_t total = request.shared + request.n_keys, depth = 0, of_base
             int64_t key
@@ -416,14 +376,14 @@ cdef class MessageRouter:
                 node = self._at_depth(self.node_of[before], depth)
 
         for depth in range(depth, total):
-            key = self._message(calls, call, depth, &assistant)
+            key = self._message(call, depth, &assistant)
             if exists:
                 child = self._child(node, key)
                 if child >= 0:
                     node = child
                     continue
                 exists = False
-                if assistant and self._merge(calls, node, key, call):
+                if assistant and self._merge(node, key, call):
                     node = self.nodes[node].assistant
                     merged = True
                     continue
@@ -432,9 +392,7 @@ cdef class MessageRouter:
         self.links[call].link_reason = REASON_REWRITE if merged else REASON_MESSAGES
         return node
 
-    cdef bint _merge(
-        self, const Call* calls, int32_t node, int64_t key, int32_t call
-    ) noexcept nogil:
+    cdef bint _merge(self, int32_t node, int64_t key, int32_t call) noexcept nogil:
         """Replace the only reply below a node if it is short, as slime's TrajectoryManager does."""
         cdef Message* reply
         if self.merge_threshold <= 0 or self.nodes[node].n_assistants != 1:
@@ -442,7 +400,7 @@ cdef class MessageRouter:
         reply = &self.nodes[self.nodes[node].assistant]
         if (
             reply.call < 0 or reply.child >= 0
-            or calls[reply.call].out_len >= self.merge_threshold
+            or self.forest.calls[reply.call].out_len >= self.merge_threshold
         ):
             return False
         self.links[reply.call].rewritten_by = call
@@ -469,9 +427,7 @@ cdef class MessageRouter:
             self.nodes[node].equal = self.nodes[first].equal
             self.nodes[first].equal = node
 
-    cdef int32_t _parent_by_messages(
-        self, const Paths* paths, int32_t node, int32_t index
-    ) noexcept nogil:
+    cdef int32_t _parent_by_messages(self, int32_t node, int32_t index) noexcept nogil:
         """The call that a request whose last message is at a node continues, or -1.
 
         By TIE_BREAK_FIRST the nearest call above. By TIE_BREAK_TOKENS, of that call and its equal
@@ -491,8 +447,8 @@ cdef class MessageRouter:
             while other >= 0:
                 call = self.nodes[other].call
                 if call >= 0:
-                    shared = _shared_of(paths, call, index)
-                    size = _held_len(&paths.calls[call])
+                    shared = _shared(self.forest, call, index)
+                    size = _held_len(&self.forest.calls[call])
                     if self.tie_break == TIE_BREAK_FULL_PATH:
                         better = shared == size and call > best
                     else:
@@ -527,7 +483,7 @@ cdef class MessageRouter:
         self.n_indexed = index
         return self.index._find(index)
 
-    cdef void _route_session(self, const Paths* paths, int32_t lo, int32_t hi) noexcept nogil:
+    cdef void _route_session(self, int32_t lo, int32_t hi) noexcept nogil:
         """The links of one session."""
         cdef const Request* request
         cdef Link* link
@@ -546,8 +502,8 @@ cdef class MessageRouter:
             elif empty_list:
                 link.link_reason = REASON_UNROUTED
             else:
-                node = self._place(paths.calls, i, before)
-                link.parent = self._parent_by_messages(paths, node, i)
+                node = self._place(i, before)
+                link.parent = self._parent_by_messages(node, i)
                 if link.parent < 0 and link.link_reason == REASON_MESSAGES:
                     link.link_reason = REASON_ROOT
                 self._place_reply(node, i)
@@ -579,27 +535,6 @@ cdef int64_t _table_entries(int64_t n_nodes) noexcept nogil:
     return n_table
 
 
-cdef _check_requests(CallForest forest, const Request[::1] requests):
-    """Raise unless every call has a request that describes a list of messages."""
-    cdef int64_t i, most
-    cdef int32_t base
-    cdef bint good
-    _check_length("requests", requests.shape[0], forest.n_calls)
-    for i in range(forest.n_calls):
-        good = requests[i].shared >= 0 and requests[i].n_keys >= -1
-        base = forest.calls[i].base
-        if good and requests[i].shared > 0:
-            good = requests[i].n_keys >= 0 and 0 <= base < i and requests[base].n_keys >= 0
-            if good:
-                most = requests[base].shared + requests[base].n_keys
-                good = requests[i].shared <= most + (requests[base].reply_key != 0)
-        if not good:
-            raise LayoutError(
-                f"requests[{i}] is no list of messages: {requests[i].n_keys} of its own "
-                f"after {requests[i].shared} of call {base}"
-            )
-
-
 def route_messages(
     CallForest forest not None,
     const Request[::1] requests not None,
@@ -611,24 +546,22 @@ def route_messages(
     """Fill ``parent``, ``order``, ``rewritten_by`` and ``link_reason`` of links that are empty.
 
     Messages are routed as slime does; tokens decide which call a call without a list of messages
-    continues (token_index.pxi). With TIE_BREAK_TOKENS this holds for an empty list, too. Calls
+    continues. With TIE_BREAK_TOKENS this holds for an empty list, too. Calls
     with another number in ``tools`` have no messages in common; None: all have the same.
     """
     cdef int64_t s
-    cdef Paths paths
     cdef MessageRouter router
-    _check_requests(forest, requests)
+    _check_length("requests", requests.shape[0], forest.n_calls)
     _check_length("links", links.shape[0], forest.n_calls)
     if tools is not None:
         _check_length("tools", tools.shape[0], forest.n_calls)
     if forest.n_calls == 0:
         return
     router = MessageRouter(forest, requests, tools, merge_threshold, tie_break, links)
-    paths = _paths(forest)
     with nogil:
-        for s in range(paths.n_sessions):
+        for s in range(forest.n_sessions):
             router._route_session(
-                &paths, <int32_t>paths.session_offsets[s], <int32_t>paths.session_offsets[s + 1]
+                <int32_t>forest.session_offsets[s], <int32_t>forest.session_offsets[s + 1]
             )
 
 
@@ -640,82 +573,60 @@ def route_messages(
 # chain. Ends are listed at the node of the forest where they are; a call climbs from the node
 # where its prompt ends. O(nodes climbed), usually one.
 
-@cython.auto_pickle(False)
-@cython.final
-cdef class ChainEnds:
-    """The ends of the chains of a session."""
-    cdef CallForest forest
-    cdef bint of_prompts      # chains end with prompts
-    cdef int32_t[::1] last    # per node: the last call that is a chain's end there, or -1
-    cdef int32_t[::1] before  # per call: the next one in the list of its node, or -1
-    cdef int32_t[::1] first   # per call: the first call of its chain
-
-    def __cinit__(self, CallForest forest not None, bint of_prompts, int32_t[::1] first not None):
-        self.forest, self.of_prompts, self.first = forest, of_prompts, first
-        self.last = full(forest.n_nodes, -1, "i4")
-        self.before = empty(forest.n_calls, "i4")
-
-    cdef pos_t _length(self, int32_t call) noexcept nogil:
-        cdef const Call* last = &self.forest.calls[call]
-        return last.prompt_len if self.of_prompts else _held_len(last)
-
-    cdef int32_t _take(self, int32_t node, pos_t prompt_len) noexcept nogil:
-        """Remove the longest end at a node that fits a prompt, of equals of the oldest chain."""
-        cdef int32_t call = self.last[node], best = -1, after = -1, after_best = -1
-        cdef pos_t length, longest = -1
-        while call >= 0:
-            length = self._length(call)
-            if length <= prompt_len and (
-                length > longest or length == longest and self.first[call] < self.first[best]
-            ):
-                best, after_best, longest = call, after, length
-            after = call
-            call = self.before[call]
-        if best >= 0 and after_best < 0:
-            self.last[node] = self.before[best]
-        elif best >= 0:
-            self.before[after_best] = self.before[best]
-        return best
-
-    cdef int32_t _route(self, const Paths* paths, int32_t call) noexcept nogil:
-        """The end that a call replaces, or -1."""
-        cdef pos_t prompt_len = paths.calls[call].prompt_len
-        cdef int32_t node = _prompt_node(paths, call), parent = -1
-        self.first[call] = call
-        if self.of_prompts and prompt_len == 0:
-            return -1
-        while node >= 0 and parent < 0:
-            parent = self._take(node, prompt_len)
-            node = paths.nodes[node].parent
-        if parent >= 0:
-            self.first[call] = self.first[parent]
-        node = _prompt_node(paths, call) if self.of_prompts else paths.ends[call]
-        self.before[call] = self.last[node]
-        self.last[node] = call
-        return parent
+cdef int32_t _take_end(
+    CallForest forest, bint of_prompts, const int32_t* first, int32_t* head, int32_t* before,
+    pos_t prompt_len,
+) noexcept nogil:
+    """Remove the longest end of a list that fits a prompt, of equals of the oldest chain; or -1."""
+    cdef int32_t* best = NULL
+    cdef int32_t call
+    cdef pos_t length, longest = -1
+    while head[0] >= 0:
+        call = head[0]
+        length = forest.calls[call].prompt_len
+        if not of_prompts:
+            length = _held_len(&forest.calls[call])
+        if length <= prompt_len and (
+            length > longest or length == longest and first[call] < first[best[0]]
+        ):
+            best, longest = head, length
+        head = &before[call]
+    if best == NULL:
+        return -1
+    call = best[0]
+    best[0] = before[call]
+    return call
 
 
-def route_chains(
-    CallForest forest not None,
-    bint of_prompts,
-    int32_t[::1] first not None,
-    Link[::1] links not None,
-):
-    """Fill ``parent`` of every link, and ``first`` with the first call of each call's chain.
+def route_chains(CallForest forest not None, bint of_prompts, Link[::1] links not None):
+    """Fill ``parent`` of every link; return the first call of each call's chain.
 
     A call's parent ends the chain whose end is the longest prefix of its prompt; of equal ends, the
     chain that began first wins. Chains end with paths, or with prompts: then a call with an empty
     prompt has neither parent nor child.
     """
-    cdef ChainEnds ends
-    cdef Paths paths
-    cdef int64_t i
-    _check_length("links", links.shape[0], forest.n_calls)
-    _check_length("first", first.shape[0], forest.n_calls)
-    if forest.n_calls == 0:
-        return
-    ends = ChainEnds(forest, of_prompts, first)
-    paths = _paths(forest)
+    cdef int32_t[::1] first = empty(forest.n_calls, "i4"), before = empty(forest.n_calls, "i4")
+    cdef int32_t[::1] ends = full(forest.n_nodes, -1, "i4")  # per node: the last one there
+    cdef int32_t call, node, parent, n_calls = <int32_t>forest.n_calls
+    cdef pos_t prompt_len
+    _check_length("links", links.shape[0], n_calls)
     with nogil:
-        for i in range(paths.n_calls):
-            links[i].parent = ends._route(&paths, <int32_t>i)
+        for call in range(n_calls):
+            prompt_len = forest.calls[call].prompt_len
+            parent = links[call].parent = -1
+            first[call] = call
+            if of_prompts and prompt_len == 0:
+                continue
+            node = _prompt_node(forest, call)
+            while node >= 0 and parent < 0:
+                parent = _take_end(
+                    forest, of_prompts, &first[0], &ends[node], &before[0], prompt_len
+                )
+                node = forest.nodes[node].parent
+            if parent >= 0:
+                first[call] = first[parent]
+                links[call].parent = parent
+            node = _prompt_node(forest, call) if of_prompts else forest.ends[call]
+            before[call] = ends[node]
+            ends[node] = call
+    return first.base

@@ -45,35 +45,17 @@ cdef enum:  # trajkit.rows.plan.COUNTS, the columns of trajkit.schema.REPORT fro
     REPORT_ROOTS, REPORT_TURNS_QUARANTINED, REPORT_TURNS_UNRESOLVED
     REPORT_WIDTH
 
-ENUMS["OnDrift"] = {
-    "fork": ON_DRIFT_FORK, "absorb_short_reply": ON_DRIFT_ABSORB_SHORT_REPLY,
-    "absorb_short_drift": ON_DRIFT_ABSORB_SHORT_DRIFT, "absorb_any": ON_DRIFT_ABSORB_ANY,
-}
-ENUMS["TrainIn"] = {
-    "first": TRAIN_IN_FIRST, "earliest": TRAIN_IN_EARLIEST, "every": TRAIN_IN_EVERY,
-}
-ENUMS["SpanKind"] = {
-    "trained": SPAN_TRAINED, "duplicate": SPAN_DUPLICATE, "absorbed": SPAN_ABSORBED,
-    "cut": SPAN_CUT, "untrainable": SPAN_UNTRAINABLE,
-}
-ENUMS["ReportCount"] = {
-    "turns": REPORT_TURNS, "rows": REPORT_ROWS, "rows_untrained": REPORT_ROWS_UNTRAINED,
-    "rows_cut": REPORT_ROWS_CUT, "rows_over_max_rows": REPORT_ROWS_OVER_MAX_ROWS,
-    "tokens_sampled": REPORT_TOKENS_SAMPLED, "tokens_trained": REPORT_TOKENS_TRAINED,
-    "tokens_duplicated": REPORT_TOKENS_DUPLICATED, "tokens_forward": REPORT_TOKENS_FORWARD,
-    "tokens_forward_shared": REPORT_TOKENS_FORWARD_SHARED, "lost_absorbed": REPORT_LOST_ABSORBED,
-    "lost_rewritten": REPORT_LOST_REWRITTEN, "lost_cut": REPORT_LOST_CUT,
-    "lost_untrainable": REPORT_LOST_UNTRAINABLE, "lost_unrouted": REPORT_LOST_UNROUTED,
-    "lost_restarted": REPORT_LOST_RESTARTED, "lost_over_max_rows": REPORT_LOST_OVER_MAX_ROWS,
-    "lost_aborted": REPORT_LOST_ABORTED, "lost_masked": REPORT_LOST_MASKED,
-    "lost_no_logprob": REPORT_LOST_NO_LOGPROB, "lost_no_splice_point": REPORT_LOST_NO_SPLICE_POINT,
-    "lost_quarantined": REPORT_LOST_QUARANTINED, "lost_not_selected": REPORT_LOST_NOT_SELECTED,
-    "lost_refused": REPORT_LOST_REFUSED, "lost_retried": REPORT_LOST_RETRIED,
-    "rows_no_splice_point": REPORT_ROWS_NO_SPLICE_POINT,
-    "turns_no_splice_point": REPORT_TURNS_NO_SPLICE_POINT,
-    "turns_by_tokens": REPORT_TURNS_BY_TOKENS, "roots": REPORT_ROOTS,
-    "turns_quarantined": REPORT_TURNS_QUARANTINED, "turns_unresolved": REPORT_TURNS_UNRESOLVED,
-}
+ENUMS["OnDrift"] = _numbers("fork absorb_short_reply absorb_short_drift absorb_any")
+ENUMS["TrainIn"] = _numbers("first earliest every")
+ENUMS["SpanKind"] = _numbers("trained duplicate absorbed cut untrainable")
+ENUMS["ReportCount"] = _numbers(
+    "turns rows rows_untrained rows_cut rows_over_max_rows tokens_sampled tokens_trained "
+    "tokens_duplicated tokens_forward tokens_forward_shared lost_absorbed lost_rewritten lost_cut "
+    "lost_untrainable lost_unrouted lost_restarted lost_over_max_rows lost_aborted lost_masked "
+    "lost_no_logprob lost_no_splice_point lost_quarantined lost_not_selected lost_refused "
+    "lost_retried rows_no_splice_point turns_no_splice_point turns_by_tokens roots "
+    "turns_quarantined turns_unresolved"
+)
 
 cdef enum:  # bits of Plan.flags
     CALL_USE_TOOL = 1         # the call or one above it in its chain
@@ -82,23 +64,26 @@ cdef enum:  # bits of Plan.flags
     CALL_CHAIN_FLAGS = CALL_USE_TOOL | CALL_ILL_FORMED
 
 
-cdef struct Plan:             # what one plan_rows reads, its scratch and its outputs
-    const Paths* paths
-    const Link* links
-    const Choices* choices
-    const int32_t* created_rank     # per call: its rank by creation; NULL unless main_only
-    int32_t* by_order         # each session's calls in order, then -1
+@cython.auto_pickle(False)
+@cython.final
+cdef class Plan:
+    """What one `plan_rows` reads, its scratch and its outputs."""
+    cdef CallForest forest
+    cdef const Link[::1] links
+    cdef const Choices* choices
+    cdef const int32_t[::1] created_rank  # per call: its rank by creation, if main_only
+    cdef int32_t[::1] by_order  # each session's calls in order, then -1
     # scratch, one entry per call
-    uint8_t* drift_actions    # DRIFT_*
-    uint8_t* flags            # CALL_*
-    int32_t* forks            # forks between the call and the first of its chain
-    int32_t* openers          # the first call of the call's row
-    int32_t* roots            # the first call of the call's chain
-    int32_t* first_row_of_node            # per node: the first row that covers it, or -1
+    cdef uint8_t[::1] drift_actions  # DRIFT_*
+    cdef uint8_t[::1] flags   # CALL_*
+    cdef int32_t[::1] forks   # forks between the call and the first of its chain
+    cdef int32_t[::1] openers  # the first call of the call's row
+    cdef int32_t[::1] roots   # the first call of the call's chain
+    cdef int32_t[::1] first_row_of_node  # per node: the first row that covers it, or -1
     # outputs
-    int32_t* owners           # per call: the chain that trains its output, or -1
-    Row* rows
-    int64_t n_rows
+    cdef int32_t[::1] owners  # per call: the chain that trains its output, or -1
+    cdef Row[::1] rows
+    cdef int64_t n_rows
 
 
 cdef struct Span:             # a range of a row that comes from one output
@@ -110,13 +95,12 @@ cdef struct Span:             # a range of a row that comes from one output
 
 
 cdef inline int _drift_action(
-    const Call* calls, const Link* links, int32_t call, pos_t opened, const Choices* choices
+    const Call* calls, const Link* link, int32_t call, pos_t opened, const Choices* choices
 ) noexcept nogil:
     """Decide what drift does to the row (DRIFT_*): continue, absorb, fork or restart.
 
     ``opened`` is the length of the prompt that opened the row.
     """
-    cdef const Link* link = &links[call]
     cdef const Call* parent = &calls[link.parent]
     cdef pos_t drift = parent.prompt_len + parent.out_len - link.lcp
     if drift == 0:
@@ -242,9 +226,9 @@ cdef inline pos_t _row_len(const Call* calls, const Row* row) noexcept nogil:
     return min(_held_len(&calls[row.last]), row.end)
 
 
-cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nogil:
+cdef void _measure_row(Plan plan, Row* row, int64_t* totals) noexcept nogil:
     """Complete a row whose last, end, n_calls and owner are known; ``totals`` by span kind."""
-    cdef const Call* calls = plan.paths.calls
+    cdef const Call* calls = plan.forest.calls
     cdef const Choices* choices = plan.choices
     cdef int32_t call = row.last, n_left = row.n_calls
     cdef pos_t replaced = row.end
@@ -285,13 +269,13 @@ cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nog
         call = plan.links[call].parent
 
 
-cdef void _cut_at_calls(const Plan* plan, Row* row, int64_t* totals) noexcept nogil:
+cdef void _cut_at_calls(Plan plan, Row* row, int64_t* totals) noexcept nogil:
     """End a row that max_tokens truncates inside a prompt with the call before.
 
     ``totals`` stay complete. With ``keep_prefix``, an output loses what the next call replaced
     even if that call is removed (as miles, which trims replies before it cuts rows).
     """
-    cdef const Call* calls = plan.paths.calls
+    cdef const Call* calls = plan.forest.calls
     cdef int64_t before
     cdef pos_t lcp
     cdef bint shorter = False
@@ -313,14 +297,14 @@ cdef void _cut_at_calls(const Plan* plan, Row* row, int64_t* totals) noexcept no
     totals[SPAN_CUT] = before - totals[SPAN_TRAINED] - totals[SPAN_ABSORBED]
 
 
-cdef void _find_parent_row(const Plan* plan, Row* row, int32_t index) noexcept nogil:
+cdef void _find_parent_row(Plan plan, Row* row, int32_t index) noexcept nogil:
     """Set parent_row and shared, and mark the nodes that this row is the first to cover.
 
     A truncated row covers its last node in part. All rows are truncated at one position, so no
     later row covers more of that node than the first one.
     """
-    cdef const Node* nodes = plan.paths.nodes
-    cdef int32_t node = plan.paths.ends[row.last], by
+    cdef const Node* nodes = plan.forest.nodes
+    cdef int32_t node = plan.forest.ends[row.last], by
     row.parent_row = -1
     row.shared = 0
     while nodes[node].start >= row.n_tokens:
@@ -410,7 +394,7 @@ cdef bint _keep_row(
     return True
 
 
-cdef void _apply_max_rows(Plan* plan, int64_t first, int64_t* report) noexcept nogil:
+cdef void _apply_max_rows(Plan plan, int64_t first, int64_t* report) noexcept nogil:
     """Remove the rows of rows[first:n_rows] beyond ``max_rows``, which is 1 at least.
 
     The last row takes the position of the first that is removed.
@@ -429,7 +413,7 @@ cdef void _apply_max_rows(Plan* plan, int64_t first, int64_t* report) noexcept n
     plan.n_rows -= excess
 
 
-cdef bint _has_late_parent(const Link* links, int64_t lo, int64_t hi) noexcept nogil:
+cdef bint _has_late_parent(const Link[::1] links, int64_t lo, int64_t hi) noexcept nogil:
     """Whether a call of the session was recorded before its parent.
 
     If so, calls are visited by ``order``; otherwise turn order already puts parents first.
@@ -441,7 +425,7 @@ cdef bint _has_late_parent(const Link* links, int64_t lo, int64_t hi) noexcept n
     return False
 
 
-cdef int32_t _main_chain(const Plan* plan, int32_t lo, int32_t hi) noexcept nogil:
+cdef int32_t _main_chain(Plan plan, int32_t lo, int32_t hi) noexcept nogil:
     """The leaf of the first chain of the root that was created first, or -1."""
     cdef int32_t k, leaf, best = -1
     for k in range(lo, hi):
@@ -453,9 +437,9 @@ cdef int32_t _main_chain(const Plan* plan, int32_t lo, int32_t hi) noexcept nogi
     return best
 
 
-cdef void _decide_calls(const Plan* plan, int32_t lo, int32_t hi, bint late) noexcept nogil:
+cdef void _decide_calls(Plan plan, int32_t lo, int32_t hi, bint late) noexcept nogil:
     """Fill drift_actions, flags, forks, openers and roots of a session's calls, parents first."""
-    cdef const Call* calls = plan.paths.calls
+    cdef const Call* calls = plan.forest.calls
     cdef int32_t i, k, parent
     cdef int action
     for k in range(lo, hi):
@@ -471,7 +455,7 @@ cdef void _decide_calls(const Plan* plan, int32_t lo, int32_t hi, bint late) noe
         if parent < 0:
             continue
         action = _drift_action(
-            calls, plan.links, i, calls[plan.openers[parent]].prompt_len, plan.choices
+            calls, &plan.links[i], i, calls[plan.openers[parent]].prompt_len, plan.choices
         )
         plan.drift_actions[i] = <uint8_t>action
         if action < DRIFT_FORKS:
@@ -482,14 +466,14 @@ cdef void _decide_calls(const Plan* plan, int32_t lo, int32_t hi, bint late) noe
         plan.flags[parent] |= CALL_CONTINUED
 
 
-cdef inline bint _is_selected(const Plan* plan, int32_t call, int32_t only) noexcept nogil:
+cdef inline bint _is_selected(Plan plan, int32_t call, int32_t only) noexcept nogil:
     """Whether the call is a leaf whose chain becomes rows."""
     if plan.flags[call] & CALL_CONTINUED:
         return False
     return not plan.choices.main_only or call == only
 
 
-cdef int32_t _first_new_call(const Plan* plan, int32_t leaf, int64_t* report) noexcept nogil:
+cdef int32_t _first_new_call(Plan plan, int32_t leaf, int64_t* report) noexcept nogil:
     """The call that opens the topmost row of a chain with something new.
 
     Makes the chain the owner of its outputs without an owner.
@@ -506,10 +490,9 @@ cdef int32_t _first_new_call(const Plan* plan, int32_t leaf, int64_t* report) no
 
 
 cdef void _plan_chain(
-    Plan* plan, int32_t leaf, int32_t session, int64_t room, int64_t* report
+    Plan plan, int32_t leaf, int32_t session, int64_t* report
 ) noexcept nogil:
     """Append the rows of one chain, from its first call to the leaf."""
-    cdef const Link* links = plan.links
     cdef int32_t top = _first_new_call(plan, leaf, report), call = leaf
     cdef int64_t low = plan.n_rows, high
     cdef int below = DRIFT_FORKS  # how the next row of the chain begins
@@ -524,24 +507,23 @@ cdef void _plan_chain(
         row.reserved = 0
         row.n_calls = 1
         while plan.drift_actions[call] < DRIFT_FORKS:
-            call = links[call].parent
+            call = plan.links[call].parent
             row.n_calls += 1
         _measure_row(plan, &row, totals)
         if plan.choices.cut_at_calls:
             _cut_at_calls(plan, &row, totals)
         if plan.choices.chain_flags:
-            row.truncated = plan.paths.calls[leaf].stop == STOP_LENGTH
+            row.truncated = plan.forest.calls[leaf].stop == STOP_LENGTH
             row.use_tool = plan.flags[leaf] & CALL_USE_TOOL != 0
             row.ill_formed = plan.flags[leaf] & CALL_ILL_FORMED != 0
-        full = _row_len(plan.paths.calls, &row)
+        full = _row_len(plan.forest.calls, &row)
         if _keep_row(plan.choices, &row, full, totals, below, report):
-            check_write("rows", plan.n_rows, 1, room)  # one per call of the sessions so far
             plan.rows[plan.n_rows] = row
             plan.n_rows += 1
         if call == top:
             break
         below = plan.drift_actions[call]
-        call = links[call].parent
+        call = plan.links[call].parent
     # They were found from the leaf upwards.
     high = plan.n_rows - 1
     while low < high:
@@ -552,42 +534,40 @@ cdef void _plan_chain(
         high -= 1
 
 
-cdef void _plan_session(Plan* plan, int32_t session, int64_t* report) noexcept nogil:
+cdef void _plan_session(Plan plan, int32_t session, int64_t* report) noexcept nogil:
     """Append the rows of one session.
 
     Every row adds at least one call, so there are at most as many rows as calls.
     """
     cdef:
-        const Call* calls = plan.paths.calls
-        const Link* links = plan.links
+        const Call* calls = plan.forest.calls
         const Choices* choices = plan.choices
-        int32_t lo = <int32_t>plan.paths.session_offsets[session]
-        int32_t hi = <int32_t>plan.paths.session_offsets[session + 1]
+        int32_t lo = <int32_t>plan.forest.session_offsets[session]
+        int32_t hi = <int32_t>plan.forest.session_offsets[session + 1]
         int32_t i, k, call, only = -1
         int64_t j, first = plan.n_rows
-        bint late = _has_late_parent(links, lo, hi)
         Row* row
 
     for i in range(lo, hi):
         plan.owners[i] = -1
-        _count_call(&calls[i], &links[i], choices.need_logprob, report)
+        _count_call(&calls[i], &plan.links[i], choices.need_logprob, report)
         plan.drift_actions[i] = DRIFT_FORKS
-    _decide_calls(plan, lo, hi, late)
+    _decide_calls(plan, lo, hi, _has_late_parent(plan.links, lo, hi))
     if choices.main_only:
         only = _main_chain(plan, lo, hi)
     if choices.train_in == TRAIN_IN_EARLIEST:
         for i in range(lo, hi):
-            call = i if links[i].order >= 0 and _is_selected(plan, i, only) else -1
+            call = i if plan.links[i].order >= 0 and _is_selected(plan, i, only) else -1
             while call >= 0 and plan.owners[call] < 0:
                 plan.owners[call] = i
-                call = links[call].parent
+                call = plan.links[call].parent
     for k in range(lo, hi):
         i = plan.by_order[k]
         if i >= 0 and _is_selected(plan, i, only):
-            _plan_chain(plan, i, session, hi, report)
+            _plan_chain(plan, i, session, report)
     if choices.main_only:
         for i in range(lo, hi):
-            if links[i].order >= 0 and plan.owners[i] < 0 and calls[i].trainable:
+            if plan.links[i].order >= 0 and plan.owners[i] < 0 and calls[i].trainable:
                 report[REPORT_LOST_NOT_SELECTED] += calls[i].out_len - _n_barred(
                     &calls[i], calls[i].out_len, choices.need_logprob
                 )
@@ -601,7 +581,9 @@ cdef void _plan_session(Plan* plan, int32_t session, int64_t* report) noexcept n
         report[REPORT_TOKENS_FORWARD_SHARED] += row.n_tokens - row.shared
 
 
-cdef int64_t _order_calls(const Paths* paths, const Link* links, int32_t* by_order) noexcept nogil:
+cdef int64_t _order_calls(
+    CallForest forest, const Link[::1] links, int32_t[::1] by_order
+) noexcept nogil:
     """Fill each session's calls in order, then -1; return the first bad link, or -1.
 
     A session's parents all come before their children, in the turns or in order, so no chain
@@ -609,56 +591,50 @@ cdef int64_t _order_calls(const Paths* paths, const Link* links, int32_t* by_ord
     """
     cdef bint late
     cdef int64_t s, i, lo, hi
-    cdef int32_t parent
-    for s in range(paths.n_sessions):
-        lo = paths.session_offsets[s]
-        hi = paths.session_offsets[s + 1]
+    cdef int32_t parent, order
+    for s in range(forest.n_sessions):
+        lo = forest.session_offsets[s]
+        hi = forest.session_offsets[s + 1]
         late = _has_late_parent(links, lo, hi)
         for i in range(lo, hi):
             by_order[i] = -1
         for i in range(lo, hi):
-            parent = links[i].parent
-            if links[i].order >= hi - lo:
+            parent, order = links[i].parent, links[i].order
+            if order >= hi - lo or (order >= 0 and by_order[lo + order] >= 0):
                 return i
-            if links[i].order >= 0:
-                if by_order[lo + links[i].order] >= 0:
-                    return i
-                by_order[lo + links[i].order] = <int32_t>i
+            if order >= 0:
+                by_order[lo + order] = <int32_t>i
             if parent < 0:
                 continue
             if parent < lo or parent >= hi:
                 return i
-            if links[i].order >= 0:
-                if parent == i or links[parent].order < 0:
-                    return i
-                if late and links[parent].order >= links[i].order:
-                    return i
-            if not 0 <= links[i].lcp <= paths.calls[i].prompt_len:
+            if order >= 0 and (parent == i or links[parent].order < 0):
                 return i
-            if links[i].lcp > _held_len(&paths.calls[parent]):
+            if order >= 0 and late and links[parent].order >= order:
+                return i
+            if not 0 <= links[i].lcp <= forest.calls[i].prompt_len:
+                return i
+            if links[i].lcp > _held_len(&forest.calls[parent]):
                 return i
     return -1
 
 
-cdef _bad_link(const Link[::1] links, int64_t i):
-    return LayoutError(
-        f"links[{i}] is no link: parent {links[i].parent}, lcp {links[i].lcp}, order "
-        f"{links[i].order}"
-    )
+cdef int32_t[::1] _ordered(CallForest forest, const Link[::1] links):
+    """Each session's calls in the policy's order, then -1; raises unless the links have one."""
+    cdef int32_t[::1] by_order = empty(forest.n_calls, "i4")
+    _check_length("links", links.shape[0], forest.n_calls)
+    cdef int64_t bad = _order_calls(forest, links, by_order)
+    if bad >= 0:
+        raise LayoutError(
+            f"links[{bad}] is no link: parent {links[bad].parent}, lcp {links[bad].lcp}, order "
+            f"{links[bad].order}"
+        )
+    return by_order
 
 
 def order_calls(CallForest forest not None, const Link[::1] links not None):
     """The calls that are in the policy's order, session by session, in that order."""
-    cdef int64_t n_calls = forest.n_calls, bad
-    cdef Paths paths
-    _check_length("links", links.shape[0], n_calls)
-    by_order = empty(n_calls, "i4")
-    cdef int32_t[::1] filled = by_order
-    if n_calls:
-        paths = _paths(forest)
-        bad = _order_calls(&paths, &links[0], &filled[0])
-        if bad >= 0:
-            raise _bad_link(links, bad)
+    by_order = _ordered(forest, links).base
     return by_order[by_order >= 0]
 
 
@@ -667,112 +643,60 @@ def plan_rows(
     const Link[::1] links not None,
     const Choices[::1] choices not None,
     const int32_t[::1] created_rank not None,
-    int32_t[::1] owners not None,
-    Row[::1] rows not None,
-    int64_t[:, ::1] report not None,
 ):
-    """Fill ``rows`` in the policy's order, ``owners`` and ``report``; return the number of rows.
+    """The rows in the policy's order, the owners of outputs, and the report.
 
-    ``owners`` names the chain that trains each call's output, by its last call, or -1.
-    ``created_rank`` ranks the calls by when they were created (``main_only``). ``report``
-    has a line per session with the columns of `trajkit.schema.REPORT` from ``turns`` on,
-    initially 0.
+    Owners name the chain that trains each call's output, by its last call, or -1. The report
+    has a line per session with the columns of `trajkit.schema.REPORT` from ``turns`` on.
+    ``created_rank`` ranks the calls by when they were created (``main_only``).
     """
-    cdef int64_t n_calls = forest.n_calls, s, bad
-    cdef Paths paths
-    cdef Plan plan
-
+    cdef int64_t n_calls = forest.n_calls, s
+    cdef Plan plan = Plan()
     _check_length("choices", choices.shape[0], 1)
-    for name, n, needed in (
-        ("links", links.shape[0], n_calls), ("rows", rows.shape[0], n_calls),
-        ("owners", owners.shape[0], n_calls), ("report", report.shape[0], forest.n_sessions),
-        ("created_rank", created_rank.shape[0], n_calls if choices[0].main_only else 0),
-    ):
-        _check_length(name, n, needed)
-    if report.shape[1] != REPORT_WIDTH:
-        raise LayoutError(f"report is {report.shape[1]} wide, {<int>REPORT_WIDTH} are needed")
+    _check_length("created_rank", created_rank.shape[0], n_calls if choices[0].main_only else 0)
     if choices[0].max_tokens < 0 or choices[0].max_rows < 1:
         raise LayoutError(
             f"max_tokens is {choices[0].max_tokens} and max_rows {choices[0].max_rows}: at "
             "least 0 and 1 are needed"
         )
-    if n_calls == 0:
-        return 0
-    cdef int32_t[:, ::1] of_calls = empty((4, n_calls), "i4")
-    cdef uint8_t[:, ::1] bytes_of_calls = empty((2, n_calls), "u1")
-    cdef int32_t[::1] first_row_of_node = full(forest.n_nodes, -1, "i4")
-    paths = _paths(forest)
-    plan.paths = &paths
-    plan.links = &links[0]
-    plan.choices = &choices[0]
-    plan.created_rank = &created_rank[0] if created_rank.shape[0] else NULL
-    plan.by_order, plan.forks = &of_calls[0, 0], &of_calls[1, 0]
-    plan.openers, plan.roots = &of_calls[2, 0], &of_calls[3, 0]
-    plan.drift_actions, plan.flags = &bytes_of_calls[0, 0], &bytes_of_calls[1, 0]
-    plan.first_row_of_node = &first_row_of_node[0]
-    plan.owners = &owners[0]
-    plan.rows = &rows[0]
-    plan.n_rows = 0
+    plan.forest, plan.links, plan.choices = forest, links, &choices[0]
+    plan.created_rank, plan.by_order = created_rank, _ordered(forest, links)
+    plan.forks, plan.openers, plan.roots, plan.owners = (empty(n_calls, "i4") for _ in range(4))
+    plan.drift_actions, plan.flags = empty(n_calls, "u1"), empty(n_calls, "u1")
+    plan.first_row_of_node = full(forest.n_nodes, -1, "i4")
+    plan.rows, plan.n_rows = empty(n_calls, DTYPES["Row"]), 0
+    cdef int64_t[:, ::1] report = zeros((forest.n_sessions, <int>REPORT_WIDTH), "i8")
     with nogil:
-        bad = _order_calls(&paths, plan.links, plan.by_order)
-        if bad < 0:
-            for s in range(paths.n_sessions):
-                _plan_session(&plan, <int32_t>s, &report[s, 0])
-    if bad >= 0:
-        raise _bad_link(links, bad)
-    return plan.n_rows
+        for s in range(forest.n_sessions):
+            _plan_session(plan, <int32_t>s, &report[s, 0])
+    return plan.rows.base[: plan.n_rows], plan.owners.base, report.base
 
 
 # ---
 # The columns of planned rows that have a value per token, and their spans.
 #
-# Fills tokens, mask, logprobs, validity, spans and turns from the calls' paths and the plan, in
+# Fills tokens, mask, logprobs, validity and spans from the calls' paths and the plan, in
 # O(tokens and spans written + calls in the rows).
 
-cdef enum:  # the lines of RowColumns.spans: the fields of trajkit.schema.SPAN but kind
+cdef enum:  # the lines of spans: the fields of trajkit.schema.SPAN but kind
     LINE_START, LINE_STOP, LINE_TURN_INDEX, LINE_OUTPUT_START, LINE_OUTPUT_STOP
     N_LINES
 
-ENUMS["SpanLine"] = {
-    "start": LINE_START, "stop": LINE_STOP, "turn_index": LINE_TURN_INDEX,
-    "output_start": LINE_OUTPUT_START, "output_stop": LINE_OUTPUT_STOP,
-}
+ENUMS["SpanLine"] = _numbers("start stop turn_index output_start output_stop")
 
 
-@cython.auto_pickle(False)
-@cython.final
-cdef class RowColumns:
-    """The columns that `fill_rows` writes.
-
-    ``loss_mask`` and ``valid`` are bitmaps, least significant bit first; ``spans`` has the lines
-    LINE_*, ``span_kinds`` indices into `trajkit.schema.SPAN_KINDS`.
-    """
-    cdef const pos_t[::1] token_offsets
-    cdef const pos_t[::1] span_offsets
-    cdef token_t[::1] input_ids
-    cdef uint8_t[::1] loss_mask
-    cdef uint8_t[::1] valid
-    cdef float[::1] logprobs
-    cdef int32_t[:, ::1] spans
-    cdef int8_t[::1] span_kinds
-    cdef bint uncached        # write tokens and logprobs past the caches
-
-    def __cinit__(
-        self,
-        const pos_t[::1] token_offsets not None,
-        const pos_t[::1] span_offsets not None,
-        token_t[::1] input_ids not None,
-        uint8_t[::1] loss_mask not None,
-        float[::1] logprobs not None,
-        uint8_t[::1] valid not None,
-        int32_t[:, ::1] spans not None,
-        int8_t[::1] span_kinds not None,
-    ):
-        self.token_offsets, self.span_offsets = token_offsets, span_offsets
-        self.input_ids, self.logprobs = input_ids, logprobs
-        self.loss_mask, self.valid = loss_mask, valid
-        self.spans, self.span_kinds = spans, span_kinds
-        self.uncached = False
+cdef struct Columns:          # of rows, as far as they are written
+    token_t* ids
+    float* logprobs
+    uint8_t* mask             # bitmaps, least significant bit first
+    uint8_t* valid
+    int32_t* spans            # N_LINES lines of n_spans
+    int8_t* kinds
+    int64_t n_spans
+    bint uncached             # write tokens and logprobs past the caches
+    pos_t at                  # where the next row's tokens begin
+    int64_t span              # the next span
+    pos_t missing             # trained tokens without a logprob
 
 
 cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
@@ -788,360 +712,194 @@ cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
         start += 1
 
 
-cdef pos_t _copy_logprobs(
-    const Call* call, const Span* span, RowColumns target, pos_t offset
+cdef void _put_logprobs(
+    const Call* call, const Span* span, Columns* columns, pos_t at
 ) noexcept nogil:
-    """Write the logprobs of a trained span, 0.0 for missing ones; return how many are missing.
-
-    ``offset`` is the index of the row's token 0 in the columns.
-    """
+    """Write the logprobs of a trained span, which is at ``at``: 0.0 for missing ones."""
     cdef const float* values = <const float*><intptr_t>call.logprobs
-    cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
-    cdef float* logprobs = &target.logprobs[offset + span.start]
-    cdef pos_t i, n = span.stop - span.start, missing = 0, bit
+    cdef pos_t i, n = span.stop - span.start
     if values == NULL:
-        _put_zeros(logprobs, n * sizeof(float), target.uncached)
-        return n
+        _put(&columns.logprobs[at], NULL, n * sizeof(float), columns.uncached)
+        columns.missing += n
+        return
     values += span.out_start
-    if bits == NULL:
-        _put(logprobs, values, n * sizeof(float), target.uncached)
-        _set_bits(&target.valid[0], offset + span.start, offset + span.stop)
-        return 0
+    if call.valid == 0:
+        _put(&columns.logprobs[at], values, n * sizeof(float), columns.uncached)
+        _set_bits(columns.valid, at, at + n)
+        return
     for i in range(n):
-        bit = call.valid_bit + span.out_start + i
-        if bits[bit >> 3] >> (bit & 7) & 1:
-            logprobs[i] = values[i]
-            _set_bits(&target.valid[0], offset + span.start + i, offset + span.start + i + 1)
+        if _has_logprob(call, span.out_start + i):
+            columns.logprobs[at + i] = values[i]
+            _set_bits(columns.valid, at + i, at + i + 1)
         else:
-            logprobs[i] = 0.0
-            missing += 1
-    return missing
+            columns.logprobs[at + i] = 0.0
+            columns.missing += 1
 
 
-cdef pos_t _fill_trained(
-    const Call* calls, const int32_t* turn_index, RowColumns target, int64_t row
+cdef void _put_span(Columns* columns, const Span* span, int32_t turn) noexcept nogil:
+    cdef int32_t* spans = columns.spans + columns.span
+    cdef int64_t n = columns.n_spans
+    spans[LINE_START * n] = <int32_t>span.start
+    spans[LINE_STOP * n] = <int32_t>span.stop
+    spans[LINE_TURN_INDEX * n] = turn
+    spans[LINE_OUTPUT_START * n] = <int32_t>span.out_start
+    spans[LINE_OUTPUT_STOP * n] = <int32_t>span.out_stop
+    columns.kinds[columns.span] = span.kind
+    columns.span += 1
+
+
+cdef bint _fill_row(
+    Plan plan, const Row* row, const int32_t* calls, const int32_t[::1] turn_index,
+    pos_t* replaced, Columns* columns,
 ) noexcept nogil:
-    """Write the mask and the logprobs of a row from its spans; return how many are missing.
+    """Write all of a row but its tokens; return whether it has the spans that it claims.
 
-    -1: a trained span is outside of the row or starts before the end of the previous one.
-
-    The spans are ascending. Their turn_index is a call's number and becomes its turn. Every
-    logprob is written once, in the order of memory: 0.0 where no token is trained. A byte of a
-    bitmap is cleared by the row of its first bit.
+    Every logprob is written once, in the order of memory: 0.0 where no token is trained. A byte
+    of a bitmap is cleared by the row of its first bit. ``replaced`` is scratch, see
+    `_output_spans`.
     """
-    cdef pos_t start = target.token_offsets[row], stop = target.token_offsets[row + 1]
-    cdef pos_t offset = start
+    cdef const Call* call
+    cdef pos_t start = columns.at, stop = start + row.n_tokens, written = start, begin
+    cdef pos_t after = row.end
     cdef int64_t k, byte = (start + 7) >> 3, n_bytes = ((stop + 7) >> 3) - byte
-    cdef int32_t call
-    cdef pos_t missing = 0
-    cdef Span span
-    if n_bytes > 0:
-        memset(&target.loss_mask[byte], 0, n_bytes)
-        memset(&target.valid[byte], 0, n_bytes)
-    for k in range(target.span_offsets[row], target.span_offsets[row + 1]):
-        call = target.spans[LINE_TURN_INDEX, k]
-        target.spans[LINE_TURN_INDEX, k] = turn_index[call]
-        if target.span_kinds[k] != SPAN_TRAINED:
-            continue
-        span.start = target.spans[LINE_START, k]
-        span.stop = target.spans[LINE_STOP, k]
-        span.out_start = target.spans[LINE_OUTPUT_START, k]
-        if not start <= offset + span.start <= offset + span.stop <= stop:
-            return -1
-        if offset + span.start > start:
-            _put_zeros(
-                &target.logprobs[start], (offset + span.start - start) * sizeof(float),
-                target.uncached,
-            )
-        _set_bits(&target.loss_mask[0], offset + span.start, offset + span.stop)
-        missing += _copy_logprobs(&calls[call], &span, target, offset)
-        start = offset + span.stop
-    if stop > start:
-        _put_zeros(&target.logprobs[start], (stop - start) * sizeof(float), target.uncached)
-    return missing
-
-
-cdef int64_t _write_spans(
-    RowColumns target, int64_t row, int64_t at, const Call* call, int32_t index,
-    const Span* spans, int n, bint need_logprob,
-) noexcept nogil:
-    """Write the parts of n spans of a call from ``at`` on; return the position after them.
-
-    The call's number is written for its turn, see `_fill_trained`. Nothing is written outside
-    of the row's spans, of which there may be fewer than the row claims.
-    """
-    cdef pos_t begin
-    cdef Span part
-    cdef int k
-    for k in range(n):
-        begin = spans[k].out_start
-        while _next_span(call, &spans[k], need_logprob, &begin, &part):
-            if target.span_offsets[row] <= at < target.span_offsets[row + 1]:
-                target.spans[LINE_START, at] = <int32_t>part.start
-                target.spans[LINE_STOP, at] = <int32_t>part.stop
-                target.spans[LINE_TURN_INDEX, at] = index
-                target.spans[LINE_OUTPUT_START, at] = <int32_t>part.out_start
-                target.spans[LINE_OUTPUT_STOP, at] = <int32_t>part.out_stop
-                target.span_kinds[at] = part.kind
-            at += 1
-    return at
-
-
-cdef _check_row_columns(CallForest forest, const Row[::1] rows, RowColumns columns):
-    """Raise unless the columns have room for the rows, at these offsets from 0 on."""
-    cdef int64_t n_rows = rows.shape[0], r
-    cdef pos_t n_tokens, n_spans
-    cdef const pos_t[::1] token_offsets = columns.token_offsets
-    cdef const pos_t[::1] span_offsets = columns.span_offsets
-    _check_length("token_offsets", token_offsets.shape[0], n_rows + 1)
-    _check_length("span_offsets", span_offsets.shape[0], n_rows + 1)
-    if token_offsets[0] != 0 or span_offsets[0] != 0:
-        raise LayoutError(
-            f"token_offsets begin with {token_offsets[0]}, span_offsets with "
-            f"{span_offsets[0]}: expected 0"
-        )
-    for r in range(n_rows):
-        if not 0 <= rows[r].last < forest.n_calls:
-            raise LayoutError(f"rows[{r}] ends with call {rows[r].last} of {forest.n_calls}")
-        if not 0 <= rows[r].owner < forest.n_calls:
-            raise LayoutError(f"rows[{r}] is of chain {rows[r].owner} of {forest.n_calls}")
-        if rows[r].n_tokens < 0 or token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens:
-            raise LayoutError(f"token_offsets[{r}] leaves no room for {rows[r].n_tokens} tokens")
-        if rows[r].n_spans < 0 or span_offsets[r + 1] - span_offsets[r] != rows[r].n_spans:
-            raise LayoutError(f"span_offsets[{r}] leaves no room for {rows[r].n_spans} spans")
-    n_tokens = token_offsets[n_rows]
-    n_spans = span_offsets[n_rows]
-    for name, n, needed in (
-        ("input_ids", columns.input_ids.shape[0], n_tokens),
-        ("loss_mask", columns.loss_mask.shape[0], (n_tokens + 7) // 8),
-        ("logprobs", columns.logprobs.shape[0], n_tokens),
-        ("valid", columns.valid.shape[0], (n_tokens + 7) // 8),
-        ("spans", columns.spans.shape[0], N_LINES), ("spans", columns.spans.shape[1], n_spans),
-        ("span_kinds", columns.span_kinds.shape[0], n_spans),
-    ):
-        _check_length(name, n, needed)
-
-
-cdef _no_row(const Row[::1] rows, int64_t r):
-    return LayoutError(
-        f"rows[{r}] is no row of {rows[r].n_calls} calls up to {rows[r].last} with "
-        f"{rows[r].n_tokens} tokens and {rows[r].n_spans} spans"
-    )
-
-
-cdef bint _fill_spans(
-    const Paths* paths, const Link* links, const Choices* choices, const int32_t* owners,
-    const Row* rows, int64_t r, RowColumns target,
-) noexcept nogil:
-    """Write the spans of a row; return whether there are as many as it claims."""
-    cdef int64_t at = target.span_offsets[r + 1], n_parts
-    cdef int32_t call = rows[r].last, n_left = rows[r].n_calls
-    cdef pos_t replaced = rows[r].end, begin
-    cdef int n, k
+    cdef int64_t last_span = columns.span + row.n_spans
+    cdef int n, j
     cdef bint owned
     cdef Span[3] spans
     cdef Span part
-    # upwards, so the spans are written from the end
-    while n_left > 0 and 0 <= call < paths.n_calls:
-        owned = choices.train_in == TRAIN_IN_EVERY or owners[call] == rows[r].owner
-        n = _output_spans(&paths.calls[call], replaced, owned, choices, spans)
-        n_parts = 0
-        for k in range(n):
-            begin = spans[k].out_start
-            while _next_span(
-                &paths.calls[call], &spans[k], choices.need_logprob, &begin, &part
-            ):
-                n_parts += 1
-        at -= n_parts
-        _write_spans(
-            target, r, at, &paths.calls[call], call, spans, n, choices.need_logprob
-        )
-        replaced = min(replaced, links[call].lcp)
-        n_left -= 1
-        call = links[call].parent
-    return at == target.span_offsets[r]
+    if n_bytes > 0:
+        memset(columns.mask + byte, 0, n_bytes)
+        memset(columns.valid + byte, 0, n_bytes)
+    for k in range(row.n_calls - 1, -1, -1):
+        replaced[k] = after
+        after = min(after, plan.links[calls[k]].lcp)
+    for k in range(row.n_calls):
+        call = &plan.forest.calls[calls[k]]
+        owned = plan.choices.train_in == TRAIN_IN_EVERY or plan.owners[calls[k]] == row.owner
+        n = _output_spans(call, replaced[k], owned, plan.choices, spans)
+        for j in range(n):
+            begin = spans[j].out_start
+            while _next_span(call, &spans[j], plan.choices.need_logprob, &begin, &part):
+                if columns.span == last_span:
+                    return False
+                _put_span(columns, &part, turn_index[calls[k]])
+                if part.kind != SPAN_TRAINED:
+                    continue
+                if not written <= start + part.start <= start + part.stop <= stop:
+                    return False
+                _put(
+                    &columns.logprobs[written], NULL,
+                    (start + part.start - written) * sizeof(float), columns.uncached,
+                )
+                _set_bits(columns.mask, start + part.start, start + part.stop)
+                _put_logprobs(call, &part, columns, start + part.start)
+                written = start + part.stop
+    _put(&columns.logprobs[written], NULL, (stop - written) * sizeof(float), columns.uncached)
+    columns.at = stop
+    return columns.span == last_span
+
+
+def list_calls(const Row[::1] rows not None, const Link[::1] links not None):
+    """The calls of each row, first to last, row after row."""
+    cdef int64_t n_rows = rows.shape[0], n_calls = links.shape[0], r, i, n = 0, bad = -1
+    cdef int32_t call
+    for r in range(n_rows):
+        if rows[r].n_calls < 0:
+            raise LayoutError(f"rows[{r}] has {rows[r].n_calls} calls")
+        n += rows[r].n_calls
+    cdef int32_t[::1] calls = empty(n, "i4")
+    n = 0
+    with nogil:
+        for r in range(n_rows):
+            call = rows[r].last
+            n += rows[r].n_calls
+            for i in range(rows[r].n_calls):
+                if not 0 <= call < n_calls:
+                    bad = r
+                    break
+                calls[n - 1 - i] = call
+                call = links[call].parent
+    if bad >= 0:
+        raise LayoutError(f"rows[{bad}] has {rows[bad].n_calls} calls: links has fewer")
+    return calls.base
 
 
 def fill_rows(
     CallForest forest not None,
     const Link[::1] links not None,
     const Choices[::1] choices not None,
-    const int32_t[::1] owners not None,
+    int32_t[::1] owners not None,
     const int32_t[::1] turn_index not None,
     const Row[::1] rows not None,
-    RowColumns columns not None,
+    token_t[::1] input_ids not None,
+    uint8_t[::1] loss_mask not None,
+    float[::1] logprobs not None,
+    uint8_t[::1] valid not None,
     bint uncached,
 ):
-    """Write the per-token columns and the spans of planned rows; return missing logprobs.
+    """Write the columns of planned rows with a value per token, and make their spans.
 
-    ``links`` and ``owners`` are those of `plan_rows`, ``rows`` its result. Tokens and logprobs
-    are written past the caches if ``uncached``.
+    ``links`` and ``owners`` are those of `plan_rows`, ``rows`` some of its result; ``loss_mask``
+    and ``valid`` are bitmaps. Tokens and logprobs are written past the caches if ``uncached``.
+    Returns how many logprobs are missing, the calls of the rows (`list_calls`), the spans as
+    lines LINE_*, and their kinds, indices into `trajkit.schema.SPAN_KINDS`.
     """
-    cdef:
-        int64_t n_rows = rows.shape[0], r, bad = -1
-        pos_t missing = 0, row_missing
-        Paths paths
-
+    cdef int64_t n_rows = rows.shape[0], r, k = 0, bad = -1
+    cdef pos_t n_tokens = 0, longest = 0, n_spans = 0
+    cdef Plan plan = Plan()
+    cdef Columns columns
+    cdef const int32_t[::1] calls = list_calls(rows, links)
     for name, m in (
         ("links", links.shape[0]), ("owners", owners.shape[0]),
         ("turn_index", turn_index.shape[0]),
     ):
         _check_length(name, m, forest.n_calls)
     _check_length("choices", choices.shape[0], 1)
-    _check_row_columns(forest, rows, columns)
-    if n_rows == 0:
-        return 0
-    cdef int32_t[::1] chain = empty(forest.n_nodes, "i4")
-    paths = _paths(forest)
-    columns.uncached = uncached
-    with nogil:
-        for r in range(n_rows):
-            row_missing = -1
-            if rows[r].n_tokens <= _held_len(&paths.calls[rows[r].last]):
+    for r in range(n_rows):
+        if not (
+            rows[r].n_calls > 0 and rows[r].n_spans >= 0 and rows[r].last < forest.n_calls
+            and 0 <= rows[r].n_tokens <= _held_len(&forest.calls[rows[r].last])
+        ):
+            bad = r
+        n_tokens += rows[r].n_tokens
+        n_spans += rows[r].n_spans
+        longest = max(longest, rows[r].n_calls)
+    for name, m, needed in (
+        ("input_ids", input_ids.shape[0], n_tokens), ("logprobs", logprobs.shape[0], n_tokens),
+        ("loss_mask", loss_mask.shape[0], (n_tokens + 7) // 8),
+        ("valid", valid.shape[0], (n_tokens + 7) // 8),
+    ):
+        _check_length(name, m, needed)
+    # one entry more than are filled, so that there is a first one
+    cdef int32_t[::1] chain = empty(forest.n_nodes + 1, "i4")
+    cdef int32_t[:, ::1] spans = empty((<int>N_LINES, n_spans), "i4")
+    cdef int8_t[::1] kinds = empty(n_spans, "i1")
+    cdef pos_t[::1] replaced = empty(longest + 1, "i8")
+    plan.forest, plan.links, plan.choices, plan.owners = forest, links, &choices[0], owners
+    memset(&columns, 0, sizeof(Columns))
+    columns.n_spans, columns.uncached = n_spans, uncached
+    if n_tokens > 0:
+        columns.ids, columns.logprobs = &input_ids[0], &logprobs[0]
+        columns.mask, columns.valid = &loss_mask[0], &valid[0]
+    if n_spans > 0:
+        columns.spans, columns.kinds = &spans[0, 0], &kinds[0]
+    if bad < 0:
+        with nogil:
+            for r in range(n_rows):
                 if rows[r].n_tokens > 0:
                     _copy_path(
-                        &paths, paths.ends[rows[r].last], 0, rows[r].n_tokens,
-                        &columns.input_ids[columns.token_offsets[r]], &chain[0], uncached,
+                        forest, forest.ends[rows[r].last], 0, rows[r].n_tokens,
+                        &columns.ids[columns.at], &chain[0], uncached,
                     )
-                if _fill_spans(
-                    &paths, &links[0], &choices[0], &owners[0], &rows[0], r, columns
-                ):
-                    row_missing = _fill_trained(paths.calls, &turn_index[0], columns, r)
-            if row_missing < 0:
-                bad = r
-                break
-            missing += row_missing
-        if uncached:
-            trajkit_end_uncached()
-    if bad >= 0:
-        raise _no_row(rows, bad)
-    return missing
-
-
-def list_turns(
-    const Row[::1] rows not None,
-    const Link[::1] links not None,
-    const int32_t[::1] turn_index not None,
-    const pos_t[::1] offsets not None,
-    int32_t[::1] turns not None,
-):
-    """Fill the turns of each row's calls, first to last: ``turns[offsets[r]:offsets[r + 1]]``."""
-    cdef:
-        int64_t n_rows = rows.shape[0], n_calls = links.shape[0], r, i, bad = -1
-        int32_t call
-    _check_length("turn_index", turn_index.shape[0], n_calls)
-    _check_length("offsets", offsets.shape[0], n_rows + 1)
-    for r in range(n_rows):
-        if offsets[r + 1] - offsets[r] != rows[r].n_calls:
-            raise LayoutError(f"offsets[{r}] leaves no room for {rows[r].n_calls} turns")
-    _check_length("turns", turns.shape[0], offsets[n_rows])
-    with nogil:
-        for r in range(n_rows):
-            call = rows[r].last
-            for i in range(offsets[r + 1] - 1, offsets[r] - 1, -1):
-                if not 0 <= call < n_calls:
+                if not _fill_row(plan, &rows[r], &calls[k], turn_index, &replaced[0], &columns):
                     bad = r
                     break
-                turns[i] = turn_index[call]
-                call = links[call].parent
-    if bad >= 0:
-        raise LayoutError(f"rows[{bad}] has {rows[bad].n_calls} calls: links has fewer")
-
-
-# ---
-# The columns of planned rows that have one value per row.
-#
-# Fills them from rows, links and turn numbers, in O(rows). With numpy, the many small arrays of a
-# short session would take a tenth of the time of its rows (`python -m benchmarks.recorder`).
-
-cdef enum:  # trajkit.rows.row_scalars._INTS
-    INT_ROW_INDEX, INT_PROMPT_LENGTH, INT_PARENT_ROW, INT_SHARED_LENGTH, INT_LAST_TURN
-    N_INTS
-
-cdef enum:  # trajkit.rows.row_scalars._NULLABLE, then _FLAGS
-    BIT_PARENT_ROW, BIT_ROW_WEIGHT, BIT_SEGMENT_KIND, BIT_TRUNCATED, BIT_USE_TOOL
-    BIT_ILL_FORMED
-    N_BITS
-
-ENUMS["RowInt"] = {
-    "row_index": INT_ROW_INDEX, "prompt_length": INT_PROMPT_LENGTH,
-    "parent_row": INT_PARENT_ROW,
-    "shared_length": INT_SHARED_LENGTH, "last_turn": INT_LAST_TURN,
-}
-ENUMS["RowBit"] = {
-    "parent_row": BIT_PARENT_ROW, "row_weight": BIT_ROW_WEIGHT, "segment_kind": BIT_SEGMENT_KIND,
-    "truncated": BIT_TRUNCATED, "use_tool": BIT_USE_TOOL, "ill_formed": BIT_ILL_FORMED,
-}
-
-
-cdef inline void _put_bit(uint8_t[:, ::1] bits, int which, int64_t i, bint value) noexcept nogil:
-    """Set one bit, which is initially 0."""
-    bits[which, i >> 3] |= <uint8_t>(value << (i & 7))
-
-
-def fill_scalars(
-    const Row[::1] rows not None,
-    const Link[::1] links not None,
-    const int32_t[::1] turn_index not None,
-    int64_t n_sessions,
-    int32_t[:, ::1] ints not None,
-    pos_t[::1] mask_sums not None,
-    double[::1] weights not None,
-    int8_t[::1] segments not None,
-    uint8_t[:, ::1] bits not None,
-):
-    """Fill the columns; return the number of nulls of parent_row, row_weight and segment_kind.
-
-    ``ints`` has the lines INT_*. ``mask_sums`` are the trained tokens of all rows of the row's
-    session, ``weights`` the row's share of them, ``segments`` indices into
-    `trajkit.schema.SEGMENT_KINDS`. ``bits`` has the bitmaps BIT_*, initially 0: whether the
-    row has a parent, a weight, a segment, and its flags.
-    """
-    cdef:
-        int64_t n_rows = rows.shape[0], n_calls = links.shape[0], r
-        int64_t no_parent = 0, no_weight = 0, no_segment = 0, bad = -1
-        int32_t segment
-        pos_t session_trained
-
-    _check_length("turn_index", turn_index.shape[0], n_calls)
-    for name, n, needed in (
-        ("ints", ints.shape[0], N_INTS), ("ints", ints.shape[1], n_rows),
-        ("mask_sums", mask_sums.shape[0], n_rows), ("weights", weights.shape[0], n_rows),
-        ("segments", segments.shape[0], n_rows), ("bits", bits.shape[0], N_BITS),
-        ("bits", bits.shape[1], (n_rows + 7) // 8),
-    ):
-        _check_length(name, n, needed)
-    cdef pos_t[::1] sums = zeros(max(n_sessions, 1), "i8")
-    with nogil:
-        for r in range(n_rows):
-            if not (0 <= rows[r].session < n_sessions and 0 <= rows[r].last < n_calls):
-                bad = r
-                break
-            sums[rows[r].session] += rows[r].n_trained
-        if bad < 0:
-            for r in range(n_rows):
-                ints[INT_ROW_INDEX, r] = rows[r].index
-                ints[INT_PROMPT_LENGTH, r] = <int32_t>rows[r].prompt_len
-                ints[INT_PARENT_ROW, r] = rows[r].parent_row
-                ints[INT_SHARED_LENGTH, r] = <int32_t>rows[r].shared
-                ints[INT_LAST_TURN, r] = turn_index[rows[r].last]
-                session_trained = sums[rows[r].session]
-                mask_sums[r] = session_trained
-                weights[r] = <double>rows[r].n_trained / <double>max(session_trained, 1)
-                segment = links[rows[r].last].segment - 1
-                segments[r] = <int8_t>max(segment, 0)
-                no_parent += rows[r].parent_row < 0
-                no_weight += session_trained == 0
-                no_segment += segment < 0
-                _put_bit(bits, BIT_PARENT_ROW, r, rows[r].parent_row >= 0)
-                _put_bit(bits, BIT_ROW_WEIGHT, r, session_trained != 0)
-                _put_bit(bits, BIT_SEGMENT_KIND, r, segment >= 0)
-                _put_bit(bits, BIT_TRUNCATED, r, rows[r].truncated != 0)
-                _put_bit(bits, BIT_USE_TOOL, r, rows[r].use_tool != 0)
-                _put_bit(bits, BIT_ILL_FORMED, r, rows[r].ill_formed != 0)
+                k += rows[r].n_calls
+            if uncached:
+                trajkit_end_uncached()
     if bad >= 0:
         raise LayoutError(
-            f"rows[{bad}] is of session {rows[bad].session}, its last call {rows[bad].last}: "
-            f"there are {n_sessions} and {n_calls}"
+            f"rows[{bad}] is no row of {rows[bad].n_calls} calls up to {rows[bad].last} with "
+            f"{rows[bad].n_tokens} tokens and {rows[bad].n_spans} spans"
         )
-    return no_parent, no_weight, no_segment
+    return columns.missing, calls.base, spans.base, kinds.base

@@ -1,6 +1,6 @@
 """Integer widths and the records that kernels share. Declarations only.
 
-Each struct has a numpy dtype of the same name and layout in trajkit/turns/structs.py; a buffer of
+Each struct has a numpy dtype of the same name and layout in trajkit/_kernel_names.py; a buffer of
 another layout is refused when it is passed.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t
@@ -9,7 +9,7 @@ ctypedef int32_t token_t  # a vocabulary id, as the tokenizer emits it
 ctypedef int64_t pos_t    # a position in, or a length of, a run of tokens
 
 
-cdef enum:  # trajkit.turns.structs.STOPS
+cdef enum:  # trajkit._kernel_names.STOPS
     STOP_OTHER, STOP_LENGTH, STOP_ABORT
 
 

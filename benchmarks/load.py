@@ -47,7 +47,7 @@ _AT_ONCE = 32
 
 
 async def _load(url: str, sessions: int, turns: int, length: int, told: Told) -> None:
-    names = [f"s{k}" for k in range(sessions)]
+    names = [f"t{k}" for k in range(sessions)]
     for name in names:
         await open_session(url, name, told)
     await asyncio.gather(
@@ -62,10 +62,12 @@ def _at_once(
     told = Told()
     engine = host.engine(choices.engine_seconds or 0.0)
     pid, url = host.start(directory, engine)
-    at_first, start = processor_seconds(pid), time.perf_counter()
+    # a first turn, for which the process reads what it needs
+    asyncio.run(_finish(url, 0, 1, told))
+    first, at_first, start = told.n_replies, processor_seconds(pid), time.perf_counter()
     asyncio.run(_load(url, sessions, turns, choices.characters, told))
     seconds = time.perf_counter() - start
-    busy = (processor_seconds(pid) - at_first) / told.n_replies
+    busy = (processor_seconds(pid) - at_first) / (told.n_replies - first)
     found = _ended(host, pid, directory, told)
     print(
         f"{sessions} sessions at once, {turns} turns each: {found.turns} turns in "

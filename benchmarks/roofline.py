@@ -37,7 +37,7 @@ from benchmarks.policies import difference
 from benchmarks.scale import fastest, in_succession
 from tests.oracles import peers_nemo
 from tests.oracles import peers_slime as peers
-from trajkit.tables.thread_pool import parallel_map
+from trajkit.tables.threads import parallel_map
 
 COPY_BYTES = 1 << 26  # of each thread, when the rate of copying is measured
 

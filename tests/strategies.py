@@ -14,8 +14,6 @@ import pyarrow as pa
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from trajkit.tables.export import Column
-
 fewer_examples = settings(max_examples=max(settings().max_examples // 3, 8))
 """For a property that runs under many parameters, or goes over every policy."""
 
@@ -414,12 +412,6 @@ def message_pairs(draw):
     return a, b
 
 
-@st.composite
-def token_rows(draw, elements):
-    """Lists of token ids or logprobs, null lists among them."""
-    return draw(st.lists(st.none() | st.lists(elements, max_size=3), max_size=5))
-
-
 # What passes through the gateway as text (tests/shim): markers, halves of markers,
 # white space, and tool calls that read well or badly.
 plain_texts = st.text(st.sampled_from("a \né>|"), max_size=4)
@@ -667,7 +659,7 @@ ends_of_turn = st.sampled_from([END, END, None, None, 0, 7])
 
 
 client_habits = st.sets(st.sampled_from(["no reasoning", "blocks", "numbers"]))
-"""What a client does to a reply that it sends back: `prompting.test_reply_matching`."""
+"""What a client does to a reply that it sends back: `prompting.test_conversation`."""
 
 
 # Calls whose order does not count
@@ -834,31 +826,7 @@ delivery_steps = st.lists(
 """Connections that begin to send an answer (the first time that they are named) and end
 (the second time), with or without success."""
 
-_json_leaves = st.sampled_from(
-    ['""', '"a"', '"\\n"', '"\\u001b"', '"\\/"', '"é"', '"\\\\"', '"\\""', '"},{"']
-) | st.sampled_from(["null", "null", "true", "1", "1.0", "NaN", "{}", "[]", " null"])
-_json_keys = st.sampled_from(["role", "content", "tool_calls", "index", "é", "\\n", ""])
 
-
-def _json_objects(values, keys):
-    pairs = st.lists(st.tuples(keys, values), max_size=3)
-    return (pairs | pairs.map(sorted)).map(
-        lambda pairs: "{" + ",".join(f'"{key}":{value}' for key, value in pairs) + "}"
-    )
-
-
-body_texts = _json_objects(
-    st.recursive(
-        _json_leaves,
-        lambda inner: (
-            st.lists(inner, max_size=2).map(lambda items: f"[{','.join(items)}]")
-            | _json_objects(inner, _json_keys)
-        ),
-        max_leaves=4,
-    ),
-    st.sampled_from(["role", "content", "tool_calls", "name", "index"]),
-)
-"""Bodies as JSON text: canonical, or spelled in other ways, or with a key twice."""
 _saids = st.sampled_from([None, "", "a", "b", [], ["a"], {}, 1, 1.0, True])
 _called = st.builds(
     lambda arguments, index: [
@@ -1112,78 +1080,6 @@ def long_runs(draw):
     return turns
 
 
-# Tables of the types that Arrow and polars share
-
-_texts = st.text(max_size=3)
-_leaves = st.sampled_from(
-    [
-        (pa.bool_(), st.booleans()),
-        (pa.int8(), st.integers(-128, 127)),
-        (pa.uint16(), st.integers(0, 65535)),
-        (pa.int32(), st.integers(-(2**31), 2**31 - 1)),
-        (pa.int64(), st.integers(-(2**63), 2**63 - 1)),
-        (pa.uint64(), st.integers(0, 2**64 - 1)),
-        (pa.float32(), st.floats(width=32)),
-        (pa.float64(), st.floats()),
-        (pa.string(), _texts),
-        (pa.large_string(), _texts),
-        (pa.dictionary(pa.int8(), pa.string()), st.sampled_from("ab")),
-    ]
-)
-
-
-@st.composite
-def _typed(draw, depth=2, named=True):
-    """An Arrow type, a strategy for its values, and whether they are never null."""
-    kinds = ["leaf", "list", "large_list", "struct"] if depth else ["leaf"]
-    kind = pick(draw, kinds)
-    if kind == "leaf":
-        type_, values = draw(_leaves)
-        if not named and pa.types.is_dictionary(type_):
-            type_ = type_.value_type
-    elif kind == "struct":
-        # Arrow does not write a null struct whose dictionary is empty
-        fields = {
-            name: draw(_typed(depth - 1, named=False)) for name in draw(_field_names)
-        }
-        type_ = pa.struct(
-            [pa.field(n, t, nullable=not full) for n, (t, _, full) in fields.items()]
-        )
-        values = st.fixed_dictionaries({n: v for n, (_, v, _) in fields.items()})
-    else:
-        inner, items, full = draw(_typed(depth - 1, named=named))
-        field = pa.field("element", inner, nullable=not full)
-        type_ = pa.list_(field) if kind == "list" else pa.large_list(field)
-        values = st.lists(items, max_size=4)
-    full = draw(st.booleans())
-    return type_, values if full else st.none() | values, full
-
-
-_field_names = st.lists(st.sampled_from("xyz"), min_size=1, unique=True)
-
-
-@st.composite
-def plain_tables(draw):
-    """Tables in chunks, with a list of numbers and further columns of any depth."""
-    columns = {"ids": (pa.large_list(pa.int32()), st.lists(st.integers(0, 9)), True)}
-    columns |= {name: draw(_typed()) for name in draw(_field_names)}
-    said = pick(draw, [None, {"trajkit.table": "rows"}, {"é": "ü"}])
-    schema = pa.schema(
-        [pa.field(n, t, nullable=not full) for n, (t, _, full) in columns.items()], said
-    )
-    chunks = []
-    for size in draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)):
-        arrays = [
-            # one more in front and behind, which are cut off
-            pa.array(draw(st.lists(v, min_size=size + 2, max_size=size + 2)), t).slice(
-                1, size
-            )
-            for t, v, _ in columns.values()
-        ]
-        chunks.append(pa.record_batch(arrays, schema=schema))
-    return pa.Table.from_batches(chunks)
-
-
 # Columns that trajkit does not know, of any type
 
 _LONG = "longer than what a view holds in itself"
@@ -1271,81 +1167,3 @@ def transcripts(draw):
     roles = st.sampled_from(["system", "user", "assistant", "assistant", "tool"])
     message = st.fixed_dictionaries({"role": roles, "content": said})
     return draw(st.lists(st.lists(message, max_size=5), max_size=4))
-
-
-# Columns in the terms of Arrow's format.
-
-
-def _bitmap(flags: list[bool]) -> np.ndarray:
-    return np.packbits(np.array(flags, bool), bitorder="little")
-
-
-@st.composite
-def batch_columns(draw):
-    """Fields, `trajkit.tables.export.Column`s of equal length, and what their values are.
-
-    Fixed-width columns, bitmaps, dictionaries and lists of structs of these, with and
-    without nulls, behind an offset, beside arrays that are Arrow's already.
-    """
-    n = draw(st.integers(0, 20))
-    offset = draw(st.integers(0, 9))
-    kinds = draw(
-        st.lists(
-            st.sampled_from(["ints", "flags", "names", "arrow", "lists"]), min_size=1
-        )
-    )
-    fields, columns, expected = [], [], []
-    for k, kind in enumerate(kinds):
-        type_, column, values = _drawn_column(draw, kind, n, offset)
-        fields.append(pa.field(f"c{k}", type_))
-        columns.append(column)
-        expected.append(values)
-    return fields, columns, expected
-
-
-def _drawn_column(draw, kind, n, offset):
-    size = n + offset
-    whole = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
-    known = draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    if kind == "lists":
-        lengths = [0, *whole]
-        ends = np.cumsum(lengths)
-        inner = [
-            _drawn_column(draw, part, int(ends[-1]), 0) for part in ("ints", "names")
-        ]
-        items = list(zip(*(values for _, _, values in inner), strict=True))
-        parts = [pa.field(name, one[0]) for name, one in zip("ab", inner, strict=True)]
-        struct = Column(
-            int(ends[-1]), (None,), children=tuple(column for _, column, _ in inner)
-        )
-        column = Column(n, (None, ends), 0, offset, (struct,))
-        values = [
-            [dict(zip("ab", item, strict=True)) for item in items[lo:hi]]
-            for lo, hi in pairwise(ends[offset:].tolist())
-        ]
-        return pa.large_list(pa.struct(parts)), column, values
-    read = {0: "x", 1: "y", 2: "z"}
-    of_kind = {
-        "ints": whole,
-        "arrow": whole,
-        "flags": [value > 0 for value in whole],
-        "names": [read[value] for value in whole],
-    }[kind]
-    values = [
-        value if valid else None for value, valid in zip(of_kind, known, strict=True)
-    ][offset:]
-    if kind == "arrow":
-        return pa.int64(), pa.array(values, pa.int64()), values
-    buffers = {
-        "ints": np.array(whole, np.int32),
-        "flags": _bitmap(of_kind),
-        "names": np.array(whole, np.int8),
-    }
-    names = pa.array(list(read.values())) if kind == "names" else None
-    type_ = {
-        "ints": pa.int32(),
-        "flags": pa.bool_(),
-        "names": pa.dictionary(pa.int8(), pa.string()),
-    }[kind]
-    column = Column(n, (_bitmap(known), buffers[kind]), -1, offset, (), names)
-    return type_, column, values

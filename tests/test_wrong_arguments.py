@@ -201,9 +201,6 @@ def test_a_choice_is_checked_before_a_stream_is_read():
     for make in (
         lambda: tk.validate_batches(turns_of(), nonfinite_logprobs="zero"),
         lambda: tk.validate_batches(turns_of(), "zzz"),
-        lambda: turns.reject_sessions_batches(
-            turns_of(), rejected=[], nonfinite_logprobs="zero"
-        ),
         lambda: tk.linearize_batches(turns_of(), payloads="zzz"),
         lambda: tk.linearize_batches(turns_of(), report="zzz"),
         lambda: tk.verify_batches(ROWS, turns_of(), weigh_by="zzz"),
@@ -255,8 +252,6 @@ def test_arguments_of_a_recorder_are_named():
     recorder = tk.Recorder()
     recorder.record("a", prompt_ids=[1], output_ids=[2])
     for make, said in (
-        (lambda: tk.Recorder(on_invalid="zzz"), "on_invalid='zzz'"),
-        (lambda: recorder.match("a"), "prompt_ids=None and prompt_messages=None"),
         (lambda: recorder.rows("a", "faithful", group_id=3), "group_id=3"),
         (lambda: recorder.rows("a", "faithful", payloads="x"), "payloads='x'"),
         (lambda: recorder.rows("a", "faithful", reward="x"), "reward is of type str"),

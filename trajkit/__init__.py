@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from trajkit.analysis.rows import check_rows as check_rows
     from trajkit.analysis.simulation import simulate as simulate
     from trajkit.errors import TrajkitError as TrajkitError
+    from trajkit.files.group import read_turns as read_turns
     from trajkit.files.group import scan_turns as scan_turns
     from trajkit.files.run import run as run
     from trajkit.files.tables import read_rows as read_rows
     from trajkit.files.tables import read_sessions as read_sessions
-    from trajkit.files.tables import read_turns as read_turns
     from trajkit.files.tables import scan_rows as scan_rows
     from trajkit.files.tables import write_rows as write_rows
     from trajkit.files.tables import write_sessions as write_sessions

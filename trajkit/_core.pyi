@@ -1,11 +1,10 @@
 """The whole contract between trajkit/*.py and the compiled kernels.
 
-Arrays are contiguous; records have the dtypes of trajkit/turns/structs.py.
+Arrays are contiguous; records have the dtypes of trajkit/_kernel_names.py.
 """
 
 from array import array
-from collections.abc import Callable
-from typing import Self, TypeAlias, TypeVar, final
+from typing import Self, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +14,12 @@ _I8: TypeAlias = npt.NDArray[np.int8]
 _I32: TypeAlias = npt.NDArray[np.int32]
 _I64: TypeAlias = npt.NDArray[np.int64]
 _U8: TypeAlias = npt.NDArray[np.uint8]
-_U64: TypeAlias = npt.NDArray[np.uint64]
 _F32: TypeAlias = npt.NDArray[np.float32]
-_F64: TypeAlias = npt.NDArray[np.float64]
-
-_Taken = TypeVar("_Taken")
 
 # release, debug or sanitize
 BUILD: str
 
-# dtypes.pxi: by the name of the struct
+# by the name of the struct
 DTYPES: dict[str, np.dtype[np.void]]
 
 # by enum: the number of each name (in the file of the enum)
@@ -52,21 +47,16 @@ def read_columns(
 ) -> tuple[int, int, int]: ...
 
 # forest.pxi
-def grow_forest(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
-    shared: _I64,
-    shared_with: _I32,
-) -> int: ...
-
-# forest.pxi
 @final
 class CallForest:
-    def __new__(
-        cls, calls: _Records, session_offsets: _I64, nodes: _Records, ends: _I32
-    ) -> Self: ...
+    def __new__(cls, calls: _Records, session_offsets: _I64) -> Self: ...
+    @property
+    def arrays(self) -> tuple[_I64, _I32, _Records, _I32]: ...
+
+def copy_path(forest: CallForest, call: int, start: int, out: _I32) -> None: ...
+def copy_prompts(
+    forest: CallForest, starts: _I64, offsets: _I64, out: _I32
+) -> None: ...
 
 # forest.pxi
 @final
@@ -86,7 +76,6 @@ class Growth:
         low: float,
         high: float,
     ) -> bytes: ...
-    def match(self, prompt: _I32) -> tuple[int, int]: ...
     @property
     def fault(self) -> tuple[int, int, int] | None: ...
     def insert(
@@ -125,15 +114,7 @@ def route_messages(
     tie_break: int,
     links: _Records,
 ) -> None: ...
-
-# route.pxi
-@final
-class ChainEnds:
-    def __new__(cls, forest: CallForest, of_prompts: bool, first: _I32) -> Self: ...
-
-def route_chains(
-    forest: CallForest, of_prompts: bool, first: _I32, links: _Records
-) -> None: ...
+def route_chains(forest: CallForest, of_prompts: bool, links: _Records) -> _I32: ...
 
 # text.pxi
 def find_bodies(
@@ -154,35 +135,16 @@ def describe_drift(
 def align(
     a: _I32, b: _I32, borders_a: _I32, borders_b: _I32, run: int, out: _I64
 ) -> int: ...
-def copy_path(forest: CallForest, call: int, start: int, out: _I32) -> None: ...
-
-# rows.pxi
-def order_calls(forest: CallForest, links: _Records) -> npt.NDArray[np.int32]: ...
-def plan_rows(
-    forest: CallForest,
-    links: _Records,
-    choices: _Records,
-    created_rank: _I32,
-    owners: _I32,
-    rows: _Records,
-    report: _I64,
-) -> int: ...
 
 # rows.pxi
 @final
-class RowColumns:
-    def __new__(
-        cls,
-        token_offsets: _I64,
-        span_offsets: _I64,
-        input_ids: _I32,
-        loss_mask: _U8,
-        logprobs: _F32,
-        valid: _U8,
-        spans: _I32,
-        span_kinds: _I8,
-    ) -> Self: ...
+class Plan: ...
 
+def order_calls(forest: CallForest, links: _Records) -> npt.NDArray[np.int32]: ...
+def plan_rows(
+    forest: CallForest, links: _Records, choices: _Records, created_rank: _I32
+) -> tuple[_Records, _I32, _I64]: ...
+def list_calls(rows: _Records, links: _Records) -> _I32: ...
 def fill_rows(
     forest: CallForest,
     links: _Records,
@@ -190,50 +152,18 @@ def fill_rows(
     owners: _I32,
     turn_index: _I32,
     rows: _Records,
-    columns: RowColumns,
+    input_ids: _I32,
+    loss_mask: _U8,
+    logprobs: _F32,
+    valid: _U8,
     uncached: bool,
-) -> int: ...
-def list_turns(
-    rows: _Records,
-    links: _Records,
-    turn_index: _I32,
-    offsets: _I64,
-    turns: _I32,
-) -> None: ...
+) -> tuple[int, _I32, _I32, _I8]: ...
 
-# rows.pxi
-def fill_scalars(
-    rows: _Records,
-    links: _Records,
-    turn_index: _I32,
-    n_sessions: int,
-    ints: _I32,
-    mask_sums: _I64,
-    weights: _F64,
-    segments: _I8,
-    bits: _U8,
-) -> tuple[int, int, int]: ...
-
-# arrow.pxi
-def hand_over(
-    length: int,
-    columns: tuple[object, ...],
-    schema: object,
-    take: Callable[[int, object], _Taken],
-) -> _Taken: ...
-
-# forest.pxi
-def copy_prompts(
-    forest: CallForest, starts: _I64, offsets: _I64, out: _I32
-) -> None: ...
-
-# row_forest.pxi
+# packs.pxi
 def attach_rows(rows: _Records) -> None: ...
 def order_rows(rows: _Records, children: _I64, order: _I64) -> None: ...
 def cut_rows(rows: _Records, limit: int, sums: _I64, steps: _I64) -> int: ...
 def segment_parents(starts: _I32, ends: _I32, offsets: _I64, parents: _I32) -> None: ...
-
-# fill_packs.pxi
 def fill_packs(
     rows: _Records, input_ids: _I32, position_ids: _I32, subtree_end: _I32
 ) -> None: ...

@@ -1,8 +1,16 @@
-"""Names that Python and the compiled kernels share, compared at import."""
+"""Names and records that Python and the compiled kernels share, compared at import."""
 
 from collections.abc import Mapping, Sequence
 
-from trajkit._core import ENUMS
+from trajkit._core import DTYPES, ENUMS
+
+# the numpy dtypes of _native/structs.pxd
+CALL, REQUEST = DTYPES["Call"], DTYPES["Request"]
+LINK, ROW, CHOICES = DTYPES["Link"], DTYPES["Row"], DTYPES["Choices"]
+PACK_ROW = DTYPES["PackRow"]
+
+STOPS = ENUMS["Stop"]
+"""The finish reasons that decide something, and ``stop`` of a call that ended so."""
 
 
 def numbers(enum: str, names: Sequence[str]) -> Mapping[str, int]:

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.files.group import index_sessions, scan_turns
+from trajkit.files.group import index_sessions, scan_turns, turn_files
 from trajkit.files.sources import Paths
-from trajkit.files.tables import gather, turn_files
+from trajkit.files.tables import gather
 from trajkit.policies import Policy
 from trajkit.rows.linearize import linearize_batches
 from trajkit.schema import ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
+from trajkit.tables.columns import row_lengths
 from trajkit.tables.ragged import runs_of
 from trajkit.tables.stages import batches_in
-from trajkit.tables.take import row_lengths
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.session_metadata import Reward
 

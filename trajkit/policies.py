@@ -196,11 +196,11 @@ class Policy:
         `trajkit.schema.ROUTING`) have no message in common. Turns whose tools are unknown
         are taken for turns with the same tools.
     tie_break : {"first", "tokens", "full_path"}
-        Which of several equal replies a request continues: the first; the one whose
-        path its prompt repeats for longest, of equals the one with the shortest path,
-        then the first (an empty list of messages is then routed by tokens too); or the
-        nearest message above whose path its prompt repeats entirely, the last of
-        equals, so that no row drifts.
+        Which of several equal replies a request continues. first: the first one. tokens:
+        the one whose path the prompt repeats for longest; if two are equal, the one with
+        the shorter path, or else the first (an empty list of messages is routed by tokens,
+        too). full_path: the nearest message above whose whole path the prompt repeats, so
+        that no row drifts; if two are equal, the last one.
     chain_order : {"tree", "recorded"}
         The order of chains, and so of rows: as the traversal of the links reaches their
         last turns, or as these were recorded. ``"prefix"`` has the first only.

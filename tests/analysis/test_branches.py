@@ -1,6 +1,7 @@
 """Which turns open a branch, and why."""
 
 import datetime
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ import trajkit as tk
 from tests.made_tables import in_delta_form, link_by, turns_table
 from tests.strategies import sessions
 from trajkit import schema
+from trajkit.analysis import branches
 
 ROLES = {"system": 3, "user": 4, "tool": 5, "assistant": 6}
 SYSTEM = {"role": "system", "content": "s"}
@@ -44,17 +46,23 @@ def call(messages, reply, *, known=True, **fields):
     }
 
 
-def labels(turns, route="messages", **options):
+@pytest.fixture(autouse=True, scope="module")
+def short_openings():
+    with patch.object(branches, "OPENING_TOKENS", 3):
+        yield
+
+
+def labels(turns, route="messages"):
     table = tk.from_records(turns)
-    found = tk.analysis.label_branches(table, link_by(table, route), **options)
+    found = tk.analysis.label_branches(table, link_by(table, route))
     assert found.schema.equals(schema.BRANCHES, check_metadata=True)
     return found.to_pylist()
 
 
-def told(turns, route="messages", **options):
+def told(turns, route="messages"):
     return [
         (line["turn_index"], line["label"], line["other"])
-        for line in labels(turns, route, **options)
+        for line in labels(turns, route)
     ]
 
 
@@ -134,7 +142,7 @@ PLAIN, _ = line_of(3, known=False)
 )
 def test_labels_by_tokens(more, expected):
     turns = [*PLAIN, {**more, "prompt_messages": None}]
-    (found,) = labels(turns, "tokens", opening_tokens=3)
+    (found,) = labels(turns, "tokens")
     assert found["label"] == expected
     assert found["shared_messages"] is None
 
@@ -212,7 +220,7 @@ def test_the_event_of_a_session_is_its_label(n, event, known, data):
     for i in range(data.draw(st.integers(1, 3))):
         turns.append(call(list(talk), f"b{i}", known=known))
         talk += [said("assistant", f"b{i}"), said("tool", f"v{i}")]
-    found = told(turns, "messages" if known else "tokens", opening_tokens=3)
+    found = told(turns, "messages" if known else "tokens")
     assert [line[:2] for line in found] == [(n, event)]
 
 
@@ -248,12 +256,6 @@ def test_a_reply_to_no_messages_is_shared_in_delta_form():
     assert delta["shared_messages"].to_pylist()[1] == 1
     labels = tk.analysis.label_branches(full, tk.link(full))
     assert tk.analysis.label_branches(delta, tk.link(full)).equals(labels)
-
-
-@pytest.mark.parametrize("given_tokens", [0, 1.5])
-def test_openings_of_no_tokens_are_refused(given_tokens):
-    with pytest.raises(tk.errors.ArgumentError, match=f"opening_tokens={given_tokens}"):
-        labels(LINE, opening_tokens=given_tokens)
 
 
 def test_links_of_other_turns_are_refused():

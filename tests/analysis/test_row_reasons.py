@@ -10,7 +10,7 @@ import trajkit as tk
 from tests.made_tables import by_session, policy_of, turns_table
 from tests.strategies import policies, runs
 from trajkit.cli import main
-from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.cli.options import load_tokenizer
 from trajkit.errors import SchemaError, UnknownSessionError
 from trajkit.schema import EMPTY_KINDS
 

@@ -1,6 +1,5 @@
 """`metrics` counts what the other tables count."""
 
-import sys
 from collections import Counter
 
 import pyarrow as pa
@@ -119,13 +118,3 @@ TURNS = tk.from_records([CALL, {**CALL, "session_id": "b"}])
 def test_the_report_is_of_the_turns(turns, report, message):
     with pytest.raises(tk.errors.SchemaError, match=message):
         metrics(turns, report)
-
-
-@pytest.mark.parametrize(
-    ("ask", "tables"),
-    [(metrics, (TURNS, tk.report(TURNS))), (tk.analysis.output_spans, (TURNS,))],
-)
-def test_without_polars_an_error_names_the_extra(monkeypatch, ask, tables):
-    monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(tk.errors.ArgumentError, match=r"install 'trajkit\[look\]'"):
-        ask(*tables)

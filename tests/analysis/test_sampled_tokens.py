@@ -16,7 +16,6 @@ from tests.strategies import (
     few,
     forest_policies,
     many_calls,
-    row_limits,
     runs,
     sessions,
 )
@@ -25,11 +24,10 @@ from trajkit.schema import LOSSES, OUTPUT_SPANS
 from trajkit.tables import limits
 
 
-def check(turns, policy, limit=None, sessions=None):
+def check(turns, policy, sessions=None):
     """Compare the lines with turns, rows and report, token by token."""
-    options = {"max_row_tokens": limit, "sessions": sessions}
-    rows, report = linearized(turns, policy, **options)
-    table = tk.analysis.output_spans(turns, policy, **options)
+    rows, report = linearized(turns, policy, sessions=sessions)
+    table = tk.analysis.output_spans(turns, policy, sessions=sessions)
     assert table.schema.equals(OUTPUT_SPANS, check_metadata=True)
     lines = table.to_pylist()
     places, counts, lengths = {}, Counter(), {}
@@ -107,8 +105,7 @@ ANY_CHOICE = forest_policies().map(lambda choices: tk.Policy(name="some", **choi
 )
 @given(st.data())
 def test_lines_add_up_to_the_report(turns, policies, data):
-    limit = data.draw(row_limits)
-    check(turns_table(data.draw(turns)), data.draw(policies), limit)
+    check(turns_table(data.draw(turns)), data.draw(policies))
 
 
 @few
@@ -139,10 +136,9 @@ def test_sessions_with_an_error_are_untrainable():
 def kinds(records, policy, **choices):
     """Turn, range, kind, row and drift of each line of one session."""
     turns = tk.from_records({"session_id": "a", **one} for one in records)
-    limit = choices.pop("max_row_tokens", None)
     policy = tk.policy(policy, **choices)
-    check(turns, policy, limit)
-    lines = tk.analysis.output_spans(turns, policy, max_row_tokens=limit).to_pylist()
+    check(turns, policy)
+    lines = tk.analysis.output_spans(turns, policy).to_pylist()
     return [tuple(line.values())[1:] for line in lines]
 
 
@@ -266,16 +262,12 @@ def test_every_row_that_trains_a_token_has_a_line():
     assert kinds(records, "nemo")[1] == (1, 0, 2, "untrainable", 1, None)
 
 
-def test_a_long_row_is_cut_and_rows_over_the_limit_are_named():
+def test_rows_over_the_limit_are_named():
     records = calls(*(([k], [2, 3]) for k in (1, 5, 6)))
     assert kinds(records, "per_call", max_rows=1) == [
         (0, 0, 2, "over_max_rows", None, None),
         (1, 0, 2, "over_max_rows", None, None),
         (2, 0, 2, "trained", 0, None),
-    ]
-    assert kinds(records[:1], "per_call", max_row_tokens=2) == [
-        (0, 0, 1, "trained", 0, None),
-        (0, 1, 2, "cut", 0, None),
     ]
 
 

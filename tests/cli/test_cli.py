@@ -23,10 +23,10 @@ from tests.made_tables import linearized
 from trajkit import cli
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import application
+from trajkit.cli.options import load_tokenizer
 from trajkit.cli.policies import policy_of
 from trajkit.cli.screen import Progress
 from trajkit.cli.show import marked
-from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.errors import PolicyError
 from trajkit.files.tables import iter_tables
 from trajkit.policies import PRESETS, rule_of
@@ -143,7 +143,7 @@ REFUSALS = r"""
 2 | linearize x -o y --polcy slime | Did you mean --policy?
 2 | linearize x -o y --weigh-by rows | Did you mean "row"?
 2 | import x -o y --from opena | Did you mean "openai
-2 | linearize x -o y z | unrecognized arguments: z
+2 | linearize x -o y z | Unused Tokens: ['z']
 2 | simulat x | Did you mean "simulate"?
 2 | export in --to slime -o out --max-length 9 | --max-length does nothing with --to slime
 2 | help simulat | Did you mean "simulate"?
@@ -442,13 +442,8 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, path):
     said = run_json(capsys, *argv, "--findings", str(written))
     by_cause = {group["cause"]: group["turns"] for group in said["groups"]}
     assert by_cause == {"white_space": 3, "clean": 1}
-    causes = [
-        (x["cause"], x["changed_by"], x["findings"], x["turns"]) for x in said["causes"]
-    ]
-    assert causes == [
-        ("white_space", "template", 2, 2),
-        ("white_space", "client", 1, 1),
-    ]
+    (counts,) = said["causes"]
+    assert [*counts.values()] == ["white_space", 3, 3, 6, 0]
     example = said["examples"]["white_space"]
     assert (example["path_text"], example["prompt_text"]) == (" \n", "")
     assert pq.read_table(written)["path_text"].to_pylist() == [" \n"] * 3

@@ -356,8 +356,6 @@ def test_several_inputs_and_patterns(tmp_path, capsys, monkeypatch):
     for name in "ab":
         write(tmp_path / f"{name}.jsonl", call(name, [1]))
     for source in (["a.jsonl", "b.jsonl"], ["*.jsonl"], ["."]):
-        assert cli.main(["stats", *source]) == cli.DONE
-        assert "a 1, b 1" in capsys.readouterr().out
         assert cli.main(["linearize", *source, "-o", "rows.parquet"]) == cli.DONE
         assert "sessions 2" in capsys.readouterr().out
         assert cli.main(["show", *source]) == cli.DONE
@@ -374,7 +372,7 @@ def test_several_inputs_and_patterns(tmp_path, capsys, monkeypatch):
         ["linearize", "-o", "x.parquet"],
         ["compact", "-o", "x.parquet"],
         ["expand", "-o", "x.parquet"],
-        *(["drift"], ["simulate"], ["head"], ["stats"], ["show"], ["why"], ["tree"]),
+        *(["drift"], ["simulate"], ["show"], ["why"], ["tree"]),
         ["view", "-o", "x.html"],
         ["plot", "tokens", "-o", "x.svg"],
         ["import", "-o", "x.parquet"],
@@ -473,7 +471,7 @@ def test_bad_sessions_alone_are_an_error(tmp_path, capsys):
 
 def test_rows_of_other_systems_are_taken_by_every_command_for_rows(place, capsys):
     write(place / "rows.jsonl", {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]})
-    for argv in (["show"], ["why"], ["verify"], ["head"], ["stats"]):
+    for argv in (["show"], ["why"], ["verify"]):
         turns = ["c.jsonl"] if argv == ["verify"] else []
         assert cli.main([*argv, "rows.jsonl", *turns]) == cli.DONE
     out = capsys.readouterr().out
@@ -502,7 +500,7 @@ def test_ids_without_a_token_are_shown_as_ids(tmp_path, capsys):
     assert "no⟨90002⟩" in out
     page = tmp_path / "page.html"
     assert cli.main(["view", str(path), "-o", str(page), *options]) == cli.DONE
-    from trajkit.cli.tokenizer import load_tokenizer
+    from trajkit.cli.options import load_tokenizer
     from trajkit.view.tables import token_pieces
 
     pieces = token_pieces(load_tokenizer(tmp_path), [0, 90002])
@@ -740,11 +738,10 @@ def test_every_command_reads_what_is_at_an_address(tmp_path, capsys):
         ["linearize", turns.as_uri(), "-o", out],
         ["check", rows.as_uri(), turns.as_uri()],
         ["show", rows.as_uri()],
-        ["head", turns.as_uri()],
     ):
         assert cli.main(argv) == cli.DONE, argv
     assert tk.read_rows(out) == tk.read_rows(rows)
     capsys.readouterr()
     absent = (tmp_path / "absent.parquet").as_uri()
-    assert cli.main(["head", absent]) == cli.BAD_FILE
+    assert cli.main(["show", absent]) == cli.BAD_FILE
     assert f"{absent}: no such file" in capsys.readouterr().err

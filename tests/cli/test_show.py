@@ -11,8 +11,8 @@ from rich.cells import cell_len
 import trajkit as tk
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import BAD_DATA, BAD_USAGE, main
-from trajkit.cli.screen import Screen, shortened, visible
-from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.cli.options import load_tokenizer
+from trajkit.cli.screen import Screen, visible
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = str(ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json")
@@ -120,11 +120,9 @@ def test_no_text_controls_the_terminal(capsys, turns, options):
     assert visible(HOSTILE) in out
 
 
-def test_ids_and_messages_without_a_tokenizer(capsys, turns):
+def test_ids_without_a_tokenizer(capsys, turns):
     assert main(["show", turns, "--row", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == f"user        {visible(HOSTILE)}"
-    assert lines[2] == "assistant   It holds."
     assert lines[-2].startswith("trained     ")
     assert lines[-2].split()[1:] == [str(token) for token in ids("Yes<|im_end|>")]
 
@@ -186,7 +184,6 @@ def test_a_terminal_gets_colours_unless_they_are_forbidden(terminal, turns):
     argv = ["show", turns, *SLIME, "--tokenizer", TOKENIZER]
     assert "\x1b[32mYes\x1b[0m" in terminal(*argv)
     for plain in (
-        terminal(*argv, "--no-color"),
         terminal(*argv, NO_COLOR="1"),
         terminal(*argv, TERM="dumb"),
     ):
@@ -197,8 +194,8 @@ def test_a_terminal_gets_colours_unless_they_are_forbidden(terminal, turns):
 
 @pytest.mark.parametrize("width", [1, 20, 47, 60, 200])
 def test_lines_fit_the_terminal(terminal, turns, width):
-    argv = ["show", turns, *SLIME, "--tokenizer", TOKENIZER, "--unfold", "--no-color"]
-    out = terminal(*argv, width=width)
+    argv = ["show", turns, *SLIME, "--tokenizer", TOKENIZER, "--unfold"]
+    out = terminal(*argv, width=width, NO_COLOR="1")
     lines = out.splitlines()
     texts = [line for line in lines[1:] if line.startswith(" ")]
     assert max(map(cell_len, texts)) <= max(width, 2)
@@ -257,12 +254,8 @@ def test_what_is_not_there_is_refused(capsys, turns, options, code, said):
     assert said in capsys.readouterr().err
 
 
-def test_long_texts_are_shortened():
-    assert shortened("a" * 9 + "\n", 4) == "aa ... \\n"
-
-
 def test_a_character_wider_than_the_screen_is_printed(capsys):
-    screen = Screen(colour=False)
+    screen = Screen()
     screen.width = 1
     screen.labelled("x", [("漢a", "")])
     assert capsys.readouterr().out == "x\n 漢\n a\n"

@@ -139,8 +139,8 @@ def test_verl_batches_are_padded_as_its_own():
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ((4, 8), "the prompt has 5 .* prompt_length is 4"),
-        ((6, 5), "the response 6, .* response_length 5"),
+        ((4, 8), "5 and 2 tokens, but .* are 4 and 8"),
+        ((6, 5), "3 and 6 tokens, but .* are 6 and 5"),
     ],
 )
 def test_verl_batches_truncate_nothing(sizes, said):
@@ -190,7 +190,7 @@ def test_prime_rl_samples_are_those_of_its_wire_format():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"env_name": "all"}, "reserves"),
+        ({"env_name": "all"}, "other than 'all'"),
         ({"env_name": None}, "env_name is None"),
         (
             {"env_name": "demo", "seq_len": 8},

@@ -45,12 +45,12 @@ GATEWAY = (
         ("a call may have two results", "if same and own != same[0]:", "if False:"),
         (
             "a message is known by its place alone",
-            "if old.before == before and old.message == message:",
-            "if old.before == before:",
+            "same = old.before == before and old.message == message",
+            "same = old.before == before",
         ),
         (
             "half a character ends the session",
-            'if fields.get("known") in (None, "new") and "\\\\ud" in record.body:',
+            'if known in (None, "new") and "\\\\ud" in record.body:',
             "if False:",
         ),
         (

@@ -43,9 +43,9 @@ PYTHON = (
             "np.maximum.accumulate(lcp[chain[k + 1 :]])",
         ),
         (
-            "the first token beyond the limit is over max_rows",
-            "place < self._most,",
-            "place <= self._most,",
+            "a row over max_rows is one that was cut",
+            'kind[trained] = _CODES["over_max_rows"]',
+            'kind[trained] = _CODES["cut"]',
         ),
         (
             "drift right after a row's first prompt restarts it",
@@ -98,7 +98,7 @@ PYTHON = (
         ),
         (
             "messages are shared with a base without a list",
-            "np.where(none | nulls(listed)[base_row], 0, total[base_row])",
+            "np.where(none | engine.nulls(listed)[base_row], 0, total[base_row])",
             "np.where(none, 0, total[base_row])",
         ),
     ),
@@ -126,8 +126,8 @@ PYTHON = (
         ),
         (
             "a row may share tokens with no row",
-            "broken(nulls(parent) & (shared > 0), rule, shared)",
-            "broken(nulls(parent) & (shared < 0), rule, shared)",
+            "broken(engine.nulls(parent) & (shared > 0), rule, shared)",
+            "broken(engine.nulls(parent) & (shared < 0), rule, shared)",
         ),
         (
             "a row that its parent contains is refused",
@@ -181,12 +181,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/turns/content_rules.py",
+        "trajkit/turns/validation.py",
         "tests/turns/test_validation.py tests/turns/test_images.py",
         (
             "a body in another session counts",
-            "names = sessions * (len(codes) + 1) + codes",
-            "names = codes",
+            "names = session_numbers(table)[rows] * (len(numbers) + 1) + numbers",
+            "names = numbers",
         ),
         (
             "the role in a body is not compared",
@@ -277,12 +277,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/turns/python_lists.py",
+        "trajkit/turns/records.py",
         "tests/turns/test_records.py tests/recorder/test_recorder.py",
         (
             "ids of 2**31 and above wrap around",
-            "bad = (numbers < 0) | (numbers > 0x7FFFFFFF)",
-            "bad = numbers < 0",
+            "bad = (array < 0) | (array > 0x7FFFFFFF)",
+            "bad = array < 0",
         ),
         (
             "an empty array of logprobs for no output is a list",
@@ -330,12 +330,12 @@ PYTHON = (
         ),
         (
             "messages of other roles are shared",
-            'for name in ("key", "role"):\n        both',
-            'for name in ("key",):\n        both',
+            "numbers = [codes(*keys), codes(*roles)]",
+            "numbers = [codes(*keys)]",
         ),
         (
             "messages whose body is another one are shared",
-            "if _is_respelled(messages, replies):",
+            "if len(np.unique(of_keys)) < n_pairs:",
             "if False:",
         ),
         (
@@ -363,28 +363,27 @@ PYTHON = (
         "tests/turns/test_amendments.py",
         (
             "an amendment without trainable makes context",
-            "pc.equal(self._trainable.take(found), False).fill_null(False)",
-            "pc.equal(self._trainable.take(found), False).fill_null(True)",
+            'pc.equal(found.column("trainable"), False).fill_null(False)',
+            'pc.equal(found.column("trainable"), False).fill_null(True)',
         ),
         (
             "amendments of other turns count",
-            "known = self._keys_known[at] == keys",
-            "known = self._keys_known[at] >= keys",
+            "pa.array(at, mask=at < 0)",
+            "pa.array(np.maximum(at, 0))",
         ),
     ),
     _place(
-        "trajkit/turns/call_order.py",
+        "trajkit/turns/sessions.py",
         "tests/rows/test_links.py tests/rows/test_rows.py tests/rows/test_policies.py",
         (
             "retries are not ranked by request_id",
-            'keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], '
-            "calls.session]",
-            'keys = [calls.calls["prompt_len"], calls.session]',
+            'keys = [self._ranks("request_id"), self.calls["prompt_len"], self.session]',
+            'keys = [self.calls["prompt_len"], self.session]',
         ),
         (
             "request_id goes before started_at",
-            '[_ranks(calls, "request_id"), _ranks(calls, "started_at")]',
-            '[_ranks(calls, "started_at"), _ranks(calls, "request_id")]',
+            '[self._ranks("request_id"), self._ranks("started_at")]',
+            '[self._ranks("started_at"), self._ranks("request_id")]',
         ),
         (
             "equal times rank by turn before request_id",
@@ -393,7 +392,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/turns/trainability.py",
+        "trajkit/turns/flat_buffers.py",
         "tests/rows/test_policies.py tests/rows/test_rows.py",
         (
             "tokens of an aborted turn of context are lost twice",
@@ -441,8 +440,8 @@ PYTHON = (
         "tests/recorder/test_message_lists.py",
         (
             "a body that comes after its key is not stored",
-            "        if message.body is not None:\n            return self._numbers.get(m",
-            "        if message.key is None:\n            return self._numbers.get(m",
+            "(message.key, message.role) if name is None else name",
+            "(message.key, message.role)",
         ),
         (
             "a float keeps its type",
@@ -471,7 +470,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/turns/old_keys.py",
+        "trajkit/turns/delta.py",
         "tests/turns/test_messages.py",
         (
             "keys without a body are whole",
@@ -555,9 +554,9 @@ PYTHON = (
             "logprobs[:0] = 0.0",
         ),
         (
-            "offsets of a later batch do not begin at 0",
-            "here = here - here[:, :1]",
-            "here = here - 0",
+            "a later batch has the columns of the first rows",
+            "each[lo:hi] for name",
+            "each[: hi - lo] for name",
         ),
     ),
     _place(
@@ -711,6 +710,58 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/files/group.py",
+        "tests/files/test_run.py",
+        (
+            "turns out of order are read as they are",
+            "if (before and not continues) or (index is not None and falls):",
+            "if before and not continues:",
+        ),
+        (
+            "a run that continues leaves out its first turns twice",
+            "skip = max(skip - table.num_rows, 0)",
+            "skip = max(skip, 0)",
+        ),
+        (
+            "a session that appears while a log is grouped has no words",
+            "if session not in buckets:",
+            "if session is None:",
+        ),
+        (
+            "a session whose lines are no turns is rejected for its nulls",
+            'self._misread.pop(line["session_id"], line["reason"])',
+            'line["reason"]',
+        ),
+    ),
+    _place(
+        "trajkit/files/arrow.py",
+        "tests/files/test_damage.py",
+        (
+            "rows that Arrow passes over are not missed",
+            "if n_rows != group.num_rows:",
+            "if n_rows > group.num_rows:",
+        ),
+        (
+            "values that a page lacks are not missed",
+            "found.tolist() != due:",
+            "found.tolist() > due:",
+        ),
+    ),
+    _place(
+        "trajkit/files/run.py",
+        "tests/files/test_run.py",
+        (
+            "a run of other options continues the parts",
+            "if known == self._job:",
+            "if known:",
+        ),
+        (
+            "files of any job are taken for parts",
+            'any(n[0] != "." for n in os.listdir(one))',
+            'any(n[0] == "." for n in os.listdir(one))',
+        ),
+    ),
+    _place(
         "trajkit/verification/context.py",
         "tests/verification/test_verify.py",
         (
@@ -750,8 +801,8 @@ PYTHON = (
         ),
         (
             "use_tool of a row may be true for no turn",
-            "if given is not flag and (of_row or flag):",
-            "if given is not flag and flag:",
+            "append(flag if flag or of_row else given[name][row])",
+            "append(flag if flag else given[name][row])",
         ),
         (
             "a logprob may be where the engine gave none",
@@ -837,6 +888,89 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/importers/reader.py",
+        "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
+        "tests/importers/test_importers.py",
+        (
+            "a turn whose usage contradicts trains",
+            'self.contradicted == "untrain"',
+            'self.contradicted == "train"',
+        ),
+        (
+            "a record that is left out has no number",
+            "self.numbers[session] += 1",
+            "self.numbers[session] += not found.problem",
+        ),
+        (
+            "equal requests take each other's reply",
+            "if len(several) > 1:",
+            "if len(several) > 2:",
+        ),
+        (
+            "a session in two files is no finding",
+            "if origin not in known:",
+            "if not known:",
+        ),
+    ),
+    _place(
+        "trajkit/importers/calls.py",
+        "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
+        "tests/importers/test_importers.py",
+        (
+            "logprobs of other ids are taken",
+            "if len(logprobs) == len(listed) and (ids is None or ids == listed):",
+            "if len(logprobs) == len(listed):",
+        ),
+        (
+            "a response counts before a mapping",
+            "{**values, **one, **kept}",
+            "{**values, **kept, **one}",
+        ),
+        (
+            "a mask that marks part of an output is passed over",
+            "if marks and not all(list_of(value)):",
+            "if marks and not any(list_of(value)):",
+        ),
+        (
+            "the token that begins the next role ends no reply",
+            "return np.append(output, np.int32(end))",
+            "return output",
+        ),
+    ),
+    _place(
+        "trajkit/importers/containers.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a tensor may end a number beyond its storage",
+            "last >= len(storage)",
+            "last > len(storage)",
+        ),
+        (
+            "what is unread counts for every choice",
+            "unread=self.unread if first else {},",
+            "unread=self.unread,",
+        ),
+    ),
+    _place(
+        "trajkit/importers/formats.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a capture of a newer version is read",
+            "not 1 <= version <= _NEWEST_GYM:",
+            "not 1 <= version:",
+        ),
+        (
+            "sampled ids are anywhere in a node",
+            "if not all(listed[start:]):",
+            "if not any(listed[start:]):",
+        ),
+        (
+            "cached tokens are none of a prompt",
+            'usage.get("cached_input_tokens") or 0]',
+            "0]",
+        ),
+    ),
+    _place(
         "trajkit/analysis/rows.py",
         "tests/analysis/test_row_check.py tests/analysis/test_row_reasons.py",
         (
@@ -846,8 +980,8 @@ PYTHON = (
         ),
         (
             "what a policy loses is missing",
-            "due = due & ~_lost(self.turns, output_spans(table, policy))",
-            "due = due",
+            "due[positions(self.outputs.offsets[lost] + start, stop - start)] = False",
+            "due[positions(self.outputs.offsets[lost] + start, stop - start)] = True",
         ),
         (
             "a mask that trains too little is shifted",
@@ -867,12 +1001,11 @@ PYTHON = (
     ),
     _place(
         "trajkit/recorder/session.py",
-        "tests/recorder/test_message_lists.py tests/recorder/test_match.py "
-        "tests/recorder/test_recorder.py",
+        "tests/recorder/test_message_lists.py tests/recorder/test_recorder.py",
         (
-            "messages that a base supplies entirely match no call",
-            "if n >= one.shared:",
-            "if n > one.shared:",
+            "the reply of a base is not shared",
+            "[self.reply] if self.reply >= 0 else []",
+            "[]",
         ),
         (
             "messages whose body is not the last of their key are shared",
@@ -881,22 +1014,22 @@ PYTHON = (
         ),
         (
             "a message is not copied",
-            "comparable(parse_json(encoded.body), encoded.is_plain)",
+            "comparable(copy, encoded.is_plain)",
             "comparable(message, encoded.is_plain)",
         ),
     ),
     _place(
         "trajkit/recorder/session.py",
-        "tests/recorder/test_recorder.py tests/recorder/test_match.py",
+        "tests/recorder/test_recorder.py tests/recorder/test_message_lists.py",
         (
             "masks of calls are not checked",
             "for check in (*checks_of(TURNS, _OF_IDS), mm_items):",
             "for check in (mm_items,):",
         ),
         (
-            "messages match where no id does",
-            "                n_messages = 0\n",
-            "                pass\n",
+            "a reply is not the last body of its key",
+            "[*one.own(), one.reply]",
+            "[*one.own()]",
         ),
     ),
     _place(
@@ -928,7 +1061,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/tables/session_batches.py",
+        "trajkit/tables/stages.py",
         "tests/tables/test_streams.py",
         (
             "a session may come twice in a batch",
@@ -1047,15 +1180,15 @@ NATIVE = (
         "tests/rows/test_rows.py tests/rows/test_policies.py tests/rows/test_splice.py",
         (
             "the logprobs of a later part are those of the first",
-            "bit = call.valid_bit + span.out_start + i",
-            "call.valid_bit + i",
-            "call.valid_bit + span.out_start + i",
+            "if _has_logprob(call, span.out_start + i):",
+            "i",
+            "span.out_start + i",
         ),
         (
             "an earlier drift is forgotten behind a later one",
-            "replaced = min(replaced, links[call].lcp)",
-            "links[call].lcp",
-            "min(replaced, links[call].lcp)",
+            "after = min(after, plan.links[calls[k]].lcp)",
+            "plan.links[calls[k]].lcp",
+            "min(after, plan.links[calls[k]].lcp)",
         ),
     ),
     _place(
@@ -1080,9 +1213,9 @@ NATIVE = (
         "tests/rows/test_forest_routes.py tests/rows/test_policies.py",
         (
             "a reply as long as the threshold is rewritten",
-            "or calls[reply.call].out_len >= self.merge_threshold",
-            "calls[reply.call].out_len > self.merge_threshold",
-            "calls[reply.call].out_len >= self.merge_threshold",
+            "or self.forest.calls[reply.call].out_len >= self.merge_threshold",
+            "self.forest.calls[reply.call].out_len > self.merge_threshold",
+            "self.forest.calls[reply.call].out_len >= self.merge_threshold",
         ),
         (
             "a reply that was continued is rewritten",
@@ -1165,13 +1298,13 @@ NATIVE = (
         "tests/rows/test_links.py tests/rows/test_splice.py tests/rows/test_golden.py",
         (
             "of equal ends the last chain wins",
-            "length > longest or length == longest and self.first[call] < self.first[best]",
-            "self.first[call] > self.first[best]",
-            "self.first[call] < self.first[best]",
+            "length > longest or length == longest and first[call] < first[best[0]]",
+            "first[call] > first[best[0]]",
+            "first[call] < first[best[0]]",
         ),
         (
             "an empty prompt continues a chain",
-            "if self.of_prompts and prompt_len == 0:",
+            "if of_prompts and prompt_len == 0:",
             "False",
             "prompt_len == 0",
         ),
@@ -1192,9 +1325,9 @@ NATIVE = (
         ),
         (
             "drift at the start of a reply is in the prompt",
-            "if calls[x].prompt_len <= lcp < stop:",
-            "calls[x].prompt_len < lcp < stop",
-            "calls[x].prompt_len <= lcp < stop",
+            "if start <= lcp < min(stop, reach):",
+            "start < lcp < min(stop, reach)",
+            "start <= lcp < min(stop, reach)",
         ),
     ),
     _place(
@@ -1248,10 +1381,10 @@ NATIVE = (
         "_native/forest.pxi",
         "tests/recorder",
         (
-            "of calls with one prompt the first is the base, whatever its output",
-            "if position == n and n_output:",
+            "the next node of the last path is followed, whatever its first token",
+            "if child < 0 or nodes[child].first != token:",
             "0",
-            "n_output",
+            "nodes[child].first != token",
         ),
     ),
 )

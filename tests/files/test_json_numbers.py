@@ -13,7 +13,7 @@ from trajkit import _core
 from trajkit.errors import LayoutError, TrajkitError
 from trajkit.files import json_numbers
 from trajkit.files.json_numbers import EACH, IDS, ITEMS, Reader
-from trajkit.files.jsonl import _CALL, lines
+from trajkit.files.jsonl import _CALL, calls, lines
 from trajkit.turns.messages import parse_json
 
 PATH = {
@@ -71,7 +71,7 @@ def compare(reader, texts):
 def test_a_log_gives_the_same_turns_and_the_same_errors_either_way(texts):
     log = b"\n".join([*texts, b""])
     with mock.patch.multiple(json_numbers, _WORTH=0, _KEPT=2):
-        fast = read(log, lambda file, kind: lines(file, kind, _CALL))
+        fast = read(log, calls)
     assert fast == read(log, lines)
 
 

@@ -14,14 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings
 
 import trajkit as tk
 from tests.cli.test_cli import run_json
 from tests.file_stages import compact_file, linearize_file
 from tests.made_tables import linearized
-from tests.strategies import runs
 from trajkit import cli
 from trajkit.errors import (
     ArgumentError,
@@ -36,8 +34,8 @@ from trajkit.files.group import index_sessions
 from trajkit.files.run import Watch, write_in_thread
 from trajkit.files.tables import read_any_rows, write_rows, write_table, write_tables
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS, TURNS_DELTA
-from trajkit.tables import limits, session_batches
-from trajkit.tables.prefetch import prefetch
+from trajkit.tables import limits, stages
+from trajkit.tables.threads import prefetch
 from trajkit.verification.files import verify_file
 
 per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -103,65 +101,21 @@ def write_log(records, path):
 
 
 @pytest.mark.parametrize("suffix_", SUFFIXES)
-def test_scattered_sessions_are_gathered(tmp_path, small, suffix_):
-    log = tmp_path / f"log.{suffix_}"
-    write_log(scattered(some_sessions()), log)
-    index = index_sessions(paths_in(log), None)
-    assert index.scattered is not None
-    assert len(set(group.bucket_numbers(index).values())) > 2
-    got = pa.Table.from_batches(tk.scan_turns(log, folder=tmp_path))
-    assert got.equals(tk.read_turns(log))
-    assert os.listdir(tmp_path) == [log.name]
-    with pytest.raises(InvalidTurnsError, match="comes back"):
-        list(tk.scan_turns(log, gather=False))
-
-
-@pytest.mark.parametrize("suffix_", SUFFIXES)
-def test_scattered_sessions_of_a_small_log_are_an_error_if_not_gathered(
-    tmp_path, suffix_
-):
+def test_scattered_sessions_are_gathered(tmp_path, request, suffix_):
     log, rows = tmp_path / f"log.{suffix_}", tmp_path / "rows.parquet"
-    calls = [
-        {"session_id": name, "turn_index": k // 2, "prompt_ids": [k], "output_ids": [2]}
-        for k, name in enumerate("abab")
-    ]
-    write_log(calls, log)
-    with pytest.raises(InvalidTurnsError, match="'a' comes back"):
-        list(tk.scan_turns(log, gather=False))
-    with pytest.raises(InvalidTurnsError, match="'a' comes back"):
-        tk.run(log, tk.linearize, rows, gather=False)
-    assert tk.run(log, tk.linearize, rows)["rows"] == 4
-
-
-@per_example
-@given(records=runs(), rng=st.randoms(use_true_random=False))
-def test_any_log_is_gathered(tmp_path, small, records, rng):
-    rng.shuffle(records)
-    log = tmp_path / "log.jsonl"
-    write_log_json(records, log)
-    whole = tk.read_turns(log)
-    got = list(tk.scan_turns(log, folder=tmp_path))
-    assert pa.Table.from_batches(got, whole.schema).to_pylist() == whole.to_pylist()
-
-
-def write_log_json(records, path):
-    tk.write_turns(tk.from_records(records), path)
-    lines = path.read_text().splitlines()
-    random.Random(1).shuffle(lines)
-    path.write_text("".join(f"{line}\n" for line in lines))
-
-
-def test_the_index_of_a_directory_of_several_formats(tmp_path, small):
-    records = some_sessions(6)
-    write_log(records[:7], tmp_path / "a.parquet")
-    write_log(records[7:], tmp_path / "b.arrows")
-    index = index_sessions(paths_in(tmp_path), None)
-    assert index.n_turns == len(records)
-    assert list(index.turns) == [f"s{k}" for k in range(6)]
-    assert index.scattered is None
-    assert pa.Table.from_batches(tk.scan_turns(tmp_path)).equals(
-        tk.read_turns(tmp_path)
-    )
+    write_log(scattered(some_sessions()), log)
+    for n_buckets in (1, 3):  # all in memory, or through temporary files
+        index = index_sessions(paths_in(log), None)
+        assert index.scattered is not None
+        assert min(len({*group.bucket_numbers(index).values()}), 3) == n_buckets
+        got = pa.Table.from_batches(tk.scan_turns(log, folder=tmp_path))
+        assert got.equals(tk.read_turns(log))
+        assert os.listdir(tmp_path) == [log.name]
+        with pytest.raises(InvalidTurnsError, match="comes back"):
+            list(tk.scan_turns(log, gather=False))
+        with pytest.raises(InvalidTurnsError, match="comes back"):
+            tk.run(log, tk.linearize, rows, gather=False)
+        request.getfixturevalue("small")
 
 
 @pytest.mark.parametrize("order", [list, scattered])
@@ -329,10 +283,6 @@ def test_a_directory_of_another_job_is_refused(tmp_path, small):
     folder = tmp_path / "rows"
     folder.mkdir()
     linearize_file(log, folder)
-    with pytest.raises(FormatError, match="parts of another job"):
-        linearize_file(log, folder, "slime")
-    with pytest.raises(FormatError, match="parts of another job"):
-        linearize_file(log, folder, reward={"s1": 1.0})
     rewards = {f"s{k}": 1.0 for k in range(12)}
     rewarded = f"{tmp_path}/rewarded/"
     linearize_file(log, rewarded, reward=rewards)
@@ -359,10 +309,8 @@ def test_a_directory_of_another_job_is_refused(tmp_path, small):
 @pytest.mark.parametrize(
     "choice",
     [
-        {"max_row_tokens": 9},
-        {"dedup": True},
-        {"weigh_by": "row"},
-        {"nonfinite_logprobs": "null"},
+        *({"max_row_tokens": 9}, {"dedup": True}, {"weigh_by": "row"}),
+        *({"nonfinite_logprobs": "null"}, {"policy": "slime"}, {"reward": {"s1": 1.0}}),
     ],
     ids=lambda choice: next(iter(choice)),
 )
@@ -374,10 +322,8 @@ def test_a_directory_of_parts_belongs_to_one_choice(tmp_path, choice):
         linearize_file(log, rows, **choice)
 
 
-BAD = {
-    "output_logprobs": ([-0.5, float("nan")], "no number"),
-    "prompt_ids": ([3, -4], "-4"),
-}
+def is_bad(turn):
+    return turn["session_id"] in ("s3", "s9")
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["in order", "scattered"])
@@ -386,22 +332,16 @@ def test_bad_sessions_are_rejected(tmp_path, small, capsys, suffix_, mixed):
     log, rows, aside = (
         tmp_path / n for n in (f"log.{suffix_}", "r.parquet", "a.parquet")
     )
-    records = some_sessions()
-    good = [record for record in records if record["session_id"] not in ("s3", "s9")]
+    order = scattered if mixed else list
+    records = order(some_sessions())
     if suffix_ == "jsonl":
-        for record in records:
-            if record["session_id"] in ("s3", "s9"):
-                record["prompt_ids"] = [3, -4]
-        write_log(scattered(records) if mixed else records, log)
+        odd = {"prompt_ids": [3, -4]}
+        write_log([one | odd if is_bad(one) else one for one in records], log)
     else:
-        table = tk.from_records(scattered(records) if mixed else records)
-        lines = table.to_pylist()
-        for line in lines:
-            if line["session_id"] in ("s3", "s9"):
-                line["output_logprobs"] = [-0.5]
-        if mixed:
-            random.Random(0).shuffle(lines)
-        pq.write_table(pa.Table.from_pylist(lines, table.schema), log)
+        lines = tk.from_records(records).to_pylist()
+        for line in filter(is_bad, lines):
+            line["output_logprobs"] = [-0.5]
+        pq.write_table(pa.Table.from_pylist(order(lines), TURNS), log)
     argv = ["linearize", str(log), "-o", str(rows)]
     assert cli.main(argv) == cli.BAD_DATA
     said = capsys.readouterr().err
@@ -409,15 +349,16 @@ def test_bad_sessions_are_rejected(tmp_path, small, capsys, suffix_, mixed):
     assert not rows.exists()
     totals = linearize_file(log, rows, rejected=aside)
     assert totals["rejected"] == 2
-    expected = tk.linearize(tk.from_records(good))
-    got = tk.read_rows(rows).to_pylist()
-    by_session = sorted(got, key=lambda row: (row["session_id"], row["row_index"]))
-    assert by_session == sorted(
-        expected.to_pylist(), key=lambda row: (row["session_id"], row["row_index"])
-    )
+    good = tk.from_records(one for one in some_sessions() if not is_bad(one))
+    got, due = tk.read_rows(rows), tk.linearize(good)
+    keys = [("session_id", "ascending"), ("row_index", "ascending")]
+    assert got.sort_by(keys).to_pylist() == due.sort_by(keys).to_pylist()
     bad = pq.read_table(aside).to_pylist()
     assert sorted(line["session_id"] for line in bad) == ["s3", "s9"]
-    assert all(f"session {line['session_id']!r}" in line["reason"] for line in bad)
+    said = "is -4" if suffix_ == "jsonl" else "1 output_logprobs for"
+    for line in bad:
+        assert line["reason"].startswith(f"session {line['session_id']!r}, turn")
+        assert said in line["reason"]
 
 
 def test_what_a_stage_refuses_is_rejected(tmp_path, small, capsys):
@@ -505,10 +446,10 @@ def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():
         with (
             mock.patch.object(limits, "READ_TOKENS", 6),
             mock.patch.object(
-                session_batches, "cost", lambda table: np.ones(len(table), np.int64)
+                stages, "cost", lambda table: np.ones(len(table), np.int64)
             ),
         ):
-            made = list(session_batches.rechunk(tables))
+            made = list(stages.rechunk(tables))
         assert [len(piece) for piece in made] == sizes, (one, two)
 
 
@@ -597,21 +538,6 @@ def test_a_report_overwrites_no_file_of_another(tmp_path):
             tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=tmp_path / "report"
         )
     assert (tmp_path / "report" / "part-00000.parquet").read_text() == "mine"
-
-
-def test_a_run_that_ended_before_it_said_so_makes_no_further_part(tmp_path):
-    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
-    (tmp_path / "rows").mkdir()
-    linearize_file(tmp_path / "t.jsonl", tmp_path / "rows")
-    manifest = tmp_path / "rows" / "_manifest.json"
-    said = manifest.read_text()
-    manifest.write_text(said.replace('"finished": true', '"finished": false'))
-    linearize_file(tmp_path / "t.jsonl", tmp_path / "rows")
-    assert sorted(os.listdir(tmp_path / "rows")) == [
-        "_manifest.json",
-        "part-00000.parquet",
-    ]
-    assert manifest.read_text() == said
 
 
 def test_a_part_that_was_not_yet_remembered_is_made_again(tmp_path, monkeypatch):

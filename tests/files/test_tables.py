@@ -2,8 +2,11 @@ import gzip
 import io
 import json
 import os
+import tempfile
 from codecs import BOM_UTF8
 from datetime import UTC, datetime
+from pathlib import Path
+from unittest import mock
 
 import polars as pl
 import pyarrow as pa
@@ -13,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import link_by
-from tests.strategies import json_messages, runs
+from tests.file_stages import compact_file, expand_file, linearize_file
+from tests.made_tables import link_by, policy_of
+from tests.strategies import json_messages, policies, row_limits, runs, session_lines
 from trajkit import schema
 from trajkit.errors import (
     ArgumentError,
@@ -23,20 +27,19 @@ from trajkit.errors import (
     SchemaError,
     TornLogWarning,
 )
+from trajkit.files.group import read_turns
 from trajkit.files.tables import (
     read_rows,
-    read_sessions,
-    read_turns,
     write_rows,
-    write_sessions,
+    write_table,
     write_turns,
 )
+from trajkit.schema import SESSIONS
 from trajkit.tables import limits
 from trajkit.turns.validation import validate
 
-SUFFIXES = ["parquet", "arrow", "feather", "ipc", "arrows", "jsonl", "ndjson"]
-SUFFIXES += ["jsonl.gz", "jsonl.zst"]
 FORMATS = ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz", "jsonl.zst"]
+SUFFIXES = [*FORMATS, "feather", "ipc", "ndjson"]
 
 CALL = {
     "session_id": "a",
@@ -160,22 +163,6 @@ def test_a_directory_is_one_log(tmp_path, turns):
 def test_an_empty_directory_is_refused(tmp_path):
     with pytest.raises(FormatError, match="no file of a known format"):
         read_turns(tmp_path)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_sessions_come_back_as_they_were_written(tmp_path, format):
-    path = tmp_path / f"x.{format}"
-    sessions = pa.table(
-        {"session_id": ["a", "b"], "reward": [None, 1.5], "level": [2, 3]}
-    )
-    write_sessions(sessions, path)
-    read = read_sessions(path)
-    assert (
-        read.select(["session_id", "reward", "level"]).to_pylist()
-        == sessions.to_pylist()
-    )
-    with pytest.raises(SchemaError, match="session_id"):
-        write_sessions(sessions.drop_columns("session_id"), path)
 
 
 def test_long_turns_make_many_row_groups(tmp_path, monkeypatch):
@@ -513,3 +500,184 @@ def test_lone_surrogates_in_json_are_read_on_every_way(tmp_path):
         prefixed = tk.scan_turns(path, session_prefix="file")
         found = pa.Table.from_batches(prefixed)["messages"].combine_chunks()
         assert found == turns["messages"].combine_chunks()
+
+
+# Every writer and every reader, in every form and format
+
+
+TABLES, LINES = FORMATS[:3], FORMATS[3:]
+
+POLARS = {
+    "parquet": (pl.read_parquet, pl.DataFrame.write_parquet),
+    "arrow": (pl.read_ipc, pl.DataFrame.write_ipc),
+    "arrows": (pl.read_ipc_stream, pl.DataFrame.write_ipc_stream),
+}
+
+in_files = settings(max_examples=20, deadline=None)
+"""Every example writes files."""
+
+small = st.sampled_from([1, 40, 1 << 20])
+"""Sizes at which what is written or read goes in pieces, or in one."""
+
+
+def in_pieces(size):
+    """Pieces, parts, row groups and batches of such a size."""
+    return mock.patch.multiple(
+        limits,
+        READ_TOKENS=size,
+        FILE_TURNS=max(size // 10, 1),
+        BUCKET_BYTES=size,
+        SPILL_BYTES=size,
+        READ_BYTES=size,
+        MIN_READ_ROWS=1,
+        ROW_GROUP_BYTES=size,
+    )
+
+
+class Folder:
+    """An empty folder, and sizes, for one example."""
+
+    def __init__(self, size):
+        self.limits = in_pieces(size)
+        self.folder = tempfile.TemporaryDirectory()
+
+    def __enter__(self):
+        self.limits.start()
+        return Path(self.folder.name)
+
+    def __exit__(self, *error):
+        self.limits.stop()
+        self.folder.cleanup()
+
+
+WRITERS = {
+    "table": tk.write_turns,
+    "batches": lambda turns, path: tk.write_turns(
+        turns.to_batches(max_chunksize=2), path
+    ),
+    "reader": lambda turns, path: tk.write_turns(turns.to_reader(), path),
+    "polars": lambda turns, path: tk.write_turns(pl.DataFrame(turns), path),
+}
+
+
+def opened(path):
+    with path.open("rb") as file:
+        return tk.read_turns(file)
+
+
+def one_table(batches):
+    return pa.Table.from_batches(list(batches))
+
+
+READERS = {
+    "path": tk.read_turns,
+    "open file": opened,
+    "directory": lambda path: tk.read_turns(path.parent),
+    "stream": lambda path: one_table(tk.scan_turns(path)),
+}
+
+
+@pytest.mark.parametrize("format", [*TABLES, *LINES])
+@in_files
+@given(data=st.data(), records=runs(), size=small)
+def test_turns(format, data, records, size):
+    form = data.draw(st.sampled_from(["full"] if format in LINES else FORMS))
+    writer = data.draw(st.sampled_from(sorted(WRITERS)))
+    turns = tk.from_records(records)
+    expected = in_form(turns, form)
+    with Folder(size) as folder:
+        path = folder / f"turns.{format}"
+        WRITERS[writer](expected, path)
+        for name, read in READERS.items():
+            if turns.num_rows or name in ("path", "directory"):
+                assert read(path).equals(expected), name
+
+
+FORMS = ["full", "delta"]
+
+
+def in_form(turns, form):
+    return turns if form == "full" else tk.compact(turns)
+
+
+@pytest.mark.parametrize("format", TABLES)
+@in_files
+@given(data=st.data(), records=runs())
+def test_turns_that_polars_read_and_wrote(format, data, records):
+    read, write = POLARS[format]
+    expected = in_form(tk.from_records(records), data.draw(st.sampled_from(FORMS)))
+    with Folder(1 << 20) as folder:
+        first, second = folder / f"first.{format}", folder / f"second.{format}"
+        tk.write_turns(expected, first)
+        frame = read(first)
+        assert tk.read_turns(frame).equals(expected)
+        write(frame, second)
+        assert tk.read_turns(second).equals(expected)
+
+
+@in_files
+@given(
+    records=runs(),
+    formats=st.lists(st.sampled_from([*TABLES, *LINES]), min_size=3, max_size=3),
+    size=small,
+    parts=st.booleans(),
+)
+def test_turns_that_change_their_form_from_file_to_file(records, formats, size, parts):
+    turns = tk.from_records(records)
+    delta = formats[1] if formats[1] in TABLES else "parquet"
+    with Folder(size) as folder:
+        log = folder / f"log.{formats[0]}"
+        tk.write_turns(turns, log)
+        compacted = folder / ("delta/" if parts else f"delta.{delta}")
+        full = folder / f"full.{formats[2]}"
+        compact_file(log, f"{compacted}/" if parts else compacted)
+        assert tk.read_turns(compacted).equals(tk.compact(turns))
+        expand_file(compacted, full)
+        assert tk.read_turns(full).equals(turns)
+        rows = folder / f"rows.{formats[2]}"
+        linearize_file(compacted, rows, "slime")
+        expected = tk.linearize(turns, "slime")
+        assert tk.read_rows(rows).to_pylist() == expected.to_pylist()
+
+
+@pytest.mark.parametrize("format", [*TABLES, *LINES])
+@in_files
+@given(records=runs(), choice=policies, limit=row_limits, size=small, data=st.data())
+def test_rows(format, records, choice, limit, size, data):
+    rows = tk.linearize(
+        tk.from_records(records),
+        policy_of(choice),
+        max_row_tokens=limit,
+        reward=0.5,
+    )
+    with Folder(size) as folder:
+        path = folder / f"rows.{format}"
+        pieces = data.draw(st.sampled_from([rows, rows.to_batches(max_chunksize=1)]))
+        dedup = data.draw(st.booleans())
+        tk.write_rows(pieces, path, dedup=dedup)
+        if not rows.num_rows and (format in LINES or pieces is not rows):
+            return
+        back = tk.read_rows(path)
+        assert back.to_pylist() == rows.to_pylist()
+        assert back.schema.equals(rows.schema, check_metadata=True)
+        if format in TABLES:
+            read, write = POLARS[format]
+            write(read(path), path)
+            assert tk.read_rows(path).to_pylist() == rows.to_pylist()
+
+
+@pytest.mark.parametrize("format", [*TABLES, *LINES])
+@in_files
+@given(lines=session_lines())
+def test_sessions(format, lines):
+    text = pa.field("note", pa.string())
+    table = pa.Table.from_pylist(
+        lines, pa.schema([*SESSIONS, text], metadata=SESSIONS.metadata)
+    )
+    last = {line["session_id"]: line for line in lines}
+    with Folder(1 << 20) as folder:
+        path = folder / f"sessions.{format}"
+        write_table(table, path)
+        assert tk.read_sessions(path).to_pylist() == list(last.values())
+        if format in TABLES:
+            assert tk.read_sessions(folder).to_pylist() == list(last.values())

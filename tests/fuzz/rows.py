@@ -9,9 +9,9 @@ forms
     the table against its delta forms, the recorder, streams, threads and stored rows, and
     `trajkit.verify` finds nothing.
 
-A case that fails is made smaller (sessions and calls left out, ids and messages cut), and
-stored in ``tests/regressions``, which ``tests/test_regressions.py`` runs again. The exit
-code is 1 where a case failed. One seed is one case: a process that dies is run again from
+A case that fails is made smaller (sessions, calls and choices left out), and stored in
+``tests/regressions``, which ``tests/test_regressions.py`` runs again. The exit code is 1
+where a case failed. One seed is one case: a process that dies is run again from
 the seed that it printed. `tests.fuzz.files` does the same for damaged files.
 """
 
@@ -399,31 +399,7 @@ def reduced(case: Case, seconds: float = 60) -> Case:
     for choice in list(case.choices):
         tried(choices={k: v for k, v in case.choices.items() if k != choice})
     tried(max_row_tokens=None)
-    for k in range(len(case.turns)):
-        for fields in _SIMPLER:
-            simpler = {**case.turns[k], **fields}
-            tried(turns=[*case.turns[:k], simpler, *case.turns[k + 1 :]])
-    for token in sorted({one for turn in case.turns for one in turn["prompt_ids"]}):
-        tried(
-            turns=[
-                {
-                    **turn,
-                    "prompt_ids": [one for one in turn["prompt_ids"] if one != token],
-                }
-                for turn in case.turns
-            ]
-        )
     return case
-
-
-_SIMPLER: list[Turn] = [
-    *({field: None} for field in (*_FIELDS, "output_mask", "weight_versions")),
-    {"output_logprobs": None},
-    {"trainable": None, "ill_formed": False, "finish_reason": "stop"},
-    {"prompt_messages": None, "response_message": None},
-    {"output_ids": [], "output_logprobs": None, "output_mask": None},
-    {"output_ids": [1], "output_logprobs": None, "output_mask": None},
-]
 
 
 def _renumbered(turns: list[Turn]) -> list[Turn]:

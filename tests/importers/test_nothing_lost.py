@@ -402,8 +402,8 @@ def test_a_mask_makes_spans_and_is_checked(tmp_path):
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"tokenizer": "model"}, "tokenizer is a str"),
-        ({"tokenizer": 5}, "tokenizer is a int"),
+        ({"tokenizer": "model"}, "tokenizer is of type str"),
+        ({"tokenizer": 5}, "tokenizer is of type int"),
         ({"map": 5}, "map is a int"),
         ({"map": "session_id"}, "neither"),
         ({"map": "sesion_id=a"}, "did you mean session_id"),

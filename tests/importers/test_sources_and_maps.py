@@ -81,10 +81,26 @@ def test_a_new_user_s_log_goes_in_by_one_command(tmp_path, capsys):
     assert sorted(trained) == [[3], [4, 5, 8, 8], [6], [8]]
 
 
+def test_a_record_may_be_a_run_of_its_own(tmp_path):
+    """Outputs of verl's agent loop name a group, and no run."""
+    line = {"prompt_ids": [1], "response_ids": [2, 3, 4], "response_mask": [1, 0, 1]}
+    path = tmp_path / "log.jsonl"
+    foreign.write_lines(path, [{**line, "uid": "g"}] * 2)
+    _, report = tk.import_turns(path)
+    assert "uid ('g')" in report["detail"][0].as_py()
+    assert "@name: one per record" in report["detail"][0].as_py()
+    turns, _ = tk.import_turns(path, map="session_id=@name,group_id=uid")
+    names = [f"log.jsonl, line {k}" for k in (1, 1, 2, 2)]
+    assert turns["session_id"].to_pylist() == names
+    assert turns["group_id"].to_pylist() == ["g"] * 4
+
+
 def test_a_counter_of_each_agent_is_no_turn_index(tmp_path):
     foreign.write_lines(tmp_path / "log.jsonl", agents())
     fields = "session_id=trajectory_id,turn_index=step"
-    with pytest.raises(FormatError, match="turn_index 0 twice, first in line 1"):
+    with pytest.raises(
+        FormatError, match=r"turn_index 0 twice, first in .*log.jsonl, line 1"
+    ):
         tk.import_turns(tmp_path / "log.jsonl", map=fields)
     turns, report = tk.import_turns(
         tmp_path / "log.jsonl", map="session_id=trajectory_id"

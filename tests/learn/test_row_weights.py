@@ -332,7 +332,7 @@ def test_a_rollout_without_a_trained_token_shifts_the_baseline_and_says_so():
             lambda: tk.learn.reference_loss(
                 tk.linearize(forks(), reward=1.0), np.zeros(7)
             ),
-            "session 'a', row 0: token 1 is trained and has no logprob",
+            "session 'a', row 0: token 1 is trained and has no finite logprob",
             id="no logprob",
         ),
     ],

@@ -354,7 +354,7 @@ def test_drop_waits_for_the_call_under_way():
     """It takes the session's lock, and forgets the session only once it has it."""
     recorder = tk.Recorder()
     recorder.record("a", **call([1], [2]))
-    session = recorder._known("a")
+    session = recorder._sessions["a"]
     seen = []
 
     class Watched:
@@ -372,7 +372,7 @@ def test_drop_waits_for_the_call_under_way():
 def test_a_drop_that_was_waiting_spares_the_session_that_began_since(monkeypatch):
     recorder = tk.Recorder()
     recorder.record("a", **call([1], [2]))
-    found = recorder._known("a")
+    found = recorder._sessions["a"]
     recorder.drop("a")
     recorder.record("a", **call([1], [3]))
     with monkeypatch.context() as patch:
@@ -386,7 +386,7 @@ def test_a_call_that_was_waiting_when_its_session_was_dropped(monkeypatch):
     """It found the session, then waited for its lock: as if the drop came between."""
     recorder = tk.Recorder()
     recorder.record("a", **call([1], [2]))
-    found = recorder._known("a")
+    found = recorder._sessions["a"]
     recorder.drop("a")
     monkeypatch.setattr(recorder, "_session", lambda name: found)
     monkeypatch.setattr(recorder, "_known", lambda name: found)

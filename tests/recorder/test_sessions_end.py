@@ -85,7 +85,7 @@ def test_a_pop_without_rows_keeps_the_session(policy, options, error):
 def test_pop_makes_its_rows_under_the_lock(monkeypatch):
     recorder = tk.Recorder()
     recorder.record("a", **call([1], [2]))
-    session = recorder._known("a")
+    session = recorder._sessions["a"]
     seen = []
     turns = session.turns
 

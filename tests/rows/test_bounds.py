@@ -9,13 +9,13 @@ import pytest
 import trajkit as tk
 from tests.made_tables import turns_table
 from trajkit import _core
+from trajkit._kernel_names import CALL
 from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.rows.links import find_links
 from trajkit.rows.plan import NO_LIMIT, choices_of, plan_rows
 from trajkit.rows.splice import splice
 from trajkit.turns import message_body, message_key
 from trajkit.turns.sessions import Sessions
-from trajkit.turns.structs import CALL, NODE
 
 TURNS = [
     {"prompt_ids": [1], "output_ids": [2, 3]},
@@ -38,78 +38,55 @@ def linked(name):
     return calls, find_links(calls, calls.forest, policy), policy
 
 
-def columns(rows):
-    """Room for rows, as `_core.RowColumns` takes it."""
-    offsets = np.cumsum([0, *rows["n_tokens"]], dtype=np.int64)
-    span_offsets = np.cumsum([0, *rows["n_spans"]], dtype=np.int64)
-    n, n_spans = max(offsets[-1], 0), max(span_offsets[-1], 0)
-    bits = np.empty((n + 7) // 8, np.uint8)
-    return {
-        "token_offsets": offsets,
-        "span_offsets": span_offsets,
-        "input_ids": np.empty(n, np.int32),
-        "loss_mask": bits,
-        "logprobs": np.empty(n, np.float32),
-        "valid": bits.copy(),
-        "spans": np.empty((5, n_spans), np.int32),
-        "span_kinds": np.empty(n_spans, np.int8),
-    }
-
-
-def changed(plan, change, shifted):
-    """The plan's rows with a change to the first, and columns for them."""
-    for name, value in change.items():
-        plan.rows[name][0] = value
-    arrays = columns(plan.rows)
-    if shifted:
-        arrays[shifted] = arrays[shifted] - 4
-    return {"rows": plan.rows, "columns": _core.RowColumns(**arrays)}
-
-
-def fill_rows(change, shifted=None, policy="faithful"):
+def fill_rows(change, policy="faithful", parent=None):
+    """Fill the rows of a plan, after changes to the first and to the second call's link."""
     calls, links, policy = linked(policy)
     if policy.on_drift == "splice":
         spliced = splice(calls, links, policy)
         calls, links = spliced.sessions, spliced.links
     plan = plan_rows(calls, links, policy, NO_LIMIT)
+    n_tokens = int(plan.rows["n_tokens"].sum())
+    for name, value in change.items():
+        plan.rows[name][0] = value
+    if parent is not None:
+        links["parent"][1] = parent
+    bits = np.empty((2, (n_tokens + 7) // 8), np.uint8)
     return _core.fill_rows(
         calls.forest.paths,
         links,
         choices_of(policy, NO_LIMIT),
         plan.owners,
         calls.turn_index,
-        **changed(plan, change, shifted),
-        uncached=False,
+        plan.rows,
+        np.empty(n_tokens, np.int32),
+        bits[0],
+        np.empty(n_tokens, np.float32),
+        bits[1],
+        False,
     )
 
 
-def fill_splices(change, shifted=None):
-    return fill_rows(change, shifted, "polar")
-
-
-def set_first(name, value):
-    def change(rows):
-        rows[name][0] = value
-
-    return change
-
-
-def unchanged(rows):
-    assert len(rows)
+def fill_splices(change):
+    return fill_rows(change, "polar")
 
 
 @pytest.mark.parametrize("fill", [fill_rows, fill_splices])
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        pytest.param({"last": -1}, "ends with call -1 of 3", id="last"),
-        pytest.param({"last": 3}, "ends with call 3 of 3", id="beyond the calls"),
-        pytest.param({"owner": 3}, "is of chain 3 of 3", id="chain beyond the calls"),
-        pytest.param({"n_tokens": 99}, r"rows\[0\] is no row", id="too many tokens"),
+        pytest.param({"last": -1}, r"rows\[0\] has . calls: links has", id="last"),
+        pytest.param({"last": 3}, "calls: links has fewer", id="beyond the calls"),
+        pytest.param(
+            {"n_calls": 9}, "has 9 calls: links has fewer", id="too many calls"
+        ),
+        pytest.param({"n_calls": -1}, "has -1 calls", id="calls below 0"),
+        pytest.param({"n_calls": 0}, r"rows\[0\] is no row", id="no call"),
+        pytest.param({"n_tokens": 99}, "input_ids has", id="too many tokens"),
         pytest.param({"n_tokens": 1}, r"rows\[0\] is no row", id="too few tokens"),
+        pytest.param({"n_tokens": -1}, r"rows\[0\] is no row", id="tokens below 0"),
         pytest.param({"n_spans": 9}, r"rows\[0\] is no row", id="too many spans"),
         pytest.param({"n_spans": 0}, r"rows\[0\] is no row", id="too few spans"),
-        pytest.param({"n_spans": -1}, "no room for -1 spans", id="spans below 0"),
+        pytest.param({"n_spans": -1}, r"rows\[0\] is no row", id="spans below 0"),
     ],
 )
 def test_rows_that_do_not_fit_their_columns_are_refused(fill, change, match):
@@ -118,27 +95,9 @@ def test_rows_that_do_not_fit_their_columns_are_refused(fill, change, match):
 
 
 def test_rows_of_links_that_lead_outside_are_refused():
-    calls, links, policy = linked("slime")
-    plan = plan_rows(calls, links, policy, NO_LIMIT)
-    links["parent"][1] = 1 << 20
-    with pytest.raises(LayoutError, match="is no row of 2 calls"):
-        _core.fill_rows(
-            calls.forest.paths,
-            links,
-            choices_of(policy, NO_LIMIT),
-            plan.owners,
-            calls.turn_index,
-            **changed(plan, {}, None),
-            uncached=False,
-        )
-
-
-@pytest.mark.parametrize("fill", [fill_rows, fill_splices])
-@pytest.mark.parametrize("name", ["token_offsets", "span_offsets"])
-def test_offsets_of_rows_begin_with_0(fill, name):
-    fill({})
-    with pytest.raises(LayoutError, match=f"{name}.* -4"):
-        fill({}, shifted=name)
+    fill_rows({}, "slime")
+    with pytest.raises(LayoutError, match="has 2 calls: links has fewer"):
+        fill_rows({}, "slime", parent=1 << 20)
 
 
 def plan(policy, links=None, max_tokens=NO_LIMIT, **choices):
@@ -190,15 +149,8 @@ def test_paths_and_tables_are_as_long_as_int32_can_say():
     """Positions of rows and spans, and numbers of nodes, are int32."""
 
     def grown(calls):
-        n = min(len(calls), 2)
-        return _core.grow_forest(
-            calls,
-            np.array([0, len(calls)]),
-            np.empty(5, NODE),
-            np.empty(n, np.int32),
-            np.empty(n, np.int64),
-            np.empty(n, np.int32),
-        )
+        paths = _core.CallForest(calls, np.array([0, len(calls)]))
+        return len(paths.arrays[2])
 
     ids = np.zeros(1, np.int32)
     calls = np.zeros(2, CALL)

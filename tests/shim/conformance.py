@@ -112,8 +112,6 @@ class Answer:
     # to be sent back, and the ids of its calls
     echo: list = field(default_factory=list)
     ids: list = field(default_factory=list)
-    # text and logprob of each token
-    logprobs: list = field(default_factory=list)
 
 
 @dataclass
@@ -163,7 +161,6 @@ class Chat:
         choice = reply.choices[0]
         message = choice.message.model_dump(exclude_none=True)
         calls = choice.message.tool_calls or []
-        scored = choice.logprobs.content if choice.logprobs else []
         return Answer(
             end=choice.finish_reason,
             text=choice.message.content or "",
@@ -172,7 +169,6 @@ class Chat:
             tokens=(reply.usage.prompt_tokens, reply.usage.completion_tokens),
             echo=[message],
             ids=[c.id for c in calls],
-            logprobs=[(t.token, t.logprob) for t in scored],
         )
 
     def image(self):
@@ -182,9 +178,7 @@ class Chat:
     def asks(self, case):
         if case == "a call that was required":
             return {"tool_choice": "required"}
-        if case == "a required tool that is not offered":
-            return {"tool_choice": {"type": "function", "function": {"name": "g"}}}
-        return {"tools": [{"type": "custom", "custom": {"name": "f"}}]}
+        return {"tool_choice": {"type": "function", "function": {"name": "g"}}}
 
     def _tool(self):
         return {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
@@ -251,9 +245,7 @@ class Anthropic:
     def asks(self, case):
         if case == "a call that was required":
             return {"tool_choice": {"type": "any"}}
-        if case == "a required tool that is not offered":
-            return {"tool_choice": {"type": "tool", "name": "g"}}
-        return {"tools": [{"type": "bash_20250124", "name": "bash"}]}
+        return {"tool_choice": {"type": "tool", "name": "g"}}
 
 
 class Responses:
@@ -291,16 +283,12 @@ class Responses:
             raise Failure(400, reply.error.code, reply.error.message)
         thoughts = [i.content[0].text for i in reply.output if i.type == "reasoning"]
         calls = [item for item in reply.output if item.type == "function_call"]
-        parts = [i.content[0] for i in reply.output if i.type == "message"]
         return Answer(
             end=reply.status,
             text=reply.output_text,
             reasoning="".join(thoughts) or None,
             calls=[(item.name, item.arguments) for item in calls],
             tokens=(reply.usage.input_tokens, reply.usage.output_tokens),
-            logprobs=[
-                (t.token, t.logprob) for part in parts for t in part.logprobs or []
-            ],
             echo=[item.model_dump(exclude_none=True) for item in reply.output],
             ids=[item.call_id for item in calls],
         )
@@ -313,9 +301,7 @@ class Responses:
     def asks(self, case):
         if case == "a call that was required":
             return {"tool_choice": "required"}
-        if case == "a required tool that is not offered":
-            return {"tool_choice": {"type": "function", "name": "g"}}
-        return {"tools": [{"type": "custom", "name": "f"}]}
+        return {"tool_choice": {"type": "function", "name": "g"}}
 
 
 class Gemini:
@@ -362,7 +348,6 @@ class Gemini:
         calls = [part.function_call for part in parts if part.function_call]
         texts = [part for part in parts if part.text]
         usage = reply.usage_metadata
-        scored = reply.candidates[0].logprobs_result
         return Answer(
             end=reply.candidates[0].finish_reason.name,
             text="".join(part.text for part in texts if not part.thought),
@@ -372,10 +357,6 @@ class Gemini:
                 usage.prompt_token_count,
                 usage.candidates_token_count + (usage.thoughts_token_count or 0),
             ),
-            logprobs=[
-                (t.token, t.log_probability)
-                for t in (scored.chosen_candidates if scored else [])
-            ],
             echo=[types.Content(role="model", parts=parts)],
             ids=[call.id for call in calls],
         )
@@ -387,14 +368,9 @@ class Gemini:
         return [types.Content(role="user", parts=[part])]
 
     def asks(self, case):
-        if "required" in case:
-            names = ["g"] if "not offered" in case else None
-            calling = types.FunctionCallingConfig(
-                mode="ANY", allowed_function_names=names
-            )
-            return {"tool_config": types.ToolConfig(function_calling_config=calling)}
-        browser = types.ComputerUse(environment="ENVIRONMENT_BROWSER")
-        return {"tools": [types.Tool(computer_use=browser)]}
+        names = ["g"] if "not offered" in case else None
+        calling = types.FunctionCallingConfig(mode="ANY", allowed_function_names=names)
+        return {"tool_config": types.ToolConfig(function_calling_config=calling)}
 
 
 # What a request may require of its reply: as the table shows it, the fields of the body

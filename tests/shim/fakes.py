@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from trajkit_shim.chat.request import logged_message
@@ -60,6 +61,11 @@ TOOL = {
     "type": "function",
     "function": {"name": "bash", "parameters": {"type": "object"}},
 }
+
+
+def cases(names: str, table: dict[str, Any]) -> Any:
+    """Run a test once for each value of a table, which its names tell apart."""
+    return pytest.mark.parametrize(names, table.values(), ids=table)
 
 
 def parse_reply(text, tools=(), form=FORMS["hermes"], *, opened=False):

@@ -16,6 +16,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 
 import trajkit as tk
 from tests.shim.clients import in_process, read_log
+from tests.shim.fakes import cases
 from tests.shim.sglang_cpu.make_vision_model import write_processor
 from trajkit.turns import engine_ids
 from trajkit_shim.chat.images import (
@@ -357,22 +358,20 @@ async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened,
     assert answer.json()["error"]["code"] == "image_token_sampled"
 
 
-@pytest.mark.parametrize(
-    ("url", "limits", "code"),
-    [
-        pytest.param(url_of(PNG), {"max_bytes": 99}, "image_too_large", id="bytes"),
-        pytest.param(url_of(PNG), {"max_pixels": 99}, "image_too_large", id="pixels"),
-        pytest.param(url_of(PNG), {"max_images": 0}, "too_many_images", id="count"),
-        pytest.param(url_of(PNG), {"max_total_bytes": 9}, "log_full", id="total"),
-        pytest.param(
-            url_of(PNG), {"max_request_bytes": 9}, "image_too_large", id="request"
-        ),
-        pytest.param("data:image/png;base64,?", {}, "invalid_image", id="base64"),
-        pytest.param("data:image/png;base64,é", {}, "invalid_image", id="not-ascii"),
-        pytest.param("data:image/png;base64,eA==", {}, "invalid_image", id="no-image"),
-        pytest.param("http://example.org/", {}, "image_not_fetched", id="url"),
-        pytest.param("file:///etc/passwd", {}, "image_not_fetched", id="file"),
-    ],
+@cases(
+    "url, limits, code",
+    {
+        "bytes": (url_of(PNG), {"max_bytes": 99}, "image_too_large"),
+        "pixels": (url_of(PNG), {"max_pixels": 99}, "image_too_large"),
+        "count": (url_of(PNG), {"max_images": 0}, "too_many_images"),
+        "total": (url_of(PNG), {"max_total_bytes": 9}, "log_full"),
+        "request": (url_of(PNG), {"max_request_bytes": 9}, "image_too_large"),
+        "base64": ("data:image/png;base64,?", {}, "invalid_image"),
+        "not-ascii": ("data:image/png;base64,é", {}, "invalid_image"),
+        "no-image": ("data:image/png;base64,eA==", {}, "invalid_image"),
+        "url": ("http://example.org/", {}, "image_not_fetched"),
+        "file": ("file:///etc/passwd", {}, "image_not_fetched"),
+    },
 )
 async def test_what_is_refused(opened, url, limits, code):
     gateway = await opened(ImageLimits(**limits))

@@ -14,7 +14,7 @@ from tests.file_stages import compact_file
 from tests.strategies import columns_of_any_type, runs
 from trajkit.errors import FormatError, SchemaError
 from trajkit.tables import limits
-from trajkit.tables.take import take_rows
+from trajkit.tables.columns import take_rows
 
 TEXT = "longer than what a view holds in itself"
 

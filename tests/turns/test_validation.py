@@ -75,6 +75,7 @@ DRIFT = {
     "tokens_after_drift": 1,
     "cause": "tail_changed",
 }
+CLEAN = {"cause": "clean"}
 SPAN = {
     "start": 2,
     "stop": 4,
@@ -124,15 +125,7 @@ GOOD = [
     ("drift", [DRIFT]),
     (
         "drift",
-        [
-            {
-                **DRIFT,
-                "size": 0,
-                "tokens_after_drift": 0,
-                "region": "none",
-                "cause": "clean",
-            }
-        ],
+        [{**DRIFT, "size": 0, "tokens_after_drift": 0, "region": "none"} | CLEAN],
     ),
     ("rows", [ROW, SECOND]),
     (
@@ -183,243 +176,209 @@ def but(row, **changes):
     return {**row, **changes}
 
 
-def span(**changes):
-    return but(ROW, spans=[but(SPAN, **changes)])
-
-
 NAN = float("nan")
-BAD = [
-    # turns
-    ("turns", [but(TURN, session_id=None)], "table row 0: session_id is null"),
-    ("turns", [but(TURN, prompt_ids=None)], "'a', turn 0: prompt_ids is null"),
-    ("turns", [but(TURN, output_ids=None)], "output_ids is null"),
-    ("turns", [but(TURN, turn_index=-1)], "turn_index is negative"),
-    ("turns", [TURN, TURN], "turn 0: turn_index is repeated"),
-    (
-        "turns",
-        [but(TURN, turn_index=4), but(TURN, turn_index=2)],
-        "turn 2: turn_index 2 follows 4",
-    ),
-    (
-        "turns",
-        [TURN, but(TURN, session_id="b"), but(TURN, turn_index=1)],
-        "'a', turn 1: the session began in table row 0 and comes back in row 2",
-    ),
-    ("turns", [but(TURN, prompt_ids=[])], "prompt_ids is empty"),
-    ("turns", [but(TURN, prompt_ids=[1, None])], r"prompt_ids\[1\] is null"),
-    ("turns", [but(TURN, prompt_ids=[0, -2])], r"prompt_ids\[1\] is -2"),
-    ("turns", [but(TURN, output_ids=[0, -2])], r"output_ids\[1\] is -2"),
-    ("turns", [but(TURN, output_logprobs=[0.0])], "1 output_logprobs for 2 output_ids"),
-    (
-        "turns",
-        [but(TURN, output_logprobs=[0.0] * 3)],
-        "3 output_logprobs for 2 output_ids",
-    ),
-    ("turns", [but(TURN, output_logprobs=[NAN, 0.0])], r"\[0\] is nan"),
-    ("turns", [but(TURN, output_logprobs=[0.0, 1.0])], r"\[1\] is 1.0: .* at most 0"),
-    ("turns", [but(TURN, output_logprobs=[0.0, -1e5])], r"is -100000.0: engines"),
-    ("turns", [but(TURN, output_logprobs=[0.0, -9999.0])], r"is -9999.0: engines"),
-    ("turns", [but(TURN, messages=[None])], r"messages\[0\] is null"),
-    ("turns", [but(TURN, messages=[but(MESSAGE, key=None)])], "has no key"),
-    (
-        "turns",
-        [but(TURN, messages=[MESSAGE, but(MESSAGE, role=None)])],
-        r"messages\[1\] has no role",
-    ),
-    ("turns", [but(TURN, response=but(MESSAGE, role=None))], "response has no role"),
-    ("turns", [but(TURN, response=but(MESSAGE, key=None))], "response has no key"),
-    ("turns", [but(TURN, messages=[AGAIN])], f"{message_key(USER).hex()} has no body"),
-    (
-        "turns",
-        [TURN, but(TURN, session_id="b", messages=[AGAIN])],
-        "session 'b', turn 0: the message with the key .* has no body",
-    ),
-    (
-        "turns",
-        [TURN, but(TURN, turn_index=1, response=but(MESSAGE, body='{"role":"user"}'))],
-        f"turn 1: the message with the key {message_key(USER).hex()} has another body",
-    ),
-    (
-        "turns",
-        [but(TURN, messages=[but(MESSAGE, body="{")])],
-        "the message body '{' is not JSON",
-    ),
-    (
-        "turns",
-        [but(TURN, messages=[but(MESSAGE, body="[" * 100_000)])],
-        "the message body .* is not JSON",
-    ),
-    (
-        "turns",
-        [but(TURN, messages=[but(MESSAGE, body="3")])],
-        "'3' is not a JSON object",
-    ),
-    (
-        "turns",
-        [but(TURN, messages=[but(MESSAGE, role="tool")])],
-        "states another role than 'tool'",
-    ),
-    *(
-        ("turns", [but(TURN, weight_versions=pieces)], match)
-        for pieces, match in (
-            ([None], r"weight_versions\[0\] has a null"),
-            ([{"version": None, "start": 0, "stop": 2}], "has a null"),
-            ([{"version": "1", "start": 0, "stop": 1}], "end at 1 of 2"),
-            ([{"version": "1", "start": 1, "stop": 2}], "1:2, expected a start of 0"),
-            ([{"version": "1", "start": 0, "stop": 3}], "end at 3 of 2"),
-            ([{"version": "1", "start": 0, "stop": -1}], "0:-1, expected a start of 0"),
-            ([], "end at 0 of 2"),
-            (
-                [
-                    {"version": "1", "start": 0, "stop": 2},
-                    {"version": "2", "start": 1, "stop": 2},
-                ],
-                r"weight_versions\[1\] is 1:2, expected a start of 2",
-            ),
-        )
-    ),
-    # the delta form
-    ("turns", [DELTA, but(LATER, base_turn=3)], "base_turn 3 is not an earlier turn"),
-    ("turns", [DELTA, but(LATER, base_turn=5)], "base_turn 5 is not an earlier turn"),
-    ("turns", [but(DELTA, base_turn=5), LATER], "base_turn 5 is not an earlier turn"),
-    ("turns", [DELTA, but(LATER, shared_length=5)], "5: expected 0 to 4"),
-    ("turns", [DELTA, but(LATER, shared_length=-1)], "shared_length is -1"),
-    ("turns", [but(DELTA, shared_length=1)], "1: expected 0 to 0"),
-    ("turns", [but(DELTA, suffix_ids=[])], "prompt_ids is empty"),
-    ("turns", [but(DELTA, suffix_ids=[-1])], r"suffix_ids\[0\] is -1"),
-    ("turns", [DELTA, but(LATER, shared_messages=3)], "3: expected 0 to 2"),
-    ("turns", [but(DELTA, shared_messages=None)], "are null together"),
-    (
-        "turns",
-        [
-            but(DELTA, shared_messages=None, suffix_messages=None),
-            but(LATER, shared_messages=1),
-        ],
-        "1: expected 0 to 0",
-    ),
-    ("turns", [but(DELTA, suffix_messages=[AGAIN])], "has no body"),
-    # sessions
-    ("sessions", [SESSION, SESSION], "session 'a': the session has a row already"),
-    (
-        "sessions",
-        [but(SESSION, reward=NAN)],
-        "session 'a': reward is nan: expected a finite",
-    ),
-    ("sessions", [but(SESSION, reward=float("inf"))], "reward is inf"),
-    # links
-    ("links", [LINK, but(CHILD, parent=1)], "turn 2: parent 1 is not a turn"),
-    ("links", [LINK, but(CHILD, parent=2)], "parent 2 is not another turn_index"),
-    ("links", [LINK, but(CHILD, parent=-1)], "parent -1 is not another turn_index"),
-    (
-        "links",
-        [but(LINK, parent=2, order=0), but(CHILD, parent=None)],
-        "order 0 does not come after its parent's, 1",
-    ),
-    ("links", [but(LINK, order=None), CHILD], "its parent has no order"),
-    ("links", [LINK, but(CHILD, order=0)], "order 0 is repeated"),
-    ("links", [but(LINK, order=-1)], "order is -1"),
-    ("links", [LINK, but(CHILD, rewritten_by=0)], "rewritten_by 0 is not a later turn"),
-    ("links", [but(LINK, rewritten_by=1), CHILD], "rewritten_by 1 is not a turn"),
-    (
-        "links",
-        [but(LINK, link_reason="because")],
-        "link_reason is 'because': expected one of root",
-    ),
-    ("links", [LINK, LINK], "turn_index is repeated"),
-    # drift
-    ("drift", [but(DRIFT, parent=None)], "parent is null"),
-    ("drift", [but(DRIFT, parent=2)], "parent 2 is not another turn_index"),
-    ("drift", [but(DRIFT, lcp=-1)], "lcp is -1"),
-    (
-        "drift",
-        [but(DRIFT, tokens_after_drift=3)],
-        "tokens_after_drift 3 exceeds the size 2",
-    ),
-    ("drift", [but(DRIFT, cause="magic")], "cause is 'magic'"),
-    ("drift", [but(DRIFT, region="moon")], "region is 'moon'"),
-    ("drift", [but(DRIFT, cause="clean")], "cause is 'clean' with a size of 2"),
-    (
-        "drift",
-        [but(DRIFT, size=0, tokens_after_drift=0)],
-        "'last_reply' with a size of 0",
-    ),
-    ("drift", [but(DRIFT, resync_path=3)], "resync columns are null together"),
-    (
-        "drift",
-        [but(DRIFT, resync_path=3, resync_prompt=3)],
-        "resync columns are null together",
-    ),
-    # rows
-    ("rows", [ROW, ROW], "session 'a', row 0: row_index is repeated"),
-    ("rows", [but(ROW, input_ids=[1, 2, 3, -4])], r"input_ids\[3\] is -4"),
-    ("rows", [but(ROW, loss_mask=[False] * 3)], "3 elements of loss_mask for 4"),
-    ("rows", [but(ROW, logprobs=[None] * 5)], "5 logprobs for 4 input_ids"),
-    ("rows", [but(ROW, prompt_length=5)], "prompt_length is 5 in a row of 4"),
-    ("rows", [but(ROW, prompt_length=-1)], "prompt_length is -1"),
-    ("rows", [but(ROW, prompt_length=3)], r"loss_mask\[2\] is true within the prompt"),
-    (
-        "rows",
-        [but(ROW, loss_mask=[False, False, None, True])],
-        r"loss_mask\[2\] is null",
-    ),
-    (
-        "rows",
-        [but(ROW, logprobs=[-1.0, None, None, None])],
-        r"logprobs\[0\] is not null, but loss_mask is false",
-    ),
-    ("rows", [but(ROW, logprobs=[None, None, NAN, None])], r"logprobs\[2\] is nan"),
-    ("rows", [but(ROW, rollout_mask_sum=1)], "is 1 in a row that trains 2"),
-    ("rows", [but(ROW, rollout_mask_sum=-1)], "rollout_mask_sum is -1"),
-    ("rows", [but(ROW, shared_length=1)], "shared_length is 1 without a parent_row"),
-    (
-        "rows",
-        [ROW, but(SECOND, parent_row=1)],
-        "parent_row 1 is not an earlier row_index",
-    ),
-    ("rows", [ROW, but(SECOND, shared_length=5)], "shared_length is 5 in a row of 4"),
-    (
-        "rows",
-        [
-            ROW,
-            but(
-                SECOND,
-                input_ids=[1, 2, 3, 4, 5],
-                loss_mask=[*ROW["loss_mask"], False],
-                logprobs=[*ROW["logprobs"], None],
-                shared_length=5,
-            ),
-        ],
-        "shared_length is 5, but the parent row has 4",
-    ),
-    ("rows", [but(ROW, reward=NAN)], "reward is nan"),
-    ("rows", [but(ROW, row_weight=1.5)], "row_weight is 1.5"),
-    ("rows", [but(ROW, spans=[None, *ROW["spans"]])], r"spans\[0\] has a null"),
-    ("rows", [span(kind=None)], r"spans\[0\] has a null"),
-    ("rows", [span(kind="odd")], "of kind 'odd': expected one of trained"),
-    ("rows", [span(stop=5, output_stop=3)], "2:5 .* must lie within the row"),
-    ("rows", [span(start=3)], "must be as long as its output range"),
-    ("rows", [span(output_start=-1)], "its output range runs backwards"),
-    (
-        "rows",
-        [but(ROW, spans=[but(LOST, output_start=2, output_stop=0), SPAN])],
-        "its output range runs backwards",
-    ),
-    ("rows", [span(turn_index=-1)], "its turn_index is negative"),
-    ("rows", [span(start=1, output_stop=3)], "loss_mask is true in trained spans"),
-    ("rows", [span(kind="duplicate")], "loss_mask is true in trained spans"),
-    ("rows", [span(kind="cut")], "an absorbed, cut or no_splice_point span is empty"),
-    ("rows", [but(ROW, spans=[SPAN, SPAN])], "not overlap the previous span"),
-    (
-        "rows",
-        [but(ROW, spans=[])],
-        "loss_mask is true for 2 tokens, but the trained spans have 0",
-    ),
-]
+
+
+def turn(**changes):
+    return [but(TURN, **changes)]
+
+
+def says(**changes):
+    """A turn with a message that has these fields."""
+    return turn(messages=[but(MESSAGE, **changes)])
+
+
+def later(**changes):
+    return [DELTA, but(LATER, **changes)]
+
+
+def pieces(*ranges):
+    """A turn whose weights sampled these ranges."""
+    named = [
+        {"version": str(k), "start": start, "stop": stop}
+        for k, (start, stop) in enumerate(ranges)
+    ]
+    return turn(weight_versions=named)
+
+
+def row(**changes):
+    return [but(ROW, **changes)]
+
+
+def span(**changes):
+    return row(spans=[but(SPAN, **changes)])
+
+
+LONGER = {
+    "input_ids": [1, 2, 3, 4, 5],
+    "loss_mask": [*ROW["loss_mask"], False],
+    "logprobs": [*ROW["logprobs"], None],
+}
+KEY_HEX = message_key(USER).hex()
+BAD = {
+    "turns": [
+        (turn(session_id=None), "table row 0: session_id is null"),
+        (turn(prompt_ids=None), "'a', turn 0: prompt_ids is null"),
+        (turn(output_ids=None), "output_ids is null"),
+        (turn(turn_index=-1), "turn_index is negative"),
+        ([TURN, TURN], "turn 0: turn_index is repeated"),
+        (turn(turn_index=4) + turn(turn_index=2), "turn 2: turn_index 2 follows 4"),
+        (
+            [TURN, *turn(session_id="b"), *turn(turn_index=1)],
+            "'a', turn 1: the session began in table row 0 and comes back in row 2",
+        ),
+        (turn(prompt_ids=[]), "prompt_ids is empty"),
+        (turn(prompt_ids=[1, None]), r"prompt_ids\[1\] is null"),
+        (turn(prompt_ids=[0, -2]), r"prompt_ids\[1\] is -2"),
+        (turn(output_ids=[0, -2]), r"output_ids\[1\] is -2"),
+        (turn(output_logprobs=[0.0]), "1 output_logprobs for 2 output_ids"),
+        (turn(output_logprobs=[0.0] * 3), "3 output_logprobs for 2 output_ids"),
+        (turn(output_logprobs=[NAN, 0.0]), r"\[0\] is nan"),
+        (turn(output_logprobs=[0.0, 1.0]), r"\[1\] is 1.0: .* at most 0"),
+        (turn(output_logprobs=[0.0, -1e5]), r"is -100000.0: engines"),
+        (turn(output_logprobs=[0.0, -9999.0]), r"is -9999.0: engines"),
+        (turn(messages=[None]), r"messages\[0\] is null"),
+        (says(key=None), "has no key"),
+        (
+            turn(messages=[MESSAGE, but(MESSAGE, role=None)]),
+            r"messages\[1\] has no role",
+        ),
+        (turn(response=but(MESSAGE, role=None)), "response has no role"),
+        (turn(response=but(MESSAGE, key=None)), "response has no key"),
+        (turn(messages=[AGAIN]), f"{KEY_HEX} has no body"),
+        (
+            [TURN, *turn(session_id="b", messages=[AGAIN])],
+            "session 'b', turn 0: the message with the key .* has no body",
+        ),
+        (
+            [TURN, *turn(turn_index=1, response=but(MESSAGE, body='{"role":"user"}'))],
+            f"turn 1: the message with the key {KEY_HEX} has another body",
+        ),
+        (says(body="{"), "the message body '{' is not JSON"),
+        (says(body="[" * 100_000), "the message body .* is not JSON"),
+        (says(body="3"), "'3' is not a JSON object"),
+        (says(role="tool"), "states another role than 'tool'"),
+        (turn(weight_versions=[None]), r"weight_versions\[0\] has a null"),
+        (
+            turn(weight_versions=[{"version": None, "start": 0, "stop": 2}]),
+            "has a null",
+        ),
+        (pieces((0, 1)), "end at 1 of 2"),
+        (pieces((1, 2)), "1:2, expected a start of 0"),
+        (pieces((0, 3)), "end at 3 of 2"),
+        (pieces((0, -1)), "0:-1, expected a start of 0"),
+        (pieces(), "end at 0 of 2"),
+        (pieces((0, 2), (1, 2)), r"weight_versions\[1\] is 1:2, expected a start of 2"),
+        # the delta form
+        (later(base_turn=3), "base_turn 3 is not an earlier turn"),
+        (later(base_turn=5), "base_turn 5 is not an earlier turn"),
+        ([but(DELTA, base_turn=5), LATER], "base_turn 5 is not an earlier turn"),
+        (later(shared_length=5), "5: expected 0 to 4"),
+        (later(shared_length=-1), "shared_length is -1"),
+        ([but(DELTA, shared_length=1)], "1: expected 0 to 0"),
+        ([but(DELTA, suffix_ids=[])], "prompt_ids is empty"),
+        ([but(DELTA, suffix_ids=[-1])], r"suffix_ids\[0\] is -1"),
+        (later(shared_messages=3), "3: expected 0 to 2"),
+        ([but(DELTA, shared_messages=None)], "are null together"),
+        (
+            [
+                but(DELTA, shared_messages=None, suffix_messages=None),
+                but(LATER, shared_messages=1),
+            ],
+            "1: expected 0 to 0",
+        ),
+        ([but(DELTA, suffix_messages=[AGAIN])], "has no body"),
+    ],
+    "sessions": [
+        ([SESSION, SESSION], "session 'a': the session has a row already"),
+        ([but(SESSION, reward=NAN)], "session 'a': reward is nan: expected a finite"),
+        ([but(SESSION, reward=float("inf"))], "reward is inf"),
+    ],
+    "links": [
+        ([LINK, but(CHILD, parent=1)], "turn 2: parent 1 is not a turn"),
+        ([LINK, but(CHILD, parent=2)], "parent 2 is not another turn_index"),
+        ([LINK, but(CHILD, parent=-1)], "parent -1 is not another turn_index"),
+        (
+            [but(LINK, parent=2, order=0), but(CHILD, parent=None)],
+            "order 0 does not come after its parent's, 1",
+        ),
+        ([but(LINK, order=None), CHILD], "its parent has no order"),
+        ([LINK, but(CHILD, order=0)], "order 0 is repeated"),
+        ([but(LINK, order=-1)], "order is -1"),
+        ([LINK, but(CHILD, rewritten_by=0)], "rewritten_by 0 is not a later turn"),
+        ([but(LINK, rewritten_by=1), CHILD], "rewritten_by 1 is not a turn"),
+        ([but(LINK, link_reason="because")], "is 'because': expected one of root"),
+        ([LINK, LINK], "turn_index is repeated"),
+    ],
+    "drift": [
+        ([but(DRIFT, parent=None)], "parent is null"),
+        ([but(DRIFT, parent=2)], "parent 2 is not another turn_index"),
+        ([but(DRIFT, lcp=-1)], "lcp is -1"),
+        (
+            [but(DRIFT, tokens_after_drift=3)],
+            "tokens_after_drift 3 exceeds the size 2",
+        ),
+        ([but(DRIFT, cause="magic")], "cause is 'magic'"),
+        ([but(DRIFT, region="moon")], "region is 'moon'"),
+        ([but(DRIFT, cause="clean")], "cause is 'clean' with a size of 2"),
+        (
+            [but(DRIFT, size=0, tokens_after_drift=0)],
+            "'last_reply' with a size of 0",
+        ),
+        ([but(DRIFT, resync_path=3)], "resync columns are null together"),
+        (
+            [but(DRIFT, resync_path=3, resync_prompt=3)],
+            "resync columns are null together",
+        ),
+    ],
+    "rows": [
+        ([ROW, ROW], "session 'a', row 0: row_index is repeated"),
+        (row(input_ids=[1, 2, 3, -4]), r"input_ids\[3\] is -4"),
+        (row(loss_mask=[False] * 3), "3 elements of loss_mask for 4"),
+        (row(logprobs=[None] * 5), "5 logprobs for 4 input_ids"),
+        (row(prompt_length=5), "prompt_length is 5 in a row of 4"),
+        (row(prompt_length=-1), "prompt_length is -1"),
+        (row(prompt_length=3), r"loss_mask\[2\] is true within the prompt"),
+        (row(loss_mask=[False, False, None, True]), r"loss_mask\[2\] is null"),
+        (
+            row(logprobs=[-1.0, None, None, None]),
+            r"logprobs\[0\] is not null, but loss_mask is false",
+        ),
+        (row(logprobs=[None, None, NAN, None]), r"logprobs\[2\] is nan"),
+        (row(rollout_mask_sum=1), "is 1 in a row that trains 2"),
+        (row(rollout_mask_sum=-1), "rollout_mask_sum is -1"),
+        (row(shared_length=1), "shared_length is 1 without a parent_row"),
+        ([ROW, but(SECOND, parent_row=1)], "parent_row 1 is not an earlier row_index"),
+        ([ROW, but(SECOND, shared_length=5)], "shared_length is 5 in a row of 4"),
+        (
+            [ROW, but(SECOND, **LONGER, shared_length=5)],
+            "shared_length is 5, but the parent row has 4",
+        ),
+        (row(reward=NAN), "reward is nan"),
+        (row(row_weight=1.5), "row_weight is 1.5"),
+        (row(spans=[None, *ROW["spans"]]), r"spans\[0\] has a null"),
+        (span(kind=None), r"spans\[0\] has a null"),
+        (span(kind="odd"), "of kind 'odd': expected one of trained"),
+        (span(stop=5, output_stop=3), "2:5 .* must lie within the row"),
+        (span(start=3), "must be as long as its output range"),
+        (span(output_start=-1), "its output range runs backwards"),
+        (
+            row(spans=[but(LOST, output_start=2, output_stop=0), SPAN]),
+            "its output range runs backwards",
+        ),
+        (span(turn_index=-1), "its turn_index is negative"),
+        (span(start=1, output_stop=3), "loss_mask is true in trained spans"),
+        (span(kind="duplicate"), "loss_mask is true in trained spans"),
+        (span(kind="cut"), "an absorbed, cut or no_splice_point span is empty"),
+        (row(spans=[SPAN, SPAN]), "not overlap the previous span"),
+        (row(spans=[]), "is true for 2 tokens, but the trained spans have 0"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "rows", "match"),
-    [(kind, rows, match) for k, (kind, rows, match) in enumerate(BAD)],
+    [(kind, *case) for kind, cases in BAD.items() for case in cases],
 )
 def test_what_breaks_a_rule_is_refused_and_rejected(kind, rows, match):
     table = table_of(kind, rows)
@@ -596,9 +555,8 @@ def test_slices_of_lists_with_nulls_are_taken():
 
 
 def test_logprobs_of_a_slice_are_its_own():
-    table = table_of(
-        "turns", [TURN, but(TURN, turn_index=1, output_logprobs=[NAN] * 2)]
-    )
+    later = but(TURN, turn_index=1, output_logprobs=[NAN] * 2)
+    table = table_of("turns", [TURN, later])
     first, second = validate(table.slice(0, 1)), table.slice(1)
     assert first["output_logprobs"].to_pylist() == [TURN["output_logprobs"]]
     with pytest.raises(InvalidTurnsError, match=r"turn 1: output_logprobs\[0\] is nan"):

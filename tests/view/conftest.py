@@ -9,7 +9,7 @@ import pytest
 import trajkit as tk
 from benchmarks import data
 from tests.view.browser import CHROMIUM, browser
-from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.cli.options import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "shim/trajkit_shim/engines/embedded"

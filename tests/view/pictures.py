@@ -10,7 +10,7 @@ from pathlib import Path
 
 import trajkit as tk
 from tests.view.browser import browser
-from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.cli.options import load_tokenizer
 from trajkit.view import page
 
 TOKENIZER = Path("shim/trajkit_shim/engines/embedded")

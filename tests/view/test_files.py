@@ -14,7 +14,7 @@ from trajkit.cli import view as command
 from trajkit.schema import CAUSES, LOSSES, OUTPUT_KINDS, SESSIONS, TEXT_CAUSES
 from trajkit.view import page, view
 from trajkit.view.document import SCRIPTS
-from trajkit.view.tables import Selection, token_pieces
+from trajkit.view.tables import selected, token_pieces
 
 STATIC = files("trajkit.view") / "static"
 
@@ -113,18 +113,18 @@ def batches(*names, n=1):
     return tk.from_records(turns_of(*names, n=n)).to_batches(max_chunksize=1)
 
 
-def chosen(selection, *names):
-    turns, total = selection.of(iter(batches(*names)))
+def chosen(*names, **choice):
+    turns, total = selected(iter(batches(*names)), **choice)
     assert total == len(names)
     return turns["session_id"].unique().to_pylist()
 
 
 def test_a_sample_is_the_same_whatever_the_order_of_sessions():
     names = [f"s{k}" for k in range(40)]
-    sample = chosen(Selection(sample=7), *names)
+    sample = chosen(*names, sample=7)
     assert len(sample) == 7
-    assert sorted(sample) == sorted(chosen(Selection(sample=7), *reversed(names)))
-    assert set(chosen(Selection(sample=3), *names)) <= set(sample)
+    assert sorted(sample) == sorted(chosen(*reversed(names), sample=7))
+    assert set(chosen(*names, sample=3)) <= set(sample)
     assert sample != names[:7]
 
 
@@ -135,8 +135,7 @@ def test_the_worst_sessions_come_from_each_ranking_in_turn():
     records[2]["output_ids"] = [3, 4, 5]
     records[2]["output_logprobs"] = [-0.1] * 3
     turns = tk.from_records(records)
-    worst = Selection(worst=2, policy=tk.policy("slime"))
-    found, _ = worst.of(iter(turns.to_batches()))
+    found, _ = selected(turns.to_batches(), worst=2, policy=tk.policy("slime"))
     assert found["session_id"].unique().to_pylist() == ["s2", "s3"]
 
 

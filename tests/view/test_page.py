@@ -360,25 +360,6 @@ def test_violations_are_shown_with_the_row_s_tokens(tab, write, recorded):
     assert "break no rule" in tab.text("#panel")
 
 
-@pytest.mark.parametrize("pack_tokens", [1_000, 100_000])
-def test_packs_are_those_of_the_session_s_rows(tab, write, recorded, pack_tokens):
-    turns, session = recorded
-    packs = tk.pack(tk.linearize(turns), pack_tokens, oversize="carry")
-    tab.open(write(turns, ["faithful"], pack_tokens=pack_tokens))
-    tab.go(s=session, tab="forest")
-    sizes = [(one["n_tokens"], len(one["segment_start"])) for one in packs.to_pylist()]
-    assert tab.texts(".packs figcaption") == [
-        f"pack {k}: {n:,} tokens in {parts} segment{'s' * (parts > 1)}"
-        for k, (n, parts) in enumerate(sizes[:24])
-    ]
-    # every segment is drawn down to the last token that attends to it
-    drawn = tab.run("TK.app.session.policies[0].packs")
-    for one, pack in zip(drawn, packs.to_pylist(), strict=True):
-        starts = [*pack["segment_start"], pack["n_tokens"]]
-        for start, stop, end in zip(starts, starts[1:], one["end"], strict=False):
-            assert set(pack["subtree_end"][start:stop]) == {end}
-
-
 def test_two_runs_are_compared(tab, write, recorded, long):
     turns, _ = recorded
     policies = ["faithful", "slime"]

@@ -20,8 +20,7 @@ from trajkit.cli import view
 from trajkit.cli.options import Reading
 from trajkit.cli.policies import policy_of
 from trajkit.errors import ArgumentError
-from trajkit.view.server import LiveRun, Options, ViewServer
-from trajkit.view.tables import Selection
+from trajkit.view.server import LiveRun, ViewServer
 
 CALLS = [
     {"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
@@ -32,9 +31,10 @@ CALLS = [
 @contextmanager
 def serving(path, **options):
     follow = options.get("follow", False)
-    source = view.Run([str(path)], None, Reading(), Selection(), follow=follow)
-    live = LiveRun(source, Options(("faithful", "slime"), policy_of, **options))
-    with ViewServer([live], "run") as server:
+    source = view.Run([str(path)], None, Reading(), {}, follow=follow)
+    options |= {"policies": ("faithful", "slime"), "parse": policy_of}
+    live = LiveRun("run", source.version, source.load, **options)
+    with ViewServer([live]) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

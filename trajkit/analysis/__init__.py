@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     )
     from trajkit.analysis.drift import classify_drift as classify_drift
     from trajkit.analysis.drift import explain_drift as explain_drift
-    from trajkit.analysis.drift import (
-        explain_drift_batches as explain_drift_batches,
-    )
+    from trajkit.analysis.drift import explain_drift_batches as explain_drift_batches
     from trajkit.analysis.rows import call_tree as call_tree
     from trajkit.analysis.rows import why as why
     from trajkit.analysis.run_metrics import metrics as metrics

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arguments import chosen_int
 from trajkit.analysis.drift import codes, turn_lines
 from trajkit.rows.links import read_linked
 from trajkit.schema import BRANCHES, KEY_BYTES, LABELS, LINK_REASONS
@@ -25,87 +24,41 @@ OPENING_TOKENS = 32
 
 
 @stage
-def label_branches(
-    turns: TableLike, links: Source, *, opening_tokens: int = OPENING_TOKENS
-) -> pa.Table:
+def label_branches(turns: TableLike, links: Source) -> pa.Table:
     """Label the turns that open a branch, with the evidence for each label.
 
-    A turn's *state* is its request followed by its reply; a call that continues the
-    turn repeats it. Requests are compared by messages if both turns have them, else by
-    tokens, by which a reply that comes back in other tokens looks like a rewrite. An
-    agent has turns with the same ``agent_id``, or without one the same first message, or
-    without messages the same first ``opening_tokens`` tokens.
-
-    Every turn but the session's first gets the first label that applies, or none:
-
-    sub_agent
-        No earlier turn belongs to its agent. Compared with the previous turn.
-    rewrite
-        In ``links``, the request replaced another turn's reply.
-    sibling, retry, rollback
-        An earlier turn of its agent has the same prompt ids or the same messages. It is
-        a rollback if that turn was already continued. Otherwise it is a sibling (best
-        of n) if both ran at the same time (``started_at``, ``ended_at``) or if both are
-        continued later, else a retry.
-    rollback
-        The request is the beginning of an earlier state. Or it departs from one at the
-        end of a reply, and is shorter than that state's request.
-    rewrite
-        It departs from an earlier state, and it is at least as long as that state's
-        request or has the same message after the first that differs.
-    compaction
-        It departs from an earlier state otherwise: the history became shorter.
-
-    The earlier state is the agent's state with the longest common beginning, the latest
-    on ties. A turn that repeats the complete state of its parent, which was not continued
-    yet, has no label.
+    docs/drift.md defines the labels.
 
     Parameters
     ----------
     turns, links : table
-        As for `trajkit.classify_drift`. The columns ``agent_id`` (string),
-        ``started_at`` and ``ended_at`` (timestamps) of turns are optional.
-    opening_tokens : int
-        Prompt tokens that identify an agent without an ``agent_id`` and messages.
+        As for `trajkit.classify_drift`, and so are the errors. The columns ``agent_id``
+        (string), ``started_at`` and ``ended_at`` (timestamps) of turns are optional.
 
     Returns
     -------
     Table
         `trajkit.schema.BRANCHES`, one row per labelled turn, in the order of ``turns``.
 
-    Raises
-    ------
-    SchemaError, InvalidTurnsError, ArgumentError
-        As `trajkit.classify_drift`; ``opening_tokens`` is no integer of 1 or more.
-
     References
     ----------
     A retry has identical prompt ids, a later sibling has not, as in miles'
     https://github.com/radixark/miles/tree/31f1ca9/miles/rollout/session/v2/picker_hub
     """
-    opening_tokens = chosen_int("opening_tokens", opening_tokens, 1)
 
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
         calls, forest, records = read_linked(turns, links)
-        found = [
-            branch
-            for s in range(len(calls))
-            for branch in _Session(calls, forest, records, s, opening_tokens).branches()
-        ]
-        columns = zip(*found, strict=True) if found else [()] * 6
-        call, label, other, evidence, messages, tokens = columns
-        others = np.array(other, np.int64)
-        return turn_lines(
-            BRANCHES,
-            calls,
-            call,
-            codes([LABELS.index(name) for name in label], LABELS),
-            calls.turn_index[others],
-            messages,
-            tokens,
-            calls.path_len[others] - np.array(tokens, np.int64),
-            evidence,
+        sessions = (_Session(calls, forest, records, s) for s in range(len(calls)))
+        found = [branch for session in sessions for branch in session.branches()]
+        call, label, other, why, messages, tokens = (
+            [b[k] for b in found] for k in range(6)
         )
+        others = np.array(other, np.int64)
+        dropped = calls.path_len[others] - np.array(tokens, np.int64)
+        labels = codes([LABELS.index(name) for name in label], LABELS)
+        turn = calls.turn_index[others]
+        columns = labels, turn, messages, tokens, dropped, why
+        return turn_lines(BRANCHES, calls, call, *columns)
 
     return apply(one, turns, table_of=as_turns, links=links)
 
@@ -120,29 +73,26 @@ _KEY_INTS = KEY_BYTES // 4
 class _Session:
     """The branches of one session. Call numbers are indices into the table."""
 
-    def __init__(
-        self, calls: Sessions, forest: Forest, links: Records, s: int, opening: int
-    ) -> None:
+    def __init__(self, calls: Sessions, forest: Forest, links: Records, s: int) -> None:
         lo, hi = calls.offsets[s : s + 2].tolist()
-        self._calls, self._range, self._opening = calls, range(lo, hi), opening
-        self._shared_with, self._parents = forest.shared_with, links["parent"]
-        by, reason = links["rewritten_by"], links["link_reason"]
+        self._calls, self._range = calls, range(lo, hi)
+        self._shared_with, self._parents = forest.shared_with, links["parent"].tolist()
+        by, reason = links["rewritten_by"].tolist(), links["link_reason"]
         # by call that replaces a reply: the call whose reply it was
         self._rewritten = {
-            int(by[call]): call
+            by[call]: call
             for call in self._range
             if by[call] >= 0 and reason[by[call]] == LINK_REASONS.index("rewrite")
         }
         self._children: dict[int, list[int]] = defaultdict(list)
         for call in self._range:
-            self._children[int(self._parents[call])].append(call)
+            self._children[self._parents[call]].append(call)
         own = SessionCalls(calls.part(s, s + 1))
         self._table, replies = own.table, own.table["response"].to_pylist()
         # by call with known messages: their keys, and these and the key of the reply
         self._keys: dict[int, tuple[Ints, Ints]] = {}
-        for call in self._range:
+        for call, reply in enumerate(replies, lo):
             if (messages := own.messages(call - lo)) is not None:
-                reply = replies[call - lo]
                 state = messages.keys + (reply["key"] if reply else b"")
                 request = np.frombuffer(messages.keys, np.int32)
                 self._keys[call] = request, np.frombuffer(state, np.int32)
@@ -165,7 +115,7 @@ class _Session:
             elif call > self._range.start:
                 label = self._label(call, *name)
             if label is not None:
-                known = call in self._keys and label[1] in self._keys
+                known = {call, label[1]} <= self._keys.keys()
                 messages = self._shared(call, label[1], "message") if known else None
                 yield call, *label, messages, self._shared(call, label[1], "token")
             asked |= dict.fromkeys(questions, call)
@@ -177,7 +127,7 @@ class _Session:
             return "agent_id", agent_id
         if call in self._keys:
             return "first message", self._keys[call][0][:_KEY_INTS].tobytes()
-        opening = self._calls.prompt(call)[: self._opening]
+        opening = self._calls.prompt(call)[:OPENING_TOKENS]
         for kind, known in self._agents:
             if kind == "opening":
                 head = np.frombuffer(known, np.int32)
@@ -186,7 +136,6 @@ class _Session:
         return "opening", opening.tobytes()
 
     def _label(self, call: int, kind: str, value: object) -> _Label | None:
-        """The label of a turn with a new request."""
         agent = self._agents.get((kind, value))
         if agent is None:
             which = f" {value!r}" if kind == "agent_id" else ""
@@ -195,7 +144,7 @@ class _Session:
             other = self._rewritten[call]
             why = f"links: it replaces the reply of {self._turn(other)}"
             return "rewrite", other, why
-        parent = int(self._parents[call])
+        parent = self._parents[call]
         siblings = self._children[parent] if parent >= 0 else []
         if parent in agent and siblings[0] == call:
             unit = "message" if {call, parent} <= self._keys.keys() else "token"
@@ -260,7 +209,6 @@ class _Session:
         return [int(of[call]) for of in lengths]
 
     def _value(self, name: str, call: int) -> Any:
-        """A value of a column that may be missing."""
         if name not in self._table.column_names:
             return None
         return self._table[name][call - self._range.start].as_py()

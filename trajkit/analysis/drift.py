@@ -1,11 +1,15 @@
-"""How prompts depart from their parents' paths: the ``drift`` and ``findings`` tables."""
+"""How prompts depart from their parents' paths: the ``drift`` and ``findings`` tables.
+
+A stretch is a token range of the path and the range of the prompt in its place: path
+start, path stop, prompt start, prompt stop.
+"""
 
 import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,22 +28,15 @@ from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions
 
-
-class Stretch(NamedTuple):
-    """A token range of the path, and the range of the prompt in its place."""
-
-    path_start: int
-    path_stop: int
-    prompt_start: int
-    prompt_stop: int
-
+_Stretch: TypeAlias = tuple[int, int, int, int]
+_Cause: TypeAlias = tuple[str | None, _Stretch]
 
 DESCRIBED = tuple(_core.ENUMS["DriftLine"])
 """The columns that the kernel fills, in its order (_native/drift.pxi)."""
 _RESYNC = ("resync_path", "resync_prompt", "resync_length")
 numbers("Region", REGIONS)
 numbers("Cause", CAUSES)
-numbers("Difference", Stretch._fields)
+numbers("Difference", ("path_start", "path_stop", "prompt_start", "prompt_stop"))
 
 MIN_RUN = 8
 """Contiguous tokens that path and prompt must have in common to agree again."""
@@ -84,9 +81,8 @@ def classify_drift(
         Tokens that prompt and path must have in common to agree again after drift.
     tokenizer : Tokenizer, optional
         The engine's: any object with ``encode(text, add_special_tokens=False)`` and
-        ``decode(ids, skip_special_tokens=False)``, such as those of transformers and
-        ``tokenizers.Tokenizer``. ``cause`` is then that of the turn's first finding
-        (`trajkit.analysis.explain_drift`), or ``clean``.
+        ``decode(ids, skip_special_tokens=False)``. ``cause`` is then that of the turn's
+        first finding (`trajkit.analysis.explain_drift`), or ``clean``.
 
     Returns
     -------
@@ -94,11 +90,7 @@ def classify_drift(
         `trajkit.schema.DRIFT`, one row per turn with a parent. ``resync`` is the longest
         common run of ``min_run`` tokens or more after lcp, the first in the prompt;
         without one, the longest shorter run that ends with the message in which drift
-        starts. ``cause`` is ``clean``; ``truncated`` (the prompt ends at lcp);
-        ``head_dropped`` (at least min_run tokens at lcp in the prompt are found later in
-        the path); ``middle_edited`` (they agree again later in the prompt);
-        ``tail_changed`` (the last reply changed and they do not agree again);
-        ``diverged`` (any other).
+        starts. docs/drift.md defines the causes.
 
     Raises
     ------
@@ -179,21 +171,16 @@ def explain_drift(
     Parameters
     ----------
     turns, links, tokenizer, min_run
-        As for `trajkit.classify_drift`. A span that no cause explains is split at common
-        runs of less than ``min_run`` tokens if that explains every part.
+        As for `trajkit.classify_drift`, and so are the errors. A span that no cause
+        explains is split at shorter common runs if that explains every part.
 
     Returns
     -------
     Table
         `trajkit.schema.FINDINGS`: one or more rows per turn whose prompt does not begin
-        with its parent's path. `trajkit.schema.TEXT_CAUSES` defines the causes. Tokens
-        that the prompt adds after the path are not findings. JSON is searched in messages
-        of up to 16,384 tokens.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError, ArgumentError
-        As `trajkit.classify_drift`.
+        with its parent's path, with causes of `trajkit.schema.TEXT_CAUSES`. Tokens that
+        the prompt adds after the path are not findings. JSON is searched in messages of up
+        to 16,384 tokens.
     """
     min_run = chosen_int("min_run", min_run, 1)
     codec = Codec(tokenizer)
@@ -223,8 +210,8 @@ def _causes(
             parent, shared = links["parent"][call].item(), links["lcp"][call].item()
             if parent < 0 or shared == calls.path_len[parent]:
                 continue
-            path = Side(codec, calls.path(parent))
-            prompt = Side(codec, calls.prompt(call))
+            path = _Side(codec, calls.path(parent))
+            prompt = _Side(codec, calls.prompt(call))
             other = other_text_cause(session, parent - lo, call - lo)
             causes = _explained(path, prompt, shared, min_run)
             for number, (cause, stretch) in enumerate(causes):
@@ -245,15 +232,14 @@ def other_text_cause(calls: SessionCalls, parent: int, call: int) -> str:
     return "template" if reply else "other_text"
 
 
-class Side:
+class _Side:
     """The tokens of one side, path or prompt, as text."""
 
     def __init__(self, codec: Codec, ids: Ids) -> None:
         self.ids, self._codec = ids, codec
         self.special = codec.special(ids)
         # number of special tokens before each position, shape (n_ids + 1,)
-        self.borders = np.zeros(len(ids) + 1, np.int32)
-        np.cumsum(self.special, out=self.borders[1:])
+        self.borders = np.append(0, np.cumsum(self.special)).astype(np.int32)
         self._ends = np.append(np.flatnonzero(self.special), len(ids))
         # the start of a message, a position in it, and the text between
         self._read = 0, 0, ""
@@ -275,11 +261,9 @@ class Side:
         return self._codec.text(self.ids[start : stop + _NEIGHBOURS])
 
     def plain(self, start: int, stop: int) -> str:
-        """The text without special tokens and white space."""
         return _squeezed(self._codec.plain(self.ids[start:stop]))
 
     def specials(self, start: int, stop: int) -> list[int]:
-        """The special tokens among these."""
         found: list[int] = self.ids[start:stop][self.special[start:stop]].tolist()
         return found
 
@@ -288,10 +272,7 @@ class Side:
         return place == len(self.ids) or bool(self.special[place])
 
     def whole_words(self, start: int, stop: int, text: str) -> str:
-        """A span's text with the words that begin before it and go on after it.
-
-        White space and the notation of Python literals are removed.
-        """
+        """A span's text in JSON's notation, with the rest of words that it cuts."""
         tail = self.before(start)[: -_NEIGHBOURS * 16 : -1]
         after = self.text(stop, stop + _NEIGHBOURS)
         words = [_WORD.match(one) for one in (tail, after)]
@@ -299,10 +280,7 @@ class Side:
         return _squeezed(_in_json(head[::-1] + text + rest))
 
     def before(self, place: int) -> str:
-        """The text of a message up to the token at this position.
-
-        Each message is decoded once if positions ascend.
-        """
+        """The text of a message up to a position; decoded once if positions ascend."""
         start = self._message(place)[0]
         first, read, text = self._read
         if first != start or read > place:
@@ -325,11 +303,9 @@ class Side:
         return start, max(int(self._ends[min(k, len(self._ends) - 1)]), start)
 
 
-def _explained(
-    path: Side, prompt: Side, lcp: int, min_run: int
-) -> Iterator[tuple[str | None, Stretch]]:
+def _explained(path: _Side, prompt: _Side, lcp: int, min_run: int) -> Iterator[_Cause]:
     """The spans that differ, and the cause of each; None for other text."""
-    after_lcp = Stretch(lcp, len(path.ids), lcp, len(prompt.ids))
+    after_lcp = lcp, len(path.ids), lcp, len(prompt.ids)
     for stretch in _differences(path, prompt, after_lcp, min_run):
         cause = _text_cause(path, prompt, stretch)
         runs = _CLOSER_RUNS if cause is None else _COARSE.get(cause, ())
@@ -341,16 +317,16 @@ def _explained(
 
 
 def _closer(
-    path: Side, prompt: Side, stretch: Stretch, runs: list[int]
-) -> list[tuple[str | None, Stretch]]:
+    path: _Side, prompt: _Side, stretch: _Stretch, runs: list[int]
+) -> list[_Cause]:
     """The parts of a span if each has its own cause, else an empty list."""
-    end = stretch.path_stop
-    for run in runs if stretch.path_start < end else ():
+    start, end, _, prompt_end = stretch
+    for run in runs if start < end else ():
         pieces = _differences(path, prompt, stretch, run)
         # Tokens that the prompt has after the end of the path's span differ as well.
-        after = pieces[-1].prompt_stop + end - pieces[-1].path_stop
-        if after < stretch.prompt_stop:
-            pieces.append(Stretch(end, end, after, stretch.prompt_stop))
+        after = pieces[-1][3] + end - pieces[-1][1]
+        if after < prompt_end:
+            pieces.append((end, end, after, prompt_end))
         if 1 < len(pieces) <= _MOST_PIECES:
             causes = (_text_cause(path, prompt, piece) for piece in pieces)
             explained = list(zip(takewhile(bool, causes), pieces, strict=False))
@@ -359,10 +335,11 @@ def _closer(
     return []
 
 
-def _differences(path: Side, prompt: Side, stretch: Stretch, run: int) -> list[Stretch]:
-    """The spans between common runs where the two sides differ."""
+def _differences(
+    path: _Side, prompt: _Side, stretch: _Stretch, run: int
+) -> list[_Stretch]:
     start, stop, prompt_start, prompt_stop = stretch
-    out = np.empty((stop - start + 1, len(Stretch._fields)), np.int64)
+    out = np.empty((stop - start + 1, 4), np.int64)
     n_found = _core.align(
         path.ids[start:stop],
         prompt.ids[prompt_start:prompt_stop],
@@ -372,13 +349,13 @@ def _differences(path: Side, prompt: Side, stretch: Stretch, run: int) -> list[S
         out,
     )
     found = out[:n_found] + np.array([start, start, prompt_start, prompt_start])
-    return [Stretch(*line) for line in found.tolist()]
+    return [(a, b, c, d) for a, b, c, d in found.tolist()]
 
 
-def _text_cause(path: Side, prompt: Side, stretch: Stretch) -> str | None:
+def _text_cause(path: _Side, prompt: _Side, stretch: _Stretch) -> str | None:
     """The cause (`trajkit.schema.TEXT_CAUSES`) of a span, or None for other text."""
     old, new = stretch[:2], stretch[2:]
-    if stretch.prompt_start == len(prompt.ids):
+    if new[0] == len(prompt.ids):
         return "truncated"
     was, now = path.text(*old), prompt.text(*new)
     other_specials = path.specials(*old) != prompt.specials(*new)
@@ -397,27 +374,26 @@ def _text_cause(path: Side, prompt: Side, stretch: Stretch) -> str | None:
         return "tool_arguments"
     if same_space:
         return "white_space"
-    answer, reasoned = _without_reasoning(was, path.before(stretch.path_start))
-    other, still = _without_reasoning(now, prompt.before(stretch.prompt_start))
+    answer, reasoned = _without_reasoning(was, path.before(old[0]))
+    other, still = _without_reasoning(now, prompt.before(new[0]))
     if not still and answer == other:
         return "reasoning_dropped" if reasoned else "template"
-    if ordinary and was.startswith(now) and path.ends_message(stretch.path_stop):
-        end = prompt.text(stretch.prompt_stop, stretch.prompt_stop + 1)
-        if prompt.ends_message(stretch.prompt_stop):
+    if ordinary and was.startswith(now) and path.ends_message(old[1]):
+        end = prompt.text(new[1], new[1] + 1)
+        if prompt.ends_message(new[1]):
             # Sampled text may have been read as the end of the message.
             return "special_tokens" if end and end in was else "truncated"
     return None
 
 
 def _same_object(
-    path: Side, prompt: Side, stretch: Stretch, was: str, now: str
+    path: _Side, prompt: _Side, stretch: _Stretch, was: str, now: str
 ) -> bool:
     """Whether the texts are part of equal JSON objects, with the same index."""
     head = _in_common(was, now)
     rest = _in_common(was[head:][::-1], now[head:][::-1])
     found = []
-    sides = (path, stretch.path_start, was), (prompt, stretch.prompt_start, now)
-    for side, start, text in sides:
+    for side, start, text in ((path, stretch[0], was), (prompt, stretch[2], now)):
         first = len(side.before(start)) + head
         last = first + len(text) - head - rest
         for number, (at, end, value) in enumerate(side.objects(start)):
@@ -427,9 +403,9 @@ def _same_object(
 
 
 def _in_common(a: str, b: str) -> int:
-    """The length of the common prefix."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((k for k, pair in pairs if pair[0] != pair[1]), min(len(a), len(b)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    )
 
 
 def json_objects(text: str) -> list[tuple[int, int, str]]:
@@ -467,7 +443,6 @@ _DECODER = json.JSONDecoder(object_hook=_with_arguments, parse_float=_number)
 
 
 def _in_json(text: str) -> str:
-    """The text with Python literals replaced by JSON's."""
     return _LITERAL.sub(lambda match: _LITERALS[match[0]], text)
 
 

@@ -3,8 +3,6 @@
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from itertools import repeat
-from operator import itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,13 +21,17 @@ from trajkit.rows.links import link
 from trajkit.schema import EMPTY_KINDS, ROW_CHECKS, ROW_REASONS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical_rows
+from trajkit.tables.columns import take_session, tuples
 from trajkit.tables.ragged import Array, Bools, Ints, Longs, positions
-from trajkit.tables.take import take_session, tuples
 from trajkit.turns.delta import expand
-from trajkit.turns.flat_buffers import TurnTokens, flat_rows, flat_turns, sessions_of
+from trajkit.turns.flat_buffers import (
+    aborted_calls,
+    flat_rows,
+    flat_turns,
+    sessions_of,
+)
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
-from trajkit.turns.trainability import aborted_calls
 from trajkit.verification.context import consecutive
 from trajkit.verification.foreign_rows import TOLERANCE, Sampled
 from trajkit.verification.row_forms import is_rows, plain_rows
@@ -73,18 +75,6 @@ def check_rows(
     ------
     SchemaError
         Rows have no column of ids, or none of a mask.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> turns = tk.from_records(
-    ...     [{"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4]}]
-    ... )
-    >>> rows = {"input_ids": [[1, 2, 3, 4]], "loss_mask": [[0, 1, 1, 0]]}
-    >>> for line in tk.check_rows(rows, turns)["detail"].to_pylist():
-    ...     print(line)
-    trains 2 of 2 tokens of turn 0, if its mask is shifted right by 1
-    the mask is shifted left by 1: it trains the token before each sampled one
     """
     table, plain = as_turns(turns), plain_rows(rows)
     check = _Check(table, None if policy is None else named_policy(policy))
@@ -101,12 +91,12 @@ class _Check:
         calls = Sessions.of(table)
         self.turns = flat_turns(calls)
         self.outputs, self.owner = self.turns.outputs, self.turns.outputs.owner
-        every = range(calls.n_calls)
         self.sessions = {name: k for k, name in enumerate(calls.ids.to_pylist())}
         # the paths as bytes that compare like their tokens, sorted, and their calls
-        paths = [_key(np.append(self.turns.prompts[k], self.outputs[k])) for k in every]
-        self.order = np.array(sorted(every, key=paths.__getitem__), np.int64)
-        self.keys = [paths[k] for k in self.order.tolist()]
+        prompts = enumerate(self.turns.prompts)
+        paths = [_key(np.append(prompt, self.outputs[k])) for k, prompt in prompts]
+        order = sorted(range(calls.n_calls), key=paths.__getitem__)
+        self.order, self.keys = np.array(order, np.int64), [paths[k] for k in order]
         may = calls.calls["trainable"].astype(np.bool_)
         if policy is None or not policy.train_aborted:
             may &= ~aborted_calls(calls)
@@ -115,9 +105,15 @@ class _Check:
         # and where.
         self.may = np.append(may[self.owner] & self.turns.unmasked, True)
         self.left_by, self.left_at = np.full((2, len(self.may)), -1)
-        due = self.may[:-1]
+        due = self.may[:-1].copy()
         if policy is not None:
-            due = due & ~_lost(self.turns, output_spans(table, policy))
+            spans = output_spans(table, policy)
+            spans = spans.filter(
+                pc.not_equal(spans["kind"].cast(pa.string()), "trained")
+            )
+            turn, start, stop = (spans[name].to_numpy() for name in _PLACE)
+            lost = calls.named(sessions_of(spans, calls), turn)
+            due[positions(self.outputs.offsets[lost] + start, stop - start)] = False
         self.sampled = Sampled(self.turns, due)
         self.repeats = policy is not None and policy.train_in == "every"
         self.splices = policy is not None and policy.on_drift == "splice"
@@ -127,11 +123,9 @@ class _Check:
         self.seen: set[str] = set()
 
     def add(self, kind: str, detail: str, **more: Any) -> None:
-        """Add a line."""
         self.lines.append({"kind": kind, "detail": detail, **self.place, **more})
 
     def row(self, row: int, given: dict[str, Any]) -> None:
-        """Add the lines of a row of `plain_rows`."""
         ids = given["input_ids"].values.to_numpy()
         mask = given["loss_mask"].values.to_numpy(zero_copy_only=False)
         if not len(ids):
@@ -143,22 +137,22 @@ class _Check:
         first = given["padding"].as_py() + dropped
         if given["logprobs"].is_valid:
             logprobs = given["logprobs"].values.fill_null(np.nan).to_numpy()[dropped:]
-        tries = []
+        best: tuple[Any, ...] = ()
         for k in sessions:
             calls = self.turns.calls_of(k)
             found = self.sampled.find(ids, calls, mask, everywhere=True)
-            if found[2]:
-                there = found[0] >= 0
-                # of equal sessions, one that no earlier row trains
-                n_again = int((self.sampled.trained_by[found[0][there]] >= 0).sum())
-                n_trained = int((mask & there).sum())
-                tries.append(((n_trained, -n_again), k, *found[:2]))
-        if not tries:
+            there = found[0] >= 0
+            # of equal sessions, one that no earlier row trains
+            again = self.sampled.trained_by[found[0][there]] >= 0
+            rank = int((mask & there).sum()), -int(again.sum())
+            if found[2] and (not best or rank > best[0]):
+                best = rank, k, *found
+        if not best:
             n, where = int(mask.sum()), f" of session {name!r}" if named else ""
             words = f"{count(n)} trained, and no turn{where} begins like it"
             self.add("not_found", words, tokens=n)
             return
-        _, session, source, in_context = max(tries, key=itemgetter(0))
+        _, session, source, in_context, _ = best
         self.place["session_id"] = name = self.turns.calls.ids[session].as_py()
         self.seen.add(name)
         sampled, may = source >= 0, self.may[source]
@@ -225,10 +219,9 @@ class _Check:
             self.add("trains", words, turn_index=turn, tokens=n)
             twice = again[mine & (again >= 0)]
             if len(twice) and not self.repeats:
-                words = (
-                    f"{count(len(twice))} of turn {turn} that row {twice[0]} trains too"
-                )
-                self.add("trained_twice", words, turn_index=turn, tokens=len(twice))
+                n = len(twice)
+                words = f"{count(n)} of turn {turn} that row {twice[0]} trains too"
+                self.add("trained_twice", words, turn_index=turn, tokens=n)
             n = int((mine & ~in_context).sum())
             if n and not self.splices:
                 words = f"{count(n)} of turn {turn} after other tokens than it saw"
@@ -265,7 +258,6 @@ class _Check:
         self.add("logprobs", words, token=first + int(at[k]), tokens=n)
 
     def absent(self) -> None:
-        """Add the sampled tokens that no row trains."""
         self.place = {}
         calls, owner = self.turns.calls, self.owner
         without = np.array([name not in self.seen for name in self.sessions], np.bool_)
@@ -288,20 +280,11 @@ class _Check:
             self.add(kind, words, **place)
 
 
+_PLACE = ("turn_index", "output_start", "output_stop")
+
+
 def _key(ids: Array) -> bytes:
     return ids.astype(">u4").tobytes()
-
-
-def _lost(turns: TurnTokens, spans: pa.Table) -> Bools:
-    """Sampled tokens that a policy does not train, from its `output_spans`."""
-    spans = spans.filter(pc.not_equal(spans["kind"].cast(pa.string()), "trained"))
-    turn, start, stop = (
-        spans[name].to_numpy() for name in ("turn_index", "output_start", "output_stop")
-    )
-    calls = turns.calls.named(sessions_of(spans, turns.calls), turn)
-    lost = np.zeros(len(turns.outputs.values), np.bool_)
-    lost[positions(turns.outputs.offsets[calls] + start, stop - start)] = True
-    return lost
 
 
 def _shifted(mask: Bools, shift: int) -> Bools:
@@ -312,10 +295,7 @@ def _shifted(mask: Bools, shift: int) -> Bools:
 
 
 def _shift_of(mask: Bools, due: Bools) -> int:
-    """By how many tokens a mask has to move to train sampled tokens only.
-
-    0 if it does so as it is, or if no shift makes it right.
-    """
+    """By how many tokens a mask has to move to train sampled tokens only, or 0."""
     missed = int((due & ~mask).sum())
     for shift in _SHIFTS if (mask & ~due).any() and due.any() else ():
         moved = _shifted(mask, shift)
@@ -346,8 +326,7 @@ def why(
 ) -> pa.Table:
     """Explain each row of a policy: the turn that opens it, and the reason.
 
-    A row may begin with turns of an earlier row. It is opened by its first turn that no
-    earlier row of the session contains.
+    A row is opened by its first turn that no earlier row of the session contains.
 
     Parameters
     ----------
@@ -382,9 +361,8 @@ def why(
         reason = _departing(table, link(table, chosen), tokenizer)
         lines = _lines(linearize(table, chosen), reason)
     names = ROW_REASONS.names
-    return pa.Table.from_pylist(
-        [dict(zip(names, line, strict=True)) for line in lines], ROW_REASONS
-    )
+    found = [dict(zip(names, line, strict=True)) for line in lines]
+    return pa.Table.from_pylist(found, ROW_REASONS)
 
 
 def _foreign_lines(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
@@ -487,7 +465,6 @@ def _parting(rows: pa.Table) -> Callable[[int, str, int], _Reason]:
 
 
 def _drift_text(drift: dict[str, Any], n_output: int) -> str:
-    """Where the prompt leaves its parent's path."""
     parent, lcp, cause = drift["parent"], drift["lcp"], drift["cause"]
     if drift["region"] == "last_reply":
         where = f"reply at token {n_output - drift['size']} of {n_output}"
@@ -508,36 +485,17 @@ def call_tree(
 ) -> list[str]:
     """Draw a session's calls with box characters, one line per call.
 
-    A call that only continues its parent is on the next line; branches are indented. A
-    line has the turn, its prompt and output tokens, its branch label, the turn that
-    started it (if the turns have the gateway's ``started_by_turn``), and its drift.
+    Branches are indented. A line has the turn, its prompt and output tokens, its branch
+    label, the turn that started it (the gateway's ``started_by_turn``), and its drift.
 
     Parameters
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
     session_id : str
-        The session to draw.
+        The session to draw; UnknownSessionError if there is none.
     policy : str or Policy
-        The policy that defines parents; see `trajkit.link`.
-
-    Raises
-    ------
-    UnknownSessionError
-        ``turns`` has no such session. Otherwise as for `trajkit.link`.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2]}
-    >>> turns = tk.from_records(
-    ...     [call, {**call, "prompt_ids": [1, 2, 3]}, {**call, "prompt_ids": [1, 2, 4]}]
-    ... )
-    >>> for line in call_tree(turns, "a"):
-    ...     print(line)
-    turn 0: prompt 1, output 1
-    ├─ turn 1: prompt 3, output 1
-    └─ turn 2: prompt 3, output 1, rewrite
+        The policy that defines parents; see `trajkit.link`, also for errors.
     """
     table = expand(take_session(as_turns(as_table(turns)), session_id))
     links = link(table, policy)
@@ -561,24 +519,18 @@ def call_tree(
 
 
 def _texts(table: pa.Table, links: pa.Table) -> dict[int, str]:
-    """The text of each turn's line."""
     labels = dict(tuples(label_branches(table, links), "turn_index", "label"))
     found = classify_drift(table, links).to_pylist()
     drift = {line["turn_index"]: line for line in found if line["size"]}
-    columns: list[Any] = [
-        table["turn_index"].to_pylist(),
-        pc.list_value_length(table["prompt_ids"]).to_pylist(),
-        pc.list_value_length(table["output_ids"]).to_pylist(),
-        repeat(None),
-    ]
+    starters: dict[int, int | None] = {}
     if "started_by_turn" in table.column_names:
-        columns[-1] = table["started_by_turn"].to_pylist()
+        starters = dict(tuples(table, "turn_index", "started_by_turn"))
     texts = {}
-    for turn, n_prompt, n_output, starter in zip(*columns, strict=False):
-        text = f"turn {turn}: prompt {n_prompt:,}, output {n_output:,}"
+    for turn, prompt, output in tuples(table, "turn_index", "prompt_ids", "output_ids"):
+        text = f"turn {turn}: prompt {len(prompt):,}, output {len(output):,}"
         if turn in labels:
             text += f", {labels[turn].replace('_', '-')}"
-        if starter is not None:
+        if (starter := starters.get(turn)) is not None:
             text += f", started by turn {starter}"
         if line := drift.get(turn):
             text += (

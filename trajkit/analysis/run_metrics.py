@@ -1,23 +1,20 @@
 """`metrics`: a run as named numbers, as experiment trackers take them."""
 
+from collections import Counter, defaultdict
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
 
-from trajkit.analysis import lazy_polars as pl
 from trajkit.analysis.drift import classify_drift
 from trajkit.errors import SchemaError
 from trajkit.policies import Policy
 from trajkit.rows.links import link
 from trajkit.schema import CAUSES, LOSSES, REPORT
+from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.columns import tuples
 from trajkit.turns.records import as_turns
-
-_SUMMED = [
-    name
-    for name in REPORT.names
-    if name in ("turns", "rows") or name.startswith(("tokens_", "lost_"))
-]
+from trajkit.turns.sessions import Sessions
 
 
 def metrics(
@@ -35,16 +32,7 @@ def metrics(
     Returns
     -------
     dict of str to float
-        The same names for every run; a mean of nothing has no entry. ``run/*`` count
-        sessions, turns and errors, ``tokens/*`` and ``rows/*`` are as in the report
-        (``trained_share`` is of sampled tokens). ``drift/*`` are of turns that drift:
-        their share of turns with a parent, sampled tokens from the start of the drift
-        (``tokens_at_stake``), turns by cause (`trajkit.schema.CAUSES`). ``reward/*`` are
-        over sessions with a reward (``std`` of the population), ``groups/*`` over groups
-        with two or more: all, and those whose rewards are equal. ``length/*`` are mean
-        turns per session, mean and longest output, longest path; ``logprob/mean`` is over
-        tokens that have one. ``staleness/*`` count weight versions, sessions sampled by
-        several, and tokens without a version.
+        The same names for every run (docs/pictures.md); a mean of nothing has no entry.
 
     Raises
     ------
@@ -52,89 +40,76 @@ def metrics(
         As `trajkit.linearize`; the report lacks a column, or is not of these turns.
     """
     table, counted = as_turns(as_table(turns)), as_table(report)
-    _check_report(table, counted)
-    sessions = pl.frame(counted, [*_SUMMED, "error", "reward", "group_id"])
-    sums = sessions.select(_SUMMED).sum().row(0, named=True)
-    lost = {reason: sums[f"lost_{reason}"] for reason in LOSSES}
-    drift = pl.frame(classify_drift(table, link(table, policy)))
-    n_linked, drift = drift.height, drift.filter(pl.col("size") > 0)
-    causes = drift["cause"].cast(pl.String)
-    rewards = sessions["reward"].drop_nulls()
-    groups = sessions.drop_nulls(["group_id", "reward"]).group_by("group_id")
-    groups = groups.agg(n=pl.len(), distinct=pl.col("reward").n_unique())
-    groups = groups.filter(pl.col("n") > 1)
-    output, context = _lengths(table)
-    versions = pl.frame(table, ["session_id", "weight_versions"])
-    versions = (
-        versions.explode("weight_versions").drop_nulls().unnest("weight_versions")
-    )
-    versions = versions.with_columns(n=pl.col("stop") - pl.col("start"))
-    mixed = versions.group_by("session_id").agg(pl.col("version").n_unique())
-    found = {
-        "run/sessions": sessions.height,
-        "run/turns": sums["turns"],
-        "run/errors": sessions["error"].count(),
-        "tokens/sampled": sums["tokens_sampled"],
-        "tokens/trained": sums["tokens_trained"],
-        "tokens/forward": sums["tokens_forward"],
-        "tokens/forward_shared": sums["tokens_forward_shared"],
-        "tokens/trained_share": _ratio(sums["tokens_trained"], sums["tokens_sampled"]),
-        "tokens/lost": sum(lost.values()),
-        **{f"tokens/lost_{reason}": n for reason, n in lost.items()},
-        "rows/count": sums["rows"],
-        "rows/per_session": _ratio(sums["rows"], sessions.height),
-        "drift/turns": drift.height,
-        "drift/turn_share": _ratio(drift.height, n_linked),
-        "drift/tokens_at_stake": drift["tokens_after_drift"].sum(),
-        **{f"drift/{cause}_turns": (causes == cause).sum() for cause in CAUSES[1:]},
-        "reward/missing": sessions.height - len(rewards),
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(ddof=0),
-        "reward/min": rewards.min(),
-        "reward/max": rewards.max(),
-        "groups/count": groups.height,
-        "groups/constant": (groups["distinct"] == 1).sum(),
-        "length/turns": _ratio(table.num_rows, sessions.height),
-        "length/output": output.mean(),
-        "length/output_max": output.max(),
-        "length/context_max": context.max(),
-        "logprob/mean": pl.frame(table, ["output_logprobs"])["output_logprobs"]
-        .explode()
-        .cast(float)
-        .mean(),
-        "staleness/versions": versions["version"].n_unique(),
-        "staleness/mixed_sessions": (mixed["version"] > 1).sum(),
-        "staleness/unknown_tokens": output.sum() - versions["n"].sum(),
-    }
-    return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def _check_report(turns: pa.Table, report: pa.Table) -> None:
-    missing = {*REPORT.names} - {*report.column_names}
-    if missing:
+    if missing := {*REPORT.names} - {*counted.column_names}:
         raise SchemaError(
             f"the report has no column {min(missing)!r}: pass the one that "
             "trajkit.report(turns, policy) returns"
         )
-    n_turns = sum(report["turns"].to_pylist())
-    if n_turns != turns.num_rows:
+    n = {
+        name: sum(counted[name].to_pylist())
+        for name in REPORT.names
+        if name in ("turns", "rows") or name.startswith(("tokens_", "lost_"))
+    }
+    if n["turns"] != table.num_rows:
         raise SchemaError(
-            f"the report counts {n_turns:,} turns, and the table has {turns.num_rows:,}: "
-            "pass the report of these turns"
+            f"the report counts {n['turns']:,} turns, and the table has "
+            f"{table.num_rows:,}: pass the report of these turns"
         )
+    n_sessions, calls = counted.num_rows, Sessions.of(table)
+    drift = classify_drift(table, link(table, policy))
+    drifts = drift.filter(pc.greater(drift["size"], 0))
+    causes = Counter(drifts["cause"].to_pylist())
+    rewards = counted["reward"].drop_null().to_numpy()
+    groups = defaultdict(list)
+    for group, reward in tuples(counted, "group_id", "reward"):
+        if group is not None and reward is not None:
+            groups[group].append(reward)
+    several = [{*group} for group in groups.values() if len(group) > 1]
+    logprobs = table["output_logprobs"].combine_chunks().flatten().drop_null()
+    outputs = calls.calls["out_len"].astype(np.int64)
+    # versions by session, and the tokens that have one
+    versions, n_known = defaultdict(set), 0
+    for name, pieces in tuples(table, "session_id", "weight_versions"):
+        for piece in pieces or ():
+            versions[name].add(piece["version"])
+            n_known += piece["stop"] - piece["start"]
+    found = {
+        "run/sessions": n_sessions,
+        "run/turns": n["turns"],
+        "run/errors": n_sessions - counted["error"].null_count,
+        "tokens/sampled": n["tokens_sampled"],
+        "tokens/trained": n["tokens_trained"],
+        "tokens/forward": n["tokens_forward"],
+        "tokens/forward_shared": n["tokens_forward_shared"],
+        "tokens/trained_share": _ratio(n["tokens_trained"], n["tokens_sampled"]),
+        "tokens/lost": sum(n[f"lost_{reason}"] for reason in LOSSES),
+        **{f"tokens/lost_{reason}": n[f"lost_{reason}"] for reason in LOSSES},
+        "rows/count": n["rows"],
+        "rows/per_session": _ratio(n["rows"], n_sessions),
+        "drift/turns": drifts.num_rows,
+        "drift/turn_share": _ratio(drifts.num_rows, drift.num_rows),
+        "drift/tokens_at_stake": sum(drifts["tokens_after_drift"].to_pylist()),
+        **{f"drift/{cause}_turns": causes[cause] for cause in CAUSES[1:]},
+        "reward/missing": n_sessions - len(rewards),
+        "groups/count": len(several),
+        "groups/constant": sum(len(group) == 1 for group in several),
+        "length/turns": _ratio(n["turns"], n_sessions),
+        **_of("length/output", outputs, mean="", max="_max"),
+        **_of("length/context", calls.path_len, max="_max"),
+        **_of("reward", rewards, mean="/mean", std="/std", min="/min", max="/max"),
+        **_of("logprob", logprobs.to_numpy().astype(np.float64), mean="/mean"),
+        "staleness/versions": len(set[Any]().union(*versions.values())),
+        "staleness/mixed_sessions": sum(len(own) > 1 for own in versions.values()),
+        "staleness/unknown_tokens": n["tokens_sampled"] - n_known,
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _ratio(part: int, total: int) -> float | None:
     return part / total if total else None
 
 
-def _lengths(turns: pa.Table) -> tuple[Any, Any]:
-    """The lengths of outputs and of paths, in full or delta form."""
-    names, prompt = ["prompt_ids"], pl.col("prompt_ids").list.len()
-    if "suffix_ids" in turns.column_names:
-        names = ["suffix_ids", "shared_length"]
-        prompt = pl.col("suffix_ids").list.len() + pl.col("shared_length")
-    output = pl.col("output_ids").list.len()
-    frame = pl.frame(turns, [*names, "output_ids"])
-    lengths = frame.select(output=output, context=prompt + output)
-    return lengths["output"], lengths["context"]
+def _of(name: str, values: Any, **suffixes: str) -> dict[str, float]:
+    """Means and the like of an array, by method of numpy; none of an empty one."""
+    found = suffixes.items() if len(values) else ()
+    return {name + suffix: getattr(values, method)() for method, suffix in found}

@@ -5,8 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import chosen_int
-from trajkit.analysis import lazy_polars as pl
 from trajkit.analysis.drift import codes, turn_lines
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
@@ -16,12 +14,18 @@ from trajkit.rows.plan import NO_LIMIT, plan_rows
 from trajkit.schema import LINK_REASONS, OUTPUT_KINDS, OUTPUT_SPANS
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike, as_table
-from trajkit.tables.ragged import Bools, Longs
-from trajkit.turns.flat_buffers import flat_turns, sessions_of, spans_of
+from trajkit.tables.ragged import Longs
+from trajkit.turns.flat_buffers import (
+    aborted_calls,
+    flat_turns,
+    sessions_of,
+    spans_of,
+    without_aborted,
+)
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
 from trajkit.turns.sessions import Sessions
-from trajkit.turns.trainability import aborted_calls, without_aborted
+from trajkit.verification.context import consecutive
 
 _UNKNOWN = -1
 _CODES = {kind: code for code, kind in enumerate(OUTPUT_KINDS)}
@@ -44,13 +48,12 @@ def output_spans(
     policy: str | Policy = "faithful",
     *,
     sessions: TableLike | None = None,
-    max_row_tokens: int | None = None,
 ) -> pa.Table:
     """Say for every sampled token whether a policy trains it, where, and why not.
 
     Parameters
     ----------
-    turns, policy, sessions, max_row_tokens
+    turns, policy, sessions
         As for `trajkit.linearize`; a session with an error trains nothing.
 
     Returns
@@ -60,29 +63,22 @@ def output_spans(
         `trajkit.report`: ``tokens_trained`` and each ``lost_*``. Of a token that several
         rows train, each row has a line.
     """
-    chosen, cap = named_policy(policy), None
-    if max_row_tokens is not None:
-        cap = chosen_int("max_row_tokens", max_row_tokens, 1)
-    calls = Sessions.of(as_turns(as_table(turns)))
-    facts = session_facts(None, sessions)
-    parts = calls.split(limits.PART_TOKENS)
-    tables = [_Outputs(part, chosen, cap, facts).lines() for part in parts]
+    chosen, facts = named_policy(policy), session_facts(None, sessions)
+    parts = Sessions.of(as_turns(as_table(turns))).split(limits.PART_TOKENS)
+    tables = [_Outputs(part, chosen, facts).lines() for part in parts]
     return pa.concat_tables([OUTPUT_SPANS.empty_table(), *tables])
 
 
 class _Outputs:
     """The sampled tokens of some sessions under a policy."""
 
-    def __init__(
-        self, calls: Sessions, policy: Policy, cap: int | None, facts: SessionFacts
-    ) -> None:
+    def __init__(self, calls: Sessions, policy: Policy, facts: SessionFacts) -> None:
         calls = calls.untrained(errored(facts.of_sessions(calls))[calls.session])
         aborted = aborted_calls(calls) & (calls.calls["trainable"] != 0)
         calls = calls if policy.train_aborted else without_aborted(calls)[0]
         self._calls, self._policy, self._sessions = calls, policy, facts.table
-        self._most = NO_LIMIT if cap is None else cap
         self._links = find_links(calls, calls.forest, policy)
-        self._owners = plan_rows(calls, self._links, policy, self._most).owners
+        self._owners = plan_rows(calls, self._links, policy, NO_LIMIT).owners
         self._sampled = flat_turns(calls, prompts=False)
         self._offsets = self._sampled.outputs.offsets
         # one per sampled token: its call, an index in OUTPUT_KINDS, the first row that has
@@ -90,35 +86,26 @@ class _Outputs:
         self._call = self._sampled.outputs.owner
         self._kind = np.full(len(self._call), _UNKNOWN, np.int8)
         self._row, self._by = np.full((2, len(self._call)), -1, np.int32)
-        self._bar(aborted)
+        barred = calls.calls["trainable"] == 0
+        untrain = policy.missing_logprobs == "untrain"
+        self._kind[~self._sampled.given & untrain] = _CODES["no_logprob"]
+        self._kind[~self._sampled.unmasked] = _CODES["masked"]
+        self._kind[barred[self._call]] = _CODES["untrainable"]
+        self._kind[(barred & aborted)[self._call]] = _CODES["aborted"]
         # each trained token and its row, once for every row that trains it
-        self._trained = self._add_rows(policy, cap)
+        self._trained = self._add_rows(policy)
         self._leave_out()
         if (self._kind == _UNKNOWN).any():
             every = replace(policy, max_rows=None, keep_untrained=True, keep_empty=True)
-            self._add_rows(every, None)
+            self._add_rows(every)
         self._add_drift()
 
-    def _bar(self, aborted: Bools) -> None:
-        """Mark the tokens that may not be trained."""
-        sampled, barred = self._sampled, self._calls.calls["trainable"] == 0
-        untrain = self._policy.missing_logprobs == "untrain"
-        for name, which in (
-            ("no_logprob", ~sampled.given & untrain),
-            ("masked", ~sampled.unmasked),
-            ("untrainable", barred[self._call]),
-            ("aborted", (barred & aborted)[self._call]),
-        ):
-            self._kind[which] = _CODES[name]
-
-    def _add_rows(self, policy: Policy, cap: int | None) -> tuple[Longs, Longs]:
+    def _add_rows(self, policy: Policy) -> tuple[Longs, Longs]:
         """Mark the unknown tokens that the rows of a policy train or lost.
 
         If it is not the policy that was asked for, the rows that it has more were dropped.
         """
-        rows = linearize(
-            self._calls.table, policy, sessions=self._sessions, max_row_tokens=cap
-        )
+        rows = linearize(self._calls.table, policy, sessions=self._sessions)
         spans = spans_of(rows, self._sampled, sessions_of(rows, self._calls))
         # in an assignment, the first span is the last and counts
         spans = spans.take(np.flatnonzero(spans.kind != "duplicate")[::-1])
@@ -129,10 +116,7 @@ class _Outputs:
         if policy is self._policy:
             self._row[at] = row
         else:
-            place = (spans.start - spans.out_start)[span]
-            place += at - self._offsets[spans.call[span]]
-            losses = _CODES["over_max_rows"], _CODES["cut"]
-            kind[trained] = np.where(place < self._most, *losses)[trained]
+            kind[trained] = _CODES["over_max_rows"]
         unknown = self._kind[at] == _UNKNOWN
         self._kind[at[unknown]] = kind[unknown]
         return at[trained], row[trained]
@@ -160,22 +144,23 @@ class _Outputs:
         it or, unless the policy keeps the prefix, before the end of its output.
         """
         lost = (self._kind == _CODES["absorbed"]) | (self._kind == _UNKNOWN)
-        calls, lcp = self._calls.calls, self._links["lcp"]
+        parents, lcp = self._links["parent"].tolist(), self._links["lcp"]
+        n_prompt = self._calls.calls["prompt_len"]
         for leaf in np.unique(self._owners[self._call[lost]]).tolist():
             chain = [leaf]
-            while (parent := self._links["parent"][chain[-1]]) >= 0:
-                chain.append(int(parent))
+            while parents[chain[-1]] >= 0:
+                chain.append(parents[chain[-1]])
             chain.reverse()
-            opened, restarts = calls["prompt_len"][chain[0]], []
+            opened, restarts = n_prompt[chain[0]], []
             for call in chain:
                 restarts.append(lcp[call] < opened)
-                opened = calls["prompt_len"][call] if restarts[-1] else opened
+                opened = n_prompt[call] if restarts[-1] else opened
             for k, call in enumerate(chain):
                 at = np.arange(*self._offsets[call : call + 2])
                 at = at[lost[at]]
                 if not len(at) or self._owners[call] != leaf:
                     continue
-                place = calls["prompt_len"][call] + at - self._offsets[call]
+                place = n_prompt[call] + at - self._offsets[call]
                 if not self._policy.keep_prefix:
                     place[:] = self._calls.path_len[call] - 1
                 departs = np.minimum.accumulate(lcp[chain[k + 1 :]])
@@ -186,27 +171,23 @@ class _Outputs:
                 self._kind[at] = names
 
     def lines(self) -> pa.Table:
-        """A line per run of equal tokens as `trajkit.schema.OUTPUT_SPANS`."""
         rest = np.flatnonzero(self._kind != _TRAINED)
         at = np.concatenate([rest, self._trained[0]])
         row = np.concatenate([self._row[rest], self._trained[1]])
-        columns = self._call[at], self._kind[at], row, self._by[at]
-        keys = ["call", "kind", "row", "by"]
-        tokens = pl.DataFrame({"at": at, **dict(zip(keys, columns, strict=True))})
-        lines = (
-            tokens.sort("at")
-            .group_by(*keys, run=pl.col("at") - pl.int_range(pl.len()).over(keys))
-            .agg(start=pl.min("at"), stop=pl.max("at") + 1)
-            .sort("start", "row")
-            .select(*keys, "start", "stop")
+        columns = np.array([at, self._call[at], self._kind[at], row, self._by[at]])
+        columns = columns[:, np.lexsort(columns)]
+        runs = np.array([*consecutive(columns[0], *columns[1:])], np.int64).reshape(
+            -1, 2
         )
-        call, kind, row, by, start, stop = lines.to_numpy().T
+        runs = runs[np.lexsort(columns[[3, 0]][:, runs[:, 0]])]
+        at, call, kind, row, by = columns[:, runs[:, 0]]
+        start = at - self._offsets[call]
         return turn_lines(
             OUTPUT_SPANS,
             self._calls,
             call,
-            start - self._offsets[call],
-            stop - self._offsets[call],
+            start,
+            start + runs[:, 1],
             codes(kind, OUTPUT_KINDS),
             pa.array(row.astype(np.int32), mask=row < 0),
             # the last one is of no call

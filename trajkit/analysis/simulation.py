@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,14 +20,12 @@ from trajkit.schema import LOSSES, SIMULATION
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Ragged
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.stages import Batches, batches_of
+from trajkit.tables.stages import Batches, batches_of, whole_sessions
 from trajkit.turns.flat_buffers import TurnTokens, flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import session_facts
 from trajkit.turns.sessions import Sessions
 
-_OF_PACKS = ["packs", "tokens_packed", "pairs_packed"]
 ASKED = ("untrainable", "aborted", "masked", "no_logprob")
 """Losses that the caller asked for."""
 
@@ -46,80 +44,72 @@ def simulate(
 ) -> pa.Table:
     """Count what policies keep, lose and cost on recorded calls, one row per policy.
 
-    All counts come from the tables that `trajkit.linearize` returns for the same
-    arguments. Only one part of a run's rows is in memory at a time.
-
     Parameters
     ----------
     turns : table, or iterator of record batches
-        As for `trajkit.linearize`.
+        As for `trajkit.linearize`. One part of a run's rows is in memory at a time.
     policies : str, Policy, or iterable of them, optional
-        Default: every preset. If the table lacks message bodies (because rows were
-        filtered, for instance), presets that compare bodies are omitted with a
-        `LeftOutWarning`.
+        Default: every preset. Without message bodies in the table, presets that compare
+        them are omitted with a `LeftOutWarning`.
     pad_to : int, optional
         Count the padding of rows to a multiple of this many tokens.
     pack_tokens : int, optional
-        Count the packs of at most this many tokens that the rows make as trees
-        (`trajkit.pack`). Some sessions are packed at a time.
+        Count the packs of at most this many tokens that the rows make as trees.
     sessions, max_row_tokens, threads
         As for `trajkit.linearize`; a session with an error trains nothing.
 
     Returns
     -------
     Table
-        `trajkit.schema.SIMULATION`, in the order of ``policies``.
+        `trajkit.schema.SIMULATION`, in the order of ``policies``: counts of what
+        `trajkit.linearize` returns for the same arguments.
 
     Raises
     ------
     SchemaError, InvalidTurnsError
         As for `trajkit.linearize`, and with ``pack_tokens`` as for `trajkit.pack`.
     PolicyError, ArgumentError
-        A policy does not exist, or ``pad_to`` or ``pack_tokens`` is not an integer of 1
-        or more.
+        A policy does not exist, or ``pad_to`` or ``pack_tokens`` is no integer from 1 on.
     """
     counts = Simulation(
         policies, pad_to, pack_tokens, sessions, max_row_tokens, threads
     )
     if isinstance(turns, Iterator):
-        tables: Iterable[pa.Table] = whole_sessions(batches_of(turns))
+        for table in whole_sessions(batches_of(turns)):
+            counts.add(table)
     else:
-        tables = [as_turns(turns)]
-    for table in tables:
-        counts.add(table)
+        counts.add(as_turns(turns))
     return counts.table()
 
 
+@dataclass
 class Simulation:
     """Incremental `simulate`, with its arguments: add sessions part by part."""
 
-    def __init__(
-        self,
-        policies: Policies = None,
-        pad_to: int | None = None,
-        pack_tokens: int | None = None,
-        sessions: TableLike | None = None,
-        max_row_tokens: int | None = None,
-        threads: int | None = None,
-    ) -> None:
-        if isinstance(policies, (str, Policy)):
-            policies = [policies]
-        if policies is not None and not isinstance(policies, Iterable):
-            raise ArgumentError(
-                f"policies={policies!r}: expected policies, or names of policies"
-            )
-        self._any = policies is None
-        chosen = map(named_policy, PRESETS if policies is None else policies)
-        self._pad_to, self._pack_tokens = (
-            None if size is None else chosen_int(name, size, 1)
-            for name, size in (("pad_to", pad_to), ("pack_tokens", pack_tokens))
-        )
-        self._sessions = session_facts(None, sessions).table
-        self._max_row_tokens, self._threads = max_row_tokens, threads
+    policies: Policies = None
+    pad_to: int | None = None
+    pack_tokens: int | None = None
+    sessions: TableLike | None = None
+    max_row_tokens: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        chosen: Any = PRESETS if self.policies is None else self.policies
+        chosen = [chosen] if isinstance(chosen, str | Policy) else chosen
+        if not isinstance(chosen, Iterable):
+            text = "expected policies, or names of policies"
+            raise ArgumentError(f"policies={chosen!r}: {text}")
         counted = [*COUNTS, "tokens_out_of_context", "longest_row"]
-        counted += [] if pad_to is None else ["tokens_padding"]
-        counted += [] if pack_tokens is None else _OF_PACKS
-        self._totals = [(policy, dict.fromkeys(counted, 0)) for policy in chosen]
+        if self.pad_to is not None:
+            chosen_int("pad_to", self.pad_to, 1)
+            counted.append("tokens_padding")
+        if self.pack_tokens is not None:
+            chosen_int("pack_tokens", self.pack_tokens, 1)
+            counted += ["packs", "tokens_packed", "pairs_packed"]
+        self.sessions = session_facts(None, self.sessions).table
+        self._totals = [
+            (named_policy(one), dict.fromkeys(counted, 0)) for one in chosen
+        ]
 
     def add(self, turns: pa.Table) -> None:
         """Count complete sessions. If they are rejected, the counts stay unchanged."""
@@ -131,20 +121,19 @@ class Simulation:
                 try:
                     found = self._counted(sampled, policy)
                 except MissingBodyError as error:
-                    if not self._any:
+                    if self.policies is not None:
                         raise
                     left_out = f"{policy.name} is left out: {error}"
                     warnings.warn(left_out, LeftOutWarning, stacklevel=3)
                     totals.remove(total)
-                else:
-                    longest = max(counts["longest_row"], found["longest_row"])
-                    for name in counts:
-                        counts[name] += int(found[name])
-                    counts["longest_row"] = int(longest)
+                    continue
+                longest = max(counts["longest_row"], int(found["longest_row"]))
+                for name in counts:
+                    counts[name] += int(found[name])
+                counts["longest_row"] = longest
         self._totals = totals
 
     def table(self) -> pa.Table:
-        """The counts so far as `trajkit.schema.SIMULATION`."""
         lines = [
             {
                 "policy": label(policy),
@@ -156,13 +145,12 @@ class Simulation:
         return pa.Table.from_pylist(lines, SIMULATION)
 
     def _counted(self, sampled: TurnTokens, policy: Policy) -> dict[str, Any]:
-        """Counts of the rows that a policy makes of these calls."""
         rows, report = rows_and_report(
             sampled.calls,
             policy,
-            sessions=self._sessions,
-            max_row_tokens=self._max_row_tokens,
-            threads=self._threads,
+            sessions=self.sessions,
+            max_row_tokens=self.max_row_tokens,
+            threads=self.threads,
         )
         found = {name: report[name].to_numpy().sum() for name in COUNTS}
         ids = Ragged.of(rows["input_ids"], -1)
@@ -171,12 +159,12 @@ class Simulation:
         beyond = trained.stop - trained.start - trained.in_context(ids, sampled)
         found["tokens_out_of_context"] = beyond.sum()
         found["longest_row"] = ids.lengths.max(initial=0)
-        if self._pad_to is not None:
-            found["tokens_padding"] = (-ids.lengths % self._pad_to).sum()
-        if self._pack_tokens is not None:
-            packs = pack(rows, self._pack_tokens, oversize="carry")
-            sizes = packs["n_tokens"].to_numpy().sum(), pack_pairs(packs).sum()
-            found |= zip(_OF_PACKS, (packs.num_rows, *sizes), strict=True)
+        if self.pad_to is not None:
+            found["tokens_padding"] = (-ids.lengths % self.pad_to).sum()
+        if self.pack_tokens is not None:
+            packs = pack(rows, self.pack_tokens, oversize="carry")
+            found["packs"], found["pairs_packed"] = len(packs), pack_pairs(packs).sum()
+            found["tokens_packed"] = packs["n_tokens"].to_numpy().sum()
         return found
 
 
@@ -188,12 +176,9 @@ def label(policy: Policy) -> str:
     for system, rule in ALIASES.items():
         if policy == rule != preset:
             return system
-    changed = [
-        f"{field.name}={getattr(policy, field.name)}"
-        for field in fields(policy)
-        if getattr(policy, field.name) != getattr(preset, field.name)
-    ]
-    return f"{policy.name}({', '.join(changed)})" if changed else policy.name
+    values = ((one.name, getattr(policy, one.name)) for one in fields(policy))
+    changed = [f"{k}={value}" for k, value in values if value != getattr(preset, k)]
+    return f"{policy.name}({', '.join(changed)})".removesuffix("()")
 
 
 def cheapest_lossless(table: pa.Table) -> str | None:

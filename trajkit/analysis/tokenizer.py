@@ -62,11 +62,9 @@ class Codec:
         self._knows, self._is_special = cache(self._find), cache(self._look)
 
     def text(self, ids: Ids | list[int]) -> str:
-        """The text of ids, with special tokens."""
         return self._decode(ids, skip_special_tokens=False)
 
     def plain(self, ids: Ids | list[int]) -> str:
-        """The text of ids without special tokens."""
         return self._decode(ids, skip_special_tokens=True)
 
     def exact(self, ids: Ids) -> str:
@@ -95,7 +93,6 @@ class Codec:
         return None if name is None else str(name)
 
     def ids(self, text: str) -> Ids:
-        """The ids of a text."""
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(getattr(encoded, "ids", encoded), np.int32)
 

@@ -65,40 +65,50 @@ diverged
 """Cause of drift (`trajkit.schema.TEXT_CAUSES`, and ``CAUSES``, which ids show) to what
 happened and what to change."""
 
-LOSS_WORDS = _pairs("""
+_LOSSES = _pairs("""
 absorbed
-    drift => Drift: its row continued with the next prompt's ids instead.
+    drift #d55e00 => Drift: its row continued with the next prompt's ids instead.
 rewritten
-    drift => A later request showed another message in its place.
+    drift #8f3f00 => A later request showed another message in its place.
 cut
-    end => It is beyond max_row_tokens.
+    end #e69f00 => It is beyond max_row_tokens.
 untrainable
-    context => Its turn has trainable = false, or its session ended in an error.
+    context #cc79a7 => Its turn has trainable = false, or its session ended in an error.
 unrouted
-    no_row => Its call has no messages, and the policy compares messages.
+    no_row #8a8a8a => Its call has no messages, and the policy compares messages.
 restarted
-    drift => A later prompt changed the row's first prompt, so the row was begun again.
+    drift #f2a36b => A later prompt changed the row's first prompt, so the row was begun
+    again.
 over_max_rows
-    no_row => Its row is beyond the policy's max_rows.
+    no_row #a87400 => Its row is beyond the policy's max_rows.
 aborted
-    context => Its call was aborted.
+    context #a14b7c => Its call was aborted.
 masked
-    context => The turn's output_mask excludes it.
+    context #e5b5cf => The turn's output_mask excludes it.
 no_logprob
-    context => It has no logprob, and the policy needs one.
+    context #70325a => It has no logprob, and the policy needs one.
 no_splice_point
-    end => Its row ended before it: a prompt has no end of turn from which to continue.
+    end #f0e442 => Its row ended before it: a prompt has no end of turn from which to
+    continue.
 quarantined
-    no_row => Every chain with its call has a call that could continue two others, or a
-    retry.
+    no_row #009e73 => Every chain with its call has a call that could continue two
+    others, or a retry.
 not_selected
-    no_row => Its chain is not among those that become rows.
+    no_row #5c5c5c => Its chain is not among those that become rows.
 refused
-    no_row => The prompt of its call does not continue the tokens of the parent.
+    no_row #00634a => The prompt of its call does not continue the tokens of the parent.
 retried
-    no_row => Its call was tried again later, and its own reply was not used.
+    no_row #66c9ab => Its call was tried again later, and its own reply was not used.
 """)
+
+LOSS_WORDS = {name: (of.split()[0], why) for name, (of, why) in _LOSSES.items()}
 """Of a sampled token that no row trains (`trajkit.schema.LOSSES`): a group, and why."""
+
+OUTPUTS = {"trained": "#0072b2"}
+OUTPUTS |= {name: of.split()[1] for name, (of, _) in _LOSSES.items()}
+"""Colours of what a policy does with a sampled token. Distinct for people with colour
+blindness: those of Okabe and Ito (Color Universal Design, 2008), and two lighter or darker
+shades of each for related reasons."""
 
 LOSS_GROUPS = {
     "trained": "trained",
@@ -118,44 +128,8 @@ CAUSE_PHRASES = {
 }
 """Causes that ids show, inside a sentence; others are their own words."""
 
-TEXT_PHRASES = {
-    "truncated": "text cut off",
-    "same_text": "same text in other tokens",
-    "special_tokens": "special tokens changed",
-    "boolean": "booleans written differently",
-    "tool_arguments": "tool arguments written differently",
-    "white_space": "white space changed",
-    "reasoning_dropped": "reasoning dropped",
-    "template": "text changed",
-    "rewritten": "text changed",
-    "other_text": "text changed",
-}
-"""What happened to a text, by cause."""
-
 TEXT, MUTED = "#24292f", "#57606a"
 """Text and secondary text of pictures, on white."""
-
-OUTPUTS = {
-    "trained": "#0072b2",
-    "absorbed": "#d55e00",
-    "rewritten": "#8f3f00",
-    "cut": "#e69f00",
-    "untrainable": "#cc79a7",
-    "unrouted": "#8a8a8a",
-    "restarted": "#f2a36b",
-    "over_max_rows": "#a87400",
-    "aborted": "#a14b7c",
-    "masked": "#e5b5cf",
-    "no_logprob": "#70325a",
-    "no_splice_point": "#f0e442",
-    "quarantined": "#009e73",
-    "not_selected": "#5c5c5c",
-    "refused": "#00634a",
-    "retried": "#66c9ab",
-}
-"""What a policy does with a sampled token: it trains it, or loses it for a reason. Distinct
-for people with colour blindness: the colours of Okabe and Ito (Color Universal Design,
-2008), and two lighter or darker shades of each for related reasons."""
 
 ROLES = {
     "system": "#bbcc33",

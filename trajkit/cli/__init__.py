@@ -11,20 +11,10 @@ import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from trajkit.errors import (
-    ArgumentError,
-    FormatError,
-    LeftOutWarning,
-    TornLogWarning,
-    TrajkitError,
-)
+from trajkit import errors
 
-DONE = 0
-BAD_DATA = 1
-BAD_USAGE = 2
-BAD_FILE = 3
-INTERRUPTED = 130
-CLOSED_PIPE = 141
+DONE, BAD_DATA, BAD_USAGE, BAD_FILE = 0, 1, 2, 3
+INTERRUPTED, CLOSED_PIPE = 130, 141
 
 STANDARD_FILES: dict[str, str] = {}
 """What messages call the temporary files of standard input and output."""
@@ -41,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trajkit.cli.application import run
 
         with warnings.catch_warnings():
-            warnings.simplefilter("always", TornLogWarning)
-            warnings.simplefilter("always", LeftOutWarning)
+            warnings.simplefilter("always", errors.TornLogWarning)
+            warnings.simplefilter("always", errors.LeftOutWarning)
             warnings.showwarning = lambda text, *_, **__: say(f"warning: {text}")
             code = run([*(sys.argv[1:] if argv is None else argv)])
         sys.stdout.flush()
@@ -60,13 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "trajkit").partition(".")[0].startswith("trajkit"):
             raise
         text, code = _missing(error), BAD_USAGE
-    except (OSError, FormatError) as error:
+    except (OSError, errors.FormatError) as error:
         text, code = str(error), BAD_FILE
         if isinstance(error, OSError) and None not in (error.filename, error.strerror):
             text = f"{error.filename}: {error.strerror}"
-    except TrajkitError as error:
-        code = BAD_USAGE if isinstance(error, ArgumentError) else BAD_DATA
-        text = str(error)
+    except errors.ArgumentError as error:
+        text, code = str(error), BAD_USAGE
+    except errors.TrajkitError as error:
+        text, code = str(error), BAD_DATA
     say(text)
     return code
 

@@ -10,7 +10,7 @@ that do not fit.
 import inspect
 from importlib.metadata import entry_points, version
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter
 
 from trajkit.errors import ArgumentError
 
@@ -34,8 +34,6 @@ COMMANDS = {
     "verify": ("compare:verify", "Check rows against the turns that they come from."),
     "plot": ("view:plot", "Draw a run or a session."),
     "export": ("data:export", "Write rows in a file that a trainer loads."),
-    "head": ("show:head", "Print the first lines of a table."),
-    "stats": ("show:stats", "Summarize the columns of a table."),
     "show": ("show:show", "Print rows as text: what is trained, context, or lost."),
     "why": ("show:why", "Explain why each row begins where it does."),
     "tree": ("show:tree", "Draw the calls of each session as a tree."),
@@ -58,9 +56,6 @@ def run(words: list[str]) -> int:
         command, bound, _ = application(words[:1]).parse_args(
             words, print_error=False, exit_on_error=False
         )
-    except UnusedCliTokensError as error:
-        unused = " ".join(error.unused_tokens or ())
-        raise ArgumentError(f"unrecognized arguments: {unused}") from None
     except CycloptsError as error:
         raise ArgumentError(str(error)) from None
     if inspect.ismethod(command):  # help or the version

@@ -4,8 +4,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import groupby
-from operator import itemgetter
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
@@ -15,7 +14,6 @@ import polars as pl
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.analysis.drift import other_text_cause
 from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
 from trajkit.analysis.tokenizer import Codec
 from trajkit.analysis.words import LOSS_WORDS, count
@@ -24,18 +22,15 @@ from trajkit.cli import options as opt
 from trajkit.cli import policies as pol
 from trajkit.cli.screen import Progress, share, text_table, visible
 from trajkit.cli.show import marked
-from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.files.tables import iter_tables, read_any_rows, write_table
-from trajkit.learn.weights import By
 from trajkit.policies import ALIASES
-from trajkit.turns.attribution import SessionCalls
+from trajkit.tables.columns import take_session
 from trajkit.turns.sessions import Sessions
 from trajkit.verification.files import verify_file
 from trajkit.verification.row_forms import plain_rows
 
-WIDTH = 100
-"""Columns of the table of policies, unless it is to be wide."""
+_WIDTH = 100
 
 
 def simulate(
@@ -85,8 +80,8 @@ def simulate(
     job.print(totals, facts, describe(table, cheapest, wide=wide))
 
 
-# the least important are last
 _COSTS = {
+    "tokens_out_of_context": "out of context",
     "tokens_forward": "forward",
     "tokens_padding": "padding",
     "packs": "packs",
@@ -94,44 +89,41 @@ _COSTS = {
     "tokens_forward_shared": "shared once",
     "longest_row": "longest row",
 }
+"""Columns and their heads. A table that is too wide loses the last ones."""
 
 
 def describe(table: pa.Table, cheapest: str | None, *, wide: bool = False) -> str:
     """The table, what the policies lose, and the result, for people."""
     policies = table.to_pylist()
-    some = {name for line in policies for name, n in line.items() if n}
-    counted = {name for line in policies for name, n in line.items() if n is not None}
-    columns = {"tokens_lost": "lost"}
+    for line in policies:
+        line["share"] = share(line["tokens_trained"], line["tokens_sampled"])
+    columns = {"policy": "policy", "rows": "rows", "tokens_trained": "trained"}
+    columns |= {"share": "of sampled"}
     if wide:
-        columns = {f"lost_{x}": x for x in LOSS_WORDS if f"lost_{x}" in some}
-        columns["tokens_duplicated"] = "duplicated"
-    if "tokens_out_of_context" in some:
-        columns["tokens_out_of_context"] = "out of context"
-    columns |= _COSTS | ({"pairs_packed": "attended pairs"} if wide else {})
-    columns = {name: head for name, head in columns.items() if name in counted}
-    shown = _table(policies, columns)
-    while not wide and len(columns) > 1 and shown.index("\n") > WIDTH:
+        columns |= {f"lost_{x}": x for x in LOSS_WORDS}
+        columns |= {"tokens_duplicated": "duplicated", **_COSTS}
+        columns |= {"pairs_packed": "attended pairs"}
+    else:
+        columns |= {"tokens_lost": "lost", **_COSTS}
+    for name in list(columns):
+        counts = {line[name] for line in policies}
+        optional = name.startswith("lost_") or name == "tokens_out_of_context"
+        if counts == {None} or (optional and counts == {0}):
+            del columns[name]
+    while True:
+        lines = [[line[name] for name in columns] for line in policies]
+        shown = text_table([*columns.values()], lines)
+        # the first line is that of the heads, and is as wide as the table
+        if wide or len(columns) < 6 or shown.index("\n") <= _WIDTH:
+            break
         columns.popitem()
-        shown = _table(policies, columns)
-    words = [fill(one, WIDTH, subsequent_indent="  ") for one in _losses(policies)]
+    words = [fill(one, _WIDTH, subsequent_indent="  ") for one in _losses(policies)]
     result = "every policy here loses sampled tokens"
     if cheapest is not None:
         result = f"keeps everything at the lowest cost: {cheapest}"
-    first = policies[0] if policies else {"turns": 0, "tokens_sampled": 0}
+    first = policies[0]
     head = f"turns {first['turns']:,}, tokens sampled {first['tokens_sampled']:,}"
     return "\n".join([head, "", shown, "", *words, *[""] * bool(words), result])
-
-
-def _table(policies: list[dict[str, Any]], columns: dict[str, str]) -> str:
-    """A line per policy; the line below the head is as wide as the table."""
-    lines = []
-    for line in policies:
-        trained = line["tokens_trained"]
-        part = share(trained, line["tokens_sampled"])
-        counts = [line[name] for name in columns]
-        lines.append([line["policy"], line["rows"], trained, part, *counts])
-    head = ["policy", "rows", "trained", "of sampled", *columns.values()]
-    return text_table(head, lines)
 
 
 def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
@@ -181,7 +173,7 @@ def drift(
     findings
         With --tokenizer: write each finding, with spans and texts of both sides.
     """
-    chosen, loaded = pol.one_policy(policy), chosen_tokenizer(tokenizer, source)
+    chosen, loaded = pol.one_policy(policy), opt.chosen_tokenizer(tokenizer, source)
     if findings is not None and loaded is None:
         raise ArgumentError("--findings needs --tokenizer")
     sums: Counter[str] = Counter()
@@ -193,9 +185,12 @@ def drift(
         table = tk.classify_drift(turns, links, tokenizer=loaded)
         made = {"drift": table}
         if loaded is not None:
-            made["findings"] = tk.analysis.explain_drift(turns, links, loaded)
-            own = _counts(turns, made["findings"], Codec(loaded), examples)
-            causes.append(_summed([own], "cause", "changed_by"))
+            found = tk.analysis.explain_drift(turns, links, loaded)
+            made["findings"] = found
+            causes.append(_by_cause(found))
+            for one in found.to_pylist():
+                if one["cause"] not in examples:
+                    examples[one["cause"]] = _example(turns, one, Codec(loaded))
         lines = pl.DataFrame(table).select(
             pl.col("region", "cause").cast(pl.String),
             turns=pl.lit(1),
@@ -228,8 +223,9 @@ def drift(
     )
     facts = {"policy": asdict(chosen), **sums, "groups": by.to_dicts()}
     if loaded is not None:
-        found = _summed(causes, "cause", "changed_by")
-        found = found.sort("findings", "cause", descending=[True, False])
+        found = _summed(causes, "cause").sort(
+            "findings", "cause", descending=[True, False]
+        )
         facts |= {"causes": found.to_dicts(), "examples": examples}
         names = [name.replace("_", " ") for name in found.columns]
         text += f"\n\n{text_table(names, found.rows())}"
@@ -242,54 +238,38 @@ def drift(
     job.print(totals, facts, text)
 
 
-# by what messages show
-_CHANGED_BY = {"template": "template", "rewritten": "client", "other_text": ""}
-
-
 def _summed(parts: list[pl.DataFrame], *keys: str) -> pl.DataFrame:
     return pl.concat(parts).group_by(keys, maintain_order=True).sum()
 
 
-def _counts(
-    turns: pa.Table,
-    findings: pa.Table,
-    codec: Codec,
-    examples: dict[str, dict[str, Any]],
-) -> pl.DataFrame:
-    """What is counted of findings; the first one of each cause becomes an example."""
-    located = Sessions.of(turns)
-    numbers = {name: k for k, name in enumerate(located.ids.to_pylist())}
-    changed_by = []
-    for session, own in groupby(findings.to_pylist(), itemgetter("session_id")):
-        part = located.part(numbers[session], numbers[session] + 1)
-        calls = SessionCalls(part)
-        for found in own:
-            places = np.array([found["parent"], found["turn_index"]])
-            parent, call = part.named(np.zeros(2, np.int64), places).tolist()
-            changed_by.append(_CHANGED_BY[other_text_cause(calls, parent, call)])
-            if found["cause"] not in examples:
-                sides = {"path": calls.path(parent), "prompt": calls.prompt(call)}
-                for side, ids in sides.items():
-                    bounds = found[f"{side}_start"], found[f"{side}_stop"]
-                    found[f"{side}_tokens"] = marked(codec, ids, *bounds)
-                examples[found["cause"]] = found
-    turn = pl.struct("session_id", "turn_index", "cause")
-    return pl.DataFrame(findings).select(
-        pl.col("cause").cast(pl.String),
-        changed_by=pl.Series(changed_by, dtype=pl.String),
-        findings=pl.lit(1),
-        turns=turn.is_first_distinct().cast(pl.Int64),
-        path_tokens=(pl.col("path_stop") - pl.col("path_start")).cast(pl.Int64),
-        prompt_tokens=(pl.col("prompt_stop") - pl.col("prompt_start")).cast(pl.Int64),
-    )
+def _by_cause(findings: pa.Table) -> pl.DataFrame:
+    turn = pl.struct("session_id", "turn_index")
+    tokens = {
+        f"{side}_tokens": (pl.col(f"{side}_stop") - pl.col(f"{side}_start")).sum()
+        for side in ("path", "prompt")
+    }
+    by = pl.DataFrame(findings).group_by(pl.col("cause").cast(pl.String))
+    counts = by.agg(findings=pl.len(), turns=turn.n_unique(), **tokens)
+    return counts.with_columns(pl.exclude("cause").cast(pl.Int64))
+
+
+def _example(turns: pa.Table, found: dict[str, Any], codec: Codec) -> dict[str, Any]:
+    """A finding, and the tokens of both sides."""
+    calls = Sessions.of(take_session(turns, found["session_id"]))
+    places = np.array([found["parent"], found["turn_index"]])
+    parent, call = calls.named(np.zeros(2, np.int64), places).tolist()
+    sides = {"path": calls.path(parent), "prompt": calls.prompt(call)}
+    for side, ids in sides.items():
+        bounds = found[f"{side}_start"], found[f"{side}_stop"]
+        found[f"{side}_tokens"] = marked(codec, ids, *bounds)
+    return found
 
 
 RIGHT = ("trains", "session_without_rows")
 """Lines that are no finding."""
 
 # of the first wrong rows, and of each of them, the lines that are shown
-_MOST_ROWS, _MOST_LINES, _MOST_VIOLATIONS = 3, 4, 20
-_NO_POLICY = "without --policy, only what is true under every policy is checked"
+_MOST_ROWS, _MOST_LINES, _MOST_VIOLATIONS = 3, 3, 20
 
 
 def check(
@@ -314,7 +294,7 @@ def check(
     sampled token that may be trained is expected in a row.
     """
     chosen = pol.maybe_policy(policy)
-    loaded = chosen_tokenizer(tokenizer, turns)
+    loaded = opt.chosen_tokenizer(tokenizer, turns)
     table = plain_rows(any_rows(rows))
     if not table.num_rows:
         raise opt.nothing(rows, "rows")
@@ -343,7 +323,7 @@ def any_rows(path: str) -> object:
         with np.load(path) as arrays:
             return dict(arrays)
     if name.endswith((".pt", ".pkl", ".pickle")):
-        from trajkit.importers.pickles import load
+        from trajkit.importers.containers import load
 
         value: Any = load(Path(path))
         return value.get("samples", value) if isinstance(value, dict) else value
@@ -353,23 +333,24 @@ def any_rows(path: str) -> object:
 def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) -> str:
     """The findings of the first wrong rows, then the number of each kind."""
     wrong = [line for line in lines if line["kind"] not in RIGHT]
+    of_rows = [line for line in lines if line["kind"] != RIGHT[1]]
     shown = []
     for row in [*dict.fromkeys(one["row"] for one in wrong or lines)][:_MOST_ROWS]:
-        own = [one for one in lines if one["row"] == row and not _is_of_sessions(one)]
+        own = [one for one in of_rows if one["row"] == row]
         own.sort(key=lambda one: one["kind"] in RIGHT)
-        n_more = len(own) - _MOST_LINES + 1 if len(own) > _MOST_LINES else 0
-        for one in own[: len(own) - n_more]:
+        for one in own[:_MOST_LINES]:
             words, token = one["detail"], one["token"]
             if codec is not None and token is not None:
                 ids = np.asarray(rows["input_ids"][row].values)
                 start = token - rows["padding"][row].as_py()
                 stop = start + min(one["tokens"], 8)
                 words += f"  {marked(codec, ids, start, stop)}"
-            places = ["" if one[name] is None else str(one[name]) for name in _PLACES]
-            shown.append([*map(visible, places), words])
-        if n_more:
+            places = (one[name] for name in ("row", "session_id", "token"))
+            texts = ["" if place is None else visible(str(place)) for place in places]
+            shown.append([*texts, words])
+        if (n_more := len(own) - _MOST_LINES) > 0:
             shown.append(["", "", "", f"and {n_more} more, in the table of --out"])
-    shown += [["", "", "", one["detail"]] for one in lines if _is_of_sessions(one)]
+    shown += [["", "", "", one["detail"]] for one in lines if one["kind"] == RIGHT[1]]
     found = text_table(("row", "session", "token", "finding"), shown)
     if not wrong:
         return f"{found}\n\nright: every trained token was sampled, and trains once"
@@ -381,13 +362,6 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
     return f"{found}\n\n{text_table(('wrong', 'rows', 'tokens'), counts.rows())}"
 
 
-def _is_of_sessions(line: dict[str, Any]) -> bool:
-    return bool(line["kind"] == "session_without_rows")
-
-
-_PLACES = ("row", "session_id", "token")
-
-
 def verify(
     rows: opt.Rows,
     turns: opt.Source,
@@ -397,7 +371,7 @@ def verify(
     policy: pol.PolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
-    weigh_by: By = "token",
+    weigh_by: opt.WeighBy = "token",
     max_row_tokens: opt.MaxRowTokens = None,
     job: opt.Job = opt.JOB,
 ) -> int:
@@ -406,38 +380,31 @@ def verify(
     Print the violations, or write them to --out; the exit code is 1 if there are any. Rows
     of other systems need input_ids and loss_mask. With --policy, the rows are compared with
     those of the policy; without it, what is true under every policy is checked.
-
-    Parameters
-    ----------
-    weigh_by
-        What row_weight is, as for linearize.
     """
     chosen = pol.maybe_policy(policy)
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
         output = out or str(Path(folder, "violations.arrows"))
-        with job.options("verify", turns) as options:
-            totals = verify_file(
-                rows,
-                turns,
-                output,
-                chosen,
-                **opt.facts_of(sessions, reward),
-                max_row_tokens=max_row_tokens,
-                weigh_by=weigh_by,
-                **options,
-            )
+        totals = job.run(
+            "verify",
+            turns,
+            output,
+            chosen,
+            function=partial(verify_file, rows),
+            **opt.facts_of(sessions, reward),
+            max_row_tokens=max_row_tokens,
+            weigh_by=weigh_by,
+        )
         found = pl.concat(map(pl.DataFrame, iter_tables(output)))
-    text = "no violations"
+    text, more = "no violations", len(found) - _MOST_VIOLATIONS
     if len(found):
-        names = ("session_id", "row_index", "turn_index", "token", "rule", "detail")
-        first = found.head(_MOST_VIOLATIONS).select(names)
-        head = ("session", "row", "turn", "token", "rule", "detail")
-        shown = text_table(head, first.cast(pl.String).fill_null("").rows())
-        more = len(found) - len(first)
+        names = "session_id row_index turn_index token rule detail".split()
+        first = found.head(_MOST_VIOLATIONS).select(pl.col(names).cast(pl.String))
+        head = [name.removesuffix("_id").removesuffix("_index") for name in names]
         counts = found.group_by(pl.col("rule").cast(pl.String), maintain_order=True)
-        rules = text_table(("rule", "violations"), counts.len().rows())
-        text = f"{shown}\n{f'and {more:,} more' * (more > 0)}\n{rules}"
+        text = text_table(head, first.fill_null("").rows())
+        text += f"\n{f'and {more:,} more' * (more > 0)}\n"
+        text += text_table(("rule", "violations"), counts.len().rows())
     if chosen is None:
-        text += f"\n{_NO_POLICY}"
+        text += "\nwithout --policy, only what is true under every policy is checked"
     job.print(totals, {"violations": found.to_dicts()}, text)
     return BAD_DATA if len(found) else DONE

@@ -11,29 +11,23 @@ import pyarrow as pa
 from cyclopts import Parameter
 
 import trajkit as tk
+from trajkit import errors
 from trajkit.cli import options as opt
 from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import Progress, share, text_table
-from trajkit.errors import (
-    ArgumentError,
-    ExportError,
-    InvalidTurnsError,
-    NoSignalWarning,
-)
 from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
-from trajkit.files.guard import check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, facts_digest
 from trajkit.files.tables import log_files, write_table
 from trajkit.importers import FORMATS, TARGETS
-from trajkit.learn.weights import By
+from trajkit.importers.containers import SUFFIXES
 from trajkit.schema import LOSSES
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
 
 
 def import_(
-    source: Annotated[list[str], opt.Reads("records")],
+    source: Annotated[list[str], opt.Reads("records", SUFFIXES)],
     /,
     *,
     out: Annotated[str, opt.FILE, opt.Writes("turns")],
@@ -49,8 +43,8 @@ def import_(
             f"repeated. Fields: {', '.join(TARGETS)}"
         ),
     ] = None,
-    tokenizer: Annotated[str | None, opt.Reads("tokenizer")] = None,
-    chat_template: Annotated[str | None, opt.Reads("tokenizer")] = None,
+    tokenizer: Annotated[str | None, opt.TOKENIZER] = None,
+    chat_template: Annotated[str | None, opt.TOKENIZER] = None,
     contradicted: Literal["untrain", "train"] = "untrain",
     nonfinite_logprobs: Literal["raise", "null"] = "raise",
     report: Annotated[str | None, opt.Writes("report")] = None,
@@ -80,20 +74,18 @@ def import_(
     report
         Write the report to this file: a line per record and problem.
     """
-    chat_tokenizer = None
+    chat = None
     if tokenizer is not None:
-        from trajkit.cli.tokenizer import load_chat_tokenizer
-
-        chat_tokenizer = load_chat_tokenizer(Path(tokenizer), chat_template)
+        chat = opt.load_chat_tokenizer(Path(tokenizer), chat_template)
     elif chat_template is not None:
-        raise ArgumentError("--chat-template needs --tokenizer")
+        raise errors.ArgumentError("--chat-template needs --tokenizer")
     with Progress("import", "turns") as bar:
         totals, table = tk.importers.import_file(
             source,
             out,
             format,
             map=merged_map(map),
-            tokenizer=chat_tokenizer,
+            tokenizer=chat,
             contradicted=contradicted,
             nonfinite_logprobs=nonfinite_logprobs,
             watch=Watch(lambda index, done: bar.begin(index.n_turns), bar.advance),
@@ -107,22 +99,23 @@ def import_(
         # a sentence, of the first record that has one
         pl.col("detail").drop_nulls().first().fill_null(""),
     )
-    text = [f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"]
+    text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"
     if len(found):
-        record = {True: "kept", False: "left out"}
-        lines = [(name, record[kept], *more) for name, kept, *more in found.rows()]
+        record = pl.when("kept").then(pl.lit("kept")).otherwise(pl.lit("left out"))
+        lines = found.with_columns(record.alias("kept")).rows()
         head = ("problem", "record", "count", "first", "detail")
-        text.append(text_table(head, lines))
-    text += [f"written to {out}"] * bool(totals["turns"])
+        text += f"\n\n{text_table(head, lines)}"
+    if totals["turns"]:
+        text += f"\n\nwritten to {out}"
     facts = {"output": out, **totals, "problems": found.to_dicts()}
-    opt.print_result(facts, "\n\n".join(text), json)
+    opt.print_result(facts, text, json)
     if not totals["turns"]:
         left = found.filter(~pl.col("kept")).to_dicts()
         names = ", ".join(one["problem"] for one in left) or "no records"
         why = f"0 turns, so no file was written ({names})"
         for one in left[:1]:
             why += f". {one['first']}: {one['detail'] or one['problem']}"
-        raise InvalidTurnsError(why)
+        raise errors.InvalidTurnsError(why)
 
 
 def linearize(
@@ -133,7 +126,7 @@ def linearize(
     policy: PolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
-    weigh_by: By = "token",
+    weigh_by: opt.WeighBy = "token",
     max_row_tokens: opt.MaxRowTokens = None,
     dedup: bool = False,
     report: Annotated[str | None, opt.Writes("report")] = None,
@@ -145,9 +138,6 @@ def linearize(
 
     Parameters
     ----------
-    weigh_by
-        What row_weight is: the row's trained tokens over the rollout's N; 1 over the
-        rollout's rows that train; or 1 / N.
     dedup
         Store tokens that rows share only once.
     report
@@ -168,32 +158,28 @@ def linearize(
     resume = {"stage": "linearize", "policy": asdict(chosen), "reward": digest, **limit}
     resume["weigh_by"] = weigh_by
     outputs = {"rows": out, **({} if report is None else {"report": report})}
-    totals = job.run("linearize", source, stage, outputs, resume, dedup=dedup)
+    totals = job.run("linearize", source, stage, outputs, resume=resume, dedup=dedup)
     text = f"{describe(totals)}\n\nwritten to {out}"
     job.print(totals, {"output": out, "policy": asdict(chosen), **totals}, text)
 
 
 def describe(totals: dict[str, int]) -> str:
     """The totals of rows as a table of tokens, for people."""
-    sampled, lines = totals["tokens_sampled"], []
-    for name in (*_TOKENS, *(f"lost_{x}" for x in LOSSES), *_COSTS):
-        n, words = totals[name], name.removeprefix("tokens_").replace("_", " ")
-        if n or name in _TOKENS:
-            lines.append((words, n, share(n, sampled)))
+    sampled, always = totals["tokens_sampled"], ("tokens_sampled", "tokens_trained")
+    lost = [f"lost_{name}" for name in LOSSES]
+    lines = [
+        (name.removeprefix("tokens_").replace("_", " "), n, share(n, sampled))
+        for name in (*always, *lost, "tokens_forward", "tokens_forward_shared")
+        if (n := totals[name]) or name in always
+    ]
     left_out = ", ".join(
         f"{totals[f'rows_{name}']:,} {name.replace('_', ' ')}"
         for name in ("untrained", "cut", "over_max_rows")
         if totals[f"rows_{name}"] or name == "untrained"
     )
-    return (
-        f"sessions {totals['sessions']:,}, turns {totals['turns']:,}, "
-        f"{totals['rows']:,} rows; left out: {left_out}\n\n"
-        + text_table(("tokens", "count", "of sampled"), lines)
-    )
-
-
-_TOKENS = ("tokens_sampled", "tokens_trained")
-_COSTS = ("tokens_forward", "tokens_forward_shared")
+    table = text_table(("tokens", "count", "of sampled"), lines)
+    counts = f"turns {totals['turns']:,}, {totals['rows']:,} rows"
+    return f"sessions {totals['sessions']:,}, {counts}; left out: {left_out}\n\n{table}"
 
 
 def compact(
@@ -226,17 +212,13 @@ def expand(
 
 
 def _change(stage: Any, source: list[str], out: str, job: opt.Job) -> None:
-    """Write the turns and print their size."""
     name = stage.__name__
-    totals = job.run(name, source, stage, out, {"stage": name})
+    totals = job.run(name, source, stage, out, resume={"stage": name})
     files = log_files(source)[0], paths_in(Path(out))
     before, after = (sum(file.stat().st_size for file in one) for one in files)
-    text = (
-        f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after\n\n"
-        f"written to {out}"
-    )
+    text = f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after"
     facts = {"output": out, **totals, "bytes_before": before, "bytes_after": after}
-    job.print(totals, facts, text)
+    job.print(totals, facts, f"{text}\n\nwritten to {out}")
 
 
 def pack(
@@ -263,24 +245,12 @@ def pack(
     with Progress("packing"):
         packs = tk.pack(table, max_tokens)
         write_table(packs, out)
-    tokens = int(packs["n_tokens"].to_numpy().sum())
-    edges = sum(map(len, packs["edge_source"]))
-    full = tokens / max(packs.num_rows * max_tokens, 1)
-    text = (
-        f"{table.num_rows:,} rows in {packs.num_rows:,} packs: {tokens:,} tokens, "
-        f"{full:.1%} full, {edges:,} edges"
-    )
-    facts = {"rows": table.num_rows, "packs": packs.num_rows, "tokens": tokens}
-    opt.print_result({"output": out, **facts, "edges": edges}, text, json)
-
-
-# by target: options that have an effect
-_TAKES = {
-    "sft": {"max_length"},
-    "llama-factory": {"max_length"},
-    "prime-rl": {"max_length", "advantage", "sessions"},
-    "tinker": {"advantage", "sessions"},
-}
+    n_rows, n_packs, edges = len(table), len(packs), sum(map(len, packs["edge_source"]))
+    tokens = sum(packs["n_tokens"].to_pylist())
+    full = share(tokens, n_packs * max_tokens)
+    text = f"{n_rows:,} rows in {n_packs:,} packs: {tokens:,} tokens, {full} full"
+    facts = {"rows": n_rows, "packs": n_packs, "tokens": tokens, "edges": edges}
+    opt.print_result({"output": out, **facts}, f"{text}, {edges:,} edges", json)
 
 
 def export(
@@ -316,39 +286,35 @@ def export(
         The trainer's limit for a row: SFTConfig.max_length, prime-rl's seq_len (default:
         2048). Longer rows are refused.
     """
-    from trajkit.export.files import path_of, write_export
+    from trajkit.export.files import write_export
 
-    given = {"max_length": max_length, "advantage": advantage, "sessions": sessions}
-    for name in [name for name, value in given.items() if value is not None]:
-        targets = [one for one, takes in _TAKES.items() if name in takes]
-        if to not in targets:
-            raise ArgumentError(
-                f"--{name.replace('_', '-')} does nothing with --to {to}: it is for "
-                f"{' and '.join(targets)}"
-            )
+    of_length, of_gains = ("sft", "llama-factory", "prime-rl"), ("tinker", "prime-rl")
+    for name, given, targets in (
+        ("max-length", max_length, of_length),
+        ("advantage", advantage, of_gains),
+        ("sessions", sessions, of_gains),
+    ):
+        if given is not None and to not in targets:
+            words = f"it is for {' and '.join(targets)}"
+            raise errors.ArgumentError(f"--{name} does nothing with --to {to}: {words}")
     options = {} if max_length is None else {"max_length": max_length}
     if to == "prime-rl":
         options = {"seq_len": max_length or 2048}
-    check_outputs(
-        {"the file": (path_of(to, Path(out)), "export")},
-        [*inputs_of([rows]), *turns_inputs([sessions] if sessions else [])],
-        clobber=not no_clobber,
-    )
     table = opt.read_rows(rows)
     with warnings.catch_warnings(), Progress("writing"):
         # A file of such rows would be of no use.
-        warnings.simplefilter("error", NoSignalWarning)
+        warnings.simplefilter("error", errors.NoSignalWarning)
         try:
             if advantage or sessions:
                 facts = opt.known_sessions(sessions)
                 facts = tk.export.sessions_of(table) if facts is None else facts
-                chosen: dict[str, Any] = {"baseline": advantage or "group_mean"}
+                how: dict[str, Any] = {"baseline": advantage or "group_mean"}
                 if advantage == "group_std":
-                    chosen = {"baseline": "group_mean", "scale": "group_std"}
-                gains = tk.learn.advantages(facts, **chosen)
+                    how = {"baseline": "group_mean", "scale": "group_std"}
+                gains = tk.learn.advantages(facts, **how)
                 table = tk.add_advantages(table, gains)
             path = write_export(table, to, Path(out), **options)
-        except NoSignalWarning as warning:
-            raise ExportError(str(warning)) from None
-    written = {"output": str(path), "rows": table.num_rows, "to": to}
-    opt.print_result(written, f"{path}: {table.num_rows} rows for {to}", json)
+        except errors.NoSignalWarning as warning:
+            raise errors.ExportError(str(warning)) from None
+    written = {"output": str(path), "rows": len(table), "to": to}
+    opt.print_result(written, f"{path}: {len(table)} rows for {to}", json)

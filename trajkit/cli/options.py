@@ -1,79 +1,70 @@
-"""What several commands have: types of parameters, readers of logs, and printing.
+"""What several commands have: types of parameters, readers of logs, tokenizers, printing.
 
 A command's signature gives the types and defaults of its options, its numpydoc docstring
-their help. An option of several commands is here with its help.
+their help. An option of several commands is here with its help. Only this module imports
+tokenizers and transformers.
 """
 
 import inspect
+import os
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, is_dataclass
+from functools import partial
+from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_type_hints
 
 import pyarrow as pa
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 import trajkit as tk
+from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.cli import STANDARD_FILES, say, shown
 from trajkit.cli.application import STANDARD
 from trajkit.cli.screen import Progress
-from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, LeftOutWarning
 from trajkit.files.formats import format_of
 from trajkit.files.group import Log, SessionIndex, bucket_numbers
 from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
-from trajkit.files.run import Stage, Watch, run
-from trajkit.files.sources import Paths, SessionPrefix, is_address, local_files
+from trajkit.files.run import Watch, run
+from trajkit.files.sources import Paths, SessionPrefix, local_files, paths_of
 from trajkit.files.tables import sessions_below
-from trajkit.tables.take import take_session
+from trajkit.importers.calls import ChatTokenizer
+from trajkit.learn.weights import By
+from trajkit.tables.columns import take_session
 from trajkit.turns.validation import reject_turns
 
+# transformers would advise to install PyTorch, which is not needed here
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """Marks a parameter that names what is read: a kind of table, or "tokenizer"."""
+
+class Reads(NamedTuple):
+    """Marks what is read: a kind of table or file, and the suffixes in directories."""
 
     kind: str
-
-    def inputs(self, paths: list[str]) -> list[Input]:
-        """What is read at the paths."""
-        if self.kind == "tokenizer":
-            return inputs_of(paths, None, (".json", ".jinja", ".model"))
-        if self.kind == "rows":
-            return inputs_of(paths)
-        if self.kind == "records":
-            from trajkit.importers.containers import SUFFIXES
-
-            return inputs_of(paths, None, SUFFIXES)
-        return turns_inputs(paths)
+    suffixes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Writes:
-    """Marks a parameter that names an output: the kind of table, or of file.
-
-    On standard output it has the format ``piped``.
-    """
+class Writes(NamedTuple):
+    """Marks an output: the kind of table or file, and its format on standard output."""
 
     kind: str
     piped: str = "jsonl"
 
 
-def _out(help: str | None = None) -> Parameter:
-    return Parameter(name=("--out", "-o"), allow_leading_hyphen=True, help=help)
-
-
-OUT = _out()
-FILE = _out("Parquet, Arrow IPC or JSONL, by suffix; - is standard output")
-PARTS = _out(
-    "Parquet, Arrow IPC or JSONL, by suffix; - is standard output; DIRECTORY/ gets parts, "
-    "where an interrupted run continues"
+TOKENIZER = Reads("tokenizer", (".json", ".jinja", ".model"))
+_BY_SUFFIX = "Parquet, Arrow IPC or JSONL, by suffix; - is standard output"
+_PARTS = "; DIRECTORY/ gets parts, where an interrupted run continues"
+OUT, FILE, PARTS = (
+    Parameter(name=("--out", "-o"), allow_leading_hyphen=True, help=help)
+    for help in (None, _BY_SUFFIX, _BY_SUFFIX + _PARTS)
 )
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Json = Annotated[bool, Parameter(help="print one JSON object and nothing else")]
@@ -101,6 +92,13 @@ SessionsFile = Annotated[
     ),
     Reads("sessions"),
 ]
+WeighBy = Annotated[
+    By,
+    Parameter(
+        help="what row_weight is: the row's trained tokens over the rollout's N; 1 over "
+        "the rollout's rows that train; or 1 / N"
+    ),
+]
 Reward = Annotated[
     float | None, Parameter(help="the reward of every session, instead of --sessions")
 ]
@@ -111,14 +109,10 @@ TokenizerPath = Annotated[
         help="the model's tokenizer.json, or its directory (default: that in the directory "
         "of the run)",
     ),
-    Reads("tokenizer"),
+    TOKENIZER,
 ]
-Session = Annotated[
-    str | None, Parameter(help="a single session (default: all of them)")
-]
-MaxRowTokens = Annotated[
-    Count | None, Parameter(help="rows are truncated after this many tokens")
-]
+Session = Annotated[str | None, Parameter(help="one session (default: all)")]
+MaxRowTokens = Annotated[Count | None, Parameter(help="truncate longer rows")]
 
 
 @Parameter(name="*")
@@ -149,29 +143,26 @@ class Reading:
 
     def pieces(self, source: Paths, *, empty: bool = False) -> Iterator[pa.Table]:
         """`turns` in tables of complete sessions. With ``empty``, there may be no call."""
+        prefix = self.session_prefix
         log = Log(
-            *(source, None, self.nonfinite_logprobs),
-            reject=True,
-            session_prefix=self.session_prefix,
+            source, None, self.nonfinite_logprobs, reject=True, session_prefix=prefix
         )
         index = log.index()
         if not index.n_turns and not empty:
-            raise no_calls(source)
-        n_good, rejected = 0, list[dict[str, str]]()
+            raise nothing(source)
+        n_good, rejected, nonfinite = 0, list[dict[str, str]](), self.nonfinite_logprobs
         with Progress("read", "turns") as bar:
             bar.begin(index.n_turns)
             for piece in log.pieces(index):
-                good, bad = reject_turns(
-                    piece.turns, self.nonfinite_logprobs, bodies=True
-                )
+                good, bad = reject_turns(piece.turns, nonfinite, bodies=True)
                 rejected += [*piece.rejected.to_pylist(), *bad.to_pylist()]
                 n_good += good.num_rows
                 bar.advance(piece.n_turns)
                 yield good
         for k, one in enumerate(rejected):
             reason = InvalidTurnsError(one["reason"])
-            if k < _PLACED:
-                reason = log.placed(reason)
+            # the files are searched for the lines of the first few
+            reason = log.placed(reason) if k < 10 else reason
             if not n_good:
                 raise reason
             words = f"session {one['session_id']!r} is left out: {reason}"
@@ -179,8 +170,6 @@ class Reading:
 
 
 READING = Reading()
-# rejected sessions whose file and line are searched for
-_PLACED = 10
 
 
 @Parameter(name="*")
@@ -203,13 +192,19 @@ class Job(Reading):
     json: Json = False
     no_clobber: NoClobber = False
 
-    @contextmanager
-    def options(self, name: str, source: Paths) -> Iterator[dict[str, Any]]:
-        """The options of `trajkit.run`, with a progress bar."""
+    def run(
+        self,
+        name: str,
+        source: Paths,
+        *args: Any,
+        function: Callable[..., dict[str, int]] = run,
+        **more: Any,
+    ) -> dict[str, int]:
+        """Call `trajkit.run`, or a function that takes its options; returns the totals."""
 
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
-                raise no_calls(source)
+                raise nothing(source)
             groups = self.gather == "auto" and index.scattered is not None
             if groups and len({*bucket_numbers(index).values()}) > 1:
                 say(
@@ -219,36 +214,23 @@ class Job(Reading):
             bar.begin(index.n_turns, done)
 
         with Progress(name, "turns") as bar:
-            yield dict(
+            return function(
+                source,
+                *args,
                 rejected=self.rejected,
                 gather=self.gather == "auto",
                 nonfinite_logprobs=self.nonfinite_logprobs,
                 session_prefix=self.session_prefix,
                 watch=Watch(begins, bar.advance, say),
+                **more,
             )
 
-    def run(
-        self,
-        name: str,
-        source: Paths,
-        stage: Stage,
-        outputs: str | Mapping[str, str],
-        resume: Mapping[str, object] | None = None,
-        *,
-        dedup: bool = False,
-    ) -> dict[str, int]:
-        """Apply a stage to the turns; returns the totals."""
-        with self.options(name, source) as options:
-            return run(source, stage, outputs, resume=resume, dedup=dedup, **options)
-
-    def print(
-        self, totals: Mapping[str, int], facts: Mapping[str, Any], text: str
-    ) -> None:
+    def print(self, totals: dict[str, int], facts: dict[str, Any], text: str) -> None:
         """Print facts as JSON, or the text, and the number of rejected sessions."""
         if "rejected" in totals:
-            facts = {**facts, "rejected": totals["rejected"]}
-            number = f"{totals['rejected']:,} sessions rejected, see {self.rejected}"
-            text = f"{number}\n{text}"
+            n = totals["rejected"]
+            facts = {**facts, "rejected": n}
+            text = f"{n:,} sessions rejected, see {self.rejected}\n{text}"
         print_result(facts, text, self.json)
 
 
@@ -281,13 +263,6 @@ def known_sessions(
     return None if run is None else sessions_below(run, prefix)
 
 
-def no_calls(source: Paths) -> InvalidTurnsError:
-    """The error of an input without a call; a torn line gives its warning first."""
-    with suppress(tk.TrajkitError):
-        tk.read_turns(source)
-    return nothing(source, "calls")
-
-
 def read_rows(path: str) -> pa.Table:
     """The rows of a file or directory; no row at all is an error."""
     rows = tk.read_rows(path)
@@ -296,10 +271,77 @@ def read_rows(path: str) -> pa.Table:
     return rows
 
 
-def nothing(source: Paths, what: str) -> InvalidTurnsError:
-    """The error of an input without a line."""
+def nothing(source: Paths, what: str = "calls") -> InvalidTurnsError:
+    """The error of an input without a line; a torn call gives its warning first."""
+    if what == "calls":
+        with suppress(tk.TrajkitError):
+            tk.read_turns(source)
     names = ", ".join(map(str, source if isinstance(source, list) else [source]))
     return InvalidTurnsError(f"{names}: no {what}, nothing to do")
+
+
+def chosen_tokenizer(path: str | None, turns: Paths) -> Tokenizer | None:
+    """The tokenizer of ``--tokenizer``, else that of the run; None if there is none."""
+    if path is not None:
+        return load_tokenizer(Path(path))
+    for source in paths_of(turns) or []:
+        folder = source if source.is_dir() else source.parent
+        # only in the directory of a run: elsewhere it may be that of another model
+        is_run = any(folder.glob("turns-*.arrows")) and find_spec("tokenizers")
+        if is_run and (folder / "tokenizer.json").is_file():
+            return load_tokenizer(folder / "tokenizer.json")
+    return None
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json`` or of a model's directory.
+
+    tokenizers loads a directory with a ``tokenizer.json``, transformers any other.
+    """
+    if not path.exists():
+        raise FormatError(
+            f"--tokenizer {path}: there is no such file or folder. Nothing is downloaded: "
+            "give the model's local folder, or its tokenizer.json"
+        )
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return cast("Tokenizer", _from_directory(path))
+    from tokenizers import Tokenizer as Fast
+
+    content = file.read_bytes()
+    try:
+        return cast("Tokenizer", Fast.from_buffer(content))
+    # tokenizers raises bare Exceptions
+    except Exception as error:
+        raise FormatError(f"{file}: not a tokenizer: {error}") from error
+
+
+def load_chat_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
+    """A tokenizer with a chat template: its own, or the one in a file."""
+    if path.is_dir():
+        read = _from_directory(path)
+    else:
+        fast = load_tokenizer(path)
+        import transformers
+
+        make: Any = transformers.PreTrainedTokenizerFast
+        read = make(tokenizer_object=fast)
+    if template is not None:
+        read.chat_template = Path(template).read_text("utf-8")
+    if getattr(read, "chat_template", None) is None:
+        raise FormatError(
+            f"{path}: this tokenizer has no chat template: pass --chat-template"
+        )
+    return cast("ChatTokenizer", read)
+
+
+def _from_directory(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise FormatError(f"{path}: not a tokenizer: {error}") from error
 
 
 def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> int:
@@ -309,7 +351,7 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
     what is read, see `check_outputs`.
     """
     inputs: list[Input] = []
-    outputs: dict[str, tuple[str, str]] = {}
+    outputs: dict[str, tuple[str | Path, str]] = {}
     piped: Path | None = None
     clobber, stdout = True, sys.stdout
     with ExitStack() as stack:
@@ -327,18 +369,26 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                     paths = [str(piped)]
                     # a table goes there, and messages for people to stderr
                     stack.enter_context(redirect_stdout(sys.stderr))
-                # export chooses a name in its folder, and checks that
-                if mark.kind != "export":
-                    outputs[f"--{name}"] = paths[0], mark.kind
+                target: str | Path = paths[0]
+                if mark.kind == "export":
+                    from trajkit.export.files import path_of
+
+                    target = path_of(bound.arguments["to"], Path(target))
+                outputs[f"--{name}"] = target, mark.kind
             else:
                 if mark.kind != "tokenizer" and STANDARD in paths:
                     own = _spooled(folder, paths)
                     paths = [own if one == STANDARD else one for one in paths]
                 # an import fetches its own, because it takes other files of a directory
-                if mark.kind != "records" and any(map(is_address, paths)):
-                    copies = stack.enter_context(local_files(paths))
-                    paths = [str(copy) for copy in copies]
-                inputs += mark.inputs(paths)
+                if mark.kind != "records":
+                    paths = [*map(str, stack.enter_context(local_files(paths)))]
+                of_turns = mark.kind in ("turns", "sessions")
+                found = (
+                    turns_inputs
+                    if of_turns
+                    else partial(inputs_of, suffixes=mark.suffixes)
+                )
+                inputs += found(paths)
             values[name] = paths if isinstance(given, list) else paths[0]
         check_outputs(outputs, inputs, clobber=clobber)
         code = command(*bound.args, **bound.kwargs)

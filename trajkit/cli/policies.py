@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from cyclopts import Parameter, Token
 
@@ -33,10 +33,10 @@ def _texts(_: object, tokens: Sequence[Token]) -> list[str]:
     for token in tokens:
         if token.keyword == "--policy":
             texts.append(token.value)
-            continue
-        short = token.keyword == "--fork-threshold"
-        texts = texts or [""]
-        texts[-1] += f" {'fork_threshold=' * short}{token.value}"
+        else:
+            short = "fork_threshold=" * (token.keyword == "--fork-threshold")
+            texts = texts or [""]
+            texts[-1] += f" {short}{token.value}"
     return texts
 
 
@@ -45,18 +45,14 @@ _OPTIONS = Parameter(
     converter=_texts,
     negative=(),
     allow_leading_hyphen=False,
+    help=f"{_HELP} (default: faithful)",
 )
-PolicyOption = Annotated[
-    list[str] | None, _OPTIONS, Parameter(help=f"{_HELP} (default: faithful)")
-]
-PoliciesOption = Annotated[
-    list[str] | None,
-    _OPTIONS,
-    Parameter(
-        help=f"{_HELP}. May be repeated; --set and --fork-threshold belong to the --policy "
-        "before them (default: all policies)"
-    ),
-]
+_MANY = (
+    f"{_HELP}. May be repeated; --set and --fork-threshold belong to the --policy before "
+    "them (default: all policies)"
+)
+PolicyOption = Annotated[list[str] | None, _OPTIONS]
+PoliciesOption = Annotated[list[str] | None, _OPTIONS, Parameter(help=_MANY)]
 
 
 def policy_of(text: str) -> tk.Policy:
@@ -137,22 +133,19 @@ def policies(
     Policies are listed with the choices that differ from the defaults. With a POLICY, list
     all its choices, their values, what --set accepts, and what the policy does.
     """
-    chosen = [tk.policy(name) for name in (PRESETS if policy is None else [policy])]
-    text = _presets() if policy is None else _choices(chosen[0])
-    opt.print_result([asdict(one) for one in chosen], text, json)
-
-
-def _presets() -> str:
-    """Each policy with the choices in which it differs from the defaults."""
+    if policy is not None:
+        one = tk.policy(policy)
+        opt.print_result([asdict(one)], _choices(one), json)
+        return
     default = _written(tk.Policy(name="", parent_by="messages"))
     del default["parent_by"]
     lines = []
-    for name, policy in (PRESETS | ALIASES).items():
-        own = _written(policy)
-        changed = (f"{k}={v}" for k, v in own.items() if default.get(k) != v)
+    for name, one in (PRESETS | ALIASES).items():
+        changed = (f"{k}={v}" for k, v in _written(one).items() if default.get(k) != v)
         lines.append([name, ", ".join(changed)])
     otherwise = ", ".join(f"{name}={value}" for name, value in default.items())
-    return f"{text_table(['policy', 'choices'], lines)}\n\notherwise: {otherwise}"
+    text = f"{text_table(['policy', 'choices'], lines)}\n\notherwise: {otherwise}"
+    opt.print_result([*map(asdict, PRESETS.values())], text, json)
 
 
 def _choices(policy: tk.Policy) -> str:
@@ -160,12 +153,11 @@ def _choices(policy: tk.Policy) -> str:
     values = _written(policy)
     # an option in the words of the policy's system sets choices below
     known = {name: [*one] for name, one in IN_OTHER_WORDS.get(policy.name, {}).items()}
+    texts: dict[Any, list[str]] = {bool: ["true", "false"], int: ["an integer"]}
+    texts[int | None] = ["an integer", "none"]
     for name, hint in _HINTS.items():
-        known[name] = {
-            bool: ["true", "false"],
-            int: ["an integer"],
-            int | None: ["an integer", "none"],
-        }.get(hint) or [*NAMED_CHOICES.get(name, ["names, separated by commas"])]
+        named = NAMED_CHOICES.get(name, ["names, separated by commas"])
+        known[name] = texts.get(hint, [*named])
     lines = [
         [name, values.get(name, ""), ", ".join(own)] for name, own in known.items()
     ]

@@ -31,27 +31,11 @@ _LABEL, _NARROW = 12, 48
 
 
 def visible(text: str) -> str:
-    """The text with escapes for all characters that do not show or move others.
-
-    Examples
-    --------
-    >>> visible("a\\x1b[2J\\u202eb")
-    'a\\\\x1b[2J\\\\u202eb'
-    """
-    if text.isprintable():
-        return text
+    """The text with escapes for all characters that do not show or move others."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()
         for char in text
     )
-
-
-def shortened(text: str, most: int) -> str:
-    """A visible text on one line, without its middle if it is long."""
-    first, last = visible(text[:most]), visible(text[-most:])
-    if len(text) <= most and len(first) <= most:
-        return first
-    return f"{first[: most // 2]} ... {last[-(most // 2) :]}"
 
 
 def share(part: int, whole: int) -> str:
@@ -62,16 +46,16 @@ def share(part: int, whole: int) -> str:
 def text_table(head: Sequence[str], lines: Iterable[Sequence[str | int]]) -> str:
     """Lines under a head; numbers are right-aligned, text is left-aligned."""
     lines = [*lines]
-    numbers = [lines and isinstance(cell, int) for cell in (lines or [head])[0]]
+    numbers = [isinstance(cell, int) for cell in (lines or [head])[0]]
     cells = [[f"{c:,}" if isinstance(c, int) else c for c in line] for line in lines]
     widths = [max(map(cell_len, column)) for column in zip(head, *cells, strict=True)]
     shown = []
     for line in [head, ["-" * width for width in widths], *cells]:
-        padded = []
-        for text, width, number in zip(line, widths, numbers, strict=True):
-            space = " " * (width - cell_len(text))
-            padded.append(space + text if number else text + space)
-        shown.append("  ".join(padded).rstrip())
+        text = ""
+        for cell, width, number in zip(line, widths, numbers, strict=True):
+            space = " " * (width - cell_len(cell))
+            text += f"{space}{cell}  " if number else f"{cell}{space}  "
+        shown.append(text.rstrip())
     return "\n".join(shown)
 
 
@@ -82,18 +66,18 @@ class Screen:
     forbids colours (https://no-color.org), and so does a terminal that is dumb.
     """
 
-    def __init__(self, *, colour: bool = True) -> None:
+    def __init__(self) -> None:
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         terminal = sys.stdout.isatty()
         self._console = Console(
             theme=Theme(STYLES, inherit=False),
-            color_system="standard" if colour and terminal and not plain else None,
+            color_system="standard" if terminal and not plain else None,
             highlight=False,
             markup=False,
             emoji=False,
         )
+        # columns of a line. None: lines are not broken, as for a pipe
         self.width = self._console.width if terminal else None
-        """Columns of a line. None: lines are not broken, as for a pipe."""
 
     def print(self, line: str | Text = "", style: str = "") -> None:
         """Print a line."""
@@ -102,14 +86,14 @@ class Screen:
 
     def labelled(self, label: str, fragments: Iterable[Fragment]) -> None:
         """Print text in lines that fit, after a label."""
-        lead = label.ljust(_LABEL)
-        if self.width is not None and self.width < _NARROW:
+        lead, width = label.ljust(_LABEL), self.width
+        if width is not None and width < _NARROW:
             self.print(label)
             lead = " "
         for line in Text.assemble(*fragments).split("\n"):
             pieces = [line.plain]
-            if self.width is not None:
-                pieces = chop_cells(line.plain, max(self.width - len(lead), 1))
+            if width is not None:
+                pieces = chop_cells(line.plain, max(width - len(lead), 1))
             ends = [*accumulate(map(len, pieces))][:-1]
             # a character that is wider than the screen has no piece before it
             for part in line.divide([end for end in ends if end]):

@@ -2,9 +2,9 @@
 
 import webbrowser
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 from cyclopts import Parameter
@@ -14,16 +14,10 @@ import trajkit as tk
 from trajkit.cli import options as opt
 from trajkit.cli import policies as pol
 from trajkit.cli.screen import Progress
-from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.files.formats import replacing
 from trajkit.files.tables import log_files, read_any_rows
 from trajkit.schema import SESSIONS
-
-if TYPE_CHECKING:
-    from trajkit.view.tables import Selection
-
-Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
 
 # browsers take long to open larger files
 _LARGE_BYTES = 50_000_000
@@ -41,11 +35,10 @@ def view(
     worst: opt.Count | None = None,
     tokenizer: opt.TokenizerPath = None,
     rows: Annotated[str | None, opt.Reads("rows")] = None,
-    pack: opt.Count | None = None,
     against: Annotated[str | None, opt.Reads("turns")] = None,
     print: bool = False,
     no_text: bool = False,
-    port: Port = 0,
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 0,
     follow: bool = False,
     no_browser: bool = False,
     reading: opt.Reading = opt.READING,
@@ -70,8 +63,6 @@ def view(
     rows
         Show what `trajkit verify` finds in these rows, under the first --policy if there is
         one.
-    pack
-        Show the packs of this many tokens that the rows of a session make.
     against
         A second run to compare with.
     print
@@ -87,53 +78,48 @@ def view(
         Print the address only.
     """
     from trajkit.view.document import page
-    from trajkit.view.server import LiveRun, Options, ViewServer
-    from trajkit.view.tables import Selection
+    from trajkit.view.server import LiveRun, ViewServer
 
-    choices = {"--session": session, "--sample": sample, "--worst": worst}
-    given = [name for name, value in choices.items() if value is not None]
-    if len(given) > 1:
-        raise ArgumentError(f"{given[1]}: not allowed with {given[0]}")
-    if out is None:
-        if print:
-            raise ArgumentError("--print makes a file: give it a name with --out")
-    elif follow:
-        raise ArgumentError("--follow needs the server: leave out --out")
-    else:
-        _check_suffix(out, "a page", "html", "htm")
     texts = pol.many_policies(policy)
     policies = [*map(pol.policy_of, texts)]
-    shown: dict[str, Any] = {
-        "tokenizer": chosen_tokenizer(tokenizer, source),
-        "text": not no_text,
-        "pack_tokens": pack,
-    }
-    ids = None if session is None else tuple(session.split(","))
-    selection = Selection(ids, sample, worst, policy=policies[0])
-    run = Run(source, sessions, reading, selection, follow=follow)
-    others = [Run([one], None, reading, selection) for one in [against] if one]
+    ids = None if session is None else session.split(",")
+    choice: dict[str, Any] = {"ids": ids, "sample": sample, "worst": worst}
+    if sum(one is not None for one in choice.values()) > 1:
+        raise ArgumentError(
+            "--session, --sample and --worst: only one of them is allowed"
+        )
+    if out is not None:
+        _check_suffix(out, "a page", "html", "htm")
+        if follow:
+            raise ArgumentError("--follow needs the server: leave out --out")
+    elif print:
+        raise ArgumentError("--print makes a file: give it a name with --out")
+    choice["policy"] = policies[0]
+    runs = [Run(source, sessions, reading, choice, follow)]
+    runs += [Run([one], None, reading, choice) for one in [against] if one]
+    shown: dict[str, Any] = {"tokenizer": opt.chosen_tokenizer(tokenizer, source)}
+    shown["text"] = not no_text
     # as stored: rows of other systems have few columns, and verify judges them
     table = None if rows is None else read_any_rows(rows)
     if out is None:
-        common = Options(tuple(texts), pol.policy_of, follow=follow, **shown)
-        own = replace(common, rows=table, rows_policy=policies[0] if policy else None)
-        runs = [LiveRun(run, own), *(LiveRun(one, common) for one in others)]
-        with suppress(KeyboardInterrupt), ViewServer(runs, run.title, port) as server:
+        shown |= {"policies": texts, "parse": pol.policy_of, "follow": follow}
+        live = [LiveRun(one.title, one.version, one.load, **shown) for one in runs]
+        live[0].rows, live[0].rows_policy = table, policies[0] if policy else None
+        with suppress(KeyboardInterrupt), ViewServer(live, port) as server:
             opt.print_text(f"{server.url}\nCtrl-C ends")
             if not no_browser:
                 webbrowser.open(server.url)
             server.serve_forever()
         return
-    turns, facts = run.load()
-    other_run = next(((other.title, *other.load()) for other in others), None)
+    (turns, facts), *others = [run.load() for run in runs]
     with Progress("making the page"), replacing(Path(out)) as draft:
         html = page(
             turns,
             policies if policy else None,
             sessions=facts,
-            title=run.title,
+            title=runs[0].title,
             rows=table,
-            against=other_run,
+            against=(runs[1].title, *others[0]) if others else None,
             paper=print,
             **shown,
         )
@@ -143,7 +129,7 @@ def view(
     if no_text:
         text = "token ids and numbers, no text"
     opt.print_text(
-        f"{len(turns['session_id'].unique()):,} of {run.n_sessions:,} sessions, "
+        f"{len(turns['session_id'].unique()):,} of {runs[0].n_sessions:,} sessions, "
         f"{turns.num_rows:,} turns\ncontains {text}\n"
         f"written to {out} ({size / 1e6:.1f} MB)"
     )
@@ -171,7 +157,8 @@ class Run:
     source: list[str]
     sessions: str | None
     reading: opt.Reading
-    selection: "Selection"
+    # of sessions, see `trajkit.view.tables.selected`
+    choice: dict[str, Any]
     follow: bool = False
     n_sessions: int = 0
 
@@ -185,17 +172,18 @@ class Run:
 
     def load(self) -> tuple[pa.Table, pa.Table | None]:
         """The turns of the chosen sessions, and the table of these sessions."""
+        from trajkit.view.tables import selected
+
         pieces = self.reading.pieces(self.source, empty=self.follow)
-        turns, self.n_sessions = self.selection.of(
-            batch for piece in pieces for batch in piece.to_batches()
-        )
+        batches = (batch for piece in pieces for batch in piece.to_batches())
+        turns, self.n_sessions = selected(batches, **self.choice)
         prefix = self.reading.session_prefix
         known = opt.known_sessions(self.sessions, self.source, prefix)
         if known is None:
             return turns, None
         # sessions that have not ended have no line yet
-        names = turns["session_id"].unique().to_pylist()
         ended = {*known["session_id"].to_pylist()}
+        names = turns["session_id"].unique().to_pylist()
         missing = [{"session_id": name} for name in names if name not in ended]
         lines = pa.Table.from_pylist(missing, SESSIONS)
         return turns, pa.concat_tables([known.select(SESSIONS.names), lines])

@@ -19,8 +19,7 @@ from trajkit.learn.weights import trained_tokens
 from trajkit.schema import PAYLOADS
 from trajkit.tables.canonical import TableLike as TableLike
 from trajkit.tables.canonical import as_table, canonical_rows, place
-from trajkit.tables.keys import codes
-from trajkit.tables.ragged import Ragged, lengths
+from trajkit.tables.ragged import Ragged, codes, lengths
 from trajkit.turns.images import engine_ids
 
 _P = ParamSpec("_P")

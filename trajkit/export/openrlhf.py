@@ -24,33 +24,31 @@ def execution_fields(
 ) -> list[dict[str, Any]]:
     """Rows as the dicts that ``execute`` returns, one per rollout.
 
-    Parameters
-    ----------
-    rows : table
-        One row per rollout, the rollouts of a group one after another.
-    prompt, label : str
-        Written to every dict.
-    max_len, n_samples_per_prompt : int or None
-        Those of the trainer. It truncates rows longer than ``--data.max_len`` without a
-        message. None: rows of any length; as many rows per group as the first has.
+    Rollouts have one row each, and those of a group come one after another. ``prompt`` and
+    ``label`` are written to every dict. The others are options of the trainer, which
+    truncates rows longer than ``--data.max_len`` without a message. None: rows of any
+    length; as many rows per group as the first has.
     """
-    found = []
-    for row in shared.checked_rows(
+    checked = shared.checked_rows(
         rows, _TARGET, cut=max_len, group_size=n_samples_per_prompt
-    ):
-        edges = np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))
-        found.append(
-            {
-                "prompt": prompt,
-                "label": label,
-                "images": None,
-                "reward": row.reward,
-                "scores": row.reward,
-                "observation_tokens": row.input_ids.tolist(),
-                "action_ranges": [*map(tuple, edges.reshape(-1, 2).tolist())],
-                "rollout_log_probs": row.logprobs.tolist(),
-                "extra_logs": {},
-                "truncated": row.truncated,
-            }
-        )
-    return found
+    )
+    return [
+        {
+            "prompt": prompt,
+            "label": label,
+            "images": None,
+            "reward": row.reward,
+            "scores": row.reward,
+            "observation_tokens": row.input_ids.tolist(),
+            "action_ranges": _ranges(row.loss_mask),
+            "rollout_log_probs": row.logprobs.tolist(),
+            "extra_logs": {},
+            "truncated": row.truncated,
+        }
+        for row in checked
+    ]
+
+
+def _ranges(mask: shared.Array) -> list[Any]:
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    return [*map(tuple, edges.reshape(-1, 2).tolist())]

@@ -22,7 +22,7 @@ from trajkit.export import _rows as shared
 from trajkit.packs.balancing import balance
 from trajkit.packs.packing import pack
 from trajkit.tables.canonical import as_table
-from trajkit.tables.take import tuples
+from trajkit.tables.columns import tuples
 
 _CARRIED = ("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs")
 _TARGET = shared.Target(
@@ -60,10 +60,7 @@ def sample_fields(
         Write row weights to ``rl_weights``, see `trajkit.export`.
     """
     if not isinstance(env_name, str) or env_name == "all":
-        raise ExportError(
-            f"env_name is {env_name!r}: expected a name other than 'all', which prime-rl "
-            "reserves"
-        )
+        raise ExportError(f"env_name is {env_name!r}: expected a name other than 'all'")
     check_number("temperature", temperature, 0, above=True)
     samples = []
     for row in shared.checked_rows(rows, _TARGET, cut=seq_len, weighted=weighted):
@@ -211,13 +208,8 @@ def write_micro_batches(
     msgspec. The files ``step_{step}/rank_{rank}.bin`` appear together; FileExistsError if
     the folder of the step, which trains the rows, has anything in it.
 
-    Parameters
-    ----------
-    rows, seq_len, **options
-        As for `micro_batch_fields`.
-    folder : path
-        The trainer's batch directory: ``rollouts`` in its output folder at 559b44772.
-    step : int
+    ``folder`` is the trainer's batch directory (``rollouts`` in its output folder at
+    559b44772); the rest is as for `micro_batch_fields`.
     """
     ranked = micro_batch_fields(rows, seq_len, **options)
     import msgspec

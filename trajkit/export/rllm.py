@@ -36,16 +36,14 @@ def episode_fields(turns: TableLike, sessions: TableLike) -> list[dict[str, Any]
     """
     table = expand(as_turns(turns))
     table = table.select([name for name in _COLUMNS if name in table.column_names])
-    facts = as_table(sessions).select(["session_id", "group_id", "reward"])
-    known = {fact["session_id"]: fact for fact in facts.to_pylist()}
+    known = {fact["session_id"]: fact for fact in as_table(sessions).to_pylist()}
     episodes: dict[str, dict[str, Any]] = {}
     paths: dict[tuple[str, str], dict[str, Any]] = {}
     numbers = Counter[str]()
     for turn in table.to_pylist():
         session, logprobs = turn["session_id"], turn["output_logprobs"] or []
-        trained = turn.get("trainable") is not False
-        reward = known.get(session, {}).get("reward")
-        task = known.get(session, {}).get("group_id") or session
+        trained, fact = turn.get("trainable") is not False, known.get(session, {})
+        reward, task = fact.get("reward"), fact.get("group_id") or session
         cut = False in (turn.get("output_mask") or ())
         faults = {
             "the session has no reward": reward is None,
@@ -60,9 +58,9 @@ def episode_fields(turns: TableLike, sessions: TableLike) -> list[dict[str, Any]
                 "has no field. Mend or leave it out, or export rows to another trainer"
             )
         if session not in episodes:
-            name = f"{task}:{numbers[task]}"
+            own = {"id": f"{task}:{numbers[task]}", "task": task, "trajectories": []}
+            episodes[session] = own
             numbers[task] += 1
-            episodes[session] = {"id": name, "task": task, "trajectories": []}
         if not trained:
             continue
         agent = turn.get("agent_id") or "agent"

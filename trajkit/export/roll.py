@@ -15,32 +15,15 @@ _TARGET = shared.Target("ROLL", "reward", cut="sequence_length", single=shared.O
 
 
 def batch_fields(
-    rows: shared.TableLike,
-    *,
-    sequence_length: int,
-    pad_token_id: int,
-    tag: str = "trajkit",
+    rows: shared.TableLike, *, sequence_length: int, pad_token_id: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rows as ``batch`` and ``non_tensor_batch`` of a ``DataProto``.
 
-    Parameters
-    ----------
-    rows : table
-        One row per rollout: ROLL's baselines count every row of a group.
-    sequence_length, pad_token_id : int
-        Those of the pipeline. A longer row is refused, a shorter one padded right.
-    tag : str
-        The name of the environment.
-
-    Returns
-    -------
-    batch : dict of array
-        Shape (n_rows, sequence_length): ``input_ids``, ``attention_mask``,
-        ``position_ids`` (int64), ``response_mask``, ``prompt_mask`` (bool), ``scores``
-        (float32, the reward at the last token); ``infer_logprobs`` (float32) without the
-        first token.
-    non_tensor_batch : dict of array
-        Objects, one per row.
+    Rollouts have one row each: ROLL's baselines count every row of a group. Rows longer
+    than the pipeline's ``sequence_length`` are refused, shorter ones padded right. Arrays
+    of ``batch`` are of shape (n_rows, sequence_length): ids and positions int64, masks
+    bool, ``scores`` (the reward at the last token) and ``infer_logprobs`` float32, the
+    latter without the first token. Those of ``non_tensor_batch`` are objects.
     """
     chosen_int("sequence_length", sequence_length, 2)
     checked = shared.checked_rows(rows, _TARGET, cut=sequence_length)
@@ -55,7 +38,14 @@ def batch_fields(
         mask[tokens], logprobs[tokens] = row.loss_mask, row.logprobs
         prompt[line, : row.loss_mask.argmax()] = True
         scores[line, len(row.input_ids) - 1] = row.reward
-    batch = {
+    facts = {
+        "env_ids": [row.rollout for row in checked],
+        "group_ids": [row.uid for row in checked],
+        "tags": ["trajkit"] * len(checked),
+        "step_scores": [[row.reward] for row in checked],
+        "episode_scores": [row.reward for row in checked],
+    }
+    return {
         "input_ids": ids,
         "attention_mask": attention,
         "position_ids": np.arange(sequence_length) * attention,
@@ -63,12 +53,4 @@ def batch_fields(
         "prompt_mask": prompt,
         "scores": scores,
         "infer_logprobs": logprobs[:, 1:],
-    }
-    facts = {
-        "env_ids": [row.rollout for row in checked],
-        "group_ids": [row.uid for row in checked],
-        "tags": [tag] * len(checked),
-        "step_scores": [[row.reward] for row in checked],
-        "episode_scores": [row.reward for row in checked],
-    }
-    return batch, {name: np.array(values, object) for name, values in facts.items()}
+    }, {name: np.array(values, object) for name, values in facts.items()}

@@ -2,8 +2,7 @@
 
 Source: https://github.com/NovaSky-AI/SkyRL/tree/a956457
 (``skyrl/train/generators/base.py``, ``skyrl/train/utils/trainer_utils.py``);
-``rollout_sample_support`` came later. For supervised training see
-`trajkit.export.sft.mask_table`.
+``rollout_sample_support`` came later. `trajkit.export.sft` has its supervised format.
 """
 
 from typing import Any

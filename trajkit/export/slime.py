@@ -38,14 +38,9 @@ def sample_fields(
     """Rows as the dicts that ``Sample.from_dict`` takes and debug files contain.
 
     Rows of a group come one after another. Those of a rollout have its full reward and
-    ``rollout_id``: slime's loss counts rollouts alike. ``rollout_routed_experts`` has no
-    entry for the last token.
-
-    Parameters
-    ----------
-    first_index, first_group_index : int
-        ``index`` and ``rollout_id`` of the first rollout, and ``group_index`` of the first
-        group. They count up in order of the samples.
+    ``rollout_id``: slime's loss counts rollouts alike. ``index`` and ``rollout_id`` count
+    from ``first_index``, ``group_index`` from ``first_group_index``, in order of the
+    samples. ``rollout_routed_experts`` has no entry for the last token.
     """
     return fields_of(rows, _TARGET, first_index, first_group_index)
 

@@ -45,12 +45,10 @@ def rollout_sample_fields(
     first_group_id: int = 0,
     weighted: bool = False,
 ) -> list[dict[str, Any]]:
-    """Rows as the keyword arguments of AsyncGRPOTrainer's ``RolloutSample``.
+    """Rows with advantages as the keywords of AsyncGRPOTrainer's ``RolloutSample``.
 
     Parameters
     ----------
-    rows : table
-        With advantages per row.
     model_version : int
         The weights that sampled the rows; the trainer drops samples that are too old.
     first_group_id : int

@@ -84,18 +84,10 @@ def padded_fields(
 ) -> dict[str, Any]:
     """Rows as the arrays of a padded batch: prompts padded left, responses right.
 
-    Parameters
-    ----------
-    prompt_length, response_length, pad_token_id : int
-        ``max_prompt_length`` and ``max_response_length`` of verl's configuration, beyond
-        which rows are refused, and the id of padding.
-
-    Returns
-    -------
-    dict of str to ndarray
-        One line per row: ``prompts``, ``responses``, ``response_mask``, ``input_ids``,
-        ``attention_mask``, ``position_ids`` (int64), ``rollout_log_probs``, ``rm_scores``
-        (float32, the reward at the last response token) and ``uid`` (objects, the groups).
+    The lengths are ``max_prompt_length`` and ``max_response_length`` of verl's
+    configuration, beyond which rows are refused. The arrays have a line per row; ids,
+    positions and masks are int64, ``rollout_log_probs`` and ``rm_scores`` (the reward at
+    the last response token) float32, ``uid`` (the groups) objects.
     """
     chosen_int("prompt_length", prompt_length, 1)
     chosen_int("response_length", response_length, 1)
@@ -109,9 +101,9 @@ def padded_fields(
         n_prompt, n_response = row.prompt_length, len(row.response_ids)
         if n_prompt > prompt_length or n_response > response_length:
             raise ExportError(
-                f"{row.place}: the prompt has {n_prompt} tokens and the response "
-                f"{n_response}, but prompt_length is {prompt_length} and response_length "
-                f"{response_length}. Raise them, or linearize with max_row_tokens"
+                f"{row.place}: {n_prompt} and {n_response} tokens, but prompt_length and "
+                f"response_length are {prompt_length} and {response_length}. Raise them, "
+                "or linearize with max_row_tokens"
             )
         stop = prompt_length + n_response
         tokens = line, slice(prompt_length - n_prompt, stop)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,14 @@ from trajkit.files.formats import Format, is_json, name_of, open_input
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_buffers, check_columns
-from trajkit.tables.take import empty_batch, without_views
+from trajkit.tables.columns import empty_batch, without_views
 
 _NAMES = {"parquet": "Parquet", "arrow": "Arrow IPC", "arrows": "Arrow IPC"}
 # length of the marker at the end of an IPC stream; an unfinished log has none
 _END_BYTES = 8
+
+_Sized: TypeAlias = Iterator[tuple[pa.RecordBatch, int]]
+"""Batches, and the approximate bytes of all their columns; 0: counted before."""
 
 
 def read_batches(
@@ -35,84 +38,59 @@ def read_batches(
     Columns that do not fit the schema that ``plan`` returns for their names are an error.
     An IPC stream that ends within a message gives a TornLogWarning.
     """
-    if isinstance(file, Path) or file.seekable():
-        source = open_input(file, kind)
-    else:
-        source = pa.BufferReader(file.read())
-    name = name_of(file)
-    with _content_of(name, kind):
-        if kind == "parquet":
-            batches = _read_parquet(source, batch_rows)
-        elif _is_file_form(source):
-            batches = _read_file(source)
-        else:
-            batches = _read_stream(source, name)
-        checked: pa.Schema | None = None
-        for batch in batches:
+    checked: pa.Schema | None = None
+    with _content_of(file, kind):
+        for batch, _ in _batches(file, kind, batch_rows):
             if plan is not None and batch.schema is not checked:
                 checked = batch.schema
                 try:
                     check_columns(checked, plan(checked.names))
                 except SchemaError as error:
-                    raise SchemaError(f"{name}: {error}") from None
+                    raise SchemaError(f"{name_of(file)}: {error}") from None
             check_buffers(batch)
             yield batch
 
 
+def key_batches(path: Path, kind: Format, names: tuple[str, ...]) -> _Sized:
+    """Batches of the named columns that exist, and the bytes of all columns."""
+    with _content_of(path, kind):
+        for batch, n_bytes in _batches(path, kind, None, names):
+            keys = batch.select([name for name in names if name in batch.schema.names])
+            check_buffers(keys)
+            yield keys, n_bytes
+
+
+def _batches(
+    file: Path | BinaryIO,
+    kind: Format,
+    batch_rows: int | None,
+    names: tuple[str, ...] | None = None,
+) -> _Sized:
+    if isinstance(file, Path) or file.seekable():
+        source = open_input(file, kind)
+    else:
+        source = pa.BufferReader(file.read())
+    if kind == "parquet":
+        yield from _read_parquet(source, batch_rows, names)
+        return
+    if not _is_file_form(source):
+        batches = _read_stream(source, name_of(file))
+    else:
+        # pages of a mapped file are read when they are used
+        batches = _read_file(source if names is None else pa.memory_map(str(file)))
+    for batch in batches:
+        yield batch, batch.get_total_buffer_size()
+
+
 @contextmanager
-def _content_of(name: str, kind: Format) -> Iterator[None]:
+def _content_of(file: Path | BinaryIO, kind: Format) -> Iterator[None]:
     """Turn errors about damaged bytes into a FormatError with the file's name."""
     try:
         yield
     except (*UNREADABLE, LayoutError) as error:
         raise FormatError(
-            f"{name} is damaged, or not valid {_NAMES[kind]}: {error}"
+            f"{name_of(file)} is damaged, or not valid {_NAMES[kind]}: {error}"
         ) from None
-
-
-def key_batches(
-    path: Path, kind: Format, names: tuple[str, ...]
-) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Batches of the named columns that exist, and the approximate bytes of all columns."""
-    source = open_input(path, kind)
-    name = name_of(path)
-    with _content_of(name, kind):
-        if kind == "parquet":
-            file, _ = _parquet_file(source)
-            found = [column for column in names if column in file.schema_arrow.names]
-            for group in range(file.num_row_groups):
-                n_bytes = file.metadata.row_group(group).total_byte_size
-                keys = file.read_row_group(group, columns=found)
-                _check_rows(file, group, keys.num_rows if found else None)
-                for batch in keys.to_batches():
-                    check_buffers(batch)
-                    yield batch, n_bytes
-                    n_bytes = 0
-            return
-        # pages of a mapped file are read when they are used
-        batches = (
-            _read_file(pa.memory_map(str(path)))
-            if _is_file_form(source)
-            else _read_stream(source, name)
-        )
-        for batch in batches:
-            keys = batch.select([n for n in names if n in batch.schema.names])
-            check_buffers(keys)
-            yield keys, batch.get_total_buffer_size()
-
-
-def _is_file_form(source: pa.NativeFile) -> bool:
-    magic = source.read(6)
-    source.seek(0)
-    return bool(magic == b"ARROW1")
-
-
-def _read_file(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    reader = pa.ipc.open_file(source)
-    for i in range(reader.num_record_batches):
-        yield reader.get_batch(i)
-    if not reader.num_record_batches:
-        yield empty_batch(reader.schema)
 
 
 def table_kind(file: Path, kind: Format) -> str | None:
@@ -135,8 +113,9 @@ def table_kind(file: Path, kind: Format) -> str | None:
     return None if found is None else found.decode(errors="replace")
 
 
-def _parquet_file(source: pa.NativeFile) -> tuple[Any, dict[str, list[int]]]:
-    """A Parquet file, and the Parquet columns that each Arrow column consists of."""
+def _read_parquet(
+    source: pa.NativeFile, batch_rows: int | None, names: tuple[str, ...] | None
+) -> _Sized:
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(
@@ -145,50 +124,53 @@ def _parquet_file(source: pa.NativeFile) -> tuple[Any, dict[str, list[int]]]:
         pre_buffer=False,
         page_checksum_verification=True,
     )
-    groups = map(file.metadata.row_group, range(file.num_row_groups))
+    columns = None
+    if names is not None:
+        columns = [name for name in file.schema_arrow.names if name in names]
+    groups = [file.metadata.row_group(k) for k in range(file.num_row_groups)]
     if sum(group.num_rows for group in groups) != file.metadata.num_rows:
         raise pa.ArrowInvalid("the row groups do not add up to the rows of the file")
-    leaves: dict[str, list[int]] = {name: [] for name in file.schema_arrow.names}
-    for leaf in range(len(file.schema.names)):
-        name = file.schema.column(leaf).path.partition(".")[0]
-        leaves.setdefault(name, []).append(leaf)
-    return file, leaves
-
-
-def _read_parquet(
-    source: pa.NativeFile, batch_rows: int | None
-) -> Iterator[pa.RecordBatch]:
-    file, leaves = _parquet_file(source)
-    if file.metadata.num_rows == 0:
-        yield empty_batch(file.schema_arrow)
-    for k in range(file.num_row_groups):
-        group = file.metadata.row_group(k)
-        n_rows = 0
+    if not file.metadata.num_rows and names is None:
+        yield empty_batch(file.schema_arrow), 0
+    for k, group in enumerate(groups):
+        n_rows, n_bytes = 0, group.total_byte_size
         n_values: dict[str, npt.NDArray[np.int64]] = {}
         # group by group, so that only one is in memory undecoded
-        for batch in file.iter_batches(batch_rows or max(group.num_rows, 1), [k]):
+        for batch in file.iter_batches(
+            batch_rows or max(group.num_rows, 1), [k], columns
+        ):
             n_rows += batch.num_rows
             for key, array in zip(batch.schema.names, batch.columns, strict=True):
                 n_values[key] = _values_in(array) + n_values.get(key, 0)
-            yield batch
-        _check_rows(file, k, n_rows)
-        for key, found in n_values.items():
-            # a page's number of values is in its header, which no checksum protects
-            stored = [group.column(leaf).num_values for leaf in leaves[key]]
-            if len(found) == len(stored) and found.tolist() != stored:
-                raise pa.ArrowInvalid(
-                    f"row group {k} has {found} of {stored} values in {key!r}"
-                )
+            yield batch, n_bytes
+            n_bytes = 0
+        if columns != []:
+            _check_group(file, k, n_rows, n_values)
 
 
-def _check_rows(file: Any, group: int, n_read: int | None) -> None:
-    """Raise ArrowInvalid if fewer rows were read than the row group has.
+def _check_group(
+    file: Any, k: int, n_rows: int, n_values: dict[str, npt.NDArray[np.int64]]
+) -> None:
+    """Raise ArrowInvalid if fewer rows or values were read than the row group has.
 
-    Arrow skips pages of an unknown kind, which a single flipped bit can make.
+    Arrow skips pages of an unknown kind, which a single flipped bit can make, and a page's
+    number of values is in its header, which no checksum protects.
     """
-    n_rows = file.metadata.row_group(group).num_rows
-    if n_read not in (n_rows, None):
-        raise pa.ArrowInvalid(f"row group {group} has {n_read} rows of {n_rows}")
+    group = file.metadata.row_group(k)
+    if n_rows != group.num_rows:
+        raise pa.ArrowInvalid(f"row group {k} has {n_rows} rows of {group.num_rows}")
+    stored: dict[str, list[int]] = {}
+    for leaf in range(len(file.schema.names)):
+        name = file.schema.column(leaf).path.partition(".")[0]
+        # Arrow aborts on damaged metadata of a column that was not read
+        if name in n_values:
+            stored.setdefault(name, []).append(group.column(leaf).num_values)
+    for name, found in n_values.items():
+        due = stored.get(name, [])
+        if len(found) == len(due) and found.tolist() != due:
+            raise pa.ArrowInvalid(
+                f"row group {k} has {found} of {due} values in {name!r}"
+            )
 
 
 def _values_in(array: pa.Array) -> npt.NDArray[np.int64]:
@@ -208,6 +190,20 @@ def _values_in(array: pa.Array) -> npt.NDArray[np.int64]:
         empty = len(lengths) - np.count_nonzero(lengths)
         return _values_in(array.flatten()) + empty
     return np.full(0 if pa.types.is_nested(type_) else 1, len(array))
+
+
+def _is_file_form(source: pa.NativeFile) -> bool:
+    magic = source.read(6)
+    source.seek(0)
+    return bool(magic == b"ARROW1")
+
+
+def _read_file(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    reader = pa.ipc.open_file(source)
+    for i in range(reader.num_record_batches):
+        yield reader.get_batch(i)
+    if not reader.num_record_batches:
+        yield empty_batch(reader.schema)
 
 
 def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
@@ -251,8 +247,7 @@ def write_batches(
     tables: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile, kind: Format
 ) -> None:
     """Write tables of one schema as one file; ``schema`` is that of an empty file."""
-    first = next(tables, None)
-    first = schema.empty_table() if first is None else first
+    first = next(tables, schema.empty_table())
     tables = itertools.chain([first], tables)
     if kind == "parquet":
         _write_parquet(first.schema, tables, file)
@@ -273,14 +268,11 @@ def _write_parquet(
     import pyarrow.parquet as pq
 
     leaves = [leaf for field in schema for leaf in _leaves(field.name, field.type)]
-    floats = [path for path, type_ in leaves if pa.types.is_floating(type_)]
     # Token ids and logprobs are too diverse for a dictionary. Floats compress better if
     # their bytes are split.
-    encoded = [
-        path
-        for path, type_ in leaves
-        if not pa.types.is_floating(type_) and not pa.types.is_integer(type_)
-    ]
+    floats = [path for path, type_ in leaves if pa.types.is_floating(type_)]
+    integers = [path for path, type_ in leaves if pa.types.is_integer(type_)]
+    encoded = [path for path, _ in leaves if path not in {*floats, *integers}]
     with pq.ParquetWriter(
         file,
         schema,
@@ -304,14 +296,13 @@ def _row_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
             parts.append(table.slice(start, each))
             n_bytes += parts[-1].nbytes
             if n_bytes >= limits.ROW_GROUP_BYTES:
-                yield concat(parts)
+                yield _joined(parts)
                 parts, n_bytes = [], 0
     if parts:
-        yield concat(parts)
+        yield _joined(parts)
 
 
-def concat(tables: list[pa.Table]) -> pa.Table:
-    """The rows of tables with the same schema."""
+def _joined(tables: list[pa.Table]) -> pa.Table:
     try:
         return pa.concat_tables(tables)
     except pa.ArrowInvalid as error:
@@ -345,8 +336,7 @@ def storable(table: pa.Table) -> pa.Table:
         if type_ != field.type:
             column = table.column(index).cast(type_)
             table = table.set_column(index, field.with_type(type_), column)
-        refused = _refused(type_)
-        if refused:
+        if refused := _refused(type_):
             raise FormatError(
                 f"Parquet cannot store column {field.name!r} of type {field.type}: "
                 f"{refused}. Cast it, or write Arrow IPC"

@@ -7,14 +7,22 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.schema import ROWS
-from trajkit.schema.columns import Fault, checks_of, required, table
-from trajkit.schema.engine import as_long_as, broken, lookup, no_null, run_starts
+from trajkit.schema.engine import (
+    Fault,
+    as_long_as,
+    broken,
+    checks_of,
+    lookup,
+    no_null,
+    required,
+    run_starts,
+    table,
+)
 from trajkit.tables import limits
 from trajkit.tables.canonical import canonical
+from trajkit.tables.columns import Columns, check_no_clash, replace_columns, row_lengths
 from trajkit.tables.ragged import Ragged, offsets_of, positions, runs_of
-from trajkit.tables.reshape import Columns, check_no_clash, replace_columns
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.take import row_lengths
+from trajkit.tables.stages import whole_sessions
 from trajkit.turns.validation import check_all
 
 _SUFFIXES = {

@@ -24,7 +24,6 @@ Format: TypeAlias = Literal[
     "json.gz",
     "json.zst",
 ]
-
 _SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -50,11 +49,7 @@ _FIRST_BYTES: tuple[tuple[bytes, Format], ...] = (
     (b"{", "jsonl"),
     (b"[", "json"),
 )
-_CODECS = {
-    f"{text}.{end}": codec
-    for text in ("jsonl", "json")
-    for end, codec in (("gz", "gzip"), ("zst", "zstd"))
-}
+_CODECS = {"gz": "gzip", "zst": "zstd"}
 
 
 def is_json(kind: Format) -> bool:
@@ -109,10 +104,12 @@ def format_of(
 def check_suffix(path: Path, known: Iterable[str]) -> str:
     """The suffix that a path has of those ``known``; ArgumentError if it has none."""
     known = list(known)
-    name = path.name.lower()
-    if found := [suffix for suffix in known if name.endswith(suffix)]:
-        return max(found, key=len)
-    raise ArgumentError(f"{path}: unknown suffix: expected one of {', '.join(known)}")
+    found = [suffix for suffix in known if path.name.lower().endswith(suffix)]
+    if not found:
+        raise ArgumentError(
+            f"{path}: unknown suffix: expected one of {', '.join(known)}"
+        )
+    return max(found, key=len)
 
 
 def check_text(head: bytes, name: str) -> None:
@@ -181,17 +178,13 @@ class _Borrowed:
         self.closed = True
 
 
-def bytes_limit(variable: str, default: int) -> int:
-    """A bound in bytes: the environment variable's value, or the default."""
-    text = os.environ.get(variable, str(default))
-    if not text.isdecimal() or not 0 < int(text) < 1 << 62:
-        raise FormatError(f"{variable} is {text!r}: expected a number of bytes")
-    return int(text)
+def _codec(kind: Format) -> str | None:
+    return _CODECS.get(kind.rpartition(".")[2])
 
 
 def open_input(file: Path | BinaryIO, kind: Format) -> pa.NativeFile:
     """The file's content, decompressed."""
-    codec = _CODECS.get(kind)
+    codec = _codec(kind)
     if not isinstance(file, Path):
         return pa.input_stream(_Borrowed(file), codec)
     if codec is not None and not file.stat().st_size:
@@ -206,7 +199,7 @@ def atomic(target: Path | BinaryIO, kind: Format) -> Iterator[pa.NativeFile]:
         into: object = _Borrowed(target)  # type: ignore[arg-type]
         if isinstance(target, Path):
             into = str(stack.enter_context(replacing(target)))
-        yield stack.enter_context(pa.output_stream(into, _CODECS.get(kind)))
+        yield stack.enter_context(pa.output_stream(into, _codec(kind)))
 
 
 def check_folder(folder: Path) -> None:

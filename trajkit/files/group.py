@@ -1,4 +1,4 @@
-"""Turns of files in tables of complete sessions, in bounded memory.
+"""Turns of files: all at once, or in tables of complete sessions in bounded memory.
 
 Scattered sessions are grouped first. Turns are large (a prompt may have a megabyte), but
 session ids and turn numbers, which determine their order, are small. So the files are
@@ -8,43 +8,55 @@ files ("buckets") with few enough sessions to fit in memory.
 
 import os
 import reprlib
-import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag
-from trajkit.errors import FormatError, InvalidTurnsError, TornLogWarning
+from trajkit.errors import (
+    ArgumentError,
+    FormatError,
+    InvalidTurnsError,
+    TornLogWarning,
+)
 from trajkit.files import jsonl
 from trajkit.files.arrow import key_batches, read_batches
 from trajkit.files.formats import Format, format_of, is_json
 from trajkit.files.guard import reading
+from trajkit.files.jsonl import LINE, Record
 from trajkit.files.sources import (
     Naming,
     Paths,
     SessionPrefix,
-    is_address,
     local_files,
     paths_of,
     placed,
 )
-from trajkit.files.tables import gather, integers, turn_files, turn_tables
-from trajkit.schema import TURNS
+from trajkit.files.tables import (
+    Source,
+    gather,
+    integers,
+    iter_tables,
+    log_files,
+    parts_of,
+)
+from trajkit.schema import AMENDMENTS, TURNS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import canonical, check_session_id, turns_schema
+from trajkit.tables.columns import take_rows, tuples
 from trajkit.tables.ragged import Longs
-from trajkit.tables.session_batches import concat, rechunk, whole_sessions
-from trajkit.tables.stages import batches_in
-from trajkit.tables.take import take_rows, tuples
+from trajkit.tables.stages import batches_in, concat, rechunk, whole_sessions
+from trajkit.turns.amendments import Amendments
+from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.records import from_records
 from trajkit.turns.sessions import with_current_keys
 from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_turns
@@ -52,13 +64,8 @@ from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_tu
 TEMPORARY = ".trajkit-gather-"
 """Prefix of the directories in which sessions are grouped."""
 
-# estimated bytes of text per byte of a file
-_INFLATED = {
-    kind: 8 if "." in kind else 1 for kind in get_args(Format) if is_json(kind)
-}
-
-# column with the reason, in the placeholder table of a rejected session
-_REASON = "trajkit.turns.reject_sessions"
+# estimated bytes of text per byte of a compressed file
+_INFLATED = 8
 
 
 @dataclass(slots=True)
@@ -91,24 +98,19 @@ class SessionIndex:
 
         ``index`` are their turn numbers; None: unknown, or assigned by the reader.
         """
-        if not len(ids):
-            return
         # null counts as a name
         codes = ids.dictionary_encode("encode").indices.to_numpy()
-        starts = np.concatenate([[0], 1 + np.flatnonzero(np.diff(codes)), [len(ids)]])
-        for start, stop in pairwise(starts.tolist()):
+        edges = np.flatnonzero(np.diff(codes, prepend=-1, append=-1))
+        for start, stop in pairwise(edges.tolist()):
             name = ids[start].as_py()
             before = self.turns.get(name, 0)
             continues = before > 0 and name == self._current
-            own = None if index is None else index[start:stop]
-            falls = own is not None and (
-                (continues and own[0] < self._last) or bool((np.diff(own) < 0).any())
-            )
-            if (before and not continues) or falls:
+            own = np.array([-1]) if index is None else index[start:stop]
+            falls = (continues and own[0] < self._last) or (np.diff(own) < 0).any()
+            if (before and not continues) or (index is not None and falls):
                 self.scattered = self.scattered or name
             self.turns[name] = before + stop - start
-            self._current = name
-            self._last = -1 if own is None else int(own[-1])
+            self._current, self._last = name, int(own[-1])
 
 
 def index_sessions(
@@ -130,10 +132,10 @@ def index_sessions(
             kind = format_of(path, format)
             prefix = "" if naming is None else naming.prefix(path)
             if is_json(kind):
-                index.n_bytes += path.stat().st_size * _INFLATED[kind]
-                for record in jsonl.lines(path, kind):
-                    number = None if order is None else record.get(order)
+                index.n_bytes += path.stat().st_size * (_INFLATED if "." in kind else 1)
+                for record in jsonl.calls(path, kind):
                     name = _session_of(record)
+                    number = None if order is None else record.get(order)
                     index.add(
                         pa.array([name and prefix + name], pa.string()),
                         np.array([number]) if type(number) is int else None,
@@ -151,7 +153,7 @@ def index_sessions(
     return index
 
 
-def _session_of(record: dict[str, object]) -> str | None:
+def _session_of(record: Record) -> str | None:
     """The session of a line; None if it is invalid, which reading the turns reports."""
     name = record.get("session_id")
     try:
@@ -173,7 +175,7 @@ class Piece(NamedTuple):
 
 
 class Log:
-    """Files of turns, and how to read them.
+    """Files of turns, or an open file or a table of them, and how to read them.
 
     With ``reject``, sessions that break a rule are rejected with the reason, and with
     ``gather`` scattered sessions are grouped; otherwise they are errors. ``folder`` is the
@@ -182,7 +184,7 @@ class Log:
 
     def __init__(
         self,
-        source: Paths,
+        source: Source,
         format: Format | None = None,
         nonfinite_logprobs: Nonfinite = "raise",
         reject: bool = False,
@@ -192,12 +194,27 @@ class Log:
     ) -> None:
         self._format, self._nonfinite = format, nonfinite_logprobs
         self._reject, self._gather, self._folder = reject, gather, folder
-        self._naming = Naming.of(paths_of(source) or [], session_prefix)
-        self._files, self._amendments = turn_files(source, format, self._naming)
+        paths = paths_of(source)
+        self._naming = Naming.of(paths or [], session_prefix)
+        if paths is None:  # no file, no prefix
+            self._naming = Naming.of([], None)
+        # why the lines of a session make no turns
+        self._misread: dict[str | None, str] = {}
+        self._source: Any = source
+        self._files: list[Path] = []
+        self._amendments: Amendments | None = None
+        if paths is not None:
+            self._files, self._amendments = turn_files(paths, format, self._naming)
+            self._source = self._files
 
     def index(self) -> SessionIndex:
         """The sessions of the files."""
         return index_sessions(self._files, self._format, naming=self._naming)
+
+    def read(self) -> pa.Table:
+        """All turns."""
+        [piece] = self.pieces(SessionIndex())
+        return piece.turns
 
     def pieces(
         self, index: SessionIndex, skip: int = 0
@@ -207,30 +224,44 @@ class Log:
         ``index`` is of the files as they are. The first ``skip`` turns are left out; they
         must be those of complete pieces. Raises as `read_turns`.
         """
-        try:
-            for piece in self._pieces(index, skip):
-                if self._amendments is not None:
-                    amended = self._amendments.fold_into(piece.turns)
-                    piece = piece._replace(turns=amended)
-                yield piece
-        except InvalidTurnsError as error:
-            raise self.placed(error) from None
+        return self._finished(self._sessions(index, skip))
 
     def placed(self, error: InvalidTurnsError) -> InvalidTurnsError:
         """The error with its file and line, as `trajkit.files.sources.placed` adds them."""
         return placed(error, self._files, self._format, self._naming)
 
-    def _pieces(self, index: SessionIndex, skip: int) -> Generator[Piece, None, None]:
+    def _finished(self, tables: Iterator[pa.Table]) -> Generator[Piece, None, None]:
+        """The tables checked and amended; errors name the file and the line."""
+        try:
+            for table in tables:
+                turns, rejected = self._checked(table)
+                if self._amendments is not None:
+                    turns = self._amendments.fold_into(turns)
+                yield Piece(turns, table.num_rows, rejected)
+        except InvalidTurnsError as error:
+            raise self.placed(error) from None
+
+    def _checked(self, table: pa.Table) -> tuple[pa.Table, pa.Table]:
+        """The turns, and REJECTED of the sessions that break a rule."""
+        if not self._reject:
+            turns = check_turns(with_current_keys(table), self._nonfinite)
+            return turns, REJECTED.empty_table()
+        good, bad = reject_turns(table, self._nonfinite)
+        lines = bad.to_pylist()
+        for line in lines:
+            line["reason"] = self._misread.pop(line["session_id"], line["reason"])
+        return with_current_keys(good), pa.Table.from_pylist(lines, REJECTED)
+
+    def _sessions(self, index: SessionIndex, skip: int) -> Iterator[pa.Table]:
         if not index.turns:
-            yield self._checked(concat([*self._tables(None)] or [TURNS.empty_table()]))
+            yield self._whole()
             return
         if index.scattered is None:
-            batches = (
+            tables = whole_sessions(
                 batch
                 for table in self._tables(index.batch_rows)
                 for batch in table.combine_chunks().to_batches()
             )
-            tables = whole_sessions(batches)
         elif self._gather:
             tables = self._grouped(index)
         else:
@@ -239,74 +270,97 @@ class Log:
                 "its turns do not ascend: gather=True groups the turns by session"
             )
         with closing(tables):
-            yield from map(self._checked, rechunk(_after(skip, tables)))
+            yield from rechunk(_after(skip, tables))
 
-    def _checked(self, table: pa.Table) -> Piece:
-        n_turns = table.num_rows
-        if not self._reject:
-            table = canonical(table, turns_schema(table.column_names))
-            turns = check_turns(with_current_keys(table), self._nonfinite)
-            return Piece(turns, n_turns, REJECTED.empty_table())
-        table, misread = _split_misread(table)
-        good, bad = reject_turns(table, self._nonfinite)
-        good = with_current_keys(good)
-        return Piece(good, n_turns, pa.concat_tables([misread, bad]))
+    def _whole(self) -> pa.Table:
+        tables = [*self._tables(None)] or [TURNS.empty_table()]
+        return gather(concat(tables), "turn_index")
 
     def _tables(self, batch_rows: int | None) -> Iterator[pa.Table]:
-        """The turns as stored; JSON lines end with a session."""
-        return turn_tables(
-            *(self._files, self._format, self._from_records, batch_rows, self._naming)
-        )
+        """The turns, ``batch_rows`` at a time; None: all lines of JSON make one table.
 
-    def _from_records(self, records: Iterable[jsonl.Record]) -> pa.Table:
-        """The turns of complete sessions; of a rejected session, ids and the reason."""
+        Lines come last, in tables that end with a session: turns without a number are
+        counted across the files of a log.
+        """
+        lines: list[tuple[Path, Iterator[Record]]] = []
+        options = self._format, turns_schema, batch_rows, jsonl.calls
+        for file, part in parts_of(self._source, *options):
+            if isinstance(part, Iterator):
+                lines.append((file, part))
+            else:
+                yield self._typed(self._naming.table(part, file))
+        records = self._naming.records(lines)
+        if batch_rows is None:
+            if (first := next(records, None)) is not None:
+                yield self._from_records(chain([first], records))
+        else:
+            yield from map(self._from_records, jsonl.by_session(records, batch_rows))
+
+    def _typed(self, table: pa.Table) -> pa.Table:
+        """The table in canonical form, unless sessions that do not fit are rejected."""
+        if self._reject:
+            return table
+        return canonical(table, turns_schema(table.column_names))
+
+    def _from_records(self, records: Iterable[Record]) -> pa.Table:
+        """The turns of complete sessions; of a rejected session, nulls."""
+        if not self._reject:
+            return from_records(records, nonfinite_logprobs=self._nonfinite)
         records = list(records)
         try:
             return from_records(records, nonfinite_logprobs=self._nonfinite)
         except InvalidTurnsError as error:
-            if not self._reject:
-                raise
             reason = str(error)
-        sessions: dict[str, list[jsonl.Record]] = {}
+        sessions: dict[str | None, list[Record]] = {}
         for record in records:
-            name = _session_of(record)
-            if name is None:
-                raise InvalidTurnsError(
-                    f"session_id is {reprlib.repr(record.get('session_id'))}: there is "
-                    "no session to reject"
-                )
-            sessions.setdefault(name, []).append(record)
+            sessions.setdefault(_session_of(record), []).append(record)
+        if None in sessions:
+            odd = sessions[None][0].get("session_id")
+            raise InvalidTurnsError(
+                f"session_id is {reprlib.repr(odd)}: there is no session to reject"
+            )
         if len(sessions) > 1:
             return concat(map(self._from_records, sessions.values()))
+        [name] = sessions
+        self._misread[name] = reason
         n = len(records)
-        return pa.table({"session_id": [*sessions] * n, _REASON: [reason] * n})
+        nothing = {one.name: pa.nulls(n, one.type) for one in TURNS}
+        return pa.table({**nothing, "session_id": [name] * n})
 
     def _grouped(self, index: SessionIndex) -> Generator[pa.Table, None, None]:
         """The turns of one bucket after another, sorted."""
         buckets = bucket_numbers(index)
         if not any(buckets.values()):  # everything fits in memory
-            yield gather(concat(self._tables(None)), "turn_index")
+            yield self._whole()
             return
-        with closing(spilled(self._spill, buckets, self._folder)) as folders:
-            for folder in folders:
-                # their sessions have prefixes, and were checked
-                options = None, self._nonfinite, self._reject
-                own = Log(folder, *options, session_prefix="no")
-                yield gather(concat(own._tables(None)), "turn_index")
+        with closing(grouped(self._stored(), buckets, self._folder)) as found:
+            for tables in found:
+                yield gather(concat(self._of_bucket(tables)), "turn_index")
 
-    def _spill(self, spill: "Spill") -> None:
-        lines = {}
-        for path in self._files:
-            kind = format_of(path, self._format)
-            if is_json(kind):
-                lines[path] = jsonl.raw_lines(path, kind)
+    def _stored(self) -> Iterator[pa.RecordBatch]:
+        """The turns as buckets store them: lines of JSON beside their session."""
+        lines: list[tuple[Path, Iterator[Record]]] = []
+        options = self._format, turns_schema, limits.MIN_READ_ROWS
+        for file, part in parts_of(self._source, *options, jsonl.calls_with_lines):
+            if isinstance(part, Iterator):
+                lines.append((file, part))
+            else:
+                yield from self._naming.table(part, file).to_batches()
+        records = self._naming.records(lines)
+        while some := [*islice(records, limits.JSON_ROWS)]:
+            names = pa.array([_session_of(one) for one in some], pa.string())
+            texts = pa.array([one[LINE] for one in some], pa.large_binary())
+            yield pa.RecordBatch.from_arrays([names, texts], ["session_id", LINE])
+
+    def _of_bucket(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        """The turns of a bucket, whose last tables may have lines of JSON."""
+        for table in tables:
+            if LINE not in table.column_names:
+                yield self._typed(table)
                 continue
-            for batch in read_batches(path, kind, limits.MIN_READ_ROWS, turns_schema):
-                table = self._naming.table(pa.Table.from_batches([batch]), path)
-                for part in table.to_batches():
-                    spill.add(part)
-        for line, record in self._naming.lines(lines.items()):
-            spill.add_line(line, _session_of(record))
+            texts = (tuples(one, "session_id", LINE) for one in chain([table], tables))
+            records = jsonl.read_again(chain.from_iterable(texts))
+            yield self._from_records(records)
 
 
 def _after(skip: int, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -316,6 +370,104 @@ def _after(skip: int, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         skip = max(skip - table.num_rows, 0)
         if left.num_rows:
             yield left
+
+
+def turn_files(
+    source: Paths, format: Format | None = None, naming: Naming | None = None
+) -> tuple[list[Path], Amendments | None]:
+    """The files of turns of paths, as `log_files` returns them, and their amendments."""
+    turns, files = log_files(source, format)
+    if not files:
+        return turns, None
+    if naming is not None and naming.mode == "file":
+        raise ArgumentError(
+            f"{files[0]} amends turns of several files, which session_prefix='file' would "
+            "tell apart: take 'folder'"
+        )
+    lines = [
+        canonical(part if naming is None else naming.table(part, file), AMENDMENTS)
+        for file in files
+        for part in iter_tables(file, format=format)
+    ]
+    return turns, Amendments(concat([AMENDMENTS.empty_table(), *lines]))
+
+
+def read_turns(
+    source: Source,
+    *,
+    format: Format | None = None,
+    map: MapLike | None = None,
+    nonfinite_logprobs: Nonfinite = "raise",
+    session_prefix: SessionPrefix | None = None,
+) -> pa.Table:
+    """Recorded turns, in the schema's canonical form.
+
+    Parameters
+    ----------
+    source : path, list of paths, open binary file, or table
+        A file with the suffix ``.parquet``; ``.arrow``, ``.feather`` or ``.ipc`` (Arrow
+        IPC, file or stream form); ``.arrows`` (stream form); ``.jsonl`` or ``.ndjson``,
+        plain or with ``.gz`` or ``.zst`` added (one call per line, as
+        `trajkit.from_records` takes them); ``.json`` (lines, or one array of calls). A
+        path with ``*`` is a pattern. An address (``s3://bucket/log``, ``hf://...``) is
+        copied to a temporary file with fsspec. A directory is read recursively in path
+        order, JSON Lines files last. Hidden files, files with the suffix ``.json`` and
+        files whose metadata name another table (sessions, rows, a report) are skipped
+        there. Amendments in a directory are applied: a turn that they call context only
+        has ``trainable = false``, and the column ``amended`` gives the reason. Turns may
+        be in delta form.
+    format : str, optional
+        Overrides suffix and first bytes: "parquet", "arrow", "arrows", "jsonl",
+        "jsonl.gz", "jsonl.zst", "json", "json.gz" or "json.zst".
+    map : dict, str or path, optional
+        As for `trajkit.from_records`, which then takes every line or row as a record.
+    nonfinite_logprobs : {"raise", "null"}
+        As for `trajkit.from_records`.
+    session_prefix : {"file", "folder", "no"}, optional
+        What to put before session ids: the path of their file without its suffix, or of
+        its directory, relative to ``source`` (or to the directory that the paths have in
+        common). None and "no": nothing. With None, a session whose calls start over in
+        another file is an error; calls with a ``turn_index``, and calls whose prompt
+        extends that of an earlier call, do not start over.
+
+    Returns
+    -------
+    Table
+        Sessions in order of first appearance, each contiguous, turns ascending.
+
+    Raises
+    ------
+    ArgumentError
+        The suffix of a path is unknown.
+    FormatError
+        The content is of an unknown format, or damaged; a line of JSON is longer than
+        256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``.
+    SchemaError
+        A column is missing or has another type.
+    InvalidTurnsError
+        A value breaks a rule of the schema.
+
+    Warns
+    -----
+    TornLogWarning
+        A log ends within an entry; the text names the file and the bytes left out.
+    """
+    check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    with local_files(source) as local:
+        if map is None:
+            log = Log(local, format, nonfinite_logprobs, session_prefix=session_prefix)
+            return log.read()
+        own, naming = read_map(map), Naming.of(paths_of(local) or [], session_prefix)
+        files = [
+            (file, (own.renamed(one) for one in _objects(part)))
+            for file, part in parts_of(local, format, of_lines=jsonl.lines)
+        ]
+        records = naming.records(files)
+        return from_records(records, nonfinite_logprobs=nonfinite_logprobs)
+
+
+def _objects(part: pa.Table | Iterator[Record]) -> Iterable[Record]:
+    return part.to_pylist() if isinstance(part, pa.Table) else part
 
 
 def scan_turns(
@@ -336,9 +488,9 @@ def scan_turns(
     Parameters
     ----------
     source : path or list of paths
-        Files or directories, as for `trajkit.read_turns`.
+        Files or directories.
     format, nonfinite_logprobs, session_prefix
-        As for `trajkit.read_turns`.
+        As for `trajkit.read_turns`, and so are the errors.
     gather : bool
         False: a scattered session is an error.
     folder : path, optional
@@ -350,11 +502,6 @@ def scan_turns(
     RecordBatch
         In canonical form; sessions in order of first appearance, each contiguous, turns
         ascending. If there are no turns, one empty batch.
-
-    Raises
-    ------
-    FormatError, SchemaError, InvalidTurnsError
-        As `trajkit.read_turns`.
 
     Examples
     --------
@@ -371,8 +518,7 @@ def scan_turns(
                 yield from batches_in(piece.turns for piece in found)
 
     found = batches()
-    given = source if isinstance(source, list | tuple) else [source]
-    reading(found, paths_of([one for one in given if not is_address(one)]) or [])
+    reading(found, source)
     return found
 
 
@@ -385,104 +531,62 @@ def bucket_numbers(index: SessionIndex) -> dict[str | None, int]:
     return dict(zip(index.turns, numbers.tolist(), strict=True))
 
 
-def _split_misread(table: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """The turns that could be read, and REJECTED of the other sessions."""
-    if _REASON not in table.column_names:
-        return table, REJECTED.empty_table()
-    valid = table.column(_REASON).is_valid()
-    bad = table.select(["session_id", _REASON]).filter(valid)
-    reasons = dict(tuples(bad, *bad.column_names))
-    misread = pa.table([[*reasons], [*reasons.values()]], schema=REJECTED)
-    read = table.filter(pc.invert(valid)).drop_columns([_REASON])
-    return (read if read.num_rows else TURNS.empty_table()), misread
-
-
-def spilled(
-    fill: Callable[["Spill"], None],
+def grouped(
+    batches: Iterable[pa.RecordBatch],
     buckets: Mapping[str | None, int],
     folder: str | os.PathLike[str] | None,
-) -> Generator[Path, None, None]:
-    """The buckets' directories below ``folder``; each is deleted after use."""
+) -> Generator[Iterator[pa.Table], None, None]:
+    """The tables of one bucket after another, through temporary files in ``folder``."""
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
-        spill = Spill(Path(root), buckets)
-        fill(spill)
-        spill.close()
-        for bucket in sorted(Path(root).iterdir()):
-            yield bucket
-            shutil.rmtree(bucket)
+        for table in _blocks(batches):
+            ids = table.column("session_id").combine_chunks().cast(pa.string())
+            ids = ids.dictionary_encode("encode")
+            names = ids.dictionary.to_pylist()
+            numbers = np.array([_bucket(name, buckets) for name in names], np.int64)
+            of_row = numbers[ids.indices.to_numpy()]
+            for number in np.unique(of_row).tolist():
+                rows = take_rows(table, pa.array(np.flatnonzero(of_row == number)))
+                # streams that were appended are read as one
+                with (
+                    Path(root, f"{number:08d}").open("ab") as file,
+                    pa.ipc.new_stream(file, rows.schema, options=options) as writer,
+                ):
+                    writer.write_table(rows)
+            del table, rows
+        for path in sorted(Path(root).iterdir()):
+            found = read_batches(path, "arrows", None)
+            yield (pa.Table.from_batches([batch]) for batch in found)
+            path.unlink()
 
 
-class Spill:
-    """Writes turns to the directories of their sessions' buckets."""
+def _bucket(session: str | None, buckets: Mapping[str | None, int]) -> int:
+    if session not in buckets:
+        raise FormatError(
+            f"session {session!r} was not there when the files were first read: they "
+            "changed since. Try again when nothing writes to them"
+        )
+    return buckets[session]
 
-    def __init__(self, root: Path, buckets: Mapping[str | None, int]) -> None:
-        self._root, self._buckets = root, buckets
-        self._pending: list[pa.RecordBatch] = []
-        self._bytes = 0
-        self._streams: dict[int, tuple[pa.Schema, pa.ipc.RecordBatchStreamWriter]] = {}
-        self._texts: dict[int, pa.NativeFile] = {}
-        self._n_streams = 0
 
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Add rows, whose sessions have buckets."""
-        if self._pending and not batch.schema.equals(self._pending[0].schema):
-            self._flush()
-        self._pending.append(batch)
-        self._bytes += batch.nbytes
-        if self._bytes >= limits.SPILL_BYTES:
-            self._flush()
+def _blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Batches of one schema as tables of about `limits.SPILL_BYTES`, in one chunk each:
+    taking rows of several would concatenate them for each bucket.
+    """
+    some: list[pa.RecordBatch] = []
+    n_bytes = 0
 
-    def add_line(self, line: bytes, session: str | None) -> None:
-        number = self._number(session)
-        if number not in self._texts:
-            path = self._folder(number) / "turns.jsonl"
-            self._texts[number] = pa.OSFile(str(path), "w")
-        self._texts[number].write(line + b"\n")
+    def block() -> pa.Table:
+        nonlocal some, n_bytes
+        table = pa.Table.from_batches(some).combine_chunks()
+        some, n_bytes = [], 0
+        return table
 
-    def close(self) -> None:
-        """Write everything."""
-        self._flush()
-        for _, writer in self._streams.values():
-            writer.close()
-        for text in self._texts.values():
-            text.close()
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        # one chunk: taking rows of several would concatenate them for each bucket
-        table = pa.Table.from_batches(self._pending).combine_chunks()
-        self._pending, self._bytes = [], 0
-        ids = table.column("session_id").combine_chunks().cast(pa.string())
-        ids = ids.dictionary_encode("encode")
-        numbers = [self._number(name) for name in ids.dictionary.to_pylist()]
-        of_row = np.asarray(numbers, np.int64)[ids.indices.to_numpy()]
-        for number in np.unique(of_row).tolist():
-            rows = pa.array(np.flatnonzero(of_row == number))
-            self._stream(number, table.schema).write_table(take_rows(table, rows))
-
-    def _number(self, session: str | None) -> int:
-        if session not in self._buckets:
-            raise FormatError(
-                f"session {session!r} was not there when the files were first read: they "
-                "changed since. Try again when nothing writes to them"
-            )
-        return self._buckets[session]
-
-    def _stream(self, number: int, schema: pa.Schema) -> pa.ipc.RecordBatchStreamWriter:
-        known = self._streams.get(number)
-        if known is not None:
-            if known[0].equals(schema):
-                return known[1]
-            known[1].close()
-        path = self._folder(number) / f"turns-{self._n_streams:06d}.arrows"
-        self._n_streams += 1
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
-        writer = pa.ipc.new_stream(str(path), schema, options=options)
-        self._streams[number] = schema, writer
-        return writer
-
-    def _folder(self, number: int) -> Path:
-        path = self._root / f"{number:08d}"
-        path.mkdir(exist_ok=True)
-        return path
+    for batch in batches:
+        if some and (n_bytes >= limits.SPILL_BYTES or batch.schema != some[0].schema):
+            yield block()
+        some.append(batch)
+        n_bytes += batch.nbytes
+        del batch
+    if some:
+        yield block()

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from trajkit.errors import ArgumentError
 from trajkit.files.arrow import table_kind
 from trajkit.files.formats import format_of, is_json, is_listed, kind_of
+from trajkit.files.sources import is_address, paths_of
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 
@@ -40,9 +41,8 @@ class Input:
     suffixes: tuple[str, ...] = ()
 
     def takes(self, file: Path, kind: str | None) -> bool:
-        """Whether the reader of the directory takes a file with a table of this kind.
-
-        ``file`` is relative to the directory.
+        """Whether the reader of the directory takes a file, relative to it, with a table
+        of this kind.
         """
         if any(word.startswith((".", "_")) for word in file.parts):
             return False
@@ -99,7 +99,8 @@ def check_outputs(
     inputs = [one for one in inputs if one.path.exists()]
     for name, (path, kind) in outputs.items():
         for one in inputs:
-            _check_input(f"{name} {Path(path)}", path, kind, one)
+            if fault := _clash(Path(path), is_parts(path), kind, one):
+                raise ArgumentError(f"{name} {Path(path)} {fault}")
     named: dict[object, str] = {}
     for name, (path, _) in outputs.items():
         text = f"{name} {Path(path)}"
@@ -125,31 +126,28 @@ def is_parts(output: AnyPath) -> bool:
     return text.endswith(os.sep) or os.path.isdir(text)
 
 
-def _check_input(name: str, output: AnyPath, kind: str, one: Input) -> None:
-    """Raise ArgumentError if an output would replace an input, or be read as one."""
-    path, own = Path(output), identity(output)
+def _clash(path: Path, parts: bool, kind: str, one: Input) -> str:
+    """Why an output would replace an input, or be read as one; empty if it is neither."""
+    own = identity(path)
     if own is not None:
-        same = own == identity(one.path)
-        read = one.path if same else None if path.is_dir() else one.reads(own)
+        read = one.reads(own) if not path.is_dir() else None
+        read = one.path if own == identity(one.path) else read
         if read is not None:
-            raise ArgumentError(
-                f"{name} is the input {read}, which it would replace: choose another path"
+            return f"is the input {read}, which it would replace: choose another path"
+        if parts and own in map(identity, _above(one.path)):
+            return (
+                f"is a directory that contains the input {one.path}: choose another "
+                "directory"
             )
-        if is_parts(output) and own in map(identity, _above(one.path)):
-            raise ArgumentError(
-                f"{name} is a directory that contains the input {one.path}: choose "
-                "another directory"
-            )
-    if not one.path.is_dir():
-        return
-    folder = identity(one.path)
-    inside = next((up for up in _above(path) if identity(up) == folder), None)
-    part = path / "part-00000.parquet" if is_parts(output) else path
-    if inside is not None and one.takes(part.absolute().relative_to(inside), kind):
-        raise ArgumentError(
-            f"{name} is in the directory {one.path}, which is read: the next run would "
-            "take it for an input. Choose a path outside of it"
+    folder = identity(one.path) if one.path.is_dir() else None
+    inside = [up for up in _above(path) if folder and identity(up) == folder]
+    part = path / "part-00000.parquet" if parts else path
+    if inside and one.takes(part.absolute().relative_to(inside[0]), kind):
+        return (
+            f"is in the directory {one.path}, which is read: the next run would take it "
+            "for an input. Choose a path outside of it"
         )
+    return ""
 
 
 def identity(path: AnyPath) -> tuple[int, int] | None:
@@ -171,9 +169,10 @@ def _above(path: AnyPath) -> list[Path]:
     return [*Path(path).absolute().parents, *Path(os.path.realpath(path)).parents]
 
 
-def reading(scan: Iterator[Any], paths: list[Path]) -> None:
-    """Note that an iterator reads paths, until it is exhausted or closed."""
-    _scans[scan] = paths
+def reading(scan: Iterator[Any], source: Any) -> None:
+    """Note that an iterator reads the paths of a source, until it ends or is closed."""
+    given = source if isinstance(source, list | tuple) else [source]
+    _scans[scan] = paths_of([one for one in given if not is_address(one)]) or []
 
 
 def check_not_read(target: Path) -> None:

@@ -12,8 +12,8 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias, Union
+from contextlib import suppress
+from typing import Final, Literal, NamedTuple, TypeAlias, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +48,7 @@ _KEPT = 32
 _WORTH = 1 << 12
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     """An array that was parsed: its text without brackets, and its values."""
 
     line: bytes
@@ -63,17 +62,17 @@ class _Seen:
 _NOTHING = _Seen(b"", 0, 0, [], [])
 
 
-@dataclass(slots=True)
 class _Slot:
     """A key of the shape, and its latest arrays, the newest last."""
 
-    leaf: Leaf
-    seen: list[_Seen] = field(default_factory=list)
+    def __init__(self, leaf: Leaf) -> None:
+        self.read = _read_items if leaf == ITEMS else _read_ids
+        self._seen: list[_Seen] = []
 
     def closest(self, line: bytes, start: int) -> tuple[_Seen, int]:
         """The array with the longest prefix of ``line[start:]``, and that length."""
         found, same = _NOTHING, 0
-        for one in reversed(self.seen):
+        for one in reversed(self._seen):
             n = _core.json_shared(line, start, one.line, one.start, one.stop)
             if n > same:
                 found, same = one, n
@@ -88,9 +87,8 @@ class _Slot:
             return
         if 2 * same > min(size, size_before):
             array = array if size >= size_before else before
-            self.seen = [one for one in self.seen if one is not before]
-        self.seen.append(array)
-        del self.seen[:-_KEPT]
+            self._seen = [one for one in self._seen if one is not before]
+        self._seen = [*self._seen, array][-_KEPT:]
 
 
 _Places: TypeAlias = Mapping[bytes, Union["_Places", _Slot]]
@@ -115,14 +113,13 @@ class Reader:
     def read(self, line: bytes) -> object:
         """The value of a JSON text, as ``json.loads`` but with numpy arrays."""
         self._pieces, self._at, self._cut, self._taken = [], 0, [], 0
-        try:
+        # invalid JSON, a NaN, or nested too deep: parse the text again
+        with suppress(ValueError, RecursionError):
             self._value(line, _past_space(line, 0), self._places)
             if self._cut:
                 rest = b"".join((*self._pieces, line[self._at :])).decode()
                 value: object = self._decoder.decode(rest)
                 return value
-        except (ValueError, RecursionError):
-            pass  # invalid JSON, a NaN, or nested too deep: parse the text again
         return parse_json(line.decode())
 
     def _take(self, _: str) -> _Cut:
@@ -162,8 +159,7 @@ class Reader:
 
     def _array(self, line: bytes, at: int, slot: _Slot) -> int:
         before, same = slot.closest(line, at + 1)
-        read = _read_items if slot.leaf == ITEMS else _read_ids
-        array = read(line, at + 1, before, same)
+        array = slot.read(line, at + 1, before, same)
         if array is None:
             return _end(line, at)
         slot.keep(array, before, same)
@@ -211,17 +207,15 @@ def _read_items(line: bytes, start: int, before: _Seen, same: int) -> _Seen:
         ends.append(end - start)
         at, more = _next(line, end, b"]")
     if len(ends) > n_known:
-        new = json.loads(f"[{line[first:at].decode()}")
-        if len(new) != len(ends) - n_known:
+        items += json.loads(f"[{line[first:at].decode()}")
+        if len(items) != len(ends):
             raise _OddError
-        items += new
     return _Seen(line, start, at - 1, items, ends)
 
 
 def _past_space(line: bytes, at: int) -> int:
     """The first position from ``at`` on without white space."""
-    found = _SPACE.match(line, at)
-    return at if found is None else found.end()
+    return _SPACE.match(line, at).end()  # type: ignore[union-attr]
 
 
 def _end(line: bytes, at: int) -> int:

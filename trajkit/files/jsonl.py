@@ -3,10 +3,12 @@
 import io
 import itertools
 import json
+import os
 import warnings
 from base64 import b64decode, b64encode
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -21,7 +23,6 @@ from trajkit.errors import (
 )
 from trajkit.files.formats import (
     Format,
-    bytes_limit,
     check_text,
     is_one_value,
     name_of,
@@ -31,13 +32,16 @@ from trajkit.files.json_numbers import IDS, ITEMS, Reader, Shape
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_columns, check_kind, place
-from trajkit.turns.messages import TooDeepError, parse_json, with_escapes
+from trajkit.turns.messages import TooDeepError, parse_json
 from trajkit.turns.records import MAX_DEPTH, is_too_deep
 
 Record: TypeAlias = dict[str, object]
 
 MAX_LINE_BYTES = "TRAJKIT_MAX_LINE_BYTES"
 """Environment variable: the longest line, in bytes, without compression."""
+
+LINE = "trajkit.files.line"
+"""Key of the text of a line, in `calls_with_lines`."""
 
 # columns of turns that records spell differently, and those that are written as null
 _MESSAGES = ("messages", "response")
@@ -70,35 +74,41 @@ def planned(objects: Iterator[Record], plan: Plan, name: str) -> Iterator[Record
         yield from objects
 
 
-def calls(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
-    """`lines` of recorded calls, with ids as numpy arrays."""
-    return lines(file, kind, _CALL)
-
-
-def lines(
-    file: Path | BinaryIO, kind: Format, shape: Shape | None = None
-) -> Iterator[Record]:
+def lines(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
     """The objects of a file of JSON lines; empty lines are skipped.
 
-    Arrays of ``shape`` become numpy arrays; see `trajkit.files.json_numbers.Reader`. A line
-    that is not a JSON object is a FormatError, but if it is the last one and has no end,
-    it gives a TornLogWarning.
+    A line that is not a JSON object is a FormatError, but if it is the last one and has no
+    end, it gives a TornLogWarning.
     """
-    return (value for _, _, value in _numbered(file, kind, shape))
+    return (value for _, _, value in _numbered(file, kind, _plain))
 
 
-def raw_lines(file: Path, kind: Format) -> Iterator[tuple[bytes, Record]]:
-    """`lines` together with their text."""
-    return ((line, value) for _, line, value in _numbered(file, kind))
+def calls(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
+    """`lines` of recorded calls, with ids as numpy arrays."""
+    return (value for _, _, value in _numbered(file, kind, Reader(_CALL).read))
+
+
+def calls_with_lines(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
+    """`calls`, each with its text as `LINE`."""
+    for _, line, value in _numbered(file, kind, Reader(_CALL).read):
+        yield {**value, LINE: line}
+
+
+def read_again(lines: Iterable[tuple[str | None, bytes]]) -> Iterator[Record]:
+    """`calls` of lines that were read before, with their sessions."""
+    read = Reader(_CALL).read
+    for name, line in lines:
+        value = _object(read(line), line)
+        yield value if name is None else {**value, "session_id": name}
 
 
 def numbered_lines(file: Path, kind: Format) -> Iterator[tuple[int, Record]]:
     """`lines` with their numbers, from 1; in an array, the numbers of its items."""
-    return ((number, value) for number, _, value in _numbered(file, kind))
+    return ((number, value) for number, _, value in _numbered(file, kind, _plain))
 
 
 def _numbered(
-    file: Path | BinaryIO, kind: Format, shape: Shape | None = None
+    file: Path | BinaryIO, kind: Format, read: Callable[[bytes], object]
 ) -> Iterator[tuple[int, bytes, Record]]:
     name = name_of(file)
     if is_one_value(kind):
@@ -109,9 +119,8 @@ def _numbered(
             file.seek(start or 0)
         if whole is not None:
             for number, item in enumerate(_items(whole, name), 1):
-                yield number, text_of(item), item
+                yield number, json.dumps(item, default=_encoded).encode(), item
             return
-    read = _plain if shape is None else Reader(shape).read
     source = open_input(file, kind)
     for number, (line, complete) in enumerate(split_lines(source, name), 1):
         if not line or line.isspace():
@@ -122,10 +131,7 @@ def _numbered(
             value = read(line)
         except ValueError as error:
             if complete or isinstance(error, TooDeepError):
-                where, text = f"{name}, line {number}", str(error)
-                if isinstance(error, json.JSONDecodeError):
-                    where, text = f"{where}, column {error.colno}", error.msg
-                raise FormatError(f"{where}: {text}") from None
+                raise _invalid(f"{name}, line {number}", error) from None
             warnings.warn(
                 f"{name} ends within line {number}: its last {len(line)} bytes were "
                 "left out",
@@ -135,10 +141,22 @@ def _numbered(
             return
         if not isinstance(value, dict):
             raise FormatError(f"{name}, line {number} is not a JSON object")
-        # one character is found much faster than several
-        dollar = line.find(b"$")
-        has_bytes = dollar > 0 and line.find(_BYTES_MARK, dollar - 2) >= 0
-        yield number, line, _restored(value) if has_bytes else value
+        yield number, line, _object(value, line)
+
+
+def _object(value: Any, line: bytes) -> Record:
+    """The object of a line, with bytes restored."""
+    # one character is found much faster than several
+    dollar = line.find(b"$")
+    has_bytes = dollar > 0 and line.find(_BYTES_MARK, dollar - 2) >= 0
+    return _restored(value) if has_bytes else value  # type: ignore[no-any-return]
+
+
+def _invalid(where: str, error: ValueError) -> FormatError:
+    text = str(error)
+    if isinstance(error, json.JSONDecodeError):
+        where, text = f"{where}, column {error.colno}", error.msg
+    return FormatError(f"{where}: {text}")
 
 
 def _one_value(source: pa.NativeFile, name: str) -> bytes | None:
@@ -150,13 +168,9 @@ def _one_value(source: pa.NativeFile, name: str) -> bytes | None:
         raise FormatError(f"{name} cannot be decompressed: {error}") from None
     first, _, rest = text.lstrip().partition(b"\n")
     if not first.startswith(b"["):
-        try:
-            if not first or (
-                isinstance(parse_json(first.decode()), dict) and rest.strip()
-            ):
+        with suppress(ValueError):  # an object over several lines, or no JSON
+            if not first or (isinstance(_plain(first), dict) and rest.strip()):
                 return None
-        except ValueError:  # an object over several lines, or no JSON
-            pass
     if len(text) > most:
         raise FormatError(
             f"{name} is one JSON value of more than {most} bytes: write a call per line, "
@@ -168,15 +182,10 @@ def _one_value(source: pa.NativeFile, name: str) -> bytes | None:
 def _items(text: bytes, name: str) -> Iterator[Record]:
     """The objects of a JSON array, or the only object."""
     try:
-        found = parse_json(text.decode())
+        found = _plain(text)
     except ValueError as error:
-        where, what = name, str(error)
-        if isinstance(error, json.JSONDecodeError):
-            where, what = (
-                f"{name}, line {error.lineno}, column {error.colno}",
-                error.msg,
-            )
-        raise FormatError(f"{where}: {what}") from None
+        line = getattr(error, "lineno", None)
+        raise _invalid(f"{name}, line {line}" if line else name, error) from None
     for number, value in enumerate(found if isinstance(found, list) else [found], 1):
         if not isinstance(value, dict):
             raise FormatError(f"{name}, item {number} is not a JSON object")
@@ -189,7 +198,10 @@ def _plain(line: bytes) -> object:
 
 def max_line_bytes() -> int:
     """The most bytes of a line: 256 MB, or as the environment variable says."""
-    return bytes_limit(MAX_LINE_BYTES, 1 << 28)
+    text = os.environ.get(MAX_LINE_BYTES, str(1 << 28))
+    if not text.isdecimal() or not 0 < int(text) < 1 << 62:
+        raise FormatError(f"{MAX_LINE_BYTES} is {text!r}: expected a number of bytes")
+    return int(text)
 
 
 def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
@@ -309,11 +321,6 @@ def _dump(row: Record) -> str:
                     "Arrow IPC, or leave the column out"
                 ) from None
         raise
-
-
-def text_of(record: Record) -> bytes:
-    """The line of a record that was read; lone surrogates are escaped."""
-    return with_escapes(_dump(record)).encode()
 
 
 def _text(value: object) -> str:

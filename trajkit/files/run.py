@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,17 +26,17 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
-from trajkit.files.formats import Format, check_folder, kind_of, naming
+from trajkit.files.formats import Format, check_folder, kind_of, naming, replacing
 from trajkit.files.group import Log, Piece, SessionIndex
 from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
 from trajkit.files.sources import Paths, SessionPrefix, is_address, paths_of
 from trajkit.files.tables import log_files, write_any
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
-from trajkit.tables.prefetch import prefetch
+from trajkit.tables.columns import empty_batch
 from trajkit.tables.ragged import runs_of
-from trajkit.tables.session_batches import session_ends
-from trajkit.tables.take import empty_batch
+from trajkit.tables.stages import session_ends
+from trajkit.tables.threads import prefetch
 from trajkit.turns.session_metadata import SessionFacts
 from trajkit.turns.validation import REJECTED, Nonfinite
 
@@ -57,21 +57,16 @@ Put: TypeAlias = Callable[[pa.RecordBatch], None]
 MANIFEST = "_manifest.json"
 """The manifest's file name; readers of directories skip names with an underscore."""
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
     """Functions that `run` calls to report its progress.
 
-    Attributes
-    ----------
-    begins : function of a SessionIndex and an int
-        The sessions of the source, and how many turns existing parts already took.
-    advances : function of an int
-        Turns that were processed since.
-    notes : function of a str
-        A message about work that takes longer than expected.
+    ``begins`` gets the sessions of the source, and how many turns existing parts already
+    took; ``advances`` the turns processed since; ``notes`` a message about work that takes
+    longer than expected.
     """
 
     begins: Callable[[SessionIndex, int], None] = lambda index, done: None
@@ -153,12 +148,11 @@ def run(
     --------
     ``run("log", lambda turns: tk.linearize_batches(turns, "slime"), "rows.parquet")``
     """
-    paths = _local(source)
-    watch = watch or Watch()
-    targets = _checked(stage, outputs, resume, rejected)
+    targets = _checked(source, stage, outputs, resume, rejected)
     check_flag("gather", gather)
     check_flag("dedup", dedup)
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    paths, watch = paths_of(source) or [], watch or Watch()
     first = next(iter(targets.values()), None)
     parts = resume is not None and first is not None and is_parts(first)
     _check_paths(targets, [*turns_inputs(paths), *inputs], parts=parts)
@@ -173,6 +167,7 @@ def run(
     if parts:
         job = {
             **(resume or {}),
+            "version": _VERSION,
             "rejected": rejected is not None,
             "nonfinite_logprobs": nonfinite_logprobs,
             "session_prefix": session_prefix,
@@ -181,41 +176,21 @@ def run(
             "source": fingerprint(paths, itertools.chain(*log_files(paths, format))),
             "limits": [limits.FILE_TURNS, limits.READ_TOKENS],
         }
-        manifest = Manifest.open([*files.values()], job)
+        manifest = Manifest([*files.values()], job)
     done = 0 if manifest is None else manifest.done
     watch.begins(index, done)
     with ExitStack() as stack:
         pieces = prefetch(log.pieces(index, done), stack)
         if manifest is None:
             return dict(_write_part(pieces, stage, files, watch, None, dedup)[0])
-        finished = manifest.finished or (done > 0 and done >= index.n_turns)
-        while not finished:
+        while not manifest.ends or manifest.done < index.n_turns:
             for path in files.values():
                 path.mkdir(exist_ok=True)
             part = {name: path / manifest.part for name, path in files.items()}
-            totals, n = _write_part(
-                pieces, stage, part, watch, limits.FILE_TURNS, dedup
-            )
-            manifest.add(n, totals)
-            finished = manifest.done >= index.n_turns or not n
-    manifest.finish()
+            options = watch, limits.FILE_TURNS, dedup
+            totals, n_turns = _write_part(pieces, stage, part, *options)
+            manifest.add(n_turns, totals)
     return dict(manifest.totals)
-
-
-def _local(source: Paths) -> list[Path]:
-    """The paths of a source that can be read in several passes."""
-    if any(map(is_address, source if isinstance(source, list | tuple) else [source])):
-        raise ArgumentError(
-            f"source={source!r} has an address, and run reads local files in several "
-            "passes: copy it, or write what a stage makes of scan_turns"
-        )
-    paths = paths_of(source)
-    if paths is None:
-        raise ArgumentError(
-            f"a source of type {type(source).__name__} is no log: expected a path or a "
-            "list of paths"
-        )
-    return paths
 
 
 _ONLY = ""
@@ -224,29 +199,36 @@ _Result: TypeAlias = tuple[str, pa.RecordBatch]
 
 
 def _checked(
-    stage: object, outputs: object, resume: object, rejected: object
+    source: Any, stage: object, outputs: Any, resume: Any, rejected: AnyPath | None
 ) -> dict[str, AnyPath]:
     """The path of each output; ArgumentError if an argument of `run` is of no use."""
+    if any(map(is_address, source if isinstance(source, list | tuple) else [source])):
+        raise ArgumentError(
+            f"source={source!r} has an address, and run reads local files in several "
+            "passes: copy it, or write what a stage makes of scan_turns"
+        )
+    if paths_of(source) is None:
+        raise ArgumentError(
+            f"a source of type {type(source).__name__} is no log: expected a path or a "
+            "list of paths"
+        )
     if not callable(stage):
         raise ArgumentError(f"stage={stage!r}: expected a function of a table")
-    if resume is not None:
-        try:
-            json.dumps({**resume})  # type: ignore[dict-item]
-        except (TypeError, ValueError):
-            raise ArgumentError(
-                f"resume={resume!r}: expected a dict of JSON values"
-            ) from None
-    targets = outputs if isinstance(outputs, Mapping) else {_ONLY: outputs}
+    try:
+        json.dumps({**(resume or {})})
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"resume={resume!r}: expected a dict of JSON values"
+        ) from None
+    targets = {**outputs} if isinstance(outputs, Mapping) else {_ONLY: outputs}
     for name, path in targets.items():
         if not isinstance(name, str) or not isinstance(path, str | os.PathLike):
             raise ArgumentError(
                 f"outputs={outputs!r}: expected a path, or a dict of names and paths"
             )
-    if rejected is None:
-        return {**targets}
-    if not isinstance(rejected, str | os.PathLike):
+    if not isinstance(rejected, str | os.PathLike | None):
         raise ArgumentError(f"rejected={rejected!r}: expected a path")
-    return {**targets, "rejected": rejected}
+    return targets if rejected is None else {**targets, "rejected": rejected}
 
 
 def folder_of(output: AnyPath) -> Path:
@@ -333,14 +315,13 @@ def _results(stage: Stage, piece: Piece, *, reject: bool) -> Iterator[_Result]:
     if not reject:
         yield from _made(stage, piece.turns)
         return
-    rejected, made = [piece.rejected], False
+    rejected, empty = [piece.rejected], True
     for result in _of_accepted(stage, piece.turns, rejected):
-        made = True
+        empty = False
         yield result
-    if not made:  # an empty output has columns, too
+    if empty:  # an empty output has columns, too
         yield from _made(stage, piece.turns.slice(0, 0))
-    for batch in whole(pa.concat_tables(rejected)):
-        yield "rejected", batch
+    yield from (("rejected", one) for one in whole(pa.concat_tables(rejected)))
 
 
 def _of_accepted(
@@ -349,20 +330,18 @@ def _of_accepted(
     """The results for sessions that the stage accepts; others are added to a list."""
     made = _made(stage, turns)
     try:
-        first = next(made, None)
+        first = [*itertools.islice(made, 1)]
     except InvalidTurnsError as error:
         ends = session_ends(turns).tolist()
-        if len(ends) == 1:
-            name = turns.column("session_id")[0].as_py()
-            rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
-        else:
+        if len(ends) > 1:
             for start, end in itertools.pairwise([0, *ends]):
                 session = turns.slice(start, end - start)
                 yield from _of_accepted(stage, session, rejected)
-        return
-    if first is not None:
-        yield first
-    yield from made
+            return
+        name = turns.column("session_id")[0].as_py()
+        rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
+    else:
+        yield from itertools.chain(first, made)
 
 
 def _made(stage: Stage, turns: pa.Table) -> Iterator[_Result]:
@@ -432,14 +411,14 @@ def write_in_thread(path: Path, write: Write, target: Path) -> Iterator[Put]:
     batch. ``write`` must leave no file if its iterator raises, as `trajkit.write_rows`
     does. Errors call the file ``target``.
     """
-    queue = SimpleQueue[pa.RecordBatch | _Abandoned | None]()
+    queue = SimpleQueue[pa.RecordBatch | None]()
     room = Semaphore()
     failed: list[BaseException] = []
 
     def batches() -> Iterator[pa.RecordBatch]:
         while (batch := queue.get()) is not None:
-            if isinstance(batch, _Abandoned):
-                raise batch
+            if failed:
+                raise failed[0]
             room.release()
             yield batch
             del batch
@@ -463,7 +442,8 @@ def write_in_thread(path: Path, write: Write, target: Path) -> Iterator[Put]:
         try:
             yield put
         except BaseException:
-            queue.put(_Abandoned())
+            failed.append(_Abandoned())
+            queue.put(empty_batch(pa.schema([])))
             raise
         queue.put(None)
     if failed:
@@ -499,57 +479,39 @@ def atomic_writers(
             draft.unlink(missing_ok=True)
 
 
-@dataclass
 class Manifest:
-    """The parts that a run has written to a directory.
+    """The parts that a run has written to directories, stored in the first of these.
 
     ``job`` is everything that the parts depend on, in JSON's types. ``ends`` has, for
-    each part, the turns of the source that it and the earlier parts took. ``totals`` are
-    sums over all parts. The last part of a ``finished`` job reaches the source's end.
+    each part, the turns of the source that it and the earlier parts took; ``totals`` are
+    sums over all parts. A FormatError says that the directory has parts of another job, or
+    that there are files that no job wrote.
     """
 
-    folder: Path
-    version: int
-    job: dict[str, Any]
-    ends: list[int] = field(default_factory=list)
-    totals: Counter[str] = field(default_factory=Counter)
-    finished: bool = False
-
-    @classmethod
-    def open(cls, folders: Sequence[Path], job: dict[str, Any]) -> "Manifest":
-        """The manifest of a job, in the first of the directories of its outputs.
-
-        It and its directory are created if needed. A FormatError says that the directory
-        has parts of another job, or that there are files that no job wrote.
-        """
-        folder = folders[0]
-        folder.mkdir(exist_ok=True)
-        path = folder / MANIFEST
-        job = json.loads(json.dumps(job))  # tuples become lists, as in the file
-        if path.exists():
-            try:
-                saved = cls(folder, **json.loads(path.read_text("utf-8")))
-                saved.totals = Counter(saved.totals)
-            except (ValueError, TypeError) as error:
-                raise FormatError(f"{path} is not a manifest: {error!r}") from None
-            if (saved.version, saved.job) == (_VERSION, job):
-                return saved
-            if saved.ends or os.listdir(folder) != [MANIFEST]:
+    def __init__(self, folders: Sequence[Path], job: dict[str, Any]) -> None:
+        self._path = folders[0] / MANIFEST
+        self._job = json.loads(json.dumps(job))  # tuples become lists, as in the file
+        self.ends, self.totals = list[int](), Counter[str]()
+        folders[0].mkdir(exist_ok=True)
+        if self._path.exists():
+            known, ends, totals = self._read()
+            if known == self._job:
+                self.ends, self.totals = ends, totals
+                return
+            if ends or os.listdir(folders[0]) != [MANIFEST]:
                 raise FormatError(
-                    f"{folder} contains parts of another job (other files, or other "
+                    f"{folders[0]} contains parts of another job (other files, or other "
                     "options): pass an empty directory"
                 )
-            path.unlink()  # another job stopped before its first part
+            self._path.unlink()  # another job stopped before its first part
         for one in folders:
             if one.is_dir() and any(n[0] != "." for n in os.listdir(one)):
                 raise FormatError(
                     f"{one} contains files, but no {MANIFEST} that names their job: pass "
                     "an empty directory"
                 )
-        fresh = cls(folder, _VERSION, job)
         # saved first, so that a part without an entry is known to be the job's own
-        fresh._save()
-        return fresh
+        self._save()
 
     @property
     def done(self) -> int:
@@ -567,18 +529,17 @@ class Manifest:
         self.totals.update(totals)
         self._save()
 
-    def finish(self) -> None:
-        """Record that there are no more parts."""
-        self.finished = True
-        self._save()
+    def _read(self) -> tuple[object, list[int], Counter[str]]:
+        try:
+            found = json.loads(self._path.read_text("utf-8"))
+            return found["job"], [*found["ends"]], Counter(found["totals"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise FormatError(f"{self._path} is not a manifest: {error!r}") from None
 
     def _save(self) -> None:
-        text = json.dumps(
-            {k: v for k, v in vars(self).items() if k != "folder"}, indent=1
-        )
-        draft = self.folder / f".{MANIFEST}.tmp"
-        draft.write_text(text + "\n", "utf-8")
-        os.replace(draft, self.folder / MANIFEST)
+        saved = {"job": self._job, "ends": self.ends, "totals": self.totals}
+        with replacing(self._path) as draft:
+            draft.write_text(json.dumps(saved, indent=1) + "\n", "utf-8")
 
 
 def fingerprint(paths: Sequence[Path], files: Iterable[Path]) -> list[list[object]]:

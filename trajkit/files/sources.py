@@ -14,7 +14,8 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
 
@@ -27,7 +28,7 @@ from trajkit.files import jsonl
 from trajkit.files.arrow import key_batches
 from trajkit.files.formats import Format, format_of, is_json, is_listed, without_suffix
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.reshape import with_column
+from trajkit.tables.columns import with_column
 from trajkit.turns.records import from_records
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -46,29 +47,25 @@ def paths_of(source: object) -> list[Path] | None:
 
     A path that does not exist and contains ``*``, ``?`` or ``[`` is a pattern of paths.
     """
-    given: Sequence[object] = [source]
+    given: Sequence[Any] = [source]
     if isinstance(source, list | tuple) and source:
         given = source
     if not all(isinstance(one, str | os.PathLike) for one in given):
         return None
-    found: list[Path] = []
-    for one in given:
-        text = os.fspath(one)  # type: ignore[call-overload]
-        if os.path.lexists(text) or not glob.has_magic(text):
-            found.append(Path(text))
-            continue
-        matches = sorted(glob.glob(text, recursive=True))
+    found: dict[Path, Path] = {}
+    for text in map(os.fspath, given):
+        matches = [text]
+        if not os.path.lexists(text) and glob.has_magic(text):
+            matches = sorted(glob.glob(text, recursive=True))
         if not matches:
             raise FileNotFoundError(errno.ENOENT, "no file has such a name", text)
-        found += map(Path, matches)
-    names: set[Path] = set()
-    for path in found:
-        if path.resolve() in names:
-            raise ArgumentError(
-                f"{path} is given twice, so its lines would count twice"
-            )
-        names.add(path.resolve())
-    return found
+        for path in map(Path, matches):
+            if path.resolve() in found:
+                raise ArgumentError(
+                    f"{path} is given twice, so its lines would count twice"
+                )
+            found[path.resolve()] = path
+    return [*found.values()]
 
 
 def is_address(source: object) -> bool:
@@ -86,22 +83,20 @@ def local_files(source: Any) -> Iterator[Any]:
     if not any(map(is_address, listed)):
         yield source
         return
+    addresses: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as root:
-        found: list[Any] = []
-        addresses: dict[str, str] = {}
         for number, one in enumerate(listed):
             if not is_address(one):
-                found.append(one)
                 continue
-            folder = Path(root, str(number))
+            listed[number] = folder = Path(root, str(number))
             folder.mkdir()
             copies = fetched(one, folder, lambda name: is_listed(Path(name)))
             addresses |= {str(copy): name for name, copy in copies}
             # a directory may have other tables, which its reader skips
-            single = len(copies) == 1 and copies[0][0].endswith(one.partition("://")[2])
-            found.append(copies[0][1] if single else folder)
+            if len(copies) == 1 and copies[0][0].endswith(one.partition("://")[2]):
+                listed[number] = copies[0][1]
         try:
-            yield found
+            yield listed
         except TrajkitError as error:
             text = str(error)
             for copy, name in addresses.items():
@@ -113,9 +108,8 @@ def local_files(source: Any) -> Iterator[Any]:
 def fetched(
     address: str, folder: Path, takes: Callable[[str], bool]
 ) -> list[tuple[str, Path]]:
-    """Addresses and copies of a file, or of the files that a directory or pattern has.
-
-    Of a directory or pattern, those whose names ``takes`` accepts.
+    """Addresses and copies of a file, or of the files of a directory or pattern whose
+    names ``takes`` accepts.
     """
     try:
         import fsspec  # type: ignore[import-untyped]
@@ -181,46 +175,27 @@ class Naming:
         if not prefix or "session_id" not in table.column_names:
             return table
         ids = table.column("session_id").cast(pa.string())
-        return with_column(
-            table, "session_id", pc.binary_join_element_wise(prefix, ids, "")
-        )
-
-    def record(self, record: jsonl.Record, file: Path) -> jsonl.Record:
-        """A call of the file with a prefixed session id."""
-        prefix, name = self.prefix(file), record.get("session_id")
-        if not prefix or not isinstance(name, str):
-            return record
-        return {**record, "session_id": prefix + name}
+        named = pc.binary_join_element_wise(prefix, ids, "")
+        return with_column(table, "session_id", named)
 
     def records(
-        self, files: Iterable[tuple[Path, Iterable[jsonl.Record]]]
+        self, files: Sequence[tuple[Path, Iterable[jsonl.Record]]]
     ) -> Iterator[jsonl.Record]:
-        """The calls of files, as `record`, if no session starts over in another file."""
-        bare = ((file, ((b"", one) for one in records)) for file, records in files)
-        return (record for _, record in self.lines(bare))
-
-    def lines(
-        self, files: Iterable[tuple[Path, Iterable[tuple[bytes, jsonl.Record]]]]
-    ) -> Iterator[tuple[bytes, jsonl.Record]]:
-        """As `records`, of calls with their text."""
-        seams = _Seams() if self.mode is None else None
-        for file, lines in files:
-            for line, record in lines:
+        """The calls of files with prefixed session ids, if no session starts over in
+        another file.
+        """
+        seams = _Seams() if self.mode is None and len(files) > 1 else None
+        for file, records in files:
+            prefix = self.prefix(file)
+            for record in records:
                 if seams is not None:
                     seams.check(file, record)
-                named = self.record(record, file)
-                same = not line or named is record
-                yield line if same else jsonl.text_of(named), named
+                name = record.get("session_id")
+                if prefix and isinstance(name, str):
+                    record = {**record, "session_id": prefix + name}
+                yield record
 
 
-@dataclass(slots=True)
-class _Seen:
-    file: Path
-    # hashes of the prompts, by their length in bytes
-    prompts: dict[int, set[int]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class _Seams:
     """Refuses sessions that start over in another file.
 
@@ -228,7 +203,9 @@ class _Seams:
     a conversation does. Calls with a ``turn_index`` have their place by it.
     """
 
-    _sessions: dict[str, _Seen] = field(default_factory=dict)
+    def __init__(self) -> None:
+        # the last file of each session, and hashes of its prompts by their bytes
+        self._seen: dict[str, tuple[Path, dict[int, set[int]]]] = {}
 
     def check(self, file: Path, record: jsonl.Record) -> None:
         """Check the next call, which is of this file."""
@@ -239,16 +216,15 @@ class _Seams:
             prompt = np.asarray(record.get("prompt_ids"), np.int64).tobytes()
         except (TypeError, ValueError, OverflowError):
             return  # reading the turns reports it
-        seen = self._sessions.setdefault(name, _Seen(file))
-        if seen.file != file:
-            extends = any(
-                0 < size < len(prompt) and hash(prompt[:size]) in known
-                for size, known in seen.prompts.items()
-            )
-            if not extends and record.get("turn_index") is None:
-                raise reused(name, seen.file, file, "its calls start over there")
-            seen.file = file
-        seen.prompts.setdefault(len(prompt), set()).add(hash(prompt))
+        last, prompts = self._seen.get(name, (file, {}))
+        extends = last == file or any(
+            0 < size < len(prompt) and hash(prompt[:size]) in known
+            for size, known in prompts.items()
+        )
+        if not extends and record.get("turn_index") is None:
+            raise reused(name, last, file, "its calls start over there")
+        prompts.setdefault(len(prompt), set()).add(hash(prompt))
+        self._seen[name] = file, prompts
 
 
 def reused(name: str, first: Path, second: Path, why: str) -> InvalidTurnsError:
@@ -277,20 +253,29 @@ def placed(
     found = _PLACE.match(text)
     places: list[tuple[Path, int | None]] = []
     if found is not None:
-        name = ast.literal_eval(found["name"])
-        places = list(_places(name, int(found["n"]), files, format, naming))
+        name, number = ast.literal_eval(found["name"]), int(found["n"])
+        places = [*_places(name, number, files, format, naming)]
     elif _RECORD.match(text):
-        places = list(_first_refused(text, files, format))
+        lines = _lines(files, format)
+        refused = ((file, n) for file, n, one in lines if _is_refused(one, text))
+        places = [*islice(refused, 1)]
     distinct = list(dict.fromkeys(file for file, _ in places))
-    if found is not None and len(distinct) > 1 and naming.mode != "no":
-        turn = f"both have a turn {found['n']}"
-        return reused(name, distinct[0], distinct[1], turn)
-    if not places:
-        where = str(files[0]) if len(files) == 1 else ""
-    else:
+    if len(distinct) > 1 and naming.mode != "no":
+        return reused(name, distinct[0], distinct[1], f"both have a turn {number}")
+    where = str(files[0]) if len(files) == 1 else ""
+    if places:
         file, line = places[-1]
         where = f"{file}" if line is None else f"{file}, line {line}"
     return type(error)(f"{where}: {text}") if where else error
+
+
+def _lines(
+    files: Sequence[Path], format: Format | None
+) -> Iterator[tuple[Path, int, jsonl.Record]]:
+    """The lines of JSON files, with their numbers."""
+    for file in files:
+        if is_json(kind := format_of(file, format)):
+            yield from ((file, *line) for line in jsonl.numbered_lines(file, kind))
 
 
 def _places(
@@ -302,45 +287,30 @@ def _places(
 ) -> Iterator[tuple[Path, int | None]]:
     """Files and lines that have a turn, or a row, of a session."""
     last = -1
-    for file in files:
-        prefix = naming.prefix(file)
-        kind = format_of(file, format)
-        if not is_json(kind):
-            if _has(file, kind, name.removeprefix(prefix), number):
-                yield file, None
-            continue
-        for line, record in jsonl.numbered_lines(file, kind):
-            if prefix + str(record.get("session_id")) != name:
-                continue
+    for file, line, record in _lines(files, format):
+        if naming.prefix(file) + str(record.get("session_id")) == name:
             given = record.get("turn_index", record.get("row_index"))
             last = given if type(given) is int else last + 1
             if last == number:
                 yield file, line
-
-
-def _has(file: Path, kind: Format, name: str, number: int) -> bool:
-    for index in ("turn_index", "row_index"):
-        for keys, _ in key_batches(file, kind, ("session_id", index)):
-            if {"session_id", index} <= set(keys.schema.names):
-                ids = keys.column("session_id").cast(pa.string())
-                same = pc.and_(
-                    pc.equal(ids, name), pc.equal(keys.column(index), number)
-                )
-                if pc.any(same).as_py():
-                    return True
-    return False
-
-
-def _first_refused(
-    text: str, files: Sequence[Path], format: Format | None
-) -> Iterator[tuple[Path, int]]:
-    """File and line of the first record that is refused with this text."""
-    for file in files:
+    for file, index in product(files, ("turn_index", "row_index")):
         kind = format_of(file, format)
-        for line, record in jsonl.numbered_lines(file, kind) if is_json(kind) else ():
-            try:
-                from_records([record])
-            except InvalidTurnsError as error:
-                if _RECORD.sub("", str(error)) == _RECORD.sub("", text):
-                    yield file, line
-                    return
+        own = name.removeprefix(naming.prefix(file))
+        wanted = ("session_id", index)
+        for keys, _ in () if is_json(kind) else key_batches(file, kind, wanted):
+            if {*wanted} <= {*keys.schema.names}:
+                ids = keys.column("session_id").cast(pa.string())
+                numbers = keys.column(index)
+                if pc.any(
+                    pc.and_(pc.equal(ids, own), pc.equal(numbers, number))
+                ).as_py():
+                    yield file, None
+
+
+def _is_refused(record: jsonl.Record, text: str) -> bool:
+    """Whether a record is refused with this text, but for its number."""
+    try:
+        from_records([record])
+    except InvalidTurnsError as error:
+        return _RECORD.sub("", str(error)) == _RECORD.sub("", text)
+    return False

@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.files.json_numbers import EACH, IDS, ITEMS, Shape
-from trajkit.importers.containers import Head
-from trajkit.importers.findings import (
+from trajkit.importers.containers import (
     Finding,
+    Head,
     Refused,
+    Value,
     has_items,
     is_array,
     list_of,
@@ -29,11 +31,7 @@ from trajkit.importers.findings import (
     time_of,
     unless_empty,
 )
-from trajkit.importers.transcripts import Encoder
 from trajkit.turns.mapping import Map, read_map, route
-
-Value: TypeAlias = dict[str, Any]
-"""A record, or an object of records."""
 
 Source: TypeAlias = tuple[list[Any] | None, list[Any]]
 """Ids (None: unknown) and their logprobs."""
@@ -90,8 +88,7 @@ _TAKES = {
     "log_?prob": "output_logprobs",
 }
 
-# the long arrays of an engine's request and response
-_REQUEST: Shape = {"messages": ITEMS, "input_ids": IDS, "prompt": IDS, "token_ids": IDS}
+# the long arrays of a record
 _OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
 _RESPONSE: Shape = {
     **dict.fromkeys(("prompt_token_ids", "token_ids", "output_ids"), IDS),
@@ -100,7 +97,7 @@ _RESPONSE: Shape = {
 _LONG: Mapping[str, Any] = {
     **dict.fromkeys(("prompt_ids", "output_ids", "delta_ids"), IDS),
     "prompt_messages": ITEMS,
-    "request": _REQUEST,
+    "request": {"messages": ITEMS, "input_ids": IDS, "prompt": IDS, "token_ids": IDS},
     "response": {**_RESPONSE, EACH: _RESPONSE},
 }
 # where a choice of a response has what
@@ -123,6 +120,8 @@ _COUNTS = {
     "prompt_tokens": "prompt_ids",
     "completion_tokens": "output_ids",
     "output_token_logprobs_length": "output_ids",
+    "input_tokens": "prompt_ids",
+    "output_tokens": "output_ids",
 }
 
 
@@ -175,23 +174,23 @@ class Table:
     """A format with a user's mapping: reads the objects of a file."""
 
     def __init__(
-        self, format: Format, given: Map | None, encoder: Encoder | None, head: Head
+        self, format: Format, given: Map | None, encoder: "Encoder | None", head: Head
     ) -> None:
         self.format, self._encoder, self._head = format, encoder, head
-        self.own = given.fields if given else {}
+        given, base = given or Map({}), read_map(format.map or "each=")
+        self.own = given.fields
         if self.own and format.calls:
             raise ArgumentError(
                 f"map: the format {format.name} is read by its own rules, and has no "
                 "paths to change"
             )
-        base = read_map(format.map) if format.map else Map({})
         self.routes = {**_COMMON, **base.fields, **self.own}
-        self._each = (given and given.each) or base.each or ""
-        path, _, value = ((given and given.only) or base.only or "").partition("=")
+        self._each = given.each or base.each or ""
+        path, _, value = (given.only or base.only or "").partition("=")
         self._only = (route(path), value) if path else None
         parts = {part for one in self.routes.values() for part in one.parts()}
         self._known = {(part.keys, part.outer) for part in parts}
-        self._known |= {((self._each.partition(".")[0],), True)}
+        self._known.add(((self._each.partition(".")[0],), True))
         # fields of the user's mapping that some record had
         self.found: set[str] = set()
         with_ids = {"output_ids", "output_logprobs", "response"}
@@ -209,30 +208,26 @@ class Table:
         return shape
 
     def calls(self, place: str, value: Value) -> Iterator[Finding]:
-        """The calls of an object."""
         for where, root in _elements(value, self.format.unfold, place, "span"):
-            if isinstance(root, dict):
-                for below, one in self.format.roots(root):
-                    at = f"{where}{below}"
-                    # a path may name the object: /@name
-                    named = {**one, "@name": f"{self._head.file.name}, {at}"}
-                    yield from self._object(at, named)
-            else:
+            if not isinstance(root, dict):
                 yield Finding(where, None, "unreadable", _not_object(root))
-
-    def _object(self, place: str, root: Value) -> Iterator[Finding]:
-        calls = list(self._calls(place, root)) if self.has_ids else []
-        # text for supervised training
-        if self._encoder is not None and not any(map(_has_ids, calls)):
-            if self.format.talk is not None:
-                calls = list(self._talk(place, root))
-            else:
-                for one in calls:
-                    self._encoder.encode(one)
-        for one in calls:
-            if not one.problem and not _has_ids(one):
-                one.detail = self.format.ids
-        yield from calls
+                continue
+            for below, one in self.format.roots(root):
+                at = where + below
+                # a path may name the object: /@name
+                named = {**one, "@name": f"{self._head.file.name}, {at}"}
+                calls = list(self._calls(at, named)) if self.has_ids else []
+                # text for supervised training
+                if self._encoder is not None and not any(map(_has_ids, calls)):
+                    if self.format.talk is not None:
+                        calls = list(self._talk(at, named))
+                    else:
+                        for call in calls:
+                            self._encoder.encode(call)
+                for call in calls:
+                    if not call.problem and not _has_ids(call):
+                        call.detail = self.format.ids
+                yield from calls
 
     def _calls(self, place: str, root: Value) -> Iterator[Finding]:
         if self.format.calls is not None:
@@ -284,27 +279,25 @@ class Table:
         root = prepared if record is root else root
         self._beside(found, prepared, root)
         if prepared.get("@cut") is True:
-            found.remarks.append(("cut_output", "is_truncated"))
+            found.remark("cut_output", "is_truncated")
         values = self._values(prepared, root)
         self.found |= {name for name in self.own if values.get(name) is not None}
-        response, has_output = values.get("response"), "output_ids" in self.routes
-        is_object = isinstance(response, dict | list) and not has_output
-        if is_object or is_answer(response):
-            # what a mapping names counts before what a response has
-            first = {*self.own, "request_id", "model", "prompt_messages"}
-            kept = {name: values.get(name) for name in first}
-            kept = {name: one for name, one in kept.items() if one is not None}
-            choices = _choices(object_of(values.get("request")), response)
-            for suffix, one in islice(choices, self.format.most_choices):
-                copy = found.copy(suffix, first=not suffix)
-                yield self._filled(copy, {**values, **one, **kept})
-        elif "response" in self.routes and not has_output:
+        response, apart = values.get("response"), "response" in self.routes
+        if not apart or ("output_ids" in self.routes and not is_answer(response)):
+            self._fill(found, values)
+            yield from _spans(found, values.get("output_mask"))
+            return
+        if not isinstance(response, dict | list):
             streamed = str(response).lstrip().startswith("data:")
             text = _STREAMED if streamed else "no request, or no response"
             raise Refused("unreadable", text)
-        else:
-            self._fill(found, values)
-            yield from _spans(found, values.get("output_mask"))
+        # what a mapping names counts before what a response has
+        first = {*self.own, "request_id", "model", "prompt_messages"}
+        kept = {name: values[name] for name in first if values.get(name) is not None}
+        choices = _choices(object_of(values.get("request")), response)
+        for suffix, one in islice(choices, self.format.most_choices):
+            copy = found.copy(suffix, first=not suffix)
+            yield self._filled(copy, {**values, **one, **kept})
 
     def _values(self, record: Value, root: Value) -> Value:
         stem, routes = self._head.stem, self.routes.items()
@@ -362,11 +355,10 @@ class Table:
         if "@refused" in values:
             raise Refused(*values["@refused"])
         fields = found.fields
-        fields |= {name: values.get(name) for name in _PLAIN}
-        for name, convert in _CONVERTED.items():
+        for name, (convert, is_noted) in _CONVERTED.items():
             value = values.get(name)
             fields[name] = convert(value)
-            if name in _NOTED and fields[name] is None and not _is_nothing(value):
+            if is_noted and fields[name] is None and not _is_nothing(value):
                 found.unread[self._text(name)] = value
         fields["reward"] = self._reward(found, values.get("reward"))
         source = _logprobs(values.get("output_logprobs"))
@@ -382,23 +374,26 @@ class Table:
             marks = "mask" in path and isinstance(value, list) and len(value) == n
             if marks and not all(list_of(value)):
                 text = f"{path} marks some of its tokens: --map output_mask={path} takes it"
-                found.remarks.append(("mask_unread", text))
+                found.remark("mask_unread", text)
                 fields["trainable"] = False
 
     def _reward(self, found: Finding, value: Any) -> float | None:
         number = number_of(value)
         if number is None and (not isinstance(value, list | dict | None) or value):
-            path = self._text("reward").split("|")[0]
-            short = repr(value)
+            path, short = self._text("reward").split("|")[0], repr(value)
             short = short if len(short) <= 60 else f"{short[:57]}..."
             text = f"{path} is {short}: expected a finite number"
             if isinstance(value, dict):
-                listed, first = (
-                    ", ".join(map(str, value)),
-                    f"{path}.{next(iter(value))}",
+                text = (
+                    f"{path} has the parts {', '.join(map(str, value))}: --map reward="
                 )
-                text = f"{path} has the parts {listed}: --map reward={first} takes one"
-            found.remarks.append(("reward_unread", text))
+                while isinstance(value, dict) and value:
+                    path, value = (
+                        f"{path}.{next(iter(value))}",
+                        next(iter(value.values())),
+                    )
+                text += f"{path} takes one"
+            found.remark("reward_unread", text)
         return number
 
     def _text(self, name: str) -> str:
@@ -411,6 +406,10 @@ def advice(path: str) -> str:
     takes = (target for pattern, target in _TAKES.items() if re.search(pattern, name))
     target = next(takes, None)
     return f": --map {target}={path} takes it" if target else ""
+
+
+def _same(value: object) -> object:
+    return value
 
 
 def _flag(value: object) -> bool | None:
@@ -427,18 +426,18 @@ def _reply(value: object) -> Value | None:
     return object_of(one) or None
 
 
-# the fields of a call that follow from one value each
-_CONVERTED: Mapping[str, Callable[[Any], object]] = {
-    **dict.fromkeys(("agent_id", "group_id", "request_id", "model"), text_of),
-    **dict.fromkeys(("parent", "parent_resolution"), text_of),
-    **dict.fromkeys(("started_at", "ended_at"), time_of),
-    "trainable": _flag,
-    "finish_reason": _reason,
-    "response_message": _reply,
+# the fields of a call that follow from one value each, and whether the report has a line
+# if the value is of another kind
+_CONVERTED: Mapping[str, tuple[Callable[[Any], object], bool]] = {
+    **dict.fromkeys(("agent_id", "group_id", "request_id", "model"), (text_of, True)),
+    **dict.fromkeys(("parent", "parent_resolution"), (text_of, False)),
+    **dict.fromkeys(("started_at", "ended_at"), (time_of, False)),
+    **dict.fromkeys(("prompt_ids", "delta_ids"), (_same, False)),
+    **dict.fromkeys(("prompt_messages", "turn_index"), (_same, False)),
+    "trainable": (_flag, True),
+    "finish_reason": (_reason, False),
+    "response_message": (_reply, False),
 }
-_PLAIN = ("prompt_ids", "delta_ids", "prompt_messages", "turn_index")
-# those with a line if their value is of another kind
-_NOTED = ("agent_id", "group_id", "request_id", "model", "trainable")
 
 
 def _is_nothing(value: object) -> bool:
@@ -475,13 +474,17 @@ def _versions(found: Finding, values: Value, n: int) -> list[Value] | None:
     version: Any = values.get("weight_version")
     if n and has_items(given):
         if all(isinstance(one, dict) for one in given):
-            stops = [one.get("end", one.get("stop")) for one in given]
-            names = [text_of(one.get("version")) for one in given]
-            starts = [one.get("start") for one in given]
-            return list(map(_piece, names, starts, stops))
+            return [
+                _piece(
+                    one.get("version"),
+                    one.get("start"),
+                    one.get("end", one.get("stop")),
+                )
+                for one in given
+            ]
         distinct = sorted({str(text_of(one)) for one in given})
         if len(distinct) > 1:
-            found.remarks.append(("versions_unplaced", ", ".join(distinct)))
+            found.remark("versions_unplaced", ", ".join(distinct))
             return None
         version = given[0]
     if not isinstance(version, list):
@@ -496,7 +499,7 @@ def _versions(found: Finding, values: Value, n: int) -> list[Value] | None:
 
 
 def _piece(version: object, start: object, stop: object) -> Value:
-    return {"version": version, "start": start, "stop": stop}
+    return {"version": text_of(version), "start": start, "stop": stop}
 
 
 def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
@@ -589,6 +592,144 @@ def _all_beside(value: Value, depth: int = 0) -> Iterator[tuple[str, object]]:
                 yield name, one
 
 
+# --- text
+
+_Talk: TypeAlias = list[dict[str, Any]]
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer with a chat template, as transformers has them."""
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tools: object,
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> object:
+        """The text that the template makes of messages."""
+
+
+class Encoder:
+    """Makes calls of text that no engine sampled, with a tokenizer's chat template.
+
+    The prompt of a reply is the template's text of the messages before it. Its output is
+    what an engine would sample: the template's text of the reply, with the token that ends
+    it. ``sampled`` is false, ``call_kind`` is "transcript", and there are no logprobs.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer, self._codec = tokenizer, Codec(tokenizer)
+        template = getattr(tokenizer, "chat_template", "")
+        if not hasattr(tokenizer, "apply_chat_template") or template is None:
+            raise ArgumentError(
+                "tokenizer has no chat template: pass one like those of transformers, with "
+                "a method apply_chat_template and its chat_template set"
+            )
+        # some models mark their roles with added tokens that are not special
+        added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+        self._added = {*added.values()}
+
+    def replies(self, found: Finding, conversation: object) -> Iterator[Finding]:
+        messages = [object_of(one) for one in list_of(conversation)]
+        roles = [one.get("role") for one in messages]
+        replies = [k for k, role in enumerate(roles) if role == "assistant"]
+        if not replies:
+            raise Refused("no_output_ids", "it has no reply")
+        for k in replies:
+            one = found.copy(f", message {k}", first=k == replies[0])
+            one.fields |= {
+                "prompt_messages": messages[:k],
+                "response_message": messages[k],
+            }
+            self.encode(one, messages[k + 1 : k + 2])
+            yield one
+
+    def encode(self, found: Finding, following: _Talk | None = None) -> None:
+        """Add the ids of its text to a call with messages and without ids."""
+        if found.problem:
+            return
+        with found:
+            before = found.fields.get("prompt_messages")
+            reply = found.fields.get("response_message")
+            if not isinstance(before, list) or not before:
+                raise Refused("no_prompt_ids", "no message comes before it")
+            if not isinstance(reply, dict):
+                raise Refused("no_output_ids", "it has no reply")
+            prompt = self._text(before, found, asks=True)
+            complete = self._text([*before, reply], found)
+            if not complete.startswith(prompt):
+                text = "with the reply, the template renders another prompt"
+                raise Refused("not_a_prefix", text)
+            output = self._codec.ids(complete[len(prompt) :])
+            end = self._end_token([*before, reply], found, following)
+            # what the source counted are other tokens
+            found.claims.clear()
+            found.fields |= {
+                "prompt_ids": self._codec.ids(prompt),
+                "output_ids": self._ended(output, end, found),
+                "call_kind": "transcript",
+                "sampled": False,
+            }
+            found.remark("not_sampled")
+
+    def _ended(self, output: Ids, end: int | None, found: Finding) -> Ids:
+        ends = self._codec.special(output)
+        if end is not None:
+            ends |= output == end
+        # what follows an end token, such as a line feed, is the template's
+        for last in np.flatnonzero(ends)[-1:].tolist():
+            if not self._codec.text(output[last + 1 :]).strip():
+                return output[: last + 1]
+        if end is None:
+            found.remark("no_end_token", "no special token ends the reply")
+            return output
+        return np.append(output, np.int32(end))
+
+    def _end_token(
+        self, talk: _Talk, found: Finding, following: _Talk | None
+    ) -> int | None:
+        """The token with which the template ends a reply, or else begins the next role."""
+        short = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+        try:
+            asked = self._text(short[:1], found, asks=True)
+            said = self._text(short, found)
+        except Refused:
+            asked = said = ""
+        closing = said.removeprefix(asked).partition("x")[2]
+        if said.startswith(asked) and closing.strip():
+            return self._marker(closing.lstrip())
+        role = "tool" if talk[-1].get("tool_calls") else "user"
+        following = following or [{"role": role, "content": "x"}]
+        # what a later message makes of a reply may differ: of its reasoning, above all
+        for messages in (talk, short):
+            try:
+                text = self._text(messages, found)
+                longer = self._text([*messages, *following], found)
+            except Refused:
+                continue
+            if longer.startswith(text):
+                return self._marker(longer[len(text) :])
+        return None
+
+    def _marker(self, text: str) -> int | None:
+        """The first token of a text, if it is a special token or an added one."""
+        ids = self._codec.ids(text)[:1]
+        if len(ids) and (self._codec.special(ids)[0] or int(ids[0]) in self._added):
+            return int(ids[0])
+        return None
+
+    def _text(self, talk: _Talk, found: Finding, *, asks: bool = False) -> str:
+        options: Any = {"tools": found.tools, "add_generation_prompt": asks}
+        try:
+            made = self._tokenizer.apply_chat_template(talk, tokenize=False, **options)
+        # a template may raise an error of jinja2, or anything in its filters
+        except Exception as error:
+            raise Refused("refused", str(error)) from None
+        return str(made)
+
+
 # --- responses of engines
 
 
@@ -639,7 +780,6 @@ def _of_choice(request: Value, response: Value, choice: object) -> Value:
     entries = {"content": meta.get("output_token_logprobs")}
     sources = _logprobs(choice.get("logprobs")), _logprobs(entries)
     output, logprobs, remarks = _aligned(values["output_ids"], *sources)
-    counts = [(f"meta_info.{a}", b, meta[a]) for a, b in _COUNTS.items() if a in meta]
     return {
         **values,
         "prompt_messages": unless_empty(values["prompt_messages"]),
@@ -647,39 +787,36 @@ def _of_choice(request: Value, response: Value, choice: object) -> Value:
         "output_logprobs": logprobs,
         "usage": None,
         "@remarks": remarks,
-        "@claims": counts,
+        "@claims": _claims(meta, "meta_info"),
     }
 
 
 def _claim(made: list[Value], response: Value) -> None:
-    """Compare the usage of a response with the ids of all of its choices."""
-    claims = _claims(object_of(response.get("usage")), "usage")
-    if len(made) == 1:
-        made[0]["@claims"] += claims
-        return
-    for name, target, stated in claims:
+    for name, target, stated in _claims(object_of(response.get("usage")), "usage"):
         lists: list[Any] = [one.get(target) for one in made]
-        if not all(map(is_array, lists)):
-            continue
-        total = sum(map(len, lists))
-        # a prompt counts once for all of its samples
-        once = sum(len(ids) for ids, _ in groupby(map(list, lists)))
-        if stated != total and (target != "prompt_ids" or stated != once):
-            text = f"{name} is {stated!r}, and the {len(made)} choices have {total}"
-            for one in made:
-                one["@remarks"].append(("usage_contradicts", text))
+        if len(made) == 1:
+            made[0]["@claims"].append((name, target, stated))
+        elif all(map(is_array, lists)):
+            # a prompt may count once for all of its samples
+            totals = [sum(map(len, lists))]
+            if target == "prompt_ids":
+                totals.append(sum(len(ids) for ids, _ in groupby(map(list, lists))))
+            if stated not in totals:
+                text = f"{name} is {stated!r}, and the {len(made)} choices have {totals[0]}"
+                for one in made:
+                    one["@remarks"].append(("usage_contradicts", text))
 
 
 def _claims(usage: Value, name: str) -> list[tuple[str, str, object]]:
     """The numbers of tokens that a usage states, as `Finding.claims`."""
-    names = {**_COUNTS, "input_tokens": "prompt_ids", "output_tokens": "output_ids"}
     # Anthropic's input_tokens lack those that were cached
-    if any(usage.get(f"cache_{kind}_input_tokens") for kind in ("read", "creation")):
-        del names["input_tokens"]
+    cached = any(
+        usage.get(f"cache_{kind}_input_tokens") for kind in ("read", "creation")
+    )
     return [
         (f"{name}.{spelled}", target, usage[spelled])
-        for spelled, target in names.items()
-        if usage.get(spelled) is not None
+        for spelled, target in _COUNTS.items()
+        if usage.get(spelled) is not None and not (cached and spelled == "input_tokens")
     ]
 
 
@@ -714,13 +851,10 @@ def _logprobs(value: Any) -> Source | None:
     if is_array(value) and entries and not isinstance(entries[0], dict | list):
         return None, entries
     if not entries:
-        values, texts = (
-            list_of(given.get("token_logprobs")),
-            list_of(given.get("tokens")),
-        )
+        values, texts = map(list_of, map(given.get, ("token_logprobs", "tokens")))
         texts = texts if len(texts) == len(values) else [None] * len(values)
         entries = [
-            [one, _spelled(text)] for one, text in zip(values, texts, strict=True)
+            list(pair) for pair in zip(values, map(_spelled, texts), strict=True)
         ]
     pairs = list(map(_pair, entries))
     named = all(type(token) is int for _, token in pairs)
@@ -729,7 +863,6 @@ def _logprobs(value: Any) -> Source | None:
 
 
 def _pair(entry: Any) -> list[Any]:
-    """Logprob and id of an entry: an object, or (logprob, id, text)."""
     if isinstance(entry, dict):
         named = entry.get("token_id", _spelled(entry.get("token")))
         return [entry.get("logprob"), named]

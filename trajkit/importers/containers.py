@@ -1,17 +1,22 @@
-"""The files of a source, and the objects in them, including damaged ones."""
+"""The files of a source, the objects in them, and what is found: calls, and why not."""
 
+import io
 import os
+import pickle
 import struct
 import tempfile
 import zipfile
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain, islice
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, FormatError
@@ -21,22 +26,124 @@ from trajkit.files.formats import open_input
 from trajkit.files.json_numbers import EACH, Reader, Shape
 from trajkit.files.jsonl import MAX_LINE_BYTES, max_line_bytes, split_lines
 from trajkit.files.sources import fetched, is_address, paths_of
-from trajkit.importers.findings import Finding, list_of, object_of, text_of
-from trajkit.importers.pickles import load
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE
 
-if TYPE_CHECKING:
-    from sqlite3 import Connection
+Value: TypeAlias = dict[str, Any]
+"""A record, or an object of records."""
 
-Placed: TypeAlias = tuple[str, "dict[str, Any] | Finding"]
-_Read: TypeAlias = Callable[[bytes], object]
+
+class Refused(Exception):
+    """A record is left out; the arguments are the problem and the detail."""
+
+
+@dataclass(slots=True)
+class Finding:
+    """A record of a foreign format.
+
+    Inside ``with found:``, raising `Refused` marks the record as left out.
+    """
+
+    # its position in the file: "line 3"
+    place: str
+    # None: the record does not name it
+    session: str | None = None
+    # why it is left out (docs/import.md lists them); empty: its fields decide
+    problem: str = ""
+    detail: str = ""
+    # keys of `trajkit.from_records` and of `reader.EXTRAS`. None: unknown
+    fields: Value = field(default_factory=dict)
+    # what it lacks if it is kept, with details
+    remarks: list[tuple[str, str]] = field(default_factory=list)
+    # what the source states about numbers of tokens: its name, "prompt_ids" or
+    # "output_ids", and the number
+    claims: list[tuple[str, str, object]] = field(default_factory=list)
+    # keys that may name the run, and keys that no field reads, with their values
+    run_keys: Value = field(default_factory=dict)
+    unread: Value = field(default_factory=dict)
+    # of the request
+    tools: object = None
+    # tells apart the conversations of a file
+    origin: str = ""
+
+    def remark(self, problem: str, detail: str = "") -> None:
+        self.remarks.append((problem, detail))
+
+    def copy(self, suffix: str, *, first: bool = True) -> "Finding":
+        """One of several calls of the record; what is unread counts for the first."""
+        return replace(
+            self,
+            place=self.place + suffix,
+            fields=dict(self.fields),
+            remarks=list(self.remarks),
+            claims=[],
+            unread=self.unread if first else {},
+        )
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        if isinstance(error, Refused):
+            self.problem, self.detail = (*error.args, "")[:2]
+        return isinstance(error, Refused)
+
+
+def text_of(value: object) -> str | None:
+    """A string or an integer as text; anything else, or an empty string, as None."""
+    return str(value) or None if type(value) in (str, int) else None
+
+
+def number_of(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if np.isfinite(float(value)) else None
+    except OverflowError:
+        return None
+
+
+def time_of(value: object) -> datetime | None:
+    """A time from seconds since 1970 or ISO text with a time zone, or None."""
+    try:
+        if isinstance(value, str):
+            time = datetime.fromisoformat(value)
+            return time.astimezone(UTC) if time.tzinfo else None
+        seconds = number_of(value)
+        return datetime.fromtimestamp(seconds, UTC) if seconds else None
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def unless_empty(value: object) -> Any:
+    """The value, or None for an empty list, which means that a record lacks it."""
+    return None if isinstance(value, list) and not value else value
+
+
+def is_array(value: object) -> bool:
+    return isinstance(value, list | np.ndarray)
+
+
+def has_items(value: object) -> bool:
+    return isinstance(value, list | tuple | np.ndarray) and len(value) > 0
+
+
+def list_of(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def object_of(value: object) -> Value:
+    return value if isinstance(value, dict) else {}
+
+
+Placed: TypeAlias = tuple[str, Value | Finding]
 
 _MAGIC = {
     b"SQLite format 3\0": "sqlite",
     b"\x80": "pickle",
     b"PAR1": "rows",
     b"ARROW1": "rows",
+    b"PK\3\4": "zip",
 }
 _CODECS: dict[bytes, Codec] = {
     b"\x1f\x8b": "jsonl.gz",
@@ -75,9 +182,8 @@ def _files_of(text: str) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
     if is_address(text):
         with tempfile.TemporaryDirectory() as folder:
             copies = fetched(text, Path(folder), _is_listed)
-            single = len(copies) == 1
-            single = single and copies[0][0].endswith(text.partition("://")[2])
-            yield text, not single, copies
+            name = text.partition("://")[2]
+            yield text, len(copies) != 1 or not copies[0][0].endswith(name), copies
         return
     for path in paths_of(text) or ():
         path.stat()  # the same error in every format if it is missing
@@ -109,21 +215,18 @@ class Head:
     file: Path
     container: str
     # its first complete objects
-    values: tuple[dict[str, Any], ...] = ()
+    values: tuple[Value, ...] = ()
     # why it could not be read
     trouble: str = ""
 
     @property
     def stem(self) -> str:
-        """The name of the file without its suffixes."""
         return Path(_unpacked(self.file.name)).stem or self.file.name
 
 
 def head_of(file: Path, name: str = "") -> Head:
-    """The container and the first objects of a file."""
-    name = name or str(file)
-    container = _by_magic(file, _MAGIC, "json")
-    if _by_magic(file, {b"PK\3\4": "zip"}, ""):
+    name, container = name or str(file), _by_magic(file, _MAGIC, "json")
+    if container == "zip":
         container = "inspect" if _is_inspect(file) else "pickle"
     if container in ("sqlite", "pickle"):
         return Head(name, file, container)
@@ -161,39 +264,35 @@ def _bad(
     return place, Finding(place, session, problem, detail)
 
 
-# --- JSON, Parquet and Arrow
-
-
 def _json(file: Path, shape: Shape) -> Iterator[Placed]:
     """The lines of a JSON file, the items of its array, or its only value.
 
     A file whose first line is a value has a value per line.
     """
-    read = Reader({**shape, EACH: shape}).read
+    reader = Reader({**shape, EACH: shape})
     codec = _by_magic(file, _CODECS, "jsonl")
     single = _unpacked(file.name.lower()).endswith(".json")
     lines = split_lines(open_input(file, codec), str(file))
     two = [*islice((line.strip() for line, _ in lines if line.strip()), 2)]
     try:
-        whole = isinstance(read(two[0] if two else b""), list)
+        whole = isinstance(reader.read(two[0] if two else b""), list)
     except ValueError:
         # a value over several lines, or a damaged line
         whole = single or (len(two) > 1 and two[0] in (b"[", b"{"))
     if whole or (single and len(two) < 2):
-        yield from _whole(file, codec, read)
+        yield from _whole(file, codec, reader)
         return
     lines = split_lines(open_input(file, codec), str(file))
     for number, (line, complete) in enumerate(lines, 1):
-        if not line or line.isspace():
-            continue
-        try:
-            yield _placed(f"line {number}", read(line))
-        except ValueError as error:
-            problem = "unreadable" if complete else "torn"
-            yield _bad(f"line {number}", str(error), problem=problem)
+        if line and not line.isspace():
+            try:
+                yield _placed(f"line {number}", reader.read(line))
+            except ValueError as error:
+                problem = "unreadable" if complete else "torn"
+                yield _bad(f"line {number}", str(error), problem=problem)
 
 
-def _whole(file: Path, codec: Codec, read: _Read) -> Iterator[Placed]:
+def _whole(file: Path, codec: Codec, reader: Reader) -> Iterator[Placed]:
     most = max_line_bytes()
     try:
         with open_input(file, codec) as source:
@@ -203,7 +302,7 @@ def _whole(file: Path, codec: Codec, read: _Read) -> Iterator[Placed]:
                 f"{file} is longer than {most} bytes: set the environment variable "
                 f"{MAX_LINE_BYTES} to allow more"
             )
-        value = read(text) if text.strip() else []
+        value = reader.read(text) if text.strip() else []
     except (ValueError, *UNREADABLE) as error:
         yield _bad("file", str(error))
         return
@@ -214,7 +313,6 @@ def _whole(file: Path, codec: Codec, read: _Read) -> Iterator[Placed]:
 
 
 def _rows(file: Path, shape: Shape) -> Iterator[Placed]:
-    """The rows of a Parquet or Arrow file."""
     kind: Codec = _by_magic(file, {b"PAR1": "parquet"}, "arrow")
     batches = read_batches(file, kind, limits.IMPORTED_RECORDS)
     values = (value for batch in batches for value in batch.to_pylist())
@@ -235,7 +333,168 @@ def _pickle(file: Path, shape: Shape) -> Iterator[Placed]:
         yield _placed(f"sample {k}", sample)
 
 
-# --- Inspect's zip files
+# --- pickles, and files of torch.save, read without calling what they name: tensors and
+# arrays become numpy arrays, anything else an `Unknown`. torch is not needed
+
+_STORAGES = {
+    "ByteStorage": "u1",
+    "CharStorage": "i1",
+    "ShortStorage": "<i2",
+    "IntStorage": "<i4",
+    "LongStorage": "<i8",
+    "BoolStorage": "?",
+    "HalfStorage": "<f2",
+    "FloatStorage": "<f4",
+    "DoubleStorage": "<f8",
+}
+
+
+class Unknown:
+    """An object of any other class."""
+
+    def __init__(self, *given: object, **named: object) -> None:
+        pass
+
+    def _ignore(self, *given: object) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = _ignore
+
+
+def load(file: Path) -> object:
+    """The value in a file of ``torch.save`` (its zip form) or of ``pickle.dump``."""
+    try:
+        if not zipfile.is_zipfile(file):
+            with file.open("rb") as opened:
+                return _Unpickler(opened, None).load()
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            (top,) = (name for name in names if name.endswith("/data.pkl"))
+            folder = top.removesuffix("data.pkl")
+            order = f"{folder}byteorder"
+            if order in names and archive.read(order) != b"little":
+                raise FormatError(f"{file}: it is not little-endian")
+            values = io.BytesIO(archive.read(top))
+            return _Unpickler(
+                values, lambda key: archive.read(f"{folder}data/{key}")
+            ).load()
+    # damaged opcodes and zip fields can raise almost anything
+    except Exception as error:
+        # raised above, or the file cannot be opened
+        if isinstance(error, FormatError) or getattr(error, "filename", None):
+            raise
+        text = str(error) or type(error).__name__
+        raise FormatError(f"{file}: not a readable pickle: {text}") from None
+
+
+def plain(value: object) -> object:
+    """The numpy array of a shell; any other value unchanged."""
+    return value.array if isinstance(value, _Shell) else value
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, storage: Callable[[str], bytes] | None) -> None:
+        super().__init__(file)
+        self._storage = storage
+
+    def find_class(self, module: str, name: str) -> object:
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+            return name
+        return _KNOWN.get((module, name), Unknown)
+
+    def persistent_load(self, pid: object) -> object:
+        if self._storage is None or not isinstance(pid, tuple) or len(pid) < 3:
+            raise pickle.UnpicklingError(f"{pid!r} is not a storage")
+        _, type_, key, *_ = pid
+        if type_ not in _STORAGES:
+            return Unknown()
+        return np.frombuffer(self._storage(str(key)), _STORAGES[type_])
+
+
+class _Made:
+    """A function that a pickle may call, and use in no other way."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[..., object]) -> None:
+        self._make = make
+
+    def __call__(self, *given: object) -> object:
+        return self._make(*given)
+
+    def __setstate__(self, state: object) -> None:
+        raise pickle.UnpicklingError("a function has no state")
+
+
+def _tensor(
+    storage: object, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
+) -> object:
+    """torch's ``_rebuild_tensor_v2``: a view of a storage, with strides in items."""
+    if not isinstance(storage, np.ndarray):
+        return Unknown()
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if min([offset, *size, *stride]) < 0 or (0 not in size and last >= len(storage)):
+        raise pickle.UnpicklingError("a tensor beyond its storage")
+    steps = [step * storage.itemsize for step in stride]
+    start = offset * storage.itemsize
+    return np.ndarray(size, storage.dtype, storage, start, steps).copy()
+
+
+class _Type:
+    """A numpy dtype of numbers."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str, *_: object) -> None:
+        self._text = text
+
+    def __setstate__(self, state: Sequence[object]) -> None:
+        if state[1] == ">":
+            self._text = f">{self._text}"
+
+    def numbers(self, data: bytes) -> np.ndarray:
+        found = np.dtype(self._text)
+        if found.kind not in "biuf":
+            raise pickle.UnpicklingError(f"an array of {found}")
+        return np.frombuffer(data, found)
+
+
+class _Shell:
+    """A numpy array that is empty until its state is set."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, *_: object) -> None:
+        self.array: object = Unknown()
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        _, shape, type_, by_column, data = state
+        if isinstance(type_, _Type) and isinstance(data, bytes):
+            order: Any = "F" if by_column else "C"
+            self.array = type_.numbers(data).reshape(shape, order=order)
+
+
+def _scalar(type_: object, data: object) -> object:
+    known = isinstance(type_, _Type) and isinstance(data, bytes)
+    return type_.numbers(data)[0].item() if known else Unknown()  # type: ignore[attr-defined]
+
+
+_KNOWN: dict[tuple[str, str], object] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): tuple,
+    ("torch._utils", "_rebuild_tensor_v2"): _Made(_tensor),
+    # bytes, which pickle protocol 2 writes as latin1 text
+    ("_codecs", "encode"): _Made(lambda text, codec: text.encode("latin1")),
+    ("numpy", "dtype"): _Made(_Type),
+    **{
+        (f"numpy.{core}.multiarray", name): _Made(make)
+        for core in ("core", "_core")
+        for name, make in (("_reconstruct", _Shell), ("scalar", _scalar))
+    },
+}
+
+
+# --- Inspect's zip files, and rLLM's store
 
 _ZSTANDARD = 93
 # a damaged zip file can raise these
@@ -255,8 +514,7 @@ def _is_inspect(file: Path) -> bool:
 
 
 def _inspect(file: Path, shape: Shape) -> Iterator[Placed]:
-    """The samples of an Inspect log."""
-    read, most = Reader(shape).read, max_line_bytes()
+    reader, most = Reader(shape), max_line_bytes()
     with zipfile.ZipFile(file) as archive:
         for name in sorted(archive.namelist()):
             if not name.startswith("samples/"):
@@ -265,7 +523,7 @@ def _inspect(file: Path, shape: Shape) -> Iterator[Placed]:
                 if archive.getinfo(name).file_size > most:
                     yield _bad(name, f"it is longer than {most} bytes")
                 else:
-                    yield _placed(name, read(_member(archive, name)))
+                    yield _placed(name, reader.read(_member(archive, name)))
             except _ZIP as error:
                 yield _bad(name, str(error) or type(error).__name__)
 
@@ -277,8 +535,7 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
         return archive.read(name)
     # Python reads it from 3.14 on
     raw.seek(info.header_offset)
-    lengths = struct.unpack("<HH", raw.read(30)[26:30])
-    raw.seek(sum(lengths), 1)
+    raw.seek(sum(struct.unpack("<HH", raw.read(30)[26:30])), 1)
     packed = pa.BufferReader(raw.read(info.compress_size))
     with pa.CompressedInputStream(packed, "zstd") as stream:
         content = bytes(stream.read(info.file_size + 1))
@@ -287,67 +544,59 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
     return content
 
 
-# --- rLLM's SQLite store
-
-_ORDER = """
-SELECT s.session_id, {run}, s.trace_id, t.data
-FROM trace_sessions s LEFT JOIN traces t ON t.trace_id = s.trace_id
+# The traces of all sessions in order of time, then traces without a session. Several runs
+# of rLLM's gateway may use one session id; a damaged index may lack rows of the table.
+_TRACES = """
+SELECT CASE WHEN n > 1 THEN {run} || '/' || s.session_id ELSE s.session_id END,
+       s.trace_id, data
+FROM trace_sessions s LEFT JOIN traces t ON t.trace_id = s.trace_id LEFT JOIN (
+    SELECT session_id, count(DISTINCT {run}) n FROM trace_sessions s GROUP BY session_id
+) r ON r.session_id = s.session_id
 ORDER BY s.created_at, s.rowid
 """
 _APART = """
-SELECT NULL, NULL, trace_id, data FROM traces
-WHERE trace_id NOT IN (SELECT trace_id FROM trace_sessions)
-ORDER BY rowid
+SELECT NULL, trace_id, data FROM traces
+WHERE trace_id NOT IN (SELECT trace_id FROM trace_sessions) ORDER BY rowid
 """
 
 
 def _sqlite(file: Path, shape: Shape) -> Iterator[Placed]:
-    """The traces of all sessions in order of time, then traces without a session."""
+    """The traces of rLLM's store."""
     import sqlite3  # nothing else needs it
 
+    reader = Reader(shape)
     try:
         # read-only: it is neither created nor changed
         base = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
         try:
-            yield from _traces(base, Reader(shape).read)
+            columns = [
+                row[1] for row in base.execute("PRAGMA table_info(trace_sessions)")
+            ]
+            run = "s.run_id" if "run_id" in columns else "''"
+            for query in (_TRACES.format(run=run), _APART):
+                for session, trace, data in base.execute(query):
+                    yield _trace(reader, text_of(session), trace, data)
         finally:
             base.close()
     except sqlite3.Error as error:
         raise FormatError(f"{file}: cannot read traces: {error}") from None
 
 
-def _traces(base: "Connection", read: _Read) -> Iterator[Placed]:
-    columns = {row[1] for row in base.execute("PRAGMA table_info(trace_sessions)")}
-    run = "s.run_id" if "run_id" in columns else "''"
-    runs: dict[str, set[str]] = {}
-    names = f"SELECT DISTINCT session_id, {run} FROM trace_sessions s"
-    for session, name in base.execute(names):
-        runs.setdefault(session, set()).add(name)
-    # traces that trace_sessions does not name come last, without a session
-    lines = chain(base.execute(_ORDER.format(run=run)), base.execute(_APART))
-    for session, name, trace, data in lines:
-        # Several runs of the gateway may use one session id. In a damaged database the
-        # index may lack rows of the table.
-        once = len(runs.get(session, {name})) == 1
-        named, place = (
-            text_of(session if once else f"{name}/{session}"),
-            f"trace {trace!r}",
-        )
-        if data is None:
-            text = "its session refers to it, but it is missing"
-            yield _bad(place, text, named, "lost")
-            continue
-        try:
-            value = read(data if isinstance(data, bytes) else str(data).encode())
-        except ValueError as error:
-            yield _bad(place, str(error), named)
-            continue
-        if isinstance(value, dict):
-            value |= {"@session": named, "trace_id": str(trace)}
-        yield _placed(place, value)
+def _trace(reader: Reader, session: str | None, trace: object, data: Any) -> Placed:
+    place = f"trace {trace!r}"
+    if data is None:
+        text = "its session refers to it, but it is missing"
+        return _bad(place, text, session, "lost")
+    try:
+        value = reader.read(data if isinstance(data, bytes) else str(data).encode())
+    except ValueError as error:
+        return _bad(place, str(error), session)
+    if isinstance(value, dict):
+        value |= {"@session": session, "trace_id": str(trace)}
+    return _placed(place, value)
 
 
-_READERS: dict[str, Callable[[Path, Shape], Iterator[Placed]]] = {
+_READERS = {
     "json": _json,
     "rows": _rows,
     "pickle": _pickle,

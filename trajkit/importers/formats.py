@@ -1,23 +1,26 @@
 """The formats, each a table: how it is recognised, and where its calls have what."""
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from trajkit.errors import FormatError, InvalidTurnsError
-from trajkit.importers import verifiers
-from trajkit.importers.calls import Format, Value, is_answer
-from trajkit.importers.containers import Head
-from trajkit.importers.findings import (
+from trajkit.files.json_numbers import EACH, IDS
+from trajkit.importers.calls import Format, is_answer
+from trajkit.importers.containers import (
     Finding,
+    Head,
     Refused,
+    Value,
     is_array,
     list_of,
+    number_of,
     object_of,
+    plain,
+    text_of,
     unless_empty,
 )
-from trajkit.importers.pickles import plain
 from trajkit.turns.mapping import read_map, route
 from trajkit.turns.records import from_records
 
@@ -57,8 +60,6 @@ _ROLES = {
 # trajectories within trajectories
 _MOST_DEEP = 32
 
-
-# --- preparation of records
 
 # keys that Polar writes instead of a field larger than a mebibyte
 _CUT = {"__truncated", "_truncated_keys_omitted"}
@@ -111,10 +112,8 @@ _STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
 def _slime(record: Value) -> Value:
-    """A sample is a row of tokens, whose last ``response_length`` are the response."""
-    tokens: Any = plain(record.get("tokens"))
-    length = record.get("response_length")
-    if not is_array(tokens):
+    tokens, length = plain(record.get("tokens")), record.get("response_length")
+    if not isinstance(tokens, list | np.ndarray):
         raise Refused("no_prompt_ids", "no tokens")
     if type(length) is not int or not 0 <= length <= len(tokens):
         text = f"response_length {length!r} of {len(tokens)} tokens"
@@ -156,27 +155,156 @@ def _step(record: Value) -> Value:
     if tokens.get("overlong_prompt") is True:
         text = "its prompt was truncated to the maximum length"
         raise Refused("truncated", text)
-    cut = True in (tokens.get("is_truncated"), record.get("is_truncated"))
-    # of a step that was cut, the provider counted more tokens
-    return {**record, "response": None, "@cut": True} if cut else record
+    if True not in (tokens.get("is_truncated"), record.get("is_truncated")):
+        return record
+    # the provider counted more tokens
+    return {**record, "response": None, "@cut": True}
+
+
+_USAGE = {
+    name: route(f"attributes.gen_ai.usage.{name}")
+    for name in ("input_tokens", "output_tokens", "prompt_tokens", "completion_tokens")
+}
+_OPERATION = route("attributes.gen_ai.operation.name")
 
 
 def _span(record: Value) -> Value | None:
     """A span of a model's call; None for any other."""
     named = record.get("attributes")
-    if isinstance(named, list):
-        named = [object_of(one).get("key") for one in named]
-    names = [str(name) for name in (named if isinstance(named, list | dict) else ())]
-    is_call = any(name.startswith("gen_ai.") or "token_ids" in name for name in names)
-    operation = route("attributes.gen_ai.operation.name").find(record)
-    if not is_call or operation in ("execute_tool", "invoke_agent", "create_agent"):
+    names = [object_of(one).get("key") for one in list_of(named)] or object_of(named)
+    marks = ("gen_ai." in str(name)[:7] or "token_ids" in str(name) for name in names)
+    others = ("execute_tool", "invoke_agent", "create_agent")
+    if not any(marks) or _OPERATION.find(record) in others:
         return None
-    counts = ("input_tokens", "output_tokens", "prompt_tokens", "completion_tokens")
-    paths = {name: route(f"attributes.gen_ai.usage.{name}") for name in counts}
-    return {**record, "usage": {name: one.find(record) for name, one in paths.items()}}
+    return {**record, "usage": {name: one.find(record) for name, one in _USAGE.items()}}
 
 
-# --- conversations
+# per sampled token of a node, by the orchestrator and the trainer
+_TRAINER = (
+    *("advantages", "reference_logprobs", "trainer_logprobs", "entropies"),
+    *("loss_weights", "routed_experts", "sampling_mask", "kept_tokens"),
+    "multi_modal_data",
+)
+_NO_IDS = np.empty(0, np.int32)
+
+
+def _nodes(trace: Value) -> Iterator[tuple[str, Value]]:
+    """The calls of a trace of verifiers or prime-rl, a graph of messages.
+
+    A node has a message and the ids that it adds. A sampled node is a call, and the ids on
+    the path to it are its prompt.
+    """
+    if not isinstance(trace.get("nodes"), list):
+        refused = "unreadable", "its nodes are not a list"
+        yield "", {"session_id": None, "@refused": refused}
+    agent, task = object_of(trace.get("agent")), object_of(trace.get("task"))
+    reward, remarks = _sum_of(object_of(trace.get("rewards")))
+    common = {
+        "session_id": text_of(trace.get("id")),
+        "agent_id": text_of(agent.get("name")),
+        "group_id": text_of(task.get("key")) or text_of(task.get("hash")),
+        "trainable": False if agent.get("trainable") is False else None,
+        "reward": reward,
+        "@remarks": remarks,
+    }
+    # once for the trace
+    unread = {"trace.errors": True} if trace.get("errors") else {}
+    nodes = list(map(object_of, list_of(trace.get("nodes"))))
+    recorded = map(object_of, list_of(trace.get("calls")))
+    of_node = {call["node"]: call for call in recorded if type(call.get("node")) is int}
+    # ids on the path to each node, including it; None if they are unknown
+    paths: list[np.ndarray | None] = []
+    for k, node in enumerate(nodes):
+        above = _above(nodes, k)
+        before = paths[above[0]] if above else None
+        before = _NO_IDS if node.get("parent") is None else before
+        given = unless_empty(node.get("token_ids"))
+        ids = _NO_IDS if given is None else given
+        # the ids of a reply without ids cannot be known
+        reply = object_of(node.get("message")).get("role") == "assistant"
+        known = before is not None and isinstance(ids, np.ndarray)
+        known = known and (len(ids) > 0 or not reply)
+        paths.append(np.concatenate([before, ids]) if known else None)
+        if node.get("sampled") is not True:
+            continue
+        unread |= {f"nodes.{name}": True for name in _TRAINER if node.get(name)}
+        call = of_node.get(k, {})
+        time = object_of(call.get("time"))
+        # a root has the tools of its requests, from 0.4.0 on
+        tools = nodes[above[-1] if above else k].get("tools")
+        values = {
+            **common,
+            "prompt_messages": [nodes[at].get("message") for at in reversed(above)],
+            "response_message": node.get("message"),
+            "finish_reason": call.get("finish_reason") or node.get("finish_reason"),
+            "model": call.get("model"),
+            "started_at": time.get("start"),
+            "ended_at": time.get("end"),
+            "tools": trace.get("tools") if tools is None else tools,
+            "usage": _all_prompt(object_of(call.get("usage"))),
+            "@unread": unread,
+        }
+        try:
+            values |= _of_node(node, before, ids)
+        except Refused as refused:
+            values["@refused"] = refused.args
+        unread = {}
+        yield f", node {k}", values
+
+
+def _above(nodes: list[Value], k: int) -> list[int]:
+    found = []
+    at = nodes[k].get("parent")
+    while isinstance(at, int) and 0 <= at < k:
+        found.append(at)
+        k, at = at, nodes[at].get("parent")
+    return found
+
+
+def _of_node(node: Value, before: np.ndarray | None, ids: object) -> Value:
+    """Prompt, output and logprobs; the node's mask marks sampled ids."""
+    if not isinstance(ids, np.ndarray):
+        raise Refused("unreadable", "token_ids are not ids")
+    if before is None:
+        raise Refused("no_prompt_ids", "a message before it has no ids")
+    listed = list_of(node.get("mask"))
+    if not all(isinstance(flag, int) for flag in listed):
+        raise Refused("unreadable", "a mask that is not of booleans")
+    if len(listed) != len(ids):
+        text = f"a mask of {len(listed)} for {len(ids)} token_ids"
+        raise Refused("unreadable", text)
+    start = len(ids) - sum(map(bool, listed))
+    if not all(listed[start:]):
+        text = "its sampled ids are not at the end of its token_ids"
+        raise Refused("unreadable", text)
+    return {
+        "prompt_ids": np.concatenate([before, ids[:start]]),
+        "output_ids": ids[start:] if start < len(ids) else None,
+        "output_logprobs": node.get("logprobs"),
+    }
+
+
+def _all_prompt(usage: Value) -> Value:
+    """The usage of a call, whose prompt_tokens lack those that were cached."""
+    counts = [usage.get("prompt_tokens"), usage.get("cached_input_tokens") or 0]
+    if not all(type(count) is int for count in counts):
+        return usage
+    return {**usage, "prompt_tokens": sum(counts)}
+
+
+def _sum_of(rewards: Value) -> tuple[float | None, list[tuple[str, str]]]:
+    """The sum of a trace's weighted rewards; None, and a remark, if one is missing."""
+    total = 0.0
+    for name, reward in rewards.items():
+        # earlier versions have the weighted number
+        parts = reward if isinstance(reward, dict) else {"score": reward}
+        score = number_of(parts.get("score"))
+        weight = number_of(parts.get("weight", 1.0))
+        if score is None or weight is None:
+            text = f"rewards.{name} is {reward!r}: expected a score and a weight"
+            return None, [("reward_unread", text)]
+        total += score * weight
+    return total if rewards else None, []
 
 
 def _talk_at(*names: str) -> Callable[[Value], object]:
@@ -201,17 +329,13 @@ def _message(k: int, one: object) -> Value:
         if role is None:
             text = f"message {k} is from {one['from']!r}: expected one of "
             raise Refused("unreadable", text + ", ".join(_ROLES))
-        one = {"role": role, "content": one.get("value")}
+        return {"role": role, "content": one.get("value")}
     if not isinstance(one.get("role"), str):
         raise Refused("unreadable", f"message {k} has no role")
     return one
 
 
-# --- tables
-
-
 def _within(prefixes: str, paths: str) -> str:
-    """Paths below others."""
     below = paths.split("|")
     return "|".join(f"{at}{path}" for at in prefixes.split("|") for path in below)
 
@@ -286,8 +410,8 @@ _ALL = (
         "verifiers",
         "traces of verifiers",
         keys=("nodes task",),
-        calls=verifiers.calls,
-        arrays=verifiers.SHAPE,
+        calls=_nodes,
+        arrays={"nodes": {EACH: {"token_ids": IDS}}},
         ids=_RENDERER,
     ),
     Format(
@@ -455,18 +579,15 @@ FORMATS: dict[str, Format] = {one.name: one for one in _ALL}
 """The formats by name."""
 
 
-# --- which format a file has
-
-
 def fitting(head: Head) -> list[Format]:
     """The formats that a file seems to have; a generic one only if no other fits."""
     values = head.values or (None,)
-    for value in values:
-        fits = [one for one in _ALL if _fits(one, head, value)]
-        if found := [one for one in fits if not one.generic]:
+    fits = [[one for one in _ALL if _fits(one, head, value)] for value in values]
+    for several in fits:
+        if found := [one for one in several if not one.generic]:
             return found
-    every = (one for one in _ALL if any(_fits(one, head, value) for value in values))
-    return [] if _is_turn(values[0]) else [*islice(every, 1)]
+    every = [one for one in _ALL if any(one in several for several in fits)]
+    return [] if _is_turn(values[0]) else every[:1]
 
 
 def _fits(format: Format, head: Head, value: Value | None) -> bool:
@@ -482,8 +603,11 @@ def _fits(format: Format, head: Head, value: Value | None) -> bool:
     return has_keys and format.test(value)
 
 
+_TURN = {"session_id", "prompt_ids", "output_ids"}
+
+
 def _is_turn(value: Value | None) -> bool:
-    if value is None or not {"session_id", "prompt_ids", "output_ids"} <= value.keys():
+    if value is None or not _TURN <= value.keys():
         return False
     try:
         from_records([value])
@@ -533,9 +657,7 @@ def unknown(head: Head) -> Exception:
 
 def text_only(format: Format) -> str:
     """Why a format gives no turns without a tokenizer."""
-    text = f"it is {format.title}, without token ids: "
-    if format.talk is not None:
-        text += (
-            "pass a tokenizer with a chat template (--tokenizer) to import its text; "
-        )
-    return (text + format.ids).removesuffix("; ")
+    how = "pass a tokenizer with a chat template (--tokenizer) to import its text"
+    ways = [how] if format.talk is not None else []
+    ways += [format.ids] if format.ids else []
+    return f"it is {format.title}, without token ids: {'; '.join(ways)}"

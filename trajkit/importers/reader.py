@@ -1,6 +1,5 @@
 """Read files of foreign formats as a table of turns and a report."""
 
-import json
 import os
 import tempfile
 from collections import Counter, defaultdict
@@ -20,16 +19,22 @@ from trajkit.files.group import TEMPORARY, index_sessions
 from trajkit.files.guard import check_outputs, inputs_of, is_parts
 from trajkit.files.run import Watch, folder_of, run
 from trajkit.files.tables import gather, write_tables
-from trajkit.importers.calls import TARGETS, Format, Table, advice
-from trajkit.importers.containers import SUFFIXES, Head, files_of, head_of, objects
-from trajkit.importers.findings import Finding, has_items, is_array
+from trajkit.importers import containers as read
+from trajkit.importers.calls import (
+    TARGETS,
+    ChatTokenizer,
+    Encoder,
+    Format,
+    Table,
+    advice,
+)
+from trajkit.importers.containers import Finding, Head, has_items, is_array
 from trajkit.importers.formats import FORMATS, fitting, text_only, unknown
-from trajkit.importers.transcripts import ChatTokenizer, Encoder
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 from trajkit.tables.stages import batches_in
 from trajkit.turns.mapping import Map, MapLike, read_map
-from trajkit.turns.messages import tools_key
+from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
 
@@ -85,8 +90,8 @@ def import_turns(
         Where the records have fields of `trajkit.importers.TARGETS`, if not where the
         format has them: ``"session_id=run.id,reward=score"``, a dict, or a TOML file.
     tokenizer : object, optional
-        For records of text: a tokenizer with ``encode``, ``decode`` and
-        ``apply_chat_template``, as in transformers.
+        For records of text: one with ``encode``, ``decode`` and ``apply_chat_template``,
+        as in transformers.
     contradicted : {"untrain", "train"}
         Whether a turn trains whose usage states other numbers of tokens than it has ids.
     nonfinite_logprobs : {"raise", "null"}
@@ -96,11 +101,10 @@ def import_turns(
     Returns
     -------
     turns : Table
-        In the schema `trajkit.schema.TURNS` with the columns of `EXTRAS`. Sessions in
-        order of first appearance; ``turn_index`` counts a session's records, including
-        those left out.
+        `trajkit.schema.TURNS` with the columns of `EXTRAS`. Sessions in order of first
+        appearance; ``turn_index`` counts a session's records, including those left out.
     report : Table
-        In the schema `trajkit.schema.IMPORT_REPORT`, in the order of the records.
+        `trajkit.schema.IMPORT_REPORT`, in the order of the records.
 
     Raises
     ------
@@ -122,12 +126,11 @@ def import_file(
     watch: Watch | None = None,
     **options: Any,
 ) -> tuple[dict[str, int], pa.Table]:
-    """Write the turns that another system recorded, in bounded memory.
+    """Write the turns of `trajkit.import_turns` in bounded memory.
 
-    The turns are those of `trajkit.import_turns`. They are written as they are found to a
-    temporary file next to ``output``, of about their size as Arrow, and grouped by
-    session from there. In memory are some hundred records, the tables that
-    `trajkit.run` has, and the report.
+    They are grouped by session from a temporary file next to ``output``, of about their
+    size as Arrow. In memory are some hundred records, the tables that `trajkit.run` has,
+    and the report.
 
     Parameters
     ----------
@@ -150,7 +153,9 @@ def import_file(
         raise FormatError(f"{output} is a directory: pass a file")
     tables = found.tables(source)
     sources = [source] if isinstance(source, str | os.PathLike) else source
-    check_outputs({"output": (output, "turns")}, inputs_of(sources, None, SUFFIXES))
+    check_outputs(
+        {"output": (output, "turns")}, inputs_of(sources, None, read.SUFFIXES)
+    )
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder_of(output)) as root:
         path = Path(root, "turns.arrows")
         write_tables(batches_in(tables), path)
@@ -171,9 +176,9 @@ class _Import:
     nonfinite_logprobs: Nonfinite = "raise"
     lines: list[dict[str, object]] = field(default_factory=list)
     # of each session: its next number, the places that it was in, its first reward
-    numbers: Counter[str] = field(default_factory=Counter)
-    origins: dict[str, list[str]] = field(default_factory=dict)
-    rewards: dict[str, object] = field(default_factory=dict)
+    numbers: Counter[str | None] = field(default_factory=Counter)
+    origins: dict[str | None, list[str]] = field(default_factory=dict)
+    rewards: dict[str | None, object] = field(default_factory=dict)
     # places by session and a turn_index that the source gives
     indices: dict[tuple[str | None, str], str] = field(default_factory=dict)
     # files by the session that is named after them
@@ -190,7 +195,7 @@ class _Import:
 
     def tables(self, source: Sources) -> Iterator[pa.Table]:
         """The turns, of which the first table has none; sessions are not grouped."""
-        files = files_of(source)
+        files = read.files_of(source)
 
         def pieces() -> Iterator[pa.Table]:
             yield TURNS_IMPORTED.empty_table()
@@ -206,40 +211,39 @@ class _Import:
         return pieces()
 
     def report(self) -> pa.Table:
-        """The problems in the order of the records."""
         return pa.Table.from_pylist(self.lines, schema=IMPORT_REPORT)
 
     def note(
         self, file: str, found: Finding, problem: str = "", text: str = ""
     ) -> None:
         """Add a line about a record that is kept, or is left out for its problem."""
-        kept = bool(problem)
-        facts = (problem, text) if kept else (found.problem, found.detail)
-        texts = (file, found.place, found.session, *facts)
-        # lone surrogates are escaped
-        escaped = (text and text.encode("utf-8", "backslashreplace") for text in texts)
-        line = (text and text.decode() for text in escaped)
-        names = ("file", "place", "session_id", "problem", "detail")
-        self.lines.append({**dict(zip(names, line, strict=True)), "kept": kept})
+        facts = (problem, text) if problem else (found.problem, found.detail)
+        values = [file, found.place, found.session, facts[0], problem != "", facts[1]]
+        for k, one in enumerate(values):
+            if isinstance(one, str):
+                # lone surrogates are escaped
+                values[k] = one.encode("utf-8", "backslashreplace").decode()
+        self.lines.append(dict(zip(IMPORT_REPORT.names, values, strict=True)))
 
     def recognised(
         self, source: str, is_folder: bool, files: list[tuple[str, Path]]
     ) -> Iterator[tuple[Head, Format]]:
         """The files to read, each with its format."""
-        heads = [head_of(file, name) for name, file in files]
-        named = [] if self.format == "auto" else [FORMATS[self.format]]
-        own = [named] if named and not is_folder else list(map(self.fitting, heads))
+        heads = [read.head_of(file, name) for name, file in files]
+        auto = self.format == "auto"
+        own = [self.fitting(head) for head in heads]
+        if not auto and not is_folder:
+            own = [[FORMATS[self.format]]]
         names = sorted({one.name for formats in own for one in formats})
         if len(names) > 1:
-            raise FormatError(
-                f"{source} fits several formats, {', '.join(names)}: pass one of them as "
-                "the format"
-            )
+            listed = ", ".join(names)
+            text = f"fits several formats, {listed}: pass one of them as the format"
+            raise FormatError(f"{source} {text}")
         if not names:
             errors = [unknown(head) for head in heads if head.values or not is_folder]
             if not is_folder:
                 raise errors[0]
-            kind = f"the format {self.format}" if named else "a known format"
+            kind = "a known format" if auto else f"the format {self.format}"
             first = f": {errors[0]}" if errors else ""
             raise FormatError(f"{source} contains no file of {kind}{first}")
         for head, formats in zip(heads, own, strict=True):
@@ -249,7 +253,6 @@ class _Import:
                 self.note(head.name, Finding("file", None, "other_file", head.trouble))
 
     def fitting(self, head: Head) -> list[Format]:
-        """The formats by which a file may be read."""
         own = fitting(head)
         if self.format != "auto":
             named = FORMATS[self.format]
@@ -265,30 +268,29 @@ class _Import:
         if not table.has_ids and (self.encoder is None or format.talk is None):
             raise FormatError(f"{name}: {text_only(format)}")
         unread: dict[str, tuple[Finding, int]] = {}
-        seen: set[str] = set()
-        session, n_records, named = None, 0, False
         paths: dict[str, np.ndarray] = {}
+        seen: set[str] = set()
+        session, n_records, is_named = None, 0, False
         replies: dict[int, object] = {}
         silent: set[str | None] = set()
         if format.needs_reply and self.encoder is None:
             replies, silent = _find_replies(_records(head, table))
-        for number, found in enumerate(_records(head, table)):
-            fields, n_records = found.fields, number + 1
-            if number in replies:
-                fields["response_message"] = replies[number]
-                text = "a later request repeats it"
-                found.remarks.append(("reply_of_a_request", text))
+        for n_records, found in enumerate(_records(head, table), 1):
+            fields = found.fields
+            if n_records in replies:
+                fields["response_message"] = replies[n_records]
+                found.remark("reply_of_a_request", "a later request repeats it")
             elif found.session in silent and fields.pop("prompt_messages", None):
-                text = (
+                found.remark(
+                    "no_reply",
                     "messages without replies, which no later request repeats, are left "
                     "out, so that calls are matched by tokens: --map response_message=PATH "
-                    "names the reply"
+                    "names the reply",
                 )
-                found.remarks.append(("no_reply", text))
             if found.session is None and not found.problem:
-                named = self.named(head, found, noted=named)
+                is_named = self.named(head, found, noted=is_named)
             session = session or found.session
-            seen.add(fields.get("request_id") or "")
+            seen.add(str(fields.get("request_id")))
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
                 unread[key] = first, count + 1
@@ -320,88 +322,76 @@ class _Import:
         """
         if keys := found.run_keys:
             listed = ", ".join(f"{key} ({one!r})" for key, one in keys.items())
-            text = (
+            found.problem = "no_session_id"
+            found.detail = (
                 f"no session_id, but {listed}: say which names the agent run, as in --map "
-                f"session_id={next(iter(keys))} (a+b: both), or --map session_id=@file for "
-                "one run per file"
+                f"session_id={next(iter(keys))} (a+b: both; @file: one per file; @name: "
+                "one per record)"
             )
-            found.refuse("no_session_id", text)
             return noted
-        stem = head.stem
-        first = self.stems.setdefault(stem, head.name)
-        found.session = stem if first == head.name else head.name
+        first = self.stems.setdefault(head.stem, head.name)
+        found.session = head.stem if first == head.name else head.name
         if not noted:
             self.note(head.name, found, "no_session_id")
         return True
 
     def record(self, file: str, found: Finding) -> Record | None:
         """The record for `from_records`; None, with a problem set, if it is left out."""
-        fields, remarks, session = found.fields, found.remarks, found.session
-        number = 0
+        fields, session = found.fields, found.session
+        number = self.numbers[session]
         if session is not None:
             # a record that is left out has a number, too, which leaves a gap
-            number = self.numbers[session]
             self.numbers[session] += 1
             origin = f"{file}, {found.origin}" if found.origin else file
             known = self.origins.setdefault(session, [origin])
             if origin not in known:
-                text = (
-                    f"the session is in {known[0]}, too: if these are two runs, "
-                    "--map session_id=@file+session_id tells them apart"
-                )
-                remarks.append(("session_in_two_files", text))
                 known.append(origin)
-        output: Any = fields.get("output_ids")
-        logprobs: Any = fields.get("output_logprobs")
+                found.remark(
+                    "session_in_two_files",
+                    f"the session is in {known[0]}, too: if these are two runs, "
+                    "--map session_id=@file+session_id tells them apart",
+                )
         if not found.problem and not has_items(fields.get("prompt_ids")):
             found.problem = "no_prompt_ids"
-        elif not found.problem and not is_array(output):
+        elif not found.problem and not is_array(fields.get("output_ids")):
             found.problem = "no_output_ids"
         if found.problem:
             return None
         found.detail = ""
-        unaligned = "logprobs_unaligned" in dict(remarks)
-        if not has_items(logprobs):
-            fields["output_logprobs"] = None
-            if len(output) and not unaligned and fields.get("sampled") is not False:
-                remarks.append(("no_logprobs", ""))
-        elif isinstance(logprobs, list) and (n_absent := logprobs.count(None)):
-            text = f"for {n_absent} of {len(output)} output ids"
-            remarks.append(("no_logprobs", text))
-        if decimals := rounded(logprobs):
-            text = f"they have at most {decimals} decimals: ratios to them are inexact"
-            remarks.append(("rounded_logprobs", text))
+        _check_logprobs(found)
         if isinstance(found.tools, list):
             try:
                 fields["tools_key"] = tools_key(found.tools)
             except (ArgumentError, InvalidTurnsError) as error:
-                remarks.append(("unread", f"its tools: {str(error)[:200]}"))
-        # what the source states about numbers of tokens
+                found.remark("unread", f"its tools: {str(error)[:200]}")
         for name, target, stated in found.claims:
             n = len(fields[target])
             if isinstance(stated, bool) or stated not in (None, n):
                 text = f"{name} is {stated!r}, and the record has {n} {target}"
-                remarks.append(("usage_contradicts", text))
-        if "usage_contradicts" in dict(remarks) and self.contradicted == "untrain":
+                found.remark("usage_contradicts", text)
+        if (
+            "usage_contradicts" in dict(found.remarks)
+            and self.contradicted == "untrain"
+        ):
             fields["trainable"] = False
         if (reward := fields.get("reward")) is not None:
-            first = self.rewards.setdefault(str(session), reward)
+            first = self.rewards.setdefault(session, reward)
             if first != reward:
                 text = f"{reward}, after {first} in the same session"
-                remarks.append(("reward_varies", text))
+                found.remark("reward_varies", text)
+        if (index := fields.get("turn_index")) is not None:
+            key, place = (session, repr(index)), f"{file}, {found.place}"
+            if key in self.indices:
+                raise FormatError(
+                    f"{place}: session {session!r} has turn_index {index!r} twice, "
+                    f"first in {self.indices[key]}: if each agent counts its own steps, "
+                    "leave turn_index out of the map: the order of the records counts"
+                )
+            self.indices[key] = place
         record: dict[str, Any] = {"turn_index": number, "sampled": True}
         record |= {name: value for name, value in fields.items() if value is not None}
         if "response_message" not in record:
             record["use_tool"] = None
-        if (index := fields.get("turn_index")) is not None:
-            key = session, repr(index)
-            if key in self.indices:
-                raise FormatError(
-                    f"{found.place}: session {session!r} has turn_index {index!r} twice, "
-                    f"first in {self.indices[key]}: if each agent counts its own steps, "
-                    "leave turn_index out of the map: the order of the records counts"
-                )
-            self.indices[key] = found.place
         return {**record, "session_id": session}
 
     def table(self, batch: list[_Taken]) -> pa.Table:
@@ -412,7 +402,7 @@ class _Import:
         except InvalidTurnsError as error:
             if len(batch) == 1:
                 ((file, found, _),) = batch
-                found.refuse("invalid", str(error))
+                found.problem, found.detail = "invalid", str(error)
                 self.note(file, found)
                 return TURNS_IMPORTED.empty_table()
             # one by one, each turn would have a copy of its messages
@@ -424,6 +414,22 @@ class _Import:
         tables = [TURNS_IMPORTED.empty_table(), table]
         whole = pa.concat_tables(tables, promote_options="permissive")
         return whole.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
+
+
+def _check_logprobs(found: Finding) -> None:
+    """Remark what the logprobs of a call lack."""
+    fields, logprobs = found.fields, found.fields.get("output_logprobs")
+    n = len(fields["output_ids"])
+    if not has_items(logprobs):
+        fields["output_logprobs"] = None
+        unaligned = "logprobs_unaligned" in dict(found.remarks)
+        if n and not unaligned and fields.get("sampled") is not False:
+            found.remark("no_logprobs")
+    elif isinstance(logprobs, list) and (n_absent := logprobs.count(None)):
+        found.remark("no_logprobs", f"for {n_absent} of {n} output ids")
+    if decimals := rounded(logprobs):
+        text = f"they have at most {decimals} decimals: ratios to them are inexact"
+        found.remark("rounded_logprobs", text)
 
 
 def rounded(logprobs: object) -> int:
@@ -455,25 +461,24 @@ def _follow(found: Finding, paths: dict[str, np.ndarray], table: Table) -> None:
     if delta is not None and not found.problem:
         before = paths.get(str(parent))
         if before is None:
-            text = f"its prompt continues {parent!r}, which has no path"
-            found.refuse("no_parent", text)
+            found.problem = "no_parent"
+            found.detail = f"its prompt continues {parent!r}, which has no path"
         elif not is_array(delta):
-            text = f"what follows its parent is a {type(delta).__name__}, not a list"
-            found.refuse("unreadable", text)
+            found.problem = "unreadable"
+            kind = type(delta).__name__
+            found.detail = f"what follows its parent is a {kind}, not a list"
+        elif isinstance(delta, list) and delta:
+            # `from_records` reports the value that is not an id
+            fields["prompt_ids"] = [*before.tolist(), *delta]
         else:
-            # `from_records` reports a value that is not an id
-            is_odd = isinstance(delta, list) and delta
-            delta = delta if is_odd else np.asarray(delta, np.int32)
-            together = [*before.tolist(), *delta] if is_odd else [before, delta]
-            fields["prompt_ids"] = together if is_odd else np.concatenate(together)
+            fields["prompt_ids"] = np.append(before, delta).astype(np.int32)
     path: list[Any] = [fields.get("prompt_ids"), fields.get("output_ids")]
     if all(isinstance(ids, np.ndarray) for ids in path):
         paths[str(fields.get("request_id"))] = np.concatenate(path)
 
 
 def _records(head: Head, table: Table) -> Iterator[Finding]:
-    """The records of a file, and its damaged ones."""
-    for place, value in objects(head.file, head.container, table.shape()):
+    for place, value in read.objects(head.file, head.container, table.shape()):
         if isinstance(value, Finding):
             yield value
         else:
@@ -508,19 +513,21 @@ def _find_replies(
     # calls without a reply by session and digest of the messages: number, and the path as
     # a length and a digest
     waiting: dict[Any, list[tuple[int, int, bytes]]] = defaultdict(list)
-    n_calls: Counter[str | None] = Counter()
-    answered: set[str | None] = set()
-    for number, found in enumerate(calls):
+    n_calls, answered = Counter[str | None](), set[str | None]()
+    for number, found in enumerate(calls, 1):
         messages = found.fields.get("prompt_messages")
         if found.problem or not isinstance(messages, list):
             continue
+        try:
+            keys = [*map(message_key, messages)]
+        except (ArgumentError, InvalidTurnsError):
+            continue  # reading the turns reports it
         session, prompt = found.session, _ids(found, "prompt_ids")
         n_calls[session] += 1
-        digest = blake2b(digest_size=16)
-        for message in messages:
-            if isinstance(message, dict) and message.get("role") == "assistant":
+        digest = blake2b()
+        for message, key in zip(messages, keys, strict=True):
+            if message.get("role") == "assistant":
                 several = waiting[session, digest.digest()]
-                # the only call, or the only one whose path the prompt begins with
                 fits = several
                 if len(several) > 1:
                     fits = [c for c in several if _digest(prompt[: c[1]]) == c[2]]
@@ -528,22 +535,14 @@ def _find_replies(
                     replies[fits[0][0]] = message
                     answered.add(session)
                     several.remove(fits[0])
-            digest.update(_text(message))
+            digest.update(key)
         if found.fields.get("response_message") is not None:
             answered.add(session)
         else:
-            path = np.concatenate([prompt, _ids(found, "output_ids")])
+            path = np.append(prompt, _ids(found, "output_ids"))
             call = number, len(path), _digest(path)
             waiting[session, digest.digest()].append(call)
     return replies, {name for name, n in n_calls.items() if n > 1} - answered
-
-
-def _text(message: object) -> bytes:
-    """A text of a message; of one that is nested too deep, a text of no other."""
-    try:
-        return json.dumps(message, sort_keys=True, default=str).encode()
-    except (RecursionError, TypeError, ValueError):
-        return str(id(message)).encode()
 
 
 def _ids(found: Finding, name: str) -> np.ndarray:
@@ -555,4 +554,4 @@ def _ids(found: Finding, name: str) -> np.ndarray:
 
 
 def _digest(ids: np.ndarray) -> bytes:
-    return blake2b(ids.tobytes(), digest_size=16).digest()
+    return blake2b(ids.tobytes()).digest()

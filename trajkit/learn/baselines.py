@@ -15,19 +15,12 @@ from trajkit.errors import (
 )
 from trajkit.learn.rewards import Floats, facts, trained_turns
 from trajkit.schema import LINKS, SESSIONS, TURN_REWARDS
+from trajkit.tables import canonical as tables
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import (
-    TableLike,
-    as_table,
-    canonical,
-    canonical_rows,
-    place,
-)
-from trajkit.tables.keys import Keys, codes
-from trajkit.tables.ragged import Bools, Longs, offsets_of, positions
-from trajkit.tables.reshape import with_column
+from trajkit.tables.canonical import TableLike, place
+from trajkit.tables.columns import row_lengths, with_column
+from trajkit.tables.ragged import Bools, Keys, Longs, codes, offsets_of, positions
 from trajkit.tables.stages import apply, stage
-from trajkit.tables.take import row_lengths
 
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 Scale: TypeAlias = Literal["none", "group_std", "batch_std"]
@@ -112,7 +105,7 @@ def advantages(
     check_choice("scale", scale, Scale)
     check_flag("drop_constant", drop_constant)
     check_number("epsilon", epsilon, 0)
-    source = as_table(sessions)
+    source = tables.as_table(sessions)
     table = facts(source, SESSIONS, 1, "reward")
     group = _groups(table)
     scored, reward, n, mean, constant = _in_groups(source, table, group)
@@ -178,7 +171,7 @@ def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table:
         A session or trained turn of the rows has no line in ``sessions``, or two; an
         advantage is NaN or infinite; that of a trained turn is null.
     """
-    names = as_table(sessions).column_names
+    names = tables.as_table(sessions).column_names
     if "advantage" not in names:
         raise SchemaError("column 'advantage' of sessions is absent")
     keys = ["session_id", *(["turn_index"] if "turn_index" in names else [])]
@@ -192,7 +185,7 @@ add_advantages_batches = add_advantages.batches
 
 
 def _with_advantages(rows: pa.Table, given: pa.Table) -> pa.Table:
-    table = canonical_rows(rows)
+    table = tables.canonical_rows(rows)
     if "turn_index" in given.column_names:
         return with_column(table, "advantage", _of_tokens(table, given))
     found = pc.index_in(table.column("session_id"), given.column("session_id"))
@@ -363,7 +356,7 @@ def step_advantages(
     check_number("discount", discount, 0)
     if discount > 1:
         raise ArgumentError(f"discount={discount!r}: expected a number from 0 to 1")
-    source = as_table(rewards)
+    source = tables.as_table(rewards)
     table = facts(source, TURN_REWARDS, 2, "reward")
     about = facts(sessions, SESSIONS, 1, "reward")
     at = pc.index_in(table.column("session_id"), about.column("session_id"))
@@ -393,7 +386,7 @@ def _to_go(
         before = np.full(len(order), -1)
         before[order[1:]] = np.where(np.diff(session[order]) == 0, order[:-1], -1)
     else:
-        before = _parents(table, index, canonical(as_table(links), LINKS))
+        before = _parents(table, index, tables.canonical(tables.as_table(links), LINKS))
     found = gain.copy()
     for step in np.argsort(-index, kind="stable"):
         if before[step] >= 0:

@@ -17,11 +17,9 @@ from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ROWS
 from trajkit.tables.canonical import TableLike, as_table, canonical, is_list, place
-from trajkit.tables.keys import codes
-from trajkit.tables.ragged import Ragged
+from trajkit.tables.ragged import Longs, Ragged, codes
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-Tokens: TypeAlias = npt.NDArray[np.int64]
 Tensor: TypeAlias = Any
 """A numpy array or a torch tensor; trajkit does not import torch."""
 
@@ -53,10 +51,7 @@ class Loss:
 
 
 def reference_loss(
-    rows: TableLike,
-    logprobs: Tensor,
-    *,
-    reduce: Reduce = "mean",
+    rows: TableLike, logprobs: Tensor, *, reduce: Reduce = "mean"
 ) -> Loss:
     """The loss of rows whose tokens have these logprobs under the trained model.
 
@@ -104,11 +99,10 @@ def reference_loss(
     row, logprobs = ids.owner, _floats(logprobs)
     if tuple(logprobs.shape) != row.shape:
         raise InvalidTurnsError(
-            f"logprobs has shape {tuple(logprobs.shape)}: the rows have "
-            f"{len(row)} tokens"
+            f"logprobs has shape {tuple(logprobs.shape)}: the rows have {len(row)} tokens"
         )
 
-    def check_finite(values: Floats, tokens: Tokens, fault: str) -> None:
+    def check_finite(values: Floats, tokens: Longs, fault: str) -> None:
         """``fault`` may name the ``value`` and the ``token`` in its row."""
         for k in np.flatnonzero(~np.isfinite(values))[:1]:
             of = int(row[tokens[k]])
@@ -121,34 +115,24 @@ def reference_loss(
     trained = np.flatnonzero(mask & counts[row])
     of = row[trained]
     weight = table.column("row_weight").fill_null(np.nan).to_numpy()
-    check_finite(
-        weight[of],
-        trained,
-        "row_weight is null or not finite, but the row trains tokens. Set it with "
-        "trajkit.add_weights",
-    )
+    fault = "row_weight is null or not finite. Set it with trajkit.add_weights"
+    check_finite(weight[of], trained, fault)
     if reduce == "mean":
         weight = weight / np.maximum(np.bincount(of, minlength=len(table)), 1)
     behaviour = Ragged.of(table.column("logprobs"), fill=np.nan).values[trained]
-    check_finite(
-        behaviour,
-        trained,
-        "token {token} is trained and has no logprob that is finite: the ratio needs "
-        "the engine's",
-    )
+    fault = "token {token} is trained and has no finite logprob, which the ratio needs"
+    check_finite(behaviour, trained, fault)
     advantage = _per_token(table, name, ids)[trained]
     fault = name + " of a trained token is {value}: expected a finite number"
     check_finite(advantage, trained, fault)
     ratio = math.e ** (logprobs[trained] - _constant(behaviour, logprobs))
     rl_sum = -(_constant(weight[of] * advantage, logprobs) * ratio).sum()
 
-    observed, value = np.empty(0, np.int64), np.empty(0)
-    if "observation_weight" in table.column_names:
-        values = _per_token(table, "observation_weight", ids)
-        observed = np.flatnonzero(values)
-        value = values[observed]
-        fault = "observation_weight {value} of a token: expected a finite number"
-        check_finite(value, observed, fault)
+    values = _per_token(table, "observation_weight", ids)
+    observed = np.flatnonzero(values)
+    value = values[observed]
+    fault = "observation_weight {value} of a token: expected a finite number"
+    check_finite(value, observed, fault)
     observation_sum = -(_constant(value, logprobs) * logprobs[observed]).sum()
     session = codes(table.column("session_id"))
     n_rollouts = len(np.unique(session[of]))
@@ -156,17 +140,13 @@ def reference_loss(
 
 
 def _floats(logprobs: Any) -> Tensor:
-    if hasattr(logprobs, "new_tensor"):
-        floats = logprobs.is_floating_point()
-    else:
+    if not hasattr(logprobs, "new_tensor"):
         with suppress(TypeError, ValueError):
             logprobs = np.asarray(logprobs)
-        floats = isinstance(logprobs, np.ndarray) and logprobs.dtype.kind == "f"
-    if not floats:
-        kind = getattr(logprobs, "dtype", type(logprobs).__name__)
+    kind = str(getattr(logprobs, "dtype", type(logprobs).__name__))
+    if "float" not in kind:
         raise ArgumentError(
-            f"logprobs of type {kind}: expected floats, in an array, a torch tensor or a "
-            "list of numbers"
+            f"logprobs of type {kind}: expected an array, a tensor or a list of floats"
         )
     return logprobs
 
@@ -177,7 +157,9 @@ def _constant(values: Floats, like: Tensor) -> Tensor:
 
 
 def _per_token(table: pa.Table, name: str, ids: Ragged) -> Floats:
-    """The values of a column for all tokens; 0 where a row has none."""
+    """The values of a column for all tokens; 0 where a row or the table has none."""
+    if name not in table.column_names:
+        return np.zeros(len(ids.owner))
     column = table.column(name)
     if not is_list(column.type):
         return np.asarray(column.fill_null(0.0), np.float64)[ids.owner]

@@ -18,8 +18,8 @@ from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import OBSERVATIONS, ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical, place
+from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Array, Longs, Ragged
-from trajkit.tables.reshape import with_column
 from trajkit.turns.attribution import Ints, Messages, SessionCalls, ToolCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import errored, session_facts
@@ -61,10 +61,8 @@ def _chosen(
 
 def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
     several = isinstance(names, Iterable) and not isinstance(names, str)
-    if not several or not all(isinstance(name, str) for name in names):
-        raise ArgumentError(f"{what}={names!r}: expected several names, or a mapping")
-    if not names:
-        raise ArgumentError(f"{what} is empty: it would select nothing")
+    if not several or not names or not all(isinstance(name, str) for name in names):
+        raise ArgumentError(f"{what}={names!r}: expected names, or a mapping of them")
     if not isinstance(names, Mapping):
         return dict.fromkeys(names, alpha)
     for name, value in names.items():
@@ -134,15 +132,12 @@ def observation_weights(
 def observation_report(rows: TableLike, turns: TableLike, **options: Any) -> pa.Table:
     """The counts of observed, repeated and missing tokens of `observation_weights`.
 
+    Returns `trajkit.schema.OBSERVATIONS`, one row per session of ``turns``.
+
     Parameters
     ----------
     rows, turns, **options
         As for `observation_weights`.
-
-    Returns
-    -------
-    Table
-        `trajkit.schema.OBSERVATIONS`, one row per session of ``turns``.
     """
     return _observed(as_turns(turns), as_table(rows), _chosen(**options))[1]
 

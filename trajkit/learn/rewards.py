@@ -8,23 +8,19 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import TURN_REWARDS
+from trajkit.schema import SEGMENT_KINDS, TURN_REWARDS
+from trajkit.tables import canonical as tables
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import (
-    TableLike,
-    as_table,
-    canonical,
-    canonical_rows,
-    place,
-)
-from trajkit.tables.keys import Keys, codes
-from trajkit.tables.ragged import Bools, Longs, Ragged
-from trajkit.tables.reshape import with_column
+from trajkit.tables.canonical import TableLike, place
+from trajkit.tables.columns import with_column
+from trajkit.tables.ragged import Keys, Longs, Ragged, codes
 from trajkit.tables.stages import apply, stage
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Spread: TypeAlias = Literal["copy", "uniform", "final_only", "per_turn", "last_turn"]
+
+_FINAL = SEGMENT_KINDS.index("final")
 
 
 @stage
@@ -39,8 +35,7 @@ def spread_rewards(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` with all rows of each session. Each row
-        has the reward of its rollout, as `trajkit.linearize` writes it.
+        `trajkit.schema.ROWS` with all rows of each session and rewards of `linearize`.
     mode : {"copy", "uniform", "final_only", "per_turn", "last_turn"}
         - copy: every row has the reward of the rollout.
         - uniform: the reward divided by the rollout's number of rows, including rows
@@ -91,21 +86,16 @@ spread_rewards_batches = spread_rewards.batches
 
 
 def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Table:
-    table = canonical_rows(rows)
+    table = tables.canonical_rows(rows)
     if given is None:
         known = np.asarray(table.column("reward").is_valid())
         reward = table.column("reward").fill_null(0.0).to_numpy()
-        if len(table):
-            session = codes(table.column("session_id"))
-            kinds = table.column("segment_kind").cast(pa.string())
-            final = final_rows(
-                session,
-                table.column("row_index").to_numpy(),
-                np.asarray(kinds.is_valid()),
-                np.asarray(pc.equal(kinds, "final").fill_null(False)),
-            )
-            reward = spread(reward, mode, session, final)
-        shared = pa.array(reward, mask=~known)
+        session = codes(table.column("session_id"))
+        index = table.column("row_index").to_numpy()
+        kinds = table.column("segment_kind").cast(pa.string())
+        number = pc.index_in(kinds, pa.array(SEGMENT_KINDS)).fill_null(-1)
+        shares = spread(reward, mode, session, index, np.asarray(number))
+        shared = pa.array(shares, mask=~known)
     elif mode == "per_turn":
         shared = _per_turn(table, given)
     else:
@@ -118,25 +108,22 @@ def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Tab
     return with_column(table, "reward", shared)
 
 
-def spread(reward: Floats, mode: Spread, session: Ints, final: Bools) -> Floats:
-    """Each row's share of the reward of its rollout; ``final`` is from `final_rows`."""
+def spread(
+    reward: Floats, mode: Spread, session: Ints, index: Ints, kind: Ints
+) -> Floats:
+    """Each row's share of the reward of its rollout.
+
+    ``kind`` is the number in `SEGMENT_KINDS`; -1: none.
+    """
     if mode == "uniform":
         return reward / np.bincount(session)[session]
-    if mode == "final_only":
-        return np.where(final, reward, 0.0)
-    return reward
-
-
-def final_rows(session: Ints, index: Ints, of_kind: Bools, final: Bools) -> Bools:
-    """Mark final rows: those of kind final, or a rollout's last row if it has no kinds.
-
-    ``of_kind`` and ``final``: whether a row has a kind, and whether it is final.
-    """
-    kinds = np.bincount(session, of_kind)[session] > 0
-    last = np.full(int(session.max()) + 1, -1, np.int64)
+    if mode != "final_only":
+        return reward
+    has_kinds = np.bincount(session, kind >= 0)[session] > 0
+    last = np.full(int(session.max(initial=-1)) + 1, -1, np.int64)
     np.maximum.at(last, session, index)
-    result: Bools = np.where(kinds, final, index == last[session])
-    return result
+    final = np.where(has_kinds, kind == _FINAL, index == last[session])
+    return np.where(final, reward, 0.0)
 
 
 def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
@@ -196,7 +183,8 @@ def facts(table: TableLike, schema: pa.Schema, n_keys: int, value: str) -> pa.Ta
     Raises InvalidTurnsError if two lines have the same first ``n_keys`` columns, or one
     has a ``value`` that is not finite.
     """
-    found = canonical(as_table(table).replace_schema_metadata(None), schema)
+    plain = tables.as_table(table).replace_schema_metadata(None)
+    found = tables.canonical(plain, schema)
     counts = found.group_by(schema.names[:n_keys]).aggregate([([], "count_all")])
     again = counts.filter(pc.greater(counts.column("count_all"), 1))
     if len(again):

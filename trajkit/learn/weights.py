@@ -8,9 +8,8 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, check_number
 from trajkit.errors import ArgumentError
 from trajkit.tables.canonical import TableLike, canonical_rows
-from trajkit.tables.keys import codes
-from trajkit.tables.ragged import Longs, Ragged
-from trajkit.tables.reshape import with_column
+from trajkit.tables.columns import with_column
+from trajkit.tables.ragged import Longs, Ragged, codes
 from trajkit.tables.stages import apply, stage
 
 By: TypeAlias = Literal["token", "row", "rollout"]

@@ -11,8 +11,8 @@ from trajkit._arguments import check_choice, check_flag, check_number, chosen_in
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ASSIGNMENT, PACKS
 from trajkit.tables.canonical import TableLike, as_table, canonical
+from trajkit.tables.columns import list_values
 from trajkit.tables.ragged import Longs, Ragged, lengths, offsets_of
-from trajkit.tables.take import list_values
 
 Method: TypeAlias = Literal["lpt", "karmarkar_karp"]
 # what packs cost that one rank computes one after another, and these; none: an empty pack
@@ -130,11 +130,11 @@ def _chains(packs: pa.Table) -> list[list[int]]:
 
 def _longest_first(items: list[_Item], ranks: int) -> list[list[_Item]]:
     loads: list[list[_Item]] = [[] for _ in range(ranks)]
-    sums = [(0.0, rank) for rank in range(ranks)]
+    sums = np.zeros(ranks)
     for item in items:
-        total, rank = sums[0]
+        rank = int(sums.argmin())
         loads[rank].append(item)
-        heapq.heapreplace(sums, (total + item[0], rank))
+        sums[rank] += item[0]
     return loads
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from trajkit import _arguments, _core
 from trajkit._arguments import check_choice, chosen_int, chosen_names
+from trajkit._kernel_names import PACK_ROW
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.learn.weights import trained_tokens
@@ -21,13 +22,18 @@ from trajkit.schema import PACKS
 from trajkit.schema.engine import lookup, nulls
 from trajkit.tables import canonical as tables
 from trajkit.tables.canonical import TableLike, place
-from trajkit.tables.export import pooled
-from trajkit.tables.ragged import Ints, Longs, Ragged, Records, offsets_of, positions
-from trajkit.tables.session_batches import concat
-from trajkit.tables.stages import apply, stage
-from trajkit.tables.take import list_values, row_lengths, take_values, without_views
+from trajkit.tables.columns import list_values, row_lengths, take_values, without_views
+from trajkit.tables.ragged import (
+    Ints,
+    Longs,
+    Ragged,
+    Records,
+    offsets_of,
+    pooled,
+    positions,
+)
+from trajkit.tables.stages import apply, concat, stage
 from trajkit.turns import images
-from trajkit.turns.structs import PACK_ROW
 from trajkit.turns.validation import check_layout
 
 Layout: TypeAlias = Literal["tree", "rows"]

@@ -21,8 +21,8 @@ from trajkit.schema import PACK_VIOLATIONS, PACKS
 from trajkit.schema.engine import Violation, as_lines, repeated
 from trajkit.tables import canonical as tables
 from trajkit.tables.canonical import TableLike
+from trajkit.tables.columns import take_values, tuples
 from trajkit.tables.ragged import Array, Bools, Longs, Ragged, positions
-from trajkit.tables.take import take_values, tuples
 from trajkit.turns.flat_buffers import flat_rows
 from trajkit.turns.images import image_faults, same_image
 

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit import errors
 from trajkit.analysis import lazy_polars as pl
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.words import MUTED, OUTPUTS, ROLES, TEXT, TIMES
-from trajkit.errors import (
-    ArgumentError,
-    InvalidTurnsError,
-    SchemaError,
-    UnknownSessionError,
-)
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.links import find_links
-from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table
-from trajkit.tables.take import take_session, tuples
+from trajkit.tables.columns import take_session, tuples
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
@@ -62,6 +59,9 @@ _STYLE: dict[Any, Any] = {
 _ROLES = {**{role: role for role in ROLES}, "developer": "system", "function": "tool"}
 _TIMES = ("started_at", "ended_at")
 
+Slice: TypeAlias = tuple[str, str, float, float, int | None, int]
+"""A session, what it does (generation, tool, queue), start and stop in seconds of the run,
+and of a generation its turn and lane: calls that overlap have different lanes."""
 Counts: TypeAlias = dict[str, npt.NDArray[np.int64]]
 """Tokens by kind, one array of shape (n_turns,) each."""
 
@@ -92,27 +92,24 @@ def tokens(
         matplotlib is not installed.
     """
     chosen, table = named_policy(policy), as_turns(as_table(turns))
+    if not table.num_rows:
+        raise errors.UnknownSessionError(
+            "there are no turns, so there is no session to draw"
+        )
     if session_id is None:
-        counts = pc.value_counts(table["session_id"]).to_pylist()
-        if not counts:
-            raise UnknownSessionError(
-                "there are no turns, so there is no session to draw"
-            )
-        session_id = str(max(counts, key=lambda one: one["counts"])["values"])
+        counts = Counter(table["session_id"].to_pylist())
+        session_id = str(max(counts, key=counts.__getitem__))
     session = take_session(table, session_id)
-    roles, outputs = prompt_roles(session, chosen), output_kinds(session, chosen)
-    n = session.num_rows
+    outputs, n = output_kinds(session, chosen), session.num_rows
     with _figure(f"Session {session_id}, policy {chosen.name}") as figure:
         figure.set_size_inches(max(7.0, min(2.6 + 0.28 * n, 24)), 5.4)
         above, below = figure.subplots(2, 1, sharex=True)
-        _stacks(above, roles, ROLES)
+        _stacks(above, prompt_roles(session, chosen), ROLES)
         above.set(title="Prompt, by role", ylabel="tokens")
         _stacks(below, outputs, OUTPUTS)
-        sampled = sum(int(counts.sum()) for counts in outputs.values())
-        title = (
-            f"{outputs['trained'].sum():,} of {sampled:,} sampled tokens are trained"
-        )
-        below.set(title=f"Output: {title}", ylabel="tokens", xlabel="turn")
+        n_trained, n_all = outputs["trained"].sum(), sum(map(np.sum, outputs.values()))
+        title = f"Output: {n_trained:,} of {n_all:,} sampled tokens are trained"
+        below.set(title=title, ylabel="tokens", xlabel="turn")
         step = -(-n // 40)
         below.set_xticks(range(0, n, step), session["turn_index"].to_pylist()[::step])
     return figure
@@ -184,11 +181,8 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
     ArgumentError
         matplotlib is not installed.
     """
-    seconds = dict.fromkeys(TIMES, 0.0)
-    lanes: dict[str, list[Slice]] = {}
-    for one in slices_of(turns, sessions):
-        seconds[one.kind] += one.stop - one.start
-        lanes.setdefault(one.session_id, []).append(one)
+    slices = slices_of(turns, sessions)
+    lanes = {name: [*own] for name, own in groupby(slices, itemgetter(0))}
     n = len(lanes)
     with _figure(f"{n:,} session{'s' * (n != 1)} over time") as figure:
         from matplotlib.patches import Patch
@@ -196,11 +190,10 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         figure.set_size_inches(10, min(1.5 + 0.3 * n, 40))
         ax = figure.subplots()
         for y, own in enumerate(lanes.values()):
-            height = 0.8 / (1 + max(one.lane for one in own))
+            height = 0.8 / (1 + max(lane for *_, lane in own))
             ranges: dict[tuple[str, int], list[tuple[float, float]]] = {}
-            for one in own:
-                line = ranges.setdefault((one.kind, one.lane), [])
-                line.append((one.start, one.stop - one.start))
+            for _, kind, start, stop, _, lane in own:
+                ranges.setdefault((kind, lane), []).append((start, stop - start))
             for (kind, lane), line in ranges.items():
                 place = y - 0.4 + lane * height, height if kind == "generation" else 0.8
                 ax.broken_barh(line, place, color=TIMES[kind])
@@ -209,101 +202,80 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         names = [_printable(name) for name in lanes]
         ax.set_yticks(range(0, n, step), names[::step])
         ax.margins(x=0.01)
-        handles = [
-            Patch(color=color, label=f"{kind} {seconds[kind]:,.1f} s")
-            for kind, color in TIMES.items()
-        ]
+        handles = []
+        for kind, color in TIMES.items():
+            seconds = sum(one[3] - one[2] for one in slices if one[1] == kind)
+            handles.append(Patch(color=color, label=f"{kind} {seconds:,.1f} s"))
         figure.legend(handles=handles, loc="outside lower left", ncols=7)
     return figure
-
-
-class Slice(NamedTuple):
-    """A range of time of a session, in seconds since the run began."""
-
-    session_id: str
-    # generation, tool or queue
-    kind: str
-    start: float
-    stop: float
-    # of a generation: the turn, and its lane: calls that overlap have different lanes
-    turn_index: int | None = None
-    lane: int = 0
 
 
 def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice]:
     """The times of each session in the order of the turns; see `trajkit.plot.swimlanes`."""
     table = as_turns(as_table(turns))
-    times = (_micros(table, name, "turns") for name in _TIMES)
     calls: dict[str, list[tuple[int, int, int]]] = {}
     for (name, turn), start, stop in zip(
-        tuples(table, "session_id", "turn_index"), *times, strict=True
+        tuples(table, "session_id", "turn_index"),
+        *(_micros(table, time, "turns") for time in _TIMES),
+        strict=True,
     ):
-        if start is not None and stop is not None:
+        if None not in (start, stop):
             if stop < start:
-                raise InvalidTurnsError(
+                raise errors.InvalidTurnsError(
                     f"session {name!r}, turn {turn}: ended_at is {start - stop:,} "
                     "microseconds before started_at"
                 )
             calls.setdefault(name, []).append((start, stop, turn))
     if not calls:
-        raise SchemaError(
+        raise errors.SchemaError(
             f"{' and '.join(_TIMES)} are null in all {table.num_rows} turns: there is no "
             "timeline without times, which `trajkit serve` records"
         )
-    bounds = {
-        name: (min(start for start, *_ in own), max(stop for _, stop, _ in own))
-        for name, own in calls.items()
-    }
+    ranges = {name: [one[:2] for one in own] for name, own in calls.items()}
     known = None if sessions is None else as_table(sessions)
     if known is not None and {"started_at", "seconds"} <= {*known.column_names}:
         lines = tuples(known, "session_id", "seconds")
         starts = _micros(known, "started_at", "sessions")
         for (name, seconds), start in zip(lines, starts, strict=True):
-            if name in bounds and None not in (start, seconds):
-                first, last = bounds[name]
-                stop = start + round(seconds * 1e6)
-                bounds[name] = min(start, first), max(stop, last)
-    began = min(first for first, _ in bounds.values())
-    slices: list[Slice] = []
-
-    def add(name: str, kind: str, start: int, stop: int, *turn: int) -> None:
-        if turn or start < stop:
-            seconds = (start - began) / 1e6, (stop - began) / 1e6
-            slices.append(Slice(name, kind, *seconds, *turn))
-
+            if name in calls and None not in (start, seconds):
+                ranges[name].append((start, start + round(seconds * 1e6)))
+    began = min(start for own in ranges.values() for start, _ in own)
+    found: list[tuple[str, str, int, int, int | None, int]] = []
     for name, own in calls.items():
         # until when something is known, and when each lane is free
-        busy, end = bounds[name]
-        lanes: list[int] = []
-        add(name, "queue", began, busy)
+        busy, lanes = min(start for start, _ in ranges[name]), list[int]()
+        found.append((name, "queue", began, busy, None, 0))
         for start, stop, turn in sorted(own):
-            add(name, "tool", busy, start)
+            found.append((name, "tool", busy, start, None, 0))
             free = (k for k, until in enumerate(lanes) if until <= start)
             lane = next(free, len(lanes))
             lanes[lane : lane + 1] = [stop]
-            add(name, "generation", start, stop, turn, lane)
+            found.append((name, "generation", start, stop, turn, lane))
             busy = max(busy, stop)
-        add(name, "tool", busy, end)
-    return slices
+        end = max(stop for _, stop in ranges[name])
+        found.append((name, "tool", busy, end, None, 0))
+    return [
+        (name, kind, (start - began) / 1e6, (stop - began) / 1e6, turn, lane)
+        for name, kind, start, stop, turn, lane in found
+        if turn is not None or start < stop
+    ]
 
 
 def _micros(table: pa.Table, name: str, what: str) -> list[Any]:
     """A column of timestamps, in microseconds since 1970."""
     if name not in table.column_names:
-        raise SchemaError(
+        raise errors.SchemaError(
             f"{what}: no column {name!r}. A timeline needs {' and '.join(_TIMES)} "
             "(timestamps), as `trajkit serve` records them"
         )
     column = table[name]
-    if pa.types.is_null(column.type):
-        return [None] * len(column)
-    if not pa.types.is_timestamp(column.type):
-        raise SchemaError(
+    if not (pa.types.is_timestamp(column.type) or pa.types.is_null(column.type)):
+        raise errors.SchemaError(
             f"{what}, column {name!r}: expected timestamps, found {column.type}"
         )
-    unit = pa.timestamp("us", column.type.tz)
-    micros: list[Any] = column.cast(unit, safe=False).cast(pa.int64()).to_pylist()
-    return micros
+    zone = getattr(column.type, "tz", None)
+    micros = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
+    return list(micros.to_pylist())
 
 
 def save(figure: Figure, path: str | Path, format: str) -> None:
@@ -322,7 +294,7 @@ def _figure(title: str) -> Iterator[Figure]:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             "this picture needs matplotlib: pip install 'trajkit[plot]'"
         ) from error
     with mpl.rc_context(_STYLE):

@@ -5,11 +5,8 @@ from typing import TYPE_CHECKING
 from trajkit._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from trajkit.recorder.recorder import REJECTED_CALLS as REJECTED_CALLS
-    from trajkit.recorder.recorder import Match as Match
     from trajkit.recorder.recorder import Recorded as Recorded
     from trajkit.recorder.recorder import Recorder as Recorder
-    from trajkit.recorder.recorder import RejectedCall as RejectedCall
     from trajkit.recorder.recorder import RowOptions as RowOptions
     from trajkit.recorder.recorder import SessionRows as SessionRows
 else:

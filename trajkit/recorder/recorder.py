@@ -1,34 +1,20 @@
 """Calls as they come: the online form of a ``turns`` table."""
 
-import json
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
 from datetime import datetime
 from threading import Lock
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
-import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice
-from trajkit.errors import ArgumentError, InvalidTurnsError, UnknownSessionError
+from trajkit.errors import InvalidTurnsError, UnknownSessionError
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.recorder.session import (
-    CALL_METADATA,
-    ChatMessage,
-    Recording,
-    Types,
-    with_metadata,
-)
+from trajkit.recorder.session import ChatMessage, Recording, Types, with_metadata
 from trajkit.rows.linearize import linearize, rows_and_report
 from trajkit.tables.canonical import TableLike
 from trajkit.turns.messages import check_text
 from trajkit.turns.session_metadata import Reward, one_session
-
-OnInvalid: TypeAlias = Literal["raise", "reject"]
 
 
 class Recorded(NamedTuple):
@@ -37,8 +23,7 @@ class Recorded(NamedTuple):
     Attributes
     ----------
     turn_index : int
-        Commit order within the session, from 0. Of a rejected call: the index that the
-        session's next call gets.
+        Commit order within the session, from 0.
     base_turn : int or None
         The earlier turn whose prompt and output share the longest prefix with this
         prompt. None: no turn shares a token with it.
@@ -46,84 +31,18 @@ class Recorded(NamedTuple):
         Length of that prefix in tokens.
     clean : bool
         The prompt begins with the complete prompt and output of the base, or there is no
-        base. False for a rejected call.
-    rejected : str or None
-        Why the call was rejected. None: it was recorded.
+        base.
     """
 
     turn_index: int
     base_turn: int | None
     shared_length: int
     clean: bool
-    rejected: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Where a request would attach to a session.
-
-    Attributes
-    ----------
-    turn_index : int or None
-        The recorded turn that shares the longest prefix with the request, the first of
-        equals. None: no turn shares a token or, without ``prompt_ids``, a message.
-    shared_length : int or None
-        Tokens at the start of the prompt that the turn's prompt and output begin with.
-        None: no ``prompt_ids`` were given.
-    shared_messages : int or None
-        Messages at the start of the request that the turn's messages and response begin
-        with. None: no ``prompt_messages`` were given.
-    """
-
-    turn_index: int | None
-    shared_length: int | None
-    shared_messages: int | None
-
-
-REJECTED_CALLS = pa.schema(
-    [
-        # null: it is not a string that UTF-8 can encode
-        pa.field("session_id", pa.string()),
-        # calls that the session had when this one was rejected
-        pa.field("turn_index", pa.int32(), nullable=False),
-        # the rule that the call breaks, with place and value
-        pa.field("reason", pa.string(), nullable=False),
-        # the arguments of `Recorder.record` as JSON; text of what JSON cannot express
-        pa.field("call", pa.string(), nullable=False),
-    ]
-)
-"""One row per rejected call."""
-
-
-class RejectedCall(NamedTuple):
-    """A call that `Recorder.record` rejected.
-
-    Attributes
-    ----------
-    session_id : object
-    turn_index : int
-        Calls that the session had at that time.
-    reason : str
-        The rule that the call breaks, with place and value.
-    call : dict
-        A copy of its other arguments, without those that were None.
-    """
-
-    session_id: object
-    turn_index: int
-    reason: str
-    call: dict[str, object]
 
 
 class SessionRows(NamedTuple):
-    """Rows of a session and their report.
-
-    Attributes
-    ----------
-    rows : Table
-        `trajkit.schema.ROWS`.
-    report : Table
-        `trajkit.schema.REPORT`, one row.
+    """Rows of a session (`trajkit.schema.ROWS`) and their report (`trajkit.schema.REPORT`,
+    one row).
     """
 
     rows: pa.Table
@@ -131,17 +50,7 @@ class SessionRows(NamedTuple):
 
 
 class RowOptions(TypedDict, total=False):
-    """Keyword arguments of `Recorder.rows`.
-
-    Attributes
-    ----------
-    reward, sessions, max_row_tokens, payloads
-        As for `trajkit.linearize`.
-    group_id : str or None
-        The task that several rollouts share. Not with ``sessions``.
-    error : str or None
-        Why the rollout failed. Not with ``sessions``.
-    """
+    """Keyword arguments of `Recorder.rows`, which describes them."""
 
     reward: Reward
     sessions: TableLike | None
@@ -158,13 +67,6 @@ class Recorder:
     at a time. `rows` and `turns` contain the calls whose `record` had returned before, and
     never part of a call.
 
-    Parameters
-    ----------
-    on_invalid : {"raise", "reject"}
-        What `record` does with a call that breaks a rule of the schema: raise
-        InvalidTurnsError, or keep a copy of it in `rejected` and return the reason. The
-        session stays as it was in both cases.
-
     Examples
     --------
     >>> recorder = Recorder()
@@ -172,17 +74,12 @@ class Recorder:
     0
     >>> recorder.record("a", prompt_ids=[1, 2, 3, 4], output_ids=[5]).shared_length
     3
-    >>> recorder.match("a", prompt_ids=[1, 2, 3, 9])
-    Match(turn_index=0, shared_length=3, shared_messages=None)
     >>> recorder.pop("a", "strict").rows["input_ids"].to_pylist()
     [[1, 2, 3, 4, 5]]
     """
 
-    def __init__(self, *, on_invalid: OnInvalid = "raise") -> None:
-        check_choice("on_invalid", on_invalid, OnInvalid)
-        self._raises = on_invalid == "raise"
+    def __init__(self) -> None:
         self._sessions: dict[str, Recording] = {}
-        self._rejected: list[RejectedCall] = []
         self._lock = Lock()
         self._types = Types()
 
@@ -236,8 +133,7 @@ class Recorder:
             Policies that compare bodies (`trajkit.link`'s ``message_equality``) refuse
             such turns, and `trajkit.validate` accepts them with ``bodies=False``.
             Give a message in one of the two forms throughout: if a dict follows a pair,
-            it is stored again, and the delta form shares less than `compact` would. The
-            rows of policies that compare keys do not change.
+            it is stored again, and the delta form shares less than `compact` would.
         response_message : dict, or pair (key, role), optional
             The reply as the next request is expected to contain it.
         weight_versions : sequence of dict, optional
@@ -267,7 +163,7 @@ class Recorder:
         Raises
         ------
         InvalidTurnsError
-            A value breaks a rule of the schema, and ``on_invalid`` is ``"raise"``.
+            A value breaks a rule of the schema. The session stays as it was.
         UnknownSessionError
             The session was dropped during this call.
         """
@@ -287,77 +183,24 @@ class Recorder:
         if use_tool is not None:
             call["use_tool"] = use_tool
         metadata = (request_id, model, agent_id, call_kind, started_at, ended_at, step)
-        index = 0
-        try:
-            session = self._session(session_id)
-            with session.lock:
-                if session.dropped:
-                    raise UnknownSessionError(
-                        f"session {session_id!r} was dropped during this call"
-                    )
-                index = session.n_calls
-                try:
-                    columns = with_metadata(payloads, metadata)
-                    base, shared, clean = session.add(call, columns)
-                except (InvalidTurnsError, RecursionError) as error:
-                    reason = f"session {session_id!r}, turn {index}: {error}"
-                    if isinstance(error, RecursionError):
-                        reason += ": a value is nested too deep"
-                    raise InvalidTurnsError(reason) from None
-        except InvalidTurnsError as error:
-            if self._raises:
-                raise
-            call |= {
-                "payloads": payloads,
-                **dict(zip(CALL_METADATA, metadata, strict=True)),
-            }
-            kept = {n: _copied(one) for n, one in call.items() if one is not None}
-            with self._lock:
-                self._rejected.append(RejectedCall(session_id, index, str(error), kept))
-            return Recorded(index, None, 0, False, str(error))
-        # as Recorded(...) does, without a Python call
-        found = (index, None if base < 0 else base, shared, clean, None)
-        return tuple.__new__(Recorded, found)
-
-    def match(
-        self,
-        session_id: str,
-        *,
-        prompt_ids: object = None,
-        prompt_messages: Sequence[ChatMessage] | None = None,
-    ) -> Match:
-        """Find where a request would attach, without recording it.
-
-        With ``prompt_ids``, the turn is the one that `record` would return as
-        ``base_turn``. Only where earlier turns contain the complete prompt may `record`
-        choose another of them, because it also compares the output. With
-        ``prompt_messages`` alone, the turn is the first one that shares the most messages.
-
-        Parameters
-        ----------
-        session_id : str
-            A session without a call matches nothing.
-        prompt_ids, prompt_messages : optional
-            As for `record`; at least one of them. Messages after the first one that the
-            session does not have are not looked at.
-
-        Raises
-        ------
-        InvalidTurnsError
-            A value breaks a rule of the schema.
-        """
-        if prompt_ids is None and prompt_messages is None:
-            raise ArgumentError(
-                "prompt_ids=None and prompt_messages=None: match needs one of them"
-            )
-        with self._lock:
-            session = self._sessions.get(session_id) or Recording(self._types)
+        session = self._session(session_id)
         with session.lock:
+            if session.dropped:
+                raise UnknownSessionError(
+                    f"session {session_id!r} was dropped during this call"
+                )
+            index = session.n_calls
             try:
-                turn, length, n_messages = session.match(prompt_ids, prompt_messages)
-            except InvalidTurnsError as error:
-                raise InvalidTurnsError(f"session {session_id!r}: {error}") from None
-        return Match(None if turn < 0 else turn, length, n_messages)
+                columns = with_metadata(payloads, metadata)
+                base, shared, clean = session.add(call, columns)
+            except (InvalidTurnsError, RecursionError) as error:
+                reason = f"session {session_id!r}, turn {index}: {error}"
+                if isinstance(error, RecursionError):
+                    reason += ": a value is nested too deep"
+                raise InvalidTurnsError(reason) from None
+        # as Recorded(...) does, without a Python call
+        found = (index, None if base < 0 else base, shared, clean)
+        return tuple.__new__(Recorded, found)
 
     def has_session(self, session_id: str) -> bool:
         """Whether the session has a recorded call."""
@@ -368,6 +211,12 @@ class Recorder:
         with self._lock:
             session = self._sessions.get(session_id)
         return 0 if session is None or session.dropped else session.n_calls
+
+    @property
+    def sessions(self) -> list[str]:
+        """Ids of the sessions that have a call, in order of their first."""
+        with self._lock:
+            return [name for name, one in self._sessions.items() if one.n_calls]
 
     def turns(self, session_id: str) -> pa.Table:
         """The session's calls so far, as `trajkit.schema.TURNS_DELTA`.
@@ -380,10 +229,7 @@ class Recorder:
         UnknownSessionError
             The session has no recorded call, or it was dropped.
         """
-        session = self._known(session_id)
-        with session.lock:
-            _check_known(session, session_id)
-            return session.turns(session_id)
+        return self._made(Recording.turns, session_id, session_id)
 
     def rows(
         self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
@@ -395,7 +241,9 @@ class Recorder:
         session_id : str
         policy : str or Policy
         **options
-            See `RowOptions`.
+            ``reward``, ``sessions``, ``max_row_tokens``, ``payloads``: as for
+            `trajkit.linearize`. ``group_id``, the task that several rollouts share, and
+            ``error``, why the rollout failed: text, and not with ``sessions``.
 
         Returns
         -------
@@ -410,13 +258,14 @@ class Recorder:
             As `trajkit.linearize`; or ``sessions`` is given together with ``group_id`` or
             ``error``.
         """
-        return self._made(linearize, session_id, policy, **options)
+        return self._linearized(linearize, session_id, policy, **options)
 
     def rows_and_report(
         self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
     ) -> SessionRows:
         """As `rows`, with the report that `trajkit.linearize` makes of the same turns."""
-        return SessionRows(*self._made(rows_and_report, session_id, policy, **options))
+        made = self._linearized(rows_and_report, session_id, policy, **options)
+        return SessionRows(*made)
 
     def pop(
         self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
@@ -426,7 +275,9 @@ class Recorder:
         No call can be recorded between the two. If no rows can be made, the error is
         raised and the session stays.
         """
-        made = self._made(rows_and_report, session_id, policy, forget=True, **options)
+        made = self._linearized(
+            rows_and_report, session_id, policy, forget=True, **options
+        )
         return SessionRows(*made)
 
     def drop(self, session_id: str) -> None:
@@ -437,32 +288,7 @@ class Recorder:
         UnknownSessionError
             The session has no recorded call, or it was dropped.
         """
-        session = self._known(session_id)
-        with session.lock:
-            _check_known(session, session_id)
-            self._forget(session, session_id)
-
-    @property
-    def sessions(self) -> list[str]:
-        """Ids of the sessions that have a call, in order of their first."""
-        with self._lock:
-            return [name for name, one in self._sessions.items() if one.n_calls]
-
-    @property
-    def rejected(self) -> list[RejectedCall]:
-        """The rejected calls of all sessions, in order; see ``on_invalid``.
-
-        They stay here, also when their session is dropped, until `pop_rejected`.
-        """
-        with self._lock:
-            return self._rejected.copy()
-
-    def pop_rejected(self) -> pa.Table:
-        """The rejected calls as a table of the schema `REJECTED_CALLS`, and forget them."""
-        with self._lock:
-            table = _rejected_table(self._rejected)
-            self._rejected.clear()
-        return table
+        self._made(lambda session: None, session_id, forget=True)
 
     def _session(self, session_id: str) -> Recording:
         if not isinstance(session_id, str):
@@ -481,7 +307,7 @@ class Recorder:
             raise _unknown(session_id)
         return session
 
-    def _made(
+    def _linearized(
         self,
         make: Callable[..., Any],
         session_id: str,
@@ -490,16 +316,31 @@ class Recorder:
         forget: bool = False,
         **options: Any,
     ) -> Any:
-        """What `make` makes of a session, which is then forgotten if asked."""
+        """What ``make`` makes of the turns of a session."""
         group_id, error = options.pop("group_id", None), options.pop("error", None)
         if group_id is not None or error is not None:
             facts = options.pop("reward", None), options.pop("sessions", None)
             options["sessions"] = one_session(session_id, *facts, group_id, error)
         chosen = named_policy(policy)
+        return self._made(
+            lambda session: make(session.turns(session_id), chosen, **options),
+            session_id,
+            forget=forget,
+        )
+
+    def _made(
+        self,
+        make: Callable[..., Any],
+        session_id: str,
+        *args: object,
+        forget: bool = False,
+    ) -> Any:
+        """What ``make`` makes of a session, which is then forgotten if asked."""
         session = self._known(session_id)
         with session.lock:
-            _check_known(session, session_id)
-            result = make(session.turns(session_id), chosen, **options)
+            if session.dropped:
+                raise _unknown(session_id)
+            result = make(session, *args)
             if forget:
                 self._forget(session, session_id)
         return result
@@ -511,52 +352,7 @@ class Recorder:
             del self._sessions[session_id]
 
 
-def _check_known(session: Recording, session_id: str) -> None:
-    if session.dropped:
-        raise _unknown(session_id)
-
-
 def _unknown(session_id: str) -> UnknownSessionError:
     return UnknownSessionError(
         f"session {session_id!r} has no recorded call, or was dropped"
     )
-
-
-def _copied(value: object) -> object:
-    """A copy that the caller's later changes do not reach; the value if it has none."""
-    try:
-        return deepcopy(value)
-    except Exception:  # any object's own, such as a tensor's that has a gradient
-        return value
-
-
-def _rejected_table(calls: Sequence[RejectedCall]) -> pa.Table:
-    """The calls in the schema `REJECTED_CALLS`."""
-    lines = []
-    for one in calls:
-        given = {"session_id": one.session_id, **one.call}
-        texts = (f"{json.dumps(name)}: {_json(value)}" for name, value in given.items())
-        line = one._asdict() | {"call": f"{{{', '.join(texts)}}}"}
-        try:
-            check_text(one.session_id, "")  # type: ignore[arg-type]
-        except (AttributeError, InvalidTurnsError):  # no text
-            line["session_id"] = None
-        lines.append(line)
-    return pa.Table.from_pylist(lines, REJECTED_CALLS)
-
-
-def _json(value: object) -> str:
-    try:
-        return json.dumps(value, default=_described)
-    except (TypeError, ValueError, RecursionError):  # keys that are no names, or cycles
-        return json.dumps(_described(value))
-
-
-def _described(value: object) -> object:
-    """What JSON can express of an object that it does not know."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    try:
-        return value.hex() if isinstance(value, bytes) else repr(value)
-    except RecursionError:
-        return reprlib.repr(value)

@@ -11,12 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit._kernel_names import STOPS
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import KEY_BYTES, TURNS, TURNS_DELTA
-from trajkit.schema.columns import checks_of
-from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB
+from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB, checks_of
 from trajkit.tables.ragged import Ints, Records
-from trajkit.turns.content_rules import mm_items
 from trajkit.turns.messages import (
     Encoded,
     MessageBook,
@@ -26,26 +25,22 @@ from trajkit.turns.messages import (
     parse_json,
     unequal_places,
 )
-from trajkit.turns.python_lists import (
-    ID_RULE,
-    Valid,
-    checked_ids,
-    lists_of,
-    read_ids,
-    read_logprobs,
-)
 from trajkit.turns.records import (
+    ID_RULE,
     METADATA,
+    Valid,
     check_depth,
     check_extra,
     common_type,
     concat_values,
-    message_columns,
+    lists_of,
     metadata_columns,
     one_value,
+    read_ids,
+    read_logprobs,
     read_metadata,
 )
-from trajkit.turns.structs import STOPS
+from trajkit.turns.validation import mm_items
 
 ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 """A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""
@@ -60,12 +55,8 @@ _OF_IDS = METADATA[4:]
 _TEXT = (pa.string(), (str,), "a string")
 _TIME = (pa.timestamp("us", tz="UTC"), (datetime,), "a datetime with a time zone")
 CALL_METADATA: dict[str, tuple[pa.DataType, tuple[type, ...], str]] = {
-    "request_id": _TEXT,
-    "model": _TEXT,
-    "agent_id": _TEXT,
-    "call_kind": _TEXT,
-    "started_at": _TIME,
-    "ended_at": _TIME,
+    **dict.fromkeys(("request_id", "model", "agent_id", "call_kind"), _TEXT),
+    **dict.fromkeys(("started_at", "ended_at"), _TIME),
     "step": (pa.int64(), (int, np.integer), "an integer of 64 bits"),
 }
 """Columns that `Recorder.record` has an argument for: their types, and what they take."""
@@ -78,7 +69,7 @@ def with_metadata(payloads: object, values: tuple[object, ...]) -> object:
     Raises InvalidTurnsError for a value of another type, or one that payloads have as
     well.
     """
-    if not any(value is not None for value in values):
+    if values.count(None) == len(values):
         return payloads
     if payloads is not None and not isinstance(payloads, Mapping):
         return payloads  # refused as such
@@ -203,24 +194,24 @@ class ReadCall(NamedTuple):
 
 
 class CallMessages(NamedTuple):
-    """The messages of a call as what they share with its base."""
+    """The messages of a call, by number."""
 
-    base: int
-    # leading messages that the messages and the reply of the base begin with
-    shared: int
-    # number of the other messages; -1: the call has no list of messages
-    n_own: int
+    # None: no list
+    numbers: "array[int] | None"
     # -1: none
     reply: int
-    # the other messages, as 32-bit integers
-    own: bytes
+    # leading messages that the messages and the reply of the base begin with
+    shared: int
 
-    def shown(self) -> "array[int]":
-        """The other messages and the reply; empty for a call without a list."""
-        numbers = array("i", self.own)
-        if self.n_own >= 0 and self.reply >= 0:
-            numbers.append(self.reply)
-        return numbers
+    def path(self) -> "array[int]":
+        """The messages and the reply; empty for a call without a list."""
+        if self.numbers is None:
+            return array("i")
+        return self.numbers + array("i", [self.reply] if self.reply >= 0 else [])
+
+    def own(self) -> "array[int]":
+        """The messages that the base does not supply."""
+        return array("i") if self.numbers is None else self.numbers[self.shared :]
 
 
 @dataclass(slots=True)
@@ -236,57 +227,31 @@ class MessageLog:
     # by number: a copy as `comparable`, or a pair of key and role
     copies: list[object] = field(default_factory=list)
     calls: list[CallMessages] = field(default_factory=list)
-    # a call, and the messages of `path`
-    _last: tuple[int, "array[int]"] = field(default_factory=lambda: (-1, array("i")))
-
-    def path(self, call: int) -> "array[int]":
-        """The messages of a call and its reply, by number; empty for -1.
-
-        The next `add` changes it.
-        """
-        if call != self._last[0]:
-            chain, numbers, at = [], array("i"), call
-            while at >= 0:
-                chain.append(self.calls[at])
-                at = self.calls[at].base
-            for one in reversed(chain):
-                del numbers[one.shared :]
-                numbers += one.shown()
-            self._last = call, numbers
-        return self._last[1]
 
     def read(
         self, messages: object, response: object, base: int, n_calls: int
     ) -> ReadCall:
-        """The messages of the next call.
+        """The messages of the next call, compared with those of its base or, without one,
+        of the last call.
 
         Nothing changes until they are added. Raises `InvalidTurnsError` if one is no
         message.
         """
         numbers, others = None, {}
         if messages is not None:
-            listed, numbers, places = self._compared(messages, base, n_calls)
+            if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+                raise InvalidTurnsError(
+                    f"prompt_messages is of type {type(messages).__name__}: expected a "
+                    "list of dicts"
+                )
+            listed, near = list(messages), base if base >= 0 else n_calls - 1
+            known = self.calls[near].path() if near >= 0 else array("i")
+            places = unequal_places(listed, map(self.copies.__getitem__, known))
+            numbers = known[: len(listed)]
+            numbers.extend([-1] * (len(listed) - len(numbers)))
             others = {i: _read(listed[i], f"prompt_messages[{i}]") for i in places}
         reply = None if response is None else _read(response, "response_message")
         return ReadCall(base, numbers, others, reply)
-
-    def _compared(
-        self, messages: object, base: int, n_calls: int
-    ) -> tuple[list[object], "array[int]", list[int]]:
-        """A list of messages, the numbers that a call has there, and where they differ.
-
-        The call is the base or, without one, the last.
-        """
-        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-            raise InvalidTurnsError(
-                f"prompt_messages is of type {type(messages).__name__}: expected a list "
-                "of dicts"
-            )
-        listed, known = list(messages), self.path(base if base >= 0 else n_calls - 1)
-        places = unequal_places(listed, map(self.copies.__getitem__, known))
-        numbers = known[: len(listed)]
-        numbers.extend([-1] * (len(listed) - len(numbers)))
-        return listed, numbers, places
 
     def add(self, read: ReadCall, call: int) -> None:
         """Add the messages of a call, in the place of one that was interrupted.
@@ -294,46 +259,13 @@ class MessageLog:
         Those of earlier calls were added before.
         """
         base, numbers, others, response = read
-        if numbers is None and response is None:
-            self.calls[call:] = [CallMessages(base, 0, -1, -1, b"")]
-            # the path may be that of an interrupted call
-            self._last = -1, array("i")
-            return
         for place, other in others.items():
             numbers[place] = self._number(other)  # type: ignore[index]
-        reply = -1 if response is None else self._number(response)
-        shared, n_own, own, path = 0, -1, b"", self.path(base)
-        if numbers is not None:
-            shared = self._n_current(numbers, _core.lcp(numbers, path), call)
-            n_own, own = len(numbers) - shared, numbers[shared:].tobytes()
-        added = CallMessages(base, shared, n_own, reply, own)
-        self.calls[call:] = [added]
-        self._last = call, path
-        del path[shared:]
-        path += added.shown()
-
-    def match(self, messages: object, base: int, n_calls: int) -> tuple[int, int]:
-        """The call whose messages a list begins with for longest, and how many they are.
-
-        ``base``: compare with this call alone; -1: with every call, the first of equals
-        counts. The call is -1 if none shares a message.
-        """
-        listed, numbers, places = self._compared(messages, base, n_calls)
-        for i in places:
-            numbers[i] = self.book.find(_read(listed[i], f"prompt_messages[{i}]")[0])
-            if numbers[i] < 0:
-                break
-        if base >= 0:
-            n_shared = _core.lcp(self.path(base), numbers)
-            return base, self._n_current(numbers, n_shared, n_calls)
-        found: list[int] = []
-        for one in self.calls[:n_calls]:
-            n = found[one.base] if one.base >= 0 else 0
-            if n >= one.shared:
-                n = one.shared + _core.lcp(one.shown(), numbers[one.shared :])
-            found.append(n)
-        most = max(found, default=0)
-        return (found.index(most), most) if most else (-1, 0)
+        reply, shared = -1 if response is None else self._number(response), 0
+        if numbers is not None and base >= 0:
+            n = _core.lcp(numbers, self.calls[base].path())
+            shared = self._n_current(numbers, n, call)
+        self.calls[call:] = [CallMessages(numbers, reply, shared)]
 
     def suffixes(self, n_calls: int) -> tuple[Ints, Ints]:
         """The messages that the base of each call does not supply.
@@ -343,8 +275,13 @@ class MessageLog:
         does not, end to end.
         """
         calls = self.calls[:n_calls]
-        counts = np.array([one[1:4] for one in calls], np.int32).reshape(-1, 3)
-        return counts, np.frombuffer(b"".join([one.own for one in calls]), np.int32)
+        own = [one.own() for one in calls]
+        counts = [
+            (one.shared, -1 if one.numbers is None else len(mine), one.reply)
+            for one, mine in zip(calls, own, strict=True)
+        ]
+        numbers = np.frombuffer(b"".join(map(bytes, own)), np.int32)
+        return np.array(counts, np.int32).reshape(-1, 3), numbers
 
     def _n_current(self, numbers: "array[int]", n: int, call: int) -> int:
         """How many of the first n messages of a call have the body that is current.
@@ -356,7 +293,7 @@ class MessageLog:
             return n
         last: dict[int, int] = {}
         for one in self.calls[:call]:
-            for number in [*array("i", one.own), one.reply]:
+            for number in [*one.own(), one.reply]:
                 if number in respelled:
                     last[respelled[number]] = number
         for at, number in enumerate(numbers[:n]):
@@ -378,10 +315,10 @@ class MessageLog:
 def _read(message: object, where: str) -> Read:
     if not isinstance(message, tuple):
         encoded = encode(message, where)
-        assert encoded.body is not None
         try:
             # so that key, body and copy agree, whatever the caller's code does
-            return encoded, comparable(parse_json(encoded.body), encoded.is_plain)
+            copy = parse_json(str(encoded.body))
+            return encoded, comparable(copy, encoded.is_plain)
         except ValueError as error:
             raise InvalidTurnsError(f"{where} is {error}") from None
     if len(message) == 2:
@@ -452,21 +389,6 @@ class Recording:
             STOPS.get(str(reason), STOPS["other"]),
         )
 
-    def match(
-        self, prompt_ids: object, messages: object
-    ) -> tuple[int, int | None, int | None]:
-        """Turn (-1: none), tokens and messages: see `trajkit.recorder.Match`."""
-        turn, n_tokens, n_messages = -1, None, None
-        if prompt_ids is not None:
-            turn, n_tokens = self.paths.match(checked_ids(prompt_ids, "prompt_ids"))
-        if messages is not None:
-            found, n_messages = self.message_log.match(messages, turn, self.n_calls)
-            if prompt_ids is None:
-                turn = found
-            elif turn < 0:
-                n_messages = 0
-        return turn, n_tokens, n_messages
-
     def turns(self, name: str) -> pa.Table:
         """The calls so far: `trajkit.schema.TURNS_DELTA`, then the extra columns.
 
@@ -478,8 +400,8 @@ class Recording:
         counts, numbers = self.message_log.suffixes(n_calls)
         shared, lengths, replies = counts.T
         sessions = np.zeros(n_calls, np.int32)
-        messages, response = message_columns(
-            self.message_log.book, numbers, lengths, replies, sessions
+        messages, response = self.message_log.book.columns(
+            numbers, lengths, replies, sessions
         )
         extra = self.extra.columns(n_calls)
         columns = {
@@ -503,19 +425,19 @@ class Recording:
         """The columns with one value per token."""
         n_own = calls["prompt_len"] - calls["own_start"]
         middles, stops = 4 * n_own, 4 * (n_own + calls["out_len"])
-        blocks = [memoryview(one) for one in self.new_values[: len(calls)]]
-        parts = [
-            (one[:middle], one[middle:stop], one[stop:] or None)
-            for one, middle, stop in zip(blocks, middles, stops, strict=True)
-        ]
+        names = ("suffix_ids", "output_ids", "output_logprobs")
+        parts: list[list[memoryview | None]] = [[], [], []]
+        for one, middle, stop in zip(self.new_values, middles, stops, strict=False):
+            block = memoryview(one)
+            ranges = (block[:middle], block[middle:stop], block[stop:] or None)
+            for part, values in zip(parts, ranges, strict=True):
+                part.append(values)
+        valid = self.valid[: len(calls)]
         return {
-            name: lists_of(of_calls, TURNS_DELTA.field(name).type, valid)
-            for name, of_calls, valid in zip(
-                ("suffix_ids", "output_ids", "output_logprobs"),
-                zip(*parts, strict=True),
-                ((), (), self.valid[: len(calls)]),
-                strict=True,
+            name: lists_of(
+                part, TURNS_DELTA.field(name).type, valid if name == names[2] else ()
             )
+            for name, part in zip(names, parts, strict=True)
         }
 
 

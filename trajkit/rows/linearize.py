@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import chosen_int
+from trajkit._kernel_names import STOPS
 from trajkit.errors import ArgumentError
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
@@ -33,16 +34,14 @@ from trajkit.rows.splice import splice
 from trajkit.schema import REPORT, ROWS
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.columns import empty_batch
 from trajkit.tables.ragged import Records
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.stages import Batches, Source, batches_of
-from trajkit.tables.take import empty_batch
-from trajkit.tables.thread_pool import parallel_map
+from trajkit.tables.stages import Batches, Source, batches_of, whole_sessions
+from trajkit.tables.threads import parallel_map
+from trajkit.turns.flat_buffers import check_logprobs, without_aborted
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, errored, session_facts
 from trajkit.turns.sessions import Sessions
-from trajkit.turns.structs import STOPS
-from trajkit.turns.trainability import check_logprobs, without_aborted
 
 Made: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
 """Rows of some sessions, and their report or None."""

@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit._kernel_names import LINK
 from trajkit.errors import InvalidTurnsError
 from trajkit.policies import ParentBy, Policy
 from trajkit.policies import policy as chosen_policy
@@ -16,7 +17,6 @@ from trajkit.tables.ragged import Ints, Longs, Records
 from trajkit.tables.stages import apply, stage
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions
-from trajkit.turns.structs import LINK
 from trajkit.turns.validation import check_table
 
 BY_MESSAGES: tuple[ParentBy, ...] = ("messages", "agents", "generations")

@@ -12,10 +12,17 @@ from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import MM_ITEM, ROW_VERSIONS, ROWS, TURNS, TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import is_list
-from trajkit.tables.ragged import Ints, Longs, Ragged, Records, offsets_of, positions
-from trajkit.tables.take import take_values
+from trajkit.tables.columns import take_values
+from trajkit.tables.ragged import (
+    Bools,
+    Ints,
+    Longs,
+    Ragged,
+    Records,
+    offsets_of,
+    positions,
+)
 from trajkit.turns.sessions import Forest, Sessions
-from trajkit.turns.trainability import Bools
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,12 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._kernel_names import numbers
+from trajkit._kernel_names import CHOICES, numbers
 from trajkit.policies import DRIFT_ACTIONS, TRAINING_ROWS, Policy
 from trajkit.rows.routes.prefix import created_ranks
 from trajkit.schema import REPORT
 from trajkit.tables.ragged import Ints, Longs, Records
-from trajkit.turns.call_order import by_creation
 from trajkit.turns.sessions import Sessions
-from trajkit.turns.structs import CHOICES, ROW
 
 COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
 """The columns of the report that the kernel counts, in its order."""
@@ -69,24 +67,16 @@ def plan_rows(
     sessions: Sessions, links: Records, policy: Policy, max_tokens: int
 ) -> Plan:
     """The rows of links whose ``lcp`` is known."""
-    n_calls = len(links)
-    rows, owners = np.empty(n_calls, ROW), np.empty(n_calls, np.int32)
-    counts = np.zeros((len(sessions.ids), len(COUNTS)), np.int64)
     created = np.empty(0, np.int32)
     if policy.row_selection == "main" and policy.parent_by == "prefix":
         created = created_ranks(sessions, links)
     elif policy.row_selection == "main":
-        created = by_creation(sessions)
-    n_rows = _core.plan_rows(
-        sessions.forest.paths,
-        links,
-        choices_of(policy, max_tokens),
-        created,
-        owners,
-        rows,
-        counts,
+        created = sessions.by_creation()
+    choices = choices_of(policy, max_tokens)
+    rows, owners, counts = _core.plan_rows(
+        sessions.forest.paths, links, choices, created
     )
-    return Plan(rows[:n_rows], counts, owners)
+    return Plan(rows, counts, owners)
 
 
 def report_batch(facts: pa.RecordBatch, plan: Plan) -> pa.RecordBatch:

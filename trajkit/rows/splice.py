@@ -17,16 +17,16 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit._kernel_names import STOPS
 from trajkit.policies import Policy
 from trajkit.rows.payloads import PathRanges
 from trajkit.rows.plan import Plan
 from trajkit.schema import LINK_REASONS, SPAN, SPAN_KINDS, TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.categories import dictionary_for
+from trajkit.tables.columns import dictionary_for
 from trajkit.tables.ragged import Bools, Longs, Ragged, Records, offsets_of, positions
 from trajkit.turns.flat_buffers import flat_turns
 from trajkit.turns.sessions import Sessions
-from trajkit.turns.structs import STOPS
 
 ENDED = ("stop", "tool_calls", "stop_sequence")
 """Values of finish_reason after which an output ends with its end of turn, as in Polar's
@@ -77,10 +77,7 @@ class Spliced:
 
         Prompts that a row starts with come before the parts that were spliced in.
         """
-        offsets = offsets_of(rows["n_calls"])
-        call = np.empty(int(offsets[-1]), np.int32)
-        numbers = np.arange(len(self.links), dtype=np.int32)
-        _core.list_turns(rows, self.links, numbers, offsets, call)
+        offsets, call = offsets_of(rows["n_calls"]), _core.list_calls(rows, self.links)
         row = np.repeat(np.arange(len(rows)), np.diff(offsets))
         start, n_tokens = self.starts[call], rows["n_tokens"][row]
         parent = self.links["parent"][call]

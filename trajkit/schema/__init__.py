@@ -6,11 +6,11 @@ finite number. Lists are ``large_list``; small sets of names are dictionary-enco
 
 The schema version travels in the table metadata under ``trajkit.version``; a table that
 lost its metadata is read as the current version. Turns of version 2 have other message
-keys, which are computed again from the bodies (`trajkit.turns.old_keys`).
+keys, which are computed again from the bodies (`trajkit.turns.delta.renew_keys`).
 """
 
-from trajkit.schema.columns import SCHEMA_VERSION as SCHEMA_VERSION
-from trajkit.schema.columns import SCHEMA_VERSIONS as SCHEMA_VERSIONS
+from trajkit.schema.engine import SCHEMA_VERSION as SCHEMA_VERSION
+from trajkit.schema.engine import SCHEMA_VERSIONS as SCHEMA_VERSIONS
 from trajkit.schema.links import BRANCHES as BRANCHES
 from trajkit.schema.links import CAUSES as CAUSES
 from trajkit.schema.links import DRIFT as DRIFT

@@ -1,21 +1,37 @@
-"""The engine that checks tables: rules of columns that several tables have, and its tools.
+"""What tables are made of, columns with types, null rules and rules, and their checks.
 
 A rule is a generator of faults: the rows that break it, and the words for each, with
 column, value and rule. `trajkit.validate` adds session and turn. Tables are in canonical
 form; pyarrow.compute is left alone, so that importing a schema is cheap.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit.schema.columns import Fault, Rows, Rule
+SCHEMA_VERSION = 3
+# versions that are read
+SCHEMA_VERSIONS = (2, 3)
+
+NAMES = pa.dictionary(pa.int8(), pa.string())
+"""The type of a column with a small set of names."""
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
+Rows: TypeAlias = npt.NDArray[np.int64]
+Fault: TypeAlias = tuple[Rows, Callable[[int], str]]
+"""Rows that break a rule, and a function that explains the k-th of them."""
+
+Check: TypeAlias = Callable[[pa.Table], Iterator[Fault]]
+"""A rule of a table in canonical form. It may rely on the rules before it."""
+
+Rule: TypeAlias = Callable[[str, pa.Table], Iterator[Fault]]
+"""A rule of a column, given its name and the table."""
 
 MAX_LOGPROB = np.float32(1e-4)
 """Rounding may take a logprob this far above 0."""
@@ -28,6 +44,98 @@ _NO_LOGPROB = (
     "(nonfinite_logprobs='null' makes it null)"
 )
 POSITIVE = "a log-probability is at most 0 (1e-4 is tolerated for rounding)"
+
+
+class Column(NamedTuple):
+    """A column and its rules."""
+
+    field: pa.Field
+    rules: tuple[Rule, ...] = ()
+
+
+def required(name: str, type_: pa.DataType, *rules: Rule) -> Column:
+    """A column without nulls."""
+    return Column(pa.field(name, type_, nullable=False), rules)
+
+
+_TYPES = {
+    "bool": pa.bool_(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "text": pa.string(),
+    "name": NAMES,
+}
+_LINE = re.compile(
+    r"^    (?P<names>\w+(?:, \w+)*) (?P<list>\[)?(?P<type>\w+)\]?(?P<null>\?)?"
+    r"(?: \((?P<rules>[\w, ]+)\))?(?::|$)",
+    re.MULTILINE,
+)
+
+
+def columns(text: str, **named: Any) -> tuple[Column, ...]:
+    """The columns that a text describes, a line each: ``name type (rule, rule): meaning``.
+
+    ``[int32]`` is a list, ``int32?`` may be null, which means unknown or none. Lines that
+    are indented further go on. Rules are those of this module, and types and rules those
+    that are ``named``.
+    """
+    found = []
+    for line in _LINE.finditer(text):
+        type_ = {**_TYPES, **named}[line["type"]]
+        type_ = pa.large_list(type_) if line["list"] else type_
+        rules = line["rules"].split(", ") if line["rules"] else []
+        checks = tuple({**globals(), **named}[rule] for rule in rules)
+        for name in line["names"].split(", "):
+            field = pa.field(name, type_, nullable=bool(line["null"]))
+            found.append(Column(field, checks))
+    return tuple(found)
+
+
+def struct(text: str, **named: pa.DataType) -> pa.StructType:
+    """The type with these fields."""
+    return pa.struct([one.field for one in columns(text, **named)])
+
+
+TURN = columns("""
+    session_id text
+    turn_index int32
+""")
+"""The columns that say which turn a line is about."""
+
+_CHECKS: dict[pa.Schema, tuple[tuple[str | None, Check], ...]] = {}
+
+
+def table(
+    kind: str, *columns: Column | pa.Field, rules: tuple[Check, ...] = ()
+) -> pa.Schema:
+    """A schema of these columns, whose ``rules`` come after those of its columns."""
+    own = [one if isinstance(one, Column) else Column(one) for one in columns]
+    schema = pa.schema(
+        [one.field for one in own],
+        metadata={"trajkit.table": kind, "trajkit.version": str(SCHEMA_VERSION)},
+    )
+    of_columns = [
+        (field.name, partial(rule, field.name)) for field, of in own for rule in of
+    ]
+    _CHECKS[schema] = (*of_columns, *((None, rule) for rule in rules))
+    return schema
+
+
+def checks_of(
+    schema: pa.Schema, columns: tuple[str, ...] | None = None
+) -> tuple[Check, ...]:
+    """The rules of a table, or those of some of its columns alone."""
+    return tuple(
+        check for name, check in _CHECKS[schema] if columns is None or name in columns
+    )
+
+
+def defined(text: str) -> tuple[str, ...]:
+    """The names that a text defines, which begin its lines: ``name, name: meaning``."""
+    lines = re.findall(r"^([a-z_]+(?:, [a-z_]+)*): ", text, re.MULTILINE)
+    return tuple(name for line in lines for name in line.split(", "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +155,8 @@ class Violation:
 
 def as_lines(found: Sequence[Violation], schema: pa.Schema) -> pa.Table:
     """The violations as a table."""
-    columns = [[getattr(one, name) for one in found] for name in schema.names]
-    arrays = [
-        pa.array(values, field.type)
-        for values, field in zip(columns, schema, strict=True)
-    ]
-    return pa.Table.from_arrays(arrays, schema=schema)
+    lines = [{name: getattr(one, name) for name in schema.names} for one in found]
+    return pa.Table.from_pylist(lines, schema)
 
 
 def shown(value: object) -> object:
@@ -60,29 +164,19 @@ def shown(value: object) -> object:
     return "null" if value is None else value
 
 
-def fault(
-    rows: Rows, template: str, *columns: Sequence[object] | npt.NDArray[np.generic]
-) -> Fault:
+def fault(rows: Rows, template: str, *columns: Any) -> Fault:
     """A fault; the k-th value of each column fills the template."""
     return rows, lambda k: template.format(*(column[k] for column in columns))
 
 
-def broken(
-    bad: npt.ArrayLike, template: str, *columns: Sequence[object] | npt.NDArray[Any]
-) -> Fault:
+def broken(bad: npt.ArrayLike, template: str, *columns: Any) -> Fault:
     """The rows where ``bad`` is true; a row's value of each column fills the template."""
     rows = np.flatnonzero(bad)
-    return rows, lambda k: template.format(
-        *(_plain(column, rows[k]) for column in columns)
-    )
+    return rows, lambda k: template.format(*_values(columns, int(rows[k])))
 
 
 def broken_items(
-    start: int,
-    ends: Rows,
-    bad: npt.ArrayLike,
-    template: str,
-    *columns: Sequence[object] | npt.NDArray[Any],
+    start: int, ends: Rows, bad: npt.ArrayLike, template: str, *columns: Any
 ) -> Fault:
     """As `broken`, for the elements of lists, see `flat_chunks`.
 
@@ -91,26 +185,26 @@ def broken_items(
     at = np.flatnonzero(bad)
     rows, index = owners(at, ends)
     return start + rows, lambda k: template.format(
-        index[k], *(_plain(column, at[k]) for column in columns)
+        index[k], *_values(columns, int(at[k]))
     )
 
 
-def _plain(column: Any, at: np.integer[Any]) -> object:
-    value = column[int(at)]
-    return value.as_py() if isinstance(value, pa.Scalar) else value
+def _values(columns: tuple[Any, ...], at: int) -> list[object]:
+    values = [column[at] for column in columns]
+    return [v.as_py() if isinstance(v, pa.Scalar) else v for v in values]
 
 
 def contiguous(name: str, table: pa.Table) -> Iterator[Fault]:
     """The rows of each session are contiguous."""
     starts = run_starts(table)
-    codes = _codes(table.column(name))[starts]
-    first = np.unique(codes, return_index=True)[1]
-    again = np.flatnonzero(first[codes] != np.arange(len(codes)))
+    numbers = codes(table.column(name))[starts]
+    first = np.unique(numbers, return_index=True)[1]
+    again = np.flatnonzero(first[numbers] != np.arange(len(numbers)))
     yield fault(
         starts[again],
         "the session began in table row {} and comes back in row {} after another: "
         "make it contiguous, for instance by sorting the table by session_id",
-        starts[first[codes[again]]],
+        starts[first[numbers[again]]],
         starts[again],
     )
 
@@ -128,7 +222,7 @@ def ascending(index: str, table: pa.Table) -> Iterator[Fault]:
 
 def one_row_per_session(name: str, table: pa.Table) -> Iterator[Fault]:
     """Each session has one row."""
-    again = repeated(_codes(table.column(name)))
+    again = repeated(codes(table.column(name)))
     yield broken(again, "the session has a row already")
 
 
@@ -156,11 +250,8 @@ def one_of(known: tuple[str, ...]) -> Rule:
     """A column contains only known names and null."""
 
     def rule(name: str, table: pa.Table) -> Iterator[Fault]:
-        text = table.column(name).cast(pa.string())
-        odd = [value for value in text.unique().to_pylist() if value not in known]
-        bad = np.zeros(len(text), np.bool_)
-        if odd not in ([], [None]):
-            bad = np.array([v in odd and v is not None for v in text.to_pylist()])
+        text = table.column(name).cast(pa.string()).to_pylist()
+        bad = [value is not None and value not in known for value in text]
         words = f"{name} is {{!r}}: expected one of {', '.join(known)}"
         yield broken(bad, words, text)
 
@@ -256,8 +347,7 @@ def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, 
 
     Sessions are contiguous and ``index`` ascends in each. Null is never found.
     """
-    starts = run_starts(table)
-    session: Rows = np.searchsorted(starts, np.arange(len(table)), side="right") << 32
+    session = session_numbers(table) << 32
     have = session + table.column(index).to_numpy()
     seek = session + wanted.fill_null(-1).to_numpy()
     row = np.minimum(np.searchsorted(have, seek), max(len(table) - 1, 0))
@@ -267,13 +357,28 @@ def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, 
 
 def run_starts(table: pa.Table) -> Rows:
     """The first row of each session."""
-    codes = _codes(table.column("session_id"))
-    return np.flatnonzero(np.diff(codes, prepend=-1))
+    return np.flatnonzero(np.diff(codes(table.column("session_id")), prepend=-1))
 
 
-def _codes(column: pa.ChunkedArray) -> Rows:
-    """A number for each value; they count up in order of first appearance."""
-    return np.asarray(column.combine_chunks().dictionary_encode().indices, np.int64)
+def session_numbers(table: pa.Table) -> Rows:
+    """The number of each row's session, counted from 1."""
+    numbers: Rows = np.searchsorted(
+        run_starts(table), np.arange(len(table)), side="right"
+    )
+    return numbers
+
+
+def codes(*columns: pa.Array | pa.ChunkedArray) -> Rows:
+    """A number for each distinct value, counted up from 0 in the order of first use.
+
+    Of several columns, one after another, equal values have one number. Null is a value.
+    """
+    listed = [c.chunks if isinstance(c, pa.ChunkedArray) else [c] for c in columns]
+    chunks = [chunk for chunks in listed for chunk in chunks]
+    if not chunks:
+        return np.zeros(0, np.int64)
+    values = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+    return np.asarray(values.dictionary_encode("encode").indices, np.int64)
 
 
 def lengths(column: pa.ChunkedArray | pa.Array) -> Rows:

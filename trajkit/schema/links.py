@@ -5,95 +5,61 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from trajkit.schema.columns import NAMES, TURN, Fault, column, defined, required, table
-from trajkit.schema.engine import (
-    ascending,
-    broken,
-    contiguous,
-    lookup,
-    not_negative,
-    nulls,
-    one_of,
-    refers,
-    repeated,
-    run_starts,
-    turn_exists,
-)
+from trajkit.schema import engine
+from trajkit.schema.engine import TURN, Fault, columns, defined, table
 
 LINK_REASONS = defined("""How the parent of a turn was found, or why the turn is in no row.
 
-root
-    No parent: no earlier turn matches.
-messages
-    The generated message nearest above it in the message tree.
-rewrite
-    As ``messages``. Its prompt also replaced a short reply, which is now rewritten.
-tokens
-    The longest path at the end of a row (of any turn under ``parent_by="prefix"``) that
-    is a prefix of its prompt. For turns without messages under a route by messages:
+root: No parent: no earlier turn matches.
+messages: The generated message nearest above it in the message tree.
+rewrite: As ``messages``. Its prompt also replaced a short reply, which is now rewritten.
+tokens: The longest path at the end of a row (of any turn under ``parent_by="prefix"``)
+    that is a prefix of its prompt. For turns without messages under a route by messages:
     the turn whose prompt is a proper prefix of its prompt and whose path it repeats for
     longest.
-previous
-    The previous call of the session.
-unrouted
-    It has an empty list of messages: no parent, in no row.
-history_replaced
-    No parent: the same agent spoke earlier, but this request does not extend its
-    history.
-prompts
-    The chain whose last prompt is the longest prefix of its prompt.
+previous: The previous call of the session.
+unrouted: It has an empty list of messages: no parent, in no row.
+history_replaced: No parent: the same agent spoke earlier, but this request does not
+    extend its history.
+prompts: The chain whose last prompt is the longest prefix of its prompt.
 
 Only under ``parent_by="prefix"``, with the parent as for ``tokens`` or ``recorded``:
 
-ambiguous
-    Quarantined: several turns match with the same tokens. The parent is the first.
-superseded
-    Quarantined: a retry that nothing continues; another retry was continued. If a turn of
-    the session was scored: any retry but one that its chain has, or that was continued,
-    or else the first.
-unresolved_kept, unresolved
-    A retry; no turn with its prompt was continued. The first is kept, the others are
-    quarantined.
-unresolved_ambiguous
-    Quarantined as ``ambiguous``, and also an unresolved retry.
-chain_quarantined
-    Not quarantined itself, but every chain with it contains a quarantined turn, or it
-    continues the turn that was scored.
-empty
-    It sampled nothing: nothing continues it, and it is in no row.
-recorded
-    The parent that the source recorded (`ROUTING`).
-no_parent
-    No parent: the recorded one is unresolved or missing, its path does not begin the
-    prompt, or nothing is recorded, though it is of other turns of the session.
+ambiguous: Quarantined: several turns match with the same tokens. The parent is the first.
+superseded: Quarantined: a retry that nothing continues; another retry was continued. If a
+    turn of the session was scored: any retry but one that its chain has, or that was
+    continued, or else the first.
+unresolved_kept, unresolved: A retry; no turn with its prompt was continued. The first is
+    kept, the others are quarantined.
+unresolved_ambiguous: Quarantined as ``ambiguous``, and also an unresolved retry.
+chain_quarantined: Not quarantined itself, but every chain with it contains a quarantined
+    turn, or it continues the turn that was scored.
+empty: It sampled nothing: nothing continues it, and it is in no row.
+recorded: The parent that the source recorded (`ROUTING`).
+no_parent: No parent: the recorded one is unresolved or missing, its path does not begin
+    the prompt, or nothing is recorded, though it is of other turns of the session.
 
 Only under ``parent_by="generations"``, where ``messages`` names the last turn whose
 messages and reply are the longest such beginning of the request:
 
-refused_tokens
-    Its prompt does not begin with its parent's path: in no row.
-refused_truncated
-    Its parent stopped for its length: in no row.
-retried
-    Nothing continues it, and a later turn has the same parent: in no row.
+refused_tokens: Its prompt does not begin with its parent's path: in no row.
+refused_truncated: Its parent stopped for its length: in no row.
+retried: Nothing continues it, and a later turn has the same parent: in no row.
 """)
 
 SEGMENT_KINDS = defined("""How a segment ended.
 
-history_replaced
-    The agent's next request does not extend its history.
-subagent
-    A sub-agent's segment: its tool call was answered, or the session ended.
-final
-    The main agent's last segment.
+history_replaced: The agent's next request does not extend its history.
+subagent: A sub-agent's segment: its tool call was answered, or the session ended.
+final: The main agent's last segment.
 """)
 
-_IN_ORDER = (
-    required("session_id", pa.string(), contiguous),
-    required("turn_index", pa.int32(), ascending),
-)
-_ANOTHER = refers("turn_index", np.not_equal, "another turn_index")
-_LATER = refers("turn_index", np.greater, "a later turn")
+_IN_ORDER = columns("""
+    session_id text (contiguous)
+    turn_index int32 (ascending)
+""")
+_ANOTHER = engine.refers("turn_index", np.not_equal, "another turn_index")
+_LATER = engine.refers("turn_index", np.greater, "a later turn")
 
 
 def parents_first(table: pa.Table) -> Iterator[Fault]:
@@ -102,14 +68,14 @@ def parents_first(table: pa.Table) -> Iterator[Fault]:
     In each session, parents precede their children, either by turn_index or by order.
     """
     order = table.column("order").fill_null(-1).to_numpy()
-    at, found = lookup(table, "turn_index", table.column("parent"))
+    at, found = engine.lookup(table, "turn_index", table.column("parent"))
     followed = found & (order >= 0)
     before = np.where(followed, order[at], -1)
-    session = np.searchsorted(run_starts(table), np.arange(len(table)), side="right")
+    session = engine.session_numbers(table)
     later = np.unique(session[followed & (at > np.arange(len(table)))])
     rule = "order {}, but its parent has no order, so it is in no row"
-    yield broken(followed & (before < 0), rule, order)
-    yield broken(
+    yield engine.broken(followed & (before < 0), rule, order)
+    yield engine.broken(
         followed & (before >= order) & np.isin(session, later),
         "order {} does not come after its parent's, {}, in a session with a parent that "
         "is a later turn",
@@ -121,25 +87,31 @@ def parents_first(table: pa.Table) -> Iterator[Fault]:
 def differ(name: str, table: pa.Table) -> Iterator[Fault]:
     """Ranks are unique in each session."""
     column = table.column(name)
-    session = np.searchsorted(run_starts(table), np.arange(len(table)), side="right")
-    values = (session << 32) + column.fill_null(0).to_numpy()
-    again = ~nulls(column)
-    again[again] = repeated(values[again])
-    yield broken(again, f"{name} {{}} is repeated within the session", column)
+    values = (engine.session_numbers(table) << 32) + column.fill_null(0).to_numpy()
+    again = ~engine.nulls(column)
+    again[again] = engine.repeated(values[again])
+    yield engine.broken(again, f"{name} {{}} is repeated within the session", column)
 
 
 LINKS = table(
     "links",
     *_IN_ORDER,
-    # turn_index of the parent. null: none
-    column("parent", pa.int32(), _ANOTHER, turn_exists),
-    column("link_reason", NAMES, one_of(LINK_REASONS)),
-    # rank in the policy's traversal of the session, from 0
-    column("order", pa.int32(), not_negative, differ),
-    # the turn that replaced this one's reply, so that it does not train. null: none
-    column("rewritten_by", pa.int32(), turn_exists, _LATER),
-    # how its segment ended (SEGMENT_KINDS). null: the route has no segments
-    pa.field("segment_kind", NAMES),
+    *columns(
+        """
+    parent int32? (another, turn_exists): turn_index of the parent. null: none
+    link_reason name? (reasons)
+    order int32? (not_negative, differ): rank in the policy's traversal of the session,
+        from 0
+    rewritten_by int32? (turn_exists, later): the turn that replaced this one's reply, so
+        that it does not train. null: none
+    segment_kind name?: how its segment ended (SEGMENT_KINDS). null: the route has no
+        segments
+    """,
+        another=_ANOTHER,
+        later=_LATER,
+        differ=differ,
+        reasons=engine.one_of(LINK_REASONS),
+    ),
     rules=(parents_first,),
 )
 """One row per turn: the turn that it continues."""
@@ -162,30 +134,20 @@ TEXT_CAUSES = defined("""Causes of a finding, from the text of both sides.
 
 The first that applies counts.
 
-truncated
-    The prompt ends here. If no other cause applies: its message ends here, while the
-    path's continues.
-same_text
-    The text is equal, the tokens differ.
-special_tokens
-    Equal except for special tokens (or their text in ordinary tokens) and white space
-    around them.
-boolean
-    Equal once ``True``, ``False`` and ``None`` are ``true``, ``false`` and ``null``.
-tool_arguments
-    Part of a JSON object with the same value in another notation.
-white_space
-    Equal except for white space.
-reasoning_dropped
-    Equal without the path's reasoning; the prompt has none.
-template
-    Different text, but the request repeats every earlier message and the reply
-    unchanged, so the chat template made the difference. Also an empty frame for
-    reasoning on one side.
-rewritten
-    Different text, and the request drops or changes an earlier message.
-other_text
-    Different text, and no messages that show who changed it.
+truncated: The prompt ends here. If no other cause applies: its message ends here, while
+    the path's continues.
+same_text: The text is equal, the tokens differ.
+special_tokens: Equal except for special tokens (or their text in ordinary tokens) and
+    white space around them.
+boolean: Equal once ``True``, ``False`` and ``None`` are ``true``, ``false`` and ``null``.
+tool_arguments: Part of a JSON object with the same value in another notation.
+white_space: Equal except for white space.
+reasoning_dropped: Equal without the path's reasoning; the prompt has none.
+template: Different text, but the request repeats every earlier message and the reply
+    unchanged, so the chat template made the difference. Also an empty frame for reasoning
+    on one side.
+rewritten: Different text, and the request drops or changes an earlier message.
+other_text: Different text, and no messages that show who changed it.
 """)
 
 
@@ -194,36 +156,40 @@ def drift_agrees(table: pa.Table) -> Iterator[Fault]:
     size = table.column("size").to_numpy()
     after = table.column("tokens_after_drift").to_numpy()
     rule = "tokens_after_drift {} exceeds the size {}"
-    yield broken(after > size, rule, after, size)
+    yield engine.broken(after > size, rule, after, size)
     for name, word in (("region", "none"), ("cause", "clean")):
         text = table.column(name).cast(pa.string())
         equal = np.array([value == word for value in text.to_pylist()], np.bool_)
         rule = f"{name} is {{!r}} with a size of {{}}: expected {word!r} exactly for size 0"
-        yield broken(~nulls(text) & (equal != (size == 0)), rule, text, size)
-    path, prompt, length = (
-        nulls(table.column(f"resync_{name}")) for name in ("path", "prompt", "length")
-    )
+        yield engine.broken(
+            ~engine.nulls(text) & (equal != (size == 0)), rule, text, size
+        )
+    names = ("resync_path", "resync_prompt", "resync_length")
+    path, prompt, length = (engine.nulls(table.column(name)) for name in names)
     rule = "the three resync columns are null together"
-    yield broken((path != prompt) | (path != length), rule)
+    yield engine.broken((path != prompt) | (path != length), rule)
 
 
 DRIFT = table(
     "drift",
     *_IN_ORDER,
-    required("parent", pa.int32(), _ANOTHER),
-    # tokens shared by the parent's path and this prompt, from the start
-    required("lcp", pa.int32(), not_negative),
-    # tokens of the path beyond lcp; 0: clean
-    required("size", pa.int32(), not_negative),
-    column("region", NAMES, one_of(REGIONS)),
-    # where path and prompt agree again: path[resync_path:][:resync_length] ==
-    # prompt[resync_prompt:][:resync_length]. null: nowhere
-    column("resync_path", pa.int32(), not_negative),
-    column("resync_prompt", pa.int32(), not_negative),
-    column("resync_length", pa.int32(), not_negative),
-    # sampled tokens of the path at or beyond lcp
-    required("tokens_after_drift", pa.int32(), not_negative),
-    column("cause", NAMES, one_of((*CAUSES, *TEXT_CAUSES))),
+    *columns(
+        """
+    parent int32 (another)
+    lcp int32 (not_negative): tokens shared by the parent's path and this prompt, from the
+        start
+    size int32 (not_negative): tokens of the path beyond lcp; 0: clean
+    region name? (regions)
+    resync_path, resync_prompt, resync_length int32? (not_negative): where path and prompt
+        agree again: path[resync_path:][:resync_length] ==
+        prompt[resync_prompt:][:resync_length]. null: nowhere
+    tokens_after_drift int32 (not_negative): sampled tokens of the path at or beyond lcp
+    cause name? (causes)
+    """,
+        another=_ANOTHER,
+        regions=engine.one_of(REGIONS),
+        causes=engine.one_of((*CAUSES, *TEXT_CAUSES)),
+    ),
     rules=(drift_agrees,),
 )
 """One row per turn with a parent: how its prompt departs from the parent's path."""
@@ -231,20 +197,16 @@ DRIFT = table(
 FINDINGS = table(
     "findings",
     *TURN,
-    required("parent", pa.int32()),
-    # counts the findings of the turn from 0, in the order of the prompt
-    required("finding", pa.int32()),
-    required("cause", NAMES),
-    # tokens of the parent's path ...
-    required("path_start", pa.int32()),
-    required("path_stop", pa.int32()),
-    # ... and the prompt's tokens in their place. Between findings, and from the last
-    # finding to the end of the path, both have the same tokens
-    required("prompt_start", pa.int32()),
-    required("prompt_stop", pa.int32()),
-    # decoded text, with special tokens
-    required("path_text", pa.string()),
-    required("prompt_text", pa.string()),
+    *columns("""
+    parent int32
+    finding int32: counts the findings of the turn from 0, in the order of the prompt
+    cause name
+    path_start, path_stop int32: tokens of the parent's path ...
+    prompt_start, prompt_stop int32: ... and the prompt's tokens in their place. Between
+        findings, and from the last finding to the end of the path, both have the same
+        tokens
+    path_text, prompt_text text: decoded text, with special tokens
+    """),
 )
 """Each span where a prompt departs from the parent's path, with its cause."""
 
@@ -254,17 +216,14 @@ LABELS = ("sub_agent", "retry", "sibling", "rollback", "compaction", "rewrite")
 BRANCHES = table(
     "branches",
     *TURN,
-    required("label", NAMES),
-    # the earlier turn that it is compared with
-    required("other", pa.int32()),
-    # first messages shared by this request and the other turn's request and reply.
-    # null: unknown, tokens were compared
-    pa.field("shared_messages", pa.int32()),
-    # first tokens shared by this prompt and the other turn's path
-    required("shared_tokens", pa.int32()),
-    # tokens of the other turn's path that this prompt does not repeat
-    required("dropped_tokens", pa.int32()),
-    # the reason for the label, in words
-    required("evidence", pa.string()),
+    *columns("""
+    label name
+    other int32: the earlier turn that it is compared with
+    shared_messages int32?: first messages shared by this request and the other turn's
+        request and reply. null: unknown, tokens were compared
+    shared_tokens int32: first tokens shared by this prompt and the other turn's path
+    dropped_tokens int32: tokens of the other turn's path that this prompt does not repeat
+    evidence text: the reason for the label, in words
+    """),
 )
 """One row per turn that opens a branch."""

@@ -5,60 +5,36 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from trajkit.schema.columns import TURN, Fault, column, defined, required, table
-from trajkit.schema.engine import (
-    as_long_as,
-    ascending,
-    broken,
-    broken_items,
-    contiguous,
-    field_of,
-    flat_chunks,
-    lacks,
-    lengths,
-    logprobs,
-    lookup,
-    no_null,
-    nulls,
-    token_ids,
-)
+from trajkit.schema import engine
+from trajkit.schema.engine import TURN, Fault, columns, defined, struct, table
 
 KEY_BYTES = 16
 
-MESSAGE = pa.struct(
-    [
-        # digest of the message: the same for messages that are == (trajkit.turns.messages)
-        pa.field("key", pa.binary(KEY_BYTES)),
-        pa.field("role", pa.string()),
-        # JSON with sorted keys; null: the last body that the session has of this key
-        pa.field("body", pa.string()),
-    ]
+MESSAGE = struct(
+    """
+    key key?: digest of the message: the same for messages that are ==
+        (trajkit.turns.messages)
+    role text?
+    body text?: JSON with sorted keys; null: the last body that the session has of this
+        key
+    """,
+    key=pa.binary(KEY_BYTES),
 )
 """One chat message. A repeated message has its key and a null ``body``."""
 
-WEIGHT_VERSION = pa.struct(
-    [
-        pa.field("version", pa.string()),
-        pa.field("start", pa.int32()),
-        pa.field("stop", pa.int32()),
-    ]
-)
+WEIGHT_VERSION = struct("""
+    version text?
+    start, stop int32?
+""")
 """Output tokens ``start:stop`` were sampled with the weights ``version``."""
 
-MM_ITEM = pa.struct(
-    [
-        # what it is: image
-        pa.field("kind", pa.string()),
-        # SHA-256 of the original bytes, 64 hexadecimal digits; a log has them in a file
-        # of this name in its folder images
-        pa.field("hash", pa.string()),
-        # the id that the engine has at each of its tokens
-        pa.field("token_id", pa.int32()),
-        # its tokens are start:stop of the prompt or row
-        pa.field("start", pa.int32()),
-        pa.field("stop", pa.int32()),
-    ]
-)
+MM_ITEM = struct("""
+    kind text?: what it is: image
+    hash text?: SHA-256 of the original bytes, 64 hexadecimal digits; a log has them in a
+        file of this name in its folder images
+    token_id int32?: the id that the engine has at each of its tokens
+    start, stop int32?: its tokens are start:stop of the prompt or row
+""")
 """An image in a prompt.
 
 Its tokens are content ids: ids beyond every vocabulary that depend on kind, hash and
@@ -70,11 +46,15 @@ images differ in their ids, and every stage that compares tokens compares images
 
 def no_key_missing(name: str, table: pa.Table) -> Iterator[Fault]:
     """Every message has a key and a role."""
-    for start, ends, values in flat_chunks(table.column(name)):
-        yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
+    for start, ends, values in engine.flat_chunks(table.column(name)):
+        yield engine.broken_items(
+            start, ends, values.is_null(), f"{name}[{{}}] is null"
+        )
         for field in ("key", "role"):
-            lacking = field_of(values, field).is_null()
-            yield broken_items(start, ends, lacking, f"{name}[{{}}] has no {field}")
+            lacking = engine.field_of(values, field).is_null()
+            yield engine.broken_items(
+                start, ends, lacking, f"{name}[{{}}] has no {field}"
+            )
 
 
 def reply_has_key(name: str, table: pa.Table) -> Iterator[Fault]:
@@ -82,33 +62,33 @@ def reply_has_key(name: str, table: pa.Table) -> Iterator[Fault]:
     column = table.column(name).combine_chunks()
     given = np.asarray(column.is_valid())
     for field in ("key", "role"):
-        lacking = given & np.asarray(field_of(column, field).is_null())
-        yield broken(lacking, f"{name} has no {field}")
+        lacking = given & np.asarray(engine.field_of(column, field).is_null())
+        yield engine.broken(lacking, f"{name} has no {field}")
 
 
 def one_per_output(name: str, table: pa.Table) -> Iterator[Fault]:
     """One bool per output id, or none at all."""
-    yield from as_long_as("output_ids", name, f"{{}} elements of {name}", table)
-    yield from no_null(name, table)
+    yield from engine.as_long_as("output_ids", name, f"{{}} elements of {name}", table)
+    yield from engine.no_null(name, table)
 
 
 def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
     """Spans without nulls that tile the output, in order."""
     column = table.column(name)
-    n_output, given = lengths(table.column("output_ids")), ~nulls(column)
-    for start, ends, spans in flat_chunks(column):
-        lacking = lacks(spans, "version", "start", "stop")
+    n_output, given = engine.lengths(table.column("output_ids")), ~engine.nulls(column)
+    for start, ends, spans in engine.flat_chunks(column):
+        lacking = engine.lacks(spans, "version", "start", "stop")
         rule = f"{name}[{{}}] has a null: version, start and stop are needed"
-        yield broken_items(start, ends, lacking, rule)
+        yield engine.broken_items(start, ends, lacking, rule)
         if lacking.any():
             continue
-        lows = np.asarray(field_of(spans, "start"))
-        highs = np.asarray(field_of(spans, "stop"))
+        lows = np.asarray(engine.field_of(spans, "start"))
+        highs = np.asarray(engine.field_of(spans, "stop"))
         begins = np.append(0, ends)[:-1]
         filled = np.flatnonzero(ends > begins)
         due = np.append(0, highs)[: len(lows)]
         due[begins[filled]] = 0
-        yield broken_items(
+        yield engine.broken_items(
             start,
             ends,
             (lows != due) | (highs < lows),
@@ -122,7 +102,7 @@ def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
         last[start + filled] = highs[ends[filled] - 1]
         here = np.zeros(len(table), np.bool_)
         here[start : start + len(ends)] = True
-        yield broken(
+        yield engine.broken(
             here & given & (last != n_output),
             f"{name} end at {{}} of {{}} output ids: the spans tile the output",
             last,
@@ -133,11 +113,11 @@ def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
 def not_empty(table: pa.Table) -> Iterator[Fault]:
     """Every prompt has a token."""
     if "prompt_ids" in table.column_names:
-        n_prompt = lengths(table.column("prompt_ids"))
+        n_prompt = engine.lengths(table.column("prompt_ids"))
     else:
-        n_prompt = lengths(table.column("suffix_ids"))
+        n_prompt = engine.lengths(table.column("suffix_ids"))
         n_prompt = n_prompt + table.column("shared_length").to_numpy()
-    yield broken(
+    yield engine.broken(
         n_prompt == 0, "prompt_ids is empty: an engine samples after some token"
     )
 
@@ -145,32 +125,36 @@ def not_empty(table: pa.Table) -> Iterator[Fault]:
 def delta(table: pa.Table) -> Iterator[Fault]:
     """The base of a turn is an earlier turn and has what is shared with it."""
     bases = table.column("base_turn")
-    none = nulls(bases)
-    base_row, found = lookup(table, "turn_index", bases)
+    none = engine.nulls(bases)
+    base_row, found = engine.lookup(table, "turn_index", bases)
     late = base_row >= np.arange(len(table))
     bad = ~none & (~found | late)
-    yield broken(bad, "base_turn {} is not an earlier turn of the session", bases)
+    yield engine.broken(
+        bad, "base_turn {} is not an earlier turn of the session", bases
+    )
     if bad.any():
         return
 
     shared = table.column("shared_length").to_numpy()
-    full = shared + lengths(table.column("suffix_ids"))
-    path_len = np.where(none, 0, (full + lengths(table.column("output_ids")))[base_row])
-    yield broken(
+    n_own, n_output = (
+        engine.lengths(table.column(name)) for name in ("suffix_ids", "output_ids")
+    )
+    path_len = np.where(none, 0, (shared + n_own + n_output)[base_row])
+    yield engine.broken(
         (shared < 0) | (shared > path_len),
         "shared_length is {}: expected 0 to {}, tokens of the base turn",
         shared,
         path_len,
     )
     listed, shares = table.column("suffix_messages"), table.column("shared_messages")
-    yield broken(
-        nulls(listed) != nulls(shares),
+    yield engine.broken(
+        engine.nulls(listed) != engine.nulls(shares),
         "shared_messages and suffix_messages are null together",
     )
     n_shared = shares.fill_null(0).to_numpy()
-    total = n_shared + lengths(listed) + ~nulls(table.column("response"))
-    there = np.where(none | nulls(listed)[base_row], 0, total[base_row])
-    yield broken(
+    total = n_shared + engine.lengths(listed) + ~engine.nulls(table.column("response"))
+    there = np.where(none | engine.nulls(listed)[base_row], 0, total[base_row])
+    yield engine.broken(
         (n_shared < 0) | (n_shared > there),
         "shared_messages is {}: expected 0 to {}, messages of the base turn",
         n_shared,
@@ -178,51 +162,56 @@ def delta(table: pa.Table) -> Iterator[Fault]:
     )
 
 
-_TURNS = (
-    # one agent run; a rollout of a task
-    required("session_id", pa.string(), contiguous),
-    # commit order within the session; ascending, gaps allowed
-    required("turn_index", pa.int32(), ascending),
-    # the ids that the engine consumed, unchanged; content ids for images (MM_ITEM)
-    required("prompt_ids", pa.large_list(pa.int32()), token_ids),
-    # the ids that the engine sampled, unchanged
-    required("output_ids", pa.large_list(pa.int32()), token_ids),
-    # one per output id. null: the engine returned none, for the output or for the token
-    column("output_logprobs", pa.large_list(pa.float32()), logprobs("output_ids")),
-    # as the engine names it: stop, length, abort, ...
-    column("finish_reason", pa.string()),
-    # the request's chat messages in order. null list: route by tokens
-    column("messages", pa.large_list(MESSAGE), no_key_missing),
-    # the reply as the next request is expected to repeat it. null: unknown
-    column("response", MESSAGE, reply_has_key),
-    # the reply calls a tool; null: unknown, taken as false
-    column("use_tool", pa.bool_()),
-    # the reply's tool call did not parse; null: unknown, taken as false
-    column("ill_formed", pa.bool_()),
-    # false: context only. null: true
-    column("trainable", pa.bool_()),
-    # one per output id; false: the token is context only. null: all true
-    column("output_mask", pa.large_list(pa.bool_()), one_per_output),
-    # the weights that sampled each range of output tokens
-    column("weight_versions", pa.large_list(WEIGHT_VERSION), tile_outputs),
-    # the images of the prompt, in order, also in delta form. null: none
-    column("mm_items", pa.large_list(MM_ITEM)),
+_TURNS = columns(
+    """
+    session_id text (contiguous): one agent run; a rollout of a task
+    turn_index int32 (ascending): commit order within the session; ascending, gaps allowed
+    prompt_ids [int32] (token_ids): the ids that the engine consumed, unchanged; content
+        ids for images (MM_ITEM)
+    output_ids [int32] (token_ids): the ids that the engine sampled, unchanged
+    output_logprobs [float32]? (logprob_per_id): one per output id. null: the engine
+        returned none, for the output or for the token
+    finish_reason text?: as the engine names it: stop, length, abort, ...
+    messages [message]? (no_key_missing): the request's chat messages in order. null list:
+        route by tokens
+    response message? (reply_has_key): the reply as the next request is expected to repeat
+        it. null: unknown
+    use_tool bool?: the reply calls a tool; null: unknown, taken as false
+    ill_formed bool?: the reply's tool call did not parse; null: unknown, taken as false
+    trainable bool?: false: context only. null: true
+    output_mask [bool]? (one_per_output): one per output id; false: the token is context
+        only. null: all true
+    weight_versions [versions]? (tile_outputs): the weights that sampled each range of
+        output tokens
+    mm_items [image]?: the images of the prompt, in order, also in delta form. null: none
+    """,
+    message=MESSAGE,
+    versions=WEIGHT_VERSION,
+    image=MM_ITEM,
+    logprob_per_id=engine.logprobs("output_ids"),
+    no_key_missing=no_key_missing,
+    reply_has_key=reply_has_key,
+    one_per_output=one_per_output,
+    tile_outputs=tile_outputs,
 )
 TURNS = table("turns", *_TURNS, rules=(not_empty,))
 """One row per model call. Only the not-null columns are required; others may be absent,
 and unknown extra columns pass through."""
 
-_DELTA_COLUMNS = (
-    # the earlier turn of the session that shares a prefix with this prompt. null: none
-    column("base_turn", pa.int32()),
-    # prompt[:shared_length] == (base prompt ++ base output)[:shared_length]
-    required("shared_length", pa.int32()),
-    # prompt[shared_length:]
-    required("suffix_ids", pa.large_list(pa.int32()), token_ids),
-    # messages[:shared_messages] == (base messages ++ base response)[:shared_messages]
-    column("shared_messages", pa.int32()),
-    # messages[shared_messages:]. null list: the turn has no messages
-    column("suffix_messages", pa.large_list(MESSAGE), no_key_missing),
+_DELTA_COLUMNS = columns(
+    """
+    base_turn int32?: the earlier turn of the session that shares a prefix with this
+        prompt. null: none
+    shared_length int32: prompt[:shared_length] == (base prompt ++ base
+        output)[:shared_length]
+    suffix_ids [int32] (token_ids): prompt[shared_length:]
+    shared_messages int32?: messages[:shared_messages] == (base messages ++ base
+        response)[:shared_messages]
+    suffix_messages [message]? (no_key_missing): messages[shared_messages:]. null list:
+        the turn has no messages
+    """,
+    message=MESSAGE,
+    no_key_missing=no_key_missing,
 )
 DELTA_FIELDS = tuple(one.field for one in _DELTA_COLUMNS)
 """Columns of the delta form. The first three replace ``prompt_ids``, the last two
@@ -240,18 +229,16 @@ TURNS_DELTA = table(
 ROUTING = table(
     "turns",
     *TURN,
-    # the source's name of the call
-    pa.field("request_id", pa.string()),
-    # what was known of the call's parent when the request came in: root, resolved or
-    # unresolved. null: nothing is recorded
-    pa.field("parent_resolution", pa.string()),
-    # the request_id of the parent, if it is resolved
-    pa.field("parent_request", pa.string()),
-    # true: its reply was scored, and nothing after it counts. One turn of a session
-    pa.field("scored", pa.bool_()),
-    # what `trajkit.turns.tools_key` gives of the tools that the request offers. null:
-    # unknown, the same for all such turns
-    pa.field("tools_key", pa.string()),
+    *columns("""
+    request_id text?: the source's name of the call
+    parent_resolution text?: what was known of the call's parent when the request came in:
+        root, resolved or unresolved. null: nothing is recorded
+    parent_request text?: the request_id of the parent, if it is resolved
+    scored bool?: true: its reply was scored, and nothing after it counts. One turn of a
+        session
+    tools_key text?: what `trajkit.turns.tools_key` gives of the tools that the request
+        offers. null: unknown, the same for all such turns
+    """),
 )
 """Optional columns of ``turns`` that tell which turn continues which. The policy ``nemo``
 (``parent_by="prefix"``) follows recorded parents, and prefixes in sessions without them;
@@ -260,45 +247,43 @@ the policy ``graph`` (``compare_tools``) compares tools."""
 ATTRIBUTION = table(
     "turns",
     *TURN,
-    # one per prompt token: index of the message that it renders, in the request (or in
-    # its last messages, see message_tool_names). negative: structure, such as the
-    # generation prompt, or a token of an earlier call. In delta form the tokens that are
-    # shared with the base may be left out if their index is -1. null list: unknown
-    pa.field("prompt_message_index", pa.large_list(pa.int32())),
-    # one per prompt token: true for the message's text, false for the template's tokens
-    # around it. In delta form shared tokens may be left out if false. null list: unknown
-    pa.field("prompt_is_content", pa.large_list(pa.bool_())),
-    # one per message: the tool whose output it is; null element: no tool, or unknown. A
-    # list shorter than the request's messages covers the last ones, and so does
-    # prompt_message_index. null list: joined by tool_call_id from the message bodies
-    pa.field("message_tool_names", pa.large_list(pa.string())),
+    *columns("""
+    prompt_message_index [int32]?: one per prompt token: index of the message that it
+        renders, in the request (or in its last messages, see message_tool_names).
+        negative: structure, such as the generation prompt, or a token of an earlier call.
+        In delta form the tokens that are shared with the base may be left out if their
+        index is -1. null list: unknown
+    prompt_is_content [bool]?: one per prompt token: true for the message's text, false
+        for the template's tokens around it. In delta form shared tokens may be left out
+        if false. null list: unknown
+    message_tool_names [text]?: one per message: the tool whose output it is; null
+        element: no tool, or unknown. A list shorter than the request's messages covers
+        the last ones, and so does prompt_message_index. null list: joined by tool_call_id
+        from the message bodies
+    """),
 )
 """Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
 by `trajkit.learn.observation_weights`."""
 
 AMENDMENT_REASONS = defined("""Reasons to amend a recorded turn.
 
-undelivered
-    Its answer reached no client: it is context only.
-delivered
-    A client asked again and received the answer: the turn's own ``trainable`` counts.
-retried
-    Its request came again although it was answered, and the gateway was asked to make
-    such turns context only.
-continued
-    A later request contains its answer, so it was not retried: the turn's own
+undelivered: Its answer reached no client: it is context only.
+delivered: A client asked again and received the answer: the turn's own ``trainable``
+    counts.
+retried: Its request came again although it was answered, and the gateway was asked to
+    make such turns context only.
+continued: A later request contains its answer, so it was not retried: the turn's own
     ``trainable`` counts.
-dropped
-    Its session was dropped: it is context only.
+dropped: Its session was dropped: it is context only.
 """)
 
 AMENDMENTS = table(
     "amendments",
     *TURN,
-    # one of AMENDMENT_REASONS
-    required("reason", pa.string()),
-    # false: the turn is context only. null: the turn's own value counts
-    pa.field("trainable", pa.bool_()),
+    *columns("""
+    reason text: one of AMENDMENT_REASONS
+    trainable bool?: false: the turn is context only. null: the turn's own value counts
+    """),
 )
 """Facts about turns that became known after they were recorded. The last line of a turn
 counts. The file is in the folder of the turns, and `trajkit.read_turns` applies it."""
@@ -307,14 +292,11 @@ PAYLOADS = defined("""Extra columns of turns that have a rule of their own.
 
     `trajkit.validate` checks it, and `trajkit.linearize` carries them as its ``payloads``.
 
-routed_experts
-    Per token of prompt and output, or of all but the last: the experts that it was sent
-    to, a list per layer. A list that could be of the output ids alone as well is of all
-    ids but the last, as engines return it.
-sampling_mask
-    Per output id: the ids that it was drawn from after top-p and top-k, itself among
-    them. Null or empty: nothing was cut off, or it is not known.
-ref_logprobs, teacher_logprobs
-    Log-probabilities under another model, per output id, or per token of prompt and
-    output.
+routed_experts: Per token of prompt and output, or of all but the last: the experts that
+    it was sent to, a list per layer. A list that could be of the output ids alone as well
+    is of all ids but the last, as engines return it.
+sampling_mask: Per output id: the ids that it was drawn from after top-p and top-k, itself
+    among them. Null or empty: nothing was cut off, or it is not known.
+ref_logprobs, teacher_logprobs: Log-probabilities under another model, per output id, or
+    per token of prompt and output.
 """)

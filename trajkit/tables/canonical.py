@@ -23,9 +23,8 @@ from trajkit.schema import (
     TURNS,
     TURNS_DELTA,
 )
-from trajkit.schema.columns import Fault
-from trajkit.schema.columns import Rows as Rows
-from trajkit.schema.engine import fault
+from trajkit.schema.engine import Fault, fault
+from trajkit.schema.engine import Rows as Rows
 from trajkit.tables import lazy_compute as pc
 
 if TYPE_CHECKING:
@@ -70,9 +69,6 @@ UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 _SMALL_BYTES = 1 << 18
 
 
-_IDS = ("session_id", "group_id")
-
-
 def canonical(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """The table in the schema's own types and column order; its layout was checked.
 
@@ -93,6 +89,11 @@ def canonical(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return cast(table, schema)
 
 
+def canonical_rows(rows: pa.Table) -> pa.Table:
+    """Rows in canonical form."""
+    return canonical(rows, ROWS)
+
+
 def as_table(table: TableLike, unread: Collection[str] = ()) -> pa.Table:
     """A pyarrow Table of valid layout; Arrow data is not copied.
 
@@ -110,9 +111,7 @@ def as_table(table: TableLike, unread: Collection[str] = ()) -> pa.Table:
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     elif not isinstance(source, pa.Table):
-        if not isinstance(source, pa.RecordBatchReader):
-            source = pa.RecordBatchReader.from_stream(source)
-        source = source.read_all()
+        source = pa.RecordBatchReader.from_stream(source).read_all()
     check_buffers(source, unread)
     return source
 
@@ -152,9 +151,8 @@ def check_buffers(
 def _check_names(type_: pa.DataType) -> None:
     """Raise UnicodeDecodeError if the name of a nested field is invalid UTF-8."""
     for i in range(type_.num_fields):
-        field = type_.field(i)
-        field.name.encode()
-        _check_names(field.type)
+        type_.field(i).name.encode()
+        _check_names(type_.field(i).type)
 
 
 def _check_array(array: pa.Array, *, text: bool) -> None:
@@ -164,39 +162,33 @@ def _check_array(array: pa.Array, *, text: bool) -> None:
     time for a table in many batches. ``text``: whether to check text for UTF-8.
     """
     type_ = array.type
-    if not text and (pa.types.is_string(type_) or pa.types.is_large_string(type_)):
+    if not text and type_ in (pa.string(), pa.large_string()):
+        plain = pa.binary() if type_ == pa.string() else pa.large_binary()
         array = pa.Array.from_buffers(
-            pa.binary() if pa.types.is_string(type_) else pa.large_binary(),
-            len(array),
-            array.buffers(),
-            offset=array.offset,
+            plain, len(array), array.buffers(), offset=array.offset
         )
-    if (
-        not pa.types.is_nested(type_)
-        or (is_list(type_) and pa.types.is_primitive(type_.value_type))
-        or array.get_total_buffer_size() < _SMALL_BYTES
-    ):
+    large = pa.types.is_large_list(type_)
+    is_flat = is_list(type_) and pa.types.is_primitive(type_.value_type)
+    is_split = pa.types.is_struct(type_) or large or pa.types.is_list(type_)
+    if not is_split or is_flat or array.get_total_buffer_size() < _SMALL_BYTES:
         array.validate(full=True)
         return
     array.validate()
     if pa.types.is_struct(type_):
         for i in range(type_.num_fields):
             _check_array(array.field(i), text=text)
-    elif pa.types.is_list(type_) or pa.types.is_large_list(type_):
-        large = pa.types.is_large_list(type_)
-        n_items = len(array.values)
-        pa.Array.from_buffers(
-            pa.large_list(pa.null()) if large else pa.list_(pa.null()),
-            len(array),
-            array.buffers()[:2],
-            offset=array.offset,
-            children=[pa.nulls(n_items)],
-        ).validate(full=True)
-        if len(array):
-            first, last = array.offsets[0].as_py(), array.offsets[-1].as_py()
-            _check_array(array.values.slice(first, last - first), text=text)
-    else:
-        array.validate(full=True)
+        return
+    offsets = pa.Array.from_buffers(
+        pa.large_list(pa.null()) if large else pa.list_(pa.null()),
+        len(array),
+        array.buffers()[:2],
+        offset=array.offset,
+        children=[pa.nulls(len(array.values))],
+    )
+    offsets.validate(full=True)
+    if len(array):
+        first, last = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        _check_array(array.values.slice(first, last - first), text=text)
 
 
 def check_session_id(schema: pa.Schema) -> None:
@@ -206,42 +198,30 @@ def check_session_id(schema: pa.Schema) -> None:
 
 def turns_schema(names: list[str]) -> pa.Schema:
     """`TURNS` or `TURNS_DELTA`, depending on the columns."""
-    if "suffix_ids" in names and "prompt_ids" not in names:
-        return TURNS_DELTA
-    return TURNS
-
-
-def canonical_rows(rows: pa.Table) -> pa.Table:
-    """Rows in canonical form."""
-    return canonical(rows, ROWS)
+    is_delta = "suffix_ids" in names and "prompt_ids" not in names
+    return TURNS_DELTA if is_delta else TURNS
 
 
 def place(table: pa.Table, row: int) -> str:
     """A row's name in errors: ``session 'a', turn 7``."""
-    session = _scalar(table, "session_id", row)
+    session, *indices = (
+        table.column(name)[row].as_py() if name in table.column_names else None
+        for name in ("session_id", "row_index", "turn_index")
+    )
     if session is None:
         return f"table row {row}"
-    text = f"session {session!r}"
-    for name, word in (("row_index", "row"), ("turn_index", "turn")):
-        index = _scalar(table, name, row)
+    for index, word in zip(indices, ("row", "turn"), strict=True):
         if index is not None:
-            return f"{text}, {word} {index}"
-    return text
-
-
-def _scalar(table: pa.Table, name: str, row: int) -> object:
-    return table.column(name)[row].as_py() if name in table.column_names else None
+            return f"session {session!r}, {word} {index}"
+    return f"session {session!r}"
 
 
 def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
     """Raise SchemaError unless `cast` can convert a table with these columns."""
     given = table if isinstance(table, pa.Schema) else table.schema
-    kind = schema.metadata[b"trajkit.table"].decode()
-    metadata = given.metadata or {}
-    names = given.names
-    check_kind(
-        names, kind, metadata.get(b"trajkit.table", b"").decode(errors="replace")
-    )
+    kind, names = schema.metadata[b"trajkit.table"].decode(), given.names
+    found = (given.metadata or {}).get(b"trajkit.table", b"")
+    check_kind(names, kind, found.decode(errors="replace"))
     version = stated_version(given)
     if version not in map(str, SCHEMA_VERSIONS):
         raise SchemaError(
@@ -257,7 +237,8 @@ def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
             source = given.field(field.name).type
             if pa.types.is_float64(source) and pa.types.is_integer(field.type):
                 continue  # pandas makes integers floats; `misfits` refuses fractions
-            if field.name in _IDS and pa.types.is_integer(source):
+            is_name = field.name in ("session_id", "group_id")
+            if is_name and pa.types.is_integer(source):
                 continue  # ids of runs and groups are numbers in most systems
             _check_type(source, field.type, f"column {field.name!r}")
         elif not field.nullable:
@@ -282,9 +263,8 @@ def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
 
 def stated_version(schema: pa.Schema) -> str:
     """The schema version in the metadata; without metadata, the current one."""
-    metadata = schema.metadata or {}
-    version = metadata.get(b"trajkit.version", str(SCHEMA_VERSION).encode())
-    return str(version.decode(errors="replace"))
+    version = (schema.metadata or {}).get(b"trajkit.version")
+    return str(SCHEMA_VERSION) if version is None else version.decode(errors="replace")
 
 
 def has_old_keys(table: pa.Table) -> bool:
@@ -333,7 +313,12 @@ def _check_type(source: pa.DataType, target: pa.DataType, where: str) -> None:
         _check_type(source.value_type, target.value_type, f"{where} element")
         return
     if pa.types.is_struct(source) and pa.types.is_struct(target):
-        _check_struct(source, target, where)
+        expected, found = ([field.name for field in one] for one in (target, source))
+        if sorted(expected) != sorted(found):
+            raise SchemaError(f"{where} has the fields {found}: expected {expected}")
+        for field in target:
+            name = f"{where} field {field.name!r}"
+            _check_type(source.field(field.name).type, field.type, name)
         return
     # JSON readers make integers of integral floats; no float is taken as an integer
     integral = pa.types.is_integer(source) and pa.types.is_floating(target)
@@ -341,27 +326,14 @@ def _check_type(source: pa.DataType, target: pa.DataType, where: str) -> None:
         raise SchemaError(f"{where} is {source}: expected {target}")
 
 
-def _check_struct(source: pa.DataType, target: pa.DataType, where: str) -> None:
-    expected = [field.name for field in target]
-    found = [field.name for field in source]
-    if sorted(expected) != sorted(found):
-        raise SchemaError(f"{where} has the fields {found}: expected {expected}")
-    for field in target:
-        _check_type(
-            source.field(field.name).type, field.type, f"{where} field {field.name!r}"
-        )
-
-
-def _any_of(*tests: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
+def _any_of(*names: str) -> Callable[[pa.DataType], bool]:
+    """A test for one of these types of Arrow."""
+    tests = [getattr(pa.types, f"is_{name}") for name in names]
     return lambda type_: any(test(type_) for test in tests)
 
 
 _is_list = _any_of(
-    pa.types.is_list,
-    pa.types.is_large_list,
-    pa.types.is_fixed_size_list,
-    pa.types.is_list_view,
-    pa.types.is_large_list_view,
+    *("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
 )
 
 
@@ -374,13 +346,8 @@ _ALIKE: tuple[Callable[[pa.DataType], bool], ...] = (
     pa.types.is_integer,
     pa.types.is_floating,
     pa.types.is_boolean,
-    _any_of(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
-    _any_of(
-        pa.types.is_binary,
-        pa.types.is_large_binary,
-        pa.types.is_fixed_size_binary,
-        pa.types.is_binary_view,
-    ),
+    _any_of("string", "large_string", "string_view"),
+    _any_of("binary", "large_binary", "fixed_size_binary", "binary_view"),
 )
 
 
@@ -415,7 +382,7 @@ def _misfits(array: pa.Array, field: pa.Field, start: int) -> Iterator[Fault]:
 
 def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """The canonical form of a table that passed `check_columns` and `misfits`."""
-    columns, fields = [], []
+    columns = []
     for field in schema:
         if field.name in table.column_names:
             column = table.column(field.name)
@@ -425,23 +392,24 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
         else:
             column = pa.chunked_array([pa.nulls(table.num_rows, field.type)])
         columns.append(column)
-        fields.append(field)
-    for field in table.schema:
-        if field.name not in schema.names:
-            columns.append(table.column(field.name))
-            fields.append(field)
+    extra = [field for field in table.schema if field.name not in schema.names]
+    columns += [table.column(field.name) for field in extra]
     metadata = {**(table.schema.metadata or {}), **schema.metadata}
     if (schema is TURNS or schema is TURNS_DELTA) and has_old_keys(table):
-        # until complete sessions are read (trajkit.turns.table.locate)
+        # until complete sessions are read (trajkit.turns.sessions.with_current_keys)
         metadata[b"trajkit.version"] = b"2"
-    return pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata=metadata))
+    fields = pa.schema([*schema, *extra], metadata=metadata)
+    return pa.Table.from_arrays(columns, schema=fields)
 
 
 def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
     if array.type == target:
         return array
     if pa.types.is_dictionary(target):
-        return _cast_names(array, target)
+        # encoded again, so that names come in the order of their first use
+        encoded = _cast(array, target.value_type).dictionary_encode()
+        indices = encoded.indices.cast(target.index_type)
+        return pa.DictionaryArray.from_arrays(indices, encoded.dictionary)
     if pa.types.is_null(array.type):
         return pa.nulls(len(array), target)
     if pa.types.is_dictionary(array.type):
@@ -463,13 +431,6 @@ def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
     return array.cast(target, safe=not pa.types.is_floating(target))
 
 
-def _cast_names(array: pa.Array, target: pa.DataType) -> pa.DictionaryArray:
-    # encoded again, so that names come in the order of their first use
-    encoded = _cast(array, target.value_type).dictionary_encode()
-    indices = encoded.indices.cast(target.index_type)
-    return pa.DictionaryArray.from_arrays(indices, encoded.dictionary)
-
-
 def list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:
     """Offsets (int64, from 0) and values of a list array of any layout."""
     # not Arrow's cast: for list views it writes one offset too few (pyarrow 26)
@@ -482,6 +443,4 @@ def list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:
             offsets = pa.array(offsets.to_numpy() - first)
         return offsets, values
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-    ends = np.zeros(len(array) + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    return pa.array(ends), array.flatten()
+    return pa.array(np.append(0, np.cumsum(lengths, dtype=np.int64))), array.flatten()

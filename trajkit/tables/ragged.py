@@ -2,20 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit.schema.engine import codes as codes
 from trajkit.tables import lazy_compute as pc
 
 Array: TypeAlias = npt.NDArray[Any]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Ints: TypeAlias = npt.NDArray[np.int32]
 Longs: TypeAlias = npt.NDArray[np.int64]
+Floats: TypeAlias = npt.NDArray[np.float32]
 Records: TypeAlias = npt.NDArray[np.void]
 Index: TypeAlias = int | np.integer[Any]
+_Item = TypeVar("_Item", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,6 @@ class Ragged:
         Values are an Arrow array, or with ``fill``, which replaces null, one of numpy.
         """
         chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-        sizes = [np.zeros(0, np.int64), *map(lengths, chunks)]
         parts = [chunk.flatten() for chunk in chunks]
         if len(parts) == 1:
             values = parts[0]
@@ -43,7 +45,7 @@ class Ragged:
         if fill is not None:
             values = values.fill_null(fill) if values.null_count else values
             values = values.to_numpy(zero_copy_only=False)
-        return cls(values, offsets_of(np.concatenate(sizes)))
+        return cls(values, offsets_of(lengths(column)))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -81,6 +83,44 @@ class Ragged:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A session and an index for each of many things; a negative part is of no key."""
+
+    # shape (n_keys,)
+    session: npt.NDArray[np.integer]
+    index: npt.NDArray[np.integer]
+
+    def __len__(self) -> int:
+        return len(self.session)
+
+    def packed(self) -> Longs:
+        """The keys as numbers, in the order of sessions and then of indices."""
+        packed: Longs = (self.session.astype(np.int64) << 32) + self.index
+        return packed
+
+    def find(self, others: "Keys") -> Longs:
+        """The position here of each other key, or -1; the first of equal ones."""
+        have, seek = self.packed(), others.packed()
+        order = None
+        if (have[1:] < have[:-1]).any():
+            order = np.argsort(have, kind="stable")
+            have = have[order]
+        at = np.searchsorted(have, seek)
+        found = (others.session >= 0) & (others.index >= 0) & (at < len(have))
+        found[found] = have[at[found]] == seek[found]
+        if order is not None:
+            at[found] = order[at[found]]
+        return np.where(found, at, -1)
+
+
+def combined(column: pa.ChunkedArray) -> pa.Array:
+    """The values of a column as one array."""
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays([pa.nulls(0, column.type), *column.chunks])
+
+
 def offsets_of(lengths: npt.ArrayLike) -> Longs:
     """The offsets of lists of these lengths, shape (n_lists + 1,)."""
     lengths = np.asarray(lengths)
@@ -98,7 +138,7 @@ def positions(starts: Longs, lengths: Longs) -> Longs:
 
 
 def lengths(column: pa.ChunkedArray | pa.Array) -> Longs:
-    """Elements of each list, 0 for a null list."""
+    """Elements of each list, of any of Arrow's list types; 0 for a null list."""
     n = pc.list_value_length(column).fill_null(0)
     if isinstance(n, pa.Array):
         n = n.to_numpy(zero_copy_only=False)
@@ -117,3 +157,13 @@ def runs_of(sizes: Longs, most: int) -> Iterator[tuple[int, int]]:
         stop = max(stop, start + 1)
         yield start, stop
         start = stop
+
+
+def pooled(size: int, dtype: type[_Item] | np.dtype[_Item]) -> npt.NDArray[_Item]:
+    """An array of shape (size,) in Arrow's memory pool, its values undefined.
+
+    The pool keeps what is freed, so the next array goes to pages that are there; pages
+    from the system are cleared and mapped one by one, which takes as long as filling them.
+    """
+    n_bytes = size * np.dtype(dtype).itemsize
+    return np.frombuffer(pa.allocate_buffer(n_bytes), dtype)

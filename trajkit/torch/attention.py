@@ -141,18 +141,9 @@ def flex_block_mask(
     so the kernel evaluates the mask only in those. The cost grows with the number
     of blocks, not of pairs of tokens.
 
-    Parameters
-    ----------
-    subtree_end, position_ids, window
-        As for `dense_mask`.
-    block_size : int
-        Tokens a side.
-
-    Returns
-    -------
-    BlockMask
-        On the device of ``subtree_end``, for one batch entry and all heads. A kernel
-        that is compiled once serves all packs of a length.
+    Arguments are those of `dense_mask`; a block has ``block_size`` tokens a side. The mask
+    is on the device of ``subtree_end``, for one batch entry and all heads. A kernel that
+    is compiled once serves all packs of a length.
     """
     tokens = tokens_of(subtree_end, position_ids, window)
     return block_mask(tokens, tokens, subtree_end.device, window, block_size)
@@ -204,15 +195,8 @@ def _bounds(tokens: Any, block_size: int, axis: int = 1) -> tuple[Any, Any]:
 def cu_seqlens(subtree_end: Tensor) -> Tensor:
     """The bounds of the rows of a pack without branches, for varlen attention.
 
-    Parameters
-    ----------
-    subtree_end : int tensor, shape (n,)
-        LayoutError is raised if it has a branch, which bounds cannot express.
-
-    Returns
-    -------
-    int32 tensor, shape (n_rows + 1,)
-        Ascending, from 0 to ``n``; a padding token is a row of its own.
+    They are int32, of shape (n_rows + 1,), from 0 to the tokens of the pack; a padding
+    token is a row of its own. LayoutError is raised for a branch.
     """
     end = subtree_end.cpu().numpy()
     runs = Runs.of(end)
@@ -283,9 +267,8 @@ class TreeAttention:
 
     Parameters
     ----------
-    pack : Pack
-    device : torch device
-        Where the model's attention runs.
+    pack, device : Pack, torch device
+        The device is that of the model's attention.
     kernel : {"masked", "trunk"}
         "masked": attention under the complete mask. "trunk": the deepest path of each
         tree with a hundredth of the work or more by causal

@@ -87,16 +87,9 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments with which a model runs on a pack.
 
-    Parameters
-    ----------
-    model, pack, **options
-        As for `edge_logprobs`, which also says what is raised.
-
-    Returns
-    -------
-    dict
-        ``input_ids``, ``attention_mask`` (all true) and ``position_ids`` of shape
-        (1, n_tokens) on the model's device, ``tree`` and ``use_cache=False``.
+    Takes and raises what `edge_logprobs` does. Returns ``input_ids``, ``attention_mask``
+    (all true) and ``position_ids`` of shape (1, n_tokens) on the model's device, ``tree``
+    and ``use_cache=False``.
     """
     return _ready(model, **options).inputs(pack)
 
@@ -154,12 +147,7 @@ def carry_logprobs(
         As for `edge_logprobs`. Layers with a state, layers that choose tokens and layers
         that run twice are refused: they are not carried.
     parts : sequence of Pack
-        The packs of one list of `PackDataset.parts`, all and in order, or LayoutError is
-        raised.
-
-    Returns
-    -------
-    list of float tensor, each of shape (n_edges,)
+        The packs of one list of `PackDataset.parts`, all and in order (LayoutError).
     """
     run = _ready(model, **options)
     _check_parts(run.model, parts)
@@ -223,13 +211,9 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]
     Wrappers for several devices work in their own forward and so must wrap a module that
     takes the pack: ``DistributedDataParallel(PackedModel(model))``, ``fully_shard`` of the
     layers and then of ``PackedModel(model)``, ``accelerator.prepare`` or a Trainer.
-    Attributes that the module lacks are those of ``model``, such as ``config``.
-
-    Parameters
-    ----------
-    model, **options
-        As for `edge_logprobs`. ``local``: several ranks may call the module without a
-        wrapper that this class knows (`DistributedDataParallel`, FSDP2).
+    Attributes that the module lacks are those of ``model``, such as ``config``. Options are
+    those of `edge_logprobs`; with ``local``, several ranks may call the module without a
+    wrapper that this class knows (`DistributedDataParallel`, FSDP2).
     """
 
     def __init__(self, model: torch.nn.Module, **options: Unpack[Options]) -> None:

@@ -356,10 +356,7 @@ def policy_loss(
 def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     """The negative log-likelihood, weighed: ``sum over edges of -w * logprob``.
 
-    Parameters
-    ----------
-    logprobs, pack
-        As for `policy_loss`; a weight that is no number raises `InvalidTurnsError`, too.
+    ``logprobs`` are as for `policy_loss`, and so is what is raised.
     """
     return _weighed(logprobs, _finite(logprobs, pack, "row_weight", pack.edge_weight))
 
@@ -369,12 +366,7 @@ def observation_loss(
 ) -> Tensor:
     """The loss of observed tokens: ``sum over edges of -v * logprob``, as `nll_loss`.
 
-    Parameters
-    ----------
-    logprobs, pack
-        As for `policy_loss`.
-    weight : str
-        The column that holds the observation weights, ``v``.
+    ``weight`` names the column that holds the observation weights, ``v``.
     """
     return _weighed(logprobs, _finite(logprobs, pack, weight))
 

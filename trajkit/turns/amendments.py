@@ -1,55 +1,135 @@
-"""Apply amendments (facts that became known later) to turns."""
+"""What became known after turns were recorded: amendments, and stale weights."""
+
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit._arguments import chosen_int, chosen_names
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import AMENDMENTS
+from trajkit.schema.engine import field_of
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import canonical
-from trajkit.tables.reshape import with_column
+from trajkit.tables.canonical import TableLike, canonical, place, turns_schema
+from trajkit.tables.columns import list_values, with_column
+from trajkit.tables.ragged import Keys, Longs, Ragged, lengths, offsets_of
+from trajkit.turns.records import as_turns
+from trajkit.turns.validation import check_table
 
 
 class Amendments:
     """The last amendment of each turn in a table of `trajkit.schema.AMENDMENTS`."""
 
     def __init__(self, table: pa.Table) -> None:
-        table = canonical(table, AMENDMENTS)
-        self._sessions = pc.unique(table.column("session_id"))
-        keys = self._keys(table)
-        # unique() returns the first of equal keys, so look at them in reverse
-        self._keys_known, back = np.unique(keys[::-1], return_index=True)
-        last = table.take(pa.array(len(table) - 1 - back))
-        self._reason = last.column("reason").combine_chunks()
-        self._trainable = last.column("trainable").combine_chunks()
+        # the first of equal keys is found
+        self._last = canonical(table, AMENDMENTS)[::-1].combine_chunks()
+        self._sessions = self._last.column("session_id").unique()
+        self._keys = self._keys_of(self._last)
 
     def fold_into(self, turns: pa.Table) -> pa.Table:
         """The turns as amended, with the reason as the column ``amended``.
 
         A turn with ``trainable=False`` keeps it. Amendments of other turns are ignored.
         """
-        keys = self._keys(turns)
-        at = np.searchsorted(self._keys_known, keys)
-        at[at == len(self._keys_known)] = 0
-        known = np.zeros(len(keys), np.bool_)
-        if len(self._keys_known):
-            known = self._keys_known[at] == keys
-        found = pa.array(at, mask=~known)
-        context = pc.equal(self._trainable.take(found), False).fill_null(False)
-        trainable = pc.if_else(
-            context, pa.scalar(False), turns.column("trainable").combine_chunks()
-        )
-        amended = self._reason.take(found)
+        at = self._keys.find(self._keys_of(turns))
+        found = self._last.take(pa.array(at, mask=at < 0))
+        context = pc.equal(found.column("trainable"), False).fill_null(False)
+        own = turns.column("trainable")
+        trainable = pc.if_else(context, pa.scalar(False), own).combine_chunks()
+        amended = found.column("reason").combine_chunks()
         return with_column(
             with_column(turns, "trainable", trainable), "amended", amended
         )
 
-    def _keys(self, table: pa.Table) -> npt.NDArray[np.int64]:
-        """One number per turn; the minimum of int64 if its session has no amendment."""
-        codes = pc.index_in(table.column("session_id"), self._sessions).fill_null(-1)
-        code = np.asarray(codes).astype(np.int64)
-        index = np.asarray(table.column("turn_index")).astype(np.int64)
-        # turn_index has 32 bits and may be negative here
-        none = np.iinfo(np.int64).min
-        keys: npt.NDArray[np.int64] = np.where(code < 0, none, (code << 32) + index)
-        return keys
+    def _keys_of(self, table: pa.Table) -> Keys:
+        """Each line's turn; of no key if its session has no amendment."""
+        numbers = pc.index_in(table.column("session_id"), self._sessions)
+        index = np.asarray(table.column("turn_index"), np.int64)
+        return Keys(np.asarray(numbers.fill_null(-1), np.int64), index)
+
+
+def untrain_stale(
+    turns: TableLike, max_lag: int, *, versions: Sequence[str] | None = None
+) -> pa.Table:
+    """Clear ``output_mask`` of tokens that weights of more than some versions ago sampled.
+
+    Parameters
+    ----------
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form, with ``weight_versions``.
+    max_lag : int
+        Versions that the weights of a token may be behind the newest; 0 or more.
+    versions : sequence of str, optional
+        All versions, the oldest first; the last is the newest. None: versions are
+        integers, each one more than the one before, and the newest is the largest of
+        the table.
+
+    Returns
+    -------
+    Table
+        The turns. A token without a known version keeps its mask, and turns without
+        such tokens keep a null. Rows and reports count what is cleared as masked.
+
+    Raises
+    ------
+    ArgumentError
+        ``max_lag`` is no integer of 0 or more; ``versions`` repeats one.
+    InvalidTurnsError
+        A turn has a version that is not in ``versions`` or, without them, no integer; or
+        a value breaks a rule of the schema.
+
+    Examples
+    --------
+    >>> import trajkit as tk
+    >>> call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3, 4]}
+    >>> parts = [("7", 0, 1), ("9", 1, 3)]
+    >>> call["weight_versions"] = [
+    ...     dict(zip(("version", "start", "stop"), part)) for part in parts
+    ... ]
+    >>> tk.turns.untrain_stale([call], 1)["output_mask"].to_pylist()
+    [[False, True, True]]
+    """
+    max_lag = chosen_int("max_lag", max_lag, 0)
+    table = as_turns(turns)
+    table = check_table(canonical(table, turns_schema(table.column_names)), "turns")
+    lists = Ragged.of(table.column("weight_versions"))
+    start, stop = (np.asarray(field_of(lists.values, n)) for n in ("start", "stop"))
+    numbers = _version_numbers(table, lists, versions)
+    newest = int(numbers.max(initial=0)) if versions is None else len(versions) - 1
+    n_outputs = lengths(table.column("output_ids"))
+    known = np.asarray(table.column("weight_versions").is_valid())
+    old = np.zeros(int(n_outputs.sum()), np.bool_)
+    # the spans of a turn tile its output
+    old[np.repeat(known, n_outputs)] = np.repeat(
+        newest - numbers > max_lag, stop - start
+    )
+    owner = np.repeat(np.arange(len(table)), n_outputs)
+    given = table.column("output_mask")
+    has_mask = np.asarray(given.is_valid())
+    mask = np.ones(len(old), np.bool_)
+    mask[has_mask[owner]] = np.asarray(list_values(given))
+    kept = has_mask | (np.bincount(owner, old, len(table)) > 0)
+    values = (mask & ~old)[kept[owner]]
+    masks = Ragged(values, offsets_of(np.where(kept, n_outputs, 0)))
+    return with_column(table, "output_mask", masks.to_arrow(~kept, given.type))
+
+
+def _version_numbers(
+    table: pa.Table, lists: Ragged, versions: Sequence[str] | None
+) -> Longs:
+    """The place of each span's version in their order."""
+    names = field_of(lists.values, "version").to_pylist()
+    if versions is None:
+        order = {n: int(n) for n in {*names} if n.isascii() and n.isdigit()}
+        rule = "is no integer: give all versions, the oldest first, as versions"
+    else:
+        listed = chosen_names("versions", versions)
+        order = {name: number for number, name in enumerate(listed)}
+        if len(order) < len(listed):
+            raise ArgumentError(f"versions={versions!r}: a version occurs twice")
+        rule = "is not in versions"
+    for at, name in enumerate(names):
+        if name not in order:
+            where = place(table, int(lists.owner[at]))
+            raise InvalidTurnsError(f"{where}: the weight version {name!r} {rule}")
+    return np.array([order[name] for name in names], np.int64)

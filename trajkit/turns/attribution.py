@@ -7,19 +7,17 @@ Python code per token.
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit.schema import ATTRIBUTION, KEY_BYTES
-from trajkit.tables import lazy_compute as pc
+from trajkit.schema.engine import field_of
 from trajkit.tables.canonical import canonical
+from trajkit.tables.ragged import Array, Bools, combined
+from trajkit.tables.ragged import Ints as Ints
 from trajkit.turns.sessions import Sessions
-
-Ints: TypeAlias = npt.NDArray[np.int32]
-Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,7 @@ class SessionCalls:
         self.n_prompt = calls.calls["prompt_len"]
         self.path_len = calls.path_len
         self.prompt, self.output, self.path = calls.prompt, calls.output, calls.path
+        self._stored = "suffix_messages" if self.is_delta else "messages"
         self._messages: dict[int, Messages | None] = {}
 
     def __len__(self) -> int:
@@ -77,11 +76,11 @@ class SessionCalls:
         return self._messages[call]
 
     def _read_messages(self, call: int) -> Messages | None:
-        own = self._list("suffix_messages" if self.is_delta else "messages", call)
+        own = self._list(self._stored, call)
         if own is None:
             return None
-        keys = b"".join(pc.struct_field(own, "key").to_pylist())
-        roles = pc.struct_field(own, "role").to_pylist()
+        keys = b"".join(field_of(own, "key").to_pylist())
+        roles = field_of(own, "role").to_pylist()
         n = 0
         if self.is_delta:
             n = self.table.column("shared_messages")[call].as_py() or 0
@@ -89,18 +88,18 @@ class SessionCalls:
             # a base without messages shares only its reply
             base = self.messages(int(self.base[call])) or Messages(b"", [])
             reply = self.table.column("response")[int(self.base[call])].as_py()
-            keys = (base.keys + (reply["key"] if reply else b""))[
-                : n * KEY_BYTES
-            ] + keys
+            shared = base.keys + (reply["key"] if reply else b"")
+            keys = shared[: n * KEY_BYTES] + keys
             roles = [*base.roles, *([reply["role"]] if reply else [])][:n] + roles
         return Messages(keys, roles) if roles else None
 
     @cached_property
     def _repliers(self) -> dict[bytes, list[int]]:
         """The calls with each recorded reply, by key."""
-        keys = pc.struct_field(self._column("response"), "key").to_pylist()
         found: dict[bytes, list[int]] = {}
-        for call, key in enumerate(keys):
+        for call, key in enumerate(
+            field_of(self._column("response"), "key").to_pylist()
+        ):
             if key is not None:
                 found.setdefault(key, []).append(call)
         return found
@@ -113,15 +112,14 @@ class SessionCalls:
     @cached_property
     def bodies(self) -> dict[bytes, str]:
         """The body of each message of the session, by key."""
-        shown = self._column("suffix_messages" if self.is_delta else "messages")
         found: dict[bytes, str] = {}
-        for messages in (shown.flatten(), self._column("response")):
-            there = pc.struct_field(messages, "body").is_valid()
-            messages = messages.filter(there)
-            keys = pc.struct_field(messages, "key").to_pylist()
-            bodies = pc.struct_field(messages, "body").to_pylist()
-            for key, body in zip(keys, bodies, strict=True):
-                found.setdefault(key, body)
+        for messages in (
+            self._column(self._stored).flatten(),
+            self._column("response"),
+        ):
+            shown = messages.filter(field_of(messages, "body").is_valid())
+            for message in shown.to_pylist():
+                found.setdefault(message["key"], message["body"])
         return found
 
     def rendered(self, call: int) -> Rendered | None:
@@ -133,13 +131,11 @@ class SessionCalls:
         if self._length_fault("prompt_message_index", call) is not None:
             return None
         message = self._per_token("prompt_message_index", call, -1)
-        if self._length_fault("prompt_is_content", call) is not None:
-            is_content = np.zeros(len(message), np.bool_)
-        else:
+        is_content = np.zeros(len(message), np.bool_)
+        if self._length_fault("prompt_is_content", call) is None:
             is_content = self._per_token("prompt_is_content", call, False)
-        names = self._names(call)
+        names, messages = self._names(call), self.messages(call)
         first = 0
-        messages = self.messages(call)
         if names is not None and messages is not None:
             first = max(len(messages) - len(names), 0)
         return Rendered(message, is_content, first, names)
@@ -152,9 +148,9 @@ class SessionCalls:
         if fault is not None or messages is None:
             return fault or "there are no messages"
         n_messages = len(messages)
-        if names is not None and len(names) > n_messages:
-            return f"{len(names)} message_tool_names for {n_messages} messages"
-        n_known = len(names) if names is not None else n_messages
+        n_known = n_messages if names is None else len(names)
+        if n_known > n_messages:
+            return f"{n_known} message_tool_names for {n_messages} messages"
         index = self._per_token("prompt_message_index", call, -1)
         highest = int(index.max(initial=-1))
         if highest >= n_known:
@@ -190,7 +186,7 @@ class SessionCalls:
             return f"{len(values)} values of {name} for {n} prompt ids"
         return None
 
-    def _per_token(self, name: str, call: int, missing: int) -> npt.NDArray[Any]:
+    def _per_token(self, name: str, call: int, missing: int) -> Array:
         """The values of a list for all prompt tokens, those left out included."""
         values = np.asarray(self._list(name, call).fill_null(missing))
         padding = int(self.n_prompt[call]) - len(values)
@@ -205,8 +201,7 @@ class SessionCalls:
         return self._column(name)[call].values
 
     def _column(self, name: str) -> pa.Array:
-        column = self.table.column(name)
-        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+        return combined(self.table.column(name))
 
 
 class ToolCalls:

@@ -1,26 +1,41 @@
-"""Convert turns between full and delta form."""
+"""Convert turns between full and delta form, and from the keys of an old schema version."""
 
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit._kernel_names import CALL
 from trajkit.errors import InvalidTurnsError
-from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
+from trajkit.schema import KEY_BYTES, MESSAGE, SCHEMA_VERSION, TURNS, TURNS_DELTA
+from trajkit.schema.engine import field_of, session_numbers
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike, canonical, place, turns_schema
-from trajkit.tables.export import pooled
-from trajkit.tables.keys import codes
-from trajkit.tables.ragged import Ints, Longs, Ragged, lengths, offsets_of, positions
-from trajkit.tables.reshape import Columns, check_no_clash, replace_columns, with_column
+from trajkit.tables.columns import (
+    Columns,
+    check_no_clash,
+    replace_columns,
+    with_column,
+)
+from trajkit.tables.ragged import (
+    Bools,
+    Ints,
+    Longs,
+    Ragged,
+    codes,
+    combined,
+    lengths,
+    offsets_of,
+    pooled,
+    positions,
+)
 from trajkit.tables.stages import apply, stage
 from trajkit.turns.message_equality import current_bodies
+from trajkit.turns.messages import Encoded, MessageBook, encode, parse_json
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions, with_current_keys
-from trajkit.turns.structs import CALL
 
 
 @stage
@@ -128,7 +143,7 @@ def _attributed(
     ):
         if name not in table.column_names:
             continue
-        lists = _combined(table.column(name))
+        lists = combined(table.column(name))
         if not isinstance(lists, (pa.ListArray, pa.LargeListArray)):
             continue
         if not is_suitable(lists.type.value_type):
@@ -151,42 +166,43 @@ def _attributed(
             begins + np.maximum(-change, 0), kept
         )
         values = pa.concat_arrays([values, pa.array([empty], values.type)])
-        changed = type(lists).from_arrays(
-            pa.array(offsets, "int32" if isinstance(lists, pa.ListArray) else "int64"),
-            values.take(pa.array(source)),
-            type=lists.type,
-            mask=pa.array(absent) if absent.any() else None,
+        changed = Ragged(values.take(pa.array(source)), offsets).to_arrow(
+            absent, pa.large_list(lists.type.value_field)
         )
-        table = with_column(table, name, changed)
+        table = with_column(table, name, changed.cast(lists.type))
     return table
 
 
 def _delta_columns(calls: Sessions) -> Columns:
     """The columns of `TURNS_DELTA` that `TURNS` lacks."""
-    forest = calls.forest
-    n_prompt = calls.calls["prompt_len"]
+    forest, n_prompt = calls.forest, calls.calls["prompt_len"]
     shared = np.minimum(forest.shared, n_prompt)
     bases = np.where(shared > 0, forest.shared_with, -1).astype(np.int32)
-    offsets = offsets_of(n_prompt - shared)
-    ids = pooled(int(offsets[-1]), np.int32)
-    _core.copy_prompts(forest.paths, shared, offsets, ids)
 
-    lists = _combined(calls.table.column("messages"))
-    absent = lists.is_null().to_numpy(zero_copy_only=False)
-    messages, replies = lists.flatten(), _combined(calls.table.column("response"))
+    lists = combined(calls.table.column("messages"))
+    absent = np.asarray(lists.is_null())
+    messages, replies = lists.flatten(), combined(calls.table.column("response"))
     n_messages = lengths(lists)
     n_shared = _shared_messages(calls, bases, n_messages, messages, replies)
     n_own = n_messages - n_shared
-    own = positions(np.cumsum(n_messages) - n_own, n_own)
+    own = Ragged(messages, offsets_of(n_messages)).take(
+        np.cumsum(n_messages) - n_own, n_own
+    )
     return {
         "base_turn": pa.array(calls.turn_index[bases], mask=bases < 0),
         "shared_length": pa.array(shared.astype(np.int32)),
-        "suffix_ids": Ragged(ids, offsets).to_arrow(),
+        "suffix_ids": _prompts_from(calls, shared),
         "shared_messages": pa.array(n_shared.astype(np.int32), mask=absent),
-        "suffix_messages": Ragged(
-            messages.take(pa.array(own)), offsets_of(n_own)
-        ).to_arrow(absent, lists.type),
+        "suffix_messages": own.to_arrow(absent, lists.type),
     }
+
+
+def _prompts_from(calls: Sessions, starts: Longs) -> pa.LargeListArray:
+    """What each prompt has from a position on."""
+    offsets = offsets_of(calls.calls["prompt_len"] - starts)
+    ids = pooled(int(offsets[-1]), np.int32)
+    _core.copy_prompts(calls.forest.paths, starts, offsets, ids)
+    return Ragged(ids, offsets).to_arrow()
 
 
 def _shared_messages(
@@ -198,7 +214,7 @@ def _shared_messages(
 ) -> Longs:
     """Number of leading messages that each call shares with its base; none has a body."""
     begins = np.cumsum(n_messages) - n_messages
-    with_body = np.flatnonzero(pc.struct_field(messages, "body").is_valid())
+    with_body = np.flatnonzero(field_of(messages, "body").is_valid())
     with_body = np.append(with_body, len(messages))
     bare = with_body[np.searchsorted(with_body, begins)] - begins
     # a base's list is followed by its reply
@@ -208,54 +224,42 @@ def _shared_messages(
     k, base = positions(np.zeros_like(shared), shared), bases[call]
     own = begins[call] + k
     theirs = np.where(k < n_messages[base], begins[base] + k, len(messages) + base)
-    numbers = []
-    for name in ("key", "role"):
-        both = [pc.struct_field(array, name) for array in (messages, replies)]
-        numbers.append(codes(*both))
-    if _is_respelled(messages, replies):
-        bodies = current_bodies(calls)
-        numbers.append(np.concatenate([bodies.places, bodies.replies]))
+    keys, roles, bodies = (
+        [field_of(array, name) for array in (messages, replies)]
+        for name in ("key", "role", "body")
+    )
+    numbers = [codes(*keys), codes(*roles)]
+    # Of messages that differ in 1 and 1.0 alone, a key has several bodies.
+    shown = pa.concat_arrays(bodies).is_valid().to_numpy(zero_copy_only=False)
+    of_keys, of_bodies = numbers[0][shown], codes(*bodies)[shown]
+    n_pairs = len(np.unique(of_keys * len(shown) + of_bodies))
+    if len(np.unique(of_keys)) < n_pairs:
+        current = current_bodies(calls)
+        numbers.append(np.concatenate([current.places, current.replies]))
     for number in numbers:
         differs = number[own] != number[theirs]
         np.minimum.at(shared, call[differs], k[differs])
     return shared
 
 
-def _is_respelled(messages: pa.StructArray, replies: pa.StructArray) -> bool:
-    """Whether a key has several bodies: of messages that differ in 1 and 1.0 alone."""
-    names = ("key", "body")
-    columns = [
-        pa.concat_arrays(
-            [pc.struct_field(array, name) for array in (messages, replies)]
-        )
-        for name in names
-    ]
-    shown = pa.table(columns, names).filter(columns[1].is_valid())
-    n_keys = len(shown.column("key").unique())
-    return n_keys < len(shown.group_by([*names]).aggregate([]))
-
-
-def _replied(calls: Sessions) -> npt.NDArray[np.bool_]:
+def _replied(calls: Sessions) -> Bools:
     """Calls with a list of messages and a reply, shape (n_calls,)."""
     known, reply = calls.requests["n_keys"] >= 0, calls.requests["reply_key"] != 0
-    replied: npt.NDArray[np.bool_] = np.logical_and(known, reply)
+    replied: Bools = np.logical_and(known, reply)
     return replied
 
 
 def _full_columns(calls: Sessions) -> Columns:
     """The columns of `TURNS` that `TURNS_DELTA` lacks."""
-    offsets = offsets_of(calls.calls["prompt_len"])
-    ids = pooled(int(offsets[-1]), np.int32)
-    starts = np.zeros(len(calls.calls), np.int64)
-    _core.copy_prompts(calls.forest.paths, starts, offsets, ids)
+    starts = np.zeros(calls.n_calls, np.int64)
     return {
-        "prompt_ids": Ragged(ids, offsets).to_arrow(),
+        "prompt_ids": _prompts_from(calls, starts),
         "messages": _all_messages(calls),
     }
 
 
 def _all_messages(calls: Sessions) -> pa.LargeListArray:
-    lists = _combined(calls.table.column("suffix_messages"))
+    lists = combined(calls.table.column("suffix_messages"))
     absent = lists.is_null().to_numpy(zero_copy_only=False)
     count = calls.table.column("shared_messages")
     odd = np.flatnonzero(absent != count.is_null().to_numpy())
@@ -264,7 +268,7 @@ def _all_messages(calls: Sessions) -> pa.LargeListArray:
             f"{place(calls.table, int(odd[0]))}: shared_messages and suffix_messages are "
             "null together"
         )
-    messages, replies = lists.flatten(), _combined(calls.table.column("response"))
+    messages, replies = lists.flatten(), combined(calls.table.column("response"))
     n_own = lengths(lists)
     shared = calls.requests["shared"].astype(np.int64)
     # messages are numbered: first those that the turns store, then the replies
@@ -284,20 +288,77 @@ def _all_messages(calls: Sessions) -> pa.LargeListArray:
     _core.copy_prompts(grown, np.zeros(len(paths), np.int64), offsets, places)
     given = np.zeros(len(places), np.bool_)
     given[positions(offsets[:-1] + shared, n_own)] = True
-    take = pa.array(places)
     fields = [
-        pa.concat_arrays(
-            [pc.struct_field(array, name) for array in (messages, replies)]
-        ).take(take)
+        pa.concat_arrays([field_of(array, name) for array in (messages, replies)]).take(
+            pa.array(places)
+        )
         for name in ("key", "role")
     ]
-    bodies = pc.struct_field(messages, "body")
-    fields.append(bodies.take(pa.array(places, mask=~given)))
+    fields.append(field_of(messages, "body").take(pa.array(places, mask=~given)))
     structs = pa.StructArray.from_arrays(fields, fields=list(MESSAGE))
     return Ragged(structs, offsets).to_arrow(absent, lists.type)
 
 
-def _combined(column: pa.ChunkedArray) -> pa.Array:
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return pa.concat_arrays([pa.array([], column.type), *column.chunks])
+# Of a key of schema version 2, the first bytes were the same for messages that are ``==``,
+# and the others for those of one body.
+_EQUAL_BYTES = 12
+
+
+def renew_keys(turns: pa.Table) -> pa.Table:
+    """Turns of complete sessions of schema version 2 with keys of the current version.
+
+    They are computed from the bodies. The key of a message of which no body is known keeps
+    the bytes of equal messages.
+    """
+    stored = "suffix_messages" if "suffix_ids" in turns.column_names else "messages"
+    lists, replies = combined(turns.column(stored)), combined(turns.column("response"))
+    messages = pa.concat_arrays([lists.flatten(), replies])
+    version = str(SCHEMA_VERSION).encode()
+    current = {**turns.schema.metadata, b"trajkit.version": version}
+    turns = turns.replace_schema_metadata(current)
+    given = messages.drop_null()
+    if any(field_of(given, name).null_count for name in ("key", "role")):
+        return turns  # refused as such
+    book, ids = _numbered(messages)
+    if book.respelled and stored == "suffix_messages":
+        # the body of a shared message is shown again if its key last had another
+        old = {**current, b"trajkit.version": b"2"}
+        return compact(renew_keys(expand(turns).replace_schema_metadata(old)))
+    n = len(ids) - len(replies)
+    sizes = np.where(np.asarray(lists.is_null()), -1, lengths(lists))
+    sessions = session_numbers(turns).astype(np.int32)
+    columns = book.columns(ids[:n], sizes, ids[n:], sessions)
+    for name, column in zip((stored, "response"), columns, strict=True):
+        turns = with_column(turns, name, column)
+    return turns
+
+
+def _numbered(messages: pa.StructArray) -> tuple[MessageBook, Ints]:
+    """The distinct messages with their new keys, and the number of each; -1: null."""
+    keys, roles, bodies = (
+        field_of(messages, name).to_pylist() for name in ("key", "role", "body")
+    )
+    known = {k: body for k, body in zip(keys, bodies, strict=True) if body is not None}
+    # equal messages have these bytes in common
+    equal = {key[:_EQUAL_BYTES]: body for key, body in known.items()}
+    book = MessageBook()
+    ids: dict[tuple[bytes | None, str | None], int] = {(None, None): -1}
+    for key, role in dict.fromkeys(zip(keys, roles, strict=True)):
+        if key is not None:
+            ids[key, role] = book.add(_renewed(key, role, known.get(key), equal))
+    pairs = zip(keys, roles, strict=True)
+    return book, np.array([ids[pair] for pair in pairs], np.int32)
+
+
+def _renewed(
+    key: bytes, role: str, body: str | None, equal: dict[bytes, str]
+) -> Encoded:
+    """The message that has an old key."""
+    prefix = key[:_EQUAL_BYTES]
+    padded = prefix + bytes(KEY_BYTES - _EQUAL_BYTES)
+    if prefix not in equal:
+        return Encoded(padded, role, body, False)
+    try:
+        return encode(parse_json(equal[prefix]), "")._replace(role=role, body=body)
+    except ValueError:  # `trajkit.validate` reports the body
+        return Encoded(padded, role, body, False)

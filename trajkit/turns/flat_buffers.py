@@ -1,21 +1,30 @@
-"""Turns and rows as flat buffers, for stages that compare the two."""
+"""Turns and rows as flat buffers, and which sampled tokens may be trained."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self, TypeAlias
+from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.schema.engine import Bools, flat_chunks, raw_floats
+from trajkit._kernel_names import STOPS
+from trajkit.errors import InvalidTurnsError
+from trajkit.schema.engine import Rows, field_of, flat_chunks, raw_floats
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import Rows
-from trajkit.tables.ragged import Array, Index, Ints, Longs, Ragged, positions
+from trajkit.tables.ragged import (
+    Array,
+    Bools,
+    Floats,
+    Index,
+    Ints,
+    Longs,
+    Ragged,
+    positions,
+)
 from trajkit.turns.sessions import Sessions
-
-Floats: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +46,7 @@ class TurnTokens:
         """Length of the common prefix of ``ids`` and a call's path."""
         prompt = self.prompts[call]
         n = _core.lcp(ids, prompt)
-        if n < len(prompt):
-            return n
-        return n + _core.lcp(ids[n:], self.outputs[call])
+        return n if n < len(prompt) else n + _core.lcp(ids[n:], self.outputs[call])
 
     def path_len(self, call: Index) -> int:
         """Length of a call's path."""
@@ -63,52 +70,32 @@ def flat_turns(calls: Sessions, *, prompts: bool = True) -> TurnTokens:
 
     Without ``prompts`` there are none, which saves that copy.
     """
-    table = calls.table
-    outputs = Ragged.of(table.column("output_ids"), -1)
-    logprobs, given = _logprobs(calls, outputs)
-    shown = _prompts(calls) if prompts else []
-    return TurnTokens(calls, shown, outputs, logprobs, given, _unmasked(calls, outputs))
-
-
-def lacking_logprobs(calls: Sessions) -> Longs:
-    """Tokens of each call without a logprob that ``output_mask`` does not exclude."""
     outputs = Ragged.of(calls.table.column("output_ids"), -1)
-    lacking = _unmasked(calls, outputs) & ~_logprobs(calls, outputs)[1]
-    return np.diff(np.append(0, np.cumsum(lacking))[outputs.offsets])
-
-
-def _logprobs(calls: Sessions, outputs: Ragged) -> tuple[Floats, Bools]:
-    """The logprob of each sampled token (0.0 if missing), and whether it is given."""
     logprobs = np.zeros(len(outputs.values), np.float32)
     given = np.zeros(len(outputs.values), np.bool_)
-    for at, values in _per_output_id(calls, "output_logprobs", outputs):
-        logprobs[at] = raw_floats(values)
-        given[at] = np.asarray(values.is_valid())
-    return logprobs, given
+    unmasked = np.ones(len(outputs.values), np.bool_)
+    for name in ("output_logprobs", "output_mask"):
+        for first, ends, values in flat_chunks(calls.table.column(name)):
+            starts = outputs.offsets[first : first + len(ends)]
+            at = positions(starts, np.diff(ends, prepend=0))
+            if name == "output_mask":
+                unmasked[at] = np.asarray(values)
+            else:
+                logprobs[at] = raw_floats(values)
+                given[at] = np.asarray(values.is_valid())
+    shown = _prompts(calls, outputs) if prompts else []
+    return TurnTokens(calls, shown, outputs, logprobs, given, unmasked)
 
 
-def _unmasked(calls: Sessions, outputs: Ragged) -> Bools:
-    """Whether ``output_mask`` allows training, one per sampled token."""
-    may = np.ones(len(outputs.values), np.bool_)
-    for at, values in _per_output_id(calls, "output_mask", outputs):
-        may[at] = np.asarray(values)
-    return may
-
-
-def _per_output_id(
-    calls: Sessions, name: str, outputs: Ragged
-) -> Iterator[tuple[Longs, pa.Array]]:
-    """The values of each chunk of a column, and their positions in ``outputs.values``."""
-    for first, ends, values in flat_chunks(calls.table.column(name)):
-        starts = outputs.offsets[first : first + len(ends)]
-        yield positions(starts, np.diff(ends, prepend=0)), values
-
-
-def _prompts(calls: Sessions) -> list[Ints]:
-    outputs = list(_views(calls.table.column("output_ids")))
+def _prompts(calls: Sessions, outputs: Ragged) -> list[Ints]:
     prompts: list[Ints] = []
+    stored = [
+        values.to_numpy()[start:stop]
+        for _, ends, values in flat_chunks(calls.stored_ids)
+        for start, stop in pairwise([0, *ends.tolist()])
+    ]
     bases, starts = (calls.calls[name].tolist() for name in ("base", "own_start"))
-    for own, base, start in zip(_views(calls.stored_ids), bases, starts, strict=True):
+    for own, base, start in zip(stored, bases, starts, strict=True):
         if base >= 0:
             before = np.concatenate([prompts[base], outputs[base]])[:start]
             own = np.concatenate([before, own])
@@ -116,11 +103,38 @@ def _prompts(calls: Sessions) -> list[Ints]:
     return prompts
 
 
-def _views(column: pa.ChunkedArray) -> Sequence[Ints]:
-    views: list[Ints] = []
-    for _, ends, values in flat_chunks(column):
-        views.extend(np.split(values.to_numpy(), ends[:-1]) if len(ends) else [])
-    return views
+def aborted_calls(calls: Sessions) -> Bools:
+    """Calls whose finish_reason is "abort", shape (n_calls,)."""
+    aborted: Bools = calls.calls["stop"] == STOPS["abort"]
+    return aborted
+
+
+def without_aborted(calls: Sessions) -> tuple[Sessions, Longs]:
+    """Mark aborted calls as context only.
+
+    Also returns the number of tokens of each session that this excludes from training.
+    """
+    now = aborted_calls(calls) & (calls.calls["trainable"] != 0)
+    n_tokens = np.zeros(len(calls.ids), np.int64)
+    np.add.at(n_tokens, calls.session[now], calls.calls["out_len"][now])
+    return calls.untrained(now), n_tokens
+
+
+def check_logprobs(calls: Sessions) -> None:
+    """Raise InvalidTurnsError if a token that may be trained lacks a logprob."""
+    turns = flat_turns(calls, prompts=False)
+    lacking = np.append(0, np.cumsum(turns.unmasked & ~turns.given))
+    missing = np.diff(lacking[turns.outputs.offsets])
+    missing[calls.calls["trainable"] == 0] = 0
+    bad = np.flatnonzero(missing)
+    if len(bad):
+        call = int(bad[0])
+        more = f" (and {len(bad) - 1} more turns)" if len(bad) > 1 else ""
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: {missing[call]} of {calls.calls['out_len'][call]} "
+            f"sampled tokens have no logprob{more}, which missing_logprobs='raise' "
+            "refuses"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,31 +172,16 @@ class FlatRows:
 
 
 def flat_rows(table: pa.Table, *, align_right: bool = False) -> FlatRows:
-    """The per-token columns of rows.
+    """The per-token columns of rows: input_ids, loss_mask and, optionally, logprobs.
 
-    Parameters
-    ----------
-    table : Table
-        With input_ids and loss_mask, and optionally logprobs.
-    align_right : bool
-        Align lists that are shorter than the row with its end, not its start.
+    ``align_right``: lists that are shorter than the row are aligned with its end, not its
+    start.
     """
     ids = Ragged.of(table.column("input_ids"), -1)
-    bits, valid_bits, n_mask = _per_token(table, "loss_mask", ids, align_right)
+    bits, has_mask, n_mask = _per_token(table, "loss_mask", ids, align_right)
     values, given, n_logprobs = _per_token(table, "logprobs", ids, align_right)
-    return FlatRows(
-        table,
-        ids,
-        bits.astype(np.bool_),
-        valid_bits,
-        values.astype(np.float32),
-        given,
-        n_mask,
-        n_logprobs,
-    )
-
-
-_EMPTY = np.empty(0, np.int64)
+    mask, logprobs = bits.astype(np.bool_), values.astype(np.float32)
+    return FlatRows(table, ids, mask, has_mask, logprobs, given, n_mask, n_logprobs)
 
 
 def _per_token(
@@ -258,25 +257,15 @@ class Spans:
 
 def spans_of(table: pa.Table, turns: TurnTokens, sessions: Rows) -> Spans:
     """The spans of rows; ``sessions`` as `sessions_of` returns them."""
-    flat = [(_EMPTY, pa.array([], table.schema.field("spans").type.value_type))]
-    for first, ends, values in flat_chunks(table.column("spans")):
-        n = np.diff(ends, prepend=0)
-        flat.append((first + np.repeat(np.arange(len(ends)), n), values))
-    row = np.concatenate([rows for rows, _ in flat])
-    values = pa.concat_arrays([spans for _, spans in flat])
-    broken = np.asarray(values.is_null())
-
-    def column(name: str) -> Longs:
-        nonlocal broken
-        numbers = pc.struct_field(values, name)
+    lists = Ragged.of(table.column("spans"))
+    row, columns = lists.owner, []
+    broken = np.asarray(lists.values.is_null())
+    for name in ("start", "stop", "turn_index", "output_start", "output_stop"):
+        numbers = field_of(lists.values, name)
         broken = broken | np.asarray(numbers.is_null())
-        return np.asarray(numbers.fill_null(-1), np.int64)
-
-    names = ("start", "stop", "turn_index", "output_start", "output_stop")
-    start, stop, turn_index, out_start, out_stop = map(column, names)
-    kind = pc.struct_field(values, "kind").cast(pa.string())
-    broken = broken | np.asarray(kind.is_null())
-    first_of_row = np.searchsorted(row, np.arange(table.num_rows))
+        columns.append(np.asarray(numbers.fill_null(-1), np.int64))
+    start, stop, turn_index, out_start, out_stop = columns
+    kind = field_of(lists.values, "kind").cast(pa.string())
     return Spans(
         row,
         start,
@@ -285,7 +274,7 @@ def spans_of(table: pa.Table, turns: TurnTokens, sessions: Rows) -> Spans:
         out_start,
         out_stop,
         kind.to_numpy(zero_copy_only=False),
-        np.arange(len(row)) - first_of_row[row],
+        np.arange(len(row)) - lists.offsets[row],
         turn_index,
-        broken,
+        broken | np.asarray(kind.is_null()),
     )

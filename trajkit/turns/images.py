@@ -8,26 +8,28 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import chosen_int
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.tables.canonical import TableLike, as_table, place
-from trajkit.tables.ragged import Ragged
+from trajkit.tables.columns import with_column
+from trajkit.tables.ragged import Ints, Ragged
 
-Ints: TypeAlias = npt.NDArray[np.int32]
 Item: TypeAlias = Mapping[str, Any]
 """A `trajkit.schema.MM_ITEM` as a dict."""
+
+Image: TypeAlias = tuple[object, ...]
+"""What two items have in common if they show one image."""
 
 FIRST_CONTENT_ID = 1 << 30
 """Content ids are at least this, and every engine's ids are below it."""
 
-_COLUMNS = ("prompt_ids", "suffix_ids", "input_ids")
-
-
 CONTENT_HASH = re.compile("[0-9a-f]{64}")
 """A SHA-256 in hexadecimal: the hash of an item, and the name of its file."""
+
+_HASH_RULE = "expected a SHA-256, 64 hexadecimal digits in lower case"
+_COLUMNS = ("prompt_ids", "suffix_ids", "input_ids")
 
 
 def content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
@@ -59,10 +61,7 @@ def content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
     if not isinstance(kind, str) or not kind:
         raise ArgumentError(f"kind={kind!r}: expected a word, such as 'image'")
     if not isinstance(content_hash, str) or not CONTENT_HASH.fullmatch(content_hash):
-        raise ArgumentError(
-            f"content_hash={content_hash!r}: expected a SHA-256, 64 hexadecimal digits in "
-            "lower case"
-        )
+        raise ArgumentError(f"content_hash={content_hash!r}: {_HASH_RULE}")
     return _content_ids(kind, content_hash, chosen_int("n_tokens", n_tokens, 0))
 
 
@@ -73,15 +72,6 @@ def _content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
     ids: Ints = np.resize(words.astype(np.int32), n_tokens)
     ids.flags.writeable = False
     return ids
-
-
-def item_ids(item: Item) -> Ints:
-    """Return the content ids of an item."""
-    return _content_ids(item["kind"], item["hash"], item["stop"] - item["start"])
-
-
-Image: TypeAlias = tuple[object, ...]
-"""What two items have in common if they show one image."""
 
 
 def same_image(item: Item) -> Image:
@@ -113,34 +103,37 @@ def image_faults(
         low, high = (min(max(at, first), end) - first for at in (start, stop))
         inside = start < end if may_be_cut else stop <= end
         if not CONTENT_HASH.fullmatch(item["hash"]):
-            fault = (
-                f"{name} has the hash {item['hash']!r}: expected a SHA-256, 64 "
-                "hexadecimal digits in lower case"
-            )
+            yield start, f"{name} has the hash {item['hash']!r}: {_HASH_RULE}"
         elif not (last <= start < stop and inside):
-            fault = (
-                f"{name} is {start}:{stop}: expected tokens from {last} to {end}, the "
-                f"end of the {'row' if may_be_cut else 'prompt'}"
+            what = "row" if may_be_cut else "prompt"
+            yield (
+                start,
+                f"{name} is {start}:{stop}: expected tokens from {last} to {end}, the end "
+                f"of the {what}",
             )
         elif not 0 <= item["token_id"] < FIRST_CONTENT_ID:
-            fault = f"{name} has the token_id {item['token_id']}, a content id"
+            yield start, f"{name} has the token_id {item['token_id']}, a content id"
         elif known is not None and same_image(item) not in known:
-            fault = f"no source of the tokens has the image {dict(item)}"
+            yield start, f"no source of the tokens has the image {dict(item)}"
         elif (
             ids[low:high] != item_ids(item)[low + first - start :][: high - low]
         ).any():
-            fault = (
+            yield (
+                start,
                 f"the tokens {start}:{stop} are not the content ids of {name}: make them "
-                "with trajkit.turns.content_ids"
+                "with trajkit.turns.content_ids",
             )
         else:
             unclaimed[low:high] = False
             last = stop
-            continue
-        yield start, fault
     if known is not None:
         for token in np.flatnonzero(unclaimed)[:1].tolist():
             yield token, f"{ids[token]} is a content id of no item"
+
+
+def item_ids(item: Item) -> Ints:
+    """Return the content ids of an item."""
+    return _content_ids(item["kind"], item["hash"], item["stop"] - item["start"])
 
 
 def has_items(table: pa.Table) -> bool:
@@ -188,25 +181,17 @@ def engine_ids(table: TableLike) -> pa.Table:
     items: list[Any] = [None] * len(lists)
     if "mm_items" in source.column_names:
         items = source.column("mm_items").to_pylist()
-    for line, (start, stop) in enumerate(pairwise(lists.offsets.tolist())):
-        restore_ids(ids[start:stop], items[line] or (), int(first[line]))
-        bad = np.flatnonzero(ids[start:stop] >= FIRST_CONTENT_ID)
+    for line, (begin, end) in enumerate(pairwise(lists.offsets.tolist())):
+        own = ids[begin:end]
+        for item in items[line] or ():
+            start, stop = (
+                max(item[name] - int(first[line]), 0) for name in ("start", "stop")
+            )
+            own[start:stop] = item["token_id"]
+        bad = np.flatnonzero(own >= FIRST_CONTENT_ID)
         if len(bad):
             raise InvalidTurnsError(
-                f"{place(source, line)}: {name}[{bad[0]}] is {ids[start + bad[0]]}, a "
-                "content id, but no item of mm_items has this token"
+                f"{place(source, line)}: {name}[{bad[0]}] is {own[bad[0]]}, a content id, "
+                "but no item of mm_items has this token"
             )
-    restored = Ragged(ids, lists.offsets).to_arrow()
-    at = source.column_names.index(name)
-    field = pa.field(name, restored.type, nullable=False)
-    return source.set_column(at, field, restored)
-
-
-def restore_ids(ids: Ints, items: Sequence[Item], first: int = 0) -> None:
-    """Replace content ids by the engine's, in place.
-
-    ``ids[0]`` has the position ``first`` of the prompt or row that ``items`` are of.
-    """
-    for item in items:
-        start, stop = (max(item[name] - first, 0) for name in ("start", "stop"))
-        ids[start:stop] = item["token_id"]
+    return with_column(source, name, Ragged(ids, lists.offsets).to_arrow())

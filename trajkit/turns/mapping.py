@@ -12,12 +12,10 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from trajkit._arguments import near_miss
 from trajkit.errors import ArgumentError
-
-_Keys: TypeAlias = tuple[str, ...]
 
 SHORT = {"logprobs": "output_logprobs", "messages": "prompt_messages"}
 """Other names of fields."""
@@ -27,24 +25,21 @@ _TYPED = ("stringValue", "intValue", "doubleValue", "boolValue")
 _SETTINGS = ("format", "each", "only")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A path: its keys, and whether it begins at the object around the record."""
 
-    keys: _Keys
+    keys: tuple[str, ...]
     outer: bool = False
 
     def find(self, record: object, outer: object, file: str | None) -> object:
         """The value at the path; None if there is none."""
         if self.keys == ("@file",):
             return file
-        if self.keys == ("@self",):
-            return outer if self.outer else record
-        return _find(outer if self.outer else record, self.keys)
+        source = outer if self.outer else record
+        return source if self.keys == ("@self",) else _find(source, self.keys)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """The paths of one field."""
 
     text: str
@@ -74,14 +69,13 @@ def route(text: object) -> Route:
         text = "|".join(map(str, text))
     if not isinstance(text, str) or not text.strip():
         raise ArgumentError(f"map: the path {text!r}: expected keys, such as a.b")
-    ways = []
-    for way in text.split("|"):
-        parts = []
-        for one in way.split("+"):
-            keys = one.strip()
-            outer = keys.startswith("/")
-            parts.append(Part(tuple(keys.removeprefix("/").split(".")), outer))
-        ways.append(tuple(parts))
+    ways = [
+        tuple(
+            Part(tuple(keys.removeprefix("/").split(".")), keys.startswith("/"))
+            for keys in map(str.strip, way.split("+"))
+        )
+        for way in text.split("|")
+    ]
     return Route(text, tuple(ways))
 
 
@@ -104,11 +98,8 @@ class Map:
         """
         used = {part.keys[0] for one in self.fields.values() for part in one.parts()}
         kept = {name: value for name, value in record.items() if name not in used}
-        for name, one in self.fields.items():
-            value = one.find(record, record)
-            if value is not None:
-                kept[name] = value
-        return kept
+        found = {name: one.find(record, record) for name, one in self.fields.items()}
+        return kept | {name: v for name, v in found.items() if v is not None}
 
 
 MapLike: TypeAlias = Map | Mapping[str, Any] | str | os.PathLike[str]
@@ -118,13 +109,34 @@ MapLike: TypeAlias = Map | Mapping[str, Any] | str | os.PathLike[str]
 def read_map(given: MapLike, known: tuple[str, ...] | None = None) -> Map:
     """A mapping from what a user wrote; ``known`` are the fields that it may have."""
     if isinstance(given, Map):
-        check_fields(given.fields, known)
+        _check_fields(given.fields, known)
         return given
-    entries: Mapping[str, Any]
+    entries = dict(_entries(given))
+    settings = {name: entries.pop(name) for name in _SETTINGS if name in entries}
+    for name, value in settings.items():
+        if not isinstance(value, str):
+            raise ArgumentError(f"map: {name} is {value!r}: expected text")
+    table = entries.pop("fields", {})
+    if not isinstance(table, Mapping):
+        raise ArgumentError(f"map: fields is {table!r}: expected fields with paths")
+    fields: dict[str, Route] = {}
+    for name, path in {**entries, **table}.items():
+        target = SHORT.get(name, name)
+        if target in fields:
+            raise ArgumentError(f"map: {target} is given twice")
+        fields[target] = route(path)
+    if not fields and not settings:
+        raise ArgumentError("map has no fields: expected FIELD=PATH")
+    _check_fields(fields, known)
+    return Map(fields, **settings)
+
+
+def _entries(given: object) -> Mapping[str, Any]:
+    """The fields, with their paths, and the settings that a user wrote."""
     if isinstance(given, Mapping):
-        entries = given
-    elif isinstance(given, str) and "=" in given:
-        entries = {}
+        return given
+    if isinstance(given, str) and "=" in given:
+        entries: dict[str, str] = {}
         for pair in filter(None, map(str.strip, given.split(","))):
             name, equals, path = map(str.strip, pair.partition("="))
             if not equals or not name:
@@ -132,41 +144,23 @@ def read_map(given: MapLike, known: tuple[str, ...] | None = None) -> Map:
             if name in entries:
                 raise ArgumentError(f"map: {name} is given twice")
             entries[name] = path
-    elif isinstance(given, str | os.PathLike):
-        try:
-            entries = tomllib.loads(Path(given).read_text("utf-8"))
-        except (ValueError, IsADirectoryError) as error:
-            raise ArgumentError(f"map: {given}: {error}") from None
-        except FileNotFoundError:
-            raise ArgumentError(
-                f"map: {str(given)!r} is neither FIELD=PATH,... nor a TOML file"
-            ) from None
-    else:
+        return entries
+    if not isinstance(given, str | os.PathLike):
         raise ArgumentError(
             f"map is a {type(given).__name__}: expected a dict, text of FIELD=PATH, or "
             "the path of a TOML file"
         )
-    settings = {name: entries[name] for name in _SETTINGS if name in entries}
-    for name, value in settings.items():
-        if not isinstance(value, str):
-            raise ArgumentError(f"map: {name} is {value!r}: expected text")
-    listed = {name: path for name, path in entries.items() if name not in settings}
-    table = listed.pop("fields", {})
-    if not isinstance(table, Mapping):
-        raise ArgumentError(f"map: fields is {table!r}: expected fields with paths")
-    fields = {}
-    for name, path in {**listed, **table}.items():
-        target = SHORT.get(name, name)
-        if target in fields:
-            raise ArgumentError(f"map: {target} is given twice")
-        fields[target] = route(path)
-    if not fields and not settings:
-        raise ArgumentError("map has no fields: expected FIELD=PATH")
-    check_fields(fields, known)
-    return Map(fields, **settings)
+    try:
+        return tomllib.loads(Path(given).read_text("utf-8"))
+    except (ValueError, IsADirectoryError) as error:
+        raise ArgumentError(f"map: {given}: {error}") from None
+    except FileNotFoundError:
+        raise ArgumentError(
+            f"map: {str(given)!r} is neither FIELD=PATH,... nor a TOML file"
+        ) from None
 
 
-def check_fields(names: Iterable[str], known: tuple[str, ...] | None) -> None:
+def _check_fields(names: Iterable[str], known: tuple[str, ...] | None) -> None:
     """Raise ArgumentError unless each name is of a known field."""
     for name in names:
         if known is not None and name not in known:
@@ -177,59 +171,48 @@ def check_fields(names: Iterable[str], known: tuple[str, ...] | None) -> None:
 
 def merged_map(given: list[str] | None) -> Map | None:
     """Several mappings of a command line as one."""
-    maps = [read_map(one) for one in given or ()]
-    if not maps:
+    if not given:
         return None
+    merged: dict[str, Any] = {}
     fields: dict[str, Route] = {}
-    settings: dict[str, str] = {}
-    for one in maps:
+    for one in map(read_map, given):
         if twice := fields.keys() & one.fields.keys():
             raise ArgumentError(f"map: {min(twice)} is given twice")
         fields |= one.fields
-        settings |= {
-            name: value
-            for name in _SETTINGS
-            if (value := getattr(one, name)) is not None
-        }
-    return Map(fields, **settings)
+        stated = {name: getattr(one, name) for name in _SETTINGS}
+        merged |= {name: value for name, value in stated.items() if value is not None}
+    return Map(fields, **merged)
 
 
 def _is_text(value: object) -> bool:
-    return (isinstance(value, str) and bool(value)) or (
-        isinstance(value, int) and not isinstance(value, bool)
-    )
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return is_number or (isinstance(value, str) and bool(value))
 
 
-def _find(value: object, keys: _Keys) -> object:
-    if keys and isinstance(value, str) and value[:1] in ("{", "["):
+def _find(value: object, keys: tuple[str, ...]) -> object:
+    if not keys:
+        return value
+    if isinstance(value, str) and value[:1] in ("{", "["):
         # attributes of OpenTelemetry hold JSON as text
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return None
-    if not keys:
-        return value
     if isinstance(value, list):
         if keys[0].lstrip("-").isdecimal():
             at = int(keys[0][:9])
             inside = -len(value) <= at < len(value)
             return _find(value[at], keys[1:]) if inside else None
-        value = _attributes(value)
+        # the attributes of OpenTelemetry's JSON, a list of keys and typed values
+        pairs = [one for one in value if isinstance(one, dict) and "key" in one]
+        value = {str(one["key"]): _typed(one.get("value")) for one in pairs}
     if isinstance(value, dict):
         # names may contain dots themselves, as those of OpenTelemetry do
         for n in range(1, len(keys) + 1):
-            name = ".".join(keys[:n])
-            if name in value:
-                found = _find(value[name], keys[n:])
-                if found is not None:
-                    return found
+            found = _find(value.get(".".join(keys[:n])), keys[n:])
+            if found is not None:
+                return found
     return None
-
-
-def _attributes(listed: list[object]) -> dict[str, object] | None:
-    """The attributes of OpenTelemetry's JSON, a list of keys and typed values."""
-    pairs = [one for one in listed if isinstance(one, dict) and "key" in one]
-    return {str(one["key"]): _typed(one.get("value")) for one in pairs} or None
 
 
 def _typed(value: object) -> object:

@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, MissingBodyError
 from trajkit.policies import MessageEquality
 from trajkit.schema import KEY_BYTES
-from trajkit.tables import lazy_compute as pc
-from trajkit.tables.ragged import Ints, Longs
+from trajkit.schema.engine import field_of
+from trajkit.tables.ragged import Array, Longs, codes
 from trajkit.turns.messages import message_body, message_texts, parse_json
 from trajkit.turns.sessions import Sessions
 
@@ -26,8 +25,6 @@ Message: TypeAlias = dict[str, object]
 Projection: TypeAlias = Callable[[str], str]
 """Maps a body to a text that is equal if the messages are."""
 
-_KEY_WORDS = KEY_BYTES // 8
-_CACHE_CONTROL = "cache_control"
 # characters of a body in an error text
 _SHOWN = 80
 
@@ -42,19 +39,19 @@ def with_equality(calls: Sessions, equality: MessageEquality) -> Sessions:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """The messages of calls, grouped into classes of equal messages."""
+    """The messages of calls, grouped by their body, or by what counts of it."""
 
-    # shape (n_classes,): a body of each class
+    # a body of each class
     bodies: pa.Array
-    # shape (n_places,): the class of each message that a request stores
+    # shape (n_places,): the class of each message that a request stores; -1: no body
     places: Longs
-    # shape (n_calls,): the class of each reply, or -1
+    # shape (n_calls,): the class of each reply; -1: no reply, or no body
     replies: Longs
 
     def keyed(self, calls: Sessions) -> Sessions:
         """The calls with the class as the first 8 bytes of each key, in native order."""
         n_places, n_calls = len(self.places), len(self.replies)
-        keys = np.zeros((n_places + n_calls, _KEY_WORDS), np.int64)
+        keys = np.zeros((n_places + n_calls, KEY_BYTES // 8), np.int64)
         keys[:n_places, 0] = self.places
         keys[n_places:, 0] = self.replies
         address, sizes = keys.ctypes.data, np.maximum(calls.requests["n_keys"], 0)
@@ -72,81 +69,70 @@ def classify(calls: Sessions, equality: MessageEquality) -> Classes:
     and InvalidTurnsError if a body is parsed that is not a JSON object.
     """
     current = current_bodies(calls)
-    _check_shown(calls, current)
-    bodies = current.bodies
-    if not len(bodies):
-        return Classes(bodies, current.places, current.replies)
+    both = np.concatenate([current.places, current.replies])
+    lacking = both < 0
+    lacking[len(current.places) :] &= calls.requests["reply_key"] != 0
+    if lacking.any():
+        raise MissingBodyError(
+            f"{_place_of(calls, int(lacking.argmax()))} has no body, here or earlier in "
+            "the session (rows filtered away?): the policy compares messages by their "
+            "bodies"
+        )
     project, texts = _PROJECTIONS[equality], []
-    for number, body in enumerate(bodies.to_pylist()):
+    for number, body in enumerate(current.bodies.to_pylist()):
         try:
             texts.append(project(body))
         except ValueError as error:
-            both = np.concatenate([current.places, current.replies])
-            call, what = _place_of(calls, int(np.flatnonzero(both == number)[0]))
+            where = _place_of(calls, int(np.flatnonzero(both == number)[0]))
             shown = body if len(body) <= _SHOWN else f"{body[:_SHOWN]}..."
             raise InvalidTurnsError(
-                f"{calls.place(call)}: {what} has the body {shown!r}, which is not a JSON "
-                f"object: {error}"
+                f"{where} has the body {shown!r}, which is not a JSON object: {error}"
             ) from None
-    encoded = pa.array(texts, pa.string()).dictionary_encode()
-    class_of = encoded.indices.to_numpy().astype(np.int64)
+    class_of = codes(pa.array(texts, pa.string()))
     first = np.unique(class_of, return_index=True)[1]
     class_of = np.append(class_of, -1)  # so that -1, no reply, stays -1
     return Classes(
-        bodies.take(pa.array(first)),
+        current.bodies.take(pa.array(first)),
         class_of[current.places],
         class_of[current.replies],
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Bodies:
-    """The body that each message of calls refers to: its key's last one so far."""
-
-    # distinct
-    bodies: pa.Array
-    # shape (n_places,): the number of the body of each message that a request stores, or -1
-    places: Longs
-    # shape (n_calls,): the number of the body of each reply; -1: no reply, or no body
-    replies: Longs
-
-
-def current_bodies(calls: Sessions) -> Bodies:
-    """The body that each message of the calls refers to."""
+def current_bodies(calls: Sessions) -> Classes:
+    """The body that each message of the calls refers to: its key's last one so far."""
     messages = [chunk.flatten() for chunk in calls.stored_messages.chunks]
     responses = calls.table.column("response").chunks
-    # unlike field(), this gives null for a null reply
     shown, replied = (
-        [pc.struct_field(chunk, "body") for chunk in chunks]
+        [field_of(chunk, "body") for chunk in chunks]
         for chunks in (messages, responses)
     )
-    has_body, reply_has_body = _valid(shown), _valid(replied)
-    places = np.empty(len(has_body), np.int64)
-    replies = np.empty(len(calls.requests), np.int64)
+    places = np.empty(sum(map(len, shown)), np.int64)
+    replies = np.empty(calls.n_calls, np.int64)
     _core.find_bodies(
-        calls.requests, calls.offsets, has_body, reply_has_body, places, replies
+        calls.requests, calls.offsets, _valid(shown), _valid(replied), places, replies
     )
-    encoded = pa.chunked_array([*shown, *replied], pa.string()).dictionary_encode()
-    if not encoded.num_chunks:
-        return Bodies(pa.array([], pa.string()), places, replies)
-    body_at = np.concatenate([_numbers(chunk.indices) for chunk in encoded.chunks])
-    body_at = np.append(body_at.astype(np.int64), -1)
-    return Bodies(encoded.chunk(0).dictionary, body_at[places], body_at[replies])
+    bodies = pa.concat_arrays([pa.array([], pa.string()), *shown, *replied])
+    encoded = bodies.dictionary_encode()
+    body_at = np.append(np.asarray(encoded.indices.fill_null(-1), np.int64), -1)
+    return Classes(encoded.dictionary, body_at[places], body_at[replies])
 
 
-def _numbers(indices: pa.Array) -> Ints:
-    """The indices of a dictionary array; arbitrary for null."""
-    data = indices.buffers()[1] or b""
-    return np.frombuffer(data, np.int32, len(indices), 4 * indices.offset)
-
-
-def _valid(chunks: list[pa.Array]) -> npt.NDArray[np.uint8]:
+def _valid(chunks: list[pa.Array]) -> Array:
     """1 for each value that is not null."""
-    parts = [np.zeros(0, np.uint8)]
-    for chunk in chunks:
-        valid = chunk.is_valid().to_numpy(zero_copy_only=False)
-        parts.append(valid.astype(np.uint8))
-    return np.concatenate(parts)
+    parts = [np.asarray(chunk.is_valid()) for chunk in chunks]
+    return np.concatenate([np.zeros(0, np.bool_), *parts]).view(np.uint8)
+
+
+def _place_of(calls: Sessions, number: int) -> str:
+    """A message's name in errors; numbers count stored messages, then replies."""
+    sizes = np.maximum(calls.requests["n_keys"], 0)
+    stops = np.cumsum(sizes)
+    n_places = int(sizes.sum())
+    if number >= n_places:
+        return f"{calls.place(number - n_places)}: response"
+    call = int(np.searchsorted(stops, number, side="right"))
+    index = calls.requests["shared"][call] + number - stops[call] + sizes[call]
+    return f"{calls.place(call)}: messages[{index}]"
 
 
 def _message(body: str) -> Message:
@@ -156,42 +142,15 @@ def _message(body: str) -> Message:
     return message
 
 
-def _place_of(calls: Sessions, number: int) -> tuple[int, str]:
-    """The call of a message and its name there; numbers count messages, then replies."""
-    sizes = np.maximum(calls.requests["n_keys"], 0)
-    stops = np.cumsum(sizes)
-    n_places = int(sizes.sum())
-    if number >= n_places:
-        return number - n_places, "response"
-    call = int(np.searchsorted(stops, number, side="right"))
-    index = calls.requests["shared"][call] + number - stops[call] + sizes[call]
-    return call, f"messages[{index}]"
-
-
-def _check_shown(calls: Sessions, current: Bodies) -> None:
-    bodiless = np.flatnonzero(current.places < 0)
-    if len(bodiless):
-        call, what = _place_of(calls, int(bodiless[0]))
-    else:
-        missing = (current.replies < 0) & (calls.requests["reply_key"] != 0)
-        if not missing.any():
-            return
-        call, what = int(missing.argmax()), "response"
-    raise MissingBodyError(
-        f"{calls.place(call)}: {what} has no body, here or earlier in the session "
-        "(rows filtered away?): the policy compares messages by their bodies"
-    )
-
-
 def _text(body: str) -> str:
     """A body without ``cache_control`` at any depth."""
-    if f'"{_CACHE_CONTROL}"' not in body:
+    if '"cache_control"' not in body:
         return body
     message = _message(body)
     within: list[object] = [message]
     for value in within:
         if isinstance(value, dict):
-            value.pop(_CACHE_CONTROL, None)
+            value.pop("cache_control", None)
             within += value.values()
         elif isinstance(value, list):
             within += value
@@ -201,11 +160,6 @@ def _text(body: str) -> str:
 def _values(body: str) -> str:
     """The identity text of a message."""
     return message_texts(_message(body)).identity
-
-
-def _content(body: str) -> str:
-    """What counts of a message's role, text, reasoning and tool calls, as JSON."""
-    return message_body(_counted(_message(body)))
 
 
 _COUNTED = {
@@ -220,7 +174,9 @@ _COUNTED = {
 Tool calls are compared as well."""
 
 
-def _counted(message: Message) -> Message:
+def _content(body: str) -> str:
+    """What counts of a message's role, text, reasoning and tool calls, as JSON."""
+    message = _message(body)
     role = message.get("role")
     counted: Message = {}
     for name, its_role in _COUNTED.items():
@@ -229,11 +185,10 @@ def _counted(message: Message) -> Message:
         missing = value is None or (name == "content" and value == "")
         if not missing and its_role in ("", role):
             counted[name] = value
-    if role == "assistant":
-        calls = message.get("tool_calls")
-        if isinstance(calls, list):
-            counted["tool_calls"] = [_called(call) for call in calls]
-    return counted
+    calls = message.get("tool_calls")
+    if role == "assistant" and isinstance(calls, list):
+        counted["tool_calls"] = [_called(call) for call in calls]
+    return message_body(counted)
 
 
 def _called(call: object) -> object:
@@ -243,14 +198,13 @@ def _called(call: object) -> object:
     function = call.get("function")
     holder = function if isinstance(function, dict) else call
     arguments = holder.get("arguments")
+    form = "parsed"
     if isinstance(arguments, str):
         try:
-            arguments = {"parsed": parse_json(arguments)}
+            arguments = parse_json(arguments)
         except ValueError:
-            arguments = {"text": arguments}
-    else:
-        arguments = {"parsed": arguments}
-    return [call.get("id"), holder.get("name"), arguments]
+            form = "text"
+    return [call.get("id"), holder.get("name"), {form: arguments}]
 
 
 def _of_fields(*names: str) -> Projection:
@@ -285,20 +239,5 @@ _PROJECTIONS: dict[MessageEquality, Projection] = {
     "strict": _of_fields("role", "content", "reasoning_content", "tool_calls"),
     "role_content_only": _of_fields("role", "content"),
 }
-"""The equalities by name.
-
-values
-    Python's ``==``: key order does not matter, 1 == 1.0 == True.
-text
-    The same JSON text with sorted keys and without ``cache_control`` at any depth; 1 and
-    1.0 differ (``segments``).
-content
-    The same role, content (null is the empty text), reasoning, provider state, tool calls
-    (id, name, arguments as JSON values, whether given as text or not) and, of a tool's
-    message, tool_call_id; other fields are ignored (``graph``). 1 and 1.0 differ.
-strict
-    Python's ``==`` of role, content, reasoning_content and tool_calls only, without the
-    ``index`` of a tool call; None, "" and [] are the same (``miles``).
-role_content_only
-    As ``strict``, for role and content only.
-"""
+"""The equalities by name, as `trajkit.policies.Policy` describes them. 1 and 1.0 differ in
+``text`` (``segments``) and ``content`` (``graph``); ``strict`` is that of ``miles``."""

@@ -16,25 +16,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import eq
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import KEY_BYTES, MESSAGE
+from trajkit.schema import KEY_BYTES, MESSAGE, TURNS
+from trajkit.tables.ragged import Bools, Ints, Longs, Ragged, offsets_of
 
-Ids: TypeAlias = npt.NDArray[np.int32]
-Bools: TypeAlias = npt.NDArray[np.bool_]
-
-NO_IDS: Ids = np.empty(0, np.int32)
-
-_PLAIN = {str, type(None), dict, list}
-_WRITTEN_ALIKE = {*_PLAIN, int}
-"""Types that orjson and the standard library write alike, in one way only."""
-
+# Types that orjson and the standard library write alike, in one way only.
+_WRITTEN_ALIKE = {str, type(None), dict, list, int}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(
     ensure_ascii=False, sort_keys=True, separators=(",", ":"), check_circular=False
@@ -42,7 +35,21 @@ _ENCODER = json.JSONEncoder(
 
 
 def message_key(message: dict[str, object]) -> bytes:
-    """The 16-byte key of a chat message: the same for messages that are ``==``.
+    """The 16-byte key: the same for messages that are ``==``; see `message_record`."""
+    return message_record(message)[0]
+
+
+def message_body(message: dict[str, object]) -> str:
+    """JSON with sorted keys, no white space, in valid UTF-8; see `message_record`.
+
+    Two lone surrogates side by side are written as the pair that they look like; their
+    key is still their own.
+    """
+    return message_record(message)[1]
+
+
+def message_record(message: dict[str, object]) -> tuple[bytes, str]:
+    """The key and the body of a chat message, read once.
 
     Parameters
     ----------
@@ -51,14 +58,19 @@ def message_key(message: dict[str, object]) -> bytes:
 
     Returns
     -------
-    bytes
+    tuple of bytes and str
+        What `message_key` and `message_body` give.
 
     Raises
     ------
+    ArgumentError
+        It is no dict.
     InvalidTurnsError
-        As for `message_record`.
+        The message contains a value that JSON cannot express, and the text names its path;
+        or it is nested deeper than Python's recursion limit.
     """
-    return message_record(message)[0]
+    texts = message_texts(message)
+    return _digest(texts.identity), texts.body
 
 
 def tools_key(tools: list[dict[str, object]]) -> str:
@@ -95,55 +107,7 @@ def tools_key(tools: list[dict[str, object]]) -> str:
 def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
-    return value
-
-
-def message_body(message: dict[str, object]) -> str:
-    """JSON with sorted keys, no white space, numbers as they are, and valid UTF-8.
-
-    Two lone surrogates side by side are written as the pair that they look like; their
-    key is still their own.
-
-    Parameters
-    ----------
-    message : dict
-        Of JSON values throughout.
-
-    Returns
-    -------
-    str
-
-    Raises
-    ------
-    InvalidTurnsError
-        As for `message_record`.
-    """
-    return message_record(message)[1]
-
-
-def message_record(message: dict[str, object]) -> tuple[bytes, str]:
-    """The key and the body of a chat message, read once.
-
-    Parameters
-    ----------
-    message : dict
-        Of JSON values throughout.
-
-    Returns
-    -------
-    tuple of bytes and str
-        What `message_key` and `message_body` give.
-
-    Raises
-    ------
-    InvalidTurnsError
-        The message contains a value that JSON cannot express, and the text names its path;
-        or it is nested deeper than Python's recursion limit.
-    """
-    texts = message_texts(message)
-    return key_of(texts.identity), texts.body
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 class Texts(NamedTuple):
@@ -171,13 +135,13 @@ def message_texts(message: dict[str, object]) -> Texts:
     try:
         # read once, so that both texts agree whatever the caller's own classes do
         copy = _copied(message)
-        return Texts(_written(_simplest(copy, ())), _written(copy), False)
+        identity, body = map(_ENCODER.encode, (_simplest(copy, ()), copy))
+        return Texts(with_escapes(identity), with_escapes(body), False)
     except RecursionError:
         raise InvalidTurnsError("is nested too deep, or holds itself") from None
 
 
-def key_of(identity: str) -> bytes:
-    """The key of the message that has this identity text."""
+def _digest(identity: str) -> bytes:
     return blake2b(identity.encode(), digest_size=KEY_BYTES).digest()
 
 
@@ -238,11 +202,6 @@ def _refusal(path: tuple[object, ...], reason: str) -> InvalidTurnsError:
     return InvalidTurnsError("".join(steps) + (" " if steps else "") + reason)
 
 
-def _written(value: object) -> str:
-    """Canonical JSON of a value, with lone surrogates escaped."""
-    return with_escapes(_ENCODER.encode(value))
-
-
 def with_escapes(text: str) -> str:
     """JSON with its lone surrogates escaped, so that UTF-8 can encode it."""
     if text.isascii():
@@ -293,7 +252,7 @@ def encode(message: object, where: str) -> Encoded:
     except InvalidTurnsError as error:
         gap = "" if str(error).startswith("[") else " "
         raise InvalidTurnsError(f"{where}{gap}{error}") from None
-    return Encoded(key_of(identity), role, body, is_plain)
+    return Encoded(_digest(identity), role, body, is_plain)
 
 
 def check_text(text: str, where: str) -> None:
@@ -307,7 +266,7 @@ def check_text(text: str, where: str) -> None:
             ) from None
 
 
-class WithNumbers:
+class _WithNumbers:
     """A message that is not plain; it equals those that are ``==`` and have its body."""
 
     __slots__ = ("_message", "_text")
@@ -335,7 +294,7 @@ def _quickly_written(message: object) -> bytes | None:
 
 def comparable(message: object, is_plain: bool) -> object:
     """An object that is ``==`` to messages with the same body alone."""
-    return message if is_plain else WithNumbers(message)
+    return message if is_plain else _WithNumbers(message)
 
 
 def unequal_places(messages: Sequence[object], others: Iterable[object]) -> list[int]:
@@ -363,15 +322,12 @@ class MessageBook:
     # ids of bodies whose key has another body as well, and the first id of that key
     respelled: dict[int, int] = field(default_factory=dict)
 
-    def find(self, message: Encoded) -> int:
-        """The id of a message; -1 if it, or its body, is new."""
-        if message.body is not None:
-            return self._numbers.get(message.body, -1)
-        return self._numbers.get((message.key, message.role), -1)
-
     def add(self, message: Encoded) -> int:
         """The id of a message; one with a body replaces one without."""
-        number = self.find(message)
+        name = message.body
+        number = self._numbers.get(
+            (message.key, message.role) if name is None else name, -1
+        )
         if number < 0:
             number = len(self.messages)
             self.messages.append(message)
@@ -383,7 +339,35 @@ class MessageBook:
                     self.respelled[first] = self.respelled[number] = first
         return number
 
-    def shown(self, ids: Ids, sessions: Ids) -> Bools:
+    def columns(
+        self, ids: Ints, lengths: Longs | Ints, responses: Ints, sessions: Ints
+    ) -> tuple[pa.Array, pa.Array]:
+        """The columns messages and response of turns that are sorted by session.
+
+        ``ids`` are the messages of all turns, end to end, and ``lengths`` their number in
+        each turn (-1: no list); ``responses`` are messages (-1: none), ``sessions``
+        numbers.
+        """
+        null = lengths < 0
+        offsets = offsets_of(np.where(null, 0, lengths))
+        n_turns, n = len(lengths), len(ids)
+        # in order of time: the messages of a turn, then its response
+        stops = offsets[1:] + np.arange(n_turns)
+        at = np.ones(n + n_turns, np.bool_)
+        at[stops] = False
+        in_time = np.empty(n + n_turns, np.int32)
+        in_time[at], in_time[stops] = ids, responses
+        owners = np.repeat(sessions, np.diff(stops, prepend=-1))
+        known = in_time >= 0
+        first = np.zeros(n + n_turns, np.bool_)
+        first[known] = self.shown(in_time[known], owners[known])
+        structs = self._array(
+            np.concatenate([ids, responses]), np.concatenate([first[at], first[stops]])
+        )
+        lists = Ragged(structs[:n], offsets)
+        return lists.to_arrow(null, TURNS.field("messages").type), structs[n:]
+
+    def shown(self, ids: Ints, sessions: Ints) -> Bools:
         """Whether the body of each message is written: its key last had none, or another.
 
         Messages are in the order of their sessions (prompt, reply, next prompt, ...).
@@ -403,23 +387,20 @@ class MessageBook:
             new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)
         return new
 
-    def array(self, ids: Ids, shown: Bools) -> pa.StructArray:
+    def _array(self, ids: Ints, shown: Bools) -> pa.StructArray:
         """The messages as the schema's struct: null for -1, a body only where shown."""
-        keys = b"".join([message.key for message in self.messages])
-        roles = [message.role for message in self.messages]
-        bodies = [message.body for message in self.messages]
         # an id of -1 takes the last key
-        words = np.frombuffer(keys + bytes(KEY_BYTES), f"V{KEY_BYTES}")[ids]
+        keys = b"".join([*(message.key for message in self.messages), bytes(KEY_BYTES)])
+        words = pa.py_buffer(np.frombuffer(keys, f"V{KEY_BYTES}")[ids])
+        roles = pa.array([message.role for message in self.messages], pa.string())
+        bodies = pa.array([message.body for message in self.messages], pa.string())
         absent = ids < 0
-        mask = pa.array(absent) if absent.any() else None
         return pa.StructArray.from_arrays(
             [
-                pa.Array.from_buffers(
-                    pa.binary(KEY_BYTES), len(ids), [None, pa.py_buffer(words)]
-                ),
-                pa.array(roles, pa.string()).take(pa.array(ids, mask=absent)),
-                pa.array(bodies, pa.string()).take(pa.array(ids, mask=~shown)),
+                pa.Array.from_buffers(pa.binary(KEY_BYTES), len(ids), [None, words]),
+                roles.take(pa.array(ids, mask=absent)),
+                bodies.take(pa.array(ids, mask=~shown)),
             ],
             fields=list(MESSAGE),
-            mask=mask,
+            mask=pa.array(absent) if absent.any() else None,
         )

@@ -4,30 +4,31 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arguments import check_choice, near_miss, whole_number
+from trajkit import _core
+from trajkit._arguments import check_choice, near_miss, plain_array, whole_number
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import TURNS
 from trajkit.tables.canonical import TableLike, as_table
-from trajkit.tables.ragged import Bools, Ints, Longs, Ragged, offsets_of
+from trajkit.tables.ragged import Bools, Floats, Ints, Ragged, offsets_of
 from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import (
-    NO_IDS,
-    Ids,
     MessageBook,
     check_text,
     comparable,
     encode,
     unequal_places,
 )
-from trajkit.turns.python_lists import Valid, checked_ids, lists_of, read_logprobs
 from trajkit.turns.validation import Nonfinite, check_turns
 
 Record: TypeAlias = Mapping[str, object]
+Valid: TypeAlias = npt.NDArray[np.uint8] | None
+"""0 where a number is null; None: nowhere."""
 
 METADATA = (
     *("finish_reason", "use_tool", "ill_formed", "trainable"),
@@ -41,6 +42,11 @@ FIELDS = ("session_id", "turn_index", *_TOKENS, *_MESSAGES, *METADATA)
 _SPELLED = {name.replace("_", ""): name for name in FIELDS}
 # as an extra column it would silently leave the turns without logprobs
 _SPELLED["logprobs"] = "output_logprobs"
+
+MAX_DEPTH = 32
+"""Maximum nesting depth of a value in an extra column."""
+ID_RULE = "token ids are integers in [0, 2**31)"
+_NO_IDS = np.empty(0, np.int32)
 
 
 def from_records(
@@ -148,7 +154,7 @@ class _Session:
     # of the previous call: its messages as `comparable`, and their ids
     turn_index: int = -1
     messages: list[object] = field(default_factory=list)
-    message_ids: Ids = field(default_factory=lambda: NO_IDS)
+    message_ids: Ints = field(default_factory=lambda: _NO_IDS)
 
 
 @dataclass(slots=True)
@@ -164,7 +170,7 @@ class _Batch:
         default_factory=lambda: {name: [] for name in _TOKENS}
     )
     valid: list[Valid] = field(default_factory=list)
-    messages: list[Ids | None] = field(default_factory=list)
+    messages: list[Ints | None] = field(default_factory=list)
     # -1: no response
     responses: list[int] = field(default_factory=list)
     metadata: list[tuple[object, ...]] = field(default_factory=list)
@@ -176,9 +182,9 @@ class _Batch:
                 f"record {number} is a {type(record).__name__}: expected a dict with the "
                 "keys session_id, prompt_ids and output_ids, one dict per model call"
             )
-        for name in record:
-            if name not in FIELDS:
-                check_extra(name, f"record {number} has the key", record)
+        extras = [name for name in record if name not in FIELDS]
+        for name in extras:
+            check_extra(name, f"record {number} has the key", record)
         session = self._session(record, number)
         turn_index = _turn_index(record, session)
         where = f"session {session.name!r}, turn {turn_index}: "
@@ -191,12 +197,11 @@ class _Batch:
         self.valid.append(valid)
         self._add_messages(record, session, where)
         self.metadata.append(read_metadata(record, where))
-        for name, value in record.items():
-            if name not in FIELDS:
-                check_depth(name, value, where)
-                column = self.extras.setdefault(name, [])
-                column.extend([None] * (len(self.turn_indices) - len(column)))
-                column.append(value)
+        for name in extras:
+            check_depth(name, record[name], where)
+            column = self.extras.setdefault(name, [])
+            column.extend([None] * (len(self.turn_indices) - len(column)))
+            column.append(record[name])
         self.session_numbers.append(session.number)
         self.turn_indices.append(turn_index)
         session.turn_index = turn_index
@@ -270,17 +275,16 @@ class _Batch:
             messages = [messages[k] for k in order]
             responses, numbers = responses[order], numbers[order]
         columns = dict(zip(table.column_names, table.columns, strict=True))
-        columns["messages"], columns["response"] = message_columns(
-            self.book,
-            np.concatenate([NO_IDS, *(ids for ids in messages if ids is not None)]),
+        columns["messages"], columns["response"] = self.book.columns(
+            np.concatenate([_NO_IDS, *(ids for ids in messages if ids is not None)]),
             np.array([-1 if ids is None else len(ids) for ids in messages], np.int64),
             responses,
             numbers,
         )
         fields = [*TURNS, *(table.schema.field(name) for name in self.extras)]
+        schema = pa.schema(fields, metadata=TURNS.metadata)
         return pa.Table.from_arrays(
-            [columns[field.name] for field in fields],
-            schema=pa.schema(fields, metadata=TURNS.metadata),
+            [columns[name] for name in schema.names], schema=schema
         )
 
     def _extra(self, name: str) -> pa.Array:
@@ -295,34 +299,6 @@ class _Batch:
             raise InvalidTurnsError(
                 f"Arrow cannot store the values of {name!r} in one column: {error}"
             ) from None
-
-
-def message_columns(
-    book: MessageBook, ids: Ids, lengths: Longs | Ids, responses: Ids, sessions: Ids
-) -> tuple[pa.Array, pa.Array]:
-    """The columns messages and response of turns that are sorted by session.
-
-    ``ids`` are the messages of all turns, end to end, and ``lengths`` their number in each
-    turn (-1: no list); ``responses`` are messages (-1: none), ``sessions`` numbers.
-    """
-    null = lengths < 0
-    offsets = offsets_of(np.where(null, 0, lengths))
-    n_turns, n = len(lengths), len(ids)
-    # in order of time: the messages of a turn, then its response
-    stops = offsets[1:] + np.arange(n_turns)
-    at = np.ones(n + n_turns, np.bool_)
-    at[stops] = False
-    in_time = np.empty(n + n_turns, np.int32)
-    in_time[at], in_time[stops] = ids, responses
-    owners = np.repeat(sessions, np.diff(stops, prepend=-1))
-    known = in_time >= 0
-    first = np.zeros(n + n_turns, np.bool_)
-    first[known] = book.shown(in_time[known], owners[known])
-    structs = book.array(
-        np.concatenate([ids, responses]), np.concatenate([first[at], first[stops]])
-    )
-    lists = Ragged(structs[:n], offsets)
-    return lists.to_arrow(null, TURNS.field("messages").type), structs[n:]
 
 
 def _is_nested(value: object) -> bool:
@@ -381,10 +357,6 @@ def check_extra(name: object, what: str, record: Record | None = None) -> None:
         )
 
 
-MAX_DEPTH = 32
-"""Maximum nesting depth of a value in an extra column."""
-
-
 def is_too_deep(value: object) -> bool:
     """Whether lists and dicts are nested deeper than `MAX_DEPTH` levels.
 
@@ -422,16 +394,21 @@ def _turn_index(record: Record, session: _Session) -> int:
     given = whole_number(record.get("turn_index"))
     if given is None:
         return session.turn_index + 1
-    try:
-        turn_index = -1 if isinstance(given, (bool, np.bool_)) else index(given)  # type: ignore[arg-type]
-    except TypeError:
-        turn_index = -1
+    turn_index = _integer(given)
     if not 0 <= turn_index < 2**31:
         raise InvalidTurnsError(
             f"session {session.name!r}: turn_index is {given!r}: expected an integer in "
             "[0, 2**31)"
         )
     return turn_index
+
+
+def _integer(value: object) -> int:
+    """A value of an integer type; -1 for another, and for a bool."""
+    try:
+        return -1 if isinstance(value, (bool, np.bool_)) else index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return -1
 
 
 def _required_ids(record: Record, name: str, where: str) -> Ints:
@@ -512,3 +489,198 @@ def metadata_columns(metadata: list[tuple[object, ...]]) -> dict[str, pa.Array]:
         else pa.array(values, TURNS.field(name).type)
         for name, values in zip(METADATA, columns, strict=True)
     }
+
+
+def lists_of(
+    parts: Sequence[bytes | memoryview | None],
+    type_: pa.DataType,
+    valid: Sequence[Valid] = (),
+) -> pa.LargeListArray:
+    """A column of lists of four-byte numbers, given their bytes; None is null."""
+    null = np.array([part is None for part in parts], np.bool_)
+    sizes = [0 if part is None else len(part) // 4 for part in parts]
+    dtype = type_.value_type.to_pandas_dtype()
+    values, mask = np.frombuffer(b"".join(filter(None, parts)), dtype), None
+    if any(one is not None for one in valid):
+        mask = np.zeros(len(values), np.bool_)
+        for one, stop, n in zip(valid, np.cumsum(sizes), sizes, strict=True):
+            if one is not None:
+                mask[stop - n : stop] = one == 0
+    lists = Ragged(pa.array(values, mask=mask), offsets_of(sizes))
+    return lists.to_arrow(null, type_)
+
+
+def _is_flat(values: object, type_: type[np.generic]) -> bool:
+    """Whether it is a contiguous array; a subclass may mean more by it, as masks do."""
+    return (
+        type(values) is np.ndarray
+        and values.dtype == type_
+        and values.ndim == 1
+        and values.flags.c_contiguous
+    )
+
+
+def read_ids(values: object, what: str) -> Ints:
+    """Token ids as a contiguous array. An int32 array is returned unchecked.
+
+    ``what`` is their name in errors: ``session 'a', turn 7: prompt_ids``. Raises
+    InvalidTurnsError for a value that is no token id.
+    """
+    if _is_flat(values, np.int32):
+        return values  # type: ignore[return-value]  # the usual case, tested first
+    array = _as_array(values, what, "integers")
+    if not isinstance(array, list):
+        if array.dtype.kind not in "iu" and len(array):
+            raise InvalidTurnsError(f"{what} is of {array.dtype}: {ID_RULE}")
+        bad = (array < 0) | (array > 0x7FFFFFFF)
+        if bad.any():
+            at = int(bad.argmax())
+            raise InvalidTurnsError(f"{what}[{at}] is {array[at]}: {ID_RULE}")
+        return np.ascontiguousarray(array, np.int32)
+    ids = np.empty(len(array), np.int32)
+    # the kernel stops at a value that is not an int; numpy integers are read here
+    for k in range(_core.unbox_ids(array, ids), len(array)):
+        plain = _integer(array[k])
+        if not 0 <= plain <= 0x7FFFFFFF:
+            raise InvalidTurnsError(f"{what}[{k}] is {array[k]!r}: {ID_RULE}")
+        ids[k] = plain
+    return ids
+
+
+def checked_ids(values: object, what: str) -> Ints:
+    """As `read_ids`, with every value checked."""
+    ids = read_ids(values, what)
+    if ids.min(initial=0) < 0:
+        at = int((ids < 0).argmax())
+        raise InvalidTurnsError(f"{what}[{at}] is {ids[at]}: {ID_RULE}")
+    return ids
+
+
+def lcp(a: object, b: object) -> int:
+    """Length of the longest common prefix of two arrays of token ids.
+
+    Parameters
+    ----------
+    a, b : int32 array, shape (n_tokens,)
+        Contiguous int32 arrays are read in place; do not write to them during the call.
+        Other lists, arrays and buffers are converted.
+
+    Returns
+    -------
+    int
+        0 if either is empty.
+
+    Raises
+    ------
+    ArgumentError
+        A value is no token id, or an array has more than one dimension.
+    """
+    try:
+        return _core.lcp(read_ids(a, "a"), read_ids(b, "b"))
+    except InvalidTurnsError as error:
+        raise ArgumentError(str(error)) from None
+
+
+def read_logprobs(
+    values: object, n_outputs: int, where: str
+) -> tuple[Floats | None, Valid]:
+    """The logprobs of a call, and which are not null.
+
+    None for None and for an empty list. Raises InvalidTurnsError if they are not
+    numbers, or not one per output id.
+    """
+    if values is None:
+        return None, None
+    if _is_flat(values, np.float32) and len(values) == n_outputs > 0:  # type: ignore[arg-type]
+        return values, None  # type: ignore[return-value]
+    array = _as_array(values, f"{where}output_logprobs", "numbers")
+    if len(array) == 0:
+        return None, None
+    if len(array) != n_outputs:
+        raise InvalidTurnsError(
+            f"{where}{len(array)} logprobs for {n_outputs} output ids"
+        )
+    if isinstance(array, list):
+        numbers, valid = np.empty(n_outputs, np.float32), np.empty(n_outputs, np.uint8)
+        at = _core.unbox_logprobs(array, numbers, valid)
+        for k in range(at, n_outputs):
+            numbers[k], valid[k] = _logprob(array[k], f"{where}output_logprobs[{k}]")
+        return numbers, None if valid.all() else valid
+    if array.dtype.kind not in "fiu":
+        words = f"{where}output_logprobs is of {array.dtype}: logprobs are numbers"
+        raise InvalidTurnsError(words)
+    with np.errstate(over="ignore"):  # becomes infinite, which is refused later
+        return np.ascontiguousarray(array, np.float32), None
+
+
+def _logprob(value: object, what: str) -> tuple[float, bool]:
+    """A logprob of any numeric type, and whether it is not None."""
+    if value is None:
+        return 0.0, False
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
+        value, bool
+    ):
+        with np.errstate(over="ignore"):
+            try:
+                return float(np.float32(value)), True
+            except OverflowError:  # an int that exceeds every float
+                return float("inf") if value > 0 else float("-inf"), True
+    raise InvalidTurnsError(
+        f"{what} is {value!r}: logprobs are numbers{_unpack(value)}"
+    )
+
+
+def _unpack(value: object) -> str:
+    """A hint how to extract numbers from an engine's own format of logprobs."""
+    if isinstance(value, list | tuple):
+        how = "SGLang's shape: [one[0] for one in output_token_logprobs]"
+    elif not isinstance(value, Mapping):
+        return ""
+    elif "content" in value:
+        how = "OpenAI's shape: [one['logprob'] for one in logprobs['content']]"
+    elif "logprob" in value:
+        how = "OpenAI's shape: [one['logprob'] for one in content]"
+    else:
+        how = "vLLM's shape: [one[i].logprob for one, i in zip(logprobs, output_ids)]"
+    return f". This may be {how}"
+
+
+def _as_array(values: object, what: str, expected: str) -> list[object] | Any:
+    """A list, or an array of numpy with one dimension."""
+    if isinstance(values, (tuple, range)):
+        return list(values)
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return values.to_numpy() if values.null_count == 0 else values.to_pylist()
+    try:
+        values = plain_array(values)
+    except Exception as error:  # any error of the tensor's library
+        raise InvalidTurnsError(
+            f"{what} is a {type(values).__name__} that cannot be copied: {error}"
+        ) from None
+    if isinstance(values, list):
+        return values
+    if isinstance(values, np.ma.MaskedArray):
+        return list(values.tolist())  # None where masked
+    array = values if isinstance(values, np.ndarray) else _from_buffer(values)
+    if array is None:
+        raise InvalidTurnsError(
+            f"{what} is of type {type(values).__name__}: expected a list or an "
+            f"array of {expected}{_unpack(values) if expected == 'numbers' else ''}"
+        )
+    if array.ndim != 1:
+        raise InvalidTurnsError(
+            f"{what} has the shape {array.shape}: expected one dimension"
+        )
+    return array
+
+
+def _from_buffer(values: object) -> npt.NDArray[np.generic] | None:
+    """The numbers of a buffer or tensor; None for text, and for bytes.
+
+    Bytes may be wider integers that lost their type.
+    """
+    try:
+        view = memoryview(values)  # type: ignore[arg-type]
+    except TypeError:
+        return np.asarray(values) if hasattr(values, "__array__") else None
+    return None if view.itemsize == 1 else np.asarray(view)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import arrow_source
@@ -13,7 +12,8 @@ from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical
-from trajkit.tables.take import take_rows
+from trajkit.tables.columns import take_rows
+from trajkit.tables.ragged import Bools, codes
 from trajkit.turns.sessions import Sessions
 
 Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None
@@ -51,23 +51,23 @@ class SessionFacts:
                 bad = np.flatnonzero(pc.and_not(own.is_valid(), same))
                 if len(bad):
                     at = int(bad[0])
+                    stated, found = (one[at].as_py() for one in (given, own))
                     raise InvalidTurnsError(
                         f"session {calls.ids[at].as_py()!r}: {name} "
-                        f"{_null(given[at])} was given, and its turns have {name} "
-                        f"{_null(own[at])}: leave one of them out"
+                        f"{'null' if stated is None else stated} was given, and its turns "
+                        f"have {name} {found}: leave one of them out"
                     )
                 own = given
-            facts = facts.set_column(
-                SESSIONS.names.index(name), SESSIONS.field(name), own
-            )
+            field = SESSIONS.field(name)
+            facts = facts.set_column(SESSIONS.names.index(name), field, own)
         return facts
 
     def of(self, session_ids: pa.Array) -> pa.RecordBatch:
         """SESSIONS for these sessions, in this order; InvalidTurnsError if one has no
         row.
         """
-        n = len(session_ids)
         if self.table is None:
+            n = len(session_ids)
             rewards = pa.nulls(n, pa.float64())
             if self.reward is not None:
                 rewards = pa.array(np.full(n, self.reward))
@@ -91,7 +91,7 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     """
     if reward is None and sessions is None:
         return SessionFacts(None, None)
-    if not isinstance(reward, Mapping) and arrow_source(reward) is not None:
+    if _is_table(reward):
         if sessions is not None:
             raise ArgumentError(
                 "reward is a table, and sessions is given as well: expected one"
@@ -128,6 +128,10 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     return SessionFacts(number, None, () if number is None else ("reward",))
 
 
+def _is_table(reward: object) -> bool:
+    return not isinstance(reward, Mapping) and arrow_source(reward) is not None
+
+
 def one_session(
     session_id: str,
     reward: Reward,
@@ -139,8 +143,7 @@ def one_session(
     for name, value in (("group_id", group_id), ("error", error)):
         if value is not None and not isinstance(value, str):
             raise ArgumentError(f"{name}={value!r}: expected a string")
-    is_table = not isinstance(reward, Mapping) and arrow_source(reward) is not None
-    if sessions is not None or is_table:
+    if sessions is not None or _is_table(reward):
         raise ArgumentError(
             "group_id or error is given with a table of sessions: put them into the table"
         )
@@ -159,21 +162,15 @@ def _sessions(ids: pa.Array, rewards: pa.Array, *others: pa.Array) -> pa.RecordB
 
 def _of_turns(calls: Sessions, name: str) -> pa.Array:
     """The value of a column in the turns of each session; null if all are null."""
-    column = calls.table.column(name)
-    type_, wanted = column.type, SESSIONS.field(name).type
-    if pa.types.is_integer(type_) and name == "group_id":  # an index of the group
-        column = column.cast(wanted)
-    lines = canonical(
-        pa.table({"session_id": calls.table.column("session_id"), name: column}),
-        pa.schema(
-            [SESSIONS.field("session_id"), SESSIONS.field(name)], SESSIONS.metadata
-        ),
-    ).column(name)
-    values = lines.combine_chunks()
+    column, wanted = calls.table.column(name), SESSIONS.field(name)
+    if pa.types.is_integer(column.type) and name == "group_id":  # an index of the group
+        column = column.cast(wanted.type)
+    schema = pa.schema([SESSIONS.field("session_id"), wanted], SESSIONS.metadata)
+    ids = calls.table.column("session_id")
+    lines = canonical(pa.table({"session_id": ids, name: column}), schema)
+    values = lines.column(name).combine_chunks()
     if name == "reward":
-        bad = np.flatnonzero(pc.invert(pc.is_finite(values)).fill_null(False))
-        if len(bad):
-            at = int(bad[0])
+        for at in _not_finite(values):
             raise InvalidTurnsError(
                 f"{calls.place(at)}: reward is {values[at]}: expected a finite number or "
                 "null"
@@ -185,8 +182,8 @@ def _of_turns(calls: Sessions, name: str) -> pa.Array:
     source[found] = given[first]
     own = values.take(pa.array(source, mask=source < 0))
     due = own.take(pa.array(session))
-    bad = np.flatnonzero(pc.not_equal(values.take(pa.array(given)), due))
-    if len(bad):
+    bad = np.flatnonzero(pc.not_equal(values.take(pa.array(given)), due)).tolist()
+    if bad:
         one, other = int(source[session[bad[0]]]), int(given[bad[0]])
         raise InvalidTurnsError(
             f"{calls.place(other)}: {name} is {values[other]}, and {values[one]} in turn "
@@ -196,8 +193,10 @@ def _of_turns(calls: Sessions, name: str) -> pa.Array:
     return own
 
 
-def _null(value: pa.Scalar) -> object:
-    return value.as_py() if value.is_valid else "null"
+def _not_finite(rewards: pa.Array | pa.ChunkedArray) -> list[int]:
+    """The rows of rewards that are neither finite nor null."""
+    bad = pc.invert(pc.is_finite(rewards)).fill_null(False)
+    return np.flatnonzero(bad).tolist()
 
 
 def _number(reward: object, where: str) -> float | None:
@@ -222,18 +221,14 @@ def last_lines(table: pa.Table) -> pa.Table:
     """The last row of each session, in order of the sessions' first rows."""
     if not len(table):
         return table
-    ids = table.column("session_id").combine_chunks().dictionary_encode().indices
-    codes = ids.to_numpy()
-    last = len(codes) - 1 - np.unique(codes[::-1], return_index=True)[1]
+    numbers = codes(table.column("session_id"))
+    last = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
     return take_rows(table, pa.array(last))
 
 
-def errored(facts: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+def errored(facts: pa.RecordBatch) -> Bools:
     """Whether each session ended in an error."""
-    result: npt.NDArray[np.bool_] = (
-        facts.column("error").is_valid().to_numpy(zero_copy_only=False)
-    )
-    return result
+    return np.asarray(facts.column("error").is_valid())
 
 
 def _checked(table: pa.Table) -> pa.Table:
@@ -245,11 +240,9 @@ def _checked(table: pa.Table) -> pa.Table:
             f"session {again[0]['values'].as_py()!r} has {again[0]['counts']} lines in "
             "sessions: expected one"
         )
-    rewards = table.column("reward")
-    bad = table.filter(pc.invert(pc.is_finite(rewards)).fill_null(False))
-    if bad.num_rows:
+    for bad in _not_finite(table.column("reward")):
         raise InvalidTurnsError(
-            f"session {bad.column('session_id')[0].as_py()!r}: reward "
-            f"{bad.column('reward')[0]}: expected a finite number or null"
+            f"session {ids[bad].as_py()!r}: reward {table.column('reward')[bad]}: expected "
+            "a finite number or null"
         )
     return table

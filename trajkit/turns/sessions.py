@@ -15,14 +15,12 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._kernel_names import numbers
-from trajkit.errors import InvalidTurnsError
+from trajkit._kernel_names import CALL, REQUEST, numbers
+from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import canonical, has_old_keys, place, turns_schema
-from trajkit.tables.keys import Keys, codes
-from trajkit.tables.ragged import Bools, Ints, Longs, Records, runs_of
-from trajkit.turns.structs import CALL, NODE, REQUEST
+from trajkit.tables.ragged import Bools, Ints, Keys, Longs, Records, runs_of
 
 # Reading a chunk costs about 0.1 ms. Copying a chunk below this size costs less.
 _MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
@@ -61,7 +59,7 @@ class Forest:
     shared: Longs
     # shape (n_calls,): a call that has them, or -1
     shared_with: Ints
-    # dtype NODE, shape (n_nodes,): ranges of paths that no call leaves or ends inside
+    # shape (n_nodes,): ranges of paths that no call leaves or ends inside
     nodes: Records
     # shape (n_calls,): the node at whose stop the call's path ends
     ends: Ints
@@ -71,14 +69,8 @@ class Forest:
     @classmethod
     def of(cls, calls: Records, offsets: Longs) -> Self:
         """The forest of records of dtype CALL, with the offsets of their sessions."""
-        n_calls = len(calls)
-        nodes = np.empty(2 * n_calls + len(offsets) - 1, NODE)
-        ends, shared_with = np.empty((2, n_calls), np.int32)
-        shared = np.empty(n_calls, np.int64)
-        n = _core.grow_forest(calls, offsets, nodes, ends, shared, shared_with)
-        nodes = nodes[:n]
-        grown = _core.CallForest(calls, offsets, nodes, ends)
-        return cls(shared, shared_with, nodes, ends, grown)
+        paths = _core.CallForest(calls, offsets)
+        return cls(*paths.arrays, paths)
 
     def ids(self, call: int, start: int, stop: int) -> Ints:
         """A copy of a range of a call's path."""
@@ -129,9 +121,8 @@ class Sessions:
         if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
             table = table.combine_chunks()  # a log has one chunk per turn
         n_calls = table.num_rows
-        starts = run_starts(table)
-        ids = _session_ids(table, starts)
-        offsets = np.append(starts, n_calls).astype(np.int64, copy=False)
+        ids, starts = _session_ids(table)
+        offsets = np.append(starts, n_calls)
         turn_index = np.empty(n_calls, np.int32)
         calls, requests = np.zeros(n_calls, CALL), np.zeros(n_calls, REQUEST)
         names: Sequence[str] = _COLUMNS
@@ -204,8 +195,7 @@ class Sessions:
 
     def place(self, call: int) -> str:
         """The position of a call for error texts: ``session 'a', turn 7``."""
-        session = np.searchsorted(self.offsets, call, side="right") - 1
-        session_id = self.ids[int(session)].as_py()
+        session_id = self.ids[int(self.session[call])].as_py()
         return f"session {session_id!r}, turn {self.turn_index[call]}"
 
     def untrained(self, which: Bools) -> Self:
@@ -260,45 +250,70 @@ class Sessions:
         for start, stop in runs_of(np.diff(ends), most):
             yield self.part(start, stop)
 
+    def by_prompt(self) -> Ints:
+        """The calls of each session, shortest prompt first, then by request_id.
+
+        ``request_id`` is an optional column of ``turns``; calls without one follow those
+        that have one, in the order of turns. Raises SchemaError if its type has no order.
+        """
+        keys = [self._ranks("request_id"), self.calls["prompt_len"], self.session]
+        return np.lexsort(keys).astype(np.int32)
+
+    def by_creation(self) -> Ints:
+        """The rank of each call of all sessions by ``started_at``, then ``request_id``,
+        then turn.
+
+        Both are optional columns of ``turns``; raises as `by_prompt`.
+        """
+        order = np.lexsort([self._ranks("request_id"), self._ranks("started_at")])
+        ranks = np.empty(self.n_calls, np.int32)
+        ranks[order] = np.arange(self.n_calls, dtype=np.int32)
+        return ranks
+
+    def _ranks(self, name: str) -> Longs:
+        """Number of smaller values in the column, by row; nulls come last."""
+        none = np.zeros(self.n_calls, np.int64)
+        if name not in self.table.column_names:
+            return none
+        column = self.table.column(name)
+        if pa.types.is_null(column.type):
+            return none
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if pa.types.is_string_view(column.type):
+            column = column.cast(pa.large_string())
+        try:
+            return np.asarray(pc.rank(column, tiebreaker="min"), np.int64)
+        except pa.ArrowNotImplementedError as error:
+            raise SchemaError(
+                f"column {name!r} is {column.type}, which has no order: cast it"
+            ) from error
+
 
 def with_current_keys(turns: pa.Table) -> pa.Table:
     """Turns of complete sessions, in canonical form, with keys of the current version."""
     if not has_old_keys(turns):
         return turns
-    from trajkit.turns.old_keys import renew_keys  # loaded for old logs only
+    from trajkit.turns.delta import renew_keys  # which needs this module
 
     return renew_keys(turns)
 
 
-def run_starts(table: pa.Table) -> Longs:
-    """The first row of each session; its rows are contiguous."""
-    sessions = table.column("session_id").combine_chunks()
-    if len(sessions) == 0:
-        return np.zeros(0, np.int64)
-    changes = pc.not_equal(sessions[1:], sessions[:-1])
-    changes = changes.to_numpy(zero_copy_only=False)
-    return np.concatenate([[0], 1 + np.flatnonzero(changes)])
-
-
-def _session_ids(table: pa.Table, starts: Longs) -> pa.Array:
-    """The id of each session, given the row at which it starts."""
-    column = table.column("session_id")
-    chunk = column.chunk(0) if column.num_chunks == 1 else column
-    ids = chunk.take(pa.array(starts))
-    if isinstance(ids, pa.ChunkedArray):
-        ids = ids.combine_chunks()
-    if isinstance(ids, pa.ChunkedArray):  # from older versions of Arrow
-        ids = pa.concat_arrays(ids.chunks) if ids.num_chunks else pa.array([], ids.type)
-    if len(ids.unique()) < len(ids):
-        first = np.unique(codes(ids), return_index=True)[1]
-        again = int(np.setdiff1d(np.arange(len(starts)), first)[0])
+def _session_ids(table: pa.Table) -> tuple[pa.Array, Longs]:
+    """The id of each session, and the row at which it starts."""
+    encoded = table.column("session_id").combine_chunks().dictionary_encode()
+    ids, numbers = encoded.dictionary, np.asarray(encoded.indices, np.int64)
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    if len(starts) > len(ids):
+        # numbers count up in order of first use
+        at = int(np.argmax(numbers[starts] != np.arange(len(starts))))
         raise InvalidTurnsError(
-            f"session {ids[again].as_py()!r} comes back in table row {starts[again]} "
-            "after another session began: the rows of a session must be contiguous. Sort "
-            "them first: turns.sort_by([('session_id', 'ascending'), ('turn_index', "
-            "'ascending')])"
+            f"session {ids[int(numbers[starts[at]])].as_py()!r} comes back in table row "
+            f"{starts[at]} after another session began: the rows of a session must be "
+            "contiguous. Sort them first: turns.sort_by([('session_id', 'ascending'), "
+            "('turn_index', 'ascending')])"
         )
-    return ids
+    return ids, starts
 
 
 def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:

@@ -1,6 +1,10 @@
-"""Check a table against the rules of its schema; errors name the row."""
+"""Check a table against the rules of its schema; errors name the row.
 
-from collections.abc import Iterable, Iterator
+The rules of columns are in `trajkit.schema`, beside them. Those of payloads, images and
+bodies, which need more, are here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -10,8 +14,22 @@ import pyarrow as pa
 from trajkit import schema
 from trajkit._arguments import check_choice, check_flag
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.schema.columns import Check, Fault, checks_of
-from trajkit.schema.engine import not_logprobs, raw_floats
+from trajkit.schema.engine import (
+    MAX_LOGPROB,
+    POSITIVE,
+    Check,
+    Fault,
+    Rows,
+    broken_items,
+    checks_of,
+    fault,
+    field_of,
+    not_logprobs,
+    nulls,
+    owners,
+    raw_floats,
+    session_numbers,
+)
 from trajkit.schema.rows import row_lengths
 from trajkit.schema.turns import not_empty
 from trajkit.tables import lazy_compute as pc
@@ -20,16 +38,20 @@ from trajkit.tables.canonical import (
     as_table,
     cast,
     check_columns,
+    is_list,
+    list_parts,
     misfits,
     place,
     turns_schema,
 )
-from trajkit.tables.ragged import Ragged, lengths, offsets_of
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.stages import Batches, Source, apply, batches_in, batches_of, stage
-from trajkit.tables.take import take_rows
-from trajkit.turns import content_rules
-from trajkit.turns.content_rules import mm_items
+from trajkit.tables.columns import take_rows, with_column
+from trajkit.tables.ragged import Ragged, codes, combined, lengths, offsets_of
+from trajkit.tables.stages import (
+    apply,
+    stage,
+)
+from trajkit.turns.images import has_items, image_faults
+from trajkit.turns.messages import parse_json
 
 Kind: TypeAlias = Literal["turns", "sessions", "links", "drift", "rows", "report"]
 Nonfinite: TypeAlias = Literal["raise", "null"]
@@ -50,6 +72,7 @@ _SCHEMAS: dict[str, pa.Schema] = {
     "links": schema.LINKS,
     "drift": schema.DRIFT,
     "report": schema.REPORT,
+    "rows": schema.ROWS,
 }
 _LAYOUT = (
     *("session_id", "row_index", "loss_mask"),
@@ -103,10 +126,10 @@ def validate(
     _check_options(kind, nonfinite_logprobs, bodies)
 
     def one(source: pa.Table) -> pa.Table:
-        plan, table_checks = _plan(source, kind, bodies)
+        plan, checks = _plan(source, kind, bodies)
         check_columns(source, plan)
         _raise_first(source, misfits(source, plan))
-        return check_all(_settle(cast(source, plan), nonfinite_logprobs), table_checks)
+        return check_all(_settle(cast(source, plan), nonfinite_logprobs), checks)
 
     return apply(one, table, what=kind or "tables")
 
@@ -147,31 +170,6 @@ def reject_sessions(
     return _reject(source, *_plan(source, kind, bodies), nonfinite_logprobs)
 
 
-def reject_sessions_batches(
-    batches: Source,
-    kind: Kind | None = None,
-    *,
-    rejected: list[pa.RecordBatch],
-    nonfinite_logprobs: Nonfinite = "raise",
-    bodies: bool = True,
-) -> Batches:
-    """From record batches to an iterator of them; see `reject_sessions`.
-
-    The batches of the good sessions are returned; those of the bad ones are appended to
-    ``rejected`` while they are read.
-    """
-    _check_options(kind, nonfinite_logprobs, bodies)
-
-    def good() -> Iterator[pa.Table]:
-        for source in whole_sessions(batches_of(batches), kind or "tables"):
-            plan = _plan(source, kind, bodies)
-            out, bad = _reject(source, *plan, nonfinite_logprobs)
-            rejected.extend(bad.to_batches())
-            yield out
-
-    return batches_in(good())
-
-
 def _check_options(kind: object, nonfinite_logprobs: object, bodies: object) -> None:
     """Raise ArgumentError unless the options of `validate` are allowed."""
     if kind is not None:
@@ -181,16 +179,13 @@ def _check_options(kind: object, nonfinite_logprobs: object, bodies: object) -> 
 
 
 def _reject(
-    source: pa.Table,
-    plan: pa.Schema,
-    table_checks: tuple[Check, ...],
-    nonfinite_logprobs: Nonfinite,
+    source: pa.Table, plan: pa.Schema, checks: tuple[Check, ...], nonfinite: Nonfinite
 ) -> tuple[pa.Table, pa.Table]:
     check_columns(source, plan)
     reasons: dict[str, str] = {}
     source = _without(source, misfits(source, plan), reasons)
-    out = _settle(cast(source, plan), nonfinite_logprobs)
-    for check in table_checks:
+    out = _settle(cast(source, plan), nonfinite)
+    for check in checks:
         out = _without(out, check(out), reasons)
     bad = pa.table([list(reasons), list(reasons.values())], schema=REJECTED)
     return out, bad
@@ -243,18 +238,17 @@ def _plan(
     """The schema of a table, and its rules."""
     name = kind or _kind_of(table)
     if name in _SCHEMAS:
-        return _SCHEMAS[name], checks_of(_SCHEMAS[name])
-    if name == "rows":
-        return schema.ROWS, (*checks_of(schema.ROWS), mm_items)
+        plan = _SCHEMAS[name]
+        return plan, (*checks_of(plan), *([mm_items] if name == "rows" else []))
     if name != "turns":
         raise SchemaError(
             f"kind {name!r} does not exist: expected one of "
-            f"{', '.join(['turns', *_SCHEMAS, 'rows'])}"
+            f"{', '.join(['turns', *_SCHEMAS])}"
         )
     plan = turns_schema(table.column_names)
     messages = "messages" if plan is schema.TURNS else "suffix_messages"
-    of_bodies = (partial(content_rules.bodies, messages),) if bodies else ()
-    return plan, (*checks_of(plan), mm_items, content_rules.payloads, *of_bodies)
+    of_bodies = (partial(message_bodies, messages),) if bodies else ()
+    return plan, (*checks_of(plan), mm_items, payloads, *of_bodies)
 
 
 def _kind_of(table: pa.Table) -> str:
@@ -309,12 +303,11 @@ def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
     if "output_logprobs" not in table.column_names:
         return table
     check_choice("nonfinite_logprobs", nonfinite, Nonfinite)
-    at = table.column_names.index("output_logprobs")
-    column = table.column(at)
+    column = table.column("output_logprobs")
     chunks = [_settle_chunk(chunk, nonfinite == "null") for chunk in column.chunks]
     if all(new is old for new, old in zip(chunks, column.chunks, strict=True)):
         return table
-    return table.set_column(at, table.field(at), pa.chunked_array(chunks, column.type))
+    return with_column(table, "output_logprobs", pa.chunked_array(chunks, column.type))
 
 
 def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArray:
@@ -331,3 +324,143 @@ def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArra
     fresh = pa.array(np.where(absent, np.float32(0), numbers), mask=absent)
     null = np.asarray(chunk.is_null())
     return Ragged(fresh, offsets_of(lengths(chunk))).to_arrow(null, chunk.type)
+
+
+def payloads(table: pa.Table) -> Iterator[Fault]:
+    """The rules of `trajkit.schema.PAYLOADS` that do not depend on other turns."""
+    for name in ("ref_logprobs", "teacher_logprobs"):
+        for start, ends, values in _payload(table, name, pa.types.is_floating):
+            numbers = values.cast(pa.float64()).fill_null(0.0).to_numpy()
+            rule = f"{name}[{{}}] is {{}}: "
+            bad = ~np.isfinite(numbers)
+            yield broken_items(start, ends, bad, rule + "it is not a number", numbers)
+            bad = numbers > MAX_LOGPROB
+            yield broken_items(start, ends, bad, rule + POSITIVE, numbers)
+    if "sampling_mask_start" not in table.column_names:
+        yield from _sampling_mask(table)
+
+
+def _sampling_mask(table: pa.Table) -> Iterator[Fault]:
+    """Each output id is among those that it was drawn from."""
+    outputs = Ragged.of(table.column("output_ids"), -1)
+    for start, ends, values in _payload(table, "sampling_mask", is_list):
+        here = slice(start, start + len(ends))
+        given = ~nulls(table.column("sampling_mask").slice(start, len(ends)))
+        n_masks, n_ids = np.diff(ends, prepend=0), outputs.lengths[here]
+        odd = np.flatnonzero(given & (n_masks != n_ids))
+        rule = "{} elements of sampling_mask for {} output_ids"
+        yield fault(start + odd, rule, n_masks[odd], n_ids[odd])
+        if len(odd):
+            return
+        row, index = owners(np.arange(len(values)), ends)
+        sampled = outputs.values[outputs.offsets[start + row] + index]
+        inner, ids = list_parts(values)
+        sizes = np.diff(inner.to_numpy())
+        holder = np.repeat(np.arange(len(values)), sizes)
+        same = ids.to_numpy(zero_copy_only=False) == sampled[holder]
+        held = np.bincount(holder, same, len(values)) > 0
+        rule = "sampling_mask[{}] lacks the sampled id {}: it belongs to another token"
+        yield broken_items(start, ends, (sizes > 0) & ~held, rule, sampled)
+
+
+def _payload(
+    table: pa.Table, name: str, fits: Callable[[pa.DataType], bool]
+) -> Iterator[tuple[int, Rows, pa.Array]]:
+    """As `flat_chunks`, for an extra column that may be absent."""
+    if name not in table.column_names or pa.types.is_null(table.column(name).type):
+        return
+    column = table.column(name)
+    if not is_list(column.type) or not fits(column.type.value_type):
+        what = "lists of ids" if fits is is_list else "numbers"
+        raise SchemaError(f"column {name!r} is {column.type}: expected lists of {what}")
+    start = 0
+    for chunk in column.chunks:
+        offsets, values = list_parts(chunk)
+        yield start, offsets.to_numpy()[1:], values
+        start += len(chunk)
+
+
+def mm_items(table: pa.Table) -> Iterator[Fault]:
+    """Images are in the prompt or row, in order; their tokens are their content ids."""
+    if not has_items(table):
+        return
+    of_rows = "row_index" in table.column_names
+    name, first = "input_ids" if of_rows else "prompt_ids", np.zeros(len(table))
+    if name not in table.column_names:
+        name, first = "suffix_ids", table.column("shared_length").to_numpy()
+    faults: dict[int, str] = {}
+    for row, listed in enumerate(table.column("mm_items").to_pylist()):
+        if listed:
+            ids = table.column(name)[row].values.to_numpy()
+            found = image_faults(listed, ids, int(first[row]), may_be_cut=of_rows)
+            for _, words in found:
+                faults.setdefault(row, words)
+    yield fault(np.array([*faults], np.int64), "{}", list(faults.values()))
+
+
+def message_bodies(name: str, table: pa.Table) -> Iterator[Fault]:
+    """Each key has a JSON body, in its first message of the session, and of one message."""
+    lists, replies = Ragged.of(table.column(name)), combined(table.column("response"))
+    # every message in session order, those of a turn before its reply
+    there = np.flatnonzero(replies.is_valid().to_numpy(zero_copy_only=False))
+    rows = np.concatenate([lists.owner, there])
+    order = np.argsort(rows, kind="stable")
+    places = pa.concat_arrays([lists.values, replies.take(pa.array(there))])
+    places, rows = places.take(pa.array(order)), rows[order]
+    keys, roles, texts = (field_of(places, one) for one in ("key", "role", "body"))
+
+    numbers = codes(keys)
+    names = session_numbers(table)[rows] * (len(numbers) + 1) + numbers
+    first = np.unique(names, return_index=True)[1]
+    absent = np.asarray(texts.is_null())
+    missing = np.sort(first[absent[first]])
+    yield fault(
+        rows[missing],
+        "the message with the key {} has no body, here or earlier in the session (rows "
+        "filtered out? then validate with bodies=False)",
+        [keys[int(at)].as_py().hex() for at in missing],
+    )
+    given = np.flatnonzero(~absent)
+    said = codes(texts)[given]
+    before = np.unique(names[given], return_index=True, return_inverse=True)
+    earlier = before[1][before[2]]
+    other = [
+        at
+        for at in np.flatnonzero(said != said[earlier])
+        if not _is_same(
+            texts[int(given[at])].as_py(), texts[int(given[earlier[at]])].as_py()
+        )
+    ]
+    yield fault(
+        rows[given[other]],
+        "the message with the key {} has another body earlier in the session: "
+        "compute its key with trajkit.turns.message_key",
+        [keys[int(at)].as_py().hex() for at in given[other]],
+    )
+    faults = {
+        int(at): words
+        for at in given
+        if (words := _body_fault(texts[at].as_py(), roles[at].as_py())) is not None
+    }
+    yield fault(rows[list(faults)], "{}", list(faults.values()))
+
+
+def _is_same(body: str, other: str) -> bool:
+    """Whether two bodies are of messages that are ``==``."""
+    try:
+        return bool(parse_json(body) == parse_json(other))
+    except ValueError:
+        return False
+
+
+def _body_fault(body: str, role: str) -> str | None:
+    shown = body if len(body) <= 60 else f"{body[:57]}..."
+    try:
+        message = parse_json(body)
+    except ValueError as error:
+        return f"the message body {shown!r} is not JSON: {error}"
+    if not isinstance(message, dict):
+        return f"the message body {shown!r} is not a JSON object"
+    if message.get("role") != role:
+        return f"the message body {shown!r} states another role than {role!r}"
+    return None

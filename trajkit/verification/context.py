@@ -14,11 +14,11 @@ from trajkit.schema import RULES, VIOLATIONS
 from trajkit.schema.engine import Bools, Violation, as_lines, shown
 from trajkit.tables.canonical import Rows
 from trajkit.tables.ragged import Index, Longs
-from trajkit.turns.flat_buffers import FlatRows, TurnTokens
+from trajkit.turns.flat_buffers import FlatRows, TurnTokens, aborted_calls
 from trajkit.turns.session_metadata import errored
-from trajkit.turns.trainability import aborted_calls
 
 _ROUNDING = 1e-9  # a weight is one division away from the counts
+_LAST = np.iinfo(np.int64).max
 
 
 def violations_table(
@@ -29,18 +29,15 @@ def violations_table(
     Violations without a session come first, those without a row come last in their
     session. Sessions follow ``session_ids``, then the order in which they were found.
     """
-    sessions = {name: k for k, name in enumerate((None, *session_ids))}
-    for one in found:
-        sessions.setdefault(one.session_id, len(sessions))
-    last = np.iinfo(np.int64).max
+    names = (None, *session_ids, *(one.session_id for one in found))
+    ranks = {name: k for k, name in enumerate(dict.fromkeys(names))}
 
     def rank(one: Violation) -> tuple[int, ...]:
-        row = last if one.row_index is None else one.row_index
         turn = -1 if one.turn_index is None else one.turn_index
-        token = -1 if one.token is None else one.token
-        rest = [token, RULES.index(one.rule)]
+        rest = [-1 if one.token is None else one.token, RULES.index(one.rule)]
         rest.insert(0 if one.row_index is None else 2, turn)
-        return sessions[one.session_id], row, *rest
+        row = _LAST if one.row_index is None else one.row_index
+        return ranks[one.session_id], row, *rest
 
     return as_lines(sorted(found, key=rank), VIOLATIONS)
 
@@ -74,15 +71,13 @@ class Case:
         ``row`` and ``call`` are indices into the case's; a call of -1 is none.
         """
         session = row_index = turn_index = None
+        calls = self.turns.calls
         if row is not None:
             session = self.rows.text("session_id", row)
             row_index = self.rows.number("row_index", row)
         if call is not None and call >= 0:
-            calls = self.turns.calls
             turn_index = int(calls.turn_index[call])
-            if session is None:
-                at = np.searchsorted(calls.offsets, call, side="right") - 1
-                session = str(calls.ids[int(at)].as_py())
+            session = session or calls.ids[int(calls.session[call])].as_py()
         place = session, row_index, turn_index, None if token is None else int(token)
         self.found.append(Violation(rule, detail, *place))
 
@@ -106,36 +101,35 @@ class Case:
         due: Iterable[object],
         words: str,
         *more: Sequence[Any] | Longs,
+        rule: str | None = None,
         token: Longs | None = None,
     ) -> None:
         """Add a violation for each row whose value of a column is not the one of ``due``.
 
-        The row's value, that of ``due`` and of ``more`` fill the template ``words``.
+        The row's value, that of ``due`` and of ``more`` fill the template ``words``. The
+        rule has the column's name, if there is no other.
         """
         given = self.rows.table.column(name).to_pylist()
         for k, (own, one) in enumerate(zip(given, due, strict=True)):
             if not same(own, one):
                 rest = [shown(values[k]) for values in more]
                 detail = f"{name} is {shown(own)}, {words.format(shown(one), *rest)}"
-                self.report(name, detail, k, None, None if token is None else token[k])
+                place = k, None, None if token is None else token[k]
+                self.report(rule or name, detail, *place)
 
     def calls_of(self, row: Index) -> range:
         """The calls of a row's session."""
         return self.turns.calls_of(int(self.session[row]))
 
     @property
-    def trainable(self) -> Bools:
-        """Calls that some policy, or this one, may train, shape (n_calls,)."""
+    def may_train(self) -> Bools:
+        """Sampled tokens that some policy, or this one, may train, shape (n_sampled,)."""
         calls = self.turns.calls
         flags: Bools = calls.calls["trainable"].astype(np.bool_)
         if self.policy is not None and not self.policy.train_aborted:
             flags &= ~aborted_calls(calls)
-        return flags & ~errored(self.facts)[calls.session]
-
-    @property
-    def may_train(self) -> Bools:
-        """Sampled tokens that may be trained, shape (n_sampled,)."""
-        tokens = self.trainable[self.turns.outputs.owner] & self.turns.unmasked
+        flags &= ~errored(self.facts)[calls.session]
+        tokens = flags[self.turns.outputs.owner] & self.turns.unmasked
         if self.policy is not None and self.policy.missing_logprobs == "untrain":
             tokens &= self.turns.given
         return tokens
@@ -146,7 +140,7 @@ class Case:
         tokens = self.may_train
         if self.policy is None:
             aborted = aborted_calls(self.turns.calls)[self.turns.outputs.owner]
-            tokens = tokens & self.turns.given & ~aborted
+            tokens &= self.turns.given & ~aborted
         return tokens
 
     @property
@@ -165,40 +159,30 @@ class Case:
             return ()
         if policy.keeps_all:
             return ("trained",)
-        keeps = policy.keep_untrained and policy.keep_empty
+        keeps = policy.keep_untrained and policy.keep_empty and not policy.max_rows
         if policy.on_drift == "splice" and policy.places_all and keeps:
-            return ("trained", "cut", "no_splice_point") if not policy.max_rows else ()
+            return ("trained", "cut", "no_splice_point")
         return ()
 
     @property
     def due(self) -> Bools:
         """Sampled tokens that some span must name, shape (n_sampled,)."""
-        calls, outputs = self.turns.calls, self.turns.outputs
-        owner = outputs.owner
-        if not self.accounts:
+        calls, outputs, policy = self.turns.calls, self.turns.outputs, self.policy
+        owner, tokens = outputs.owner, self.may_train
+        if policy is None or not self.accounts:
             return np.zeros(len(owner), np.bool_)
-        tokens = self._routed[owner] & self.may_train
+        by_tokens = policy.parent_by == "messages" and policy.tie_break == "tokens"
+        if policy.parent_by in ("messages", "agents") and not by_tokens:
+            # such routes skip calls with an empty list of messages
+            requests = calls.requests
+            listed = (requests["n_keys"] != 0) | (requests["shared"] != 0)
+            tokens &= listed[owner]
         if self.cap is not None:
             at = np.arange(len(owner)) - outputs.offsets[owner]
             # a row that is cut reports the rest of its last output
             at = np.where("cut" in self.accounts, 0, at)
             tokens &= calls.calls["prompt_len"][owner] + at < self.cap
         return tokens
-
-    @property
-    def _routed(self) -> Bools:
-        """Calls that the policy can route, shape (n_calls,).
-
-        Routes by messages skip calls with an empty list of messages, unless tokens
-        decide between equal replies.
-        """
-        policy, requests = self.policy, self.turns.calls.requests
-        assert policy is not None
-        by_tokens = policy.parent_by == "messages" and policy.tie_break == "tokens"
-        if by_tokens or policy.parent_by not in ("messages", "agents"):
-            return np.ones(len(requests), np.bool_)
-        listed: Bools = (requests["n_keys"] != 0) | (requests["shared"] != 0)
-        return listed
 
 
 def consecutive(at: Rows, *groups: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:

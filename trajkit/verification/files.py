@@ -6,8 +6,8 @@ are (`trajkit.files.group`).
 """
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -21,10 +21,10 @@ from trajkit.files.dedup import full
 from trajkit.files.formats import paths_in
 from trajkit.files.group import (
     SessionIndex,
-    Spill,
     bucket_numbers,
+    grouped,
     index_sessions,
-    spilled,
+    read_turns,
 )
 from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
 from trajkit.files.run import (
@@ -37,21 +37,14 @@ from trajkit.files.run import (
     whole,
 )
 from trajkit.files.sources import Paths, paths_of
-from trajkit.files.tables import (
-    iter_tables,
-    read_any_rows,
-    read_turns,
-    rows_plan,
-    write_table,
-)
+from trajkit.files.tables import iter_tables, read_any_rows, rows_plan, write_table
 from trajkit.policies import Policy
 from trajkit.schema import ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike
-from trajkit.tables.session_batches import concat, whole_sessions
-from trajkit.tables.stages import one_by_one
-from trajkit.tables.take import take_rows
+from trajkit.tables.columns import take_rows
+from trajkit.tables.stages import concat, one_by_one, whole_sessions
 from trajkit.turns.session_metadata import Reward
 from trajkit.verification.context import violations_table
 from trajkit.verification.run import (
@@ -131,38 +124,33 @@ def verify_file(
             {"violations": (output, "violations")},
             [*turns_inputs(paths_of(turns) or []), *inputs],
         )
-        table = read_turns(
-            turns,
-            format=options.get("format"),
-            nonfinite_logprobs=options.get("nonfinite_logprobs", "raise"),
-            session_prefix=options.get("session_prefix"),
-        )
+        names = {"format", "nonfinite_logprobs", "session_prefix"} & {*options}
+        table = read_turns(turns, **{name: options[name] for name in names})
         found = judge.found(any_rows(read_any_rows(path)), table)
         write_table(found, output)
         return {"turns": table.num_rows, "violations": found.num_rows}
     watch = options.get("watch") or Watch()
     folder = folder_of(output) if options.get("gather", True) else None
-    reader = _RowReader(path, index, watch.notes, folder)
+    with ExitStack() as stack:
+        reader = _RowReader(path, index, watch.notes, folder, stack)
 
-    def begins(turns: SessionIndex, done: int) -> None:
-        watch.begins(turns, done)
-        reader.begin(turns, done)
+        def begins(turns: SessionIndex, done: int) -> None:
+            watch.begins(turns, done)
+            reader.begin(turns, done)
 
-    def stage(turns: pa.Table) -> Mapping[str, Made]:
-        found = judge.found(reader.rows_of(turns), turns)
-        faults = (batch for table in reader.faults for batch in table.to_batches())
-        return {"turns": turns, "violations": chain(faults, whole(found))}
+        def stage(turns: pa.Table) -> Mapping[str, Made]:
+            found = judge.found(reader.rows_of(turns), turns)
+            return {"turns": turns, "violations": chain(reader.faults, whole(found))}
 
-    job = {
-        "stage": "verify",
-        "rows": fingerprint([path], paths_in(path)),
-        "policy": None if judge.policy is None else asdict(judge.policy),
-        "reward": facts_digest(judge.facts),
-        "max_row_tokens": max_row_tokens,
-        "weigh_by": weigh_by,
-    }
-    options["watch"] = replace(watch, begins=begins)
-    with closing(reader):
+        job = {
+            "stage": "verify",
+            "rows": fingerprint([path], paths_in(path)),
+            "policy": None if judge.policy is None else asdict(judge.policy),
+            "reward": facts_digest(judge.facts),
+            "max_row_tokens": max_row_tokens,
+            "weigh_by": weigh_by,
+        }
+        options["watch"] = replace(watch, begins=begins)
         outputs = {"violations": output}
         return run(turns, stage, outputs, resume=job, inputs=inputs, **options)
 
@@ -171,7 +159,7 @@ class _RowReader:
     """The rows of files, read in step with the turns.
 
     ``index`` is of the rows. Rows in another order than the turns are sorted in
-    ``folder``; None: they are an error.
+    ``folder``; None: they are an error. Temporary files are gone when the stack ends.
     """
 
     def __init__(
@@ -180,15 +168,15 @@ class _RowReader:
         index: SessionIndex,
         notes: Callable[[str], None],
         folder: Path | None,
+        stack: ExitStack,
     ) -> None:
         self._path, self._index = path, index
-        self._notes, self._folder = notes, folder
+        self._notes, self._folder, self._stack = notes, folder, stack
         self._ranks: dict[str | None, int] = {}
-        self._rows = self._batches()
-        self.faults: Iterator[pa.Table] = iter([])
+        # violations of sessions as such
+        self.faults: Iterator[pa.RecordBatch] = iter([])
         # rows of sessions that were read, by name, and the next session
         self._held: dict[str | None, pa.Table] = {}
-        self._next: tuple[str | None, pa.Table | None] = None, None
         self._empty = ROWS.empty_table()
 
     def begin(self, turns: SessionIndex, done: int) -> None:
@@ -199,9 +187,9 @@ class _RowReader:
         if not done and (self._index.scattered is not None or not complete):
             # a run that continues has written these
             self.faults = self._session_faults()
-        pairs = pairwise(known)
-        falls = (b for a, b in pairs if self._ranks[b] < self._ranks[a])
+        falls = (b for a, b in pairwise(known) if self._ranks[b] < self._ranks[a])
         misplaced = self._index.scattered or next(falls, None)
+        rows = self._batches()
         if misplaced is not None:
             where = f"rows of session {misplaced!r} are not in the order of the turns"
             if self._folder is None:
@@ -209,16 +197,11 @@ class _RowReader:
                     f"{where}: sort them (sessions must be contiguous), or pass gather=True"
                 )
             self._notes(f"{where}: all rows are sorted through temporary files first")
-            self._rows = self._sorted(self._rows, self._folder)
-        whole_ones = map(full, whole_sessions(self._rows, "rows"))
-        self._sessions = one_by_one(whole_ones)
-        self._next = next(self._sessions, (None, None))
+            rows = self._sorted(known, self._folder)
+        self._sessions = one_by_one(map(full, whole_sessions(rows, "rows")))
+        self._next: tuple[str | None, Any] = next(self._sessions, (None, None))
         if self._next[1] is not None:
             self._empty = self._next[1].slice(0, 0)
-
-    def close(self) -> None:
-        """Stop reading rows and delete temporary files."""
-        self._rows.close()
 
     def rows_of(self, turns: pa.Table) -> pa.Table:
         """The rows of the next sessions, or of some of the current ones."""
@@ -228,45 +211,43 @@ class _RowReader:
         first, last = self._ranks[names[0]], self._ranks[names[-1]]
         held = self._held.items()
         self._held = {name: own for name, own in held if self._ranks[name] >= first}
-        name, rows = self._next
-        while rows is not None and self._ranks.get(name, -1) <= last:
-            if self._ranks.get(name, -1) >= first:
+        while self._next[1] is not None and self._rank(self._next[0]) <= last:
+            name, rows = self._next
+            if self._rank(name) >= first:
                 self._held[name] = rows
-            name, rows = next(self._sessions, (None, None))
-        self._next = name, rows
-        return concat(
-            [self._empty, *(self._held[name] for name in names if name in self._held)]
-        )
+            self._next = next(self._sessions, (None, None))
+        own = (self._held[name] for name in names if name in self._held)
+        return concat([self._empty, *own])
 
-    def _session_faults(self) -> Iterator[pa.Table]:
-        """Violations of sessions as such."""
+    def _rank(self, name: str | None) -> int:
+        return self._ranks.get(name, -1)
+
+    def _session_faults(self) -> Iterator[pa.RecordBatch]:
         found = session_faults(self._batches(), self._ranks)
         while some := list(islice(found, limits.VIOLATIONS)):
-            yield violations_table(some)
+            yield from violations_table(some).to_batches()
 
-    def _batches(self) -> Generator[pa.RecordBatch, None, None]:
+    def _batches(self) -> Iterator[pa.RecordBatch]:
         """The rows as stored, in the types of `verification.run.any_rows`."""
         rows = self._index.batch_rows
         tables = iter_tables(self._path, batch_rows=rows, plan=rows_plan)
         return numbered(batch for table in tables for batch in table.to_batches())
 
     def _sorted(
-        self, batches: Iterator[pa.RecordBatch], folder: Path
-    ) -> Generator[pa.RecordBatch, None, None]:
+        self, known: list[str | None], folder: Path
+    ) -> Iterator[pa.RecordBatch]:
         """The rows in the order of the turns; within a session as stored."""
         counts = self._index.turns
-        ordered = {name: counts[name] for name in self._ranks if name in counts}
-        buckets = bucket_numbers(SessionIndex(ordered, self._index.n_bytes))
-
-        def fill(spill: Spill) -> None:
-            known = pa.array(list(buckets), pa.string())
-            for batch in batches:
-                ids = batch.column("session_id").cast(pa.string())
-                spill.add(batch.filter(pc.is_in(ids, value_set=known)))
-
-        with closing(spilled(fill, buckets, folder)) as folders:
-            for bucket in folders:
-                table = concat(iter_tables(bucket))
-                names = table.column("session_id").to_pylist()
-                order = np.argsort([self._ranks[name] for name in names], kind="stable")
-                yield from take_rows(table, pa.array(order)).to_batches()
+        known = sorted(known, key=self._ranks.__getitem__)
+        ordered = SessionIndex({one: counts[one] for one in known}, self._index.n_bytes)
+        names = pa.array(known, pa.string())
+        batches = (
+            batch.filter(pc.is_in(batch["session_id"].cast(pa.string()), names))
+            for batch in self._batches()
+        )
+        found = grouped(batches, bucket_numbers(ordered), folder)
+        for tables in self._stack.enter_context(closing(found)):
+            table = concat(tables)
+            ranks = [self._ranks[name] for name in table["session_id"].to_pylist()]
+            order = np.argsort(ranks, kind="stable")
+            yield from take_rows(table, pa.array(order)).to_batches()

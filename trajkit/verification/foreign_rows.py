@@ -14,8 +14,8 @@ import pyarrow as pa
 from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import canonical
-from trajkit.tables.ragged import Ints, Longs
-from trajkit.turns.flat_buffers import Floats, TurnTokens
+from trajkit.tables.ragged import Floats, Ints, Longs
+from trajkit.turns.flat_buffers import TurnTokens
 from trajkit.verification.context import Case
 from trajkit.verification.rules import not_trained
 

@@ -89,8 +89,17 @@ def plain_rows(given: object) -> pa.Table:
 _TOKENS = ("input_ids", "loss_mask", "logprobs")
 
 
+_COLUMNS = {
+    *(*WHOLE, *MASKS, *LOGPROBS, *_SAMPLED, *(name for part in PARTS for name in part)),
+    *(_COMPLETION, "prompt_mask", "attention_mask", "labels", "response_length"),
+    *("row_index", "spans", "suffix_mask"),
+}
+
+
 def _fields(one: Any) -> dict[str, Any]:
-    """The attributes of an object that is one row."""
+    """The fields of one row."""
+    if isinstance(one, Mapping):
+        return dict(one)
     if is_dataclass(one) and not isinstance(one, type):
         return asdict(one)
     if not hasattr(one, "__dict__"):
@@ -103,56 +112,44 @@ def _fields(one: Any) -> dict[str, Any]:
 
 def _table(given: Any) -> pa.Table:
     """A table of columns, records, or objects with attributes."""
-    if hasattr(given, "batch") and hasattr(
-        given, "non_tensor_batch"
-    ):  # verl's DataProto
-        given = given.batch
+    if hasattr(given, "batch") and hasattr(given, "non_tensor_batch"):
+        given = given.batch  # of verl's DataProto
     if hasattr(given, "to_dict") and hasattr(given, "batch_size"):  # a TensorDict
         given = given.to_dict()
-    if isinstance(given, list | tuple) and not given:
-        raise SchemaError("rows is an empty list: expected a row or more")
-    if isinstance(given, list | tuple) and not isinstance(given[0], Mapping):
-        given = [_fields(one) for one in given]
     if isinstance(given, list | tuple):
-        wanted = {*WHOLE, *MASKS, *LOGPROBS, *_SAMPLED, *(n for p in PARTS for n in p)}
-        wanted |= {_COMPLETION, "prompt_mask", "attention_mask", "labels"}
-        wanted |= {"response_length", "session_id", "row_index", "spans", "suffix_mask"}
-        if not wanted & {*given[0]} - {"session_id"}:
-            return pa.Table.from_pylist([dict(one) for one in given])
+        if not given:
+            raise SchemaError("rows is an empty list: expected a row or more")
+        given = [*map(_fields, given)]
+        if not _COLUMNS & {*given[0]}:
+            return pa.Table.from_pylist(given)
+        wanted = {*_COLUMNS, "session_id"}
         given = [{n: v for n, v in one.items() if n in wanted} for one in given]
     if isinstance(given, Mapping):
-        rows = {n: v for n, v in given.items() if getattr(v, "ndim", 2) != 0}
-        given = rows
-    source = arrow_source(given)
-    if source is None:
+        given = {n: v for n, v in given.items() if getattr(v, "ndim", 2) != 0}
+    if arrow_source(given) is None:
         raise SchemaError(
             f"rows of type {type(given).__name__}: expected a table, a dict of columns, or "
             "a list of dicts"
         )
-    if isinstance(source, pa.Table | pa.RecordBatch):
-        return as_table(source)
-    return pa.RecordBatchReader.from_stream(source).read_all()
+    return as_table(given)
 
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """The rows, with lists of numbers as arrays."""
     for batch in table.to_batches():
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         for k in range(batch.num_rows):
             row = {}
-            for name, column in columns.items():
-                value = column[k]
-                if not value.is_valid:
-                    continue
-                values = getattr(value, "values", None)
-                if isinstance(values, pa.Array) and not pa.types.is_nested(values.type):
+            for name in batch.schema.names:
+                value = batch.column(name)[k]
+                values: Any = getattr(value, "values", None)
+                if value.is_valid and not isinstance(values, pa.Array):
+                    row[name] = value.as_py()
+                elif value.is_valid and not pa.types.is_nested(values.type):
                     if pa.types.is_null(values.type):
                         values = values.cast(pa.int64())
-                    if values.null_count and pa.types.is_floating(values.type):
+                    if pa.types.is_floating(values.type):
                         values = values.fill_null(float("nan"))
                     row[name] = values.to_numpy(zero_copy_only=False)
-                elif not isinstance(values, pa.Array):
-                    row[name] = value.as_py()
             yield row
 
 

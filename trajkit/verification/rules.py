@@ -4,7 +4,7 @@ Each rule takes a `Case` and reports violations to it. Of a policy a rule knows 
 choices that `Case` asks for. Loops run over rows, spans or violations, never over tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import get_args
 
@@ -13,7 +13,7 @@ import numpy as np
 from trajkit import _core
 from trajkit.policies import Rewards
 from trajkit.schema import EMPTY_KINDS, SPAN_KINDS
-from trajkit.schema.engine import Bools, shown
+from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import Rows
 from trajkit.tables.ragged import Index, Ints, Longs, Ragged
 from trajkit.turns.flat_buffers import Spans, spans_of
@@ -59,15 +59,15 @@ def lengths(case: Case) -> None:
         (most, "max_row_tokens is {}, the row has {}"),
     ):
         for row in np.flatnonzero(n != n_ids):
-            at = min(n[row], n_ids[row])
-            case.report("length", text.format(n[row], n_ids[row]), row, None, at)
+            detail = text.format(n[row], n_ids[row])
+            case.report("length", detail, row, None, min(n[row], n_ids[row]))
     complete = np.repeat(rows.n_mask == n_ids, n_ids)
     for text, null in (
         ("input_ids is null or negative", ids.values < 0),
         ("loss_mask is null", complete & ~rows.has_mask),
     ):
         for at in np.flatnonzero(null):
-            row = np.searchsorted(ids.offsets, at, side="right") - 1
+            row = ids.owner[at]
             case.report("null", text, row, None, at - ids.offsets[row])
 
 
@@ -83,36 +83,34 @@ def well_formed(case: Case, spans: Spans) -> Spans:
     size, out_size = spans.stop - spans.start, spans.out_stop - spans.out_start
     outside = (spans.start < 0) | (size < 0) | (spans.stop > n_ids)
     no_range = (spans.out_start < 0) | (out_size <= 0) | (spans.out_stop > out_len)
-    unknown = ~np.isin(spans.kind, SPAN_KINDS)
+    uneven = size != np.where(empty, 0, out_size)
     cut = (spans.kind == "cut") & (case.cap is None)
+    kinds = f"has no kind of {', '.join(SPAN_KINDS)}"
+    unlike = "is neither as long as its output range nor empty, as its kind is"
     good = np.ones(len(spans), np.bool_)
     for bad, rule, words in (
         (spans.broken, "null", "has a null"),
         (spans.call < 0, "span_turn", "names a turn that is not in the session"),
-        (unknown, "span_kind", f"has no kind of {', '.join(SPAN_KINDS)}"),
+        (~np.isin(spans.kind, SPAN_KINDS), "span_kind", kinds),
         (outside, "span_place", "reaches outside its row"),
         (spans.start < before, "span_place", "overlaps the previous span"),
         (no_range, "span_range", "names a range outside its output"),
-        (
-            size != np.where(empty, 0, out_size),
-            "span_range",
-            "is neither as long as its output range nor empty, as its kind is",
-        ),
+        (uneven, "span_range", unlike),
         (cut, "span_kind", "is lost, but no row is truncated"),
     ):
         for k in np.flatnonzero(bad & good):
-            detail = f"{_words(spans, k)} {words}"
-            case.report(rule, detail, spans.row[k], spans.call[k], spans.start[k])
+            _report_span(case, spans, k, rule, words)
         good &= ~bad
     return spans.take(np.flatnonzero(good))
 
 
-def _words(spans: Spans, k: Index) -> str:
-    return (
+def _report_span(case: Case, spans: Spans, k: Index, rule: str, words: str) -> None:
+    detail = (
         f"spans[{spans.index[k]}] ({spans.start[k]}:{spans.stop[k]}, turn "
         f"{spans.turn_index[k]}, output {spans.out_start[k]}:{spans.out_stop[k]}, "
-        f"{spans.kind[k]})"
+        f"{spans.kind[k]}) {words}"
     )
+    case.report(rule, detail, spans.row[k], spans.call[k], spans.start[k])
 
 
 def span_tokens(case: Case, spans: Spans) -> None:
@@ -144,14 +142,13 @@ def untrainable(case: Case, spans: Spans) -> None:
         n: Longs = sums[start + spans.out_stop] - sums[start + spans.out_start]
         return n
 
-    out_len = case.turns.outputs.lengths[spans.call]
     called = spans.kind == "untrainable"
     wrong = np.where(called, n_of(case.never_barred), size - n_of(case.may_train))
     for k in np.flatnonzero(wrong):
-        what = "a turn" if wrong[k] == out_len[k] else count(wrong[k])
+        whole = wrong[k] == case.turns.outputs.lengths[spans.call[k]]
+        what = "a turn" if whole else count(wrong[k])
         words = "may be trained" if called[k] else "may not be trained"
-        detail = f"{_words(spans, k)} covers {what} that {words}"
-        case.report("untrainable", detail, spans.row[k], spans.call[k], spans.start[k])
+        _report_span(case, spans, k, "untrainable", f"covers {what} that {words}")
 
 
 def mask_and_logprobs(case: Case, trained: Spans) -> None:
@@ -214,27 +211,26 @@ def each_once(case: Case, spans: Spans) -> None:
     again = np.sort(order[1:][np.diff(key[order]) == 0])
     for first, n in consecutive(again, owner[again]):
         k = owner[again[first]]
-        into = source[again[first]] - case.turns.outputs.offsets[counted.call[k]]
-        into -= counted.out_start[k]
-        token = counted.start[k] + (into if counted.kind[k] == "trained" else 0)
+        call, token = counted.call[k], counted.start[k]
+        if counted.kind[k] == "trained":
+            start = case.turns.outputs.offsets[call] + counted.out_start[k]
+            token += source[again[first]] - start
         detail = f"{count(n)} that an earlier span trains or reports as lost"
-        case.report("trained_twice", detail, counted.row[k], counted.call[k], token)
-    named = np.isin(counted.kind, case.accounts)[owner]
-    not_trained(case, source[named])
+        case.report("trained_twice", detail, counted.row[k], call, token)
+    not_trained(case, source[np.isin(counted.kind, case.accounts)[owner]])
 
 
 def not_trained(case: Case, source: Longs) -> None:
     """Report tokens that are due and not in ``source``, positions in outputs."""
-    outputs = case.turns.outputs
-    absent = case.due
+    outputs, absent = case.turns.outputs, case.due
     absent[source] = False
-    words = "that no row trains"
-    if len(case.accounts) > 1:
-        words += " or reports as lost"
+    lost = " or reports as lost" if len(case.accounts) > 1 else ""
     bad = np.flatnonzero(absent)
     for first, n in consecutive(bad, outputs.owner[bad]):
         call = outputs.owner[bad[first]]
-        detail = f"{count(n)} of {outputs.lengths[call]} sampled {words}"
+        detail = (
+            f"{count(n)} of {outputs.lengths[call]} sampled that no row trains{lost}"
+        )
         token = bad[first] - outputs.offsets[call]
         case.report("not_trained", detail, call=call, token=token)
 
@@ -346,59 +342,52 @@ def _named(case: Case, row: int, turns: list[int]) -> Longs:
 def turns_of_rows(case: Case, spans: Spans) -> None:
     """A row's turns end with last_turn and contain the turns of its spans, in order.
 
-    Its prompt_length is that of the first; its flags follow from them.
+    Its prompt_length is that of the first; its flags are those of its turns. The flags of
+    a chain may be those of turns that the row lacks.
     """
-    calls = case.turns.calls.calls
+    table, calls = case.rows.table, case.turns.calls.calls
+    of_row = case.policy is not None and case.policy.flag_scope == "row"
     bounds = np.searchsorted(spans.row, np.arange(len(case.rows.ids) + 1))
-    for row, listed in enumerate(case.rows.table.column("turns").to_pylist()):
+    first: list[object] = []
+    names = ("use_tool", "ill_formed")
+    given = {name: table.column(name).to_pylist() for name in names}
+    flags: dict[str, list[object]] = {name: [] for name in names}
+    for row, listed in enumerate(table.column("turns").to_pylist()):
         here = slice(bounds[row], bounds[row + 1])
-        named = spans.call[here][spans.kind[here] != "no_splice_point"]
-        order = named
+        named = order = spans.call[here][spans.kind[here] != "no_splice_point"]
         if listed is not None:
             own = _named(case, row, listed)
-            if _are_listed(case, row, listed, own, named):
-                order = own
-        n = case.rows.number("prompt_length", row)
-        if not len(order) or calls["prompt_len"][order[0]] != n:
-            due = calls["prompt_len"][order[0]] if len(order) else "no turn"
-            detail = f"prompt_length is {n}, the row's first turn has {due}"
-            case.report("prompt_length", detail, row, None, n)
-        _flags(case, row, order)
-
-
-def _flags(case: Case, row: int, order: Longs) -> None:
-    """The flags of a row follow from its turns, or have at least theirs."""
-    calls = case.turns.calls.calls
-    # the flags of a chain may be those of turns that the row lacks
-    of_row = case.policy is not None and case.policy.flag_scope == "row"
-    due = {name: bool(calls[name][order].any()) for name in ("use_tool", "ill_formed")}
+            faults = [*_unlisted(case, row, listed, own, named)]
+            for fault in faults:
+                case.report("turns", f"turns {listed} {fault}", row)
+            order = named if faults else own
+        first.append(calls["prompt_len"][order[0]] if len(order) else "no turn")
+        for name in names:
+            flag = bool(calls[name][order].any())
+            flags[name].append(flag if flag or of_row else given[name][row])
+    n = table.column("prompt_length").to_numpy()
+    case.expect("prompt_length", first, "the row's first turn has {}", token=n)
     if of_row:
-        due["truncated"] = case.rows.text("finish_reason", row) == "length"
-    for name, flag in due.items():
-        given = case.rows.table.column(name)[row].as_py()
-        if given is not flag and (of_row or flag):
-            detail = f"{name} is {shown(given)}, the row's turns give {flag}"
-            case.report("flags", detail, row)
+        reasons = table.column("finish_reason").to_pylist()
+        flags["truncated"] = [reason == "length" for reason in reasons]
+    for name, due in flags.items():
+        case.expect(name, due, "the row's turns give {}", rule="flags")
 
 
-def _are_listed(
+def _unlisted(
     case: Case, row: int, listed: list[int], order: Longs, named: Longs
-) -> bool:
-    """Whether the turns that a row lists are right; else it is reported."""
+) -> Iterator[str]:
+    """What is wrong with the turns that a row lists."""
     last = case.rows.number("last_turn", row)
-    faults = []
     if last is not None and listed[-1:] != [last]:
-        faults.append(f"do not end with last_turn {last}")
+        yield f"do not end with last_turn {last}"
     rest = iter(order.tolist())
     for call, _ in groupby(named.tolist()):
         if call not in rest:  # which leaves those after it
-            faults.append(f"lack {case.turns.calls.turn_index[call]} or its order")
+            yield f"lack {case.turns.calls.turn_index[call]} or its order"
             break
     if (order < 0).any():
-        faults.append("are not all in the session")
-    for fault in faults:
-        case.report("turns", f"turns {listed} {fault}", row)
-    return not faults
+        yield "are not all in the session"
 
 
 def order_and_prefixes(case: Case) -> None:
@@ -478,59 +467,46 @@ def metadata(case: Case, known: tuple[str, ...]) -> None:
     groups, rewards = (
         case.rows.table.column(name).to_pylist() for name in ("group_id", "reward")
     )
-    facts = {
-        name: case.facts.column(name).to_pylist() for name in case.facts.schema.names
-    }
+    facts = [case.facts.column(name).to_pylist() for name in ("group_id", "reward")]
     schemes: Sequence[str] = get_args(Rewards)
     if case.policy is not None:
         schemes = (case.policy.rewards,)
-    due_groups = list(groups)
-    due_rewards = list(rewards)
+    due_groups, due_rewards = list(groups), list(rewards)
     for rows in _rows_by_session(case.session):
-        session = case.session[rows[0]]
-        group, reward = facts["group_id"][session], facts["reward"][session]
+        group, reward = (values[case.session[rows[0]]] for values in facts)
         if "group_id" not in known and group is None:
             group = groups[rows[0]]
-        is_known = "reward" in known or reward is not None
         own = [rewards[row] for row in rows]
         kinds = [case.rows.text("segment_kind", row) for row in rows]
-        shares = [_shares(own, kinds, one, reward, is_known) for one in schemes]
-        best = min(shares, key=lambda due: _n_odd(own, due))
+        best, least = own, len(own) + 1
+        for scheme in schemes:
+            parts = _parts(kinds, scheme)
+            if "reward" not in known and reward is None:
+                # that of the first row with a part; without one, only null can be told
+                at = int(np.argmax(parts))
+                part = (
+                    own[at] if own[at] is None or not parts[at] else own[at] / parts[at]
+                )
+            else:
+                part = reward
+            due = [None if part is None else part * one for one in parts]
+            n_odd = sum(not same(a, b) for a, b in zip(own, due, strict=True))
+            if n_odd < least:
+                best, least = due, n_odd
         for row, one in zip(rows, best, strict=True):
             due_groups[row], due_rewards[row] = group, one
     case.expect("group_id", due_groups, "the session's is {}")
     case.expect("reward", due_rewards, "expected {}, its part of the session's")
 
 
-def _n_odd(given: list[float | None], due: list[float | None]) -> int:
-    return sum(not same(a, b) for a, b in zip(given, due, strict=True))
-
-
-def _shares(
-    given: list[float | None],
-    kinds: list[str | None],
-    scheme: str,
-    reward: float | None,
-    is_known: bool,
-) -> list[float | None]:
-    """The part of its session's reward that each row has under a scheme.
-
-    If the reward is not known, it is the one that the first row with a part has.
-    """
-    n = len(given)
-    parts = [1.0] * n
+def _parts(kinds: list[str | None], scheme: str) -> list[float]:
+    """The part of its session's reward that each row has under a scheme."""
+    n = len(kinds)
     if scheme == "uniform":
-        parts = [1 / n] * n
-    elif scheme == "final_only" and any(kinds):
-        parts = [float(kind == "final") for kind in kinds]
-    elif scheme == "final_only":
-        parts = [0.0] * (n - 1) + [1.0]
-    if not is_known:
-        at = int(np.argmax(parts))
-        first = given[at]
-        # if every part is 0, only null can be told from a number
-        reward = first if first is None or not parts[at] else first / parts[at]
-    return [None if reward is None else reward * part for part in parts]
+        return [1 / n] * n
+    if scheme == "final_only" and any(kinds):
+        return [float(kind == "final") for kind in kinds]
+    return [0.0] * (n - 1) + [1.0] if scheme == "final_only" else [1.0] * n
 
 
 def weight_versions(case: Case, spans: Spans) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations  # a signature shows the words below
 
 from collections.abc import Container, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
@@ -15,12 +14,17 @@ from trajkit.errors import SchemaError
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema.engine import Violation
-from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import Rows, TableLike, as_table, canonical_rows
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.stages import Batches, Source, batches_in, batches_of, in_step
-from trajkit.tables.take import empty_batch, take_rows
+from trajkit.tables.columns import empty_batch, take_rows
+from trajkit.tables.stages import (
+    Batches,
+    Source,
+    batches_in,
+    batches_of,
+    in_step,
+    whole_sessions,
+)
 from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
@@ -205,24 +209,15 @@ def session_faults(
     rows: Iterable[pa.RecordBatch], known: Container[str | None]
 ) -> Iterator[Violation]:
     """Report rows whose session is not ``known``, and sessions that are not contiguous."""
-    current: str | None = None
-    began: set[str | None] = set()
+    current, began = None, set[str | None]()
     for batch in rows:
-        names = batch.column("session_id").cast(pa.string())
-        numbers = batch.column("row_index")
-        changes = pc.indices_nonzero(pc.not_equal(names[1:], names[:-1])).to_pylist()
-        edges = [0, *(1 + row for row in changes), len(names)] if len(names) else []
-        for start, stop in pairwise(edges):
-            name = names[start].as_py()
-            unknown = () if name in known else range(start, stop)
-            faults = [(row, "the session has no turns") for row in unknown]
+        names = batch.column("session_id").to_pylist()
+        for name, row in zip(names, batch.column("row_index").to_pylist(), strict=True):
+            if name not in known:
+                yield Violation("session", "the session has no turns", name, row)
             if name != current and name in began:
-                faults.append(
-                    (start, "the session continues after another session began")
-                )
-            for row, detail in faults:
-                index = numbers[row].as_py()
-                yield Violation("session", detail, name, index)
+                detail = "the session continues after another session began"
+                yield Violation("session", detail, name, row)
             current = name
             began.add(name)
 
@@ -242,18 +237,15 @@ class Judge:
         """Violations in rows that `any_rows` has cast, compared with these turns."""
         own = "spans" in rows.column_names
         calls = Sessions.of(turns)
+        names, n_null = calls.ids.to_pylist(), rows.column("session_id").null_count
         found: list[Violation] = []
-        session = sessions_of(rows, calls)
-        names = calls.ids.to_pylist()
-        if not own and rows.column("session_id").null_count:
-            if rows.column("session_id").null_count < rows.num_rows:
-                raise SchemaError(
-                    "session_id is null in some rows: expected all or none"
-                )
+        if own or not n_null:
+            found.extend(session_faults(rows.to_batches(), set(names)))
+            parts = _parts(calls, sessions_of(rows, calls))
+        elif n_null == rows.num_rows:
             parts = iter([(calls, np.arange(rows.num_rows))])
         else:
-            found.extend(session_faults(rows.to_batches(), set(names)))
-            parts = _parts(calls, session)
+            raise SchemaError("session_id is null in some rows: expected all or none")
         for part, which in parts:
             here = take_rows(rows, pa.array(which))
             case = Case(

@@ -17,13 +17,8 @@ from trajkit.tables.canonical import TableLike, as_table
 from trajkit.turns.records import as_turns
 from trajkit.view.tables import ViewTables, find_violations, packed
 
-SCRIPTS = [
-    f"{name}.js"
-    for name in (
-        "vendor/flechette.min dom data policies drift forest tokens conversation "
-        "compare run app"
-    ).split()
-]
+_NAMES = "dom data policies drift forest tokens conversation compare run app"
+SCRIPTS = ["vendor/flechette.min.js", *(f"{name}.js" for name in _NAMES.split())]
 """Files of ``static/`` in the order in which the page runs them."""
 
 _STATIC = files("trajkit.view") / "static"
@@ -79,7 +74,6 @@ def page(
     text: bool = True,
     title: str = "trajkit",
     rows: TableLike | None = None,
-    pack_tokens: int | None = None,
     against: tuple[str, TableLike, TableLike | None] | None = None,
     paper: bool = False,
 ) -> str:
@@ -103,8 +97,6 @@ def page(
     rows : table, optional
         Rows of trajkit or of another system. The page shows what `trajkit.verify` finds
         in them; of the first of ``policies``, if any are given.
-    pack_tokens : int, optional
-        Show the packs of at most this many tokens that the rows of a session make.
     against : tuple, optional
         The title, turns and sessions (or None) of a second run to compare with.
     paper : bool
@@ -123,18 +115,12 @@ def page(
     for run, (name, own, known) in enumerate(runs):
         table = as_turns(as_table(own))
         facts = None if known is None else as_table(known)
-        violations = None
+        found = None
         if rows is not None and run == 0:
             policy = None if policies is None else chosen[0]
-            violations = find_violations(as_table(rows), table, policy, facts)
+            found = find_violations(as_table(rows), table, policy, facts)
         tables = ViewTables(
-            table,
-            chosen,
-            facts,
-            tokenizer,
-            text=text,
-            pack_tokens=pack_tokens,
-            violations=violations,
+            table, chosen, facts, tokenizer, text=text, violations=found
         )
         data.append((f"index-{run}", packed(tables.index(name, len(runs)))))
         if (vocabulary := tables.vocabulary()) is not None:
@@ -156,28 +142,24 @@ def document(
     """
     scripts = [(_STATIC / name).read_text("utf-8") for name in SCRIPTS]
     style = (_STATIC / "page.css").read_text("utf-8")
-    hashes = " ".join(map(_hash, scripts))
-    allowed = {
-        "default-src": "'none'",
-        "script-src": hashes,
-        "style-src": _hash(style),
-        # thumbnails of images that messages contain
-        "img-src": "data:",
-        "connect-src": "'self'" if mode == "live" else "'none'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
+    connect = "'self'" if mode == "live" else "'none'"
+    elements = (
+        f'<script type="text/plain" id="data-{name}">'
+        f"{base64.b64encode(content).decode()}</script>"
+        for name, content in data
+    )
     parts = {
         "mode": mode,
-        "policy": "; ".join(f"{name} {value}" for name, value in allowed.items()),
+        # images: thumbnails of those that messages contain
+        "policy": (
+            f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; "
+            f"style-src {_hash(style)}; img-src data:; connect-src {connect}; "
+            "base-uri 'none'; form-action 'none'"
+        ),
         "title": escape(title),
         "style": style,
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
-        "data": "\n".join(
-            f'<script type="text/plain" id="data-{name}">'
-            f"{base64.b64encode(content).decode()}</script>"
-            for name, content in data
-        ),
+        "data": "\n".join(elements),
     }
     pieces = (_STATIC / "page.html").read_text("utf-8").split("@")
     return "".join(parts[piece] if k % 2 else piece for k, piece in enumerate(pieces))

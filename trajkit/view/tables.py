@@ -9,34 +9,29 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from trajkit.analysis.branches import label_branches
-from trajkit.analysis.drift import classify_drift, explain_drift
-from trajkit.analysis.rows import why
-from trajkit.analysis.sampled_tokens import output_spans
+from trajkit import analysis
 from trajkit.analysis.simulation import Simulation, label
 from trajkit.analysis.tokenizer import Codec, Tokenizer, entry_bytes
 from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.errors import UnknownSessionError
-from trajkit.packs.packing import pack
 from trajkit.policies import PRESETS, Policy, rule_of
 from trajkit.rows.linearize import linearize, report
 from trajkit.rows.links import link
 from trajkit.schema import LOSSES, TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.take import row_lengths, tuples
+from trajkit.tables.columns import row_lengths, take_session, tuples
+from trajkit.tables.stages import whole_sessions
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
-from trajkit.turns.sessions import run_starts
 from trajkit.verification.run import verify
 
 # columns of turns that go into a chunk as they are, and those that the page shows as text
@@ -45,32 +40,12 @@ _AS_THEY_ARE = (
     "shared_messages weight_versions"
 ).split()
 _SHOWN = "finish_reason trainable agent_id model started_at ended_at".split()
-# an IPC stream must begin at a multiple of this many bytes
-_ALIGNMENT = 8
-_REPLACEMENT = "\ufffd"
-# how SentencePiece writes a space
-_SPACE = "\u2581"
-# examples of each kind of drift in the index
-_N_EXAMPLES = 40
+_OF_ROWS = "session_id row_index parent_row shared_length turns".split()
 # violations of a session that are shown, and tokens before and after the first wrong one
 _N_VIOLATIONS, _AROUND = 200, 8
 
-Columns: TypeAlias = dict[str, list[Any]]
 Violations: TypeAlias = dict[str | None, list[dict[str, Any]]]
 """Lines of `trajkit.schema.VIOLATIONS` by session."""
-
-
-class _BySession:
-    """A table, and its lines of each session."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self.frame = pl.DataFrame(table)
-        self._parts = self.frame.partition_by("session_id", as_dict=True)
-
-    def columns(self, session_id: str) -> Columns:
-        """The lines of a session as lists, without its id."""
-        part = self._parts.get((session_id,), self.frame.clear())
-        return part.drop("session_id").to_dict(as_series=False)
 
 
 class ViewTables:
@@ -84,69 +59,66 @@ class ViewTables:
         tokenizer: Tokenizer | None = None,
         *,
         text: bool = True,
-        pack_tokens: int | None = None,
         violations: Violations | None = None,
     ) -> None:
         self._turns = turns = compact(turns)
-        starts = run_starts(turns)
-        self.session_ids: list[str] = turns["session_id"].take(starts).to_pylist()
-        bounds = pairwise([*starts.tolist(), turns.num_rows])
-        self._bounds = dict(zip(self.session_ids, bounds, strict=True))
+        self.session_ids: list[str] = pc.unique(turns["session_id"]).to_pylist()
         self._sessions, self._text = sessions, text
-        self._pack_tokens, self._violations = pack_tokens, violations
         self._tokenizer = tokenizer if text else None
+        self._violations = violations
         self._policies = [*policies]
         # policies with the same parents share their links, which each has by number
         self._links: list[pa.Table] = []
         self._links_of: list[int] = []
+        numbers: dict[object, int] = {}
         for policy in self._policies:
             links = link(turns, policy)
-            same = (one["parent"] == links["parent"] for one in self._links)
-            number = next((k for k, is_same in enumerate(same) if is_same), None)
-            if number is None:
-                number = len(self._links)
+            parents = tuple(links["parent"].to_pylist())
+            self._links_of.append(numbers.setdefault(parents, len(numbers)))
+            if len(numbers) > len(self._links):
                 self._links.append(links)
-            self._links_of.append(number)
-        self._made: dict[tuple[str, int], _BySession] = {}
+        # tables are made on first use
+        self._table = cache(self._make)
+        self._parts = cache(
+            lambda *of: self._table(*of).partition_by("session_id", as_dict=True)
+        )
 
-    def _table(self, name: str, k: int) -> _BySession:
-        """A table of the links, or of the policy, of this number, made on first use."""
-        if (name, k) not in self._made:
-            self._made[name, k] = _BySession(self._make(name, k))
-        return self._made[name, k]
-
-    def _make(self, name: str, k: int) -> pa.Table:
-        turns, sessions = self._turns, self._sessions
+    def _make(self, name: str, k: int) -> pl.DataFrame:
+        """A table of the links, or of the policy, of this number."""
+        turns, known = self._turns, self._sessions
         match name:
             case "drift":
-                drift = classify_drift(turns, self._links[k])
-                return drift.filter(pc.greater(drift["size"], 0))
+                drift = pl.DataFrame(analysis.classify_drift(turns, self._links[k]))
+                return drift.filter(pl.col("size") > 0)
             case "branches":
-                return label_branches(turns, self._links[k])
+                made = analysis.label_branches(turns, self._links[k])
             case "findings":
                 assert self._tokenizer is not None
-                return explain_drift(turns, self._links[k], self._tokenizer)
+                made = analysis.explain_drift(turns, self._links[k], self._tokenizer)
             case "report":
-                return report(turns, self._policies[k], sessions=sessions)
+                made = report(turns, self._policies[k], sessions=known)
             case "spans":
-                return output_spans(turns, self._policies[k], sessions=sessions)
+                made = analysis.output_spans(turns, self._policies[k], sessions=known)
             case "rows":
-                rows = linearize(turns, self._policies[k], sessions=sessions)
-                reasons = why(turns, self._policies[k])
-                names = [
-                    "session_id",
-                    "row_index",
-                    "parent_row",
-                    "shared_length",
-                    "turns",
-                ]
-                return (
-                    rows.select(names)
-                    .append_column("tokens", pa.array(row_lengths(rows)))
-                    .append_column("trained", reasons["tokens_trained"])
-                    .append_column("sentence", reasons["sentence"])
+                rows = linearize(turns, self._policies[k], sessions=known)
+                reasons = pl.DataFrame(analysis.why(turns, self._policies[k]))
+                return pl.DataFrame(rows.select(_OF_ROWS)).with_columns(
+                    pl.Series("tokens", row_lengths(rows)),
+                    reasons["tokens_trained"].alias("trained"),
+                    reasons["sentence"],
                 )
-        return self._links[k]
+            case _:
+                made = self._links[k]
+        return pl.DataFrame(made)
+
+    def _columns(self, names: Sequence[str], k: int, session_id: str) -> dict[str, Any]:
+        """The lines of a session in some tables, as lists without its id."""
+        columns: dict[str, Any] = {}
+        for name in names:
+            empty = self._table(name, k).clear()
+            part = self._parts(name, k).get((session_id,), empty)
+            columns[name] = part.drop("session_id").to_dict(as_series=False)
+        return columns
 
     def index(self, title: str, n_runs: int = 1) -> dict[str, Any]:
         """What the page reads first: policies, drift by cause, and a line per session."""
@@ -154,10 +126,8 @@ class ViewTables:
         if self._turns.num_rows:
             simulation.add(self._turns)
         groups = [self._groups(k) for k in range(len(self._links))]
-        rules = None
-        if self._violations is not None:
-            lines = (line for of in self._violations.values() for line in of)
-            rules = Counter(line["rule"] for line in lines).most_common()
+        found = self._violations
+        rules = Counter(line["rule"] for own in (found or {}).values() for line in own)
         return {
             "title": title,
             "runs": n_runs,
@@ -170,7 +140,7 @@ class ViewTables:
             "rules": [rule_in_words(policy) for policy in self._policies],
             "drift": [groups[number] for number in self._links_of],
             "sessions": self.session_lines(),
-            "violations": rules,
+            "violations": None if found is None else rules.most_common(),
         }
 
     def _groups(self, k: int) -> list[dict[str, Any]]:
@@ -179,11 +149,11 @@ class ViewTables:
         Causes come from texts and every finding counts, or without a tokenizer from token
         ids, and every turn counts once.
         """
-        drift, keys = self._table("drift", k).frame, ["region", "cause"]
+        drift, keys = self._table("drift", k), ["region", "cause"]
         turn, counted = ["session_id", "turn_index"], drift
         if self._tokenizer is not None:
-            counted, keys = self._table("findings", k).frame, ["cause"]
-        groups = (
+            counted, keys = self._table("findings", k), ["cause"]
+        return (
             counted.select(*turn, pl.col(*keys).cast(pl.String))
             .group_by(*keys, *turn, maintain_order=True)
             .agg(findings=pl.len())
@@ -195,16 +165,13 @@ class ViewTables:
                 pl.col("findings").sum(),
                 turns=pl.len(),
                 tokens=pl.col("tokens_after_drift").sum(),
-                examples=pl.struct(turn).head(_N_EXAMPLES),
+                examples=pl.struct(turn).head(40),
             )
             .sort("findings", descending=True, maintain_order=True)
+            .to_dicts()
         )
-        return [
-            {**line, "examples": [list(one.values()) for one in line["examples"]]}
-            for line in groups.to_dicts()
-        ]
 
-    def session_lines(self) -> Columns:
+    def session_lines(self) -> dict[str, list[Any]]:
         """Columns of the list of sessions. Lists per policy are in the policies' order."""
         n_output = pl.col("output_ids").list.len()
         n_path = pl.col("shared_length") + pl.col("suffix_ids").list.len() + n_output
@@ -216,24 +183,22 @@ class ViewTables:
             context=n_path.max(),
             logprob=pl.col("output_logprobs").explode().cast(pl.Float64).mean(),
         )
-        drift = self._table("drift", 0).frame.group_by("session_id")
+        drift = self._table("drift", 0).group_by("session_id")
         own = drift.agg(drifts=pl.len(), at_stake=pl.col("tokens_after_drift").sum())
-        lines = lines.join(own, "session_id", how="left", maintain_order="left")
         finite = pl.when(pl.col("logprob").is_finite()).then(pl.col("logprob"))
-        lines = lines.with_columns(finite, pl.col("drifts", "at_stake").fill_null(0))
-        columns = lines.to_dict(as_series=False)
+        columns = (
+            lines.join(own, "session_id", how="left", maintain_order="left")
+            .with_columns(finite, pl.col("drifts", "at_stake").fill_null(0))
+            .to_dict(as_series=False)
+        )
         ids = columns.pop("session_id")
         facts = session_facts(None, self._sessions).of(pa.array(ids, pa.string()))
-        known = {
-            "id": ids,
-            "reward": facts["reward"].to_pylist(),
-            "group": facts["group_id"].to_pylist(),
-            "error": facts["error"].to_pylist(),
-        }
+        known = {name: facts[name].to_pylist() for name in ("reward", "error")}
+        known |= {"id": ids, "group": facts["group_id"].to_pylist()}
         if self._violations is not None:
             known["violations"] = [len(self._violations.get(name, ())) for name in ids]
         # a list per session, with a number per policy
-        reports = [self._table("report", k).frame for k in range(len(self._policies))]
+        reports = [self._table("report", k) for k in range(len(self._policies))]
         for name, counted in {"trained": "tokens_trained", "rows": "rows"}.items():
             numbers = zip(*(one[counted].to_list() for one in reports), strict=True)
             columns[name] = [*map(list, numbers)]
@@ -243,166 +208,113 @@ class ViewTables:
         """One session, compressed: a JSON object, then its turns as an Arrow IPC stream.
 
         The first four bytes (little endian) are the length of the JSON, which ends in
-        spaces so that the stream is aligned.
+        spaces so that the stream begins at a multiple of 8 bytes.
         """
-        start, stop = self._bounds[session_id]
-        turns = self._turns.slice(start, stop - start).combine_chunks()
-        shown = [name for name in _SHOWN if name in turns.column_names]
-        of_links = ["links", "drift", "branches", "findings"]
-        violations = None
+        turns = take_session(self._turns, session_id).combine_chunks()
+        of_links = ["links", "drift", "branches"]
+        of_links += ["findings"] * (self._tokenizer is not None)
+        policies = []
+        for k, policy in enumerate(self._policies):
+            columns = self._columns(["rows", "spans", "report"], k, session_id)
+            counts = ((name, n) for name, (n,) in columns["report"].items())
+            columns["report"] = {name: n for name, n in counts if isinstance(n, int)}
+            own = {"label": label(policy), "links": self._links_of[k], **columns}
+            policies.append(own)
+        found = None
         if self._violations is not None:
-            violations = self._violations.get(session_id, [])[:_N_VIOLATIONS]
-        head = json.dumps(
-            {
-                "id": session_id,
-                "policies": [
-                    {
-                        "label": label(policy),
-                        "links": self._links_of[k],
-                        "report": self._report(k, session_id),
-                        **self._columns(["rows", "spans"], k, session_id),
-                        "packs": self._packs(turns, policy),
-                    }
-                    for k, policy in enumerate(self._policies)
-                ],
-                "links": [
-                    self._columns(of_links, k, session_id)
-                    for k in range(len(self._links))
-                ],
-                "turns": turns.select(shown).to_pydict(),
-                **_messages(turns, self._text),
-                "violations": violations,
-            },
-            separators=(",", ":"),
-            default=str,  # times
-        ).encode()
-        head += b" " * (-(len(head) + 4) % _ALIGNMENT)
+            found = self._violations.get(session_id, [])[:_N_VIOLATIONS]
+        shown = [name for name in _SHOWN if name in turns.column_names]
+        facts = {
+            "id": session_id,
+            "policies": policies,
+            "links": [
+                self._columns(of_links, k, session_id) for k in range(len(self._links))
+            ],
+            "turns": turns.select(shown).to_pydict(),
+            **_messages(turns, self._text),
+            "violations": found,
+        }
+        # times are texts
+        head = json.dumps(facts, separators=(",", ":"), default=str).encode()
+        head += b" " * (-(len(head) + 4) % 8)
         sink = pa.BufferOutputStream()
         table = _token_columns(turns)
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-        return gzip.compress(
-            struct.pack("<I", len(head)) + head + sink.getvalue().to_pybytes(), mtime=0
-        )
-
-    def _columns(
-        self, names: Sequence[str], k: int, session_id: str
-    ) -> dict[str, Columns | None]:
-        """The lines of a session in some tables of a policy or its links."""
-        absent = ["findings"] if self._tokenizer is None else []
-        return {
-            name: None if name in absent else self._table(name, k).columns(session_id)
-            for name in names
-        }
-
-    def _report(self, k: int, session_id: str) -> dict[str, int]:
-        columns = self._table("report", k).columns(session_id)
-        return {name: n for name, (n,) in columns.items() if isinstance(n, int)}
-
-    def _packs(self, turns: pa.Table, policy: Policy) -> list[dict[str, Any]]:
-        """The packs of a session's rows, as the segments of their trees."""
-        if self._pack_tokens is None:
-            return []
-        rows = linearize(turns, policy, sessions=self._sessions)
-        packs = pack(rows, self._pack_tokens, oversize="carry")
-        lines = tuples(packs, "n_tokens", "segment_start", "subtree_end")
-        return [
-            # queries that attend to a segment's tokens end at the end of its subtree
-            {"tokens": n, "start": starts, "end": [ends[start] for start in starts]}
-            for n, starts, ends in lines
-        ]
+        content = struct.pack("<I", len(head)) + head + sink.getvalue().to_pybytes()
+        return gzip.compress(content, mtime=0)
 
     def search(self, word: str) -> list[str]:
         """The sessions one of whose messages contains a word, in either case."""
-        ids, found = self._turns["session_id"], set()
-        shown = self._turns["suffix_messages"]
-        for owners, messages in (
-            (ids, self._turns["response"]),
-            (ids.take(pc.list_parent_indices(shown)), pc.list_flatten(shown)),
-        ):
-            bodies = pc.struct_field(messages, "body")
-            hits = pc.match_substring(bodies, word, ignore_case=True)
-            found.update(owners.filter(hits.fill_null(False)).to_pylist())
-        return [name for name in self.session_ids if self._text and name in found]
+        if not self._text:
+            return []
+        names = ["session_id", "suffix_messages", "response"]
+        turns = pl.DataFrame(self._turns.select(names)).explode("suffix_messages")
+        bodies = (pl.col(name).struct.field("body") for name in names[1:])
+        hits = [
+            one.str.to_lowercase().str.contains(word.lower(), literal=True)
+            for one in bodies
+        ]
+        found = turns.filter(pl.any_horizontal(hits))["session_id"]
+        return found.unique(maintain_order=True).to_list()
 
     def vocabulary(self) -> dict[str, Any] | None:
         """The text of every token that occurs; None without a tokenizer or text."""
         if self._tokenizer is None:
             return None
-        ids: set[int] = set()
-        for name in ("suffix_ids", "output_ids"):
-            ids.update(pc.unique(pc.list_flatten(self._turns[name])).to_pylist())
-        return token_pieces(self._tokenizer, [*ids])
+        lists = self._turns["suffix_ids"], self._turns["output_ids"]
+        ids = (pc.unique(pc.list_flatten(one)).to_pylist() for one in lists)
+        return token_pieces(self._tokenizer, [*{*chain(*ids)}])
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which sessions to show. At most one of the choices is given."""
+def selected(
+    batches: Iterable[pa.RecordBatch],
+    *,
+    ids: Sequence[str] | None = None,
+    sample: int | None = None,
+    worst: int | None = None,
+    policy: Policy = PRESETS["faithful"],
+) -> tuple[pa.Table, int]:
+    """The turns of chosen sessions in delta form, and the number of all sessions.
 
-    ids: tuple[str, ...] | None = None
-    # this many, drawn by a hash of their ids: the same ones in every run of the command
-    sample: int | None = None
-    # this many of those that lose most tokens under the policy, have the most sampled
-    # tokens after drift, or have the lowest mean logprob; each ranking in turn names one
-    worst: int | None = None
-    policy: Policy | None = None
-
-    def of(self, batches: Iterable[pa.RecordBatch]) -> tuple[pa.Table, int]:
-        """The turns of the chosen sessions in delta form, and the number of all sessions.
-
-        Only the delta form of turns is in memory, and of ``sample`` and ``ids`` only the
-        chosen ones.
-        """
-        parts: list[pa.Table] = []
-        lines: list[pl.DataFrame] = []
-        sampled: list[str] = []
-        n_sessions, schema = 0, TURNS_DELTA
-        for table in whole_sessions(batches):
-            kept = pc.unique(table["session_id"]).to_pylist()
-            n_sessions += len(kept)
-            if self.ids is not None:
-                kept = [*self.ids]
-            elif self.sample is not None:
-                kept = sampled = sorted([*sampled, *kept], key=_draw)[: self.sample]
-                parts = [_only(part, kept) for part in parts]
-            part = compact(_only(table, kept))
-            schema = part.schema
-            parts = [one for one in (*parts, part) if one.num_rows]
-            if self.worst is not None:
-                policies = [self.policy or PRESETS["faithful"]]
-                lines.append(pl.DataFrame(ViewTables(part, policies).session_lines()))
-        turns = pa.concat_tables(parts) if parts else schema.empty_table()
-        if self.worst is not None and lines:
-            turns = _only(
-                turns, _worst(pl.concat(lines, how="vertical_relaxed"), self.worst)
-            )
-        found = {*pc.unique(turns["session_id"]).to_pylist()}
-        for name in self.ids or ():
-            if name not in found:
-                raise UnknownSessionError(f"the turns have no session {name!r}")
-        return turns, n_sessions
+    At most one of the choices is given: ids; a sample, drawn by a hash of the ids, so it
+    is the same in every run; or the worst: those that lose most tokens under the policy,
+    have the most sampled tokens after drift, or have the lowest mean logprob; each of the
+    three rankings in turn names one.
+    """
+    n_sessions, parts = 0, list[pa.Table]()
+    for table in whole_sessions(batches):
+        n_sessions += pc.count_distinct(table["session_id"]).as_py()
+        parts.append(compact(table if ids is None else _only(table, ids)))
+    turns = pa.concat_tables(parts) if parts else TURNS_DELTA.empty_table()
+    names = pc.unique(turns["session_id"]).to_pylist()
+    for name in ids or ():
+        if name not in names:
+            raise UnknownSessionError(f"the turns have no session {name!r}")
+    if sample is not None:
+        draw = {name: blake2b(name.encode(), digest_size=8).digest() for name in names}
+        turns = _only(turns, sorted(names, key=draw.__getitem__)[:sample])
+    if worst is not None and names:
+        lines = pl.DataFrame(ViewTables(turns, [policy]).session_lines())
+        scores = (
+            pl.col("sampled") - pl.col("trained").list.first(),
+            pl.col("at_stake"),
+            -pl.col("logprob").cast(pl.Float64).fill_null(0.0),
+        )
+        ranked = lines.select(
+            pl.col("id")
+            .sort_by(score, descending=True, maintain_order=True)
+            .alias(f"{k}")
+            for k, score in enumerate(scores)
+        )
+        taken = dict.fromkeys(name for line in ranked.iter_rows() for name in line)
+        turns = _only(turns, [*taken][:worst])
+    return turns, n_sessions
 
 
-def _draw(name: str) -> bytes:
-    return blake2b(name.encode(), digest_size=8).digest()
-
-
-def _only(table: pa.Table, names: list[str]) -> pa.Table:
-    chosen = pa.array(names, table.schema.field("session_id").type)
-    return table.filter(pc.is_in(table["session_id"], value_set=chosen))
-
-
-def _worst(lines: pl.DataFrame, n: int) -> list[str]:
-    """The first ``n`` sessions of the three rankings, taken in turn."""
-    ranked = lines.select(
-        pl.col("id").sort_by(score, descending=True, maintain_order=True).alias(name)
-        for name, score in {
-            "loss": pl.col("sampled") - pl.col("trained").list.first(),
-            "drift": pl.col("at_stake"),
-            "logprob": -pl.col("logprob").cast(pl.Float64).fill_null(0.0),
-        }.items()
-    )
-    return list(dict.fromkeys(name for line in ranked.iter_rows() for name in line))[:n]
+def _only(turns: pa.Table, names: Sequence[str]) -> pa.Table:
+    chosen = pa.array(names, turns.schema.field("session_id").type)
+    return turns.filter(pc.is_in(turns["session_id"], value_set=chosen))
 
 
 def find_violations(
@@ -416,27 +328,26 @@ def find_violations(
     The first of a session have the tokens around the first wrong one. Rows of another
     system may have no ids; their tokens are not shown then.
     """
-    numbers = {}
-    if {"session_id", "row_index"} <= {*rows.column_names}:
-        keys = enumerate(tuples(rows, "session_id", "row_index"))
-        numbers = {key: k for k, key in keys}
+    names, numbers = ("session_id", "row_index"), dict[Any, int]()
+    if {*names} <= {*rows.column_names}:
+        numbers = {key: k for k, key in enumerate(tuples(rows, *names))}
     found: Violations = {}
     for line in verify(rows, turns, policy, sessions=sessions).to_pylist():
         own = found.setdefault(line["session_id"], [])
-        own.append(line)
+        own.append(line | {"ids": None})
         k = numbers.get((line["session_id"], line["row_index"]))
-        if k is None or len(own) > _N_VIOLATIONS:
-            line["ids"] = None
-            continue
-        ids, mask = rows["input_ids"][k].values, rows["loss_mask"][k].values
-        # a mask may cover the response only
-        before, token = len(ids) - len(mask), line["token"] or 0
-        start, stop = max(token - _AROUND, 0), min(token + _AROUND + 1, len(ids))
-        masked = (
-            at >= before and bool(mask[at - before].as_py())
-            for at in range(start, stop)
-        )
-        line |= {"start": start, "ids": ids[start:stop].to_pylist(), "mask": [*masked]}
+        if k is not None and len(own) <= _N_VIOLATIONS:
+            ids, mask = rows["input_ids"][k].values, rows["loss_mask"][k].values
+            token = line["token"] or 0
+            start, stop = max(token - _AROUND, 0), min(token + _AROUND + 1, len(ids))
+            # a mask may cover the response only
+            shift = len(ids) - len(mask)
+            masked = [
+                at >= shift and bool(mask[at - shift].as_py())
+                for at in range(start, stop)
+            ]
+            shown = ids[start:stop].to_pylist()
+            own[-1] |= {"start": start, "ids": shown, "mask": masked}
     return found
 
 
@@ -468,19 +379,17 @@ def _messages(turns: pa.Table, text: bool) -> dict[str, list[Any]]:
 
 def _token_columns(turns: pa.Table) -> pa.Table:
     """The columns of a chunk's Arrow stream: base turns as indices, token columns."""
-    base = pc.index_in(turns["base_turn"], turns["turn_index"])
-    columns = {
-        "base": base,
-        **{name: turns[name] for name in _AS_THEY_ARE if name in turns.column_names},
-    }
+    columns = {"base": pc.index_in(turns["base_turn"], turns["turn_index"])}
     lengths = pc.list_value_length(turns["output_ids"])
     for name, type_ in zip(turns.schema.names, turns.schema.types, strict=True):
+        wanted = name in _AS_THEY_ARE
         # a number per sampled token, such as an entropy or an advantage
         is_list = isinstance(type_, pa.ListType | pa.LargeListType)
-        if name not in columns and is_list and pa.types.is_floating(type_.value_type):
+        if not wanted and is_list and pa.types.is_floating(type_.value_type):
             own = pc.list_value_length(turns[name]).cast(pa.int64())
-            if pc.all(pc.equal(own, lengths)).as_py():
-                columns[name] = turns[name]
+            wanted = pc.all(pc.equal(own, lengths)).as_py()
+        if wanted:
+            columns[name] = turns[name]
     return pa.table(columns)
 
 
@@ -491,14 +400,12 @@ def rule_in_words(policy: Policy) -> str:
     if policy.parent_by == "generations":
         n = policy.fork_threshold
         return f"A call is refused if its prompt drifts by {n:,} or more tokens."
-    rule = rule_of(policy, "on_drift")
+    rule, more = rule_of(policy, "on_drift"), ""
     if policy.absorbs:
-        rule += (
-            " A reply that drifted is then trained up to the drift."
-            if policy.keep_prefix
-            else " No token of a reply that drifted is then trained."
-        )
-    return "Where a prompt drifts: " + rule[0].lower() + rule[1:]
+        more = " No token of a reply that drifted is then trained."
+        if policy.keep_prefix:
+            more = " A reply that drifted is then trained up to the drift."
+    return f"Where a prompt drifts: {rule[0].lower()}{rule[1:]}{more}"
 
 
 def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
@@ -509,12 +416,17 @@ def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
     """
     codec, ids = Codec(tokenizer), sorted(ids)
     special = codec.special(np.array(ids, np.int32)).astype(int).tolist()
-    columns: Columns = {"id": ids, "text": [], "hex": [], "special": special}
+    columns: dict[str, list[Any]] = {
+        "id": ids,
+        "text": [],
+        "hex": [],
+        "special": special,
+    }
     for token in ids:
         text, entry = codec.text([token]), codec.entry(token) or ""
-        raw = entry_bytes(entry) if entry and _REPLACEMENT in text else None
-        # SentencePiece drops the space at the start of a text
-        spaced = entry.replace(_SPACE, " ")
+        raw = entry_bytes(entry) if entry and "\ufffd" in text else None
+        # SentencePiece writes a space as U+2581, and drops it at the start of a text
+        spaced = entry.replace("\u2581", " ")
         if spaced.lstrip(" ") == text.lstrip(" "):
             text = spaced
         columns["text"].append(text if raw is None else None)

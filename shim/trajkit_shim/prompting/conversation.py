@@ -72,7 +72,7 @@ class Node:
     extended: bool = False  # another turn's ids begin with these
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Place:
     """A message in its place: all messages before it are the same."""
 
@@ -155,16 +155,20 @@ class Conversation:
         restored, latest, index = RestoredRequest(), self._latest, 0
         places = restored.places
 
-        def add(message: Json, **fields: Any) -> None:
-            before = restored.position
+        def add(
+            message: Json,
+            known: Known | None = None,
+            tool: str | None = None,
+            node: Node | None = None,
+        ) -> None:
+            before = places[-1].position if places else START
             if len(places) < len(latest):
                 old = latest[len(places)]
-                if old.before == before and old.message == message:
-                    given = {"known": None, "tool": None, "node": None, **fields}
-                    if all(getattr(old, name) == v for name, v in given.items()):
-                        places.append(old)
-                        return
-            places.append(_place(message, before, **fields))
+                same = old.before == before and old.message == message
+                if same and (old.known, old.tool, old.node) == (known, tool, node):
+                    places.append(old)
+                    return
+            places.append(_place(message, before, known, tool, node))
 
         while index < len(messages):
             message = messages[index]
@@ -177,7 +181,7 @@ class Conversation:
                 continue
             node, step, known = self._recognized(messages, index, restored.position)
             here = node if node and node.position == restored.position else None
-            add(node.message if node else message, known=known, node=here)
+            add(node.message if node else message, known, node=here)
             calls = _called(messages[index : index + step], places[-1].message)
             index += step
             results = [*takewhile(_is_result, islice(messages, index, None))]
@@ -392,16 +396,20 @@ class Budget:
         self.n_bytes -= self._sessions.pop(session, 0)
 
 
-def _place(message: Json, before: bytes, **fields: Any) -> Place:
+def _place(
+    message: Json,
+    before: bytes,
+    known: Known | None,
+    tool: str | None,
+    node: Node | None,
+) -> Place:
     record = chat.logged_message(message)
     # what was sampled may have half a character
-    if fields.get("known") in (None, "new") and "\\ud" in record.body:
+    if known in (None, "new") and "\\ud" in record.body:
         message = without_halves(message)
         record = chat.logged_message(message)
     after = next_position(before, record.key)
-    return Place(
-        message=message, logged=record, before=before, position=after, **fields
-    )
+    return Place(message, record, before, after, known, tool, node)
 
 
 def next_position(position: bytes, key: bytes) -> bytes:

@@ -396,7 +396,17 @@ def _template(source: str) -> tuple[Any, frozenset[str]]:
     from jinja2 import TemplateError as JinjaError
     from jinja2 import TemplateSyntaxError, meta
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def public(kind: type) -> frozenset[str]:
+        return frozenset(name for name in dir(kind) if not name.startswith("_"))
+
+    # attributes that the sandbox returns as they are
+    safe = {
+        str: public(str) - {"format", "format_map"},
+        LoopContext: public(LoopContext),
+    }
 
     class Generation(Extension):
         """The block ``generation``, which marks replies; here it has no effect."""
@@ -411,10 +421,13 @@ def _template(source: str) -> tuple[Any, frozenset[str]]:
         """The sandbox, with less work for what templates look up most."""
 
         def getattr(self, obj: Any, attribute: str) -> Any:
-            if type(obj) is dict and attribute not in _DICT:
+            kind = type(obj)
+            if kind is dict and attribute not in _DICT:
                 if attribute in obj:
                     return obj[attribute]
                 return self.undefined(obj=obj, name=attribute)
+            if attribute in safe.get(kind, ()):
+                return getattr(obj, attribute)
             return super().getattr(obj, attribute)
 
     def refuse(message: str) -> None:

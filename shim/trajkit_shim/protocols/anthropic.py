@@ -125,7 +125,7 @@ def _write(reply: Reply, _: chat.ChatRequest) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": reply.model,
-        "content": [_block(block, reply) for block in base.blocks(reply)],
+        "content": [_block(block) for block in base.blocks(reply)],
         "stop_reason": reason,
         "stop_sequence": reply.stop_sequence if reason == "stop_sequence" else None,
         "usage": {
@@ -140,14 +140,14 @@ def _write(reply: Reply, _: chat.ChatRequest) -> dict[str, Any]:
 _REASONS = {"cut": "max_tokens", "calls": "tool_use", "end": "end_turn"}
 
 
-def _block(block: Block, reply: Reply) -> dict[str, Any]:
+def _block(block: Block) -> dict[str, Any]:
     if isinstance(block, str):
         return {"type": "text", "text": block}
     if isinstance(block, ToolCall):
         call: Json = {"type": "tool_use", "id": block.call_id, "name": block.name}
         return {**call, "input": base.RawJson(block.arguments)}
-    signed = base.signature(reply)
-    return {"type": "thinking", "thinking": block.text, "signature": signed}
+    signed = {"signature": base.SIGNATURE}
+    return {"type": "thinking", "thinking": block.text, **signed}
 
 
 def _events(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
@@ -155,13 +155,13 @@ def _events(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
     usage = {**message["usage"], "output_tokens": 0}
     yield {"type": "message_start", "message": {**base.begun(message), "usage": usage}}
     for index, block in enumerate(base.blocks(reply)):
-        place, whole = {"index": index}, _block(block, reply)
+        place, whole = {"index": index}, _block(block)
         begun = base.begun(whole)
         yield {"type": "content_block_start", **place, "content_block": begun}
         match block:
             case Thought(text=text):
                 deltas = [("thinking_delta", "thinking", text)]
-                deltas.append(("signature_delta", "signature", whole["signature"]))
+                deltas.append(("signature_delta", "signature", base.SIGNATURE))
             case ToolCall(arguments=text):
                 deltas = [("input_json_delta", "partial_json", text)]
             case text:

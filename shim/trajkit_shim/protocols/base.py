@@ -126,14 +126,17 @@ class Thought:
 
 Block: TypeAlias = Thought | str | ToolCall
 
+SIGNATURE = base64.b64encode(b"trajkit").decode()
+"""What protocols with signed reasoning get as signature."""
 
-def blocks(reply: Reply, *, spaces: bool = False) -> list[Block]:
+
+def blocks(reply: Reply) -> list[Block]:
     """Return reasoning, texts and calls, in order; at least one block.
 
-    White space alone is a block only with ``spaces``, because clients reject it.
+    White space alone is none, because clients reject it.
     """
     thought = [] if reply.reasoning is None else [Thought(reply.reasoning)]
-    parts = (p for p in reply.parts if spaces or isinstance(p, ToolCall) or p.strip())
+    parts = (p for p in reply.parts if isinstance(p, ToolCall) or p.strip())
     return [*thought, *parts] or [reply.text]
 
 
@@ -145,11 +148,6 @@ def assistant(parts: Iterable[Thought | str | Json]) -> Json:
         "".join(part.text for part in given if isinstance(part, Thought)),
         [part for part in given if isinstance(part, dict)],
     )
-
-
-def signature(reply: Reply) -> str:
-    """Return what protocols with signed reasoning get as signature."""
-    return base64.b64encode(f"trajkit:{reply.reply_id}".encode()).decode()
 
 
 # the fields of messages, blocks and items that a stream fills

@@ -5,7 +5,7 @@ is ignored.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -182,24 +182,7 @@ def _schema_of_text(config: Fields) -> Json | None:
 
 
 def _write(reply: Reply, _: chat.ChatRequest) -> Json:
-    return _body(reply, [_part(block, reply) for block in base.blocks(reply)])
-
-
-def _part(block: Block, reply: Reply) -> Json:
-    if isinstance(block, ToolCall):
-        args = base.RawJson(block.arguments)
-        return {"functionCall": {"id": block.call_id, "name": block.name, "args": args}}
-    if isinstance(block, str):
-        return {"text": block}
-    signed = base.signature(reply)
-    return {"text": block.text, "thought": True, "thoughtSignature": signed}
-
-
-def _body(reply: Reply, parts: list[Json], *, last: bool = True) -> Json:
     usage = reply.usage
-    candidate: Json = {"content": {"role": "model", "parts": parts}, "index": 0}
-    if last:
-        candidate["finishReason"] = "MAX_TOKENS" if reply.cut else "STOP"
     counts: Json = {
         "promptTokenCount": usage.prompt_tokens,
         "candidatesTokenCount": usage.output_tokens - usage.reasoning_tokens,
@@ -209,6 +192,12 @@ def _body(reply: Reply, parts: list[Json], *, last: bool = True) -> Json:
         counts["cachedContentTokenCount"] = usage.cached_tokens
     if usage.reasoning_tokens:
         counts["thoughtsTokenCount"] = usage.reasoning_tokens
+    parts = [_part(block) for block in base.blocks(reply)]
+    candidate: Json = {
+        "content": {"role": "model", "parts": parts},
+        "finishReason": "MAX_TOKENS" if reply.cut else "STOP",
+        "index": 0,
+    }
     return {
         "candidates": [candidate],
         "usageMetadata": counts,
@@ -217,12 +206,13 @@ def _body(reply: Reply, parts: list[Json], *, last: bool = True) -> Json:
     }
 
 
-def _chunks(reply: Reply, _: chat.ChatRequest, __: int) -> Iterator[Json]:
-    # each has a part; the last one has the finish reason too
-    parts = [_part(block, reply) for block in base.blocks(reply)]
-    filled = [part for part in parts if part.get("text") != ""] or [{"text": ""}]
-    for n_left, part in enumerate(filled, 1 - len(filled)):
-        yield _body(reply, [part], last=n_left == 0)
+def _part(block: Block) -> Json:
+    if isinstance(block, ToolCall):
+        args = base.RawJson(block.arguments)
+        return {"functionCall": {"id": block.call_id, "name": block.name, "args": args}}
+    if isinstance(block, str):
+        return {"text": block}
+    return {"text": block.text, "thought": True, "thoughtSignature": base.SIGNATURE}
 
 
 _STATUSES = {
@@ -262,7 +252,8 @@ GEMINI = WireProtocol(
     },
     parse=_parse,
     write=_write,
-    events=_chunks,
+    # one event has it all, since it comes at once
+    events=lambda reply, request, _: [_write(reply, request)],
     # the official client parses comments as JSON
     ping=lambda *_: b"\n",
     error=_error,

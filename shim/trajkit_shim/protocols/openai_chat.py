@@ -5,10 +5,10 @@ from functools import partial
 
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import Part, Readers, joined, read_image, read_parts
-from trajkit_shim.chat.request import Reply, ToolCall, Usage
+from trajkit_shim.chat.request import Reply, Usage
 from trajkit_shim.errors import error_body
 from trajkit_shim.json_input import Fields, Json, as_flag
-from trajkit_shim.protocols.base import Thought, WireProtocol, blocks, known_role
+from trajkit_shim.protocols.base import WireProtocol, known_role
 
 _ROLES = ("system", "developer", "user", "tool", "assistant")
 
@@ -145,56 +145,43 @@ def write(reply: Reply, _: chat.ChatRequest) -> Json:
     if reply.reasoning is not None:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:
-        message["tool_calls"] = [_call(call) for call in reply.calls]
-    choice: Json = {"index": 0, "message": message, "logprobs": None}
-    choice["finish_reason"] = _reason(reply)
-    body = _body(reply, "chat.completion", [choice])
+        message["tool_calls"] = _calls(reply)
+    body = _body(reply, "chat.completion", "message", message)
     return {**body, "usage": _usage(reply.usage)}
 
 
-def _body(reply: Reply, kind: str, choices: list[Json]) -> Json:
+def _calls(reply: Reply) -> list[Json]:
+    return [chat.tool_call(c.call_id, c.name, c.arguments) for c in reply.calls]
+
+
+def _body(reply: Reply, kind: str, name: str, value: Json, last: bool = True) -> Json:
+    reason = {"cut": "length", "calls": "tool_calls"}.get(reply.ending, "stop")
+    choice: Json = {"index": 0, name: value, "logprobs": None}
     return {
         "id": f"chatcmpl-{reply.reply_id}",
         "object": kind,
         "created": reply.created,
         "model": reply.model,
-        "choices": choices,
+        "choices": [{**choice, "finish_reason": reason if last else None}],
     }
-
-
-def _reason(reply: Reply) -> str:
-    return {"cut": "length", "calls": "tool_calls"}.get(reply.ending, "stop")
-
-
-def _call(call: ToolCall) -> Json:
-    return chat.tool_call(call.call_id, call.name, call.arguments)
 
 
 def _chunks(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
     # with include_usage every chunk but the last has a null usage
     usage: Json = {"usage": None} if request.include_usage else {}
-    kind = "chat.completion.chunk"
-
-    def chunk(delta: Json, reason: str | None = None) -> Json:
-        choice: Json = {"index": 0, "delta": delta, "logprobs": None}
-        choice["finish_reason"] = reason
-        return {**_body(reply, kind, [choice]), **usage}
-
-    yield chunk({"role": "assistant", "content": ""})
-    n_calls = 0
-    # here white space alone is content too
-    for block in blocks(reply, spaces=True):
-        if isinstance(block, ToolCall):
-            yield chunk({"tool_calls": [{"index": n_calls, **_call(block)}]})
-            n_calls += 1
-        elif isinstance(block, Thought):
-            if block.text:
-                yield chunk({"reasoning_content": block.text})
-        elif block:
-            yield chunk({"content": block})
-    yield chunk({}, _reason(reply))
+    made = partial(_body, reply, "chat.completion.chunk", "delta")
+    deltas: list[Json] = [{"role": "assistant", "content": ""}]
+    if reply.reasoning:
+        deltas.append({"reasoning_content": reply.reasoning})
+    if reply.text:
+        deltas.append({"content": reply.text})
+    for index, call in enumerate(_calls(reply)):
+        deltas.append({"tool_calls": [{"index": index, **call}]})
+    for delta in deltas:
+        yield made(delta, last=False) | usage
+    yield made({}) | usage
     if request.include_usage:
-        yield {**_body(reply, kind, []), "usage": _usage(reply.usage)}
+        yield made({}) | {"choices": [], "usage": _usage(reply.usage)}
 
 
 def _usage(usage: Usage) -> Json:

@@ -49,7 +49,7 @@ class SessionOptions:
     """The options of a session, set when it is opened."""
 
     fixed: SamplingParams = field(default_factory=SamplingParams)
-    # what the client may set (`chat.sampling_params.CLIENT`)
+    # what the client may set (`chat.request.CLIENT`)
     client_sampling: frozenset[str] = frozenset()
     limits: Mapping[str, int | None] = field(default_factory=dict)  # by `LIMITS`
     ttl_seconds: float | None = None  # idle time after which it is closed; None: never

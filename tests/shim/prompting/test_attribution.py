@@ -17,6 +17,7 @@ from tests.shim.fakes import (
     ScriptedEngine,
     byte_renderer,
     byte_tokenizer,
+    cases,
 )
 from tests.strategies import plain_texts, spoken_texts
 from trajkit_shim.engines.embedded import load_tokenizer
@@ -106,17 +107,14 @@ def test_any_content_in_any_template(texts, as_string):
     }
 
 
-@pytest.mark.parametrize(
+@cases(
     "template",
-    [
-        pytest.param("{{ messages[0].content | length }}", id="looks into it"),
-        pytest.param(
-            "{% if messages[0].content != 'a' %}{{ raise_exception('a only') }}"
-            "{% endif %}{{ messages[0].content }}",
-            id="refuses it",
-        ),
-        pytest.param("{{ messages[0].content | reverse }}", id="turns it round"),
-    ],
+    {
+        "looks into it": "{{ messages[0].content | length }}",
+        "refuses it": "{% if messages[0].content != 'a' %}{{ raise_exception('a only') }}"
+        "{% endif %}{{ messages[0].content }}",
+        "turns it round": "{{ messages[0].content | reverse }}",
+    },
 )
 def test_a_template_that_looks_into_what_it_renders_tells_nothing(template):
     assert shown(byte_renderer(template), [said("user", "a")]) in (None, {})

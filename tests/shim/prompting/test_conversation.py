@@ -15,6 +15,7 @@ from tests.shim.fakes import (
     TOOL,
     ScriptedEngine,
     byte_renderer,
+    cases,
     parse_reply,
     remember,
     rendered,
@@ -64,43 +65,34 @@ def restored(book, *messages):
     return got.messages[:-1], [p.known for p in got.places if p.known]
 
 
-@pytest.mark.parametrize(
-    ("sent", "reply"),
-    [
-        pytest.param(said("Done"), said(" Done.\n".replace(".", "")), id="trimmed"),
-        pytest.param(said("a b"), said("a\n\nb"), id="other white space"),
-        pytest.param(
-            said("a"), said("a", reasoning_content="hm"), id="reasoning left out"
-        ),
-        pytest.param(
+@cases(
+    "sent, reply",
+    {
+        "trimmed": (said("Done"), said(" Done.\n".replace(".", ""))),
+        "other white space": (said("a b"), said("a\n\nb")),
+        "reasoning left out": (said("a"), said("a", reasoning_content="hm")),
+        "reasoning with a space": (
             said("a", reasoning_content="hm "),
             said("a", reasoning_content="hm"),
-            id="reasoning with a space",
         ),
-        pytest.param(
+        "numbers written otherwise": (
             calling("", '{"a":1000,"b":[1.5],"c":true}'),
             calling("", '{ "b": [1.50], "a": 1.0e3,\n"c": true}'),
-            id="numbers written otherwise",
         ),
-        pytest.param(
+        "a number beyond a double": (
             calling("", '{"n": 12345678901234567000}'),
             calling("", '{"n": 12345678901234567890}'),
-            id="a number beyond a double",
         ),
-        pytest.param(
+        "text after a call": (
             calling("beforeafter", "{}"),
             calling("before\nafter", "{}", sampled="before\n<tool_call>after"),
-            id="text after a call",
         ),
-        pytest.param(
+        "ids of the client's own": (
             calling("", "{}", "{}", ids=["x", "y"]),
             calling("", "{}", "{}"),
-            id="ids of the client's own",
         ),
-        pytest.param(
-            calling("", '{"a": "\\u00e9"}'), calling("", '{"a": "é"}'), id="escapes"
-        ),
-    ],
+        "escapes": (calling("", '{"a": "\\u00e9"}'), calling("", '{"a": "é"}')),
+    },
 )
 def test_what_is_restored(sent, reply):
     book = book_with(reply)
@@ -108,33 +100,27 @@ def test_what_is_restored(sent, reply):
     assert restored(book, USER, reply) == ([USER, reply], ["as_sent"])
 
 
-@pytest.mark.parametrize(
-    ("sent", "reply"),
-    [
-        pytest.param(said("Done!"), said("Done."), id="other text"),
-        pytest.param(
+@cases(
+    "sent, reply",
+    {
+        "other text": (said("Done!"), said("Done.")),
+        "other reasoning": (
             said("a", reasoning_content="x"),
             said("a", reasoning_content="y"),
-            id="other reasoning",
         ),
-        pytest.param(
-            said("a", reasoning_content="x"), said("a"), id="reasoning of its own"
-        ),
-        pytest.param(calling("", '{"a": 2}'), calling("", '{"a": 1}'), id="arguments"),
-        pytest.param(calling("", '{"a": "1"}'), calling("", '{"a": 1}'), id="a type"),
-        pytest.param(calling("", "{"), calling("", "{}"), id="arguments of no JSON"),
-        pytest.param(
-            calling("", "[" * 100_000), calling("", "{}"), id="arguments too deep"
-        ),
-        pytest.param(calling("", "{}", "{}"), calling("", "{}"), id="one call more"),
-        pytest.param(said(""), calling("", "{}"), id="a call left out"),
-        pytest.param(calling("", "{}"), calling("Look.", "{}"), id="text left out"),
-        pytest.param(
+        "reasoning of its own": (said("a", reasoning_content="x"), said("a")),
+        "arguments": (calling("", '{"a": 2}'), calling("", '{"a": 1}')),
+        "a type": (calling("", '{"a": "1"}'), calling("", '{"a": 1}')),
+        "arguments of no JSON": (calling("", "{"), calling("", "{}")),
+        "arguments too deep": (calling("", "[" * 100_000), calling("", "{}")),
+        "one call more": (calling("", "{}", "{}"), calling("", "{}")),
+        "a call left out": (said(""), calling("", "{}")),
+        "text left out": (calling("", "{}"), calling("Look.", "{}")),
+        "calls in another order": (
             calling("", "{}", "{}", ids="ba"),
             calling("", "{}", "{}"),
-            id="calls in another order",
         ),
-    ],
+    },
 )
 def test_what_is_new(sent, reply):
     assert restored(book_with(reply), USER, sent) == ([USER, sent], ["new"])
@@ -358,28 +344,20 @@ def test_a_result_that_is_sent_again_stays():
     assert got.messages[2:] == [result("x")] * 2 + [result("y")] * 2
 
 
-@pytest.mark.parametrize(
-    ("messages", "where", "rule"),
-    [
-        pytest.param([CALLS, result("z")], 2, "its calls: x, y", id="another id"),
-        pytest.param([CALLS, result("x")], 2, "'y' of the same reply", id="one only"),
-        pytest.param(
-            [CALLS, result("x"), result("x", "no")],
-            3,
-            "another result",
-            id="two of one",
-        ),
-        pytest.param([result("x")], 1, "no reply with a call", id="no call"),
-        pytest.param(
+@cases(
+    "messages, where, rule",
+    {
+        "another id": ([CALLS, result("z")], 2, "its calls: x, y"),
+        "one only": ([CALLS, result("x")], 2, "'y' of the same reply"),
+        "two of one": ([CALLS, result("x"), result("x", "no")], 3, "another result"),
+        "no call": ([result("x")], 1, "no reply with a call"),
+        "too late": (
             [CALLS, result("x"), result("y"), NEXT, result("x")],
             5,
             "no reply with a call",
-            id="too late",
         ),
-        pytest.param(
-            [said("a"), result("x")], 2, "its calls: none", id="a reply without calls"
-        ),
-    ],
+        "a reply without calls": ([said("a"), result("x")], 2, "its calls: none"),
+    },
 )
 def test_results_that_belong_to_no_call(messages, where, rule):
     with pytest.raises(GatewayError, match=rule) as caught:

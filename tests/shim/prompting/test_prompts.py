@@ -19,6 +19,7 @@ from tests.shim.fakes import (
     ScriptedEngine,
     byte_renderer,
     byte_tokenizer,
+    cases,
     parse_reply,
     remember,
     rendered,
@@ -74,17 +75,17 @@ def probed(template, *, tools=True):
     return Prompts(byte_renderer(template)).skeleton(tools=tools)
 
 
-@pytest.mark.parametrize(
-    ("template", "leaves"),
-    [
-        pytest.param(AS_STRING, "", id="ChatML"),
-        pytest.param(KEEPS_REASONING, "", id="keeps reasoning"),
-        pytest.param(DROPS_REASONING, "", id="drops reasoning"),
-        pytest.param(TRIMS, "", id="trims"),
-        pytest.param(OPENS_REASONING, "<think>\n", id="opens the reasoning"),
-        pytest.param(REWRITES, "", id="writes the last reply otherwise"),
-        pytest.param(TWO_ENDS, "", id="writes a reply with two ends"),
-    ],
+@cases(
+    "template, leaves",
+    {
+        "ChatML": (AS_STRING, ""),
+        "keeps reasoning": (KEEPS_REASONING, ""),
+        "drops reasoning": (DROPS_REASONING, ""),
+        "trims": (TRIMS, ""),
+        "opens the reasoning": (OPENS_REASONING, "<think>\n"),
+        "writes the last reply otherwise": (REWRITES, ""),
+        "writes a reply with two ends": (TWO_ENDS, ""),
+    },
 )
 def test_templates_whose_prompts_may_be_extended(template, leaves):
     found = probed(template)
@@ -92,12 +93,12 @@ def test_templates_whose_prompts_may_be_extended(template, leaves):
     assert found.leaves == {"user": leaves, "tool": leaves}
 
 
-@pytest.mark.parametrize(
-    ("template", "role", "says"),
-    [
-        pytest.param(MOVES_TOOLS, "user", "moves what was before", id="tools move on"),
-        pytest.param(NO_END, "user", "no token ends a reply", id="no end"),
-        pytest.param(
+@cases(
+    "template, role, says",
+    {
+        "tools move on": (MOVES_TOOLS, "user", "moves what was before"),
+        "no end": (NO_END, "user", "no token ends a reply"),
+        "counts the letters of a reply": (
             AS_STRING.replace(
                 "{%- if add_generation_prompt -%}",
                 "{% if messages | length > 2 %}{{ messages[1].content | length }}"
@@ -105,35 +106,32 @@ def test_templates_whose_prompts_may_be_extended(template, leaves):
             ),
             "user",
             "depends on the reply",
-            id="counts the letters of a reply",
         ),
-        pytest.param(
+        "no results": (
             "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
             + AS_STRING,
             "tool",
             "rejects what follows",
-            id="no results",
         ),
-    ],
+    },
 )
 def test_templates_whose_prompts_are_rendered(template, role, says):
     assert says in probed(template).extends[role]
 
 
-@pytest.mark.parametrize(
-    ("template", "mode", "says"),
-    [
-        pytest.param(AS_STRING, "render", "render", id="render"),
-        pytest.param(KEEPS_REASONING, "append", "append", id="append"),
-        pytest.param(
+@cases(
+    "template, mode, says",
+    {
+        "render": (AS_STRING, "render", "render"),
+        "append": (KEEPS_REASONING, "append", "append"),
+        "no end": (
             NO_END,
             "append",
             "append; rendered at a user message with tools: no token ends a reply; "
             "rendered at a tool message with tools: no token ends a reply; "
             "rendered at a user message without tools: no token ends a reply",
-            id="no end",
         ),
-    ],
+    },
 )
 def test_what_is_done_in_one_line(template, mode, says):
     assert Prompts(byte_renderer(template), mode).summary() == says
@@ -381,33 +379,30 @@ def test_a_template_that_moves_tools():
     assert reason(conversation, [*messages, NEXT], [TOOL]) == "template"
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        pytest.param(
+@cases(
+    "change, expected",
+    {
+        "the text before": (
             (LATER, "{% if messages[-1].content == 'next' %}!{% endif %}" + LATER),
             "rewritten",
-            id="the text before",
         ),
-        pytest.param(
+        "the end of a reply and of what follows": (
             (
                 "{%- endfor %}<|im_end|>",
                 "{%- endfor %}{% if messages[-1].content != 'next' or loop.index < 3 %}"
                 "<|im_end|>{% endif %}",
             ),
             "unended",
-            id="the end of a reply and of what follows",
         ),
-        pytest.param(
+        "the reply": (
             (
                 "{{ message.content }}",
                 "{{ '-' if messages[-1].content == 'next' and loop.index == 3 else "
                 "message.content }}",
             ),
             "hidden",
-            id="the reply",
         ),
-    ],
+    },
 )
 def test_a_template_that_shows_its_whims_later(change, expected):
     renderer = byte_renderer(AS_STRING.replace(*change))

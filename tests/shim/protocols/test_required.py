@@ -7,7 +7,7 @@ import pytest
 
 from tests.shim.clients import in_process
 from tests.shim.conformance import NAMES, PARAMETERS, REQUIRED
-from tests.shim.fakes import RENDERER, ScriptedEngine
+from tests.shim.fakes import RENDERER, ScriptedEngine, cases
 from trajkit_shim.chat.request import Required
 from trajkit_shim.engines.embedded import EmbeddedEngine
 from trajkit_shim.prompting.render import embedded_renderer
@@ -67,14 +67,6 @@ def test_what_is_read(name, what):
     assert len(request.tools) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_required_by_default(name):
-    request = BY_NAME[name].read(BODIES[name])
-    assert asdict(request.required) == asdict(
-        Required(strict=type(request.required.strict)())
-    )
-
-
 @pytest.mark.parametrize(("name", "what"), EACH)
 async def test_the_engine_samples_under_a_grammar_and_the_turn_has_it(
     tmp_path, name, what
@@ -95,6 +87,8 @@ async def test_the_engine_samples_under_a_grammar_and_the_turn_has_it(
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_free_request_has_no_grammar(tmp_path, name):
+    required = BY_NAME[name].read(BODIES[name]).required
+    assert (required.limits_calls, required.schema) == (False, None)
     engine = ScriptedEngine("hi")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         key = {"x-session-key": await gateway.open_key()}
@@ -104,14 +98,14 @@ async def test_a_free_request_has_no_grammar(tmp_path, name):
     assert json.loads(turn["sampling"])["structural_tag"] is None
 
 
-@pytest.mark.parametrize(
-    ("sampling", "client", "overruled"),
-    [
-        pytest.param({}, [], [], id="nothing is fixed"),
-        pytest.param({"temperature": 1}, [], ["tool_choice"], id="sampling is fixed"),
-        pytest.param({"temperature": 1}, ["tool_choice"], [], id="but for the tools"),
-        pytest.param({"extra": {"regex": "a"}}, [], ["tool_choice"], id="a grammar"),
-    ],
+@cases(
+    "sampling, client, overruled",
+    {
+        "nothing is fixed": ({}, [], []),
+        "sampling is fixed": ({"temperature": 1}, [], ["tool_choice"]),
+        "but for the tools": ({"temperature": 1}, ["tool_choice"], []),
+        "a grammar": ({"extra": {"regex": "a"}}, [], ["tool_choice"]),
+    },
 )
 async def test_a_session_that_fixes_its_sampling(tmp_path, sampling, client, overruled):
     engine = ScriptedEngine("hi")

@@ -196,7 +196,7 @@ async def test_sampled_half_a_pair_comes_back(tmp_path):
     """Its reply is recognized, and the conversation is extended."""
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud83d"}}\n</tool_call>'
     async with in_process(ScriptedEngine(call, "b"), RENDERER, tmp_path) as gateway:
-        key, body = await gateway.open_key(), BODIES["anthropic"]
+        key, body = await gateway.open_key(), {**BODIES["anthropic"]}
         headers = {"x-session-key": key, "content-type": "application/json"}
         answer = await gateway.http.post(PATHS["anthropic"], headers=headers, json=body)
         content = answer.json()["content"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.shim.fakes import parse_reply
+from tests.shim.fakes import cases, parse_reply
 from trajkit_shim.chat.request import ChatRequest, Required, SamplingParams
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.replies.parse import grammar
@@ -66,31 +66,23 @@ def free(*tags, one=False):
     }
 
 
-@pytest.mark.parametrize(
-    ("required", "wanted"),
-    [
-        pytest.param({"call": True}, forced(tag("f"), tag("g")), id="a call"),
-        pytest.param(
-            {"call": True, "names": ("g",)}, forced(tag("g")), id="a call of g"
-        ),
-        pytest.param({"names": ("g",)}, free(tag("g")), id="calls of g only"),
-        pytest.param(
-            {"parallel": False}, free(tag("f"), tag("g"), one=True), id="one at most"
-        ),
-        pytest.param(
+@cases(
+    "required, wanted",
+    {
+        "a call": ({"call": True}, forced(tag("f"), tag("g"))),
+        "a call of g": ({"call": True, "names": ("g",)}, forced(tag("g"))),
+        "calls of g only": ({"names": ("g",)}, free(tag("g"))),
+        "one at most": ({"parallel": False}, free(tag("f"), tag("g"), one=True)),
+        "exactly one": (
             {"call": True, "parallel": False},
             forced(tag("f"), tag("g"), one=True),
-            id="exactly one",
         ),
-        pytest.param(
-            {"strict": ("f",)}, free(tag("f", SCHEMA), tag("g")), id="strict f"
-        ),
-        pytest.param(
+        "strict f": ({"strict": ("f",)}, free(tag("f", SCHEMA), tag("g"))),
+        "a schema or calls": (
             {"schema": SCHEMA},
             {"type": "or", "elements": [TEXT, forced(tag("f"), tag("g"))]},
-            id="a schema or calls",
         ),
-        pytest.param(
+        "any JSON or calls": (
             {"schema": {}},
             {
                 "type": "or",
@@ -99,26 +91,24 @@ def free(*tags, one=False):
                     forced(tag("f"), tag("g")),
                 ],
             },
-            id="any JSON or calls",
         ),
-        pytest.param(
+        "a schema and a call": (
             {"schema": SCHEMA, "call": True},
             forced(tag("f"), tag("g")),
-            id="a schema and a call",
         ),
-        pytest.param({"schema": SCHEMA, "tools": None}, TEXT, id="a schema"),
-    ],
+        "a schema": ({"schema": SCHEMA, "tools": None}, TEXT),
+    },
 )
 def test_the_reply(required, wanted):
     assert made(**required) == {"type": "structural_tag", "format": wanted}
 
 
-@pytest.mark.parametrize(
+@cases(
     "required",
-    [
-        pytest.param({}, id="nothing"),
-        pytest.param({"parallel": False, "tools": None}, id="one call, no tools"),
-    ],
+    {
+        "nothing": {},
+        "one call, no tools": {"parallel": False, "tools": None},
+    },
 )
 def test_no_grammar(required):
     assert made(**required, pins=["regex"]) is None
@@ -134,23 +124,15 @@ def test_reasoning_comes_first():
     assert reasons["format"] == {"type": "sequence", "elements": [optional, GAP, TEXT]}
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        pytest.param(
-            {"call": True, "names": ("h",)}, "the tool 'h' is required", id="unknown"
-        ),
-        pytest.param({"call": True, "tools": None}, "a tool is required", id="none"),
-        pytest.param(
-            {"names": ("f", "h")}, "the tool 'h' is allowed, which", id="only allowed"
-        ),
-        pytest.param(
-            {"call": True, "pins": ["json_schema"]}, "fixes json_schema", id="pinned"
-        ),
-        pytest.param(
-            {"call": True, "form": None}, "does not define how calls", id="no form"
-        ),
-    ],
+@cases(
+    "case, message",
+    {
+        "unknown": ({"call": True, "names": ("h",)}, "the tool 'h' is required"),
+        "none": ({"call": True, "tools": None}, "a tool is required"),
+        "only allowed": ({"names": ("f", "h")}, "the tool 'h' is allowed, which"),
+        "pinned": ({"call": True, "pins": ["json_schema"]}, "fixes json_schema"),
+        "no form": ({"call": True, "form": None}, "does not define how calls"),
+    },
 )
 def test_what_is_refused(case, message):
     with pytest.raises(GatewayError, match=message) as caught:

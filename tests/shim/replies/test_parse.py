@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.shim.fakes import parse_reply
+from tests.shim.fakes import cases, parse_reply
 from tests.strategies import good_calls, plain_texts
 from trajkit_shim.chat.request import ToolCall
 
@@ -21,68 +21,58 @@ def block(name: str = "bash", arguments: str = "{}") -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param("", ("", (), False), id="nothing"),
-        pytest.param(" just text\n", (" just text\n", (), False), id="text"),
-        pytest.param(
+@cases(
+    "text, expected",
+    {
+        "nothing": ("", ("", (), False)),
+        "text": (" just text\n", (" just text\n", (), False)),
+        "arguments as they were sampled": (
             block(arguments='{"a":  1.50}'),
             ("", (ToolCall("bash", '{"a":  1.50}'),), False),
-            id="arguments as they were sampled",
         ),
-        pytest.param(
+        "text on both sides": (
             f"Look. \n{block()} \ndone ",
             ("Look. \n \ndone ", (ToolCall("bash", "{}"),), False),
-            id="text on both sides",
         ),
-        pytest.param(
+        "white space between calls is their frame": (
             f"{block('a')}\n{block('b')} \n\t{block('a')}",
             (
                 "",
                 (ToolCall("a", "{}"), ToolCall("b", "{}"), ToolCall("a", "{}")),
                 False,
             ),
-            id="white space between calls is their frame",
         ),
-        pytest.param(
+        "text between calls": (
             f"{block('a')} then {block('b')}",
             (" then ", (ToolCall("a", "{}"), ToolCall("b", "{}")), False),
-            id="text between calls",
         ),
-        pytest.param(
+        "white space around calls": (
             f"\n{block()}\n",
             ("\n\n", (ToolCall("bash", "{}"),), False),
-            id="white space around calls",
         ),
-        pytest.param(
+        "an end marker inside a string, fields in another order": (
             '<tool_call>{"arguments":{"x":"</tool_call>"},"id":[1],"name":"f"}'
             "</tool_call>",
             ("", (ToolCall("f", '{"x":"</tool_call>"}'),), False),
-            id="an end marker inside a string, fields in another order",
         ),
-        pytest.param(
+        "no arguments": (
             '<tool_call>{"name": "now"}</tool_call>',
             ("", (ToolCall("now", "{}"),), False),
-            id="no arguments",
         ),
-        pytest.param(
+        "an escaped name": (
             '<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>',
             ("", (ToolCall("café", "{}"),), False),
-            id="an escaped name",
         ),
-        pytest.param(
+        "a call after a marker that opens none": (
             f"<tool_call> {block()}",
             ("<tool_call> ", (ToolCall("bash", "{}"),), True),
-            id="a call after a marker that opens none",
         ),
-        pytest.param(
+        "white space beside a broken call is kept": (
             f"{block('a')}\n<tool_call>no\n{block('b')}",
             ("\n<tool_call>no\n", (ToolCall("a", "{}"), ToolCall("b", "{}")), True),
-            id="white space beside a broken call is kept",
         ),
-        pytest.param("a </tool_call> b", ("a </tool_call> b", (), False), id="end"),
-    ],
+        "end": ("a </tool_call> b", ("a </tool_call> b", (), False)),
+    },
 )
 def test_parse_reply(text, expected):
     assert taken(text) == expected
@@ -101,23 +91,19 @@ def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
     assert rebuilt == [call for _, call in pairs]
 
 
-@pytest.mark.parametrize(
-    ("text", "opened", "reasoning", "rest"),
-    [
-        pytest.param("hello", False, None, "hello", id="none"),
-        pytest.param("<think>\nhm \n</think>\n\n a\n", False, "hm", " a\n", id="some"),
-        pytest.param(" <think>hm</think>", False, "hm", "", id="nothing else"),
-        pytest.param("<think>\n\n</think>\n\na", False, None, "a", id="empty"),
-        pytest.param("<think>hm, <tool_call>", False, "hm, <tool_call>", "", id="cut"),
-        pytest.param(
-            "a <think>b</think>", False, None, "a <think>b</think>", id="late"
-        ),
-        pytest.param("hm\n</think>\n\na", True, "hm", "a", id="opened by the prompt"),
-        pytest.param("hm", True, "hm", "", id="opened and never closed"),
-        pytest.param(
-            "</think>a</think>b", True, None, "a</think>b", id="closed at once"
-        ),
-    ],
+@cases(
+    "text, opened, reasoning, rest",
+    {
+        "none": ("hello", False, None, "hello"),
+        "some": ("<think>\nhm \n</think>\n\n a\n", False, "hm", " a\n"),
+        "nothing else": (" <think>hm</think>", False, "hm", ""),
+        "empty": ("<think>\n\n</think>\n\na", False, None, "a"),
+        "cut": ("<think>hm, <tool_call>", False, "hm, <tool_call>", ""),
+        "late": ("a <think>b</think>", False, None, "a <think>b</think>"),
+        "opened by the prompt": ("hm\n</think>\n\na", True, "hm", "a"),
+        "opened and never closed": ("hm", True, "hm", ""),
+        "closed at once": ("</think>a</think>b", True, None, "a</think>b"),
+    },
 )
 def test_reasoning(text, opened, reasoning, rest):
     for tools in (None, []):

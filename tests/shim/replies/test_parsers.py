@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 
 from tests.shim.clients import in_process
-from tests.shim.fakes import ScriptedEngine, byte_renderer, parse_reply
+from tests.shim.fakes import ScriptedEngine, byte_renderer, cases, parse_reply
 from tests.strategies import call_shards, typed_calls
 from trajkit_shim.engine_options import EngineOptions
 from trajkit_shim.replies.parse import FormParser
@@ -107,31 +107,29 @@ def coder(value, key="a"):
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "written", "value"),
-    [
-        pytest.param("string", "42", "42", id="a number as a string"),
-        pytest.param("string", " a\n ", " a\n ", id="white space"),
-        pytest.param("string", '"a"', '"a"', id="quotes"),
-        pytest.param("string", "", "", id="nothing"),
-        pytest.param("integer", "42", 42, id="an integer"),
-        pytest.param("integer", "4.0", 4.0, id="a number in the place of an integer"),
-        pytest.param("integer", "four", "four", id="no integer"),
-        pytest.param("number", "NaN", "NaN", id="no JSON"),
-        pytest.param("boolean", "True", True, id="as Python writes it"),
-        pytest.param("boolean", "false", False, id="as JSON writes it"),
-        pytest.param("boolean", "1", "1", id="no boolean"),
-        pytest.param("array", "[1, {}]", [1, {}], id="a list"),
-        pytest.param("object", "[1]", "[1]", id="a list in the place of an object"),
-        pytest.param(["integer", "null"], "None", None, id="one of two types"),
-        pytest.param(["string", "null"], "null", None, id="a string or null"),
-        pytest.param(None, "42", "42", id="unknown, a number"),
-        pytest.param(None, '{"b":  1}', {"b": 1}, id="unknown, an object"),
-        pytest.param(None, "[" * 100_000, "[" * 100_000, id="too deep"),
-        pytest.param(
-            "string", "</parameter> x", "</parameter> x", id="an end that is none"
-        ),
-    ],
+@cases(
+    "kind, written, value",
+    {
+        "a number as a string": ("string", "42", "42"),
+        "white space": ("string", " a\n ", " a\n "),
+        "quotes": ("string", '"a"', '"a"'),
+        "nothing": ("string", "", ""),
+        "an integer": ("integer", "42", 42),
+        "a number in the place of an integer": ("integer", "4.0", 4.0),
+        "no integer": ("integer", "four", "four"),
+        "no JSON": ("number", "NaN", "NaN"),
+        "as Python writes it": ("boolean", "True", True),
+        "as JSON writes it": ("boolean", "false", False),
+        "no boolean": ("boolean", "1", "1"),
+        "a list": ("array", "[1, {}]", [1, {}]),
+        "a list in the place of an object": ("object", "[1]", "[1]"),
+        "one of two types": (["integer", "null"], "None", None),
+        "a string or null": (["string", "null"], "null", None),
+        "unknown, a number": (None, "42", "42"),
+        "unknown, an object": (None, '{"b":  1}', {"b": 1}),
+        "too deep": (None, "[" * 100_000, "[" * 100_000),
+        "an end that is none": ("string", "</parameter> x", "</parameter> x"),
+    },
 )
 def test_values_without_quotes(kind, written, value):
     tools = [function(a=kind)]
@@ -139,14 +137,14 @@ def test_values_without_quotes(kind, written, value):
     assert json.loads(call.arguments) == {"a": value}
 
 
-@pytest.mark.parametrize(
-    ("schema", "value"),
-    [
-        pytest.param({"enum": [1, 2]}, 1, id="enum"),
-        pytest.param({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 1, id="anyOf"),
-        pytest.param({"anyOf": [{"$ref": "#/x"}]}, "1", id="unknown"),
-        pytest.param(True, "1", id="anything"),
-    ],
+@cases(
+    "schema, value",
+    {
+        "enum": ({"enum": [1, 2]}, 1),
+        "anyOf": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 1),
+        "unknown": ({"anyOf": [{"$ref": "#/x"}]}, "1"),
+        "anything": (True, "1"),
+    },
 )
 def test_types_that_a_schema_says_in_other_words(schema, value):
     tool = function()
@@ -223,15 +221,13 @@ def test_what_does_not_read_as_a_call_stays_as_it_is(form, text):
     assert (parsed.parts, parsed.ill_formed) == ((f"so: {text} \n",), True)
 
 
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        pytest.param("glm", "<tool_call>{}</tool_call>", id="no name"),
-        pytest.param("glm", "<tool_call>f<arg_key>a{}</tool_call>", id="keys"),
-        pytest.param(
-            "qwen3-coder", "<tool_call><function=f>{}</tool_call>", id="values"
-        ),
-    ],
+@cases(
+    "form, text",
+    {
+        "no name": ("glm", "<tool_call>{}</tool_call>"),
+        "keys": ("glm", "<tool_call>f<arg_key>a{}</tool_call>"),
+        "values": ("qwen3-coder", "<tool_call><function=f>{}</tool_call>"),
+    },
 )
 @pytest.mark.parametrize("repeated", [" ", "</arg_key><arg_value>x", "<parameter=a>"])
 def test_the_time_for_a_call_that_does_not_read_is_linear(form, text, repeated):
@@ -271,41 +267,35 @@ def test_a_call_without_its_first_tag():
     assert (call.arguments, said) == ('{"a": 1}', "I look.\n")
 
 
-@pytest.mark.parametrize(
-    ("form", "written", "arguments"),
-    [
-        pytest.param(
+@cases(
+    "form, written, arguments",
+    {
+        "another family's key": (
             "hermes",
             '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>',
             '{"a": 1}',
-            id="another family's key",
         ),
-        pytest.param(
-            "hermes", '<tool_call>{"name": "f"}</tool_call>', "{}", id="no arguments"
-        ),
-        pytest.param(
+        "no arguments": ("hermes", '<tool_call>{"name": "f"}</tool_call>', "{}"),
+        "an unknown key": (
             "hermes",
             '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>',
             None,
-            id="an unknown key",
         ),
-        pytest.param(
+        "with a type": (
             "plain-json",
             '{"type": "function", "name": "f", "parameters": {"a": 1}}',
             '{"a": 1}',
-            id="with a type",
         ),
-        pytest.param(
+        "behind a tag": (
             "plain-json",
             '<|python_tag|>{"name": "f", "parameters": {"a": 1}}',
             '{"a": 1}',
-            id="behind a tag",
         ),
-        pytest.param("plain-json", '{"a": 1}', "", id="no call"),
-        pytest.param("pythonic", "[f(a=1)]", '{"a": 1}', id="Python"),
-        pytest.param("pythonic", "[f(1)]", None, id="Python without a name"),
-        pytest.param("pythonic", "[f(a=g())]", None, id="Python that is no value"),
-    ],
+        "no call": ("plain-json", '{"a": 1}', ""),
+        "Python": ("pythonic", "[f(a=1)]", '{"a": 1}'),
+        "Python without a name": ("pythonic", "[f(1)]", None),
+        "Python that is no value": ("pythonic", "[f(a=g())]", None),
+    },
 )
 def test_calls_that_are_slightly_off(form, written, arguments):
     parsed = parse_reply(written, [], FORMS[form])

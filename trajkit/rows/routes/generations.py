@@ -3,6 +3,7 @@
 import numpy as np
 
 from trajkit import _core
+from trajkit._kernel_names import STOPS
 from trajkit.policies import Policy
 from trajkit.rows.routes.links import (
     KEY_TOKENS,
@@ -15,7 +16,6 @@ from trajkit.rows.routes.links import (
 from trajkit.tables.ragged import Records
 from trajkit.turns.message_equality import with_equality
 from trajkit.turns.sessions import Forest, Sessions
-from trajkit.turns.structs import STOPS
 
 
 def by_generations(calls: Sessions, forest: Forest, policy: Policy) -> Records:

@@ -11,12 +11,11 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from trajkit._kernel_names import numbers
+from trajkit._kernel_names import CALL, LINK, numbers
 from trajkit.errors import SchemaError
 from trajkit.schema import KEY_BYTES, LINK_REASONS
 from trajkit.tables.ragged import Ints, Longs, Records
 from trajkit.turns.sessions import Forest, Sessions
-from trajkit.turns.structs import CALL, LINK
 
 REASONS: Mapping[str, int] = numbers("LinkReason", LINK_REASONS)
 """The number of each link reason in a record."""

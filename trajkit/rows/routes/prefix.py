@@ -22,7 +22,6 @@ from trajkit.rows.routes.links import (
     sessions_of,
 )
 from trajkit.tables.ragged import Ints, Records
-from trajkit.turns.call_order import by_creation, by_prompt
 from trajkit.turns.sessions import Forest, Sessions
 
 RESOLUTIONS = ("root", "resolved", "unresolved")
@@ -50,7 +49,7 @@ def scored_turns(calls: Sessions) -> dict[int, int]:
 
 def created_ranks(calls: Sessions, links: Records) -> Ints:
     """The rank of each call by its creation; the root of a scored turn's chain is first."""
-    ranks = by_creation(calls)
+    ranks = calls.by_creation()
     for call in scored_turns(calls).values():
         if links["order"][call] >= 0:
             while links["parent"][call] >= 0:
@@ -144,7 +143,7 @@ def by_prefix(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     first.
     """
     links = empty_links(calls)
-    ranked = by_prompt(calls)
+    ranked = calls.by_prompt()
     sampled = calls.calls["out_len"][ranked] > 0
     links["parent"], ambiguous = _longest_prefixes(calls, forest, ranked[sampled])
     links["link_reason"] = np.where(

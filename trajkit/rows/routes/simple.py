@@ -12,7 +12,6 @@ from trajkit.rows.routes.links import (
     optional_column,
 )
 from trajkit.tables.ragged import Ints, Records
-from trajkit.turns.call_order import by_prompt
 from trajkit.turns.message_equality import with_equality
 from trajkit.turns.sessions import Forest, Sessions
 
@@ -59,8 +58,7 @@ def by_prompts(calls: Sessions, forest: Forest, policy: Policy) -> Records:
 
 def _by_chain_ends(calls: Sessions, forest: Forest, *, of_prompts: bool) -> Records:
     links, n_calls = empty_links(calls), len(calls.calls)
-    first = np.empty(n_calls, np.int32)
-    _core.route_chains(forest.paths, of_prompts, first, links)
+    first = _core.route_chains(forest.paths, of_prompts, links)
     reason = REASONS["prompts" if of_prompts else "tokens"]
     links["link_reason"][links["parent"] >= 0] = reason
     # chain by chain, in order of their first calls, and session by session
@@ -86,6 +84,6 @@ def by_none(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """Every call is a root, in the order of turns or from the shortest prompt up."""
     links = empty_links(calls)
     index = np.arange(len(links), dtype=np.int32)
-    ranked = by_prompt(calls) if policy.row_order == "prompt" else index
+    ranked = calls.by_prompt() if policy.row_order == "prompt" else index
     links["order"][ranked] = index - first_of_session(calls)
     return links

@@ -222,7 +222,6 @@
       this.report = columns.report;
       this.links = session.links[columns.links];
       this.rows = lines(columns.rows);
-      this.packs = columns.packs;
       this.spans = lines(columns.spans);
       for (const span of this.spans) {
         span.turn = session.place.get(span.turn_index);

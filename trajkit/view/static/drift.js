@@ -190,7 +190,7 @@
     const examples = (group) =>
       group.examples
         .slice(0, 6)
-        .map(([session, turn]) => h("button", { onclick: () => app.goTurn(session, turn, "drift") }, h("bdi", {}, session), ` turn ${turn}`));
+        .map(({ session_id: id, turn_index: turn }) => h("button", { onclick: () => app.goTurn(id, turn, "drift") }, h("bdi", {}, id), ` turn ${turn}`));
     return TK.table(
       { kind: "groups", caption: "Drift by cause", heads, numbers: [2, 3, 4], name: 0 },
       groups.map((group) => [

@@ -107,7 +107,6 @@
       ),
       all.length > MOST && h("p", { class: "note" }, `${n(all.length - MOST)} more lanes are not drawn.`),
       app.state.t !== null && callText(session, view, app),
-      packs(view),
       rowTable(session, view, app),
     ];
   };
@@ -129,40 +128,6 @@
       " ",
       h("button", { onclick: () => app.go({ tab: "tokens" }) }, "tokens"),
     );
-  };
-
-  // The packs of the session's rows: which token attends to which, as squares of segments.
-  const packs = (view) => {
-    if (!view.packs.length) return null;
-    const size = 132;
-    const total = view.rows.reduce((sum, row) => sum + row.tokens, 0);
-    const packed = view.packs.reduce((sum, one) => sum + one.tokens, 0);
-    return [
-      h("p", {}, `${TK.plural(view.packs.length, "pack")} of ${n(packed)} tokens; as rows of their own they are ${n(total)}.`),
-      h(
-        "div",
-        { class: "packs" },
-        view.packs.slice(0, 24).map((one, number) => {
-          const draw = (context) => {
-            const scale = size / Math.max(one.tokens, 1);
-            context.fillStyle = TK.css("--trained");
-            one.start.forEach((start, k) => {
-              const stop = k + 1 < one.start.length ? one.start[k + 1] : one.tokens;
-              // its own tokens as a triangle, then all tokens below it in the tree
-              context.beginPath();
-              context.moveTo(start * scale, start * scale);
-              context.lineTo(stop * scale, stop * scale);
-              context.lineTo(stop * scale, one.end[k] * scale);
-              context.lineTo(start * scale, one.end[k] * scale);
-              context.fill();
-            });
-          };
-          const text = `pack ${number}: ${n(one.tokens)} tokens in ${TK.plural(one.start.length, "segment")}`;
-          const canvas = TK.canvas(size, `Attention mask of ${text}`, draw, { class: "mask" });
-          return h("figure", {}, canvas, h("figcaption", {}, text));
-        }),
-      ),
-    ];
   };
 
   // Why each row begins where it does (trajkit.analysis.why).
