@@ -68,7 +68,7 @@ def serving(tmp_path, model):
 
 def test_a_launched_server_ends_with_the_gateway(tmp_path, tiny_model):
     with serving(tmp_path, tiny_model) as (gateway, url):
-        key = http.post(f"{url}/sessions").json()["api_key"]
+        key = http.post(f"{url}/sessions", timeout=60).json()["api_key"]
         client = openai.OpenAI(api_key=key, base_url=f"{url}/v1")
         ask(client, "hello")
         client.close()

@@ -110,7 +110,7 @@ def test_the_command(url, model, tmp_path):
     ) as gateway:
         try:
             where = json.loads(gateway.stdout.readline())["url"]
-            session = http.post(f"{where}/sessions").json()
+            session = http.post(f"{where}/sessions", timeout=60).json()
             answer = http.post(
                 f"{where}/v1/chat/completions",
                 json={"model": "tiny", "messages": [USER], "max_tokens": 4},
