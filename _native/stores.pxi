@@ -13,6 +13,8 @@ cdef extern from *:
     #include <string.h>
 
     static void trajkit_put_cached(void *to, const void *from, size_t n) {
+        if (n == 0)
+            return; /* of no bytes the addresses may be NULL, which memcpy must not get */
         if (from)
             memcpy(to, from, n);
         else
