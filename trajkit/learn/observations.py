@@ -144,10 +144,8 @@ def observation_report(rows: TableLike, turns: TableLike, **options: Any) -> pa.
 
 class _Row(NamedTuple):
     ids: Ints
-    # shape (n_ids,), to be filled
-    weights: Array
-    # of its spans
-    start: Ints
+    weights: Array  # to be filled
+    start: Ints  # of its spans
     stop: Ints
     last_turn: int
     where: str

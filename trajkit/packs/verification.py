@@ -66,15 +66,6 @@ def verify_packs(
     -------
     Table
         `trajkit.schema.PACK_VIOLATIONS`, by pack; empty where all is well.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> turns = [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}]
-    >>> rows = tk.linearize(tk.from_records(turns))
-    >>> pack = tk.pack(rows, 4).to_pylist()[0] | {"subtree_end": [3, 2, 3]}
-    >>> tk.verify_packs([pack], rows)["rule"].to_pylist()
-    ['position', 'segment', 'segment', 'cu_seqlens']
     """
     if max_tokens is not None:
         max_tokens = chosen_int("max_tokens", max_tokens, 1)

@@ -141,9 +141,13 @@ def flex_block_mask(
     so the kernel evaluates the mask only in those. The cost grows with the number
     of blocks, not of pairs of tokens.
 
-    Arguments are those of `dense_mask`; a block has ``block_size`` tokens a side. The mask
-    is on the device of ``subtree_end``, for one batch entry and all heads. A kernel that
-    is compiled once serves all packs of a length.
+    The mask is on the device of ``subtree_end``, for one batch entry and all heads. A
+    kernel that is compiled once serves all packs of a length.
+
+    Parameters
+    ----------
+    subtree_end, position_ids, window, block_size
+        As for `dense_mask`; a block has ``block_size`` tokens a side.
     """
     tokens = tokens_of(subtree_end, position_ids, window)
     return block_mask(tokens, tokens, subtree_end.device, window, block_size)
@@ -197,6 +201,10 @@ def cu_seqlens(subtree_end: Tensor) -> Tensor:
 
     They are int32, of shape (n_rows + 1,), from 0 to the tokens of the pack; a padding
     token is a row of its own. LayoutError is raised for a branch.
+
+    Parameters
+    ----------
+    subtree_end : int tensor, shape (n_tokens,)
     """
     end = subtree_end.cpu().numpy()
     runs = Runs.of(end)

@@ -87,9 +87,13 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments with which a model runs on a pack.
 
-    Takes and raises what `edge_logprobs` does. Returns ``input_ids``, ``attention_mask``
-    (all true) and ``position_ids`` of shape (1, n_tokens) on the model's device, ``tree``
-    and ``use_cache=False``.
+    Returns ``input_ids``, ``attention_mask`` (all true) and ``position_ids`` of shape
+    (1, n_tokens) on the model's device, ``tree`` and ``use_cache=False``.
+
+    Parameters
+    ----------
+    model, pack, **options
+        As for `edge_logprobs`, and so is what is raised.
     """
     return _ready(model, **options).inputs(pack)
 

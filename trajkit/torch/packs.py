@@ -356,7 +356,10 @@ def policy_loss(
 def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     """The negative log-likelihood, weighed: ``sum over edges of -w * logprob``.
 
-    ``logprobs`` are as for `policy_loss`, and so is what is raised.
+    Parameters
+    ----------
+    logprobs, pack
+        As for `policy_loss`, and so is what is raised.
     """
     return _weighed(logprobs, _finite(logprobs, pack, "row_weight", pack.edge_weight))
 
@@ -366,7 +369,10 @@ def observation_loss(
 ) -> Tensor:
     """The loss of observed tokens: ``sum over edges of -v * logprob``, as `nll_loss`.
 
-    ``weight`` names the column that holds the observation weights, ``v``.
+    Parameters
+    ----------
+    logprobs, pack, weight
+        As for `policy_loss`; ``weight`` names the column of ``v``.
     """
     return _weighed(logprobs, _finite(logprobs, pack, weight))
 
