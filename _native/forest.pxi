@@ -282,7 +282,7 @@ cdef void _insert(
     two nodes at most. The cursor has room for the call's path, which the caller checks.
     """
     cdef const Call* call = &calls[index]
-    cdef pos_t held_len = _held_len(call), position = 0
+    cdef pos_t held_len = _held_len(call), position = 0, kept
     cdef int32_t node, leaf
 
     if call.base >= 0:
@@ -290,6 +290,7 @@ cdef void _insert(
         _move(calls, nodes, cursor, ends[call.base], position)
     elif cursor.path != NULL:
         position = _match_run(call, cursor.path, 0, min(cursor.path_len, held_len))
+    kept = position  # the cursor's path has the tokens before it, and maybe none after it
     position = _follow(calls, nodes, cursor, call, position, &node)
     _move(calls, nodes, cursor, node, position)
     if position < nodes[node].stop:
@@ -306,8 +307,8 @@ cdef void _insert(
         node = leaf
     ends[index] = node
     if cursor.path != NULL:
-        check_write("path", position, held_len - position, cursor.path_room)
-        _copy(call, cursor.path + position, position, held_len)
+        check_write("path", kept, held_len - kept, cursor.path_room)
+        _copy(call, cursor.path + kept, kept, held_len)
     cursor.path_len = held_len
 
 
