@@ -1449,8 +1449,18 @@ NATIVE = (
         (
             "the next node of the last path is followed, whatever its first token",
             "if child < 0 or nodes[child].first != token:",
-            "0",
+            "nodes[child].first < -1",
             "nodes[child].first != token",
+        ),
+    ),
+    _place(
+        "_native/forest.pxi",
+        "tests/test_regressions.py",
+        (
+            "the copy of the last path lacks what a call shares with another branch",
+            "kept = position  # the cursor's path has the tokens before it",
+            "(held_len if call.base >= 0 else position)",
+            "position",
         ),
     ),
 )
