@@ -167,6 +167,19 @@ def test_paths_and_tables_are_as_long_as_int32_can_say():
         grown(reserved(2**30, CALL))
 
 
+def test_a_base_is_an_earlier_call_of_the_session():
+    ids = np.zeros(1, np.int32)
+    calls = np.zeros(2, CALL)
+    calls["own"], calls["out"] = ids.ctypes.data, ids.ctypes.data
+    calls["prompt_len"], calls["base"], calls["own_start"] = 1, [-1, 0], [0, 1]
+    assert len(_core.CallForest(calls, np.array([0, 2])).arrays[2]) == 2
+    with pytest.raises(LayoutError, match=r"calls\[1\] is no path"):
+        _core.CallForest(calls, np.array([0, 1, 2]))
+    calls["base"][1] = 1
+    with pytest.raises(LayoutError, match=r"calls\[1\] is no path"):
+        _core.CallForest(calls, np.array([0, 2]))
+
+
 def test_a_recorded_call_is_as_long_as_int32_can_say():
     recorder = tk.Recorder()
     with pytest.raises(InvalidTurnsError, match="2147483648 prompt ids and 0 output"):
