@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from hashlib import blake2b
 from itertools import islice
 from typing import Literal, TypeAlias, cast
 from urllib.parse import urlsplit
@@ -113,7 +112,8 @@ def create_app(
         ("/healthz", _health),
         ("/prompts", _describe_prompts),
     ]
-    routes = _trainers_routes(gateway)
+    # first those of the most requests
+    routes: list[Route] = []
     for prefix in ("", "/s/{session_key}"):
         public.append((f"{prefix}/v1/models", _models))
         for protocol in PROTOCOLS:
@@ -124,6 +124,7 @@ def create_app(
     async def answer(ask: Callable[[Gateway], Awaitable[Json]], _: Request) -> Response:
         return json_response(await ask(gateway))
 
+    routes += _trainers_routes(gateway)
     routes += [Route(path, partial(answer, ask)) for path, ask in public]
     return Starlette(
         routes=routes,
@@ -246,13 +247,9 @@ class _Endpoint:
         request = Request(scope, receive, send)
         session = gateway.sessions.authorise(_session_claims(request))
         with session.request(), gateway.working(request.headers):
-            body = await read_body(request, gateway.options)
-            chat = await gateway.read(protocol, verb, body)
-            digest = blake2b(
-                f"{protocol.name} {verb}\0".encode() + body, digest_size=16
-            )
-            asked = request.headers, chat, digest.digest()
-            call = Call(gateway, session, protocol, *asked)
+            data = await read_body(request, gateway.options)
+            chat, body = await gateway.read(session, protocol, verb, data)
+            call = Call(gateway, session, protocol, request.headers, chat, body)
             if verb == "count":
                 response = json_response(protocol.count(await call.count()))
                 await response(scope, receive, send)

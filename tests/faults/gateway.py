@@ -55,7 +55,17 @@ GATEWAY = (
         ),
         (
             "ids of earlier turns are kept apart",
-            "earlier.ids = ids[: len(earlier.ids)]",
+            "node.base.longer, node.base.own_ids = node, None",
+            "pass",
+        ),
+        (
+            "what an earlier request found of a message counts for ever",
+            "settled = settled and here is not None",
+            "settled = True",
+        ),
+        (
+            "a reply that is sampled again stays the earlier turn's",
+            "request.starts = [s for s in request.starts if s[1] <= at]",
             "pass",
         ),
         (
@@ -84,7 +94,7 @@ GATEWAY = (
         _PROMPTS,
         (
             "text before the replies may be rewritten",
-            "if found.before != base.between:",
+            "if found.hasher.digest() != base.between:",
             "if False:",
         ),
         (
@@ -95,7 +105,7 @@ GATEWAY = (
         ("a cut reply is extended", "if not node.closed:", "if False:"),
         (
             "a reply that stopped at another role keeps its last token",
-            "if call.skeleton.opens_next and between.end != ended:",
+            "if call.skeleton.opens_next and between.head[between.end_at :] != ended:",
             "if False:",
         ),
         (
@@ -177,9 +187,14 @@ GATEWAY = (
         "shim/trajkit_shim/prompting/prompts.py",
         _PROMPTS,
         (
-            "the first of several equal texts is the message's",
-            "unsure = content != content.strip() or text.find(content, start + 1) >= 0",
-            "unsure = False",
+            "a text with marks is the prompt's, whatever else it has",
+            "clean == text if whole else clean.endswith(text)",
+            "True",
+        ),
+        (
+            "the start of a text is that of the earlier request",
+            "and text.startswith(known.head)",
+            "and True",
         ),
         (
             "a token that reaches beyond a message belongs to it",
@@ -662,7 +677,7 @@ GATEWAY = (
         _PROTOCOLS,
         (
             "a field that nobody reads is not counted",
-            "if not (empty or name in fields.seen or name in silent):",
+            "if value or value == {}:",
             "if False:",
         ),
         (
@@ -677,8 +692,23 @@ GATEWAY = (
         ),
         (
             "ignored fields are counted without limit",
-            "if where in ignored or len(ignored) < _MOST_IGNORED:",
+            "if where in self.ignored or len(self.ignored) < _MOST_IGNORED:",
             "if True:",
+        ),
+        (
+            "the start of a body is that of any other of its length",
+            "if mark.end > len(data) or longer.digest() != mark.digest:",
+            "if mark.end > len(data):",
+        ),
+        (
+            "what follows known elements is not looked at",
+            '(?:,[ \\t\\n\\r]*(?![ \\t\\n\\r\\]])|(?=\\]))")',
+            ',?[ \\t\\n\\r]*")',
+        ),
+        (
+            "a second list of messages goes after the known ones",
+            "if head and places[0] != len(head):",
+            "if False:",
         ),
     ),
     place(

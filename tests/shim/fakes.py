@@ -150,7 +150,7 @@ def remember(
             "after": next_position(position, logged_message(message).key),
             "turn": 0,
             "agent_id": None,
-            "ids": None,
+            "own_ids": fields.pop("ids", None),
             "between": None,
             "offered": b"",
             "closed": True,

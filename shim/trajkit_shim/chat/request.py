@@ -385,7 +385,7 @@ def without_fixed(
     """Return what a client requested without what a session fixes."""
     names = [name for name in FIXED[:3] if is_fixed(name, fixed, client)]
     nothing: dict[str, Any] = dict.fromkeys(names)
-    return replace(requested, **nothing)
+    return replace(requested, **nothing) if names else requested
 
 
 def is_fixed(name: str, fixed: SamplingParams, client: Collection[str]) -> bool:

@@ -21,8 +21,8 @@ _BILLING = "x-anthropic-billing-header:"
 def _parse(fields: Fields) -> chat.ChatRequest:
     given = None if fields.peek("system") is None else _system(fields, "system")
     messages = chat.system_message(given)
-    for message in fields.filled("messages"):
-        messages += _read(message)
+    for read in fields.each("messages", _read):
+        messages += read
     tools = chat.Tools()
     for tool in fields.objects("tools"):
         kind = tool.get_text("type") or "custom"
@@ -188,6 +188,7 @@ ANTHROPIC = WireProtocol(
     paths={"/v1/messages": "reply", "/v1/messages/count_tokens": "count"},
     call_prefix="toolu_",
     required=("max_tokens",),
+    listed="messages",
     parse=_parse,
     write=_write,
     events=_events,

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from trajkit_shim.chat.images import Images
 from trajkit_shim.chat.request import ChatRequest, Reply, ToolCall, assistant_message
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json, Reading
+from trajkit_shim.json_input import Fields, Json, Known, Reading
 
 Verb: TypeAlias = Literal["reply", "stream", "count"]
 """What a path returns: a reply (streamed if the body asks for it), a streamed reply, or
@@ -37,6 +37,7 @@ class WireProtocol:
     name: str
     paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
     call_prefix: str = "call_"  # prefix of the ids of tool calls
+    listed: str = ""  # a list that is read with `Fields.each`
     required: tuple[str, ...] = ()  # fields of a request, but not for a count
     # raises `GatewayError` for missing, invalid or unsupported fields
     parse: Callable[[Fields], ChatRequest]
@@ -57,10 +58,18 @@ class WireProtocol:
     streamed_errors: frozenset[str] = frozenset()
 
     def read(
-        self, body: Json, images: Images = "refuse", *, count: bool = False
+        self,
+        body: Json,
+        images: Images = "refuse",
+        *,
+        count: bool = False,
+        known: list[Known] | None = None,
     ) -> ChatRequest:
-        """Read the body of a request for a reply or a count; raises `GatewayError`."""
-        reading = Reading(images)
+        """Read the body of a request for a reply or a count; raises `GatewayError`.
+
+        ``known``: the first elements of ``listed``, which the body lacks; gets the others.
+        """
+        reading = Reading(images, _SILENT, [] if known is None else known)
         fields = Fields(body, reading=reading)
         if count and self.count_of and fields.peek(self.count_of) is not None:
             fields.whole()
@@ -70,7 +79,7 @@ class WireProtocol:
                 fields.refuse(name, "missing")
         fields.get_text("model")
         request = self.parse(fields)
-        reading.count_unread(_SILENT)
+        reading.count_unread()
         if request.messages[-1]["role"] == "assistant":
             # it is shown as complete, and the model answers with another message
             reading.ignored["continuation of the last message"] += 1

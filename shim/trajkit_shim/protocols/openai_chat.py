@@ -38,7 +38,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         fields.ignore("modalities")
     offered, required = read_required(fields, tools, schema)
     return chat.ChatRequest(
-        messages=[canonical_message(each) for each in fields.filled("messages")],
+        messages=fields.each("messages", canonical_message),
         tools=offered,
         required=required,
         sampling=chat.parse_sampling(fields, sampling),
@@ -201,6 +201,7 @@ def _usage(usage: Usage) -> Json:
 OPENAI_CHAT = WireProtocol(
     name="openai_chat",
     paths={"/v1/chat/completions": "reply"},
+    listed="messages",
     parse=_parse,
     write=write,
     events=_chunks,

@@ -22,7 +22,7 @@ from tests.shim.fakes import (
 from tests.strategies import plain_texts, spoken_texts
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.prompting.conversation import Conversation
-from trajkit_shim.prompting.prompts import Prompts, _find_verbatim, _without_marks
+from trajkit_shim.prompting.prompts import Prompts, _without_marks
 from trajkit_shim.prompting.render import ChatRenderer
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
@@ -193,12 +193,6 @@ async def test_attribution_can_be_left_out(tmp_path):
     for name in ("prompt_message_index", "prompt_is_content", "message_tool_names"):
         assert [turn[name] for turn in turns] == [None, None]
     assert json.loads(turns[1]["messages"][2]["body"])["content"] == "file.py\n"
-
-
-def test_a_content_that_a_text_has_twice_is_not_found_verbatim():
-    messages = [said("user", "ab"), said("user", "cd")]
-    assert _find_verbatim(messages, "ab, cd") == [(0, 0, 2), (1, 4, 6)]
-    assert _find_verbatim(messages, "ab, cd, ab") is None
 
 
 def test_marks_that_a_template_breaks_give_no_place():

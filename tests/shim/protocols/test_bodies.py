@@ -2,8 +2,11 @@
 
 import json
 import re
+from hashlib import blake2b
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.shim.protocols.test_required import BODIES, BY_NAME, NAMES
 from trajkit_shim import json_input
@@ -451,3 +454,83 @@ def test_bodies_that_are_taken():
         deep = [deep]
     value = {"a": "\U0001f600", "b": deep, "c": -1500.0}
     assert json_input.parse_object(json.dumps(value).encode()) == value
+
+
+# Bodies of one session, which begin alike
+
+_WORDS = st.text(st.sampled_from('ab" ,]}\u00e9\U0001f600'), max_size=6)
+_MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(("user", "assistant", "robot")), "content": _WORDS},
+    optional={"odd": st.integers(0, 2), "cache_control": st.just({"type": "x"})},
+)
+_SPACES = st.sampled_from(("", " ", "\n\t"))
+
+
+def written(name, talk, gap, tail, first):
+    """A body as a client writes it, with or without fields before the messages."""
+    comma = f"{gap},{gap}"
+    listed = comma.join(json.dumps(one, ensure_ascii=False) for one in talk)
+    fields = [f'"messages"{gap}:{gap}[{gap}{listed}{tail}]', '"max_tokens": 9']
+    if first:
+        fields.reverse()
+    return f"{gap}{{{gap}{comma.join(fields)}{gap}}}{gap}".encode()
+
+
+def read_or_error(protocol, parse, given, known=None):
+    try:
+        found = protocol.read(parse(given), known=known)
+    except GatewayError as error:
+        return str(error)
+    return found.messages, found.ignored
+
+
+@given(
+    st.sampled_from(("openai_chat", "anthropic")),
+    st.lists(
+        st.tuples(st.lists(_MESSAGES, max_size=5), st.integers(0, 14)), max_size=6
+    ),
+    *[_SPACES] * 2,
+    st.sampled_from(("", "", ",", "{}", "]", ', "x"')),
+    st.booleans(),
+)
+def test_a_body_that_begins_as_earlier_ones_is_read_as_if_alone(
+    name, steps, gap, tail, broken, first
+):
+    protocol, talk, bodies = BY_NAME[name], [], []
+    wrongs = [""] * len(steps)
+    for (added, kept), wrong in zip(steps, [*wrongs[1:], broken], strict=False):
+        talk = [*talk[:kept], *added]
+        data = written(name, talk, gap, tail + wrong, first)
+        body = json_input.Body(data, "messages", b"chat", bodies)
+        answers = [
+            read_or_error(protocol, json_input.parse_object, data),
+            read_or_error(protocol, json_input.Body.parse, body, body.known),
+        ]
+        assert answers[0] == answers[1]
+        if isinstance(answers[0], tuple):
+            assert body.digest == blake2b(b"chat" + data, digest_size=16).digest()
+            bodies = [*bodies, body][-2:]
+
+
+def test_what_two_bodies_share_is_not_read_again():
+    talk = [{"role": "user", "content": f"message {i}"} for i in range(20)]
+    first, second = (
+        json_input.Body(json.dumps({"messages": part}).encode(), "messages")
+        for part in (talk[:19], talk)
+    )
+    read_all = BY_NAME["openai_chat"].read
+    earlier = read_all(first.parse(), known=first.known)
+    body = json_input.Body(
+        json.dumps({"messages": talk}).encode(), "messages", b"", [second, first]
+    )
+    assert body.n_new_bytes < 60
+    # the last one counts
+    twice = json.dumps({"messages": talk[:19]})[:-1] + ', "messages": [{"role": "user"'
+    twice += ', "content": "other"}]}'
+    other = json_input.Body(twice.encode(), "messages", b"", [first])
+    found = read_all(other.parse(), known=other.known)
+    assert [one["content"] for one in found.messages] == ["other"]
+    assert len(body.known) == 19
+    again = read_all(body.parse(), known=body.known)
+    assert again.messages == talk
+    assert all(a is b for a, b in zip(earlier.messages, again.messages, strict=False))
