@@ -42,7 +42,7 @@ from trajkit_shim.pauses import MODES, Mode
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
+from trajkit_shim.protocols.openai import OPENAI_CHAT
 from trajkit_shim.sessions.sessions import FILTERS, LIMITS, Outcome, SessionOptions
 from trajkit_shim.sessions.turn_log import TurnLog
 

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from trajkit.turns import tools_key
-from trajkit_shim import json_input
+from trajkit_shim import json_input, replies
 from trajkit_shim.chat import request as chats
 from trajkit_shim.chat.images import (
     ImageLimits,
@@ -39,8 +39,6 @@ from trajkit_shim.prompting.conversation import Budget, Node, next_position
 from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.replies import parse as replies
-from trajkit_shim.replies.parsers import form_of
 from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error, writing
 from trajkit_shim.sessions.turn_log import TurnLog
@@ -133,7 +131,7 @@ class Gateway:
             self.image_policy = self.images.limits
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
         self.reply_parser = options.reply_parser or replies.FormParser(
-            form_of(renderer), replies.tags_of(renderer.chat_template)
+            replies.form_of(renderer), replies.tags_of(renderer.chat_template)
         )
 
     async def read(
@@ -270,7 +268,7 @@ class Call:
             start, stop = min(found, default=(None, None))
             text = text[:start]
             parsed = await gateway.reply_parser.parse(
-                text, self._chat.tools, self._ids, opened=self._opened
+                text, self._chat.tools, opened=self._opened
             )
             ended_at = datetime.now(UTC)
             reply = self._reply(sample, parsed, stop)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trajkit_shim.engines.base import Engine
     from trajkit_shim.engines.embedded import Policy
     from trajkit_shim.prompting.render import ChatRenderer
-    from trajkit_shim.replies.parse import ReplyParser
+    from trajkit_shim.replies import ReplyParser
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 """A number of at least one."""
@@ -145,8 +145,7 @@ def engine_app(
     from trajkit_shim.call import Options
     from trajkit_shim.engines import embedded
     from trajkit_shim.prompting.render import embedded_renderer, load_renderer
-    from trajkit_shim.replies.parse import FormParser, ReplyParser, tags_of
-    from trajkit_shim.replies.parsers import FORMS, form_of
+    from trajkit_shim.replies import FORMS, FormParser, ReplyParser, form_of, tags_of
     from trajkit_shim.sessions.turn_log import TurnLog
 
     check(arguments)
@@ -195,7 +194,7 @@ def engine_app(
 
 def check(arguments: SimpleNamespace) -> None:
     """Raise `ArgumentError` if options do not fit."""
-    from trajkit_shim.replies.parsers import FORMS
+    from trajkit_shim.replies import FORMS
 
     engine, url, model = arguments.engine, arguments.engine_url, arguments.model
     sglang, embedded = engine == "sglang", engine == "embedded"
@@ -307,7 +306,7 @@ def _variables(given: str | None) -> dict[str, Any]:
 def _engine_parser(url: str) -> "ReplyParser":
     """The parsers of the engine's server; raises `ConnectionError` if it has none."""
     from trajkit_shim.errors import EngineError
-    from trajkit_shim.replies.parse import SGLangParser
+    from trajkit_shim.replies import SGLangParser
 
     async def ask() -> None:
         parser = SGLangParser(url)

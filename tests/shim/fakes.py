@@ -31,8 +31,7 @@ from trajkit_shim.prompting.conversation import (
     next_position,
 )
 from trajkit_shim.prompting.render import ChatRenderer, Ids, ModelTokenizer
-from trajkit_shim.replies.parse import parse
-from trajkit_shim.replies.parsers import FORMS
+from trajkit_shim.replies import FORMS, parse
 
 TEMPLATE = """\
 {%- if tools -%}

@@ -35,7 +35,7 @@ from trajkit.turns.images import FIRST_CONTENT_ID
 from trajkit_shim.engines.base import PromptImage
 from trajkit_shim.engines.model_config import config_number
 from trajkit_shim.errors import GatewayError, TemplateError
-from trajkit_shim.json_input import Fields, Json, as_list, as_text, refuse
+from trajkit_shim.json_input import Fields, Json, as_list, refuse
 
 KIND = "image"
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
@@ -107,15 +107,6 @@ def read_parts(fields: Fields, name: str, readers: Readers) -> list[Any]:
     return found
 
 
-def read_text(part: Fields) -> str:
-    return part.text("text")
-
-
-def data_url(source: Fields, media_type: str, data: str) -> str:
-    """Return the data URL of base64 and its type, which are two fields of an object."""
-    return f"data:{source.need(media_type, as_text)};base64,{source.text(data)}"
-
-
 def read_image(
     part: Fields, name: str, kind: object, url_of: Callable[[Fields], str]
 ) -> Part:
@@ -152,16 +143,14 @@ def refuse_content(part: Fields, name: str, kind: object) -> NoReturn:
 
 def joined(parts: Iterable[Part]) -> str | list[Json]:
     """Return the content of a message: texts, joined by newlines, and images."""
-    given = list(parts)
-    if all(isinstance(part, str) for part in given):
-        return "\n".join(map(str, given))
-    found: list[Json] = []
-    for is_text, group in groupby(given, lambda part: isinstance(part, str)):
-        if is_text:
-            found.append({"type": "text", "text": "\n".join(map(str, group))})
-        else:
-            found += (part for part in group if isinstance(part, dict))
-    return found
+    found: list[Any] = []
+    for kind, group in groupby(parts, type):
+        each = [*group]
+        found += ["\n".join(map(str, each))] if kind is str else each
+    if len(found) < 2 and all(isinstance(part, str) for part in found):
+        return found[0] if found else ""
+    texts = ({"type": "text", "text": p} if isinstance(p, str) else p for p in found)
+    return [*texts]
 
 
 def _parts(content: object, kind: str, name: str) -> list[str]:
@@ -306,11 +295,12 @@ class PlacedImage:
     kind: str = KIND
 
 
+@dataclass(frozen=True, slots=True)
 class ImagePlaces:
     """Places images in token ids, for one model."""
 
-    def __init__(self, model: ImageModel, store: ImageStore) -> None:
-        self._model, self._store = model, store
+    model: ImageModel
+    store: ImageStore
 
     def expand(
         self, ids: Ids, offsets: Ids, messages: Sequence[Json]
@@ -321,56 +311,55 @@ class ImagePlaces:
         Raises `TemplateError` if the template has not written each image once.
         """
         names = hashes_of(messages)
-        at = np.flatnonzero(ids == self._model.token_id)
+        at = np.flatnonzero(ids == self.model.token_id)
         if len(at) != len(names):
-            raise TemplateError(
-                f"the chat template has {len(at)} places for {len(names)} images: it "
-                "leaves out images of some messages",
-                code="chat_template",
+            message = (
+                f"the chat template has {len(at)} places for {len(names)} images: "
             )
+            message += "it leaves out images of some messages"
+            raise TemplateError(message, code="chat_template")
         counts = np.ones(len(ids), np.int64)
-        counts[at] = [self._n_tokens(name) for name in names]
+        counts[at] = sizes = [self._n_tokens(name) for name in names]
         expanded = np.repeat(ids, counts)
-        for name, i in zip(names, at.tolist(), strict=True):
-            start, n = int(counts[:i].sum()), int(counts[i])
-            expanded[start : start + n] = content_ids(KIND, name, n)
+        made = [content_ids(KIND, *each) for each in zip(names, sizes, strict=True)]
+        if made:
+            expanded[np.repeat(ids == self.model.token_id, counts)] = np.concatenate(
+                made
+            )
         return expanded, np.repeat(offsets, counts, axis=0)
 
     def items(self, ids: Ids, messages: Sequence[Json]) -> list[PlacedImage]:
         """Return where the images of messages are in a prompt's recorded ids."""
-        token_id, names = self._model.token_id, hashes_of(messages)
+        token_id, names = self.model.token_id, hashes_of(messages)
         if names and (ids == token_id).any():
-            raise GatewayError(
-                "an earlier reply contains the token of an image, so the "
-                "engine cannot place the images of this request",
-                code="image_token_sampled",
-            )
+            message = "an earlier reply contains the token of an image, so the engine "
+            message += "cannot place the images of this request"
+            raise GatewayError(message, code="image_token_sampled")
         inside = np.flatnonzero(ids >= FIRST_CONTENT_ID)
         stops = np.cumsum([self._n_tokens(name) for name in names], dtype=np.int64)
         assert not len(stops) or stops[-1] == len(inside)
-        found, begin = [], 0
-        for name, end in zip(names, stops.tolist(), strict=True):
-            start, stop = int(inside[begin]), int(inside[end - 1]) + 1
-            found.append(PlacedImage(name, token_id, start, stop))
-            begin = end
-        return found
+        spans = zip(names, [0, *stops.tolist()], stops.tolist(), strict=False)
+        return [
+            PlacedImage(name, token_id, int(inside[begin]), int(inside[end - 1]) + 1)
+            for name, begin, end in spans
+        ]
 
     def engine_ids(self, ids: Ids) -> Ids:
         """Return the ids that the engine consumes for a prompt's recorded ids."""
-        return np.where(ids >= FIRST_CONTENT_ID, np.int32(self._model.token_id), ids)
+        return np.where(ids >= FIRST_CONTENT_ID, np.int32(self.model.token_id), ids)
 
     def load(self, images: Sequence[PlacedImage]) -> list[PromptImage]:
         """Return images with their bytes."""
-        store = self._store
+        store = self.store
         return [
             PromptImage(i.start, i.stop, store[i.hash].media_type, store.data(i.hash))
             for i in images
         ]
 
     def _n_tokens(self, name: str) -> int:
-        image = self._store[name]
+        image = self.store[name]
         try:
-            return int(self._model.count(image.height, image.width))
+            return int(self.model.count(image.height, image.width))
         except ValueError as error:
             message = f"the model's processor refuses the image {name[:12]}: {error}"
             raise GatewayError(message, code="invalid_image") from error
@@ -407,8 +396,9 @@ def load_image_model(path: str | Path) -> ImageModel | None:
         missing = " ".join(str(error).split())
         raise ValueError(f"{missing} Or serve with --images refuse") from error
     except AttributeError as error:
-        raise ValueError(
-            "its processor does not say how many tokens an image takes: install "
-            "torch and torchvision, or serve with --images refuse"
-        ) from error
+        rule = (
+            "its processor does not say how many tokens an image takes: install torch "
+        )
+        rule += "and torchvision, or serve with --images refuse"
+        raise ValueError(rule) from error
     return ImageModel(token_id, lambda height, width: patches(height, width) // merged)

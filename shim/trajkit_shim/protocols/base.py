@@ -2,15 +2,25 @@
 
 import base64
 import json
-import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+import orjson
+
 from trajkit_shim.chat.images import Images
-from trajkit_shim.chat.request import ChatRequest, Reply, ToolCall, assistant_message
+from trajkit_shim.chat.request import (
+    ANY_OBJECT,
+    ChatRequest,
+    Reply,
+    Required,
+    Thinking,
+    ToolCall,
+    assistant_message,
+    function_tool,
+)
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json, Reading
+from trajkit_shim.json_input import Fields, Json, Reading, as_integer, as_object, refuse
 
 Verb: TypeAlias = Literal["reply", "stream", "count"]
 """What a path returns: a reply (streamed if the body asks for it), a streamed reply, or
@@ -91,6 +101,54 @@ class WireProtocol:
             yield self.stream_end
 
 
+# Requests
+
+
+@dataclass(slots=True)
+class Tools:
+    """The tools of a request (see `ChatRequest`)."""
+
+    functions: list[Json] = field(default_factory=list)  # in OpenAI's format
+    strict: list[str] = field(default_factory=list)  # names
+    left_out: list[str] = field(default_factory=list)
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, tool: Fields, schema: object, prefix: str = "") -> str:
+        """Add a function; return its name for the model, which begins with ``prefix``."""
+        name = prefix + tool.name("name")
+        self.functions.append(function_tool(name, tool.get_text("description"), schema))
+        self.strict += [name] * tool.flag("strict")
+        return name
+
+    def leave_out(self, tool: Fields, kind: str) -> None:
+        """Count a tool that only a provider can run, or that has no JSON arguments."""
+        tool.whole()
+        self.left_out.append(kind)
+
+
+def chat_request(
+    fields: Fields,
+    messages: list[Json],
+    tools: Tools,
+    *,
+    none: bool,
+    required: dict[str, Any],
+    thinking: dict[str, Any],
+    **rest: Any,
+) -> ChatRequest:
+    """Return a request; ``none``: no tool may be called."""
+    variables = fields.get_object("chat_template_kwargs") or {}
+    return ChatRequest(
+        messages=messages,
+        tools=None if none else tools.functions or None,
+        required=Required(**{"strict": tools.strict, **required}),
+        thinking=Thinking(variables=variables, **thinking),
+        left_out=tuple(tools.left_out),
+        namespaces=tools.namespaces,
+        **rest,
+    )
+
+
 def known_role(message: Fields, roles: Collection[str]) -> str:
     """Return the role of a message; one that no template knows is the user's."""
     role = message.name("role")
@@ -99,6 +157,38 @@ def known_role(message: Fields, roles: Collection[str]) -> str:
         return "user"
     return role
 
+
+def one_reply(value: object, where: str) -> int:
+    if as_integer(value, where, minimum=1) != 1:
+        rule = f"{value}: a request has one reply here; open a session for each"
+        refuse(where, rule, code="unsupported_value")
+    return 1
+
+
+def thinks(section: Fields) -> bool | None:
+    """Return whether Anthropic's field ``thinking`` has the model think."""
+    kinds: dict[object, bool] = {"enabled": True, "disabled": False}
+    return kinds.get(str(section.peek("type")))
+
+
+def text_schema(fields: Fields, name: str) -> Json | None:
+    """Return the JSON schema that OpenAI's or Anthropic's format field requires, if any."""
+    if fields.peek(name) is None:
+        return None
+    given = fields.object(name)
+    kind = given.name("type")
+    if kind not in ("json_schema", "json_object", "text"):
+        # a grammar that is not kept would change the meaning
+        given.refuse("type", f"{kind!r} is not supported", "unsupported_value")
+    given.whole()
+    if kind == "json_schema":
+        inner = given.object(kind) if kind in given.json else given
+        inner.whole()
+        return inner.need("schema", as_object)
+    return ANY_OBJECT if kind == "json_object" else None
+
+
+# Errors
 
 # the words of Anthropic and of Gemini by status; 400 and 500 stand for all others
 _WORDS = {
@@ -187,23 +277,18 @@ class RawJson:
     text: str
 
 
+def _fragment(raw: RawJson) -> orjson.Fragment:
+    # JSON has line breaks only between tokens, and in an event they end its line
+    return orjson.Fragment(raw.text.replace("\n", " ").replace("\r", " "))
+
+
 def encode(value: Json) -> bytes:
-    """Encode a value that may contain `RawJson` anywhere.
-
-    Half a surrogate pair, which a model can spell but UTF-8 cannot, is escaped.
-    """
-    raws: dict[str, str] = {}
-
-    def mark(raw: RawJson) -> str:
-        name = secrets.token_hex(12)
-        # JSON has line breaks only between tokens, and in an event they end its line
-        raws[f'"{name}"'] = raw.text.replace("\n", " ").replace("\r", " ")
-        return name
-
-    text = json.dumps(value, ensure_ascii=False, default=mark, allow_nan=False)
-    for name, raw in raws.items():
-        text = text.replace(name, raw)
-    return text.encode(errors="backslashreplace")
+    """Encode a value that may contain `RawJson` anywhere."""
+    try:
+        return orjson.dumps(value, _fragment, orjson.OPT_PASSTHROUGH_DATACLASS)
+    # half a surrogate pair, which a model can spell, or an integer beyond 64 bits
+    except TypeError:
+        return json.dumps(value, default=lambda raw: json.loads(raw.text)).encode()
 
 
 def event(value: Json) -> bytes:

@@ -34,7 +34,7 @@ from trajkit_shim.prompting.conversation import START, Budget
 from trajkit_shim.prompting.conversation import Conversation as Session
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer, encode
-from trajkit_shim.replies.parse import opens_reasoning
+from trajkit_shim.replies import opens_reasoning
 
 EMBEDDED = ChatRenderer(load_tokenizer())
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
