@@ -517,7 +517,7 @@ class SGLangParser(ReplyParser):
     async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
         parser, thoughts = await self.names()
         unread = Parsed(parts=(text,) if text else (), sampled=text, ill_formed=True)
-        answer: dict[str, Any] = {"text": text}
+        answer: Any = {"text": text}
         try:
             if thoughts:
                 body: Json = {"text": f"{THINK}{text}" if opened else text}
@@ -579,7 +579,7 @@ def parse(
         found += [rest[offset:stop], *read[0]]
         offset = read[1]
     found.append(rest[offset:])
-    parts: list[str | ToolCall] = []
+    parts: list[Any] = []
     for kind, group in groupby(filter(None, found), type):
         each = [*group]
         parts += ["".join(map(str, each))] if kind is str else each

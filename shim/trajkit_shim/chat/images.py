@@ -149,8 +149,7 @@ def joined(parts: Iterable[Part]) -> str | list[Json]:
         found += ["\n".join(map(str, each))] if kind is str else each
     if len(found) < 2 and all(isinstance(part, str) for part in found):
         return found[0] if found else ""
-    texts = ({"type": "text", "text": p} if isinstance(p, str) else p for p in found)
-    return [*texts]
+    return [{"type": "text", "text": p} if isinstance(p, str) else p for p in found]
 
 
 def _parts(content: object, kind: str, name: str) -> list[str]:

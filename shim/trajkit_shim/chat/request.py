@@ -80,7 +80,8 @@ def tool_message(call_id: str, parts: Iterable[Part], *, failed: bool = False) -
 def user_messages(parts: Iterable[Part]) -> list[Json]:
     """Return a user's turn: its tool messages, and the texts and images between them."""
     messages: list[Json] = []
-    groups = groupby(filter(None, parts), lambda p: isinstance(p, dict) and "role" in p)
+    given = [part for part in parts if part]
+    groups = groupby(given, lambda part: isinstance(part, dict) and "role" in part)
     for are_messages, group in groups:
         if are_messages:
             messages += (part for part in group if isinstance(part, dict))
@@ -250,8 +251,12 @@ def parse_sampling(
     ``names`` has the fields that are not named as the parameter; None: there is no field.
     """
     named = {name: name for name in _READERS} | dict(names or {})
-    given = [(name, field) for name, field in named.items() if field is not None]
-    return SamplingParams(**{n: fields.get(field, _READERS[n]) for n, field in given})
+    found: dict[str, Any] = {
+        name: fields.get(field, _READERS[name])
+        for name, field in named.items()
+        if field is not None
+    }
+    return SamplingParams(**found)
 
 
 def parse_fixed(value: object) -> SamplingParams:

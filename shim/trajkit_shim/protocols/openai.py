@@ -402,7 +402,7 @@ def _items(reply: Reply, request: chat.ChatRequest) -> list[dict[str, Any]]:
     blocks = base.blocks(reply)
     if isinstance(blocks[-1], Thought):
         blocks.append(reply.text)
-    items: list[dict[str, Any]] = []
+    items, item = list[dict[str, Any]](), dict[str, Any]()
     for number, block in enumerate(blocks, -(reply.reasoning is not None)):
         name = f"{reply.reply_id}_{number}"
         if isinstance(block, Thought):
