@@ -137,10 +137,10 @@ class Gateway:
     async def read(
         self, protocol: WireProtocol, verb: Verb, body: bytes
     ) -> ChatRequest:
-        images, count = self.image_policy, verb == "count"
+        images = self.image_policy
 
         def parse() -> ChatRequest:
-            return protocol.read(parse_object(body), images, count=count)
+            return protocol.read(parse_object(body), images)
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch. Images are decoded.
@@ -328,13 +328,13 @@ class Call:
         if chats.is_fixed("tool_choice", fixed, client) and required.limits_calls:
             required = chats.Required(schema=required.schema)
             self._overruled.append("tool_choice")
-        sampling = chats.resolve(
-            chats.without_fixed(self._chat.sampling, fixed, client),
+        sampling, overruled = chats.resolve(
+            self._chat.sampling,
             fixed,
+            client,
             max_tokens=limit if remaining is None else min(limit, remaining),
             room=self._info.max_context_tokens - n_prompt,
-            end_ids=self._renderer.end_ids,
-            client=client,
+            stop_token_ids=self._renderer.end_ids,
             structural_tag=replies.grammar(
                 replace(self._chat, required=required),
                 self._gateway.reply_parser.form,
@@ -343,7 +343,7 @@ class Call:
                 reasons=replies.THINK in self._renderer.chat_template,
             ),
         )
-        self._overruled += chats.ignored_params(self._chat.sampling, sampling)
+        self._overruled += overruled
         return sampling
 
     def _reply(

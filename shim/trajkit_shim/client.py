@@ -6,6 +6,7 @@ gateway or several, for example one per node, and treat them as one.
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -69,10 +70,8 @@ class AsyncGatewayClient:
         self._http = http or httpx.AsyncClient(
             trust_env=False, limits=httpx.Limits(max_connections=None)
         )
-        # the gateway of each session that this client opened, and those not ended yet
-        self._owners: dict[str, str] = {}
-        self._running = set[str]()
-        self._open = dict.fromkeys(self.urls, 0)
+        # the gateway of each session that this client has opened and not ended
+        self._owners: dict[object, str] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._lost: Exception | None = None  # why a pause could not be renewed
 
@@ -88,18 +87,17 @@ class AsyncGatewayClient:
 
         Examples are ``max_turns``, ``sampling``, ``group_id`` and ``metadata``.
         """
-        url = min(self.urls, key=self._open.__getitem__)
+        url = min(self.urls, key=Counter(self._owners.values()).__getitem__)
         body = options if session_id is None else {**options, "session_id": session_id}
         # counted before the answer, or calls at the same time would all go to one
-        self._open[url] += 1
+        begun = object()
+        self._owners[begun] = url
         try:
             opened = await self._ask(url, "POST", "/sessions", body)
-            session = OpenSession(*(opened[name] for name in OpenSession._fields))
-        except BaseException:
-            self._open[url] -= 1
-            raise
+        finally:
+            del self._owners[begun]
+        session = OpenSession(*(opened[name] for name in OpenSession._fields))
         self._owners[session.session_id] = url
-        self._running.add(session.session_id)
         return session
 
     async def finish(self, /, session_id: str, **outcome: object) -> Json:
@@ -187,7 +185,7 @@ class AsyncGatewayClient:
         path, wait = f"/sessions/{session_id}{what}", (body or {}).get("wait_seconds")
         seconds = _ANSWER_SECONDS + (wait if isinstance(wait, (int, float)) else 0.0)
         owner = self._owners.get(session_id)
-        # a session of another client may be at any of them
+        # one that has ended, or that another client opened, may be at any of them
         for url in self.urls if owner is None else [owner]:
             try:
                 answer: Json = await self._ask(url, method, path, body, seconds)
@@ -196,9 +194,8 @@ class AsyncGatewayClient:
                 if error.status != 404:
                     raise
                 continue
-            if body is not None and session_id in self._running:
-                self._running.remove(session_id)
-                self._open[url] -= 1
+            if body is not None:
+                self._owners.pop(session_id, None)
             return answer
         raise unknown
 

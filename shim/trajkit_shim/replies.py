@@ -7,17 +7,13 @@ The result is what clients see and send back; the recorded ids are those that we
 
 The calls of a form are
 
-- JSON objects between two markers, whose arguments keep their spelling (``hermes``,
-  ``toolcall``, ``mistral``), or alone (``plain-json``: an object whose name comes first):
-  ``<tool_call> {"name": "ls", "arguments": {"path": "."}} </tool_call>``;
-- a name and its arguments as JSON, each after a marker of its own (``kimi``,
-  ``deepseek``, ``mistral-args``, ``gpt-oss``);
-- values that are bare text between tags, without escaping (``qwen3-coder``, ``glm``,
-  ``seed-oss``, ``dsml``, ``minimax``): ``<function=ls> <parameter=path> . </parameter>
-  </function>``. A value may contain its closing tag: the first one that another tag of
-  the call follows ends it. One line break on each side of a value of Qwen3-Coder is
-  dropped. It is JSON if it has a type, other than string, that the tool's schema permits,
-  else a string;
+- JSON objects between two markers, whose arguments keep their spelling, or alone
+  (``plain-json``: an object whose name comes first);
+- a name and its arguments as JSON, each after a marker of its own (``kimi``, ...);
+- values that are bare text between tags, without escaping (``qwen3-coder``, ...). A value
+  may contain its closing tag: the first one that another tag of the call follows ends it.
+  It is JSON if it has a type, other than string, that the tool's schema permits, else a
+  string;
 - a list of Python expressions (``pythonic``).
 
 `grammar` is of the replies that clients require: a structural tag of xgrammar (0.2).
@@ -102,8 +98,8 @@ class ToolForm:
     A call is a ``head``, whose groups are its name and its id, arguments, and a ``tail``.
     Arguments are JSON, or each is a ``pair``, whose groups are key, value, and ``text``:
     ``true`` if the value is a string, else ``false``. Without a ``head`` calls are JSON
-    objects with a name. All of these are a `_pattern`, and nothing that has matched is
-    matched otherwise when the rest does not match, because that takes long.
+    objects with a name. All of these are a `_pattern`; what has matched is not matched
+    otherwise when the rest does not match, because that takes long.
 
     ``begin`` and ``end`` are what a grammar writes around the arguments of a call of the
     tool NAME; without them no grammar can enforce calls. ``style``: of the arguments, as

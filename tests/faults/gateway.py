@@ -700,8 +700,8 @@ GATEWAY = (
         ),
         (
             "sessions are all opened at one gateway",
-            "self._open[url] += 1",
-            "pass",
+            "self._owners[begun] = url",
+            'self._owners[begun] = ""',
         ),
     ),
 )

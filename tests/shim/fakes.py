@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import queue
 import threading
 from collections import deque
@@ -105,6 +106,22 @@ def byte_level() -> Tokenizer:
         ]
     )
     return tokenizer
+
+
+def load_tokenizer() -> Any:
+    """The embedded engine's tokenizer for transformers, with its chat template."""
+    # otherwise transformers warns about missing PyTorch, which is not needed
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer, template = chat_files()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=template,
+        eos_token=END,
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def byte_tokenizer() -> Any:

@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -80,7 +80,7 @@ class Image:
     media_type: str
     width: int
     height: int
-    data: bytes  # empty if they are in its file
+    data: bytes
 
 
 # In messages
@@ -107,20 +107,16 @@ def read_parts(fields: Fields, name: str, readers: Readers) -> list[Any]:
     return found
 
 
-def read_image(
-    part: Fields, name: str, kind: object, url_of: Callable[[Fields], str]
-) -> Part:
-    """Read, omit or refuse an image, which is in a field of a part.
+def read_image(part: Fields, url: str, name: str = "type", kind: object = None) -> Part:
+    """Read, omit or refuse an image, whose data URL is in a field of a part.
 
-    ``url_of`` returns its data URL, with base64. Raises as `open_image`.
+    ``kind``: of the image (default: what the field has). Raises as `open_image`.
     """
     policy = part.reading.image_policy
     if policy == "omit":
-        part.whole()
         return OMITTED_IMAGE
     if policy == "refuse":
-        refuse_content(part, name, kind)
-    url = url_of(part)
+        refuse_content(part, name, part.peek(name) if kind is None else kind)
     found = _DATA_URL.match(url)
     if found is None:
         rule = "images at URLs are not fetched here: send the image itself, as base64"
@@ -194,6 +190,7 @@ class ImageStore:
     """The images of a run. Those of recorded turns are files of a folder.
 
     ``directory`` is made with the first file. ``fsync``: also write each image to disk.
+    ``requested`` has the images that a request has.
     """
 
     def __init__(
@@ -202,10 +199,9 @@ class ImageStore:
         self.directory, self.fsync = directory, fsync
         self.limits = limits or ImageLimits()
         self._writing = Lock()
-        self._stored: dict[str, Image] = {}
+        self._stored = set[str]()
         self._total_bytes = 0
-        # only as long as a request has them
-        self._requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
+        self.requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
 
     def take(self, images: Sequence[Image]) -> list[Image]:
         """Return the images of a request, the same object for the same image.
@@ -214,16 +210,15 @@ class ImageStore:
         there are too many, they are too large together (400), or they cannot be stored
         later (507).
         """
-        limits = self.limits
-        if len(images) > limits.max_images:
-            message = f"{len(images)} images; the limit is {limits.max_images}"
+        most, most_bytes = self.limits.max_images, self.limits.max_request_bytes
+        if len(images) > most:
+            message = f"{len(images)} images; the limit is {most}"
             raise GatewayError(message, code="too_many_images")
         n_bytes = sum({image.name: len(image.data) for image in images}.values())
-        if n_bytes > limits.max_request_bytes:
-            message = f"the request's images have {n_bytes} bytes together; the limit "
-            message += f"is {limits.max_request_bytes}"
+        if n_bytes > most_bytes:
+            message = f"images of {n_bytes} bytes together; the limit is {most_bytes}"
             raise GatewayError(message, code="image_too_large")
-        taken = [self._requested.setdefault(image.name, image) for image in images]
+        taken = [self.requested.setdefault(image.name, image) for image in images]
         self._new(taken)
         return taken
 
@@ -234,13 +229,6 @@ class ImageStore:
         """
         if self._new(images):
             await asyncio.to_thread(self._write, images)
-
-    def __getitem__(self, name: str) -> Image:
-        """Return an image of a request or of the folder."""
-        return self._requested.get(name) or self._stored[name]
-
-    def data(self, name: str) -> bytes:
-        return self[name].data or (self.directory / name).read_bytes()
 
     def _new(self, images: Collection[Image]) -> dict[str, Image]:
         """The images that have no file, by name; raises if there is no room (507)."""
@@ -265,7 +253,7 @@ class ImageStore:
                             file.flush()
                             os.fsync(file.fileno())
                     temporary.replace(self.directory / name)
-                    self._stored[name] = replace(image, data=b"")
+                    self._stored.add(name)
                     self._total_bytes += len(image.data)
             except OSError as error:
                 message = f"the image could not be written: {error}"
@@ -349,14 +337,11 @@ class ImagePlaces:
 
     def load(self, images: Sequence[PlacedImage]) -> list[PromptImage]:
         """Return images with their bytes."""
-        store = self.store
-        return [
-            PromptImage(i.start, i.stop, store[i.hash].media_type, store.data(i.hash))
-            for i in images
-        ]
+        found = [(place, self.store.requested[place.hash]) for place in images]
+        return [PromptImage(p.start, p.stop, i.media_type, i.data) for p, i in found]
 
     def _n_tokens(self, name: str) -> int:
-        image = self.store[name]
+        image = self.store.requested[name]
         try:
             return int(self.model.count(image.height, image.width))
         except ValueError as error:

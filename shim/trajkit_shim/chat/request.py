@@ -278,62 +278,45 @@ def parse_client_sampling(value: object) -> frozenset[str]:
     return frozenset(map(str, names))
 
 
-def resolve(
-    requested: SamplingParams,
-    fixed: SamplingParams,
-    *,
-    max_tokens: int,
-    room: int,
-    end_ids: tuple[int, ...],
-    client: Collection[str] = (),
-    structural_tag: Json | None = None,
-) -> Sampling:
-    """Return the parameters of one engine call.
-
-    The limit on new tokens is the smallest of the client's (``requested``), the
-    session's (``fixed``), the gateway's (``max_tokens``) and the ``room`` left in the
-    context. ``client`` has the names in `CLIENT` that the client may set.
-    """
-
-    def first(name: str, *given: SamplingParams) -> Any:
-        values = (getattr(params, name) for params in given)
-        return next((value for value in values if value is not None), None)
-
-    asked = {name: (requested,) if name in client else () for name in SHAPING}
-    limits = (requested.max_tokens, fixed.max_tokens, max_tokens, room)
-    return Sampling(
-        max_new_tokens=min(limit for limit in limits if limit is not None),
-        **{name: first(name, *asked[name], fixed) for name in SHAPING},
-        stop=first("stop", fixed, requested) or (),
-        stop_token_ids=end_ids,
-        seed=first("seed", fixed, requested),
-        structural_tag=structural_tag,
-        extra=dict(fixed.extra),
-    )
-
-
 def is_fixed(name: str, fixed: SamplingParams, client: Collection[str]) -> bool:
     """Return whether the session decides one of `FIXED`, because it fixes sampling."""
     return name not in client and fixed != SamplingParams()
 
 
-def without_fixed(
-    requested: SamplingParams, fixed: SamplingParams, client: Collection[str]
-) -> SamplingParams:
-    """Return what a client requested without what a session fixes."""
-    names = [name for name in FIXED[:3] if is_fixed(name, fixed, client)]
-    nothing: dict[str, Any] = dict.fromkeys(names)
-    return replace(requested, **nothing)
+def resolve(
+    requested: SamplingParams,
+    fixed: SamplingParams,
+    client: Collection[str] = (),
+    *,
+    max_tokens: int,
+    room: int,
+    **rest: Any,
+) -> tuple[Sampling, list[str]]:
+    """Return the parameters of one engine call, and those that a client did not get.
 
-
-def ignored_params(requested: SamplingParams, resolved: Sampling) -> list[str]:
-    """Return the parameters that a client requested and did not get."""
-    asked = {name: getattr(requested, name) for name in (*SHAPING, "seed", "stop")}
-    lost = [
-        n for n, value in asked.items() if value not in (None, getattr(resolved, n))
-    ]
-    limit = resolved.max_new_tokens
-    return lost + ["max_tokens"] * ((requested.max_tokens or limit) < limit)
+    The limit on new tokens is the smallest of the client's (``requested``), the
+    session's (``fixed``), the gateway's (``max_tokens``) and the ``room`` left in the
+    context. ``client`` has the names in `CLIENT` that the client may set. ``rest``: the
+    other fields of `Sampling`.
+    """
+    values, overruled = dict[str, Any](), list[str]()
+    for name in (*SHAPING, "stop", "seed", "max_tokens"):
+        asked, own, shapes = (
+            *(getattr(p, name) for p in (requested, fixed)),
+            name in SHAPING,
+        )
+        fixes = name not in client if shapes else is_fixed(name, fixed, client)
+        allowed = None if fixes else asked
+        either = [value for value in (allowed, own) if value is not None]
+        if name == "max_tokens":
+            values["max_new_tokens"] = limit = min([*either, max_tokens, room])
+            overruled += [name] * ((asked or limit) < limit)
+            continue
+        # what is fixed is only the default of what shapes the distribution
+        values[name] = either[0 if shapes else -1] if either else None
+        overruled += [name] * (asked not in (None, values[name]))
+    values["stop"] = values["stop"] or ()
+    return Sampling(**values, extra=dict(fixed.extra), **rest), overruled
 
 
 # Replies

@@ -9,7 +9,7 @@ from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.request import Reply, ToolCall
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json, as_object, as_text
+from trajkit_shim.json_input import Fields, Json, as_object
 from trajkit_shim.protocols import base
 from trajkit_shim.protocols.base import Block, Thought, WireProtocol
 
@@ -44,6 +44,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     }
     budget, effort = thinking.peek("budget_tokens"), config.get_text("effort")
     budget = budget if isinstance(budget, int) else None
+    on = base.THINKS.get(str(thinking.peek("type")))
     return base.chat_request(
         fields,
         messages,
@@ -51,7 +52,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         none=chosen == "none",
         required=required,
         sampling=chat.parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
-        thinking={"effort": effort, "on": base.thinks(thinking), "budget": budget},
+        thinking={"effort": effort, "on": on, "budget": budget},
         stream=fields.flag("stream"),
     )
 
@@ -80,14 +81,11 @@ def _tool_result(block: Fields) -> Json:
 
 
 def _image(block: Fields) -> images.Part:
-    return images.read_image(block, "type", "image", _url)
-
-
-def _url(block: Fields) -> str:
     source = block.object("source")
     if source.one_of("type", ("base64", "url")) == "url":
-        return source.text("url")
-    return f"data:{source.need('media_type', as_text)};base64,{source.text('data')}"
+        return images.read_image(block, source.text("url"))
+    kind, data = source.text("media_type"), source.text("data")
+    return images.read_image(block, f"data:{kind};base64,{data}")
 
 
 def _tool_use(block: Fields) -> Json:
@@ -170,7 +168,6 @@ ANTHROPIC = WireProtocol(
     name="anthropic",
     paths={"/v1/messages": "reply", "/v1/messages/count_tokens": "count"},
     call_prefix="toolu_",
-    required=("max_tokens",),
     parse=_parse,
     write=_write,
     events=_events,

@@ -31,7 +31,7 @@ the number of tokens of the prompt."""
 _SILENT = frozenset(
     "allowed_callers annotations betas cache_control caller citations client_metadata "
     "context context_management detail eager_input_streaming id "
-    "include_obfuscation includeThoughts index inference_geo input_examples labels "
+    "include include_obfuscation includeThoughts index inference_geo input_examples labels "
     "metadata phase prompt_cache_key prompt_cache_options prompt_cache_retention "
     "provider_specific_fields reasoning_details refusal safetySettings "
     "safety_identifier service_tier serviceTier signature speed status store summary "
@@ -47,7 +47,6 @@ class WireProtocol:
     name: str
     paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
     call_prefix: str = "call_"  # prefix of the ids of tool calls
-    required: tuple[str, ...] = ()  # fields of a request, but not for a count
     # raises `GatewayError` for missing, invalid or unsupported fields
     parse: Callable[[Fields], ChatRequest]
     write: Callable[[Reply, ChatRequest], Json]
@@ -59,25 +58,15 @@ class WireProtocol:
     # the end of a stream that failed, if it is not `error`
     failed: Callable[[GatewayError, ChatRequest, int], Iterable[Json]] | None = None
     stream_end: bytes = b""
-    # the field of a request for a count that may contain the request for a reply
-    count_of: str | None = None
-    # the body of its answer
+    # the body of a count
     count: Callable[[int], Json] = lambda tokens: {"input_tokens": tokens}
     # codes of errors that a streaming client only understands as an event
     streamed_errors: frozenset[str] = frozenset()
 
-    def read(
-        self, body: Json, images: Images = "refuse", *, count: bool = False
-    ) -> ChatRequest:
+    def read(self, body: Json, images: Images = "refuse") -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`."""
         reading = Reading(images)
         fields = Fields(body, reading=reading)
-        if count and self.count_of and fields.peek(self.count_of) is not None:
-            fields.whole()
-            fields = fields.object(self.count_of)
-        for name in () if count else self.required:
-            if body.get(name) is None:
-                fields.refuse(name, "missing")
         fields.get_text("model")
         request = self.parse(fields)
         reading.count_unread(_SILENT)
@@ -158,17 +147,15 @@ def known_role(message: Fields, roles: Collection[str]) -> str:
     return role
 
 
+THINKS = {"enabled": True, "disabled": False}
+"""The types of Anthropic's field ``thinking`` that decide whether the model thinks."""
+
+
 def one_reply(value: object, where: str) -> int:
     if as_integer(value, where, minimum=1) != 1:
         rule = f"{value}: a request has one reply here; open a session for each"
         refuse(where, rule, code="unsupported_value")
     return 1
-
-
-def thinks(section: Fields) -> bool | None:
-    """Return whether Anthropic's field ``thinking`` has the model think."""
-    kinds: dict[object, bool] = {"enabled": True, "disabled": False}
-    return kinds.get(str(section.peek("type")))
 
 
 def text_schema(fields: Fields, name: str) -> Json | None:

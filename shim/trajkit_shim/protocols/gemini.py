@@ -5,14 +5,13 @@ is ignored.
 """
 
 import json
-from functools import partial
 from typing import Any
 
 from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.request import Reply, ToolCall
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json, as_list, as_object, as_text, refuse
+from trajkit_shim.json_input import Fields, Json, as_list, as_object, refuse
 from trajkit_shim.protocols import base
 from trajkit_shim.protocols.base import Block, Thought, Verb, WireProtocol
 
@@ -45,8 +44,6 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     declared_names = [str(chat.function_of(tool)["name"]) for tool in tools.functions]
     config = fields.section("generationConfig")
     config.get("candidateCount", base.one_reply)
-    if config.peek("responseModalities") not in (None, ["TEXT"]):
-        config.ignore("responseModalities")
     top_k = config.json.get("topK")
     if isinstance(top_k, float) and top_k.is_integer():
         # the official client sends 40.0
@@ -111,20 +108,15 @@ def _model_part(part: Fields, index: int) -> Thought | str | Json:
 def _user_part(part: Fields, waiting: list[Json]) -> images.Part:
     if part.peek("functionResponse") is not None:
         return _result(part.object("functionResponse"), waiting)
-    for name in ("inlineData", "fileData"):
+    for name, where in (("inlineData", "data"), ("fileData", "fileUri")):
         if part.peek(name) is not None:
-            kind = part.object(name).peek("mimeType")
+            given = part.object(name)
+            kind, url = given.peek("mimeType"), given.text(where)
             if not str(kind).startswith("image/"):
                 images.refuse_content(part, name, kind)
-            return images.read_image(part, name, kind, partial(_url, name))
+            url = url if name == "fileData" else f"data:{kind};base64,{url}"
+            return images.read_image(part, url, name, kind)
     return _text(part)
-
-
-def _url(name: str, part: Fields) -> str:
-    given = part.object(name)
-    if name == "fileData":
-        return given.text("fileUri")
-    return f"data:{given.need('mimeType', as_text)};base64,{given.text('data')}"
 
 
 def _result(result: Fields, waiting: list[Json]) -> Json:
@@ -237,6 +229,5 @@ GEMINI = WireProtocol(
     # the official client parses comments as JSON
     ping=lambda *_: b"\n",
     error=_error,
-    count_of="generateContentRequest",
     count=lambda tokens: {"totalTokens": tokens},
 )

@@ -1,13 +1,11 @@
 """OpenAI Chat Completions and Responses: requests, replies, chunks, events and errors.
 
 A Responses client sends the entire conversation each time. Nothing is stored, so there is
-no ``previous_response_id``. The items of one sampled turn form one message. An item's id
-identifies its turn; items without an id belong together up to another role's message or
-the next turn's reasoning.
+no ``previous_response_id``. The items of one sampled turn form one message; they belong
+together up to another role's message or the next turn's reasoning.
 """
 
 import base64
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +15,7 @@ from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.request import Reply, ToolCall
 from trajkit_shim.errors import GatewayError, error_body
-from trajkit_shim.json_input import Fields, Json, as_flag, as_list, as_name
+from trajkit_shim.json_input import Fields, Json, as_flag, as_name
 from trajkit_shim.protocols import base
 from trajkit_shim.protocols.base import Thought, WireProtocol, known_role
 
@@ -51,14 +49,15 @@ def _request(
     required = {"call": given == "required", "names": names, "parallel": parallel}
     reasoning = fields.section("reasoning")
     effort = fields.get_text("reasoning_effort") or reasoning.get_text("effort")
+    # Anthropic's field comes from proxies
+    on = base.THINKS.get(str(fields.section("thinking").peek("type")))
     return base.chat_request(
         fields,
         messages,
         tools,
         none=given == "none",
         required={**required, "schema": schema},
-        # Anthropic's field comes from proxies
-        thinking={"effort": effort, "on": base.thinks(fields.section("thinking"))},
+        thinking={"effort": effort, "on": on},
         stream=fields.flag("stream"),
         **rest,
     )
@@ -90,13 +89,9 @@ def _parse_chat(fields: Fields) -> chat.ChatRequest:
         tools.strict += [function.name("name")] * function.flag("strict")
         tools.functions.append(tool.whole())
         function.whole()
-    newer, older = fields.peek("max_completion_tokens"), fields.peek("max_tokens")
-    if None not in (newer, older) and newer != older:
-        rule = f"{newer} contradicts max_tokens = {older}"
-        fields.refuse("max_completion_tokens", rule)
-    limit = "max_tokens" if newer is None else "max_completion_tokens"
-    if fields.peek("modalities") not in (None, ["text"]):
-        fields.ignore("modalities")
+    fields.peek("max_tokens")
+    newer = fields.peek("max_completion_tokens") is not None
+    limit = "max_completion_tokens" if newer else "max_tokens"
     return _request(
         fields,
         [canonical_message(each) for each in fields.filled("messages")],
@@ -131,11 +126,6 @@ def canonical_message(message: Fields) -> Json:
     return canonical
 
 
-def _chat_image(part: Fields) -> images.Part:
-    url = lambda given: given.object("image_url").text("url")  # noqa: E731
-    return images.read_image(part, "type", "image_url", url)
-
-
 def _called(call: Fields) -> Json:
     call_id, function = call.text("id"), call.object("function")
     arguments = function.get_text("arguments") or ""
@@ -143,7 +133,10 @@ def _called(call: Fields) -> Json:
 
 
 _CHAT_TEXTS: images.Readers = {"text": partial(Fields.text, name="text")}
-_CHAT_PARTS: images.Readers = {**_CHAT_TEXTS, "image_url": _chat_image}
+_CHAT_PARTS: images.Readers = {
+    **_CHAT_TEXTS,
+    "image_url": lambda p: images.read_image(p, p.object("image_url").text("url")),
+}
 
 # Chat Completions: replies
 
@@ -218,8 +211,7 @@ OPENAI_CHAT = WireProtocol(
 # Responses: requests
 
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
-_ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
-_LOGPROBS = "message.output_text.logprobs"
+_NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
 # prefix of encoded reasoning, which is not secret
 _PACKED = "trajkit1."
 # Codex does not retry after this and invalid_prompt
@@ -233,21 +225,10 @@ def _parse_responses(fields: Fields) -> chat.ChatRequest:
     messages = chat.system_message(fields.get_text("instructions"))
     tools = base.Tools()
     _add_tools(tools, fields)
-    if _LOGPROBS in (fields.get("include", as_list) or ()):
-        fields.ignore("include", _LOGPROBS)
-    fields.peek("stream_options")
-    if fields.peek("truncation") not in (None, "disabled"):
-        fields.ignore("truncation")
-    limit = {"max_tokens": "max_output_tokens"}
-    return _request(
-        fields,
-        messages + _messages(fields),
-        tools,
-        base.text_schema(fields.section("text"), "format"),
-        sampling=chat.parse_sampling(
-            fields, {**limit, "stop": None, "seed": None, "top_k": None}
-        ),
-    )
+    schema = base.text_schema(fields.section("text"), "format")
+    sampling = chat.parse_sampling(fields, _NAMES)
+    messages += _messages(fields)
+    return _request(fields, messages, tools, schema, sampling=sampling)
 
 
 def _add_tools(tools: base.Tools, fields: Fields, namespace: str = "") -> None:
@@ -275,7 +256,6 @@ def _messages(fields: Fields) -> list[Json]:
         return [{"role": "user", "content": value}]
     # a turn's parts become a message once they are complete
     found: list[Json | list[_Part]] = []
-    latest: str | None = None  # the reply that the latest turn is of, if known
     for item in fields.filled("input"):
         kind = as_name(item.json.get("type", "message"), item.at("type"))
         if kind not in _ITEMS:
@@ -293,21 +273,19 @@ def _messages(fields: Fields) -> list[Json]:
             content = images.joined(images.read_parts(item, "content", readers))
             found.append({"role": _system_role(role), "content": content})
         else:
-            named = _ITEM_ID.fullmatch(str(item.json.get("id")))
-            reply_id = named and named[1]
             turn = found[-1] if found else None
-            if isinstance(turn, list):
-                answered = not all(isinstance(part, Thought) for part in turn)
-                over = answered and kind == "reasoning"
-                if reply_id and latest:
-                    over = reply_id != latest
-            if not isinstance(turn, list) or over:
-                turn, latest = [], reply_id
+            thinks = kind == "reasoning"
+            if not isinstance(turn, list) or (thinks and not _only_thoughts(turn)):
+                turn = []
                 found.append(turn)
             turn += _item_parts(kind, item)
     if not found:
         fields.refuse("input", "no message of a kind that is known here")
     return [base.assistant(e) if isinstance(e, list) else e for e in found]
+
+
+def _only_thoughts(turn: list[_Part]) -> bool:
+    return all(isinstance(part, Thought) for part in turn)
 
 
 def _item_parts(kind: str, item: Fields) -> Sequence[_Part]:
@@ -325,26 +303,22 @@ def _text(part: Fields) -> str:
     return part.text("text")
 
 
-def _image(part: Fields) -> images.Part:
-    read = partial(Fields.text, name="image_url")
-    return images.read_image(part, "type", "input_image", read)
-
-
 _TEXTS: images.Readers = dict.fromkeys(("input_text", "output_text", "text"), _text)
-_PARTS: images.Readers = {**_TEXTS, "input_image": _image}
+_PARTS: images.Readers = {
+    **_TEXTS,
+    "input_image": lambda part: images.read_image(part, part.text("image_url")),
+}
 
 
 def _reasoning(item: Fields) -> str:
-    """The text of a reasoning item: its content, the encoded text, or a summary."""
-    packed = item.get_text("encrypted_content")
-    for name in ("content", "summary"):
-        if item.peek(name) and (name == "content" or packed is None):
-            mark = "" if name == "content" else "\n"
-            return mark.join(part.text("text") for part in item.objects(name))
-    if packed is not None:
-        with suppress(ValueError):
-            if packed.startswith(_PACKED):
-                return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
+    """The text of a reasoning item: its content, or the encoded text."""
+    packed = item.get_text("encrypted_content") or ""
+    if item.peek("content"):
+        return "".join(part.text("text") for part in item.objects("content"))
+    with suppress(ValueError):
+        if packed.startswith(_PACKED):
+            return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
+    if packed:
         # not encoded by this gateway
         item.ignore("encrypted_content")
     return ""
