@@ -440,8 +440,8 @@ GATEWAY = (
         _PROTOCOLS,
         (
             "parallel calls are what was refused",
-            "parallel=not choice.flag(",
-            "parallel=choice.flag(",
+            '"parallel": not choice.flag(',
+            '"parallel": choice.flag(',
         ),
         (
             "the billing line is shown to the model",
@@ -460,7 +460,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/protocols/openai_chat.py",
+        "shim/trajkit_shim/protocols/openai.py",
         _PROTOCOLS,
         (
             "a chosen tool is not required",
@@ -479,12 +479,12 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/protocols/openai_responses.py",
+        "shim/trajkit_shim/protocols/openai.py",
         _PROTOCOLS,
         (
             "two turns become one message",
-            "over = reply_id != latest",
-            "over = False",
+            "if not isinstance(turn, list) or (thinks and not _only_thoughts(turn)):",
+            "if not isinstance(turn, list):",
         ),
         (
             "a namespace is lost",
@@ -521,12 +521,12 @@ GATEWAY = (
         ),
         (
             "half a character ends the connection",
-            'errors="backslashreplace"',
-            'errors="strict"',
+            "    except TypeError:",
+            "    except KeyError:",
         ),
     ),
     place(
-        "shim/trajkit_shim/replies/parse.py",
+        "shim/trajkit_shim/replies.py",
         _REPLIES,
         (
             "an unclosed thought is text",
@@ -540,7 +540,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/replies/parsers.py",
+        "shim/trajkit_shim/replies.py",
         _REPLIES,
         ("a key may come twice", "if key in values:", "if False:"),
         (
@@ -555,7 +555,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/replies/parse.py",
+        "shim/trajkit_shim/replies.py",
         _REPLIES + " tests/shim/protocols",
         (
             "a session's own grammar is replaced",
@@ -653,8 +653,8 @@ GATEWAY = (
         ),
         (
             "a client may sample longer than the session",
-            "limits = (requested.max_tokens, fixed.max_tokens, max_tokens, room)",
-            "limits = (requested.max_tokens, max_tokens, room)",
+            "limit = min([*either, max_tokens, room])",
+            "limit = min([max_tokens, room])",
         ),
     ),
     place(
