@@ -212,6 +212,8 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=_Connection,
+            # the same where uvloop is installed, as engines install it
+            loop="asyncio",
             log_config=_LOGGING,
             log_level="warning",
             # its lines would contain the key that Gemini clients put in the URL
