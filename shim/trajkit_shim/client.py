@@ -143,10 +143,7 @@ class AsyncGatewayClient:
         self._renewing = asyncio.create_task(self._renew(body))
 
     async def update_weights(
-        self,
-        source: str | Sequence[str],
-        version: str,
-        load_format: str | None = None,
+        self, source: str | Sequence[str], version: str, load_format: str | None = None
     ) -> None:
         """Load weights while paused, and name them ``version``.
 
