@@ -16,7 +16,7 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from trajkit_shim import json_input
+from trajkit_shim import json_input, replies
 from trajkit_shim.chat import request as chats
 from trajkit_shim.chat.images import (
     ImageLimits,
@@ -38,8 +38,6 @@ from trajkit_shim.prompting.conversation import Budget, Node, next_position
 from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts, hashed
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.replies import parse as replies
-from trajkit_shim.replies.parsers import form_of
 from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error, writing
 from trajkit_shim.sessions.turn_log import TurnLog
@@ -136,16 +134,16 @@ class Gateway:
             self.image_policy = self.images.limits
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
         self.reply_parser = options.reply_parser or replies.FormParser(
-            form_of(renderer), replies.tags_of(renderer.chat_template)
+            replies.form_of(renderer), replies.tags_of(renderer.chat_template)
         )
 
     async def read(
         self, session: Session, protocol: WireProtocol, verb: Verb, data: bytes
     ) -> tuple[ChatRequest, Body]:
-        images, count = self.image_policy, verb == "count"
+        images = self.image_policy
         text_only = isinstance(images, str)
         # images are taken from each request
-        again = text_only and not count
+        again = text_only and verb != "count"
         body = Body(
             data,
             protocol.listed if again else "",
@@ -155,7 +153,7 @@ class Gateway:
 
         def parse() -> ChatRequest:
             value, known = body.parse(), body.known
-            return protocol.read(value, images, count=count, known=known)
+            return protocol.read(value, images, known)
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch. Images are decoded.
@@ -284,7 +282,7 @@ class Call:
             start, stop = min(found, default=(None, None))
             text = text[:start]
             parsed = await gateway.reply_parser.parse(
-                text, self._chat.tools, self._ids, opened=self._opened
+                text, self._chat.tools, opened=self._opened
             )
             ended_at = datetime.now(UTC)
             reply = self._reply(sample, parsed, stop)
@@ -317,9 +315,10 @@ class Call:
         """Render the request, or extend the prompt of an earlier turn."""
         most, options = self._info.max_context_tokens, self._gateway.options
         self._prompt = prompt = self._make_prompt(most, options.attributed)
-        messages, places = self._restored.messages, self._gateway.prompts.places
+        places = self._gateway.prompts.places
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images, self._pixels = prompt.ids, [], []
+        messages = [] if places is None else self._restored.messages
         if places is not None and hashes_of(messages):
             self._images = places.items(prompt.ids, messages)
             self._ids = places.engine_ids(prompt.ids)
@@ -346,13 +345,13 @@ class Call:
         if chats.is_fixed("tool_choice", fixed, client) and required.limits_calls:
             required = chats.Required(schema=required.schema)
             self._overruled.append("tool_choice")
-        sampling = chats.resolve(
-            chats.without_fixed(self._chat.sampling, fixed, client),
+        sampling, overruled = chats.resolve(
+            self._chat.sampling,
             fixed,
+            client,
             max_tokens=limit if remaining is None else min(limit, remaining),
             room=self._info.max_context_tokens - n_prompt,
-            end_ids=self._renderer.end_ids,
-            client=client,
+            stop_token_ids=self._renderer.end_ids,
             structural_tag=replies.grammar(
                 self._chat
                 if required is self._chat.required
@@ -363,7 +362,7 @@ class Call:
                 reasons=replies.THINK in self._renderer.chat_template,
             ),
         )
-        self._overruled += chats.ignored_params(self._chat.sampling, sampling)
+        self._overruled += overruled
         return sampling
 
     def _reply(

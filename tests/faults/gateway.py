@@ -455,8 +455,8 @@ GATEWAY = (
         _PROTOCOLS,
         (
             "parallel calls are what was refused",
-            "parallel=not choice.flag(",
-            "parallel=choice.flag(",
+            '"parallel": not choice.flag(',
+            '"parallel": choice.flag(',
         ),
         (
             "the billing line is shown to the model",
@@ -475,7 +475,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/protocols/openai_chat.py",
+        "shim/trajkit_shim/protocols/openai.py",
         _PROTOCOLS,
         (
             "a chosen tool is not required",
@@ -494,12 +494,12 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/protocols/openai_responses.py",
+        "shim/trajkit_shim/protocols/openai.py",
         _PROTOCOLS,
         (
             "two turns become one message",
-            "over = reply_id != latest",
-            "over = False",
+            "any(isinstance(part, Thought) for part in read) and not _only_thoughts(turn)",
+            "False",
         ),
         (
             "a namespace is lost",
@@ -536,12 +536,12 @@ GATEWAY = (
         ),
         (
             "half a character ends the connection",
-            'errors="backslashreplace"',
-            'errors="strict"',
+            "    except TypeError:",
+            "    except KeyError:",
         ),
     ),
     place(
-        "shim/trajkit_shim/replies/parse.py",
+        "shim/trajkit_shim/replies.py",
         _REPLIES,
         (
             "an unclosed thought is text",
@@ -555,7 +555,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/replies/parsers.py",
+        "shim/trajkit_shim/replies.py",
         _REPLIES,
         ("a key may come twice", "if key in values:", "if False:"),
         (
@@ -570,7 +570,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/replies/parse.py",
+        "shim/trajkit_shim/replies.py",
         _REPLIES + " tests/shim/protocols",
         (
             "a session's own grammar is replaced",
@@ -668,8 +668,8 @@ GATEWAY = (
         ),
         (
             "a client may sample longer than the session",
-            "limits = (requested.max_tokens, fixed.max_tokens, max_tokens, room)",
-            "limits = (requested.max_tokens, max_tokens, room)",
+            "limit = min([*either, max_tokens, room])",
+            "limit = min([max_tokens, room])",
         ),
     ),
     place(
@@ -730,8 +730,8 @@ GATEWAY = (
         ),
         (
             "sessions are all opened at one gateway",
-            "self._open[url] += 1",
-            "pass",
+            "self._owners[begun] = url",
+            'self._owners[begun] = ""',
         ),
     ),
 )

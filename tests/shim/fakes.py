@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import queue
 import threading
 from collections import deque
@@ -31,8 +32,7 @@ from trajkit_shim.prompting.conversation import (
     next_position,
 )
 from trajkit_shim.prompting.render import ChatRenderer, Ids, ModelTokenizer
-from trajkit_shim.replies.parse import parse
-from trajkit_shim.replies.parsers import FORMS
+from trajkit_shim.replies import FORMS, parse
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -106,6 +106,22 @@ def byte_level() -> Tokenizer:
         ]
     )
     return tokenizer
+
+
+def load_tokenizer() -> Any:
+    """The embedded engine's tokenizer for transformers, with its chat template."""
+    # otherwise transformers warns about missing PyTorch, which is not needed
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer, template = chat_files()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=template,
+        eos_token=END,
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def byte_tokenizer() -> Any:

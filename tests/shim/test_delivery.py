@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_in_the_midst_of_a_long_answer(
 @pytest.mark.parametrize(
     ("lost_with", "told"),
     [
-        pytest.param(b'"content": "late"', (False, "undelivered"), id="half of it"),
+        pytest.param(b'"content":"late"', (False, "undelivered"), id="half of it"),
         pytest.param(b"[DONE]", (True, None), id="all of it"),
     ],
 )

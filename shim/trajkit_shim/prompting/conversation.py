@@ -123,6 +123,7 @@ class RestoredRequest:
     # Replies before which nothing depends on later messages: their index among those that
     # were sent, and among the places.
     starts: list[tuple[int, int]] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)  # places of the session's replies
     # what `prompting.prompts` knows of its text, or of an earlier request's: with
     # stand-ins for replies, and without
     rendered: Any = None
@@ -151,12 +152,6 @@ class RestoredRequest:
     def replies(self) -> Iterator[int]:
         """The indices of its assistant messages, the last first."""
         return (i for i in reversed(range(len(self.places))) if self.places[i].known)
-
-    @property
-    def sampled(self) -> list[int]:
-        """The indices of the messages that are replies of this session."""
-        known = enumerate(place.known for place in self.places)
-        return [i for i, each in known if each not in (None, "new")]
 
 
 @dataclass(slots=True, eq=False)
@@ -230,6 +225,9 @@ class Conversation:
             for result, tool in _in_order(results, calls, index) if results else []:
                 add(result, tool=str(result.get("name") or tool))
             index += len(results)
+        restored.sampled = [
+            i for i, place in enumerate(places) if place.known not in (None, "new")
+        ]
         others = [each for each in self._requests if each is not earlier]
         if _n_same(latest, places) * 2 < len(latest):
             # of another conversation
@@ -491,8 +489,8 @@ def next_position(position: bytes, key: bytes) -> bytes:
 
 
 def _n_same(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many objects two lists begin with alike, which are the very same."""
-    same = map(operator.is_, one, other)
+    """How many equal objects two lists begin with."""
+    same = map(operator.eq, one, other)
     return next(
         (i for i, each in enumerate(same) if not each), min(len(one), len(other))
     )

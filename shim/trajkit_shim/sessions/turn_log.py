@@ -342,12 +342,13 @@ class TurnLog:
             "response": None if response is None else fields_of(response),
         }
         # converting all values together takes less time than one by one
-        columns = pa.array([row], self._columns).flatten()
+        batch = pa.RecordBatch.from_struct_array(pa.array([row], self._columns))
         if EXPERTS.name not in self._left_out:
-            columns.append(_experts_cell(turn.get("routed_experts")))
+            cell = _experts_cell(turn.get("routed_experts"))
+            batch = batch.append_column(EXPERTS, cell)
         if MASK.name not in self._left_out:
-            columns.append(pa.array([turn.get("sampling_mask")], MASK.type))
-        batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
+            cell = pa.array([turn.get("sampling_mask")], MASK.type)
+            batch = batch.append_column(MASK, cell)
         self._turns.append(batch.serialize())
         bodies |= new
 

@@ -19,8 +19,7 @@ from tests.made_tables import linearized
 from tests.shim.clients import in_process, read_log
 from tests.shim.fakes import TOOL, engine_request
 from trajkit_shim.errors import EngineError
-from trajkit_shim.replies.parse import FormParser
-from trajkit_shim.replies.parsers import FORMS
+from trajkit_shim.replies import FORMS, FormParser
 
 # a grammar makes a random model call tools, in a spelling of its own
 CALLS = (

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.shim.fakes import engine_request
+from tests.shim.fakes import engine_request, load_tokenizer
 from tests.shim.train_tokenizer import (
     CONTROL,
     MARKUP,
@@ -25,7 +25,6 @@ from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
     Reply,
     Special,
-    load_tokenizer,
     shaped,
     shipped,
     tool_call,

@@ -17,7 +17,7 @@ from tests.shim.sglang_cpu.servers import served
 from trajkit_shim.engines.http import SGLangEngine
 from trajkit_shim.engines.model_config import vocab_size
 from trajkit_shim.prompting.render import load_renderer
-from trajkit_shim.replies.parse import SGLangParser
+from trajkit_shim.replies import SGLangParser
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 

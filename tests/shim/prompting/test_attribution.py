@@ -18,9 +18,9 @@ from tests.shim.fakes import (
     byte_renderer,
     byte_tokenizer,
     cases,
+    load_tokenizer,
 )
 from tests.strategies import plain_texts, spoken_texts
-from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.prompting.prompts import Prompts, _without_marks
 from trajkit_shim.prompting.render import ChatRenderer

@@ -14,10 +14,10 @@ from tests.shim.fakes import (
     ScriptedEngine,
     byte_renderer,
     byte_tokenizer,
+    load_tokenizer,
     rendered,
 )
 from tests.strategies import spoken_texts
-from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting import render
 from trajkit_shim.prompting.render import (

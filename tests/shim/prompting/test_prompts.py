@@ -20,6 +20,7 @@ from tests.shim.fakes import (
     byte_renderer,
     byte_tokenizer,
     cases,
+    load_tokenizer,
     parse_reply,
     remember,
     rendered,
@@ -28,13 +29,13 @@ from tests.shim.fakes import (
 from tests.strategies import good_calls, plain_texts, spoken_texts
 from trajkit.turns import tools_key
 from trajkit_shim.chat.request import Usage, canonical_reply, make_reply
-from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
+from trajkit_shim.engines.embedded import EmbeddedEngine
 from trajkit_shim.errors import EngineError, TemplateError
 from trajkit_shim.prompting.conversation import START, Budget
 from trajkit_shim.prompting.conversation import Conversation as Session
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer, encode
-from trajkit_shim.replies.parse import opens_reasoning
+from trajkit_shim.replies import opens_reasoning
 
 EMBEDDED = ChatRenderer(load_tokenizer())
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'

@@ -84,8 +84,8 @@ async def test_arguments_go_out_as_they_were_sampled(tmp_path, space):
         ).aio.models.generate_content(
             model="m", contents="hi", config={"tools": BODIES["gemini"]["tools"]}
         )
-    assert re.search(r'"input": \{"n": +1.50e1\}', whole.text)
-    assert re.search(r'"args": \{"n": +1.50e1\}', chunks.text)
+    assert re.search(r'"input": ?\{"n": +1.50e1\}', whole.text)
+    assert re.search(r'"args": ?\{"n": +1.50e1\}', chunks.text)
     assert reply.function_calls[0].args == {"n": 15.0}
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trajkit_shim.replies.parse import END_THINK, THINK, THOUGHTS, parse
-from trajkit_shim.replies.parsers import FORMS
+from trajkit_shim.replies import END_THINK, FORMS, THINK, THOUGHTS, parse
 
 DATA = json.loads((Path(__file__).parents[1] / "models/families.json").read_text())
 # the format of each family

@@ -5,8 +5,7 @@ import pytest
 from tests.shim.fakes import cases, parse_reply
 from trajkit_shim.chat.request import ChatRequest, Required, SamplingParams
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.replies.parse import grammar
-from trajkit_shim.replies.parsers import FORMS
+from trajkit_shim.replies import FORMS, grammar
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "number"}}}
 ANY = {"type": "object"}
@@ -31,7 +30,7 @@ def tag(name, schema=ANY):
 def made(
     *,
     tools=TOOLS,
-    form=FORMS["hermes"].grammar,
+    form=FORMS["hermes"],
     opened=False,
     reasons=False,
     pins=(),
@@ -148,11 +147,9 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.grammar])
+@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.begin])
 def test_a_call_that_matches_its_tag_is_read(name):
-    form = FORMS[name].grammar
-    found = form.tag("f", SCHEMA)
-    assert found["begin"].startswith(form.opens)
+    found = FORMS[name].tag("f", SCHEMA)
     text = found["begin"] + WRITTEN[name] + found["end"]
     (call,) = parse_reply(text, TOOLS, FORMS[name]).parts
     assert (call.name, call.arguments) == ("f", '{"n": 1.5}')

@@ -11,9 +11,8 @@ from jinja2 import Environment
 from tests.shim.clients import in_process
 from tests.shim.fakes import ScriptedEngine, byte_renderer, cases, parse_reply
 from tests.strategies import call_shards, typed_calls
-from trajkit_shim.engine_options import EngineOptions
-from trajkit_shim.replies.parse import FormParser
-from trajkit_shim.replies.parsers import FORMS, UnknownFormError, form_of
+from trajkit_shim.cli import EngineOptions
+from trajkit_shim.replies import FORMS, FormParser, UnknownFormError, form_of
 
 # How the chat templates of each family write the calls of a message. `tojson` is that of
 # transformers: keys as they are, nothing escaped for HTML.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trajkit_shim.engines.embedded import load_tokenizer
+from tests.shim.fakes import load_tokenizer
 from trajkit_shim.engines.launch import running_server, sglang_server
 
 PYTHON = os.environ["TRAJKIT_SGLANG_PYTHON"]

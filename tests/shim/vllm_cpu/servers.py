@@ -5,7 +5,7 @@ import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
-from trajkit_shim.engines.embedded import load_tokenizer
+from tests.shim.fakes import load_tokenizer
 from trajkit_shim.engines.launch import running_server
 
 PYTHON = os.environ["TRAJKIT_VLLM_PYTHON"]
