@@ -407,7 +407,7 @@ class Call:
             "prompt_built": prompt.built,
             "render_reason": prompt.reason,
             "prompt_digest": prompt.digest,
-            "mm_items": [asdict(image) for image in self._images] or None,
+            "mm_items": self._images or None,
         }
 
     def _record(
