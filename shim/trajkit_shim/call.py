@@ -9,7 +9,7 @@ import json
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -426,7 +426,7 @@ class Call:
             "prompt_built": prompt.built,
             "render_reason": prompt.reason,
             "prompt_digest": prompt.hasher.digest(),
-            "mm_items": [asdict(image) for image in self._images] or None,
+            "mm_items": self._images or None,
         }
 
     def _record(

@@ -464,21 +464,21 @@ def _variables(given: str | None) -> dict[str, Any]:
 
 def _engine_parser(url: str) -> "ReplyParser":
     """The parsers of the engine's server; raises `ConnectionError` if it has none."""
-    from trajkit_shim.errors import EngineError
+    import httpx
+
     from trajkit_shim.replies import SGLangParser
 
-    async def ask() -> None:
-        parser = SGLangParser(url)
-        try:
-            await parser.names()
-        except EngineError as error:
-            raise ConnectionError(f"--parser {_ENGINE}: {error}") from error
-        finally:
-            await parser.close()
-
-    # connections belong to the event loop that opened them
-    asyncio.run(ask())
-    return SGLangParser(url)
+    where = f"--parser {_ENGINE}: the SGLang server at {url}"
+    try:
+        answer = httpx.get(f"{url}/server_info", timeout=60, trust_env=False)
+        info = answer.raise_for_status().json()
+        names = info.get("tool_call_parser"), info.get("reasoning_parser")
+    except (httpx.HTTPError, AttributeError, ValueError) as error:
+        raise ConnectionError(f"{where}: {error}") from error
+    if not any(names):
+        rule = "started with neither --tool-call-parser nor --reasoning-parser"
+        raise ConnectionError(f"{where} was {rule}")
+    return SGLangParser(url, *names)
 
 
 @contextmanager

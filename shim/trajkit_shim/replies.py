@@ -488,30 +488,18 @@ class FormParser(ReplyParser):
 
 
 class SGLangParser(ReplyParser):
-    """The parsers that an SGLang server (0.5.23) was started with.
+    """The parsers of an SGLang server (0.5.23): of ``calls`` and of ``thoughts``.
 
-    Without ``--tool-call-parser`` or ``--reasoning-parser`` that part is not parsed. The
-    arguments of a call are spelled as the server spells them.
+    Without one of them that part is not parsed. The arguments of a call are spelled as
+    the server spells them.
     """
 
-    def __init__(self, base_url: str) -> None:
-        self._connections = Connections()
+    def __init__(self, base_url: str, calls: str | None, thoughts: str | None) -> None:
+        self._connections, self._names = Connections(), (calls, thoughts)
         self._server = EngineClient("SGLang", base_url, self._connections)
-        self._names: tuple[str | None, str | None] | None = None
-
-    async def names(self) -> tuple[str | None, str | None]:
-        """Return the parsers of calls and of reasoning; raises `EngineError` if none."""
-        if self._names is None:
-            answer: dict[str, Any] = await self._server.get("/server_info")
-            names = answer.get("tool_call_parser"), answer.get("reasoning_parser")
-            if not any(names):
-                rule = "started with neither --tool-call-parser nor --reasoning-parser"
-                raise EngineError(f"the SGLang server was {rule}")
-            self._names = names
-        return self._names
 
     async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
-        parser, thoughts = await self.names()
+        parser, thoughts = self._names
         unread = Parsed(parts=(text,) if text else (), sampled=text, ill_formed=True)
         answer: Any = {"text": text}
         try:

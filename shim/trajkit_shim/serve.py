@@ -191,17 +191,6 @@ class PlainFormatter(logging.Formatter):
         return _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().format(record))
 
 
-_LOGGING = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"plain": {"()": PlainFormatter}},
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain"}},
-    "loggers": {
-        "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False}
-    },
-}
-
-
 class Server(uvicorn.Server):
     """Has the app end its calls after a while, rather than cancel their requests."""
 
@@ -209,12 +198,15 @@ class Server(uvicorn.Server):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # for connections that outlast their calls
         closing = None if drain_seconds is None else math.ceil(drain_seconds) + 15
+        logger, handler = logging.getLogger("uvicorn"), logging.StreamHandler()
+        handler.setFormatter(PlainFormatter())
+        logger.handlers, logger.propagate = [handler], False
         config = uvicorn.Config(
             app,
             http=_Connection,
             # the same where uvloop is installed, as engines install it
             loop="asyncio",
-            log_config=_LOGGING,
+            log_config=None,
             log_level="warning",
             # its lines would contain the key that Gemini clients put in the URL
             access_log=False,

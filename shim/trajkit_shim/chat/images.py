@@ -272,17 +272,6 @@ class ImageModel:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedImage:
-    """An image and its tokens in a prompt: a `trajkit.schema.MM_ITEM`."""
-
-    hash: str  # SHA-256
-    token_id: int
-    start: int
-    stop: int
-    kind: str = KIND
-
-
-@dataclass(frozen=True, slots=True)
 class ImagePlaces:
     """Places images in token ids, for one model."""
 
@@ -315,8 +304,11 @@ class ImagePlaces:
             )
         return expanded, np.repeat(offsets, counts, axis=0)
 
-    def items(self, ids: Ids, messages: Sequence[Json]) -> list[PlacedImage]:
-        """Return where the images of messages are in a prompt's recorded ids."""
+    def items(self, ids: Ids, messages: Sequence[Json]) -> list[dict[str, Any]]:
+        """Return where the images of messages are in a prompt's recorded ids.
+
+        Each is a `trajkit.schema.MM_ITEM`.
+        """
         token_id, names = self.model.token_id, hashes_of(messages)
         if names and (ids == token_id).any():
             message = "an earlier reply contains the token of an image, so the engine "
@@ -325,20 +317,24 @@ class ImagePlaces:
         inside = np.flatnonzero(ids >= FIRST_CONTENT_ID)
         stops = np.cumsum([self._n_tokens(name) for name in names], dtype=np.int64)
         assert not len(stops) or stops[-1] == len(inside)
-        spans = zip(names, [0, *stops.tolist()], stops.tolist(), strict=False)
-        return [
-            PlacedImage(name, token_id, int(inside[begin]), int(inside[end - 1]) + 1)
-            for name, begin, end in spans
-        ]
+        items, begin = list[dict[str, Any]](), 0
+        for name, end in zip(names, stops.tolist(), strict=True):
+            span = {"start": int(inside[begin]), "stop": int(inside[end - 1]) + 1}
+            items.append({"kind": KIND, "hash": name, "token_id": token_id, **span})
+            begin = end
+        return items
 
     def engine_ids(self, ids: Ids) -> Ids:
         """Return the ids that the engine consumes for a prompt's recorded ids."""
         return np.where(ids >= FIRST_CONTENT_ID, np.int32(self.model.token_id), ids)
 
-    def load(self, images: Sequence[PlacedImage]) -> list[PromptImage]:
+    def load(self, items: Iterable[dict[str, Any]]) -> list[PromptImage]:
         """Return images with their bytes."""
-        found = [(place, self.store.requested[place.hash]) for place in images]
-        return [PromptImage(p.start, p.stop, i.media_type, i.data) for p, i in found]
+        found = [(item, self.store.requested[item["hash"]]) for item in items]
+        return [
+            PromptImage(item["start"], item["stop"], image.media_type, image.data)
+            for item, image in found
+        ]
 
     def _n_tokens(self, name: str) -> int:
         image = self.store.requested[name]

@@ -301,10 +301,8 @@ def resolve(
     """
     values, overruled = dict[str, Any](), list[str]()
     for name in (*SHAPING, "stop", "seed", "max_tokens"):
-        asked, own, shapes = (
-            *(getattr(p, name) for p in (requested, fixed)),
-            name in SHAPING,
-        )
+        asked, own = getattr(requested, name), getattr(fixed, name)
+        shapes = name in SHAPING
         fixes = name not in client if shapes else is_fixed(name, fixed, client)
         allowed = None if fixes else asked
         either = [value for value in (allowed, own) if value is not None]

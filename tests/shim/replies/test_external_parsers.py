@@ -1,5 +1,6 @@
 """Replies that the parsers of an SGLang server take apart."""
 
+import asyncio
 import json
 
 import openai
@@ -9,6 +10,7 @@ from tests.shim.clients import in_process
 from tests.shim.conformance import DRIVERS, NAMES
 from tests.shim.engines.double import Double
 from tests.shim.fakes import RENDERER, ScriptedEngine, parse_reply, sampled
+from trajkit_shim import cli
 from trajkit_shim.engines.base import EngineInfo
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import embedded_renderer
@@ -21,7 +23,7 @@ ARGUMENTS = '{"n":  1.50e1}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
 REPLY = f"<think>\nhm\n</think>\n\nLook.\n{CALL}"
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-BOTH = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
+BOTH = ("qwen25", "qwen3")
 
 
 async def separated(body):
@@ -39,15 +41,15 @@ async def called(body):
     return {"normal_text": found.text.strip(), "calls": calls}
 
 
-def server(info=BOTH, **paths):
+def server(**paths):
     """As real ones it drops white space and writes arguments anew (0.5.23)."""
     found = {"separate_reasoning": separated, "parse_function_call": called, **paths}
-    return Double("sglang", server_info=info, **found)
+    return Double("sglang", **found)
 
 
-async def parsed(double, text, tools=TOOLS, *, opened=False):
+async def parsed(double, text, tools=TOOLS, *, names=BOTH, opened=False):
     async with double.listening() as url:
-        parser = SGLangParser(url)
+        parser = SGLangParser(url, *names)
         try:
             return await parser.parse(text, tools, opened=opened)
         finally:
@@ -55,7 +57,7 @@ async def parsed(double, text, tools=TOOLS, *, opened=False):
 
 
 async def test_no_form_can_be_required_of_a_server_s_parser(tmp_path):
-    parser = SGLangParser("http://127.0.0.1:9")
+    parser = SGLangParser("http://127.0.0.1:9", *BOTH)
     async with in_process(
         ScriptedEngine(), RENDERER, tmp_path, reply_parser=parser
     ) as gateway:
@@ -80,7 +82,7 @@ async def test_a_conversation_extends_what_was_sampled(tmp_path, name):
         ids = renderer.encode(text + "<|im_end|>").ids
         engine.script.append(sampled("", output_ids=ids, **unknown))
     async with server().listening() as url:
-        options = {"reply_parser": SGLangParser(url)}
+        options = {"reply_parser": SGLangParser(url, *BOTH)}
         async with in_process(engine, renderer, tmp_path, **options) as gateway:
             client = driver.client(gateway, await gateway.open_key())
             said = driver.user("hi")
@@ -101,28 +103,35 @@ async def test_a_conversation_extends_what_was_sampled(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("info", "asked"),
+    ("names", "asked"),
     [
-        ({"reasoning_parser": "qwen3"}, ["/separate_reasoning"]),
-        ({"tool_call_parser": "qwen25"}, ["/parse_function_call"]),
+        ((None, "qwen3"), ["/separate_reasoning"]),
+        (("qwen25", None), ["/parse_function_call"]),
         (BOTH, ["/separate_reasoning", "/parse_function_call"]),
     ],
 )
-async def test_a_server_is_asked_for_what_it_has(info, asked):
-    double = server(info)
-    found = await parsed(double, f"hm</think>{CALL}", opened=True)
-    assert [path for path, _ in double.asked] == ["/server_info", *asked]
-    assert (found.reasoning == "hm") == ("reasoning_parser" in info)
-    assert bool(found.calls) == ("tool_call_parser" in info)
+async def test_a_server_is_asked_for_what_it_has(names, asked):
+    double = server()
+    found = await parsed(double, f"hm</think>{CALL}", names=names, opened=True)
+    assert [path for path, _ in double.asked] == asked
+    assert (found.reasoning == "hm") == (names[1] is not None)
+    assert bool(found.calls) == (names[0] is not None)
     # no tools: no calls are looked for
-    double = server(info)
-    assert (await parsed(double, CALL, None)).parts == (CALL,)
+    double = server()
+    assert (await parsed(double, CALL, None, names=names)).parts == (CALL,)
     assert "/parse_function_call" not in double.counted()
 
 
-async def test_a_server_without_parsers():
-    with pytest.raises(EngineError, match="neither --tool-call-parser nor"):
-        await parsed(server({"tool_call_parser": None}), REPLY)
+@pytest.mark.parametrize("parser", [None, "qwen25"])
+async def test_the_parsers_that_a_server_was_started_with(parser):
+    double = Double("sglang", server_info={"tool_call_parser": parser})
+    async with double.listening() as url:
+        if parser is None:
+            with pytest.raises(ConnectionError, match="neither --tool-call-parser"):
+                await asyncio.to_thread(cli._engine_parser, url)
+        else:
+            made = await asyncio.to_thread(cli._engine_parser, url)
+            assert made._names == (parser, None)
 
 
 async def test_a_reply_that_the_server_does_not_take():
@@ -139,6 +148,6 @@ async def test_a_reply_that_the_server_does_not_take():
 @pytest.mark.parametrize("arguments", ["ls", "", '{"a"', "[1]", '{"a": NaN}', None])
 async def test_a_call_without_an_object_as_arguments_is_text(arguments):
     calls = {"normal_text": "", "calls": [{"name": "f", "parameters": arguments}]}
-    double = server({"tool_call_parser": "qwen25"}, parse_function_call=calls)
-    found = await parsed(double, "a call")
+    double = server(parse_function_call=calls)
+    found = await parsed(double, "a call", names=("qwen25", None))
     assert (found.parts, found.ill_formed) == (("a call",), True)
