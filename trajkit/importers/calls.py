@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -78,16 +77,6 @@ _MATTERS = re.compile(
     r"teacher|entropies|entropy|images?|modal|mm|label|labels|success|resolved|"
     r"log_?probs?|kept_tokens|remove|loss)(_|$)"
 )
-_TAKES = {
-    "reward|score|success|resolved": "reward",
-    "group|uid": "group_id",
-    "agent": "agent_id",
-    "mask": "output_mask",
-    "trainable": "trainable",
-    "version": "weight_version",
-    "log_?prob": "output_logprobs",
-}
-
 # the long arrays of a record
 _OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
 _RESPONSE: Shape = {
@@ -152,16 +141,12 @@ class Format:
     # object, and its long arrays
     calls: Callable[[Value], Iterable[tuple[str, Value]]] | None = None
     arrays: Shape = field(default_factory=dict)
-    # what a record of the mapping's `each` is called in a place, and what sorts them
-    item: str = "item"
+    # the path by which records of the mapping's `each` are sorted
     order: str = ""
     # changes a record, refuses it, or passes over it (None)
     prepare: Callable[[Value], Value | None] = lambda record: record
     # the conversation of an object, for formats of text
     talk: Callable[[Value], object] | None = None
-    # findings about a file besides its records, and how the file's name ends
-    beside: Callable[[Path, str | None, set[str]], Iterable[Finding]] | None = None
-    file_suffix: str = ""
     # its records may have the messages of requests without replies
     needs_reply: bool = False
     # how many choices of a response are calls; None: all
@@ -208,7 +193,7 @@ class Table:
         return shape
 
     def calls(self, place: str, value: Value) -> Iterator[Finding]:
-        for where, root in _elements(value, self.format.unfold, place, "span"):
+        for where, root in _elements(value, self.format.unfold, place):
             if not isinstance(root, dict):
                 yield Finding(where, None, "unreadable", _not_object(root))
                 continue
@@ -234,7 +219,7 @@ class Table:
             for where, values in self.format.calls(root):
                 yield self._filled(Finding(place + where, values["session_id"]), values)
             return
-        records = list(_elements(root, self._each, place, self.format.item))
+        records = list(_elements(root, self._each, place))
         if self.format.order and self._each:
             order = route(self.format.order)
             records.sort(key=lambda pair: str(order.find(pair[1]) or ""))
@@ -278,8 +263,6 @@ class Table:
             return
         root = prepared if record is root else root
         self._beside(found, prepared, root)
-        if prepared.get("@cut") is True:
-            found.remark("cut_output", "is_truncated")
         values = self._values(prepared, root)
         self.found |= {name for name in self.own if values.get(name) is not None}
         response, apart = values.get("response"), "response" in self.routes
@@ -380,32 +363,16 @@ class Table:
     def _reward(self, found: Finding, value: Any) -> float | None:
         number = number_of(value)
         if number is None and (not isinstance(value, list | dict | None) or value):
-            path, short = self._text("reward").split("|")[0], repr(value)
-            short = short if len(short) <= 60 else f"{short[:57]}..."
-            text = f"{path} is {short}: expected a finite number"
+            path, text = self._text("reward").split("|")[0], repr(value)
+            text = text if len(text) <= 60 else f"{text[:57]}..."
+            text = f"{path} is {text}: expected a finite number"
             if isinstance(value, dict):
-                text = (
-                    f"{path} has the parts {', '.join(map(str, value))}: --map reward="
-                )
-                while isinstance(value, dict) and value:
-                    path, value = (
-                        f"{path}.{next(iter(value))}",
-                        next(iter(value.values())),
-                    )
-                text += f"{path} takes one"
+                text += f"; --map reward={path}.{next(iter(value))} takes a part of it"
             found.remark("reward_unread", text)
         return number
 
     def _text(self, name: str) -> str:
         return self.routes[name].text if name in self.routes else name
-
-
-def advice(path: str) -> str:
-    """How to take a key that no field reads."""
-    name = _word(path)
-    takes = (target for pattern, target in _TAKES.items() if re.search(pattern, name))
-    target = next(takes, None)
-    return f": --map {target}={path} takes it" if target else ""
 
 
 def _same(value: object) -> object:
@@ -470,23 +437,18 @@ def _not_object(value: object) -> str:
 
 def _versions(found: Finding, values: Value, n: int) -> list[Value] | None:
     """The weight versions of an output; several without lengths have no place."""
-    given: Any = values.get("weight_versions")
     version: Any = values.get("weight_version")
-    if n and has_items(given):
-        if all(isinstance(one, dict) for one in given):
-            return [
-                _piece(
-                    one.get("version"),
-                    one.get("start"),
-                    one.get("end", one.get("stop")),
-                )
-                for one in given
-            ]
-        distinct = sorted({str(text_of(one)) for one in given})
-        if len(distinct) > 1:
-            found.remark("versions_unplaced", ", ".join(distinct))
-            return None
-        version = given[0]
+    given: Any = values.get("weight_versions")
+    given = list(given) if n and has_items(given) else []
+    if given and all(isinstance(one, dict) for one in given):
+        ends = (one.get("end", one.get("stop")) for one in given)
+        places = [(one.get("version"), one.get("start")) for one in given]
+        return [_piece(*place, end) for place, end in zip(places, ends, strict=True)]
+    names = sorted({str(text_of(one)) for one in given})
+    if len(names) > 1:
+        found.remark("versions_unplaced", ", ".join(names))
+        return None
+    version = given[0] if given else version
     if not isinstance(version, list):
         version = [] if text_of(version) is None else [version] * n
     # one per token
@@ -543,9 +505,7 @@ def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
         yield one
 
 
-def _elements(
-    value: object, path: str, place: str, item: str
-) -> Iterator[tuple[str, object]]:
+def _elements(value: object, path: str, place: str) -> Iterator[tuple[str, object]]:
     """The values at a path with "*" for the elements of lists; without it, the value."""
     found = [(place, value)]
     for key in _keys(path):
@@ -553,7 +513,7 @@ def _elements(
         for where, within in found:
             if key == EACH:
                 several = enumerate(list_of(within))
-                deeper += [(f"{where}, {item} {k}", one) for k, one in several]
+                deeper += [(f"{where}, item {k}", one) for k, one in several]
             elif isinstance(within, dict) and key in within:
                 deeper.append((where, within[key]))
             elif within is value:
@@ -757,7 +717,9 @@ def _choices(request: Value, response: object) -> Iterator[tuple[str, Value]]:
         choices = answer.get("choices")
         choices = (choices or [{}]) if isinstance(choices, list) else [one]
         made = [_of_choice(request, answer, choice) for choice in choices]
-        _claim(made, answer)
+        if len(made) == 1:  # of several, nothing says how often the prompt counts
+            usage = object_of(answer.get("usage"))
+            made[0]["@claims"] = [*made[0]["@claims"], *_claims(usage, "usage")]
         place = f", choice {k}" if k else ""
         for j, values in enumerate(made):
             yield f"{place}, choice {j}" if j else place, values
@@ -789,22 +751,6 @@ def _of_choice(request: Value, response: Value, choice: object) -> Value:
         "@remarks": remarks,
         "@claims": _claims(meta, "meta_info"),
     }
-
-
-def _claim(made: list[Value], response: Value) -> None:
-    for name, target, stated in _claims(object_of(response.get("usage")), "usage"):
-        lists: list[Any] = [one.get(target) for one in made]
-        if len(made) == 1:
-            made[0]["@claims"].append((name, target, stated))
-        elif all(map(is_array, lists)):
-            # a prompt may count once for all of its samples
-            totals = [sum(map(len, lists))]
-            if target == "prompt_ids":
-                totals.append(sum(len(ids) for ids, _ in groupby(map(list, lists))))
-            if stated not in totals:
-                text = f"{name} is {stated!r}, and the {len(made)} choices have {totals[0]}"
-                for one in made:
-                    one["@remarks"].append(("usage_contradicts", text))
 
 
 def _claims(usage: Value, name: str) -> list[tuple[str, str, object]]:

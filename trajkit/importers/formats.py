@@ -1,7 +1,6 @@
 """The formats, each a table: how it is recognised, and where its calls have what."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -9,7 +8,6 @@ from trajkit.errors import FormatError, InvalidTurnsError
 from trajkit.files.json_numbers import EACH, IDS
 from trajkit.importers.calls import Format, is_answer
 from trajkit.importers.containers import (
-    Finding,
     Head,
     Refused,
     Value,
@@ -17,7 +15,6 @@ from trajkit.importers.containers import (
     list_of,
     number_of,
     object_of,
-    plain,
     text_of,
     unless_empty,
 )
@@ -29,10 +26,6 @@ _ENGINES = (
     "record the engine's responses to requests with return_token_ids and logprobs (vLLM), "
     "or with return_token_ids, return_prompt_token_ids, return_meta_info and logprobs "
     "(SGLang); `trajkit serve` asks for them itself"
-)
-_RENDERER = (
-    'verifiers records token ids for clients of type "renderer" or "train"; its '
-    "evaluations through other endpoints have text only"
 )
 _PROMPT = (
     "prompt_token_ids|prompt_ids|input_token_ids|prompt_tokens|input_ids|input_tokens"
@@ -93,26 +86,12 @@ def _gym(record: Value) -> Value:
     return {**record, "prompt_token_ids": None, "delta": record.get("prompt_token_ids")}
 
 
-def _gym_lost(file: Path, session: str | None, seen: set[str]) -> Iterator[Finding]:
-    """Calls that the capture began and did not cancel, or marked as lost."""
-    begun: set[str] = set()
-    for suffix in ("intents", "incomplete"):
-        name = f"{file.name.split('.tokens.')[0]}.tokens.{suffix}"
-        listing = file.with_name(name)
-        if listing.is_file():
-            for line in listing.read_text("utf-8", "backslashreplace").split():
-                begun = begun - {line[1:]} if line.startswith("-") else begun | {line}
-    if lost := sorted(begun - seen):
-        text = f"calls that began and have no entry: {', '.join(lost)}"
-        yield Finding("its intents", session, "lost", text)
-
-
 # finish reason by Sample.Status of slime
 _STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
 def _slime(record: Value) -> Value:
-    tokens, length = plain(record.get("tokens")), record.get("response_length")
+    tokens, length = record.get("tokens"), record.get("response_length")
     if not isinstance(tokens, list | np.ndarray):
         raise Refused("no_prompt_ids", "no tokens")
     if type(length) is not int or not 0 <= length <= len(tokens):
@@ -122,8 +101,6 @@ def _slime(record: Value) -> Value:
         **record,
         "prompt_ids": tokens[: len(tokens) - length],
         "output_ids": tokens[len(tokens) - length :],
-        "loss_mask": plain(record.get("loss_mask")),
-        "rollout_log_probs": plain(record.get("rollout_log_probs")),
         "finish_reason": _STATUS.get(str(record.get("status"))),
         "trainable": False if record.get("remove_sample") is True else None,
     }
@@ -148,17 +125,6 @@ def _atif_roots(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
         own = {"session_id": below.get("session_id") or session, "@agent": agent}
         for where, one in _atif_roots({**below, **own}, depth + 1):
             yield f", subagent {k}{where}", one
-
-
-def _step(record: Value) -> Value:
-    tokens = object_of(record.get("tokens"))
-    if tokens.get("overlong_prompt") is True:
-        text = "its prompt was truncated to the maximum length"
-        raise Refused("truncated", text)
-    if True not in (tokens.get("is_truncated"), record.get("is_truncated")):
-        return record
-    # the provider counted more tokens
-    return {**record, "response": None, "@cut": True}
 
 
 _USAGE = {
@@ -366,7 +332,6 @@ _ALL = (
         map="""each=completions, session_id=session_id|/session_id,
             request=transformed_request|request, response=response,
             request_id=completion_id, started_at=started_at, ended_at=timestamp""",
-        item="completion",
         order="timestamp+completion_id",
         prepare=_polar,
         # the agent received only the first choice
@@ -383,17 +348,14 @@ _ALL = (
             parent=parent_call_id, parent_resolution=parent_resolution,
             delta_ids=delta""",
         prepare=_gym,
-        beside=_gym_lost,
-        file_suffix=".tokens.jsonl",
         knows=("schema_version", "fingerprint_version", "parent_resolution_reason"),
     ),
     Format(
         "rllm",
         "traces of rLLM's gateway",
         keys=("trace_id completion_token_ids",),
-        containers=("sqlite", "json", "rows"),
         # its timestamp is of the complete response
-        map="""session_id=@session|session_id, request_id=trace_id, model=model,
+        map="""session_id=session_id, request_id=trace_id, model=model,
             prompt_ids=prompt_token_ids, output_ids=completion_token_ids,
             output_logprobs=logprobs, finish_reason=finish_reason,
             prompt_messages=messages, response_message=response_message,
@@ -412,22 +374,8 @@ _ALL = (
         keys=("nodes task",),
         calls=_nodes,
         arrays={"nodes": {EACH: {"token_ids": IDS}}},
-        ids=_RENDERER,
-    ),
-    Format(
-        "verifiers_steps",
-        "results of verifiers before its graphs",
-        keys=("trajectory example_id",),
-        map="""each=trajectory, session_id=/trajectory_id|/@name,
-            agent_id=trajectory_id, group_id=/example_id, reward=/reward,
-            prompt_ids=tokens.prompt_ids, output_ids=tokens.completion_ids,
-            output_logprobs=tokens.completion_logprobs,
-            output_mask=tokens.completion_mask, prompt_messages=prompt,
-            response_message=completion, usage=response.usage""",
-        item="step",
-        prepare=_step,
-        knows=("is_truncated", "tokens.is_truncated", "tokens.prompt_mask"),
-        ids=_RENDERER,
+        ids='verifiers records token ids for clients of type "renderer" or "train"; its '
+        "evaluations through other endpoints have text only",
     ),
     Format(
         "slime",
@@ -452,7 +400,6 @@ _ALL = (
             output_ids=metrics.completion_token_ids, output_logprobs=metrics.logprobs,
             usage=metrics, reward=/extra.reward|/reward,
             started_at=started_at, ended_at=timestamp""",
-        item="step",
         prepare=_atif,
         knows=("step_id", "schema_version"),
         ids="Harbor's agents write them with collect_rollout_details, from an engine that "
@@ -467,7 +414,6 @@ _ALL = (
         map="""each=events, only=event=model, session_id=/uuid|/id+/epoch, group_id=/id,
             agent_id=role, model=model, reward=/scores, request=call.request,
             response=call.response|output, started_at=timestamp, ended_at=completed""",
-        item="event",
         talk=_talk_at("messages"),
         ids=f"with token ids only where the provider's raw response has them: {_ENGINES}",
     ),
@@ -507,7 +453,6 @@ _ALL = (
             request=input, response=output, prompt_messages=input.messages|input,
             response_message=output, finish_reason=metadata.finish_reason, usage=usage,
             started_at=startTime, ended_at=endTime""",
-        item="observation",
         ids="Langfuse has them only in an observation's metadata (prompt_token_ids, "
         f"token_ids), or if its output is the engine's whole response: {_ENGINES}",
     ),
@@ -591,14 +536,10 @@ def fitting(head: Head) -> list[Format]:
 
 
 def _fits(format: Format, head: Head, value: Value | None) -> bool:
-    if head.container not in format.containers:
+    if head.container in ("pickle", "inspect"):
+        return head.container in format.containers
+    if value is None or head.container not in format.containers:
         return False
-    if head.container not in ("json", "rows"):
-        return True
-    if value is None:
-        # an empty capture of NeMo Gym
-        suffix = format.file_suffix
-        return bool(suffix) and not head.trouble and head.file.name.endswith(suffix)
     has_keys = any(value.keys() >= {*names.split()} for names in format.keys or ("",))
     return has_keys and format.test(value)
 
@@ -625,33 +566,31 @@ def unknown(head: Head) -> Exception:
     value = head.values[0]
     if _is_turn(value):
         return FormatError(f"{head.name} contains turns of trajkit: use read_turns")
-    records = FORMATS["records"]
-    paths = read_map(records.map).fields
+    own = read_map(FORMATS["records"].map).fields
     lacks = [
-        f"{name} ({', '.join(paths[name].text.split('|')[:3])}, ...)"
+        f"{name} ({', '.join(own[name].text.split('|')[:3])}, ...)"
         for name in ("prompt_ids", "output_ids")
-        if paths[name].find(value) is None
+        if own[name].find(value) is None
     ]
-    near = [
-        (len(value.keys() & {*keys} - {"session_id"}), -len(keys), one, keys)
+    near = (
+        (len(value.keys() & {*keys} - {"session_id"}), -len(keys), one.name, keys)
         for one in _ALL
         for keys in map(str.split, one.keys)
-    ]
+    )
     n_same, _, like, keys = max(near, key=lambda each: each[:2])
     if n_same and len(lacks) == 2:
         lacks = [name for name in keys if name not in value]
     else:
-        like = records
-    reason = (
-        f"it lacks {', '.join(lacks)}" if lacks else "its values are of other kinds"
-    )
+        like = "records"
+    reason = f"lacks {', '.join(lacks)}" if lacks else "has values of other kinds"
     return FormatError(
         f"{head.name} has an unknown format: its first record has the keys "
-        f"{', '.join(value)}. It is most like {like.name} ({like.title}), but {reason}. "
-        "Name its fields, as in --map session_id=PATH,prompt_ids=PATH,output_ids=PATH, or "
-        "request=PATH,response=PATH for whole responses of an engine (and each=PATH if "
-        "the records are in a list of each object). Records without token ids allow only "
-        f"the import of text (--from chat with --tokenizer): {_ENGINES}"
+        f"{', '.join(value)}. It is most like {like} ({FORMATS[like].title}), but "
+        f"{reason}. Name its fields, as in --map session_id=PATH,prompt_ids=PATH,"
+        "output_ids=PATH, or request=PATH,response=PATH for whole responses of an engine "
+        "(and each=PATH if the records are in a list of each object). Records without "
+        "token ids allow only the import of text (--from chat with --tokenizer): "
+        f"{_ENGINES}"
     )
 
 
