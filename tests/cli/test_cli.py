@@ -23,10 +23,9 @@ from tests.made_tables import linearized
 from trajkit import cli
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import application
-from trajkit.cli.options import load_tokenizer
-from trajkit.cli.policies import policy_of
+from trajkit.cli.options import load_tokenizer, policy_of
 from trajkit.cli.screen import Progress
-from trajkit.cli.show import marked
+from trajkit.cli.view import marked
 from trajkit.errors import PolicyError
 from trajkit.files.tables import iter_tables
 from trajkit.policies import PRESETS, rule_of
@@ -142,7 +141,6 @@ REFUSALS = r"""
 2 | export in --to slime -o out --max-length 9 | --max-length does nothing with --to slime
 2 | help simulat | Did you mean "simulate"?
 2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed
-2 | drift {turns} --findings x.parquet | --findings needs --tokenizer
 3 | drift absent.parquet | absent.parquet
 3 | drift garbage.parquet | garbage.parquet
 2 | linearize {turns} -o rows.xlsx | rows.xlsx
@@ -430,17 +428,16 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, path):
             call(session, head + shown, end, [QUESTION, said, MORE], ANSWER),
         )
     ]
-    turns, written = tmp_path / "turns.parquet", tmp_path / "findings.parquet"
+    turns = tmp_path / "turns.parquet"
     tk.write_turns(tk.from_records(calls), turns)
     argv = ["drift", str(turns), "--tokenizer", str(path), "--policy", "trl"]
-    said = run_json(capsys, *argv, "--findings", str(written))
+    said = run_json(capsys, *argv)
     by_cause = {group["cause"]: group["turns"] for group in said["groups"]}
     assert by_cause == {"white_space": 3, "clean": 1}
     (counts,) = said["causes"]
     assert [*counts.values()] == ["white_space", 3, 3, 6, 0]
     example = said["examples"]["white_space"]
     assert (example["path_text"], example["prompt_text"]) == (" \n", "")
-    assert pq.read_table(written)["path_text"].to_pylist() == [" \n"] * 3
     assert cli.main(argv) == cli.DONE
     assert capsys.readouterr().out.endswith(
         "white_space: session 'a', turn 1, from token 12\n"

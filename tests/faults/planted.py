@@ -1080,7 +1080,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/cli/options.py",
-        "tests/cli/test_files.py",
+        "tests/cli/test_files.py tests/cli/test_cli.py",
         (
             "a session that is left out has no file and line",
             "reason = log.placed(reason) if k < 10 else reason",
@@ -1091,10 +1091,6 @@ PYTHON = (
             "clobber = False",
             "clobber = True",
         ),
-    ),
-    _place(
-        "trajkit/cli/policies.py",
-        "tests/cli/test_cli.py",
         (
             "a threshold that the policy ignores is taken",
             'if "fork_threshold" in choices and not _forks(policy):',
@@ -1102,7 +1098,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/cli/compare.py",
+        "trajkit/cli/data.py",
         "tests/cli/test_cli.py tests/cli/test_files.py",
         (
             "an example shows the path of the turn itself",
