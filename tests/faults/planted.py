@@ -913,7 +913,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/importers/calls.py",
+        "trajkit/importers/formats.py",
         "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
         "tests/importers/test_importers.py tests/importers/test_text.py",
         (
@@ -936,24 +936,6 @@ PYTHON = (
             "return np.append(output, np.int32(end))",
             "return output",
         ),
-    ),
-    _place(
-        "trajkit/importers/containers.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
-        (
-            "a tensor begins a byte too late",
-            "start = offset * storage.itemsize",
-            "start = offset * storage.itemsize + 1",
-        ),
-        (
-            "what is unread counts for every choice",
-            "unread=self.unread if first else {},",
-            "unread=self.unread,",
-        ),
-    ),
-    _place(
-        "trajkit/importers/formats.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
         (
             "a capture of a newer version is read",
             "not 1 <= version <= _NEWEST_GYM:",
@@ -968,6 +950,20 @@ PYTHON = (
             "cached tokens are none of a prompt",
             'usage.get("cached_input_tokens") or 0]',
             "0]",
+        ),
+    ),
+    _place(
+        "trajkit/importers/containers.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a tensor begins a byte too late",
+            "start = offset * storage.itemsize",
+            "start = offset * storage.itemsize + 1",
+        ),
+        (
+            "what is unread counts for every choice",
+            "unread=self.unread if first else {},",
+            "unread=self.unread,",
         ),
     ),
     _place(

@@ -39,6 +39,8 @@ from trajkit.turns.sessions import Sessions
 from trajkit.verification.files import verify_file
 from trajkit.verification.row_forms import plain_rows
 
+_IMPORT_COLUMNS = ("problem", "record", "count", "first", "detail")
+
 
 def import_(
     source: Annotated[list[str], opt.Reads("records", SUFFIXES)],
@@ -116,20 +118,18 @@ def import_(
     text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"
     if len(found):
         record = pl.when("kept").then(pl.lit("kept")).otherwise(pl.lit("left out"))
-        lines = found.with_columns(record.alias("kept")).rows()
-        head = ("problem", "record", "count", "first", "detail")
-        text += f"\n\n{text_table(head, lines)}"
+        lines = found.with_columns(record=record).select(_IMPORT_COLUMNS).rows()
+        text += f"\n\n{text_table(_IMPORT_COLUMNS, lines)}"
     if totals["turns"]:
         text += f"\n\nwritten to {out}"
     facts = {"output": out, **totals, "problems": found.to_dicts()}
     opt.print_result(facts, text, json)
     if not totals["turns"]:
         left = found.filter(~pl.col("kept")).to_dicts()
-        names = ", ".join(one["problem"] for one in left) or "no records"
-        why = f"0 turns, so no file was written ({names})"
+        why = ", ".join(one["problem"] for one in left) or "no records"
         for one in left[:1]:
             why += f". {one['first']}: {one['detail'] or one['problem']}"
-        raise errors.InvalidTurnsError(why)
+        raise errors.InvalidTurnsError(f"0 turns, so no file was written: {why}")
 
 
 def linearize(

@@ -41,7 +41,7 @@ from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, run
 from trajkit.files.sources import Paths, SessionPrefix, local_files, paths_of
 from trajkit.files.tables import sessions_below
-from trajkit.importers.calls import ChatTokenizer
+from trajkit.importers.formats import ChatTokenizer
 from trajkit.learn.weights import By
 from trajkit.policies import ALIASES, NAMED_CHOICES, PRESETS, RULES, rule_of
 from trajkit.tables.columns import take_session

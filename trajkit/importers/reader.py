@@ -20,15 +20,18 @@ from trajkit.files.guard import check_outputs, inputs_of, is_parts
 from trajkit.files.run import Watch, folder_of, run
 from trajkit.files.tables import gather, write_tables
 from trajkit.importers import containers as read
-from trajkit.importers.calls import (
+from trajkit.importers.containers import Finding, Head, has_items, is_array
+from trajkit.importers.formats import (
+    FORMATS,
     TARGETS,
     ChatTokenizer,
     Encoder,
     Format,
     Table,
+    fitting,
+    text_only,
+    unknown,
 )
-from trajkit.importers.containers import Finding, Head, has_items, is_array
-from trajkit.importers.formats import FORMATS, fitting, text_only, unknown
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 from trajkit.tables.stages import batches_in
