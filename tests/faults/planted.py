@@ -1084,8 +1084,8 @@ PYTHON = (
         ),
         (
             "an existing file is replaced all the same",
-            "clobber = False",
-            "clobber = True",
+            "clobber=not any(given)",
+            "clobber=True",
         ),
         (
             "a threshold that the policy ignores is taken",
@@ -1097,9 +1097,9 @@ PYTHON = (
         "trajkit/cli/data.py",
         "tests/cli/test_cli.py tests/cli/test_files.py",
         (
-            "an example shows the path of the turn itself",
-            'np.array([found["parent"], found["turn_index"]])',
-            'np.array([found["turn_index"], found["turn_index"]])',
+            "findings of a cause count as one turn each",
+            'turns=pl.struct("session_id", "turn_index", "cause").is_first_distinct(),',
+            "turns=pl.lit(1),",
         ),
         (
             "check ends with 0 where rows are wrong",

@@ -753,7 +753,7 @@ def test_the_command_takes_a_tokenizer_for_transcripts(tmp_path, capsys):
     tokenizer = ["--tokenizer", str(model / "tokenizer.json")]
     assert main(arguments) == 3
     assert main([*arguments, *template]) == 2
-    assert main([*arguments, *tokenizer]) == 3
+    assert main([*arguments, *tokenizer]) == 2
     assert "no chat template" in capsys.readouterr().err
     assert main([*arguments, *tokenizer, *template]) == 0
     turns = tk.read_turns(out)

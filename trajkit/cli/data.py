@@ -32,14 +32,10 @@ from trajkit.importers import FORMATS, TARGETS
 from trajkit.importers.containers import SUFFIXES
 from trajkit.policies import ALIASES
 from trajkit.schema import LOSSES
-from trajkit.tables.columns import take_session
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
-from trajkit.turns.sessions import Sessions
 from trajkit.verification.files import verify_file
 from trajkit.verification.row_forms import plain_rows
-
-_IMPORT_COLUMNS = ("problem", "record", "count", "first", "detail")
 
 
 def import_(
@@ -69,8 +65,8 @@ def import_(
 ) -> None:
     """Write turns from the records of another system.
 
-    Records are logs, dumps, captures, databases and transcripts. Missing facts are not
-    guessed: they are counted and shown, and the report lists each of them.
+    Records are logs, dumps, captures and transcripts. Missing facts are not guessed: they
+    are counted and shown, and the report lists each of them.
 
     Parameters
     ----------
@@ -83,8 +79,7 @@ def import_(
     chat_template
         For text: a template to use instead of the tokenizer's own.
     contradicted
-        A turn whose usage states other numbers of tokens than it has ids: context only, or
-        trained.
+        Whether a turn trains whose usage states other numbers of tokens than it has ids.
     nonfinite_logprobs
         Invalid logprobs (NaN, -9999): leave their record out, or make them null.
     report
@@ -118,8 +113,8 @@ def import_(
     text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"
     if len(found):
         record = pl.when("kept").then(pl.lit("kept")).otherwise(pl.lit("left out"))
-        lines = found.with_columns(record=record).select(_IMPORT_COLUMNS).rows()
-        text += f"\n\n{text_table(_IMPORT_COLUMNS, lines)}"
+        head = ("problem", "record", "count", "first", "detail")
+        text += f"\n\n{text_table(head, found.with_columns(kept=record).rows())}"
     if totals["turns"]:
         text += f"\n\nwritten to {out}"
     facts = {"output": out, **totals, "problems": found.to_dicts()}
@@ -140,7 +135,6 @@ def linearize(
     policy: opt.PolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
-    weigh_by: opt.WeighBy = "token",
     max_row_tokens: opt.MaxRowTokens = None,
     dedup: bool = False,
     report: Annotated[str | None, opt.Writes("report")] = None,
@@ -163,14 +157,10 @@ def linearize(
     def stage(turns: pa.Table) -> dict[str, Iterable[pa.RecordBatch]]:
         counts: list[pa.RecordBatch] = []
         how: dict[str, Any] = {"report": counts, "threads": 1, **facts, **limit}
-        rows = tk.linearize_batches(turns, chosen, **how)
-        if weigh_by != "token":  # the weights that rows have
-            rows = tk.add_weights_batches(rows, weigh_by)
-        return {"rows": rows, "report": counts}
+        return {"rows": tk.linearize_batches(turns, chosen, **how), "report": counts}
 
     digest = facts_digest(session_facts(**facts))
     resume = {"stage": "linearize", "policy": asdict(chosen), "reward": digest, **limit}
-    resume["weigh_by"] = weigh_by
     outputs = {"rows": out, **({} if report is None else {"report": report})}
     totals = job.run("linearize", source, stage, outputs, resume=resume, dedup=dedup)
     text = f"{totals_text(totals)}\n\nwritten to {out}"
@@ -285,12 +275,11 @@ def export(
     Rows are checked, and written as slime's debug rollout data, Parquet for supervised
     training in TRL and Axolotl (sft) or SkyRL (skyrl-sft), a folder for LLaMA-Factory, the
     micro-batches of a step for prime-rl, or the arguments of Tinker's Datum as JSON Lines.
-    docs/trainers.md has the lines of Python for other trainers and choices.
 
     Parameters
     ----------
     to
-        The trainer.
+        The trainer; docs/trainers.md has lines of Python for others.
     out
         A directory for the file; it is made if it does not exist.
     advantage
@@ -353,8 +342,8 @@ def simulate(
 ) -> None:
     """Compare what the policies keep, lose and cost.
 
-    Count what the rows of every policy train, lose and cost, and name the policy that keeps
-    everything at the lowest cost. Then say in words what each policy loses, and why.
+    Count what the rows of every policy train, lose and cost, name the policy that keeps
+    everything at the lowest cost, and say in words what each policy loses, and why.
     'forward' are the tokens of all rows; 'shared once' counts each shared prefix once.
 
     Parameters
@@ -469,9 +458,9 @@ def drift(
     """Count drift by region and cause.
 
     Compare every prompt with the path of the call that it continues (its prompt and
-    output), and count drift by region and cause. 'tokens at stake' are sampled tokens that
-    the prompt changes or lacks. With a tokenizer, causes are found by comparing texts,
-    every finding is counted, and one of each cause is shown. --out gets a line per turn.
+    output). 'tokens at stake' are sampled tokens that the prompt changes or lacks. With a
+    tokenizer, causes are found by comparing texts, every finding is counted, and one of
+    each cause is shown. --out gets a line per turn.
     """
     chosen, loaded = opt.one_policy(policy), opt.chosen_tokenizer(tokenizer, source)
     sums: Counter[str] = Counter()
@@ -485,8 +474,7 @@ def drift(
             found = tk.analysis.explain_drift(turns, links, loaded)
             causes.append(_by_cause(found))
             for one in found.to_pylist():
-                if one["cause"] not in examples:
-                    examples[one["cause"]] = _example(turns, one, Codec(loaded))
+                examples.setdefault(one["cause"], one)
         lines = pl.DataFrame(table).select(
             pl.col("region", "cause").cast(pl.String),
             turns=pl.lit(1),
@@ -524,11 +512,10 @@ def drift(
         names = [name.replace("_", " ") for name in found.columns]
         text += f"\n\n{text_table(names, found.rows())}"
         for cause, one in examples.items():
-            text += (
-                f"\n\n{cause}: session '{visible(one['session_id'])}', turn "
-                f"{one['turn_index']}, from token {one['path_start']}\n"
-                f"  path    {one['path_tokens']}\n  prompt  {one['prompt_tokens']}"
-            )
+            session, turn = visible(one["session_id"]), one["turn_index"]
+            text += f"\n\n{cause}: session '{session}', turn {turn}, from token "
+            text += f"{one['path_start']}\n  path    {one['path_text']!r}\n"
+            text += f"  prompt  {one['prompt_text']!r}"
     job.print(totals, facts, text)
 
 
@@ -537,26 +524,14 @@ def _summed(parts: list[pl.DataFrame], *keys: str) -> pl.DataFrame:
 
 
 def _by_cause(findings: pa.Table) -> pl.DataFrame:
-    turn = pl.struct("session_id", "turn_index")
-    tokens = {
-        f"{side}_tokens": (pl.col(f"{side}_stop") - pl.col(f"{side}_start")).sum()
-        for side in ("path", "prompt")
-    }
-    by = pl.DataFrame(findings).group_by(pl.col("cause").cast(pl.String))
-    counts = by.agg(findings=pl.len(), turns=turn.n_unique(), **tokens)
-    return counts.with_columns(pl.exclude("cause").cast(pl.Int64))
-
-
-def _example(turns: pa.Table, found: dict[str, Any], codec: Codec) -> dict[str, Any]:
-    """A finding, and the tokens of both sides."""
-    calls = Sessions.of(take_session(turns, found["session_id"]))
-    places = np.array([found["parent"], found["turn_index"]])
-    parent, call = calls.named(np.zeros(2, np.int64), places).tolist()
-    sides = {"path": calls.path(parent), "prompt": calls.prompt(call)}
-    for side, ids in sides.items():
-        bounds = found[f"{side}_start"], found[f"{side}_stop"]
-        found[f"{side}_tokens"] = marked(codec, ids, *bounds)
-    return found
+    lines = pl.DataFrame(findings).select(
+        pl.col("cause").cast(pl.String),
+        findings=pl.lit(1),
+        turns=pl.struct("session_id", "turn_index", "cause").is_first_distinct(),
+        path_tokens=pl.col("path_stop") - pl.col("path_start"),
+        prompt_tokens=pl.col("prompt_stop") - pl.col("prompt_start"),
+    )
+    return _summed([lines.with_columns(pl.exclude("cause").cast(pl.Int64))], "cause")
 
 
 RIGHT = ("trains", "session_without_rows")
@@ -665,7 +640,6 @@ def verify(
     policy: opt.PolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
-    weigh_by: opt.WeighBy = "token",
     max_row_tokens: opt.MaxRowTokens = None,
     job: opt.Job = opt.JOB,
 ) -> int:
@@ -678,16 +652,9 @@ def verify(
     chosen = opt.maybe_policy(policy)
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
         output = out or str(Path(folder, "violations.arrows"))
-        totals = job.run(
-            "verify",
-            turns,
-            output,
-            chosen,
-            function=partial(verify_file, rows),
-            **opt.facts_of(sessions, reward),
-            max_row_tokens=max_row_tokens,
-            weigh_by=weigh_by,
-        )
+        facts = opt.facts_of(sessions, reward)
+        check = partial(verify_file, rows, max_row_tokens=max_row_tokens, **facts)
+        totals = job.run("verify", turns, output, chosen, function=check)
         found = pl.concat(map(pl.DataFrame, iter_tables(output)))
     text, more = "no violations", len(found) - _MOST_VIOLATIONS
     if len(found):

@@ -25,24 +25,16 @@ from cyclopts.validators import Number
 
 import trajkit as tk
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.cli import STANDARD_FILES, say, shown
-from trajkit.cli.application import STANDARD
+from trajkit.cli import STANDARD, STANDARD_FILES, say, shown
 from trajkit.cli.screen import Progress, text_table
-from trajkit.errors import (
-    ArgumentError,
-    FormatError,
-    InvalidTurnsError,
-    LeftOutWarning,
-    PolicyError,
-)
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, LeftOutWarning
 from trajkit.files.formats import format_of
-from trajkit.files.group import Log, SessionIndex, bucket_numbers
+from trajkit.files.group import Log, SessionIndex
 from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, run
 from trajkit.files.sources import Paths, SessionPrefix, local_files, paths_of
 from trajkit.files.tables import sessions_below
 from trajkit.importers.formats import ChatTokenizer
-from trajkit.learn.weights import By
 from trajkit.policies import ALIASES, NAMED_CHOICES, PRESETS, RULES, rule_of
 from trajkit.tables.columns import take_session
 from trajkit.turns.validation import reject_turns
@@ -98,13 +90,6 @@ SessionsFile = Annotated[
     ),
     Reads("sessions"),
 ]
-WeighBy = Annotated[
-    By,
-    Parameter(
-        help="what row_weight is: the row's trained tokens over the rollout's N; 1 over "
-        "the rollout's rows that train; or 1 / N"
-    ),
-]
 Reward = Annotated[
     float | None, Parameter(help="the reward of every session, instead of --sessions")
 ]
@@ -149,14 +134,12 @@ class Reading:
 
     def pieces(self, source: Paths, *, empty: bool = False) -> Iterator[pa.Table]:
         """`turns` in tables of complete sessions. With ``empty``, there may be no call."""
-        prefix = self.session_prefix
-        log = Log(
-            source, None, self.nonfinite_logprobs, reject=True, session_prefix=prefix
-        )
+        prefix, nonfinite = self.session_prefix, self.nonfinite_logprobs
+        log = Log(source, None, nonfinite, reject=True, session_prefix=prefix)
         index = log.index()
         if not index.n_turns and not empty:
             raise nothing(source)
-        n_good, rejected, nonfinite = 0, list[dict[str, str]](), self.nonfinite_logprobs
+        n_good, rejected = 0, list[dict[str, str]]()
         with Progress("read", "turns") as bar:
             bar.begin(index.n_turns)
             for piece in log.pieces(index):
@@ -207,14 +190,6 @@ class Job(Reading):
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
                 raise nothing(source)
-            if (
-                index.scattered is not None
-                and len({*bucket_numbers(index).values()}) > 1
-            ):
-                say(
-                    f"session {index.scattered!r} is not contiguous: all turns are "
-                    "grouped through temporary files first"
-                )
             bar.begin(index.n_turns, done)
 
         with Progress(name, "turns") as bar:
@@ -321,14 +296,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def load_chat_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
     """A tokenizer with its chat template, or with the one in a file."""
-    if path.is_dir():
-        read = _from_directory(path)
-    else:
-        fast = load_tokenizer(path)
-        import transformers
+    fast = None if path.is_dir() else load_tokenizer(path)
+    import transformers
 
-        make: Any = transformers.PreTrainedTokenizerFast
-        read = make(tokenizer_object=fast)
+    make: Any = transformers.PreTrainedTokenizerFast
+    read = _from_directory(path) if fast is None else make(tokenizer_object=fast)
     if template is not None:
         read.chat_template = Path(template).read_text("utf-8")
     return cast("ChatTokenizer", read)
@@ -352,13 +324,10 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
     inputs: list[Input] = []
     outputs: dict[str, tuple[str | Path, str]] = {}
     piped: Path | None = None
-    clobber, stdout = True, sys.stdout
+    stdout = sys.stdout
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for values, name, mark in [*_marked(command, bound.arguments)]:
-            if name == "no_clobber":
-                clobber = False
-                continue
             given = values[name]
             paths = given if isinstance(given, list) else [given]
             if isinstance(mark, Writes):
@@ -385,7 +354,9 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                 other = inputs_of(paths, None, mark.suffixes)
                 inputs += turns_inputs(paths) if of_turns else other
             values[name] = paths if isinstance(given, list) else paths[0]
-        check_outputs(outputs, inputs, clobber=clobber)
+        given = [bound.arguments.get("no_clobber")]
+        given += [getattr(one, "no_clobber", False) for one in bound.arguments.values()]
+        check_outputs(outputs, inputs, clobber=not any(given))
         code = command(*bound.args, **bound.kwargs)
         if piped is not None:
             stdout.flush()
@@ -397,12 +368,11 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
 def _marked(
     command: Any, values: dict[str, Any]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Files and no_clobber among a function's parameters, or an object's attributes."""
+    """Files among a function's parameters, or an object's attributes."""
     for name, hint in get_type_hints(command, include_extras=True).items():
         value = values.get(name)
         for mark in getattr(hint, "__metadata__", ()):
-            known = isinstance(mark, Reads | Writes) or name == "no_clobber"
-            if known and value not in (None, False):
+            if isinstance(mark, Reads | Writes) and value is not None:
                 yield values, name, mark
         if is_dataclass(value):
             yield from _marked(type(value), vars(value))
@@ -470,11 +440,11 @@ def policy_of(text: str) -> tk.Policy:
         if not (choice and equals):
             raise ArgumentError(f"--set {one!r}: expected CHOICE=VALUE")
         if choice in choices:
-            raise PolicyError(f"policy {name!r}, {one}: {choice} is given twice")
+            raise ArgumentError(f"policy {name!r}, {one}: {choice} is given twice")
         choices[choice] = _value(choice, value)
     policy: tk.Policy = tk.policy(**choices)  # type: ignore[arg-type]
     if "fork_threshold" in choices and not _forks(policy):
-        raise PolicyError(
+        raise ArgumentError(
             f"policy {policy.name!r} ignores fork_threshold: leave it out, or take slime, "
             "trl or miles, which use it"
         )
@@ -503,8 +473,9 @@ def one_policy(texts: list[str] | None) -> tk.Policy:
         name, *others = others or ["faithful"]
         first = name + first
     if others:
-        n = len(others) + 1
-        raise ArgumentError(f"--policy is given {n} times: this takes one")
+        raise ArgumentError(
+            f"--policy is given {len(others) + 1} times: this takes one"
+        )
     return policy_of(first)
 
 

@@ -30,8 +30,6 @@ from trajkit.verification import row_forms
 
 # tokens of an example of drift: at both ends of the span, and around it
 _MAX_TOKENS, _AROUND = 12, 3
-# browsers take long to open larger files
-_LARGE_BYTES = 50_000_000
 
 
 def show(
@@ -50,9 +48,8 @@ def show(
 
     Print the tokens of rows, in order, with a label per range: trained, context, duplicate
     (another row trains it), untrainable, lost. Special tokens are in double brackets, a
-    line break is shown as an arrow, and half a character as its bytes. For turns, the rows
-    are those of the policy, and lost tokens are shown too. Without a tokenizer, ids are
-    shown. The environment variable NO_COLOR turns colours off.
+    line break is an arrow, and half a character is its bytes. For turns, the rows are those
+    of the policy, and lost tokens are shown too. Without a tokenizer, ids are shown.
 
     Parameters
     ----------
@@ -65,30 +62,30 @@ def show(
     """
     loaded = opt.chosen_tokenizer(tokenizer, source)
     codec = None if loaded is None else Codec(loaded)
-    view = _View(Screen(), codec, None if unfold else context)
+    shown = _View(Screen(), codec, None if unfold else context)
     if is_rows(source):
         rows = read_any_rows(source)
         if not {"input_ids", "loss_mask"} <= {*rows.column_names}:
             rows = row_forms.plain_rows(rows).drop_columns("padding")
         if session is not None:
             rows = take_session(rows, session, "rows")
-        view.rows(rows, row)
+        shown.rows(rows, row)
         return
     chosen = opt.one_policy(policy)
     for table in _each_session(reading.turns(source, session)):
-        view.outputs = dict(tuples(table, "turn_index", "output_ids"))
+        shown.outputs = dict(tuples(table, "turn_index", "output_ids"))
         lines = tk.analysis.output_spans(table, chosen).to_pylist()
-        view.drift = {
+        shown.drift = {
             (one["turn_index"], one["output_start"]): one["drift_turn"] for one in lines
         }
-        view.rows(tk.linearize(table, chosen), row)
+        shown.rows(tk.linearize(table, chosen), row)
         lost = [line for line in lines if line["row_index"] is None]
         if lost and row is None:
             head = f"session {visible(lost[0]['session_id'])}, in no row"
-            view.screen.print(head, "head")
+            shown.screen.print(head, "head")
             for line in lost:
-                view.lost(line)
-            view.screen.print()
+                shown.lost(line)
+            shown.screen.print()
 
 
 def is_rows(source: Paths) -> bool:
@@ -125,8 +122,9 @@ class _View:
             rows = rows.append_column("row_index", pa.array(range(rows.num_rows)))
         names = rows["row_index"].to_pylist()
         if index is not None and index not in names:
+            n = rows.num_rows
             raise ArgumentError(
-                f"--row {index}: expected an index of one of the {rows.num_rows} rows"
+                f"--row {index}: expected an index of one of the {n} rows"
             )
         for k, name in enumerate(names):
             if index in (None, name):
@@ -240,9 +238,8 @@ def why(
     """Explain why each row begins where it does.
 
     Print a sentence for each row that a policy makes: the turn that opens it, where and why
-    that turn leaves the path of its parent, and the tokens that the row trains and loses.
-    With a tokenizer, causes of drift are named by text. Of rows, without their turns: where
-    each leaves an earlier row.
+    that turn leaves the path of its parent, and what the row trains and loses. Of rows,
+    without their turns: where each leaves an earlier row.
     """
     if is_rows(source):
         table = read_any_rows(source)
@@ -273,8 +270,7 @@ def tree(
 ) -> None:
     """Draw the calls of each session as a tree.
 
-    Shown are which call each continues under a policy, its label if it opens a branch, and
-    where its prompt drifts.
+    Shown are the call that each continues under a policy, and where its prompt drifts.
     """
     screen, chosen = Screen(), opt.one_policy(policy)
     for table in _each_session(reading.turns(source, session)):
@@ -307,10 +303,9 @@ def view(
 ) -> None:
     """Look at a run in the browser.
 
-    Show what each policy trains, loses and costs, drift in tokens, the calls of each
-    session, and their tokens. With --out the page is one HTML file that needs no server and
-    no network. Without it the page is served from 127.0.0.1 until Ctrl-C, and can show any
-    policy. Rewards come from --sessions, else from the files of sessions in the directory.
+    With --out the page is one HTML file that needs no server and no network. Without it,
+    the page is served from 127.0.0.1 until Ctrl-C, and can show any policy. Rewards come
+    from --sessions, else from the files of sessions in the directory.
 
     Parameters
     ----------
@@ -319,11 +314,9 @@ def view(
     sample
         Only this many sessions, the same every time.
     worst
-        Only the N worst sessions: the worst by loss under the first policy, by drift and by
-        logprob, one after the other.
+        Only the N worst sessions: by loss under the first policy, by drift and by logprob.
     rows
-        Show what `trajkit verify` finds in these rows, under the first --policy if there is
-        one.
+        Show what `trajkit verify` finds in these rows, under the first --policy.
     against
         A second run to compare with.
     print
@@ -346,9 +339,7 @@ def view(
     ids = None if session is None else session.split(",")
     choice: dict[str, Any] = {"ids": ids, "sample": sample, "worst": worst}
     if sum(one is not None for one in choice.values()) > 1:
-        raise ArgumentError(
-            "--session, --sample and --worst: only one of them is allowed"
-        )
+        raise ArgumentError("--session, --sample and --worst: only one is allowed")
     if out is not None:
         _check_suffix(out, "a page", "html", "htm")
         if follow:
@@ -385,21 +376,13 @@ def view(
             **shown,
         )
         draft.write_text(html, encoding="utf-8")
-    size = Path(out).stat().st_size
-    text = "the text of all messages; --no-text leaves it out"
-    if no_text:
-        text = "token ids and numbers, no text"
+    all_text = "the text of all messages; --no-text leaves it out"
+    text = "token ids and numbers, no text" if no_text else all_text
     opt.print_text(
         f"{len(turns['session_id'].unique()):,} of {runs[0].n_sessions:,} sessions, "
         f"{turns.num_rows:,} turns\ncontains {text}\n"
-        f"written to {out} ({size / 1e6:.1f} MB)"
+        f"written to {out} ({Path(out).stat().st_size / 1e6:.1f} MB)"
     )
-    if size > _LARGE_BYTES:
-        opt.print_text(
-            f"browsers open files above {_LARGE_BYTES / 1e6:.0f} MB slowly: choose "
-            "sessions with --session A,B, --sample N or --worst N, or leave out --out to "
-            "serve the page"
-        )
 
 
 def _check_suffix(out: str, what: str, *known: str) -> str:
@@ -423,8 +406,9 @@ class Run:
     follow: bool = False
     n_sessions: int = 0
 
-    def __post_init__(self) -> None:
-        self.title = ", ".join(Path(one).resolve().name for one in self.source)
+    @property
+    def title(self) -> str:
+        return ", ".join(Path(one).resolve().name for one in self.source)
 
     def version(self) -> str:
         """Sizes and times of the files of turns."""

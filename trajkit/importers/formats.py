@@ -586,7 +586,7 @@ class Encoder:
         if not hasattr(tokenizer, "apply_chat_template") or template is None:
             raise ArgumentError(
                 "tokenizer has no chat template: pass one like those of transformers, with "
-                "a method apply_chat_template and its chat_template set"
+                "its chat_template set (--chat-template FILE)"
             )
         # some models mark their roles with added tokens that are not special
         added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
