@@ -323,8 +323,6 @@ def export(
     opt.print_result(written, f"{path}: {len(table)} rows for {to}", json)
 
 
-# --- comparisons
-
 _WIDTH = 100
 
 
