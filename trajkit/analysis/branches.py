@@ -59,7 +59,7 @@ def label_branches(turns: TableLike, links: Source) -> pa.Table:
 label_branches_batches = label_branches.batches
 
 
-def _branches(calls: Sessions, links: Records) -> Iterator[tuple[int, str, int, str]]:
+def _branches(calls: Sessions, links: Records) -> Iterator[tuple[Any, ...]]:
     """The labelled calls: call, label, the other call, evidence."""
     turn, n_prompt = calls.turn_index, calls.calls["prompt_len"]
     rewrite, reasons = LINK_REASONS.index("rewrite"), links["link_reason"]
@@ -73,7 +73,7 @@ def _branches(calls: Sessions, links: Records) -> Iterator[tuple[int, str, int, 
         zip(agents, links["parent"].tolist(), strict=True)
     ):
         ids, other = calls.prompt(call), latest.get(agent, call - 1)
-        prompt, label, evidence = (agent[0], blake2b(ids).digest()), "", ""
+        prompt, label, evidence = (agent[0], blake2b(ids.tobytes()).digest()), "", ""
         shared = int(calls.forest.shared[call])
         if call == calls.offsets[agent[0]]:
             pass
