@@ -1119,14 +1119,14 @@ PYTHON = (
         "trajkit/view/tables.py",
         "tests/view/test_files.py tests/view/test_server.py",
         (
-            "the worst sessions are those that lose least",
-            "sort_by(score, descending=True, maintain_order=True)",
-            "sort_by(score, maintain_order=True)",
+            "a sample depends on the order of sessions",
+            "sorted(names, key=draw.__getitem__)[:sample]",
+            "names[:sample]",
         ),
         ("a word is a pattern", "word.lower(), literal=True", "word.lower()"),
     ),
     _place(
-        "trajkit/view/server.py",
+        "trajkit/view/pages.py",
         "tests/view/test_server.py",
         (
             "every path has the token",

@@ -104,18 +104,13 @@ class Simulation:
         sessions: TableLike | None = None,
         **options: Any,
     ) -> None:
-        chosen: Any = PRESETS if policies is None else policies
-        chosen = [chosen] if isinstance(chosen, str | Policy) else chosen
-        if not isinstance(chosen, Iterable):
-            text = "expected policies, or names of policies"
-            raise ArgumentError(f"policies={chosen!r}: {text}")
         for name, value in (("pad_to", pad_to), ("pack_tokens", pack_tokens)):
             if value is not None:
                 chosen_int(name, value, 1)
         self._optional, self._pad_to, self._pack = policies is None, pad_to, pack_tokens
         facts = session_facts(None, sessions).table
         self._options: Any = {"sessions": facts, **options}
-        self._totals = [(named_policy(one), Counter[str]()) for one in chosen]
+        self._totals = [(one, Counter[str]()) for one in chosen_policies(policies)]
 
     def add(self, turns: pa.Table) -> None:
         """Count complete sessions. If they are rejected, the counts stay unchanged."""
@@ -166,6 +161,15 @@ class Simulation:
             found["packs"], found["pairs_packed"] = len(packs), pack_pairs(packs).sum()
             found["tokens_packed"] = packs["n_tokens"].to_numpy().sum()
         return {name: int(n) for name, n in found.items()}
+
+
+def chosen_policies(policies: Policies) -> list[Policy]:
+    chosen: Any = PRESETS if policies is None else policies
+    chosen = [chosen] if isinstance(chosen, str | Policy) else chosen
+    if not isinstance(chosen, Iterable):
+        text = "expected policies, or names of policies"
+        raise ArgumentError(f"policies={chosen!r}: {text}")
+    return [*map(named_policy, chosen)]
 
 
 def label(policy: Policy) -> str:
