@@ -119,9 +119,6 @@ LOSS_GROUPS = {
 }
 """Groups of losses in words, and the word for trained tokens."""
 
-TEXT, MUTED = "#24292f", "#57606a"
-"""Text and secondary text of pictures, on white."""
-
 ROLES = {
     "system": "#bbcc33",
     "user": "#eedd88",

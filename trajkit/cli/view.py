@@ -188,7 +188,6 @@ def plot(
     out: Annotated[str, opt.OUT, opt.Writes("picture")],
     policy: pol.PolicyOption = None,
     session: opt.Session = None,
-    sessions: opt.SessionsFile = None,
     reading: opt.Reading = opt.READING,
     no_clobber: opt.NoClobber = False,
 ) -> None:
@@ -211,8 +210,7 @@ def plot(
     if kind == "tokens":
         figure = tk.plot.tokens(turns, chosen, session)
     else:
-        facts = opt.known_sessions(sessions, source, reading.session_prefix)
-        figure = tk.plot.swimlanes(turns, facts)
+        figure = tk.plot.swimlanes(turns)
     from trajkit.plot.figures import save
 
     with Progress("drawing"), replacing(Path(out)) as draft:
