@@ -57,19 +57,19 @@ PYTHON = (
         "trajkit/analysis/branches.py",
         "tests/analysis/test_branches.py",
         (
-            "a call that starts when another ends is its sibling",
-            "started < ended",
-            "started <= ended",
+            "a prompt that was continued is tried again",
+            "if other in children:",
+            "if False:",
         ),
         (
             "a request as long as the one before is a compaction",
-            "n >= n_before or",
-            "n > n_before or",
+            "if len(ids) >= n_prompt[other]",
+            "if len(ids) > n_prompt[other]",
         ),
         (
-            "of equal states the earliest counts",
-            "key=lambda one: (shared[one], one)",
-            "key=lambda one: (shared[one], -one)",
+            "an agent has several first turns",
+            "latest[agent] = asked[prompt] = call",
+            "asked[prompt] = call",
         ),
     ),
     _place(
@@ -1111,14 +1111,14 @@ PYTHON = (
         "trajkit/view/tables.py",
         "tests/view/test_files.py tests/view/test_server.py",
         (
-            "the worst sessions are those that lose least",
-            "sort_by(score, descending=True, maintain_order=True)",
-            "sort_by(score, maintain_order=True)",
+            "a sample depends on the order of sessions",
+            "sorted(names, key=draw.__getitem__)[:sample]",
+            "names[:sample]",
         ),
         ("a word is a pattern", "word.lower(), literal=True", "word.lower()"),
     ),
     _place(
-        "trajkit/view/server.py",
+        "trajkit/view/pages.py",
         "tests/view/test_server.py",
         (
             "every path has the token",
