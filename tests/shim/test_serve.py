@@ -8,141 +8,118 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-import openai
 import pytest
 
 import trajkit as tk
-from tests.shim.clients import http, read_log
-from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded
+from tests.shim.clients import PATHS, USER
+from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded, cases
+from tests.shim.processes import chat, get, post
 from trajkit_shim import serve
 from trajkit_shim.app import create_app
 from trajkit_shim.serve import PlainFormatter, running
 from trajkit_shim.sessions.turn_log import TurnLog
 
-CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
+
+@pytest.fixture
+def served(tmp_path):
+    """Serve these replies, or by an app; the URL."""
+
+    def served(*script, **options):
+        app = create_app(ScriptedEngine(*script), RENDERER, TurnLog(tmp_path))
+        return running(app, **options)
+
+    return served
 
 
-def messages(text="hi"):
-    return [{"role": "user", "content": text}]
+def connect(url):
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), 30)
 
 
-def client_of(url: str, **fields: object) -> openai.OpenAI:
-    key = http.post(f"{url}/sessions", json=fields).json()["api_key"]
-    return openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
+def opened(url):
+    return post(f"{url}/sessions").json()["api_key"]
 
 
-def test_sessions_side_by_side(tmp_path):
-    engine = ScriptedEngine(*(f"reply {k}" for k in range(40)))
-    log = TurnLog(tmp_path)
-
-    def converse(url):
-        with client_of(url) as client:
-            said = messages()
-            for _ in range(5):
-                reply = client.chat.completions.create(model="x", messages=said)
-                said += [reply.choices[0].message.model_dump(), *messages("go on")]
-
-    with (
-        running(create_app(engine, RENDERER, log)) as url,
-        ThreadPoolExecutor(8) as pool,
-    ):
-        for done in [pool.submit(converse, url) for _ in range(8)]:
-            done.result()
-    turns = read_log(log.path).to_pylist()
-    by_session: dict[str, list[int]] = {}
-    for turn in turns:
-        by_session.setdefault(turn["session_id"], []).append(turn["turn_index"])
-    assert list(by_session.values()) == [[0, 1, 2, 3, 4]] * 8
+def received(line):
+    return b"".join(iter(lambda: line.recv(1 << 16), b""))
 
 
-def test_a_client_that_ends_its_sending_side_gets_its_answer(tmp_path, monkeypatch):
+def test_a_client_that_ends_its_sending_side_gets_its_answer(
+    served, tmp_path, monkeypatch
+):
     """As ``nc -N``: the end comes with the request."""
     monkeypatch.setattr("trajkit_shim.serve._WITH_REQUEST_SECONDS", 60.0)
-    app = create_app(ScriptedEngine("answer"), RENDERER, TurnLog(tmp_path))
-    with running(app) as url, client_of(url) as client:
-        host, port = url.removeprefix("http://").split(":")
-        body = b'{"messages": [{"role": "user", "content": "x"}]}'
-        with socket.create_connection((host, int(port)), timeout=30) as line:
+    with served("answer") as url:
+        key, body = opened(url), b'{"messages": [{"role": "user", "content": "x"}]}'
+        with connect(url) as line:
             line.sendall(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
                 b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
-                % (client.api_key.encode(), len(body), body)
+                % (key.encode(), len(body), body)
             )
             line.shutdown(socket.SHUT_WR)
-            answer = b"".join(iter(lambda: line.recv(4096), b""))
+            answer = received(line)
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"answer" in answer
     (turn,) = tk.read_turns(tmp_path).to_pylist()
     assert turn["trainable"]
 
 
-def release_once_closed(idle: socket.socket, held: Threaded) -> None:
-    """Let a reply go once the gateway closes the connections without a request."""
-    with idle:
-        assert idle.recv(1) == b""
-    held.release.set()
-
-
-def test_stopping_answers_the_calls_under_way(tmp_path):
+def test_stopping_answers_the_calls_under_way(served, tmp_path):
     held = Threaded("late")
-    log = TurnLog(tmp_path)
     with ThreadPoolExecutor(2) as pool:
-        with running(create_app(ScriptedEngine(held), RENDERER, log)) as url:
-            host, port = url.removeprefix("http://").split(":")
+        with served(held) as url:
             # the gateway accepts it before those that come later
-            idle = socket.create_connection((host, int(port)))
-            client = client_of(url)
-            call = pool.submit(
-                client.chat.completions.create, model="x", messages=messages()
-            )
+            idle = connect(url)
+            call = pool.submit(chat, url, opened(url))
             assert held.entered.wait(30)
-            released = pool.submit(release_once_closed, idle, held)
-        assert call.result().choices[0].message.content == "late"
-        client.close()
+
+            def release():
+                """Once the gateway closes the connections without a request."""
+                with idle:
+                    assert idle.recv(1) == b""
+                held.release.set()
+
+            released = pool.submit(release)
+        assert call.result() == "late"
         released.result()
-    assert read_log(log.path).num_rows == 1
+    assert tk.read_turns(tmp_path).num_rows == 1
 
 
-def test_a_body_that_is_much_too_long_gets_its_answer(tmp_path):
-    engine = ScriptedEngine("hello")
-    with running(create_app(engine, RENDERER, TurnLog(tmp_path))) as url:
-        with client_of(url) as client:
-            for _ in range(2):
-                with pytest.raises(openai.APIStatusError) as caught:
-                    client.chat.completions.create(
-                        model="x", messages=messages("a" * (200 << 20))
-                    )
-                assert caught.value.status_code == 413
-            client.chat.completions.create(model="x", messages=messages())
+def test_a_body_that_is_much_too_long_gets_its_answer(served):
+    with served("hello") as url:
+        key = opened(url)
+        long = {"messages": [{**USER, "content": "a" * (200 << 20)}]}
+        for _ in range(2):
+            answer = post(url + PATHS["openai_chat"], long, **{"x-session-key": key})
+            assert answer.status_code == 413
+        assert chat(url, key) == "hello"
 
 
-@pytest.mark.parametrize(
+@cases(
     "sent",
-    [
-        b"",
-        b"GET /healthz HTT",
-        b"POST /sessions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{}",
-        b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET",
-    ],
-    ids=["nothing", "half a head", "half a body", "half of a second request"],
+    {
+        "nothing": b"",
+        "half a head": b"GET /healthz HTT",
+        "half a body": b"POST /sessions HTTP/1.1\r\nHost: a\r\n"
+        b"Content-Length: 9\r\n\r\n{}",
+        "half of a second request": b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET",
+    },
 )
 def test_a_connection_whose_request_does_not_arrive_is_closed(
-    tmp_path, monkeypatch, sent
+    served, monkeypatch, sent
 ):
     monkeypatch.setattr(serve, "REQUEST_SECONDS", 0.2)
-    with running(create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))) as url:
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), 30) as line:
+    with served() as url:
+        with connect(url) as line:
             line.sendall(sent)
-            answer = b""
-            while data := line.recv(1 << 16):
-                answer += data
+            answer = received(line)
         assert answer.count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\nGET")
         # a request that arrived has all the time that it needs
-        assert http.get(f"{url}/healthz").status_code == 200
+        assert get(f"{url}/healthz").status_code == 200
 
 
-def test_small_parts_of_an_answer_are_sent_at_once(tmp_path, monkeypatch):
+def test_small_parts_of_an_answer_are_sent_at_once(served, monkeypatch):
     """Without TCP_NODELAY the second part waits for the first one's receipt."""
     found, made = [], serve._Connection.connection_made
 
@@ -152,33 +129,30 @@ def test_small_parts_of_an_answer_are_sent_at_once(tmp_path, monkeypatch):
         found.append(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
     monkeypatch.setattr(serve._Connection, "connection_made", watched)
-    with running(create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))) as url:
-        http.get(f"{url}/healthz")
+    with served() as url:
+        get(f"{url}/healthz")
     assert found == [1]
 
 
-def test_more_connections_than_the_soft_limit_of_files(tmp_path):
+def test_more_connections_than_the_soft_limit_of_files(served):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = len(os.listdir("/proc/self/fd"))
-    app = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 50, before[1]))
+    n_open = len(os.listdir("/proc/self/fd"))
+    serving = served()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 50, before[1]))
     try:
-        with running(app) as url, ExitStack() as lines:
-            host, port = url.removeprefix("http://").split(":")
+        with serving as url, ExitStack() as lines:
             for _ in range(100):
-                line = socket.create_connection((host, int(port)), 30)
-                lines.enter_context(line)
+                line = lines.enter_context(connect(url))
                 line.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
                 assert line.recv(12) == b"HTTP/1.1 200"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_an_address_in_use_is_refused(tmp_path):
-    app = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))
+def test_an_address_in_use_is_refused(served):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match="in use"), running(app, port=port):
+        with pytest.raises(OSError, match="in use"), served(port=port):
             pass
 
 
@@ -186,9 +160,8 @@ def test_no_control_character_is_logged():
     try:
         raise ValueError("\x1b]0;title\x07 \x9b2J\ra")
     except ValueError:
-        record = logging.LogRecord(
-            "uvicorn", logging.ERROR, "f", 1, "a\x1b[31m", (), sys.exc_info()
-        )
-    text = PlainFormatter().format(record)
+        info = sys.exc_info()
+    given = ("uvicorn", logging.ERROR, "f", 1, "a\x1b[31m", (), info)
+    text = PlainFormatter().format(logging.LogRecord(*given))
     assert text.startswith("a\\x1b[31m\nTraceback")
     assert text.endswith("ValueError: \\x1b]0;title\\x07 \\x9b2J\\ra")

@@ -1,72 +1,46 @@
 """``trajkit serve``, from outside and in process."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
-import httpx
 import pytest
 
 import trajkit as tk
-from tests.shim.fakes import save_tokenizer
+from tests.shim.processes import (
+    COMMAND,
+    chat,
+    model_directory,
+    post,
+    printed,
+    serving,
+    stop,
+)
 from trajkit import cli
-from trajkit_rollout import command as rollout
-
-ROOT = Path(__file__).parent.parent.parent
-COMMAND = "import sys; from trajkit.cli import main; sys.exit(main())"
 
 
 def test_serve_records_until_it_is_interrupted(tmp_path):
-    run = tmp_path / "run"
-    options = ["--out", str(run), "--port", "0", "--json"]
-    with (
-        httpx.Client(trust_env=False, timeout=60) as client,
-        subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "serve", *options],
-            env=os.environ
-            | {
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}",
-                # a pipe is buffered, unless the environment says otherwise
-                "PYTHONUNBUFFERED": "",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as server,
-    ):
-        try:
-            where = json.loads(server.stdout.readline())
-            opened = client.post(f"{where['url']}/sessions").json()
-            reply = client.post(
-                f"{where['openai_base_url']}/chat/completions",
-                headers={"Authorization": f"Bearer {opened['api_key']}"},
-                json={"model": "any", "messages": [{"role": "user", "content": "hi"}]},
-            )
-            assert reply.status_code == 200
-        finally:
-            server.send_signal(signal.SIGINT)
-        rest, said = server.communicate()
-    assert (server.returncode, rest, said) == (cli.DONE, "", "")
-    assert Path(where["turns"]) == run
+    with serving(tmp_path) as server:
+        where = printed(server)
+        opened = post(f"{where['url']}/sessions").json()
+        chat(where["openai_base_url"].removesuffix("/v1"), opened["api_key"])
+        assert stop(server, signal.SIGINT) == (cli.DONE, "", "")
+    assert Path(where["turns"]) == tmp_path / "run"
     assert where["prompts"]["mode"] == "append"
     assert where["prompts"]["template"]["with_tools"]["extends"]["tool"] is True
-    turns = tk.read_turns(run)
+    turns = tk.read_turns(tmp_path / "run")
     assert turns["session_id"].to_pylist() == [opened["session_id"]]
 
 
 SLOW = """
-import asyncio, sys
+import asyncio, os
 from pathlib import Path
 from trajkit_shim.engines import embedded
 async def stalled(self, *given, **options):
-    Path(sys.argv.pop()).touch()
+    Path(os.environ["ASKED"]).touch()
     await asyncio.sleep(600)
 embedded.EmbeddedEngine.generate = stalled
 """
@@ -80,48 +54,28 @@ def test_a_stopped_gateway_closes_its_sessions(
     tmp_path, drain_seconds, signals, stream
 ):
     """Its clients get the error in their protocol, and it prints nothing."""
-    asked = tmp_path / "asked"
-    argv = ["serve", "--out", str(tmp_path / "run"), "--port", "0", "--json"]
-    argv += ["--drain-seconds", drain_seconds]
-    code = f"{SLOW}\nfrom trajkit.cli import main\nmain({argv!r})"
+    asked, options = tmp_path / "asked", ["--drain-seconds", drain_seconds]
     with (
-        httpx.Client(trust_env=False, timeout=60) as client,
+        serving(tmp_path, *options, code=SLOW + COMMAND, ASKED=str(asked)) as server,
         ThreadPoolExecutor(1) as pool,
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code, str(asked)],
-            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as server,
     ):
-        try:
-            url = json.loads(server.stdout.readline())["url"]
-            key = client.post(f"{url}/sessions").json()["api_key"]
-            call = pool.submit(
-                client.post,
-                f"{url}/v1/messages",
-                headers={"x-api-key": key},
-                json={
-                    "max_tokens": 9,
-                    "messages": [{"role": "user", "content": "hi"}],
-                    "stream": stream,
-                },
-            )
-            while not asked.exists():
-                assert server.poll() is None
+        url = printed(server)["url"]
+        key = {"x-api-key": post(f"{url}/sessions").json()["api_key"]}
+        body = {"max_tokens": 9, "stream": stream}
+        body["messages"] = [{"role": "user", "content": "hi"}]
+        call = pool.submit(post, f"{url}/v1/messages", body, **key)
+        while not asked.exists():
+            assert server.poll() is None
+        server.send_signal(signal.SIGTERM)
+        # signals that are pending at once are one
+        while signals > 1 and _listens(url):
+            assert server.poll() is None
+        if signals > 1:
             server.send_signal(signal.SIGTERM)
-            if signals > 1:
-                # signals that are pending at once are one
-                while _listens(url):
-                    assert server.poll() is None
-                server.send_signal(signal.SIGTERM)
-            answer = call.result()
-        finally:
-            _, said = server.communicate(timeout=60)
-    assert answer.status_code == 410
+        answer = call.result()
+        _, errors = server.communicate(timeout=60)
+    assert (answer.status_code, errors) == (410, "")
     assert "is closed" in answer.json()["error"]["message"]
-    assert said == ""
     (line,) = tk.read_sessions(tmp_path / "run").to_pylist()
     assert line["ended_by"] == "shutdown"
 
@@ -135,144 +89,109 @@ def _listens(url):
     return True
 
 
+@pytest.fixture
+def serve(tmp_path, capsys):
+    """The exit code of the command in this process, and what it says of an error."""
+
+    def serve(*options):
+        code = cli.main(["serve", "--out", str(tmp_path / "run"), *options])
+        return code, capsys.readouterr().err
+
+    return serve
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "says"),
     [
-        pytest.param(
-            ["--engine", "sglang", "--model", "."],
-            "needs --engine-url",
-            id="no address",
-        ),
-        pytest.param(
-            ["--engine", "sglang", "--engine-url", "http://127.0.0.1:1"],
-            "needs --model",
-            id="no model",
-        ),
-        pytest.param(["--model", "."], "--model does not apply", id="a model too many"),
-        pytest.param(["--engine", "vllm"], "vllm needs --engine-url", id="vllm"),
-        pytest.param(
-            ["--parser", "x"], "--parser x is not one of gpt-oss", id="no such form"
-        ),
-        pytest.param(
-            ["--parser", "engine"],
-            "needs --engine sglang",
-            id="the parsers of another engine",
-        ),
-        pytest.param(
-            ["--routed-experts"],
-            "--routed-experts and --sampling-masks need a server",
-            id="the experts of another engine",
-        ),
-        pytest.param(["--engine", "tgi"], "Choose from", id="no such engine"),
-        (["--launch", "m"], "--launch needs --engine sglang"),
+        ("--engine sglang --model .", "needs --engine-url"),
+        ("--engine sglang --engine-url http://127.0.0.1:1", "needs --model"),
+        ("--model .", "--model does not apply"),
+        ("--engine vllm", "vllm needs --engine-url"),
+        ("--parser x", "--parser x is not one of gpt-oss"),
+        ("--parser engine", "needs --engine sglang"),
+        ("--routed-experts", "--routed-experts and --sampling-masks need a server"),
+        ("--engine tgi", "Choose from"),
+        ("--launch m", "--launch needs --engine sglang"),
         (
-            ["--engine", "sglang", "--launch", "m", "--engine-url", "http://a"],
+            "--engine sglang --launch m --engine-url http://a",
             "leave out --engine-url",
         ),
-        (["--", "--tp", "2"], "--tp 2 after -- is for the server of --launch"),
-        (["--engine", "sglang", "--launch", "m"], "pip install 'trajkit[sglang]'"),
-        pytest.param(["--host", "0.0.0.0"], "give --admin-token", id="open to all"),
+        ("-- --tp 2", "--tp 2 after -- is for the server of --launch"),
+        ("--engine sglang --launch m", "pip install 'trajkit[sglang]'"),
+        ("--host 0.0.0.0", "give --admin-token"),
+        ("--chat-template-kwargs {", "--chat-template-kwargs {: not"),
+        ("--chat-template-kwargs [1]", "--chat-template-kwargs [1]: not"),
     ],
 )
-def test_serve_refuses_options_that_do_not_fit(tmp_path, capsys, options, said):
-    assert (
-        cli.main(["serve", "--out", str(tmp_path / "run"), *options]) == cli.BAD_USAGE
-    )
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-def model_directory(folder, template=None, **files):
-    """A model directory with the embedded tokenizer."""
-    save_tokenizer(folder, template)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 4032}))
-    return folder
-
-
-def serving(tmp_path, model, *options):
-    """What the command prints with an engine that cannot be reached."""
-    argv = ["serve", "--out", str(tmp_path / "run"), "--engine", "sglang"]
-    argv += ["--engine-url", "http://127.0.0.1:1", "--model", str(model), *options]
-    return cli.main(argv)
+def test_serve_refuses_options_that_do_not_fit(serve, tmp_path, options, says):
+    code, error = serve(*options.split())
+    assert code == cli.BAD_USAGE
+    assert says in error
+    assert "kwargs" in options or not (tmp_path / "run").exists()
 
 
 OFFERS = (
     "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}"
     "<|im_end|>{% endfor %}"
 )
+# an engine that cannot be reached
+GONE = ["--engine", "sglang", "--engine-url", "http://127.0.0.1:1", "--model"]
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        pytest.param([], "no parser knows: give --parser with one of", id="a start"),
-        pytest.param(["--parser", "none"], "127.0.0.1:1 cannot be reached", id="text"),
-        pytest.param(
-            ["--parser", "hermes"], "127.0.0.1:1 cannot be reached", id="a form"
-        ),
-        pytest.param(
-            ["--parser", "engine"], "127.0.0.1:1 cannot be reached", id="the engine's"
-        ),
-        pytest.param(
-            ["--stop-token", "<stop>"], "--stop-token <stop>: no token", id="no token"
-        ),
-        pytest.param(["--chat-template", "none.jinja"], "none.jinja", id="no file"),
+        ("", "no parser knows: give --parser with one of"),
+        ("--parser none", "127.0.0.1:1 cannot be reached"),
+        ("--parser hermes", "127.0.0.1:1 cannot be reached"),
+        ("--parser engine", "127.0.0.1:1 cannot be reached"),
+        ("--stop-token <stop>", "--stop-token <stop>: no token"),
+        ("--chat-template none.jinja", "none.jinja"),
     ],
 )
 def test_a_model_whose_calls_no_parser_knows(
-    tmp_path, capsys, monkeypatch, options, says
+    serve, tmp_path, monkeypatch, options, says
 ):
     monkeypatch.chdir(tmp_path)
     model = model_directory(tmp_path / "model", OFFERS)
-    assert serving(tmp_path, model, *options) == cli.BAD_FILE
-    said = capsys.readouterr().err
-    assert says in said
-    assert len(said.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("given", ["{", "[1]"])
-def test_variables_that_are_no_object(tmp_path, capsys, given):
-    argv = ["serve", "--out", str(tmp_path / "run"), "--chat-template-kwargs", given]
-    assert cli.main(argv) == cli.BAD_USAGE
-    assert f"--chat-template-kwargs {given}: not" in capsys.readouterr().err
+    code, error = serve(*GONE, str(model), *options.split())
+    assert code == cli.BAD_FILE
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
 
 
 def test_only_a_model_that_takes_images_needs_the_extra_images(
-    tmp_path, capsys, monkeypatch
+    serve, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "transformers", None)
     model = model_directory(tmp_path / "model")
-    assert serving(tmp_path, model) == cli.BAD_FILE
-    assert "cannot be reached" in capsys.readouterr().err
-    (model / "config.json").write_text(
-        json.dumps({"vocab_size": 4032, "image_token_id": 7})
-    )
+    code, error = serve(*GONE, str(model))
+    assert (code, "cannot be reached" in error) == (cli.BAD_FILE, True)
+    config = {"vocab_size": 4032, "image_token_id": 7}
+    (model / "config.json").write_text(json.dumps(config))
     (model / "preprocessor_config.json").write_text("{}")
-    assert serving(tmp_path, model) == cli.BAD_USAGE
-    assert "pip install 'trajkit[images]'" in capsys.readouterr().err
+    code, error = serve(*GONE, str(model))
+    assert (code, "pip install 'trajkit[images]'" in error) == (cli.BAD_USAGE, True)
 
 
-def test_serve_without_its_extra_says_what_to_install(tmp_path, capsys, monkeypatch):
+def test_serve_without_its_extra_says_what_to_install(serve, monkeypatch):
     monkeypatch.delitem(sys.modules, "trajkit_shim.app", raising=False)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    assert cli.main(["serve", "--out", str(tmp_path / "run")]) == cli.BAD_USAGE
-    assert "pip install 'trajkit[shim]'" in capsys.readouterr().err
+    code, error = serve()
+    assert (code, "pip install 'trajkit[shim]'" in error) == (cli.BAD_USAGE, True)
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_serve_asks_the_engine_before_it_serves(tmp_path, capsys, engine):
+def test_serve_asks_the_engine_before_it_serves(serve, tmp_path, engine):
     model = model_directory(tmp_path / "model")
-    argv = ["serve", "--out", str(tmp_path / "run"), "--engine", engine]
-    argv += ["--engine-url", "http://127.0.0.1:1", "--model", str(model)]
-    assert cli.main(argv) == cli.BAD_FILE
-    said = capsys.readouterr().err
-    assert "the engine does not work" in said
-    assert "127.0.0.1:1 cannot be reached" in said
+    code, error = serve("--engine", engine, *GONE[2:], str(model))
+    assert code == cli.BAD_FILE
+    assert "the engine does not work" in error
+    assert "127.0.0.1:1 cannot be reached" in error
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("command", ["serve", "rollout"])
-def test_both_commands_take_the_options_of_a_gateway(tmp_path, monkeypatch, command):
+def test_the_options_reach_the_gateway(tmp_path, monkeypatch):
     given = []
 
     def create_app(*arguments):
@@ -280,28 +199,8 @@ def test_both_commands_take_the_options_of_a_gateway(tmp_path, monkeypatch, comm
         raise OSError("enough")
 
     monkeypatch.setattr("trajkit_shim.app.create_app", create_app)
-    argv = [command, "--out", str(tmp_path / "run"), "--past-reasoning", "sampled"]
+    argv = ["serve", "--out", str(tmp_path / "run"), "--past-reasoning", "sampled"]
     argv += ["--chat-template-kwargs", '{"enable_thinking": false}']
-    if command == "rollout":
-        tasks = tmp_path / "tasks.jsonl"
-        task = {"id": "t", "prompt": "p", "workspace": {"a": "a"}}
-        tasks.write_text(json.dumps({**task, "grade": {"kind": "completed"}}))
-        argv += [str(tasks), "--harness", "shell", "--argument", "true"]
-        argv += ["--sandbox-option", "namespaces=no"]
-
-        @contextmanager
-        def here(arguments):
-            """The gateway's process, without a process of its own."""
-            pipe = SimpleNamespace(send=answers.append)
-            rollout._serve(pipe, arguments, tmp_path / "log")
-            raise answers[0]
-            yield
-
-        answers = []
-        monkeypatch.setattr(rollout, "_gateway", here)
-        monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert cli.main(argv) == cli.BAD_FILE
-    assert (given[0].past, given[0].variables) == (
-        "sampled",
-        {"enable_thinking": False},
-    )
+    variables = {"enable_thinking": False}
+    assert (given[0].past, given[0].variables) == ("sampled", variables)

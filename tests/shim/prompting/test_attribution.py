@@ -8,25 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.shim.clients import in_process
+from tests.shim.clients import USER
 from tests.shim.fakes import (
     AS_JSON,
     AS_STRING,
+    EMBEDDED,
     RENDERER,
     TOOL,
-    ScriptedEngine,
     byte_renderer,
-    byte_tokenizer,
+    called,
     cases,
+    said,
+    sampled_call,
+    tool,
+    user,
 )
 from tests.strategies import plain_texts, spoken_texts
-from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.prompting.conversation import Conversation
-from trajkit_shim.prompting.prompts import Prompts, _find_verbatim, _without_marks
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.prompts import Prompts
 
-CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
-EMBEDDED = ChatRenderer(load_tokenizer())
 RENDERERS = {
     "as string": RENDERER,
     "as JSON": byte_renderer(AS_JSON),
@@ -34,16 +34,8 @@ RENDERERS = {
 }
 
 
-def said(role, content, **fields):
-    return {"role": role, "content": content, **fields}
-
-
 def calling(content, *ids, name="bash"):
-    calls = [
-        {"id": i, "type": "function", "function": {"name": name, "arguments": "{}"}}
-        for i in ids
-    ]
-    return said("assistant", content, tool_calls=calls)
+    return said(content, tool_calls=[called(each, name) for each in ids])
 
 
 def shown(renderer, messages, tools=None):
@@ -62,14 +54,14 @@ def shown(renderer, messages, tools=None):
 
 
 TALK = [
-    said("system", "You are <b>brief</b>."),
-    said("user", "Mend it, naïvely 👍."),
+    {"role": "system", "content": "You are <b>brief</b>."},
+    user("Mend it, naïvely 👍."),
     calling("Let me look.", "call_1", "call_2"),
-    said("tool", "one", tool_call_id="call_1"),
-    said("tool", "two", tool_call_id="call_2"),
-    said("assistant", "Done."),
-    said("user", ""),
-    said("user", "one"),
+    tool("call_1", "one"),
+    tool("call_2", "two"),
+    said("Done."),
+    user(""),
+    user("one"),
 ]
 
 
@@ -81,19 +73,16 @@ def test_each_content_is_found_to_the_letter(renderer):
 
 
 def test_a_template_that_trims():
-    template = AS_STRING.replace(
-        "{{ message.content }}", "{{ message.content | trim }}"
-    )
-    messages = [said("user", " \n a b\n"), said("assistant", "c ")]
-    assert shown(byte_renderer(template), messages) == {0: "a b", 1: "c"}
+    trims = AS_STRING.replace("message.content }}", "message.content | trim }}")
+    messages = [user(" \n a b\n"), said("c ")]
+    assert shown(byte_renderer(trims), messages) == {0: "a b", 1: "c"}
     assert shown(RENDERER, messages) == {0: " \n a b\n", 1: "c "}
 
 
 def test_a_token_across_the_border_is_structure():
     """The newline before a content that begins with one is one token with it."""
     text = "\n\nthen"
-    found = shown(EMBEDDED, [said("user", text)])
-    assert found is not None
+    found = shown(EMBEDDED, [user(text)])
     assert text.endswith(found[0])
     assert found[0] != text
 
@@ -101,106 +90,82 @@ def test_a_token_across_the_border_is_structure():
 @given(st.lists(plain_texts | spoken_texts, min_size=1, max_size=4), st.booleans())
 def test_any_content_in_any_template(texts, as_string):
     renderer = RENDERERS["as string" if as_string else "as JSON"]
-    messages = [said("user", text) for text in texts]
-    assert shown(renderer, messages) == {
-        i: text for i, text in enumerate(texts) if text.strip()
-    }
+    expected = {i: text for i, text in enumerate(texts) if text.strip()}
+    assert shown(renderer, [*map(user, texts)]) == expected
 
 
 @cases(
     "template",
     {
         "looks into it": "{{ messages[0].content | length }}",
-        "refuses it": "{% if messages[0].content != 'a' %}{{ raise_exception('a only') }}"
-        "{% endif %}{{ messages[0].content }}",
+        "refuses it": "{% if messages[0].content != 'a|b' %}"
+        "{{ raise_exception('a only') }}{% endif %}{{ messages[0].content }}",
         "turns it round": "{{ messages[0].content | reverse }}",
+        "shows halves": "{{ messages[0].content.split('|')[0] }}"
+        "{{ messages[1].content.split('|')[1] }}",
     },
 )
 def test_a_template_that_looks_into_what_it_renders_tells_nothing(template):
-    assert shown(byte_renderer(template), [said("user", "a")]) in (None, {})
+    assert shown(byte_renderer(template), [user("a|b"), user("c|d")]) in (None, {})
 
 
 def test_tool_names():
     messages = [
         calling("", "a"),
-        said("tool", "x", tool_call_id="a"),
+        tool("a"),
         calling("", "a", "b", name="edit"),
-        said("tool", "x", tool_call_id="b", name="mine"),
-        said("tool", "x", tool_call_id="a"),
-        said("user", "x", name="u"),
+        tool("b", name="mine"),
+        tool("a"),
+        user("x") | {"name": "u"},
     ]
     names = [None, "bash", None, "edit", "mine", None]
     assert Conversation().restore(messages).tool_names == names
 
 
-async def converse(gateway):
-    """Two calls with a tool's output between them."""
-    client = await gateway.open(session_id="a")
-    messages = [said("user", "list it")]
-    create = client.chat.completions.create
-    reply = await create(model="m", messages=messages, tools=[TOOL])
-    answer = reply.choices[0].message
-    echo = answer.model_dump(include={"role", "content", "tool_calls"})
-    messages.append(echo)
-    messages.append(said("tool", "file.py\n", tool_call_id=answer.tool_calls[0].id))
-    await create(model="m", messages=messages, tools=[TOOL])
-    return await gateway.session(client)
+@pytest.fixture
+def converse(start):
+    """Two calls with a tool's output between them: what is known of the session, turns."""
+
+    async def converse(**options):
+        gateway = await start(f"Look.\n{sampled_call()}", "done", **options)
+        session, asked = await gateway.open(), {"tools": [TOOL]}
+        answer = await session.ask("list it", **asked)
+        result = tool(answer["tool_calls"][0]["id"], "file.py\n")
+        await session.ask("list it", answer, result, **asked)
+        return (await session.shown())["unattributed"], gateway
+
+    return converse
 
 
 @pytest.mark.anyio
-async def test_a_session_s_tool_output_is_learned_by_its_tool_s_name(tmp_path):
-    engine = ScriptedEngine(f"Look.\n{CALL}", "done")
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        session = await converse(gateway)
-    assert session["unattributed"] == 0
-    turns = tk.read_turns(tmp_path)
+async def test_a_session_s_tool_output_is_learned_by_its_tool_s_name(converse):
+    unattributed, gateway = await converse()
+    turns = gateway.table()
+    assert unattributed == 0
     assert turns["message_tool_names"].to_pylist() == [[None], ["bash"]]
     rows = tk.linearize(turns)
-    (row,) = tk.learn.observation_weights(
-        rows, turns, tool_names={"bash": 0.5}
-    ).to_pylist()
+    weigh = tk.learn.observation_weights
+    (row,) = weigh(rows, turns, tool_names={"bash": 0.5}).to_pylist()
     weights = np.array(row["observation_weight"])
     learned = np.array(row["input_ids"], np.int32)[weights > 0]
     assert RENDERER.decode(learned, ended=False) == "file.py\n"
     assert set(weights.tolist()) == {0.0, 0.5}
-    (none,) = tk.learn.observation_weights(rows, turns, tool_names=["edit"]).to_pylist()
+    (none,) = weigh(rows, turns, tool_names=["edit"]).to_pylist()
     assert not any(none["observation_weight"])
 
 
 @pytest.mark.anyio
-async def test_turns_that_cannot_be_attributed_are_counted(tmp_path):
-    template = AS_STRING.replace(
-        "{{ message.content }}",
-        "{{ message.content[:4] }}{{ message.content[4:] | upper }}",
-    )
-    renderer = ChatRenderer(byte_tokenizer(), template)
-    engine = ScriptedEngine(f"Look.\n{CALL}", "done")
-    async with in_process(engine, renderer, tmp_path) as gateway:
-        session = await converse(gateway)
-        turns = gateway.turns()
-    assert session["unattributed"] == 2
-    assert [turn["prompt_message_index"] for turn in turns] == [None, None]
-    assert [turn["prompt_is_content"] for turn in turns] == [None, None]
-
-
-@pytest.mark.anyio
-async def test_attribution_can_be_left_out(tmp_path):
-    engine = ScriptedEngine(f"Look.\n{CALL}", "done")
-    async with in_process(engine, RENDERER, tmp_path, attributed=False) as gateway:
-        session = await converse(gateway)
-        turns = gateway.turns()
-    assert session["unattributed"] == 0
-    for name in ("prompt_message_index", "prompt_is_content", "message_tool_names"):
+@pytest.mark.parametrize("attributed", [True, False])
+async def test_turns_that_are_not_attributed(converse, attributed):
+    """Those that cannot be are counted."""
+    cut = "message.content[:4] }}{{ message.content[4:] | upper }}"
+    template = AS_STRING.replace("message.content }}", cut) if attributed else AS_STRING
+    options = {"renderer": byte_renderer(template), "attributed": attributed}
+    unattributed, gateway = await converse(**options)
+    turns = gateway.turns()
+    assert unattributed == (2 if attributed else 0)
+    names = ["prompt_message_index", "prompt_is_content"]
+    for name in names if attributed else [*names, "message_tool_names"]:
         assert [turn[name] for turn in turns] == [None, None]
     assert json.loads(turns[1]["messages"][2]["body"])["content"] == "file.py\n"
-
-
-def test_a_content_that_a_text_has_twice_is_not_found_verbatim():
-    messages = [said("user", "ab"), said("user", "cd")]
-    assert _find_verbatim(messages, "ab, cd") == [(0, 0, 2), (1, 4, 6)]
-    assert _find_verbatim(messages, "ab, cd, ab") is None
-
-
-def test_marks_that_a_template_breaks_give_no_place():
-    assert _without_marks("<m0;ab m0;>", "m") == ("<ab >", [(0, 1, 4)])
-    assert _without_marks("<m0;ab m1;>", "m") == ("<m0;ab m1;>", None)
+    assert turns[0]["messages"][0]["role"] == USER["role"]

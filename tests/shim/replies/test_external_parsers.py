@@ -2,27 +2,32 @@
 
 import json
 
-import openai
 import pytest
+from aiohttp import web
 
-from tests.shim.clients import in_process
-from tests.shim.conformance import DRIVERS, NAMES
+from tests.shim.clients import NAMES, TOOLS
+from tests.shim.conformance import DRIVERS
 from tests.shim.engines.double import Double
-from tests.shim.fakes import RENDERER, ScriptedEngine, parse_reply, sampled
-from trajkit_shim.engines.base import EngineInfo
+from tests.shim.fakes import (
+    EMBEDDED,
+    RENDERER,
+    ScriptedEngine,
+    parse_reply,
+    sampled,
+    sampled_call,
+)
 from trajkit_shim.errors import EngineError
-from trajkit_shim.prompting.render import embedded_renderer
 from trajkit_shim.replies.parse import SGLangParser, as_sampled
 
 pytestmark = pytest.mark.anyio
 
 # numbers and white space that no JSON library writes so
 ARGUMENTS = '{"n":  1.50e1}'
-CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+CALL = sampled_call("f", ARGUMENTS)
 REPLY = f"<think>\nhm\n</think>\n\nLook.\n{CALL}"
-TOOLS = [{"type": "function", "function": {"name": "f"}}]
+OFFERED = TOOLS["openai_chat"]
 BOTH = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
-PROMPT = RENDERER.encode("a").ids
+CALLS_ONLY = {"tool_call_parser": "qwen25"}
 
 
 async def separated(body):
@@ -46,55 +51,44 @@ def server(info=BOTH, **paths):
     return Double("sglang", server_info=info, **found)
 
 
-async def parsed(double, text, tools=TOOLS, *, opened=False):
+async def parsed(double, text, tools=OFFERED, *, opened=False):
     async with double.listening() as url:
         parser = SGLangParser(url)
         try:
-            return await parser.parse(text, tools, PROMPT, opened=opened)
+            prompt = RENDERER.encode("a").ids
+            return await parser.parse(text, tools, prompt, opened=opened)
         finally:
             await parser.close()
 
 
-async def test_no_form_can_be_required_of_a_server_s_parser(tmp_path):
-    parser = SGLangParser("http://127.0.0.1:9")
-    async with in_process(
-        ScriptedEngine(), RENDERER, tmp_path, reply_parser=parser
-    ) as gateway:
-        client = await gateway.open()
-        with pytest.raises(openai.BadRequestError, match="how calls are written"):
-            await client.chat.completions.create(
-                model="m",
-                messages=[{"role": "user", "content": "hi"}],
-                tools=TOOLS,
-                tool_choice="required",
-            )
+async def test_no_form_can_be_required_of_a_server_s_parser(start):
+    gateway = await start(reply_parser=SGLangParser("http://127.0.0.1:9"))
+    asked = {"tools": OFFERED, "tool_choice": "required"}
+    error = await (await gateway.open()).error(400, **asked)
+    assert "how calls are written" in error["message"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_conversation_extends_what_was_sampled(tmp_path, name):
-    driver, renderer, engine = DRIVERS[name], embedded_renderer(), ScriptedEngine()
-    engine.limits = EngineInfo(
-        model="m", vocab_size=len(renderer.tokenizer), max_context_tokens=5000
-    )
+async def test_a_conversation_extends_what_was_sampled(start, name):
+    driver, size = DRIVERS[name], len(EMBEDDED.tokenizer)
+    engine = ScriptedEngine(context=5000, vocab_size=size)
     unknown = {"output_logprobs": None, "weight_versions": (), "cached_tokens": None}
     for text in (REPLY, "Done."):
-        ids = renderer.encode(text + "<|im_end|>").ids
+        ids = EMBEDDED.encode(text + "<|im_end|>").ids
         engine.script.append(sampled("", output_ids=ids, **unknown))
     async with server().listening() as url:
-        options = {"reply_parser": SGLangParser(url)}
-        async with in_process(engine, renderer, tmp_path, **options) as gateway:
-            client = driver.client(gateway, await gateway.open_key())
-            said = driver.user("hi")
-            first = await driver.ask(client, said, stream=False)
-            said += first.echo + driver.failed(first, "no such file")
-            last = await driver.ask(client, said, stream=False)
-            before, turn = gateway.turns()
-        await options["reply_parser"].close()
+        parser = SGLangParser(url)
+        gateway = await start(engine=engine, renderer=EMBEDDED, reply_parser=parser)
+        client, sent = driver.client(await gateway.open()), driver.user("hi")
+        first = await driver.ask(client, sent, stream=False)
+        sent += first.echo + driver.failed(first, "no such file")
+        last = await driver.ask(client, sent, stream=False)
+        before, turn = gateway.turns()
+        await parser.close()
     assert (first.reasoning, first.text.strip(), last.text) == ("hm", "Look.", "Done.")
     ((called_name, arguments),) = first.calls
     assert called_name == "f"
-    expected = ARGUMENTS if isinstance(arguments, str) else {"n": 15}
-    assert arguments == expected
+    assert arguments == (ARGUMENTS if isinstance(arguments, str) else {"n": 15})
     assert not before["ill_formed"]
     assert turn["prompt_built"] == "append"
     held = before["prompt_ids"] + before["output_ids"]
@@ -105,7 +99,7 @@ async def test_a_conversation_extends_what_was_sampled(tmp_path, name):
     ("info", "asked"),
     [
         ({"reasoning_parser": "qwen3"}, ["/separate_reasoning"]),
-        ({"tool_call_parser": "qwen25"}, ["/parse_function_call"]),
+        (CALLS_ONLY, ["/parse_function_call"]),
         (BOTH, ["/separate_reasoning", "/parse_function_call"]),
     ],
 )
@@ -121,18 +115,12 @@ async def test_a_server_is_asked_for_what_it_has(info, asked):
     assert "/parse_function_call" not in double.counted()
 
 
-async def test_a_server_without_parsers():
+async def test_a_server_that_does_not_parse():
     with pytest.raises(EngineError, match="neither --tool-call-parser nor"):
         await parsed(server({"tool_call_parser": None}), REPLY)
-
-
-async def test_a_reply_that_the_server_does_not_take():
-    from aiohttp import web
-
-    refused = web.json_response({}, status=400)
+    refused, failed = (web.json_response({}, status=status) for status in (400, 500))
     found = await parsed(server(separate_reasoning=refused), REPLY)
     assert (found.parts, found.ill_formed) == ((REPLY,), True)
-    failed = web.json_response({}, status=500)
     with pytest.raises(EngineError, match="500"):
         await parsed(server(separate_reasoning=failed), REPLY)
 
@@ -140,21 +128,20 @@ async def test_a_reply_that_the_server_does_not_take():
 @pytest.mark.parametrize("arguments", ["ls", "", '{"a"', "[1]", '{"a": NaN}', None])
 async def test_a_call_without_an_object_as_arguments_is_text(arguments):
     calls = {"normal_text": "", "calls": [{"name": "f", "parameters": arguments}]}
-    double = server({"tool_call_parser": "qwen25"}, parse_function_call=calls)
-    found = await parsed(double, "a call")
+    found = await parsed(server(CALLS_ONLY, parse_function_call=calls), "a call")
     assert (found.parts, found.ill_formed) == (("a call",), True)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text", "found"),
+    ("text", "found"),
     [
-        ('{"a": 1}', 'x {"a":1.0} y', '{"a":1.0}'),
-        ('{"a": 1}', '{"b": {"a":1}}', '{"a":1}'),
-        ('{"a": 1}', '{"a": 2} {"a"', '{"a": 1}'),
+        ('x {"a":1.0} y', '{"a":1.0}'),
+        ('{"b": {"a":1}}', '{"a":1}'),
+        ('{"a": 2} {"a"', '{"a": 1}'),
     ],
 )
-def test_arguments_as_they_were_sampled(arguments, text, found):
-    assert as_sampled(arguments, text, 0)[0] == found
+def test_arguments_as_they_were_sampled(text, found):
+    assert as_sampled('{"a": 1}', text, 0)[0] == found
 
 
 def test_equal_calls_are_found_one_after_the_other():

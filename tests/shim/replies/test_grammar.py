@@ -15,6 +15,7 @@ TOOLS = [
     for name in ("f", "g")
 ]
 TEXT = {"type": "json_schema", "json_schema": SCHEMA}
+ANY_JSON = {"type": "json_schema", "json_schema": {}}
 GAP = {"type": "regex", "pattern": "\\n{0,2}"}
 ANYTHING = {"type": "any_text"}
 
@@ -28,15 +29,8 @@ def tag(name, schema=ANY):
     }
 
 
-def made(
-    *,
-    tools=TOOLS,
-    form=FORMS["hermes"].grammar,
-    opened=False,
-    reasons=False,
-    pins=(),
-    **required,
-):
+def made(*, tools=TOOLS, form=FORMS["hermes"].grammar, pins=(), **required):
+    how = {name: required.pop(name, False) for name in ("opened", "reasons")}
     request = ChatRequest(
         messages=[],
         tools=tools,
@@ -44,26 +38,20 @@ def made(
         sampling=SamplingParams(),
         stream=False,
     )
-    return grammar(request, form, dict.fromkeys(pins), opened=opened, reasons=reasons)
+    return grammar(request, form, dict.fromkeys(pins), **how)
 
 
-def forced(*tags, one=False):
-    return {
-        "type": "tags_with_separator",
-        "separator": "\n",
-        "tags": [*tags],
-        "stop_after_first": one,
-        "at_least_one": True,
-    }
+def tags(kind, given, one, **fields):
+    return {"type": kind, "tags": [*given], "stop_after_first": one, **fields}
 
 
-def free(*tags, one=False):
-    return {
-        "type": "triggered_tags",
-        "triggers": ["<tool_call>"],
-        "tags": [*tags],
-        "stop_after_first": one,
-    }
+def forced(*given, one=False):
+    fields = {"separator": "\n", "at_least_one": True}
+    return tags("tags_with_separator", given, one, **fields)
+
+
+def free(*given, one=False):
+    return tags("triggered_tags", given, one, triggers=["<tool_call>"])
 
 
 @cases(
@@ -84,13 +72,7 @@ def free(*tags, one=False):
         ),
         "any JSON or calls": (
             {"schema": {}},
-            {
-                "type": "or",
-                "elements": [
-                    {"type": "json_schema", "json_schema": {}},
-                    forced(tag("f"), tag("g")),
-                ],
-            },
+            {"type": "or", "elements": [ANY_JSON, forced(tag("f"), tag("g"))]},
         ),
         "a schema and a call": (
             {"schema": SCHEMA, "call": True},
@@ -103,15 +85,9 @@ def test_the_reply(required, wanted):
     assert made(**required) == {"type": "structural_tag", "format": wanted}
 
 
-@cases(
-    "required",
-    {
-        "nothing": {},
-        "one call, no tools": {"parallel": False, "tools": None},
-    },
-)
-def test_no_grammar(required):
-    assert made(**required, pins=["regex"]) is None
+def test_no_grammar():
+    assert made(pins=["regex"]) is None
+    assert made(pins=["regex"], parallel=False, tools=None) is None
 
 
 def test_reasoning_comes_first():

@@ -9,7 +9,7 @@ from pathlib import Path
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.engines.launch import running_server, sglang_server
 
-PYTHON = os.environ["TRAJKIT_SGLANG_PYTHON"]
+PYTHON = os.environ.get("TRAJKIT_SGLANG_PYTHON", "")
 # without the second, it takes 15 GB for its cache; with the fourth, it uses no CPU if idle
 ARGUMENTS = (
     *("--device", "cpu"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.engines.launch import running_server
 
-PYTHON = os.environ["TRAJKIT_VLLM_PYTHON"]
+PYTHON = os.environ.get("TRAJKIT_VLLM_PYTHON", "")
 HERE = Path(__file__).parent
 DENSE = HERE.parent / "sglang_cpu" / "make_model.py"
 EXPERTS = HERE / "make_experts.py"
