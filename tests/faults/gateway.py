@@ -7,7 +7,7 @@ _SESSIONS = "tests/shim/sessions tests/shim/test_app.py tests/shim/test_delivery
 _PROTOCOLS = (
     "tests/shim/protocols tests/shim/test_conformance.py tests/shim/test_app.py"
 )
-_ENGINES = "tests/shim/engines/test_acceptance.py tests/shim/engines/test_servers.py"
+_ENGINES = "tests/shim/engines/test_servers.py"
 _REPLIES = "tests/shim/replies tests/shim/test_app.py"
 
 GATEWAY = (
@@ -680,7 +680,7 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/workers.py",
-        "tests/shim/test_workers.py",
+        "tests/shim/test_serve.py",
         (
             "all sessions are the first worker's",
             "owner = loads.index(min(loads))",

@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,8 @@ class Session:
     """A session of a gateway, and what its clients and its trainer ask."""
 
     def __init__(self, gateway: "InProcess", opened: Mapping[str, Any]) -> None:
-        self.gateway, self.key, self.id = (
-            *(gateway, opened["api_key"]),
-            opened["session_id"],
-        )
+        self.gateway, self.key = gateway, opened["api_key"]
+        self.id = opened["session_id"]
         self.path = f"/sessions/{self.id}"
 
     @property
@@ -136,7 +134,7 @@ class Session:
 
 
 class InProcess:
-    """A gateway in this process."""
+    """A gateway in this process, until `aclose`."""
 
     url = "http://gateway"
 
@@ -157,10 +155,7 @@ class InProcess:
 
     def client(self, key: str) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
-            api_key=key,
-            base_url=f"{self.url}/v1",
-            http_client=self.http,
-            max_retries=0,
+            api_key=key, base_url=f"{self.url}/v1", http_client=self.http, max_retries=0
         )
 
     def anthropic(self, key: str) -> anthropic.AsyncAnthropic:
@@ -202,18 +197,13 @@ class InProcess:
     def table(self) -> pa.Table:
         return tk.read_turns(self.directory)
 
+    async def aclose(self) -> None:
+        await self.http.aclose()
+        await self._anthropic_http.aclose()
+        self.log.close()
+
     def sessions(self) -> list[dict[str, Any]]:
         return tk.read_sessions(self.directory).to_pylist()
-
-
-@asynccontextmanager
-async def in_process(
-    engine: Engine, renderer: ChatRenderer, directory: Path, **options: object
-) -> AsyncIterator[InProcess]:
-    gateway = InProcess(engine, renderer, directory, **options)
-    async with gateway.http:
-        yield gateway
-    gateway.log.close()
 
 
 class OnSocket(InProcess):
@@ -248,18 +238,9 @@ class OnSocket(InProcess):
     async def aclose(self) -> None:
         for client in (self.admin, self.http, self._anthropic_http):
             await client.aclose()
+        # the gateway ends, and closes its log
         await asyncio.to_thread(self._running.close)
         self._listener.close()
-
-
-@asynccontextmanager
-async def on_socket(*given: object, **options: object) -> AsyncIterator[OnSocket]:
-    """When the block is left the gateway has ended and its log is closed."""
-    gateway = OnSocket(*given, **options)
-    try:
-        yield gateway
-    finally:
-        await gateway.aclose()
 
 
 def read_log(path: Path) -> pa.Table:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import AsyncExitStack
 
 import pytest
 
@@ -25,19 +24,26 @@ def anyio_backend() -> str:
 @pytest.fixture
 async def start(tmp_path):
     """Start gateways in this process; modules that use it import `tests.shim.clients`."""
-    from tests.shim.clients import in_process
+    from tests.shim.clients import InProcess
     from tests.shim.fakes import RENDERER, ScriptedEngine
 
-    async with AsyncExitStack() as stack:
+    started = []
 
-        async def started(
-            *script, engine=None, renderer=RENDERER, directory=tmp_path, **options
-        ):
-            engine = ScriptedEngine(*script) if engine is None else engine
-            gateway = in_process(engine, renderer, directory, **options)
-            return await stack.enter_async_context(gateway)
+    async def start(
+        *script,
+        engine=None,
+        renderer=RENDERER,
+        directory=tmp_path,
+        place=InProcess,
+        **options,
+    ):
+        engine = ScriptedEngine(*script) if engine is None else engine
+        started.append(place(engine, renderer, directory, **options))
+        return started[-1]
 
-        yield started
+    yield start
+    for gateway in reversed(started):
+        await gateway.aclose()
 
 
 @pytest.fixture(autouse=True)

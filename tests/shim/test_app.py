@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +13,8 @@ from tests.shim.fakes import (
     AS_STRING,
     RENDERER,
     Held,
-    ScriptedEngine,
     byte_renderer,
     cases,
-    fails,
     sampled,
 )
 from trajkit_shim.errors import EngineError
@@ -74,16 +71,6 @@ async def test_a_stop_string_is_sampled_and_not_shown(start):
     assert spelled(turn["output_ids"]) == "one\ntwo<|im_end|>"
 
 
-async def test_a_sample_without_logprobs_or_weight_versions(start):
-    unknown = {"output_logprobs": None, "weight_versions": (), "cached_tokens": None}
-    gateway = await start(sampled("x", **unknown))
-    reply = (await (await gateway.open()).post()).json()
-    (turn,) = gateway.turns()
-    assert reply["usage"].get("prompt_tokens_details") is None
-    names = ("output_logprobs", "weight_versions", "cached_tokens")
-    assert [turn[name] for name in names] == [None] * 3
-
-
 async def test_pins_win_over_wishes(start):
     gateway = await start("a", "b", "c", max_new_tokens=30)
     pins = {"temperature": 1.0, "max_tokens": 20, "extra": {"regex": "a|b"}}
@@ -100,33 +87,6 @@ async def test_pins_win_over_wishes(start):
     assert (second.max_new_tokens, second.extra) == (20, {"regex": "a|b"})
     overruled = {"temperature": 1, "top_p": 1, "seed": 1, "max_tokens": 1}
     assert (await session.shown())["sampling_overruled"] == overruled
-
-
-async def test_the_context_bounds_the_reply(start):
-    gateway = await start(engine=ScriptedEngine("a", context=40))
-    await (await gateway.open()).ask(max_tokens=1000)
-    (prompt,), (sampling,) = gateway.engine.prompts, gateway.engine.samplings
-    assert sampling.max_new_tokens == 40 - len(prompt)
-
-
-async def test_parallel_calls_of_one_session(start):
-    slow, fast = Held("slow"), Held("fast")
-    gateway = await start(slow, fast)
-    session = await gateway.open()
-    calls = []
-    for held in (slow, fast):
-        calls.append(asyncio.create_task(session.ask()))
-        await held.entered.wait()
-    assert (await session.shown())["in_flight"] == 2
-    for held, call in ((fast, calls[1]), (slow, calls[0])):
-        held.release.set()
-        await call
-    shown, turns = await session.shown(), gateway.turns()
-    assert (shown["turns"], shown["in_flight"]) == (2, 0)
-    texts = [spelled(turn["output_ids"]) for turn in turns]
-    assert texts == ["fast<|im_end|>", "slow<|im_end|>"]
-    assert [turn["turn_index"] for turn in turns] == [0, 1]
-    assert [turn["messages"][0]["body"] is None for turn in turns] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -149,26 +109,6 @@ async def test_an_incomplete_reply_is_context_only(start, reason):
     assert report["lost_untrainable"].to_pylist() == [4]
     # nothing of it is gone on from
     assert (await session.shown())["prompts"] == {"opening": 2}
-
-
-async def test_a_prompt_outside_the_vocabulary(start):
-    gateway = await start("a")
-    gateway.engine.limits = replace(gateway.engine.limits, vocab_size=200)
-    error = await (await gateway.open()).error(400)
-    assert "prompt_ids[0] = 256 is outside" in error["message"]
-    assert error["code"] == "token_out_of_vocabulary"
-    assert (gateway.turns(), gateway.engine.prompts) == ([], [])
-
-
-async def test_a_log_that_cannot_be_written(start, monkeypatch):
-    gateway = await start("a", "b")
-    session = await gateway.open()
-    with monkeypatch.context() as patch:
-        patch.setattr(gateway.log, "append", fails(28, "No space left on device"))
-        assert "No space left" in (await session.error(500))["message"]
-    assert (await session.shown())["turns"] == 0
-    await session.ask()
-    assert len(gateway.turns()) == 1
 
 
 async def test_the_name_of_a_session_is_used_once(start):

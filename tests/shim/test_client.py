@@ -105,19 +105,6 @@ def test_sessions_are_spread_over_gateways_and_found_again(tmp_path):
     assert caught.value.status == 404
 
 
-@pytest.mark.anyio
-async def test_many_openings_at_once_are_spread_too(tmp_path):
-    with gateways(tmp_path, ScriptedEngine(), ScriptedEngine()) as urls:
-        async with AsyncGatewayClient(urls) as client:
-            # refused sessions take no place
-            wrong = (client.open(max_turns=-1) for _ in range(3))
-            refused = await asyncio.gather(*wrong, return_exceptions=True)
-            assert {*map(type, refused)} == {GatewayError}
-            opened = await asyncio.gather(*(client.open() for _ in range(40)))
-    places = [session.base_url for session in opened]
-    assert {places.count(url) for url in urls} == {20}
-
-
 UPDATE = ("update", "/new", "step-1")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import trajkit as tk
-from tests.shim.clients import NAMES, on_socket
+from tests.shim.clients import NAMES, OnSocket
 from tests.shim.conformance import (
     ASKED,
     CUTS,
@@ -182,7 +182,7 @@ STALLED = {
         if stream or when != MIDDLE
     ],
 )
-async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
+async def test_a_call_that_is_cut_off(tmp_path, start, name, what, when, stream):
     recorded, words = CUTS[what, when]
     driver, heard = DRIVERS[name], asyncio.Event()
     stalled = Threaded(STALLED.get(what, "hello"))
@@ -191,38 +191,39 @@ async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
     engine = ScriptedEngine("first", *script, context=10**6 if sending else 2000)
     answer, failure = None, None
     options = {"max_new_tokens": 10**6, "ping_seconds": 0.01 if when == MIDDLE else 60}
-    async with on_socket(engine, RENDERER, tmp_path, **options) as gateway:
-        session = await gateway.open()
-        client = driver.client(session)
-        # a turn that was answered before
-        await driver.ask(client, driver.user("hi"), stream=stream)
+    gateway = await start(engine=engine, place=OnSocket, **options)
+    session = await gateway.open()
+    client = driver.client(session)
+    # a turn that was answered before
+    await driver.ask(client, driver.user("hi"), stream=stream)
 
-        async def leave():
-            asyncio.current_task().cancel()
+    async def leave():
+        asyncio.current_task().cancel()
 
-        async def hear():
-            heard.set()
+    async def hear():
+        heard.set()
 
-        gateway.at_head = {SENDING: leave, MIDDLE: hear}.get(when)
-        asking = driver.ask(client, driver.user("and?"), stream=stream)
-        call = asyncio.create_task(asking)
-        if when == MIDDLE:
-            await heard.wait()
+    gateway.at_head = {SENDING: leave, MIDDLE: hear}.get(when)
+    asking = driver.ask(client, driver.user("and?"), stream=stream)
+    call = asyncio.create_task(asking)
+    if when == MIDDLE:
+        await heard.wait()
+    if not sending:
+        assert await asyncio.to_thread(stalled.entered.wait, 60)
+    if words is None:
         if not sending:
-            assert await asyncio.to_thread(stalled.entered.wait, 60)
-        if words is None:
-            if not sending:
-                call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-        else:
-            await cut(session, what, stalled)
-            try:
-                answer = await call
-            except Failure as error:
-                failure = error
-        if not sending and "engine" not in what:
-            assert await asyncio.to_thread(stalled.cancelled.wait, 60)
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    else:
+        await cut(session, what, stalled)
+        try:
+            answer = await call
+        except Failure as error:
+            failure = error
+    if not sending and "engine" not in what:
+        assert await asyncio.to_thread(stalled.cancelled.wait, 60)
+    await gateway.aclose()
     first, *rest = tk.read_turns(tmp_path)["trainable"].to_pylist()
     assert first == (what != "its session is dropped")
     assert rest == {"nothing": [], "context only": [False]}.get(recorded, [True])

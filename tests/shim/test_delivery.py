@@ -8,8 +8,6 @@ import openai
 import pytest
 from hypothesis import example, given
 
-import trajkit as tk
-from tests.made_tables import linearized
 from tests.shim.clients import BODIES, USER, http_of
 from tests.shim.fakes import Held, ScriptedEngine, cases, fails, sampled, until, user
 from tests.strategies import delivery_steps
@@ -136,10 +134,7 @@ async def test_a_client_that_leaves_in_the_midst_of_a_long_answer(
 @pytest.mark.parametrize("noticed", [True, False])
 @cases(
     "lost_with, told",
-    {
-        "half of it": (b'"content": "late"', LOST),
-        "all of it": (b"[DONE]", DELIVERED),
-    },
+    {"half of it": (b'"content": "late"', LOST), "all of it": (b"[DONE]", DELIVERED)},
 )
 async def test_a_client_that_leaves_a_stream_that_has_begun(
     start, lost_with, told, noticed
@@ -196,29 +191,6 @@ async def test_an_answer_that_is_given_again_and_arrives_trains_after_all(sessio
     await Line(session, lost_after=1).ask(**RETRY)
     assert logged(session) == [(True, "delivered")]
     assert (await session.shown())["undelivered"] == 0
-
-
-@pytest.mark.parametrize("lost", [(1, None), (None, 1)], ids=["first", "second"])
-async def test_one_of_two_connections_is_enough(start, lost):
-    held = Held("a")
-    session = await (await start(held)).open(replay=True)
-    lines = [Line(session, lost_after=each) for each in lost]
-    calls = [asyncio.create_task(line.ask()) for line in lines]
-    await joined(session)
-    held.release.set()
-    await asyncio.gather(*calls)
-    assert logged(session) == [DELIVERED]
-
-
-async def test_what_is_lost_is_not_trained_and_counted(session):
-    await Line(session, lost_after=1).ask()
-    await Line(session).ask()
-    turns = session.gateway.table()
-    rows, report = linearized(turns, reward=1.0)
-    assert turns["resend_of"].is_valid().to_pylist() == [False, True]
-    assert sum(sum(mask) for mask in rows["loss_mask"].to_pylist()) == 2
-    assert report["lost_untrainable"].to_pylist() == [2]
-    assert len(tk.verify(rows, turns)) == 0
 
 
 @given(delivery_steps)

@@ -323,16 +323,6 @@ async def test_a_count_and_a_call_that_fails_store_no_image(opened):
     assert session.stored() == [name_of(JPEG)]
 
 
-async def test_the_images_of_a_run_have_a_limit_together(opened):
-    limit = len(PNG) + len(JPEG) - 1
-    session = await opened("red", "still red", limits={"max_total_bytes": limit})
-    # one that is stored takes no more room
-    for _ in range(2):
-        await session.look(PNG)
-    assert f"the limit is {limit}" in await session.refused(507, "log_full", JPEG)
-    assert session.stored() == [name_of(PNG)]
-
-
 def watch_files(monkeypatch, called):
     """Call a function whenever a file of an image is opened to be written."""
     opened = Path.open

@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.shim.clients import USER, http, on_socket
+from tests.shim.clients import USER, OnSocket, http
 from tests.shim.fakes import (
-    RENDERER,
     Held,
     ScriptedEngine,
     Threaded,
@@ -70,17 +69,6 @@ async def test_an_engine_that_cannot_be_paused(start):
     assert "ScriptedEngine cannot be paused" in answer["error"]["message"]
 
 
-async def test_one_pause_at_a_time(engine, weights):
-    await weights.pause(60, "wait")
-    with pytest.raises(GatewayError, match="a pause with mode 'wait'") as caught:
-        await weights.pause(60, "keep")
-    assert caught.value.status == 409
-    # no call is at the engine, which may get weights
-    await weights.update("/new", "1")
-    await weights.resume()
-    assert engine.told == [("update", "/new", "1")]
-
-
 async def test_a_call_that_waited_does_not_pass_a_pause_that_began_again(weights):
     held = Held(sampled("a"))
     await weights.pause(60, "wait")
@@ -104,18 +92,6 @@ async def test_a_pause_ends_by_itself(engine, weights):
     assert weights.mode is None
     with pytest.raises(GatewayError, match="not paused"):
         await weights.update("/new", "1")
-
-
-async def test_a_pause_that_is_asked_for_again_starts_anew(engine, weights):
-    await weights.pause(60)
-    first = weights._lease
-    await weights.pause(60)
-    await until(first.cancelled)
-    assert weights.mode is not None
-    assert engine.told == [("pause",), ("pause",)]
-    await weights.close()
-    assert engine.told[-1] == ("resume",)
-    assert weights.mode is None
 
 
 @cases(
@@ -202,27 +178,27 @@ async def test_a_call_does_not_wait_for_ever(start):
 
 
 @pytest.mark.parametrize("waits", ["for the engine", "for a call"])
-async def test_a_trainer_that_hangs_up_while_it_pauses(tmp_path, engine, waits):
+async def test_a_trainer_that_hangs_up_while_it_pauses(start, engine, waits):
     held = Threaded("hello")
     if waits == "for the engine":
         engine.fails["pause"] = "hangs"
     else:
         engine = ScriptedEngine(held)
-    async with on_socket(engine, RENDERER, tmp_path) as gateway:
-        session, calls = await gateway.open(), []
-        mode = {"mode": "keep"}
-        if waits == "for a call":
-            calls.append(asyncio.create_task(session.ask(USER)))
-            assert await asyncio.to_thread(held.entered.wait, 60)
-            mode = {"mode": "wait"}
-        with pytest.raises(http.ReadTimeout):
-            await gateway.admin.post("/engine/pause", json=mode, timeout=0.3)
-        if calls:
-            while (await gateway.get("/healthz"))["status"] != "ok":
-                await asyncio.sleep(0.01)
-            held.release.set()
-            await asyncio.gather(*calls)
-        else:
-            engine.fails.clear()
-            assert [await engine.next() for _ in range(2)] == [("pause",), ("resume",)]
-        assert (await gateway.get("/engine"))["paused"] is False
+    gateway = await start(engine=engine, place=OnSocket)
+    session, calls = await gateway.open(), []
+    mode = {"mode": "keep"}
+    if waits == "for a call":
+        calls.append(asyncio.create_task(session.ask(USER)))
+        assert await asyncio.to_thread(held.entered.wait, 60)
+        mode = {"mode": "wait"}
+    with pytest.raises(http.ReadTimeout):
+        await gateway.admin.post("/engine/pause", json=mode, timeout=0.3)
+    if calls:
+        while (await gateway.get("/healthz"))["status"] != "ok":
+            await asyncio.sleep(0.01)
+        held.release.set()
+        await asyncio.gather(*calls)
+    else:
+        engine.fails.clear()
+        assert [await engine.next() for _ in range(2)] == [("pause",), ("resume",)]
+    assert (await gateway.get("/engine"))["paused"] is False

@@ -1,7 +1,6 @@
 """The embedded engine's law: what it says of itself, and what it does."""
 
 import asyncio
-import itertools
 import math
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from trajkit_shim.errors import EngineError
 
 VOCAB = shipped()
 TOKENIZER = load_tokenizer()
-ORDINARY = {VOCAB.spelling[token]: token for token in range(VOCABULARY)}
 
 
 def encoded(text):
@@ -38,8 +36,7 @@ def encoded(text):
 
 
 PROMPT = np.array(
-    encoded("<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"),
-    np.int32,
+    encoded("<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"), np.int32
 )
 TALK = [
     Reply(("Let me look.\n", *tool_call("bash", '{"command": "ls"}')), weight=3),
@@ -89,62 +86,43 @@ def score(engine, output_ids, sampling=None):
     return logprobs
 
 
-def spellings(said, drift):
-    """Every token sequence that spells the replies, with its probability."""
-    law = Counter()
-    for reply in said:
-        weights = {(): 1.0}
-        for part in (*reply.parts, Special(END)):
-            if isinstance(part, Special):
-                ways = {(VOCAB.added[part.text],): 1.0}
-            else:
-                ways = _ways(part.encode(), tuple(VOCAB.encode_plain(part)), drift)
-            weights = {
-                before + way: weight * more
-                for (before, weight), (way, more) in itertools.product(
-                    weights.items(), ways.items()
-                )
-            }
-        total = sum(weights.values())
-        for ids, weight in weights.items():
-            law[ids] += reply.weight / sum(r.weight for r in said) * weight / total
+def spellings(engine, ids=()):
+    """Every token sequence that the engine may give, with its probability."""
+    if ids and ids[-1] == VOCAB.added[END]:
+        return {ids: math.exp(score(engine, ids).sum())}
+    state = engine._start(PROMPT.tolist())
+    for token in ids:
+        state = state.after(token)
+    law = {}
+    for token in state.next():
+        law |= spellings(engine, (*ids, token))
     return law
 
 
-def _ways(spelled, canonical, drift):
-    lengths = [len(VOCAB.spelling[token]) for token in canonical]
-    ends = itertools.accumulate(lengths)
-    edges = {
-        (end - length, token)
-        for end, length, token in zip(ends, lengths, canonical, strict=True)
-    }
-    ways = {}
-
-    def extend(at, ids, weight):
-        if at == len(spelled):
-            ways[ids] = weight
-        for stop in range(at + 1, len(spelled) + 1):
-            if spelled[at:stop] in ORDINARY:
-                token = ORDINARY[spelled[at:stop]]
-                more = weight * (1 if (at, token) in edges else drift)
-                extend(stop, (*ids, token), more)
-
-    extend(0, (), 1.0)
-    return ways
+def spelled(reply):
+    shown = (p.text if isinstance(p, Special) else p for p in reply.parts)
+    return "".join(shown) + END
 
 
 @given(replies, st.sampled_from([0.05, 0.5, 1.0]))
 @example([Reply(("in",)), Reply(("ins",))], 0.5)
 @example([Reply(("in",)), Reply(("in",))], 0.5)
 @example([Reply(())], 0.5)
-def test_score_is_the_probability_counted_over_all_spellings(said, drift):
-    engine = saying(said, drift=drift)
-    law = spellings(said, drift)
-    assert math.isclose(sum(law.values()), 1)
-    for ids, probability in law.most_common(20):
-        logprobs = score(engine, ids)
-        assert (logprobs <= 0).all()
-        assert math.isclose(math.exp(logprobs.sum()), probability, rel_tol=1e-4)
+@example([Reply(("in",))], 0.5)
+def test_each_reply_has_its_weight_and_each_spelling_its_drift(said, drift):
+    law, told = spellings(saying(said, drift=drift)), Counter()
+    for ids, probability in law.items():
+        told[VOCAB.decode(list(ids))] += probability
+    weights = Counter()
+    for reply in said:
+        weights[spelled(reply)] += reply.weight / sum(each.weight for each in said)
+    assert told.keys() == weights.keys()
+    for text, weight in weights.items():
+        assert math.isclose(told[text], weight, rel_tol=1e-4)
+    # a token that is not the canonical one costs a drift
+    if [reply.parts for reply in said] == [("in",)]:
+        one, two = sorted(law.values())
+        assert math.isclose(one / two, drift**2, rel_tol=1e-4)
 
 
 @cases(
@@ -182,7 +160,7 @@ def test_frequencies_agree_with_the_scores(choices):
     sampling = Sampling(max_new_tokens=1, **choices)
     expected = {
         ids: n * math.exp(score(engine, ids, sampling).sum())
-        for ids in spellings(said, 0.4)
+        for ids in spellings(engine)
     }
     assert math.isclose(sum(expected.values()), n, rel_tol=1e-4)
     # cells that expect fewer than five are one cell

@@ -23,7 +23,6 @@ import pytest
 
 import trajkit as tk
 from tests.made_tables import linearized
-from tests.shim.clients import in_process
 from tests.shim.engines.double import ENGINES
 from tests.shim.fakes import AS_STRING, TOOL, engine_request, tool
 from tests.shim.processes import (
@@ -574,12 +573,11 @@ def vision(kind, tmp_path_factory):
 
 
 @pytest.fixture
-async def seeing(kind, vision, tmp_path):
+async def seeing(kind, vision, start):
     model, url = vision
     engine = client_of(kind, url, model)
-    options = {"images": load_image_model(model)}
-    async with in_process(engine, load_renderer(model), tmp_path, **options) as gateway:
-        yield gateway
+    images = load_image_model(model)
+    yield await start(engine=engine, renderer=load_renderer(model), images=images)
     await engine.close()
 
 

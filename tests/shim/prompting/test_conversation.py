@@ -9,13 +9,10 @@ from hypothesis import strategies as st
 
 from tests.shim.clients import BY_NAME, USER
 from tests.shim.fakes import (
-    AS_STRING,
-    byte_renderer,
     called,
     cases,
     parse_reply,
     remember,
-    rendered,
     said,
     sampled_call,
     tool,
@@ -241,21 +238,6 @@ def test_every_reply_is_known_again(name, text, thought, habits):
     messages, known = restored(book_with(recorded), *request.messages[:-1])
     assert messages == [USER, recorded]
     assert known in (["as_sent"], ["restored"])
-
-
-def test_a_template_that_wants_calls_gets_them():
-    """One that refuses a tool's message with no call before it."""
-    loop = "{%- for message in messages -%}"
-    strict = AS_STRING.replace(
-        loop,
-        loop + "{%- if message.role == 'tool' and not "
-        "loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif -%}",
-    )
-    message = canonical_reply(reply_to(f"{CALL} and"))
-    assert "sampled" in message
-    renderer = byte_renderer(strict)
-    ids = rendered(renderer, [message, tool("x")], None)
-    assert '{"n":  1.50e1}' in renderer.decode(ids, ended=False)
 
 
 # Results

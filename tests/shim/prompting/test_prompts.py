@@ -1,5 +1,6 @@
-"""Prompts that are built behind what was sampled, and why others are rendered."""
+"""Prompts: built behind what was sampled or rendered, and the messages that they show."""
 
+import json
 import re
 from hashlib import blake2b
 
@@ -13,12 +14,14 @@ import trajkit as tk
 from tests.made_tables import link_by
 from tests.shim.clients import USER
 from tests.shim.fakes import (
+    AS_JSON,
     AS_STRING,
     EMBEDDED,
     RENDERER,
     TOOL,
     byte_renderer,
     byte_tokenizer,
+    called,
     cases,
     parse_reply,
     remember,
@@ -302,16 +305,6 @@ def test_a_reply_that_did_not_end_itself():
     assert conversation.reason([*messages, NEXT]) == "unclosed"
 
 
-def test_a_turn_is_extended_again_after_a_reply_to_it_was_cut():
-    conversation = Conversation()
-    messages = [*conversation.turn(OPENING, "a"), NEXT]
-    first = conversation.ask(messages)
-    conversation.reply(canonical(RENDERER, "cut")[:-1])
-    again = conversation.ask(messages)
-    assert again.built == "append"
-    assert again.ids.tolist() == first.ids.tolist()
-
-
 def test_a_template_that_moves_tools():
     conversation = Conversation(byte_renderer(MOVES_TOOLS))
     messages = conversation.turn(OPENING, "Yes.", [TOOL])
@@ -444,23 +437,6 @@ def test_variables_are_part_of_what_is_extended():
     # a client cannot write control tokens with one either
     assert conversation.shown().startswith("<|im_end|><|im_start|>user")
     assert prompt.ids[0] < 256
-
-
-def test_a_prompt_that_opens_the_reasoning_stays_as_it_was():
-    renderer = byte_renderer(KEEPS_REASONING.replace(*OPENS))
-    conversation = Conversation(renderer)
-    messages = conversation.turn(OPENING, "hm \n</think>\n\nYes.")
-    assert messages[-1]["reasoning_content"] == "hm"
-    assert conversation.reason([*messages, NEXT]) is None
-    text = conversation.shown()
-    assert "assistant\n<think>\nhm \n</think>\n\nYes.<|im_end|>\n" in text
-    assert text.endswith("next<|im_end|>\n<|im_start|>assistant\n<think>\n")
-    # where nothing was thought, the template takes the opening back
-    for past, expected in (("auto", "rewritten"), ("sampled", None)):
-        conversation = Conversation(renderer, past=past)
-        messages = conversation.turn(OPENING, "\n</think>\n\nYes.")
-        assert "reasoning_content" not in messages[-1]
-        assert conversation.reason([*messages, NEXT]) == expected
 
 
 def test_a_special_token_that_the_model_wrote_is_kept():
@@ -596,3 +572,125 @@ async def test_a_count_is_that_of_the_prompt_to_come(start):
         assert count.json()["input_tokens"] == reply["usage"]["input_tokens"]
         messages = [*messages, said(reply["content"][0]["text"]), NEXT]
     assert (await session.shown())["prompts"] == {"opening": 1, "append": 2}
+
+
+# Which message each token shows
+
+RENDERERS = {
+    "as string": RENDERER,
+    "as JSON": byte_renderer(AS_JSON),
+    "embedded": EMBEDDED,
+}
+
+
+def calling(content, *ids, name="bash"):
+    return said(content, tool_calls=[called(each, name) for each in ids])
+
+
+def shown(renderer, messages, tools=None):
+    """The text of each message that has content tokens; None: nothing is told."""
+    prompts, replies = Prompts(renderer, "render"), Session()
+    built = prompts.build(replies.restore(messages), tools, attributed=True)
+    prompt, found = built.ids, built.message_index
+    if found is None:
+        return None
+    assert len(found) == len(prompt)
+    return {
+        i: renderer.decode(prompt[found == i], ended=False)
+        for i in np.unique(found).tolist()
+        if i >= 0
+    }
+
+
+TALK = [
+    {"role": "system", "content": "You are <b>brief</b>."},
+    user("Mend it, naïvely 👍."),
+    calling("Let me look.", "call_1", "call_2"),
+    tool("call_1", "one"),
+    tool("call_2", "two"),
+    said("Done."),
+    user(""),
+    user("one"),
+]
+
+
+@pytest.mark.parametrize("renderer", RENDERERS.values(), ids=RENDERERS)
+def test_each_content_is_found_to_the_letter(renderer):
+    assert shown(renderer, TALK, [TOOL]) == {
+        i: message["content"] for i, message in enumerate(TALK) if message["content"]
+    }
+
+
+def test_a_token_across_the_border_is_structure():
+    """The newline before a content that begins with one is one token with it."""
+    text = "\n\nthen"
+    found = shown(EMBEDDED, [user(text)])
+    assert text.endswith(found[0])
+    assert found[0] != text
+
+
+@given(st.lists(plain_texts | spoken_texts, min_size=1, max_size=4), st.booleans())
+def test_any_content_in_any_template(texts, as_string):
+    renderer = RENDERERS["as string" if as_string else "as JSON"]
+    expected = {i: text for i, text in enumerate(texts) if text.strip()}
+    assert shown(renderer, [*map(user, texts)]) == expected
+
+
+@cases(
+    "template",
+    {
+        "looks into it": "{{ messages[0].content | length }}",
+        "refuses it": "{% if messages[0].content != 'a|b' %}"
+        "{{ raise_exception('a only') }}{% endif %}{{ messages[0].content }}",
+        "turns it round": "{{ messages[0].content | reverse }}",
+        "shows halves": "{{ messages[0].content.split('|')[0] }}"
+        "{{ messages[1].content.split('|')[1] }}",
+    },
+)
+def test_a_template_that_looks_into_what_it_renders_tells_nothing(template):
+    assert shown(byte_renderer(template), [user("a|b"), user("c|d")]) in (None, {})
+
+
+def test_tool_names():
+    messages = [
+        calling("", "a"),
+        tool("a"),
+        calling("", "a", "b", name="edit"),
+        tool("b", name="mine"),
+        tool("a"),
+        user("x") | {"name": "u"},
+    ]
+    names = [None, "bash", None, "edit", "mine", None]
+    assert Session().restore(messages).tool_names == names
+
+
+@pytest.mark.anyio
+@cases(
+    "change, attributed, unattributed",
+    {
+        "attributed": ("message.content }}", True, 0),
+        "cut": (
+            "message.content[:4] }}{{ message.content[4:] | upper }}",
+            True,
+            2,
+        ),
+        "left out": ("message.content }}", False, 0),
+    },
+)
+async def test_the_turns_of_a_session(start, change, attributed, unattributed):
+    """Two calls with a tool's output between them; those without places are counted."""
+    renderer = byte_renderer(AS_STRING.replace("message.content }}", change))
+    script, options = (f"Look.\n{sampled_call()}", "done"), {"attributed": attributed}
+    gateway = await start(*script, renderer=renderer, **options)
+    session, asked = await gateway.open(), {"tools": [TOOL]}
+    answer = await session.ask(USER, **asked)
+    result = tool(answer["tool_calls"][0]["id"], "file.py\n")
+    await session.ask(USER, answer, result, **asked)
+    turns = gateway.turns()
+    assert (await session.shown())["unattributed"] == unattributed
+    for name in ("prompt_message_index", "prompt_is_content"):
+        missing = [turn[name] is None for turn in turns]
+        assert missing == [not attributed or bool(unattributed)] * 2
+    names = turns[1]["message_tool_names"]
+    assert names is None if not attributed else names[-1] == "bash"
+    assert json.loads(turns[1]["messages"][2]["body"])["content"] == "file.py\n"

@@ -6,7 +6,7 @@ import traceback
 import numpy as np
 import pytest
 from hypothesis import given
-from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from tests.shim.clients import USER
 from tests.shim.fakes import (
@@ -351,21 +351,6 @@ def test_a_directory_is_read_without_transformers(tmp_path, monkeypatch, config)
 
 
 # Ids
-
-
-def test_a_tokenizer_that_begins_a_text_otherwise_is_given_it_whole():
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer.from_str(byte_tokenizer().backend_tokenizer.to_str())
-    first = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first")
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([first, level])
-    begins = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
-    renderer, messages = ChatRenderer(begins, AS_STRING), [user("a"), said("b")]
-    assert not renderer.keeps_apart
-    text = renderer.text(messages, None)
-    whole = begins(text, add_special_tokens=False)["input_ids"]
-    assert renderer.encode(text).ids.tolist() == whole
 
 
 @pytest.mark.anyio

@@ -76,15 +76,6 @@ async def test_what_is_required_is_read_sampled_under_a_grammar_and_logged(
     assert json.loads(turn["sampling"])["structural_tag"] == sampling.structural_tag
 
 
-@EACH
-async def test_a_free_request_has_no_grammar(start, name):
-    gateway = await start("hi")
-    await (await gateway.open()).post(name, tools=TOOLS[name])
-    (turn,) = gateway.turns()
-    assert gateway.engine.samplings[0].structural_tag is None
-    assert json.loads(turn["sampling"])["structural_tag"] is None
-
-
 @cases(
     "sampling, client, overruled",
     {
@@ -207,56 +198,58 @@ async def test_variables_of_server_session_and_request(start):
     assert (await session.shown())["ignored"] == dict.fromkeys(names, 1)
 
 
-@EACH
-async def test_unknown_fields_are_counted_in_the_session(start, name):
-    gateway = await start("a", "b")
-    session = await gateway.open()
-    for _ in range(2):
-        await session.post(name, surprise={"a": 1}, nothing=None)
-    assert (await session.shown())["ignored"] == {"surprise": 2}
-    await session.end()
-    (line,) = gateway.sessions()
-    assert json.loads(line["ignored"]) == {"surprise": 2}
-
-
 def test_names_of_ignored_fields_are_bounded():
     body = {**BODIES["openai_chat"], **{f"{i}{'x' * 500}": 1 for i in range(1000)}}
     ignored = BY_NAME["openai_chat"].read(body).ignored
     assert (len(ignored), max(map(len, ignored))) == (100, 100)
 
 
-LAST = {
-    "openai_chat": {"messages": [said("The answer is")]},
-    "anthropic": {"messages": [said("The answer is")]},
-    "openai_responses": {"input": [said("The answer is")]},
-    "gemini": {"contents": [{"role": "model", "parts": [{"text": "The answer is"}]}]},
-}
-HOSTED = {
-    "openai_chat": [{"type": "web_search"}],
-    "anthropic": [{"type": "web_search_20250305", "name": "web_search"}],
-    "openai_responses": [{"type": "web_search"}],
-    "gemini": [{"googleSearch": {}}],
+# what has no effect, by protocol, what the prompt ends with, and what is counted
+ANSWER = said("The answer is")
+CONTINUED = "assistant\nThe answer is<|im_end|>\n<|im_start|>assistant\n"
+ASKED = "user\nhi<|im_end|>\n<|im_start|>assistant\n"
+NO_EFFECT = {
+    "a field": ([{"surprise": {"a": 1}, "nothing": None}] * 4, ASKED, "surprise"),
+    "the assistant's last message": (
+        [
+            *[{"messages": [ANSWER]}] * 2,
+            {"input": [ANSWER]},
+            {"contents": [{"role": "model", "parts": [{"text": "The answer is"}]}]},
+        ],
+        CONTINUED,
+        "continuation of the last message",
+    ),
+    "a hosted tool": (
+        [
+            {"tools": [{"type": "web_search"}]},
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            {"tools": [{"type": "web_search"}]},
+            {"tools": [{"googleSearch": {}}]},
+        ],
+        ASKED,
+        None,
+    ),
 }
 
 
 @EACH
-async def test_a_conversation_that_ends_with_the_assistant(start, name):
-    gateway = await start("a")
+@pytest.mark.parametrize("what", NO_EFFECT)
+async def test_what_has_no_effect_is_counted(start, name, what):
+    cells, ends, counted = NO_EFFECT[what]
+    gateway = await start("a", "b")
     session = await gateway.open()
-    await session.post(name, **LAST[name])
-    end = "assistant\nThe answer is<|im_end|>\n<|im_start|>assistant\n"
-    assert shown(gateway).endswith(end)
-    ignored = {"continuation of the last message": 1}
-    assert (await session.shown())["ignored"] == ignored
-
-
-@EACH
-async def test_a_hosted_tool_is_left_out_and_counted(start, name):
-    gateway = await start("a")
-    session = await gateway.open()
-    await session.post(name, tools=HOSTED[name])
-    assert sum((await session.shown())["tools_left_out"].values()) == 1
-    assert "search" not in shown(gateway)
+    for _ in range(2):
+        await session.post(name, **cells[NAMES.index(name)])
+        assert shown(gateway).endswith(ends)
+        assert "search" not in shown(gateway)
+    found = await session.shown()
+    if counted is None:
+        assert [*found["tools_left_out"].values()] == [2]
+        return
+    assert found["ignored"] == {counted: 2}
+    await session.end()
+    (line,) = gateway.sessions()
+    assert json.loads(line["ignored"]) == {counted: 2}
 
 
 @EACH
@@ -414,11 +407,7 @@ async def test_a_tool_of_a_namespace_has_the_client_s_names(start):
     "name, path, field",
     {
         "anthropic": ("anthropic", "/v1/messages/count_tokens", "input_tokens"),
-        "responses": (
-            "openai_responses",
-            "/v1/responses/input_tokens",
-            "input_tokens",
-        ),
+        "responses": ("openai_responses", "/v1/responses/input_tokens", "input_tokens"),
         "gemini": ("gemini", "/v1beta/models/m:countTokens", "totalTokens"),
     },
 )

@@ -1,32 +1,46 @@
-"""What each form of tool calls takes for a call, and that nothing sampled gets lost.
-
-`tests/shim/models/families.json` has replies of 28 families, as public packages document
-them, and what a client must get.
-"""
+"""Replies: what each form takes for a call, grammars, and the parsers of a server."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Environment
 
-from tests.shim.clients import USER
-from tests.shim.fakes import byte_renderer, cases, parse_reply
+from tests.shim.clients import NAMES, TOOLS, USER
+from tests.shim.conformance import DRIVERS
+from tests.shim.engines.double import Double
+from tests.shim.fakes import (
+    EMBEDDED,
+    RENDERER,
+    ScriptedEngine,
+    byte_renderer,
+    cases,
+    parse_reply,
+    sampled,
+    sampled_call,
+)
 from tests.shim.fakes import sampled_call as block
 from tests.strategies import call_shards, good_calls, plain_texts, typed_calls
-from trajkit_shim.chat.request import ToolCall
+from trajkit_shim.chat.request import ChatRequest, Required, SamplingParams, ToolCall
 from trajkit_shim.engine_options import EngineOptions
+from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.replies.parse import (
     END_THINK,
     THINK,
     THOUGHTS,
     FormParser,
+    SGLangParser,
+    as_sampled,
+    grammar,
     parse,
 )
 from trajkit_shim.replies.parsers import FORMS, UnknownFormError, form_of
+
+pytestmark = pytest.mark.anyio
 
 # Replies of families
 
@@ -187,7 +201,6 @@ def test_forms_that_are_not_known():
     assert set(FORMS) <= set(re.findall(r"[\w-]+", EngineOptions.__doc__))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("options", [{}, {"reply_parser": FormParser(FORMS["hermes"])}])
 async def test_the_gateway_reads_the_form_of_its_template(start, options):
     template = byte_renderer().chat_template + "{# <function= <parameter= #}"
@@ -243,22 +256,10 @@ def test_text_around_calls(text, shown, calls, ill_formed):
     assert "".join(each.name for each in parsed.calls) == calls
 
 
-@cases(
-    "text, expected",
-    {
-        "as they were sampled": (
-            call(arguments='{"a":  1.50}'),
-            ToolCall("bash", '{"a":  1.50}'),
-        ),
-        "an end marker inside a string, fields in another order": (
-            '<tool_call>{"arguments":{"x":"</tool_call>"},"id":[1],"name":"f"}'
-            "</tool_call>",
-            ToolCall("f", '{"x":"</tool_call>"}'),
-        ),
-    },
-)
-def test_arguments(text, expected):
-    assert parse_reply(text).parts == (expected,)
+def test_an_end_marker_inside_a_string_and_fields_in_another_order():
+    arguments = '{"x":"</tool_call>"}'
+    text = f'<tool_call>{{"arguments":{arguments},"id":[1],"name":"f"}}</tool_call>'
+    assert parse_reply(text).parts == (ToolCall("f", arguments),)
 
 
 @given(st.lists(st.tuples(plain_texts, good_calls)), plain_texts)
@@ -293,13 +294,6 @@ def test_reasoning(text, opened, reasoning, rest, tools):
     parsed = parse_reply(text, tools, opened=opened)
     assert (parsed.reasoning, parsed.sampled) == (reasoning, rest)
     assert parsed.text == rest
-
-
-@pytest.mark.parametrize("tools", [None, []])
-def test_calls_are_looked_for_where_tools_were_offered(tools):
-    parsed = parse_reply(f"<think>{call()}</think>{call()}", tools)
-    assert len(parsed.calls) == (tools is not None)
-    assert parsed.reasoning == call()
 
 
 # Values without quotes
@@ -481,3 +475,262 @@ def test_calls_that_are_slightly_off(form, written, arguments):
     found = [each.arguments for each in parsed.calls]
     assert found == ([arguments] if arguments else [])
     assert parsed.text == lead + ("" if arguments else written)
+
+
+# Grammars of required replies, compared with structural tags written by hand
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "number"}}}
+ANY = {"type": "object"}
+TWO_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    for name in ("f", "g")
+]
+TEXT = {"type": "json_schema", "json_schema": SCHEMA}
+ANY_JSON = {"type": "json_schema", "json_schema": {}}
+GAP = {"type": "regex", "pattern": "\\n{0,2}"}
+ANYTHING = {"type": "any_text"}
+
+
+def tag(name, schema=ANY):
+    return {
+        "type": "tag",
+        "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": "}\n</tool_call>",
+    }
+
+
+def made(*, tools=TWO_TOOLS, form=FORMS["hermes"].grammar, pins=(), **required):
+    how = {name: required.pop(name, False) for name in ("opened", "reasons")}
+    request = ChatRequest(
+        messages=[],
+        tools=tools,
+        required=Required(**required),
+        sampling=SamplingParams(),
+        stream=False,
+    )
+    return grammar(request, form, dict.fromkeys(pins), **how)
+
+
+def tags(kind, given, one, **fields):
+    return {"type": kind, "tags": [*given], "stop_after_first": one, **fields}
+
+
+def forced(*given, one=False):
+    fields = {"separator": "\n", "at_least_one": True}
+    return tags("tags_with_separator", given, one, **fields)
+
+
+def free(*given, one=False):
+    return tags("triggered_tags", given, one, triggers=["<tool_call>"])
+
+
+@cases(
+    "required, wanted",
+    {
+        "a call": ({"call": True}, forced(tag("f"), tag("g"))),
+        "a call of g": ({"call": True, "names": ("g",)}, forced(tag("g"))),
+        "calls of g only": ({"names": ("g",)}, free(tag("g"))),
+        "one at most": ({"parallel": False}, free(tag("f"), tag("g"), one=True)),
+        "exactly one": (
+            {"call": True, "parallel": False},
+            forced(tag("f"), tag("g"), one=True),
+        ),
+        "strict f": ({"strict": ("f",)}, free(tag("f", SCHEMA), tag("g"))),
+        "a schema or calls": (
+            {"schema": SCHEMA},
+            {"type": "or", "elements": [TEXT, forced(tag("f"), tag("g"))]},
+        ),
+        "any JSON or calls": (
+            {"schema": {}},
+            {"type": "or", "elements": [ANY_JSON, forced(tag("f"), tag("g"))]},
+        ),
+        "a schema and a call": (
+            {"schema": SCHEMA, "call": True},
+            forced(tag("f"), tag("g")),
+        ),
+        "a schema": ({"schema": SCHEMA, "tools": None}, TEXT),
+    },
+)
+def test_the_reply(required, wanted):
+    assert made(**required) == {"type": "structural_tag", "format": wanted}
+
+
+def test_no_grammar():
+    assert made(pins=["regex"]) is None
+    assert made(pins=["regex"], parallel=False, tools=None) is None
+
+
+def test_reasoning_comes_first():
+    inside = {"type": "tag", "begin": "", "content": ANYTHING, "end": "</think>"}
+    own = {**inside, "begin": "<think>"}
+    opened = made(schema=SCHEMA, tools=None, opened=True, reasons=True)
+    assert opened["format"] == {"type": "sequence", "elements": [inside, GAP, TEXT]}
+    reasons = made(schema=SCHEMA, tools=None, reasons=True)
+    optional = {"type": "optional", "content": own}
+    assert reasons["format"] == {"type": "sequence", "elements": [optional, GAP, TEXT]}
+
+
+@cases(
+    "case, message",
+    {
+        "unknown": ({"call": True, "names": ("h",)}, "the tool 'h' is required"),
+        "none": ({"call": True, "tools": None}, "a tool is required"),
+        "only allowed": ({"names": ("f", "h")}, "the tool 'h' is allowed, which"),
+        "pinned": ({"call": True, "pins": ["json_schema"]}, "fixes json_schema"),
+        "no form": ({"call": True, "form": None}, "does not define how calls"),
+    },
+)
+def test_what_is_refused(case, message):
+    with pytest.raises(GatewayError, match=message) as caught:
+        made(**case)
+    assert caught.value.status == 400
+
+
+WRITTEN = {
+    "hermes": '{"n": 1.5}',
+    "plain-json": '{"n": 1.5}',
+    "qwen3-coder": "<parameter=n>\n1.5\n</parameter>",
+    "glm": "<arg_key>n</arg_key>\n<arg_value>1.5</arg_value>",
+}
+
+
+@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.grammar])
+def test_a_call_that_matches_its_tag_is_read(name):
+    form = FORMS[name].grammar
+    found = form.tag("f", SCHEMA)
+    assert found["begin"].startswith(form.opens)
+    text = found["begin"] + WRITTEN[name] + found["end"]
+    (call,) = parse_reply(text, TWO_TOOLS, FORMS[name]).parts
+    assert (call.name, call.arguments) == ("f", '{"n": 1.5}')
+
+
+# The parsers of an SGLang server
+
+# numbers and white space that no JSON library writes so
+ARGUMENTS = '{"n":  1.50e1}'
+CALL = sampled_call("f", ARGUMENTS)
+REPLY = f"<think>\nhm\n</think>\n\nLook.\n{CALL}"
+OFFERED = TOOLS["openai_chat"]
+BOTH = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
+CALLS_ONLY = {"tool_call_parser": "qwen25"}
+
+
+async def separated(body):
+    found = parse_reply(body["text"], None)
+    rest = body["text"].rpartition("</think>")[2]
+    return {"reasoning_text": found.reasoning or "", "text": rest.strip()}
+
+
+async def called(body):
+    found = parse_reply(body["text"], body["tools"])
+    calls = [
+        {"name": c.name, "parameters": json.dumps(json.loads(c.arguments))}
+        for c in found.calls
+    ]
+    return {"normal_text": found.text.strip(), "calls": calls}
+
+
+def server(info=BOTH, **paths):
+    """As real ones it drops white space and writes arguments anew (0.5.23)."""
+    found = {"separate_reasoning": separated, "parse_function_call": called, **paths}
+    return Double("sglang", server_info=info, **found)
+
+
+async def parsed(double, text, tools=OFFERED, *, opened=False):
+    async with double.listening() as url:
+        parser = SGLangParser(url)
+        try:
+            prompt = RENDERER.encode("a").ids
+            return await parser.parse(text, tools, prompt, opened=opened)
+        finally:
+            await parser.close()
+
+
+async def test_no_form_can_be_required_of_a_server_s_parser(start):
+    gateway = await start(reply_parser=SGLangParser("http://127.0.0.1:9"))
+    asked = {"tools": OFFERED, "tool_choice": "required"}
+    error = await (await gateway.open()).error(400, **asked)
+    assert "how calls are written" in error["message"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_conversation_extends_what_was_sampled(start, name):
+    driver, size = DRIVERS[name], len(EMBEDDED.tokenizer)
+    engine = ScriptedEngine(context=5000, vocab_size=size)
+    unknown = {"output_logprobs": None, "weight_versions": (), "cached_tokens": None}
+    for text in (REPLY, "Done."):
+        ids = EMBEDDED.encode(text + "<|im_end|>").ids
+        engine.script.append(sampled("", output_ids=ids, **unknown))
+    async with server().listening() as url:
+        parser = SGLangParser(url)
+        gateway = await start(engine=engine, renderer=EMBEDDED, reply_parser=parser)
+        client, sent = driver.client(await gateway.open()), driver.user("hi")
+        first = await driver.ask(client, sent, stream=False)
+        sent += first.echo + driver.failed(first, "no such file")
+        last = await driver.ask(client, sent, stream=False)
+        before, turn = gateway.turns()
+        await parser.close()
+    assert (first.reasoning, first.text.strip(), last.text) == ("hm", "Look.", "Done.")
+    ((called_name, arguments),) = first.calls
+    assert called_name == "f"
+    assert arguments == (ARGUMENTS if isinstance(arguments, str) else {"n": 15})
+    assert not before["ill_formed"]
+    assert turn["prompt_built"] == "append"
+    held = before["prompt_ids"] + before["output_ids"]
+    assert turn["prompt_ids"][: len(held)] == held
+
+
+@pytest.mark.parametrize(
+    ("info", "asked"),
+    [
+        ({"reasoning_parser": "qwen3"}, ["/separate_reasoning"]),
+        (CALLS_ONLY, ["/parse_function_call"]),
+        (BOTH, ["/separate_reasoning", "/parse_function_call"]),
+    ],
+)
+async def test_a_server_is_asked_for_what_it_has(info, asked):
+    double = server(info)
+    found = await parsed(double, f"hm</think>{CALL}", opened=True)
+    assert [path for path, _ in double.asked] == ["/server_info", *asked]
+    assert (found.reasoning == "hm") == ("reasoning_parser" in info)
+    assert bool(found.calls) == ("tool_call_parser" in info)
+    # no tools: no calls are looked for
+    double = server(info)
+    assert (await parsed(double, CALL, None)).parts == (CALL,)
+    assert "/parse_function_call" not in double.counted()
+
+
+async def test_a_server_that_does_not_parse():
+    with pytest.raises(EngineError, match="neither --tool-call-parser nor"):
+        await parsed(server({"tool_call_parser": None}), REPLY)
+    refused, failed = (web.json_response({}, status=status) for status in (400, 500))
+    found = await parsed(server(separate_reasoning=refused), REPLY)
+    assert (found.parts, found.ill_formed) == ((REPLY,), True)
+    with pytest.raises(EngineError, match="500"):
+        await parsed(server(separate_reasoning=failed), REPLY)
+
+
+@pytest.mark.parametrize("arguments", ["ls", "", '{"a"', "[1]", '{"a": NaN}', None])
+async def test_a_call_without_an_object_as_arguments_is_text(arguments):
+    calls = {"normal_text": "", "calls": [{"name": "f", "parameters": arguments}]}
+    found = await parsed(server(CALLS_ONLY, parse_function_call=calls), "a call")
+    assert (found.parts, found.ill_formed) == (("a call",), True)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('x {"a":1.0} y', '{"a":1.0}'),
+        ('{"b": {"a":1}}', '{"a":1}'),
+        ('{"a": 2} {"a"', '{"a": 1}'),
+    ],
+)
+def test_arguments_as_they_were_sampled(text, found):
+    assert as_sampled('{"a": 1}', text, 0)[0] == found
+
+
+def test_equal_calls_are_found_one_after_the_other():
+    text = '{"a":1} {"a": 1}'
+    first, at = as_sampled('{"a": 1}', text, 0)
+    assert (first, as_sampled('{"a": 1}', text, at)[0]) == ('{"a":1}', '{"a": 1}')

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 import trajkit as tk
-from tests.shim.clients import USER, on_socket
-from tests.shim.fakes import RENDERER, Held, ScriptedEngine, cases, fails, sampled
+from tests.shim.clients import USER, OnSocket
+from tests.shim.fakes import Held, ScriptedEngine, cases, fails, sampled
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.sessions import sessions as sessions_module
 from trajkit_shim.sessions.sessions import Session, SessionOptions, SessionStore
@@ -204,21 +204,21 @@ async def test_an_idle_session_closes_by_itself(start):
 
 
 @pytest.mark.parametrize("how", ["finish", "drop", "idle"])
-async def test_an_ended_session_is_released(tmp_path, how):
+async def test_an_ended_session_is_released(start, how):
     """Its connections stay open, and one of its calls failed."""
     clock, engine = Clock(), ScriptedEngine("a", EngineError("no"))
-    async with on_socket(engine, RENDERER, tmp_path, clock=clock) as gateway:
-        session = await gateway.open(session_id="released", ttl_seconds=10)
-        await session.ask()
-        await session.error(502)
-        if how == "idle":
-            clock.advance(10)
-        else:
-            await session.end(how)
-        clock.advance(0)  # it forgets cancelled timers
-        gc.collect()
-        alive = [each for each in gc.get_objects() if isinstance(each, Session)]
-        shown = await gateway.get("/prompts")
+    gateway = await start(engine=engine, clock=clock, place=OnSocket)
+    session = await gateway.open(session_id="released", ttl_seconds=10)
+    await session.ask()
+    await session.error(502)
+    if how == "idle":
+        clock.advance(10)
+    else:
+        await session.end(how)
+    clock.advance(0)  # it forgets cancelled timers
+    gc.collect()
+    alive = [each for each in gc.get_objects() if isinstance(each, Session)]
+    shown = await gateway.get("/prompts")
     assert "released" not in [each.session_id for each in alive]
     assert shown["cache_bytes"] == 0
 

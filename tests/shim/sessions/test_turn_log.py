@@ -355,7 +355,6 @@ def test_the_log_can_be_imported_without_linux_s_socket_options():
 
 # The delta form: the same turns, in what each of them adds
 
-TEXT = (Path(__file__).parents[3] / "trajkit" / "policies.py").read_text()
 ids = st.lists(st.integers(0, 1), max_size=6).map(lambda x: np.array(x, np.int32))
 texts = st.sampled_from(["x", "y"])
 # what is asked, and the length of an earlier conversation that it continues
@@ -420,20 +419,3 @@ def test_a_write_that_fails_is_no_base(tmp_path, monkeypatch):
     assert table["base_turn"].to_pylist() == [None, 0]
     assert table["suffix_ids"].to_pylist() == [[1, 2], []]
     assert table["suffix_messages"].to_pylist()[1][0]["body"] == new.body
-
-
-def test_a_delta_log_is_within_half_of_the_compact_form(tmp_path):
-    """Turns of 500 tokens and the text of them."""
-    random = np.random.default_rng(0)
-    calls, held = [], np.empty(0, np.int32)
-    for i in range(20):
-        new, output = random.integers(0, 150_000, (2, 500), np.int32)
-        begin = 2000 * i % 20_000
-        prompt = np.concatenate([held, new])
-        asked, answer = (TEXT[begin + j : begin + j + 1500] for j in (0, 1))
-        calls.append((asked, answer, 2 * i, prompt, output))
-        held = np.concatenate([prompt, output])
-    full, _ = (written(tmp_path / form, form, calls) for form in ("full", "delta"))
-    tk.write_turns(tk.compact(full), tmp_path / "compact.arrow")
-    size = (tmp_path / "delta" / "turns-00000.arrows").stat().st_size
-    assert size < 3 / 2 * (tmp_path / "compact.arrow").stat().st_size
