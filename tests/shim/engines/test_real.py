@@ -11,9 +11,11 @@ import signal
 import socket
 import subprocess
 import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import numpy as np
@@ -34,15 +36,15 @@ from tests.shim.processes import (
     stop,
     until_ended,
 )
-from tests.shim.sglang_cpu import servers as sglang
 from tests.shim.sglang_cpu.make_vision_model import write_processor
 from tests.shim.test_images import JPEG, PNG, asking, drawn
-from tests.shim.vllm_cpu import servers as vllm
 from trajkit import cli
 from trajkit.turns import engine_ids
 from trajkit_shim.chat.images import load_image_model
 from trajkit_shim.engines.base import PromptImage, Sampling
 from trajkit_shim.engines.checks import check_engine
+from trajkit_shim.engines.embedded import load_tokenizer
+from trajkit_shim.engines.launch import running_server, sglang_server
 from trajkit_shim.engines.model_config import vocab_size
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import load_renderer
@@ -69,14 +71,60 @@ ENDLESS = {"sampling": {"extra": {"ignore_eos": True}}}
 MOST = {"max_new_tokens": 30_000}
 
 
-class SGLang:
-    """What its tests need to know of a server."""
+HERE = Path(__file__).parents[1]
 
-    name, mark, python, max_context = "SGLang", "sglang", sglang.PYTHON, 65536
+
+def write_tokenizer(directory):
+    load_tokenizer().save_pretrained(directory)
+
+
+class Server:
+    """What the tests need to know of a server."""
+
     # a parameter of the engine that it refuses
-    refused = {"min_new_tokens": -3}  # noqa: RUF012
-    make_model, served = staticmethod(sglang.make_model), staticmethod(sglang.served)
-    arguments = ()
+    refused: Mapping[str, int]
+    name = mark = python = ""
+    arguments = ("--served-model-name", "tiny")
+
+    @classmethod
+    def make_model(cls, directory, *given, script="make_model.py", prepare=None):
+        """Make a random model; return its directory.
+
+        The environment of a server lacks modules that write a tokenizer.
+        """
+        path = str(directory / "model")
+        (prepare or write_tokenizer)(path)
+        script = str(HERE / "sglang_cpu" / script)
+        subprocess.run([cls.python, script, path, *given], check=True, timeout=120)
+        return path
+
+    @classmethod
+    def served(cls, model, directory, *arguments, **variables):
+        """The URL of a server of a model; its log is in the directory."""
+        command, own = cls.command(model, [*cls.arguments, *arguments])
+        log = directory / "engine.log"
+        return running_server(command, own | variables, log, start_seconds=300)
+
+
+class SGLang(Server):
+    name, mark, max_context = "SGLang", "sglang", 65536
+    python = os.environ.get("TRAJKIT_SGLANG_PYTHON", "")
+    refused = MappingProxyType({"min_new_tokens": -3})
+    # without the second, it takes 15 GB for its cache; with the fourth, it uses no CPU if
+    # idle
+    arguments = (
+        *("--device", "cpu"),
+        *("--max-total-tokens", "262144"),
+        *("--max-running-requests", "16"),
+        "--sleep-on-idle",
+        *Server.arguments,
+        *("--tool-call-parser", "qwen"),
+        *("--reasoning-parser", "qwen3"),
+    )
+
+    @classmethod
+    def command(cls, model, arguments):
+        return sglang_server(cls.python, model, arguments)
 
     @staticmethod
     def regex(pattern):
@@ -97,14 +145,45 @@ class SGLang:
         await engine._servers[0].post("/abort_request", {"abort_all": True})
 
 
-class VLLM:
-    """The same of the other."""
+class VLLM(Server):
+    name, mark, max_context = "vLLM", "vllm", 32768
+    python = os.environ.get("TRAJKIT_VLLM_PYTHON", "")
+    refused = MappingProxyType({"min_tokens": -3})
+    arguments = (
+        *Server.arguments,
+        "--enable-scale-out",
+        *("--logprobs-mode", "processed_logprobs"),
+        "--enable-prompt-tokens-details",
+        *("--dtype", "bfloat16"),
+        # a prompt that is read in parts ends the engine on a CPU, if its call has a seed
+        *("--max-model-len", "32768"),
+        *("--max-num-batched-tokens", "65536"),
+        *("--max-num-seqs", "8"),
+        "--enforce-eager",
+        # a grammar waits for the end of reasoning, unless a call says otherwise
+        *("--reasoning-parser", "qwen3"),
+    )
+    # of the second model runner, which has routed experts and sampling masks
+    second_runner = MappingProxyType(
+        {
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": str(HERE / "vllm_cpu" / "runner2"),
+        }
+    )
 
-    name, mark, python, max_context = "vLLM", "vllm", vllm.PYTHON, 32768
-    refused = {"min_tokens": -3}  # noqa: RUF012
-    make_model, served = staticmethod(vllm.make_model), staticmethod(vllm.served)
-    # with a parser of reasoning a grammar waits for its end, unless a call says otherwise
-    arguments = ("--reasoning-parser", "qwen3")
+    @classmethod
+    def command(cls, model, arguments):
+        variables = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
+        program = str(Path(cls.python).with_name("vllm"))
+        return [program, "serve", model, *arguments], variables
 
     @staticmethod
     def regex(pattern):
@@ -153,8 +232,7 @@ def model(kind, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(kind, model, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("server")
-    with kind.served(model, directory, *kind.arguments) as url:
+    with kind.served(model, tmp_path_factory.mktemp("server")) as url:
         yield url
 
 
@@ -391,9 +469,9 @@ async def test_a_call_that_is_aborted_at_the_server(start, kind, renderer, engin
 @contextmanager
 def shared_weights(model):
     """The fields of an update: other weights in memory."""
-    script = str(Path(sglang.__file__).with_name("share_weights.py"))
+    script = str(HERE / "sglang_cpu" / "share_weights.py")
     with subprocess.Popen(
-        [sglang.PYTHON, script, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [SGLang.python, script, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as sharing:
         yield {"tensors": json.loads(sharing.stdout.readline())}
         sharing.stdin.close()
@@ -406,7 +484,7 @@ async def test_weights_that_change_in_the_middle_of_a_turn(
     if form == "tensor" and kind is VLLM:
         return
     # SGLang gets the same weights from the disk, vLLM others
-    other = model if kind is SGLang else kind.make_model(tmp_path / "other", seed=1)
+    other = model if kind is SGLang else kind.make_model(tmp_path / "other", "1")
     from_disk = nullcontext({"model_path": other})
     old_reply = await greedy(engine)
     # so many that it still runs when a busy server says so
@@ -473,8 +551,8 @@ async def test_the_servers_own_parsers(start, kind, renderer, engine, url):
 @only(SGLang)
 def test_a_launched_server_ends_with_the_gateway(tmp_path, model):
     options = ["--engine", "sglang", "--launch", model, "--launch-seconds", "300"]
-    options += ["--launch-python", sglang.PYTHON]
-    with serving(tmp_path, *options, after=["--", *sglang.ARGUMENTS]) as gateway:
+    options += ["--launch-python", SGLang.python]
+    with serving(tmp_path, *options, after=["--", *SGLang.arguments]) as gateway:
         url = printed(gateway)["url"]
         chat(url, post(f"{url}/sessions").json()["api_key"], max_tokens=4)
         below = children(gateway.pid)
@@ -495,7 +573,7 @@ def router(urls, log):
         socket.create_server(("127.0.0.1", 0)) as other,
     ):
         port, metrics = one.getsockname()[1], other.getsockname()[1]
-    command = [sglang.PYTHON, "-m", "sglang_router.launch_router"]
+    command = [SGLang.python, "-m", "sglang_router.launch_router"]
     command += ["--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--policy", "manual", "--assignment-mode", "min_group"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
@@ -563,7 +641,9 @@ COLOURS = {"sampling": {"extra": {"regex": r"(red|green|blue)"}}}
 def vision(kind, tmp_path_factory):
     """A model that takes images, and the URL of its server."""
     directory = tmp_path_factory.mktemp("vision")
-    model = kind.make_model(directory, "make_vision_model.py", write_processor)
+    model = kind.make_model(
+        directory, script="make_vision_model.py", prepare=write_processor
+    )
     with pytest.MonkeyPatch.context() as patch:
         # the stand-in for triton compiles nothing
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -674,9 +754,9 @@ def test_the_command(url, model, tmp_path):
 @only(VLLM)
 async def test_routed_experts_and_sampling_masks(kind, tmp_path, start):
     """vLLM's second model runner samples, in Triton's interpreter."""
-    model = kind.make_model(tmp_path, vllm.EXPERTS)
+    model = kind.make_model(tmp_path, "0", "experts")
     arguments = ["--enable-return-routed-experts", "--return-sampling-mask"]
-    with kind.served(model, tmp_path, *arguments, second_runner=True) as url:
+    with kind.served(model, tmp_path, *arguments, **kind.second_runner) as url:
         options = {"experts_per_token": 2, "sampling_masks": True}
         engine = client_of(kind, url, model, **options)
         log = {"routed_experts": True, "sampling_masks": True, "max_new_tokens": 4}
