@@ -439,6 +439,15 @@ def test_variables_are_part_of_what_is_extended():
     assert prompt.ids[0] < 256
 
 
+def test_reasoning_that_the_template_drops():
+    """Its reply comes back without it, too."""
+    conversation = Conversation(EMBEDDED)
+    messages = conversation.turn(OPENING, "<think>\nhm\n</think>\n\na")
+    assert conversation.reason([*messages, NEXT]) == "reasoning"
+    assert messages[-1].pop("reasoning_content") == "hm"
+    assert conversation.reason([*messages, NEXT]) == "reasoning"
+
+
 def test_a_special_token_that_the_model_wrote_is_kept():
     """Of a control id in a reply a rendering makes text; here it stays what it was."""
     conversation = Conversation()
