@@ -57,19 +57,19 @@ PYTHON = (
         "trajkit/analysis/branches.py",
         "tests/analysis/test_branches.py",
         (
-            "a call that starts when another ends is its sibling",
-            "started < ended",
-            "started <= ended",
+            "a prompt that was continued is tried again",
+            "if other in children:",
+            "if False:",
         ),
         (
             "a request as long as the one before is a compaction",
-            "n >= n_before or",
-            "n > n_before or",
+            "if len(ids) >= n_prompt[other]",
+            "if len(ids) > n_prompt[other]",
         ),
         (
-            "of equal states the earliest counts",
-            "key=lambda one: (shared[one], one)",
-            "key=lambda one: (shared[one], -one)",
+            "an agent has several first turns",
+            "latest[agent] = asked[prompt] = call",
+            "asked[prompt] = call",
         ),
     ),
     _place(
@@ -913,7 +913,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/importers/calls.py",
+        "trajkit/importers/formats.py",
         "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
         "tests/importers/test_importers.py tests/importers/test_text.py",
         (
@@ -936,24 +936,6 @@ PYTHON = (
             "return np.append(output, np.int32(end))",
             "return output",
         ),
-    ),
-    _place(
-        "trajkit/importers/containers.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
-        (
-            "a tensor begins a byte too late",
-            "start = offset * storage.itemsize",
-            "start = offset * storage.itemsize + 1",
-        ),
-        (
-            "what is unread counts for every choice",
-            "unread=self.unread if first else {},",
-            "unread=self.unread,",
-        ),
-    ),
-    _place(
-        "trajkit/importers/formats.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
         (
             "a capture of a newer version is read",
             "not 1 <= version <= _NEWEST_GYM:",
@@ -968,6 +950,20 @@ PYTHON = (
             "cached tokens are none of a prompt",
             'usage.get("cached_input_tokens") or 0]',
             "0]",
+        ),
+    ),
+    _place(
+        "trajkit/importers/containers.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a tensor begins a byte too late",
+            "start = offset * storage.itemsize",
+            "start = offset * storage.itemsize + 1",
+        ),
+        (
+            "what is unread counts for every choice",
+            "unread=self.unread if first else {},",
+            "unread=self.unread,",
         ),
     ),
     _place(
@@ -1080,7 +1076,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/cli/options.py",
-        "tests/cli/test_files.py",
+        "tests/cli/test_files.py tests/cli/test_cli.py",
         (
             "a session that is left out has no file and line",
             "reason = log.placed(reason) if k < 10 else reason",
@@ -1088,13 +1084,9 @@ PYTHON = (
         ),
         (
             "an existing file is replaced all the same",
-            "clobber = False",
-            "clobber = True",
+            "clobber=not any(given)",
+            "clobber=True",
         ),
-    ),
-    _place(
-        "trajkit/cli/policies.py",
-        "tests/cli/test_cli.py",
         (
             "a threshold that the policy ignores is taken",
             'if "fork_threshold" in choices and not _forks(policy):',
@@ -1102,12 +1094,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/cli/compare.py",
+        "trajkit/cli/data.py",
         "tests/cli/test_cli.py tests/cli/test_files.py",
         (
-            "an example shows the path of the turn itself",
-            'np.array([found["parent"], found["turn_index"]])',
-            'np.array([found["turn_index"], found["turn_index"]])',
+            "findings of a cause count as one turn each",
+            'turns=pl.struct("session_id", "turn_index", "cause").is_first_distinct(),',
+            "turns=pl.lit(1),",
         ),
         (
             "check ends with 0 where rows are wrong",
@@ -1119,14 +1111,14 @@ PYTHON = (
         "trajkit/view/tables.py",
         "tests/view/test_files.py tests/view/test_server.py",
         (
-            "the worst sessions are those that lose least",
-            "sort_by(score, descending=True, maintain_order=True)",
-            "sort_by(score, maintain_order=True)",
+            "a sample depends on the order of sessions",
+            "sorted(names, key=draw.__getitem__)[:sample]",
+            "names[:sample]",
         ),
         ("a word is a pattern", "word.lower(), literal=True", "word.lower()"),
     ),
     _place(
-        "trajkit/view/server.py",
+        "trajkit/view/pages.py",
         "tests/view/test_server.py",
         (
             "every path has the token",

@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,6 @@ from tests.made_tables import by_session, dicts, link_by, turns_table
 from tests.oracles import rows as reference
 from tests.strategies import runs, sessions, thresholds
 from trajkit import _core
-from trajkit.analysis.drift import drift_table
 from trajkit.errors import LayoutError, PolicyError
 from trajkit.policies import ParentBy
 from trajkit.rows.links import find_links
@@ -304,8 +304,9 @@ def test_kernels_refuse_links_that_lead_outside(change, match):
     if "parent" in change:
         with pytest.raises(LayoutError, match=match):
             _core.measure_links(forest.paths, links)
+    out = np.zeros((len(_core.ENUMS["DriftLine"]), len(links)), np.int64)
     with pytest.raises(LayoutError, match=match):
-        drift_table(calls, forest, links)
+        _core.describe_drift(forest.paths, links, 8, out)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from trajkit_shim.chat.images import ImageModel
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
-from trajkit_shim.serve import serving
+from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 
 # the rest of what a gateway is given is the app's
@@ -221,7 +221,7 @@ class OnSocket(InProcess):
         super().__init__(*given, **options)
         self.admin = http.AsyncClient(base_url=self.url, trust_env=False)
         self._running = ExitStack()
-        self._running.enter_context(serving(self.app, self._listener))
+        self._running.enter_context(running(self.app, listener=self._listener))
 
     def _http(self, library):
         async def head(_):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import queue
 import threading
 from collections import deque
@@ -37,8 +38,7 @@ from trajkit_shim.prompting.render import (
     ModelTokenizer,
     embedded_renderer,
 )
-from trajkit_shim.replies.parse import parse
-from trajkit_shim.replies.parsers import FORMS
+from trajkit_shim.replies import FORMS, parse
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -165,6 +165,22 @@ def byte_tokenizer() -> Any:
     )
 
 
+def load_tokenizer() -> Any:
+    """The embedded engine's tokenizer for transformers, with its chat template."""
+    # otherwise transformers warns about missing PyTorch, which is not needed
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer, template = chat_files()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=template,
+        eos_token=END,
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
 def save_tokenizer(folder: Path, template: str | None = None) -> None:
     """Write the embedded engine's tokenizer into a model directory."""
     tokenizer, own = chat_files()
@@ -199,7 +215,7 @@ def remember(
             "after": next_position(position, logged_message(message).key),
             "turn": 0,
             "agent_id": None,
-            "ids": None,
+            "own_ids": fields.pop("ids", None),
             "between": None,
             "offered": b"",
             "closed": True,

@@ -134,7 +134,7 @@ async def test_a_client_that_leaves_in_the_midst_of_a_long_answer(
 @pytest.mark.parametrize("noticed", [True, False])
 @cases(
     "lost_with, told",
-    {"half of it": (b'"content": "late"', LOST), "all of it": (b"[DONE]", DELIVERED)},
+    {"half of it": (b'"content":"late"', LOST), "all of it": (b"[DONE]", DELIVERED)},
 )
 async def test_a_client_that_leaves_a_stream_that_has_begun(
     start, lost_with, told, noticed

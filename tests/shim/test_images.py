@@ -352,7 +352,7 @@ async def test_requests_with_the_same_new_image(tmp_path):
     image = open_image(PNG, "here", limits)
     await asyncio.gather(*(store.write([image, image]) for _ in range(2)))
     assert [file.name for file in store.directory.iterdir()] == [image.name]
-    assert store.data(image.name) == PNG
+    assert (store.directory / image.name).read_bytes() == PNG
 
 
 @pytest.mark.parametrize("broken", ["write", "replace", "log"])
@@ -386,7 +386,7 @@ async def test_an_image_is_known_as_long_as_one_of_its_requests(tmp_path):
     first, second = await take(), await take()
     name = first[0].name
     del second
-    assert store.data(name) == PNG
+    assert store.requested[name].data == PNG
     del first
     with pytest.raises(KeyError):
-        store[name]
+        store.requested[name]

@@ -1,5 +1,6 @@
 """``trajkit serve``: the command, its workers, the server that it launches, sockets."""
 
+import asyncio
 import json
 import logging
 import os
@@ -674,6 +675,33 @@ def test_an_address_in_use_is_refused(served):
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match="in use"), served(port=port):
             pass
+
+
+def test_the_loop_is_asyncio_also_where_uvloop_is_installed(tmp_path):
+    pytest.importorskip("uvloop")
+    app, loops = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path)), []
+
+    async def seen(scope, receive, send):
+        loops.append(asyncio.get_running_loop())
+        await app(scope, receive, send)
+
+    with running(seen) as url:
+        assert get(f"{url}/healthz").status_code == 200
+    assert {type(loop).__module__ for loop in loops} == {"asyncio.unix_events"}
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_connection_of_any_loop_is_served(served, monkeypatch, kind):
+    """An old uvicorn leaves the choice of the loop to the process."""
+    pytest.importorskip("uvloop")
+    config = serve.uvicorn.Config
+
+    def chosen(*given, **options):
+        return config(*given, **options | {"loop": kind})
+
+    monkeypatch.setattr(serve.uvicorn, "Config", chosen)
+    with served() as url:
+        assert get(f"{url}/healthz").status_code == 200
 
 
 def test_no_control_character_is_logged():

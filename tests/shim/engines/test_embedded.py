@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.shim.fakes import cases, engine_request
+from tests.shim.fakes import cases, engine_request, load_tokenizer
 from tests.shim.train_tokenizer import CONTROL, MARKUP, VOCABULARY, train
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.embedded import (
@@ -19,7 +19,6 @@ from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
     Reply,
     Special,
-    load_tokenizer,
     shaped,
     shipped,
     tool_call,

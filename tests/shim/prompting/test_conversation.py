@@ -311,3 +311,29 @@ def test_what_the_latest_request_had_is_kept_where_nothing_changed():
     assert third.messages == first.messages
     book.release()
     assert book.restore([USER]).places[0] is not first.places[0]
+
+
+@given(st.data())
+def test_a_conversation_that_is_known_is_restored_as_if_it_were_not(data):
+    """Whatever was recorded between two requests."""
+    books, talks = [Conversation(), Conversation()], [[USER]]
+    texts = st.sampled_from(("Yes.", "No.", "Yes. "))
+    for turn in range(data.draw(st.integers(1, 6))):
+        talk = data.draw(st.sampled_from(talks))
+        # a client keeps its messages, or writes them anew
+        talk = talk if data.draw(st.booleans()) else [dict(one) for one in talk]
+        books[1]._requests = []
+        found = [book.restore(talk) for book in books]
+        assert found[0].messages == found[1].messages
+        assert found[0].position == found[1].position
+        facts = [
+            [(p.known, p.tool, p.node and p.node.turn) for p in one.places]
+            for one in found
+        ]
+        assert facts[0] == facts[1]
+        reply = said(data.draw(texts))
+        for book in books:
+            remember(book, found[0].position, reply, turn=turn)
+        others = [[], [said("No.")], [NEXT], [said("Yes."), said("No."), NEXT]]
+        talks.append([*talk, reply, *data.draw(st.sampled_from(others))])
+        talks.append([*talk, said(data.draw(texts)), NEXT])

@@ -39,7 +39,7 @@ from trajkit_shim.prompting.conversation import START, Budget
 from trajkit_shim.prompting.conversation import Conversation as Session
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer, encode
-from trajkit_shim.replies.parse import opens_reasoning
+from trajkit_shim.replies import opens_reasoning
 
 CALL = sampled_call()
 USAGE = Usage(prompt_tokens=1, output_tokens=1, cached_tokens=None)

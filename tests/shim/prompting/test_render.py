@@ -17,13 +17,13 @@ from tests.shim.fakes import (
     byte_tokenizer,
     called,
     cases,
+    load_tokenizer,
     rendered,
     said,
     tool,
     user,
 )
 from tests.strategies import spoken_texts
-from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.errors import EngineError, GatewayError, TemplateError
 from trajkit_shim.prompting import render
 from trajkit_shim.prompting.render import (

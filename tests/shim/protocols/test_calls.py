@@ -359,10 +359,10 @@ async def test_arguments_go_out_as_they_were_sampled(start, space):
     gateway = await start(*[CALL.replace("  ", space)] * 3)
     session, tools = await gateway.open(), TOOLS["gemini"]
     whole = await session.post("anthropic", tools=TOOLS["anthropic"])
-    assert re.search(r'"input": \{"n": +1.50e1\}', whole.text)
+    assert re.search(r'"input": ?\{"n": +1.50e1\}', whole.text)
     stream = "/v1beta/models/m:streamGenerateContent"
     chunks = await session.post("gemini", path=stream, tools=tools)
-    assert re.search(r'"args": \{"n": +1.50e1\}', chunks.text)
+    assert re.search(r'"args": ?\{"n": +1.50e1\}', chunks.text)
     models = gateway.gemini(session.key).aio.models
     asked = {"model": "m", "contents": "hi", "config": {"tools": tools}}
     reply = await models.generate_content(**asked)

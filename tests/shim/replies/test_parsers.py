@@ -1,5 +1,6 @@
 """Replies: what each form takes for a call, grammars, and the parsers of a server."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,6 @@ from tests.shim.conformance import DRIVERS
 from tests.shim.engines.double import Double
 from tests.shim.fakes import (
     EMBEDDED,
-    RENDERER,
     ScriptedEngine,
     byte_renderer,
     cases,
@@ -25,20 +25,22 @@ from tests.shim.fakes import (
 )
 from tests.shim.fakes import sampled_call as block
 from tests.strategies import call_shards, good_calls, plain_texts, typed_calls
+from trajkit_shim import cli
 from trajkit_shim.chat.request import ChatRequest, Required, SamplingParams, ToolCall
-from trajkit_shim.engine_options import EngineOptions
+from trajkit_shim.cli import EngineOptions
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.replies.parse import (
+from trajkit_shim.replies import (
     END_THINK,
+    FORMS,
     THINK,
     THOUGHTS,
     FormParser,
     SGLangParser,
-    as_sampled,
+    UnknownFormError,
+    form_of,
     grammar,
     parse,
 )
-from trajkit_shim.replies.parsers import FORMS, UnknownFormError, form_of
 
 pytestmark = pytest.mark.anyio
 
@@ -500,7 +502,7 @@ def tag(name, schema=ANY):
     }
 
 
-def made(*, tools=TWO_TOOLS, form=FORMS["hermes"].grammar, pins=(), **required):
+def made(*, tools=TWO_TOOLS, form=FORMS["hermes"], pins=(), **required):
     how = {name: required.pop(name, False) for name in ("opened", "reasons")}
     request = ChatRequest(
         messages=[],
@@ -595,11 +597,9 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.grammar])
+@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.begin])
 def test_a_call_that_matches_its_tag_is_read(name):
-    form = FORMS[name].grammar
-    found = form.tag("f", SCHEMA)
-    assert found["begin"].startswith(form.opens)
+    found = FORMS[name].tag("f", SCHEMA)
     text = found["begin"] + WRITTEN[name] + found["end"]
     (call,) = parse_reply(text, TWO_TOOLS, FORMS[name]).parts
     assert (call.name, call.arguments) == ("f", '{"n": 1.5}')
@@ -612,8 +612,8 @@ ARGUMENTS = '{"n":  1.50e1}'
 CALL = sampled_call("f", ARGUMENTS)
 REPLY = f"<think>\nhm\n</think>\n\nLook.\n{CALL}"
 OFFERED = TOOLS["openai_chat"]
-BOTH = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
-CALLS_ONLY = {"tool_call_parser": "qwen25"}
+BOTH = ("qwen25", "qwen3")
+CALLS_ONLY = ("qwen25", None)
 
 
 async def separated(body):
@@ -631,24 +631,23 @@ async def called(body):
     return {"normal_text": found.text.strip(), "calls": calls}
 
 
-def server(info=BOTH, **paths):
+def server(**paths):
     """As real ones it drops white space and writes arguments anew (0.5.23)."""
     found = {"separate_reasoning": separated, "parse_function_call": called, **paths}
-    return Double("sglang", server_info=info, **found)
+    return Double("sglang", **found)
 
 
-async def parsed(double, text, tools=OFFERED, *, opened=False):
+async def parsed(double, text, tools=OFFERED, *, names=BOTH, opened=False):
     async with double.listening() as url:
-        parser = SGLangParser(url)
+        parser = SGLangParser(url, *names)
         try:
-            prompt = RENDERER.encode("a").ids
-            return await parser.parse(text, tools, prompt, opened=opened)
+            return await parser.parse(text, tools, opened=opened)
         finally:
             await parser.close()
 
 
 async def test_no_form_can_be_required_of_a_server_s_parser(start):
-    gateway = await start(reply_parser=SGLangParser("http://127.0.0.1:9"))
+    gateway = await start(reply_parser=SGLangParser("http://127.0.0.1:9", *BOTH))
     asked = {"tools": OFFERED, "tool_choice": "required"}
     error = await (await gateway.open()).error(400, **asked)
     assert "how calls are written" in error["message"]
@@ -663,7 +662,7 @@ async def test_a_conversation_extends_what_was_sampled(start, name):
         ids = EMBEDDED.encode(text + "<|im_end|>").ids
         engine.script.append(sampled("", output_ids=ids, **unknown))
     async with server().listening() as url:
-        parser = SGLangParser(url)
+        parser = SGLangParser(url, *BOTH)
         gateway = await start(engine=engine, renderer=EMBEDDED, reply_parser=parser)
         client, sent = driver.client(await gateway.open()), driver.user("hi")
         first = await driver.ask(client, sent, stream=False)
@@ -674,7 +673,8 @@ async def test_a_conversation_extends_what_was_sampled(start, name):
     assert (first.reasoning, first.text.strip(), last.text) == ("hm", "Look.", "Done.")
     ((called_name, arguments),) = first.calls
     assert called_name == "f"
-    assert arguments == (ARGUMENTS if isinstance(arguments, str) else {"n": 15})
+    given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert given == {"n": 15}
     assert not before["ill_formed"]
     assert turn["prompt_built"] == "append"
     held = before["prompt_ids"] + before["output_ids"]
@@ -682,28 +682,38 @@ async def test_a_conversation_extends_what_was_sampled(start, name):
 
 
 @pytest.mark.parametrize(
-    ("info", "asked"),
+    ("names", "asked"),
     [
-        ({"reasoning_parser": "qwen3"}, ["/separate_reasoning"]),
+        ((None, "qwen3"), ["/separate_reasoning"]),
         (CALLS_ONLY, ["/parse_function_call"]),
         (BOTH, ["/separate_reasoning", "/parse_function_call"]),
     ],
 )
-async def test_a_server_is_asked_for_what_it_has(info, asked):
-    double = server(info)
-    found = await parsed(double, f"hm</think>{CALL}", opened=True)
-    assert [path for path, _ in double.asked] == ["/server_info", *asked]
-    assert (found.reasoning == "hm") == ("reasoning_parser" in info)
-    assert bool(found.calls) == ("tool_call_parser" in info)
+async def test_a_server_is_asked_for_what_it_has(names, asked):
+    double = server()
+    found = await parsed(double, f"hm</think>{CALL}", names=names, opened=True)
+    assert [path for path, _ in double.asked] == asked
+    assert (found.reasoning == "hm") == (names[1] is not None)
+    assert bool(found.calls) == (names[0] is not None)
     # no tools: no calls are looked for
-    double = server(info)
-    assert (await parsed(double, CALL, None)).parts == (CALL,)
+    double = server()
+    assert (await parsed(double, CALL, None, names=names)).parts == (CALL,)
     assert "/parse_function_call" not in double.counted()
 
 
+@pytest.mark.parametrize("parser", [None, "qwen25"])
+async def test_the_parsers_that_a_server_was_started_with(parser):
+    double = Double("sglang", server_info={"tool_call_parser": parser})
+    async with double.listening() as url:
+        if parser is None:
+            with pytest.raises(ConnectionError, match="neither --tool-call-parser"):
+                await asyncio.to_thread(cli._engine_parser, url)
+        else:
+            made = await asyncio.to_thread(cli._engine_parser, url)
+            assert made._names == (parser, None)
+
+
 async def test_a_server_that_does_not_parse():
-    with pytest.raises(EngineError, match="neither --tool-call-parser nor"):
-        await parsed(server({"tool_call_parser": None}), REPLY)
     refused, failed = (web.json_response({}, status=status) for status in (400, 500))
     found = await parsed(server(separate_reasoning=refused), REPLY)
     assert (found.parts, found.ill_formed) == ((REPLY,), True)
@@ -714,23 +724,6 @@ async def test_a_server_that_does_not_parse():
 @pytest.mark.parametrize("arguments", ["ls", "", '{"a"', "[1]", '{"a": NaN}', None])
 async def test_a_call_without_an_object_as_arguments_is_text(arguments):
     calls = {"normal_text": "", "calls": [{"name": "f", "parameters": arguments}]}
-    found = await parsed(server(CALLS_ONLY, parse_function_call=calls), "a call")
+    double = server(parse_function_call=calls)
+    found = await parsed(double, "a call", names=CALLS_ONLY)
     assert (found.parts, found.ill_formed) == (("a call",), True)
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ('x {"a":1.0} y', '{"a":1.0}'),
-        ('{"b": {"a":1}}', '{"a":1}'),
-        ('{"a": 2} {"a"', '{"a": 1}'),
-    ],
-)
-def test_arguments_as_they_were_sampled(text, found):
-    assert as_sampled('{"a": 1}', text, 0)[0] == found
-
-
-def test_equal_calls_are_found_one_after_the_other():
-    text = '{"a":1} {"a": 1}'
-    first, at = as_sampled('{"a": 1}', text, 0)
-    assert (first, as_sampled('{"a": 1}', text, at)[0]) == ('{"a":1}', '{"a": 1}')
