@@ -3,13 +3,11 @@
 from tests.faults.form import place
 
 _PROMPTS = "tests/shim/prompting tests/shim/test_app.py"
-_SESSIONS = "tests/shim/sessions tests/shim/test_app.py tests/shim/test_delivery.py "
-_SESSIONS += "tests/shim/test_retries.py"
+_SESSIONS = "tests/shim/sessions tests/shim/test_app.py tests/shim/test_delivery.py"
 _PROTOCOLS = (
     "tests/shim/protocols tests/shim/test_conformance.py tests/shim/test_app.py"
 )
-_ENGINES = "tests/shim/engines/test_acceptance.py tests/shim/engines/test_sglang.py "
-_ENGINES += "tests/shim/engines/test_vllm.py tests/shim/engines/test_checks.py"
+_ENGINES = "tests/shim/engines/test_servers.py"
 _REPLIES = "tests/shim/replies tests/shim/test_app.py"
 
 GATEWAY = (
@@ -205,8 +203,8 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/call.py",
-        "tests/shim/test_app.py tests/shim/protocols tests/shim/test_adversity.py "
-        "tests/shim/test_conformance.py tests/shim/sessions",
+        "tests/shim/test_app.py tests/shim/protocols tests/shim/test_conformance.py "
+        "tests/shim/sessions",
         ("clients see the stop string", "text = text[:start]", "text = text"),
         (
             "a reply that was broken off trains",
@@ -226,12 +224,12 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/app.py",
-        "tests/shim/test_app.py tests/shim/test_serve.py tests/shim/test_adversity.py",
+        "tests/shim/test_app.py tests/shim/test_serve.py tests/shim/sessions",
         ("web pages may call", 'if "origin" in headers:', "if False:"),
     ),
     place(
         "shim/trajkit_shim/call.py",
-        _SESSIONS + " tests/shim/test_adversity.py tests/shim/test_serve.py",
+        _SESSIONS + " tests/shim/test_serve.py tests/shim/protocols",
         (
             "a repeated request is not named",
             'turn["resend_of"] = session.request_ids.get(self._digest)',
@@ -334,7 +332,7 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/prompting/conversation.py",
-        "tests/shim/sessions/test_agent_starts.py tests/shim/sessions/test_delta_log.py",
+        "tests/shim/sessions",
         ("any call started an agent", "if prompt in text\n", "if True\n"),
         (
             "a call starts several agents",
@@ -393,7 +391,7 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/sessions/turn_log.py",
-        "tests/shim/sessions tests/shim/test_app.py tests/shim/test_adversity.py",
+        "tests/shim/sessions tests/shim/test_app.py",
         (
             "a truncated log is not noticed",
             "elif own.st_size != size:",
@@ -422,8 +420,7 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/pauses.py",
-        "tests/shim/test_weight_updates.py tests/shim/test_client.py "
-        "tests/shim/sessions/test_sessions.py",
+        "tests/shim/test_pauses.py tests/shim/test_client.py",
         (
             "weights change while the engine samples",
             "if self.mode is None:",
@@ -713,7 +710,7 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/workers.py",
-        "tests/shim/test_workers.py",
+        "tests/shim/test_serve.py",
         (
             "all sessions are the first worker's",
             "owner = loads.index(min(loads))",

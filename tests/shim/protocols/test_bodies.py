@@ -8,25 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.shim.protocols.test_required import BODIES, BY_NAME, NAMES
+from tests.shim.clients import BODIES, BY_NAME, NAMES, USER
+from tests.shim.fakes import called, cases, said, tool, user
 from trajkit_shim import json_input
 from trajkit_shim.chat.request import SamplingParams
 from trajkit_shim.errors import GatewayError
 
-USER = {"role": "user", "content": "hi"}
 OBJECT = {"type": "object"}
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": OBJECT}}
-CALL = {
-    "id": "1",
-    "type": "function",
-    "function": {"name": "f", "arguments": '{"é": 1}'},
-}
+CALL = called("1", "f", '{"é": 1}')
 A = "a" * 32
 
 
 def read(name, body, *given):
-    plain = {k: v for k, v in BODIES[name].items() if k != "tools"}
-    return BY_NAME[name].read({**plain, **body}, *given)
+    return BY_NAME[name].read({**BODIES[name], **body}, *given)
 
 
 def messages(*given):
@@ -50,8 +45,8 @@ def turn(*parts, role="user"):
     return {"role": role, "parts": shown}
 
 
-def text(said, kind="input_text"):
-    return [{"type": kind, "text": said}]
+def text(shown, kind="input_text"):
+    return [{"type": kind, "text": shown}]
 
 
 def items(*given):
@@ -81,23 +76,6 @@ def function_call(name, **fields):
 
 def response(name, given):
     return {"functionResponse": {"name": name, "response": given}}
-
-
-def said(content, **fields):
-    return {"role": "assistant", "content": content, **fields}
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def tool(call_id, content, **fields):
-    return {"role": "tool", "content": content, "tool_call_id": call_id, **fields}
-
-
-def called(call_id, name, arguments="{}"):
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
 
 
 MARKED = {"cache_control": {"type": "ephemeral"}}
@@ -201,56 +179,32 @@ def test_the_messages_of_a_body(name, body, expected):
 
 
 def test_a_request_in_full_and_in_short():
-    request = read(
-        "openai_chat",
-        {
-            "model": "any",
-            "tools": [TOOL],
-            "tool_choice": "auto",
-            "max_completion_tokens": 7,
-            "max_tokens": 7,
-            "temperature": 0.5,
-            "top_p": 1,
-            "top_k": 20,
-            "stop": "\n",
-            "seed": -3,
-            "n": 1,
-            "frequency_penalty": 0.0,
-            "response_format": {"type": "text"},
-            "logit_bias": None,
-            "user": "someone",
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        },
-    )
+    asked = {"max_tokens": 7, "temperature": 0.5, "top_p": 1, "top_k": 20, "seed": -3}
+    # of no effect, and not counted
+    off = {"n": 1, "frequency_penalty": 0.0, "logit_bias": None, "user": "someone"}
+    off |= {"response_format": {"type": "text"}, "tool_choice": "auto", "model": "any"}
+    more = {"max_completion_tokens": 7, "stop": "\n", "stream": True, "tools": [TOOL]}
+    streams = {"stream_options": {"include_usage": True}}
+    request = read("openai_chat", asked | off | more | streams)
     assert (request.tools, request.ignored) == ([TOOL], {})
-    assert request.sampling == SamplingParams(
-        max_tokens=7, temperature=0.5, top_p=1.0, top_k=20, stop=("\n",), seed=-3
-    )
+    assert request.sampling == SamplingParams(**asked, stop=("\n",))
     assert (request.stream, request.include_usage) == (True, True)
     for body in ({"tools": []}, {"tools": [TOOL], "tool_choice": "none"}):
         request = read("openai_chat", body)
-        assert (request.tools, request.stream, request.include_usage) == (
-            None,
-            False,
-            False,
-        )
-        assert request.sampling == SamplingParams()
+        assert (request.tools, request.sampling) == (None, SamplingParams())
+        assert (request.stream, request.include_usage) == (False, False)
 
 
 def test_a_schema_in_google_s_words():
-    schema = {
-        "type": "OBJECT",
-        "properties": {"type": {"type": "STRING"}},
-        "enum": ["STRING"],
-    }
-    declared = {"functionDeclarations": [{"name": "f", "parameters": schema}]}
-    request = read("gemini", {"tools": [declared, {"googleSearch": {}}]})
-    assert request.tools[0]["function"]["parameters"] == {
-        "type": "object",
-        "properties": {"type": {"type": "string"}},
-        "enum": ["STRING"],
-    }
+    def schema(of_object, of_string):
+        inner = {"type": {"type": of_string}}
+        return {"type": of_object, "properties": inner, "enum": ["STRING"]}
+
+    function = {"name": "f", "parameters": schema("OBJECT", "STRING")}
+    tools = [{"functionDeclarations": [function]}, {"googleSearch": {}}]
+    request = read("gemini", {"tools": tools})
+    parameters = request.tools[0]["function"]["parameters"]
+    assert parameters == schema("object", "string")
     assert request.left_out == ("googleSearch",)
 
 
@@ -415,22 +369,21 @@ def test_what_is_ignored_and_counted(name, body, param):
     assert any(name.partition("=")[0] == where for name in counted), counted
 
 
-@pytest.mark.parametrize(
-    ("body", "match"),
-    [
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
-        (b"\xff", "not JSON"),
-        (b'{"a": NaN}', "NaN"),
-        (b'{"a": -Infinity}', "Infinity"),
-        (b'{"metadata": {"x": [1e400]}}', "1e400"),
-        (b"[]", "a list, not a JSON object"),
-        (b"null", "null, not a JSON object"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
-        (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "deeper than 100"),
-        (b'{"a": ' + b"[" * 100_000, "too deep"),
-    ],
-    ids=range(11),
+@cases(
+    "body, match",
+    {
+        "nothing": (b"", "not JSON"),
+        "half": (b"{", "not JSON"),
+        "no text": (b"\xff", "not JSON"),
+        "NaN": (b'{"a": NaN}', "NaN"),
+        "-Infinity": (b'{"a": -Infinity}', "Infinity"),
+        "a large number": (b'{"metadata": {"x": [1e400]}}', "1e400"),
+        "a list": (b"[]", "a list, not a JSON object"),
+        "null": (b"null", "null, not a JSON object"),
+        "digits": (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+        "deep": (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "deeper than 100"),
+        "very deep": (b'{"a": ' + b"[" * 100_000, "too deep"),
+    },
 )
 def test_bodies_that_are_refused(body, match):
     with pytest.raises(GatewayError, match=match) as caught:
