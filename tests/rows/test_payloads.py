@@ -440,29 +440,6 @@ def test_arrays_of_several_dimensions(how):
     ]
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 6), (4, 3, 2)])
-def test_tensors_of_a_fixed_shape(shape):
-    """Each turn's tensor, of which the first axis is that of its tokens."""
-    one = {"session_id": "s", "prompt_ids": [1, 2], "output_ids": [3, 4]}
-    numbers = np.arange(3 * np.prod(shape), dtype=np.int16).reshape(3, *shape)
-    flat = pa.list_(pa.int16(), int(np.prod(shape)))
-    storage = pa.array(numbers.reshape(3, -1).tolist(), flat)
-    tensors = pa.ExtensionArray.from_storage(
-        pa.fixed_shape_tensor(pa.int16(), shape), storage
-    )
-    turns = tk.from_records([one, one, one]).append_column("x", tensors)
-    rows = tk.linearize(turns.slice(1), "per_call", payloads=["x"])
-    assert rows["x"].to_pylist() == numbers[1:].tolist()
-
-
-def test_tensors_that_are_permuted_are_refused():
-    kind = pa.fixed_shape_tensor(pa.int16(), (2, 2), permutation=[1, 0])
-    storage = pa.array([[1, 2, 3, 4]] * 2, pa.list_(pa.int16(), 4))
-    tensors = pa.ExtensionArray.from_storage(kind, storage)
-    with pytest.raises(SchemaError, match="tensors must not be permuted"):
-        tk.linearize(two_turns(x=tensors), payloads=["x"])
-
-
 @pytest.mark.parametrize(
     "elements",
     [
