@@ -107,7 +107,7 @@ def test_of_equal_paths_the_last_is_continued():
     turns = [turn([U], A, [1], [2]) for _ in range(3)]
     turns.append(turn([U, A, V], B, [1, 2, 3], [4]))
     assert reference_graph.links_of(turns)[-1]["parent"] == 2
-    assert tk.link(turns_table(turns))["parent"].to_pylist()[-1] == 2
+    assert tk.link(turns_table(turns), GRAPH)["parent"].to_pylist()[-1] == 2
 
 
 def call(name, arguments, **more):

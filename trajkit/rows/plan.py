@@ -159,7 +159,10 @@ def row_batches(
         # where the engine gave every logprob, what is valid is what is trained
         given = valid if missing else mask
         turns = sessions.turn_index[calls]
-        columns = {name: column[lo:hi] for name, column in scalars.items()} | {
+        mine = scalars
+        if n_rows < len(rows):
+            mine = {name: column[lo:hi] for name, column in scalars.items()}
+        columns = mine | {
             "turns": _lists("turns", offsets_of(part["n_calls"]), None, turns),
             "weight_versions": pa.nulls(n_rows, ROW_VERSIONS),
             "mm_items": pa.nulls(n_rows, _TYPES["mm_items"]),
@@ -247,10 +250,9 @@ def _scalars(
     sums = np.bincount(session, n_trained, facts.num_rows).astype(np.int64)[session]
     segment, parent = links["segment"][last] - 1, rows["parent_row"]
     kinds = pa.array(segment.astype(np.int8), mask=segment < 0)
-    of_session, of_last = pa.array(session), pa.array(last)
+    of_session, of_last = _taker(session), _taker(last)
     reward, group_id, session_id = (
-        facts.column(name).take(of_session)
-        for name in ("reward", "group_id", "session_id")
+        of_session(facts.column(name)) for name in ("reward", "group_id", "session_id")
     )
     if policy.rewards != "copy" and len(rows):
         whole = reward.fill_null(0.0).to_numpy()
@@ -267,7 +269,7 @@ def _scalars(
         "reward": reward,
         "row_weight": pa.array(n_trained / np.maximum(sums, 1), mask=sums == 0),
         "rollout_mask_sum": pa.array(sums),
-        "finish_reason": finish_reason.take(of_last),
+        "finish_reason": of_last(finish_reason),
         **{
             name: pa.array(rows[name] != 0)
             for name in ("truncated", "use_tool", "ill_formed")
@@ -276,16 +278,28 @@ def _scalars(
             kinds, dictionary_for(SEGMENT_KINDS)
         ),
         "last_turn": pa.array(sessions.turn_index[last]),
-        "step": _steps(sessions, of_last),
+        "step": _steps(sessions, len(rows), of_last),
     }
 
 
-def _steps(sessions: Sessions, of_last: pa.Array) -> pa.Array:
+def _taker(indices: Ints) -> Callable[[pa.Array], pa.Array]:
+    """Takes values at these indices: as a slice, which costs less, if they ascend by 1."""
+    n = len(indices)
+    if n == 1 or (n and (np.diff(indices) == 1).all()):
+        start = int(indices[0])
+        return lambda values: values.slice(start, n)
+    at = pa.array(indices)
+    return lambda values: values.take(at)
+
+
+def _steps(
+    sessions: Sessions, n_rows: int, of_last: Callable[[pa.Array], pa.Array]
+) -> pa.Array:
     """The training step of each row's last turn."""
     type_ = _TYPES["step"]
-    if "step" not in sessions.table.column_names:
-        return pa.nulls(len(of_last), type_)
+    if sessions.table.schema.get_field_index("step") < 0:
+        return pa.nulls(n_rows, type_)
     column = combined(sessions.table.column("step"))
     if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):
         raise SchemaError(f"column 'step' of turns is {column.type}: expected integers")
-    return column.take(of_last).cast(type_)
+    return of_last(column).cast(type_)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from trajkit.schema import engine
 from trajkit.schema.engine import SCHEMA_VERSION as SCHEMA_VERSION
 from trajkit.schema.engine import SCHEMA_VERSIONS as SCHEMA_VERSIONS
-from trajkit.schema.engine import TURN, Fault, columns, defined, required, struct, table
+from trajkit.schema.engine import TURN, Fault, columns, defined, struct, table
 
 # Turns: recorded model calls, and what is learned later.
 
@@ -333,7 +333,7 @@ no_logprob, in this order, before any other reason.
 """)
 
 
-_LOST = [required(f"lost_{reason}", pa.int64()) for reason in LOSSES]
+_LOST = columns("\n".join(f"    lost_{reason} int64" for reason in LOSSES))
 
 
 def every_token_counted(table: pa.Table) -> Iterator[Fault]:

@@ -160,15 +160,14 @@ def _check_array(array: pa.Array, *, text: bool) -> None:
     for a table in many batches. ``text``: whether to check text for UTF-8.
     """
     type_ = array.type
-    large = type_ == pa.large_string() or pa.types.is_large_list(type_)
     if not text and type_ in (pa.string(), pa.large_string()):
-        plain = pa.large_binary() if large else pa.binary()
+        plain = pa.binary() if type_ == pa.string() else pa.large_binary()
         array = pa.Array.from_buffers(
             plain, len(array), array.buffers(), offset=array.offset
         )
+    large = pa.types.is_large_list(type_)
     is_flat = is_list(type_) and pa.types.is_primitive(type_.value_type)
-    lists = pa.types.is_large_list(type_) or pa.types.is_list(type_)
-    is_split = pa.types.is_struct(type_) or lists
+    is_split = pa.types.is_struct(type_) or large or pa.types.is_list(type_)
     if not is_split or is_flat or array.get_total_buffer_size() < _SMALL_BYTES:
         array.validate(full=True)
         return

@@ -39,7 +39,7 @@ class SessionFacts:
         """SESSIONS of these, with reward and group_id from columns of the turns."""
         facts = self.of(calls.ids)
         for name in OF_TURNS:
-            if name not in calls.table.column_names:
+            if calls.table.schema.get_field_index(name) < 0:
                 continue
             own, given = _of_turns(calls, name), facts.column(name)
             if name in self.stated:

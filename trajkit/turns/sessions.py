@@ -176,18 +176,9 @@ class Sessions:
         """A copy of a call's prompt."""
         return self.forest.ids(call, 0, int(self.calls["prompt_len"][call]))
 
-    def output(self, call: int) -> Ints:
-        """A copy of a call's output."""
-        start = int(self.calls["prompt_len"][call])
-        return self.forest.ids(call, start, int(self.path_len[call]))
-
     def named(self, session: Longs | Ints, turn_index: Longs | Ints) -> Longs:
         """The call with each turn_index of a session, or -1."""
         return Keys(self.session, self.turn_index).find(Keys(session, turn_index))
-
-    def turns_of(self, session: int) -> Ints:
-        """The turn_index of each call of a session."""
-        return self.turn_index[self.offsets[session] : self.offsets[session + 1]]
 
     def place(self, call: int) -> str:
         """The position of a call for error texts: ``session 'a', turn 7``."""
