@@ -1,7 +1,6 @@
 """Rows as `write_rows` with ``dedup`` stores them: without what their parent row has."""
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +21,6 @@ from trajkit.tables import limits
 from trajkit.tables.canonical import canonical
 from trajkit.tables.columns import Columns, check_no_clash, replace_columns, row_lengths
 from trajkit.tables.ragged import Ragged, offsets_of, positions, runs_of
-from trajkit.tables.stages import whole_sessions
 from trajkit.turns.validation import check_all
 
 _SUFFIXES = {
@@ -99,21 +97,6 @@ def decoded(rows: pa.Table) -> pa.Table:
         for lo, hi in runs_of(sizes, limits.PART_TOKENS)
     ]
     return replace_columns(rows, STORED_ROWS, ROWS, parts)
-
-
-def full(rows: pa.Table) -> pa.Table:
-    """Rows of any system, `decoded` if they are `STORED_ROWS`."""
-    return decoded(rows) if "suffix_mask" in rows.column_names else rows
-
-
-def decoded_batches(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Tables of a file as `ROWS`; those of stored rows have whole sessions."""
-    for schema, some in groupby(tables, lambda one: stored_schema(one.column_names)):
-        if schema is STORED_ROWS:
-            batches = (batch for table in some for batch in table.to_batches())
-            yield from map(decoded, whole_sessions(batches, "rows"))
-        else:
-            yield from (canonical(table, ROWS) for table in some)
 
 
 def _can_be_decoded(rows: pa.Table) -> Iterator[Fault]:

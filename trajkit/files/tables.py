@@ -16,25 +16,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import arrow_source, check_flag
-from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, SchemaError
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files import jsonl
 from trajkit.files.arrow import read_batches, storable, table_kind, write_batches
-from trajkit.files.dedup import (
-    STORED_ROWS,
-    decoded,
-    decoded_batches,
-    encoded,
-    full,
-    stored_schema,
-)
-from trajkit.files.formats import (
-    Format,
-    atomic,
-    format_of,
-    is_json,
-    name_of,
-    paths_in,
-)
+from trajkit.files.dedup import STORED_ROWS, decoded, encoded, stored_schema
+from trajkit.files.formats import Format, atomic, format_of, is_json, name_of, paths_in
 from trajkit.files.guard import check_not_read, reading
 from trajkit.files.jsonl import Record
 from trajkit.files.sources import (
@@ -53,11 +39,10 @@ from trajkit.tables.canonical import (
     as_table,
     canonical,
     canonical_rows,
-    concat_tables,
     turns_schema,
 )
 from trajkit.tables.columns import normalize_categories, take_values
-from trajkit.tables.stages import whole_sessions
+from trajkit.tables.stages import concat, whole_sessions
 from trajkit.turns.session_metadata import last_lines
 from trajkit.turns.validation import check_table
 
@@ -118,15 +103,6 @@ def iter_tables(
     """Tables of any kind as stored, as `parts_of` reads them."""
     for _, part in parts_of(source, format, plan, batch_rows):
         yield part
-
-
-def _concat(tables: list[pa.Table], schema: pa.Schema) -> pa.Table:
-    if not tables:
-        return schema.empty_table()
-    try:
-        return concat_tables(tables)
-    except pa.ArrowException as error:
-        raise SchemaError(f"the files do not make one table: {error}") from None
 
 
 def gather(table: pa.Table, index: str) -> pa.Table:
@@ -224,10 +200,8 @@ def read_sessions(
 
     Raises
     ------
-    FormatError
-        A directory has no file of sessions, or a format is unknown.
-    SchemaError
-        A column is missing or has another type.
+    FormatError, SchemaError
+        As for `read_turns`; a directory has no file of sessions.
     """
     paths = paths_of(source)
     naming = Naming.of(paths or [], session_prefix if paths else None)
@@ -239,14 +213,14 @@ def read_sessions(
     files: Any = None if paths is None else _session_files(paths, format)
     if paths and not files:
         raise FormatError(f"{paths[0]} has no file of sessions")
-    tables = []
+    tables = [SESSIONS.empty_table()]
     for file in files or [source]:
         for table in iter_tables(file, format=format, plan=_session_plan):
             if _REPORTED <= {*table.column_names}:
                 table = table.select(SESSIONS.names).replace_schema_metadata(None)
             table = canonical(table, SESSIONS)
             tables.append(naming.table(table, file) if files else table)
-    return last_lines(_concat(tables, SESSIONS))
+    return last_lines(concat(tables))
 
 
 def _session_plan(names: list[str]) -> pa.Schema:
@@ -279,21 +253,22 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     Each line of JSON lines is one row, an object of the table's columns.
     """
     with local_files(source) as local:
-        stored, plain = list[pa.Table](), list[pa.Table]()
+        tables: dict[bool, list[pa.Table]] = {False: [], True: []}
         for table in iter_tables(local, format=format, plan=stored_schema):
             schema = stored_schema(table.column_names)
-            (plain if schema is ROWS else stored).append(canonical(table, schema))
+            tables[schema is STORED_ROWS].append(canonical(table, schema))
         paths = paths_of(local)
         try:
-            if stored:
-                plain.append(decoded(gather(_concat(stored, ROWS), "row_index")))
-            rows = check_table(gather(_concat(plain, ROWS), "row_index"), "rows")
+            rows = [*tables[False]] or [ROWS.empty_table()][: not tables[True]]
+            if tables[True]:
+                rows.append(decoded(gather(concat(tables[True]), "row_index")))
+            found = check_table(gather(concat(rows), "row_index"), "rows")
         except InvalidTurnsError as error:
             if paths is None:
                 raise
             files = [file for path in paths for file in paths_in(path)]
             raise placed(error, files, format, Naming.of(paths, "no")) from None
-    return normalize_categories(rows)
+    return normalize_categories(found)
 
 
 def scan_rows(
@@ -321,18 +296,32 @@ def scan_rows(
     def batches() -> Iterator[pa.RecordBatch]:
         with local_files(source) as local:
             tables = iter_tables(local, format=format, batch_rows=batch_rows)
-            for table in decoded_batches(tables):
-                yield from table.to_batches(max_chunksize=batch_rows)
+            by_form = itertools.groupby(tables, lambda t: stored_schema(t.column_names))
+            for schema, some in by_form:
+                stored = schema is STORED_ROWS
+                for table in _whole_sessions(some) if stored else some:
+                    full = decoded(table) if stored else canonical(table, ROWS)
+                    yield from full.to_batches(max_chunksize=batch_rows)
 
     found = batches()
     reading(found, source)
     return found
 
 
+def _whole_sessions(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    batches = (batch for table in tables for batch in table.to_batches())
+    return whole_sessions(batches, "rows")
+
+
 def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
-    rows = _concat(list(iter_tables(source, format=format, plan=rows_plan)), ROWS)
-    return full(rows)
+    tables = [*iter_tables(source, format=format, plan=rows_plan)]
+    return full(concat(tables) if tables else ROWS.empty_table())
+
+
+def full(rows: pa.Table) -> pa.Table:
+    """Rows of any system, `decoded` if they are `STORED_ROWS`."""
+    return decoded(rows) if "suffix_mask" in rows.column_names else rows
 
 
 def rows_plan(_: list[str]) -> pa.Schema:
@@ -363,10 +352,8 @@ def write_turns(
 
     Raises
     ------
-    ArgumentError
-        The suffix is unknown.
-    FormatError
-        JSON cannot represent a value of the column named.
+    ArgumentError, FormatError
+        The suffix is unknown; JSON cannot represent a value of the column named.
     SchemaError, InvalidTurnsError
         The table is not of turns, or lacks a message body that JSON lines need.
     """
@@ -391,13 +378,11 @@ def write_rows(
     """
     check_flag("dedup", dedup)
     tables = _tables(rows)
-    if not dedup:
+    if dedup:
+        tables = tables if arrow_source(rows) is not None else _whole_sessions(tables)
+        _write(map(encoded, map(canonical_rows, tables)), STORED_ROWS, sink, format)
+    else:
         _write(map(canonical_rows, tables), ROWS, sink, format)
-        return
-    if arrow_source(rows) is None:
-        batches = (batch for table in tables for batch in table.to_batches())
-        tables = whole_sessions(batches, "rows")
-    _write(map(encoded, map(canonical_rows, tables)), STORED_ROWS, sink, format)
 
 
 def write_sessions(
@@ -407,19 +392,19 @@ def write_sessions(
 
     Extra columns are kept; see `write_turns`.
     """
-    write_table(canonical(sessions, SESSIONS), sink, format=format)
+    write_table(canonical(as_table(sessions), SESSIONS), sink, format=format)
 
 
-def write_table(table: pa.Table, sink: Sink, *, format: Format | None = None) -> None:
-    """Write a table of any schema, such as links or a report; see `write_turns`."""
-    _write(iter([table]), table.schema, sink, format)
-
-
-def write_tables(
-    batches: Iterable[pa.RecordBatch], sink: Sink, *, format: Format | None = None
+def write_table(
+    table: TableLike | Iterable[pa.RecordBatch],
+    sink: Sink,
+    *,
+    format: Format | None = None,
 ) -> None:
-    """Write batches of any one schema; there must be at least one batch."""
-    tables = _tables(batches)
+    """Write a table of any schema, such as links or a report, or its batches, of which
+    there must be at least one; see `write_turns`.
+    """
+    tables = _tables(table)
     first = next(tables)
     _write(itertools.chain([first], tables), first.schema, sink, format)
 
@@ -439,7 +424,7 @@ def write_any(
     elif kind == b"rows":
         write_rows(batches, path, dedup=dedup)
     else:
-        write_tables(batches, path)
+        write_table(batches, path)
 
 
 def _tables(source: TableLike | Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:

@@ -70,10 +70,9 @@ def verify(
     turns : table
         `trajkit.schema.TURNS` of all sessions of the rows, in full or delta form.
     policy : str or Policy, optional
-        The policy that made the rows. Of it are known which tokens may train and how
-        often, the kinds of spans, and what the flags and rewards of rows mean. Then rows
-        of sessions without a violation are compared with those that `trajkit.linearize`
-        makes under it, which is the rule ``policy``.
+        The policy that made the rows: which tokens may train and how often, the kinds of
+        spans, and what flags and rewards mean. Rows of sessions without a violation are
+        then compared with those that `trajkit.linearize` makes under it (rule ``policy``).
         None: only what is true under every policy is checked. Trained tokens were
         sampled, follow what they were sampled after (or, in a spliced row, the end of
         their prompt) and have the engine's logprobs; which of them train, and how often,
@@ -83,8 +82,8 @@ def verify(
         the rewards of a session's rows must be equal, or the policy's shares of one
         reward.
     max_row_tokens : int, optional
-        As given to `trajkit.linearize`: tokens beyond it need not be trained. None
-        means that no row was truncated.
+        As given to `trajkit.linearize`: tokens beyond it need not be trained. None: no row
+        was truncated.
     weigh_by : {"token", "row", "rollout", "constant"}
         What ``row_weight`` means, as for `trajkit.add_weights`: by default what
         `trajkit.linearize` writes. Under "constant", rows that train have one weight,
@@ -115,8 +114,6 @@ def verify(
     >>> tk.verify(tk.linearize(turns), turns).num_rows
     0
     >>> rows = pa.table({"input_ids": [[1, 2, 3]], "loss_mask": [[0, 1, 0]]})
-    >>> tk.verify(rows, turns).num_rows
-    0
     >>> found = tk.verify(rows, turns, "faithful")
     >>> found.select(["turn_index", "token", "rule"]).to_pylist()
     [{'turn_index': 0, 'token': 1, 'rule': 'not_trained'}]
