@@ -107,37 +107,30 @@ def rule_of(policy: "Policy", choice: str) -> str:
     return text.format(fork_threshold=f"{policy.fork_threshold:,}")
 
 
-def _listed(choice: str) -> str:
-    """The rules of a choice as a list for the documentation of `Policy`."""
-    indent = " " * 8
-    items = (
-        fill(
-            f'- ``"{value}"``: {text.format(fork_threshold="``fork_threshold``")}',
-            width=88,
-            initial_indent=indent,
-            subsequent_indent=f"{indent}  ",
-        )
-        for value, text in RULES[choice].items()
-    )
-    return "One of:\n\n" + "\n".join(items)
-
-
 def _with_rules(policy: "type[Policy]") -> "type[Policy]":
     """The class with the rules in its documentation.
 
-    Raises ImportError if a value of a choice has no rule, or a rule is of no value.
+    Raises ImportError unless each value of a choice has a rule.
     """
+    values = {field.name: get_args(field.type) for field in fields(policy)}
     before, *sections = (policy.__doc__ or "").split("One of `RULES`.")
     for choice, text in zip(RULES, sections, strict=bool(sections)):
-        before += _listed(choice) + text
-    policy.__doc__ = before
-    values = {field.name: get_args(field.type) for field in fields(policy)}
-    for choice, rules in RULES.items():
-        if tuple(rules) != values[choice]:
+        if tuple(RULES[choice]) != values[choice]:
             raise ImportError(
-                f"RULES has {', '.join(rules)} of {choice}, whose values are "
+                f"RULES has {', '.join(RULES[choice])} of {choice}, whose values are "
                 f"{', '.join(values[choice])}: expected one rule for each, in their order"
             )
+        lines = [
+            fill(
+                f'- ``"{value}"``: {rule.format(fork_threshold="``fork_threshold``")}',
+                width=88,
+                initial_indent=" " * 8,
+                subsequent_indent=" " * 10,
+            )
+            for value, rule in RULES[choice].items()
+        ]
+        before += "\n".join(["One of:\n", *lines]) + text
+    policy.__doc__ = before
     return policy
 
 
@@ -267,41 +260,34 @@ class Policy:
             if token > _LAST_TOKEN:
                 raise PolicyError(f"end_of_turn_token_id={token}: ids are below 2**31")
         chosen_names("dispatch_tools", self.dispatch_tools, PolicyError)
-        for excluded, rule in (
-            (
-                self.on_drift == "absorb_any" and self.train_in != "first",
+        if self.on_drift == "absorb_any" and self.train_in != "first":
+            raise PolicyError(
                 f"train_in={self.train_in!r} does not go with on_drift='absorb_any', "
-                "under which a row that restarts loses what it had: expected 'first'",
-            ),
-            (
-                self.train_in == "every"
-                and (self.on_drift != "fork" or self.max_rows is not None),
+                "under which a row that restarts loses what it had: expected 'first'"
+            )
+        if self.train_in == "every" and (self.on_drift != "fork" or self.max_rows):
+            raise PolicyError(
                 f"train_in='every' with on_drift={self.on_drift!r} and "
                 f"max_rows={self.max_rows}: an output that one row trains and another "
-                "has lost could not be counted once",
-            ),
-            *(
-                (
-                    self.on_drift == "splice" and getattr(self, name) == value,
-                    f"{name}={value!r} does not go with on_drift='splice'",
+                "has lost could not be counted once"
+            )
+        for name, value in _NOT_SPLICED.items():
+            if self.on_drift == "splice" and getattr(self, name) == value:
+                raise PolicyError(
+                    f"{name}={value!r} does not go with on_drift='splice'"
                 )
-                for name, value in _NOT_SPLICED.items()
-            ),
-            (
-                self.parent_by == "prefix" and self.chain_order == "recorded",
+        if self.parent_by == "prefix" and self.chain_order == "recorded":
+            raise PolicyError(
                 "chain_order='recorded' does not go with parent_by='prefix', under which "
-                "a turn may be recorded before the one that it continues: expected 'tree'",
-            ),
-            (
-                self.parent_by == "agents"
-                and self.message_equality not in _TELLS_TOOLS,
-                f"message_equality={self.message_equality!r} does not go with "
-                "parent_by='agents', under which equal messages must call and answer the "
-                f"same tools: expected one of {', '.join(_TELLS_TOOLS)}",
-            ),
-        ):
-            if excluded:
-                raise PolicyError(rule)
+                "a turn may be recorded before the one that it continues: expected 'tree'"
+            )
+        equality = self.message_equality
+        if self.parent_by == "agents" and equality not in _TELLS_TOOLS:
+            raise PolicyError(
+                f"message_equality={equality!r} does not go with parent_by='agents', under "
+                "which equal messages must call and answer the same tools: expected one of "
+                f"{', '.join(_TELLS_TOOLS)}"
+            )
 
     @property
     def absorbs(self) -> bool:
@@ -500,20 +486,20 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     if not choices:
         return chosen
     known = {field.name for field in fields(Policy)} - {"name"}
-    for choice in choices:
+    for choice, value in choices.items():
         if choice not in known:
             raise PolicyError(
                 f"policy {chosen.name!r} has no choice {choice!r}"
                 f"{did_you_mean(choice, known)}: expected one of "
                 f"{', '.join(sorted(known))}"
             )
-    for choice in ("fork_threshold", "max_rows", "end_of_turn_token_id"):
-        if choices.get(choice) is not None:
-            choices[choice] = chosen_int(choice, choices[choice], error=PolicyError)
-    if "dispatch_tools" in choices:
-        tools = chosen_names("dispatch_tools", choices["dispatch_tools"], PolicyError)
-        choices["dispatch_tools"] = tools
-    if choices.get("fork_threshold", 0) is None:
-        preset = PRESETS.get(chosen.name, chosen)
-        choices["fork_threshold"] = preset.fork_threshold
+        if (
+            choice in ("fork_threshold", "max_rows", "end_of_turn_token_id")
+            and value is not None
+        ):
+            choices[choice] = chosen_int(choice, value, error=PolicyError)
+        elif choice == "fork_threshold":
+            choices[choice] = PRESETS.get(chosen.name, chosen).fork_threshold
+        elif choice == "dispatch_tools":
+            choices[choice] = chosen_names(choice, value, PolicyError)
     return replace(chosen, **choices)  # type: ignore[arg-type]

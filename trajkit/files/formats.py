@@ -57,18 +57,15 @@ def name_of(file: Path | BinaryIO) -> str:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix of a known format, or an empty text."""
     name = path.name.lower()
     return max((end for end in _SUFFIXES if name.endswith(end)), key=len, default="")
 
 
 def kind_of(path: Path) -> Format | None:
-    """The format of a path's suffix, or None."""
     return _SUFFIXES.get(_suffix(path))
 
 
 def without_suffix(path: Path) -> Path:
-    """The path without the suffix of its format."""
     return path.with_name(path.name[: len(path.name) - len(_suffix(path))])
 
 
@@ -165,7 +162,6 @@ def _codec(kind: Format) -> str | None:
 
 
 def open_input(file: Path | BinaryIO, kind: Format) -> pa.NativeFile:
-    """The file's content, decompressed."""
     codec = _codec(kind)
     if not isinstance(file, Path):
         return pa.input_stream(_Borrowed(file), codec)
@@ -189,7 +185,6 @@ def _not_found(path: Path) -> FileNotFoundError:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise FileNotFoundError unless the directory exists."""
     if not folder.is_dir():
         raise _not_found(folder)
 

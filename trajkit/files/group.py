@@ -154,7 +154,6 @@ def index_sessions(
 
 
 def _session_of(record: Record) -> str | None:
-    """The session of a line; None if it is invalid, which reading the turns reports."""
     name = record.get("session_id")
     try:
         return name if isinstance(name, str) and name.encode() is not None else None
@@ -207,11 +206,9 @@ class Log:
             self._source = self._files
 
     def index(self) -> SessionIndex:
-        """The sessions of the files."""
         return index_sessions(self._files, self._format, naming=self._naming)
 
     def read(self) -> pa.Table:
-        """All turns."""
         [piece] = self.pieces(SessionIndex())
         return piece.turns
 
@@ -239,7 +236,6 @@ class Log:
             raise self.placed(error) from None
 
     def _checked(self, table: pa.Table) -> tuple[pa.Table, pa.Table]:
-        """The turns, and REJECTED of the sessions that break a rule."""
         if not self._reject:
             turns = check_turns(with_current_keys(table), self._nonfinite)
             return turns, REJECTED.empty_table()
@@ -250,7 +246,6 @@ class Log:
         return with_current_keys(good), pa.Table.from_pylist(lines, REJECTED)
 
     def _sessions(self, index: SessionIndex) -> Generator[pa.Table, None, None]:
-        """Tables of complete sessions."""
         buckets = bucket_numbers(index)
         if index.turns and index.scattered is None:
             tables = self._tables(index.batch_rows)
@@ -301,13 +296,11 @@ class Log:
                 yield self._from_records(chain([first], part))
 
     def _typed(self, table: pa.Table) -> pa.Table:
-        """The table in canonical form, unless sessions that do not fit are rejected."""
         if self._reject:
             return table
         return canonical(table, turns_schema(table.column_names))
 
     def _from_records(self, records: Iterable[Record]) -> pa.Table:
-        """The turns of complete sessions; of a rejected session, nulls."""
         records = list(records) if self._reject else records
         try:
             return from_records(records, nonfinite_logprobs=self._nonfinite)
@@ -342,7 +335,6 @@ class Log:
                 yield pa.record_batch([names, texts], ["session_id", LINE])
 
     def _of_bucket(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        """The turns of a bucket, whose last tables may have lines of JSON."""
         for table in tables:
             if LINE not in table.column_names:
                 yield self._typed(table)
@@ -352,7 +344,6 @@ class Log:
 
 
 def _after(skip: int, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The tables without their first ``skip`` rows."""
     for table in tables:
         rest = table.slice(skip)
         skip = max(skip - table.num_rows, 0)

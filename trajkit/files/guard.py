@@ -27,8 +27,6 @@ _scans: WeakKeyDictionary[Iterator[Any], list[Path]] = WeakKeyDictionary()
 
 
 class Input(NamedTuple):
-    """A file or a directory that is read."""
-
     path: Path
     # kinds of tables that its reader takes in a directory; None: all
     kinds: tuple[str, ...] | None = None
@@ -48,7 +46,6 @@ class Input(NamedTuple):
         return is_listed(file) and not (skipped and not is_json(format_of(file)))
 
     def reads(self, own: tuple[int, int]) -> Path | None:
-        """The file with this identity, if it is read."""
         if not self.path.is_dir():
             return self.path if identity(self.path) == own else None
         for file in self.path.rglob("*"):
@@ -61,7 +58,6 @@ class Input(NamedTuple):
 
 
 def turns_inputs(sources: Iterable[AnyPath]) -> list[Input]:
-    """Turns are read from these paths."""
     return inputs_of(sources, _OF_TURNS)
 
 
@@ -115,12 +111,10 @@ def check_outputs(
 
 
 def is_parts(output: AnyPath) -> bool:
-    """Whether the output is a directory of parts."""
     return os.fspath(output).endswith(os.sep) or os.path.isdir(output)
 
 
 def _clash(path: Path, parts: bool, kind: str, one: Input) -> str:
-    """Why an output would replace an input, or be read as one; empty if it is neither."""
     own, source = identity(path), identity(one.path)
     if own is not None:
         read = one.path if own == source else None

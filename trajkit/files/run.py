@@ -184,7 +184,6 @@ def run(
 
 
 def _local(source: Any) -> list[Path]:
-    """The paths of a source, which must be local files."""
     if any(map(is_address, source if isinstance(source, list | tuple) else [source])):
         raise ArgumentError(
             f"source={source!r} has an address, and run reads local files in several "
@@ -199,7 +198,6 @@ def _local(source: Any) -> list[Path]:
 
 
 def _files(outputs: Any, rejected: Any) -> dict[str, AnyPath]:
-    """The path of each output by its name."""
     files = {**outputs} if isinstance(outputs, Mapping) else {_ONLY: outputs}
     for name, path in files.items():
         if not isinstance(name, str) or not isinstance(path, str | os.PathLike):
@@ -231,7 +229,6 @@ def facts_digest(facts: SessionFacts) -> object:
 def _check_paths(
     files: Mapping[str, AnyPath], inputs: list[Input], *, parts: bool
 ) -> None:
-    """Refuse outputs that are inputs or other outputs, and files beside directories."""
     named = {name or "output": (path, name) for name, path in files.items()}
     check_outputs(named, inputs)
     for name, (path, _) in named.items():
@@ -336,7 +333,6 @@ def _results(stage: Stage, piece: Piece, *, reject: bool) -> Iterator[_Result]:
 def _of_accepted(
     stage: Stage, turns: pa.Table, rejected: list[pa.Table]
 ) -> Iterator[_Result]:
-    """The results for sessions that the stage accepts; others are added to a list."""
     made = _made(stage, turns)
     try:
         first = [*itertools.islice(made, 1)]
@@ -447,16 +443,13 @@ class Manifest:
 
     @property
     def done(self) -> int:
-        """Turns of the source that the parts took."""
         return self.ends[-1] if self.ends else 0
 
     @property
     def part(self) -> str:
-        """The name of the next part's files."""
         return f"part-{len(self.ends):05d}.parquet"
 
     def add(self, totals: Counter[str], n_turns: int) -> None:
-        """Record a part whose files are written."""
         self.ends.append(self.done + n_turns)
         self.totals.update(totals)
         self._save()

@@ -67,7 +67,6 @@ def paths_of(source: object) -> list[Path] | None:
 
 
 def is_address(source: object) -> bool:
-    """Whether a source is at an address of fsspec."""
     return isinstance(source, str) and "://" in source
 
 
@@ -149,7 +148,6 @@ class Naming(NamedTuple):
 
     @classmethod
     def of(cls, paths: Sequence[Path], mode: SessionPrefix | None) -> "Naming":
-        """The naming of files in or below ``paths``."""
         if mode is not None:
             check_choice("session_prefix", mode, SessionPrefix)
         if len(paths) == 1 and paths[0].is_dir():
@@ -158,7 +156,6 @@ class Naming(NamedTuple):
         return cls(mode, Path(os.path.commonpath(parents) if parents else "."))
 
     def prefix(self, file: Path) -> str:
-        """The prefix of the sessions in a file; empty for none."""
         if self.mode in (None, "no"):
             return ""
         own = Path(os.path.abspath(file)).relative_to(os.path.abspath(self.root))
@@ -167,7 +164,6 @@ class Naming(NamedTuple):
         return f"{self.root.resolve().name if text == '.' else text}/"
 
     def table(self, table: pa.Table, file: Path) -> pa.Table:
-        """A table of the file with prefixed session ids."""
         prefix = self.prefix(file)
         if not prefix or "session_id" not in table.column_names:
             return table
@@ -222,7 +218,6 @@ def _continue(
 
 
 def _reused(name: str, first: Path, second: Path, why: str) -> InvalidTurnsError:
-    """The error of a session id that two files use."""
     return InvalidTurnsError(
         f"session {name!r} is in {first} and in {second}, and {why}: if these are two "
         "sessions, pass --session-prefix file (session_prefix='file' in Python; 'folder' "
@@ -289,7 +284,6 @@ def _places(
 
 
 def _is_refused(record: jsonl.Record, text: str) -> bool:
-    """Whether a record is refused with this text, but for its number."""
     try:
         from_records([record])
     except InvalidTurnsError as error:

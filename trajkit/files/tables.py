@@ -131,7 +131,6 @@ def gather(table: pa.Table, index: str) -> pa.Table:
 def integers(
     table: pa.RecordBatch | pa.Table, name: str
 ) -> npt.NDArray[np.int64] | None:
-    """The column of this name, if it has integers only."""
     if name not in table.schema.names:
         return None
     column = table.column(name)
@@ -224,12 +223,10 @@ def read_sessions(
 
 
 def _session_plan(names: list[str]) -> pa.Schema:
-    """The plan of sessions, or of a report, which has their columns."""
     return REPORT if _REPORTED <= {*names} else SESSIONS
 
 
 def _session_files(paths: list[Path], format: Format | None) -> list[Path]:
-    """The paths that are files, and the files of sessions below the others."""
     found: list[Path] = []
     for path in paths:
         own = _files_of(path, format).get("sessions", []) if path.is_dir() else [path]
@@ -320,7 +317,6 @@ def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
 
 
 def full(rows: pa.Table) -> pa.Table:
-    """Rows of any system, `decoded` if they are `STORED_ROWS`."""
     return decoded(rows) if "suffix_mask" in rows.column_names else rows
 
 
@@ -428,7 +424,6 @@ def write_any(
 
 
 def _tables(source: TableLike | Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """A table, or the batches of a stream as tables, with checked layout."""
     table = arrow_source(source)
     if isinstance(table, pa.Table | pa.RecordBatch):
         return iter([as_table(table)])

@@ -113,7 +113,6 @@ class Case:
                 self.report(rule or name, f"{name} is {shown(own)}, {rest}", k, -1, at)
 
     def calls_of(self, row: Index) -> range:
-        """The calls of a row's session."""
         return self.turns.calls_of(int(self.session[row]))
 
     @property
@@ -195,12 +194,10 @@ def consecutive(at: Rows, *groups: npt.NDArray[Any]) -> Iterator[tuple[int, int]
 
 
 def same(given: object, due: object) -> bool:
-    """Whether two values are equal, floats up to rounding."""
     if isinstance(given, float) and isinstance(due, float):
         return math.isclose(given, due, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
     return given == due
 
 
 def count(n: int) -> str:
-    """A number of tokens in words."""
     return f"{n} token" if n == 1 else f"{n} tokens"

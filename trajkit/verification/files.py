@@ -180,7 +180,6 @@ class _RowReader:
         self._held: dict[str | None, pa.Table] = {}
 
     def begin(self, turns: SessionIndex, done: int) -> None:
-        """Start to read rows in the order of these turns."""
         ranks = self._ranks = {name: rank for rank, name in enumerate(turns.turns)}
         known = [name for name in self._index.turns if name in ranks]
         # a run that continues has written these
@@ -221,7 +220,6 @@ class _RowReader:
         return concat([self._empty, *own])
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows as stored, in the types of `verification.run.any_rows`."""
         rows = self._index.batch_rows
         tables = iter_tables(self._path, batch_rows=rows, plan=rows_plan)
         return numbered(batch for table in tables for batch in table.to_batches())

@@ -190,7 +190,6 @@ class Sampled:
     def _assign(
         self, places: list[_Place], source: Longs, mask: Bools, logprobs: Floats | None
     ) -> None:
-        """Give the tokens of a row to the likeliest outputs at their places."""
         turns, placed = self._turns, set()
 
         def unlikely(place: _Place) -> tuple[float, ...]:

@@ -67,7 +67,6 @@ _Pairs: TypeAlias = list[tuple[_Row | None, _Row | None]]
 
 
 def _by_index(here: list[_Row], due: list[_Row]) -> _Pairs:
-    """Rows and those of the policy, by ``row_index``."""
     of_index = {row["row_index"]: row for row in due}
     pairs: _Pairs = [(row, of_index.pop(row["row_index"], None)) for row in here]
     return [*pairs, *((None, row) for row in of_index.values())]
@@ -144,7 +143,6 @@ def _differences(
 
 
 def _turns_of(row: _Row, n: int) -> Longs:
-    """The turn of each token that a span names; -1 for the others."""
     found = np.full(n, -1, np.int64)
     for _, start, stop, turn, *_ in row["spans"]:
         found[start:stop] = turn

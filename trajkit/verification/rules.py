@@ -46,9 +46,6 @@ def _rows_by_session(session: Rows) -> list[Rows]:
 
 
 def _lengths(case: Case) -> None:
-    """Mask and logprobs have the row's length, no row exceeds ``max_row_tokens``, and
-    ids and mask have no null.
-    """
     rows, ids = case.rows, case.rows.ids
     n_ids = ids.lengths
     most = n_ids if case.cap is None else np.minimum(n_ids, case.cap)
@@ -113,7 +110,6 @@ def _report_span(case: Case, spans: Spans, k: Index, rule: str, words: str) -> N
 
 
 def _span_tokens(case: Case, spans: Spans) -> None:
-    """The tokens of a span are those of its output range."""
     spans = spans.take(np.flatnonzero(~np.isin(spans.kind, EMPTY_KINDS)))
     at = spans.tokens(case.rows.ids)
     owner = np.repeat(np.arange(len(spans)), spans.stop - spans.start)
@@ -131,7 +127,6 @@ def _span_tokens(case: Case, spans: Spans) -> None:
 
 
 def _untrainable(case: Case, spans: Spans) -> None:
-    """A span is untrainable exactly if none of its tokens may be trained."""
     outputs = case.turns.outputs
     start = outputs.offsets[spans.call]
 
@@ -277,7 +272,6 @@ def _is_path(case: Case, row: Index, call: int) -> bool:
 
 
 def _context(case: Case, trained: Spans, mine: Longs, in_context: Longs) -> None:
-    """The tokens before a trained token are those it was sampled after."""
     sampled_at = case.turns.calls.calls["prompt_len"][trained.call] + trained.out_start
     for k in mine[in_context[mine] < (trained.stop - trained.start)[mine]]:
         row, call, start = trained.row[k], trained.call[k], trained.start[k]
@@ -324,7 +318,6 @@ def _spliced(case: Case, row: int, spans: Spans) -> list[int]:
 
 
 def _named(case: Case, row: int, turns: list[int]) -> Longs:
-    """The calls of a row's session with these numbers, -1 for none."""
     session = np.full(len(turns), case.session[row])
     return case.turns.calls.named(session, np.array(turns, np.int64))
 
@@ -366,7 +359,6 @@ def _turns_of_rows(case: Case, spans: Spans) -> None:
 def _unlisted(
     case: Case, row: int, listed: list[int], order: Longs, named: Longs
 ) -> Iterator[str]:
-    """What is wrong with the turns that a row lists."""
     last = case.rows.number("last_turn", row)
     if last is not None and listed[-1:] != [last]:
         yield f"do not end with last_turn {last}"
@@ -482,7 +474,6 @@ def _metadata(case: Case, known: tuple[str, ...]) -> None:
 
 
 def _parts(kinds: list[str | None], scheme: str) -> list[float]:
-    """The part of its session's reward that each row has under a scheme."""
     n = len(kinds)
     if scheme == "uniform":
         return [1 / n] * n
@@ -492,7 +483,6 @@ def _parts(kinds: list[str | None], scheme: str) -> list[float]:
 
 
 def _weight_versions(case: Case, spans: Spans) -> None:
-    """weight_versions are those of the row's first and last token with known weights."""
     column = case.rows.table.column("weight_versions")
     if column.null_count == len(column):  # the column is optional
         return
@@ -509,7 +499,6 @@ def _weight_versions(case: Case, spans: Spans) -> None:
 
 
 def _mm_items(case: Case) -> None:
-    """The images of a row are the session's, and its content ids are theirs."""
     table, turns = case.rows.table, case.turns.calls.table
     if "mm_items" not in table.column_names:
         return

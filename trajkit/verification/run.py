@@ -153,7 +153,6 @@ def judge_of(
     max_row_tokens: int | None = None,
     weigh_by: WeighBy = "token",
 ) -> Judge:
-    """Check the options of `verify`."""
     if max_row_tokens is not None:
         max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
     check_choice("weigh_by", weigh_by, WeighBy)
@@ -263,7 +262,6 @@ class Judge:
 
 
 def _parts(calls: Sessions, session: Rows) -> Iterator[tuple[Sessions, Rows]]:
-    """Split the calls into parts of complete sessions, with the rows of each part."""
     order = np.argsort(session, kind="stable")
     start = 0
     for part in calls.split(limits.VERIFY_TOKENS):
