@@ -35,8 +35,8 @@ class LinearizeStep:
     """Turns to rows in types that every engine knows: no large lists, no dictionaries.
 
     It contains only its choices, so it can be pickled. It maps an iterator of batches
-    of turns, with contiguous sessions, to an iterator of batches of rows.
-    `trajkit.read_rows` restores the types of rows written this way.
+    of turns, with contiguous sessions, to an iterator of batches of rows, whose ``schema``
+    is known in advance. `trajkit.read_rows` restores the types of rows written this way.
 
     Parameters
     ----------

@@ -152,7 +152,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/files/dedup.py",
+        "trajkit/files/tables.py",
         "tests/files/test_dedup.py",
         (
             "a trained token may be left to the parent",
@@ -724,8 +724,8 @@ PYTHON = (
         ),
         (
             "a session that appears while a log is grouped has no words",
-            "if session not in buckets:",
-            "if session is None:",
+            "if name not in buckets:",
+            "if name is None:",
         ),
         (
             "a session whose lines are no turns is rejected for its nulls",
@@ -786,8 +786,8 @@ PYTHON = (
         "tests/verification/test_verify.py tests/rows/test_splice.py",
         (
             "a row may end anywhere in its path",
-            "if case.cap is None or min(n, case.cap) == len(ids):",
-            "if case.cap is None:\n        return True\n    if min(n, case.cap) == len(ids):",
+            "if len(ids) == (n if case.cap is None else min(n, case.cap)):",
+            "if case.cap is None or len(ids) == min(n, case.cap):",
         ),
         (
             "turns need not end with last_turn",
@@ -806,8 +806,8 @@ PYTHON = (
         ),
         (
             "a logprob may be where the engine gave none",
-            "differ = (rows.given != given) | (given & (rows.logprobs != expected))",
-            "differ = given & (rows.logprobs != expected)",
+            "differ = (rows.given != given) | (given & (rows.logprobs != due))",
+            "differ = given & (rows.logprobs != due)",
         ),
         (
             "every row trains a token once: counted over all rows",
@@ -826,7 +826,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/verification/policy_rows.py",
+        "trajkit/verification/run.py",
         "tests/verification/test_verify.py tests/rows/test_splice.py",
         (
             "only tokens are compared with the rows of the policy",
@@ -835,7 +835,7 @@ PYTHON = (
         ),
         (
             "spans may come in any order",
-            "if not alone and row.spans != due.spans:",
+            'if not alone and row["spans"] != due["spans"]:',
             "if False:",
         ),
     ),

@@ -395,8 +395,8 @@ def read_turns(
         that they call context only has ``trainable = false``, and the column ``amended``
         gives the reason. Turns may be in delta form.
     format : str, optional
-        Overrides suffix and first bytes: "parquet", "arrow", "arrows", "jsonl",
-        "jsonl.gz", "jsonl.zst", "json", "json.gz" or "json.zst".
+        Overrides suffix and first bytes: "parquet", "arrow", "arrows", or "jsonl" or
+        "json", alone or with ".gz" or ".zst".
     map : dict, str or path, optional
         As for `trajkit.from_records`, which then takes every line or row as a record.
     nonfinite_logprobs : {"raise", "null"}
@@ -405,8 +405,8 @@ def read_turns(
         What to put before session ids: the path of their file without its suffix, or of
         its directory, relative to ``source`` (or to the directory that the paths have in
         common). None and "no": nothing. With None, a session whose calls start over in
-        another file is an error; calls with a ``turn_index``, and calls whose prompt
-        extends that of an earlier call, do not start over.
+        another file is an error: they have no ``turn_index``, and no prompt that extends
+        that of an earlier call.
 
     Returns
     -------
@@ -415,13 +415,12 @@ def read_turns(
 
     Raises
     ------
-    ArgumentError
-        The suffix of a path is unknown.
-    FormatError
-        The content is of an unknown format, or damaged; a line of JSON is longer than
-        256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``.
+    ArgumentError, FormatError
+        The suffix of a path is unknown. The content is of an unknown format, or damaged;
+        a line of JSON is longer than 256 MB, or than the environment variable
+        ``TRAJKIT_MAX_LINE_BYTES``.
     SchemaError, InvalidTurnsError
-        A column is missing or has another type; a value breaks a rule of the schema.
+        A column is missing or has another type. A value breaks a rule of the schema.
 
     Warns
     -----
@@ -476,8 +475,8 @@ def scan_turns(
     Yields
     ------
     RecordBatch
-        In canonical form; sessions in order of first appearance, each contiguous, turns
-        ascending. If there are no turns, one empty batch.
+        In canonical form and in the order of `trajkit.read_turns`. If there are no turns,
+        one empty batch.
 
     Examples
     --------

@@ -109,11 +109,8 @@ def run(
     rejected : path, optional
         The file of the sessions that break a rule or that the stage refuses, with the
         reasons; the run goes on without them. None: such a session is an error.
-    format, nonfinite_logprobs, session_prefix
-        As for `trajkit.read_turns`.
-    gather : bool
-        Whether scattered sessions are grouped in temporary files next to the output; see
-        `trajkit.scan_turns`. False: they are an error.
+    format, nonfinite_logprobs, session_prefix, gather
+        As for `trajkit.scan_turns`; temporary files are next to the output.
     dedup : bool
         As for `trajkit.write_rows`.
     inputs : iterable of Input, optional

@@ -19,7 +19,6 @@ from trajkit._arguments import arrow_source, check_flag
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files import jsonl
 from trajkit.files.arrow import read_batches, storable, table_kind, write_batches
-from trajkit.files.dedup import STORED_ROWS, decoded, encoded, stored_schema
 from trajkit.files.formats import Format, atomic, format_of, is_json, name_of, paths_in
 from trajkit.files.guard import check_not_read, reading
 from trajkit.files.jsonl import Record
@@ -32,7 +31,8 @@ from trajkit.files.sources import (
     paths_of,
     placed,
 )
-from trajkit.schema import REPORT, ROWS, SESSIONS, TURNS
+from trajkit.schema import REPORT, ROWS, SESSIONS, TURNS, engine
+from trajkit.tables import limits
 from trajkit.tables.canonical import (
     Plan,
     TableLike,
@@ -41,16 +41,46 @@ from trajkit.tables.canonical import (
     canonical_rows,
     turns_schema,
 )
-from trajkit.tables.columns import normalize_categories, take_values
+from trajkit.tables.columns import (
+    Columns,
+    check_no_clash,
+    normalize_categories,
+    replace_columns,
+    row_lengths,
+    take_values,
+)
+from trajkit.tables.ragged import Ragged, offsets_of, positions, runs_of
 from trajkit.tables.stages import concat, whole_sessions
 from trajkit.turns.session_metadata import last_lines
-from trajkit.turns.validation import check_table
+from trajkit.turns.validation import check_all, check_table
 
 Source: TypeAlias = Paths | BinaryIO | TableLike
 Sink: TypeAlias = str | os.PathLike[str] | BinaryIO
 _ANY_ROWS = pa.schema([], metadata=ROWS.metadata)
 # columns that tell a report from a table of sessions
 _REPORTED = frozenset({"tokens_sampled", "tokens_trained", *SESSIONS.names})
+
+_SUFFIXES = {
+    "input_ids": "suffix_ids",
+    "loss_mask": "suffix_mask",
+    "logprobs": "suffix_logprobs",
+}
+STORED_ROWS = engine.table(
+    "rows",
+    # the first of the row's tokens that is stored: its shared_length, or its first token
+    # that is trained, has a logprob, or differs from the parent row's, if that is earlier
+    engine.required("suffix_start", pa.int32()),
+    engine.required("suffix_ids", ROWS.field("input_ids").type, engine.no_null),
+    engine.required("suffix_mask", ROWS.field("loss_mask").type, engine.no_null),
+    engine.required("suffix_logprobs", ROWS.field("logprobs").type),
+    *(one for one in ROWS if one.name not in _SUFFIXES),
+)
+"""`trajkit.schema.ROWS` whose lists per token begin at ``suffix_start``."""
+
+
+def stored_schema(names: list[str]) -> pa.Schema:
+    """The schema of rows in a file with these columns."""
+    return STORED_ROWS if "suffix_mask" in names else ROWS
 
 
 def parts_of(
@@ -271,7 +301,7 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
 def scan_rows(
     source: Source, *, format: Format | None = None, batch_rows: int = 256
 ) -> Iterator[pa.RecordBatch]:
-    """Training rows in batches, neither reordered nor checked.
+    """Training rows in batches, neither reordered nor checked; see `read_rows`.
 
     Rows of ``write_rows(dedup=True)`` are read session by session. Rows that
     `trajkit.run` writes are in an order that every stage accepts as a stream: sessions
@@ -280,7 +310,7 @@ def scan_rows(
     Parameters
     ----------
     source, format
-        As for `read_rows`, and so are the errors, except for rules on values.
+        As for `read_rows`.
     batch_rows : int
         The most rows in a batch.
 
@@ -451,3 +481,92 @@ def _write(
             jsonl.write(tables, schema, file)
         else:
             write_batches(tables, schema, file, kind)
+
+
+def encoded(rows: pa.Table) -> pa.Table:
+    """Rows in canonical form as `STORED_ROWS`.
+
+    A row whose parent is not earlier in the table is stored whole. Nothing is lost, also
+    where ``shared_length`` is wrong.
+    """
+    check_no_clash(rows, ROWS, STORED_ROWS, "form of rows")
+    ids, mask = (Ragged.of(rows.column(n), 0) for n in ("input_ids", "loss_mask"))
+    logprobs = Ragged.of(rows.column("logprobs")).values
+    # the places of tokens that only the row itself can give
+    own = np.flatnonzero(
+        mask.values | logprobs.is_valid().to_numpy(zero_copy_only=False)
+    )
+    own = np.append(own, len(mask.values))
+    first = own[np.searchsorted(own, mask.offsets[:-1])] - mask.offsets[:-1]
+    parent, found = engine.lookup(rows, "row_index", rows.column("parent_row"))
+    found &= parent < np.arange(len(parent))
+    most = np.minimum(
+        np.minimum(first, ids.lengths), np.where(found, ids.lengths[parent], 0)
+    )
+    start = np.minimum(rows.column("shared_length").to_numpy().astype(np.int64), most)
+    here, there = (
+        positions(at, start) for at in (ids.offsets[:-1], ids.offsets[parent])
+    )
+    differs = np.flatnonzero(ids.values[here] != ids.values[there])
+    # the first of each row: later ones are overwritten by earlier ones
+    row = np.repeat(np.arange(len(start)), start)[differs[::-1]]
+    start[row] = here[differs[::-1]] - ids.offsets[row]
+    columns = {"suffix_start": pa.array(start.astype(np.int32))}
+    for old, new in _SUFFIXES.items():
+        lists = Ragged.of(rows.column(old))
+        n = np.maximum(lists.lengths - start, 0)
+        columns[new] = lists.take(lists.offsets[:-1] + start, n).to_arrow()
+    return replace_columns(rows, ROWS, STORED_ROWS, [columns])
+
+
+def decoded(rows: pa.Table) -> pa.Table:
+    """`STORED_ROWS` with all rows of each session, in order, as `ROWS`.
+
+    Raises `InvalidTurnsError` if the parent of a row is missing.
+    """
+    rows = canonical(rows, STORED_ROWS)
+    check_no_clash(rows, STORED_ROWS, ROWS, "form of rows")
+    check_all(rows, (*engine.checks_of(STORED_ROWS), _can_be_decoded))
+    starts = np.append(engine.run_starts(rows), rows.num_rows)
+    sizes = np.diff(offsets_of(row_lengths(rows))[starts])
+    parts = [
+        _full_columns(rows.slice(starts[lo], starts[hi] - starts[lo]))
+        for lo, hi in runs_of(sizes, limits.PART_TOKENS)
+    ]
+    return replace_columns(rows, STORED_ROWS, ROWS, parts)
+
+
+def _can_be_decoded(rows: pa.Table) -> Iterator[engine.Fault]:
+    """What a row does not store, an earlier row has."""
+    for name in ("suffix_mask", "suffix_logprobs"):
+        yield from engine.as_long_as("suffix_ids", name, "{} " + name, rows)
+    start = rows.column("suffix_start").to_numpy()
+    parent, found = engine.lookup(rows, "row_index", rows.column("parent_row"))
+    found &= parent < np.arange(len(parent))
+    most = np.where(found, row_lengths(rows)[parent], 0)
+    rule = "suffix_start is {}, but the parent row in the file has {} tokens"
+    yield engine.broken((start < 0) | (start > most), rule, start, most)
+
+
+def _full_columns(rows: pa.Table) -> Columns:
+    """The columns that only `ROWS` has."""
+    ids = Ragged.of(rows.column("suffix_ids"))
+    start = rows.column("suffix_start").to_numpy().astype(np.int64)
+    offsets = offsets_of(start + ids.lengths)
+    parents = engine.lookup(rows, "row_index", rows.column("parent_row"))[0]
+    # of each token of the full rows: which stored one it is, and whether the row stores it
+    at = np.zeros(offsets[-1], np.int64)
+    for row, (parent, n) in enumerate(zip(parents, start, strict=True)):
+        first, stop = offsets[row], offsets[row + 1]
+        at[first : first + n] = at[offsets[parent] : offsets[parent] + n]
+        at[first + n : stop] = np.arange(*ids.offsets[row : row + 2])
+    own = np.zeros(len(at), np.bool_)
+    own[positions(offsets[:-1] + start, ids.lengths)] = True
+    columns: Columns = {}
+    for old, new in _SUFFIXES.items():
+        which = pa.array(at) if old == "input_ids" else pa.array(at, mask=~own)
+        values = Ragged.of(rows.column(new)).values.take(which)
+        if old == "loss_mask":
+            values = values.fill_null(False)
+        columns[old] = Ragged(values, offsets).to_arrow()
+    return columns

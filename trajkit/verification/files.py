@@ -73,12 +73,11 @@ def verify_file(
     weigh_by: WeighBy = "token",
     **options: Any,
 ) -> dict[str, int]:
-    """Write the violations in files of rows, in bounded memory.
+    """Write the violations in files of rows, as `trajkit.verify` of the tables finds them.
 
-    The violations are those of `trajkit.verify` of the tables. In memory are a few tables
-    of about 8 million tokens of prompts and outputs with their rows, or a larger session.
-    Rows without a session_id are compared with all turns, so these, and all turns, are
-    read into memory.
+    In memory are a few tables of about 8 million tokens of prompts and outputs with their
+    rows, or a larger session. Rows without a session_id are compared with all turns, so
+    these, and all turns, are read into memory.
 
     Parameters
     ----------
@@ -104,8 +103,7 @@ def verify_file(
     ------
     FormatError, SchemaError, InvalidTurnsError, ArgumentError
         As for `trajkit.verify` and `trajkit.run`. Without a policy there are no rows;
-        without ``gather`` they are in another order; without a session_id they need a
-        file as output, and no file of rejected sessions.
+        without a session_id they need a file as output, and no file of rejected sessions.
     """
     judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
     path, inputs = Path(rows), [Input(Path(rows))]
