@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -56,12 +56,9 @@ class LinearizeStep:
         return pa.schema([(field.name, _plain(field.type)) for field in ROWS])
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        schema, limit = self.schema, self.max_row_tokens
-        options = {
-            "reward": self.reward,
-            "max_row_tokens": limit,
-            "threads": self.threads,
-        }
+        schema = self.schema
+        options: dict[str, Any] = {"reward": self.reward, "threads": self.threads}
+        options["max_row_tokens"] = self.max_row_tokens
         for batch in linearize_batches(iter(batches), self.policy, **options):
             sizes = row_lengths(pa.Table.from_batches([batch]))
             # few enough tokens for offsets of 32 bits, but at least one row

@@ -264,8 +264,8 @@ class Log:
                 for stored in found:
                     yield gather(concat(self._of_bucket(stored)), "turn_index")
         else:  # everything fits in memory
-            tables = [*self._tables(None)] or [TURNS.empty_table()]
-            yield gather(concat(tables), "turn_index")
+            whole = [*self._tables(None)] or [TURNS.empty_table()]
+            yield gather(concat(whole), "turn_index")
 
     def _stored(
         self, batch_rows: int | None, of_lines: Any = jsonl.calls

@@ -68,7 +68,7 @@ def inputs_of(
 ) -> list[Input]:
     """The inputs at paths and at those that match a pattern."""
     found = []
-    for one in map(os.fspath, sources):
+    for one in (os.fspath(source) for source in sources):
         pattern = glob.has_magic(one) and not os.path.lexists(one)
         paths = glob.glob(one, recursive=True) if pattern else [one]
         found += [Input(Path(path), kinds, suffixes) for path in paths]

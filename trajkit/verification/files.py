@@ -212,8 +212,8 @@ class _RowReader:
             name, rows = self._next
             self._held[name] = rows
             self._next = next(self._sessions, None)
-        for name in [one for one in self._held if ranks[one] < ranks[names[0]]]:
-            del self._held[name]
+        held = self._held.items()
+        self._held = {one: own for one, own in held if ranks[one] >= ranks[names[0]]}
         own = (self._held[name] for name in names if name in self._held)
         return concat([self._empty, *own])
 

@@ -85,8 +85,9 @@ def verify_located(case: Case) -> None:
 
     def report(rule: str, wrong: Bools, words: Callable[[int, int], str]) -> None:
         which = np.flatnonzero(wrong)
-        shown = lambda k, n: words(which[k], n)  # noqa: E731
-        case.report_tokens(rule, at[which], shown, call[which])
+        case.report_tokens(
+            rule, at[which], lambda k, n: words(int(which[k]), n), call[which]
+        )
 
     report(
         "mask",

@@ -341,8 +341,8 @@ def _by_tokens(here: list[_Row], due: list[_Row]) -> _Pairs:
         (row, same[key(row)].pop() if same[key(row)] else None) for row in here
     ]
     rest = [row for rows in same.values() for row in rows]
-    for k, (row, other) in enumerate(pairs):
-        if row is not None and other is None and rest:
+    for k, row in enumerate(here):
+        if pairs[k][1] is None:
             shared = [_core.lcp(row["ids"], one["ids"]) for one in rest]
             if any(shared):
                 pairs[k] = row, rest.pop(int(np.argmax(shared)))
@@ -387,7 +387,7 @@ def _differences(
             yield (f"{column} is {shown(given)}: {word} has {shown(expected)}",)
     if len(at):
         return
-    mine, theirs = Counter(row["spans"]), Counter(due["spans"])
+    mine, theirs = (Counter[Any](one["spans"]) for one in (row, due))
     alone = [*(mine - theirs), *(theirs - mine)]
     for span in alone:
         kind, start, stop, turn, first, last = span
