@@ -154,7 +154,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/files/dedup.py",
+        "trajkit/files/tables.py",
         "tests/files/test_dedup.py",
         (
             "a trained token may be left to the parent",
@@ -733,8 +733,8 @@ PYTHON = (
         ),
         (
             "a session that appears while a log is grouped has no words",
-            "if session not in buckets:",
-            "if session is None:",
+            "if name not in buckets:",
+            "if name is None:",
         ),
         (
             "a session whose lines are no turns is rejected for its nulls",
@@ -796,8 +796,8 @@ PYTHON = (
         "tests/rows/test_twins.py",
         (
             "a row may end anywhere in its path",
-            "if case.cap is None or min(n, case.cap) == len(ids):",
-            "if case.cap is None:\n        return True\n    if min(n, case.cap) == len(ids):",
+            "if len(ids) == (n if case.cap is None else min(n, case.cap)):",
+            "if case.cap is None or len(ids) == min(n, case.cap):",
         ),
         (
             "turns need not end with last_turn",
@@ -816,8 +816,8 @@ PYTHON = (
         ),
         (
             "a logprob may be where the engine gave none",
-            "differ = (rows.given != given) | (given & (rows.logprobs != expected))",
-            "differ = given & (rows.logprobs != expected)",
+            "differ = (rows.given != given) | (given & (rows.logprobs != due))",
+            "differ = given & (rows.logprobs != due)",
         ),
         (
             "every row trains a token once: counted over all rows",
@@ -836,7 +836,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/verification/policy_rows.py",
+        "trajkit/verification/run.py",
         "tests/verification/test_verify.py tests/rows/test_splice.py "
         "tests/rows/test_twins.py",
         (
@@ -846,7 +846,7 @@ PYTHON = (
         ),
         (
             "spans may come in any order",
-            "if not alone and row.spans != due.spans:",
+            'if not alone and row["spans"] != due["spans"]:',
             "if False:",
         ),
     ),

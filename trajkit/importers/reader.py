@@ -18,7 +18,7 @@ from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files.group import TEMPORARY, index_sessions
 from trajkit.files.guard import check_outputs, inputs_of, is_parts
 from trajkit.files.run import Watch, folder_of, run
-from trajkit.files.tables import gather, write_tables
+from trajkit.files.tables import gather, write_table
 from trajkit.importers import containers as read
 from trajkit.importers.containers import Finding, Head, has_items, is_array
 from trajkit.importers.formats import (
@@ -147,7 +147,7 @@ def import_file(
     )
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder_of(output)) as root:
         path = Path(root, "turns.arrows")
-        write_tables(batches_in(tables), path)
+        write_table(batches_in(tables), path)
         index = index_sessions([path], "arrows")
         if index.turns:
             run(path, lambda turns: turns, output, watch=watch)
