@@ -42,9 +42,9 @@ from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error, writing
 from trajkit_shim.sessions.turn_log import TurnLog
 
-# Bytes of a body. Work on those that are new, and on a body with an old part, takes less
-# time than a switch of threads, and does not delay other calls.
-SHORT, LONG = 16 << 10, 512 << 10
+# Bytes: to read or render so many takes less time than a switch of threads. More would
+# delay every other call.
+_SHORT = 32 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +155,8 @@ class Gateway:
             value, known = body.parse(), body.known
             return protocol.read(value, images, known)
 
-        # A long body would delay every other call; a short one takes less time than
-        # a thread switch. Images are decoded.
-        short = text_only and body.n_new_bytes <= SHORT
+        # images are decoded
+        short = text_only and body.n_new_bytes <= _SHORT
         chat = parse() if short else await asyncio.to_thread(parse)
         limit = self.options.max_messages
         if len(chat.messages) > limit:
@@ -256,7 +255,7 @@ class Call:
             limit = session.options.limits.get("max_context_tokens")
             if limit is not None and limit < info.max_context_tokens:
                 self._info = replace(info, max_context_tokens=limit)
-            if self._body.n_new_bytes <= SHORT and self._body.n_bytes <= LONG:
+            if self._body.n_bytes <= _SHORT:
                 self._prepare()
             else:
                 await asyncio.to_thread(self._prepare)
