@@ -347,24 +347,17 @@ async def test_the_trainer_s_requests_need_the_admin_token(start, headers, statu
         assert reply.json()["error"]["code"] == "invalid_admin_token"
 
 
+FOREIGN = ("site.example", "site.example:80", "127.0.0.1.site.example", "[::1")
+OWN = ("gateway:1", "127.0.0.1:1", "[::1]:1", "host.docker.internal", "mine.example:1")
+
+
 @pytest.mark.parametrize(
     ("headers", "code"),
     [
         ({"origin": "https://site.example"}, "browser_refused"),
         ({"origin": "null"}, "browser_refused"),
-        *(
-            ({"host": host}, "unknown_host")
-            for host in (
-                *("site.example", "site.example:80", "127.0.0.1.site.example", "[::1"),
-            )
-        ),
-        *(
-            ({"host": host}, None)
-            for host in (
-                *("gateway:1", "127.0.0.1:1", "[::1]:1", "host.docker.internal"),
-                "mine.example:1",
-            )
-        ),
+        *(({"host": host}, "unknown_host") for host in FOREIGN),
+        *(({"host": host}, None) for host in OWN),
     ],
 )
 async def test_no_route_answers_a_web_page(start, headers, code):

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from benchmarks import crash
 from tests.shim.clients import read_log
 from tests.shim.fakes import cases, fails, remember, said, user
 from trajkit import schema
@@ -419,3 +420,14 @@ def test_a_write_that_fails_is_no_base(tmp_path, monkeypatch):
     assert table["base_turn"].to_pylist() == [None, 0]
     assert table["suffix_ids"].to_pylist() == [[1, 2], []]
     assert table["suffix_messages"].to_pylist()[1][0]["body"] == new.body
+
+
+def test_a_killed_gateway_keeps_every_acknowledged_turn(tmp_path):
+    """``benchmarks.crash`` kills it under load, as often as is asked."""
+    kills = int(os.environ.get("TRAJKIT_KILLS", "5"))
+    *_, outcome = crash.run(kills, seed=1, directory=tmp_path)
+    assert (outcome.wrong, outcome.kills) == ([], kills)
+    assert outcome.acknowledged > 10 * kills
+    assert outcome.logged >= outcome.acknowledged
+    assert outcome.finished > 0
+    assert outcome.resumed > 0
