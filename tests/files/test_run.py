@@ -32,8 +32,8 @@ from trajkit.files import group
 from trajkit.files import run as run_module
 from trajkit.files.formats import paths_in
 from trajkit.files.group import index_sessions
-from trajkit.files.run import Watch, write_in_thread
-from trajkit.files.tables import read_any_rows, write_rows, write_table, write_tables
+from trajkit.files.run import Watch
+from trajkit.files.tables import read_any_rows, write_rows, write_table
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS, TURNS_DELTA
 from trajkit.tables import limits, stages
 from trajkit.tables.threads import prefetch
@@ -444,42 +444,6 @@ def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():
         assert [len(piece) for piece in made] == sizes, (one, two)
 
 
-def test_an_outlet_hands_back_what_went_wrong(tmp_path):
-    [rows] = tk.linearize(tk.from_records(some_sessions(2))).to_batches()
-
-    def put(path, n, error=None):
-        with write_in_thread(path, write_rows, path) as put_table:
-            for _ in range(n):
-                put_table(rows)
-            if error is not None:
-                raise error
-
-    for n in (1, 5):
-        with pytest.raises(FileNotFoundError):
-            put(tmp_path / "absent/rows.parquet", n)
-    with pytest.raises(Killed):
-        put(tmp_path / "rows.parquet", 2, Killed())
-    assert os.listdir(tmp_path) == []
-
-
-def test_no_more_than_is_allowed_waits_for_its_file(tmp_path):
-    [rows] = tk.linearize(tk.from_records(some_sessions(2))).to_batches()
-    handed, ahead = [], []
-
-    def write(batches, path):
-        for taken, batch in enumerate(batches):
-            ahead.append(len(handed) - taken)
-            write_rows(pa.Table.from_batches([batch] * 50), path)
-
-    with write_in_thread(tmp_path / "rows.parquet", write, tmp_path) as put:
-        for _ in range(10):
-            put(rows)
-            handed.append(rows)
-    # one that waits, and the one that is being handed over
-    assert len(ahead) == 10
-    assert max(ahead) <= 2
-
-
 def test_what_is_read_ahead_ends_with_its_user():
     closed = []
 
@@ -875,7 +839,7 @@ def test_outputs_stand_all_or_none(tmp_path, small, monkeypatch, parts, full):
 
     def write(batches, path, dedup):
         nonlocal n_written
-        write_tables(batches, path)
+        write_table(batches, path)
         n_written += path.parent.name == full or path.name.endswith(f"{full}.parquet")
         if n_written == 1 + parts:  # of parts, the second
             raise OSError(28, "No space left on device", str(path))
@@ -963,8 +927,7 @@ def test_files_whose_columns_differ_are_gathered_into_the_same_buckets(
 def test_a_link_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "a.arrows").write_text("of the run before")
     (tmp_path / "b.arrows").symlink_to("a.arrows")
-    with run_module.atomic_writers({"b": tmp_path / "b.arrows"}, write_tables) as puts:
-        puts["b"](pa.record_batch({"x": [1]}))
+    write_table(pa.table({"x": [1]}), tmp_path / "b.arrows")
     assert sorted(os.listdir(tmp_path)) == ["a.arrows", "b.arrows"]
     assert not (tmp_path / "b.arrows").is_symlink()
     assert (tmp_path / "a.arrows").read_text() == "of the run before"

@@ -22,7 +22,7 @@ from tests.made_tables import (
 from tests.oracles import rows as reference
 from tests.strategies import pick, policies, row_limits, runs, thresholds
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.files.dedup import encoded
+from trajkit.files.tables import encoded
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
 
@@ -123,7 +123,7 @@ def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
         {"session_id": "s", "prompt_ids": [k], "output_ids": [7]} for k in range(3)
     )
     made = []
-    fill = import_module("trajkit.rows.fill")
+    fill = import_module("trajkit.rows.plan")
 
     def counting(*given, real=fill._structs):
         made.append(1)

@@ -289,7 +289,6 @@ def view(
     sessions: opt.SessionsFile = None,
     session: Annotated[str | None, Parameter(help="only these sessions: A,B")] = None,
     sample: opt.Count | None = None,
-    worst: opt.Count | None = None,
     tokenizer: opt.TokenizerPath = None,
     rows: Annotated[str | None, opt.Reads("rows")] = None,
     against: Annotated[str | None, opt.Reads("turns")] = None,
@@ -313,8 +312,6 @@ def view(
         Write the page to an HTML file.
     sample
         Only this many sessions, the same every time.
-    worst
-        Only the N worst sessions: by loss under the first policy, by drift and by logprob.
     rows
         Show what `trajkit verify` finds in these rows, under the first --policy.
     against
@@ -331,22 +328,20 @@ def view(
     no_browser
         Print the address only.
     """
-    from trajkit.view.document import page
-    from trajkit.view.server import LiveRun, ViewServer
+    from trajkit.view.pages import LiveRun, ViewServer, page
 
     texts = opt.many_policies(policy)
     policies = [*map(opt.policy_of, texts)]
     ids = None if session is None else session.split(",")
-    choice: dict[str, Any] = {"ids": ids, "sample": sample, "worst": worst}
-    if sum(one is not None for one in choice.values()) > 1:
-        raise ArgumentError("--session, --sample and --worst: only one is allowed")
+    choice: dict[str, Any] = {"ids": ids, "sample": sample}
+    if None not in choice.values():
+        raise ArgumentError("--session and --sample: only one of them is allowed")
     if out is not None:
         _check_suffix(out, "a page", "html", "htm")
         if follow:
             raise ArgumentError("--follow needs the server: leave out --out")
     elif print:
         raise ArgumentError("--print makes a file: give it a name with --out")
-    choice["policy"] = policies[0]
     runs = [Run(source, sessions, reading, choice, follow)]
     runs += [Run([one], None, reading, choice) for one in [against] if one]
     shown: dict[str, Any] = {"tokenizer": opt.chosen_tokenizer(tokenizer, source)}
@@ -354,8 +349,8 @@ def view(
     # as stored: rows of other systems have few columns, and verify judges them
     table = None if rows is None else read_any_rows(rows)
     if out is None:
-        shown |= {"policies": texts, "parse": opt.policy_of, "follow": follow}
-        live = [LiveRun(one.title, one.version, one.load, **shown) for one in runs]
+        more = texts, opt.policy_of, follow, shown
+        live = [LiveRun(one.title, one.version, one.load, *more) for one in runs]
         live[0].rows, live[0].rows_policy = table, policies[0] if policy else None
         with suppress(KeyboardInterrupt), ViewServer(live, port) as server:
             opt.print_text(f"{server.url}\nCtrl-C ends")
@@ -442,7 +437,6 @@ def plot(
     out: Annotated[str, opt.OUT, opt.Writes("picture")],
     policy: opt.PolicyOption = None,
     session: opt.Session = None,
-    sessions: opt.SessionsFile = None,
     reading: opt.Reading = opt.READING,
     no_clobber: opt.NoClobber = False,
 ) -> None:
@@ -465,8 +459,7 @@ def plot(
     if kind == "tokens":
         figure = tk.plot.tokens(turns, chosen, session)
     else:
-        facts = opt.known_sessions(sessions, source, reading.session_prefix)
-        figure = tk.plot.swimlanes(turns, facts)
+        figure = tk.plot.swimlanes(turns)
     from trajkit.plot.figures import save
 
     with Progress("drawing"), replacing(Path(out)) as draft:
