@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -145,8 +145,8 @@ class _Connection(asyncio.Protocol):
         self._asked = self._arrived = self._half_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # those of other loops, such as uvloop's, are of no class of asyncio
+        self._transport = cast(asyncio.Transport, transport)
         self._inner.connection_made(transport)
         self._wait(True)
 
@@ -246,6 +246,8 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http="h11",
+            # the same where uvloop is installed, as engines install it
+            loop="asyncio",
             log_config=_LOGGING,
             log_level="warning",
             # its lines would contain the key that Gemini clients put in the URL

@@ -913,7 +913,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/importers/calls.py",
+        "trajkit/importers/formats.py",
         "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
         "tests/importers/test_importers.py tests/importers/test_text.py",
         (
@@ -936,24 +936,6 @@ PYTHON = (
             "return np.append(output, np.int32(end))",
             "return output",
         ),
-    ),
-    _place(
-        "trajkit/importers/containers.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
-        (
-            "a tensor begins a byte too late",
-            "start = offset * storage.itemsize",
-            "start = offset * storage.itemsize + 1",
-        ),
-        (
-            "what is unread counts for every choice",
-            "unread=self.unread if first else {},",
-            "unread=self.unread,",
-        ),
-    ),
-    _place(
-        "trajkit/importers/formats.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
         (
             "a capture of a newer version is read",
             "not 1 <= version <= _NEWEST_GYM:",
@@ -968,6 +950,20 @@ PYTHON = (
             "cached tokens are none of a prompt",
             'usage.get("cached_input_tokens") or 0]',
             "0]",
+        ),
+    ),
+    _place(
+        "trajkit/importers/containers.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a tensor begins a byte too late",
+            "start = offset * storage.itemsize",
+            "start = offset * storage.itemsize + 1",
+        ),
+        (
+            "what is unread counts for every choice",
+            "unread=self.unread if first else {},",
+            "unread=self.unread,",
         ),
     ),
     _place(
@@ -1080,7 +1076,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/cli/options.py",
-        "tests/cli/test_files.py",
+        "tests/cli/test_files.py tests/cli/test_cli.py",
         (
             "a session that is left out has no file and line",
             "reason = log.placed(reason) if k < 10 else reason",
@@ -1088,13 +1084,9 @@ PYTHON = (
         ),
         (
             "an existing file is replaced all the same",
-            "clobber = False",
-            "clobber = True",
+            "clobber=not any(given)",
+            "clobber=True",
         ),
-    ),
-    _place(
-        "trajkit/cli/policies.py",
-        "tests/cli/test_cli.py",
         (
             "a threshold that the policy ignores is taken",
             'if "fork_threshold" in choices and not _forks(policy):',
@@ -1102,12 +1094,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/cli/compare.py",
+        "trajkit/cli/data.py",
         "tests/cli/test_cli.py tests/cli/test_files.py",
         (
-            "an example shows the path of the turn itself",
-            'np.array([found["parent"], found["turn_index"]])',
-            'np.array([found["turn_index"], found["turn_index"]])',
+            "findings of a cause count as one turn each",
+            'turns=pl.struct("session_id", "turn_index", "cause").is_first_distinct(),',
+            "turns=pl.lit(1),",
         ),
         (
             "check ends with 0 where rows are wrong",

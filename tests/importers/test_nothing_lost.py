@@ -185,8 +185,7 @@ def test_a_fact_that_no_field_reads_has_one_line(tmp_path, key, value, target):
     assert problems(report) == ["unread"]
     assert "of 3 records was not read" in report[0]["detail"]
     assert key in report[0]["detail"]
-    advised = f"--map {target}={key}" if target else "was not read"
-    assert advised in report[0]["detail"]
+    assert f"--map FIELD={key}" in report[0]["detail"]
     if target:
         inner = f"{key}.{next(iter(value))}" if isinstance(value, dict) else key
         _, report = imported(tmp_path, lines, map={target: inner})
@@ -219,15 +218,11 @@ def contradicting():
     native["meta_info"] |= usage_of(2, 1)
     within = foreign.sglang_chat_response(RECORD)
     within["choices"][0]["meta_info"] |= usage_of(9, 2)
-    two = foreign.chat_response(RECORD)
-    two["choices"] *= 2
-    two["usage"] = usage_of(2, 5)
     text = foreign.chat_response(RECORD) | {"usage": usage_of(2, "2")}
     for name, response in {
         "chat": chat,
         "prompt": prompt,
         "responses": responses,
-        "choices": two,
         "text": text,
         "sglang chat": within,
     }.items():
@@ -281,9 +276,8 @@ def test_usage_of_a_trajectory_and_of_a_trace(tmp_path):
         (None, 1),
         # what Anthropic counts without the cached tokens
         ({"input_tokens": 1, "cache_read_input_tokens": 1, "output_tokens": 2}, 1),
-        # a prompt counts once or for each of its samples
+        # of several choices, nothing says how often the prompt counts
         (usage_of(2, 6), 3),
-        (usage_of(6, 6), 3),
     ],
 )
 def test_usage_that_fits_or_says_nothing(tmp_path, usage, n_choices):
@@ -434,22 +428,6 @@ def test_a_source_is_paths(source):
 def test_a_path_that_no_record_has_is_an_error(tmp_path):
     with pytest.raises(FormatError, match=r"no record has scor .map: reward=scor."):
         imported(tmp_path, [line(session_id="s", score=1)], map="reward=scor")
-
-
-def test_a_path_into_a_list_or_out_of_one_is_told_another(tmp_path):
-    log = tmp_path / "log.jsonl"
-    step = {"prompt_ids": [1], "response_ids": [2]}
-    log.write_text(json.dumps({"run": 1, "steps": [step]}) + "\n")
-    into = "session_id=run,prompt_ids=steps.prompt_ids,output_ids=steps.response_ids"
-    with pytest.raises(
-        FormatError, match=r"give each=steps .* as prompt_ids=prompt_ids"
-    ):
-        tk.import_turns(log, map=into)
-    out = "each=steps,session_id=run,prompt_ids=prompt_ids,output_ids=response_ids"
-    with pytest.raises(FormatError, match="around the records, session_id=/run"):
-        tk.import_turns(log, map=out)
-    turns, _ = tk.import_turns(log, map=out.replace("=run", "=/run"))
-    assert turns["output_ids"].to_pylist() == [[2]]
 
 
 # --- unknown formats, and nothing

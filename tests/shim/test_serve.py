@@ -1,5 +1,6 @@
 """The gateway on a socket."""
 
+import asyncio
 import logging
 import os
 import resource
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 
 import openai
 import pytest
+import uvicorn
 
 import trajkit as tk
 from tests.shim.clients import http, read_log
@@ -172,6 +174,32 @@ def test_more_connections_than_the_soft_limit_of_files(tmp_path):
                 assert line.recv(12) == b"HTTP/1.1 200"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_loop_is_asyncio_also_where_uvloop_is_installed(tmp_path):
+    pytest.importorskip("uvloop")
+    app, loops = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path)), []
+
+    async def seen(scope, receive, send):
+        loops.append(asyncio.get_running_loop())
+        await app(scope, receive, send)
+
+    with running(seen) as url:
+        assert http.get(f"{url}/healthz").status_code == 200
+    assert {type(loop).__module__ for loop in loops} == {"asyncio.unix_events"}
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_connection_of_any_loop_is_served(tmp_path, monkeypatch, kind):
+    """An old uvicorn leaves the choice of the loop to the process."""
+    pytest.importorskip("uvloop")
+    app = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))
+    config = uvicorn.Config
+    monkeypatch.setattr(
+        serve.uvicorn, "Config", lambda *a, **k: config(*a, **k | {"loop": kind})
+    )
+    with running(app) as url:
+        assert http.get(f"{url}/healthz").status_code == 200
 
 
 def test_an_address_in_use_is_refused(tmp_path):

@@ -10,7 +10,6 @@ import pytest
 import trajkit as tk
 from trajkit import cli
 from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS, OUTPUTS
-from trajkit.cli import view as command
 from trajkit.schema import CAUSES, LOSSES, OUTPUT_KINDS, SESSIONS, TEXT_CAUSES
 from trajkit.view import page
 from trajkit.view.pages import SCRIPTS
@@ -125,18 +124,12 @@ def test_a_sample_is_the_same_whatever_the_order_of_sessions():
     assert sample != names[:7]
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_the_command_says_what_the_file_has(run, tmp_path, capsys, monkeypatch, large):
-    if large:
-        monkeypatch.setattr(command, "_LARGE_BYTES", 1000)
+def test_the_command_says_what_the_file_has(run, tmp_path, capsys):
     path = tmp_path / "page.html"
     assert cli.main(["view", str(run), "-o", str(path), "--sample", "2"]) == cli.DONE
     out = capsys.readouterr().out
     assert "2 of 5 sessions, 2 turns" in out
     assert "the text of all messages; --no-text leaves it out" in out
-    # and the options that make a large page smaller
-    for option in ("--session A,B", "--sample N", "leave out --out"):
-        assert (option in out) is large
 
 
 @pytest.mark.parametrize(

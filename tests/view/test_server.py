@@ -17,8 +17,7 @@ import trajkit as tk
 from tests.view.test_page import counts, simulated
 from trajkit import cli
 from trajkit.cli import view
-from trajkit.cli.options import Reading
-from trajkit.cli.policies import policy_of
+from trajkit.cli.options import Reading, policy_of
 from trajkit.errors import ArgumentError
 from trajkit.view.pages import LiveRun, ViewServer
 
