@@ -49,6 +49,8 @@ def line(**changes):
         {"extra": {"sample_index": 4}},
         {"headers": {"X-Session-ID": "s"}},
         {"request": {"messages": [], "metadata": {"thread_id": "x"}}},
+        {"run": {"id": 3}},
+        {"ids": {"trajectory_id": "r", "uid": "u"}},
     ],
 )
 def test_a_key_that_may_name_the_run_is_not_passed_over(tmp_path, keys):
@@ -80,6 +82,19 @@ def test_a_log_that_names_nothing_is_one_session_of_its_file(tmp_path):
     turns, report = imported(tmp_path, [line(latency=3), line()])
     assert turns["session_id"].to_pylist() == ["log", "log"]
     assert problems(report) == ["no_session_id"]
+
+
+def test_the_prompt_may_be_in_the_request_alone(tmp_path):
+    body = {"token_ids": [5, 6], "finish_reason": "stop"}
+    lines = [
+        {"id": "r", "request": {key: [1, 2]}, "response": {"choices": [body]}}
+        for key in ("prompt_token_ids", "prompt", "input_ids", "other")
+    ]
+    turns, report = imported(tmp_path, lines, map={"session_id": "id"})
+    assert turns["prompt_ids"].to_pylist() == [[1, 2]] * 3
+    assert turns["output_ids"].to_pylist() == [[5, 6]] * 3
+    last = next(one for one in report if one["problem"] == "no_prompt_ids")
+    assert "--map prompt_ids=PATH" in last["detail"]
 
 
 def test_two_files_of_one_name_are_two_sessions(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.made_tables import by_session, dicts, link_by, turns_table
 from tests.oracles import rows as reference
-from tests.strategies import runs, sessions, thresholds
+from tests.strategies import runs, thresholds
 from trajkit import _core
 from trajkit.errors import LayoutError, PolicyError
 from trajkit.policies import ParentBy
@@ -19,13 +19,6 @@ from trajkit.rows.routes import ROUTES
 from trajkit.turns.sessions import Sessions
 
 PARENT_BY = ["messages", "tokens", "previous", "none"]
-
-
-@given(sessions(), st.sampled_from(PARENT_BY), thresholds)
-def test_links_are_the_twins(turns, route, threshold):
-    links = link_by(turns_table(turns), route, merge_threshold=threshold)
-    expected = reference.link(turns, route, threshold)
-    assert dicts(links, expected) == expected
 
 
 @given(runs(), st.sampled_from(PARENT_BY), thresholds)

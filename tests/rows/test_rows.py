@@ -24,6 +24,7 @@ from tests.made_tables import (
     turns_table,
 )
 from tests.oracles import rows as reference
+from tests.rows.test_twins import SAME_ANSWER_TWICE
 from tests.strategies import (
     long_runs,
     policies,
@@ -55,27 +56,6 @@ def test_closed_form_is_the_state_machine(turns, threshold, limit):
     ]
     assert len(rows) == len(kept)
     assert report["rows_cut"] == len(left_out)
-
-
-SAME_ANSWER_TWICE = [
-    {
-        "prompt_messages": [{"role": "user", "content": "u"}, *said],
-        "response_message": {"role": "assistant", "content": "a"},
-        "prompt_ids": prompt,
-        "output_ids": [5, 6],
-        "output_logprobs": [-1.0, -2.0],
-        "finish_reason": "stop",
-        "ill_formed": False,
-    }
-    for said, prompt in [
-        ([], [1]),
-        ([], [1]),
-        (
-            [{"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}],
-            [1, 5, 6, 2],
-        ),
-    ]
-]
 
 
 @given(sessions() | versioned(sessions()), policies, row_limits)
@@ -330,12 +310,6 @@ def test_choices_that_are_none_are_refused(choices, error, match):
         tk.linearize(turns_table(SAME_ANSWER_TWICE), **{"policy": "slime", **choices})
 
 
-@pytest.mark.parametrize("threshold", [2**63, -(2**70), 1.5, True, "1"])
-def test_thresholds_are_integers_of_64_bits(threshold):
-    with pytest.raises(PolicyError, match="fork_threshold="):
-        tk.policy("slime", fork_threshold=threshold)
-
-
 def test_a_threshold_of_none_is_the_preset_s_own():
     other = tk.policy("slime", fork_threshold=5)
     assert tk.policy(other, fork_threshold=None) == tk.policy("slime")
@@ -367,9 +341,11 @@ def test_strict_is_also_called_interleave():
     assert tk.linearize(table, "interleave") == tk.linearize(table, "strict")
 
 
-@pytest.mark.parametrize("name", ["slime", "strict", "per_call"])
+@pytest.mark.parametrize("name", tk.policies.PRESETS)
 def test_no_turns_give_no_rows(name):
-    rows, report = linearized(turns_table(SAME_ANSWER_TWICE).slice(0, 0), name)
+    none = turns_table(SAME_ANSWER_TWICE).slice(0, 0)
+    rows, report = linearized(none, name)
+    assert tk.verify(rows, none, name).num_rows == 0
     assert rows.num_rows == report.num_rows == 0
     assert rows.schema.equals(ROWS)
     assert report.schema.equals(REPORT)

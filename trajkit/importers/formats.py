@@ -80,6 +80,7 @@ _MATTERS = re.compile(
 )
 # the long arrays of a record
 _OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
+_OF_REQUEST = ("input_ids", "prompt", "prompt_token_ids", "token_ids")
 _RESPONSE: Shape = {
     **dict.fromkeys(("prompt_token_ids", "token_ids", "output_ids"), IDS),
     "choices": {EACH: dict.fromkeys(_OF_CHOICE, IDS)},
@@ -87,13 +88,13 @@ _RESPONSE: Shape = {
 _LONG: Mapping[str, Any] = {
     **dict.fromkeys(("prompt_ids", "output_ids", "delta_ids"), IDS),
     "prompt_messages": ITEMS,
-    "request": {"messages": ITEMS, "input_ids": IDS, "prompt": IDS, "token_ids": IDS},
+    "request": {"messages": ITEMS, **dict.fromkeys(_OF_REQUEST, IDS)},
     "response": {**_RESPONSE, EACH: _RESPONSE},
 }
 # where a choice of a response has what
 _OF_ANSWER = read_map("""
     prompt_ids=choice.input_token_ids|choice.prompt_token_ids|response.prompt_token_ids|
-    request.input_ids|request.prompt|request.token_ids,
+    request.input_ids|request.prompt|request.prompt_token_ids|request.token_ids,
     output_ids=choice.token_ids|choice.response_token_ids|response.token_ids|
     response.output_ids,
     finish_reason=choice.finish_reason|choice.meta_info.finish_reason,
@@ -314,9 +315,16 @@ class Table:
             for name in ("request", "request_body", "input"):
                 facts = object_of(object_of(outer.get(name)).get("metadata"))
                 named |= {f"{name}.metadata.{key}": one for key, one in facts.items()}
+            for name, facts in outer.items():
+                if isinstance(facts, dict) and name not in (*_ASIDE, *_LONG):
+                    for key, one in facts.items():
+                        ways = f"{name}_{key}", f"{key}" if "_" in f"{key}" else ""
+                        if any(map(_RUN.fullmatch, ways)):
+                            named.setdefault(f"{name}.{key}", one)
             for path, value in named.items():
                 name, keys = _word(path), tuple(path.split("."))
-                if found.session is None and text_of(value) and _RUN.fullmatch(name):
+                names_run = _RUN.fullmatch(name) or _RUN.fullmatch("_".join(keys[-2:]))
+                if found.session is None and text_of(value) and names_run:
                     found.run_keys[slash + path] = value
                 read = any(keys[: len(k)] == k or k[: len(keys)] == keys for k in known)
                 read = read or path not in aside or path in self.format.knows

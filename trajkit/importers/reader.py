@@ -309,7 +309,8 @@ class _Import:
         own = self.names.setdefault(head.name, head.name if taken else head.stem)
         found.session = own
         if is_first:
-            self.note(head.name, found, "no_session_id")
+            text = "no key of the records names a run: its session has the file's name"
+            self.note(head.name, found, "no_session_id", text)
 
     def record(self, file: str, found: Finding) -> Record | None:
         """The record for `from_records`; None, with a problem set, if it is left out."""
@@ -327,10 +328,11 @@ class _Import:
                     f"the session is in {known[0]}, too: if these are two runs, "
                     "--map session_id=@file+session_id tells them apart",
                 )
-        if not found.problem and not has_items(fields.get("prompt_ids")):
-            found.problem = "no_prompt_ids"
-        elif not found.problem and not is_array(fields.get("output_ids")):
-            found.problem = "no_output_ids"
+        needed = {"prompt_ids": has_items, "output_ids": is_array}
+        for target, is_there in needed.items():
+            if not found.problem and not is_there(fields.get(target)):
+                found.problem = f"no_{target}"
+                found.detail = found.detail or f"--map {target}=PATH names them"
         if found.problem:
             return None
         found.detail = ""
