@@ -4,6 +4,7 @@ Nothing here imports another library. Objects are known by their methods.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from operator import index
 from typing import Any, get_args
@@ -65,33 +66,23 @@ def chosen_int(
     least: int = -(2**63),
     error: type[ArgumentError] = ArgumentError,
 ) -> int:
-    """An integer argument, which the kernels take as 64 bits.
-
-    Raises ``error`` if it is not an integer (a bool is not one), or is below ``least``.
-    """
-    try:
-        number = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or not least <= number < 2**63:
-        rule = f"of {least} or more" if least > -(2**63) else "of 64 bits"
-        raise error(f"{name}={value!r}: expected an integer {rule}")
-    return number
+    """An integer of 64 bits, ``least`` or more; a bool is none. Else raises ``error``."""
+    with suppress(TypeError):
+        number = index(value)  # type: ignore[arg-type]
+        if not isinstance(value, bool) and least <= number < 2**63:
+            return number
+    rule = f"of {least} or more" if least > -(2**63) else "of 64 bits"
+    raise error(f"{name}={value!r}: expected an integer {rule}")
 
 
 def check_number(
     name: str, value: object, least: float, *, above: bool = False
 ) -> None:
-    """Raise ArgumentError unless a number is finite and ``least`` or more.
-
-    ``above``: it has to be more.
+    """Raise ArgumentError unless a number is finite and ``least`` or, with ``above``,
+    more.
     """
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if (
-        not number
-        or not least <= value < float("inf")  # type: ignore[operator]
-        or (above and value == least)
-    ):
+    if not number or not least <= float(value) < np.inf or (above and value == least):  # type: ignore[arg-type]
         rule = f"above {least}" if above else f"of {least} or more"
         raise ArgumentError(f"{name}={value!r}: expected a finite number {rule}")
 
@@ -105,10 +96,7 @@ def check_flag(name: str, value: object) -> None:
 def chosen_names(
     name: str, value: object, error: type[ArgumentError] = ArgumentError
 ) -> tuple[str, ...]:
-    """An argument that lists names, such as those of tools or columns.
-
-    Raises ``error`` if it is no list or tuple of strings.
-    """
+    """A list or tuple of names, such as those of columns; else raises ``error``."""
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
         return tuple(value)
     raise error(f"{name}={value!r}: expected a sequence of names")

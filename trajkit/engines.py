@@ -6,10 +6,10 @@ a schema that is known in advance.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -20,18 +20,14 @@ from trajkit.files.tables import gather
 from trajkit.policies import Policy
 from trajkit.rows.linearize import linearize_batches
 from trajkit.schema import ROWS
-from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.columns import row_lengths
 from trajkit.tables.ragged import runs_of
 from trajkit.tables.stages import batches_in
-from trajkit.turns.amendments import Amendments
 from trajkit.turns.session_metadata import Reward
 
 if TYPE_CHECKING:
     from ray.data import Dataset
-
-_SESSIONS_IN = pa.schema([("path", pa.string()), ("session_id", pa.string())])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +35,8 @@ class LinearizeStep:
     """Turns to rows in types that every engine knows: no large lists, no dictionaries.
 
     It contains only its choices, so it can be pickled. It maps an iterator of batches
-    of turns, with contiguous sessions, to an iterator of batches of rows.
-    `trajkit.read_rows` restores the types of rows written this way.
+    of turns, with contiguous sessions, to an iterator of batches of rows, whose ``schema``
+    is known in advance. `trajkit.read_rows` restores the types of rows written this way.
 
     Parameters
     ----------
@@ -57,35 +53,24 @@ class LinearizeStep:
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of the batches of rows."""
-        return pa.schema([_plain_field(field) for field in ROWS])
+        return pa.schema([(field.name, _plain(field.type)) for field in ROWS])
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The rows of the turns; raises as `trajkit.linearize_batches`."""
         schema = self.schema
-        rows = linearize_batches(
-            iter(batches),
-            self.policy,
-            reward=self.reward,
-            max_row_tokens=self.max_row_tokens,
-            threads=self.threads,
-        )
-        for batch in rows:
+        options: dict[str, Any] = {"reward": self.reward, "threads": self.threads}
+        options["max_row_tokens"] = self.max_row_tokens
+        for batch in linearize_batches(iter(batches), self.policy, **options):
             sizes = row_lengths(pa.Table.from_batches([batch]))
             # few enough tokens for offsets of 32 bits, but at least one row
             for lo, hi in runs_of(sizes, limits.PART_TOKENS):
                 yield batch.slice(lo, hi - lo).cast(schema)
 
 
-def _plain_field(field: pa.Field) -> pa.Field:
-    return pa.field(field.name, _plain(field.type))
-
-
 def _plain(type_: pa.DataType) -> pa.DataType:
     if pa.types.is_large_list(type_):
         return pa.list_(_plain(type_.value_type))
     if pa.types.is_struct(type_):
-        return pa.struct([_plain_field(field) for field in type_])
+        return pa.struct([(field.name, _plain(field.type)) for field in type_])
     if pa.types.is_dictionary(type_):
         return type_.value_type
     return type_
@@ -99,9 +84,9 @@ def linearize_on_ray(
 ) -> "Dataset":
     """The training rows of turns, as a lazy Ray dataset.
 
-    Ray cuts blocks anywhere, so sessions are kept together in one of two ways: one task
-    reads a file and makes its rows, or Ray shuffles a dataset by session. A task whose
-    worker or machine dies runs again and gives the same rows.
+    Ray cuts blocks anywhere, so sessions are kept together: one task reads a file and
+    makes its rows, or Ray shuffles a dataset by session. A task whose worker or machine
+    dies runs again and gives the same rows.
 
     Parameters
     ----------
@@ -142,72 +127,45 @@ def linearize_on_ray(
         ) from error
     step = step or LinearizeStep()
     if isinstance(turns, ray.data.Dataset):
+
+        def of_session(turns: pa.Table) -> pa.Table:
+            batches = gather(turns, "turn_index").to_batches()
+            return pa.Table.from_batches(step(iter(batches)), step.schema)
+
         groups = turns.groupby("session_id", num_partitions=shuffles)
-        return groups.map_groups(
-            _linearize_session, batch_format="pyarrow", fn_kwargs={"step": step}
-        )
-    given = [turns] if isinstance(turns, str | os.PathLike) else turns
-    found = [turn_files(path) for path in given]
-    files = [
-        {"path": str(file), "given": k}
-        for k, (paths, _) in enumerate(found)
-        for file in paths
+        return groups.map_groups(of_session, batch_format="pyarrow")
+    found = [
+        turn_files(p)
+        for p in ([turns] if isinstance(turns, str | os.PathLike) else turns)
     ]
-    listed = ray.data.from_items(files, override_num_blocks=max(len(files), 1))
-    if len(files) > 1:
-        _check_one_file_each(listed)
-    amendments = [amendments for _, amendments in found]
-    return listed.map_batches(
-        _linearize_files,
-        batch_size=1,
-        batch_format="pyarrow",
-        fn_kwargs={"step": step, "amendments": amendments},
-    )
+
+    def of_files(batch: pa.Table) -> Iterator[pa.Table]:
+        for file in batch.to_pylist():
+            own = scan_turns(file["path"])
+            if (amendments := found[file["given"]][1]) is not None:
+                tables = (pa.Table.from_batches([one]) for one in own)
+                own = batches_in(map(amendments.fold_into, tables))
+            for rows in step(own):
+                yield pa.Table.from_batches([rows])
+
+    files = [(k, path) for k, (paths, _) in enumerate(found) for path in paths]
+    _check_one_file_each([path for _, path in files])
+    listed = [{"path": str(path), "given": k} for k, path in files]
+    tasks = ray.data.from_items(listed, override_num_blocks=max(len(files), 1))
+    return tasks.map_batches(of_files, batch_size=1, batch_format="pyarrow")
 
 
-def _check_one_file_each(files: "Dataset") -> None:
-    """Raise `InvalidTurnsError` if a session has turns in two files."""
-    pairs = files.map_batches(_sessions_in, batch_size=1, batch_format="pyarrow")
-    parts = pairs.iter_batches(batch_size=None, batch_format="pyarrow")
-    table = pa.concat_tables([_SESSIONS_IN.empty_table(), *parts])
-    counts = pc.value_counts(table.column("session_id"))
-    twice = counts.filter(pc.greater(counts.field("counts"), 1))
-    if len(twice):
-        session = twice.field("values")[0]
-        lines = table.filter(pc.equal(table.column("session_id"), session))
-        first, second, *_ = sorted(lines.column("path").to_pylist())
-        raise InvalidTurnsError(
-            f"session {session.as_py()!r} has turns in {first} and in {second}: a task "
-            "reads one file, so a session must be in one file; `trajkit compact "
-            f"{os.path.commonpath([first, second])} -o DIRECTORY/` writes such files"
-        )
-
-
-def _sessions_in(batch: pa.Table) -> pa.Table:
-    """The sessions of each file that a batch names."""
-    lines = [
-        {"path": path, "session_id": name}
-        for path in batch.column("path").to_pylist()
-        for name in index_sessions([Path(path)], None).turns
-        if name is not None  # reading the turns reports a missing name
-    ]
-    return pa.Table.from_pylist(lines, _SESSIONS_IN)
-
-
-def _linearize_files(
-    batch: pa.Table, step: LinearizeStep, amendments: Sequence[Amendments | None]
-) -> Iterator[pa.Table]:
-    """The rows of the files that a batch names; each has the amendments of its path."""
-    for file in batch.to_pylist():
-        turns = scan_turns(file["path"])
-        if (known := amendments[file["given"]]) is not None:
-            tables = (pa.Table.from_batches([batch]) for batch in turns)
-            turns = batches_in(map(known.fold_into, tables))
-        for rows in step(turns):
-            yield pa.Table.from_batches([rows])
-
-
-def _linearize_session(turns: pa.Table, step: LinearizeStep) -> pa.Table:
-    """The rows of one session, whose turns come in any order."""
-    batches = gather(turns, "turn_index").to_batches()
-    return pa.Table.from_batches(step(iter(batches)), step.schema)
+def _check_one_file_each(files: list[Path]) -> None:
+    first: dict[str, Path] = {}
+    for file in files if len(files) > 1 else []:
+        for name in index_sessions([file], None).turns:
+            if name is None:
+                continue  # reading the turns reports it
+            if name in first:
+                raise InvalidTurnsError(
+                    f"session {name!r} has turns in {first[name]} and in {file}: a task "
+                    "reads one file, so a session must be in one file; `trajkit compact "
+                    f"{os.path.commonpath([first[name], file])} -o DIRECTORY/` writes such "
+                    "files"
+                )
+            first[name] = file

@@ -1,7 +1,7 @@
 """Every rule of the field as one frozen record of choices."""
 
+import re
 from dataclasses import dataclass, fields, replace
-from textwrap import fill
 from typing import Literal, TypeAlias, get_args, get_origin
 
 from trajkit._arguments import check_choice, chosen_int, chosen_names, did_you_mean
@@ -57,176 +57,150 @@ DISPATCH_TOOLS = ("Task", "Agent")
 _TELLS_TOOLS = ("values", "text")
 
 
-RULES: dict[str, dict[str, str]] = {
-    "parent_by": {
-        "messages": "The generated message nearest above it in the message tree.",
-        "agents": "The last call of its agent, if that call's messages are the first ones "
-        "of the request. A session has a main agent and at most one active sub-agent. The "
-        "sub-agent starts when the main agent calls a tool in dispatch_tools and ends when "
-        "a request contains that tool's result; in between, calls that do not continue the "
-        "main agent's history belong to it.",
-        "tokens": "The longest row end that is a prefix of its prompt.",
-        "previous": "The call before it.",
-        "none": "No call: every call is a row.",
-        "prompts": "The last call of the chain whose last prompt is the longest prefix of "
-        "its prompt.",
-        "prefix": "The call, recorded before or after, whose path is the longest prefix of "
-        "its prompt; in sessions with recorded parents, the recorded one. Ambiguous calls, "
-        "and every chain with one, are quarantined. A call is ambiguous if several calls "
-        "match it equally, or if it is a retry (same prompt as another call) that nothing "
-        "continues; if no retry was continued, the first is kept.",
-        "generations": "The last call whose messages and reply are the first ones of the "
-        "request. A call is refused if its parent stopped for its length, or if "
-        "{fork_threshold} or more tokens of its parent's path are not in its prompt. A "
-        "call that none continues, with a later call of the same parent, is a retry.",
-    },
-    "on_drift": {
-        "fork": "A new row starts.",
-        "absorb_short_reply": "If drift starts in the last reply, and the next reply has "
-        "fewer than {fork_threshold} tokens, the row continues with the prompt's tokens. "
-        "Otherwise a new row starts.",
-        "absorb_short_drift": "If drift starts in the last reply, and fewer than "
-        "{fork_threshold} tokens of the row follow it, the row continues with the prompt's "
-        "tokens. Otherwise a new row starts.",
-        "absorb_any": "The row continues with the prompt's tokens and loses every reply "
-        "that does not end before the drift. Drift inside the prompt that opened the row "
-        "restarts it.",
-        "splice": "The row keeps the reply as sampled and continues with what the next "
-        "prompt has after the first end of turn that follows the previous prompt, so later "
-        "replies may be out of context. Without an end of turn the row ends, and no row "
-        "contains that call or what continues it.",
-    },
-}
+_POLICY = """How calls become rows. Make one with `trajkit.policy`.
+
+A wrong value raises `PolicyError`. docs/policies.md explains each preset, and
+docs/glossary.md defines the terms.
+
+Attributes
+----------
+name : str
+    The preset that the choices started from.
+parent_by : str
+    How a call finds the call that it continues, its parent; see
+    `trajkit.schema.LINK_REASONS`. One of:
+
+    - ``"messages"``: The generated message nearest above it in the message tree.
+    - ``"agents"``: The last call of its agent, if that call's messages are the first ones
+      of the request. A session has a main agent and at most one active sub-agent. The
+      sub-agent starts when the main agent calls a tool in dispatch_tools and ends when a
+      request contains that tool's result; in between, calls that do not continue the main
+      agent's history belong to it.
+    - ``"tokens"``: The longest row end that is a prefix of its prompt.
+    - ``"previous"``: The call before it.
+    - ``"none"``: No call: every call is a row.
+    - ``"prompts"``: The last call of the chain whose last prompt is the longest prefix of
+      its prompt.
+    - ``"prefix"``: The call, recorded before or after, whose path is the longest prefix
+      of its prompt; in sessions with recorded parents, the recorded one. Ambiguous calls,
+      and every chain with one, are quarantined. A call is ambiguous if several calls
+      match it equally, or if it is a retry (same prompt as another call) that nothing
+      continues; if no retry was continued, the first is kept.
+    - ``"generations"``: The last call whose messages and reply are the first ones of the
+      request. A call is refused if its parent stopped for its length, or if
+      ``fork_threshold`` or more tokens of its parent's path are not in its prompt. A call
+      that none continues, with a later call of the same parent, is a retry.
+dispatch_tools : tuple of str
+    Tools whose calls start a sub-agent.
+merge_rewrites : bool
+    A reply that a later request shows in another form takes the place of one that is
+    shorter than ``fork_threshold``, has no siblings and was not continued.
+message_equality : str
+    When two messages are equal: ``"values"``, Python's ``==``; ``"text"``, the JSON text
+    with sorted keys, without ``cache_control``; ``"content"``, the role, content,
+    reasoning, tool calls and tool_call_id, null content being empty text; ``"strict"``,
+    the role, content, reasoning_content and tool_calls; ``"role_content_only"``, the role
+    and content. The last two take None, "" and [] as equal. ``"agents"`` takes the first
+    two only.
+compare_tools : bool
+    For ``parent_by="messages"``: requests that offer other tools (``tools_key`` of
+    `trajkit.schema.ROUTING`) have no message in common. Turns whose tools are unknown are
+    taken for turns with the same tools.
+tie_break : {"first", "tokens", "full_path"}
+    Which of several equal replies a request continues. first: the first one. tokens: the
+    one whose path the prompt repeats for longest; if two are equal, the one with the
+    shorter path, or else the first (an empty list of messages is routed by tokens, too).
+    full_path: the nearest message above whose whole path the prompt repeats, so that no
+    row drifts; if two are equal, the last one.
+chain_order : {"tree", "recorded"}
+    The order of chains, and so of rows: as the traversal of the links reaches their last
+    turns, or as these were recorded. ``"prefix"`` has the first only.
+on_drift : str
+    What happens to a row when the next prompt departs from its path; see ``keep_prefix``.
+    ``"splice"`` does not go with ``parent_by="prefix"``, ``row_selection="main"`` or
+    ``truncate_at="calls"``. One of:
+
+    - ``"fork"``: A new row starts.
+    - ``"absorb_short_reply"``: If drift starts in the last reply, and the next reply has
+      fewer than ``fork_threshold`` tokens, the row continues with the prompt's tokens.
+      Otherwise a new row starts.
+    - ``"absorb_short_drift"``: If drift starts in the last reply, and fewer than
+      ``fork_threshold`` tokens of the row follow it, the row continues with the prompt's
+      tokens. Otherwise a new row starts.
+    - ``"absorb_any"``: The row continues with the prompt's tokens and loses every reply
+      that does not end before the drift. Drift inside the prompt that opened the row
+      restarts it.
+    - ``"splice"``: The row keeps the reply as sampled and continues with what the next
+      prompt has after the first end of turn that follows the previous prompt, so later
+      replies may be out of context. Without an end of turn the row ends, and no row
+      contains that call or what continues it.
+end_of_turn_token_id : int or None
+    For ``"splice"``. None: the last token of the first output in the chain whose
+    finish_reason is stop, tool_calls or stop_sequence.
+keep_prefix : bool
+    The part of an absorbed reply before the drift stays trained.
+fork_threshold : int
+    In tokens. 0 and below: nothing is merged or absorbed.
+train_in : {"first", "earliest", "every"}
+    Which of several rows with the same output trains it: the first chain; the chain whose
+    last call came first; each of them. ``"absorb_any"`` needs ``"first"``; ``"every"``
+    needs ``"fork"`` and no ``max_rows``.
+row_selection : {"all", "main"}
+    Every chain becomes a row, or one per session: the first chain of the root that was
+    created first (by ``started_at`` and ``request_id``, else by turn).
+row_order : {"turn", "prompt"}
+    For ``parent_by="none"``: rows in the order of turns, or from the shortest prompt up,
+    equals by ``request_id``. ``"prefix"`` always has the second.
+truncate_at : {"tokens", "calls"}
+    Where ``max_row_tokens`` ends a row: at that token, or at the call before if the token
+    is inside a prompt.
+missing_logprobs : {"keep", "untrain", "raise", "null_row"}
+    Sampled tokens without a logprob are trained with a null; are context, counted as
+    ``lost_no_logprob``; are an error; or are trained, and the whole row has no logprobs.
+train_aborted : bool
+    Train turns whose ``finish_reason`` is ``abort``, as several of the systems do. False:
+    they are context, counted as ``lost_aborted``.
+keep_untrained : bool
+    Return rows in which nothing is trained. A row that only repeats turns of other chains
+    is left out all the same.
+keep_empty : bool
+    Return rows that hold nothing after the prompt that opened them.
+max_rows : int or None
+    Per session, return the first rows and the last, at most this many; 1 returns the
+    last. None: all.
+rewards : {"copy", "uniform", "final_only"}
+    How the session's reward is spread over its rows (`trajkit.learn.spread_rewards`).
+flag_scope : {"chain", "row"}
+    Whether ``truncated``, ``use_tool`` and ``ill_formed`` describe the chain from the
+    first call to the leaf, or the calls in the row.
+"""
+
+
+def _rules(text: str) -> dict[str, dict[str, str]]:
+    """The rules in lists of a text, by the choice above the list and its value."""
+    found = {}
+    for choice in re.split(r"^(?=\w)", text, flags=re.MULTILINE):
+        items = re.findall(r'- ``"(\w+)"``: (.*?\.)$(?!\n      )', choice, re.M | re.S)
+        if items:
+            name = choice.split(" ")[0]
+            found[name] = {value: " ".join(rule.split()) for value, rule in items}
+    return found
+
+
+RULES = _rules(_POLICY)
 """What a policy does, in words, by choice and value: documentation, command line and page
-take the text from here. ``{fork_threshold}`` is a number of tokens of the policy."""
+take the text from here."""
 
 
 def rule_of(policy: "Policy", choice: str) -> str:
     """What a policy does under one of the choices in `RULES`, with its own numbers."""
     text = RULES[choice][getattr(policy, choice)]
-    return text.format(fork_threshold=f"{policy.fork_threshold:,}")
+    return text.replace("``fork_threshold``", f"{policy.fork_threshold:,}")
 
 
-def _listed(choice: str) -> str:
-    """The rules of a choice as a list for the documentation of `Policy`."""
-    indent = " " * 8
-    items = (
-        fill(
-            f'- ``"{value}"``: {text.format(fork_threshold="``fork_threshold``")}',
-            width=88,
-            initial_indent=indent,
-            subsequent_indent=f"{indent}  ",
-        )
-        for value, text in RULES[choice].items()
-    )
-    return "One of:\n\n" + "\n".join(items)
-
-
-def _with_rules(policy: "type[Policy]") -> "type[Policy]":
-    """The class with the rules in its documentation.
-
-    Raises ImportError if a value of a choice has no rule, or a rule is of no value.
-    """
-    before, *sections = (policy.__doc__ or "").split("One of `RULES`.")
-    for choice, text in zip(RULES, sections, strict=bool(sections)):
-        before += _listed(choice) + text
-    policy.__doc__ = before
-    values = {field.name: get_args(field.type) for field in fields(policy)}
-    for choice, rules in RULES.items():
-        if tuple(rules) != values[choice]:
-            raise ImportError(
-                f"RULES has {', '.join(rules)} of {choice}, whose values are "
-                f"{', '.join(values[choice])}: expected one rule for each, in their order"
-            )
-    return policy
-
-
-@_with_rules
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How calls become rows. Make one with `trajkit.policy`.
-
-    A wrong value raises `PolicyError`. docs/policies.md explains each preset, and
-    docs/glossary.md defines the terms.
-
-    Attributes
-    ----------
-    name : str
-        The preset that the choices started from.
-    parent_by : str
-        How a call finds the call that it continues, its parent; see
-        `trajkit.schema.LINK_REASONS`. One of `RULES`.
-    dispatch_tools : tuple of str
-        Tools whose calls start a sub-agent.
-    merge_rewrites : bool
-        A reply that a later request shows in another form takes the place of one that
-        is shorter than ``fork_threshold``, has no siblings and was not continued.
-    message_equality : str
-        When two messages are equal: ``"values"``, Python's ``==``; ``"text"``, the JSON
-        text with sorted keys, without ``cache_control``; ``"content"``, the role,
-        content, reasoning, tool calls and tool_call_id, null content being empty text;
-        ``"strict"``, the role, content, reasoning_content and tool_calls;
-        ``"role_content_only"``, the role and content. The last two take None, "" and []
-        as equal. ``"agents"`` takes the first two only.
-    compare_tools : bool
-        For ``parent_by="messages"``: requests that offer other tools (``tools_key`` of
-        `trajkit.schema.ROUTING`) have no message in common. Turns whose tools are unknown
-        are taken for turns with the same tools.
-    tie_break : {"first", "tokens", "full_path"}
-        Which of several equal replies a request continues. first: the first one. tokens:
-        the one whose path the prompt repeats for longest; if two are equal, the one with
-        the shorter path, or else the first (an empty list of messages is routed by tokens,
-        too). full_path: the nearest message above whose whole path the prompt repeats, so
-        that no row drifts; if two are equal, the last one.
-    chain_order : {"tree", "recorded"}
-        The order of chains, and so of rows: as the traversal of the links reaches their
-        last turns, or as these were recorded. ``"prefix"`` has the first only.
-    on_drift : str
-        What happens to a row when the next prompt departs from its path; see
-        ``keep_prefix``. ``"splice"`` does not go with ``parent_by="prefix"``,
-        ``row_selection="main"`` or ``truncate_at="calls"``. One of `RULES`.
-    end_of_turn_token_id : int or None
-        For ``"splice"``. None: the last token of the first output in the chain whose
-        finish_reason is stop, tool_calls or stop_sequence.
-    keep_prefix : bool
-        The part of an absorbed reply before the drift stays trained.
-    fork_threshold : int
-        In tokens. 0 and below: nothing is merged or absorbed.
-    train_in : {"first", "earliest", "every"}
-        Which of several rows with the same output trains it: the first chain; the chain
-        whose last call came first; each of them. ``"absorb_any"`` needs ``"first"``;
-        ``"every"`` needs ``"fork"`` and no ``max_rows``.
-    row_selection : {"all", "main"}
-        Every chain becomes a row, or one per session: the first chain of the root that
-        was created first (by ``started_at`` and ``request_id``, else by turn).
-    row_order : {"turn", "prompt"}
-        For ``parent_by="none"``: rows in the order of turns, or from the shortest prompt
-        up, equals by ``request_id``. ``"prefix"`` always has the second.
-    truncate_at : {"tokens", "calls"}
-        Where ``max_row_tokens`` ends a row: at that token, or at the call before if the
-        token is inside a prompt.
-    missing_logprobs : {"keep", "untrain", "raise", "null_row"}
-        Sampled tokens without a logprob are trained with a null; are context, counted
-        as ``lost_no_logprob``; are an error; or are trained, and the whole row has no
-        logprobs.
-    train_aborted : bool
-        Train turns whose ``finish_reason`` is ``abort``, as several of the systems do.
-        False: they are context, counted as ``lost_aborted``.
-    keep_untrained : bool
-        Return rows in which nothing is trained. A row that only repeats turns of other
-        chains is left out all the same.
-    keep_empty : bool
-        Return rows that hold nothing after the prompt that opened them.
-    max_rows : int or None
-        Per session, return the first rows and the last, at most this many; 1 returns
-        the last. None: all.
-    rewards : {"copy", "uniform", "final_only"}
-        How the session's reward is spread over its rows
-        (`trajkit.learn.spread_rewards`).
-    flag_scope : {"chain", "row"}
-        Whether ``truncated``, ``use_tool`` and ``ill_formed`` describe the chain from the
-        first call to the leaf, or the calls in the row.
-    """
+    __doc__ = _POLICY
 
     name: str
     parent_by: ParentBy
@@ -267,41 +241,34 @@ class Policy:
             if token > _LAST_TOKEN:
                 raise PolicyError(f"end_of_turn_token_id={token}: ids are below 2**31")
         chosen_names("dispatch_tools", self.dispatch_tools, PolicyError)
-        for excluded, rule in (
-            (
-                self.on_drift == "absorb_any" and self.train_in != "first",
+        if self.on_drift == "absorb_any" and self.train_in != "first":
+            raise PolicyError(
                 f"train_in={self.train_in!r} does not go with on_drift='absorb_any', "
-                "under which a row that restarts loses what it had: expected 'first'",
-            ),
-            (
-                self.train_in == "every"
-                and (self.on_drift != "fork" or self.max_rows is not None),
+                "under which a row that restarts loses what it had: expected 'first'"
+            )
+        if self.train_in == "every" and (self.on_drift != "fork" or self.max_rows):
+            raise PolicyError(
                 f"train_in='every' with on_drift={self.on_drift!r} and "
                 f"max_rows={self.max_rows}: an output that one row trains and another "
-                "has lost could not be counted once",
-            ),
-            *(
-                (
-                    self.on_drift == "splice" and getattr(self, name) == value,
-                    f"{name}={value!r} does not go with on_drift='splice'",
+                "has lost could not be counted once"
+            )
+        for name, value in _NOT_SPLICED.items():
+            if self.on_drift == "splice" and getattr(self, name) == value:
+                raise PolicyError(
+                    f"{name}={value!r} does not go with on_drift='splice'"
                 )
-                for name, value in _NOT_SPLICED.items()
-            ),
-            (
-                self.parent_by == "prefix" and self.chain_order == "recorded",
+        if self.parent_by == "prefix" and self.chain_order == "recorded":
+            raise PolicyError(
                 "chain_order='recorded' does not go with parent_by='prefix', under which "
-                "a turn may be recorded before the one that it continues: expected 'tree'",
-            ),
-            (
-                self.parent_by == "agents"
-                and self.message_equality not in _TELLS_TOOLS,
-                f"message_equality={self.message_equality!r} does not go with "
-                "parent_by='agents', under which equal messages must call and answer the "
-                f"same tools: expected one of {', '.join(_TELLS_TOOLS)}",
-            ),
-        ):
-            if excluded:
-                raise PolicyError(rule)
+                "a turn may be recorded before the one that it continues: expected 'tree'"
+            )
+        equality = self.message_equality
+        if self.parent_by == "agents" and equality not in _TELLS_TOOLS:
+            raise PolicyError(
+                f"message_equality={equality!r} does not go with parent_by='agents', under "
+                "which equal messages must call and answer the same tools: expected one of "
+                f"{', '.join(_TELLS_TOOLS)}"
+            )
 
     @property
     def absorbs(self) -> bool:
@@ -340,6 +307,13 @@ NAMED_CHOICES: dict[str, tuple[str, ...]] = {
     if get_origin(field.type) is Literal
 }
 """The values of each choice that is one of several names."""
+
+for _choice, _values in RULES.items():
+    if tuple(_values) != NAMED_CHOICES[_choice]:
+        raise ImportError(
+            f"{_choice} has rules of {', '.join(_values)}, and the values "
+            f"{', '.join(NAMED_CHOICES[_choice])}: write a rule for each, in their order"
+        )
 
 PRESETS: dict[str, Policy] = {
     # nothing that was sampled is lost; a retry or a sibling is a branch of its own
@@ -500,20 +474,20 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     if not choices:
         return chosen
     known = {field.name for field in fields(Policy)} - {"name"}
-    for choice in choices:
+    for choice, value in choices.items():
         if choice not in known:
             raise PolicyError(
                 f"policy {chosen.name!r} has no choice {choice!r}"
                 f"{did_you_mean(choice, known)}: expected one of "
                 f"{', '.join(sorted(known))}"
             )
-    for choice in ("fork_threshold", "max_rows", "end_of_turn_token_id"):
-        if choices.get(choice) is not None:
-            choices[choice] = chosen_int(choice, choices[choice], error=PolicyError)
-    if "dispatch_tools" in choices:
-        tools = chosen_names("dispatch_tools", choices["dispatch_tools"], PolicyError)
-        choices["dispatch_tools"] = tools
-    if choices.get("fork_threshold", 0) is None:
-        preset = PRESETS.get(chosen.name, chosen)
-        choices["fork_threshold"] = preset.fork_threshold
+        if (
+            choice in ("fork_threshold", "max_rows", "end_of_turn_token_id")
+            and value is not None
+        ):
+            choices[choice] = chosen_int(choice, value, error=PolicyError)
+        elif choice == "fork_threshold":
+            choices[choice] = PRESETS.get(chosen.name, chosen).fork_threshold
+        elif choice == "dispatch_tools":
+            choices[choice] = chosen_names(choice, value, PolicyError)
     return replace(chosen, **choices)  # type: ignore[arg-type]

@@ -91,7 +91,6 @@ def test_lengths_logprobs_and_versions():
         "logprob/mean": -2,
         "staleness/versions": 2,
         "staleness/mixed_sessions": 1,
-        "staleness/unknown_tokens": 2,
     }
     assert {name: found[name] for name in expected} == expected
 

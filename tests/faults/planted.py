@@ -58,19 +58,19 @@ PYTHON = (
         "trajkit/analysis/branches.py",
         "tests/analysis/test_branches.py",
         (
-            "a call that starts when another ends is its sibling",
-            "started < ended",
-            "started <= ended",
+            "a prompt that was continued is tried again",
+            "if other in children:",
+            "if False:",
         ),
         (
             "a request as long as the one before is a compaction",
-            "n >= n_before or",
-            "n > n_before or",
+            "if len(ids) >= n_prompt[other]",
+            "if len(ids) > n_prompt[other]",
         ),
         (
-            "of equal states the earliest counts",
-            "key=lambda one: (shared[one], one)",
-            "key=lambda one: (shared[one], -one)",
+            "an agent has several first turns",
+            "latest[agent] = asked[prompt] = call",
+            "asked[prompt] = call",
         ),
     ),
     _place(
@@ -154,7 +154,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/files/dedup.py",
+        "trajkit/files/tables.py",
         "tests/files/test_dedup.py",
         (
             "a trained token may be left to the parent",
@@ -733,8 +733,8 @@ PYTHON = (
         ),
         (
             "a session that appears while a log is grouped has no words",
-            "if session not in buckets:",
-            "if session is None:",
+            "if name not in buckets:",
+            "if name is None:",
         ),
         (
             "a session whose lines are no turns is rejected for its nulls",
@@ -796,8 +796,8 @@ PYTHON = (
         "tests/rows/test_twins.py",
         (
             "a row may end anywhere in its path",
-            "if case.cap is None or min(n, case.cap) == len(ids):",
-            "if case.cap is None:\n        return True\n    if min(n, case.cap) == len(ids):",
+            "if len(ids) == (n if case.cap is None else min(n, case.cap)):",
+            "if case.cap is None or len(ids) == min(n, case.cap):",
         ),
         (
             "turns need not end with last_turn",
@@ -816,8 +816,8 @@ PYTHON = (
         ),
         (
             "a logprob may be where the engine gave none",
-            "differ = (rows.given != given) | (given & (rows.logprobs != expected))",
-            "differ = given & (rows.logprobs != expected)",
+            "differ = (rows.given != given) | (given & (rows.logprobs != due))",
+            "differ = given & (rows.logprobs != due)",
         ),
         (
             "every row trains a token once: counted over all rows",
@@ -836,7 +836,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/verification/policy_rows.py",
+        "trajkit/verification/run.py",
         "tests/verification/test_verify.py tests/rows/test_splice.py "
         "tests/rows/test_twins.py",
         (
@@ -846,7 +846,7 @@ PYTHON = (
         ),
         (
             "spans may come in any order",
-            "if not alone and row.spans != due.spans:",
+            'if not alone and row["spans"] != due["spans"]:',
             "if False:",
         ),
     ),
@@ -924,7 +924,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/importers/calls.py",
+        "trajkit/importers/formats.py",
         "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
         "tests/importers/test_importers.py tests/importers/test_text.py",
         (
@@ -947,24 +947,6 @@ PYTHON = (
             "return np.append(output, np.int32(end))",
             "return output",
         ),
-    ),
-    _place(
-        "trajkit/importers/containers.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
-        (
-            "a tensor begins a byte too late",
-            "start = offset * storage.itemsize",
-            "start = offset * storage.itemsize + 1",
-        ),
-        (
-            "what is unread counts for every choice",
-            "unread=self.unread if first else {},",
-            "unread=self.unread,",
-        ),
-    ),
-    _place(
-        "trajkit/importers/formats.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
         (
             "a capture of a newer version is read",
             "not 1 <= version <= _NEWEST_GYM:",
@@ -979,6 +961,20 @@ PYTHON = (
             "cached tokens are none of a prompt",
             'usage.get("cached_input_tokens") or 0]',
             "0]",
+        ),
+    ),
+    _place(
+        "trajkit/importers/containers.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a tensor begins a byte too late",
+            "start = offset * storage.itemsize",
+            "start = offset * storage.itemsize + 1",
+        ),
+        (
+            "what is unread counts for every choice",
+            "unread=self.unread if first else {},",
+            "unread=self.unread,",
         ),
     ),
     _place(
@@ -1091,7 +1087,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/cli/options.py",
-        "tests/cli/test_files.py",
+        "tests/cli/test_files.py tests/cli/test_cli.py",
         (
             "a session that is left out has no file and line",
             "reason = log.placed(reason) if k < 10 else reason",
@@ -1099,13 +1095,9 @@ PYTHON = (
         ),
         (
             "an existing file is replaced all the same",
-            "clobber = False",
-            "clobber = True",
+            "clobber=not any(given)",
+            "clobber=True",
         ),
-    ),
-    _place(
-        "trajkit/cli/policies.py",
-        "tests/cli/test_cli.py",
         (
             "a threshold that the policy ignores is taken",
             'if "fork_threshold" in choices and not _forks(policy):',
@@ -1113,12 +1105,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/cli/compare.py",
+        "trajkit/cli/data.py",
         "tests/cli/test_cli.py tests/cli/test_files.py",
         (
-            "an example shows the path of the turn itself",
-            'np.array([found["parent"], found["turn_index"]])',
-            'np.array([found["turn_index"], found["turn_index"]])',
+            "findings of a cause count as one turn each",
+            'turns=pl.struct("session_id", "turn_index", "cause").is_first_distinct(),',
+            "turns=pl.lit(1),",
         ),
         (
             "check ends with 0 where rows are wrong",
@@ -1130,14 +1122,14 @@ PYTHON = (
         "trajkit/view/tables.py",
         "tests/view/test_files.py tests/view/test_server.py",
         (
-            "the worst sessions are those that lose least",
-            "sort_by(score, descending=True, maintain_order=True)",
-            "sort_by(score, maintain_order=True)",
+            "a sample depends on the order of sessions",
+            "sorted(names, key=draw.__getitem__)[:sample]",
+            "names[:sample]",
         ),
         ("a word is a pattern", "word.lower(), literal=True", "word.lower()"),
     ),
     _place(
-        "trajkit/view/server.py",
+        "trajkit/view/pages.py",
         "tests/view/test_server.py",
         (
             "every path has the token",

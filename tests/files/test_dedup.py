@@ -14,8 +14,7 @@ import trajkit as tk
 from tests.made_tables import linearized, policy_of, turns_table
 from tests.strategies import policies, row_limits, runs
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.files.dedup import STORED_ROWS, decoded, encoded
-from trajkit.files.tables import write_table
+from trajkit.files.tables import STORED_ROWS, decoded, encoded, write_table
 from trajkit.policies import PRESETS
 from trajkit.schema import ROWS
 from trajkit.tables import limits

@@ -32,8 +32,8 @@ from trajkit.files import group
 from trajkit.files import run as run_module
 from trajkit.files.formats import paths_in
 from trajkit.files.group import index_sessions
-from trajkit.files.run import Watch, write_in_thread
-from trajkit.files.tables import read_any_rows, write_rows, write_table, write_tables
+from trajkit.files.run import Watch
+from trajkit.files.tables import read_any_rows, write_rows, write_table
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS, TURNS_DELTA
 from trajkit.tables import limits, stages
 from trajkit.tables.threads import prefetch
@@ -444,42 +444,6 @@ def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():
         assert [len(piece) for piece in made] == sizes, (one, two)
 
 
-def test_an_outlet_hands_back_what_went_wrong(tmp_path):
-    [rows] = tk.linearize(tk.from_records(some_sessions(2))).to_batches()
-
-    def put(path, n, error=None):
-        with write_in_thread(path, write_rows, path) as put_table:
-            for _ in range(n):
-                put_table(rows)
-            if error is not None:
-                raise error
-
-    for n in (1, 5):
-        with pytest.raises(FileNotFoundError):
-            put(tmp_path / "absent/rows.parquet", n)
-    with pytest.raises(Killed):
-        put(tmp_path / "rows.parquet", 2, Killed())
-    assert os.listdir(tmp_path) == []
-
-
-def test_no_more_than_is_allowed_waits_for_its_file(tmp_path):
-    [rows] = tk.linearize(tk.from_records(some_sessions(2))).to_batches()
-    handed, ahead = [], []
-
-    def write(batches, path):
-        for taken, batch in enumerate(batches):
-            ahead.append(len(handed) - taken)
-            write_rows(pa.Table.from_batches([batch] * 50), path)
-
-    with write_in_thread(tmp_path / "rows.parquet", write, tmp_path) as put:
-        for _ in range(10):
-            put(rows)
-            handed.append(rows)
-    # one that waits, and the one that is being handed over
-    assert len(ahead) == 10
-    assert max(ahead) <= 2
-
-
 def test_what_is_read_ahead_ends_with_its_user():
     closed = []
 
@@ -703,9 +667,7 @@ def test_sessions_of_rows_without_turns_are_named(tmp_path, small):
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["whole", "in pieces"])
-def test_rows_elsewhere_than_their_turns_are_gathered_or_refused(
-    tmp_path, small, capsys, swap
-):
+def test_rows_elsewhere_than_their_turns_are_gathered(tmp_path, small, capsys, swap):
     log, path = (tmp_path / f"{name}.parquet" for name in ("log", "rows"))
     write_log(some_sessions(), log)
     rows = tk.linearize(tk.read_turns(log), "slime")
@@ -719,8 +681,6 @@ def test_rows_elsewhere_than_their_turns_are_gathered_or_refused(
     assert code == (cli.BAD_DATA if swap else cli.DONE)
     if swap:
         assert "continues after another session began" in out
-    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
-    assert "are not in the order of the turns" in capsys.readouterr().err
 
 
 def test_rows_of_no_session_are_verified_whole(tmp_path, small, capsys):
@@ -838,12 +798,11 @@ def test_commands_that_add_up_set_sessions_aside(tmp_path, small, capsys, comman
     argv = [command, str(log), "--rejected", str(aside)]
     assert cli.main([*argv, "--json"]) == cli.DONE
     out, err = capsys.readouterr()
-    assert "is not contiguous" in err
+    assert err == ""
     assert json.loads(out) == {**expected, "rejected": 2}
     assert cli.main(argv) == cli.DONE
     assert "2 sessions rejected" in capsys.readouterr().out
     assert len(aside.read_text().splitlines()) == 2
-    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
 
 
 def test_a_session_that_one_policy_refuses_is_counted_by_none(tmp_path, small, capsys):
@@ -880,7 +839,7 @@ def test_outputs_stand_all_or_none(tmp_path, small, monkeypatch, parts, full):
 
     def write(batches, path, dedup):
         nonlocal n_written
-        write_tables(batches, path)
+        write_table(batches, path)
         n_written += path.parent.name == full or path.name.endswith(f"{full}.parquet")
         if n_written == 1 + parts:  # of parts, the second
             raise OSError(28, "No space left on device", str(path))
@@ -968,8 +927,7 @@ def test_files_whose_columns_differ_are_gathered_into_the_same_buckets(
 def test_a_link_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "a.arrows").write_text("of the run before")
     (tmp_path / "b.arrows").symlink_to("a.arrows")
-    with run_module.atomic_writers({"b": tmp_path / "b.arrows"}, write_tables) as puts:
-        puts["b"](pa.record_batch({"x": [1]}))
+    write_table(pa.table({"x": [1]}), tmp_path / "b.arrows")
     assert sorted(os.listdir(tmp_path)) == ["a.arrows", "b.arrows"]
     assert not (tmp_path / "b.arrows").is_symlink()
     assert (tmp_path / "a.arrows").read_text() == "of the run before"
@@ -994,7 +952,7 @@ def test_a_column_of_rows_that_is_named_as_one_of_turns_says_nothing(tmp_path, c
     rows = tk.linearize(tk.read_turns(log), "strict")
     falling = pa.array(range(len(rows), 0, -1))
     write_table(rows.append_column("turn_index", falling), path)
-    argv = ["verify", str(path), str(log), "--policy", "strict", "--gather", "no"]
+    argv = ["verify", str(path), str(log), "--policy", "strict"]
     assert cli.main(argv) == cli.DONE
 
 

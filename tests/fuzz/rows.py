@@ -46,7 +46,7 @@ from tests.made_tables import (
     streamed,
     turns_table,
 )
-from trajkit.files.dedup import decoded, encoded
+from trajkit.files.tables import decoded, encoded
 from trajkit.tables import limits
 
 REGRESSIONS = Path(__file__).parents[1] / "regressions"

@@ -18,7 +18,7 @@ ODD = (
     *([], [None], [[1]], {}, {"a": None}, [{}], [1, "x"], [-5], "[1", "{"),
 )
 # files of JSON, or with JSON in a zip file
-JSON = [name for name in FORMATS if name not in ("slime", "rllm")]
+JSON = [name for name in FORMATS if name != "slime"]
 
 
 def survives(path, name):

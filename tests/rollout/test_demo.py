@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 import trajkit as tk
 from trajkit import cli
-from trajkit.cli.application import application
+from trajkit.cli import application
 from trajkit.policies import PRESETS
 from trajkit_rollout import demo as demo_package
 from trajkit_rollout.demo import REVIEWER, SUBMIT, lossy, run_demo, write_code

@@ -71,7 +71,7 @@ def test_other_names_or_another_order_are_no_import(names):
         ("policies.py", '"fork", "absorb_short_reply", "absorb_short_drift"', None),
         ("policies.py", 'TieBreak: TypeAlias = Literal["first", "tokens"', None),
         ("policies.py", 'TrainIn: TypeAlias = Literal["first", "earliest"', None),
-        ("policies.py", '        "fork": "A new row starts.",\n', ""),
+        ("policies.py", '    - ``"fork"``: A new row starts.\n', ""),
         (
             "schema/__init__.py",
             '("none", "last_reply", "earlier_reply", "prompt")',

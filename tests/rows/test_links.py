@@ -2,13 +2,13 @@
 
 from typing import get_args
 
+import numpy as np
 import pytest
 
 import trajkit as tk
 from tests.made_tables import dicts, link_by, turns_table
 from tests.oracles import rows as reference
 from trajkit import _core
-from trajkit.analysis.drift import drift_table
 from trajkit.errors import LayoutError, PolicyError
 from trajkit.policies import ParentBy
 from trajkit.rows.links import find_links
@@ -279,8 +279,9 @@ def test_kernels_refuse_links_that_lead_outside(change, match):
     if "parent" in change:
         with pytest.raises(LayoutError, match=match):
             _core.measure_links(forest.paths, links)
+    out = np.zeros((len(_core.ENUMS["DriftLine"]), len(links)), np.int64)
     with pytest.raises(LayoutError, match=match):
-        drift_table(calls, forest, links)
+        _core.describe_drift(forest.paths, links, 8, out)
 
 
 @pytest.mark.parametrize(

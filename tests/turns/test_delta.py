@@ -22,7 +22,7 @@ from tests.made_tables import (
 from tests.oracles import rows as reference
 from tests.strategies import pick, policies, row_limits, runs, thresholds
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.files.dedup import encoded
+from trajkit.files.tables import encoded
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
 

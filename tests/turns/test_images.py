@@ -11,7 +11,7 @@ import trajkit as tk
 from tests.made_tables import linearized
 from tests.strategies import fewer_examples
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.files.dedup import decoded, encoded
+from trajkit.files.tables import decoded, encoded
 from trajkit.turns import content_ids, engine_ids
 
 PAD = 7

@@ -3,7 +3,6 @@
 import itertools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -23,9 +22,6 @@ _NAMES = {"parquet": "Parquet", "arrow": "Arrow IPC", "arrows": "Arrow IPC"}
 # length of the marker at the end of an IPC stream; an unfinished log has none
 _END_BYTES = 8
 
-_Sized: TypeAlias = Iterator[tuple[pa.RecordBatch, int]]
-"""Batches, and the approximate bytes of all their columns; 0: counted before."""
-
 
 def read_batches(
     file: Path | BinaryIO,
@@ -39,32 +35,48 @@ def read_batches(
     An IPC stream that ends within a message gives a TornLogWarning.
     """
     checked: pa.Schema | None = None
-    with _content_of(file, kind):
-        for batch, _ in _batches(file, kind, batch_rows):
-            if plan is not None and batch.schema is not checked:
-                checked = batch.schema
-                try:
-                    check_columns(checked, plan(checked.names))
-                except SchemaError as error:
-                    raise SchemaError(f"{name_of(file)}: {error}") from None
-            check_buffers(batch)
-            yield batch
+    for batch, _ in _batches(file, kind, batch_rows, None):
+        if plan is not None and batch.schema is not checked:
+            checked = batch.schema
+            try:
+                check_columns(checked, plan(checked.names))
+            except SchemaError as error:
+                raise SchemaError(f"{name_of(file)}: {error}") from None
+        yield batch
+
+
+_Sized: TypeAlias = Iterator[tuple[pa.RecordBatch, int]]
+"""Batches, and the approximate bytes of all their columns; 0: counted before."""
 
 
 def key_batches(path: Path, kind: Format, names: tuple[str, ...]) -> _Sized:
     """Batches of the named columns that exist, and the bytes of all columns."""
-    with _content_of(path, kind):
-        for batch, n_bytes in _batches(path, kind, None, names):
-            keys = batch.select([name for name in names if name in batch.schema.names])
-            check_buffers(keys)
-            yield keys, n_bytes
+    return _batches(path, kind, None, names)
 
 
 def _batches(
     file: Path | BinaryIO,
     kind: Format,
     batch_rows: int | None,
-    names: tuple[str, ...] | None = None,
+    names: tuple[str, ...] | None,
+) -> _Sized:
+    try:
+        for batch, n_bytes in _unchecked(file, kind, batch_rows, names):
+            if names is not None:
+                batch = batch.select([n for n in names if n in batch.schema.names])
+            check_buffers(batch)
+            yield batch, n_bytes
+    except (*UNREADABLE, LayoutError) as error:
+        raise FormatError(
+            f"{name_of(file)} is damaged, or not valid {_NAMES[kind]}: {error}"
+        ) from None
+
+
+def _unchecked(
+    file: Path | BinaryIO,
+    kind: Format,
+    batch_rows: int | None,
+    names: tuple[str, ...] | None,
 ) -> _Sized:
     if isinstance(file, Path) or file.seekable():
         source = open_input(file, kind)
@@ -80,17 +92,6 @@ def _batches(
         batches = _read_file(source if names is None else pa.memory_map(str(file)))
     for batch in batches:
         yield batch, batch.get_total_buffer_size()
-
-
-@contextmanager
-def _content_of(file: Path | BinaryIO, kind: Format) -> Iterator[None]:
-    """Turn errors about damaged bytes into a FormatError with the file's name."""
-    try:
-        yield
-    except (*UNREADABLE, LayoutError) as error:
-        raise FormatError(
-            f"{name_of(file)} is damaged, or not valid {_NAMES[kind]}: {error}"
-        ) from None
 
 
 def table_kind(file: Path, kind: Format) -> str | None:
@@ -291,22 +292,20 @@ def _row_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     parts: list[pa.Table] = []
     n_bytes = 0
     for table in tables:
+        if parts and table.schema != parts[0].schema:
+            raise SchemaError(
+                f"the batches do not make one table: {table.schema} follows "
+                f"{parts[0].schema}"
+            )
         each = max(1, len(table) * limits.ROW_GROUP_BYTES // max(table.nbytes, 1))
         for start in range(0, max(len(table), 1), each):
             parts.append(table.slice(start, each))
             n_bytes += parts[-1].nbytes
             if n_bytes >= limits.ROW_GROUP_BYTES:
-                yield _joined(parts)
+                yield pa.concat_tables(parts)
                 parts, n_bytes = [], 0
     if parts:
-        yield _joined(parts)
-
-
-def _joined(tables: list[pa.Table]) -> pa.Table:
-    try:
-        return pa.concat_tables(tables)
-    except pa.ArrowInvalid as error:
-        raise SchemaError(f"the batches do not make one table: {error}") from None
+        yield pa.concat_tables(parts)
 
 
 def _leaves(path: str, type_: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
@@ -346,7 +345,6 @@ def storable(table: pa.Table) -> pa.Table:
 
 @lru_cache(maxsize=256)
 def _refused(type_: pa.DataType) -> str:
-    """Why pyarrow cannot write a column of this type; empty if it can."""
     import pyarrow.parquet as pq
 
     try:

@@ -2,11 +2,11 @@
 
 import errno
 import os
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias, get_args
+from secrets import token_hex
+from typing import Any, BinaryIO, Literal, TypeAlias, cast, get_args
 
 import pyarrow as pa
 
@@ -24,22 +24,11 @@ Format: TypeAlias = Literal[
     "json.gz",
     "json.zst",
 ]
-_SUFFIXES: dict[str, Format] = {
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".arrows": "arrows",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".jsonl.gz": "jsonl.gz",
-    ".ndjson.gz": "jsonl.gz",
-    ".jsonl.zst": "jsonl.zst",
-    ".ndjson.zst": "jsonl.zst",
-    ".json": "json",
-    ".json.gz": "json.gz",
-    ".json.zst": "json.zst",
-}
+_OTHERS = {".feather": "arrow", ".ipc": "arrow"}
+_OTHERS |= {f".ndjson{codec}": f"jsonl{codec}" for codec in ("", ".gz", ".zst")}
+_SUFFIXES = cast(
+    dict[str, Format], {**{f".{kind}": kind for kind in get_args(Format)}, **_OTHERS}
+)
 _FIRST_BYTES: tuple[tuple[bytes, Format], ...] = (
     (b"PAR1", "parquet"),
     (b"ARROW1", "arrow"),
@@ -64,9 +53,20 @@ def is_one_value(kind: Format) -> bool:
 
 def name_of(file: Path | BinaryIO) -> str:
     """What errors and warnings call a file."""
-    if isinstance(file, Path):
-        return str(file)
-    return str(getattr(file, "name", "open file"))
+    return str(file if isinstance(file, Path) else getattr(file, "name", "open file"))
+
+
+def _suffix(path: Path) -> str:
+    name = path.name.lower()
+    return max((end for end in _SUFFIXES if name.endswith(end)), key=len, default="")
+
+
+def kind_of(path: Path) -> Format | None:
+    return _SUFFIXES.get(_suffix(path))
+
+
+def without_suffix(path: Path) -> Path:
+    return path.with_name(path.name[: len(path.name) - len(_suffix(path))])
 
 
 def format_of(
@@ -81,10 +81,14 @@ def format_of(
     if isinstance(file, Path):
         if not writing and kind_of(file) is None and not file.exists():
             raise _not_found(file)
-        kinds = _SUFFIXES.items()
         # JSON is written as lines
-        known = [end for end, kind in kinds if not (writing and is_one_value(kind))]
-        return _SUFFIXES[check_suffix(file, known)]
+        kinds = _SUFFIXES.items()
+        known = {end: one for end, one in kinds if not (writing and is_one_value(one))}
+        if (end := _suffix(file)) not in known:
+            raise ArgumentError(
+                f"{file}: unknown suffix: expected one of {', '.join(known)}"
+            )
+        return known[end]
     if writing or not file.seekable():
         why = "has no suffix" if writing else "cannot be read twice to find its format"
         raise FormatError(
@@ -101,17 +105,6 @@ def format_of(
     )
 
 
-def check_suffix(path: Path, known: Iterable[str]) -> str:
-    """The suffix that a path has of those ``known``; ArgumentError if it has none."""
-    known = list(known)
-    found = [suffix for suffix in known if path.name.lower().endswith(suffix)]
-    if not found:
-        raise ArgumentError(
-            f"{path}: unknown suffix: expected one of {', '.join(known)}"
-        )
-    return max(found, key=len)
-
-
 def check_text(head: bytes, name: str) -> None:
     """Raise FormatError if a file with a JSON suffix begins like another format."""
     for magic, kind in _FIRST_BYTES:
@@ -120,20 +113,6 @@ def check_text(head: bytes, name: str) -> None:
                 f"{name} has the suffix of JSON lines but contains {kind}: rename it, or "
                 f"pass format={kind!r}"
             )
-
-
-def kind_of(path: Path) -> Format | None:
-    """The format of a path's suffix, or None."""
-    with suppress(ArgumentError):
-        return _SUFFIXES[check_suffix(path, _SUFFIXES)]
-    return None
-
-
-def without_suffix(path: Path) -> Path:
-    """The path without the suffix of its format."""
-    with suppress(ArgumentError):
-        return path.with_name(path.name[: -len(check_suffix(path, _SUFFIXES))])
-    return path
 
 
 def is_listed(path: Path) -> bool:
@@ -168,7 +147,7 @@ def paths_in(path: Path) -> list[Path]:
 class _Borrowed:
     """The caller's open file; it stays open when Arrow closes this object."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: object) -> None:
         self._file, self.closed = file, False
 
     def __getattr__(self, name: str) -> Any:
@@ -183,7 +162,6 @@ def _codec(kind: Format) -> str | None:
 
 
 def open_input(file: Path | BinaryIO, kind: Format) -> pa.NativeFile:
-    """The file's content, decompressed."""
     codec = _codec(kind)
     if not isinstance(file, Path):
         return pa.input_stream(_Borrowed(file), codec)
@@ -196,27 +174,36 @@ def open_input(file: Path | BinaryIO, kind: Format) -> pa.NativeFile:
 def atomic(target: Path | BinaryIO, kind: Format) -> Iterator[pa.NativeFile]:
     """A file to write to; a path appears when the block ends without an error."""
     with ExitStack() as stack:
-        into: object = _Borrowed(target)  # type: ignore[arg-type]
+        into: object = _Borrowed(target)
         if isinstance(target, Path):
             into = str(stack.enter_context(replacing(target)))
         yield stack.enter_context(pa.output_stream(into, _codec(kind)))
-
-
-def check_folder(folder: Path) -> None:
-    """Raise FileNotFoundError unless the directory exists."""
-    if not folder.is_dir():
-        raise _not_found(folder)
 
 
 def _not_found(path: Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
+def check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise _not_found(folder)
+
+
 @contextmanager
-def naming(draft: Path, target: Path) -> Iterator[None]:
-    """Replace the draft's name by the target's in errors that the block raises."""
+def replacing(target: Path) -> Iterator[Path]:
+    """A temporary path that replaces the target when the block ends without an error.
+
+    Errors that the block raises name the target.
+    """
+    check_folder(target.parent)
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    # readers of directories skip hidden files; the suffix determines the format
+    draft = target.with_name(f".{token_hex(8)}-{target.name}")
     try:
-        yield
+        draft.touch(exist_ok=False)
+        yield draft
+        os.replace(draft, target)
     except (OSError, TrajkitError) as error:
         error.args = tuple(
             part.replace(draft.name, target.name) if isinstance(part, str) else part
@@ -225,24 +212,5 @@ def naming(draft: Path, target: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:
             error.filename = str(error.filename).replace(draft.name, target.name)
         raise
-
-
-@contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A temporary path that replaces the target when the block ends without an error."""
-    check_folder(target.parent)
-    handle, name = tempfile.mkstemp(
-        prefix=f".{target.name}.", suffix=".tmp", dir=target.parent
-    )
-    os.close(handle)
-    try:
-        with naming(Path(name), target):
-            yield Path(name)
-        # mkstemp makes private files; this one follows the user's umask
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    finally:
+        draft.unlink(missing_ok=True)

@@ -154,7 +154,6 @@ def index_sessions(
 
 
 def _session_of(record: Record) -> str | None:
-    """The session of a line; None if it is invalid, which reading the turns reports."""
     name = record.get("session_id")
     try:
         return name if isinstance(name, str) and name.encode() is not None else None
@@ -195,9 +194,8 @@ class Log:
         self._format, self._nonfinite = format, nonfinite_logprobs
         self._reject, self._gather, self._folder = reject, gather, folder
         paths = paths_of(source)
-        self._naming = Naming.of(paths or [], session_prefix)
-        if paths is None:  # no file, no prefix
-            self._naming = Naming.of([], None)
+        # no file, no prefix
+        self._naming = Naming.of(paths or [], session_prefix if paths else None)
         # why the lines of a session make no turns
         self._misread: dict[str | None, str] = {}
         self._source: Any = source
@@ -208,41 +206,36 @@ class Log:
             self._source = self._files
 
     def index(self) -> SessionIndex:
-        """The sessions of the files."""
         return index_sessions(self._files, self._format, naming=self._naming)
 
     def read(self) -> pa.Table:
-        """All turns."""
         [piece] = self.pieces(SessionIndex())
         return piece.turns
+
+    def placed(self, error: InvalidTurnsError) -> InvalidTurnsError:
+        """The error with its file and line, as `trajkit.files.sources.placed` adds them."""
+        return placed(error, self._files, self._format, self._naming)
 
     def pieces(
         self, index: SessionIndex, skip: int = 0
     ) -> Generator[Piece, None, None]:
         """Tables of complete sessions, in the order of `read_turns`.
 
-        ``index`` is of the files as they are. The first ``skip`` turns are left out; they
-        must be those of complete pieces. Raises as `read_turns`.
+        ``index`` is of the files as they are; without a session, there is one table. The
+        first ``skip`` turns are left out; they must be those of complete pieces. Raises as
+        `read_turns`.
         """
-        return self._finished(self._sessions(index, skip))
-
-    def placed(self, error: InvalidTurnsError) -> InvalidTurnsError:
-        """The error with its file and line, as `trajkit.files.sources.placed` adds them."""
-        return placed(error, self._files, self._format, self._naming)
-
-    def _finished(self, tables: Iterator[pa.Table]) -> Generator[Piece, None, None]:
-        """The tables checked and amended; errors name the file and the line."""
         try:
-            for table in tables:
-                turns, rejected = self._checked(table)
-                if self._amendments is not None:
-                    turns = self._amendments.fold_into(turns)
-                yield Piece(turns, table.num_rows, rejected)
+            with closing(self._sessions(index)) as tables:
+                for table in rechunk(_after(skip, tables)) if index.turns else tables:
+                    turns, rejected = self._checked(table)
+                    if self._amendments is not None:
+                        turns = self._amendments.fold_into(turns)
+                    yield Piece(turns, table.num_rows, rejected)
         except InvalidTurnsError as error:
             raise self.placed(error) from None
 
     def _checked(self, table: pa.Table) -> tuple[pa.Table, pa.Table]:
-        """The turns, and REJECTED of the sessions that break a rule."""
         if not self._reject:
             turns = check_turns(with_current_keys(table), self._nonfinite)
             return turns, REJECTED.empty_table()
@@ -252,64 +245,68 @@ class Log:
             line["reason"] = self._misread.pop(line["session_id"], line["reason"])
         return with_current_keys(good), pa.Table.from_pylist(lines, REJECTED)
 
-    def _sessions(self, index: SessionIndex, skip: int) -> Iterator[pa.Table]:
-        if not index.turns:
-            yield self._whole()
-            return
-        if index.scattered is None:
-            tables = whole_sessions(
+    def _sessions(self, index: SessionIndex) -> Generator[pa.Table, None, None]:
+        buckets = bucket_numbers(index)
+        if index.turns and index.scattered is None:
+            tables = self._tables(index.batch_rows)
+            yield from whole_sessions(
                 batch
-                for table in self._tables(index.batch_rows)
+                for table in tables
                 for batch in table.combine_chunks().to_batches()
             )
-        elif self._gather:
-            tables = self._grouped(index)
-        else:
+        elif not self._gather and index.turns:
             raise InvalidTurnsError(
                 f"session {index.scattered!r} comes back after another session began, or "
                 "its turns do not ascend: gather=True groups the turns by session"
             )
-        with closing(tables):
-            yield from rechunk(_after(skip, tables))
+        elif any(buckets.values()):
+            with closing(grouped(self._spilled(), buckets, self._folder)) as found:
+                for stored in found:
+                    yield gather(concat(self._of_bucket(stored)), "turn_index")
+        else:  # everything fits in memory
+            whole = [*self._tables(None)] or [TURNS.empty_table()]
+            yield gather(concat(whole), "turn_index")
 
-    def _whole(self) -> pa.Table:
-        tables = [*self._tables(None)] or [TURNS.empty_table()]
-        return gather(concat(tables), "turn_index")
+    def _stored(
+        self, batch_rows: int | None, of_lines: Any = jsonl.calls
+    ) -> Iterator[pa.Table | Iterator[Record]]:
+        """The turns as stored, and last the lines of all files: turns without a number are
+        counted across the files of a log.
+        """
+        lines: list[tuple[Path, Iterator[Record]]] = []
+        options = self._format, turns_schema, batch_rows, of_lines
+        for file, part in parts_of(self._source, *options):
+            if isinstance(part, pa.Table):
+                yield self._naming.table(part, file)
+            else:
+                lines.append((file, part))
+        yield self._naming.records(lines)
 
     def _tables(self, batch_rows: int | None) -> Iterator[pa.Table]:
         """The turns, ``batch_rows`` at a time; None: all lines of JSON make one table.
 
-        Lines come last, in tables that end with a session: turns without a number are
-        counted across the files of a log.
+        Tables of lines end with a session.
         """
-        lines: list[tuple[Path, Iterator[Record]]] = []
-        options = self._format, turns_schema, batch_rows, jsonl.calls
-        for file, part in parts_of(self._source, *options):
-            if isinstance(part, Iterator):
-                lines.append((file, part))
-            else:
-                yield self._typed(self._naming.table(part, file))
-        records = self._naming.records(lines)
-        if batch_rows is None:
-            if (first := next(records, None)) is not None:
-                yield self._from_records(chain([first], records))
-        else:
-            yield from map(self._from_records, jsonl.by_session(records, batch_rows))
+        for part in self._stored(batch_rows):
+            if isinstance(part, pa.Table):
+                yield self._typed(part)
+            elif batch_rows is not None:
+                yield from map(self._from_records, jsonl.by_session(part, batch_rows))
+            elif (first := next(part, None)) is not None:
+                yield self._from_records(chain([first], part))
 
     def _typed(self, table: pa.Table) -> pa.Table:
-        """The table in canonical form, unless sessions that do not fit are rejected."""
         if self._reject:
             return table
         return canonical(table, turns_schema(table.column_names))
 
     def _from_records(self, records: Iterable[Record]) -> pa.Table:
-        """The turns of complete sessions; of a rejected session, nulls."""
-        if not self._reject:
-            return from_records(records, nonfinite_logprobs=self._nonfinite)
-        records = list(records)
+        records = list(records) if self._reject else records
         try:
             return from_records(records, nonfinite_logprobs=self._nonfinite)
         except InvalidTurnsError as error:
+            if not self._reject:
+                raise
             reason = str(error)
         sessions: dict[str | None, list[Record]] = {}
         for record in records:
@@ -321,55 +318,37 @@ class Log:
             )
         if len(sessions) > 1:
             return concat(map(self._from_records, sessions.values()))
-        [name] = sessions
+        [(name, lines)] = sessions.items()
         self._misread[name] = reason
-        n = len(records)
-        nothing = {one.name: pa.nulls(n, one.type) for one in TURNS}
-        return pa.table({**nothing, "session_id": [name] * n})
+        nothing = {one.name: pa.nulls(len(lines), one.type) for one in TURNS}
+        return pa.table({**nothing, "session_id": [name] * len(lines)})
 
-    def _grouped(self, index: SessionIndex) -> Generator[pa.Table, None, None]:
-        """The turns of one bucket after another, sorted."""
-        buckets = bucket_numbers(index)
-        if not any(buckets.values()):  # everything fits in memory
-            yield self._whole()
-            return
-        with closing(grouped(self._stored(), buckets, self._folder)) as found:
-            for tables in found:
-                yield gather(concat(self._of_bucket(tables)), "turn_index")
-
-    def _stored(self) -> Iterator[pa.RecordBatch]:
+    def _spilled(self) -> Iterator[pa.RecordBatch]:
         """The turns as buckets store them: lines of JSON beside their session."""
-        lines: list[tuple[Path, Iterator[Record]]] = []
-        options = self._format, turns_schema, limits.MIN_READ_ROWS
-        for file, part in parts_of(self._source, *options, jsonl.calls_with_lines):
-            if isinstance(part, Iterator):
-                lines.append((file, part))
-            else:
-                yield from self._naming.table(part, file).to_batches()
-        records = self._naming.records(lines)
-        while some := [*islice(records, limits.JSON_ROWS)]:
-            names = pa.array([_session_of(one) for one in some], pa.string())
-            texts = pa.array([one[LINE] for one in some], pa.large_binary())
-            yield pa.RecordBatch.from_arrays([names, texts], ["session_id", LINE])
+        for part in self._stored(limits.MIN_READ_ROWS, jsonl.calls_with_lines):
+            if isinstance(part, pa.Table):
+                yield from part.to_batches()
+                continue
+            while some := [*islice(part, limits.JSON_ROWS)]:
+                names = pa.array([_session_of(one) for one in some], pa.string())
+                texts = pa.array([one[LINE] for one in some], pa.large_binary())
+                yield pa.record_batch([names, texts], ["session_id", LINE])
 
     def _of_bucket(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        """The turns of a bucket, whose last tables may have lines of JSON."""
         for table in tables:
             if LINE not in table.column_names:
                 yield self._typed(table)
                 continue
             texts = (tuples(one, "session_id", LINE) for one in chain([table], tables))
-            records = jsonl.read_again(chain.from_iterable(texts))
-            yield self._from_records(records)
+            yield self._from_records(jsonl.read_again(chain.from_iterable(texts)))
 
 
 def _after(skip: int, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The tables without their first ``skip`` rows."""
     for table in tables:
-        left = table.slice(skip)
+        rest = table.slice(skip)
         skip = max(skip - table.num_rows, 0)
-        if left.num_rows:
-            yield left
+        if rest.num_rows:
+            yield rest
 
 
 def turn_files(
@@ -411,14 +390,13 @@ def read_turns(
         `trajkit.from_records` takes them); ``.json`` (lines, or one array of calls). A
         path with ``*`` is a pattern. An address (``s3://bucket/log``, ``hf://...``) is
         copied to a temporary file with fsspec. A directory is read recursively in path
-        order, JSON Lines files last. Hidden files, files with the suffix ``.json`` and
-        files whose metadata name another table (sessions, rows, a report) are skipped
-        there. Amendments in a directory are applied: a turn that they call context only
-        has ``trainable = false``, and the column ``amended`` gives the reason. Turns may
-        be in delta form.
+        order, JSON Lines files last, without hidden files, files with the suffix ``.json``
+        and files whose metadata name another table. Its amendments are applied: a turn
+        that they call context only has ``trainable = false``, and the column ``amended``
+        gives the reason. Turns may be in delta form.
     format : str, optional
-        Overrides suffix and first bytes: "parquet", "arrow", "arrows", "jsonl",
-        "jsonl.gz", "jsonl.zst", "json", "json.gz" or "json.zst".
+        Overrides suffix and first bytes: "parquet", "arrow", "arrows", or "jsonl" or
+        "json", alone or with ".gz" or ".zst".
     map : dict, str or path, optional
         As for `trajkit.from_records`, which then takes every line or row as a record.
     nonfinite_logprobs : {"raise", "null"}
@@ -427,8 +405,8 @@ def read_turns(
         What to put before session ids: the path of their file without its suffix, or of
         its directory, relative to ``source`` (or to the directory that the paths have in
         common). None and "no": nothing. With None, a session whose calls start over in
-        another file is an error; calls with a ``turn_index``, and calls whose prompt
-        extends that of an earlier call, do not start over.
+        another file is an error: they have no ``turn_index``, and no prompt that extends
+        that of an earlier call.
 
     Returns
     -------
@@ -437,15 +415,12 @@ def read_turns(
 
     Raises
     ------
-    ArgumentError
-        The suffix of a path is unknown.
-    FormatError
-        The content is of an unknown format, or damaged; a line of JSON is longer than
-        256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``.
-    SchemaError
-        A column is missing or has another type.
-    InvalidTurnsError
-        A value breaks a rule of the schema.
+    ArgumentError, FormatError
+        The suffix of a path is unknown. The content is of an unknown format, or damaged;
+        a line of JSON is longer than 256 MB, or than the environment variable
+        ``TRAJKIT_MAX_LINE_BYTES``.
+    SchemaError, InvalidTurnsError
+        A column is missing or has another type. A value breaks a rule of the schema.
 
     Warns
     -----
@@ -500,8 +475,8 @@ def scan_turns(
     Yields
     ------
     RecordBatch
-        In canonical form; sessions in order of first appearance, each contiguous, turns
-        ascending. If there are no turns, one empty batch.
+        In canonical form and in the order of `trajkit.read_turns`. If there are no turns,
+        one empty batch.
 
     Examples
     --------
@@ -543,7 +518,13 @@ def grouped(
             ids = table.column("session_id").combine_chunks().cast(pa.string())
             ids = ids.dictionary_encode("encode")
             names = ids.dictionary.to_pylist()
-            numbers = np.array([_bucket(name, buckets) for name in names], np.int64)
+            for name in names:
+                if name not in buckets:
+                    raise FormatError(
+                        f"session {name!r} was not there when the files were first read: "
+                        "they changed since. Try again when nothing writes to them"
+                    )
+            numbers = np.array([buckets[name] for name in names], np.int64)
             of_row = numbers[ids.indices.to_numpy()]
             for number in np.unique(of_row).tolist():
                 rows = take_rows(table, pa.array(np.flatnonzero(of_row == number)))
@@ -560,33 +541,18 @@ def grouped(
             path.unlink()
 
 
-def _bucket(session: str | None, buckets: Mapping[str | None, int]) -> int:
-    if session not in buckets:
-        raise FormatError(
-            f"session {session!r} was not there when the files were first read: they "
-            "changed since. Try again when nothing writes to them"
-        )
-    return buckets[session]
-
-
 def _blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Batches of one schema as tables of about `limits.SPILL_BYTES`, in one chunk each:
     taking rows of several would concatenate them for each bucket.
     """
     some: list[pa.RecordBatch] = []
     n_bytes = 0
-
-    def block() -> pa.Table:
-        nonlocal some, n_bytes
-        table = pa.Table.from_batches(some).combine_chunks()
-        some, n_bytes = [], 0
-        return table
-
     for batch in batches:
         if some and (n_bytes >= limits.SPILL_BYTES or batch.schema != some[0].schema):
-            yield block()
+            yield pa.Table.from_batches(some).combine_chunks()
+            some, n_bytes = [], 0
         some.append(batch)
         n_bytes += batch.nbytes
         del batch
     if some:
-        yield block()
+        yield pa.Table.from_batches(some).combine_chunks()

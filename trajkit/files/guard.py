@@ -7,9 +7,8 @@ a file system that ignores case are seen. What does not exist yet is compared by
 import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from unicodedata import normalize
 from weakref import WeakKeyDictionary
 
@@ -27,22 +26,16 @@ _OF_TURNS = ("", "turns", "amendments", "sessions")
 _scans: WeakKeyDictionary[Iterator[Any], list[Path]] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    """A file or a directory that is read.
-
-    ``kinds`` are the kinds of tables that its reader takes in a directory, None for all,
-    and ``suffixes`` the ends of names that it takes there, if they are not those of
-    `trajkit.files.formats`.
-    """
-
+class Input(NamedTuple):
     path: Path
+    # kinds of tables that its reader takes in a directory; None: all
     kinds: tuple[str, ...] | None = None
+    # ends of names that it takes there, if not those of `trajkit.files.formats`
     suffixes: tuple[str, ...] = ()
 
     def takes(self, file: Path, kind: str | None) -> bool:
-        """Whether the reader of the directory takes a file, relative to it, with a table
-        of this kind.
+        """Whether the reader of the directory takes a table of this kind in a file, whose
+        path is relative to it.
         """
         if any(word.startswith((".", "_")) for word in file.parts):
             return False
@@ -53,7 +46,6 @@ class Input:
         return is_listed(file) and not (skipped and not is_json(format_of(file)))
 
     def reads(self, own: tuple[int, int]) -> Path | None:
-        """The file with this identity, if it is read."""
         if not self.path.is_dir():
             return self.path if identity(self.path) == own else None
         for file in self.path.rglob("*"):
@@ -66,7 +58,6 @@ class Input:
 
 
 def turns_inputs(sources: Iterable[AnyPath]) -> list[Input]:
-    """Turns are read from these paths."""
     return inputs_of(sources, _OF_TURNS)
 
 
@@ -105,8 +96,7 @@ def check_outputs(
     for name, (path, _) in outputs.items():
         text = f"{name} {Path(path)}"
         for key in filter(None, (_spelling(path), identity(path))):
-            other = named.setdefault(key, text)
-            if other != text:
+            if (other := named.setdefault(key, text)) != text:
                 raise ArgumentError(
                     f"{other} and {text} are one path: each needs its own"
                 )
@@ -121,26 +111,20 @@ def check_outputs(
 
 
 def is_parts(output: AnyPath) -> bool:
-    """Whether the output is a directory of parts."""
-    text = os.fspath(output)
-    return text.endswith(os.sep) or os.path.isdir(text)
+    return os.fspath(output).endswith(os.sep) or os.path.isdir(output)
 
 
 def _clash(path: Path, parts: bool, kind: str, one: Input) -> str:
-    """Why an output would replace an input, or be read as one; empty if it is neither."""
-    own = identity(path)
+    own, source = identity(path), identity(one.path)
     if own is not None:
-        read = one.reads(own) if not path.is_dir() else None
-        read = one.path if own == identity(one.path) else read
+        read = one.path if own == source else None
+        if read is None and not path.is_dir():
+            read = one.reads(own)
         if read is not None:
             return f"is the input {read}, which it would replace: choose another path"
         if parts and own in map(identity, _above(one.path)):
-            return (
-                f"is a directory that contains the input {one.path}: choose another "
-                "directory"
-            )
-    folder = identity(one.path) if one.path.is_dir() else None
-    inside = [up for up in _above(path) if folder and identity(up) == folder]
+            return f"is a directory that contains the input {one.path}: choose another"
+    inside = [up for up in _above(path) if one.path.is_dir() and identity(up) == source]
     part = path / "part-00000.parquet" if parts else path
     if inside and one.takes(part.absolute().relative_to(inside[0]), kind):
         return (

@@ -11,7 +11,7 @@ are read at 14 times the speed of ``json.loads`` (docs/benchmarks.md); the kerne
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Final, Literal, NamedTuple, TypeAlias, Union
 
@@ -66,29 +66,28 @@ class _Slot:
     """A key of the shape, and its latest arrays, the newest last."""
 
     def __init__(self, leaf: Leaf) -> None:
-        self.read = _read_items if leaf == ITEMS else _read_ids
+        self._read = _read_items if leaf == ITEMS else _read_ids
         self._seen: list[_Seen] = []
 
-    def closest(self, line: bytes, start: int) -> tuple[_Seen, int]:
-        """The array with the longest prefix of ``line[start:]``, and that length."""
-        found, same = _NOTHING, 0
+    def read(self, line: bytes, start: int) -> _Seen | None:
+        """The array at ``start``; None if it has anything else than ids."""
+        # the earlier array with the longest prefix in common
+        before, same = _NOTHING, 0
         for one in reversed(self._seen):
             n = _core.json_shared(line, start, one.line, one.start, one.stop)
             if n > same:
-                found, same = one, n
+                before, same = one, n
                 if n == one.stop - one.start:
                     break
-        return found, same
-
-    def keep(self, array: _Seen, before: _Seen, same: int) -> None:
-        """Keep an array; of two that share most of their text, the longer one."""
-        size, size_before = array.stop - array.start, before.stop - before.start
-        if size < _WORTH:
-            return
-        if 2 * same > min(size, size_before):
-            array = array if size >= size_before else before
-            self._seen = [one for one in self._seen if one is not before]
-        self._seen = [*self._seen, array][-_KEPT:]
+        array = found = self._read(line, start, before, same)
+        if array is not None and array.stop - start >= _WORTH:
+            # of two that share most of their text, the longer one is kept
+            sizes = array.stop - start, before.stop - before.start
+            if 2 * same > min(sizes):
+                array = array if sizes[0] >= sizes[1] else before
+                self._seen = [one for one in self._seen if one is not before]
+            self._seen = [*self._seen, array][-_KEPT:]
+        return found
 
 
 _Places: TypeAlias = Mapping[bytes, Union["_Places", _Slot]]
@@ -107,33 +106,37 @@ class Reader:
         self._pieces: list[bytes] = []
         # the rest of the text begins here
         self._at = 0
-        self._cut: list[_Cut] = []
-        self._taken = 0
+        self._arrays: list[_Cut] = []
+        self._cut: Iterator[_Cut] = iter([])
 
     def read(self, line: bytes) -> object:
         """The value of a JSON text, as ``json.loads`` but with numpy arrays."""
-        self._pieces, self._at, self._cut, self._taken = [], 0, [], 0
+        self._pieces, self._at, self._arrays = [], 0, []
         # invalid JSON, a NaN, or nested too deep: parse the text again
         with suppress(ValueError, RecursionError):
             self._value(line, _past_space(line, 0), self._places)
-            if self._cut:
+            if self._arrays:
+                self._cut = iter(self._arrays)
                 rest = b"".join((*self._pieces, line[self._at :])).decode()
                 value: object = self._decoder.decode(rest)
                 return value
         return parse_json(line.decode())
 
     def _take(self, _: str) -> _Cut:
-        self._taken += 1
-        if self._taken > len(self._cut):
-            raise _OddError
-        return self._cut[self._taken - 1]
+        for array in self._cut:
+            return array
+        raise _OddError
 
     def _value(self, line: bytes, at: int, within: _Places | _Slot | None) -> int:
         """Cut the shape's arrays out of the value at ``at``; returns its end."""
         opening = line[at : at + 1]
         if isinstance(within, _Slot):
-            if opening == b"[":
-                return self._array(line, at, within)
+            if opening == b"[" and (array := within.read(line, at + 1)) is not None:
+                if len(array.values):
+                    self._pieces += (line[self._at : at], _HOLE)
+                    self._at = array.stop + 1
+                    self._arrays.append(array.values)
+                return array.stop + 1
         elif within is not None:
             if opening == b"{":
                 return self._children(line, at + 1, b"}", within)
@@ -157,21 +160,8 @@ class Reader:
             at, more = _next(line, self._value(line, at, within.get(name)), closing)
         return at
 
-    def _array(self, line: bytes, at: int, slot: _Slot) -> int:
-        before, same = slot.closest(line, at + 1)
-        array = slot.read(line, at + 1, before, same)
-        if array is None:
-            return _end(line, at)
-        slot.keep(array, before, same)
-        if len(array.values):
-            self._pieces += (line[self._at : at], _HOLE)
-            self._at = array.stop + 1
-            self._cut.append(array.values)
-        return array.stop + 1
-
 
 def _read_ids(line: bytes, start: int, before: _Seen, same: int) -> _Seen | None:
-    """The array of ids at ``start``; None if there is anything else in it."""
     stop = line.find(b"]", start + same)
     if stop < 0:
         raise _OddError
@@ -191,7 +181,6 @@ def _read_ids(line: bytes, start: int, before: _Seen, same: int) -> _Seen | None
 
 
 def _read_items(line: bytes, start: int, before: _Seen, same: int) -> _Seen:
-    """The array of items at ``start``."""
     # an item that continues after the shared text (12, 123) has no comma there
     n_known = bisect_right(before.ends, same)
     items, ends = [*before.values[:n_known]], before.ends[:n_known]
@@ -214,7 +203,6 @@ def _read_items(line: bytes, start: int, before: _Seen, same: int) -> _Seen:
 
 
 def _past_space(line: bytes, at: int) -> int:
-    """The first position from ``at`` on without white space."""
     return _SPACE.match(line, at).end()  # type: ignore[union-attr]
 
 

@@ -15,19 +15,8 @@ from typing import Any, BinaryIO, TypeAlias
 
 import pyarrow as pa
 
-from trajkit.errors import (
-    FormatError,
-    InvalidTurnsError,
-    SchemaError,
-    TornLogWarning,
-)
-from trajkit.files.formats import (
-    Format,
-    check_text,
-    is_one_value,
-    name_of,
-    open_input,
-)
+from trajkit.errors import FormatError, InvalidTurnsError, SchemaError, TornLogWarning
+from trajkit.files.formats import Format, check_text, is_one_value, name_of, open_input
 from trajkit.files.json_numbers import IDS, ITEMS, Reader, Shape
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
@@ -52,11 +41,7 @@ _BYTES, _BYTES_MARK = "$base64", b'{"$base64":'
 _CHAT = ("prompt_messages", "response_message")
 
 # the long arrays of a call
-_CALL: Shape = {
-    "prompt_ids": IDS,
-    "output_ids": IDS,
-    "prompt_messages": ITEMS,
-}
+_CALL: Shape = {"prompt_ids": IDS, "output_ids": IDS, "prompt_messages": ITEMS}
 
 
 def planned(objects: Iterator[Record], plan: Plan, name: str) -> Iterator[Record]:
@@ -80,17 +65,22 @@ def lines(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
     A line that is not a JSON object is a FormatError, but if it is the last one and has no
     end, it gives a TornLogWarning.
     """
-    return (value for _, _, value in _numbered(file, kind, _plain))
+    return (value for _, value in numbered_lines(file, kind))
+
+
+def numbered_lines(file: Path | BinaryIO, kind: Format) -> Iterator[tuple[int, Record]]:
+    """`lines` with their numbers, from 1; in an array, the numbers of its items."""
+    return ((number, value) for number, _, value in _lines(file, kind, _plain))
 
 
 def calls(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
     """`lines` of recorded calls, with ids as numpy arrays."""
-    return (value for _, _, value in _numbered(file, kind, Reader(_CALL).read))
+    return (value for _, _, value in _lines(file, kind, Reader(_CALL).read))
 
 
 def calls_with_lines(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
     """`calls`, each with its text as `LINE`."""
-    for _, line, value in _numbered(file, kind, Reader(_CALL).read):
+    for _, line, value in _lines(file, kind, Reader(_CALL).read):
         yield {**value, LINE: line}
 
 
@@ -102,26 +92,19 @@ def read_again(lines: Iterable[tuple[str | None, bytes]]) -> Iterator[Record]:
         yield value if name is None else {**value, "session_id": name}
 
 
-def numbered_lines(file: Path, kind: Format) -> Iterator[tuple[int, Record]]:
-    """`lines` with their numbers, from 1; in an array, the numbers of its items."""
-    return ((number, value) for number, _, value in _numbered(file, kind, _plain))
-
-
-def _numbered(
+def _lines(
     file: Path | BinaryIO, kind: Format, read: Callable[[bytes], object]
 ) -> Iterator[tuple[int, bytes, Record]]:
+    """The number, the text and the object of each line."""
     name = name_of(file)
-    if is_one_value(kind):
-        start = None if isinstance(file, Path) else file.tell()
-        with open_input(file, kind) as source:
-            whole = _one_value(source, name)
-        if not isinstance(file, Path):
-            file.seek(start or 0)
-        if whole is not None:
-            for number, item in enumerate(_items(whole, name), 1):
-                text = json.dumps(item, default=_encoded).encode()
-                yield number, text, _object(item, b"")
-            return
+    if is_one_value(kind) and (whole := _one_value(file, kind)) is not None:
+        for number, item in enumerate(whole, 1):
+            if not isinstance(item, dict):
+                raise FormatError(f"{name}, item {number} is not a JSON object")
+            item = _restored(item)
+            text = json.dumps(item, default=_encoded).encode()
+            yield number, text, _object(item, b"")
+        return
     source = open_input(file, kind)
     for number, (line, complete) in enumerate(split_lines(source, name), 1):
         if not line or line.isspace():
@@ -157,19 +140,22 @@ def _object(value: Any, line: bytes) -> Record:
 
 
 def _invalid(where: str, error: ValueError) -> FormatError:
-    text = str(error)
     if isinstance(error, json.JSONDecodeError):
-        where, text = f"{where}, column {error.colno}", error.msg
-    return FormatError(f"{where}: {text}")
+        return FormatError(f"{where}, column {error.colno}: {error.msg}")
+    return FormatError(f"{where}: {error}")
 
 
-def _one_value(source: pa.NativeFile, name: str) -> bytes | None:
-    """The text of a file that is one JSON value; None if it has lines of objects."""
-    most = max_line_bytes()
+def _one_value(file: Path | BinaryIO, kind: Format) -> list[Any] | None:
+    """The items of a file that is one JSON value; None if it has lines of objects."""
+    most, name = max_line_bytes(), name_of(file)
+    at = None if isinstance(file, Path) else file.tell()
     try:
-        text: bytes = source.read(most + 1).removeprefix(BOM_UTF8)
+        with open_input(file, kind) as source:
+            text: bytes = source.read(most + 1).removeprefix(BOM_UTF8)
     except UNREADABLE as error:
         raise FormatError(f"{name} cannot be decompressed: {error}") from None
+    if not isinstance(file, Path):
+        file.seek(at or 0)
     first, _, rest = text.lstrip().partition(b"\n")
     if not first.startswith(b"["):
         with suppress(ValueError):  # an object over several lines, or no JSON
@@ -180,20 +166,12 @@ def _one_value(source: pa.NativeFile, name: str) -> bytes | None:
             f"{name} is one JSON value of more than {most} bytes: write a call per line, "
             f"or set the environment variable {MAX_LINE_BYTES} to allow more"
         )
-    return text
-
-
-def _items(text: bytes, name: str) -> Iterator[Record]:
-    """The objects of a JSON array, or the only object."""
     try:
         found = _plain(text)
     except ValueError as error:
         line = getattr(error, "lineno", None)
         raise _invalid(f"{name}, line {line}" if line else name, error) from None
-    for number, value in enumerate(found if isinstance(found, list) else [found], 1):
-        if not isinstance(value, dict):
-            raise FormatError(f"{name}, item {number} is not a JSON object")
-        yield _restored(value)
+    return found if isinstance(found, list) else [found]
 
 
 def _plain(line: bytes) -> object:
@@ -233,19 +211,16 @@ def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]
 def by_session(records: Iterator[Record], at_least: int) -> Iterator[list[Record]]:
     """Lists of at least ``at_least`` records that end where another session begins."""
     batch: list[Record] = []
-    for record in records:
-        if len(batch) >= at_least and record.get("session_id") != batch[-1].get(
-            "session_id"
-        ):
+    for _, own in itertools.groupby(records, lambda one: one.get("session_id")):
+        if len(batch) >= at_least:
             yield batch
             batch = []
-        batch.append(record)
+        batch += own
     if batch:
         yield batch
 
 
 def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
-    """Objects of a file as tables, with the types that Arrow infers."""
     while batch := list(itertools.islice(objects, limits.JSON_ROWS)):
         names = dict.fromkeys(name for value in batch for name in value)
         for name in names:
@@ -265,7 +240,6 @@ def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
 
 
 def write(tables: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) -> None:
-    """Write tables in canonical form as JSON lines."""
     session: object = None
     # the latest body of each message key in the current session
     bodies: dict[bytes, str] = {}

@@ -5,20 +5,16 @@ stage, the next is read and the previous one is written. An output is one file, 
 directory of parts; with ``resume``, an interrupted run continues after the last part.
 """
 
-import errno
 import hashlib
 import itertools
 import json
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Semaphore
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,9 +22,10 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
-from trajkit.files.formats import Format, check_folder, kind_of, naming, replacing
-from trajkit.files.group import Log, Piece, SessionIndex
-from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
+from trajkit.files.arrow import read_batches
+from trajkit.files.formats import Format, check_folder, kind_of, replacing
+from trajkit.files.group import TEMPORARY, Log, Piece, SessionIndex
+from trajkit.files.guard import AnyPath, Input, check_outputs, is_parts, turns_inputs
 from trajkit.files.sources import Paths, SessionPrefix, is_address, paths_of
 from trajkit.files.tables import log_files, write_any
 from trajkit.tables import lazy_compute as pc
@@ -40,7 +37,6 @@ from trajkit.tables.threads import prefetch
 from trajkit.turns.session_metadata import SessionFacts
 from trajkit.turns.validation import REJECTED, Nonfinite
 
-AnyPath: TypeAlias = str | os.PathLike[str]
 Made: TypeAlias = pa.Table | Iterable[pa.RecordBatch]
 """What a stage makes for one output."""
 
@@ -50,14 +46,12 @@ Stage: TypeAlias = Callable[[pa.Table], Made | Mapping[str, Made]]
 It raises before it makes the first batch, or not at all. Results are read in their order.
 """
 
-Write: TypeAlias = Callable[[Iterator[pa.RecordBatch], Path], None]
-Put: TypeAlias = Callable[[pa.RecordBatch], None]
-"""Queues a batch for a file."""
-
 MANIFEST = "_manifest.json"
 """The manifest's file name; readers of directories skip names with an underscore."""
 
 _VERSION = 2
+_ONLY = ""
+"""The name of the only result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +99,8 @@ def run(
         Batches may be made while they are read, as by `trajkit.linearize_batches`, and a
         list may be filled meanwhile, if it comes later in the dict.
     outputs : path, or mapping of name to path
-        The file of the only result, or the file of each name; what has no file is only
-        counted. Rows and turns are written as by `trajkit.write_rows` and
-        `trajkit.write_turns`.
+        The file of the only result, or of each name; what has no file is only counted.
+        Rows and turns are written as by `trajkit.write_rows` and `trajkit.write_turns`.
     resume : mapping, optional
         What the outputs depend on besides the source and the options here (policy, rewards
         ...), in JSON's types. If the first output is a directory (it exists, or the path
@@ -116,11 +109,8 @@ def run(
     rejected : path, optional
         The file of the sessions that break a rule or that the stage refuses, with the
         reasons; the run goes on without them. None: such a session is an error.
-    format, nonfinite_logprobs, session_prefix
-        As for `trajkit.read_turns`.
-    gather : bool
-        Whether scattered sessions are grouped in temporary files next to the output; see
-        `trajkit.scan_turns`. False: they are an error.
+    format, nonfinite_logprobs, session_prefix, gather
+        As for `trajkit.scan_turns`; temporary files are next to the output.
     dedup : bool
         As for `trajkit.write_rows`.
     inputs : iterable of Input, optional
@@ -136,99 +126,84 @@ def run(
 
     Raises
     ------
-    FormatError
-        As for `trajkit.read_turns`; a directory has parts of another run.
+    FormatError, SchemaError, InvalidTurnsError
+        As for `trajkit.read_turns`, and whatever the stage raises: no file is created
+        then, a directory keeps its complete parts. Or a directory has parts of another run.
     ArgumentError
         An output is an input or another output.
-    SchemaError, InvalidTurnsError
-        As for `trajkit.read_turns`, and whatever the stage raises. No file is created
-        then; a directory keeps its complete parts.
 
     Examples
     --------
     ``run("log", lambda turns: tk.linearize_batches(turns, "slime"), "rows.parquet")``
     """
-    targets = _checked(source, stage, outputs, resume, rejected)
     check_flag("gather", gather)
     check_flag("dedup", dedup)
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
-    paths, watch = paths_of(source) or [], watch or Watch()
-    first = next(iter(targets.values()), None)
+    if not callable(stage):
+        raise ArgumentError(f"stage={stage!r}: expected a function of a table")
+    paths, files, watch = _local(source), _files(outputs, rejected), watch or Watch()
+    first = next(iter(files.values()), None)
     parts = resume is not None and first is not None and is_parts(first)
-    _check_paths(targets, [*turns_inputs(paths), *inputs], parts=parts)
+    _check_paths(files, [*turns_inputs(paths), *inputs], parts=parts)
     log = Log(
         *(paths, format, nonfinite_logprobs, rejected is not None, gather),
         folder=None if first is None else folder_of(first),
         session_prefix=session_prefix,
     )
     index = log.index()
-    files = {name: Path(path) for name, path in targets.items()}
     manifest = None
     if parts:
         job = {
-            **(resume or {}),
             "version": _VERSION,
             "rejected": rejected is not None,
             "nonfinite_logprobs": nonfinite_logprobs,
             "session_prefix": session_prefix,
             "dedup": dedup,
-            "outputs": sorted(targets),
+            "outputs": sorted(files),
             "source": fingerprint(paths, itertools.chain(*log_files(paths, format))),
             "limits": [limits.FILE_TURNS, limits.READ_TOKENS],
         }
-        manifest = Manifest([*files.values()], job)
+        manifest = Manifest([*map(Path, files.values())], resume, job)
     done = 0 if manifest is None else manifest.done
     watch.begins(index, done)
     with ExitStack() as stack:
         pieces = prefetch(log.pieces(index, done), stack)
         if manifest is None:
-            return dict(_write_part(pieces, stage, files, watch, None, dedup)[0])
+            whole_files = {name: Path(path) for name, path in files.items()}
+            return dict(_write_part(pieces, stage, whole_files, watch, None, dedup)[0])
         while not manifest.ends or manifest.done < index.n_turns:
-            for path in files.values():
-                path.mkdir(exist_ok=True)
-            part = {name: path / manifest.part for name, path in files.items()}
+            part = {name: Path(path) / manifest.part for name, path in files.items()}
+            for path in part.values():
+                path.parent.mkdir(exist_ok=True)
             options = watch, limits.FILE_TURNS, dedup
-            totals, n_turns = _write_part(pieces, stage, part, *options)
-            manifest.add(n_turns, totals)
+            manifest.add(*_write_part(pieces, stage, part, *options))
     return dict(manifest.totals)
 
 
-_ONLY = ""
-"""The name of the only result."""
-_Result: TypeAlias = tuple[str, pa.RecordBatch]
-
-
-def _checked(
-    source: Any, stage: object, outputs: Any, resume: Any, rejected: AnyPath | None
-) -> dict[str, AnyPath]:
-    """The path of each output; ArgumentError if an argument of `run` is of no use."""
+def _local(source: Any) -> list[Path]:
     if any(map(is_address, source if isinstance(source, list | tuple) else [source])):
         raise ArgumentError(
             f"source={source!r} has an address, and run reads local files in several "
             "passes: copy it, or write what a stage makes of scan_turns"
         )
-    if paths_of(source) is None:
+    if (paths := paths_of(source)) is None:
         raise ArgumentError(
             f"a source of type {type(source).__name__} is no log: expected a path or a "
             "list of paths"
         )
-    if not callable(stage):
-        raise ArgumentError(f"stage={stage!r}: expected a function of a table")
-    try:
-        json.dumps({**(resume or {})})
-    except (TypeError, ValueError):
-        raise ArgumentError(
-            f"resume={resume!r}: expected a dict of JSON values"
-        ) from None
-    targets = {**outputs} if isinstance(outputs, Mapping) else {_ONLY: outputs}
-    for name, path in targets.items():
+    return paths
+
+
+def _files(outputs: Any, rejected: Any) -> dict[str, AnyPath]:
+    files = {**outputs} if isinstance(outputs, Mapping) else {_ONLY: outputs}
+    for name, path in files.items():
         if not isinstance(name, str) or not isinstance(path, str | os.PathLike):
             raise ArgumentError(
                 f"outputs={outputs!r}: expected a path, or a dict of names and paths"
             )
     if not isinstance(rejected, str | os.PathLike | None):
         raise ArgumentError(f"rejected={rejected!r}: expected a path")
-    return targets if rejected is None else {**targets, "rejected": rejected}
+    return files if rejected is None else {**files, "rejected": rejected}
 
 
 def folder_of(output: AnyPath) -> Path:
@@ -249,12 +224,9 @@ def facts_digest(facts: SessionFacts) -> object:
 
 
 def _check_paths(
-    targets: Mapping[str, AnyPath], inputs: list[Input], *, parts: bool
+    files: Mapping[str, AnyPath], inputs: list[Input], *, parts: bool
 ) -> None:
-    """Raise ArgumentError if a target is an input or another target, or files mix with
-    directories.
-    """
-    named = {name or "output": (path, name) for name, path in targets.items()}
+    named = {name or "output": (path, name) for name, path in files.items()}
     check_outputs(named, inputs)
     for name, (path, _) in named.items():
         if not parts and os.fspath(path).endswith(os.sep):
@@ -277,24 +249,28 @@ def _write_part(
     max_turns: int | None,
     dedup: bool,
 ) -> tuple[Counter[str], int]:
-    """Write pieces until ``max_turns`` is reached; returns the totals and the turns."""
-    totals: Counter[str] = Counter()
-    n_turns = 0
-    made: set[str] = set()
-    with atomic_writers(files, partial(write_any, dedup=dedup)) as puts:
+    """Write pieces until ``max_turns`` is reached; returns the totals and the turns.
+
+    The first file is written while its batches are made, others through temporary files.
+    """
+    totals, made, n_turns = Counter[str](), set[str](), 0
+    first = next(iter(files), None)
+    spools: dict[str, tuple[Path, pa.RecordBatchWriter]] = {}
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        nonlocal n_turns
         for piece in pieces:
-            counts: Counter[str] = Counter()
-            report: Counter[str] = Counter()
+            counts, report = Counter[str](), Counter[str]()
             for name, batch in _results(stage, piece, reject="rejected" in files):
-                if name == "report":
-                    report.update(_sums(batch))
-                else:
-                    metadata = batch.schema.metadata or {}
-                    kind = metadata.get(b"trajkit.table", b"output").decode()
-                    counts[name or kind] += batch.num_rows
                 made.add(name)
-                if name in puts:
-                    puts[name](batch)
+                (report if name == "report" else counts).update(_counts(name, batch))
+                if name == first:
+                    yield batch
+                elif name in files:
+                    if name not in spools:
+                        path = Path(folder, str(len(spools)))
+                        spools[name] = path, pa.ipc.new_stream(str(path), batch.schema)
+                    spools[name][1].write_batch(batch)
                 del batch
             totals.update({**counts, **report})  # a report counts the rows, too
             n_turns += piece.n_turns
@@ -307,7 +283,34 @@ def _write_part(
                 f"the stage made no batch for {f'outputs[{name!r}]' if name else 'outputs'}"
                 f" ({files[name]}), only for {others or 'no name'}: an empty table is one"
             )
+
+    with ExitStack() as stack:
+        drafts = {n: stack.enter_context(replacing(path)) for n, path in files.items()}
+        where = None if first is None else files[first].parent
+        folder = stack.enter_context(TemporaryDirectory(prefix=TEMPORARY, dir=where))
+        coming = prefetch(batches(), stack)
+        if first is None:
+            deque(coming, 0)
+        else:
+            write_any(coming, drafts[first], dedup=dedup)
+        for name, (path, spool) in spools.items():
+            spool.close()
+            write_any(read_batches(path, "arrows", None), drafts[name], dedup=dedup)
     return totals, n_turns
+
+
+def _counts(name: str, batch: pa.RecordBatch) -> dict[str, int]:
+    """The rows of a result; of a report its sessions, and the sums of its integers."""
+    if name != "report":
+        kind = (batch.schema.metadata or {}).get(b"trajkit.table", b"output").decode()
+        return {name or kind: batch.num_rows}
+    columns = zip(batch.schema, batch.columns, strict=True)
+    numbers = {f.name: column for f, column in columns if pa.types.is_integer(f.type)}
+    sums = {name: pc.sum(column).as_py() or 0 for name, column in numbers.items()}
+    return {"sessions": batch.num_rows, **sums}
+
+
+_Result: TypeAlias = tuple[str, pa.RecordBatch]
 
 
 def _results(stage: Stage, piece: Piece, *, reject: bool) -> Iterator[_Result]:
@@ -327,19 +330,16 @@ def _results(stage: Stage, piece: Piece, *, reject: bool) -> Iterator[_Result]:
 def _of_accepted(
     stage: Stage, turns: pa.Table, rejected: list[pa.Table]
 ) -> Iterator[_Result]:
-    """The results for sessions that the stage accepts; others are added to a list."""
     made = _made(stage, turns)
     try:
         first = [*itertools.islice(made, 1)]
     except InvalidTurnsError as error:
         ends = session_ends(turns).tolist()
-        if len(ends) > 1:
-            for start, end in itertools.pairwise([0, *ends]):
-                session = turns.slice(start, end - start)
-                yield from _of_accepted(stage, session, rejected)
-            return
-        name = turns.column("session_id")[0].as_py()
-        rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
+        for start, end in itertools.pairwise([0, *ends]) if len(ends) > 1 else ():
+            yield from _of_accepted(stage, turns.slice(start, end - start), rejected)
+        if len(ends) <= 1:
+            name = turns.column("session_id")[0].as_py()
+            rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
     else:
         yield from itertools.chain(first, made)
 
@@ -347,15 +347,15 @@ def _of_accepted(
 def _made(stage: Stage, turns: pa.Table) -> Iterator[_Result]:
     result = stage(turns)
     del turns
-    named = result if isinstance(result, Mapping) else {_ONLY: result}
-    for name, made in named.items():
-        batches = whole(made) if isinstance(made, pa.Table) else made
-        if not isinstance(batches, Iterable):
+    for name, made in (
+        result if isinstance(result, Mapping) else {_ONLY: result}
+    ).items():
+        if not isinstance(made, pa.Table | Iterable):
             raise ArgumentError(
                 f"the stage returned {type(made).__name__}: expected a table, batches, or "
                 "a dict of these by name"
             )
-        for batch in _recut(batches):
+        for batch in _recut(whole(made) if isinstance(made, pa.Table) else made):
             yield name, batch
             del batch
 
@@ -370,7 +370,7 @@ def _recut(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
     So files do not depend on the number of threads that made the rows.
     """
-    kept: pa.Table | None = None
+    kept: list[pa.RecordBatch] = []
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
             raise ArgumentError(
@@ -380,123 +380,48 @@ def _recut(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         if "input_ids" not in batch.schema.names or not batch.num_rows:
             yield batch
             continue
-        table = pa.Table.from_batches([batch])
-        kept = table if kept is None else pa.concat_tables([kept, table])
-        del batch, table
-        sizes = np.asarray(pc.list_value_length(kept.column("input_ids")), np.int64)
+        table = pa.Table.from_batches([*kept, batch])
+        del batch
+        sizes = np.asarray(pc.list_value_length(table.column("input_ids")), np.int64)
         *runs, last = runs_of(sizes, limits.BATCH_TOKENS)
         for lo, hi in runs:
-            yield from whole(kept.slice(lo, hi - lo))
-        kept = kept.slice(last[0])
-    if kept is not None:
-        yield from whole(kept)
-
-
-def _sums(report: pa.RecordBatch) -> dict[str, int]:
-    """The sessions, and the sums of the integer columns."""
-    counts = [one.name for one in report.schema if pa.types.is_integer(one.type)]
-    sums = {count: pc.sum(report[count]).as_py() or 0 for count in counts}
-    return {"sessions": report.num_rows, **sums}
-
-
-class _Abandoned(Exception):
-    """The output is not needed, because the job failed."""
-
-
-@contextmanager
-def write_in_thread(path: Path, write: Write, target: Path) -> Iterator[Put]:
-    """Queue batches for a thread that writes a file, completely or not at all.
-
-    The function waits while another batch is queued, and raises the error of an earlier
-    batch. ``write`` must leave no file if its iterator raises, as `trajkit.write_rows`
-    does. Errors call the file ``target``.
-    """
-    queue = SimpleQueue[pa.RecordBatch | None]()
-    room = Semaphore()
-    failed: list[BaseException] = []
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        while (batch := queue.get()) is not None:
-            if failed:
-                raise failed[0]
-            room.release()
-            yield batch
-            del batch
-
-    def work() -> None:
-        try:
-            with naming(path, target):
-                write(batches(), path)
-        except BaseException as error:  # raised again in the thread that calls `put`
-            failed.append(error)
-            room.release()
-
-    def put(batch: pa.RecordBatch) -> None:
-        room.acquire()
-        if failed:
-            raise failed[0]
-        queue.put(batch)
-
-    with ThreadPoolExecutor(1, f"trajkit writes {target.name}") as pool:
-        pool.submit(work)
-        try:
-            yield put
-        except BaseException:
-            failed.append(_Abandoned())
-            queue.put(empty_batch(pa.schema([])))
-            raise
-        queue.put(None)
-    if failed:
-        raise failed[0]
-
-
-@contextmanager
-def atomic_writers(
-    targets: Mapping[str, Path], write: Write
-) -> Iterator[dict[str, Put]]:
-    """`write_in_thread` per target; files get their names when all are complete.
-
-    If a write fails, none is created and existing files are left untouched.
-    """
-    for path in targets.values():
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    # readers of directories skip hidden files; the suffix determines the format
-    drafts = {
-        name: path.with_name(f".{os.getpid()}-{path.name}")
-        for name, path in targets.items()
-    }
-    try:
-        with ExitStack() as stack:
-            yield {
-                name: stack.enter_context(write_in_thread(drafts[name], write, path))
-                for name, path in targets.items()
-            }
-        for name, path in targets.items():
-            os.replace(drafts[name], path)
-    finally:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
+            yield from whole(table.slice(lo, hi - lo))
+        kept = table.slice(last[0]).to_batches()
+    if kept:
+        yield from whole(pa.Table.from_batches(kept))
 
 
 class Manifest:
     """The parts that a run has written to directories, stored in the first of these.
 
-    ``job`` is everything that the parts depend on, in JSON's types. ``ends`` has, for
-    each part, the turns of the source that it and the earlier parts took; ``totals`` are
-    sums over all parts. A FormatError says that the directory has parts of another job, or
-    that there are files that no job wrote.
+    ``resume`` and ``job`` are all that the parts depend on. ``ends`` has, for each part,
+    the turns of the source that it and the earlier parts took; ``totals`` are sums over all
+    parts. A FormatError says that the directory has parts of another job, or that there
+    are files that no job wrote.
     """
 
-    def __init__(self, folders: Sequence[Path], job: dict[str, Any]) -> None:
+    def __init__(
+        self, folders: Sequence[Path], resume: Any, job: dict[str, Any]
+    ) -> None:
+        try:  # tuples become lists, as in the file
+            self._job = json.loads(json.dumps({**resume, **job}))
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                f"resume={resume!r}: expected a dict of JSON values"
+            ) from None
         self._path = folders[0] / MANIFEST
-        self._job = json.loads(json.dumps(job))  # tuples become lists, as in the file
         self.ends, self.totals = list[int](), Counter[str]()
         folders[0].mkdir(exist_ok=True)
         if self._path.exists():
-            known, ends, totals = self._read()
+            try:
+                found = json.loads(self._path.read_text("utf-8"))
+                known, ends, totals = found["job"], found["ends"], found["totals"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise FormatError(
+                    f"{self._path} is not a manifest: {error!r}"
+                ) from None
             if known == self._job:
-                self.ends, self.totals = ends, totals
+                self.ends, self.totals = ends, Counter(totals)
                 return
             if ends or os.listdir(folders[0]) != [MANIFEST]:
                 raise FormatError(
@@ -515,26 +440,16 @@ class Manifest:
 
     @property
     def done(self) -> int:
-        """Turns of the source that the parts took."""
         return self.ends[-1] if self.ends else 0
 
     @property
     def part(self) -> str:
-        """The name of the next part's files."""
         return f"part-{len(self.ends):05d}.parquet"
 
-    def add(self, n_turns: int, totals: Counter[str]) -> None:
-        """Record a part whose files are written."""
+    def add(self, totals: Counter[str], n_turns: int) -> None:
         self.ends.append(self.done + n_turns)
         self.totals.update(totals)
         self._save()
-
-    def _read(self) -> tuple[object, list[int], Counter[str]]:
-        try:
-            found = json.loads(self._path.read_text("utf-8"))
-            return found["job"], [*found["ends"]], Counter(found["totals"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise FormatError(f"{self._path} is not a manifest: {error!r}") from None
 
     def _save(self) -> None:
         saved = {"job": self._job, "ends": self.ends, "totals": self.totals}

@@ -14,10 +14,8 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice, product
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -69,7 +67,6 @@ def paths_of(source: object) -> list[Path] | None:
 
 
 def is_address(source: object) -> bool:
-    """Whether a source is at an address of fsspec."""
     return isinstance(source, str) and "://" in source
 
 
@@ -122,7 +119,7 @@ def fetched(
     listed = [path]
     if glob.has_magic(path) or system.isdir(path):
         found = system.glob(path) if glob.has_magic(path) else system.find(path)
-        listed = sorted(one for one in found if takes(one))
+        listed = sorted(filter(takes, found))
         if not listed:
             raise FormatError(f"{address}: no file of a known format is there")
     copies = []
@@ -138,8 +135,7 @@ def fetched(
     return copies
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
+class Naming(NamedTuple):
     """The prefixes of session ids, by file.
 
     ``mode`` "file" takes the path of the file without its suffix, "folder" that of its
@@ -152,7 +148,6 @@ class Naming:
 
     @classmethod
     def of(cls, paths: Sequence[Path], mode: SessionPrefix | None) -> "Naming":
-        """The naming of files in or below ``paths``."""
         if mode is not None:
             check_choice("session_prefix", mode, SessionPrefix)
         if len(paths) == 1 and paths[0].is_dir():
@@ -161,7 +156,6 @@ class Naming:
         return cls(mode, Path(os.path.commonpath(parents) if parents else "."))
 
     def prefix(self, file: Path) -> str:
-        """The prefix of the sessions in a file; empty for none."""
         if self.mode in (None, "no"):
             return ""
         own = Path(os.path.abspath(file)).relative_to(os.path.abspath(self.root))
@@ -170,7 +164,6 @@ class Naming:
         return f"{self.root.resolve().name if text == '.' else text}/"
 
     def table(self, table: pa.Table, file: Path) -> pa.Table:
-        """A table of the file with prefixed session ids."""
         prefix = self.prefix(file)
         if not prefix or "session_id" not in table.column_names:
             return table
@@ -181,54 +174,50 @@ class Naming:
     def records(
         self, files: Sequence[tuple[Path, Iterable[jsonl.Record]]]
     ) -> Iterator[jsonl.Record]:
-        """The calls of files with prefixed session ids, if no session starts over in
-        another file.
+        """The calls of files with prefixed session ids.
+
+        A session that starts over in another file is refused. It continues where a prompt
+        extends that of an earlier call, as each request of a conversation does. Calls with
+        a ``turn_index`` have their place by it.
         """
-        seams = _Seams() if self.mode is None and len(files) > 1 else None
+        # the last file of each session, and hashes of its prompts by their bytes
+        seen: dict[str, tuple[Path, dict[int, set[int]]]] = {}
         for file, records in files:
             prefix = self.prefix(file)
             for record in records:
-                if seams is not None:
-                    seams.check(file, record)
                 name = record.get("session_id")
-                if prefix and isinstance(name, str):
-                    record = {**record, "session_id": prefix + name}
+                if isinstance(name, str):
+                    if self.mode is None and len(files) > 1:
+                        _continue(seen, file, name, record)
+                    record = (
+                        {**record, "session_id": prefix + name} if prefix else record
+                    )
                 yield record
 
 
-class _Seams:
-    """Refuses sessions that start over in another file.
-
-    A session continues where a prompt extends that of an earlier call, as each request of
-    a conversation does. Calls with a ``turn_index`` have their place by it.
-    """
-
-    def __init__(self) -> None:
-        # the last file of each session, and hashes of its prompts by their bytes
-        self._seen: dict[str, tuple[Path, dict[int, set[int]]]] = {}
-
-    def check(self, file: Path, record: jsonl.Record) -> None:
-        """Check the next call, which is of this file."""
-        name = record.get("session_id")
-        if not isinstance(name, str):
-            return
-        try:
-            prompt = np.asarray(record.get("prompt_ids"), np.int64).tobytes()
-        except (TypeError, ValueError, OverflowError):
-            return  # reading the turns reports it
-        last, prompts = self._seen.get(name, (file, {}))
-        extends = last == file or any(
-            0 < size < len(prompt) and hash(prompt[:size]) in known
-            for size, known in prompts.items()
-        )
-        if not extends and record.get("turn_index") is None:
-            raise reused(name, last, file, "its calls start over there")
-        prompts.setdefault(len(prompt), set()).add(hash(prompt))
-        self._seen[name] = file, prompts
+def _continue(
+    seen: dict[str, tuple[Path, dict[int, set[int]]]],
+    file: Path,
+    name: str,
+    record: jsonl.Record,
+) -> None:
+    """Note a call of a session that is in this file; refuse it if it starts over."""
+    try:
+        prompt = np.asarray(record.get("prompt_ids"), np.int64).tobytes()
+    except (TypeError, ValueError, OverflowError):
+        return  # reading the turns reports it
+    last, prompts = seen.get(name, (file, {}))
+    extends = last == file or any(
+        0 < size < len(prompt) and hash(prompt[:size]) in known
+        for size, known in prompts.items()
+    )
+    if not extends and record.get("turn_index") is None:
+        raise _reused(name, last, file, "its calls start over there")
+    prompts.setdefault(len(prompt), set()).add(hash(prompt))
+    seen[name] = file, prompts
 
 
-def reused(name: str, first: Path, second: Path, why: str) -> InvalidTurnsError:
-    """The error of a session id that two files use."""
+def _reused(name: str, first: Path, second: Path, why: str) -> InvalidTurnsError:
     return InvalidTurnsError(
         f"session {name!r} is in {first} and in {second}, and {why}: if these are two "
         "sessions, pass --session-prefix file (session_prefix='file' in Python; 'folder' "
@@ -254,14 +243,15 @@ def placed(
     places: list[tuple[Path, int | None]] = []
     if found is not None:
         name, number = ast.literal_eval(found["name"]), int(found["n"])
-        places = [*_places(name, number, files, format, naming)]
+        places += _places(name, number, files, format, naming)
     elif _RECORD.match(text):
-        lines = _lines(files, format)
-        refused = ((file, n) for file, n, one in lines if _is_refused(one, text))
-        places = [*islice(refused, 1)]
+        for file in files:
+            if not places and is_json(kind := format_of(file, format)):
+                lines = jsonl.numbered_lines(file, kind)
+                places += [(file, n) for n, one in lines if _is_refused(one, text)][:1]
     distinct = list(dict.fromkeys(file for file, _ in places))
     if len(distinct) > 1 and naming.mode != "no":
-        return reused(name, distinct[0], distinct[1], f"both have a turn {number}")
+        return _reused(name, distinct[0], distinct[1], f"both have a turn {number}")
     where = str(files[0]) if len(files) == 1 else ""
     if places:
         file, line = places[-1]
@@ -269,46 +259,31 @@ def placed(
     return type(error)(f"{where}: {text}") if where else error
 
 
-def _lines(
-    files: Sequence[Path], format: Format | None
-) -> Iterator[tuple[Path, int, jsonl.Record]]:
-    """The lines of JSON files, with their numbers."""
-    for file in files:
-        if is_json(kind := format_of(file, format)):
-            yield from ((file, *line) for line in jsonl.numbered_lines(file, kind))
-
-
 def _places(
-    name: str,
-    number: int,
-    files: Sequence[Path],
-    format: Format | None,
-    naming: Naming,
+    name: str, number: int, files: Sequence[Path], format: Format | None, naming: Naming
 ) -> Iterator[tuple[Path, int | None]]:
-    """Files and lines that have a turn, or a row, of a session."""
+    """Files that have a turn, or a row, of a session, and its line, if there are lines."""
     last = -1
-    for file, line, record in _lines(files, format):
-        if naming.prefix(file) + str(record.get("session_id")) == name:
-            given = record.get("turn_index", record.get("row_index"))
-            last = given if type(given) is int else last + 1
-            if last == number:
-                yield file, line
-    for file, index in product(files, ("turn_index", "row_index")):
-        kind = format_of(file, format)
-        own = name.removeprefix(naming.prefix(file))
-        wanted = ("session_id", index)
-        for keys, _ in () if is_json(kind) else key_batches(file, kind, wanted):
-            if {*wanted} <= {*keys.schema.names}:
-                ids = keys.column("session_id").cast(pa.string())
-                numbers = keys.column(index)
-                if pc.any(
-                    pc.and_(pc.equal(ids, own), pc.equal(numbers, number))
-                ).as_py():
-                    yield file, None
+    for file in files:
+        kind, own = format_of(file, format), name.removeprefix(naming.prefix(file))
+        if is_json(kind):
+            for line, record in jsonl.numbered_lines(file, kind):
+                if str(record.get("session_id")) == own:
+                    given = record.get("turn_index", record.get("row_index"))
+                    last = given if type(given) is int else last + 1
+                    if last == number:
+                        yield file, line
+            continue
+        for index in ("turn_index", "row_index"):
+            for keys, _ in key_batches(file, kind, ("session_id", index)):
+                if {"session_id", index} <= {*keys.schema.names}:
+                    same = pc.equal(keys.column("session_id").cast(pa.string()), own)
+                    here = pc.and_(same, pc.equal(keys.column(index), number))
+                    if pc.any(here).as_py():
+                        yield file, None
 
 
 def _is_refused(record: jsonl.Record, text: str) -> bool:
-    """Whether a record is refused with this text, but for its number."""
     try:
         from_records([record])
     except InvalidTurnsError as error:

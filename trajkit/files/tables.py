@@ -16,25 +16,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import arrow_source, check_flag
-from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, SchemaError
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files import jsonl
 from trajkit.files.arrow import read_batches, storable, table_kind, write_batches
-from trajkit.files.dedup import (
-    STORED_ROWS,
-    decoded,
-    decoded_batches,
-    encoded,
-    full,
-    stored_schema,
-)
-from trajkit.files.formats import (
-    Format,
-    atomic,
-    format_of,
-    is_json,
-    name_of,
-    paths_in,
-)
+from trajkit.files.formats import Format, atomic, format_of, is_json, name_of, paths_in
 from trajkit.files.guard import check_not_read, reading
 from trajkit.files.jsonl import Record
 from trajkit.files.sources import (
@@ -46,26 +31,56 @@ from trajkit.files.sources import (
     paths_of,
     placed,
 )
-from trajkit.schema import REPORT, ROWS, SESSIONS, TURNS
+from trajkit.schema import REPORT, ROWS, SESSIONS, TURNS, engine
+from trajkit.tables import limits
 from trajkit.tables.canonical import (
     Plan,
     TableLike,
     as_table,
     canonical,
     canonical_rows,
-    concat_tables,
     turns_schema,
 )
-from trajkit.tables.columns import normalize_categories, take_values
-from trajkit.tables.stages import whole_sessions
+from trajkit.tables.columns import (
+    Columns,
+    check_no_clash,
+    normalize_categories,
+    replace_columns,
+    row_lengths,
+    take_values,
+)
+from trajkit.tables.ragged import Ragged, offsets_of, positions, runs_of
+from trajkit.tables.stages import concat, whole_sessions
 from trajkit.turns.session_metadata import last_lines
-from trajkit.turns.validation import check_table
+from trajkit.turns.validation import check_all, check_table
 
 Source: TypeAlias = Paths | BinaryIO | TableLike
 Sink: TypeAlias = str | os.PathLike[str] | BinaryIO
 _ANY_ROWS = pa.schema([], metadata=ROWS.metadata)
 # columns that tell a report from a table of sessions
 _REPORTED = frozenset({"tokens_sampled", "tokens_trained", *SESSIONS.names})
+
+_SUFFIXES = {
+    "input_ids": "suffix_ids",
+    "loss_mask": "suffix_mask",
+    "logprobs": "suffix_logprobs",
+}
+STORED_ROWS = engine.table(
+    "rows",
+    # the first of the row's tokens that is stored: its shared_length, or its first token
+    # that is trained, has a logprob, or differs from the parent row's, if that is earlier
+    engine.required("suffix_start", pa.int32()),
+    engine.required("suffix_ids", ROWS.field("input_ids").type, engine.no_null),
+    engine.required("suffix_mask", ROWS.field("loss_mask").type, engine.no_null),
+    engine.required("suffix_logprobs", ROWS.field("logprobs").type),
+    *(one for one in ROWS if one.name not in _SUFFIXES),
+)
+"""`trajkit.schema.ROWS` whose lists per token begin at ``suffix_start``."""
+
+
+def stored_schema(names: list[str]) -> pa.Schema:
+    """The schema of rows in a file with these columns."""
+    return STORED_ROWS if "suffix_mask" in names else ROWS
 
 
 def parts_of(
@@ -120,15 +135,6 @@ def iter_tables(
         yield part
 
 
-def _concat(tables: list[pa.Table], schema: pa.Schema) -> pa.Table:
-    if not tables:
-        return schema.empty_table()
-    try:
-        return concat_tables(tables)
-    except pa.ArrowException as error:
-        raise SchemaError(f"the files do not make one table: {error}") from None
-
-
 def gather(table: pa.Table, index: str) -> pa.Table:
     """The table with contiguous sessions, in order of first appearance.
 
@@ -155,7 +161,6 @@ def gather(table: pa.Table, index: str) -> pa.Table:
 def integers(
     table: pa.RecordBatch | pa.Table, name: str
 ) -> npt.NDArray[np.int64] | None:
-    """The column of this name, if it has integers only."""
     if name not in table.schema.names:
         return None
     column = table.column(name)
@@ -224,10 +229,8 @@ def read_sessions(
 
     Raises
     ------
-    FormatError
-        A directory has no file of sessions, or a format is unknown.
-    SchemaError
-        A column is missing or has another type.
+    FormatError, SchemaError
+        As for `read_turns`; a directory has no file of sessions.
     """
     paths = paths_of(source)
     naming = Naming.of(paths or [], session_prefix if paths else None)
@@ -239,23 +242,21 @@ def read_sessions(
     files: Any = None if paths is None else _session_files(paths, format)
     if paths and not files:
         raise FormatError(f"{paths[0]} has no file of sessions")
-    tables = []
+    tables = [SESSIONS.empty_table()]
     for file in files or [source]:
         for table in iter_tables(file, format=format, plan=_session_plan):
             if _REPORTED <= {*table.column_names}:
                 table = table.select(SESSIONS.names).replace_schema_metadata(None)
             table = canonical(table, SESSIONS)
             tables.append(naming.table(table, file) if files else table)
-    return last_lines(_concat(tables, SESSIONS))
+    return last_lines(concat(tables))
 
 
 def _session_plan(names: list[str]) -> pa.Schema:
-    """The plan of sessions, or of a report, which has their columns."""
     return REPORT if _REPORTED <= {*names} else SESSIONS
 
 
 def _session_files(paths: list[Path], format: Format | None) -> list[Path]:
-    """The paths that are files, and the files of sessions below the others."""
     found: list[Path] = []
     for path in paths:
         own = _files_of(path, format).get("sessions", []) if path.is_dir() else [path]
@@ -279,27 +280,28 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     Each line of JSON lines is one row, an object of the table's columns.
     """
     with local_files(source) as local:
-        stored, plain = list[pa.Table](), list[pa.Table]()
+        tables: dict[bool, list[pa.Table]] = {False: [], True: []}
         for table in iter_tables(local, format=format, plan=stored_schema):
             schema = stored_schema(table.column_names)
-            (plain if schema is ROWS else stored).append(canonical(table, schema))
+            tables[schema is STORED_ROWS].append(canonical(table, schema))
         paths = paths_of(local)
         try:
-            if stored:
-                plain.append(decoded(gather(_concat(stored, ROWS), "row_index")))
-            rows = check_table(gather(_concat(plain, ROWS), "row_index"), "rows")
+            rows = [*tables[False]] or [ROWS.empty_table()][: not tables[True]]
+            if tables[True]:
+                rows.append(decoded(gather(concat(tables[True]), "row_index")))
+            found = check_table(gather(concat(rows), "row_index"), "rows")
         except InvalidTurnsError as error:
             if paths is None:
                 raise
             files = [file for path in paths for file in paths_in(path)]
             raise placed(error, files, format, Naming.of(paths, "no")) from None
-    return normalize_categories(rows)
+    return normalize_categories(found)
 
 
 def scan_rows(
     source: Source, *, format: Format | None = None, batch_rows: int = 256
 ) -> Iterator[pa.RecordBatch]:
-    """Training rows in batches, neither reordered nor checked.
+    """Training rows in batches, neither reordered nor checked; see `read_rows`.
 
     Rows of ``write_rows(dedup=True)`` are read session by session. Rows that
     `trajkit.run` writes are in an order that every stage accepts as a stream: sessions
@@ -308,7 +310,7 @@ def scan_rows(
     Parameters
     ----------
     source, format
-        As for `read_rows`, and so are the errors, except for rules on values.
+        As for `read_rows`.
     batch_rows : int
         The most rows in a batch.
 
@@ -321,18 +323,31 @@ def scan_rows(
     def batches() -> Iterator[pa.RecordBatch]:
         with local_files(source) as local:
             tables = iter_tables(local, format=format, batch_rows=batch_rows)
-            for table in decoded_batches(tables):
-                yield from table.to_batches(max_chunksize=batch_rows)
+            by_form = itertools.groupby(tables, lambda t: stored_schema(t.column_names))
+            for schema, some in by_form:
+                stored = schema is STORED_ROWS
+                for table in _whole_sessions(some) if stored else some:
+                    full = decoded(table) if stored else canonical(table, ROWS)
+                    yield from full.to_batches(max_chunksize=batch_rows)
 
     found = batches()
     reading(found, source)
     return found
 
 
+def _whole_sessions(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    batches = (batch for table in tables for batch in table.to_batches())
+    return whole_sessions(batches, "rows")
+
+
 def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
-    rows = _concat(list(iter_tables(source, format=format, plan=rows_plan)), ROWS)
-    return full(rows)
+    tables = [*iter_tables(source, format=format, plan=rows_plan)]
+    return full(concat(tables) if tables else ROWS.empty_table())
+
+
+def full(rows: pa.Table) -> pa.Table:
+    return decoded(rows) if "suffix_mask" in rows.column_names else rows
 
 
 def rows_plan(_: list[str]) -> pa.Schema:
@@ -363,10 +378,8 @@ def write_turns(
 
     Raises
     ------
-    ArgumentError
-        The suffix is unknown.
-    FormatError
-        JSON cannot represent a value of the column named.
+    ArgumentError, FormatError
+        The suffix is unknown; JSON cannot represent a value of the column named.
     SchemaError, InvalidTurnsError
         The table is not of turns, or lacks a message body that JSON lines need.
     """
@@ -391,13 +404,11 @@ def write_rows(
     """
     check_flag("dedup", dedup)
     tables = _tables(rows)
-    if not dedup:
+    if dedup:
+        tables = tables if arrow_source(rows) is not None else _whole_sessions(tables)
+        _write(map(encoded, map(canonical_rows, tables)), STORED_ROWS, sink, format)
+    else:
         _write(map(canonical_rows, tables), ROWS, sink, format)
-        return
-    if arrow_source(rows) is None:
-        batches = (batch for table in tables for batch in table.to_batches())
-        tables = whole_sessions(batches, "rows")
-    _write(map(encoded, map(canonical_rows, tables)), STORED_ROWS, sink, format)
 
 
 def write_sessions(
@@ -407,19 +418,19 @@ def write_sessions(
 
     Extra columns are kept; see `write_turns`.
     """
-    write_table(canonical(sessions, SESSIONS), sink, format=format)
+    write_table(canonical(as_table(sessions), SESSIONS), sink, format=format)
 
 
-def write_table(table: pa.Table, sink: Sink, *, format: Format | None = None) -> None:
-    """Write a table of any schema, such as links or a report; see `write_turns`."""
-    _write(iter([table]), table.schema, sink, format)
-
-
-def write_tables(
-    batches: Iterable[pa.RecordBatch], sink: Sink, *, format: Format | None = None
+def write_table(
+    table: TableLike | Iterable[pa.RecordBatch],
+    sink: Sink,
+    *,
+    format: Format | None = None,
 ) -> None:
-    """Write batches of any one schema; there must be at least one batch."""
-    tables = _tables(batches)
+    """Write a table of any schema, such as links or a report, or its batches, of which
+    there must be at least one; see `write_turns`.
+    """
+    tables = _tables(table)
     first = next(tables)
     _write(itertools.chain([first], tables), first.schema, sink, format)
 
@@ -439,11 +450,10 @@ def write_any(
     elif kind == b"rows":
         write_rows(batches, path, dedup=dedup)
     else:
-        write_tables(batches, path)
+        write_table(batches, path)
 
 
 def _tables(source: TableLike | Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """A table, or the batches of a stream as tables, with checked layout."""
     table = arrow_source(source)
     if isinstance(table, pa.Table | pa.RecordBatch):
         return iter([as_table(table)])
@@ -471,3 +481,92 @@ def _write(
             jsonl.write(tables, schema, file)
         else:
             write_batches(tables, schema, file, kind)
+
+
+def encoded(rows: pa.Table) -> pa.Table:
+    """Rows in canonical form as `STORED_ROWS`.
+
+    A row whose parent is not earlier in the table is stored whole. Nothing is lost, also
+    where ``shared_length`` is wrong.
+    """
+    check_no_clash(rows, ROWS, STORED_ROWS, "form of rows")
+    ids, mask = (Ragged.of(rows.column(n), 0) for n in ("input_ids", "loss_mask"))
+    logprobs = Ragged.of(rows.column("logprobs")).values
+    # the places of tokens that only the row itself can give
+    own = np.flatnonzero(
+        mask.values | logprobs.is_valid().to_numpy(zero_copy_only=False)
+    )
+    own = np.append(own, len(mask.values))
+    first = own[np.searchsorted(own, mask.offsets[:-1])] - mask.offsets[:-1]
+    parent, found = engine.lookup(rows, "row_index", rows.column("parent_row"))
+    found &= parent < np.arange(len(parent))
+    most = np.minimum(
+        np.minimum(first, ids.lengths), np.where(found, ids.lengths[parent], 0)
+    )
+    start = np.minimum(rows.column("shared_length").to_numpy().astype(np.int64), most)
+    here, there = (
+        positions(at, start) for at in (ids.offsets[:-1], ids.offsets[parent])
+    )
+    differs = np.flatnonzero(ids.values[here] != ids.values[there])
+    # the first of each row: later ones are overwritten by earlier ones
+    row = np.repeat(np.arange(len(start)), start)[differs[::-1]]
+    start[row] = here[differs[::-1]] - ids.offsets[row]
+    columns = {"suffix_start": pa.array(start.astype(np.int32))}
+    for old, new in _SUFFIXES.items():
+        lists = Ragged.of(rows.column(old))
+        n = np.maximum(lists.lengths - start, 0)
+        columns[new] = lists.take(lists.offsets[:-1] + start, n).to_arrow()
+    return replace_columns(rows, ROWS, STORED_ROWS, [columns])
+
+
+def decoded(rows: pa.Table) -> pa.Table:
+    """`STORED_ROWS` with all rows of each session, in order, as `ROWS`.
+
+    Raises `InvalidTurnsError` if the parent of a row is missing.
+    """
+    rows = canonical(rows, STORED_ROWS)
+    check_no_clash(rows, STORED_ROWS, ROWS, "form of rows")
+    check_all(rows, (*engine.checks_of(STORED_ROWS), _can_be_decoded))
+    starts = np.append(engine.run_starts(rows), rows.num_rows)
+    sizes = np.diff(offsets_of(row_lengths(rows))[starts])
+    parts = [
+        _full_columns(rows.slice(starts[lo], starts[hi] - starts[lo]))
+        for lo, hi in runs_of(sizes, limits.PART_TOKENS)
+    ]
+    return replace_columns(rows, STORED_ROWS, ROWS, parts)
+
+
+def _can_be_decoded(rows: pa.Table) -> Iterator[engine.Fault]:
+    """What a row does not store, an earlier row has."""
+    for name in ("suffix_mask", "suffix_logprobs"):
+        yield from engine.as_long_as("suffix_ids", name, "{} " + name, rows)
+    start = rows.column("suffix_start").to_numpy()
+    parent, found = engine.lookup(rows, "row_index", rows.column("parent_row"))
+    found &= parent < np.arange(len(parent))
+    most = np.where(found, row_lengths(rows)[parent], 0)
+    rule = "suffix_start is {}, but the parent row in the file has {} tokens"
+    yield engine.broken((start < 0) | (start > most), rule, start, most)
+
+
+def _full_columns(rows: pa.Table) -> Columns:
+    """The columns that only `ROWS` has."""
+    ids = Ragged.of(rows.column("suffix_ids"))
+    start = rows.column("suffix_start").to_numpy().astype(np.int64)
+    offsets = offsets_of(start + ids.lengths)
+    parents = engine.lookup(rows, "row_index", rows.column("parent_row"))[0]
+    # of each token of the full rows: which stored one it is, and whether the row stores it
+    at = np.zeros(offsets[-1], np.int64)
+    for row, (parent, n) in enumerate(zip(parents, start, strict=True)):
+        first, stop = offsets[row], offsets[row + 1]
+        at[first : first + n] = at[offsets[parent] : offsets[parent] + n]
+        at[first + n : stop] = np.arange(*ids.offsets[row : row + 2])
+    own = np.zeros(len(at), np.bool_)
+    own[positions(offsets[:-1] + start, ids.lengths)] = True
+    columns: Columns = {}
+    for old, new in _SUFFIXES.items():
+        which = pa.array(at) if old == "input_ids" else pa.array(at, mask=~own)
+        values = Ragged.of(rows.column(new)).values.take(which)
+        if old == "loss_mask":
+            values = values.fill_null(False)
+        columns[old] = Ragged(values, offsets).to_arrow()
+    return columns

@@ -927,7 +927,7 @@ FINDINGS = table(
 )
 """Each span where a prompt departs from the parent's path, with its cause."""
 
-LABELS = ("sub_agent", "retry", "sibling", "rollback", "compaction", "rewrite")
+LABELS = ("sub_agent", "retry", "rollback", "compaction", "rewrite")
 """Kinds of branches (see `analysis.label_branches`)."""
 
 BRANCHES = table(
@@ -936,10 +936,6 @@ BRANCHES = table(
     *columns("""
     label name
     other int32: the earlier turn that it is compared with
-    shared_messages int32?: first messages shared by this request and the other turn's
-        request and reply. null: unknown, tokens were compared
-    shared_tokens int32: first tokens shared by this prompt and the other turn's path
-    dropped_tokens int32: tokens of the other turn's path that this prompt does not repeat
     evidence text: the reason for the label, in words
     """),
 )

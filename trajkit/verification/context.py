@@ -18,7 +18,6 @@ from trajkit.turns.flat_buffers import FlatRows, TurnTokens, aborted_calls
 from trajkit.turns.session_metadata import errored
 
 _ROUNDING = 1e-9  # a weight is one division away from the counts
-_LAST = np.iinfo(np.int64).max
 
 
 def violations_table(
@@ -32,12 +31,12 @@ def violations_table(
     names = (None, *session_ids, *(one.session_id for one in found))
     ranks = {name: k for k, name in enumerate(dict.fromkeys(names))}
 
-    def rank(one: Violation) -> tuple[int, ...]:
-        turn = -1 if one.turn_index is None else one.turn_index
-        rest = [-1 if one.token is None else one.token, RULES.index(one.rule)]
-        rest.insert(0 if one.row_index is None else 2, turn)
-        row = _LAST if one.row_index is None else one.row_index
-        return ranks[one.session_id], row, *rest
+    def rank(one: Violation) -> tuple[float, ...]:
+        turn, token = (-1 if n is None else n for n in (one.turn_index, one.token))
+        rest = token, RULES.index(one.rule)
+        if one.row_index is None:
+            return ranks[one.session_id], math.inf, turn, *rest
+        return ranks[one.session_id], one.row_index, *rest, turn
 
     return as_lines(sorted(found, key=rank), VIOLATIONS)
 
@@ -63,19 +62,16 @@ class Case:
         rule: str,
         detail: str,
         row: Index | None = None,
-        call: Index | None = None,
+        call: Index = -1,
         token: Index | None = None,
     ) -> None:
-        """Add a violation.
-
-        ``row`` and ``call`` are indices into the case's; a call of -1 is none.
-        """
+        """Add a violation; ``row`` and ``call`` (-1: none) are indices into the case's."""
         session = row_index = turn_index = None
         calls = self.turns.calls
         if row is not None:
             session = self.rows.text("session_id", row)
             row_index = self.rows.number("row_index", row)
-        if call is not None and call >= 0:
+        if call >= 0:
             turn_index = int(calls.turn_index[call])
             session = session or calls.ids[int(calls.session[call])].as_py()
         place = session, row_index, turn_index, None if token is None else int(token)
@@ -106,19 +102,17 @@ class Case:
     ) -> None:
         """Add a violation for each row whose value of a column is not the one of ``due``.
 
-        The row's value, that of ``due`` and of ``more`` fill the template ``words``. The
-        rule has the column's name, if there is no other.
+        That of ``due`` and of ``more`` fill the template ``words``. The rule has the
+        column's name, if there is no other.
         """
         given = self.rows.table.column(name).to_pylist()
         for k, (own, one) in enumerate(zip(given, due, strict=True)):
             if not same(own, one):
-                rest = [shown(values[k]) for values in more]
-                detail = f"{name} is {shown(own)}, {words.format(shown(one), *rest)}"
-                place = k, None, None if token is None else token[k]
-                self.report(rule or name, detail, *place)
+                rest = words.format(shown(one), *(shown(values[k]) for values in more))
+                at = None if token is None else token[k]
+                self.report(rule or name, f"{name} is {shown(own)}, {rest}", k, -1, at)
 
     def calls_of(self, row: Index) -> range:
-        """The calls of a row's session."""
         return self.turns.calls_of(int(self.session[row]))
 
     @property
@@ -160,9 +154,8 @@ class Case:
         if policy.keeps_all:
             return ("trained",)
         keeps = policy.keep_untrained and policy.keep_empty and not policy.max_rows
-        if policy.on_drift == "splice" and policy.places_all and keeps:
-            return ("trained", "cut", "no_splice_point")
-        return ()
+        splices = policy.on_drift == "splice" and policy.places_all and keeps
+        return ("trained", "cut", "no_splice_point") if splices else ()
 
     @property
     def due(self) -> Bools:
@@ -175,8 +168,7 @@ class Case:
         if policy.parent_by in ("messages", "agents") and not by_tokens:
             # such routes skip calls with an empty list of messages
             requests = calls.requests
-            listed = (requests["n_keys"] != 0) | (requests["shared"] != 0)
-            tokens &= listed[owner]
+            tokens &= ((requests["n_keys"] != 0) | (requests["shared"] != 0))[owner]
         if self.cap is not None:
             at = np.arange(len(owner)) - outputs.offsets[owner]
             # a row that is cut reports the rest of its last output
@@ -202,12 +194,10 @@ def consecutive(at: Rows, *groups: npt.NDArray[Any]) -> Iterator[tuple[int, int]
 
 
 def same(given: object, due: object) -> bool:
-    """Whether two values are equal, floats up to rounding."""
     if isinstance(given, float) and isinstance(due, float):
         return math.isclose(given, due, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
     return given == due
 
 
 def count(n: int) -> str:
-    """A number of tokens in words."""
     return f"{n} token" if n == 1 else f"{n} tokens"

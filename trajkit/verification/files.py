@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.files.dedup import full
 from trajkit.files.formats import paths_in
 from trajkit.files.group import (
     SessionIndex,
@@ -37,7 +36,13 @@ from trajkit.files.run import (
     whole,
 )
 from trajkit.files.sources import Paths, paths_of
-from trajkit.files.tables import iter_tables, read_any_rows, rows_plan, write_table
+from trajkit.files.tables import (
+    full,
+    iter_tables,
+    read_any_rows,
+    rows_plan,
+    write_table,
+)
 from trajkit.policies import Policy
 from trajkit.schema import ROWS
 from trajkit.tables import lazy_compute as pc
@@ -68,12 +73,11 @@ def verify_file(
     weigh_by: WeighBy = "token",
     **options: Any,
 ) -> dict[str, int]:
-    """Write the violations in files of rows, in bounded memory.
+    """Write the violations in files of rows, as `trajkit.verify` of the tables finds them.
 
-    The violations are those of `trajkit.verify` of the tables. In memory are a few tables
-    of about 8 million tokens of prompts and outputs with their rows, or a larger session.
-    Rows without a session_id are compared with all turns, so these, and all turns, are
-    read into memory.
+    In memory are a few tables of about 8 million tokens of prompts and outputs with their
+    rows, or a larger session. Rows without a session_id are compared with all turns, so
+    these, and all turns, are read into memory.
 
     Parameters
     ----------
@@ -99,12 +103,10 @@ def verify_file(
     ------
     FormatError, SchemaError, InvalidTurnsError, ArgumentError
         As for `trajkit.verify` and `trajkit.run`. Without a policy there are no rows;
-        without ``gather`` they are in another order; without a session_id they need a
-        file as output, and no file of rejected sessions.
+        without a session_id they need a file as output, and no file of rejected sessions.
     """
     judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
-    path = Path(rows)
-    inputs = [Input(path)]
+    path, inputs = Path(rows), [Input(Path(rows))]
     index = index_sessions(paths_in(path), None, None)
     if not index.turns and judge.policy is None:
         raise InvalidTurnsError(
@@ -120,10 +122,8 @@ def verify_file(
                 f"the rows of {path} have no session_id, so they are verified together: "
                 "pass a file as output, and no file for rejected sessions"
             )
-        check_outputs(
-            {"violations": (output, "violations")},
-            [*turns_inputs(paths_of(turns) or []), *inputs],
-        )
+        given = [*turns_inputs(paths_of(turns) or []), *inputs]
+        check_outputs({"violations": (output, "violations")}, given)
         names = {"format", "nonfinite_logprobs", "session_prefix"} & {*options}
         table = read_turns(turns, **{name: options[name] for name in names})
         found = judge.found(any_rows(read_any_rows(path)), table)
@@ -150,9 +150,8 @@ def verify_file(
             "max_row_tokens": max_row_tokens,
             "weigh_by": weigh_by,
         }
-        options["watch"] = replace(watch, begins=begins)
-        outputs = {"violations": output}
-        return run(turns, stage, outputs, resume=job, inputs=inputs, **options)
+        options |= {"watch": replace(watch, begins=begins), "inputs": inputs}
+        return run(turns, stage, {"violations": output}, resume=job, **options)
 
 
 class _RowReader:
@@ -175,19 +174,18 @@ class _RowReader:
         self._ranks: dict[str | None, int] = {}
         # violations of sessions as such
         self.faults: Iterator[pa.RecordBatch] = iter([])
-        # rows of sessions that were read, by name, and the next session
+        # rows of sessions that were read, by name
         self._held: dict[str | None, pa.Table] = {}
-        self._empty = ROWS.empty_table()
 
     def begin(self, turns: SessionIndex, done: int) -> None:
-        """Start to read rows in the order of these turns."""
-        self._ranks = {name: rank for rank, name in enumerate(turns.turns)}
-        known = [name for name in self._index.turns if name in self._ranks]
-        complete = len(known) == len(self._index.turns)
-        if not done and (self._index.scattered is not None or not complete):
-            # a run that continues has written these
-            self.faults = self._session_faults()
-        falls = (b for a, b in pairwise(known) if self._ranks[b] < self._ranks[a])
+        ranks = self._ranks = {name: rank for rank, name in enumerate(turns.turns)}
+        known = [name for name in self._index.turns if name in ranks]
+        # a run that continues has written these
+        if not done and (self._index.scattered or len(known) < len(self._index.turns)):
+            found = session_faults(self._batches(), ranks)
+            some = iter(lambda: list(islice(found, limits.VIOLATIONS)), [])
+            self.faults = (b for v in some for b in violations_table(v).to_batches())
+        falls = (b for a, b in pairwise(known) if ranks[b] < ranks[a])
         misplaced = self._index.scattered or next(falls, None)
         rows = self._batches()
         if misplaced is not None:
@@ -198,37 +196,28 @@ class _RowReader:
                 )
             self._notes(f"{where}: all rows are sorted through temporary files first")
             rows = self._sorted(known, self._folder)
-        self._sessions = one_by_one(map(full, whole_sessions(rows, "rows")))
-        self._next: tuple[str | None, Any] = next(self._sessions, (None, None))
-        if self._next[1] is not None:
-            self._empty = self._next[1].slice(0, 0)
+        tables = map(full, whole_sessions(rows, "rows"))
+        first = next(tables, ROWS.empty_table())
+        self._empty = first.slice(0, 0)
+        sessions = one_by_one(chain([first], tables))
+        self._sessions = ((name, own) for name, own in sessions if name in ranks)
+        self._next = next(self._sessions, None)
 
     def rows_of(self, turns: pa.Table) -> pa.Table:
         """The rows of the next sessions, or of some of the current ones."""
-        names = pc.unique(turns.column("session_id")).to_pylist()
+        names, ranks = pc.unique(turns.column("session_id")).to_pylist(), self._ranks
         if not names:
             return self._empty
-        first, last = self._ranks[names[0]], self._ranks[names[-1]]
-        held = self._held.items()
-        self._held = {name: own for name, own in held if self._ranks[name] >= first}
-        while self._next[1] is not None and self._rank(self._next[0]) <= last:
+        while self._next is not None and ranks[self._next[0]] <= ranks[names[-1]]:
             name, rows = self._next
-            if self._rank(name) >= first:
-                self._held[name] = rows
-            self._next = next(self._sessions, (None, None))
+            self._held[name] = rows
+            self._next = next(self._sessions, None)
+        held = self._held.items()
+        self._held = {one: own for one, own in held if ranks[one] >= ranks[names[0]]}
         own = (self._held[name] for name in names if name in self._held)
         return concat([self._empty, *own])
 
-    def _rank(self, name: str | None) -> int:
-        return self._ranks.get(name, -1)
-
-    def _session_faults(self) -> Iterator[pa.RecordBatch]:
-        found = session_faults(self._batches(), self._ranks)
-        while some := list(islice(found, limits.VIOLATIONS)):
-            yield from violations_table(some).to_batches()
-
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows as stored, in the types of `verification.run.any_rows`."""
         rows = self._index.batch_rows
         tables = iter_tables(self._path, batch_rows=rows, plan=rows_plan)
         return numbered(batch for table in tables for batch in table.to_batches())
@@ -237,8 +226,8 @@ class _RowReader:
         self, known: list[str | None], folder: Path
     ) -> Iterator[pa.RecordBatch]:
         """The rows in the order of the turns; within a session as stored."""
-        counts = self._index.turns
-        known = sorted(known, key=self._ranks.__getitem__)
+        counts, rank = self._index.turns, self._ranks.__getitem__
+        known = sorted(known, key=rank)
         ordered = SessionIndex({one: counts[one] for one in known}, self._index.n_bytes)
         names = pa.array(known, pa.string())
         batches = (
@@ -248,6 +237,7 @@ class _RowReader:
         found = grouped(batches, bucket_numbers(ordered), folder)
         for tables in self._stack.enter_context(closing(found)):
             table = concat(tables)
-            ranks = [self._ranks[name] for name in table["session_id"].to_pylist()]
-            order = np.argsort(ranks, kind="stable")
+            order = np.argsort(
+                [*map(rank, table["session_id"].to_pylist())], kind="stable"
+            )
             yield from take_rows(table, pa.array(order)).to_batches()

@@ -14,6 +14,7 @@ import pyarrow as pa
 from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import canonical
+from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Floats, Ints, Longs
 from trajkit.turns.flat_buffers import TurnTokens
 from trajkit.verification.context import Case
@@ -46,36 +47,32 @@ def foreign_rows(table: pa.Table, first: int = 0) -> pa.Table:
     In integer masks, a value other than 0 is trained. Rows without a row_index are
     numbered from ``first``.
     """
-    place = table.schema.get_field_index("loss_mask")
-    if place >= 0:
-        column = table.column(place)
-        numbers = getattr(column.type, "value_type", None)
+    if "loss_mask" in table.column_names:
+        mask = table.column("loss_mask")
+        numbers = getattr(mask.type, "value_type", None)
         if numbers is not None and pa.types.is_integer(numbers):
-            bits = column.cast(pa.large_list(numbers)).cast(pa.large_list(pa.bool_()))
-            table = table.set_column(place, "loss_mask", bits)
+            bits = mask.cast(pa.large_list(numbers)).cast(pa.large_list(pa.bool_()))
+            table = with_column(table, "loss_mask", bits)
     table = canonical(table, FOREIGN).select(FOREIGN.names)
     without = table.column("row_index").null_count
     if 0 < without < table.num_rows:
         raise SchemaError("row_index is null in some rows: expected all or none")
     if without:
         counted = pa.array(first + np.arange(table.num_rows), pa.int32())
-        place = table.column_names.index("row_index")
-        table = table.set_column(place, FOREIGN.field("row_index"), counted)
+        table = with_column(table, "row_index", counted)
     return table
 
 
 def verify_located(case: Case) -> None:
     """Check rows without spans: every masked token must belong to a turn's output."""
-    rows, turns = case.rows, case.turns
+    rows, turns, offsets = case.rows, case.turns, case.rows.ids.offsets
     _lengths(case)
     sampled = Sampled(turns, case.may_train)
     source, again = np.full((2, len(rows.mask)), -1)
     in_context = np.zeros(len(rows.mask), np.bool_)
-    for row, (start, stop) in enumerate(pairwise(rows.ids.offsets.tolist())):
-        part = slice(start, stop)
-        calls = range(len(turns.outputs))
-        if case.session[row] >= 0:
-            calls = case.calls_of(row)
+    for row, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        part, all_calls = slice(start, stop), range(len(turns.outputs))
+        calls = case.calls_of(row) if case.session[row] >= 0 else all_calls
         mask = rows.mask[part]
         logprobs = rows.logprobs[part] if rows.n_logprobs[row] else None
         found = sampled.find(rows.ids[row], calls, mask, logprobs)
@@ -89,7 +86,7 @@ def verify_located(case: Case) -> None:
     def report(rule: str, wrong: Bools, words: Callable[[int, int], str]) -> None:
         which = np.flatnonzero(wrong)
         case.report_tokens(
-            rule, at[which], lambda k, n: words(which[k], n), call[which]
+            rule, at[which], lambda k, n: words(int(which[k]), n), call[which]
         )
 
     report(
@@ -104,10 +101,10 @@ def verify_located(case: Case) -> None:
     )
     here, due = rows.logprobs[at], np.append(turns.logprobs, 0)[source]
     given = np.append(turns.given, False)[source]
-    nothing = ~rows.given[at] | _none(here)
+    wrong = np.where(given, here != due, rows.given[at] & ~_none(here))
     report(
         "logprob",
-        known & (rows.n_logprobs[row_of] > 0) & np.where(given, here != due, ~nothing),
+        known & (rows.n_logprobs[row_of] > 0) & wrong,
         lambda k, n: (
             f"{n} tokens: the first has {here[k]}, expected "
             f"{due[k] if given[k] else 'null'}, the engine's"
@@ -122,7 +119,7 @@ def verify_located(case: Case) -> None:
     moved = np.flatnonzero(known & ~in_context[at] & (not case.may_splice))
     _, first = np.unique([row_of[moved], call[moved]], axis=1, return_index=True)
     for k in moved[first]:
-        token = at[k] - rows.ids.offsets[row_of[k]]
+        token = at[k] - offsets[row_of[k]]
         start = token - (source[k] - turns.outputs.offsets[call[k]])
         n_prompt = len(turns.prompts[call[k]])
         detail = f"trained at {start}, sampled at {n_prompt} or after other tokens"
@@ -131,7 +128,7 @@ def verify_located(case: Case) -> None:
         not_trained(case, np.flatnonzero(sampled.trained_by[:-1] >= 0))
 
 
-class Place(NamedTuple):
+class _Place(NamedTuple):
     """A range of a row that equals a turn's output."""
 
     call: int
@@ -174,7 +171,7 @@ class Sampled:
             begins |= 0 < min(n_prompt, len(ids)) <= shared
             if shared > n_prompt:
                 complete = shared == min(turns.path_len(call), len(ids))
-                places.append(Place(call, n_prompt, shared, complete, in_context=True))
+                places.append(_Place(call, n_prompt, shared, complete, True))
             else:
                 rest.append(call)
         source = np.full(len(ids), -1)
@@ -192,36 +189,31 @@ class Sampled:
         return again
 
     def _assign(
-        self, places: list[Place], source: Longs, mask: Bools, logprobs: Floats | None
+        self, places: list[_Place], source: Longs, mask: Bools, logprobs: Floats | None
     ) -> None:
-        """Give the tokens of a row to the likeliest outputs at their places."""
-        placed = set()
-        if len(places) > 1:
-            places.sort(key=lambda place: self._unlikely(place, mask, logprobs))
-        for call, start, stop, _, in_context in places:
-            here = source[start:stop]
-            free = here < 0
-            if in_context or (call not in placed and free.all()):
-                first = self._turns.outputs.offsets[call]
-                here[free] = np.arange(first, first + len(here))[free]
-                placed.add(call)
+        turns, placed = self._turns, set()
 
-    def _unlikely(
-        self, place: Place, mask: Bools, logprobs: Floats | None
-    ) -> tuple[float, ...]:
-        """First come outputs whose logprobs match, complete, due, not yet trained ones."""
-        turns, (call, start, stop, complete, _) = self._turns, place
-        n, wrong, first = stop - start, 0.0, int(turns.outputs.offsets[call])
-        mine, trained = slice(first, first + n), mask[start:stop]
-        if logprobs is not None and trained.any():
-            here, due = logprobs[start:stop], turns.logprobs[mine]
-            near = np.abs(here - due) <= TOLERANCE * np.maximum(1, np.abs(due))
-            wrong = 1 - float(
-                np.where(turns.given[mine], near, _none(here))[trained].mean()
-            )
-        n_due = int(self.due[mine].sum())
-        again = bool((self.trained_by[mine] >= 0).any())
-        return wrong, not complete, -n_due, again, -n, n < len(turns.outputs[call])
+        def unlikely(place: _Place) -> tuple[float, ...]:
+            """Outputs whose logprobs match, complete, due, not yet trained ones first."""
+            call, start, stop, complete, _ = place
+            n, wrong, first = stop - start, 0.0, int(turns.outputs.offsets[call])
+            mine, trained = slice(first, first + n), mask[start:stop]
+            if logprobs is not None and trained.any():
+                here, due = logprobs[start:stop], turns.logprobs[mine]
+                near = np.abs(here - due) <= TOLERANCE * np.maximum(1, np.abs(due))
+                good = np.where(turns.given[mine], near, _none(here))
+                wrong = 1 - float(good[trained].mean())
+            n_due = int(self.due[mine].sum())
+            again = bool((self.trained_by[mine] >= 0).any())
+            return wrong, not complete, -n_due, again, -n, n < len(turns.outputs[call])
+
+        for place in sorted(places, key=unlikely) if len(places) > 1 else places:
+            here = source[place.start : place.stop]
+            free = here < 0
+            if place.in_context or (place.call not in placed and free.all()):
+                first = turns.outputs.offsets[place.call]
+                here[free] = np.arange(first, first + len(here))[free]
+                placed.add(place.call)
 
 
 def _none(logprobs: Floats) -> Bools:
@@ -230,7 +222,7 @@ def _none(logprobs: Floats) -> Bools:
     return nothing
 
 
-def _elsewhere(turns: TurnTokens, ids: Ints, call: int) -> Iterator[Place]:
+def _elsewhere(turns: TurnTokens, ids: Ints, call: int) -> Iterator[_Place]:
     """Places in a row of the end of a turn's prompt followed by its output."""
     before, output = turns.prompts[call][-PROMPT_END:], turns.outputs[call]
     wanted, row = np.concatenate([before, output]).tobytes(), ids.tobytes()
@@ -238,7 +230,7 @@ def _elsewhere(turns: TurnTokens, ids: Ints, call: int) -> Iterator[Place]:
     while at >= 0:
         if at % _ID_BYTES == 0:
             start = at // _ID_BYTES + len(before)
-            yield Place(call, start, start + len(output), True, in_context=False)
+            yield _Place(call, start, start + len(output), True, False)
         at = row.find(wanted, at + 1)
 
 
@@ -253,7 +245,7 @@ def _lengths(case: Case) -> None:
             whole += f" ({n - prompt} of the response)"
         if n_mask > n or (prompt is not None and n_mask not in (n, n - prompt)):
             detail = f"loss_mask has {n_mask} values, {whole}"
-            case.report("length", detail, row, None, min(n, n_mask))
+            case.report("length", detail, row, -1, min(n, n_mask))
         if n_logprobs not in (0, n, n_mask):
             detail = f"logprobs has {n_logprobs} values, {whole} and loss_mask {n_mask}"
-            case.report("length", detail, row, None, min(n, n_logprobs))
+            case.report("length", detail, row, -1, min(n, n_logprobs))

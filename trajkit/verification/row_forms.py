@@ -4,7 +4,7 @@ A row is given as complete ids, or as a prompt and a response, with or without p
 mask that is shorter than the row is that of the row's end.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -77,16 +77,14 @@ def plain_rows(given: object) -> pa.Table:
     """
     table = _table(given)
     if {"spans", "suffix_mask"} & {*table.column_names}:
-        table = canonical_rows(table).select(["session_id", "row_index", *_TOKENS])
+        tokens = ["input_ids", "loss_mask", "logprobs"]
+        table = canonical_rows(table).select(["session_id", "row_index", *tokens])
     found = [_plain(row, k) for k, row in enumerate(_rows(table))]
     lists = {
         name: pa.array([row[name] for row in found], PLAIN.field(name).type)
         for name in PLAIN.names
     }
     return pa.table(lists, PLAIN)
-
-
-_TOKENS = ("input_ids", "loss_mask", "logprobs")
 
 
 _COLUMNS = {
@@ -97,7 +95,6 @@ _COLUMNS = {
 
 
 def _fields(one: Any) -> dict[str, Any]:
-    """The fields of one row."""
     if isinstance(one, Mapping):
         return dict(one)
     if is_dataclass(one) and not isinstance(one, type):
@@ -135,7 +132,7 @@ def _table(given: Any) -> pa.Table:
 
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows, with lists of numbers as arrays."""
+    """The rows, with lists of numbers as arrays, without nulls."""
     for batch in table.to_batches():
         for k in range(batch.num_rows):
             row = {}
@@ -154,27 +151,6 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
-    ids, exists = _ids(row, number)
-    mask = _mask(row, ids, number)
-    logprobs = next((row[name] for name in LOGPROBS if name in row), None)
-    if logprobs is not None:
-        logprobs = _aligned(logprobs, len(ids), number, "logprobs", float("nan"))
-    kept = np.flatnonzero(exists)
-    padding = int(kept[0]) if len(kept) else 0
-    at = slice(padding, int(kept[-1]) + 1 if len(kept) else 0)
-    session = row.get("session_id")
-    return {
-        "session_id": None if session is None else str(session),
-        "row_index": row.get("row_index", number),
-        "input_ids": ids[at].astype(np.int32),
-        "loss_mask": (mask & exists)[at],
-        "logprobs": None if logprobs is None else _nulls(logprobs[at]),
-        "padding": padding,
-    }
-
-
-def _ids(row: dict[str, Any], number: int) -> tuple[Array, Bools]:
-    """The ids of a row, and which of them are no padding."""
     name = next((name for name in WHOLE if name in row), None)
     part = next((part for part in PARTS if {*part} <= {*row}), None)
     if name is not None:
@@ -187,36 +163,66 @@ def _ids(row: dict[str, Any], number: int) -> tuple[Array, Bools]:
             "(or tokens, sequences), or as prompts and responses (or prompt_ids and "
             "completion_ids or response_ids)"
         )
-    exists = np.ones(len(ids), np.bool_)
+    n = len(ids)
+
+    def aligned(name: str, fill: float) -> Array:
+        """Values of the end of the row, as many as it has tokens."""
+        values = row[name]
+        if len(values) > n:
+            raise SchemaError(
+                f"row {number}: {name} has {len(values)} values for {n} tokens"
+            )
+        before = np.full(n - len(values), fill, np.result_type(values, type(fill)))
+        return np.concatenate([before, values])
+
+    exists = np.ones(n, np.bool_)
     if "attention_mask" in row:
-        exists = (
-            _aligned(row["attention_mask"], len(ids), number, "attention_mask", 0) != 0
-        )
+        exists = aligned("attention_mask", 0) != 0
     elif part is not None and "prompt_mask" in row:
         exists[: len(row[part[0]])] = row["prompt_mask"] != 0
         if _COMPLETION in row:
             exists[len(row[part[0]]) :] = row[_COMPLETION] != 0
-    return ids, exists
+    mask = _mask(row, ids, number, aligned)
+    logprobs = next(
+        (aligned(name, float("nan")) for name in LOGPROBS if name in row), None
+    )
+    kept = np.flatnonzero(exists)
+    padding = int(kept[0]) if len(kept) else 0
+    at = slice(padding, int(kept[-1]) + 1 if len(kept) else 0)
+    if logprobs is not None:
+        own = logprobs[at].astype(np.float32)
+        logprobs = pa.array(own, pa.float32(), mask=np.isnan(own))
+    session = row.get("session_id")
+    return {
+        "session_id": None if session is None else str(session),
+        "row_index": row.get("row_index", number),
+        "input_ids": ids[at].astype(np.int32),
+        "loss_mask": (mask & exists)[at],
+        "logprobs": logprobs,
+        "padding": padding,
+    }
 
 
-def _mask(row: dict[str, Any], ids: Array, number: int) -> Bools:
-    """Which tokens are trained."""
-    n = len(ids)
+def _mask(
+    row: dict[str, Any],
+    ids: Array,
+    number: int,
+    aligned: Callable[[str, float], Array],
+) -> Bools:
     for name in MASKS:
         if name in row:
-            return _aligned(row[name], n, number, name, 0).astype(np.bool_)
+            return aligned(name, 0).astype(np.bool_)
     names = [name for name in (_COMPLETION, *_SAMPLED) if name in row]
     if names:
-        masks = [_aligned(row[name], n, number, name, 0) != 0 for name in names]
-        all_of: Bools = np.all(masks, axis=0)
+        all_of: Bools = np.all([aligned(name, 0) != 0 for name in names], axis=0)
         return all_of
     if "labels" in row:
-        labels = _aligned(row["labels"], n, number, "labels", NOT_TRAINED)
+        labels = aligned("labels", NOT_TRAINED)
         mask: Bools = labels != NOT_TRAINED
         at = np.flatnonzero(mask)
         if (labels[at] == ids[at]).all():
             return mask
-        if at[-1] < n - 1 and (labels[at] == ids[at + 1]).all():
+        if at[-1] < len(ids) - 1 and (labels[at] == ids[at + 1]).all():
             return np.append(False, mask[:-1])  # they are those of the next token
         bad = int(at[np.flatnonzero(labels[at] != ids[at])[0]])
         raise SchemaError(
@@ -224,23 +230,9 @@ def _mask(row: dict[str, Any], ids: Array, number: int) -> Bools:
             "there nor the next one"
         )
     if "response_length" in row:  # slime: a loss_mask of None trains the response
-        trained: Bools = np.arange(n) >= n - int(row["response_length"])
+        trained: Bools = np.arange(len(ids)) >= len(ids) - int(row["response_length"])
         return trained
     raise SchemaError(
         f"row {number} has the columns {', '.join(row)}: expected a mask, one of "
         f"{', '.join((*MASKS, _COMPLETION, 'labels'))}"
     )
-
-
-def _aligned(values: Array, n: int, number: int, name: str, fill: Any) -> Array:
-    """Values of the end of a row, as many as it has tokens."""
-    if len(values) > n:
-        raise SchemaError(
-            f"row {number}: {name} has {len(values)} values for {n} tokens"
-        )
-    before = np.full(n - len(values), fill, np.result_type(values, type(fill)))
-    return np.concatenate([before, values])
-
-
-def _nulls(values: Array) -> pa.Array:
-    return pa.array(values.astype(np.float32), pa.float32(), mask=np.isnan(values))

@@ -23,33 +23,29 @@ from trajkit.verification.context import Case, consecutive, count, same
 
 def check_rows(case: Case, known: tuple[str, ...], weigh_by: str) -> None:
     """Report every violation; ``known`` names the metadata that the caller gave."""
-    spans = well_formed(case, spans_of(case.rows.table, case.turns, case.session))
+    spans = _well_formed(case, spans_of(case.rows.table, case.turns, case.session))
     trained = spans.take(np.flatnonzero(spans.kind == "trained"))
-    lengths(case)
-    span_tokens(case, spans)
-    untrainable(case, spans)
-    mask_and_logprobs(case, trained)
-    each_once(case, spans)
-    row_tokens(case, spans, trained)
-    turns_of_rows(case, spans)
-    order_and_prefixes(case)
-    sums(case, trained, weigh_by)
-    metadata(case, known)
-    weight_versions(case, spans)
-    mm_items(case)
+    _lengths(case)
+    _span_tokens(case, spans)
+    _untrainable(case, spans)
+    _mask_and_logprobs(case, trained)
+    _each_once(case, spans)
+    _row_tokens(case, spans, trained)
+    _turns_of_rows(case, spans)
+    _order_and_prefixes(case)
+    _sums(case, trained, weigh_by)
+    _metadata(case, known)
+    _weight_versions(case, spans)
+    _mm_items(case)
 
 
 def _rows_by_session(session: Rows) -> list[Rows]:
-    """The rows of each session, in order."""
     order = np.argsort(session, kind="stable")
     edges = np.flatnonzero(np.diff(session[order])) + 1
     return np.split(order, edges) if len(order) else []
 
 
-def lengths(case: Case) -> None:
-    """Mask and logprobs have the row's length, no row exceeds ``max_row_tokens``, and
-    ids and mask have no null.
-    """
+def _lengths(case: Case) -> None:
     rows, ids = case.rows, case.rows.ids
     n_ids = ids.lengths
     most = n_ids if case.cap is None else np.minimum(n_ids, case.cap)
@@ -60,7 +56,7 @@ def lengths(case: Case) -> None:
     ):
         for row in np.flatnonzero(n != n_ids):
             detail = text.format(n[row], n_ids[row])
-            case.report("length", detail, row, None, min(n[row], n_ids[row]))
+            case.report("length", detail, row, -1, min(n[row], n_ids[row]))
     complete = np.repeat(rows.n_mask == n_ids, n_ids)
     for text, null in (
         ("input_ids is null or negative", ids.values < 0),
@@ -68,10 +64,10 @@ def lengths(case: Case) -> None:
     ):
         for at in np.flatnonzero(null):
             row = ids.owner[at]
-            case.report("null", text, row, None, at - ids.offsets[row])
+            case.report("null", text, row, -1, at - ids.offsets[row])
 
 
-def well_formed(case: Case, spans: Spans) -> Spans:
+def _well_formed(case: Case, spans: Spans) -> Spans:
     """The spans that name a range of their row and a range of an output.
 
     Reports every other span once, under the first rule that it breaks.
@@ -113,29 +109,26 @@ def _report_span(case: Case, spans: Spans, k: Index, rule: str, words: str) -> N
     case.report(rule, detail, spans.row[k], spans.call[k], spans.start[k])
 
 
-def span_tokens(case: Case, spans: Spans) -> None:
-    """The tokens of a span are those of its output range."""
+def _span_tokens(case: Case, spans: Spans) -> None:
     spans = spans.take(np.flatnonzero(~np.isin(spans.kind, EMPTY_KINDS)))
-    at, source = spans.tokens(case.rows.ids), spans.sampled(case.turns)
+    at = spans.tokens(case.rows.ids)
     owner = np.repeat(np.arange(len(spans)), spans.stop - spans.start)
-    here, sampled = case.rows.ids.values[at], case.turns.outputs.values[source]
-    bad = np.flatnonzero(here != sampled)
+    here = case.rows.ids.values[at]
+    due = case.turns.outputs.values[spans.sampled(case.turns)]
+    bad = np.flatnonzero(here != due)
+    words = "{} differ from the output: the first is {}, the turn sampled {}"
+    case.report_tokens(
+        "span_tokens",
+        at[bad],
+        lambda k, n: words.format(count(n), here[bad[k]], due[bad[k]]),
+        spans.call[owner[bad]],
+        owner[bad],
+    )
 
-    def words(k: int, n: int) -> str:
-        first, due = here[bad[k]], sampled[bad[k]]
-        return (
-            f"{count(n)} differ from the output: the first is {first}, the turn "
-            f"sampled {due}"
-        )
 
-    calls = spans.call[owner[bad]]
-    case.report_tokens("span_tokens", at[bad], words, calls, owner[bad])
-
-
-def untrainable(case: Case, spans: Spans) -> None:
-    """A span is untrainable exactly if none of its tokens may be trained."""
-    start = case.turns.outputs.offsets[spans.call]
-    size = spans.out_stop - spans.out_start
+def _untrainable(case: Case, spans: Spans) -> None:
+    outputs = case.turns.outputs
+    start = outputs.offsets[spans.call]
 
     def n_of(tokens: Bools) -> Longs:
         sums = np.append(0, np.cumsum(tokens))
@@ -143,23 +136,24 @@ def untrainable(case: Case, spans: Spans) -> None:
         return n
 
     called = spans.kind == "untrainable"
-    wrong = np.where(called, n_of(case.never_barred), size - n_of(case.may_train))
+    wrong = np.where(called, n_of(case.never_barred), n_of(~case.may_train))
     for k in np.flatnonzero(wrong):
-        whole = wrong[k] == case.turns.outputs.lengths[spans.call[k]]
+        whole = wrong[k] == outputs.lengths[spans.call[k]]
         what = "a turn" if whole else count(wrong[k])
         words = "may be trained" if called[k] else "may not be trained"
         _report_span(case, spans, k, "untrainable", f"covers {what} that {words}")
 
 
-def mask_and_logprobs(case: Case, trained: Spans) -> None:
+def _mask_and_logprobs(case: Case, trained: Spans) -> None:
     """The mask is true exactly for the tokens of trained spans. Logprobs are the engine's
     there, and null for all others.
     """
-    rows, ids, turns = case.rows, case.rows.ids, case.turns
+    rows, ids, turns, policy = case.rows, case.rows.ids, case.turns, case.policy
     at, source = trained.tokens(ids), trained.sampled(turns)
-    calls = np.full(len(ids.values), -1)
+    calls, due = np.full(len(ids.values), -1), np.zeros(len(ids.values), np.float32)
     calls[at] = np.repeat(trained.call, trained.stop - trained.start)
-    is_trained = calls >= 0
+    is_trained, given = calls >= 0, np.zeros(len(ids.values), np.bool_)
+    due[at], given[at] = turns.logprobs[source], turns.given[source]
     bad = np.flatnonzero((rows.mask != is_trained) & rows.has_mask)
 
     def of_mask(k: int, n: int) -> str:
@@ -168,35 +162,28 @@ def mask_and_logprobs(case: Case, trained: Spans) -> None:
         return f"loss_mask is true for {count(n)} outside trained spans"
 
     case.report_tokens("mask", bad, of_mask, calls[bad])
-    expected = np.zeros(len(ids.values), np.float32)
-    given = np.zeros(len(ids.values), np.bool_)
-    expected[at], given[at] = turns.logprobs[source], turns.given[source]
-    policy = case.policy
     if policy is None or policy.missing_logprobs == "null_row":
         # a row without all of its logprobs may have none
         nulled = np.bincount(ids.owner[at], ~given[at], len(ids)) > 0
         if policy is None:
             nulled &= np.bincount(ids.owner, rows.given, len(ids)) == 0
         given &= ~nulled[ids.owner]
-    # `lengths` reports lists of another length
+    # `_lengths` reports lists of another length
     complete = np.repeat(rows.n_logprobs == ids.lengths, ids.lengths)
-    differ = (rows.given != given) | (given & (rows.logprobs != expected))
+    differ = (rows.given != given) | (given & (rows.logprobs != due))
     odd = np.flatnonzero(complete & differ)
 
     def of_logprobs(k: int, n: int) -> str:
         token = odd[k]
         here = rows.logprobs[token] if rows.given[token] else "null"
-        due = "null, since the token is not trained"
-        if given[token]:
-            due = f"{expected[token]}, the engine's"
-        elif is_trained[token]:
-            due = "null, as the engine gave"
-        return f"{count(n)}: the first has {here}, expected {due}"
+        why = "as the engine gave" if is_trained[token] else "since it is not trained"
+        right = f"{due[token]}, the engine's" if given[token] else f"null, {why}"
+        return f"{count(n)}: the first has {here}, expected {right}"
 
     case.report_tokens("logprob", odd, of_logprobs, calls[odd])
 
 
-def each_once(case: Case, spans: Spans) -> None:
+def _each_once(case: Case, spans: Spans) -> None:
     """A sampled token is trained or lost in one span at most, or in one of each row.
 
     Tokens that the policy promises to train, or to name as lost, are in such a span.
@@ -228,14 +215,14 @@ def not_trained(case: Case, source: Longs) -> None:
     bad = np.flatnonzero(absent)
     for first, n in consecutive(bad, outputs.owner[bad]):
         call = outputs.owner[bad[first]]
-        detail = (
-            f"{count(n)} of {outputs.lengths[call]} sampled that no row trains{lost}"
-        )
+        sampled = f"{count(n)} of {outputs.lengths[call]} sampled"
         token = bad[first] - outputs.offsets[call]
-        case.report("not_trained", detail, call=call, token=token)
+        case.report(
+            "not_trained", f"{sampled} that no row trains{lost}", None, call, token
+        )
 
 
-def row_tokens(case: Case, spans: Spans, trained: Spans) -> None:
+def _row_tokens(case: Case, spans: Spans, trained: Spans) -> None:
     """A row is the path of its last turn, and its trained tokens are in their context.
 
     A spliced row is no path: there, each output follows the end of its prompt.
@@ -247,15 +234,13 @@ def row_tokens(case: Case, spans: Spans, trained: Spans) -> None:
         named = case.rows.number("last_turn", row)
         fits = [call for call in case.calls_of(row) if _is_path(case, row, call)]
         own = [call for call in fits if named is None or numbers[call] == named]
-        mine = np.flatnonzero(trained.row == row)
         if not own and case.may_splice:
             own = _spliced(case, row, spans)
         else:
-            _context(case, trained, mine, in_context)
+            _context(case, trained, np.flatnonzero(trained.row == row), in_context)
         if own:
-            reason = case.rows.text("finish_reason", row)
+            reason, due = case.rows.text("finish_reason", row), reasons[own[0]]
             if reason not in [reasons[call] for call in own]:
-                due = reasons[own[0]]
                 detail = f"finish_reason is {reason!r}, the last turn has {due!r}"
                 case.report("finish_reason", detail, row, own[0])
         elif fits:
@@ -263,31 +248,30 @@ def row_tokens(case: Case, spans: Spans, trained: Spans) -> None:
             detail = f"last_turn is {named}, but turn {turn} has the row's tokens"
             case.report("row_tokens", detail, row, fits[0])
         else:
-            last = np.flatnonzero(spans.row == row)[-1:]
-            call = int(spans.call[last[0]]) if len(last) else -1
+            last = np.append(-1, spans.call[spans.row == row])[-1]
             detail = "the row is not the prompt and output of any turn"
             if case.may_splice:
                 detail += ", nor outputs joined by their prompts"
             ids = case.rows.ids[row]
             shared = (case.turns.shared(ids, one) for one in case.calls_of(row))
-            case.report("row_tokens", detail, row, call, max(shared, default=0))
+            case.report("row_tokens", detail, row, last, max(shared, default=0))
 
 
 def _is_path(case: Case, row: Index, call: int) -> bool:
     """Whether a row is the path of a call, which ``max_row_tokens`` may end."""
-    ids = case.rows.ids[row]
+    ids, n, policy = case.rows.ids[row], case.turns.path_len(call), case.policy
     if case.turns.shared(ids, call) != len(ids):
         return False
-    n = case.turns.path_len(call)
-    if case.cap is None or min(n, case.cap) == len(ids):
-        return n == len(ids) or case.cap is not None
+    if len(ids) == (n if case.cap is None else min(n, case.cap)):
+        return True
     # a later call that did not fit may have replaced the rest of the last output
-    policy = case.policy
-    return policy is None or (policy.truncate_at == "calls" and policy.keep_prefix)
+    cuts_calls = policy is None or (
+        policy.truncate_at == "calls" and policy.keep_prefix
+    )
+    return case.cap is not None and cuts_calls
 
 
 def _context(case: Case, trained: Spans, mine: Longs, in_context: Longs) -> None:
-    """The tokens before a trained token are those it was sampled after."""
     sampled_at = case.turns.calls.calls["prompt_len"][trained.call] + trained.out_start
     for k in mine[in_context[mine] < (trained.stop - trained.start)[mine]]:
         row, call, start = trained.row[k], trained.call[k], trained.start[k]
@@ -296,7 +280,7 @@ def _context(case: Case, trained: Spans, mine: Longs, in_context: Longs) -> None
             detail = f"trained at {start}, sampled at {sampled_at[k]}"
         else:
             departs = case.turns.shared(case.rows.ids[row], int(call))
-            # `span_tokens` reports the differing token itself
+            # `_span_tokens` reports the differing token itself
             first += departs >= start
             detail = f"the row differs from the turn's path from token {departs} on"
         if first < trained.stop[k]:
@@ -334,12 +318,11 @@ def _spliced(case: Case, row: int, spans: Spans) -> list[int]:
 
 
 def _named(case: Case, row: int, turns: list[int]) -> Longs:
-    """The calls of a row's session with these numbers, -1 for none."""
     session = np.full(len(turns), case.session[row])
     return case.turns.calls.named(session, np.array(turns, np.int64))
 
 
-def turns_of_rows(case: Case, spans: Spans) -> None:
+def _turns_of_rows(case: Case, spans: Spans) -> None:
     """A row's turns end with last_turn and contain the turns of its spans, in order.
 
     Its prompt_length is that of the first; its flags are those of its turns. The flags of
@@ -347,14 +330,13 @@ def turns_of_rows(case: Case, spans: Spans) -> None:
     """
     table, calls = case.rows.table, case.turns.calls.calls
     of_row = case.policy is not None and case.policy.flag_scope == "row"
-    bounds = np.searchsorted(spans.row, np.arange(len(case.rows.ids) + 1))
     first: list[object] = []
     names = ("use_tool", "ill_formed")
     given = {name: table.column(name).to_pylist() for name in names}
     flags: dict[str, list[object]] = {name: [] for name in names}
     for row, listed in enumerate(table.column("turns").to_pylist()):
-        here = slice(bounds[row], bounds[row + 1])
-        named = order = spans.call[here][spans.kind[here] != "no_splice_point"]
+        named = spans.call[(spans.row == row) & (spans.kind != "no_splice_point")]
+        order = named
         if listed is not None:
             own = _named(case, row, listed)
             faults = [*_unlisted(case, row, listed, own, named)]
@@ -377,7 +359,6 @@ def turns_of_rows(case: Case, spans: Spans) -> None:
 def _unlisted(
     case: Case, row: int, listed: list[int], order: Longs, named: Longs
 ) -> Iterator[str]:
-    """What is wrong with the turns that a row lists."""
     last = case.rows.number("last_turn", row)
     if last is not None and listed[-1:] != [last]:
         yield f"do not end with last_turn {last}"
@@ -390,14 +371,14 @@ def _unlisted(
         yield "are not all in the session"
 
 
-def order_and_prefixes(case: Case) -> None:
+def _order_and_prefixes(case: Case) -> None:
     """row_index counts the rows of a session from 0. parent_row and shared_length give
     the longest shared prefix, the first on ties.
     """
     table = case.rows.table
     names, n = (table.column(one).to_numpy() for one in ("row_index", "shared_length"))
     parents: list[int | None] = [None] * len(names)
-    rank, most = np.zeros(len(names), np.int64), np.zeros(len(names), np.int64)
+    rank, most = np.zeros((2, len(names)), np.int64)
     for rows in _rows_by_session(case.session):
         rank[rows] = np.arange(len(rows))
         first, most[rows] = longest_shared(case.rows.ids, rows)
@@ -420,21 +401,19 @@ def longest_shared(ids: Ragged, rows: Rows) -> tuple[Longs, Longs]:
     runs: list[Ints] = [ids[row] for row in rows]
     # In sorted order, two rows share the minimum over the neighbours between them.
     order = np.array(sorted(range(n), key=lambda k: runs[k].tobytes()), np.int64)
-    rank = np.empty(n, np.int64)
-    rank[order] = np.arange(n)
+    rank = np.argsort(order)
     between = np.array([_core.lcp(runs[a], runs[b]) for a, b in pairwise(order)])
-    first, shared = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    first, shared = np.zeros((2, n), np.int64)
     for k in range(1, n):
-        at = rank[k]
-        below = np.minimum.accumulate(between[:at][::-1])[::-1]
-        above = np.minimum.accumulate(between[at:])
+        below = np.minimum.accumulate(between[: rank[k]][::-1])[::-1]
+        above = np.minimum.accumulate(between[rank[k] :])
         earlier = np.concatenate([below, [0], above])[rank[:k]]
         first[k] = np.argmax(earlier)
         shared[k] = earlier[first[k]]
     return np.where(shared > 0, first, 0), shared
 
 
-def sums(case: Case, trained: Spans, weigh_by: str) -> None:
+def _sums(case: Case, trained: Spans, weigh_by: str) -> None:
     """rollout_mask_sum and row_weight count the tokens that the session's rows train.
 
     Under ``weigh_by="constant"``, every row that trains has one weight.
@@ -443,31 +422,28 @@ def sums(case: Case, trained: Spans, weigh_by: str) -> None:
     mine = np.bincount(trained.row, sizes, len(session)).astype(np.int64)
     total = np.bincount(session, mine).astype(np.int64)[session]
     case.expect("rollout_mask_sum", total, "the session's rows train {} tokens")
-    trains = mine > 0
-    share, whole = mine, total
-    if weigh_by != "token":
-        share = trains.astype(np.int64)
+    share = mine if weigh_by == "token" else (mine > 0).astype(np.int64)
+    whole = total
     if weigh_by == "row":
         whole = np.bincount(session, share).astype(np.int64)[session]
     due = [float(a / b) if b else None for a, b in zip(share, whole, strict=True)]
     if weigh_by == "constant":
         weights = case.rows.table.column("row_weight").to_pylist()
-        own = next((w for w, t in zip(weights, trains, strict=True) if t and w), None)
-        parts = zip(trains, total, strict=True)
+        own = next((w for w, t in zip(weights, share, strict=True) if t and w), None)
+        parts = zip(share, total, strict=True)
         due = [None if not n else own if t else 0.0 for t, n in parts]
     case.expect("row_weight", due, "expected {} ({} of {})", share, whole)
 
 
-def metadata(case: Case, known: tuple[str, ...]) -> None:
+def _metadata(case: Case, known: tuple[str, ...]) -> None:
     """reward and group_id are the session's if known, else equal in all its rows.
 
     A value is known if its name is in ``known`` or if it is not null. A policy may give
     each row its share of the reward.
     """
-    groups, rewards = (
-        case.rows.table.column(name).to_pylist() for name in ("group_id", "reward")
-    )
-    facts = [case.facts.column(name).to_pylist() for name in ("group_id", "reward")]
+    names = "group_id", "reward"
+    groups, rewards = (case.rows.table.column(name).to_pylist() for name in names)
+    facts = [case.facts.column(name).to_pylist() for name in names]
     schemes: Sequence[str] = get_args(Rewards)
     if case.policy is not None:
         schemes = (case.policy.rewards,)
@@ -478,21 +454,19 @@ def metadata(case: Case, known: tuple[str, ...]) -> None:
             group = groups[rows[0]]
         own = [rewards[row] for row in rows]
         kinds = [case.rows.text("segment_kind", row) for row in rows]
-        best, least = own, len(own) + 1
+        tried = []
         for scheme in schemes:
-            parts = _parts(kinds, scheme)
+            parts, whole = _parts(kinds, scheme), reward
             if "reward" not in known and reward is None:
                 # that of the first row with a part; without one, only null can be told
                 at = int(np.argmax(parts))
-                part = (
-                    own[at] if own[at] is None or not parts[at] else own[at] / parts[at]
-                )
-            else:
-                part = reward
-            due = [None if part is None else part * one for one in parts]
+                whole = own[at]
+                if whole is not None and parts[at]:
+                    whole /= parts[at]
+            due = [None if whole is None else whole * part for part in parts]
             n_odd = sum(not same(a, b) for a, b in zip(own, due, strict=True))
-            if n_odd < least:
-                best, least = due, n_odd
+            tried.append((n_odd, due))
+        _, best = min(tried, key=lambda one: one[0])
         for row, one in zip(rows, best, strict=True):
             due_groups[row], due_rewards[row] = group, one
     case.expect("group_id", due_groups, "the session's is {}")
@@ -500,7 +474,6 @@ def metadata(case: Case, known: tuple[str, ...]) -> None:
 
 
 def _parts(kinds: list[str | None], scheme: str) -> list[float]:
-    """The part of its session's reward that each row has under a scheme."""
     n = len(kinds)
     if scheme == "uniform":
         return [1 / n] * n
@@ -509,8 +482,7 @@ def _parts(kinds: list[str | None], scheme: str) -> list[float]:
     return [0.0] * (n - 1) + [1.0] if scheme == "final_only" else [1.0] * n
 
 
-def weight_versions(case: Case, spans: Spans) -> None:
-    """weight_versions are those of the row's first and last token with known weights."""
+def _weight_versions(case: Case, spans: Spans) -> None:
     column = case.rows.table.column("weight_versions")
     if column.null_count == len(column):  # the column is optional
         return
@@ -526,10 +498,8 @@ def weight_versions(case: Case, spans: Spans) -> None:
     case.expect("weight_versions", due, "expected {}")
 
 
-def mm_items(case: Case) -> None:
-    """The images of a row are the session's, and its content ids are theirs."""
-    table, ids = case.rows.table, case.rows.ids
-    turns = case.turns.calls.table
+def _mm_items(case: Case) -> None:
+    table, turns = case.rows.table, case.turns.calls.table
     if "mm_items" not in table.column_names:
         return
     if not has_items(turns) and not has_items(table):
@@ -539,7 +509,8 @@ def mm_items(case: Case) -> None:
     for session, listed in zip(sessions, turns["mm_items"].to_pylist(), strict=True):
         images[session].update(map(same_image, listed or ()))
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
-        own = images[case.session[row]]
-        found = image_faults(listed or (), ids[row], may_be_cut=True, known=own)
-        for token, detail in found:
-            case.report("mm_items", detail, row, None, token)
+        own, ids = images[case.session[row]], case.rows.ids[row]
+        for token, detail in image_faults(
+            listed or (), ids, may_be_cut=True, known=own
+        ):
+            case.report("mm_items", detail, row, -1, token)
