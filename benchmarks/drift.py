@@ -14,7 +14,7 @@ import pyarrow as pa
 import trajkit as tk
 from benchmarks.data import quoted, rollout
 from trajkit.analysis.simulation import cheapest_lossless
-from trajkit.cli.compare import describe
+from trajkit.cli.data import describe
 
 
 def simulated(

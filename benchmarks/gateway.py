@@ -41,7 +41,7 @@ from trajkit_shim.engines.embedded import (
 )
 from trajkit_shim.engines.http import SGLangEngine
 from trajkit_shim.prompting.render import ChatRenderer, embedded_renderer
-from trajkit_shim.serve import serve
+from trajkit_shim.serve import listen, serve, url_of
 
 ROOT = Path(__file__).parents[1]
 Json: TypeAlias = dict[str, Any]
@@ -186,7 +186,9 @@ def _fork(asked: Json, renderer: ChatRenderer) -> Json:
                 engine = SGLangEngine(asked["engine_url"], vocab_size=n_ids)
             log = TurnLog(asked["directory"], **asked.get("log", {}))
             app = create_app(engine, renderer, log, Options(attributed=False))
-            serve(app, on_listening=listening)
+            listener = listen("127.0.0.1", 0)
+            listening(url_of(listener))
+            serve(app, listener)
         status = 0
     except Exception:
         traceback.print_exc()

@@ -37,7 +37,7 @@ from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.prompting.render import ChatRenderer, load_renderer
-from trajkit_shim.replies.parsers import UnknownFormError, form_of
+from trajkit_shim.replies import UnknownFormError, form_of
 from trajkit_shim.sessions.turn_log import TurnLog
 
 ROOT = Path(__file__).parents[1]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,6 @@ from benchmarks.policies import difference
 from benchmarks.scale import fastest, in_succession
 from tests.oracles import peers_nemo
 from tests.oracles import peers_slime as peers
-from trajkit.tables.threads import parallel_map
 
 COPY_BYTES = 1 << 26  # of each thread, when the rate of copying is measured
 
@@ -52,8 +52,9 @@ def copies_per_second(threads: int, repeats: int) -> float:
     def copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
         np.copyto(*pair)
 
-    work = partial(parallel_map, copy, pairs, threads)
-    return 2 * COPY_BYTES * threads / fastest(timed(repeats, work, 1))
+    with ThreadPoolExecutor(threads) as pool:
+        seconds = fastest(timed(repeats, lambda: list(pool.map(copy, pairs)), 1))
+    return 2 * COPY_BYTES * threads / seconds
 
 
 def least_bytes(turns: pa.Table, rows: pa.Table) -> int:

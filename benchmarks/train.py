@@ -54,6 +54,7 @@ SMALL = [
     ("siblings", 4, 1_024),
 ]
 VOCABULARY = 151_936 if CUDA else 512
+TENSORS = [name for name in Pack.__slots__ if name not in ("columns", "mm_items")]
 RECOMPUTE_FROM = 80_000
 """Tokens from which activations of layers are computed again in the backward pass."""
 VARLEN_TOKENS = 65_536
@@ -133,9 +134,8 @@ def siblings(n: int, context: int) -> Iterator[dict[str, Any]]:
 def save(path: str, packs: dict[str, Pack]) -> None:
     arrays = {}
     for name, pack in packs.items():
-        for column in Pack.__slots__:
-            if column != "columns":
-                arrays[f"{name}/{column}"] = getattr(pack, column).numpy()
+        for column in TENSORS:
+            arrays[f"{name}/{column}"] = getattr(pack, column).numpy()
         arrays[f"{name}/advantage"] = pack.column("advantage").numpy()
     np.savez_compressed(path, **arrays)
 
@@ -287,9 +287,7 @@ def train_group(model: Any, pack: Pack, group: list[Row]) -> None:
     bounds = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     parts = [row_pack(pack, row, a) for row, a in zip(group, bounds, strict=False)]
     joined: dict[str, Any] = {
-        name: torch.cat([getattr(p, name) for p in parts])
-        for name in Pack.__slots__
-        if name != "columns"
+        name: torch.cat([getattr(p, name) for p in parts]) for name in TENSORS
     }
     advantage = torch.cat([p.column("advantage") for p in parts])
     one = Pack(**joined, columns={"advantage": advantage})

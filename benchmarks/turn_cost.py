@@ -37,7 +37,7 @@ from trajkit_shim.json_input import Json, parse_object, read_body
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import Ids, embedded_renderer
-from trajkit_shim.protocols import openai_chat
+from trajkit_shim.protocols.openai import OPENAI_CHAT
 from trajkit_shim.sessions.turn_log import TurnLog
 
 ROOT = Path(__file__).parents[1]
@@ -257,7 +257,7 @@ def processor_seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 def render(prompts: Prompts, body: bytes, *, attributed: bool) -> None:
     """Read and render a request completely; nothing is remembered."""
-    asked = openai_chat.OPENAI_CHAT.read(parse_object(body))
+    asked = OPENAI_CHAT.read(parse_object(body))
     prompts.build(
         Conversation().restore(asked.messages),
         asked.tools,

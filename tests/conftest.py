@@ -97,7 +97,7 @@ _DEV = (
 # helpers that import transformers when they are called
 _OF_TRANSFORMERS = {
     "tests.shim.fakes.byte_tokenizer",
-    "trajkit_shim.engines.embedded.load_tokenizer",
+    "tests.shim.fakes.load_tokenizer",
 }
 _ROOT = Path(__file__).parents[1]
 

@@ -8,7 +8,6 @@ import io
 import json
 import pickle
 import pickletools
-import sqlite3
 import zipfile
 from pathlib import Path
 
@@ -171,16 +170,10 @@ def nemo_entry(record, number):
 
 
 def write_rllm(folder, records, *, chained=False):
-    """The gateway's store; ``chained``: prompts as what follows an earlier path."""
-    base = sqlite3.connect(folder / "gateway_traces.db")
-    base.executescript(
-        "CREATE TABLE traces (trace_id TEXT PRIMARY KEY, data TEXT, created_at REAL);"
-        "CREATE TABLE trace_sessions (trace_id TEXT, session_id TEXT, "
-        "run_id TEXT DEFAULT '', created_at REAL, PRIMARY KEY (trace_id, session_id));"
-    )
-    before = None
+    """The gateway's traces; ``chained``: prompts as what follows an earlier path."""
+    traces, before = [], None
     for number, record in enumerate(records):
-        data = {
+        trace = {
             "trace_id": f"t{number}",
             "session_id": record["session_id"],
             "model": "m",
@@ -193,60 +186,14 @@ def write_rllm(folder, records, *, chained=False):
             "weight_version": 3,
             "timestamp": 5.0 + number,
         }
-        path = record["prompt_ids"] + record["output_ids"]
-        if (
-            chained
-            and before is not None
-            and record["prompt_ids"][: len(before)] == before
-        ):
-            data["prompt_delta_token_ids"] = record["prompt_ids"][len(before) :]
-            data["parent_trace_id"] = f"t{number - 1}"
-            data["prompt_token_ids"] = []
-        before = path
-        created = float(number)
-        base.execute(
-            "INSERT INTO traces VALUES (?, ?, ?)",
-            (f"t{number}", json.dumps(data), created),
-        )
-        base.execute(
-            "INSERT INTO trace_sessions VALUES (?, ?, '', ?)",
-            (f"t{number}", record["session_id"], created),
-        )
-    base.commit()
-    base.close()
-
-
-def write_steps(folder, records):
-    """Results of verifiers before its graphs: a rollout per line."""
-    rollouts = {}
-    for record in records:
-        rollout = rollouts.setdefault(
-            record["session_id"],
-            {
-                "example_id": 7,
-                "trajectory_id": record["session_id"],
-                "reward": 0.5,
-                "trajectory": [],
-            },
-        )
-        reply = record.get("response_message")
-        rollout["trajectory"].append(
-            {
-                "prompt": record.get("prompt_messages") or [],
-                "completion": [] if reply is None else [reply],
-                "trajectory_id": "main",
-                "tokens": {
-                    "prompt_ids": record["prompt_ids"],
-                    "prompt_mask": [0] * len(record["prompt_ids"]),
-                    "completion_ids": record["output_ids"],
-                    "completion_mask": [1] * len(record["output_ids"]),
-                    "completion_logprobs": record.get("output_logprobs"),
-                    "overlong_prompt": False,
-                    "is_truncated": False,
-                },
-            }
-        )
-    write_lines(folder / "results.jsonl", list(rollouts.values()))
+        prompt = record["prompt_ids"]
+        if chained and before is not None and prompt[: len(before)] == before:
+            trace["prompt_delta_token_ids"] = prompt[len(before) :]
+            trace["parent_trace_id"] = f"t{number - 1}"
+            trace["prompt_token_ids"] = []
+        before = prompt + record["output_ids"]
+        traces.append(trace)
+    write_lines(folder / "traces.jsonl", traces)
 
 
 def write_graphs(folder, sessions):

@@ -25,8 +25,8 @@ from cyclopts.validators import Number
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.screen import text_table
 from trajkit.errors import ArgumentError
-from trajkit_shim import engine_options as options
-from trajkit_shim.engine_options import ADMIN_TOKEN
+from trajkit_shim import cli as options
+from trajkit_shim.cli import ADMIN_TOKEN
 
 if TYPE_CHECKING:
     from trajkit_rollout.rollout import Rollouts

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trajkit_shim import engine_options as options
+from trajkit_shim import cli as options
 
 
 def demo(

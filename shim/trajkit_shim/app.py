@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from hashlib import blake2b
 from itertools import islice
 from typing import Literal, TypeAlias, cast
 from urllib.parse import urlsplit
@@ -42,11 +41,12 @@ from trajkit_shim.pauses import MODES, Mode
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
+from trajkit_shim.protocols.openai import OPENAI_CHAT
 from trajkit_shim.sessions.sessions import FILTERS, LIMITS, Outcome, SessionOptions
 from trajkit_shim.sessions.turn_log import TurnLog
 
 KEY_HEADER, TOKEN_HEADER = "x-session-key", "x-admin-token"
+_KEY_PREFIX = "/s/{session_key}"
 # where the clients of the protocols put their API key
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 # no site has such a name
@@ -108,25 +108,15 @@ def create_app(
         ``images`` is an `ImageModel`, and the engine or the log takes no images.
     """
     gateway = Gateway(engine, renderer, log, options or Options())
-    public: list[tuple[str, Callable[[Gateway], Awaitable[Json]]]] = [
-        ("/", _health),
-        ("/healthz", _health),
-        ("/prompts", _describe_prompts),
+    calls = [
+        Route(prefix + path, _Endpoint(gateway, protocol, verb), methods=["POST"])
+        for prefix in ("", _KEY_PREFIX)
+        for protocol in PROTOCOLS
+        for path, verb in protocol.paths.items()
     ]
-    routes = _trainers_routes(gateway)
-    for prefix in ("", "/s/{session_key}"):
-        public.append((f"{prefix}/v1/models", _models))
-        for protocol in PROTOCOLS:
-            for path, verb in protocol.paths.items():
-                endpoint = _Endpoint(gateway, protocol, verb)
-                routes.append(Route(prefix + path, endpoint, methods=["POST"]))
-
-    async def answer(ask: Callable[[Gateway], Awaitable[Json]], _: Request) -> Response:
-        return json_response(await ask(gateway))
-
-    routes += [Route(path, partial(answer, ask)) for path, ask in public]
     return Starlette(
-        routes=routes,
+        # the most frequent first
+        routes=calls + _other_routes(gateway),
         exception_handlers=dict.fromkeys(
             (ClientDisconnect, Exception, GatewayError, HTTPException), _answer_error
         ),
@@ -216,25 +206,6 @@ def _protocol_of(path: str) -> WireProtocol:
     return next((p for p in PROTOCOLS if any(map(matches, p.paths))), OPENAI_CHAT)
 
 
-async def _health(gateway: Gateway) -> Json:
-    state = "draining" if gateway.sessions.draining else "ok"
-    if gateway.pause.mode is not None:
-        state = "paused"
-    return {"status": state, "sessions": gateway.sessions.counts()}
-
-
-async def _describe_prompts(gateway: Gateway) -> Json:
-    described = await asyncio.to_thread(gateway.prompts.describe)
-    return {**described, "cache_bytes": gateway.cache_budget.n_bytes}
-
-
-async def _models(gateway: Gateway) -> Json:
-    info = await gateway.engine.info()
-    model = {"id": info.model, "max_model_len": info.max_context_tokens}
-    model |= {"object": "model", "created": 0, "owned_by": "trajkit"}
-    return {"object": "list", "data": [model]}
-
-
 class _Endpoint:
     """A path of a protocol, as an ASGI app."""
 
@@ -246,13 +217,9 @@ class _Endpoint:
         request = Request(scope, receive, send)
         session = gateway.sessions.authorise(_session_claims(request))
         with session.request(), gateway.working(request.headers):
-            body = await read_body(request, gateway.options)
-            chat = await gateway.read(protocol, verb, body)
-            digest = blake2b(
-                f"{protocol.name} {verb}\0".encode() + body, digest_size=16
-            )
-            asked = request.headers, chat, digest.digest()
-            call = Call(gateway, session, protocol, *asked)
+            data = await read_body(request, gateway.options)
+            chat, body = await gateway.read(session, protocol, verb, data)
+            call = Call(gateway, session, protocol, request.headers, chat, body)
             if verb == "count":
                 response = json_response(protocol.count(await call.count()))
                 await response(scope, receive, send)
@@ -278,16 +245,16 @@ def _bearer(headers: Headers) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def _trainers_routes(gateway: Gateway) -> list[Route]:
-    """The routes of the trainer. Agents have no access."""
+def _other_routes(gateway: Gateway) -> list[Route]:
+    """The routes of the trainer, to which agents have no access, and of everybody."""
     store, pause, options = gateway.sessions, gateway.pause, gateway.options
 
     async def answer(
-        handler: Handler, fields: str | None, request: Request
+        handler: Handler, fields: str | None, request: Request, *, public: bool = False
     ) -> Response:
         """Check token and body of a request, and answer it."""
         body = Fields({})
-        if options.admin_token is not None:
+        if options.admin_token is not None and not public:
             given = request.headers.get(TOKEN_HEADER) or _bearer(request.headers)
             # constant time: the duration does not reveal how much of it is right
             if not hmac.compare_digest(given.encode(), options.admin_token.encode()):
@@ -301,6 +268,21 @@ def _trainers_routes(gateway: Gateway) -> list[Route]:
         if not isinstance(answered, (Response, dict)):
             answered = await answered
         return answered if isinstance(answered, Response) else json_response(answered)
+
+    def health(*_: object) -> Json:
+        state = "draining" if store.draining else "ok"
+        state = state if pause.mode is None else "paused"
+        return {"status": state, "sessions": store.counts()}
+
+    async def prompts(*_: object) -> Json:
+        described = await asyncio.to_thread(gateway.prompts.describe)
+        return {**described, "cache_bytes": gateway.cache_budget.n_bytes}
+
+    async def models(*_: object) -> Json:
+        info = await gateway.engine.info()
+        model = {"id": info.model, "max_model_len": info.max_context_tokens}
+        model |= {"object": "model", "created": 0, "owned_by": "trajkit"}
+        return {"object": "list", "data": [model]}
 
     def open_one(request: Request, body: Fields) -> Json:
         session = SessionOptions(
@@ -384,9 +366,15 @@ def _trainers_routes(gateway: Gateway) -> list[Route]:
         ("/engine/update", "POST", update, _UPDATE),
         ("/engine/resume", "POST", resume, ""),
     ]
+    public: list[tuple[str, Handler]] = [("/", health), ("/healthz", health)]
+    public += [("/prompts", prompts), ("/v1/models", models)]
+    public.append((f"{_KEY_PREFIX}/v1/models", models))
     return [
         Route(path, partial(answer, handler, fields), methods=[method])
         for path, method, handler, fields in table
+    ] + [
+        Route(path, partial(answer, handler, None, public=True))
+        for path, handler in public
     ]
 
 

@@ -9,15 +9,14 @@ import json
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import numpy as np
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from trajkit.turns import tools_key
-from trajkit_shim import json_input
+from trajkit_shim import json_input, replies
 from trajkit_shim.chat import request as chats
 from trajkit_shim.chat.images import (
     ImageLimits,
@@ -33,17 +32,19 @@ from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.delivery import PendingReply, is_retry
 from trajkit_shim.engines import base, checks
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.json_input import Json, parse_object
+from trajkit_shim.json_input import Body, Json
 from trajkit_shim.pauses import Pause
 from trajkit_shim.prompting.conversation import Budget, Node, next_position
-from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
+from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts, hashed
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.replies import parse as replies
-from trajkit_shim.replies.parsers import form_of
 from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error, writing
 from trajkit_shim.sessions.turn_log import TurnLog
+
+# Bytes: to read or render so many takes less time than a switch of threads. More would
+# delay every other call.
+_SHORT = 32 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,21 +134,29 @@ class Gateway:
             self.image_policy = self.images.limits
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
         self.reply_parser = options.reply_parser or replies.FormParser(
-            form_of(renderer), replies.tags_of(renderer.chat_template)
+            replies.form_of(renderer), replies.tags_of(renderer.chat_template)
         )
 
     async def read(
-        self, protocol: WireProtocol, verb: Verb, body: bytes
-    ) -> ChatRequest:
-        images, count = self.image_policy, verb == "count"
+        self, session: Session, protocol: WireProtocol, verb: Verb, data: bytes
+    ) -> tuple[ChatRequest, Body]:
+        images = self.image_policy
+        text_only = isinstance(images, str)
+        # images are taken from each request
+        again = text_only and verb != "count"
+        body = Body(
+            data,
+            protocol.listed if again else "",
+            f"{protocol.name} {verb}\0".encode(),
+            session.conversation.bodies if again else (),
+        )
 
         def parse() -> ChatRequest:
-            return protocol.read(parse_object(body), images, count=count)
+            value, known = body.parse(), body.known
+            return protocol.read(value, images, known)
 
-        # A long body would delay every other call; a short one takes less time than
-        # a thread switch. Images are decoded.
-        text_only = isinstance(self.image_policy, str)
-        short = text_only and len(body) <= 16 << 10
+        # images are decoded
+        short = text_only and body.n_new_bytes <= _SHORT
         chat = parse() if short else await asyncio.to_thread(parse)
         limit = self.options.max_messages
         if len(chat.messages) > limit:
@@ -155,7 +164,7 @@ class Gateway:
             raise GatewayError(message, 413, code="too_many_messages")
         if not text_only:
             chat = replace(chat, images=self.images.take(chat.images))
-        return replace(chat, stream=True) if verb == "stream" else chat
+        return (replace(chat, stream=True) if verb == "stream" else chat), body
 
     @contextmanager
     def working(self, headers: Headers) -> Iterator[None]:
@@ -175,10 +184,7 @@ class Gateway:
 
 
 class Call:
-    """One request for a reply, from its messages to what is recorded and answered.
-
-    ``digest``: of the request's path and body.
-    """
+    """One request for a reply, from its messages to what is recorded and answered."""
 
     def __init__(
         self,
@@ -187,10 +193,11 @@ class Call:
         protocol: WireProtocol,
         headers: Mapping[str, str],
         chat: ChatRequest,
-        digest: bytes,
+        body: Body,
     ) -> None:
         self._gateway, self._session, self._protocol = gateway, session, protocol
-        self._headers, self._chat, self._digest = headers, chat, digest
+        self._headers, self._chat = headers, chat
+        self._body, self._digest = body, body.digest
         self._caller = identify(headers, chat)
         self._renderer = gateway.prompts.renderer
         self._request_id, self._started_at = uuid.uuid4().hex, datetime.now(UTC)
@@ -244,10 +251,14 @@ class Call:
         gateway, session = self._gateway, self._session
         try:
             info = await gateway.engine.info()
-            most = info.max_context_tokens
+            self._info = info
             limit = session.options.limits.get("max_context_tokens")
-            self._info = replace(info, max_context_tokens=min(limit or most, most))
-            await asyncio.to_thread(self._prepare)
+            if limit is not None and limit < info.max_context_tokens:
+                self._info = replace(info, max_context_tokens=limit)
+            if self._body.n_bytes <= _SHORT:
+                self._prepare()
+            else:
+                await asyncio.to_thread(self._prepare)
             sampling = self._sampling()
 
             async def sample_once() -> base.Sample:
@@ -270,7 +281,7 @@ class Call:
             start, stop = min(found, default=(None, None))
             text = text[:start]
             parsed = await gateway.reply_parser.parse(
-                text, self._chat.tools, self._ids, opened=self._opened
+                text, self._chat.tools, opened=self._opened
             )
             ended_at = datetime.now(UTC)
             reply = self._reply(sample, parsed, stop)
@@ -288,7 +299,9 @@ class Call:
         for last in texts_of(self._chat.messages[-1]["content"]):
             self._renderer.check_length(last, max_tokens)
         # the request's messages, with the session's replies restored
-        self._restored = self._session.conversation.restore(self._chat.messages)
+        body = self._body if self._body.known else None
+        conversation = self._session.conversation
+        self._restored = conversation.restore(self._chat.messages, body)
         return self._gateway.prompts.build(
             self._restored,
             self._chat.tools,
@@ -301,9 +314,10 @@ class Call:
         """Render the request, or extend the prompt of an earlier turn."""
         most, options = self._info.max_context_tokens, self._gateway.options
         self._prompt = prompt = self._make_prompt(most, options.attributed)
-        messages, places = self._restored.messages, self._gateway.prompts.places
+        places = self._gateway.prompts.places
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images, self._pixels = prompt.ids, [], []
+        messages = [] if places is None else self._restored.messages
         if places is not None and hashes_of(messages):
             self._images = places.items(prompt.ids, messages)
             self._ids = places.engine_ids(prompt.ids)
@@ -330,22 +344,24 @@ class Call:
         if chats.is_fixed("tool_choice", fixed, client) and required.limits_calls:
             required = chats.Required(schema=required.schema)
             self._overruled.append("tool_choice")
-        sampling = chats.resolve(
-            chats.without_fixed(self._chat.sampling, fixed, client),
+        sampling, overruled = chats.resolve(
+            self._chat.sampling,
             fixed,
+            client,
             max_tokens=limit if remaining is None else min(limit, remaining),
             room=self._info.max_context_tokens - n_prompt,
-            end_ids=self._renderer.end_ids,
-            client=client,
+            stop_token_ids=self._renderer.end_ids,
             structural_tag=replies.grammar(
-                replace(self._chat, required=required),
+                self._chat
+                if required is self._chat.required
+                else replace(self._chat, required=required),
                 self._gateway.reply_parser.form,
                 fixed.extra,
                 opened=self._opened,
                 reasons=replies.THINK in self._renderer.chat_template,
             ),
         )
-        self._overruled += chats.ignored_params(self._chat.sampling, sampling)
+        self._overruled += overruled
         return sampling
 
     def _reply(
@@ -396,20 +412,20 @@ class Call:
             "ill_formed": reply.ill_formed,
             "trainable": sample.complete and not untrained,
             "weight_versions": spans or None,
-            "sampling": json.dumps(asdict(sampling), sort_keys=True),
+            "sampling": json.dumps(sampling.values(), sort_keys=True),
             "cached_tokens": sample.cached_tokens,
             "routed_experts": sample.routed_experts,
             "sampling_mask": sample.sampling_mask,
             "started_at": self._started_at,
             "protocol": self._protocol.name,
-            "tools_key": tools_key(self._chat.tools or []),
-            **asdict(self._caller),
+            "tools_key": self._restored.offered.key,
+            **self._caller._asdict(),
             "prompt_message_index": prompt.message_index,
             "message_tool_names": names if options.attributed else None,
             "prompt_built": prompt.built,
             "render_reason": prompt.reason,
-            "prompt_digest": prompt.digest,
-            "mm_items": [asdict(image) for image in self._images] or None,
+            "prompt_digest": prompt.hasher.digest(),
+            "mm_items": self._images or None,
         }
 
     def _record(
@@ -432,7 +448,7 @@ class Call:
         agents = caller.agent_id, caller.parent_agent_id
         turn |= conversation.started_by(restored, *agents, named=named)
         turn["resend_of"] = session.request_ids.get(self._digest)
-        turn["delta"] = conversation.delta(restored, prompt.ids)
+        turn["delta"] = conversation.delta(restored, prompt.ids, prompt.base)
         with writing("the turn"):
             self._gateway.log.append(turn, index, conversation.logged)
         n_output = len(sample.output_ids)
@@ -455,7 +471,8 @@ class Call:
             after=next_position(restored.position, self._logged.key),
             turn=index,
             agent_id=caller.agent_id,
-            ids=np.concatenate([prompt.ids, ids]),
+            own_ids=np.concatenate([prompt.ids, ids]),
+            hasher=hashed(ids, prompt.hasher),
             between=prompt.between,
             offered=prompt.offered,
             closed=n_output > 0 and int(ids[-1]) in self._renderer.end_ids,

@@ -1,15 +1,20 @@
-"""The shim's command ``trajkit serve``.
+"""The shim's command ``trajkit serve``, and the options of commands that have a gateway.
 
-Its dependencies come with an extra, and are imported when it runs.
+Dependencies come with an extra, and are imported when a command runs.
 """
 
+import asyncio
 import errno
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,18 +22,116 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from trajkit.errors import ArgumentError
-from trajkit_shim import engine_options as options
-from trajkit_shim.engine_options import ADMIN_TOKEN
+from trajkit.errors import ArgumentError, FormatError
 
 if TYPE_CHECKING:
     import socket
 
+    from starlette.types import ASGIApp
+
+    from trajkit_shim.engines.base import Engine
+    from trajkit_shim.engines.embedded import Policy
+    from trajkit_shim.prompting.render import ChatRenderer
+    from trajkit_shim.replies import ReplyParser
     from trajkit_shim.workers import Place
+
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+"""A number of at least one."""
+
+ServerArguments = Annotated[str, Parameter(show=False)]
+"""Arguments after ``--``: those of the server of ``--launch``."""
+
+ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
+"""Environment variable of the admin token."""
+
+# values of --parser besides the gateway's own: see the option
+_ENGINE, _NONE = "engine", "none"
+
+
+@Parameter(name="*")
+@dataclass(kw_only=True)
+class EngineOptions:
+    """The options that choose an engine; `engine_app` reads them.
+
+    Attributes
+    ----------
+    engine
+        embedded: a small scripted engine, for trying things out.
+    engine_url
+        URL of the server (not for embedded); repeat it for several servers of one model:
+        each session stays on one of them.
+    launch
+        Start an SGLang server of this model directory, and end it with the command.
+        Arguments after -- are the server's. Its log is RUN/engine.log.
+    launch_python
+        The Python that SGLang is installed for (default: the one of this command).
+    launch_seconds
+        How long the server may take to start.
+    check_prompts
+        Have the server return each prompt, and fail a call whose prompt differs.
+    routed_experts
+        Log which experts each token was routed to; needs a server with
+        --enable-return-routed-experts.
+    sampling_masks
+        Log the ids that could have been drawn for each token; vLLM needs
+        --return-sampling-mask, and top_k in every session.
+    train_side_calls
+        Train the calls that a known agent makes for itself too, such as compactions and
+        titles.
+    model
+        Directory of the model's config, tokenizer and chat template (not for embedded).
+    chat_template
+        A file to use instead of the model's own.
+    chat_template_kwargs
+        Variables of the chat template as JSON, such as '{"enable_thinking": false}'; a
+        session or a request may set others.
+    stop_token
+        Also ends a reply, besides those that the tokenizer, generation_config.json and
+        config.json name; may be repeated.
+    late_system
+        A system message after others, where the chat template refuses it: user: show it as
+        a reminder by the user; refuse: reject the request.
+    past_reasoning
+        Replies that the chat template would rewrite, as by leaving out reasoning: auto:
+        they stay as sampled after tool results, and the template decides at a user's
+        message; sampled: they stay; template: the template decides always.
+    trust_remote_code
+        Run the Python code of the model directory to load its tokenizer.
+    parser
+        How the model writes tool calls (default: known from its chat template): gpt-oss,
+        kimi, dsml, deepseek, minimax, seed-oss, qwen3-coder, glm, mistral-args, mistral,
+        toolcall, phi, hermes, pythonic or plain-json; engine: the parsers of the SGLang
+        server; none: calls stay text.
+    images
+        auto: accept images if the model takes them (only with SGLang), else reject requests
+        with images; refuse: reject them; omit: replace each image by a text.
+    """
+
+    engine: Literal["embedded", "sglang", "vllm"] = "embedded"
+    engine_url: list[str] | None = None
+    launch: str | None = None
+    launch_python: str | None = None
+    launch_seconds: float = 1800
+    check_prompts: bool = False
+    routed_experts: bool = False
+    sampling_masks: bool = False
+    train_side_calls: bool = False
+    model: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: str | None = None
+    stop_token: list[str] | None = None
+    late_system: Literal["user", "refuse"] = "user"
+    past_reasoning: Literal["auto", "sampled", "template"] = "auto"
+    trust_remote_code: bool = False
+    parser: Annotated[str | None, Parameter(name=("--parser", "--tool-form"))] = None
+    images: Literal["auto", "refuse", "omit"] = "auto"
+
+
+# The command
 
 
 def serve(
-    *server_arguments: options.ServerArguments,
+    *server_arguments: ServerArguments,
     out: Annotated[Path, Parameter(name=("--out", "-o"))],
     host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8765,
@@ -38,11 +141,11 @@ def serve(
     admin_token: str | None = None,
     allow_host: list[str] | None = None,
     fsync: bool = False,
-    file_bytes: options.Count = 1 << 30,
-    log_bytes: options.Count | None = None,
-    workers: options.Count = 1,
+    file_bytes: Count = 1 << 30,
+    log_bytes: Count | None = None,
+    workers: Count = 1,
     drain_seconds: float = 30,
-    engine: options.EngineOptions | None = None,
+    engine: EngineOptions | None = None,
     json: bool = False,
 ) -> int:
     """Record the model calls of an unmodified agent.
@@ -90,25 +193,18 @@ def serve(
     json
         Print the addresses as a JSON object.
     """
-    given = {**locals(), **vars(engine or options.EngineOptions())}
-    given["admin_token"] = admin_token or os.environ.get(ADMIN_TOKEN)
-    given["allow_host"] = allow_host or []
-    return _serve(SimpleNamespace(**given))
-
-
-def _serve(arguments: SimpleNamespace) -> int:
-    with options.needs_extra("shim"):
+    given = SimpleNamespace(**{**locals(), **vars(engine or EngineOptions())})
+    given.admin_token = admin_token or os.environ.get(ADMIN_TOKEN)
+    with needs_extra("shim"):
         from trajkit_shim.serve import is_loopback
-
-    if not is_loopback(arguments.host) and not arguments.admin_token:
-        reached = f"--host {arguments.host} can be reached from other machines"
+    if not is_loopback(host) and not given.admin_token:
+        reached = f"--host {host} can be reached from other machines"
         raise ArgumentError(f"{reached}: give --admin-token")
     # before an engine is launched, which takes minutes
-    for log in arguments.out.glob("turns-*.arrows"):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(log))
-    with options.terminable():
-        run = _serve_workers if arguments.workers > 1 else _serve_one
-        run(arguments)
+    for old in out.glob("turns-*.arrows"):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(old))
+    with terminable():
+        (_serve_workers if workers > 1 else _serve_one)(given)
     return 0
 
 
@@ -131,67 +227,55 @@ def _serve_one(
         "max_file_bytes": arguments.file_bytes,
         "max_total_bytes": limit and limit // arguments.workers,
         "attributed": attributed,
-        "worker": None if place is None else place.index,
+        "worker": place and place.index,
     }
-    gateway = options.engine_app(
+    gateway = engine_app(
         arguments,
         arguments.out,
         log,
         attributed=attributed,
         prompts=arguments.prompts,
         admin_token=arguments.admin_token or None,
-        hosts=arguments.allow_host,
+        hosts=arguments.allow_host or [],
     )
     with ExitStack() as stack:
-        with options.needs_extra("shim"):
-            from trajkit_shim.call import Options
+        with needs_extra("shim"):
             from trajkit_shim.prompting.prompts import Prompts
+            from trajkit_shim.serve import listen, url_of
             from trajkit_shim.serve import serve as run_server
             from trajkit_shim.workers import Worker
 
             app, renderer = stack.enter_context(gateway)
-
-        def say_where(url: str) -> None:
-            where = {"url": url, "openai_base_url": f"{url}/v1"}
-            where["turns"] = str(arguments.out)
-            if place is not None:
-                where["workers"] = " ".join(place.urls)
-            built = Prompts(renderer, arguments.prompts)
-            if arguments.json:
-                say(json.dumps({**where, "prompts": built.describe()}) + "\n")
-                return
+        bound = listener or listen(arguments.host, arguments.port)
+        where: dict[str, Any] = {"url": url_of(bound)}
+        where |= {"openai_base_url": f"{where['url']}/v1", "turns": str(arguments.out)}
+        if place is not None:
+            app, where["workers"] = Worker(app, place), " ".join(place.urls)
+        built = Prompts(renderer, arguments.prompts)
+        if arguments.json:
+            say(json.dumps({**where, "prompts": built.describe()}) + "\n")
+        else:
             where["prompts"] = built.summary()
             say("".join(f"{name:<16}{value}\n" for name, value in where.items()))
-
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):
-            run_server(
-                app if place is None else Worker(app, place, Options()),
-                arguments.host,
-                arguments.port,
-                on_listening=say_where,
-                drain_seconds=arguments.drain_seconds,
-                listener=listener,
-            )
+            run_server(app, bound, arguments.drain_seconds)
 
 
 def _serve_workers(arguments: SimpleNamespace) -> None:
     """Run several gateways, each in a process and on a port of its own."""
-    options.check(arguments)
-    with options.needs_extra("shim"):
+    check(arguments)
+    with needs_extra("shim"):
         from trajkit_shim.serve import listen
         from trajkit_shim.workers import run_workers
 
     with ExitStack() as stack:
-        sockets, urls = list[Any](), list[str]()
-        for number in range(arguments.workers):
-            # 0 is any free port
-            port = arguments.port and arguments.port + number
-            listener, url = listen(arguments.host, port)
-            sockets.append(stack.enter_context(listener))
-            urls.append(url)
-        options.launch_server(arguments, stack)
-        run_workers(partial(_work, arguments), sockets, urls, _say)
+        # 0 is any free port
+        numbers = range(arguments.workers)
+        ports = [arguments.port and arguments.port + number for number in numbers]
+        sockets = [stack.enter_context(listen(arguments.host, port)) for port in ports]
+        launch_server(arguments, stack)
+        run_workers(partial(_work, arguments), sockets, _say)
 
 
 def _work(
@@ -201,5 +285,233 @@ def _work(
     ready: Callable[[str], None],
 ) -> None:
     """Run one of several gateways. The parent has checked the arguments."""
-    with options.terminable():
+    with terminable():
         _serve_one(arguments, listener, place, ready)
+
+
+# The gateway of a command
+
+
+@contextmanager
+def engine_app(
+    arguments: SimpleNamespace,
+    out: Path,
+    log: Mapping[str, Any],
+    *,
+    policy: "Policy | None" = None,
+    seed: int | None = None,
+    **options: Any,
+) -> "Iterator[tuple[ASGIApp, ChatRenderer]]":
+    """Yield a gateway's app with the chosen engine, and its model's renderer.
+
+    ``out``: directory of the turn log. ``log``, ``options``: further arguments of
+    `TurnLog` and `Options`. A server that ``arguments`` launch runs while the ``with``
+    block runs. ``policy`` and ``seed`` are for the embedded engine. Raises
+    `FormatError`: the model cannot be read. `ConnectionError`: the engine does not work.
+    """
+    from trajkit_shim.app import create_app
+    from trajkit_shim.call import Options
+    from trajkit_shim.engines import embedded
+    from trajkit_shim.prompting.render import embedded_renderer, load_renderer
+    from trajkit_shim.replies import FORMS, FormParser, ReplyParser, form_of, tags_of
+    from trajkit_shim.sessions.turn_log import TurnLog
+
+    check(arguments)
+    images, name = _image_options(arguments), arguments.parser
+    template, parser = arguments.chat_template, None
+    with ExitStack() as stack:
+        # all that depends on the model, before an engine is launched, which takes minutes
+        with _reading(arguments):
+            renderer = embedded_renderer()
+            if arguments.engine != "embedded":
+                renderer = load_renderer(
+                    arguments.model or arguments.launch,
+                    None if template is None else Path(template).read_text("utf-8"),
+                    stop_tokens=arguments.stop_token or (),
+                    trust_remote_code=arguments.trust_remote_code,
+                    late_system=arguments.late_system,
+                )
+            if name != _ENGINE:
+                form = form_of(renderer) if name is None else FORMS.get(name)
+                parser = FormParser(form, tags_of(renderer.chat_template))
+        engine: Engine
+        if arguments.engine == "embedded":
+            engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
+        else:
+            engine = _served(arguments, stack)
+        reply_parser: ReplyParser = parser or _engine_parser(arguments.engine_url[0])
+        payloads = {n: vars(arguments)[n] for n in ("routed_experts", "sampling_masks")}
+        app = create_app(
+            engine,
+            renderer,
+            TurnLog(out, images="image_limits" in images, **payloads, **log),
+            Options(
+                past=arguments.past_reasoning,
+                variables=_variables(arguments.chat_template_kwargs),
+                train_side_calls=arguments.train_side_calls,
+                reply_parser=reply_parser,
+                **images,
+                **options,
+            ),
+        )
+        yield app, renderer
+
+
+def check(arguments: SimpleNamespace) -> None:
+    """Raise `ArgumentError` if options do not fit."""
+    from trajkit_shim.replies import FORMS
+
+    engine, url, model = arguments.engine, arguments.engine_url, arguments.model
+    sglang, embedded = engine == "sglang", engine == "embedded"
+    launch, given = arguments.launch, " ".join(arguments.server_arguments)
+    form, forms = arguments.parser or "", (*FORMS, _ENGINE, _NONE)
+    no_sglang = launch and not arguments.launch_python and find_spec("sglang") is None
+    payloads = arguments.routed_experts or arguments.sampling_masks
+    faults = {
+        "--launch needs --engine sglang": launch and not sglang,
+        f"--parser {form} needs --engine sglang": form == _ENGINE and not sglang,
+        "--routed-experts and --sampling-masks need a server": payloads and embedded,
+        "--engine-url does not apply to the embedded engine": embedded and url,
+        "--model does not apply to the embedded engine": embedded and model,
+        f"--engine {engine} needs --engine-url": not (embedded or url or launch),
+        f"--engine {engine} needs --model": not (embedded or model or launch),
+        f"--parser {form} is not one of {', '.join(forms)}": form not in ("", *forms),
+        f"{given} after -- is for the server of --launch": given and not launch,
+        "--launch starts a server of its own: leave out --engine-url": launch and url,
+        "--launch needs --launch-python, or pip install 'trajkit[sglang]'": no_sglang,
+    }
+    for fault, present in faults.items():
+        if present:
+            raise ArgumentError(fault)
+
+
+def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
+    """The options of the app for images."""
+    if arguments.images != "auto":
+        return {"images": arguments.images}
+    if arguments.engine != "sglang":
+        return {}
+    from trajkit_shim.chat.images import ImageLimits, load_image_model
+
+    with needs_extra("images"), _reading(arguments):
+        model = load_image_model(arguments.model or arguments.launch)
+        if model is None:
+            return {}
+        import_module("PIL")
+    limits = ImageLimits(max_total_bytes=getattr(arguments, "log_bytes", None))
+    # a client sends the images of a conversation with every request
+    return {"images": model, "image_limits": limits, "max_body_bytes": 64 << 20}
+
+
+def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
+    """Start the server of ``--launch``, if it is given; it ends with the stack.
+
+    The arguments then name it by its address.
+    """
+    if arguments.launch is None:
+        return
+    from trajkit_shim.engines.launch import running_server, sglang_server
+
+    log, python = arguments.out / "engine.log", arguments.launch_python
+    sys.stderr.write(f"trajkit: starting the engine's server; its log is {log}\n")
+    experts = ["--enable-return-routed-experts"] * arguments.routed_experts
+    given = [*experts, *arguments.server_arguments]
+    command = sglang_server(python or sys.executable, arguments.launch, given)
+    server = running_server(*command, log, start_seconds=arguments.launch_seconds)
+    arguments.engine_url = [stack.enter_context(server)]
+    arguments.model = arguments.model or arguments.launch
+    arguments.launch, arguments.server_arguments = None, []
+
+
+def _served(arguments: SimpleNamespace, stack: ExitStack) -> "Engine":
+    """The engine of servers that return everything that is recorded."""
+    from trajkit_shim.engines.checks import check_engine
+    from trajkit_shim.engines.http import SGLangEngine, VLLMEngine
+    from trajkit_shim.engines.model_config import config_number, vocab_size
+
+    launch_server(arguments, stack)
+    model, per_token = arguments.model, None
+    with _reading(arguments):
+        n_vocab = vocab_size(model)
+        if arguments.routed_experts:
+            per_token = config_number(model, "num_experts_per_tok")
+    engine = partial(
+        {"sglang": SGLangEngine, "vllm": VLLMEngine}[arguments.engine],
+        vocab_size=n_vocab,
+        check_prompts=arguments.check_prompts,
+        experts_per_token=per_token,
+        sampling_masks=arguments.sampling_masks,
+    )
+    # connections belong to the event loop that opened them
+    urls = arguments.engine_url
+    served = {url: asyncio.run(check_engine(engine(url))) for url in urls}
+    if len(set(served.values())) > 1:
+        raise ConnectionError(f"the servers of --engine-url differ: {served}")
+    return engine(*served)
+
+
+def _variables(given: str | None) -> dict[str, Any]:
+    """The value of ``--chat-template-kwargs``."""
+    try:
+        variables = json.loads(given or "{}")
+        fault = "not a JSON object"
+    except ValueError as error:
+        variables, fault = None, f"not JSON: {error}"
+    if not isinstance(variables, dict):
+        raise ArgumentError(f"--chat-template-kwargs {given}: {fault}")
+    return variables
+
+
+def _engine_parser(url: str) -> "ReplyParser":
+    """The parsers of the engine's server; raises `ConnectionError` if it has none."""
+    import httpx
+
+    from trajkit_shim.replies import SGLangParser
+
+    where = f"--parser {_ENGINE}: the SGLang server at {url}"
+    try:
+        answer = httpx.get(f"{url}/server_info", timeout=60, trust_env=False)
+        info = answer.raise_for_status().json()
+        names = info.get("tool_call_parser"), info.get("reasoning_parser")
+    except (httpx.HTTPError, AttributeError, ValueError) as error:
+        raise ConnectionError(f"{where}: {error}") from error
+    if not any(names):
+        rule = "started with neither --tool-call-parser nor --reasoning-parser"
+        raise ConnectionError(f"{where} was {rule}")
+    return SGLangParser(url, *names)
+
+
+@contextmanager
+def _reading(arguments: SimpleNamespace) -> Iterator[None]:
+    """Read files of the model; raises `FormatError` if they cannot be used."""
+    try:
+        yield
+    except ValueError as error:
+        model = arguments.model or arguments.launch
+        raise FormatError(f"{model}: {error}") from error
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Treat SIGTERM as an interrupt, so that what runs for a command is ended."""
+    # raises KeyboardInterrupt
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Raise `ArgumentError` if an import in this context finds a package missing."""
+    # otherwise transformers warns about missing PyTorch, which is not needed
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "trajkit").partition(".")[0]
+        if missing.startswith("trajkit"):
+            raise
+        rule = f"is not installed: pip install 'trajkit[{extra}]'"
+        raise ArgumentError(f"{missing} {rule}") from None

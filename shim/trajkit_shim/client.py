@@ -6,6 +6,7 @@ gateway or several, for example one per node, and treat them as one.
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -69,10 +70,8 @@ class AsyncGatewayClient:
         self._http = http or httpx.AsyncClient(
             trust_env=False, limits=httpx.Limits(max_connections=None)
         )
-        # the gateway of each session that this client opened, and those not ended yet
-        self._owners: dict[str, str] = {}
-        self._running = set[str]()
-        self._open = dict.fromkeys(self.urls, 0)
+        # the gateway of each session that this client has opened and not ended
+        self._owners: dict[object, str] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._lost: Exception | None = None  # why a pause could not be renewed
 
@@ -88,18 +87,17 @@ class AsyncGatewayClient:
 
         Examples are ``max_turns``, ``sampling``, ``group_id`` and ``metadata``.
         """
-        url = min(self.urls, key=self._open.__getitem__)
+        url = min(self.urls, key=Counter(self._owners.values()).__getitem__)
         body = options if session_id is None else {**options, "session_id": session_id}
         # counted before the answer, or calls at the same time would all go to one
-        self._open[url] += 1
+        begun = object()
+        self._owners[begun] = url
         try:
             opened = await self._ask(url, "POST", "/sessions", body)
-            session = OpenSession(*(opened[name] for name in OpenSession._fields))
-        except BaseException:
-            self._open[url] -= 1
-            raise
+        finally:
+            del self._owners[begun]
+        session = OpenSession(*(opened[name] for name in OpenSession._fields))
         self._owners[session.session_id] = url
-        self._running.add(session.session_id)
         return session
 
     async def finish(self, /, session_id: str, **outcome: object) -> Json:
@@ -108,16 +106,15 @@ class AsyncGatewayClient:
         ``outcome``: ``reward``, ``error``, ``metadata``; ``wait_seconds`` that running
         calls may take. A later reward is sent the same way.
         """
-        return await self._end(session_id, "finish", outcome)
+        return await self._of_session("POST", session_id, "/finish", outcome)
 
     async def drop(self, session_id: str) -> Json:
         """End a session, and take its turns out of training."""
-        return await self._end(session_id, "drop", {})
+        return await self._of_session("POST", session_id, "/drop", {})
 
     async def describe(self, session_id: str) -> Json:
         """Return what a gateway knows of a session."""
-        described: Json = await self._of_session("GET", session_id, "")
-        return described
+        return await self._of_session("GET", session_id)
 
     async def pause(self, seconds: float = 600.0, mode: str = "keep") -> None:
         """Pause the engines until `resume`.
@@ -133,9 +130,7 @@ class AsyncGatewayClient:
         paused = self.urls
         try:
             answers = await self._answers("/engine/pause", body)
-            # a gateway that has a pause of another mode keeps it
-            refused = {u for u, a in answers.items() if getattr(a, "status", 0) == 409}
-            paused = [url for url in self.urls if url not in refused]
+            paused = [u for u, a in answers.items() if getattr(a, "status", 0) != 409]
             _raise_first(answers.values())
         except BaseException:
             if len(paused) == len(self.urls):
@@ -148,10 +143,7 @@ class AsyncGatewayClient:
         self._renewing = asyncio.create_task(self._renew(body))
 
     async def update_weights(
-        self,
-        source: str | Sequence[str],
-        version: str,
-        load_format: str | None = None,
+        self, source: str | Sequence[str], version: str, load_format: str | None = None
     ) -> None:
         """Load weights while paused, and name them ``version``.
 
@@ -162,8 +154,7 @@ class AsyncGatewayClient:
         if self._lost is not None:
             raise self._lost
         body: Json = {"tensors": source, "load_format": load_format}
-        if isinstance(source, str):
-            body = {"model_path": source}
+        body = {"model_path": source} if isinstance(source, str) else body
         body["weight_version"] = version
         answers = await self._answers("/engine/update", body, _UPDATE_SECONDS)
         _raise_first(answers.values())
@@ -184,29 +175,26 @@ class AsyncGatewayClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _end(self, session_id: str, how: str, outcome: Json) -> Json:
-        ended: Json = await self._of_session("POST", session_id, f"/{how}", outcome)
-        if session_id in self._running:
-            self._running.remove(session_id)
-            self._open[self._owners[session_id]] -= 1
-        return ended
-
     async def _of_session(
-        self, method: str, session_id: str, what: str, body: Json | None = None
-    ) -> Any:
-        """Send a request about a session to its gateway."""
+        self, method: str, session_id: str, what: str = "", body: Json | None = None
+    ) -> Json:
+        """Send a request about a session to its gateway; one with a body ends it."""
         path, wait = f"/sessions/{session_id}{what}", (body or {}).get("wait_seconds")
         seconds = _ANSWER_SECONDS + (wait if isinstance(wait, (int, float)) else 0.0)
         owner = self._owners.get(session_id)
-        # a session of another client may be at any of them
-        *others, last = self.urls if owner is None else [owner]
-        for url in others:
+        # one that has ended, or that another client opened, may be at any of them
+        for url in self.urls if owner is None else [owner]:
             try:
-                return await self._ask(url, method, path, body, seconds)
+                answer: Json = await self._ask(url, method, path, body, seconds)
             except GatewayError as error:
+                unknown = error
                 if error.status != 404:
                     raise
-        return await self._ask(last, method, path, body, seconds)
+                continue
+            if body is not None:
+                self._owners.pop(session_id, None)
+            return answer
+        raise unknown
 
     async def _renew(self, lease: dict[str, Any]) -> None:
         while True:
@@ -277,7 +265,13 @@ def _blocking(
 
     @wraps(method)
     def wait(self: "GatewayClient", /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return self._wait(method(self._client, *args, **kwargs))
+        work = method(self._client, *args, **kwargs)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            # after an interrupt nobody waits for it
+            future.cancel()
 
     return wait
 
@@ -306,11 +300,12 @@ class GatewayClient:
     pause = _blocking(AsyncGatewayClient.pause)
     update_weights = _blocking(AsyncGatewayClient.update_weights)
     resume = _blocking(AsyncGatewayClient.resume)
+    _end = _blocking(AsyncGatewayClient.close)
 
     def close(self) -> None:
         """Close the connections; a pause then ends with its lease."""
         if not self._loop.is_closed():
-            self._wait(self._client.close())
+            self._end()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -320,11 +315,3 @@ class GatewayClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        finally:
-            # after an interrupt nobody waits for it
-            future.cancel()

@@ -1,12 +1,18 @@
-"""Validates JSON from clients; each error names the path, the value and the rule."""
+"""Validates JSON from clients; each error names the path, the value and the rule.
+
+A request of a session mostly begins with the bytes of an earlier one. What was read of
+those is not read again (`Body`).
+"""
 
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from hashlib import blake2b
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from trajkit_shim.errors import GatewayError
 
@@ -55,6 +61,11 @@ def parse_object(body: bytes) -> Json:
         raise GatewayError(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise GatewayError("the body is nested too deep") from error
+    return _checked(value)
+
+
+def _checked(value: object) -> Json:
+    """The value of a body, if it is an object that is not nested too deep."""
     if not isinstance(value, dict):
         raise GatewayError(f"the body is {_kind(value)}, not a JSON object")
     level: list[Any] = [value]
@@ -68,6 +79,161 @@ def parse_object(body: bytes) -> Json:
         if not level:
             return value
     raise GatewayError(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+class Mark(NamedTuple):
+    """The end of an element of a list in a body."""
+
+    number: int  # from 1
+    end: int
+    digest: bytes  # of the body up to there
+
+
+Known: TypeAlias = tuple[Any, Counter[str]]
+"""What an element was read as, and what of it had no effect."""
+
+# Marks are kept of the first elements, which tell conversations apart, and of the last
+# ones, which some clients change later.
+_FIRST, _LAST = 2, 8
+_SPACE = re.compile(r"[ \t\n\r]*")
+# between an element that ends and what follows it in its list
+_GAP = re.compile(rb"[ \t\n\r]*(?:,[ \t\n\r]*(?![ \t\n\r\]])|(?=\]))")
+
+
+class Body:
+    """A request's body, which may begin with the bytes of ``earlier`` ones of its session.
+
+    The elements of its list ``listed`` that it shares with one of those are neither
+    parsed again nor read (`Fields.each`). ``purpose`` is what its digest is of, too.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        listed: str = "",
+        purpose: bytes = b"",
+        earlier: "Iterable[Body]" = (),
+    ) -> None:
+        self._data, self._listed, self._purpose = data, listed, purpose
+        self._hasher, self._head = self._hash(), 0
+        self._marks: list[Mark] = []
+        # of the elements so far
+        self.known: list[Known] = []
+        for other in earlier:
+            marks, hasher = other._shared(data, self._hash())
+            if len(marks) > len(self._marks):
+                self._marks, self._hasher, self._head = marks, hasher, other._head
+                self.known = other.known[: marks[-1].number]
+        self.n_bytes, self.n_new_bytes = len(data), len(data) - self._end
+
+    @property
+    def _end(self) -> int:
+        return self._marks[-1].end if self._marks else 0
+
+    def _hash(self) -> Any:
+        return blake2b(self._purpose, digest_size=16)
+
+    def _shared(self, data: bytes, hasher: Any) -> tuple[list[Mark], Any]:
+        """The marks that a body has as well, and what hashed it up to the last."""
+        shared, view, at = list[Mark](), memoryview(data), 0
+        for mark in self._marks:
+            longer = hasher.copy()
+            longer.update(view[at : mark.end])
+            if mark.end > len(data) or longer.digest() != mark.digest:
+                break
+            shared.append(mark)
+            hasher, at = longer, mark.end
+        return shared, hasher
+
+    def parse(self) -> Json:
+        """Return its object without the known elements; raises as `parse_object`.
+
+        Afterwards ``digest`` is that of purpose and body.
+        """
+        try:
+            value, ends = self._parse()
+        except (ValueError, LookupError, RecursionError, GatewayError):
+            # raises the error of the whole body
+            value, ends = parse_object(self._data), []
+            self.known, self._marks, self._hasher = [], [], self._hash()
+        view, at, n_known = memoryview(self._data), self._end, len(self.known)
+        for number, end in enumerate(ends, n_known + 1):
+            if number <= _FIRST or number > n_known + len(ends) - _LAST:
+                self._hasher.update(view[at:end])
+                self._marks.append(Mark(number, end, self._hasher.digest()))
+                at = end
+        self._marks[_FIRST : -2 * _LAST] = []
+        self._hasher.update(view[at:])
+        self.digest: bytes = self._hasher.digest()
+        self._data = b""
+        return value
+
+    def _parse(self) -> tuple[Json, list[int]]:
+        """The object without the known elements, and where the others end."""
+        head, rest = b"", 0
+        if self._marks:
+            gap = _GAP.match(self._data, self._end)
+            if gap is None:
+                raise ValueError
+            head, rest = self._data[: self._head], gap.end()
+        text = (head + self._data[rest:]).decode()
+        value, *places = _scan(text, self._listed)
+        if not text.isascii():
+            at = size = 0
+            for i, place in enumerate(places):
+                size += len(text[at:place].encode())
+                at, places[i] = place, size
+        if head and places[0] != len(head):
+            # a second list of this name
+            raise ValueError
+        self._head = places[0]
+        return _checked(value), [place + rest - len(head) for place in places[1:]]
+
+
+def _scan(text: str, listed: str) -> list[Any]:
+    """Return an object, where its list ``listed`` begins, and where the elements end.
+
+    Raises `ValueError` or `LookupError`: it is not one JSON object.
+    """
+    value: Json = {}
+    places, decode, space = [0], DECODER.raw_decode, _SPACE.match
+
+    def after(at: int, expected: str = "") -> int:
+        """Where white space ends, after a character that is expected before it."""
+        if expected and text[at] != expected:
+            raise ValueError
+        return space(text, at + len(expected)).end()  # type: ignore[union-attr]
+
+    def item_after(at: int, end: str) -> int:
+        """Where the next item of a list or object begins, or its end."""
+        at = after(at)
+        if text[at] != end:
+            at = after(at, ",")
+            if text[at] == end:
+                raise ValueError
+        return at
+
+    at = after(after(0), "{")
+    while text[at] != "}":
+        if text[at] != '"':
+            raise ValueError
+        name, at = scanstring(text, at + 1, True)
+        at = after(after(at), ":")
+        if name == listed and text[at] == "[":
+            places, items = [at + 1], []
+            at = after(at, "[")
+            while text[at] != "]":
+                item, at = decode(text, at)
+                items.append(item)
+                places.append(at)
+                at = item_after(at, "]")
+            value[name], at = items, at + 1
+        else:
+            value[name], at = decode(text, at)
+        at = item_after(at, "}")
+    if after(at + 1) != len(text):
+        raise ValueError
+    return [value, *places]
 
 
 def without_halves(value: Json) -> Json:
@@ -164,18 +330,28 @@ class Reading:
 
     # what to do with images, and those that were taken (`chat.images`)
     image_policy: Any = "refuse"
+    # fields that are not counted
+    silent: Collection[str] = ()
+    # elements that were read (`Body`)
+    known: list[Known] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
     opened: "list[Fields]" = field(default_factory=list)
 
-    def count_unread(self, silent: Collection[str]) -> None:
+    def ignore(self, where: str, times: int = 1) -> None:
+        if where in self.ignored or len(self.ignored) < _MOST_IGNORED:
+            self.ignored[where[:_LONGEST_IGNORED]] += times
+
+    def count_unread(self, first: int = 0) -> None:
         """Count the fields that nobody read, but none without a content."""
-        for fields in self.opened:
+        for fields in self.opened[first:]:
             for name, value in fields.json.items():
-                empty = not value and value != {}
-                if not (empty or name in fields.seen or name in silent):
+                if name in fields.seen or name in self.silent:
+                    continue
+                if value or value == {}:
                     fields.ignore(name)
+        del self.opened[first:]
 
 
 class Fields:
@@ -190,7 +366,8 @@ class Fields:
     def __init__(
         self, json: Json, path: str = "", reading: Reading | None = None
     ) -> None:
-        self.json, self.path, self.seen = json, path, set[str]()
+        self.json, self.path = json, path
+        self.seen: set[str] = set()
         self.reading = Reading() if reading is None else reading
         self.reading.opened.append(self)
 
@@ -203,12 +380,9 @@ class Fields:
 
     def ignore(self, name: str, value: str = "") -> None:
         """Count a field, or one of its values, that has no effect."""
-        ignored = self.reading.ignored
         where = re.sub(r"\[\d+\]", "[]", self.at(name))
         # a client chooses the names
-        where = f"{where}={value}" if value else where
-        if where in ignored or len(ignored) < _MOST_IGNORED:
-            ignored[where[:_LONGEST_IGNORED]] += 1
+        self.reading.ignore(f"{where}={value}" if value else where)
 
     def only(self, known: Collection[str]) -> None:
         """Refuse a field that is not null and not ``known``."""
@@ -272,6 +446,26 @@ class Fields:
         for i, item in enumerate(self.get(name, as_list) or ()):
             where = f"{self.at(name)}[{i}]"
             yield Fields(as_object(item, where), where, self.reading)
+
+    def each(self, name: str, read: "Callable[[Fields], T]") -> list[T]:
+        """Return what each object of a required list is read as; known ones are not read.
+
+        ``read`` must not depend on anything but the object.
+        """
+        given, reading = self.need(name, as_list), self.reading
+        if not given and not reading.known:
+            self.refuse(name, "an empty list")
+        for i, item in enumerate(given, len(reading.known)):
+            where, first = f"{self.at(name)}[{i}]", len(reading.opened)
+            others, reading.ignored = reading.ignored, Counter()
+            result = read(Fields(as_object(item, where), where, reading))
+            reading.count_unread(first)
+            reading.known.append((result, reading.ignored))
+            reading.ignored = others
+        for _, counted in reading.known:
+            for where, times in counted.items():
+                reading.ignore(where, times)
+        return [result for result, _ in reading.known]
 
     def filled(self, name: str) -> "list[Fields]":
         """Return the objects of a required list that is not empty."""

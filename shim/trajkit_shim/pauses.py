@@ -52,15 +52,8 @@ class Pause:
         (``paused``) if the pause took too long.
         """
         while True:
-            try:
-                async with asyncio.timeout(self._wait_seconds):
-                    # several pauses may follow each other
-                    while not self._open.is_set():
-                        await self._open.wait()
-            except TimeoutError:
-                more = f"for more than {self._wait_seconds:g} seconds"
-                message = f"the engine is paused, {more}"
-                raise EngineError(message, 503, code="paused", retry_after=5) from None
+            if not self._open.is_set():
+                await self._wait()
             call = asyncio.ensure_future(start())
             self._calls[call] = False
             try:
@@ -71,6 +64,17 @@ class Pause:
                     raise
             finally:
                 del self._calls[call]
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                # several pauses may follow each other
+                while not self._open.is_set():
+                    await self._open.wait()
+        except TimeoutError:
+            more = f"for more than {self._wait_seconds:g} seconds"
+            message = f"the engine is paused, {more}"
+            raise EngineError(message, 503, code="paused", retry_after=5) from None
 
     async def pause(
         self, seconds: float, mode: Mode = "keep", *, wait_seconds: float = 60.0

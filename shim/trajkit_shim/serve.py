@@ -9,15 +9,14 @@ import re
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # more open files would slow programs down that look at every file they may have
 _FILES = 1 << 16
@@ -26,65 +25,47 @@ REQUEST_SECONDS = 120.0
 """How long a request may take to arrive with its body, on a connection that is open."""
 
 
-def serve(
-    app: ASGIApp,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    *,
-    on_listening: Callable[[str], None] | None = None,
-    drain_seconds: float = 30.0,
-    listener: socket.socket | None = None,
-) -> None:
+def serve(app: ASGIApp, listener: socket.socket, drain_seconds: float = 30.0) -> None:
     """Run the app until SIGINT or SIGTERM, then answer the running calls.
 
-    Port 0: any free one. ``listener``: from `listen`, in place of an address.
-    ``on_listening`` is called with the base URL. After ``drain_seconds``, or a second
-    signal, the calls are ended, and their clients get the error of a closed session.
-    Raises `OSError` if the address is not available.
+    ``listener``: from `listen`; it is closed. After ``drain_seconds``, or a second signal,
+    the calls are ended, and their clients get the error of a closed session.
     """
-    if listener is None:
-        listener, url = listen(host, port)
-    else:
-        url = _url_of(listener)
     # a collection that looks at all that was imported would stop every call
     gc.collect()
     gc.freeze()
     with listener:
-        if on_listening is not None:
-            on_listening(url)
         Server(app, drain_seconds).run(sockets=[listener])
 
 
 @contextmanager
-def running(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+def running(
+    app: ASGIApp,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    listener: socket.socket | None = None,
+) -> Iterator[str]:
     """Run the app on a thread while the ``with`` block runs, and yield its base URL.
 
     At the end of the block the running calls are answered, however long they take. Raises
-    `OSError` if the address is not available.
+    `OSError` if the address is not available. ``listener``: in its place.
     """
-    listener, url = listen(host, port)
-    with listener, serving(app, listener):
-        # connections before the loop runs wait in the listener's backlog
-        yield url
+    with listener or listen(host, port) as bound:
+        server = Server(app)
+        thread = threading.Thread(
+            target=server.run, args=([bound],), name="trajkit-gateway", daemon=True
+        )
+        thread.start()
+        try:
+            # connections before the loop runs wait in the listener's backlog
+            yield url_of(bound)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
-@contextmanager
-def serving(app: ASGIApp, listener: socket.socket) -> Iterator[None]:
-    """Run the app on a thread and a listener while the ``with`` block runs."""
-    server = Server(app)
-    thread = threading.Thread(
-        target=server.run, args=([listener],), name="trajkit-gateway", daemon=True
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def listen(host: str, port: int) -> tuple[socket.socket, str]:
-    """Return a socket that listens on an address, and its base URL."""
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address; port 0: any free one."""
     # Raise the soft limit of open files, often 1,024: each connection is one.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
@@ -95,13 +76,12 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     listener = socket.create_server((host, port), family=family, backlog=512)
     # connections inherit it, and send small parts without delay
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
-    return listener, _url_of(listener, host)
+    return listener
 
 
-def _url_of(listener: socket.socket, host: str | None = None) -> str:
-    address, port = listener.getsockname()[:2]
-    name = host or address
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -122,51 +102,38 @@ _PROBES = (
 )
 
 
-class _Connection(asyncio.Protocol):
-    """A connection of uvicorn, closed if its request does not arrive in time.
+class _Connection(H11Protocol):
+    """A connection that is closed if its request does not arrive in time."""
 
-    It passes everything on to uvicorn's own protocol, and looks at what passes between
-    that and the app.
-    """
+    _late: asyncio.TimerHandle | None = None
+    _received_at = 0.0
+    # something was received and not answered yet; all of it was; no more will be
+    _asked = _arrived = _half_closed = False
 
-    def __init__(
-        self, protocol: Callable[..., Any], config: uvicorn.Config, **given: object
+    def connection_made(  # type: ignore[override]
+        self, transport: asyncio.Transport
     ) -> None:
-        # only of this connection
-        config = copy(config)
-        config.loaded_app = partial(self._answer, config.loaded_app)
-        self._inner = protocol(config=config, **given)
-        self.pause_writing = self._inner.pause_writing  # type: ignore[method-assign]
-        self.resume_writing = self._inner.resume_writing  # type: ignore[method-assign]
-        self._loop = asyncio.get_running_loop()
-        self._late: asyncio.TimerHandle | None = None
-        self._received_at = 0.0
-        # something was received and not answered yet; its answer has begun
-        self._asked = self._arrived = self._half_closed = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._inner.connection_made(transport)
+        super().connection_made(transport)
+        self.app = partial(self._answer, self.app)
         self._wait(True)
 
     def data_received(self, data: bytes) -> None:
-        self._received_at, self._asked = self._loop.time(), True
+        self._received_at, self._asked = self.loop.time(), True
         if not self._arrived:
             self._wait(True)
-        self._inner.data_received(data)
+        super().data_received(data)
 
-    def eof_received(self) -> bool | None:
+    def eof_received(self) -> bool | None:  # type: ignore[override]
         """Answer a client that ends its sending side with its request.
 
         One that does so later has left. Both look the same, so a client that is killed
         right after its request is noticed by the probes of the connection.
         """
-        late = self._loop.time() - self._received_at > _WITH_REQUEST_SECONDS
+        late = self.loop.time() - self._received_at > _WITH_REQUEST_SECONDS
         if late or not self._asked:
             return None
         self._half_closed = True
-        connection = self._transport.get_extra_info("socket")
+        connection = self.transport.get_extra_info("socket")
         for level, name, value in _PROBES:
             if connection is not None and hasattr(socket, name):
                 connection.setsockopt(level, getattr(socket, name), value)
@@ -174,7 +141,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait(False)
-        self._inner.connection_lost(exc)
+        super().connection_lost(exc)
 
     async def _answer(
         self, app: ASGIApp, scope: Scope, receive: Receive, send: Send
@@ -190,7 +157,7 @@ class _Connection(asyncio.Protocol):
             last = message["type"] == "http.response.body"
             last = last and not message.get("more_body")
             # uvicorn reads no more once it has a part of the next request
-            again = not self._transport.is_reading()
+            again = not self.transport.is_reading()
             if last:
                 self._asked, self._arrived = again, False
             await send(message)
@@ -198,7 +165,7 @@ class _Connection(asyncio.Protocol):
                 # an idle connection has no deadline between requests
                 self._wait(again)
                 if self._half_closed:
-                    self._transport.close()
+                    self.transport.close()
 
         await app(scope, received, sent)
 
@@ -208,8 +175,8 @@ class _Connection(asyncio.Protocol):
             self._late.cancel()
             self._late = None
         elif self._late is None and waits:
-            close = self._transport.close
-            self._late = self._loop.call_later(REQUEST_SECONDS, close)
+            close = self.transport.close
+            self._late = self.loop.call_later(REQUEST_SECONDS, close)
 
 
 # characters that a terminal obeys
@@ -224,29 +191,22 @@ class PlainFormatter(logging.Formatter):
         return _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().format(record))
 
 
-_LOGGING = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"plain": {"()": PlainFormatter}},
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain"}},
-    "loggers": {
-        "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False}
-    },
-}
-
-
 class Server(uvicorn.Server):
     """Has the app end its calls after a while, rather than cancel their requests."""
 
     def __init__(self, app: ASGIApp, drain_seconds: float | None = None) -> None:
-        closing, (files, _) = None, resource.getrlimit(resource.RLIMIT_NOFILE)
-        if drain_seconds is not None:
-            # for connections that outlast their calls
-            closing = math.ceil(drain_seconds) + 15
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # for connections that outlast their calls
+        closing = None if drain_seconds is None else math.ceil(drain_seconds) + 15
+        logger, handler = logging.getLogger("uvicorn"), logging.StreamHandler()
+        handler.setFormatter(PlainFormatter())
+        logger.handlers, logger.propagate = [handler], False
         config = uvicorn.Config(
             app,
-            http="h11",
-            log_config=_LOGGING,
+            http=_Connection,
+            # the same where uvloop is installed, as engines install it
+            loop="asyncio",
+            log_config=None,
             log_level="warning",
             # its lines would contain the key that Gemini clients put in the URL
             access_log=False,
@@ -260,9 +220,6 @@ class Server(uvicorn.Server):
             timeout_keep_alive=600,
             timeout_graceful_shutdown=closing,
         )
-        config.load()
-        protocol: Any = partial(_Connection, config.http_protocol_class)
-        config.http_protocol_class = protocol
         super().__init__(config)
         self._drain_seconds = drain_seconds
         self._n_signals = 0

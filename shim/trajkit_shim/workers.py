@@ -15,7 +15,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -31,9 +31,9 @@ from trajkit_shim.call import Options, read_body
 from trajkit_shim.delivery import json_response, unless_left
 from trajkit_shim.engines.http import Connections
 from trajkit_shim.errors import GatewayError, error_body, retry_header
-from trajkit_shim.json_input import Json
+from trajkit_shim.serve import url_of
 
-_SECRET_HEADER = "x-trajkit-worker"
+_SECRET = "x-trajkit-worker"  # header
 # of the trainer's paths, those that one worker answers for all
 _TRAINER = ("/sessions", "/engine", "/admin")
 _EVERYWHERE = ("/engine/pause", "/engine/resume", "/admin/drain")
@@ -56,7 +56,6 @@ class Worker:
 
     app: ASGIApp
     place: Place
-    options: Options
     _connections: Connections = field(default_factory=Connections)
     # only of the first worker: the owner of each session
     _owners: dict[str, int] = field(default_factory=dict)
@@ -73,13 +72,13 @@ class Worker:
             await self.app(scope, receive, closing)
             return
         request = Request(scope, receive, send)
-        path, secret = request.url.path, request.headers.get(_SECRET_HEADER, "")
+        path, secret = request.url.path, request.headers.get(_SECRET, "")
         inside = secrets.compare_digest(secret.encode(), self.place.secret.encode())
         if inside or not path.startswith(_TRAINER):
             await self.app(scope, receive, send)
             return
         try:
-            body = await read_body(request, self.options)
+            body = await read_body(request, Options())
             answer = await unless_left(request, self._answer(request, body))
         except ClientDisconnect:
             answer = Response(status_code=499)
@@ -88,20 +87,18 @@ class Worker:
         await answer(scope, receive, send)
 
     async def _answer(self, request: Request, body: bytes) -> Response:
-        path = request.url.path
+        path, method = request.url.path, request.method
         if self.place.index != 0:
-            return await self._pass_on(0, request, body, inside=False)
-        if path == "/sessions":
-            if request.method == "POST":
-                return await self._open(request, body)
-            return await self._everywhere(request, body)
+            return await self._ask(0, request, body, inside=False)
+        if (method, path) == ("POST", "/sessions"):
+            return await self._open(request, body)
         # a pause is the engine's, which the workers share, unless it holds back calls
         keeps = path == "/engine/pause" and _field(body, "mode", "keep") == "keep"
-        if path in _EVERYWHERE and not keeps:
+        if path == "/sessions" or (path in _EVERYWHERE and not keeps):
             return await self._everywhere(request, body)
         name = path.removeprefix("/sessions/").partition("/")[0]
         # another path, or an unknown session, is the first worker's to refuse
-        return await self._pass_on(self._owners.get(name, 0), request, body)
+        return await self._ask(self._owners.get(name, 0), request, body)
 
     async def _open(self, request: Request, body: bytes) -> Response:
         """Open a session at the worker with the fewest open ones."""
@@ -109,86 +106,84 @@ class Worker:
         async with self._opening:
             owner = self._owners.get(str(_field(body, "session_id", "")))
             if owner is None:
-                indices = range(len(self.place.urls))
-                loads = await asyncio.gather(*map(self._n_open, indices))
+                asked = [
+                    self._ask(index, request, b"", "GET", "/healthz")
+                    for index in range(len(self.place.urls))
+                ]
+                states = map(_json, await asyncio.gather(*asked))
+                loads = [state["sessions"]["open"] for state in states]
                 owner = loads.index(min(loads))
             # if it is known, its owner says that it was opened before
-            answer = await self._pass_on(owner, request, body)
+            answer = await self._ask(owner, request, body)
             if answer.status_code == 200:
-                self._owners[json.loads(bytes(answer.body))["session_id"]] = owner
+                self._owners[_json(answer)["session_id"]] = owner
             return answer
-
-    async def _n_open(self, index: int) -> int:
-        status, body = await self._ask(index, "GET", "/healthz", b"", {})
-        if status != 200:
-            raise _lost(index, f"it answered {status}")
-        n_open: int = json.loads(body)["sessions"]["open"]
-        return n_open
 
     async def _everywhere(self, request: Request, body: bytes) -> Response:
         """Have all workers answer; return the first error, or the answers together."""
         indices = range(len(self.place.urls))
         answers = await asyncio.gather(
-            *(self._pass_on(index, request, body) for index in indices)
+            *(self._ask(index, request, body) for index in indices)
         )
         failed = next((each for each in answers if each.status_code >= 400), None)
         if failed is not None:
             # a worker that has a pause with another mode keeps it
             paused = [i for i in indices if answers[i].status_code != 409]
             if request.url.path == "/engine/pause":
-                resume = "POST", "/engine/resume", b"{}", self._headers(0, request)
+                resume = request, b"{}", "POST", "/engine/resume"
                 await asyncio.gather(*(self._ask(index, *resume) for index in paused))
             return failed
-        merged: Json = {}
+        merged: dict[str, Any] = {}
         for answer in answers:
-            for name, value in json.loads(bytes(answer.body)).items():
+            for name, value in _json(answer).items():
                 before = merged.get(name)
-                if isinstance(before, list) or type(before) is int:
-                    merged[name] = before + value
-                elif before is None:
-                    merged[name] = value
+                counts = isinstance(before, list) or type(before) is int
+                merged[name] = before + value if counts else value
         if isinstance(listed := merged.get("sessions"), list):
             limit = int(request.query_params.get("limit", "100"))
             merged["sessions"] = listed[:limit]
         return json_response(merged)
 
-    async def _pass_on(
-        self, index: int, request: Request, body: bytes, *, inside: bool = True
-    ) -> Response:
-        heads = self._headers(index, request)
-        if not inside:
-            del heads[_SECRET_HEADER]
-        target, query = request.url.path, request.url.query
-        target += f"?{query}" if query else ""
-        status, text = await self._ask(index, request.method, target, body, heads)
-        return Response(text, status, media_type="application/json")
-
-    def _headers(self, index: int, request: Request) -> dict[str, str]:
-        """Those of a request to another worker, as its client would reach it."""
-        host = request.url.hostname or "127.0.0.1"
-        host = f"[{host}]" if ":" in host else host
-        kept = ("authorization", "x-admin-token", "content-type")
-        heads = {k: v for k, v in request.headers.items() if k in kept}
-        heads["host"] = f"{host}:{urlsplit(self.place.urls[index]).port}"
-        return {**heads, _SECRET_HEADER: self.place.secret}
-
     async def _ask(
         self,
         index: int,
-        method: str,
-        target: str,
+        request: Request,
         body: bytes,
-        heads: Mapping[str, str],
-    ) -> tuple[int, bytes]:
-        session, url = self._connections.session(), self.place.urls[index] + target
+        method: str = "",
+        target: str = "",
+        *,
+        inside: bool = True,
+    ) -> Response:
+        """Pass a request on to a worker, as its client would reach it, or send another.
+
+        ``inside``: the worker answers it itself.
+        """
+        host, url = request.url.hostname or "127.0.0.1", self.place.urls[index]
+        kept = ("authorization", "x-admin-token", "content-type")
+        heads = {k: v for k, v in request.headers.items() if k in kept}
+        host = f"[{host}]" if ":" in host else host
+        heads["host"] = f"{host}:{urlsplit(url).port}"
+        heads |= {_SECRET: self.place.secret} if inside else {}
+        own = f"{request.url.path}?{request.url.query}"
         given: dict[str, Any] = {"data": body or None, "headers": heads}
         try:
-            async with session.request(
-                method, url, timeout=_NO_LIMIT, **given
+            async with self._connections.session().request(
+                method or request.method,
+                url + (target or own),
+                timeout=_NO_LIMIT,
+                **given,
             ) as answer:
-                return answer.status, await answer.read()
+                text, kind = await answer.read(), "application/json"
+                return Response(text, answer.status, media_type=kind)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _lost(index, f"{type(error).__name__}: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            message = f"worker {index} cannot be reached: {why}"
+            raise GatewayError(message, 503, code="worker_lost") from error
+
+
+def _json(answer: Response) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(bytes(answer.body))
+    return value
 
 
 def _field(body: bytes, name: str, default: str) -> object:
@@ -198,20 +193,12 @@ def _field(body: bytes, name: str, default: str) -> object:
     return default
 
 
-def _lost(index: int, why: str) -> GatewayError:
-    message = f"worker {index} cannot be reached: {why}"
-    return GatewayError(message, 503, code="worker_lost")
-
-
 Work = Callable[[socket.socket, Place, Callable[[str], None]], None]
 """Serve on a listener in a worker's place; call the function with a text once ready."""
 
 
 def run_workers(
-    work: Work,
-    listeners: Sequence[socket.socket],
-    urls: Sequence[str],
-    on_ready: Callable[[str], None],
+    work: Work, listeners: Sequence[socket.socket], on_ready: Callable[[str], None]
 ) -> None:
     """Run ``work``, a picklable function, in a process for each listener.
 
@@ -221,11 +208,12 @@ def run_workers(
     """
     context, secret = multiprocessing.get_context("spawn"), secrets.token_hex(16)
     processes, pipes = list[Any](), list[Connection]()
+    urls = [url_of(listener) for listener in listeners]
     try:
         for index, listener in enumerate(listeners):
-            place = Place(index, list(urls), secret)
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(work, listener, place, theirs))
+            given = work, listener, Place(index, urls, secret), theirs
+            process = context.Process(target=_run, args=given)
             process.start()
             theirs.close()
             listener.close()

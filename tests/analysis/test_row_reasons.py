@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from hypothesis import given
 
@@ -11,7 +10,7 @@ from tests.made_tables import by_session, policy_of, turns_table
 from tests.strategies import policies, runs
 from trajkit.cli import main
 from trajkit.cli.options import load_tokenizer
-from trajkit.errors import SchemaError, UnknownSessionError
+from trajkit.errors import UnknownSessionError
 from trajkit.schema import EMPTY_KINDS
 
 TOKENIZER = (
@@ -31,37 +30,54 @@ def drifting():
     return tk.from_records([{"session_id": "a", **call} for call in DRIFTING])
 
 
-def test_sentences_name_the_turn_the_token_and_the_reason():
-    table = tk.analysis.why(drifting(), tk.policy("slime", parent_by="previous"))
-    assert table["sentence"].to_pylist() == [
-        "row 0 opens at turn 0: it is the session's first turn. It trains 4 tokens; "
-        "4 tokens lost to drift.",
-        "row 1 opens at turn 3: its prompt differs from turn 2's prompt at token "
-        "5, before any reply (they do not agree again; 2 tokens sampled after that). "
-        "It trains 1 token.",
-    ]
+FIRST = "row 0 opens at turn 0: it is the session's first turn. It trains "
 
 
-def test_drift_is_told_from_branches():
-    table = tk.analysis.why(drifting(), tk.policy("trl", fork_threshold=0))
-    lines = table.to_pylist()
-    assert [line["first_turn"] for line in lines] == [0, 2, 3]
-    assert [line["opened_by"] for line in lines] == ["no_parent", "drift", "drift"]
-    assert lines[1]["sentence"] == (
-        "row 1 opens at turn 2: its prompt differs from turn 1's reply at token 1 of 4 "
-        "(the last reply came back changed; 3 tokens sampled after that). "
-        "It trains 1 token."
-    )
-    assert lines[2]["parent"] == 2
-
-
-def test_a_row_that_branches_off_says_from_which_turn():
-    table = tk.analysis.why(drifting(), "faithful")
-    by_turn = {line["first_turn"]: line for line in table.to_pylist()}
-    assert by_turn[3]["opened_by"] == "branch"
-    assert (
-        "it branches off turn 0, which another row continues" in by_turn[3]["sentence"]
-    )
+@pytest.mark.parametrize(
+    ("policy", "opened_by", "sentences"),
+    [
+        pytest.param(
+            tk.policy("slime", parent_by="previous"),
+            ["no_parent", "drift"],
+            [
+                FIRST + "4 tokens; 4 tokens lost to drift.",
+                "row 1 opens at turn 3: its prompt differs from turn 2's prompt at token "
+                "5, before any reply (diverged; 2 tokens sampled after that). It trains 1 "
+                "token.",
+            ],
+            id="drift in a prompt",
+        ),
+        pytest.param(
+            tk.policy("trl", fork_threshold=0),
+            ["no_parent", "drift", "drift"],
+            [
+                FIRST + "7 tokens.",
+                "row 1 opens at turn 2: its prompt differs from turn 1's reply at token 1 "
+                "of 4 (tail changed; 3 tokens sampled after that). It trains 1 token.",
+                "row 2 opens at turn 3: its prompt differs from turn 2's prompt at token "
+                "5, before any reply (diverged; 2 tokens sampled after that). It trains 1 "
+                "token.",
+            ],
+            id="drift in a reply",
+        ),
+        pytest.param(
+            "faithful",
+            ["no_parent", "drift", "branch"],
+            [
+                FIRST + "7 tokens.",
+                "row 1 opens at turn 2: its prompt differs from turn 1's reply at token 1 "
+                "of 4 (tail changed; 3 tokens sampled after that). It trains 1 token.",
+                "row 2 opens at turn 3: it branches off turn 0, which another row "
+                "continues. It trains 1 token.",
+            ],
+            id="a branch",
+        ),
+    ],
+)
+def test_sentences_name_the_turn_the_token_and_the_reason(policy, opened_by, sentences):
+    table = tk.analysis.why(drifting(), policy)
+    assert table["sentence"].to_pylist() == sentences
+    assert table["opened_by"].to_pylist() == opened_by
 
 
 @given(runs(), policies)
@@ -102,7 +118,7 @@ def test_a_tree_indents_branches_and_marks_drift():
     assert tk.analysis.call_tree(drifting(), "a") == [
         "turn 0: prompt 2, output 3",
         "├─ turn 1: prompt 6, output 4",
-        "│  turn 2: prompt 9, output 1, rewrite, drift at token 7 (tail changed, "
+        "│  turn 2: prompt 9, output 1, drift at token 7 (tail changed, "
         "3 sampled tokens after it)",
         "└─ turn 3: prompt 6, output 1, rollback",
     ]
@@ -139,28 +155,25 @@ def test_rows_say_where_they_leave_an_earlier_row(tmp_path, capsys):
         {"session_id": "a", "prompt_ids": [6], "output_ids": [7]},
     ]
     sentences = [
-        "row 0 opens at turn 0: it shares no token with an earlier row. It trains 3 "
-        "tokens.",
-        "row 1 opens at turn 1: it leaves row 0 in turn 0's reply, at token 2. It trains "
-        "1 token.",
-        "row 2 opens at turn 2: it shares its first 2 tokens with row 0. It trains 1 "
-        "token.",
-        "row 3 opens at turn 3: it shares no token with an earlier row. It trains 1 token.",
+        "row 0: it shares no token with an earlier row. It trains 3 tokens of 5.",
+        "row 1: it shares its first 4 tokens with row 0. It trains 1 token of 6.",
+        "row 2: it shares its first 2 tokens with row 0. It trains 1 token of 4.",
+        "row 3: it shares no token with an earlier row. It trains 1 token of 2.",
     ]
     for dedup in (False, True):
         rows = tk.linearize(tk.from_records(calls))
         table = tk.analysis.why(rows)
         assert table["sentence"].to_pylist() == sentences
-        assert table["parent"].to_pylist() == [None, 0, None, None]
+        assert table["opened_by"].to_pylist() == [
+            "no_parent",
+            *["branch"] * 2,
+            "no_parent",
+        ]
         path = tmp_path / f"{dedup}.parquet"
         tk.write_rows(rows, path, dedup=dedup)
         assert main(["why", str(path)]) == 0
         out = capsys.readouterr().out
         assert out.splitlines() == ["session a", *(f"  {line}" for line in sentences)]
-    at = rows.schema.get_field_index("turns")
-    unknown = pa.nulls(4, rows.schema.field(at).type)
-    with pytest.raises(SchemaError, match="session 'a', row 0 has no list of turns"):
-        tk.analysis.why(rows.set_column(at, rows.schema.field(at), unknown))
 
 
 def test_a_tokenizer_names_causes_by_text(tmp_path, capsys):

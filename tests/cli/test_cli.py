@@ -22,11 +22,9 @@ import trajkit as tk
 from tests.made_tables import linearized
 from trajkit import cli
 from trajkit.analysis.tokenizer import Codec
-from trajkit.cli import application
-from trajkit.cli.options import load_tokenizer
-from trajkit.cli.policies import policy_of
+from trajkit.cli.options import load_tokenizer, policy_of
 from trajkit.cli.screen import Progress
-from trajkit.cli.show import marked
+from trajkit.cli.view import marked
 from trajkit.errors import PolicyError
 from trajkit.files.tables import iter_tables
 from trajkit.policies import PRESETS, rule_of
@@ -135,14 +133,12 @@ REFUSALS = r"""
 2 | linearize in -o out --max-row-tokens 0 | Must be >= 1
 2 | linearize in -o out --max-row-tokens x | unable to convert "x" into int
 2 | linearize x -o y --polcy slime | Did you mean --policy?
-2 | linearize x -o y --weigh-by rows | Did you mean "row"?
 2 | import x -o y --from opena | Did you mean "openai
 2 | linearize x -o y z | Unused Tokens: ['z']
 2 | simulat x | Did you mean "simulate"?
 2 | export in --to slime -o out --max-length 9 | --max-length does nothing with --to slime
 2 | help simulat | Did you mean "simulate"?
 2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed
-2 | drift {turns} --findings x.parquet | --findings needs --tokenizer
 3 | drift absent.parquet | absent.parquet
 3 | drift garbage.parquet | garbage.parquet
 2 | linearize {turns} -o rows.xlsx | rows.xlsx
@@ -234,7 +230,7 @@ def test_commands_come_from_entry_points(monkeypatch, capsys):
         def load(self):
             return hello
 
-    monkeypatch.setattr(application, "entry_points", lambda group: [Entry()])
+    monkeypatch.setattr(cli, "entry_points", lambda group: [Entry()])
     assert cli.main(["hello", "you", "--loud"]) == 7
     assert capsys.readouterr().out == "hello you!\n"
     assert cli.main(["help", "hello"]) == cli.DONE
@@ -335,7 +331,7 @@ def test_simulate_fits_100_columns(tmp_path, capsys, options):
     assert "forward" in text
 
 
-@pytest.mark.parametrize("name", application.COMMANDS)
+@pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_of_a_command_is_its_help(capsys, name):
     texts = []
     for argv in (["help", name], [name, "--help"]):
@@ -343,7 +339,7 @@ def test_help_of_a_command_is_its_help(capsys, name):
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"Usage: trajkit {name}")
-    path, first_line = application.COMMANDS[name]
+    path, first_line = cli.COMMANDS[name]
     module, _, function = path.partition(":")
     found = getattr(import_module(f"trajkit.cli.{module}"), function)
     assert found.__doc__.partition("\n")[0] == first_line
@@ -430,22 +426,21 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, path):
             call(session, head + shown, end, [QUESTION, said, MORE], ANSWER),
         )
     ]
-    turns, written = tmp_path / "turns.parquet", tmp_path / "findings.parquet"
+    turns = tmp_path / "turns.parquet"
     tk.write_turns(tk.from_records(calls), turns)
     argv = ["drift", str(turns), "--tokenizer", str(path), "--policy", "trl"]
-    said = run_json(capsys, *argv, "--findings", str(written))
+    said = run_json(capsys, *argv)
     by_cause = {group["cause"]: group["turns"] for group in said["groups"]}
     assert by_cause == {"white_space": 3, "clean": 1}
     (counts,) = said["causes"]
     assert [*counts.values()] == ["white_space", 3, 3, 6, 0]
     example = said["examples"]["white_space"]
     assert (example["path_text"], example["prompt_text"]) == (" \n", "")
-    assert pq.read_table(written)["path_text"].to_pylist() == [" \n"] * 3
     assert cli.main(argv) == cli.DONE
     assert capsys.readouterr().out.endswith(
         "white_space: session 'a', turn 1, from token 12\n"
-        "  path    ol·ds·.·[ |\\n]·<|im_end|>\n"
-        "  prompt  ol·ds·.·[]·<|im_end|>\n"
+        "  path    ' \\n'\n"
+        "  prompt  ''\n"
     )
 
 
@@ -487,19 +482,12 @@ def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns, s
     assert tk.read_turns(back) == tk.read_turns(turns)
 
 
-@pytest.mark.parametrize("options", [["--dedup"], ["--weigh-by", "row"]])
-def test_rows_are_written_in_other_forms(tmp_path, capsys, turns, options):
+def test_rows_are_written_without_what_they_share(tmp_path, capsys, turns):
     out = str(tmp_path / "rows.parquet")
-    run_json(capsys, "linearize", turns, "-o", out, *options)
-    rows = tk.linearize(tk.read_turns(turns))
-    if options == ["--dedup"]:
-        assert "suffix_ids" in pq.read_schema(out).names
-        options = []
-    else:
-        rows = tk.add_weights(rows, "row")
-        assert cli.main(["verify", out, turns]) == cli.BAD_DATA
-    assert tk.read_rows(out) == rows
-    assert cli.main(["verify", out, turns, *options]) == cli.DONE
+    run_json(capsys, "linearize", turns, "-o", out, "--dedup")
+    assert "suffix_ids" in pq.read_schema(out).names
+    assert tk.read_rows(out) == tk.linearize(tk.read_turns(turns))
+    assert cli.main(["verify", out, turns]) == cli.DONE
 
 
 SETS = {

@@ -3,13 +3,11 @@
 from tests.faults.form import place
 
 _PROMPTS = "tests/shim/prompting tests/shim/test_app.py"
-_SESSIONS = "tests/shim/sessions tests/shim/test_app.py tests/shim/test_delivery.py "
-_SESSIONS += "tests/shim/test_retries.py"
+_SESSIONS = "tests/shim/sessions tests/shim/test_app.py tests/shim/test_delivery.py"
 _PROTOCOLS = (
     "tests/shim/protocols tests/shim/test_conformance.py tests/shim/test_app.py"
 )
-_ENGINES = "tests/shim/engines/test_acceptance.py tests/shim/engines/test_sglang.py "
-_ENGINES += "tests/shim/engines/test_vllm.py tests/shim/engines/test_checks.py"
+_ENGINES = "tests/shim/engines/test_servers.py"
 _REPLIES = "tests/shim/replies tests/shim/test_app.py"
 
 GATEWAY = (
@@ -55,7 +53,17 @@ GATEWAY = (
         ),
         (
             "ids of earlier turns are kept apart",
-            "earlier.ids = ids[: len(earlier.ids)]",
+            "node.base.longer, node.base.own_ids = node, None",
+            "pass",
+        ),
+        (
+            "what an earlier request found of a message counts for ever",
+            "settled = settled and here is not None",
+            "settled = True",
+        ),
+        (
+            "a reply that is sampled again stays the earlier turn's",
+            "request.starts = [s for s in request.starts if s[1] <= at]",
             "pass",
         ),
         (
@@ -84,7 +92,7 @@ GATEWAY = (
         _PROMPTS,
         (
             "text before the replies may be rewritten",
-            "if found.before != base.between:",
+            "if found.hasher.digest() != base.between:",
             "if False:",
         ),
         (
@@ -95,7 +103,7 @@ GATEWAY = (
         ("a cut reply is extended", "if not node.closed:", "if False:"),
         (
             "a reply that stopped at another role keeps its last token",
-            "if call.skeleton.opens_next and between.end != ended:",
+            "if call.skeleton.opens_next and between.head[between.end_at :] != ended:",
             "if False:",
         ),
         (
@@ -177,9 +185,14 @@ GATEWAY = (
         "shim/trajkit_shim/prompting/prompts.py",
         _PROMPTS,
         (
-            "the first of several equal texts is the message's",
-            "unsure = content != content.strip() or text.find(content, start + 1) >= 0",
-            "unsure = False",
+            "a text with marks is the prompt's, whatever else it has",
+            "clean == text if whole else clean.endswith(text)",
+            "True",
+        ),
+        (
+            "the start of a text is that of the earlier request",
+            "and text.startswith(known.head)",
+            "and True",
         ),
         (
             "a token that reaches beyond a message belongs to it",
@@ -190,8 +203,8 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/call.py",
-        "tests/shim/test_app.py tests/shim/protocols tests/shim/test_adversity.py "
-        "tests/shim/test_conformance.py tests/shim/sessions",
+        "tests/shim/test_app.py tests/shim/protocols tests/shim/test_conformance.py "
+        "tests/shim/sessions",
         ("clients see the stop string", "text = text[:start]", "text = text"),
         (
             "a reply that was broken off trains",
@@ -211,12 +224,12 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/app.py",
-        "tests/shim/test_app.py tests/shim/test_serve.py tests/shim/test_adversity.py",
+        "tests/shim/test_app.py tests/shim/test_serve.py tests/shim/sessions",
         ("web pages may call", 'if "origin" in headers:', "if False:"),
     ),
     place(
         "shim/trajkit_shim/call.py",
-        _SESSIONS + " tests/shim/test_adversity.py tests/shim/test_serve.py",
+        _SESSIONS + " tests/shim/test_serve.py tests/shim/protocols",
         (
             "a repeated request is not named",
             'turn["resend_of"] = session.request_ids.get(self._digest)',
@@ -319,7 +332,7 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/prompting/conversation.py",
-        "tests/shim/sessions/test_agent_starts.py tests/shim/sessions/test_delta_log.py",
+        "tests/shim/sessions",
         ("any call started an agent", "if prompt in text\n", "if True\n"),
         (
             "a call starts several agents",
@@ -378,7 +391,7 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/sessions/turn_log.py",
-        "tests/shim/sessions tests/shim/test_app.py tests/shim/test_adversity.py",
+        "tests/shim/sessions tests/shim/test_app.py",
         (
             "a truncated log is not noticed",
             "elif own.st_size != size:",
@@ -407,8 +420,7 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/pauses.py",
-        "tests/shim/test_weight_updates.py tests/shim/test_client.py "
-        "tests/shim/sessions/test_sessions.py",
+        "tests/shim/test_pauses.py tests/shim/test_client.py",
         (
             "weights change while the engine samples",
             "if self.mode is None:",
@@ -440,8 +452,8 @@ GATEWAY = (
         _PROTOCOLS,
         (
             "parallel calls are what was refused",
-            "parallel=not choice.flag(",
-            "parallel=choice.flag(",
+            '"parallel": not choice.flag(',
+            '"parallel": choice.flag(',
         ),
         (
             "the billing line is shown to the model",
@@ -460,7 +472,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/protocols/openai_chat.py",
+        "shim/trajkit_shim/protocols/openai.py",
         _PROTOCOLS,
         (
             "a chosen tool is not required",
@@ -479,12 +491,12 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/protocols/openai_responses.py",
+        "shim/trajkit_shim/protocols/openai.py",
         _PROTOCOLS,
         (
             "two turns become one message",
-            "over = reply_id != latest",
-            "over = False",
+            "any(isinstance(part, Thought) for part in read) and not _only_thoughts(turn)",
+            "False",
         ),
         (
             "a namespace is lost",
@@ -521,12 +533,12 @@ GATEWAY = (
         ),
         (
             "half a character ends the connection",
-            'errors="backslashreplace"',
-            'errors="strict"',
+            "    except TypeError:",
+            "    except KeyError:",
         ),
     ),
     place(
-        "shim/trajkit_shim/replies/parse.py",
+        "shim/trajkit_shim/replies.py",
         _REPLIES,
         (
             "an unclosed thought is text",
@@ -540,7 +552,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/replies/parsers.py",
+        "shim/trajkit_shim/replies.py",
         _REPLIES,
         ("a key may come twice", "if key in values:", "if False:"),
         (
@@ -555,7 +567,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/replies/parse.py",
+        "shim/trajkit_shim/replies.py",
         _REPLIES + " tests/shim/protocols",
         (
             "a session's own grammar is replaced",
@@ -653,8 +665,8 @@ GATEWAY = (
         ),
         (
             "a client may sample longer than the session",
-            "limits = (requested.max_tokens, fixed.max_tokens, max_tokens, room)",
-            "limits = (requested.max_tokens, max_tokens, room)",
+            "limit = min([*either, max_tokens, room])",
+            "limit = min([max_tokens, room])",
         ),
     ),
     place(
@@ -662,7 +674,7 @@ GATEWAY = (
         _PROTOCOLS,
         (
             "a field that nobody reads is not counted",
-            "if not (empty or name in fields.seen or name in silent):",
+            "if value or value == {}:",
             "if False:",
         ),
         (
@@ -677,13 +689,28 @@ GATEWAY = (
         ),
         (
             "ignored fields are counted without limit",
-            "if where in ignored or len(ignored) < _MOST_IGNORED:",
+            "if where in self.ignored or len(self.ignored) < _MOST_IGNORED:",
             "if True:",
+        ),
+        (
+            "the start of a body is that of any other of its length",
+            "if mark.end > len(data) or longer.digest() != mark.digest:",
+            "if mark.end > len(data):",
+        ),
+        (
+            "what follows known elements is not looked at",
+            '(?:,[ \\t\\n\\r]*(?![ \\t\\n\\r\\]])|(?=\\]))")',
+            ',?[ \\t\\n\\r]*")',
+        ),
+        (
+            "a second list of messages goes after the known ones",
+            "if head and places[0] != len(head):",
+            "if False:",
         ),
     ),
     place(
         "shim/trajkit_shim/workers.py",
-        "tests/shim/test_workers.py",
+        "tests/shim/test_serve.py",
         (
             "all sessions are the first worker's",
             "owner = loads.index(min(loads))",
@@ -700,8 +727,8 @@ GATEWAY = (
         ),
         (
             "sessions are all opened at one gateway",
-            "self._open[url] += 1",
-            "pass",
+            "self._owners[begun] = url",
+            'self._owners[begun] = ""',
         ),
     ),
 )

@@ -12,7 +12,8 @@ PYTHON = (
     _place(
         "trajkit/schema/engine.py",
         "tests/turns/test_validation.py tests/turns/test_images.py "
-        "tests/turns/test_delta.py tests/rows/test_links.py",
+        "tests/turns/test_delta.py tests/rows/test_links.py "
+        "tests/rows/test_twins.py",
         (
             "-9999 itself is a logprob",
             "(numbers <= NO_LOGPROB, ",
@@ -57,54 +58,55 @@ PYTHON = (
         "trajkit/analysis/branches.py",
         "tests/analysis/test_branches.py",
         (
-            "a call that starts when another ends is its sibling",
-            "started < ended",
-            "started <= ended",
+            "a prompt that was continued is tried again",
+            "if other in children:",
+            "if False:",
         ),
         (
             "a request as long as the one before is a compaction",
-            "n >= n_before or",
-            "n > n_before or",
+            "if len(ids) >= n_prompt[other]",
+            "if len(ids) > n_prompt[other]",
         ),
         (
-            "of equal states the earliest counts",
-            "key=lambda one: (shared[one], one)",
-            "key=lambda one: (shared[one], -one)",
+            "an agent has several first turns",
+            "latest[agent] = asked[prompt] = call",
+            "asked[prompt] = call",
         ),
     ),
     _place(
-        "trajkit/schema/turns.py",
+        "trajkit/schema/__init__.py",
         "tests/turns/test_validation.py tests/turns/test_delta.py "
         "tests/turns/test_records.py",
         (
             "a span of weights may run backwards",
-            "(lows != due) | (highs < lows)",
-            "(lows != due)",
+            "(low != due) | (high < low)",
+            "(low != due)",
         ),
         (
             "an empty span of weights is refused",
-            "(lows != due) | (highs < lows)",
-            "(lows != due) | (highs <= lows)",
+            "(low != due) | (high < low)",
+            "(low != due) | (high <= low)",
         ),
         (
-            "spans of weights are checked against turns of other chunks",
-            "here & given & (last != n_output)",
-            "given & (last != n_output)",
+            "weights may end before the output does",
+            "(last != n_output)",
+            "(last > n_output)",
         ),
         (
             "a turn may be its own base",
-            "late = base_row >= np.arange(len(table))",
-            "late = base_row > np.arange(len(table))",
+            "(base_row >= np.arange(len(table)))",
+            "(base_row > np.arange(len(table)))",
         ),
         (
             "messages are shared with a base without a list",
-            "np.where(none | engine.nulls(listed)[base_row], 0, total[base_row])",
+            "np.where(none | unlisted[base_row], 0, total[base_row])",
             "np.where(none, 0, total[base_row])",
         ),
     ),
     _place(
-        "trajkit/schema/links.py",
-        "tests/turns/test_validation.py tests/rows/test_links.py",
+        "trajkit/schema/__init__.py",
+        "tests/turns/test_validation.py tests/rows/test_links.py "
+        "tests/rows/test_twins.py",
         (
             "parents come first in order in every session",
             "(before >= order) & np.isin(session, later)",
@@ -117,7 +119,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/schema/rows.py",
+        "trajkit/schema/__init__.py",
         "tests/turns/test_validation.py tests/verification/test_verify.py",
         (
             "a row without a response is refused",
@@ -217,14 +219,14 @@ PYTHON = (
         "trajkit/turns/records.py",
         "tests/turns/test_records.py tests/turns/test_messages.py",
         (
-            "replies stay in the order of records",
-            "responses, numbers = responses[order], numbers[order]",
-            "numbers = numbers[order]",
+            "calls stay in the order of records",
+            "in_order = [self.calls[k] for k in order]",
+            "in_order = self.calls",
         ),
         (
-            "sessions of messages stay in the order of records",
-            "responses, numbers = responses[order], numbers[order]",
-            "responses = responses[order]",
+            "extra columns stay in the order of records",
+            "_extra(name, [values[k] for k in order])",
+            "_extra(name, values)",
         ),
         (
             "turn_index may be 2**31",
@@ -238,8 +240,8 @@ PYTHON = (
         ),
         (
             "a fraction of a token is cut off",
-            "if read[i] != one:",
-            "if False:",
+            'if read[i] == one else "expected integers"',
+            'if True else "expected integers"',
         ),
         (
             "2 is a bool of a mask",
@@ -281,8 +283,8 @@ PYTHON = (
         "tests/turns/test_records.py tests/recorder/test_recorder.py",
         (
             "ids of 2**31 and above wrap around",
-            "bad = (array < 0) | (array > 0x7FFFFFFF)",
-            "bad = array < 0",
+            "(array < 0) | (array > 0x7FFFFFFF)",
+            "array < 0",
         ),
         (
             "an empty array of logprobs for no output is a list",
@@ -330,8 +332,8 @@ PYTHON = (
         ),
         (
             "messages of other roles are shared",
-            "numbers = [codes(*keys), codes(*roles)]",
-            "numbers = [codes(*keys)]",
+            "numbers = [codes(keys), codes(roles)]",
+            "numbers = [codes(keys)]",
         ),
         (
             "messages whose body is another one are shared",
@@ -374,7 +376,8 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/sessions.py",
-        "tests/rows/test_forest_routes.py tests/rows/test_recorded_parents.py",
+        "tests/rows/test_forest_routes.py tests/rows/test_recorded_parents.py "
+        "tests/rows/test_twins.py",
         (
             "retries are not ranked by request_id",
             'keys = [self._ranks("request_id"), self.calls["prompt_len"], self.session]',
@@ -393,7 +396,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/flat_buffers.py",
-        "tests/rows/test_policies.py tests/rows/test_rows.py",
+        "tests/rows/test_policies.py tests/rows/test_rows.py tests/rows/test_twins.py",
         (
             "tokens of an aborted turn of context are lost twice",
             'now = aborted_calls(calls) & (calls.calls["trainable"] != 0)',
@@ -401,13 +404,14 @@ PYTHON = (
         ),
         (
             "turns of context need logprobs",
-            'missing[calls.calls["trainable"] == 0] = 0',
-            "missing[:0] = 0",
+            'missing * (calls.calls["trainable"] != 0)',
+            "missing",
         ),
     ),
     _place(
-        "trajkit/turns/message_equality.py",
-        "tests/turns/test_message_equality.py tests/rows/test_graph.py",
+        "trajkit/turns/messages.py",
+        "tests/turns/test_message_equality.py tests/rows/test_graph.py "
+        "tests/rows/test_twins.py",
         (
             "an empty tool_call_id is a missing one",
             '(name == "content" and value == "")',
@@ -440,8 +444,8 @@ PYTHON = (
         "tests/recorder/test_message_lists.py",
         (
             "a body that comes after its key is not stored",
-            "(message.key, message.role) if name is None else name",
-            "(message.key, message.role)",
+            "self._numbers.get(pair if body is None else body, -1)",
+            "self._numbers.get(pair, -1)",
         ),
         (
             "a float keeps its type",
@@ -455,8 +459,8 @@ PYTHON = (
         ),
         (
             "numbers are written alike that are ==",
-            "and self._text == _quickly_written(other)",
-            "and True",
+            "return self._text == _quickly_written(other)",
+            "return True",
         ),
         (
             "a body is shown once for each key",
@@ -485,7 +489,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/rows/links.py",
-        "tests/rows/test_links.py tests/rows/test_rows.py",
+        "tests/rows/test_links.py tests/rows/test_rows.py tests/rows/test_twins.py",
         (
             "empty lists are not counted as routed by tokens",
             'which |= calls.requests["n_keys"] + calls.requests["shared"] == 0',
@@ -546,8 +550,9 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/rows/fill.py",
-        "tests/rows/test_rows.py tests/rows/test_policies.py tests/rows/test_bounds.py",
+        "trajkit/rows/plan.py",
+        "tests/rows/test_rows.py tests/rows/test_policies.py tests/rows/test_bounds.py "
+        "tests/rows/test_twins.py",
         (
             "numbers stay under nulls",
             "logprobs[drops] = 0.0",
@@ -555,13 +560,13 @@ PYTHON = (
         ),
         (
             "a later batch has the columns of the first rows",
-            "each[lo:hi] for name",
-            "each[: hi - lo] for name",
+            "column[lo:hi] for name",
+            "column[: hi - lo] for name",
         ),
     ),
     _place(
         "trajkit/rows/splice.py",
-        "tests/rows/test_splice.py",
+        "tests/rows/test_splice.py tests/rows/test_twins.py",
         (
             "stop_sequence does not end a turn",
             '("stop", "tool_calls", "stop_sequence")',
@@ -569,8 +574,8 @@ PYTHON = (
         ),
         (
             "a prompt that skips tokens begins its row",
-            '(links["lcp"] == ends) & (ends == starts),',
-            'links["lcp"] == ends,',
+            '(links["lcp"] == path_end) & (path_end == starts)',
+            'links["lcp"] == path_end',
         ),
         (
             "payloads of prompts behind a splice count",
@@ -584,8 +589,8 @@ PYTHON = (
         ),
         (
             "calls after one that was dropped are in the row",
-            "chains.before_each(missing) + missing[chains.calls] > 0",
-            "missing[chains.calls] > 0",
+            "before_each(missing) + missing[placed] > 0",
+            "missing[placed] > 0",
         ),
         (
             "dropped tokens count as unrouted, too",
@@ -599,9 +604,10 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/rows/routes/prefix.py",
+        "trajkit/rows/routes.py",
         "tests/rows/test_forest_routes.py tests/rows/test_golden.py "
-        "tests/rows/test_recorded_parents.py",
+        "tests/rows/test_recorded_parents.py "
+        "tests/rows/test_twins.py",
         (
             "equal paths are no ambiguity",
             "ambiguous[ranked] = first[node], several[node]",
@@ -619,11 +625,11 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/rows/routes/prefix.py",
-        "tests/rows/test_recorded_parents.py",
+        "trajkit/rows/routes.py",
+        "tests/rows/test_recorded_parents.py tests/rows/test_twins.py",
         (
             "a recorded parent whose path is not in the prompt counts",
-            "if shared == self._path_len[parent]:",
+            "if shared == calls.path_len[parent]:",
             "if shared >= 0:",
         ),
         (
@@ -633,8 +639,9 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/rows/routes/generations.py",
-        "tests/rows/test_forest_routes.py tests/rows/test_golden.py",
+        "trajkit/rows/routes.py",
+        "tests/rows/test_forest_routes.py tests/rows/test_golden.py "
+        "tests/rows/test_twins.py",
         (
             "drift as long as the threshold may be trimmed",
             "n_missing >= policy.fork_threshold",
@@ -642,13 +649,14 @@ PYTHON = (
         ),
         (
             "a generation is not found where an equal call was refused",
-            "self._n_open[end] -= 1",
-            "self._n_open[end] = 0",
+            "n_open[end] -= 1",
+            "n_open[end] = 0",
         ),
     ),
     _place(
-        "trajkit/rows/routes/agents.py",
-        "tests/rows/test_segments.py tests/rows/test_golden.py",
+        "trajkit/rows/routes.py",
+        "tests/rows/test_segments.py tests/rows/test_golden.py "
+        "tests/rows/test_twins.py",
         (
             "a repeated prompt continues itself",
             "0 < opening <= shared and opening < prompt_len[call]",
@@ -672,7 +680,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/rows/linearize.py",
-        "tests/rows/test_rows.py tests/rows/test_policies.py",
+        "tests/rows/test_rows.py tests/rows/test_policies.py tests/rows/test_twins.py",
         (
             "links of a later part refer to the first",
             "here[name][here[name] >= 0] -= lo",
@@ -692,7 +700,8 @@ PYTHON = (
     _place(
         "trajkit/policies.py",
         "tests/rows/test_policies.py tests/verification/test_verify.py "
-        "tests/rows/test_splice.py",
+        "tests/rows/test_splice.py "
+        "tests/rows/test_twins.py",
         (
             "the last token id ends no turn",
             "if token > _LAST_TOKEN:",
@@ -797,7 +806,8 @@ PYTHON = (
     ),
     _place(
         "trajkit/verification/rules.py",
-        "tests/verification/test_verify.py tests/rows/test_splice.py",
+        "tests/verification/test_verify.py tests/rows/test_splice.py "
+        "tests/rows/test_twins.py",
         (
             "a row may end anywhere in its path",
             "if len(ids) == (n if case.cap is None else min(n, case.cap)):",
@@ -841,7 +851,8 @@ PYTHON = (
     ),
     _place(
         "trajkit/verification/run.py",
-        "tests/verification/test_verify.py tests/rows/test_splice.py",
+        "tests/verification/test_verify.py tests/rows/test_splice.py "
+        "tests/rows/test_twins.py",
         (
             "only tokens are compared with the rows of the policy",
             "if not (own and equal):",
@@ -927,9 +938,10 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/importers/calls.py",
+        "trajkit/importers/formats.py",
         "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
-        "tests/importers/test_importers.py tests/importers/test_text.py",
+        "tests/importers/test_importers.py tests/importers/test_text.py "
+        "tests/importers/test_recorded.py",
         (
             "logprobs of other ids are taken",
             "if len(logprobs) == len(listed) and (ids is None or ids == listed):",
@@ -950,24 +962,6 @@ PYTHON = (
             "return np.append(output, np.int32(end))",
             "return output",
         ),
-    ),
-    _place(
-        "trajkit/importers/containers.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
-        (
-            "a tensor begins a byte too late",
-            "start = offset * storage.itemsize",
-            "start = offset * storage.itemsize + 1",
-        ),
-        (
-            "what is unread counts for every choice",
-            "unread=self.unread if first else {},",
-            "unread=self.unread,",
-        ),
-    ),
-    _place(
-        "trajkit/importers/formats.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
         (
             "a capture of a newer version is read",
             "not 1 <= version <= _NEWEST_GYM:",
@@ -982,6 +976,20 @@ PYTHON = (
             "cached tokens are none of a prompt",
             'usage.get("cached_input_tokens") or 0]',
             "0]",
+        ),
+    ),
+    _place(
+        "trajkit/importers/containers.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        (
+            "a tensor begins a byte too late",
+            "start = offset * storage.itemsize",
+            "start = offset * storage.itemsize + 1",
+        ),
+        (
+            "what is unread counts for every choice",
+            "unread=self.unread if first else {},",
+            "unread=self.unread,",
         ),
     ),
     _place(
@@ -1094,7 +1102,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/cli/options.py",
-        "tests/cli/test_files.py",
+        "tests/cli/test_files.py tests/cli/test_cli.py",
         (
             "a session that is left out has no file and line",
             "reason = log.placed(reason) if k < 10 else reason",
@@ -1102,13 +1110,9 @@ PYTHON = (
         ),
         (
             "an existing file is replaced all the same",
-            "clobber = False",
-            "clobber = True",
+            "clobber=not any(given)",
+            "clobber=True",
         ),
-    ),
-    _place(
-        "trajkit/cli/policies.py",
-        "tests/cli/test_cli.py",
         (
             "a threshold that the policy ignores is taken",
             'if "fork_threshold" in choices and not _forks(policy):',
@@ -1116,12 +1120,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/cli/compare.py",
+        "trajkit/cli/data.py",
         "tests/cli/test_cli.py tests/cli/test_files.py",
         (
-            "an example shows the path of the turn itself",
-            'np.array([found["parent"], found["turn_index"]])',
-            'np.array([found["turn_index"], found["turn_index"]])',
+            "a finding has the tokens before it",
+            'path_tokens=pl.col("path_stop") - pl.col("path_start"),',
+            'path_tokens=pl.col("path_stop"),',
         ),
         (
             "check ends with 0 where rows are wrong",
@@ -1133,14 +1137,14 @@ PYTHON = (
         "trajkit/view/tables.py",
         "tests/view/test_files.py tests/view/test_server.py",
         (
-            "the worst sessions are those that lose least",
-            "sort_by(score, descending=True, maintain_order=True)",
-            "sort_by(score, maintain_order=True)",
+            "a sample depends on the order of sessions",
+            "sorted(names, key=draw.__getitem__)[:sample]",
+            "names[:sample]",
         ),
         ("a word is a pattern", "word.lower(), literal=True", "word.lower()"),
     ),
     _place(
-        "trajkit/view/server.py",
+        "trajkit/view/pages.py",
         "tests/view/test_server.py",
         (
             "every path has the token",
@@ -1166,7 +1170,8 @@ NATIVE = (
         "tests/rows/test_policies.py tests/rows/test_segments.py "
         "tests/rows/test_splice.py tests/files/test_dedup.py "
         "tests/rows/test_forest_routes.py tests/rows/test_links.py "
-        "tests/rows/test_rows.py",
+        "tests/rows/test_rows.py "
+        "tests/rows/test_twins.py",
         (
             "drift at the end of the first prompt restarts a row",
             "return DRIFT_ABSORBS if link.lcp >= opened else DRIFT_RESTARTS",
@@ -1257,7 +1262,8 @@ NATIVE = (
     ),
     _place(
         "_native/rows.pxi",
-        "tests/rows/test_rows.py tests/rows/test_policies.py tests/rows/test_splice.py",
+        "tests/rows/test_rows.py tests/rows/test_policies.py tests/rows/test_splice.py "
+        "tests/rows/test_twins.py",
         (
             "the logprobs of a later part are those of the first",
             "if _has_logprob(call, span.out_start + i):",
@@ -1274,7 +1280,8 @@ NATIVE = (
     _place(
         "_native/forest.pxi",
         "tests/rows/test_bounds.py tests/turns/test_delta.py "
-        "tests/rows/test_policies.py",
+        "tests/rows/test_policies.py "
+        "tests/rows/test_twins.py",
         (
             "a node loses its siblings when it is split",
             "nodes[upper].sibling = nodes[node].sibling",
@@ -1290,7 +1297,8 @@ NATIVE = (
     _place(
         "_native/route.pxi",
         "tests/rows/test_links.py tests/rows/test_graph.py "
-        "tests/rows/test_forest_routes.py tests/rows/test_policies.py",
+        "tests/rows/test_forest_routes.py tests/rows/test_policies.py "
+        "tests/rows/test_twins.py",
         (
             "a reply as long as the threshold is rewritten",
             "or self.forest.calls[reply.call].out_len >= self.merge_threshold",
@@ -1353,7 +1361,8 @@ NATIVE = (
     _place(
         "_native/route.pxi",
         "tests/rows/test_links.py tests/rows/test_graph.py "
-        "tests/rows/test_forest_routes.py tests/rows/test_policies.py",
+        "tests/rows/test_forest_routes.py tests/rows/test_policies.py "
+        "tests/rows/test_twins.py",
         (
             "of equally long repeats the last counts",
             "if other >= 0 and calls[other].prompt_len <= prompt_len:",
@@ -1375,7 +1384,8 @@ NATIVE = (
     ),
     _place(
         "_native/route.pxi",
-        "tests/rows/test_links.py tests/rows/test_splice.py tests/rows/test_golden.py",
+        "tests/rows/test_links.py tests/rows/test_splice.py tests/rows/test_golden.py "
+        "tests/rows/test_twins.py",
         (
             "of equal ends the last chain wins",
             "length > longest or length == longest and first[call] < first[best[0]]",

@@ -1,7 +1,7 @@
 import contextlib
 import gzip
 import json
-import sqlite3
+import zipfile
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import foreign
-from tests.strategies import runs
+from tests.strategies import runs, transcripts
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files.run import Watch
@@ -99,10 +99,6 @@ def fresh(tmp_path_factory):
     return lambda: tmp_path_factory.mktemp("import")
 
 
-def without_finish(records):
-    return [{**record, "finish_reason": None} for record in recorded(records)]
-
-
 def of_one_session(records):
     return [{**record, "session_id": "s"} for record in recorded(records)]
 
@@ -121,7 +117,6 @@ TRIPS = {
     "nemo": (foreign.write_nemo, whole, CORE),
     "rllm": (foreign.write_rllm, whole, CORE + TALK),
     "chained": (partial(foreign.write_rllm, chained=True), whole, CORE + TALK),
-    "steps": (foreign.write_steps, without_finish, CORE + TALK),
     "atif": (foreign.write_atif, whole, CORE),
     # its samples are sorted by name
     "inspect": (foreign.write_inspect, of_one_session, CORE[1:] + TALK),
@@ -280,23 +275,48 @@ class Letters:
         return text + "<assistant>" * add_generation_prompt
 
 
+@in_files
+@given(transcripts())
+def test_every_reply_that_something_precedes_is_a_call(tmp_path, conversations):
+    tokenizer = Letters()
+    expected = []
+    for number, messages in enumerate(conversations, 1):
+        for k, message in enumerate(messages):
+            if message["role"] != "assistant" or k == 0:
+                continue
+            prompt, whole = (
+                tokenizer.apply_chat_template(
+                    said, tools=None, add_generation_prompt=asks, tokenize=False
+                )
+                for said, asks in ((messages[:k], True), (messages[: k + 1], False))
+            )
+            if whole.startswith(prompt):
+                name = f"sft.jsonl, line {number}"
+                reply = whole.removeprefix(prompt)
+                expected.append((name, [*map(ord, prompt)], [*map(ord, reply)]))
+    foreign.write_chats(tmp_path, conversations)
+    file = tmp_path / "sft.jsonl"
+    turns, report = tk.import_turns(file, "chat", tokenizer=tokenizer)
+    got = turns.select(["session_id", "prompt_ids", "output_ids"]).to_pylist()
+    assert [tuple(turn.values()) for turn in got] == expected
+    told = [
+        (row["problem"], row["kept"])
+        for row in report.to_pylist()
+        # its tokens are code points, none of them special
+        if row["problem"] not in ("no_end_token", "empty")
+    ]
+    assert told.count(("not_sampled", True)) == len(expected)
+    replies = sum(m["role"] == "assistant" for said in conversations for m in said)
+    silent = sum(all(m["role"] != "assistant" for m in said) for said in conversations)
+    assert len(told) == replies + silent
+
+
 def test_transcripts_are_marked_as_not_sampled(tmp_path):
-    user = {"role": "user", "content": "q"}
-    reply = {"role": "assistant", "content": "A"}
-    foreign.write_chats(tmp_path, [[user, reply, user, reply], [reply]])
+    foreign.write_chats(tmp_path, [TALK_OF_TWO * 2, TALK_OF_TWO[1:]])
     turns, report = tk.import_turns(tmp_path, tokenizer=Letters())
-    texts = [
-        tuple("".join(map(chr, turn[name])) for name in ("prompt_ids", "output_ids"))
-        for turn in turns.to_pylist()
-    ]
-    assert texts == [
-        ("<user>q<assistant>", "A"),
-        ("<user>q<assistant>a<user>q<assistant>", "A"),
-    ]
     assert turns["sampled"].to_pylist() == [False, False]
     assert turns["call_kind"].to_pylist() == ["transcript"] * 2
     assert turns["output_logprobs"].null_count == 2
-    assert turns["session_id"].to_pylist() == ["sft.jsonl, line 1"] * 2
     assert [problem for _, problem, _ in problems(report)] == [
         *["no_end_token", "not_sampled"] * 2,
         "no_prompt_ids",
@@ -358,7 +378,6 @@ WRITERS = {
     "nemo": lambda folder: foreign.write_nemo(folder, [RECORD]),
     "rllm": lambda folder: foreign.write_rllm(folder, [RECORD]),
     "verifiers": lambda folder: foreign.write_graphs(folder, [("s", [NODE])]),
-    "verifiers_steps": lambda folder: foreign.write_steps(folder, [RECORD]),
     "slime": lambda folder: foreign.write_slime(folder, [SAMPLE]),
     "chat": lambda folder: foreign.write_chats(folder, [TALK_OF_TWO]),
     "atif": lambda folder: foreign.write_atif(folder, [RECORD]),
@@ -538,102 +557,49 @@ def test_what_polar_cut_short_is_left_out(tmp_path):
     session = {"session_id": "s", "completions": [listed, cut, whole, empty, 3]}
     turns, found = damaged(tmp_path, "session.json", [json.dumps(session).encode()])
     assert found == [
-        ("file, completion 3", "unreadable", False),
-        ("file, completion 4", "unreadable", False),
-        ("file, completion 1", "truncated", False),
-        ("file, completion 0", "truncated", False),
+        ("line 1, item 3", "unreadable", False),
+        ("line 1, item 4", "unreadable", False),
+        ("line 1, item 1", "truncated", False),
+        ("line 1, item 0", "truncated", False),
     ]
     assert turns["turn_index"].to_pylist() == [2]
     assert turns["ended_at"][0].as_py().isoformat() == "2026-01-01T00:00:00+00:00"
 
 
-def test_a_capture_s_lost_calls_and_newer_entries_are_named(tmp_path):
+def test_newer_entries_of_a_capture_are_named(tmp_path):
     entries = [foreign.nemo_entry(RECORD, k) for k in range(3)]
     entries[1]["schema_version"] = 6
     del entries[2]["generation_token_ids"]
     foreign.write_lines(tmp_path / "s.tokens.jsonl", entries)
-    (tmp_path / "s.tokens.intents").write_bytes(b"c0\nc1\nc8\n-c8\nc9\nc\xff\n")
-    (tmp_path / "s.tokens.incomplete").write_text("c7\n")
     turns, report = tk.import_turns(tmp_path)
     assert problems(report) == [
         ("line 2", "other_version", False),
         ("line 3", "no_output_ids", False),
-        ("its intents", "lost", False),
     ]
-    assert report["detail"][2].as_py().endswith("no entry: c7, c9, c\\xff")
     assert turns["request_id"].to_pylist() == ["c0"]
 
 
-def delta(value):
-    changed = f"json_set(data, '$.prompt_delta_token_ids', json('{json.dumps(value)}'))"
-    return f"UPDATE traces SET data = {changed} WHERE trace_id = 't1'"
-
-
 @pytest.mark.parametrize(
-    ("statements", "sessions", "found"),
+    ("changes", "found"),
     [
-        (
-            (
-                "DELETE FROM traces WHERE trace_id = 't0'",
-                "UPDATE traces SET data = '{' WHERE trace_id = 't2'",
-                # a session id that two runs used is two sessions
-                "UPDATE trace_sessions SET run_id = 'r' WHERE trace_id = 't3'",
-            ),
-            ["r/s"],
-            [
-                ("trace 't0'", "lost", False),
-                ("trace 't1'", "no_parent", False),
-                ("trace 't2'", "unreadable", False),
-            ],
-        ),
-        # the trace itself says which session it is of
-        (["DELETE FROM trace_sessions WHERE trace_id = 't1'"], ["s"] * 4, []),
         # no ids are no empty reply
-        (
-            [
-                "UPDATE traces SET data = json_set(data, '$.completion_token_ids', "
-                "json('[]')) WHERE trace_id = 't3'"
-            ],
-            ["s"] * 3,
-            [("trace 't3'", "no_output_ids", False)],
-        ),
+        ({"completion_token_ids": []}, "no_output_ids"),
+        ({"parent_trace_id": "t9"}, "no_parent"),
         *(
-            ([delta(odd)], ["s"] * 3, [("trace 't1'", "unreadable", False)])
+            ({"prompt_delta_token_ids": odd}, "unreadable")
             for odd in ({"a": 1}, "ids", 5, True)
         ),
     ],
 )
-def test_damaged_traces(tmp_path, statements, sessions, found):
+def test_damaged_traces(tmp_path, changes, found):
     more = {**RECORD, "prompt_ids": [1, 2, 3, 4, 5]}
-    foreign.write_rllm(tmp_path, [RECORD, more, RECORD, RECORD], chained=True)
-    with contextlib.closing(sqlite3.connect(tmp_path / "gateway_traces.db")) as base:
-        for statement in statements:
-            base.execute(statement)
-        base.commit()
+    foreign.write_rllm(tmp_path, [RECORD, more, RECORD], chained=True)
+    path = tmp_path / "traces.jsonl"
+    traces = [*map(json.loads, path.read_text().splitlines())]
+    foreign.write_lines(path, [traces[0], traces[1] | changes, traces[2]])
     turns, report = tk.import_turns(tmp_path)
-    assert problems(report) == found
-    assert turns["session_id"].to_pylist() == sessions
-
-
-def test_a_session_that_an_index_does_not_know(tmp_path):
-    """As a wrong byte may make one; what the table says counts."""
-    foreign.write_rllm(tmp_path, [RECORD])
-    path = tmp_path / "gateway_traces.db"
-    data = path.read_bytes()
-    # the table's entry is the one with a run and a time behind it
-    at = data.rindex(b"t0s")
-    path.write_bytes(data[: at + 2] + b"x" + data[at + 3 :])
-    turns, _ = tk.import_turns(path)
-    assert turns["session_id"].to_pylist() == ["x"]
-
-
-def test_a_database_without_traces_is_refused(tmp_path):
-    base = sqlite3.connect(tmp_path / "other.db")
-    base.execute("CREATE TABLE a (b TEXT)")
-    base.commit()
-    base.close()
-    with pytest.raises(FormatError, match="cannot read traces"):
-        tk.import_turns(tmp_path / "other.db")
+    assert problems(report) == [("line 2", found, False)]
+    assert turns["turn_index"].to_pylist() == [0, 2]
 
 
 def test_damaged_graphs(tmp_path):
@@ -672,31 +638,6 @@ def test_damaged_graphs(tmp_path):
         *((f"line 1, node {k}", "no_prompt_ids", False) for k in (16, 17, 18)),
     ]
     assert turns["output_ids"].to_pylist() == [[3]] * 3
-
-
-def test_damaged_steps(tmp_path):
-    foreign.write_steps(tmp_path, [RECORD] * 8)
-    (rollout,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    steps = rollout["trajectory"]
-    steps[0]["tokens"]["overlong_prompt"] = True
-    steps[1]["tokens"] = None
-    steps[2]["is_truncated"] = True
-    steps[3]["completion"] *= 2
-    # a mask that leaves tokens out
-    for k, mask in enumerate(([1, 0], [1], "1", [True, None]), 4):
-        steps[k]["tokens"]["completion_mask"] = mask
-    turns, found = damaged(tmp_path, "results.jsonl", [json.dumps(rollout).encode()])
-    assert found == [
-        ("line 1, step 0", "truncated", False),
-        ("line 1, step 1", "no_prompt_ids", False),
-        ("line 1, step 2", "cut_output", True),
-        *((f"line 1, step {k}", "unreadable", False) for k in range(5, 8)),
-    ]
-    assert turns["turn_index"].to_pylist() == [2, 3, 4]
-    assert turns["output_ids"].to_pylist() == [[3, 4], [3, 4], [3]]
-    # of several messages it is unknown which one the next request echoes
-    said = turns["response"].to_pylist()
-    assert [one is None for one in said] == [False, True, True]
 
 
 def test_damaged_dumps(tmp_path):
@@ -743,12 +684,7 @@ def test_a_pickle_is_data_and_nothing_in_it_is_called(tmp_path):
     kept = {
         "metadata": {"a": evil, "b": [worse], "c": foreign.Call("x.y", "Z", state={})}
     }
-    array = np.array([1, 2, 3])
-    type_ = foreign.Call("numpy", "dtype", "i8", False, True)
-    state = (1, (3,), type_, False, array.tobytes())
-    name = "numpy._core.multiarray"
-    given = foreign.Call(name, "_reconstruct", None, (0,), b"b", state=state)
-    foreign.write_slime(tmp_path, [{**SAMPLE, **kept, "tokens": given}])
+    foreign.write_slime(tmp_path, [{**SAMPLE, **kept}])
     turns, _ = tk.import_turns(tmp_path)
     assert turns["prompt_ids"].to_pylist() == [[1, 2]]
     assert not called.exists()
@@ -843,7 +779,7 @@ def test_the_command_takes_a_tokenizer_for_transcripts(tmp_path, capsys):
     tokenizer = ["--tokenizer", str(model / "tokenizer.json")]
     assert main(arguments) == 3
     assert main([*arguments, *template]) == 2
-    assert main([*arguments, *tokenizer]) == 3
+    assert main([*arguments, *tokenizer]) == 2
     assert "no chat template" in capsys.readouterr().err
     assert main([*arguments, *tokenizer, *template]) == 0
     turns = tk.read_turns(out)
@@ -951,7 +887,9 @@ def test_what_no_field_reads_is_counted_by_records(tmp_path):
     line = json.loads(native_line(answers)) | {"label": "good"}
     (tmp_path / "log.jsonl").write_text(json.dumps(line))
     _, report = tk.import_turns(tmp_path / "log.jsonl")
-    assert report["detail"].to_pylist() == ["label of 1 records was not read"]
+    assert report["detail"].to_pylist() == [
+        "label of 1 records was not read: --map FIELD=label takes it"
+    ]
 
 
 def test_a_message_that_is_none_is_named(tmp_path):
@@ -972,15 +910,6 @@ def test_a_message_that_is_none_is_named(tmp_path):
         "message 0 is a str, not an object",
         "its messages are a dict, not a list",
     ]
-
-
-def test_a_capture_that_lost_all_of_its_calls(tmp_path):
-    foreign.write_lines(tmp_path / "r.tokens.jsonl", [foreign.nemo_entry(RECORD, 0)])
-    (tmp_path / "s.tokens.jsonl").write_text("")
-    (tmp_path / "s.tokens.intents").write_text("c1\n")
-    turns, report = tk.import_turns(tmp_path)
-    assert turns.num_rows == 1
-    assert problems(report) == [("its intents", "lost", False)]
 
 
 # Files
@@ -1048,3 +977,62 @@ def test_an_invalid_record_costs_the_others_nothing(tmp_path):
     assert problems(report) == [("line 7", "invalid", False)]
     bodies = [one["body"] for list_ in turns["messages"].to_pylist() for one in list_]
     assert len([body for body in bodies if body is not None]) == 12
+
+
+# --- wrong types, nulls and numbers beyond any range
+
+ODD = (
+    *(None, True, -1, 2**31, 2**64, -(10**30), 1e308, float("nan"), "", "x", "\ud800"),
+    *([], [None], [[1]], {}, {"a": None}, [{}], [1, "x"], [-5], "[1", "{"),
+)
+# files of JSON, or with JSON in a zip file
+JSON = [name for name in FORMATS if name != "slime"]
+
+
+def survives(path, name):
+    tokenizer = Letters() if name in TEXT else None
+    with contextlib.suppress(FormatError):
+        turns, report = tk.import_turns(path, name, tokenizer=tokenizer)
+        assert all(report["place"].to_pylist())
+        for turn in turns.to_pylist():
+            assert all(0 <= token < 2**31 for token in turn["prompt_ids"])
+
+
+@pytest.mark.parametrize("name", JSON)
+@settings(in_files, max_examples=120)
+@given(data=st.data())
+def test_one_odd_value_never_ends_an_import(fresh, name, data):
+    folder = fresh()
+    WRITERS[name](folder)
+    kinds = (".json", ".jsonl", ".traj", ".eval")
+    path = min(one for one in folder.rglob("*") if one.suffix in kinds)
+    if name == "inspect":
+        with zipfile.ZipFile(path) as archive:
+            (inner,) = [one for one in archive.namelist() if one.startswith("samples/")]
+            value = json.loads(archive.read(inner))
+    else:
+        text = path.read_text()
+        value = json.loads(text.splitlines()[-1] if path.suffix == ".jsonl" else text)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.sampled_from(sorted(places(value), key=str)))
+        value = put(value, at, data.draw(st.sampled_from(ODD)))
+    if name == "inspect":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(inner, json.dumps(value))
+            archive.writestr("header.json", "{}")
+    else:
+        path.write_text(json.dumps(value) + "\n")
+    survives(path, name)
+
+
+def test_deep_nesting_never_ends_an_import(tmp_path):
+    deep = "[" * 50_000 + "]" * 50_000
+    trace = '{"attributes": ' + deep + ', "traceId": "t", "spanId": "s"}'
+    for name, text in (
+        ("otel", trace),
+        ("openai", '{"session_id": "s", "request": {}, "response": ' + deep + "}"),
+        ("records", '{"prompt_ids": [1], "output_ids": [2], "metadata": ' + deep + "}"),
+        ("records", '{"prompt_ids": [1], "output_ids": [2], "messages": ' + deep + "}"),
+    ):
+        (tmp_path / "x.jsonl").write_text(text + "\n")
+        survives(tmp_path / "x.jsonl", name)

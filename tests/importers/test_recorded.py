@@ -176,8 +176,8 @@ def test_a_trajectory_with_sub_agents(tmp_path):
     assert turns["agent_id"].to_pylist() == ["terminus-2", "helper-1"]
     assert turns["output_ids"].to_pylist() == [[2], [7]]
     assert [(row["problem"], row["place"]) for row in report.to_pylist()] == [
-        ("copied", "file, step 2"),
-        ("unreadable", "file, step 3"),
+        ("copied", "line 1, item 2"),
+        ("unreadable", "line 1, item 3"),
     ]
 
 

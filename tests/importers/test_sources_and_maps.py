@@ -371,7 +371,7 @@ def test_facts_around_a_list_of_records(tmp_path):
     turns, report = tk.import_turns(tmp_path / "log.jsonl", map=fields)
     assert turns["reward"].to_pylist() == [1.0, 1.0]
     assert report["detail"].to_pylist() == [
-        "/uid of 2 records was not read: --map group_id=/uid takes it"
+        "/uid of 2 records was not read: --map FIELD=/uid takes it"
     ]
 
 
@@ -402,7 +402,7 @@ def test_the_closest_format_is_named(tmp_path):
     for line, lacks in (
         ({"session_id": 1, "prompt": "a"}, "records .*lacks prompt_ids .*output_ids"),
         ({"prompt_token_ids": [1]}, r"records .*lacks output_ids \(output_token_ids"),
-        ({"schema_version": 1, "steps": []}, "atif .*its values are of other kinds"),
+        ({"schema_version": 1, "steps": []}, "atif .*has values of other kinds"),
         ({"nodes": []}, "verifiers .*lacks task"),
         ({"request": {}, "reply": {}}, "openai .*lacks response"),
     ):

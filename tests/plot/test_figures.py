@@ -166,8 +166,8 @@ def test_lanes_show_times():
     approx = pytest.approx
     assert found["generation"] == [
         approx((0, 2, -0.4, 0)),
-        approx((5, 6, -0.4, 0)),
         approx((1, 3, 0, 0.4)),
+        approx((5, 6, -0.4, 0)),
         approx((2, 5, 0.6, 1.4)),
         approx((7, 8, 0.6, 1.4)),
     ]
@@ -190,22 +190,6 @@ def test_time_without_a_call_is_queue_before_the_session_and_tool_in_it():
     assert [line[-2:] for line in slices_of(turns)] == [(0, 0), (1, 1), (2, 2), (3, 1)]
     turns = timed(("a", 1, 2), ("a", None, 3), ("a", 3, None), ("b", None, None))
     assert slices_of(turns) == [("a", "generation", 0, 1, 0, 0)]
-
-
-def test_rollouts_say_when_sessions_began_and_ended():
-    turns = timed(("a", 5, 6), ("b", 7, 8), ("c", 7, 8))
-    names = ("session_id", "started_at", "seconds")
-    known = ["a", "b", "c"], [at(4), at(2), None], [4.0, 6.0, 9.0]
-    assert slices_of(turns, pa.table([*map(pa.array, known)], names=names)) == [
-        ("a", "queue", 0, 2, None, 0),
-        ("a", "tool", 2, 3, None, 0),
-        ("a", "generation", 3, 4, 0, 0),
-        ("a", "tool", 4, 6, None, 0),
-        ("b", "tool", 0, 5, None, 0),
-        ("b", "generation", 5, 6, 0, 0),
-        ("c", "queue", 0, 5, None, 0),
-        ("c", "generation", 5, 6, 0, 0),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -245,8 +229,6 @@ def run_folder(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     tk.write_turns(SMALL, folder / "turns.parquet")
-    sessions = pa.table({"session_id": [HOSTILE], "reward": [0.25]})
-    tk.write_sessions(sessions, folder / "sessions.parquet")
     return folder
 
 

@@ -23,12 +23,12 @@ import trajkit as tk
 from tests.rollout.test_rollout import EXAMPLES
 from tests.rollout.test_rollout import run as run_command
 from tests.shim.clients import http
+from tests.shim.fakes import load_tokenizer
 from trajkit_rollout.rollout import HARNESSES, Launch
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
     Reply,
-    load_tokenizer,
     messages,
     tool_call,
 )

@@ -8,20 +8,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.against_twins import difference
 from tests.golden_sessions import golden, golden_name
 from tests.made_tables import linearized, link_by, turns_table
 from tests.oracles import forests as reference_forests
 from tests.oracles import rows as reference
+from tests.rows.test_twins import RETRIED
 from tests.strategies import (
-    forest_policies,
-    masked,
     message_pairs,
     named_sessions,
     row_limits,
-    versioned,
 )
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import InvalidTurnsError, SchemaError
 
 emits = st.sampled_from(["all", "main"])
 
@@ -158,25 +155,6 @@ def test_the_golden_session_without_logprobs_has_none_here():
     assert all(not session["turns"][i]["output_logprobs"] for i in missing)
 
 
-@given(named_sessions())
-def test_prefix_links_are_the_twins(turns):
-    found = link_by(turns_table(turns), "prefix").to_pylist()
-    names = reference.turn_indices(turns)
-    assert [
-        (link["parent"], link["link_reason"], link["order"], link["rewritten_by"])
-        for link in found
-    ] == [
-        (None if one.parent is None else names[one.parent], one.why, one.order, None)
-        for one in reference_forests.prefix_links(turns)
-    ]
-
-
-@given(versioned(masked(named_sessions())), emits, row_limits)
-def test_nemo_rows_and_report_are_the_twins(turns, emit, limit):
-    policy = tk.policy("nemo", row_selection=emit)
-    assert difference(turns, policy, limit) is None
-
-
 @given(st.data(), named_sessions(unique=True), emits)
 def test_nemo_does_not_ask_for_the_order_of_calls(data, turns, emit):
     policy = tk.policy("nemo", row_selection=emit)
@@ -294,46 +272,6 @@ def test_request_ids_of_any_kind_rank():
         tk.linearize(lists, "nemo")
 
 
-SPLICED = {"on_drift": "splice", "train_in": "first", "parent_by": "none"}
-
-
-@pytest.mark.parametrize(
-    ("choices", "match"),
-    [
-        (
-            {"train_in": "every", "on_drift": "absorb_short_reply"},
-            "train_in='every' with on_drift=",
-        ),
-        ({"max_rows": 1}, "train_in='every' with on_drift='fork' and max_rows=1"),
-        (
-            {"chain_order": "recorded"},
-            "chain_order='recorded' does not go with parent_by='prefix'",
-        ),
-        (
-            {"on_drift": "splice", "train_in": "first"},
-            "parent_by='prefix' does not go with on_drift",
-        ),
-        (
-            {**SPLICED, "row_selection": "main"},
-            "row_selection='main' does not go with on_drift",
-        ),
-        (
-            {**SPLICED, "truncate_at": "calls"},
-            "truncate_at='calls' does not go with on_drift",
-        ),
-        ({"train_in": "none"}, "train_in='none': expected one of 'first', 'earliest'"),
-        (
-            {"row_selection": "one"},
-            "row_selection='one': expected one of 'all', 'main'",
-        ),
-        ({"row_order": "size"}, "row_order='size': expected one of 'turn', 'prompt'"),
-    ],
-)
-def test_choices_that_do_not_exist_are_refused(choices, match):
-    with pytest.raises(PolicyError, match=match):
-        tk.policy("nemo", **choices)
-
-
 def test_links_in_which_a_parent_does_not_come_first_are_refused():
     table = turns_table(FORKED[::-1])
     links = link_by(table, "prefix").to_pylist()
@@ -348,14 +286,6 @@ def test_links_in_which_a_parent_does_not_come_first_are_refused():
         )
         with pytest.raises(InvalidTurnsError, match=match):
             tk.linearize(table, "nemo", links=changed)
-
-
-RETRIED = [
-    {"prompt_ids": [1], "output_ids": [2, 9]},
-    {"prompt_ids": [1], "output_ids": [3, 9]},
-    {"prompt_ids": [1, 3, 9, 4], "output_ids": [5]},
-    {"prompt_ids": [1, 3, 9, 4], "output_ids": []},
-]
 
 
 @example(RETRIED)
@@ -466,52 +396,10 @@ def test_golden_miles(session):
 
 
 equalities = st.sampled_from(["strict", "role_content_only"])
-trims = st.sampled_from([1, 2, 3, 1, 0, 5])
 """fork_threshold of miles: what may be trimmed, and one more."""
 
 
-@given(named_sessions(), equalities, trims)
-def test_generation_links_are_the_twins(turns, equality, trim):
-    found = link_by(
-        turns_table(turns),
-        "generations",
-        message_equality=equality,
-        fork_threshold=trim,
-    ).to_pylist()
-    names = reference.turn_indices(turns)
-    twins = reference_forests.generation_links(
-        turns, lambda one: reference_forests.fields_of(one, equality), trim
-    )
-    assert [
-        (link["parent"], link["link_reason"], link["order"], link["rewritten_by"])
-        for link in found
-    ] == [
-        (None if one.parent is None else names[one.parent], one.why, one.order, None)
-        for one in twins
-    ]
-
-
 X = {"role": "assistant", "content": "x"}
-# a prompt without tokens, behind a call that sampled some
-SHORTER = [
-    {
-        "turn_index": index,
-        "prompt_messages": [X] * n_messages,
-        "response_message": X,
-        "prompt_ids": [],
-        "output_ids": output_ids,
-        "output_logprobs": None,
-        "finish_reason": "stop",
-    }
-    for index, n_messages, output_ids in [(0, 1, [0, 9]), (1, 2, []), (2, 1, [])]
-]
-
-
-@given(versioned(masked(named_sessions())), equalities, trims, row_limits)
-@example(SHORTER, "strict", 3, None)
-def test_miles_rows_and_report_are_the_twins(turns, equality, trim, limit):
-    policy = tk.policy("miles", message_equality=equality, fork_threshold=trim)
-    assert difference(turns, policy, limit) is None
 
 
 @given(message_pairs(), equalities)
@@ -703,32 +591,6 @@ def test_parents_in_a_circle_are_refused():
 
 
 # --- beside the choices of other rules
-
-
-def trained_tokens(rows):
-    return [
-        (span["turn_index"], span["output_start"] + k)
-        for row in rows.to_pylist()
-        for span in row["spans"]
-        if span["kind"] == "trained"
-        for k in range(span["stop"] - span["start"])
-    ]
-
-
-@given(named_sessions(), forest_policies(), row_limits)
-def test_any_choices_together_count_every_token_once(turns, choices, limit):
-    table = turns_table(turns)
-    policy = tk.policy("nemo", **choices)
-    rows, report = linearized(table, policy, max_row_tokens=limit)
-    tokens = trained_tokens(rows)
-    if policy.train_in != "every":
-        assert len(tokens) == len(set(tokens))
-    (line,) = report.to_pylist()
-    assert line["tokens_trained"] == len(set(tokens))
-    lost = sum(n for name, n in line.items() if name.startswith("lost_"))
-    assert line["tokens_sampled"] == line["tokens_trained"] + lost
-    found = tk.verify(rows, table, policy, max_row_tokens=limit)
-    assert found.to_pylist() == []
 
 
 # Turn 1, recorded first, goes on from turn 2, and so does turn 0, for longer.

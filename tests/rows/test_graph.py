@@ -2,56 +2,14 @@
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.against_twins import difference
-from tests.made_tables import dicts, linearized, link_by, turns_table
-from tests.oracles import choices as reference_choices
+from tests.made_tables import turns_table
 from tests.oracles import graph as reference_graph
-from tests.strategies import row_limits, runs, sessions
+from tests.strategies import row_limits, runs
 from trajkit.turns import tools_key
 
 GRAPH = tk.policy("graph")
-
-
-def graph_links(table):
-    return link_by(
-        table,
-        "messages",
-        merge_threshold=0,
-        tie_break="full_path",
-        message_equality="content",
-        chain_order="recorded",
-    )
-
-
-@given(sessions())
-def test_links_are_the_twin_s(turns):
-    expected = reference_graph.links_of(turns)
-    found = graph_links(turns_table(turns))
-    assert dicts(found, expected) == expected
-
-
-@st.composite
-def with_tools(draw):
-    """Sessions whose requests offer one of two lists of tools, or an unknown one."""
-    keys = draw(st.sampled_from([["x"], ["x", "y"], ["x", "x", None]]))
-    return [
-        {**turn, "tools_key": draw(st.sampled_from(keys))} for turn in draw(sessions())
-    ]
-
-
-@given(with_tools(), row_limits)
-def test_tools_are_part_of_the_root(turns, limit):
-    table = turns_table(turns)
-    links = tk.link(table, GRAPH)
-    expected = reference_graph.links_of(turns)
-    assert dicts(links, expected) == expected
-    for name in ("graph", "faithful", "slime"):
-        policy = tk.policy(name, compare_tools=True)
-        assert difference(turns, policy, limit) is None
-        assert tk.link(tk.compact(table), policy) == tk.link(table, policy)
 
 
 def test_a_request_that_offers_other_tools_has_another_root():
@@ -77,17 +35,6 @@ def test_the_key_of_tools():
     tools = [{"type": "function", "function": {"name": "f", "strict": None}}]
     same = [{"function": {"name": "f"}, "type": "function"}]
     assert tools_key(tools) == tools_key(same) != tools_key([]) != tools_key([{}])
-
-
-@given(sessions(), row_limits)
-def test_rows_and_report_are_the_twin_s(turns, limit):
-    table = turns_table(turns)
-    rows, report = linearized(table, GRAPH, max_row_tokens=limit)
-    links = reference_graph.links_of(turns)
-    expected, counted = reference_choices.linearize(turns, links, GRAPH, limit)
-    assert dicts(rows, expected) == expected
-    assert rows.num_rows == len(expected)
-    assert dicts(report, [counted]) == [counted]
 
 
 @given(runs(), row_limits)
@@ -160,7 +107,7 @@ def test_of_equal_paths_the_last_is_continued():
     turns = [turn([U], A, [1], [2]) for _ in range(3)]
     turns.append(turn([U, A, V], B, [1, 2, 3], [4]))
     assert reference_graph.links_of(turns)[-1]["parent"] == 2
-    assert graph_links(turns_table(turns))["parent"].to_pylist()[-1] == 2
+    assert tk.link(turns_table(turns), GRAPH)["parent"].to_pylist()[-1] == 2
 
 
 def call(name, arguments, **more):

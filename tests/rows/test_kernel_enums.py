@@ -72,7 +72,11 @@ def test_other_names_or_another_order_are_no_import(names):
         ("policies.py", 'TieBreak: TypeAlias = Literal["first", "tokens"', None),
         ("policies.py", 'TrainIn: TypeAlias = Literal["first", "earliest"', None),
         ("policies.py", '    - ``"fork"``: A new row starts.\n', ""),
-        ("schema/links.py", '("none", "last_reply", "earlier_reply", "prompt")', None),
+        (
+            "schema/__init__.py",
+            '("none", "last_reply", "earlier_reply", "prompt")',
+            None,
+        ),
         ("analysis/drift.py", '("path_start", "path_stop"', None),
         ("turns/sessions.py", '    "own_null":', '    "out_null_":'),
     ],

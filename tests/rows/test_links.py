@@ -2,43 +2,18 @@
 
 from typing import get_args
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import by_session, dicts, link_by, turns_table
+from tests.made_tables import dicts, link_by, turns_table
 from tests.oracles import rows as reference
-from tests.strategies import runs, sessions, thresholds
 from trajkit import _core
-from trajkit.analysis.drift import drift_table
 from trajkit.errors import LayoutError, PolicyError
 from trajkit.policies import ParentBy
 from trajkit.rows.links import find_links
 from trajkit.rows.routes import ROUTES
 from trajkit.turns.sessions import Sessions
-
-PARENT_BY = ["messages", "tokens", "previous", "none"]
-
-
-@given(sessions(), st.sampled_from(PARENT_BY), thresholds)
-def test_links_are_the_twins(turns, route, threshold):
-    links = link_by(turns_table(turns), route, merge_threshold=threshold)
-    expected = reference.link(turns, route, threshold)
-    assert dicts(links, expected) == expected
-
-
-@given(runs(), st.sampled_from(PARENT_BY), thresholds)
-def test_sessions_do_not_see_each_other(turns, route, threshold):
-    links = link_by(turns_table(turns), route, merge_threshold=threshold)
-    assert links.to_pylist() == [
-        line
-        for session in by_session(turns).values()
-        for line in link_by(
-            turns_table(session), route, merge_threshold=threshold
-        ).to_pylist()
-    ]
-
 
 USER = {"role": "user", "content": "u"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -304,8 +279,9 @@ def test_kernels_refuse_links_that_lead_outside(change, match):
     if "parent" in change:
         with pytest.raises(LayoutError, match=match):
             _core.measure_links(forest.paths, links)
+    out = np.zeros((len(_core.ENUMS["DriftLine"]), len(links)), np.int64)
     with pytest.raises(LayoutError, match=match):
-        drift_table(calls, forest, links)
+        _core.describe_drift(forest.paths, links, 8, out)
 
 
 @pytest.mark.parametrize(

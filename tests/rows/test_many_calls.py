@@ -14,23 +14,14 @@ import trajkit as tk
 from tests.against_twins import difference
 from tests.made_tables import in_delta_form, policy_of, turns_table
 from tests.recorder import test_recorder
-from tests.rows import (
-    test_forest_routes,
-    test_links,
-    test_policies,
-    test_rows,
-    test_segments,
-    test_splice,
-)
+from tests.rows import test_rows
+from tests.rows.test_twins import CASES
 from tests.strategies import (
-    chosen_policies,
-    ends_of_turn,
     few,
     many_calls,
     many_calls_of,
     policies,
     row_limits,
-    thresholds,
 )
 from tests.turns import test_delta
 
@@ -96,35 +87,14 @@ def test_a_path_has_room_for_each_call_and_not_for_all_that_was_recorded():
 @given(many_calls, policies, limits)
 def test_rows_are_the_twins(turns, choice, limit):
     holds(test_rows.test_rows_and_report_are_the_twins, turns, choice, limit)
-    holds(test_rows.test_what_a_row_promises, turns, choice)
 
 
 @few
-@given(many_calls, chosen_policies(), limits)
-def test_rows_by_any_choices_are_the_twins(turns, chosen, limit):
-    holds(test_policies.test_rows_and_report_are_the_twin_s, turns, chosen, limit)
-
-
-@few
-@given(many_calls, limits, st.sampled_from([None, 1, 3]), ends_of_turn)
-def test_rows_of_other_policies_are_the_twins(turns, limit, most, token):
-    for policy in (
-        *("graph", "nemo", "miles"),
-        tk.policy("segments", max_rows=most),
-        tk.policy("polar", end_of_turn_token_id=token),
-    ):
-        assert difference(turns, tk.policy(policy), limit) is None
-
-
-@few
-@given(many_calls, thresholds)
-def test_links_are_the_twins(turns, threshold):
-    for route in test_links.PARENT_BY:
-        holds(test_links.test_links_are_the_twins, turns, route, threshold)
-    holds(test_segments.test_links_are_the_twins, turns)
-    holds(test_splice.test_links_are_the_twin_s, turns)
+@given(many_calls, st.data(), limits)
+def test_links_and_rows_of_every_policy_are_the_twins(turns, data, limit):
     named = [{**turn, "request_id": None, "started_at": None} for turn in turns]
-    holds(test_forest_routes.test_prefix_links_are_the_twins, named)
+    for _, chosen in CASES.values():
+        assert difference(named, data.draw(chosen), limit) is None
 
 
 @few

@@ -28,44 +28,45 @@ def two_turns(**columns):
     return table
 
 
-def test_one_element_per_output_id():
-    turns = two_turns(experts=pa.array([[[1, 2], [3, 4]], [[5, 6]]], EXPERTS))
-    rows = tk.linearize(turns, payloads=["experts"])
-    assert rows.schema.field("experts").type == EXPERTS
-    assert rows["experts"].to_pylist() == [
-        [None, None, [1, 2], [3, 4], None, [5, 6]],
-    ]
-
-
-def test_one_element_per_prompt_and_output_id():
-    """What the last turn did not sample has what that turn says of its prompt."""
-    turns = two_turns(
-        top=pa.array([[0.5, 1.5, 2.5, 3.5], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]])
-    )
-    rows = tk.linearize(turns, payloads=["top"])
-    assert rows["top"].to_pylist() == [[10.0, 11.0, 2.5, 3.5, 14.0, 15.0]]
-
-
-def test_the_last_turn_fills_what_a_turn_does_not_know_of_its_own_output():
-    """Null elements and null lists alike."""
-    turns = two_turns(top=pa.array([None, [0, 1, 2, 3, 4, 5]], pa.list_(pa.uint8())))
-    rows = tk.linearize(turns, payloads=["top"])
-    assert rows["top"].to_pylist() == [[0, 1, 2, 3, 4, 5]]
-    turns = two_turns(top=pa.array([[7, None], [0, 1, 2, 3, 4, None]]))
-    rows = tk.linearize(turns, payloads=["top"])
-    assert rows["top"].to_pylist() == [[0, 1, 7, 3, 4, None]]
-
-
-@pytest.mark.parametrize("in_delta", [False, True])
-def test_engines_know_all_tokens_but_the_last(in_delta):
-    """The next call has the element of a reply's last token."""
-    turns = two_turns(
-        experts=pa.array([[1, 2, 3], [10, 20, 30, 40, 50]]),
-        experts_start=pa.array([0, 0]),
-    )
-    turns = tk.compact(turns) if in_delta else turns
-    rows = tk.linearize(turns, payloads=["experts"])
-    assert rows["experts"].to_pylist() == [[10, 20, 3, 40, 50, None]]
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        # an element per output id
+        (
+            {"x": pa.array([[[1, 2], [3, 4]], [[5, 6]]], EXPERTS)},
+            [None, None, [1, 2], [3, 4], None, [5, 6]],
+        ),
+        # one per prompt and output id: what the last turn did not sample is of its prompt
+        (
+            {
+                "x": pa.array(
+                    [[0.5, 1.5, 2.5, 3.5], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]]
+                )
+            },
+            [10.0, 11.0, 2.5, 3.5, 14.0, 15.0],
+        ),
+        # the last turn fills what a turn does not know of its own output
+        (
+            {"x": pa.array([None, [0, 1, 2, 3, 4, 5]], pa.list_(pa.uint8()))},
+            [0, 1, 2, 3, 4, 5],
+        ),
+        ({"x": pa.array([[7, None], [0, 1, 2, 3, 4, None]])}, [0, 1, 7, 3, 4, None]),
+        # engines know all tokens but the last; the next call has the element of that one
+        (
+            {
+                "x": pa.array([[1, 2, 3], [10, 20, 30, 40, 50]]),
+                "x_start": pa.array([0, 0]),
+            },
+            [10, 20, 3, 40, 50, None],
+        ),
+    ],
+)
+def test_which_element_a_token_has(columns, expected):
+    turns = two_turns(**columns)
+    rows = tk.linearize(turns, payloads=["x"])
+    assert rows["x"].to_pylist() == [expected]
+    assert rows.schema.field("x").type.value_type == columns["x"].type.value_type
+    assert tk.linearize(tk.compact(turns), payloads=["x"]) == rows
 
 
 @pytest.mark.parametrize("name", ["x", "routed_experts"])
@@ -438,29 +439,6 @@ def test_arrays_of_several_dimensions(how):
         [None] * 4,
         [None, None, *values[:2]],
     ]
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 6), (4, 3, 2)])
-def test_tensors_of_a_fixed_shape(shape):
-    """Each turn's tensor, of which the first axis is that of its tokens."""
-    one = {"session_id": "s", "prompt_ids": [1, 2], "output_ids": [3, 4]}
-    numbers = np.arange(3 * np.prod(shape), dtype=np.int16).reshape(3, *shape)
-    flat = pa.list_(pa.int16(), int(np.prod(shape)))
-    storage = pa.array(numbers.reshape(3, -1).tolist(), flat)
-    tensors = pa.ExtensionArray.from_storage(
-        pa.fixed_shape_tensor(pa.int16(), shape), storage
-    )
-    turns = tk.from_records([one, one, one]).append_column("x", tensors)
-    rows = tk.linearize(turns.slice(1), "per_call", payloads=["x"])
-    assert rows["x"].to_pylist() == numbers[1:].tolist()
-
-
-def test_tensors_that_are_permuted_are_refused():
-    kind = pa.fixed_shape_tensor(pa.int16(), (2, 2), permutation=[1, 0])
-    storage = pa.array([[1, 2, 3, 4]] * 2, pa.list_(pa.int16(), 4))
-    tensors = pa.ExtensionArray.from_storage(kind, storage)
-    with pytest.raises(SchemaError, match="tensors must not be permuted"):
-        tk.linearize(two_turns(x=tensors), payloads=["x"])
 
 
 @pytest.mark.parametrize(

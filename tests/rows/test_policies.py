@@ -5,16 +5,14 @@ import re
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 
 import trajkit as tk
-from tests.against_twins import difference
 from tests.made_tables import linearized, turns_table
+from tests.rows.test_twins import SHARED
 from tests.strategies import (
     chosen_policies,
     fewer_examples,
-    masked,
-    row_limits,
     runs,
     sessions,
 )
@@ -25,26 +23,6 @@ from trajkit.recorder.recorder import Recorder
 
 def said(role, content):
     return {"role": role, "content": content}
-
-
-# The answer of turn 0 goes on in turn 1 and, with its last token changed, in turn 3; turn
-# 2 goes on from turn 0 as well, and for longer.
-SHARED = [
-    {
-        "prompt_messages": [said("user", "u"), *more],
-        "response_message": said("assistant", reply),
-        "prompt_ids": prompt,
-        "output_ids": output,
-        "output_logprobs": [-1.0] * len(output),
-        "finish_reason": "stop",
-    }
-    for more, reply, prompt, output in [
-        ([], "a", [1], [2, 3]),
-        ([said("assistant", "a"), said("user", "v")], "b", [1, 2, 3, 4], [5, 5, 5]),
-        ([said("assistant", "a"), said("user", "w")], "c", [1, 2, 3, *[6] * 5], [7]),
-        ([said("assistant", "a"), said("user", "x")], "d", [1, 2, 9, 4], [5]),
-    ]
-]
 
 
 def trained_turns(rows):
@@ -81,14 +59,6 @@ def test_duplicates_of_rows_over_max_rows_are_not_counted():
         assert report["tokens_duplicated"].to_pylist() == [duplicated]
 
 
-# Turn 1 takes turn 0's reply out of its row, turn 2 keeps it in a shorter one.
-ABSORBED = [SHARED[0], {**SHARED[3], "prompt_ids": [1, 2, 9, 4, 4, 4]}, SHARED[1]]
-TRL_FOREST = (
-    "trl",
-    {"train_in": "earliest", "parent_by": "messages", "fork_threshold": 9},
-)
-
-
 @pytest.mark.parametrize(("threshold", "n_rows"), [(1, 2), (2, 1)])
 def test_drift_is_absorbed_below_the_threshold_and_not_at_it(threshold, n_rows):
     drifted = {**SHARED[3], "prompt_ids": [1, 2, 9, 4]}
@@ -97,42 +67,68 @@ def test_drift_is_absorbed_below_the_threshold_and_not_at_it(threshold, n_rows):
     assert rows.num_rows == n_rows
 
 
-@given(sessions() | masked(sessions()), chosen_policies(), row_limits)
-@example(ABSORBED, TRL_FOREST, None)
-@example(SHARED, ("faithful", {"train_in": "every"}), None)
-@example(SHARED, ("faithful", {"train_in": "earliest"}), 6)
-def test_rows_and_report_are_the_twin_s(turns, chosen, limit):
-    name, choices = chosen
-    policy = tk.policy(name, **choices)
-    assert difference(turns, policy, limit) is None
+NO_ROUTE = {"on_drift": "splice", "train_in": "first", "parent_by": "none"}
 
 
-@example(
-    # the first reply leaves no piece in the row that absorbed it, only its flag
+@pytest.mark.parametrize(
+    ("name", "choices", "match"),
     [
-        {"prompt_ids": [], "output_ids": [0, 9], "ill_formed": True},
-        {"prompt_ids": [], "output_ids": []},
+        *(
+            ("faithful", {name: "last"}, f"{name}='last': expected one of '")
+            for name in ("train_in", "missing_logprobs", "on_drift", "row_selection")
+        ),
+        ("nemo", {"row_order": "size"}, "='size': expected one of 'turn', 'prompt'"),
+        *(
+            ("slime", {"fork_threshold": value}, f"fork_threshold={value!r}")
+            for value in (2**63, -(2**70), 1.5, True, "1")
+        ),
+        *(
+            ("segments", choice, f"{next(iter(choice))}=")
+            for choice in (
+                {"dispatch_tools": "Task"},
+                {"dispatch_tools": ["Task", 1]},
+                {"max_rows": 0},
+                {"max_rows": True},
+                {"rewards": "per_turn"},
+                {"keep_empty": 1},
+            )
+        ),
+        ("polar", {"end_of_turn_token_id": -1}, "end_of_turn_token_id=-1: expected an"),
+        ("polar", {"end_of_turn_token_id": 2**31}, "ids are below 2**31"),
+        ("polar", {"end_of_turn_token_id": True}, "end_of_turn_token_id=True"),
+        ("polar", {"end_of_turn_token_id": "13"}, "end_of_turn_token_id='13'"),
+        # choices that do not go together
+        (
+            "nemo",
+            {"train_in": "every", "on_drift": "absorb_short_reply"},
+            "train_in='every' with on_drift=",
+        ),
+        ("nemo", {"max_rows": 1}, "='every' with on_drift='fork' and max_rows=1"),
+        (
+            "nemo",
+            {"chain_order": "recorded"},
+            "chain_order='recorded' does not go with parent_by='prefix'",
+        ),
+        (
+            "nemo",
+            {"on_drift": "splice", "train_in": "first"},
+            "parent_by='prefix' does not go with on_drift",
+        ),
+        (
+            "nemo",
+            {**NO_ROUTE, "row_selection": "main"},
+            "row_selection='main' does not go with on_drift",
+        ),
+        (
+            "nemo",
+            {**NO_ROUTE, "truncate_at": "calls"},
+            "truncate_at='calls' does not go with on_drift",
+        ),
     ],
-    ("trl", {"missing_logprobs": "untrain", "keep_untrained": True}),
-    None,
 )
-@given(runs() | masked(runs()), chosen_policies(), row_limits)
-def test_verify_finds_nothing(turns, chosen, limit):
-    name, choices = chosen
-    policy = tk.policy(name, **choices)
-    table = turns_table(turns)
-    rows, report = linearized(table, policy, max_row_tokens=limit)
-    found = tk.verify(rows, table, policy, max_row_tokens=limit)
-    assert found.to_pylist() == []
-    for line in report.to_pylist():
-        lost = sum(n for reason, n in line.items() if reason.startswith("lost_"))
-        assert line["tokens_sampled"] == line["tokens_trained"] + lost
-
-
-def test_a_choice_that_is_none_is_refused():
-    for choice in ("train_in", "missing_logprobs", "on_drift"):
-        with pytest.raises(PolicyError, match=f"{choice}='last': expected one of '"):
-            tk.policy("faithful", **{choice: "last"})
+def test_choices_that_are_none_are_refused(name, choices, match):
+    with pytest.raises(PolicyError, match=re.escape(match)):
+        tk.policy(name, **choices)
 
 
 # --- what may be trained

@@ -2,36 +2,10 @@
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
 
 import trajkit as tk
-from tests.against_twins import difference
-from tests.made_tables import link_by, turns_table
-from tests.oracles import forests as reference_forests
-from tests.oracles import rows as reference
-from tests.strategies import recorded_sessions, row_limits
+from tests.made_tables import turns_table
 from trajkit.errors import InvalidTurnsError, SchemaError
-
-
-@given(recorded_sessions())
-def test_links_are_the_twins(turns):
-    found = link_by(turns_table(turns), "prefix").to_pylist()
-    names = reference.turn_indices(turns)
-    assert [(one["parent"], one["link_reason"], one["order"]) for one in found] == [
-        (None if one.parent is None else names[one.parent], one.why, one.order)
-        for one in reference_forests.recorded_links(turns)
-    ]
-
-
-@given(recorded_sessions(), row_limits)
-def test_rows_and_report_are_the_twins(turns, limit):
-    table = turns_table(turns)
-    for selection in ("all", "main"):
-        policy = tk.policy("nemo", row_selection=selection)
-        assert difference(turns, policy, limit) is None
-        rows = tk.linearize(table, policy, max_row_tokens=limit)
-        assert tk.verify(rows, table, policy, max_row_tokens=limit).num_rows == 0
-        assert tk.linearize(tk.compact(table), policy, max_row_tokens=limit) == rows
 
 
 def call(name, prompt, output, resolution=None, parent=None, **more):

@@ -1,14 +1,9 @@
 """The policy segments: its rows are the twin's, and those that slime's own code gives."""
 
-from itertools import pairwise
-
 import pyarrow as pa
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.against_twins import difference
 from tests.golden_sessions import (
     SEGMENT_KINDS,
     comparable,
@@ -18,80 +13,16 @@ from tests.golden_sessions import (
     segment_sessions,
     with_call_ids,
 )
-from tests.made_tables import linearized, link_by, turns_table
+from tests.made_tables import linearized, link_by
 from tests.oracles import segments as twin
 from tests.oracles.policies import twins_of
-from tests.rows.test_golden_api import as_float32
+from tests.rows.test_golden import as_float32
 from tests.strategies import (
     delegating_sessions,
-    masked,
-    row_limits,
     sessions,
-    versioned,
 )
 
 any_session = delegating_sessions() | sessions()
-row_counts = st.none() | st.integers(1, 3)
-reward_modes = st.sampled_from(["uniform", "copy", "final_only"])
-
-
-def growing(*calls):
-    """One agent whose list of messages grows by one a turn, with any tokens."""
-    return [
-        {
-            "prompt_messages": [{"role": "user", "content": n} for n in range(k + 1)],
-            "response_message": None,
-            "prompt_ids": prompt,
-            "output_ids": output,
-            "output_logprobs": None,
-            "finish_reason": "stop",
-            "ill_formed": False,
-        }
-        for k, (prompt, output) in enumerate(calls)
-    ]
-
-
-# The third prompt takes two outputs out of the row, and ends before the second stood.
-SHORTER = growing(([1], [2, 3]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7]))
-# A prompt that departs right behind the row's opening prompt, and one inside it.
-EDGES = growing(([1, 2], [3]), ([1, 2], [4]), ([1], [5]), ([2, 2], []))
-# Every prompt begins with an empty one, which is no reason to continue it.
-EMPTY = [{**one, "prompt_messages": None} for one in growing(([], [2]), ([3], [4]))]
-
-
-@given(
-    any_session | versioned(masked(any_session)), row_counts, reward_modes, row_limits
-)
-@example(SHORTER, None, "uniform", None)
-@example(EDGES, None, "uniform", None)
-def test_rows_and_report_are_the_twins(turns, max_rows, mode, limit):
-    policy = tk.policy("segments", max_rows=max_rows, rewards=mode)
-    assert difference(turns, policy, limit) is None
-
-
-@given(any_session)
-@example(EMPTY)
-def test_links_are_the_twins(turns):
-    routed = twin.segments_of(turns)
-    links = link_by(turns_table(turns), "agents").to_pylist()
-    places = {line["turn_index"]: k for k, line in enumerate(links)}
-    kinds = {i: kind for kind, segment in routed.frozen for i in segment}
-    parents = {b: a for _, segment in routed.frozen for a, b in pairwise(segment)}
-    order = [i for _, segment in routed.frozen for i in segment]
-    for i, (line, route) in enumerate(zip(links, routed.routes, strict=True)):
-        if route is None:
-            assert (line["link_reason"], line["order"], line["parent"]) == (
-                ("unrouted", None, None)
-            )
-            continue
-        named = {"root": "new", "history_replaced": "wipe"}
-        assert named.get(line["link_reason"], "append") == route.split("/")[1]
-        assert line["parent"] is None or places[line["parent"]] == parents[i]
-        assert (line["parent"] is None) == (i not in parents)
-        assert line["order"] == order.index(i)
-        assert line["segment_kind"] == kinds[i]
-
-
 # What the peer's own code gives
 
 
@@ -279,30 +210,6 @@ def test_a_tool_may_have_any_name(tool):
     assert kinds == ["subagent", "final"]
     kinds = tk.linearize(sent_out("sxarch"), policy)["segment_kind"].to_pylist()
     assert kinds == ["history_replaced", "history_replaced", "final"]
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        {"dispatch_tools": "Task"},
-        {"dispatch_tools": ["Task", 1]},
-        {"max_rows": 0},
-        {"max_rows": True},
-        {"rewards": "per_turn"},
-        {"on_drift": "all"},
-        {"keep_empty": 1},
-    ],
-    ids=str,
-)
-def test_choices_that_are_none_are_refused(choice):
-    with pytest.raises(tk.errors.PolicyError, match=f"{next(iter(choice))}="):
-        tk.policy("segments", **choice)
-
-
-def test_no_turns_give_no_rows():
-    rows, report = linearized(sent_out().slice(0, 0), "segments")
-    assert rows.num_rows == report.num_rows == 0
-    assert tk.verify(rows, sent_out().slice(0, 0), "segments").num_rows == 0
 
 
 def test_a_shifted_share_of_the_reward_is_found():

@@ -1,38 +1,33 @@
 """Rows that are spliced: Polar's rule, against its twin and the rows of its own code."""
 
 import json
-import re
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.against_twins import difference
 from tests.golden_sessions import delivered, golden, golden_name
 from tests.made_tables import (
     by_session,
-    dicts,
     linearized,
     link_by,
     turns_table,
 )
 from tests.oracles import rows as reference
 from tests.oracles import splice as twin
+from tests.rows.test_twins import some_runs
 from tests.strategies import (
     END,
     ends_of_turn,
     growing_prompts,
-    masked,
     row_limits,
     runs,
     sessions,
-    versioned,
 )
 from trajkit.cli import main
-from trajkit.errors import PolicyError
 from trajkit.schema import ROWS
 
 any_session = growing_prompts() | sessions()
@@ -45,98 +40,13 @@ def turn(prompt, output, **said):
     return {"prompt_ids": prompt, "output_ids": output, "finish_reason": "stop", **said}
 
 
-SAME_PROMPT_TWICE = [
-    turn([1, 2], [3, END]),
-    turn([1, 2], [4, END]),
-    turn([1, 2, 4, END, 5], [6, END]),
-]
-ASKED = [{"role": "user", "content": "u"}]
-REPLY = {"role": "assistant", "content": "a"}
-# By messages, both later turns continue the first.
-CONTINUED_TWICE = [
-    turn([1], [2, END], prompt_messages=ASKED, response_message=REPLY),
-    *(
-        turn(
-            [1, 2, END, k],
-            [k, END],
-            prompt_messages=[*ASKED, REPLY, {"role": "user", "content": f"{k}"}],
-            response_message=REPLY,
-        )
-        for k in (5, 6)
-    ),
-]
-NO_END_OF_TURN = [turn([1], [2, END]), turn([1, 2, 5], [6]), turn([1, 2, 5, END], [7])]
-
-
-@st.composite
-def some_runs(draw):
-    """Several sessions, among them such as grow by prompts alone."""
-    turns = draw(runs(3, 5))
-    more = draw(st.lists(growing_prompts(), max_size=2))
-    return [
-        *turns,
-        *(
-            {**one, "session_id": f"g{k}"}
-            for k, session in enumerate(more)
-            for one in session
-        ),
-    ]
-
-
 # --- which chain a call goes on
-
-
-@given(any_session)
-@example(SAME_PROMPT_TWICE)
-def test_links_are_the_twin_s(turns):
-    expected = [
-        {
-            "turn_index": name,
-            "parent": None if one.parent is None else names[one.parent],
-            "link_reason": one.why,
-            "order": one.order,
-            "rewritten_by": None,
-        }
-        for names in [reference.turn_indices(turns)]
-        for name, one in zip(names, twin.prompt_links(turns), strict=True)
-    ]
-    links = link_by(turns_table(turns), "prompts")
-    assert dicts(links, expected) == expected
-
-
-@given(any_session)
-def test_no_two_chains_end_in_the_same_prompt(turns):
-    """So there are no ties for the rule to break."""
-    links = twin.prompt_links(turns)
-    for i in range(len(turns)):
-        gone_on = {one.parent for one in links[: i + 1]}
-        tips = [tuple(turns[k]["prompt_ids"]) for k in range(i + 1) if k not in gone_on]
-        tips = [tip for tip in tips if tip]
-        assert len(tips) == len(set(tips))
 
 
 # --- rows
 
 
-spliced_routes = st.sampled_from(["prompts", "messages", "tokens", "previous", "none"])
 """A prompt that does not begin with its parent's opens a row, as does a sibling."""
-
-
-@given(
-    any_session | versioned(masked(any_session)),
-    spliced_routes,
-    ends_of_turn,
-    row_limits,
-    st.booleans(),
-)
-@example(SAME_PROMPT_TWICE, "prompts", END, None, True)
-@example(NO_END_OF_TURN, "prompts", None, None, True)
-@example(CONTINUED_TWICE, "messages", END, None, True)
-def test_rows_and_report_are_the_twin_s(turns, route, token, limit, keep):
-    policy = tk.policy(
-        "polar", parent_by=route, end_of_turn_token_id=token, keep_untrained=keep
-    )
-    assert difference(turns, policy, limit) is None
 
 
 @given(any_session, ends_of_turn)
@@ -446,43 +356,7 @@ def messages_of(table, names):
 # --- its choices
 
 
-@pytest.mark.parametrize(
-    ("name", "choices", "match"),
-    [
-        ("polar", {"end_of_turn_token_id": -1}, "end_of_turn_token_id=-1: expected an"),
-        ("polar", {"end_of_turn_token_id": 2**31}, "ids are below 2**31"),
-        ("polar", {"end_of_turn_token_id": True}, "end_of_turn_token_id=True"),
-        ("polar", {"end_of_turn_token_id": "13"}, "end_of_turn_token_id='13'"),
-        (
-            "polar",
-            {"missing_logprobs": "zero"},
-            "missing_logprobs='zero': expected one",
-        ),
-    ],
-)
-def test_choices_that_are_none_are_refused(name, choices, match):
-    with pytest.raises(PolicyError, match=re.escape(match)):
-        tk.policy(name, **choices)
-
-
 # --- verified from outside
-
-
-@given(
-    some_runs(),
-    st.sampled_from(["prompts", "none", "previous", "tokens", "messages"]),
-    ends_of_turn,
-    row_limits,
-    st.sampled_from(["row", "chain"]),
-)
-def test_nothing_is_found_in_rows_that_are_spliced(turns, route, token, limit, flags):
-    table = turns_table(turns)
-    policy = tk.policy(
-        "polar", parent_by=route, end_of_turn_token_id=token, flag_scope=flags
-    )
-    rows = tk.linearize(table, policy, max_row_tokens=limit)
-    found = tk.verify(rows, table, policy, max_row_tokens=limit)
-    assert found.to_pylist() == []
 
 
 def said(**more):
@@ -519,125 +393,96 @@ def test_the_rich_session_is_what_it_says():
     assert rows[1]["logprobs"] == [None, None, -4.0, -5.0]
 
 
-def context_changed(rows):
-    rows[0]["input_ids"][8] = 5
-    return "policy", 0, None, 8
-
-
-def stretch_longer(rows):
-    """A token more between two outputs, all else moved with it."""
-    row = rows[0]
-    row["input_ids"].insert(5, END)
-    row["loss_mask"].insert(5, False)
+def insert(row, at, ended):
+    """A token more at a place of a row, and all spans after it moved by one."""
+    row["input_ids"].insert(at, END)
+    row["loss_mask"].insert(at, False)
     row["logprobs"].append(None)
-    for span in row["spans"][1:]:
+    for span in row["spans"][ended:]:
         span["start"] += 1
         span["stop"] += 1
-    return "policy", 0, None, 5
 
 
-def last_turn_left_out(rows):
-    row = rows[0]
+def cut(row, length, first):
+    """The row ends early; the spans from ``first`` on are empty at its end."""
     for name in ("input_ids", "loss_mask", "logprobs"):
-        del row[name][12:]
-    del row["spans"][2]
-    for span in row["spans"][2:]:
-        span["start"] = span["stop"] = 12
-    return "not_trained", None, 3, 0
+        del row[name][length:]
+    for span in row["spans"][first:]:
+        span["start"] = span["stop"] = length
 
 
-def dropped_without_a_piece(rows):
-    del rows[0]["spans"][4]
-    return "not_trained", None, 5, 0
+def left_out(one, _):
+    del one["spans"][2]
+    cut(one, 12, 2)
 
 
-def dropped_elsewhere(rows):
+def goes_on(one, _):
+    one["spans"][2]["kind"] = "no_splice_point"
+    cut(one, 10, 2)
+
+
+def elsewhere(one, other):
     """The second row says that it dropped what does not go on from it."""
-    moved = rows[0]["spans"].pop()
-    rows[1]["spans"].append({**moved, "start": 4, "stop": 4})
-    return "policy", 1, 5, 4
+    other["spans"].append({**one["spans"].pop(), "start": 4, "stop": 4})
 
 
-def dropped_out_of_order(rows):
-    spans = rows[0]["spans"]
-    spans[3:] = spans[:2:-1]
-    return "policy", 0, None, None
+def out_of_order(one, _):
+    one["spans"][3:] = one["spans"][:2:-1]
 
 
-def dropped_though_it_goes_on(rows):
-    """The row ends early, and says that it had to."""
-    row = rows[0]
-    for name in ("input_ids", "loss_mask", "logprobs"):
-        del row[name][10:]
-    row["spans"][2]["kind"] = "no_splice_point"
-    for span in row["spans"][2:]:
-        span["start"] = span["stop"] = 10
-    return "row_tokens", 0, 5, 5
+# the fault, and where it is found: rule, row, turn and token
+FAULTS = {
+    "context changed": (
+        lambda one, _: one["input_ids"].__setitem__(8, 5),
+        ("policy", 0, None, 8),
+    ),
+    "stretch longer": (lambda one, _: insert(one, 5, 1), ("policy", 0, None, 5)),
+    "last turn left out": (left_out, ("not_trained", None, 3, 0)),
+    "dropped without a piece": (
+        lambda one, _: one["spans"].pop(4),
+        ("not_trained", None, 5, 0),
+    ),
+    "dropped elsewhere": (elsewhere, ("policy", 1, 5, 4)),
+    "dropped out of order": (out_of_order, ("policy", 0, None, None)),
+    "dropped though it goes on": (goes_on, ("row_tokens", 0, 5, 5)),
+    "piece moved": (
+        lambda one, _: one["spans"][4].update(start=13, stop=13),
+        ("span_place", 0, 5, 13),
+    ),
+    "absorbed": (
+        lambda one, _: one["spans"][4].update(kind="absorbed"),
+        ("not_trained", None, 5, 0),
+    ),
+    "logprob in a row without": (
+        lambda one, _: one["logprobs"].__setitem__(2, -1.0),
+        ("logprob", 0, 0, 2),
+    ),
+    "logprob lost": (
+        lambda _, other: other["logprobs"].__setitem__(2, None),
+        ("logprob", 1, 6, 2),
+    ),
+    "finish reason changed": (
+        lambda one, _: one.update(finish_reason="length"),
+        ("finish_reason", 0, 3, None),
+    ),
+    "flag of an empty reply lost": (
+        lambda one, _: one.update(ill_formed=False),
+        ("flags", 0, None, None),
+    ),
+    "prompt longer": (
+        lambda one, _: one.update(prompt_length=3),
+        ("prompt_length", 0, None, 3),
+    ),
+}
 
 
-def piece_moved(rows):
-    span = rows[0]["spans"][4]
-    span["start"] = span["stop"] = 13
-    return "span_place", 0, 5, 13
-
-
-def absorbed(rows):
-    rows[0]["spans"][4]["kind"] = "absorbed"
-    return "not_trained", None, 5, 0
-
-
-def logprob_in_a_row_without(rows):
-    rows[0]["logprobs"][2] = -1.0
-    return "logprob", 0, 0, 2
-
-
-def logprob_lost(rows):
-    rows[1]["logprobs"][2] = None
-    return "logprob", 1, 6, 2
-
-
-def finish_reason_changed(rows):
-    rows[0]["finish_reason"] = "length"
-    return "finish_reason", 0, 3, None
-
-
-def flag_of_a_reply_of_nothing_lost(rows):
-    rows[0]["ill_formed"] = False
-    return "flags", 0, None, None
-
-
-def prompt_longer(rows):
-    rows[0]["prompt_length"] = 3
-    return "prompt_length", 0, None, 3
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(one, id=one.__name__.replace("_", " "))
-        for one in (
-            context_changed,
-            stretch_longer,
-            last_turn_left_out,
-            dropped_without_a_piece,
-            dropped_elsewhere,
-            dropped_out_of_order,
-            dropped_though_it_goes_on,
-            piece_moved,
-            absorbed,
-            logprob_in_a_row_without,
-            logprob_lost,
-            finish_reason_changed,
-            flag_of_a_reply_of_nothing_lost,
-            prompt_longer,
-        )
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_where_it_is_planted(fault):
     turns = turns_table(RICH)
     rows = tk.linearize(turns, "polar").to_pylist()
-    names = ("rule", "row_index", "turn_index", "token")
-    due = dict(zip(names, fault(rows), strict=True))
+    change, place = FAULTS[fault]
+    change(*rows)
+    due = dict(zip(("rule", "row_index", "turn_index", "token"), place, strict=True))
     found = tk.verify(pa.Table.from_pylist(rows, ROWS), turns, "polar").to_pylist()
     assert any(due.items() <= one.items() for one in found)
 

@@ -5,12 +5,16 @@
 
 import base64
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import anthropic
 import openai
 from google.genai import errors as google
 from google.genai import types
 from openai.lib.streaming.chat import ChatCompletionStreamState
+
+from tests.shim.clients import TOOLS, image_part, saying
+from tests.shim.fakes import tool, user
 
 
 def _words(table):
@@ -90,7 +94,6 @@ the engine cuts the call short | {MIDDLE} | context only | \
 engine_error overloaded_error server_error UNAVAILABLE
 """)
 }
-NAMES = ("openai_chat", "anthropic", "openai_responses", "gemini")
 TITLES = (
     "OpenAI Chat Completions",
     "Anthropic Messages",
@@ -104,11 +107,11 @@ class Answer:
     """A reply as the client library gives it, in words of no protocol."""
 
     end: str
-    text: str = ""
-    reasoning: str | None = None
+    text: str
+    reasoning: str | None
     # name and arguments of each call
-    calls: list = field(default_factory=list)
-    tokens: tuple[int, int] = (0, 0)
+    calls: list
+    tokens: tuple[int, int]
     # to be sent back, and the ids of its calls
     echo: list = field(default_factory=list)
     ids: list = field(default_factory=list)
@@ -124,36 +127,43 @@ class Failure(Exception):
 
 
 IMAGE = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
-PARAMETERS = {"type": "object", "properties": {"n": {"type": "number"}}}
 
 
-class Chat:
-    """OpenAI Chat Completions."""
+class Driver:
+    """What asks in a protocol, with its official client; ``fields`` are of the body."""
 
-    def client(self, gateway, session):
-        return gateway.client(session)
+    name: ClassVar[str]
+
+    def client(self, session):
+        return session.openai
 
     def user(self, text):
-        return [{"role": "user", "content": text}]
+        return [saying(self.name, text)]
+
+    def image(self):
+        return [saying(self.name, image_part(self.name, "image/png", IMAGE))]
+
+
+class Chat(Driver):
+    name = "openai_chat"
 
     def failed(self, answer, text):
-        return [{"role": "tool", "tool_call_id": answer.ids[0], "content": text}]
+        return [tool(answer.ids[0], text)]
 
-    async def ask(self, client, said, *, stream, stop=None, temperature=None, **more):
-        fields = {"model": "any", "messages": said, "tools": [self._tool()]}
-        fields |= {k: v for k, v in [("stop", stop), ("temperature", temperature)] if v}
-        fields |= more
+    async def ask(self, client, sent, *, stream, **fields):
+        asked = {"model": "any", "messages": sent, "tools": TOOLS[self.name]}
+        create = client.chat.completions.create
         try:
             if stream:
                 state = ChatCompletionStreamState()
-                asked = {**fields, "stream_options": {"include_usage": True}}
-                async for chunk in await client.chat.completions.create(
-                    stream=True, **asked
+                fields["stream_options"] = {"include_usage": True}
+                async for chunk in await create(
+                    stream=True, extra_body=fields, **asked
                 ):
                     state.handle_chunk(chunk)
                 reply = state.current_completion_snapshot
             else:
-                reply = await client.chat.completions.create(**fields)
+                reply = await create(extra_body=fields, **asked)
         except openai.APIError as error:
             # an event of a stream has no status
             status = getattr(error, "status_code", None)
@@ -171,55 +181,35 @@ class Chat:
             ids=[c.id for c in calls],
         )
 
-    def image(self):
-        url = {"url": f"data:image/png;base64,{IMAGE}"}
-        return [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
 
-    def asks(self, case):
-        if case == "a call that was required":
-            return {"tool_choice": "required"}
-        return {"tool_choice": {"type": "function", "function": {"name": "g"}}}
+class Anthropic(Driver):
+    name = "anthropic"
 
-    def _tool(self):
-        return {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
-
-
-class Anthropic:
-    """Anthropic Messages."""
-
-    def client(self, gateway, session):
-        return gateway.anthropic(session)
-
-    def user(self, text):
-        return [{"role": "user", "content": text}]
+    def client(self, session):
+        return session.gateway.anthropic(session.key)
 
     def failed(self, answer, text):
         result = {"type": "tool_result", "tool_use_id": answer.ids[0], "content": text}
-        return [{"role": "user", "content": [{**result, "is_error": True}]}]
+        return [user([{**result, "is_error": True}])]
 
-    async def ask(self, client, said, *, stream, stop=None, temperature=None, **more):
-        fields = {
-            "model": "any",
-            "max_tokens": 10**6,
-            "messages": said,
-            "tools": [{"name": "f", "input_schema": PARAMETERS}],
-            # not in every version of the client
-            "extra_body": {"temperature": temperature},
-        }
-        fields |= {"stop_sequences": stop} if stop else {}
-        fields |= more
+    async def ask(self, client, sent, *, stream, **fields):
+        asked = {"model": "any", "max_tokens": 10**6, "messages": sent}
+        asked |= {"tools": TOOLS[self.name], "extra_body": fields}
         try:
             if stream:
-                async with client.messages.stream(**fields) as events:
+                async with client.messages.stream(**asked) as events:
                     reply = await events.get_final_message()
             else:
-                reply = await client.messages.create(**fields)
+                reply = await client.messages.create(**asked)
         except anthropic.APIStatusError as error:
             body = error.body["error"]
             raise Failure(error.status_code, body["type"], body["message"]) from error
         thoughts = [b.thinking for b in reply.content if b.type == "thinking"]
         calls = [b for b in reply.content if b.type == "tool_use"]
-        usage = reply.usage
+        usage, content = (
+            reply.usage,
+            [b.model_dump(exclude_none=True) for b in reply.content],
+        )
         return Answer(
             end=reply.stop_reason,
             text="".join(b.text for b in reply.content if b.type == "text"),
@@ -229,53 +219,27 @@ class Anthropic:
                 usage.input_tokens + usage.cache_read_input_tokens,
                 usage.output_tokens,
             ),
-            echo=[
-                {
-                    "role": "assistant",
-                    "content": [b.model_dump(exclude_none=True) for b in reply.content],
-                }
-            ],
+            echo=[{"role": "assistant", "content": content}],
             ids=[b.id for b in calls],
         )
 
-    def image(self):
-        source = {"type": "base64", "media_type": "image/png", "data": IMAGE}
-        return [{"role": "user", "content": [{"type": "image", "source": source}]}]
 
-    def asks(self, case):
-        if case == "a call that was required":
-            return {"tool_choice": {"type": "any"}}
-        return {"tool_choice": {"type": "tool", "name": "g"}}
-
-
-class Responses:
-    """OpenAI Responses."""
-
-    def client(self, gateway, session):
-        return gateway.client(session)
-
-    def user(self, text):
-        return [{"role": "user", "content": text}]
+class Responses(Driver):
+    name = "openai_responses"
 
     def failed(self, answer, text):
         kind = "function_call_output"
         return [{"type": kind, "call_id": answer.ids[0], "output": text}]
 
-    async def ask(self, client, said, *, stream, stop=None, temperature=None, **more):
-        tool = {"type": "function", "name": "f", "strict": False}
-        fields = {
-            "model": "any",
-            "input": said,
-            "tools": [{**tool, "parameters": PARAMETERS}],
-        }
-        fields |= {"temperature": temperature} if temperature else {}
-        fields |= more
+    async def ask(self, client, sent, *, stream, **fields):
+        asked = {"model": "any", "input": sent, "extra_body": fields}
+        asked["tools"] = [{**each, "strict": False} for each in TOOLS[self.name]]
         try:
             if stream:
-                stream = await client.responses.create(stream=True, **fields)
-                reply = [event async for event in stream][-1].response
+                events = await client.responses.create(stream=True, **asked)
+                reply = [event async for event in events][-1].response
             else:
-                reply = await client.responses.create(**fields)
+                reply = await client.responses.create(**asked)
         except openai.APIStatusError as error:
             raise Failure(error.status_code, error.code, error.message) from error
         if reply.status == "failed":
@@ -293,55 +257,33 @@ class Responses:
             ids=[item.call_id for item in calls],
         )
 
-    def image(self):
-        url = f"data:image/png;base64,{IMAGE}"
-        part = {"type": "input_image", "image_url": url, "detail": "auto"}
-        return [{"role": "user", "content": [part]}]
 
-    def asks(self, case):
-        if case == "a call that was required":
-            return {"tool_choice": "required"}
-        return {"tool_choice": {"type": "function", "name": "g"}}
+class Gemini(Driver):
+    name = "gemini"
 
-
-class Gemini:
-    """Gemini generateContent."""
-
-    def client(self, gateway, session):
-        return gateway.gemini(session)
-
-    def user(self, text):
-        return [types.Content(role="user", parts=[types.Part(text=text)])]
+    def client(self, session):
+        return session.gateway.gemini(session.key).aio.models
 
     def failed(self, answer, text):
-        result = types.FunctionResponse(
-            id=answer.ids[0], name="f", response={"error": text}
-        )
-        return [
-            types.Content(role="user", parts=[types.Part(function_response=result)])
-        ]
+        result = {"id": answer.ids[0], "name": "f", "response": {"error": text}}
+        return [saying(self.name, {"functionResponse": result})]
 
-    async def ask(self, client, said, *, stream, stop=None, temperature=None, **more):
-        declared = types.FunctionDeclaration(
-            name="f", parameters_json_schema=PARAMETERS
-        )
-        calling = types.AutomaticFunctionCallingConfig(disable=True)
-        options = {
-            "automatic_function_calling": calling,
-            "tools": [types.Tool(function_declarations=[declared])],
-            "stop_sequences": stop,
-            "temperature": temperature,
+    async def ask(self, client, sent, *, stream, **fields):
+        config = fields.pop("generationConfig", {}) | fields
+        config |= {"tools": TOOLS[self.name]}
+        config["automaticFunctionCalling"] = {"disable": True}
+        asked = {
+            "model": "any",
+            "contents": [types.Content.model_validate(each) for each in sent],
+            "config": types.GenerateContentConfig.model_validate(config),
         }
-        config = types.GenerateContentConfig(**options | more)
-        fields = {"model": "any", "contents": said, "config": config}
         parts = []
         try:
             if stream:
-                events = await client.aio.models.generate_content_stream(**fields)
-                async for reply in events:
+                async for reply in await client.generate_content_stream(**asked):
                     parts += reply.candidates[0].content.parts
             else:
-                reply = await client.aio.models.generate_content(**fields)
+                reply = await client.generate_content(**asked)
                 parts = reply.candidates[0].content.parts
         except google.APIError as error:
             raise Failure(error.code, error.status, error.message) from error
@@ -361,16 +303,8 @@ class Gemini:
             ids=[call.id for call in calls],
         )
 
-    def image(self):
-        part = types.Part.from_bytes(
-            data=base64.b64decode(IMAGE), mime_type="image/png"
-        )
-        return [types.Content(role="user", parts=[part])]
 
-    def asks(self, case):
-        names = ["g"] if "not offered" in case else None
-        calling = types.FunctionCallingConfig(mode="ANY", allowed_function_names=names)
-        return {"tool_config": types.ToolConfig(function_calling_config=calling)}
+DRIVERS = {each.name: each for each in (Chat(), Anthropic(), Responses(), Gemini())}
 
 
 # What a request may require of its reply: as the table shows it, the fields of the body
@@ -464,8 +398,27 @@ REQUIRED = {
     ),
 }
 
-
-DRIVERS = dict(zip(NAMES, (Chat(), Anthropic(), Responses(), Gemini()), strict=True))
+_OTHER = {"type": "function", "function": {"name": "g"}}
+# What a case asks for besides, by protocol.
+ASKED = {
+    "a stop string of the client": (
+        {"stop": ["END"]},
+        {"stop_sequences": ["END"]},
+        {},
+        {"generationConfig": {"stopSequences": ["END"]}},
+    ),
+    "a call that was required": [cell[1] for cell in REQUIRED["a call"][1:]],
+    "a required tool that is not offered": (
+        {"tool_choice": _OTHER},
+        {"tool_choice": {"type": "tool", "name": "g"}},
+        {"tool_choice": {"type": "function", "name": "g"}},
+        _calling(mode="ANY", allowedFunctionNames=["g"]),
+    ),
+    "a parameter out of range": (
+        *[{"temperature": 9.0}] * 3,
+        {"generationConfig": {"temperature": 9.0}},
+    ),
+}
 
 
 def table() -> str:

@@ -5,21 +5,45 @@ import sys
 
 import pytest
 
-_NEEDS = {
-    "engines/test_sglang_real.py": {"TRAJKIT_SGLANG_PYTHON"},
-    "engines/test_sglang_launch.py": {"TRAJKIT_SGLANG_PYTHON"},
-    "engines/test_sglang_images.py": {"TRAJKIT_SGLANG_PYTHON"},
-    "engines/test_sglang_router.py": {"TRAJKIT_SGLANG_PYTHON"},
-    "engines/test_vllm_real.py": {"TRAJKIT_VLLM_PYTHON"},
-    "engines/test_sglang_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_SGLANG_PYTHON"},
-    "engines/test_vllm_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_VLLM_PYTHON"},
-}
-collect_ignore = [name for name, needs in _NEEDS.items() if not needs <= {*os.environ}]
+_SERVERS = {"TRAJKIT_SGLANG_PYTHON", "TRAJKIT_VLLM_PYTHON"} & {*os.environ}
+collect_ignore = [
+    *([] if _SERVERS else ["engines/test_real.py"]),
+    *(
+        []
+        if _SERVERS and "TRAJKIT_CLIENTS" in os.environ
+        else ["engines/test_real_clients.py"]
+    ),
+]
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+async def start(tmp_path):
+    """Start gateways in this process; modules that use it import `tests.shim.clients`."""
+    from tests.shim.clients import InProcess
+    from tests.shim.fakes import RENDERER, ScriptedEngine
+
+    started = []
+
+    async def start(
+        *script,
+        engine=None,
+        renderer=RENDERER,
+        directory=tmp_path,
+        place=InProcess,
+        **options,
+    ):
+        engine = ScriptedEngine(*script) if engine is None else engine
+        started.append(place(engine, renderer, directory, **options))
+        return started[-1]
+
+    yield start
+    for gateway in reversed(started):
+        await gateway.aclose()
 
 
 @pytest.fixture(autouse=True)

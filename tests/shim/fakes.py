@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,9 +32,13 @@ from trajkit_shim.prompting.conversation import (
     Node,
     next_position,
 )
-from trajkit_shim.prompting.render import ChatRenderer, Ids, ModelTokenizer
-from trajkit_shim.replies.parse import parse
-from trajkit_shim.replies.parsers import FORMS
+from trajkit_shim.prompting.render import (
+    ChatRenderer,
+    Ids,
+    ModelTokenizer,
+    embedded_renderer,
+)
+from trajkit_shim.replies import FORMS, parse
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -66,6 +72,48 @@ TOOL = {
 def cases(names: str, table: dict[str, Any]) -> Any:
     """Run a test once for each value of a table, which its names tell apart."""
     return pytest.mark.parametrize(names, table.values(), ids=table)
+
+
+def user(text: Json) -> dict[str, Json]:
+    return {"role": "user", "content": text}
+
+
+def said(text: Json = "", **fields: Json) -> dict[str, Json]:
+    """An assistant's message."""
+    return {"role": "assistant", "content": text, **fields}
+
+
+def tool(call_id: str, text: Json = "", **fields: Json) -> dict[str, Json]:
+    """A call's result."""
+    return {"role": "tool", "content": text, "tool_call_id": call_id, **fields}
+
+
+def called(call_id: str, name: str = "f", arguments: Json = "{}") -> dict[str, Json]:
+    """A call in an assistant's message."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def sampled_call(name: str = "bash", arguments: str = '{"command":  "ls"}') -> str:
+    """A call as models with this template sample it."""
+    body = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def fails(*error: object, raised: type[Exception] = OSError) -> Callable[..., Any]:
+    """A function that raises an error, whatever it is given."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise raised(*error)
+
+    return failing
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until something is true."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0)
 
 
 def parse_reply(text, tools=(), form=FORMS["hermes"], *, opened=False):
@@ -117,6 +165,22 @@ def byte_tokenizer() -> Any:
     )
 
 
+def load_tokenizer() -> Any:
+    """The embedded engine's tokenizer for transformers, with its chat template."""
+    # otherwise transformers warns about missing PyTorch, which is not needed
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer, template = chat_files()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=template,
+        eos_token=END,
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
 def save_tokenizer(folder: Path, template: str | None = None) -> None:
     """Write the embedded engine's tokenizer into a model directory."""
     tokenizer, own = chat_files()
@@ -133,6 +197,7 @@ def byte_renderer(template: str = AS_STRING) -> ChatRenderer:
 
 
 RENDERER = byte_renderer()
+EMBEDDED = embedded_renderer()
 
 
 def remember(
@@ -150,7 +215,7 @@ def remember(
             "after": next_position(position, logged_message(message).key),
             "turn": 0,
             "agent_id": None,
-            "ids": None,
+            "own_ids": fields.pop("ids", None),
             "between": None,
             "offered": b"",
             "closed": True,
@@ -184,27 +249,37 @@ Scripted: TypeAlias = str | Sample | Exception | Callable[[], Any]
 
 
 class ScriptedEngine:
-    """Gives the scripted replies in order.
+    """The double of an engine in this process: it gives the scripted replies in order.
 
     A text is given as `sampled`, an exception is raised, and what a function returns is
     awaited for the reply.
     """
 
-    def __init__(self, *script: Scripted, context: int = 2000) -> None:
+    takes_images = False
+
+    def __init__(
+        self, *script: Scripted, context: int = 2000, vocab_size: int = 260
+    ) -> None:
         self.script = deque(script)
-        self.prompts: list[Ids] = []
-        self.samplings: list[Sampling] = []
+        self.requests: list[EngineRequest] = []
         self.closed = False
         self.limits = EngineInfo(
-            model="scripted", vocab_size=260, max_context_tokens=context
+            model="scripted", vocab_size=vocab_size, max_context_tokens=context
         )
+
+    @property
+    def prompts(self) -> list[Ids]:
+        return [request.prompt_ids for request in self.requests]
+
+    @property
+    def samplings(self) -> list[Sampling]:
+        return [request.sampling for request in self.requests]
 
     async def info(self) -> EngineInfo:
         return self.limits
 
     async def generate(self, request: EngineRequest) -> Sample:
-        self.prompts.append(request.prompt_ids)
-        self.samplings.append(request.sampling)
+        self.requests.append(request)
         reply = self.script.popleft()
         if callable(reply):
             reply = await reply()
@@ -219,40 +294,35 @@ class ScriptedEngine:
 class Held:
     """A scripted reply that waits until it is let go."""
 
+    events: Any = asyncio
+
     def __init__(self, reply: "str | Sample | Exception") -> None:
         self.reply = reply
-        self.entered = asyncio.Event()
-        self.release = asyncio.Event()
-        self.cancelled = False
+        self.entered = self.events.Event()
+        self.release = self.events.Event()
+        self.cancelled = self.events.Event()
+
+    async def released(self) -> None:
+        await self.release.wait()
 
     async def __call__(self) -> "str | Sample | Exception":
         self.entered.set()
         try:
-            await self.release.wait()
-        except asyncio.CancelledError:
-            self.cancelled = True
-            raise
-        return self.reply
-
-
-class Threaded:
-    """The same, let go or made to fail by another thread."""
-
-    def __init__(self, reply: "str | Sample | Exception") -> None:
-        self.reply = reply
-        self.entered = threading.Event()
-        self.release = threading.Event()
-        self.cancelled = threading.Event()
-
-    async def __call__(self) -> "str | Sample | Exception":
-        self.entered.set()
-        try:
-            await asyncio.to_thread(self.release.wait)
+            await self.released()
         except asyncio.CancelledError:
             self.release.set()
             self.cancelled.set()
             raise
         return self.reply
+
+
+class Threaded(Held):
+    """The same, let go or made to fail by another thread."""
+
+    events = threading
+
+    async def released(self) -> None:
+        await asyncio.to_thread(self.release.wait)
 
 
 class Updatable(ScriptedEngine):
@@ -273,17 +343,10 @@ class Updatable(ScriptedEngine):
         elif failure is not None:
             raise failure
 
-    async def pause(self) -> None:
-        await self._note("pause")
-
-    async def update_weights(self, path, version) -> None:
-        await self._note("update", path, version)
-
-    async def update_tensors(self, tensors, load_format, version) -> None:
-        await self._note("tensors", tensors, load_format, version)
-
-    async def resume(self) -> None:
-        await self._note("resume")
+    pause = partialmethod(_note, "pause")
+    update_weights = partialmethod(_note, "update")
+    update_tensors = partialmethod(_note, "tensors")
+    resume = partialmethod(_note, "resume")
 
     async def next(self) -> tuple[object, ...]:
         """The next thing that it was told, from another loop."""

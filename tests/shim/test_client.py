@@ -3,10 +3,10 @@
 import asyncio
 from contextlib import ExitStack, contextmanager
 
-import httpx
 import pytest
 
-from tests.shim.fakes import RENDERER, ScriptedEngine, Updatable
+from tests.shim import processes
+from tests.shim.fakes import RENDERER, ScriptedEngine, Updatable, cases, until
 from trajkit import read_sessions
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -19,31 +19,13 @@ from trajkit_shim.sessions.turn_log import TurnLog
 @contextmanager
 def gateways(directory, *engines, **options):
     """Yield the URLs of gateways with these engines, each with a log of its own."""
+
+    def app(number, engine):
+        log = TurnLog(directory / str(number))
+        return create_app(engine, RENDERER, log, Options(**options))
+
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                running(
-                    create_app(
-                        engine,
-                        RENDERER,
-                        TurnLog(directory / str(number)),
-                        Options(**options),
-                    )
-                )
-            )
-            for number, engine in enumerate(engines)
-        ]
-
-
-def call(session):
-    """The text of a reply to an agent that uses what `open` returned."""
-    answer = httpx.post(
-        f"{session.base_url}/v1/chat/completions",
-        json={"model": "m", "messages": [{"role": "user", "content": "hi"}]},
-        headers={"authorization": f"Bearer {session.api_key}"},
-        trust_env=False,
-    )
-    return answer.raise_for_status().json()["choices"][0]["message"]["content"]
+        yield [stack.enter_context(running(app(*each))) for each in enumerate(engines)]
 
 
 def test_a_session_from_its_opening_to_its_reward(tmp_path):
@@ -54,7 +36,7 @@ def test_a_session_from_its_opening_to_its_reward(tmp_path):
         assert client.models() == ["scripted"]
         session = client.open("a", max_turns=1, metadata={"task": 7})
         assert (session.session_id, session.base_url) == ("a", urls[0])
-        assert call(session) == "hello"
+        assert processes.chat(session.base_url, session.api_key) == "hello"
         assert client.describe("a")["turns"] == 1
         assert client.finish("a", reward=0.5, wait_seconds=1)["status"] == "closed"
         assert client.finish("a", reward=0.75)["reward"] == 0.75
@@ -64,9 +46,12 @@ def test_a_session_from_its_opening_to_its_reward(tmp_path):
     assert rewards.to_pylist()[0] == {"session_id": "a", "reward": 0.75}
 
 
-@pytest.mark.parametrize(
-    ("token", "status", "match"),
-    [("", 401, "admin token is missing"), ("t", 409, "'a' was opened before")],
+@cases(
+    "token, status, match",
+    {
+        "no token": ("", 401, "admin token is missing"),
+        "twice": ("t", 409, "'a' was opened before"),
+    },
 )
 def test_errors_have_the_status_and_the_place(tmp_path, token, status, match):
     with gateways(tmp_path, ScriptedEngine(), admin_token="t") as urls:
@@ -120,19 +105,7 @@ def test_sessions_are_spread_over_gateways_and_found_again(tmp_path):
     assert caught.value.status == 404
 
 
-@pytest.mark.anyio
-async def test_many_openings_at_once_are_spread_too(tmp_path):
-    with gateways(tmp_path, ScriptedEngine(), ScriptedEngine()) as urls:
-        async with AsyncGatewayClient(urls) as client:
-            opened = await asyncio.gather(*(client.open() for _ in range(40)))
-            places = [session.base_url for session in opened]
-            assert {places.count(url) for url in urls} == {20}
-            # a refused session takes no place
-            for _ in range(3):
-                with pytest.raises(GatewayError):
-                    await client.open(max_turns=-1)
-            assert [await client.open() for _ in range(2)][1].base_url in urls
-            assert sorted(client._open.values()) == [21, 21]
+UPDATE = ("update", "/new", "step-1")
 
 
 def test_new_weights_at_all_gateways(tmp_path):
@@ -144,13 +117,9 @@ def test_new_weights_at_all_gateways(tmp_path):
         client.update_weights("/new", "step-1")
         client.update_weights(["AAAA"], "step-2", "flattened_bucket")
         client.resume()
+    tensors = ("tensors", ["AAAA"], "flattened_bucket", "step-2")
     for engine in engines:
-        assert engine.told == [
-            ("pause",),
-            ("update", "/new", "step-1"),
-            ("tensors", ["AAAA"], "flattened_bucket", "step-2"),
-            ("resume",),
-        ]
+        assert engine.told == [("pause",), UPDATE, tensors, ("resume",)]
 
 
 @pytest.mark.anyio
@@ -171,34 +140,31 @@ async def test_the_lease_is_renewed_until_the_client_resumes_or_is_gone(tmp_path
 
 @pytest.mark.anyio
 async def test_one_gateway_that_cannot_pause_leaves_none_paused(tmp_path):
-    engines = [Updatable(), Updatable()]
-    engines[1].fails["pause"] = EngineError("no GPU", 502)
+    one, other = engines = [Updatable(), Updatable()]
+    other.fails["pause"] = EngineError("no GPU", 502)
     with gateways(tmp_path, *engines) as urls:
         async with AsyncGatewayClient(urls) as client:
             with pytest.raises(GatewayError, match="no GPU"):
                 await client.pause()
-            assert engines[0].told == [("pause",), ("resume",)]
-            del engines[1].fails["pause"]
+            assert one.told == [("pause",), ("resume",)]
+            del other.fails["pause"]
             await client.pause(0.1)
-            engines[1].fails["pause"] = EngineError("lost", 502)
-            while client._lost is None:
-                await asyncio.sleep(0)
+            other.fails["pause"] = EngineError("lost", 502)
+            await until(lambda: client._lost)
             # tokens may be from either weights now
             with pytest.raises(GatewayError, match="lost"):
                 await client.update_weights("/new", "step-1")
-            assert ("update", "/new", "step-1") not in engines[0].told
+            assert UPDATE not in one.told
 
 
 def test_a_refused_pause_ends_no_other_pause(tmp_path):
-    engines = [Updatable(), Updatable()]
     with (
-        gateways(tmp_path, *engines) as urls,
+        gateways(tmp_path, Updatable(), Updatable()) as urls,
         GatewayClient(urls[0]) as first,
         GatewayClient(urls) as second,
     ):
         first.pause(60, "wait")
         with pytest.raises(GatewayError, match="a pause with mode 'wait'") as caught:
             second.pause(60, "keep")
-        modes = [httpx.get(f"{url}/engine", trust_env=False).json() for url in urls]
-    assert caught.value.status == 409
-    assert [each["mode"] for each in modes] == ["wait", None]
+        modes = [processes.get(f"{url}/engine").json()["mode"] for url in urls]
+    assert (caught.value.status, modes) == (409, ["wait", None])

@@ -7,30 +7,29 @@ from pathlib import Path
 import pytest
 
 import trajkit as tk
-from tests.shim.clients import in_process, on_socket
+from tests.shim.clients import NAMES, OnSocket
 from tests.shim.conformance import (
+    ASKED,
     CUTS,
     DRIVERS,
     ENDS,
     FAILURES,
     MIDDLE,
-    NAMES,
     SENDING,
     Failure,
     cuts,
     requirements,
     table,
 )
-from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded, sampled
+from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded, sampled, sampled_call
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
 
-CALL = '<tool_call>\n{"name": "f", "arguments": {"n":  1.50e1}}\n</tool_call>'
-BROKEN = '<tool_call>\n{"name": "f", "arguments": {"n": \n</tool_call>'
+CALL = sampled_call("f", '{"n":  1.50e1}')
+BROKEN = sampled_call("f", '{"n": ').replace(" }", " ")
 ROOT = Path(__file__).parent.parent.parent
 
-EACH = pytest.mark.parametrize("name", NAMES)
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 # what is sampled in a case, and the text, the reasoning and the number of calls it holds
@@ -48,37 +47,43 @@ SAMPLED = {
 }
 
 
+def each_of(table):
+    """Run a test for each case and protocol that has a word for it."""
+    given = [
+        pytest.param(case, name, word, id=f"{case}-{name}")
+        for case, words in table.items()
+        for name, word in zip(NAMES, words, strict=True)
+    ]
+    return pytest.mark.parametrize(("case", "name", "word"), given)
+
+
+def asked(case, name):
+    return dict(zip(NAMES, ASKED.get(case, [{}] * 4), strict=True))[name]
+
+
 def arguments(given):
     return json.loads(given) if isinstance(given, str) else given
 
 
-@EACH
 @BOTH
-@pytest.mark.parametrize("case", ENDS)
-async def test_a_call_that_is_answered(tmp_path, name, stream, case):
-    word = dict(zip(NAMES, ENDS[case], strict=True))[name]
+@each_of(ENDS)
+async def test_a_call_that_is_answered(start, name, stream, case, word):
     if word is None:
         # the protocol has no such case
         return
-    driver = DRIVERS[name]
-    reply, text, reasoning, calls = SAMPLED[case]
+    driver, (reply, text, reasoning, calls) = DRIVERS[name], SAMPLED[case]
     failed = case == "after a tool that failed"
-    engine = ScriptedEngine(*[CALL] * failed, reply)
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = driver.client(gateway, await gateway.open_key())
-        said = driver.user("hi")
-        if failed:
-            first = await driver.ask(client, said, stream=stream)
-            said += first.echo + driver.failed(first, "no such file")
-        stop = ["END"] if "stop string" in case else None
-        more = driver.asks(case) if "required" in case else {}
-        answer = await driver.ask(client, said, stream=stream, stop=stop, **more)
-        turn = gateway.turns()[-1]
-        # and the conversation goes on from there
-        engine.script.append("more")
-        said += answer.echo + driver.user("and?")
-        await driver.ask(client, said, stream=stream)
-        assert gateway.turns()[-1]["messages"][-2]["key"] == turn["response"]["key"]
+    gateway = await start(*[CALL] * failed, reply, "more")
+    client, sent = driver.client(await gateway.open()), driver.user("hi")
+    if failed:
+        first = await driver.ask(client, sent, stream=stream)
+        sent += first.echo + driver.failed(first, "no such file")
+    answer = await driver.ask(client, sent, stream=stream, **asked(case, name))
+    turn = gateway.turns()[-1]
+    # and the conversation goes on from there
+    sent += answer.echo + driver.user("and?")
+    await driver.ask(client, sent, stream=stream)
+    assert gateway.turns()[-1]["messages"][-2]["key"] == turn["response"]["key"]
     assert answer.end == word
     assert (answer.text, answer.reasoning) == (text, reasoning)
     assert [(n, arguments(a)) for n, a in answer.calls] == [("f", {"n": 15})] * calls
@@ -89,64 +94,54 @@ async def test_a_call_that_is_answered(tmp_path, name, stream, case):
     assert (turn["use_tool"], turn["ill_formed"]) == (calls > 0, broken)
     if failed:
         assert turn["messages"][-1]["role"] == "tool"
-        assert "no such file" in RENDERER.decode(engine.prompts[1], ended=False)
+        prompt = RENDERER.decode(gateway.engine.prompts[1], ended=False)
+        assert "no such file" in prompt
 
 
-def engine_of(case):
-    script = {
-        "refused by the engine": EngineError("bad regex", 400),
-        "the engine fails": EngineError("out of memory"),
-        "the engine cuts the call short": sampled("half", finish_reason="abort"),
-        "a fault of the gateway": RuntimeError("bug"),
-    }
-    context = 20 if case == "a prompt that is too long" else 2000
-    return ScriptedEngine(*filter(None, [script.get(case)]), context=context)
+FAILING = {
+    "refused by the engine": EngineError("bad regex", 400),
+    "the engine fails": EngineError("out of memory"),
+    "the engine cuts the call short": sampled("half", finish_reason="abort"),
+    "a fault of the gateway": RuntimeError("bug"),
+    # six tokens
+    "no turn left": "first",
+    "no token left": "first",
+}
 
 
-@EACH
 @BOTH
-@pytest.mark.parametrize("case", FAILURES)
-async def test_a_call_that_fails(tmp_path, name, stream, case):
-    status, words = FAILURES[case]
+@each_of({case: words for case, (_, words) in FAILURES.items()})
+async def test_a_call_that_fails(start, name, stream, case, word):
     driver = DRIVERS[name]
-    engine = engine_of(case)
-    options = {"max_body_bytes": 4000, "pause_wait_seconds": 0.0}
-    async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
-        limit = "max_output_tokens" if case == "no token left" else "max_turns"
-        # "first" has six tokens
-        session = await gateway.open_key(**{limit: 6 if "tokens" in limit else 1})
-        said = driver.user("hi")
-        before = 0
-        if case == "an unknown session":
-            session = "other"
-        elif case == "a closed session":
-            await gateway.http.delete(gateway.path_of(session))
-        elif case == "an image":
-            said = driver.image()
-        elif case == "a body that is too long":
-            said = driver.user("x" * 4000)
-        elif case == "a pause that does not end":
-            await gateway.http.post("/engine/pause", json={"mode": "wait"})
-        elif case in {"no turn left", "no token left"}:
-            engine.script.append("first")
-            await driver.ask(driver.client(gateway, session), said, stream=stream)
-            before = 1
-        temperature = 9.0 if case == "a parameter out of range" else None
-        more = (
-            driver.asks(case) if case == "a required tool that is not offered" else {}
-        )
-        with pytest.raises(Failure) as caught:
-            await driver.ask(
-                driver.client(gateway, session),
-                said,
-                stream=stream,
-                temperature=temperature,
-                **more,
-            )
-        recorded = [turn["trainable"] for turn in gateway.turns()[before:]]
+    context = 20 if case == "a prompt that is too long" else 2000
+    script = [FAILING[case]] if case in FAILING else []
+    engine = ScriptedEngine(*script, context=context)
+    gateway = await start(engine=engine, max_body_bytes=4000, pause_wait_seconds=0.0)
+    limits = {
+        "no turn left": {"max_turns": 1},
+        "no token left": {"max_output_tokens": 6},
+    }
+    session = await gateway.open(**limits.get(case, {}))
+    sent, before = driver.user("hi"), 0
+    if case == "an unknown session":
+        session.key = "other"
+    elif case == "a closed session":
+        await session.end("close")
+    elif case == "an image":
+        sent = driver.image()
+    elif case == "a body that is too long":
+        sent = driver.user("x" * 4000)
+    elif case == "a pause that does not end":
+        await gateway.post("/engine/pause", mode="wait")
+    elif case in limits:
+        await driver.ask(driver.client(session), sent, stream=stream)
+        before = 1
+    call = driver.ask(driver.client(session), sent, stream=stream, **asked(case, name))
+    with pytest.raises(Failure) as caught:
+        await call
+    recorded = [turn["trainable"] for turn in gateway.turns()[before:]]
     failure = caught.value
-    word = dict(zip(NAMES, words, strict=True))[name]
-    assert (failure.status, failure.word) == (status, word)
+    assert (failure.status, failure.word) == (FAILURES[case][0], word)
     assert failure.message
     if case == "a prompt that is too long":
         # the words that make clients compact
@@ -156,28 +151,28 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
     assert recorded == ([False] if case == "the engine cuts the call short" else [])
 
 
-async def until(event):
-    assert await asyncio.to_thread(event.wait, 60)
-
-
-async def cut(gateway, session, what, stalled):
+async def cut(session, what, stalled):
     """What cuts the session's call off, its client apart."""
+    post = session.gateway.admin.post
     if what == "a pause that aborts":
-        await gateway.admin.post("/engine/pause", json={"mode": "abort"})
-        await gateway.admin.post("/engine/resume")
+        await post("/engine/pause", json={"mode": "abort"})
+        await post("/engine/resume")
     elif what == "the gateway is drained":
-        await gateway.admin.post("/admin/drain", json={"wait_seconds": 0})
-    elif what == "the engine fails":
-        stalled.reply = EngineError("out of memory")
-        stalled.release.set()
-    elif what == "the engine cuts the call short":
+        await post("/admin/drain", json={"wait_seconds": 0})
+    elif "the engine" in what:
         stalled.release.set()
     else:
         how = {"its session is finished": "finish", "its session is dropped": "drop"}
-        await gateway.admin.post(f"{gateway.path_of(session)}/{how[what]}")
+        await post(f"{session.path}/{how[what]}")
 
 
-@EACH
+STALLED = {
+    "the engine cuts the call short": sampled("hello", finish_reason="abort"),
+    "the engine fails": EngineError("out of memory"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("what", "when", "stream"),
     [
@@ -187,52 +182,49 @@ async def cut(gateway, session, what, stalled):
         if stream or when != MIDDLE
     ],
 )
-async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
+async def test_a_call_that_is_cut_off(tmp_path, start, name, what, when, stream):
     recorded, words = CUTS[what, when]
-    driver, stalled, heard = DRIVERS[name], Threaded("hello"), asyncio.Event()
-    if what == "the engine cuts the call short":
-        stalled.reply = sampled("hello", finish_reason="abort")
-    if when == SENDING:
-        engine = ScriptedEngine("first", "x" * 600_000, context=10**6)
-    else:
-        engine = ScriptedEngine("first", stalled, "hello")
+    driver, heard = DRIVERS[name], asyncio.Event()
+    stalled = Threaded(STALLED.get(what, "hello"))
+    sending = when == SENDING
+    script = ["x" * 600_000] if sending else [stalled, "hello"]
+    engine = ScriptedEngine("first", *script, context=10**6 if sending else 2000)
     answer, failure = None, None
     options = {"max_new_tokens": 10**6, "ping_seconds": 0.01 if when == MIDDLE else 60}
-    async with on_socket(engine, RENDERER, tmp_path, **options) as gateway:
-        session = await gateway.open_key()
-        client = driver.client(gateway, session)
-        # a turn that was answered before
-        await driver.ask(client, driver.user("hi"), stream=stream)
+    gateway = await start(engine=engine, place=OnSocket, **options)
+    session = await gateway.open()
+    client = driver.client(session)
+    # a turn that was answered before
+    await driver.ask(client, driver.user("hi"), stream=stream)
 
-        async def leave():
-            asyncio.current_task().cancel()
+    async def leave():
+        asyncio.current_task().cancel()
 
-        async def hear():
-            heard.set()
+    async def hear():
+        heard.set()
 
-        gateway.at_head = {SENDING: leave, MIDDLE: hear}.get(when)
-        call = asyncio.create_task(
-            driver.ask(client, driver.user("and?"), stream=stream)
-        )
-        if when == MIDDLE:
-            await heard.wait()
-        if when != SENDING:
-            await until(stalled.entered)
-        if words is None:
-            if when != SENDING:
-                call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-        else:
-            await cut(gateway, session, what, stalled)
-            try:
-                answer = await call
-            except Failure as error:
-                failure = error
-        if when != SENDING and "engine" not in what:
-            await until(stalled.cancelled)
-    log = tk.read_turns(tmp_path)
-    first, *rest = log["trainable"].to_pylist()
+    gateway.at_head = {SENDING: leave, MIDDLE: hear}.get(when)
+    asking = driver.ask(client, driver.user("and?"), stream=stream)
+    call = asyncio.create_task(asking)
+    if when == MIDDLE:
+        await heard.wait()
+    if not sending:
+        assert await asyncio.to_thread(stalled.entered.wait, 60)
+    if words is None:
+        if not sending:
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    else:
+        await cut(session, what, stalled)
+        try:
+            answer = await call
+        except Failure as error:
+            failure = error
+    if not sending and "engine" not in what:
+        assert await asyncio.to_thread(stalled.cancelled.wait, 60)
+    await gateway.aclose()
+    first, *rest = tk.read_turns(tmp_path)["trainable"].to_pylist()
     assert first == (what != "its session is dropped")
     assert rest == {"nothing": [], "context only": [False]}.get(recorded, [True])
     if words is None:

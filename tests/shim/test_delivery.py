@@ -1,20 +1,25 @@
-"""A turn whose answer reached no client is context only."""
+"""Answers on their way: what reached no client is context only, and what comes again."""
 
 import asyncio
 import json
 
+import anthropic
+import openai
 import pytest
 from hypothesis import example, given
 
-import trajkit as tk
-from tests.made_tables import linearized
-from tests.shim.clients import in_process
-from tests.shim.fakes import RENDERER, Held, ScriptedEngine
+from tests.shim.clients import BODIES, USER, http_of
+from tests.shim.fakes import Held, ScriptedEngine, cases, fails, sampled, until, user
 from tests.strategies import delivery_steps
-from trajkit_shim.delivery import PendingReply
+from trajkit_shim.delivery import KEPT, PendingReply, is_retry
+from trajkit_shim.errors import EngineError
 
-RETRY = (b"x-stainless-retry-count", b"1")
-MESSAGES = [{"role": "user", "content": "hi"}]
+pytestmark = pytest.mark.anyio
+
+FULL = (28, "No space left on device")
+RETRY = {"x-stainless-retry-count": "1"}
+STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+LOST, DELIVERED = (False, "undelivered"), (True, None)
 
 
 class Line:
@@ -35,14 +40,10 @@ class Line:
         raises=None,
         noticed=True,
     ):
-        self.body = json.dumps({"messages": MESSAGES, "stream": stream}).encode()
-        self.session = session
-        self.lost_after = lost_after
-        self.lost_with = lost_with
-        self.raises = raises
-        self.noticed = noticed
-        self.gone = asyncio.Event()
-        self.sent = []
+        self.body = json.dumps({"messages": [USER], "stream": stream}).encode()
+        self.session, self.raises, self.noticed = session, raises, noticed
+        self.lost_after, self.lost_with = lost_after, lost_with
+        self.gone, self.sent = asyncio.Event(), []
 
     async def receive(self):
         if self.body:
@@ -64,194 +65,132 @@ class Line:
             for _ in range(5 if self.noticed else 0):
                 await asyncio.sleep(0)
 
-    async def ask(self, gateway, *headers):
+    async def ask(self, **headers):
+        given = {"x-session-key": self.session.key, **headers}
         scope = {
             "type": "http",
             "method": "POST",
             "path": "/v1/chat/completions",
             "query_string": b"",
-            "headers": [(b"x-session-key", self.session.encode()), *headers],
+            "headers": [(k.encode(), v.encode()) for k, v in given.items()],
         }
-        await gateway.app(scope, self.receive, self.send)
+        await self.session.gateway.app(scope, self.receive, self.send)
 
 
-def logged(gateway):
+def stuck(line):
+    """An event, which is set once the app sends on a line, which it then does for ever."""
+    entered = asyncio.Event()
+
+    async def send(_):
+        entered.set()
+        await asyncio.Event().wait()
+
+    line.send = send
+    return entered
+
+
+def logged(session):
     """``trainable`` and ``amended`` of each turn."""
-    turns = tk.read_turns(gateway.log.directory).to_pylist()
+    turns = session.gateway.table().to_pylist()
     return [(turn["trainable"], turn.get("amended")) for turn in turns]
 
 
 @pytest.fixture
-async def gateway(tmp_path):
-    engine = ScriptedEngine(*"abcd")
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        yield gateway
+async def session(start):
+    return await (await start(*"abcd")).open()
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_an_answer_that_arrives_is_amended_by_nothing(gateway, stream):
-    line = Line(await gateway.open_key(), stream=stream)
-    await line.ask(gateway)
-    assert logged(gateway) == [(True, None)]
-    assert (await gateway.session(gateway.client(line.session)))["undelivered"] == 0
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize(
-    "how", [{}, {"raises": OSError("closed")}, {"noticed": False}], ids=str
+@STREAM
+@cases(
+    "how, told",
+    {
+        "arrives": ({}, DELIVERED),
+        "is lost": ({"lost_after": 1}, LOST),
+        "raises": ({"lost_after": 1, "raises": OSError("closed")}, LOST),
+        "is lost unnoticed": ({"lost_after": 1, "noticed": False}, LOST),
+    },
 )
-async def test_a_client_that_leaves_before_its_answer(gateway, stream, how):
-    line = Line(await gateway.open_key(), stream=stream, lost_after=1, **how)
-    await line.ask(gateway)
-    assert len(line.sent) == 1
-    assert logged(gateway) == [(False, "undelivered")]
-    assert (await gateway.session(gateway.client(line.session)))["undelivered"] == 1
+async def test_an_answer(session, stream, how, told):
+    line = Line(session, stream=stream, **how)
+    await line.ask()
+    assert told == DELIVERED or len(line.sent) == 1
+    assert logged(session) == [told]
+    assert (await session.shown())["undelivered"] == (told == LOST)
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    ("lost_after", "told"),
-    [
-        pytest.param(1, (False, "undelivered"), id="the head"),
-        pytest.param(2, (False, "undelivered"), id="half of it"),
-        pytest.param(3, (True, None), id="all of it"),
-    ],
+@cases(
+    "lost_after, told",
+    {"the head": (1, LOST), "half of it": (2, LOST), "all of it": (3, DELIVERED)},
 )
 async def test_a_client_that_leaves_in_the_midst_of_a_long_answer(
-    tmp_path, lost_after, told
+    start, lost_after, told
 ):
     engine = ScriptedEngine("x" * 100_000, context=10**6)
-    options = {"max_new_tokens": 10**6}
-    async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
-        line = Line(await gateway.open_key(), lost_after=lost_after)
-        await line.ask(gateway)
-        assert logged(gateway) == [told]
+    session = await (await start(engine=engine, max_new_tokens=10**6)).open()
+    await Line(session, lost_after=lost_after).ask()
+    assert logged(session) == [told]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("noticed", [True, False])
-@pytest.mark.parametrize(
-    ("lost_with", "told"),
-    [
-        pytest.param(b'"content": "late"', (False, "undelivered"), id="half of it"),
-        pytest.param(b"[DONE]", (True, None), id="all of it"),
-    ],
+@cases(
+    "lost_with, told",
+    {"half of it": (b'"content":"late"', LOST), "all of it": (b"[DONE]", DELIVERED)},
 )
 async def test_a_client_that_leaves_a_stream_that_has_begun(
-    tmp_path, lost_with, told, noticed
+    start, lost_with, told, noticed
 ):
     held = Held("late")
-    options = {"ping_seconds": 0.001}
-    async with in_process(
-        ScriptedEngine(held), RENDERER, tmp_path, **options
-    ) as gateway:
-        session = await gateway.open_key()
-        line = Line(session, stream=True, lost_with=lost_with, noticed=noticed)
-        call = asyncio.create_task(line.ask(gateway))
-        while len(line.sent) < 3:
-            await asyncio.sleep(0)
-        held.release.set()
-        await call
-        assert lost_with in line.sent[-1]["body"]
-        assert logged(gateway) == [told]
+    session = await (await start(held, ping_seconds=0.001)).open()
+    line = Line(session, stream=True, lost_with=lost_with, noticed=noticed)
+    call = asyncio.create_task(line.ask())
+    await until(lambda: len(line.sent) >= 3)
+    held.release.set()
+    await call
+    assert lost_with in line.sent[-1]["body"]
+    assert logged(session) == [told]
 
 
-@pytest.mark.anyio
-async def test_a_request_that_is_cancelled_while_its_answer_is_sent(gateway):
-    line = Line(await gateway.open_key())
-    entered = asyncio.Event()
-
-    async def stuck(message):
-        entered.set()
-        await asyncio.Event().wait()
-
-    line.send = stuck
-    call = asyncio.create_task(line.ask(gateway))
-    await entered.wait()
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    assert logged(gateway) == [(False, "undelivered")]
-
-
-@pytest.mark.anyio
-async def test_an_answer_that_cannot_be_written_is_not_delivered(gateway, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no words")
-
-    session = await gateway.open_key()
-    with monkeypatch.context() as patch:
-        patch.setattr("trajkit_shim.delivery.encode", fail)
-        with pytest.raises(RuntimeError, match="no words"):
-            await Line(session).ask(gateway)
-    assert logged(gateway) == [(False, "undelivered")]
-
-
-@pytest.mark.anyio
-async def test_an_answer_that_is_given_again_and_arrives_trains_after_all(gateway):
-    session = await gateway.open_key()
-    await Line(session, lost_after=1).ask(gateway)
-    await Line(session, lost_after=1).ask(gateway, RETRY)
-    assert logged(gateway) == [(False, "undelivered")]
-    again = Line(session)
-    await again.ask(gateway, RETRY)
-    assert json.loads(again.sent[1]["body"])["choices"][0]["message"]["content"] == "a"
-    assert logged(gateway) == [(True, "delivered")]
-    # and is not lost again
-    await Line(session, lost_after=1).ask(gateway, RETRY)
-    assert logged(gateway) == [(True, "delivered")]
-    assert (await gateway.session(gateway.client(session)))["undelivered"] == 0
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("lost", [(1, None), (None, 1)], ids=["first", "second"])
-async def test_one_of_two_connections_is_enough(tmp_path, lost):
-    held = Held("a")
-    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
-        session = await gateway.open_key(replay=True)
-        lines = [Line(session, lost_after=each) for each in lost]
-        calls = [asyncio.create_task(line.ask(gateway)) for line in lines]
-        while (await gateway.session(gateway.client(session)))["replayed"] == 0:
-            await asyncio.sleep(0)
-        held.release.set()
-        await asyncio.gather(*calls)
-        assert logged(gateway) == [(True, None)]
-
-
-@pytest.mark.anyio
-async def test_a_turn_stays_dropped_when_its_answer_is_lost_later(gateway, monkeypatch):
+@cases(
+    "dropped, told", {"cancelled": (False, LOST), "dropped": (True, (False, "dropped"))}
+)
+async def test_a_request_that_ends_while_its_answer_is_sent(
+    session, monkeypatch, dropped, told
+):
+    """A turn stays dropped when its answer is lost later."""
     monkeypatch.setattr("trajkit_shim.sessions.sessions._GRACE_SECONDS", 0.0)
-    line, entered = Line(await gateway.open_key()), asyncio.Event()
-
-    async def stuck(message):
-        entered.set()
-        await asyncio.Event().wait()
-
-    line.send = stuck
-    call = asyncio.create_task(line.ask(gateway))
+    line = Line(session)
+    entered = stuck(line)
+    call = asyncio.create_task(line.ask())
     await entered.wait()
-    await gateway.http.post(f"{gateway.path_of(line.session)}/drop")
+    if dropped:
+        await session.end("drop")
+    else:
+        call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    assert logged(gateway) == [(False, "dropped")]
+    assert logged(session) == [told]
 
 
-@pytest.mark.anyio
-async def test_what_is_lost_is_not_trained_and_counted(gateway):
-    session = await gateway.open_key()
-    await Line(session, lost_after=1).ask(gateway)
-    await Line(session).ask(gateway)
-    turns = tk.read_turns(gateway.log.directory)
-    rows, report = linearized(turns, reward=1.0)
-    assert turns["resend_of"].is_valid().to_pylist() == [False, True]
-    assert sum(sum(mask) for mask in rows["loss_mask"].to_pylist()) == 2
-    assert report["lost_untrainable"].to_pylist() == [2]
-    assert len(tk.verify(rows, turns)) == 0
+async def test_an_answer_that_cannot_be_written_is_not_delivered(session, monkeypatch):
+    with monkeypatch.context() as patch:
+        failing = fails("no words", raised=RuntimeError)
+        patch.setattr("trajkit_shim.delivery.encode", failing)
+        with pytest.raises(RuntimeError, match="no words"):
+            await Line(session).ask()
+    assert logged(session) == [LOST]
 
 
-def shared_call(run, amend=None):
-    """A call that is of no session."""
-    return PendingReply(run, amend, b"")
+async def test_an_answer_that_is_given_again_and_arrives_trains_after_all(session):
+    await Line(session, lost_after=1).ask()
+    await Line(session, lost_after=1).ask(**RETRY)
+    assert logged(session) == [LOST]
+    again = Line(session)
+    await again.ask(**RETRY)
+    assert json.loads(again.sent[1]["body"])["choices"][0]["message"]["content"] == "a"
+    assert logged(session) == [(True, "delivered")]
+    # and is not lost again
+    await Line(session, lost_after=1).ask(**RETRY)
+    assert logged(session) == [(True, "delivered")]
+    assert (await session.shown())["undelivered"] == 0
 
 
 @given(delivery_steps)
@@ -263,7 +202,8 @@ def test_a_turn_trains_once_any_connection_was_reached(steps):
         call.turn = 0
 
     async def deliver():
-        call = shared_call(record, lambda _, *line: lines.append(line))
+        # a call that is of no session
+        call = PendingReply(record, lambda _, *line: lines.append(line), b"")
         await call.work
         under_way, reached = {}, False
         for name, well in steps:
@@ -286,55 +226,231 @@ def test_a_turn_trains_once_any_connection_was_reached(steps):
     assert len(lines) <= 2
 
 
-@pytest.mark.anyio
-async def test_a_client_that_leaves_before_it_has_sent_its_request(gateway, caplog):
-    line = Line(await gateway.open_key())
+async def test_a_client_that_leaves_before_it_has_sent_its_request(session, caplog):
+    line = Line(session)
     line.body = b""
     line.gone.set()
     line.gone.is_set = lambda: False
-    await line.ask(gateway)
+    await line.ask()
     assert line.sent[0]["status"] == 499
-    assert caplog.records == []
-    assert logged(gateway) == []
-    shown = await gateway.session(gateway.client(line.session))
-    assert shown["in_flight"] == 0
+    assert (caplog.records, logged(session)) == ([], [])
+    assert (await session.shown())["in_flight"] == 0
 
 
-@pytest.mark.anyio
-async def test_a_session_ends_once_its_amendments_are_written(gateway, monkeypatch):
+async def test_a_session_ends_once_its_amendments_are_written(session, monkeypatch):
     """Otherwise a turn would train whose answer nobody received."""
-    session = await gateway.open_key()
-    amend, full = gateway.log.amend, [True]
-
-    def failing(*given):
-        if full[0]:
-            raise OSError(28, "No space left on device")
-        amend(*given)
-
-    monkeypatch.setattr(gateway.log, "amend", failing)
-    await Line(session, lost_after=1).ask(gateway)
-    assert logged(gateway) == [(True, None)]
-    path = gateway.path_of(session)
-    refused = await gateway.http.post(f"{path}/finish", json={"reward": 1.0})
-    assert refused.status_code == 500
-    assert "an amendment could not be written" in refused.text
-    shown = (await gateway.http.get(path)).json()
-    assert (shown["status"], shown["undelivered"]) == ("open", 1)
-    full[0] = False
-    assert (await gateway.http.post(f"{path}/finish")).status_code == 200
-    assert logged(gateway) == [(False, "undelivered")]
+    with monkeypatch.context() as patch:
+        patch.setattr(session.gateway.log, "amend", fails(*FULL))
+        await Line(session, lost_after=1).ask()
+        assert logged(session) == [DELIVERED]
+        error = (await session.end(status=500, reward=1.0))["error"]
+        assert "an amendment could not be written" in error["message"]
+        shown = await session.shown()
+        assert (shown["status"], shown["undelivered"]) == ("open", 1)
+    await session.end()
+    assert logged(session) == [LOST]
 
 
-@pytest.mark.anyio
-async def test_an_amendment_is_written_before_the_next_turn(gateway, monkeypatch):
-    session = await gateway.open_key()
-    amend = gateway.log.amend
+async def test_an_amendment_is_written_before_the_next_turn(session, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(session.gateway.log, "amend", fails(*FULL))
+        await Line(session, lost_after=1).ask()
+    await Line(session).ask()
+    assert logged(session) == [LOST, DELIVERED]
 
-    def failing(*given):
-        monkeypatch.setattr(gateway.log, "amend", amend)
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(gateway.log, "amend", failing)
-    await Line(session, lost_after=1).ask(gateway)
-    await Line(session).ask(gateway)
-    assert logged(gateway) == [(False, "undelivered"), (True, None)]
+# A request that comes again: joined, answered again, or sampled and labelled
+
+
+async def joined(session):
+    """Return when one request has joined the call of another."""
+    async with asyncio.timeout(30):
+        while (await session.shown())["replayed"] == 0:
+            await asyncio.sleep(0)
+
+
+def resent(session):
+    return [turn["resend_of"] for turn in session.gateway.turns()]
+
+
+@pytest.mark.parametrize(
+    ("count", "again"),
+    [("2", True), ("9" * 5000, True)] + [(n, False) for n in ("0", "00", "-1", "")],
+)
+def test_a_count_of_retries_of_any_length(count, again):
+    assert is_retry({"x-stainless-retry-count": count}) is again
+
+
+@STREAM
+async def test_a_declared_retry_gets_the_first_answer(start, stream):
+    session = await (await start("a", "b")).open(max_turns=1)
+    first = await session.post(stream=stream)
+    assert (await session.post(stream=stream, headers=RETRY)).text == first.text
+    assert (await session.shown())["replayed"] == 1
+    assert resent(session) == [None]
+
+
+async def test_an_equal_request_is_sampled_and_names_the_first(start):
+    gateway = await start(*"abcd")
+    session, other = await gateway.open(), await gateway.open()
+    for each in (session, session, session, other):
+        await each.ask()
+    first = gateway.turns()[0]["request_id"]
+    assert resent(session) == [None, first, first, None]
+
+
+async def test_an_equal_body_for_another_endpoint_is_another_request(session):
+    body = BODIES["anthropic"]
+    await session.post(**body)
+    answer = await session.post(path="/v1/messages", headers=RETRY, **body)
+    assert answer.json()["content"] == [{"type": "text", "text": "b"}]
+    assert resent(session) == [None, None]
+
+
+async def test_a_session_may_take_every_equal_request_for_a_retry(start):
+    session = await (await start(*"ab")).open(replay=True)
+    assert (await session.post()).text == (await session.post()).text
+    assert (await session.ask("another"))["content"] == "b"
+    assert len(session.gateway.turns()) == 2
+
+
+async def test_a_retry_joins_the_call_that_is_under_way(start):
+    held = Held("a")
+    session = await (await start(held)).open(replay=True)
+    first = asyncio.create_task(session.ask())
+    await held.entered.wait()
+    second = asyncio.create_task(session.ask())
+    await joined(session)
+    # the first connection breaks, the call goes on
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert (await session.shown())["in_flight"] == 1
+    held.release.set()
+    assert (await second)["content"] == "a"
+    assert len(session.gateway.turns()) == 1
+    assert (await session.shown())["in_flight"] == 0
+    assert not held.cancelled.is_set()
+
+
+async def test_a_retry_does_not_join_a_call_that_is_being_cancelled(start):
+    cancelled, release = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+            await release.wait()
+
+    gateway = await start(slow_to_end, "b")
+    session = await gateway.open()
+    first = asyncio.create_task(session.ask())
+    await until(lambda: gateway.engine.requests)
+    first.cancel()
+    await cancelled.wait()
+    second = asyncio.create_task(session.ask(headers=RETRY))
+    while len(gateway.engine.requests) == 1 and not (await session.shown())["replayed"]:
+        await asyncio.sleep(0)
+    release.set()
+    assert (await second)["content"] == "b"
+    assert len(gateway.turns()) == 1
+
+
+async def test_a_retry_joins_the_latest_of_several_calls(start):
+    held = [Held(str(k)) for k in range(8)]
+    session, calls = await (await start(*held)).open(), []
+    for each in held:
+        calls.append(asyncio.create_task(session.ask()))
+        await each.entered.wait()
+    retry = asyncio.create_task(session.ask(headers=RETRY))
+    await joined(session)
+    for each in held:
+        each.release.set()
+    await asyncio.gather(*calls)
+    assert (await retry)["content"] == "7"
+
+
+@cases(
+    "failed, status, turns",
+    {
+        "engine": (EngineError("no memory"), 502, 0),
+        "cut short": (sampled("half", finish_reason="abort"), 503, 1),
+    },
+)
+async def test_a_failure_is_no_answer_to_give_again(start, failed, status, turns):
+    held = Held(failed)
+    session = await (await start(held, "b")).open(replay=True)
+    calls = [asyncio.create_task(session.post(status=status)) for _ in range(2)]
+    await joined(session)
+    held.release.set()
+    await asyncio.gather(*calls)
+    assert len(session.gateway.turns()) == turns
+    assert (await session.ask())["content"] == "b"
+
+
+async def test_a_call_is_recorded_once_however_that_fails(start, monkeypatch):
+    """Otherwise each connection would write the turns again."""
+    held, recorded = Held("a"), []
+
+    def append(*_):
+        recorded.append(1)
+        raise OSError("the disk is full")
+
+    session = await (await start(held)).open(replay=True)
+    monkeypatch.setattr(session.gateway.log, "append", append)
+    calls = [asyncio.create_task(session.error(500)) for _ in range(2)]
+    await joined(session)
+    held.release.set()
+    for error in await asyncio.gather(*calls):
+        assert "the disk is full" in error["message"]
+    assert recorded == [1]
+
+
+async def test_the_last_replies_are_kept(start):
+    texts = [str(k) for k in range(KEPT + 2)]
+    session = await (await start(*texts)).open()
+    for text in texts[:-1]:
+        await session.ask(text)
+    assert (await session.ask(texts[-2], headers=RETRY))["content"] == texts[-2]
+    assert (await session.ask(texts[0], headers=RETRY))["content"] == texts[-1]
+    # and its turn says so
+    assert resent(session)[-1] is not None
+
+
+def losing_first(gateway, client_class):
+    """An HTTP client that loses the first answer on its way."""
+    library = http_of(client_class)
+    inner = library.ASGITransport(app=gateway.app, raise_app_exceptions=False)
+    lost = []
+
+    class Losing(library.AsyncBaseTransport):
+        async def handle_async_request(self, request):
+            response = await inner.handle_async_request(request)
+            if not lost:
+                lost.append(await response.aread())
+                raise library.ReadError("the line broke")
+            return response
+
+    return library.AsyncClient(transport=Losing(), base_url=gateway.url)
+
+
+async def test_the_official_clients_say_that_they_retry(start):
+    gateway = await start("a", "b", "c")
+    asked = {"model": "x", "messages": [user("hi")], "max_tokens": 50}
+    async with openai.AsyncOpenAI(
+        api_key=(await gateway.open()).key,
+        base_url=f"{gateway.url}/v1",
+        http_client=losing_first(gateway, openai.DefaultAsyncHttpxClient),
+        max_retries=1,
+    ) as client:
+        reply = await client.chat.completions.create(**asked)
+    async with anthropic.AsyncAnthropic(
+        api_key=(await gateway.open()).key,
+        base_url=gateway.url,
+        http_client=losing_first(gateway, anthropic.DefaultAsyncHttpxClient),
+        max_retries=1,
+    ) as client:
+        message = await client.messages.create(**asked)
+    assert len(gateway.turns()) == 2
+    assert reply.choices[0].message.content == "a"
+    assert message.content[0].text == "b"

@@ -5,7 +5,6 @@ import base64
 import io
 import json
 import threading
-from contextlib import AsyncExitStack
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 
 import trajkit as tk
-from tests.shim.clients import in_process, read_log
-from tests.shim.fakes import cases
+from tests.shim.clients import FIELDS, NAMES, Session, image_part, saying
+from tests.shim.fakes import ScriptedEngine, cases, fails, said, sampled
 from tests.shim.sglang_cpu.make_vision_model import write_processor
 from trajkit.turns import engine_ids
 from trajkit_shim.chat.images import (
@@ -25,7 +24,6 @@ from trajkit_shim.chat.images import (
     load_image_model,
     open_image,
 )
-from trajkit_shim.engines.base import EngineInfo, Sample
 from trajkit_shim.prompting.render import load_renderer
 
 pytestmark = pytest.mark.anyio
@@ -38,38 +36,11 @@ def model(tmp_path_factory):
     """A model's directory: tokenizer, processor, and the ids in its configuration."""
     directory = tmp_path_factory.mktemp("vision")
     write_processor(directory)
-    token = load_renderer(directory).tokenizer.backend_tokenizer.token_to_id(
-        "<|image_pad|>"
-    )
+    backend = load_renderer(directory).tokenizer.backend_tokenizer
+    token = backend.token_to_id("<|image_pad|>")
     config = {"image_token_id": token, "vocab_size": VOCAB}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
-
-
-class SeeingEngine:
-    """Gives the scripted ids, and keeps the prompts and images."""
-
-    takes_images = True
-
-    def __init__(self, *script):
-        self.script = list(script)
-        self.prompts, self.images = [], []
-
-    async def info(self):
-        return EngineInfo(model="m", vocab_size=VOCAB, max_context_tokens=10_000)
-
-    async def generate(self, request):
-        self.prompts.append(request.prompt_ids.tolist())
-        self.images.append(list(request.images))
-        ids = np.array(self.script.pop(0), np.int32)
-        return Sample(
-            output_ids=ids,
-            output_logprobs=np.full(len(ids), -0.5, np.float32),
-            finish_reason="stop",
-        )
-
-    async def close(self):
-        pass
 
 
 def drawn(kind, size, colour):
@@ -80,86 +51,79 @@ def drawn(kind, size, colour):
 
 PNG = drawn("PNG", (80, 100), (200, 10, 10))
 JPEG = drawn("JPEG", (300, 60), (10, 200, 10))
-TYPES = {PNG: "image/png", JPEG: "image/jpeg"}
 
 
-def encoded(data):
-    return base64.b64encode(data).decode()
+def type_of(data):
+    return "image/jpeg" if data[:2] == b"\xff\xd8" else "image/png"
 
 
-def url_of(data):
-    return f"data:{TYPES[data]};base64,{encoded(data)}"
+def name_of(data):
+    return sha256(data).hexdigest()
 
 
-def chat(data, **fields):
-    part = {"type": "image_url", "image_url": {"url": url_of(data), "detail": "high"}}
-    content = [{"type": "text", "text": "What is it?"}, part]
-    return {"messages": [{"role": "user", "content": content}], **fields}
+def asking(data, name="openai_chat", text="What is it?"):
+    """A user's message with an image."""
+    part = image_part(name, type_of(data), base64.b64encode(data).decode())
+    return saying(name, text, part)
 
 
-def responses(data):
-    text = {"type": "input_text", "text": "What is it?"}
-    part = {"type": "input_image", "image_url": url_of(data), "detail": "auto"}
-    return {"input": [{"role": "user", "content": [text, part]}]}
+class Seeing(Session):
+    """A session of a gateway whose engine takes images."""
 
+    def says(self, *replies):
+        """Script the engine's replies: texts, or ids."""
+        renderer, engine = self.gateway.renderer, self.gateway.engine
+        for reply in replies:
+            ids = (
+                renderer.encode(reply).ids.tolist() if isinstance(reply, str) else reply
+            )
+            ids = np.array([*ids, renderer.end_ids[0]], np.int32)
+            scores = np.full(len(ids), -0.5, np.float32)
+            given = {"output_logprobs": scores, "weight_versions": ()}
+            engine.script.append(sampled("", output_ids=ids, **given))
 
-def anthropic(data):
-    source = {"type": "base64", "media_type": TYPES[data], "data": encoded(data)}
-    text = {"type": "text", "text": "What is it?"}
-    content = [text, {"type": "image", "source": source}]
-    return {"max_tokens": 9, "messages": [{"role": "user", "content": content}]}
+    async def look(self, *messages, status=200, name="openai_chat", **fields):
+        """Ask with these messages, of which bytes are a user's with an image."""
+        sent = [asking(m, name) if isinstance(m, bytes) else m for m in messages]
+        return await self.post(name, status, **{FIELDS[name]: sent}, **fields)
 
+    async def refused(self, status, code, *messages, **fields):
+        error = (await self.look(*messages, status=status, **fields)).json()["error"]
+        assert error["code"] == code
+        return error["message"]
 
-def gemini(data):
-    part = {"inlineData": {"mimeType": TYPES[data], "data": encoded(data)}}
-    return {"contents": [{"parts": [{"text": "What is it?"}, part]}]}
+    @property
+    def seen(self):
+        """The images of each call."""
+        return [list(request.images) for request in self.gateway.engine.requests]
 
-
-PROTOCOLS = {
-    "/v1/chat/completions": chat,
-    "/v1/responses": responses,
-    "/v1/messages": anthropic,
-    "/v1beta/models/m:generateContent": gemini,
-}
-
-
-class Gateway:
-    """A gateway of the model, and one session."""
-
-    def __init__(self, gateway, renderer, engine, key):
-        self.gateway, self.renderer, self.engine, self.key = (
-            *(gateway, renderer, engine),
-            key,
-        )
-
-    async def post(self, path, body):
-        headers = {"x-session-key": self.key}
-        return await self.gateway.http.post(path, json=body, headers=headers)
-
-    def reply(self, text):
-        return [*self.renderer.encode(text).ids.tolist(), self.renderer.end_ids[0]]
+    def stored(self):
+        """The names in the folder of images."""
+        folder = self.gateway.directory / "images"
+        return [each.name for each in folder.iterdir()] if folder.exists() else []
 
 
 @pytest.fixture
-async def opened(model, tmp_path):
+def opened(model, tmp_path, start):
     """Start a gateway with limits, and open a session."""
-    async with AsyncExitStack() as stack:
 
-        async def start(limits=None, **options):
-            renderer, engine = load_renderer(model), SeeingEngine()
-            gateway = await stack.enter_async_context(
-                in_process(
-                    engine,
-                    renderer,
-                    tmp_path / "run",
-                    images=load_image_model(model),
-                    image_limits=limits,
-                    **options,
-                )
-            )
-            return Gateway(gateway, renderer, engine, await gateway.open_key())
+    async def opened(*script, limits=None, template=None, **options):
+        engine = ScriptedEngine(context=10_000, vocab_size=VOCAB)
+        engine.takes_images = True
+        gateway = await start(
+            engine=engine,
+            renderer=load_renderer(model, template),
+            directory=tmp_path / "run",
+            images=load_image_model(model),
+            image_limits=limits and ImageLimits(**limits),
+            **options,
+        )
+        session = await gateway.open()
+        session.__class__ = Seeing
+        session.says(*script)
+        return session
 
-        yield start
+    return opened
 
 
 def n_tokens_of(model, data):
@@ -170,73 +134,53 @@ def n_tokens_of(model, data):
 
 
 @pytest.mark.parametrize("data", [PNG, JPEG], ids=["png", "jpeg"])
-@pytest.mark.parametrize("path", PROTOCOLS)
-async def test_an_image_is_placed_sent_stored_and_logged(opened, model, path, data):
-    gateway = await opened()
-    gateway.engine.script = [gateway.reply("A colour.")]
-    answer = await gateway.post(path, PROTOCOLS[path](data))
-    assert answer.status_code == 200, answer.text
-    renderer, name = gateway.renderer, sha256(data).hexdigest()
-    before = renderer.encode(
-        "<|im_start|>user\nWhat is it?<|vision_start|>"
-    ).ids.tolist()
-    after = renderer.encode(
-        "<|vision_end|><|im_end|>\n<|im_start|>assistant\n"
-    ).ids.tolist()
+@pytest.mark.parametrize("name", NAMES)
+async def test_an_image_is_placed_sent_stored_and_logged(opened, model, name, data):
+    session = await opened("A colour.")
+    await session.look(data, name=name)
+    renderer, hashed = session.gateway.renderer, name_of(data)
+    begin = "<|im_start|>user\nWhat is it?<|vision_start|>"
+    end = "<|vision_end|><|im_end|>\n<|im_start|>assistant\n"
+    before, after = (renderer.encode(text).ids.tolist() for text in (begin, end))
     n, token = n_tokens_of(model, data), load_image_model(model).token_id
     consumed = [*before, *[token] * n, *after]
-    assert gateway.engine.prompts == [consumed]
-    ((image,),) = gateway.engine.images
-    span = (len(before), len(before) + n)
-    assert (image.start, image.stop) == span
-    assert (image.media_type, image.data) == (TYPES[data], data)
-    stored = gateway.gateway.log.directory / "images"
-    assert [each.name for each in stored.iterdir()] == [name]
-    assert (stored / name).read_bytes() == data
-    log = read_log(gateway.gateway.log.path)
+    assert session.gateway.engine.prompts[0].tolist() == consumed
+    ((image,),) = session.seen
+    span = {"start": len(before), "stop": len(before) + n}
+    assert (image.start, image.stop) == (*span.values(),)
+    assert (image.media_type, image.data) == (type_of(data), data)
+    assert session.stored() == [hashed]
+    stored = session.gateway.directory / "images" / hashed
+    assert stored.read_bytes() == data
+    log = session.gateway.table()
     tk.validate(log)
     assert engine_ids(log)["prompt_ids"].to_pylist() == [consumed]
-    assert log["mm_items"].to_pylist() == [
-        [
-            {
-                "kind": "image",
-                "hash": name,
-                "token_id": token,
-                "start": span[0],
-                "stop": span[1],
-            }
-        ]
-    ]
+    item = {"kind": "image", "hash": hashed, "token_id": token, **span}
+    assert log["mm_items"].to_pylist() == [[item]]
     body = json.loads(log["messages"][0][0]["body"].as_py())
-    assert body["content"] == [
-        {"type": "text", "text": "What is it?"},
-        {"type": "image", "sha256": name},
-    ]
+    text = {"type": "text", "text": "What is it?"}
+    assert body["content"] == [text, {"type": "image", "sha256": hashed}]
 
 
 @pytest.mark.parametrize("form", ["full", "delta"])
 async def test_a_conversation_with_images_is_appended_and_is_one_row(opened, form):
-    gateway = await opened(form=form)
-    gateway.engine.script = [gateway.reply(text) for text in ("red", "green", "both")]
-    body = chat(PNG)
-    for text, data in (("red", JPEG), ("green", PNG), ("both", None)):
-        answer = await gateway.post("/v1/chat/completions", body)
-        assert answer.status_code == 200, answer.text
-        body["messages"].append({"role": "assistant", "content": text})
-        if data is not None:
-            body["messages"] += chat(data)["messages"]
-    engine = gateway.engine
-    sent = [[image.data for image in images] for images in engine.images]
+    session = await opened("red", "green", "both", form=form)
+    messages = []
+    for data, text in ((PNG, "red"), (JPEG, "green"), (PNG, "both")):
+        messages += [data]
+        await session.look(*messages)
+        messages += [said(text)]
+    sent = [[image.data for image in images] for images in session.seen]
     assert sent == [[PNG], [PNG, JPEG], [PNG, JPEG, PNG]]
-    turns = tk.read_turns(gateway.gateway.log.directory)
+    turns = session.gateway.table()
     assert turns["render_reason"].to_pylist() == ["opening", None, None]
-    assert engine_ids(tk.expand(turns))["prompt_ids"].to_pylist() == engine.prompts
+    prompts = [prompt.tolist() for prompt in session.gateway.engine.prompts]
+    assert engine_ids(tk.expand(turns))["prompt_ids"].to_pylist() == prompts
     if form == "delta":
         assert turns["base_turn"].to_pylist() == [None, 0, 1]
     rows = tk.linearize(turns, "faithful", reward=1.0)
     (items,) = rows["mm_items"].to_pylist()
-    names = [sha256(data).hexdigest() for data in (PNG, JPEG, PNG)]
-    assert [item["hash"] for item in items] == names
+    assert [item["hash"] for item in items] == [*map(name_of, (PNG, JPEG, PNG))]
     assert tk.verify(rows, turns, "faithful").num_rows == 0
     # the texts beside the images are attributed, what is in them is not
     shown = tk.expand(turns)["prompt_message_index"].to_pylist()
@@ -244,28 +188,19 @@ async def test_a_conversation_with_images_is_appended_and_is_one_row(opened, for
 
 
 async def test_the_limit_of_images_is_that_of_the_complete_prompt(opened):
-    gateway = await opened(ImageLimits(max_images=1))
-    gateway.engine.script = [gateway.reply("red")]
-    body = chat(PNG)
-    assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
-    body["messages"].append({"role": "assistant", "content": "red"})
-    body["messages"] += chat(JPEG)["messages"]
-    answer = await gateway.post("/v1/chat/completions", body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "2 images; the limit is 1"
+    session = await opened("red", limits={"max_images": 1})
+    await session.look(PNG)
+    message = await session.refused(400, "too_many_images", PNG, said("red"), JPEG)
+    assert message == "2 images; the limit is 1"
 
 
 NUMBERED = r"""
 {%- set n = namespace(images=0) -%}
 {%- for m in messages -%}
     {{- "<|im_start|>" ~ m.role ~ "\n" -}}
-    {%- if m.content is string -%}
-        {{- m.content -}}
-    {%- else -%}
+    {%- if m.content is string -%}{{- m.content -}}{%- else -%}
         {%- for part in m.content -%}
-            {%- if part.type == "text" -%}
-                {{- part.text -}}
-            {%- else -%}
+            {%- if part.type == "text" -%}{{- part.text -}}{%- else -%}
                 {%- set n.images = n.images + 1 -%}
                 {{- n.images ~ ": <|image_pad|>" -}}
             {%- endif -%}
@@ -278,94 +213,65 @@ NUMBERED = r"""
 
 
 async def test_a_template_that_numbers_the_images(opened):
-    gateway = await opened()
-    renderer = gateway.renderer
-    renderer.__init__(renderer.tokenizer, NUMBERED)
-    gateway.engine.script = [gateway.reply("red"), gateway.reply("green")]
-    body = chat(PNG)
-    await gateway.post("/v1/chat/completions", body)
-    body["messages"].append({"role": "assistant", "content": "red"})
-    body["messages"] += chat(JPEG)["messages"]
-    answer = await gateway.post("/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
-    turns = tk.read_turns(gateway.gateway.log.directory)
-    assert turns["render_reason"].to_pylist() == ["opening", None]
-    text = renderer.decode(np.array(gateway.engine.prompts[1]), ended=False)
+    session = await opened("red", "green", template=NUMBERED)
+    await session.look(PNG)
+    await session.look(PNG, said("red"), JPEG)
+    reasons = session.gateway.table()["render_reason"].to_pylist()
+    assert reasons == ["opening", None]
+    prompt = session.gateway.engine.prompts[1]
+    text = session.gateway.renderer.decode(prompt, ended=False)
     assert "What is it?2: <|image_pad|>" in text
 
 
 async def test_another_image_in_its_place_is_another_prompt(opened):
-    gateway = await opened()
+    session = await opened("red", "blue")
+    await session.look(PNG)
     other = drawn("PNG", (80, 100), (10, 10, 200))
-    TYPES[other] = "image/png"
-    gateway.engine.script = [gateway.reply("red"), gateway.reply("blue")]
-    body = chat(PNG)
-    await gateway.post("/v1/chat/completions", body)
-    changed = chat(other)["messages"]
-    changed += [{"role": "assistant", "content": "red"}, *chat(PNG)["messages"]]
-    answer = await gateway.post("/v1/chat/completions", {"messages": changed})
-    assert answer.status_code == 200
-    turns = tk.read_turns(gateway.gateway.log.directory)
+    await session.look(other, said("red"), PNG)
+    turns = session.gateway.table()
     assert turns["render_reason"].to_pylist() == ["opening", "moved"]
     first, second = engine_ids(turns)["prompt_ids"].to_pylist()
     assert second[: len(first)] == first
-    start = turns["mm_items"][0][0]["start"].as_py()
-    assert tk.compact(turns)["shared_length"].to_pylist() == [0, start]
+    begin = turns["mm_items"][0][0]["start"].as_py()
+    assert tk.compact(turns)["shared_length"].to_pylist() == [0, begin]
     assert tk.linearize(turns, "faithful", reward=1.0).num_rows == 2
 
 
 async def test_a_tool_s_result_may_be_an_image(opened):
-    gateway = await opened()
-    gateway.engine.script = [gateway.reply("seen")]
-    body = anthropic(JPEG)
-    result = {"type": "tool_result", "tool_use_id": "t", "content": None}
-    (message,) = body["messages"]
-    result["content"] = message["content"]
+    session = await opened("seen")
     call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
-    body["messages"] = [
-        {"role": "user", "content": "look"},
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result, {"type": "text", "text": "well?"}]},
-    ]
-    answer = await gateway.post("/v1/messages", body)
-    assert answer.status_code == 200, answer.text
-    ((image,),) = gateway.engine.images
+    content = asking(JPEG, "anthropic")["content"]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": content}
+    sent = [saying("anthropic", "look"), said([call]), saying("anthropic", result)]
+    await session.look(*sent, name="anthropic")
+    ((image,),) = session.seen
     assert image.data == JPEG
 
 
 async def test_the_name_of_the_token_in_a_text_is_no_image(opened):
-    gateway = await opened()
-    gateway.engine.script = [gateway.reply("hm")]
-    body = chat(PNG)
-    body["messages"][0]["content"][0]["text"] = "<|image_pad|>"
-    answer = await gateway.post("/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
-    ((image,),) = gateway.engine.images
-    text = gateway.renderer.decode(np.array(gateway.engine.prompts[0]), ended=False)
+    session = await opened("hm")
+    await session.look(asking(PNG, text="<|image_pad|>"))
+    ((image,),) = session.seen
+    prompt = session.gateway.engine.prompts[0]
+    text = session.gateway.renderer.decode(prompt, ended=False)
     assert text.count("<|image_pad|>") == 1 + image.stop - image.start
 
 
 async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened, model):
-    gateway = await opened()
-    token = load_image_model(model).token_id
-    gateway.engine.script = [[token, gateway.renderer.end_ids[0]], gateway.reply("x")]
-    body = chat(PNG)
-    answer = await gateway.post("/v1/chat/completions", body)
-    body["messages"].append(answer.json()["choices"][0]["message"])
-    body["messages"].append({"role": "user", "content": "and?"})
-    answer = await gateway.post("/v1/chat/completions", body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "image_token_sampled"
+    session = await opened([load_image_model(model).token_id], "x")
+    message = (await session.look(PNG)).json()["choices"][0]["message"]
+    sent = [PNG, message, saying("openai_chat", "and?")]
+    await session.refused(400, "image_token_sampled", *sent)
 
 
 @cases(
     "url, limits, code",
     {
-        "bytes": (url_of(PNG), {"max_bytes": 99}, "image_too_large"),
-        "pixels": (url_of(PNG), {"max_pixels": 99}, "image_too_large"),
-        "count": (url_of(PNG), {"max_images": 0}, "too_many_images"),
-        "total": (url_of(PNG), {"max_total_bytes": 9}, "log_full"),
-        "request": (url_of(PNG), {"max_request_bytes": 9}, "image_too_large"),
+        "bytes": (None, {"max_bytes": 99}, "image_too_large"),
+        "pixels": (None, {"max_pixels": 99}, "image_too_large"),
+        "count": (None, {"max_images": 0}, "too_many_images"),
+        "total": (None, {"max_total_bytes": 9}, "log_full"),
+        "request": (None, {"max_request_bytes": 9}, "image_too_large"),
         "base64": ("data:image/png;base64,?", {}, "invalid_image"),
         "not-ascii": ("data:image/png;base64,é", {}, "invalid_image"),
         "no-image": ("data:image/png;base64,eA==", {}, "invalid_image"),
@@ -374,39 +280,26 @@ async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened,
     },
 )
 async def test_what_is_refused(opened, url, limits, code):
-    gateway = await opened(ImageLimits(**limits))
-    body = chat(PNG)
-    body["messages"][0]["content"][1]["image_url"]["url"] = url
-    answer = await gateway.post("/v1/chat/completions", body)
-    assert answer.status_code == (507 if code == "log_full" else 400)
-    assert answer.json()["error"]["code"] == code
-    assert gateway.engine.prompts == []
-    assert stored_in(gateway) == []
+    session, message = await opened(limits=limits), asking(PNG)
+    if url is not None:
+        message["content"][1]["image_url"]["url"] = url
+    await session.refused(507 if code == "log_full" else 400, code, message)
+    assert (session.seen, session.stored()) == ([], [])
 
 
-async def test_system_prompts_and_replies_have_no_images(opened):
-    gateway = await opened()
+async def test_where_no_image_may_be(opened):
+    session = await opened()
     for role in ("system", "assistant"):
-        body = chat(PNG)
-        body["messages"][0]["role"] = role
-        answer = await gateway.post("/v1/chat/completions", body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["code"] == "unsupported_content"
-
-
-async def test_a_template_that_leaves_an_image_out(opened):
-    gateway = await opened()
-    renderer = gateway.renderer
-    renderer.__init__(renderer.tokenizer, "{{ messages[0].role }}<|im_end|>")
-    answer = await gateway.post("/v1/chat/completions", chat(PNG))
-    assert answer.status_code == 400
-    assert "0 places for 1 images" in answer.json()["error"]["message"]
+        await session.refused(400, "unsupported_content", {**asking(PNG), "role": role})
+    session.gateway.renderer.__init__(
+        session.gateway.renderer.tokenizer, "{{ messages[0].role }}<|im_end|>"
+    )
+    error = (await session.look(PNG, status=400)).json()["error"]
+    assert "0 places for 1 images" in error["message"]
 
 
 def test_a_processor_whose_libraries_are_missing(model, monkeypatch):
-    def absent(*_, **__):
-        raise ImportError("\nIt requires the PIL library.\nInstall it.\n")
-
+    absent = fails("\nIt requires the PIL library.\nInstall it.\n", raised=ImportError)
     for processor in (AutoProcessor, AutoImageProcessor):
         monkeypatch.setattr(processor, "from_pretrained", absent)
     rule = r"It requires the PIL library\. Install it\. Or serve with --images refuse"
@@ -414,35 +307,20 @@ def test_a_processor_whose_libraries_are_missing(model, monkeypatch):
         load_image_model(model)
 
 
-def stored_in(gateway):
-    """The names in the folder of images."""
-    directory = gateway.gateway.log.directory / "images"
-    return [each.name for each in directory.iterdir()] if directory.exists() else []
+# What is stored
 
 
 async def test_a_count_and_a_call_that_fails_store_no_image(opened):
-    gateway = await opened()
+    session = await opened()
     # the script is empty
-    assert (await gateway.post("/v1/messages", anthropic(PNG))).status_code == 500
-    assert stored_in(gateway) == []
-    counted = await gateway.post("/v1/messages/count_tokens", anthropic(PNG))
-    gateway.engine.script = [gateway.reply("red")]
-    answer = await gateway.post("/v1/messages", anthropic(JPEG))
-    assert (counted.status_code, answer.status_code) == (200, 200)
+    await session.look(PNG, status=500)
+    path = "/v1/messages/count_tokens"
+    counted = await session.look(PNG, name="anthropic", path=path)
     assert counted.json()["input_tokens"] > 0
-    assert stored_in(gateway) == [sha256(JPEG).hexdigest()]
-
-
-async def test_the_images_of_a_run_have_a_limit_together(opened):
-    limit = len(PNG) + len(JPEG) - 1
-    gateway = await opened(ImageLimits(max_total_bytes=limit))
-    gateway.engine.script = [gateway.reply("red"), gateway.reply("still red")]
-    # one that is stored takes no more room
-    asked = [await gateway.post("/v1/messages", anthropic(data)) for data in (PNG, PNG)]
-    asked.append(await gateway.post("/v1/messages", anthropic(JPEG)))
-    assert [answer.status_code for answer in asked] == [200, 200, 507]
-    assert f"the limit is {limit}" in asked[2].text
-    assert stored_in(gateway) == [sha256(PNG).hexdigest()]
+    assert session.stored() == []
+    session.says("red")
+    await session.look(JPEG)
+    assert session.stored() == [name_of(JPEG)]
 
 
 def watch_files(monkeypatch, called):
@@ -458,16 +336,13 @@ def watch_files(monkeypatch, called):
 
 
 async def test_images_are_not_written_on_the_event_loop(opened, monkeypatch):
-    threads = []
+    threads, session = [], await opened("red", "still red")
     watch_files(monkeypatch, lambda: threads.append(threading.current_thread()))
-    gateway = await opened()
-    gateway.engine.script = [gateway.reply("red"), gateway.reply("still red")]
     for _ in range(2):
-        answer = await gateway.post("/v1/messages", anthropic(PNG))
-        assert answer.status_code == 200, answer.text
-    assert len(threads) == 1
-    assert threads[0] is not threading.current_thread()
-    assert stored_in(gateway) == [sha256(PNG).hexdigest()]
+        await session.look(PNG)
+    (thread,) = threads
+    assert thread is not threading.current_thread()
+    assert session.stored() == [name_of(PNG)]
 
 
 async def test_requests_with_the_same_new_image(tmp_path):
@@ -477,35 +352,28 @@ async def test_requests_with_the_same_new_image(tmp_path):
     image = open_image(PNG, "here", limits)
     await asyncio.gather(*(store.write([image, image]) for _ in range(2)))
     assert [file.name for file in store.directory.iterdir()] == [image.name]
-    assert store.data(image.name) == PNG
+    assert (store.directory / image.name).read_bytes() == PNG
 
 
 @pytest.mark.parametrize("broken", ["write", "replace", "log"])
 async def test_an_image_whose_turn_is_not_written(opened, monkeypatch, broken):
-    def fail(*_):
-        raise OSError("no space")
-
-    gateway = await opened()
-    gateway.engine.script = [gateway.reply("red")]
-    if broken == "write":
-        watch_files(monkeypatch, fail)
-    elif broken == "replace":
-        monkeypatch.setattr(Path, "replace", fail)
-    else:
-        monkeypatch.setattr(gateway.gateway.log, "append", fail)
-    answer = await gateway.post("/v1/messages", anthropic(PNG))
-    assert answer.status_code == 500
-    assert "no space" in answer.text
-    assert read_log(gateway.gateway.log.path).num_rows == 0
+    session, fail = await opened("red", "red"), fails("no space")
+    with monkeypatch.context() as patch:
+        if broken == "write":
+            watch_files(patch, fail)
+        elif broken == "replace":
+            patch.setattr(Path, "replace", fail)
+        else:
+            patch.setattr(session.gateway.log, "append", fail)
+        error = (await session.look(PNG, status=500)).json()["error"]
+    assert "no space" in error["message"]
+    assert session.gateway.turns() == []
     # only a complete file has the name of an image
-    name = sha256(PNG).hexdigest()
+    name = name_of(PNG)
     left = {"write": [], "replace": [f".{name}"], "log": [name]}
-    assert stored_in(gateway) == left[broken]
-    monkeypatch.undo()
-    gateway.engine.script = [gateway.reply("red")]
-    answer = await gateway.post("/v1/messages", anthropic(PNG))
-    assert answer.status_code == 200
-    assert stored_in(gateway) == [name]
+    assert session.stored() == left[broken]
+    await session.look(PNG)
+    assert session.stored() == [name]
 
 
 async def test_an_image_is_known_as_long_as_one_of_its_requests(tmp_path):
@@ -518,7 +386,7 @@ async def test_an_image_is_known_as_long_as_one_of_its_requests(tmp_path):
     first, second = await take(), await take()
     name = first[0].name
     del second
-    assert store.data(name) == PNG
+    assert store.requested[name].data == PNG
     del first
     with pytest.raises(KeyError):
-        store[name]
+        store.requested[name]

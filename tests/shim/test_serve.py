@@ -1,148 +1,646 @@
-"""The gateway on a socket."""
+"""``trajkit serve``: the command, its workers, the server that it launches, sockets."""
 
+import asyncio
+import json
 import logging
 import os
 import resource
+import signal
 import socket
+import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-import openai
 import pytest
 
 import trajkit as tk
-from tests.shim.clients import http, read_log
-from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded
+from tests.shim import processes
+from tests.shim.clients import PATHS, USER
+from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded, cases, fails
+from tests.shim.processes import (
+    COMMAND,
+    chat,
+    children,
+    get,
+    launched,
+    model,
+    model_directory,
+    post,
+    printed,
+    python,
+    read_pids,
+    runs,
+    serving,
+    stop,
+    until,
+    until_ended,
+)
+from trajkit import cli
 from trajkit_shim import serve
 from trajkit_shim.app import create_app
+from trajkit_shim.client import GatewayClient
+from trajkit_shim.engines import launch
+from trajkit_shim.errors import GatewayError
 from trajkit_shim.serve import PlainFormatter, running
 from trajkit_shim.sessions.turn_log import TurnLog
 
-CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
+# fixtures of the launched server
+__all__ = ["model", "python"]
 
 
-def messages(text="hi"):
-    return [{"role": "user", "content": text}]
+def test_serve_records_until_it_is_interrupted(tmp_path):
+    with serving(tmp_path) as server:
+        where = printed(server)
+        opened = post(f"{where['url']}/sessions").json()
+        chat(where["openai_base_url"].removesuffix("/v1"), opened["api_key"])
+        assert stop(server, signal.SIGINT) == (cli.DONE, "", "")
+    assert Path(where["turns"]) == tmp_path / "run"
+    assert where["prompts"]["mode"] == "append"
+    assert where["prompts"]["template"]["with_tools"]["extends"]["tool"] is True
+    turns = tk.read_turns(tmp_path / "run")
+    assert turns["session_id"].to_pylist() == [opened["session_id"]]
 
 
-def client_of(url: str, **fields: object) -> openai.OpenAI:
-    key = http.post(f"{url}/sessions", json=fields).json()["api_key"]
-    return openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
+SLOW = """
+import asyncio, os
+from pathlib import Path
+from trajkit_shim.engines import embedded
+async def stalled(self, *given, **options):
+    Path(os.environ["ASKED"]).touch()
+    await asyncio.sleep(600)
+embedded.EmbeddedEngine.generate = stalled
+"""
 
 
-def test_sessions_side_by_side(tmp_path):
-    engine = ScriptedEngine(*(f"reply {k}" for k in range(40)))
-    log = TurnLog(tmp_path)
-
-    def converse(url):
-        with client_of(url) as client:
-            said = messages()
-            for _ in range(5):
-                reply = client.chat.completions.create(model="x", messages=said)
-                said += [reply.choices[0].message.model_dump(), *messages("go on")]
-
+@pytest.mark.parametrize(
+    ("drain_seconds", "signals"), [("0.2", 1), ("600", 2)], ids=["in time", "twice"]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stopped_gateway_closes_its_sessions(
+    tmp_path, drain_seconds, signals, stream
+):
+    """Its clients get the error in their protocol, and it prints nothing."""
+    asked, options = tmp_path / "asked", ["--drain-seconds", drain_seconds]
     with (
-        running(create_app(engine, RENDERER, log)) as url,
-        ThreadPoolExecutor(8) as pool,
+        serving(tmp_path, *options, code=SLOW + COMMAND, ASKED=str(asked)) as server,
+        ThreadPoolExecutor(1) as pool,
     ):
-        for done in [pool.submit(converse, url) for _ in range(8)]:
-            done.result()
-    turns = read_log(log.path).to_pylist()
-    by_session: dict[str, list[int]] = {}
-    for turn in turns:
-        by_session.setdefault(turn["session_id"], []).append(turn["turn_index"])
-    assert list(by_session.values()) == [[0, 1, 2, 3, 4]] * 8
+        url = printed(server)["url"]
+        key = {"x-api-key": post(f"{url}/sessions").json()["api_key"]}
+        body = {"max_tokens": 9, "stream": stream}
+        body["messages"] = [{"role": "user", "content": "hi"}]
+        call = pool.submit(post, f"{url}/v1/messages", body, **key)
+        while not asked.exists():
+            assert server.poll() is None
+        server.send_signal(signal.SIGTERM)
+        # signals that are pending at once are one
+        while signals > 1 and _listens(url):
+            assert server.poll() is None
+        if signals > 1:
+            server.send_signal(signal.SIGTERM)
+        answer = call.result()
+        _, errors = server.communicate(timeout=60)
+    assert (answer.status_code, errors) == (410, "")
+    assert "is closed" in answer.json()["error"]["message"]
+    (line,) = tk.read_sessions(tmp_path / "run").to_pylist()
+    assert line["ended_by"] == "shutdown"
 
 
-def test_a_client_that_ends_its_sending_side_gets_its_answer(tmp_path, monkeypatch):
+def _listens(url):
+    try:
+        socket.create_connection(url.removeprefix("http://").split(":")).close()
+    # a server that stops may also reset a connection
+    except ConnectionError:
+        return False
+    return True
+
+
+@pytest.fixture
+def command(tmp_path, capsys):
+    """The exit code of the command in this process, and what it says of an error."""
+
+    def command(*options):
+        code = cli.main(["serve", "--out", str(tmp_path / "run"), *options])
+        return code, capsys.readouterr().err
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--engine sglang --model .", "needs --engine-url"),
+        ("--engine sglang --engine-url http://127.0.0.1:1", "needs --model"),
+        ("--model .", "--model does not apply"),
+        ("--engine vllm", "vllm needs --engine-url"),
+        ("--parser x", "--parser x is not one of gpt-oss"),
+        ("--parser engine", "needs --engine sglang"),
+        ("--routed-experts", "--routed-experts and --sampling-masks need a server"),
+        ("--engine tgi", "Choose from"),
+        ("--launch m", "--launch needs --engine sglang"),
+        ("--engine sglang --launch m --engine-url http://a", "leave out --engine-url"),
+        ("-- --tp 2", "--tp 2 after -- is for the server of --launch"),
+        ("--engine sglang --launch m", "pip install 'trajkit[sglang]'"),
+        ("--host 0.0.0.0", "give --admin-token"),
+        ("--chat-template-kwargs {", "--chat-template-kwargs {: not"),
+        ("--chat-template-kwargs [1]", "--chat-template-kwargs [1]: not"),
+    ],
+)
+def test_serve_refuses_options_that_do_not_fit(command, tmp_path, options, says):
+    code, error = command(*options.split())
+    assert code == cli.BAD_USAGE
+    assert says in error
+    assert "kwargs" in options or not (tmp_path / "run").exists()
+
+
+OFFERS = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}"
+    "<|im_end|>{% endfor %}"
+)
+# an engine that cannot be reached
+GONE = ["--engine", "sglang", "--engine-url", "http://127.0.0.1:1", "--model"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("", "no parser knows: give --parser with one of"),
+        ("--parser none", "127.0.0.1:1 cannot be reached"),
+        ("--parser hermes", "127.0.0.1:1 cannot be reached"),
+        ("--parser engine", "127.0.0.1:1 cannot be reached"),
+        ("--stop-token <stop>", "--stop-token <stop>: no token"),
+        ("--chat-template none.jinja", "none.jinja"),
+    ],
+)
+def test_a_model_whose_calls_no_parser_knows(
+    command, tmp_path, monkeypatch, options, says
+):
+    monkeypatch.chdir(tmp_path)
+    model = model_directory(tmp_path / "model", OFFERS)
+    code, error = command(*GONE, str(model), *options.split())
+    assert code == cli.BAD_FILE
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_only_a_model_that_takes_images_needs_the_extra_images(
+    command, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    model = model_directory(tmp_path / "model")
+    code, error = command(*GONE, str(model))
+    assert (code, "cannot be reached" in error) == (cli.BAD_FILE, True)
+    config = {"vocab_size": 4032, "image_token_id": 7}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "preprocessor_config.json").write_text("{}")
+    code, error = command(*GONE, str(model))
+    assert (code, "pip install 'trajkit[images]'" in error) == (cli.BAD_USAGE, True)
+
+
+def test_serve_without_its_extra_says_what_to_install(command, monkeypatch):
+    monkeypatch.delitem(sys.modules, "trajkit_shim.app", raising=False)
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    code, error = command()
+    assert (code, "pip install 'trajkit[shim]'" in error) == (cli.BAD_USAGE, True)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_serve_asks_the_engine_before_it_serves(command, tmp_path, engine):
+    model = model_directory(tmp_path / "model")
+    code, error = command("--engine", engine, *GONE[2:], str(model))
+    assert code == cli.BAD_FILE
+    assert "the engine does not work" in error
+    assert "127.0.0.1:1 cannot be reached" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_options_reach_the_gateway(tmp_path, monkeypatch):
+    given = []
+
+    def create_app(*arguments):
+        given.append(arguments[-1])
+        raise OSError("enough")
+
+    monkeypatch.setattr("trajkit_shim.app.create_app", create_app)
+    argv = ["serve", "--out", str(tmp_path / "run"), "--past-reasoning", "sampled"]
+    argv += ["--chat-template-kwargs", '{"enable_thinking": false}']
+    assert cli.main(argv) == cli.BAD_FILE
+    variables = {"enable_thinking": False}
+    assert (given[0].past, given[0].variables) == ("sampled", variables)
+
+
+# Servers that are launched for a gateway, and end with it
+
+
+@pytest.fixture
+def pids(tmp_path):
+    return tmp_path / "pids"
+
+
+@pytest.mark.parametrize("manner", ["polite", "stubborn"])
+def test_a_server_ends_with_every_process_it_started(
+    python, tmp_path, monkeypatch, manner, pids
+):
+    if manner == "stubborn":
+        monkeypatch.setattr(launch, "_STOP_SECONDS", 0.1)
+    with launched(python, tmp_path, "--pids", str(pids), "--fake", manner) as url:
+        assert get(f"{url}/health").status_code == 200
+        server, worker = read_pids(pids)
+        assert runs(server)
+        assert runs(worker)
+    assert not runs(server)
+    until_ended([worker])
+
+
+def never_healthy(match, *arguments, **options):
+    with pytest.raises(ConnectionError, match=match), launched(*arguments, **options):
+        pytest.fail("it is not healthy")
+
+
+def test_a_server_that_does_not_start(python, tmp_path, capfd, monkeypatch, pids):
+    reason = r"was never healthy: it ended with exit code \d+\. .*logs/engine\.log"
+    never_healthy(reason, python, tmp_path, "--fake", "broken")
+    assert capfd.readouterr().err == "loading\nthere is no GPU\n"
+    reason = r"never healthy: it did not answer in time"
+    mute = ["--fake", "mute", "--pids", str(pids)]
+    never_healthy(reason, python, tmp_path, *mute, start_seconds=1)
+    until_ended(read_pids(pids))
+    failing = fails("too many processes", raised=BlockingIOError)
+    monkeypatch.setattr(subprocess, "Popen", failing)
+    never_healthy("server failed: too many processes", python, tmp_path)
+
+
+def launching(tmp_path, python, model, pids, *server):
+    """``trajkit serve --launch`` as a process."""
+    options = ["--engine", "sglang", "--launch", model, "--launch-python", python]
+    after = ["--", "--pids", str(pids), *server]
+    return serving(tmp_path, *options, after=after)
+
+
+def test_serve_launches_records_and_ends(tmp_path, python, model, pids):
+    with launching(tmp_path, python, model, pids) as gateway:
+        url = printed(gateway)["url"]
+        chat(url, post(f"{url}/sessions").json()["api_key"])
+        code, _, errors = stop(gateway)
+    assert code == cli.DONE
+    assert f"its log is {tmp_path}/run/engine.log" in errors
+    until_ended(read_pids(pids))
+    (turn,) = tk.read_turns(tmp_path / "run").to_pylist()
+    assert turn["output_ids"] == [104, 105]
+    assert turn["weight_versions"] == [{"version": "default", "start": 0, "stop": 2}]
+
+
+def test_sigterm_while_the_server_starts(tmp_path, python, model, pids):
+    with launching(tmp_path, python, model, pids, "--fake", "mute") as gateway:
+        until(lambda: len(read_pids(pids)) == 2)
+        code, output, errors = stop(gateway, signal.SIGTERM)
+    assert (code, output) == (cli.INTERRUPTED, "")
+    assert errors.endswith("trajkit: interrupted\n")
+    until_ended(read_pids(pids))
+
+
+def test_servers_of_different_models(python, model, tmp_path, capsys):
+    with (
+        launched(python, tmp_path) as one,
+        launched(python, tmp_path, "--served-model-name", "other") as other,
+    ):
+        argv = ["serve", "--engine", "sglang", "--model", model, "--port", "0"]
+        argv += ["--out", str(tmp_path / "run")]
+        argv += ["--engine-url", one, "--engine-url", other]
+        assert cli.main(argv) == cli.BAD_FILE
+    assert "the servers of --engine-url differ" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_rollout_runs_server_gateway_and_agents(python, model, tmp_path, capsys, pids):
+    agent = (
+        f"{sys.executable} -c 'import json, os, urllib.request as r; "
+        'r.urlopen(r.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", '
+        'json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]})'
+        '.encode(), {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}))\''
+    )
+    tasks, out = tmp_path / "tasks.jsonl", tmp_path / "run"
+    task = {"id": "t", "prompt": "p", "workspace": {"a": "a"}}
+    tasks.write_text(json.dumps({**task, "grade": {"kind": "completed"}}))
+    argv = ["rollout", str(tasks), "--harness", "shell", "--argument", agent]
+    argv += ["--engine", "sglang", "--launch", model, "--launch-python", python]
+    argv += ["--out", str(out), "--json", "--sandbox-option", "namespaces=no"]
+    assert cli.main([*argv, "--", "--pids", str(pids)]) == cli.DONE
+    (rollout,) = json.loads(capsys.readouterr().out)["rollouts"]
+    assert rollout["reward"] == 1.0
+    (turn,) = tk.read_turns(out / "turns").to_pylist()
+    assert turn["output_ids"] == [104, 105]
+    assert (out / "engine.log").exists()
+    assert len(read_pids(pids)) == 2
+    until_ended(read_pids(pids))
+
+
+# Workers: real processes, which a trainer sees as one gateway
+
+ADMIN = {"x-admin-token": "t"}
+
+
+@contextmanager
+def workers(tmp_path, *options, n=2):
+    """The process of ``trajkit serve``, its URLs, and a client of each."""
+    options = ["--workers", str(n), *options]
+    with (
+        serving(tmp_path, *options, TRAJKIT_ADMIN_TOKEN="t") as process,
+        ExitStack() as stack,
+    ):
+        where = printed(process)
+        urls = where["workers"].split()
+        assert where["url"] == urls[0]
+        clients = [stack.enter_context(GatewayClient(url, "t")) for url in urls]
+        yield process, urls, clients
+
+
+def call(session):
+    processes.chat(session.base_url, session.api_key)
+
+
+def states(urls):
+    return [get(f"{url}/healthz").json()["status"] for url in urls]
+
+
+@pytest.mark.parametrize("log", ["full", "delta"])
+def test_sessions_of_all_workers_are_one_log(tmp_path, log):
+    with workers(tmp_path, "--log", log, n=3) as (process, urls, clients):
+        # any of them takes the trainer's requests
+        sessions = [clients[k % 3].open(f"s{k}") for k in range(6)]
+        places = Counter(session.base_url for session in sessions)
+        assert places == dict.fromkeys(urls, 2)
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(call, [*sessions, *sessions]))
+        for k in range(6):
+            assert clients[k % 3].describe(f"s{k}")["turns"] == 2
+        with pytest.raises(GatewayError, match="was opened before") as twice:
+            clients[2].open("s0")
+        with pytest.raises(GatewayError, match="no session 'x'") as unknown:
+            clients[1].finish("x")
+        assert (twice.value.status, unknown.value.status) == (409, 404)
+        for k in range(5):
+            assert clients[(k + 1) % 3].finish(f"s{k}", reward=k)["reward"] == k
+        assert clients[2].drop("s5")["ended_by"] == "drop"
+        # the owner of the first free place
+        assert clients[1].open().base_url in urls
+        listed = get(f"{urls[1]}/sessions?limit=5", **ADMIN).json()
+        assert len(listed["sessions"]) == 5
+        assert stop(process) == (cli.DONE, "", "")
+    turns = tk.read_turns(tmp_path / "run")
+    tk.validate(turns)
+    trainable = {}
+    for turn in turns.to_pylist():
+        trainable.setdefault(turn["session_id"], []).append(turn["trainable"])
+    assert trainable == {f"s{k}": [k != 5] * 2 for k in range(6)}
+    sessions = tk.read_sessions(tmp_path / "run").to_pylist()
+    rewards = {(line["session_id"], line["reward"]) for line in sessions}
+    assert {(f"s{k}", float(k)) for k in range(5)} <= rewards
+    files = {path.name for path in (tmp_path / "run").glob("turns-*")}
+    assert files == {f"turns-{k}-00000.arrows" for k in range(3)}
+
+
+def test_openings_that_are_refused_and_one_id_at_once(tmp_path):
+    with workers(tmp_path) as (_, urls, clients):
+        for url in urls:
+            with (
+                GatewayClient(url, "wrong") as stranger,
+                pytest.raises(GatewayError, match="admin token") as caught,
+            ):
+                stranger.open("a")
+            assert caught.value.status == 401
+        # the refused one left no trace
+        clients[0].open("a")
+        with pytest.raises(GatewayError, match="max_turns"):
+            clients[0].open("b", max_turns=-1)
+        clients[0].open("b")
+
+        def opens(k):
+            try:
+                clients[k % 2].open("same")
+            except GatewayError as error:
+                return error.status
+            return 200
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = Counter(pool.map(opens, range(16)))
+    assert answers == {200: 1, 409: 15}
+
+
+def test_a_pause_of_calls_is_for_all_workers(tmp_path):
+    with workers(tmp_path) as (_, urls, clients):
+
+        def order(path, **body):
+            answer = post(f"{urls[1]}{path}", body, **ADMIN)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        assert order("/engine/pause", mode="wait", wait_seconds=5)["paused"]
+        assert states(urls) == ["paused", "paused"]
+        assert not order("/engine/resume")["paused"]
+        assert states(urls) == ["ok", "ok"]
+        for _ in range(4):
+            call(clients[1].open())
+        drained = order("/admin/drain", wait_seconds=5)
+        assert (drained["open"], drained["closed"], drained["turns"]) == (0, 4, 4)
+        assert states(urls) == ["draining", "draining"]
+
+
+def test_new_weights_for_all_workers(tmp_path, python, model):
+    """The first worker holds the lease, whichever is asked."""
+    with launched(python, tmp_path) as engine:
+        options = ["--engine", "sglang", "--engine-url", engine, "--model", model]
+        with workers(tmp_path, *options) as (process, urls, (_, client)):
+            sessions = [client.open(), client.open()]
+            client.pause()
+            # a refused pause leaves the one that there is
+            with pytest.raises(GatewayError, match="a pause with mode 'keep'"):
+                client.pause(mode="wait")
+            client.pause()
+            paused = [get(f"{url}/engine", **ADMIN).json()["paused"] for url in urls]
+            client.update_weights("/new", "step-1")
+            client.resume()
+            for session in sessions:
+                call(session)
+            stop(process)
+        state = get(f"{engine}/state").json()
+    assert paused == [True, True]
+    assert (state["paused"], len(state["updates"])) == (False, 1)
+    turns = tk.read_turns(tmp_path / "run").to_pylist()
+    assert [turn["weight_versions"][0]["version"] for turn in turns] == ["step-1"] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_process_group_ends_all(tmp_path, number):
+    with workers(tmp_path) as (process, _, clients):
+        pids = children(process.pid)
+        assert len(pids) >= 2
+        call(clients[0].open())
+        os.killpg(process.pid, number)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (cli.DONE, "")
+    until_ended(pids)
+
+
+def test_workers_end_with_their_parent(tmp_path):
+    with workers(tmp_path) as (process, *_):
+        pids = children(process.pid)
+        stop(process, signal.SIGKILL)
+        until_ended(pids)
+
+
+def test_a_worker_that_ends_ends_the_others(tmp_path):
+    with workers(tmp_path, n=3) as (process, urls, _):
+        pids = children(process.pid)
+        port = int(urls[1].rpartition(":")[2])
+        os.kill(listening_at(pids, port), signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == cli.BAD_FILE
+    assert errors.endswith("trajkit: worker 1 ended with exit code -9\n")
+    until_ended(pids)
+
+
+def listening_at(pids, port):
+    """Which of the processes has the socket that listens at a port."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *rest = line.split()
+        if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+            inode = f"socket:[{rest[5]}]"
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            if os.readlink(file) == inode:
+                return pid
+    raise AssertionError(f"no process listens at {port}")
+
+
+def test_an_error_of_all_workers_is_one_error(tmp_path, model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        gone = ["--engine", "sglang", "--engine-url", "http://127.0.0.1:9"]
+        for words, options in (
+            ("the engine does not work", ["--port", "0", *gone, "--model", model]),
+            ("in use", ["--port", port]),
+        ):
+            argv = ["serve", "--out", str(tmp_path / "run"), "--workers", "2", *options]
+            ended = subprocess.run(
+                [sys.executable, "-c", processes.COMMAND, *argv],
+                env=os.environ | processes.ENVIRONMENT,
+                capture_output=True,
+                timeout=60,
+                text=True,
+                check=False,
+            )
+            assert ended.returncode == cli.BAD_FILE
+            assert ended.stderr.count(words) == 1
+            assert "Traceback" not in ended.stderr
+
+
+# Sockets
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Serve these replies, or by an app; the URL."""
+
+    def served(*script, **options):
+        app = create_app(ScriptedEngine(*script), RENDERER, TurnLog(tmp_path))
+        return running(app, **options)
+
+    return served
+
+
+def connect(url):
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), 30)
+
+
+def opened(url):
+    return post(f"{url}/sessions").json()["api_key"]
+
+
+def received(line):
+    return b"".join(iter(lambda: line.recv(1 << 16), b""))
+
+
+def test_a_client_that_ends_its_sending_side_gets_its_answer(
+    served, tmp_path, monkeypatch
+):
     """As ``nc -N``: the end comes with the request."""
     monkeypatch.setattr("trajkit_shim.serve._WITH_REQUEST_SECONDS", 60.0)
-    app = create_app(ScriptedEngine("answer"), RENDERER, TurnLog(tmp_path))
-    with running(app) as url, client_of(url) as client:
-        host, port = url.removeprefix("http://").split(":")
-        body = b'{"messages": [{"role": "user", "content": "x"}]}'
-        with socket.create_connection((host, int(port)), timeout=30) as line:
+    with served("answer") as url:
+        key, body = opened(url), b'{"messages": [{"role": "user", "content": "x"}]}'
+        with connect(url) as line:
             line.sendall(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
                 b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
-                % (client.api_key.encode(), len(body), body)
+                % (key.encode(), len(body), body)
             )
             line.shutdown(socket.SHUT_WR)
-            answer = b"".join(iter(lambda: line.recv(4096), b""))
+            answer = received(line)
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"answer" in answer
     (turn,) = tk.read_turns(tmp_path).to_pylist()
     assert turn["trainable"]
 
 
-def release_once_closed(idle: socket.socket, held: Threaded) -> None:
-    """Let a reply go once the gateway closes the connections without a request."""
-    with idle:
-        assert idle.recv(1) == b""
-    held.release.set()
-
-
-def test_stopping_answers_the_calls_under_way(tmp_path):
+def test_stopping_answers_the_calls_under_way(served, tmp_path):
     held = Threaded("late")
-    log = TurnLog(tmp_path)
     with ThreadPoolExecutor(2) as pool:
-        with running(create_app(ScriptedEngine(held), RENDERER, log)) as url:
-            host, port = url.removeprefix("http://").split(":")
+        with served(held) as url:
             # the gateway accepts it before those that come later
-            idle = socket.create_connection((host, int(port)))
-            client = client_of(url)
-            call = pool.submit(
-                client.chat.completions.create, model="x", messages=messages()
-            )
+            idle = connect(url)
+            call = pool.submit(chat, url, opened(url))
             assert held.entered.wait(30)
-            released = pool.submit(release_once_closed, idle, held)
-        assert call.result().choices[0].message.content == "late"
-        client.close()
+
+            def release():
+                """Once the gateway closes the connections without a request."""
+                with idle:
+                    assert idle.recv(1) == b""
+                held.release.set()
+
+            released = pool.submit(release)
+        assert call.result() == "late"
         released.result()
-    assert read_log(log.path).num_rows == 1
+    assert tk.read_turns(tmp_path).num_rows == 1
 
 
-def test_a_body_that_is_much_too_long_gets_its_answer(tmp_path):
-    engine = ScriptedEngine("hello")
-    with running(create_app(engine, RENDERER, TurnLog(tmp_path))) as url:
-        with client_of(url) as client:
-            for _ in range(2):
-                with pytest.raises(openai.APIStatusError) as caught:
-                    client.chat.completions.create(
-                        model="x", messages=messages("a" * (200 << 20))
-                    )
-                assert caught.value.status_code == 413
-            client.chat.completions.create(model="x", messages=messages())
+def test_a_body_that_is_much_too_long_gets_its_answer(served):
+    with served("hello") as url:
+        key = opened(url)
+        long = {"messages": [{**USER, "content": "a" * (200 << 20)}]}
+        for _ in range(2):
+            answer = post(url + PATHS["openai_chat"], long, **{"x-session-key": key})
+            assert answer.status_code == 413
+        assert chat(url, key) == "hello"
 
 
-@pytest.mark.parametrize(
+@cases(
     "sent",
-    [
-        b"",
-        b"GET /healthz HTT",
-        b"POST /sessions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{}",
-        b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET",
-    ],
-    ids=["nothing", "half a head", "half a body", "half of a second request"],
+    {
+        "nothing": b"",
+        "half a head": b"GET /healthz HTT",
+        "half a body": b"POST /sessions HTTP/1.1\r\nHost: a\r\n"
+        b"Content-Length: 9\r\n\r\n{}",
+        "half of a second request": b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET",
+    },
 )
 def test_a_connection_whose_request_does_not_arrive_is_closed(
-    tmp_path, monkeypatch, sent
+    served, monkeypatch, sent
 ):
     monkeypatch.setattr(serve, "REQUEST_SECONDS", 0.2)
-    with running(create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))) as url:
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), 30) as line:
+    with served() as url:
+        with connect(url) as line:
             line.sendall(sent)
-            answer = b""
-            while data := line.recv(1 << 16):
-                answer += data
+            answer = received(line)
         assert answer.count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\nGET")
         # a request that arrived has all the time that it needs
-        assert http.get(f"{url}/healthz").status_code == 200
+        assert get(f"{url}/healthz").status_code == 200
 
 
-def test_small_parts_of_an_answer_are_sent_at_once(tmp_path, monkeypatch):
+def test_small_parts_of_an_answer_are_sent_at_once(served, monkeypatch):
     """Without TCP_NODELAY the second part waits for the first one's receipt."""
     found, made = [], serve._Connection.connection_made
 
@@ -152,43 +650,66 @@ def test_small_parts_of_an_answer_are_sent_at_once(tmp_path, monkeypatch):
         found.append(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
     monkeypatch.setattr(serve._Connection, "connection_made", watched)
-    with running(create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))) as url:
-        http.get(f"{url}/healthz")
+    with served() as url:
+        get(f"{url}/healthz")
     assert found == [1]
 
 
-def test_more_connections_than_the_soft_limit_of_files(tmp_path):
+def test_more_connections_than_the_soft_limit_of_files(served):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = len(os.listdir("/proc/self/fd"))
-    app = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 50, before[1]))
+    n_open = len(os.listdir("/proc/self/fd"))
+    serving = served()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 50, before[1]))
     try:
-        with running(app) as url, ExitStack() as lines:
-            host, port = url.removeprefix("http://").split(":")
+        with serving as url, ExitStack() as lines:
             for _ in range(100):
-                line = socket.create_connection((host, int(port)), 30)
-                lines.enter_context(line)
+                line = lines.enter_context(connect(url))
                 line.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
                 assert line.recv(12) == b"HTTP/1.1 200"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_an_address_in_use_is_refused(tmp_path):
-    app = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))
+def test_an_address_in_use_is_refused(served):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match="in use"), running(app, port=port):
+        with pytest.raises(OSError, match="in use"), served(port=port):
             pass
+
+
+def test_the_loop_is_asyncio_also_where_uvloop_is_installed(tmp_path):
+    pytest.importorskip("uvloop")
+    app, loops = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path)), []
+
+    async def seen(scope, receive, send):
+        loops.append(asyncio.get_running_loop())
+        await app(scope, receive, send)
+
+    with running(seen) as url:
+        assert get(f"{url}/healthz").status_code == 200
+    assert {type(loop).__module__ for loop in loops} == {"asyncio.unix_events"}
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_connection_of_any_loop_is_served(served, monkeypatch, kind):
+    """An old uvicorn leaves the choice of the loop to the process."""
+    pytest.importorskip("uvloop")
+    config = serve.uvicorn.Config
+
+    def chosen(*given, **options):
+        return config(*given, **options | {"loop": kind})
+
+    monkeypatch.setattr(serve.uvicorn, "Config", chosen)
+    with served() as url:
+        assert get(f"{url}/healthz").status_code == 200
 
 
 def test_no_control_character_is_logged():
     try:
         raise ValueError("\x1b]0;title\x07 \x9b2J\ra")
     except ValueError:
-        record = logging.LogRecord(
-            "uvicorn", logging.ERROR, "f", 1, "a\x1b[31m", (), sys.exc_info()
-        )
-    text = PlainFormatter().format(record)
+        info = sys.exc_info()
+    given = ("uvicorn", logging.ERROR, "f", 1, "a\x1b[31m", (), info)
+    text = PlainFormatter().format(logging.LogRecord(*given))
     assert text.startswith("a\\x1b[31m\nTraceback")
     assert text.endswith("ValueError: \\x1b]0;title\\x07 \\x9b2J\\ra")

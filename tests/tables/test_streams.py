@@ -61,8 +61,8 @@ def attributed(turns):
     return table
 
 
-def advantages_of(rows):
-    names = rows["session_id"].unique()
+def advantages_of(turns):
+    names = turns["session_id"].unique()
     return pa.table({"session_id": names, "advantage": np.arange(len(names)) / 2})
 
 
@@ -72,36 +72,59 @@ def turn_rewards_of(turns):
     return given.append_column("reward", zeros)
 
 
-# The two forms of each stage, and its options.
-OF_TURNS = {
-    "link": (tk.link, tk.link_batches, {}),
-    "link by tokens": (tk.link, tk.link_batches, {"policy": BY_TOKENS}),
-    "validate": (tk.validate, tk.validate_batches, {"kind": "turns", "bodies": False}),
-    "validate, whatever it is": (tk.validate, tk.validate_batches, {"bodies": False}),
-    "compact": (tk.compact, tk.compact_batches, {}),
-}
-DRIFT = (tk.classify_drift, tk.classify_drift_batches)
-OF_LINKS = {
-    "classify_drift": (*DRIFT, {"min_run": 2}),
-    "classify_drift by texts": (*DRIFT, {"tokenizer": TOKENIZER}),
+SPREAD = tk.learn.spread_rewards
+# Each stage, what it takes, and its options, some of which depend on turns and rows.
+STAGES = {
+    "link": (tk.link, "turns", {}),
+    "link by tokens": (tk.link, "turns", {"policy": BY_TOKENS}),
+    "validate": (tk.validate, "turns", {"kind": "turns", "bodies": False}),
+    "validate, whatever it is": (tk.validate, "turns", {"bodies": False}),
+    "compact": (tk.compact, "turns", {}),
+    "classify_drift": (tk.classify_drift, "links", {"min_run": 2}),
+    "classify_drift by texts": (tk.classify_drift, "links", {"tokenizer": TOKENIZER}),
     "explain_drift": (
         tk.analysis.explain_drift,
-        tk.analysis.explain_drift_batches,
+        "links",
         {"tokenizer": TOKENIZER, "min_run": 2},
     ),
-    "label_branches": (
-        tk.analysis.label_branches,
-        tk.analysis.label_branches_batches,
-        {},
+    "label_branches": (tk.analysis.label_branches, "links", {}),
+    "weigh": (tk.add_weights, "rows", {"weigh_by": "row"}),
+    "validate rows": (tk.validate, "rows", {}),
+    "spread_rewards": (SPREAD, "rows", {"mode": "uniform"}),
+    "spread_rewards of turns": (
+        SPREAD,
+        "rows",
+        {"mode": "per_turn", "turn_rewards": turn_rewards_of},
     ),
+    "spread_rewards of last turns": (
+        SPREAD,
+        "rows",
+        {"mode": "last_turn", "turn_rewards": turn_rewards_of},
+    ),
+    "add_advantages": (tk.add_advantages, "rows", {"sessions": advantages_of}),
+    "verify": (tk.verify, "both", {}),
+    "linearize": (tk.linearize, "turns", {}),
 }
-SPREAD = (tk.learn.spread_rewards, tk.learn.spread_rewards_batches)
-OF_ROWS = {
-    "weigh": (tk.add_weights, tk.add_weights_batches, {"weigh_by": "row"}),
-    "spread_rewards": (*SPREAD, {"mode": "uniform"}),
-    "validate rows": (tk.validate, tk.validate_batches, {}),
-}
-VERIFY = (tk.verify, tk.verify_batches, {})
+
+
+def stage_of(name, turns, policy="faithful"):
+    """The two forms of a stage, the tables that it takes, and its options."""
+    stage, kind, options = STAGES[name]
+    batches = getattr(stage, "batches", None)
+    rows = tk.linearize(turns, policy, reward=1.0)
+    tables = {
+        "turns": [turns],
+        "links": [turns, tk.link(turns)],
+        "rows": [rows],
+        "both": [rows, turns],
+    }[kind]
+    options = {n: one(turns) if callable(one) else one for n, one in options.items()}
+    return (
+        stage,
+        batches or getattr(tk, f"{stage.__name__}_batches"),
+        tables,
+        options,
+    )
 
 
 def cut(choose, table):
@@ -126,53 +149,19 @@ def lines(batches):
     return [line for batch in batches for line in batch.to_pylist()]
 
 
-@pytest.mark.parametrize("name", OF_TURNS)
+@pytest.mark.parametrize("name", STAGES)
 @fewer_examples
 @given(data=st.data(), turns=runs())
-def test_stages_of_turns(name, data, turns):
-    table, (whole, stage, options) = turns_table(spoken(turns)), OF_TURNS[name]
-    stream = stage(iter(cut(chooser(data), table)), **options)
-    assert lines(stream) == whole(table, **options).to_pylist()
-
-
-@pytest.mark.parametrize("name", OF_LINKS)
-@fewer_examples
-@given(data=st.data(), turns=runs())
-def test_stages_of_turns_beside_their_links(name, data, turns):
-    table, (whole, stage, options) = turns_table(spoken(turns)), OF_LINKS[name]
-    links = tk.link(table)
-    choose = chooser(data)
-    both = [iter(cut(choose, table)), iter(cut(choose, links))]
-    at = choose([None, 0, 1])
+def test_a_stage_gives_of_streams_what_it_gives_of_tables(name, data, turns):
+    choose, table = chooser(data), turns_table(spoken(turns))
+    policy = choose(["faithful", "slime"])
+    stage, batches, tables, options = stage_of(name, table, policy)
+    streams = [iter(cut(choose, one)) for one in tables]
+    at = choose([None, 0, 1]) if len(tables) == 2 else None
     if at is not None:
-        both[at] = (table, links)[at]  # one of them may be a table
-    assert lines(stage(*both, **options)) == whole(table, links, **options).to_pylist()
-
-
-@pytest.mark.parametrize("policy", ["faithful", "slime"])
-@pytest.mark.parametrize("name", OF_ROWS)
-@fewer_examples
-@given(data=st.data(), turns=runs())
-def test_stages_of_rows(name, policy, data, turns):
-    whole, stage, options = OF_ROWS[name]
-    rows = tk.linearize(turns_table(turns), policy, reward=1.0)
-    found = stage(iter(cut(chooser(data), rows)), **options)
-    assert lines(found) == whole(rows, **options).to_pylist()
-
-
-@given(data=st.data(), turns=runs())
-def test_what_rows_are_given_from_tables(data, turns):
-    table = turns_table(turns)
-    rows = tk.linearize(table, reward=1.0)
-    choose = chooser(data)
-    sessions, rewards = advantages_of(rows), turn_rewards_of(table)
-    for whole, stage, options in (
-        (tk.add_advantages, tk.add_advantages_batches, {"sessions": sessions}),
-        (*SPREAD, {"mode": "last_turn", "turn_rewards": rewards}),
-        (*SPREAD, {"mode": "per_turn", "turn_rewards": rewards}),
-    ):
-        found = stage(iter(cut(choose, rows)), **options)
-        assert lines(found) == whole(rows, **options).to_pylist()
+        streams[at] = tables[at]  # one of them may be a table
+    expected = stage(*tables, **options).to_pylist()
+    assert lines(batches(*streams, **options)) == expected
 
 
 # --- verify
@@ -365,21 +354,10 @@ def many_sessions(n=30):
     return attributed(spoken(generated))
 
 
-@pytest.mark.parametrize("name", [*OF_TURNS, *OF_LINKS, *OF_ROWS, "verify"])
+@pytest.mark.parametrize("name", [name for name in STAGES if name != "linearize"])
 def test_few_batches_are_held(name):
-    table = many_sessions()
-    rows = tk.linearize(table, reward=1.0)
-    sources = {"turns": table}
-    if name in OF_LINKS:
-        stage, sources = OF_LINKS[name], {"turns": table, "links": tk.link(table)}
-    elif name in OF_ROWS:
-        stage, sources = OF_ROWS[name], {"rows": rows}
-    elif name == "verify":
-        stage, sources = VERIFY, {"rows": rows, "turns": table}
-    else:
-        stage = OF_TURNS[name]
-    counted = [Counted(source) for source in sources.values()]
-    _, batches, options = stage
+    _, batches, tables, options = stage_of(name, many_sessions())
+    counted = [Counted(source) for source in tables]
     deque(batches(*(iter(one) for one in counted), **options), maxlen=0)
     assert all(one.sizes > 20 for one in counted)
     # what is at hand, what a frame still names, the one that tells where it ended
@@ -410,25 +388,16 @@ def nothing():
 
 
 @pytest.mark.parametrize("seen", [0, 1, 2])
-@pytest.mark.parametrize(
-    "name", [*OF_TURNS, *OF_LINKS, *OF_ROWS, "verify", "linearize"]
-)
+@pytest.mark.parametrize("name", STAGES)
 def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
     """A reader knows its columns before its first batch, an iterator with it."""
-    turns, links, rows = nothing()
-    (whole, stage, options), sources = {
-        **{name: (stage, (turns,)) for name, stage in OF_TURNS.items()},
-        **{name: (stage, (turns, links)) for name, stage in OF_LINKS.items()},
-        **{name: (stage, (rows,)) for name, stage in OF_ROWS.items()},
-        "verify": (VERIFY, (rows, turns)),
-        "linearize": ((tk.linearize, tk.linearize_batches, {}), (turns,)),
-    }[name]
+    stage, batches, tables, options = stage_of(name, nothing()[0])
     given = [
         iter([empty_batch(one.schema)] * seen) if seen else reader_of(one)
-        for one in sources
+        for one in tables
     ]
-    [batch] = stage(*given, **options)
-    table = whole(*sources, **options)
+    [batch] = batches(*given, **options)
+    table = stage(*tables, **options)
     assert (batch.num_rows, batch.schema) == (0, table.schema)
     assert batch.schema.metadata == table.schema.metadata
 
@@ -454,10 +423,10 @@ def test_further_stages_of_readers_without_rows():
     assert tk.simulate(reader_of(turns)) == tk.simulate(turns)
 
 
-@pytest.mark.parametrize("name", [*OF_TURNS, *OF_ROWS])
+@pytest.mark.parametrize("name", STAGES)
 def test_an_iterator_without_a_batch_gives_none(name):
-    _, stage, options = OF_TURNS.get(name) or OF_ROWS[name]
-    assert list(stage(iter([]), **options)) == []
+    _, batches, tables, options = stage_of(name, nothing()[0])
+    assert list(batches(*(iter([]) for _ in tables), **options)) == []
 
 
 def test_a_stream_of_rows_that_are_as_they_should_be_says_so_in_a_batch():

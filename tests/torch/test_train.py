@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import trajkit as tk
-from tests.shim.fakes import engine_request
+from tests.shim.fakes import engine_request, load_tokenizer
 from trajkit.schema import SESSIONS
 from trajkit_shim.app import create_app
 from trajkit_shim.client import GatewayClient
 from trajkit_shim.engines.base import UpdatableEngine
-from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
+from trajkit_shim.engines.embedded import EmbeddedEngine
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running

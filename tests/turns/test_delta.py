@@ -123,7 +123,7 @@ def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
         {"session_id": "s", "prompt_ids": [k], "output_ids": [7]} for k in range(3)
     )
     made = []
-    fill = import_module("trajkit.rows.fill")
+    fill = import_module("trajkit.rows.plan")
 
     def counting(*given, real=fill._structs):
         made.append(1)

@@ -18,8 +18,7 @@ from tests.strategies import chat_messages, delegating_sessions, sessions
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
 from trajkit.schema import TURNS
-from trajkit.turns.message_equality import classify, with_equality
-from trajkit.turns.messages import message_key
+from trajkit.turns.messages import classify, message_key, with_equality
 from trajkit.turns.sessions import Sessions
 
 EQUAL = {

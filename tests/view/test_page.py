@@ -8,7 +8,7 @@ import pytest
 import trajkit as tk
 from trajkit import cli
 from trajkit.schema import SESSIONS
-from trajkit.view import page, view
+from trajkit.view import page
 
 pytestmark = pytest.mark.browser
 
@@ -426,7 +426,7 @@ def test_every_control_has_a_name(tab, write, recorded, tokenizer):
 
 
 def test_a_notebook_s_frame_works_without_an_address(tab, tmp_path, long):
-    shown = view(long, ["slime"])
+    shown = page(long, ["slime"])
     path = tmp_path / "notebook.html"
     path.write_text(f"<!doctype html><body>{shown._repr_html_()}", encoding="utf-8")
     tab.open_frame(path.as_uri())

@@ -17,10 +17,9 @@ import trajkit as tk
 from tests.view.test_page import counts, simulated
 from trajkit import cli
 from trajkit.cli import view
-from trajkit.cli.options import Reading
-from trajkit.cli.policies import policy_of
+from trajkit.cli.options import Reading, policy_of
 from trajkit.errors import ArgumentError
-from trajkit.view.server import LiveRun, ViewServer
+from trajkit.view.pages import LiveRun, ViewServer
 
 CALLS = [
     {"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
@@ -32,8 +31,9 @@ CALLS = [
 def serving(path, **options):
     follow = options.get("follow", False)
     source = view.Run([str(path)], None, Reading(), {}, follow=follow)
-    options |= {"policies": ("faithful", "slime"), "parse": policy_of}
-    live = LiveRun("run", source.version, source.load, **options)
+    policies, text = ("faithful", "slime"), {"text": options.get("text", True)}
+    more = policies, policy_of, follow, text
+    live = LiveRun("run", source.version, source.load, *more)
     with ViewServer([live]) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from trajkit.analysis.drift import explain_drift_batches as explain_drift_batches
     from trajkit.analysis.rows import call_tree as call_tree
     from trajkit.analysis.rows import why as why
-    from trajkit.analysis.run_metrics import metrics as metrics
     from trajkit.analysis.sampled_tokens import output_spans as output_spans
+    from trajkit.analysis.simulation import metrics as metrics
     from trajkit.analysis.simulation import simulate as simulate
 else:
     __getattr__, __dir__ = lazy_names(__name__)

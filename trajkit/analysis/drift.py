@@ -26,13 +26,13 @@ from trajkit.tables.ragged import Longs, Records
 from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
-from trajkit.turns.sessions import Forest, Sessions
+from trajkit.turns.sessions import Sessions
 
 _Stretch: TypeAlias = tuple[int, int, int, int]
 _Cause: TypeAlias = tuple[str | None, _Stretch]
 
-DESCRIBED = tuple(_core.ENUMS["DriftLine"])
-"""The columns that the kernel fills, in its order (_native/drift.pxi)."""
+# the columns that the kernel fills, in its order (_native/drift.pxi)
+_DESCRIBED = tuple(_core.ENUMS["DriftLine"])
 _RESYNC = ("resync_path", "resync_prompt", "resync_length")
 numbers("Region", REGIONS)
 numbers("Cause", CAUSES)
@@ -88,9 +88,8 @@ def classify_drift(
     -------
     Table
         `trajkit.schema.DRIFT`, one row per turn with a parent. ``resync`` is the longest
-        common run of ``min_run`` tokens or more after lcp, the first in the prompt;
-        without one, the longest shorter run that ends with the message in which drift
-        starts. docs/drift.md defines the causes.
+        common run of ``min_run`` tokens or more after lcp, or the longest shorter one that
+        ends with the message in which drift starts. docs/drift.md defines the causes.
 
     Raises
     ------
@@ -102,41 +101,31 @@ def classify_drift(
     min_run = chosen_int("min_run", min_run, 1)
     codec = None if tokenizer is None else Codec(tokenizer)
 
-    def one(turns: pa.Table, links: pa.Table) -> pa.Table:
-        return drift_table(*read_linked(turns, links), min_run, codec)
+    def one(turns: pa.Table, table: pa.Table) -> pa.Table:
+        calls, forest, links = read_linked(turns, table)
+        described = np.zeros((len(_DESCRIBED), len(links)), np.int64)
+        described[[*map(_DESCRIBED.index, _RESYNC)]] = -1
+        _core.describe_drift(forest.paths, links, min_run, described)
+        rows = np.flatnonzero(links["parent"] >= 0)
+        found = dict(zip(_DESCRIBED, described[:, rows], strict=True))
+        parent, shared = links["parent"][rows], links["lcp"][rows]
+        size = calls.path_len[parent] - shared
+        cause = codes(found["cause"], CAUSES)
+        if codec is not None:
+            causes = _causes(calls, links, codec, min_run)
+            first, names = np.zeros(len(rows), np.int8), ("clean", *TEXT_CAUSES)
+            first[size > 0] = [names.index(one[2]) for one in causes if one[1] == 0]
+            cause = codes(first, names)
+        nowhere = found["resync_length"] < 0
+        resync = [pa.array(found[name], pa.int32(), mask=nowhere) for name in _RESYNC]
+        region = codes(found["region"], REGIONS)
+        columns = shared, size, region, *resync, found["tokens_after_drift"], cause
+        return turn_lines(DRIFT, calls, rows, calls.turn_index[parent], *columns)
 
     return apply(one, turns, table_of=as_turns, links=links)
 
 
 classify_drift_batches = classify_drift.batches
-
-
-def drift_table(
-    calls: Sessions,
-    forest: Forest,
-    links: Records,
-    min_run: int = MIN_RUN,
-    codec: Codec | None = None,
-) -> pa.Table:
-    """The ``drift`` table of links whose ``lcp`` is known."""
-    described = np.zeros((len(DESCRIBED), len(links)), np.int64)
-    described[[*map(DESCRIBED.index, _RESYNC)]] = -1
-    _core.describe_drift(forest.paths, links, min_run, described)
-    rows = np.flatnonzero(links["parent"] >= 0)
-    found = dict(zip(DESCRIBED, described[:, rows], strict=True))
-    parent, shared = links["parent"][rows], links["lcp"][rows]
-    size = calls.path_len[parent] - shared
-    cause = codes(found["cause"], CAUSES)
-    if codec is not None:
-        causes = _causes(calls, links, codec, min_run)
-        first, names = np.zeros(len(rows), np.int8), ("clean", *TEXT_CAUSES)
-        first[size > 0] = [names.index(one[2]) for one in causes if one[1] == 0]
-        cause = codes(first, names)
-    nowhere = found["resync_length"] < 0
-    resync = [pa.array(found[name], pa.int32(), mask=nowhere) for name in _RESYNC]
-    region = codes(found["region"], REGIONS)
-    columns = shared, size, region, *resync, found["tokens_after_drift"], cause
-    return turn_lines(DRIFT, calls, rows, calls.turn_index[parent], *columns)
 
 
 def turn_lines(
@@ -261,7 +250,7 @@ class _Side:
         return self._codec.text(self.ids[start : stop + _NEIGHBOURS])
 
     def plain(self, start: int, stop: int) -> str:
-        return _squeezed(self._codec.plain(self.ids[start:stop]))
+        return _squeezed(self._codec.text(self.ids[start:stop], plain=True))
 
     def specials(self, start: int, stop: int) -> list[int]:
         found: list[int] = self.ids[start:stop][self.special[start:stop]].tolist()
@@ -403,9 +392,8 @@ def _same_object(
 
 
 def _in_common(a: str, b: str) -> int:
-    return sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    )
+    pairs = zip(a, b, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def json_objects(text: str) -> list[tuple[int, int, str]]:

@@ -1,26 +1,28 @@
 """Questions about rows: `check_rows` (what do they train?), `why` and `call_tree`."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from itertools import takewhile
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from trajkit import _core
 from trajkit.analysis.branches import label_branches
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.analysis.words import CAUSE_PHRASES, count
-from trajkit.errors import SchemaError
+from trajkit.analysis.words import count
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.linearize import linearize
 from trajkit.rows.links import link
-from trajkit.schema import EMPTY_KINDS, ROW_CHECKS, ROW_REASONS
+from trajkit.schema import ROW_CHECKS, ROW_REASONS
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import TableLike, as_table, canonical_rows
+from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.columns import take_session, tuples
 from trajkit.tables.ragged import Array, Bools, Ints, Longs, positions
 from trajkit.turns.delta import expand
@@ -92,11 +94,11 @@ class _Check:
         self.turns = flat_turns(calls)
         self.outputs, self.owner = self.turns.outputs, self.turns.outputs.owner
         self.sessions = {name: k for k, name in enumerate(calls.ids.to_pylist())}
-        # the paths as bytes that compare like their tokens, sorted, and their calls
-        prompts = enumerate(self.turns.prompts)
-        paths = [_key(np.append(prompt, self.outputs[k])) for k, prompt in prompts]
-        order = sorted(range(calls.n_calls), key=paths.__getitem__)
-        self.order, self.keys = np.array(order, np.int64), [paths[k] for k in order]
+        # the paths as bytes that compare like their tokens, and their sessions
+        self.paths = sorted(
+            (_key(np.append(prompt, self.outputs[k])), int(calls.session[k]))
+            for k, prompt in enumerate(self.turns.prompts)
+        )
         may = calls.calls["trainable"].astype(np.bool_)
         if policy is None or not policy.train_aborted:
             may &= ~aborted_calls(calls)
@@ -108,10 +110,10 @@ class _Check:
         due = self.may[:-1].copy()
         if policy is not None:
             spans = output_spans(table, policy)
-            spans = spans.filter(
-                pc.not_equal(spans["kind"].cast(pa.string()), "trained")
-            )
-            turn, start, stop = (spans[name].to_numpy() for name in _PLACE)
+            kinds = spans["kind"].cast(pa.string())
+            spans = spans.filter(pc.not_equal(kinds, "trained"))
+            names = ("turn_index", "output_start", "output_stop")
+            turn, start, stop = (spans[name].to_numpy() for name in names)
             lost = calls.named(sessions_of(spans, calls), turn)
             due[positions(self.outputs.offsets[lost] + start, stop - start)] = False
         self.sampled = Sampled(self.turns, due)
@@ -133,26 +135,25 @@ class _Check:
         self.place, name = {"row": row}, given["session_id"].as_py()
         named = name in self.sessions
         sessions, dropped = ([self.sessions[name]], 0) if named else self._like(ids)
-        ids, mask, logprobs = ids[dropped:], mask[dropped:], None
+        ids, mask, best = ids[dropped:], mask[dropped:], None
         first = given["padding"].as_py() + dropped
-        if given["logprobs"].is_valid:
-            logprobs = given["logprobs"].values.fill_null(np.nan).to_numpy()[dropped:]
-        best: tuple[Any, ...] = ()
-        for k in sessions:
-            calls = self.turns.calls_of(k)
-            found = self.sampled.find(ids, calls, mask, everywhere=True)
-            there = found[0] >= 0
+        for session in sessions:
+            calls = self.turns.calls_of(session)
+            source, in_context, begins = self.sampled.find(
+                ids, calls, mask, everywhere=True
+            )
+            there = source >= 0
             # of equal sessions, one that no earlier row trains
-            again = self.sampled.trained_by[found[0][there]] >= 0
+            again = self.sampled.trained_by[source[there]] >= 0
             rank = int((mask & there).sum()), -int(again.sum())
-            if found[2] and (not best or rank > best[0]):
-                best = rank, k, *found
-        if not best:
+            if begins and (best is None or rank > best[0]):
+                best = rank, session, source, in_context
+        if best is None:
             n, where = int(mask.sum()), f" of session {name!r}" if named else ""
             words = f"{count(n)} trained, and no turn{where} begins like it"
             self.add("not_found", words, tokens=n)
             return
-        _, session, source, in_context, _ = best
+        _, session, source, in_context = best
         self.place["session_id"] = name = self.turns.calls.ids[session].as_py()
         self.seen.add(name)
         sampled, may = source >= 0, self.may[source]
@@ -180,7 +181,8 @@ class _Check:
         # `absent` reports those that no other row trains
         at = np.flatnonzero(sampled & ~moved & (self.left_by[source] < 0))
         self.left_by[source[at]], self.left_at[source[at]] = row, first + at
-        if logprobs is not None:
+        if given["logprobs"].is_valid:
+            logprobs = given["logprobs"].values.fill_null(np.nan).to_numpy()[dropped:]
             self._logprobs(logprobs, source, np.flatnonzero(trained), first)
 
     def _like(self, ids: Ints) -> tuple[list[int], int]:
@@ -190,22 +192,23 @@ class _Check:
         """
         run = int(np.argmax(ids != ids[0]))
         tries = [(k, *self._nearest(ids[k:])) for k in (0, run - 1, run) if k >= 0]
-        dropped, _, sessions = max(tries, key=lambda one: one[1])
+        dropped, _, sessions = max(tries, key=itemgetter(1))
         return sessions, dropped
 
     def _nearest(self, ids: Ints) -> tuple[int, list[int]]:
         """How many tokens some paths share with a row, and the first of their sessions."""
         key = _key(ids)
-        at = bisect_left(self.keys, key)
-        next_to = self.order[max(at - 1, 0) : at + 1].tolist()
-        most = max((self.turns.shared(ids, k) for k in next_to), default=0)
-        if most == 0:
-            return 0, []
-        n = most * ids.itemsize
-        start = bisect_left(self.keys, key[:n], key=lambda path: path[:n])
-        stop = bisect_right(self.keys, key[:n], key=lambda path: path[:n])
-        near = self.order[max(start, at - _NEAR) : min(stop, at + _NEAR)]
-        return most, np.unique(self.turns.calls.session[near])[:_MOST_SESSIONS].tolist()
+        at = bisect_left(self.paths, key, key=itemgetter(0))
+        before, after = self.paths[max(at - _NEAR, 0) : at], self.paths[at : at + _NEAR]
+        shared = [_core.lcp(_ids(key), _ids(p)) for p, _ in before[-1:] + after[:1]]
+        most = max(shared, default=0)
+        head = key[: most * ids.itemsize]
+        found = {
+            session
+            for paths in (reversed(before), after)
+            for _, session in takewhile(lambda path: path[0].startswith(head), paths)
+        }
+        return most, sorted(found)[:_MOST_SESSIONS] if most else []
 
     def _trains(self, row: int, source: Longs, in_context: Bools, shift: int) -> None:
         """Which turn trains what, and what an earlier row trains too."""
@@ -231,26 +234,23 @@ class _Check:
         """Logprobs that are not the engine's, or those of a token before or after."""
         at = at[self.turns.given[source[at]]]
         due = self.turns.logprobs[source[at]]
-
-        def right(shift: int) -> Bools:
-            there = (at + shift).clip(0, len(logprobs) - 1)
-            here = np.where(there == at + shift, logprobs[there], np.nan)
-            same: Bools = np.abs(here - due) <= TOLERANCE * np.maximum(1, np.abs(due))
-            return same
-
-        good = int(right(0).sum())
+        # a place that is not in the row has no logprob
+        padded = np.pad(logprobs, 2, constant_values=np.nan)
+        most = TOLERANCE * np.maximum(1, np.abs(due))
+        right = {k: np.abs(padded[at + k + 2] - due) <= most for k in (0, *_SHIFTS)}
+        good = int(right[0].sum())
         if good == len(at):
             return
         # a shift loses a value at an end of each range
         ranges = 1 + int((np.diff(at) > 1).sum())
         for shift in _SHIFTS if len({*due.tolist()}) > 1 else ():
-            n = int(right(shift).sum())
+            n = int(right[shift].sum())
             least = max(len(at) - ranges * abs(shift), len(at) // 2 + 1, good + 1)
             if n >= least:
                 words = f"the logprobs are shifted {_SIDES[shift < 0]} by {abs(shift)}"
                 self.add("logprobs_shifted", words, token=first + int(at[0]), tokens=n)
                 return
-        k, n = int(right(0).argmin()), len(at) - good
+        k, n = int(right[0].argmin()), len(at) - good
         words = (
             f"{n} of {count(len(at))} have another logprob than the engine's: the first "
             f"{logprobs[at[k]]:.4g}, expected {due[k]:.4g}"
@@ -280,11 +280,12 @@ class _Check:
             self.add(kind, words, **place)
 
 
-_PLACE = ("turn_index", "output_start", "output_stop")
-
-
 def _key(ids: Array) -> bytes:
     return ids.astype(">u4").tobytes()
+
+
+def _ids(key: bytes) -> Ints:
+    return np.frombuffer(key, np.int32)
 
 
 def _shifted(mask: Bools, shift: int) -> Bools:
@@ -303,9 +304,6 @@ def _shift_of(mask: Bools, due: Bools) -> int:
             return shift
     return 0
 
-
-_Reason: TypeAlias = tuple[str, int | None, str]
-"""One of `trajkit.schema.OPENED_BY`, the parent, and the reason in words."""
 
 _NO_PARENT = {
     "history_replaced": "its request does not extend its agent's history",
@@ -331,10 +329,9 @@ def why(
     Parameters
     ----------
     turns : table
-        `trajkit.schema.TURNS` in full or delta form. Or `trajkit.schema.ROWS`: then a row
-        is compared with its ``parent_row``, and ``parent`` is the turn in whose reply they
-        part. Rows of other systems, as `trajkit.check_rows` takes them, are compared with
-        the earlier row (of their session, if they name it) that shares most.
+        `trajkit.schema.TURNS` in full or delta form. Or rows, as `trajkit.check_rows` takes
+        them, each of which is compared with the earlier row (of its session, if it names
+        one) that shares most.
     policy : str or Policy
         As for `trajkit.linearize`; of turns.
     tokenizer : Tokenizer, optional
@@ -348,24 +345,19 @@ def why(
     Raises
     ------
     SchemaError, InvalidTurnsError, PolicyError
-        As `trajkit.linearize`; a row names no turn.
+        As `trajkit.linearize`.
     """
     table = as_table(turns)
-    if "spans" in table.column_names:
-        table = canonical_rows(table)
-        lines = _lines(table, _parting(table))
-    elif is_rows(table.column_names):
-        lines = _foreign_lines(plain_rows(table))
+    if is_rows(table.column_names):
+        lines = _reasons_of_rows(plain_rows(table))
     else:
-        table, chosen = as_turns(table), named_policy(policy)
-        reason = _departing(table, link(table, chosen), tokenizer)
-        lines = _lines(linearize(table, chosen), reason)
+        lines = _reasons_of_turns(as_turns(table), named_policy(policy), tokenizer)
     names = ROW_REASONS.names
     found = [dict(zip(names, line, strict=True)) for line in lines]
     return pa.Table.from_pylist(found, ROW_REASONS)
 
 
-def _foreign_lines(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
+def _reasons_of_rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
     """Where each row leaves the earlier row that shares most, from tokens alone."""
     flat, places = flat_rows(rows), [*tuples(rows, "session_id", "row_index")]
     by_session = defaultdict(list)
@@ -387,96 +379,60 @@ def _foreign_lines(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
         yield *place, None, None, opened_by, trained, 0, sentence
 
 
-def _lines(
-    rows: pa.Table, reason_of: Callable[[int, str, int], _Reason]
+def _reasons_of_turns(
+    table: pa.Table, policy: Policy, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[Any, ...]]:
-    """The lines of rows; ``reason_of`` takes a row, its session and its first turn."""
+    """Why turns open rows, from the links and the drift of their prompts."""
+    links = link(table, policy)
+    keys = [*tuples(table, "session_id", "turn_index")]
+    firsts = {name: turn for name, turn in reversed(keys)}
+    known = dict(zip(keys, tuples(links, "parent", "link_reason"), strict=True))
+    outputs = pc.list_value_length(table["output_ids"]).to_pylist()
+    n_outputs = dict(zip(keys, outputs, strict=True))
+    found = classify_drift(table, links, tokenizer=tokenizer).to_pylist()
+    drift = {(line["session_id"], line["turn_index"]): line for line in found}
     seen: set[tuple[str, int]] = set()
+    rows = linearize(table, policy)
     columns = tuples(rows, "session_id", "row_index", "turns", "spans")
-    for k, (name, index, turns, spans) in enumerate(columns):
-        if not turns:
-            raise SchemaError(
-                f"session {name!r}, row {index} has no list of turns, which is needed to "
-                "explain it: pass the turns instead"
-            )
+    for name, index, turns, spans in columns:
         # the first turn that no earlier row of the session has, or the last
         turn = next((one for one in turns if (name, one) not in seen), turns[-1])
         seen.update((name, one) for one in turns)
+        parent, kind = known[name, turn]
+        if parent is None and turn == firsts[name]:
+            opened_by, reason = "no_parent", "it is the session's first turn"
+        elif parent is None:
+            words = _NO_PARENT.get(kind, f"it has no parent ({kind})")
+            opened_by, reason = "no_parent", words
+        elif drift[name, turn]["size"]:
+            words = _drift_text(drift[name, turn], n_outputs[name, parent])
+            opened_by, reason = "drift", words
+        else:
+            words = f"it branches off turn {parent}, which another row continues"
+            opened_by, reason = "branch", words
         n = Counter[str]()
         for span in spans:
             n[span["kind"]] += span["output_stop"] - span["output_start"]
-        lost = {kind: n[kind] for kind in EMPTY_KINDS if n[kind]}
-        losses = ", ".join(f"{count(lost[kind])} {_LOSSES[kind]}" for kind in lost)
-        opened_by, parent, reason = reason_of(k, name, turn)
+        lost = [kind for kind in _LOSSES if n[kind]]
+        losses = ", ".join(f"{count(n[kind])} {_LOSSES[kind]}" for kind in lost)
         sentence = (
             f"row {index} opens at turn {turn}: {reason}. It trains "
             f"{count(n['trained'])}{'; ' if lost else ''}{losses}."
         )
-        numbers = n["trained"], sum(lost.values())
+        numbers = n["trained"], sum(n[kind] for kind in lost)
         yield name, index, turn, parent, opened_by, *numbers, sentence
 
 
-def _departing(
-    turns: pa.Table, links: pa.Table, tokenizer: Tokenizer | None
-) -> Callable[[int, str, int], _Reason]:
-    """Why turns open rows, from the links and the drift of their prompts."""
-    keys = [*tuples(turns, "session_id", "turn_index")]
-    firsts = {name: turn for name, turn in reversed(keys)}
-    known = dict(zip(keys, tuples(links, "parent", "link_reason"), strict=True))
-    outputs = pc.list_value_length(turns["output_ids"]).to_pylist()
-    n_outputs = dict(zip(keys, outputs, strict=True))
-    found = classify_drift(turns, links, tokenizer=tokenizer).to_pylist()
-    drift = {(line["session_id"], line["turn_index"]): line for line in found}
-
-    def reason(_: int, name: str, turn: int) -> _Reason:
-        parent, kind = known[name, turn]
-        if parent is None:
-            words = _NO_PARENT.get(kind, f"it has no parent ({kind})")
-            if turn == firsts[name]:
-                words = "it is the session's first turn"
-            return "no_parent", None, words
-        line = drift[name, turn]
-        if line["size"]:
-            return "drift", parent, _drift_text(line, n_outputs[name, parent])
-        words = f"it branches off turn {parent}, which another row continues"
-        return "branch", parent, words
-
-    return reason
-
-
-def _parting(rows: pa.Table) -> Callable[[int, str, int], _Reason]:
-    """Why turns open rows, from where rows part from their parent rows."""
-    names = "session_id", "row_index", "spans"
-    spans_of = {(*place,): spans for *place, spans in tuples(rows, *names)}
-
-    def reason(k: int, name: str, _: int) -> _Reason:
-        other, shared = rows["parent_row"][k].as_py(), rows["shared_length"][k].as_py()
-        if other is None:
-            return "no_parent", None, "it shares no token with an earlier row"
-        for span in spans_of[name, other]:
-            if span["start"] < shared < span["stop"]:
-                turn = span["turn_index"]
-                at = span["output_start"] + shared - span["start"]
-                words = f"it leaves row {other} in turn {turn}'s reply, at token {at}"
-                return "drift", turn, words
-        return "branch", None, f"it shares its first {count(shared)} with row {other}"
-
-    return reason
-
-
 def _drift_text(drift: dict[str, Any], n_output: int) -> str:
-    parent, lcp, cause = drift["parent"], drift["lcp"], drift["cause"]
-    if drift["region"] == "last_reply":
-        where = f"reply at token {n_output - drift['size']} of {n_output}"
-    elif drift["region"] == "earlier_reply":
-        where = f"path at token {lcp}, inside an earlier reply"
-    else:
-        where = f"prompt at token {lcp}, before any reply"
-    cause = CAUSE_PHRASES.get(cause, cause.replace("_", " "))
-    after = count(drift["tokens_after_drift"])
+    where = {
+        "last_reply": f"reply at token {n_output - drift['size']} of {n_output}",
+        "earlier_reply": f"path at token {drift['lcp']}, inside an earlier reply",
+        "prompt": f"prompt at token {drift['lcp']}, before any reply",
+    }
     return (
-        f"its prompt differs from turn {parent}'s {where} ({cause}; {after} sampled after "
-        "that)"
+        f"its prompt differs from turn {drift['parent']}'s {where[drift['region']]} "
+        f"({drift['cause'].replace('_', ' ')}; {count(drift['tokens_after_drift'])} "
+        "sampled after that)"
     )
 
 
@@ -519,23 +475,21 @@ def call_tree(
 
 
 def _texts(table: pa.Table, links: pa.Table) -> dict[int, str]:
-    labels = dict(tuples(label_branches(table, links), "turn_index", "label"))
-    found = classify_drift(table, links).to_pylist()
-    drift = {line["turn_index"]: line for line in found if line["size"]}
-    starters: dict[int, int | None] = {}
+    names = ("turn_index", "prompt_ids", "output_ids")
+    texts = {
+        turn: f"turn {turn}: prompt {len(prompt):,}, output {len(output):,}"
+        for turn, prompt, output in tuples(table, *names)
+    }
+    for turn, label in tuples(label_branches(table, links), "turn_index", "label"):
+        texts[turn] += f", {label.replace('_', '-')}"
     if "started_by_turn" in table.column_names:
-        starters = dict(tuples(table, "turn_index", "started_by_turn"))
-    texts = {}
-    for turn, prompt, output in tuples(table, "turn_index", "prompt_ids", "output_ids"):
-        text = f"turn {turn}: prompt {len(prompt):,}, output {len(output):,}"
-        if turn in labels:
-            text += f", {labels[turn].replace('_', '-')}"
-        if (starter := starters.get(turn)) is not None:
-            text += f", started by turn {starter}"
-        if line := drift.get(turn):
-            text += (
-                f", drift at token {line['lcp']:,} ({line['cause'].replace('_', ' ')}, "
-                f"{line['tokens_after_drift']:,} sampled tokens after it)"
+        for turn, starter in tuples(table, "turn_index", "started_by_turn"):
+            texts[turn] += f", started by turn {starter}" * (starter is not None)
+    drift = "turn_index", "size", "lcp", "cause", "tokens_after_drift"
+    for turn, size, lcp, cause, after in tuples(classify_drift(table, links), *drift):
+        if size:
+            texts[turn] += (
+                f", drift at token {lcp:,} ({cause.replace('_', ' ')}, {after:,} sampled "
+                "tokens after it)"
             )
-        texts[turn] = text
     return texts

@@ -1,24 +1,32 @@
-"""`simulate`: compare what policies keep, lose and cost on the same recorded calls."""
+"""`simulate`: what policies keep, lose and cost on the same calls. `metrics`: a run as
+numbers.
+"""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from copy import deepcopy
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import chosen_int
-from trajkit.errors import ArgumentError, LeftOutWarning, MissingBodyError
+from trajkit.analysis.drift import classify_drift
+from trajkit.errors import ArgumentError, LeftOutWarning, MissingBodyError, SchemaError
 from trajkit.packs.balancing import pack_pairs
 from trajkit.packs.packing import pack
 from trajkit.policies import ALIASES, PRESETS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.linearize import rows_and_report
+from trajkit.rows.links import link
 from trajkit.rows.plan import COUNTS
-from trajkit.schema import LOSSES, SIMULATION
+from trajkit.schema import CAUSES, LOSSES, REPORT, SIMULATION
+from trajkit.schema.engine import field_of
+from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
-from trajkit.tables.canonical import TableLike
+from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.ragged import Ragged
 from trajkit.tables.stages import Batches, batches_of, whole_sessions
 from trajkit.turns.flat_buffers import TurnTokens, flat_turns, sessions_of, spans_of
@@ -72,48 +80,41 @@ def simulate(
         A policy does not exist, or ``pad_to`` or ``pack_tokens`` is no integer from 1 on.
     """
     counts = Simulation(
-        policies, pad_to, pack_tokens, sessions, max_row_tokens, threads
+        policies,
+        pad_to,
+        pack_tokens,
+        sessions,
+        max_row_tokens=max_row_tokens,
+        threads=threads,
     )
-    if isinstance(turns, Iterator):
-        for table in whole_sessions(batches_of(turns)):
-            counts.add(table)
-    else:
-        counts.add(as_turns(turns))
+    stream = isinstance(turns, Iterator)
+    for table in whole_sessions(batches_of(turns)) if stream else [as_turns(turns)]:
+        counts.add(table)
     return counts.table()
 
 
-@dataclass
 class Simulation:
     """Incremental `simulate`, with its arguments: add sessions part by part."""
 
-    policies: Policies = None
-    pad_to: int | None = None
-    pack_tokens: int | None = None
-    sessions: TableLike | None = None
-    max_row_tokens: int | None = None
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        chosen: Any = PRESETS if self.policies is None else self.policies
-        chosen = [chosen] if isinstance(chosen, str | Policy) else chosen
-        if not isinstance(chosen, Iterable):
-            text = "expected policies, or names of policies"
-            raise ArgumentError(f"policies={chosen!r}: {text}")
-        counted = [*COUNTS, "tokens_out_of_context", "longest_row"]
-        if self.pad_to is not None:
-            chosen_int("pad_to", self.pad_to, 1)
-            counted.append("tokens_padding")
-        if self.pack_tokens is not None:
-            chosen_int("pack_tokens", self.pack_tokens, 1)
-            counted += ["packs", "tokens_packed", "pairs_packed"]
-        self.sessions = session_facts(None, self.sessions).table
-        self._totals = [
-            (named_policy(one), dict.fromkeys(counted, 0)) for one in chosen
-        ]
+    def __init__(
+        self,
+        policies: Policies = None,
+        pad_to: int | None = None,
+        pack_tokens: int | None = None,
+        sessions: TableLike | None = None,
+        **options: Any,
+    ) -> None:
+        for name, value in (("pad_to", pad_to), ("pack_tokens", pack_tokens)):
+            if value is not None:
+                chosen_int(name, value, 1)
+        self._optional, self._pad_to, self._pack = policies is None, pad_to, pack_tokens
+        facts = session_facts(None, sessions).table
+        self._options: Any = {"sessions": facts, **options}
+        self._totals = [(one, Counter[str]()) for one in chosen_policies(policies)]
 
     def add(self, turns: pa.Table) -> None:
         """Count complete sessions. If they are rejected, the counts stay unchanged."""
-        totals = [(policy, dict(counts)) for policy, counts in self._totals]
+        totals = deepcopy(self._totals)
         for part in Sessions.of(turns).split(limits.PART_TOKENS):
             sampled = flat_turns(part)
             for total in tuple(totals):
@@ -121,37 +122,31 @@ class Simulation:
                 try:
                     found = self._counted(sampled, policy)
                 except MissingBodyError as error:
-                    if self.policies is not None:
+                    if not self._optional:
                         raise
                     left_out = f"{policy.name} is left out: {error}"
                     warnings.warn(left_out, LeftOutWarning, stacklevel=3)
                     totals.remove(total)
                     continue
-                longest = max(counts["longest_row"], int(found["longest_row"]))
-                for name in counts:
-                    counts[name] += int(found[name])
+                longest = max(counts["longest_row"], found["longest_row"])
+                counts.update({**found, "longest_row": 0})
                 counts["longest_row"] = longest
         self._totals = totals
 
     def table(self) -> pa.Table:
-        lines = [
-            {
-                "policy": label(policy),
-                **counts,
-                "tokens_lost": sum(counts[f"lost_{reason}"] for reason in LOSSES),
-            }
-            for policy, counts in self._totals
-        ]
+        lost = [f"lost_{reason}" for reason in LOSSES]
+        asked = {"tokens_padding": self._pad_to}
+        asked |= dict.fromkeys(("packs", "tokens_packed", "pairs_packed"), self._pack)
+        lines = []
+        for policy, counts in self._totals:
+            line: dict[str, Any] = {name: counts[name] for name in SIMULATION.names}
+            line |= {name: None for name in asked if asked[name] is None}
+            total = sum(counts[name] for name in lost)
+            lines.append({**line, "policy": label(policy), "tokens_lost": total})
         return pa.Table.from_pylist(lines, SIMULATION)
 
-    def _counted(self, sampled: TurnTokens, policy: Policy) -> dict[str, Any]:
-        rows, report = rows_and_report(
-            sampled.calls,
-            policy,
-            sessions=self.sessions,
-            max_row_tokens=self.max_row_tokens,
-            threads=self.threads,
-        )
+    def _counted(self, sampled: TurnTokens, policy: Policy) -> dict[str, int]:
+        rows, report = rows_and_report(sampled.calls, policy, **self._options)
         found = {name: report[name].to_numpy().sum() for name in COUNTS}
         ids = Ragged.of(rows["input_ids"], -1)
         spans = spans_of(rows, sampled, sessions_of(rows, sampled.calls))
@@ -159,13 +154,22 @@ class Simulation:
         beyond = trained.stop - trained.start - trained.in_context(ids, sampled)
         found["tokens_out_of_context"] = beyond.sum()
         found["longest_row"] = ids.lengths.max(initial=0)
-        if self.pad_to is not None:
-            found["tokens_padding"] = (-ids.lengths % self.pad_to).sum()
-        if self.pack_tokens is not None:
-            packs = pack(rows, self.pack_tokens, oversize="carry")
+        if self._pad_to is not None:
+            found["tokens_padding"] = (-ids.lengths % self._pad_to).sum()
+        if self._pack is not None:
+            packs = pack(rows, self._pack, oversize="carry")
             found["packs"], found["pairs_packed"] = len(packs), pack_pairs(packs).sum()
             found["tokens_packed"] = packs["n_tokens"].to_numpy().sum()
-        return found
+        return {name: int(n) for name, n in found.items()}
+
+
+def chosen_policies(policies: Policies) -> list[Policy]:
+    chosen: Any = PRESETS if policies is None else policies
+    chosen = [chosen] if isinstance(chosen, str | Policy) else chosen
+    if not isinstance(chosen, Iterable):
+        text = "expected policies, or names of policies"
+        raise ArgumentError(f"policies={chosen!r}: {text}")
+    return [*map(named_policy, chosen)]
 
 
 def label(policy: Policy) -> str:
@@ -194,3 +198,88 @@ def cheapest_lossless(table: pa.Table) -> str | None:
         and not line["tokens_out_of_context"]
     ]
     return min(costs)[-1] if costs else None
+
+
+def metrics(
+    turns: TableLike, report: TableLike, policy: str | Policy = "faithful"
+) -> dict[str, float]:
+    """Count a run as numbers with names such as ``tokens/trained``, for trackers.
+
+    Parameters
+    ----------
+    turns, policy
+        As for `trajkit.report`.
+    report : table
+        `trajkit.schema.REPORT` of these turns under this policy.
+
+    Returns
+    -------
+    dict of str to float
+        The same names for every run (docs/pictures.md); a mean of nothing has no entry.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `trajkit.linearize`; the report lacks a column, or is not of these turns.
+    """
+    table, counted = as_turns(turns), as_table(report)
+    if missing := {*REPORT.names} - {*counted.column_names}:
+        raise SchemaError(
+            f"the report has no column {min(missing)!r}: pass the one that "
+            "trajkit.report(turns, policy) returns"
+        )
+    n = {name: pc.sum(counted[name]).as_py() or 0 for name in COUNTS}
+    n_sessions, calls = counted.num_rows, Sessions.of(table)
+    if n["turns"] != table.num_rows:
+        raise SchemaError(
+            f"the report counts {n['turns']:,} turns, and the table has "
+            f"{table.num_rows:,}: pass the report of these turns"
+        )
+    drift = classify_drift(table, link(table, policy))
+    drifts = drift.filter(pc.greater(drift["size"], 0))
+    causes = Counter(drifts["cause"].to_pylist())
+    rewards, outputs = counted["reward"], pa.array(calls.calls["out_len"])
+    several = counted.select(["group_id", "reward"]).drop_null().group_by("group_id")
+    groups = several.aggregate([("reward", "count"), ("reward", "count_distinct")])
+    groups = groups.filter(pc.greater(groups["reward_count"], 1))
+    pieces = Ragged.of(table["weight_versions"])
+    versions = field_of(pieces.values, "version")
+    own = pa.table([calls.session[pieces.owner], versions], ["session", "version"])
+    own = own.group_by("session").aggregate([("version", "count_distinct")])
+    found = {
+        "run/sessions": n_sessions,
+        "run/turns": n["turns"],
+        "run/errors": n_sessions - counted["error"].null_count,
+        **{f"tokens/{k}": n[f"tokens_{k}"] for k in ("sampled", "trained", "forward")},
+        "tokens/forward_shared": n["tokens_forward_shared"],
+        "tokens/trained_share": _ratio(n["tokens_trained"], n["tokens_sampled"]),
+        "tokens/lost": sum(n[f"lost_{reason}"] for reason in LOSSES),
+        **{f"tokens/lost_{reason}": n[f"lost_{reason}"] for reason in LOSSES},
+        "rows/count": n["rows"],
+        "rows/per_session": _ratio(n["rows"], n_sessions),
+        "drift/turns": drifts.num_rows,
+        "drift/turn_share": _ratio(drifts.num_rows, drift.num_rows),
+        "drift/tokens_at_stake": pc.sum(drifts["tokens_after_drift"]).as_py() or 0,
+        **{f"drift/{cause}_turns": causes[cause] for cause in CAUSES[1:]},
+        "reward/mean": pc.mean(rewards).as_py(),
+        "reward/std": pc.stddev(rewards).as_py(),
+        "reward/min": pc.min(rewards).as_py(),
+        "reward/max": pc.max(rewards).as_py(),
+        "reward/missing": rewards.null_count,
+        "groups/count": groups.num_rows,
+        "groups/constant": groups["reward_count_distinct"].to_pylist().count(1),
+        "length/turns": _ratio(n["turns"], n_sessions),
+        "length/output": pc.mean(outputs).as_py(),
+        "length/output_max": pc.max(outputs).as_py(),
+        "length/context_max": pc.max(pa.array(calls.path_len)).as_py(),
+        "logprob/mean": pc.mean(pc.list_flatten(table["output_logprobs"])).as_py(),
+        "staleness/versions": len(pc.unique(versions.drop_null())),
+        "staleness/mixed_sessions": sum(
+            k > 1 for k in own["version_count_distinct"].to_pylist()
+        ),
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _ratio(part: int, total: int) -> float | None:
+    return part / total if total else None

@@ -54,18 +54,30 @@ class Codec:
         tidies = hasattr(tokenizer, "clean_up_tokenization_spaces")
         self._options = {"clean_up_tokenization_spaces": False} if tidies else {}
         # how the tokenizer shows an entry of its vocabulary
-        methods = (
-            getattr(tokenizer, name, None)
-            for name in ("id_to_token", "convert_ids_to_tokens")
+        names = ("id_to_token", "convert_ids_to_tokens")
+        methods = (getattr(tokenizer, name, None) for name in names)
+        self._shows = next(filter(None, methods), None)
+        self.entry = cache(self._entry)
+        self._is_special = cache(
+            lambda token: bool(
+                self.text([token]) and not self.text([token], plain=True)
+            )
         )
-        self._entry = next(filter(None, methods), None)
-        self._knows, self._is_special = cache(self._find), cache(self._look)
 
-    def text(self, ids: Ids | list[int]) -> str:
-        return self._decode(ids, skip_special_tokens=False)
-
-    def plain(self, ids: Ids | list[int]) -> str:
-        return self._decode(ids, skip_special_tokens=True)
+    def text(self, ids: Ids | list[int], *, plain: bool = False) -> str:
+        """The text of ids; ``plain``: without special tokens."""
+        given = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        options = {"skip_special_tokens": plain, **self._options}
+        unknown = set[int]()
+        if self._shows is not None:
+            unknown = {token for token in {*given} if self.entry(token) is None}
+        texts = []
+        for lacks, run in groupby(given, unknown.__contains__):
+            if lacks:
+                texts += [f"⟨{token}⟩" for token in run]
+            else:
+                texts.append(str(self._tokenizer.decode([*run], **options)))
+        return "".join(texts)
 
     def exact(self, ids: Ids) -> str:
         """The text of ids with special tokens, and bytes of split characters as ``\\xe2``.
@@ -84,10 +96,10 @@ class Codec:
             return text
         return given.decode("utf-8", "backslashreplace")
 
-    def entry(self, token: int) -> str | None:
+    def _entry(self, token: int) -> str | None:
         """The vocabulary's entry for an id; None if the tokenizer does not show it."""
         try:
-            name = self._entry(token) if self._entry else None
+            name = self._shows(token) if self._shows else None
         except (LookupError, OverflowError, ValueError):  # beyond the vocabulary
             return None
         return None if name is None else str(name)
@@ -102,24 +114,6 @@ class Codec:
         flags = np.array([*map(self._is_special, distinct.tolist())], np.bool_)
         found: npt.NDArray[np.bool_] = flags[place]
         return found
-
-    def _look(self, token: int) -> bool:
-        return bool(self.text([token])) and not self.plain([token])
-
-    def _find(self, token: int) -> bool:
-        return self._entry is None or self.entry(token) is not None
-
-    def _decode(self, ids: Ids | list[int], *, skip_special_tokens: bool) -> str:
-        given = ids.tolist() if isinstance(ids, np.ndarray) else ids
-        options = {"skip_special_tokens": skip_special_tokens, **self._options}
-        unknown = {token for token in set(given) if not self._knows(token)}
-        texts = []
-        for lacks, run in groupby(given, unknown.__contains__):
-            if lacks:
-                texts += [f"⟨{token}⟩" for token in run]
-            else:
-                texts.append(str(self._tokenizer.decode([*run], **options)))
-        return "".join(texts)
 
 
 def entry_bytes(name: str) -> bytes | None:

@@ -119,18 +119,6 @@ LOSS_GROUPS = {
 }
 """Groups of losses in words, and the word for trained tokens."""
 
-CAUSE_PHRASES = {
-    "diverged": "they do not agree again",
-    "head_dropped": "the prompt drops tokens there",
-    "middle_edited": "the tokens there changed",
-    "tail_changed": "the last reply came back changed",
-    "truncated": "the prompt ends there",
-}
-"""Causes that ids show, inside a sentence; others are their own words."""
-
-TEXT, MUTED = "#24292f", "#57606a"
-"""Text and secondary text of pictures, on white."""
-
 ROLES = {
     "system": "#bbcc33",
     "user": "#eedd88",

@@ -1,29 +1,41 @@
-"""Commands from file to file: import, linearize, compact, expand, pack and export."""
+"""Commands from file to file, and those that compare rows, logs and policies."""
 
+import tempfile
 import warnings
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 from cyclopts import Parameter
 
 import trajkit as tk
 from trajkit import errors
+from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
+from trajkit.analysis.tokenizer import Codec
+from trajkit.analysis.words import LOSS_WORDS, count
+from trajkit.cli import BAD_DATA, DONE
 from trajkit.cli import options as opt
-from trajkit.cli.policies import PolicyOption, one_policy
-from trajkit.cli.screen import Progress, share, text_table
+from trajkit.cli.screen import Progress, share, text_table, visible
+from trajkit.cli.view import marked
 from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
 from trajkit.files.run import Watch, facts_digest
-from trajkit.files.tables import log_files, write_table
+from trajkit.files.tables import iter_tables, log_files, read_any_rows, write_table
 from trajkit.importers import FORMATS, TARGETS
 from trajkit.importers.containers import SUFFIXES
+from trajkit.policies import ALIASES
 from trajkit.schema import LOSSES
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
+from trajkit.verification.files import verify_file
+from trajkit.verification.row_forms import plain_rows
 
 
 def import_(
@@ -53,8 +65,8 @@ def import_(
 ) -> None:
     """Write turns from the records of another system.
 
-    Records are logs, dumps, captures, databases and transcripts. Missing facts are not
-    guessed: they are counted and shown, and the report lists each of them.
+    Records are logs, dumps, captures and transcripts. Missing facts are not guessed: they
+    are counted and shown, and the report lists each of them.
 
     Parameters
     ----------
@@ -67,8 +79,7 @@ def import_(
     chat_template
         For text: a template to use instead of the tokenizer's own.
     contradicted
-        A turn whose usage states other numbers of tokens than it has ids: context only, or
-        trained.
+        Whether a turn trains whose usage states other numbers of tokens than it has ids.
     nonfinite_logprobs
         Invalid logprobs (NaN, -9999): leave their record out, or make them null.
     report
@@ -102,20 +113,18 @@ def import_(
     text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"
     if len(found):
         record = pl.when("kept").then(pl.lit("kept")).otherwise(pl.lit("left out"))
-        lines = found.with_columns(record.alias("kept")).rows()
         head = ("problem", "record", "count", "first", "detail")
-        text += f"\n\n{text_table(head, lines)}"
+        text += f"\n\n{text_table(head, found.with_columns(kept=record).rows())}"
     if totals["turns"]:
         text += f"\n\nwritten to {out}"
     facts = {"output": out, **totals, "problems": found.to_dicts()}
     opt.print_result(facts, text, json)
     if not totals["turns"]:
         left = found.filter(~pl.col("kept")).to_dicts()
-        names = ", ".join(one["problem"] for one in left) or "no records"
-        why = f"0 turns, so no file was written ({names})"
+        why = ", ".join(one["problem"] for one in left) or "no records"
         for one in left[:1]:
             why += f". {one['first']}: {one['detail'] or one['problem']}"
-        raise errors.InvalidTurnsError(why)
+        raise errors.InvalidTurnsError(f"0 turns, so no file was written: {why}")
 
 
 def linearize(
@@ -123,10 +132,9 @@ def linearize(
     /,
     *,
     out: Annotated[str, opt.PARTS, opt.Writes("rows")],
-    policy: PolicyOption = None,
+    policy: opt.PolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
-    weigh_by: opt.WeighBy = "token",
     max_row_tokens: opt.MaxRowTokens = None,
     dedup: bool = False,
     report: Annotated[str | None, opt.Writes("report")] = None,
@@ -143,27 +151,23 @@ def linearize(
     report
         Write the report to this file, a line per session.
     """
-    chosen, facts = one_policy(policy), opt.facts_of(sessions, reward)
+    chosen, facts = opt.one_policy(policy), opt.facts_of(sessions, reward)
     limit = {"max_row_tokens": max_row_tokens}
 
     def stage(turns: pa.Table) -> dict[str, Iterable[pa.RecordBatch]]:
         counts: list[pa.RecordBatch] = []
         how: dict[str, Any] = {"report": counts, "threads": 1, **facts, **limit}
-        rows = tk.linearize_batches(turns, chosen, **how)
-        if weigh_by != "token":  # the weights that rows have
-            rows = tk.add_weights_batches(rows, weigh_by)
-        return {"rows": rows, "report": counts}
+        return {"rows": tk.linearize_batches(turns, chosen, **how), "report": counts}
 
     digest = facts_digest(session_facts(**facts))
     resume = {"stage": "linearize", "policy": asdict(chosen), "reward": digest, **limit}
-    resume["weigh_by"] = weigh_by
     outputs = {"rows": out, **({} if report is None else {"report": report})}
     totals = job.run("linearize", source, stage, outputs, resume=resume, dedup=dedup)
-    text = f"{describe(totals)}\n\nwritten to {out}"
+    text = f"{totals_text(totals)}\n\nwritten to {out}"
     job.print(totals, {"output": out, "policy": asdict(chosen), **totals}, text)
 
 
-def describe(totals: dict[str, int]) -> str:
+def totals_text(totals: dict[str, int]) -> str:
     """The totals of rows as a table of tokens, for people."""
     sampled, always = totals["tokens_sampled"], ("tokens_sampled", "tokens_trained")
     lost = [f"lost_{name}" for name in LOSSES]
@@ -271,12 +275,11 @@ def export(
     Rows are checked, and written as slime's debug rollout data, Parquet for supervised
     training in TRL and Axolotl (sft) or SkyRL (skyrl-sft), a folder for LLaMA-Factory, the
     micro-batches of a step for prime-rl, or the arguments of Tinker's Datum as JSON Lines.
-    docs/trainers.md has the lines of Python for other trainers and choices.
 
     Parameters
     ----------
     to
-        The trainer.
+        The trainer; docs/trainers.md has lines of Python for others.
     out
         A directory for the file; it is made if it does not exist.
     advantage
@@ -318,3 +321,349 @@ def export(
             raise errors.ExportError(str(warning)) from None
     written = {"output": str(path), "rows": len(table), "to": to}
     opt.print_result(written, f"{path}: {len(table)} rows for {to}", json)
+
+
+_WIDTH = 100
+
+
+def simulate(
+    source: opt.Source,
+    /,
+    *,
+    policy: opt.PoliciesOption = None,
+    sessions: opt.SessionsFile = None,
+    max_row_tokens: opt.MaxRowTokens = None,
+    pad: opt.Count | None = None,
+    pack: opt.Count | None = None,
+    wide: bool = False,
+    job: opt.Job = opt.JOB,
+) -> None:
+    """Compare what the policies keep, lose and cost.
+
+    Count what the rows of every policy train, lose and cost, name the policy that keeps
+    everything at the lowest cost, and say in words what each policy loses, and why.
+    'forward' are the tokens of all rows; 'shared once' counts each shared prefix once.
+
+    Parameters
+    ----------
+    pad
+        Count the padding of each row to a multiple of this many tokens.
+    pack
+        Count the packs of this many tokens that rows make as trees.
+    wide
+        All counts, in a table that may be wider than 100 columns.
+    """
+    counts = Simulation(
+        # by default those that the messages of the log allow
+        policy and map(opt.policy_of, opt.many_policies(policy)),
+        pad_to=pad,
+        pack_tokens=pack,
+        sessions=opt.known_sessions(sessions),
+        max_row_tokens=max_row_tokens,
+    )
+
+    def stage(turns: pa.Table) -> pa.Table:
+        counts.add(turns)
+        return turns
+
+    totals = job.run("simulate", source, stage, {})
+    table = counts.table()
+    cheapest = cheapest_lossless(table)
+    facts = {"cheapest": cheapest, "policies": table.to_pylist()}
+    job.print(totals, facts, describe(table, cheapest, wide=wide))
+
+
+_COSTS = {
+    "tokens_out_of_context": "out of context",
+    "tokens_forward": "forward",
+    "tokens_padding": "padding",
+    "packs": "packs",
+    "tokens_packed": "packed",
+    "tokens_forward_shared": "shared once",
+    "longest_row": "longest row",
+}
+"""Columns and their heads. A table that is too wide loses the last ones."""
+
+
+def describe(table: pa.Table, cheapest: str | None, *, wide: bool = False) -> str:
+    """The table, what the policies lose, and the result, for people."""
+    policies = table.to_pylist()
+    for line in policies:
+        line["share"] = share(line["tokens_trained"], line["tokens_sampled"])
+    columns = {"policy": "policy", "rows": "rows", "tokens_trained": "trained"}
+    columns |= {"share": "of sampled"}
+    if wide:
+        columns |= {f"lost_{x}": x for x in LOSS_WORDS}
+        columns |= {"tokens_duplicated": "duplicated", **_COSTS}
+        columns |= {"pairs_packed": "attended pairs"}
+    else:
+        columns |= {"tokens_lost": "lost", **_COSTS}
+    for name in list(columns):
+        counts = {line[name] for line in policies}
+        optional = name.startswith("lost_") or name == "tokens_out_of_context"
+        if counts == {None} or (optional and counts == {0}):
+            del columns[name]
+    while True:
+        lines = [[line[name] for name in columns] for line in policies]
+        shown = text_table([*columns.values()], lines)
+        # the first line is that of the heads, and is as wide as the table
+        if wide or len(columns) < 6 or shown.index("\n") <= _WIDTH:
+            break
+        columns.popitem()
+    words = [fill(one, _WIDTH, subsequent_indent="  ") for one in _losses(policies)]
+    result = "every policy here loses sampled tokens"
+    if cheapest is not None:
+        result = f"keeps everything at the lowest cost: {cheapest}"
+    first = policies[0]
+    head = f"turns {first['turns']:,}, tokens sampled {first['tokens_sampled']:,}"
+    return "\n".join([head, "", shown, "", *words, *[""] * bool(words), result])
+
+
+def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
+    """What each policy loses and why, in sentences."""
+    keeps, same = [], []
+    for line in policies:
+        name, apart = line["policy"], line["tokens_out_of_context"]
+        lost = [x for x in LOSS_WORDS if x not in ASKED and line[f"lost_{x}"]]
+        for x in lost:
+            tokens = count(line[f"lost_{x}"])
+            yield f"{name} loses {tokens} ({x.replace('_', ' ')}). {LOSS_WORDS[x][1]}"
+        if apart:
+            words = "after other tokens than they were sampled after."
+            yield f"{name} trains {count(apart)} {words}"
+        keeps += [name] * (not lost and not apart)
+        systems = [x for x, one in ALIASES.items() if label(one) == name != x]
+        same += [f"{' and '.join(systems)} as {name}"] * bool(systems)
+    if keeps:
+        yield f"lose nothing: {', '.join(keeps)}"
+    for x in ASKED:
+        n = max((line[f"lost_{x}"] for line in policies), default=0)
+        if n:
+            yield f"Up to {count(n)} may not be trained. {LOSS_WORDS[x][1]}"
+    if same:
+        yield f"same rule: {'; '.join(same)}"
+
+
+def drift(
+    source: opt.Source,
+    /,
+    *,
+    out: Annotated[str | None, opt.FILE, opt.Writes("drift")] = None,
+    policy: opt.PolicyOption = None,
+    tokenizer: opt.TokenizerPath = None,
+    job: opt.Job = opt.JOB,
+) -> None:
+    """Count drift by region and cause.
+
+    Compare every prompt with the path of the call that it continues (its prompt and
+    output). 'tokens at stake' are sampled tokens that the prompt changes or lacks. With a
+    tokenizer, causes are found by comparing texts, every finding is counted, and one of
+    each cause is shown. --out gets a line per turn.
+    """
+    chosen, loaded = opt.one_policy(policy), opt.chosen_tokenizer(tokenizer, source)
+    sums: Counter[str] = Counter()
+    groups, causes = list[pl.DataFrame](), list[pl.DataFrame]()
+    examples: dict[str, dict[str, Any]] = {}
+
+    def stage(turns: pa.Table) -> dict[str, pa.Table]:
+        links = tk.link(turns, chosen)
+        table = tk.classify_drift(turns, links, tokenizer=loaded)
+        if loaded is not None:
+            found = tk.analysis.explain_drift(turns, links, loaded)
+            causes.append(_by_cause(found))
+            for one in found.to_pylist():
+                examples.setdefault(one["cause"], one)
+        lines = pl.DataFrame(table).select(
+            pl.col("region", "cause").cast(pl.String),
+            turns=pl.lit(1),
+            tokens_beyond=pl.col("size").cast(pl.Int64),
+            tokens_after_drift=pl.col("tokens_after_drift").cast(pl.Int64),
+        )
+        # last, because a session that was refused would be counted twice
+        groups.append(_summed([lines], "region", "cause"))
+        sums.update(
+            sessions=len(turns["session_id"].unique()),
+            turns=turns.num_rows,
+            turns_compared=table.num_rows,
+            turns_by_tokens=links["link_reason"].to_pylist().count("tokens"),
+            tokens_sampled=sum(map(len, turns["output_ids"])),
+        )
+        return {"drift": table}
+
+    totals = job.run("drift", source, stage, {"drift": out} if out else {})
+    by = _summed(groups, "region", "cause").sort(
+        "tokens_after_drift", "turns", descending=True, maintain_order=True
+    )
+    head = ("region", "cause", "turns", "tokens beyond", "tokens at stake")
+    text = (
+        f"sessions {sums['sessions']:,}; {sums['turns_compared']:,} of {sums['turns']:,} "
+        f"turns continue an earlier one ({sums['turns_by_tokens']:,} found by tokens "
+        f"alone); tokens sampled {sums['tokens_sampled']:,}\n\n"
+        f"{text_table(head, by.rows())}"
+    )
+    facts = {"policy": asdict(chosen), **sums, "groups": by.to_dicts()}
+    if loaded is not None:
+        found = _summed(causes, "cause").sort(
+            "findings", "cause", descending=[True, False]
+        )
+        facts |= {"causes": found.to_dicts(), "examples": examples}
+        names = [name.replace("_", " ") for name in found.columns]
+        text += f"\n\n{text_table(names, found.rows())}"
+        for cause, one in examples.items():
+            session, turn = visible(one["session_id"]), one["turn_index"]
+            text += f"\n\n{cause}: session '{session}', turn {turn}, from token "
+            text += f"{one['path_start']}\n  path    {one['path_text']!r}\n"
+            text += f"  prompt  {one['prompt_text']!r}"
+    job.print(totals, facts, text)
+
+
+def _summed(parts: list[pl.DataFrame], *keys: str) -> pl.DataFrame:
+    return pl.concat(parts).group_by(keys, maintain_order=True).sum()
+
+
+def _by_cause(findings: pa.Table) -> pl.DataFrame:
+    lines = pl.DataFrame(findings).select(
+        pl.col("cause").cast(pl.String),
+        findings=pl.lit(1),
+        turns=pl.struct("session_id", "turn_index", "cause").is_first_distinct(),
+        path_tokens=pl.col("path_stop") - pl.col("path_start"),
+        prompt_tokens=pl.col("prompt_stop") - pl.col("prompt_start"),
+    )
+    return _summed([lines.with_columns(pl.exclude("cause").cast(pl.Int64))], "cause")
+
+
+RIGHT = ("trains", "session_without_rows")
+"""Lines that are no finding."""
+
+# of the first wrong rows, and of each of them, the lines that are shown
+_MOST_ROWS, _MOST_LINES, _MOST_VIOLATIONS = 3, 3, 20
+
+
+def check(
+    rows: opt.Rows,
+    turns: opt.Source,
+    /,
+    *,
+    out: Annotated[str | None, opt.FILE, opt.Writes("row_checks")] = None,
+    policy: opt.PolicyOption = None,
+    tokenizer: opt.TokenizerPath = None,
+    reading: opt.Reading = opt.READING,
+    json: opt.Json = False,
+    no_clobber: opt.NoClobber = False,
+) -> int:
+    """Say whether a trainer's mask trains what was sampled.
+
+    Find rows of any trainer (also .npz and .pt) in the log by their tokens, and say which
+    turn each row trains, which trained tokens nobody sampled, which sampled tokens no row
+    trains, and whether mask or logprobs are shifted. The exit code is 1 if anything is
+    wrong. --out gets all findings. docs/check.md lists the columns that are understood.
+    With --policy, tokens that the policy does not train are not missing; without it, every
+    sampled token that may be trained is expected in a row.
+    """
+    chosen = opt.maybe_policy(policy)
+    loaded = opt.chosen_tokenizer(tokenizer, turns)
+    table = plain_rows(any_rows(rows))
+    if not table.num_rows:
+        raise opt.nothing(rows, "rows")
+    calls = reading.turns(turns)
+    with Progress("comparing rows with the log"):
+        found = tk.check_rows(table, calls, chosen)
+    if out is not None:
+        write_table(found, out)
+    lines = found.to_pylist()
+    wrong = any(line["kind"] not in RIGHT for line in lines)
+    trained = sum(map(sum, table["loss_mask"].to_pylist()))
+    sampled = sum(map(len, calls["output_ids"]))
+    text = (
+        f"rows {table.num_rows:,}, tokens trained {trained:,}; "
+        f"turns {calls.num_rows:,}, tokens sampled {sampled:,}\n\n"
+        + _findings(table, lines, None if loaded is None else Codec(loaded))
+    )
+    opt.print_result({"wrong": wrong, "lines": lines}, text, json)
+    return BAD_DATA if wrong else DONE
+
+
+def any_rows(path: str) -> object:
+    """The rows of a file, as its format has them."""
+    name = path.lower()
+    if name.endswith(".npz"):
+        with np.load(path) as arrays:
+            return dict(arrays)
+    if name.endswith((".pt", ".pkl", ".pickle")):
+        from trajkit.importers.containers import load
+
+        value: Any = load(Path(path))
+        return value.get("samples", value) if isinstance(value, dict) else value
+    return read_any_rows(path)
+
+
+def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) -> str:
+    """The findings of the first wrong rows, then the number of each kind."""
+    wrong = [line for line in lines if line["kind"] not in RIGHT]
+    of_rows = [line for line in lines if line["kind"] != RIGHT[1]]
+    shown = []
+    for row in [*dict.fromkeys(one["row"] for one in wrong or lines)][:_MOST_ROWS]:
+        own = [one for one in of_rows if one["row"] == row]
+        own.sort(key=lambda one: one["kind"] in RIGHT)
+        for one in own[:_MOST_LINES]:
+            words, token = one["detail"], one["token"]
+            if codec is not None and token is not None:
+                ids = np.asarray(rows["input_ids"][row].values)
+                start = token - rows["padding"][row].as_py()
+                stop = start + min(one["tokens"], 8)
+                words += f"  {marked(codec, ids, start, stop)}"
+            places = (one[name] for name in ("row", "session_id", "token"))
+            texts = ["" if place is None else visible(str(place)) for place in places]
+            shown.append([*texts, words])
+        if (n_more := len(own) - _MOST_LINES) > 0:
+            shown.append(["", "", "", f"and {n_more} more, in the table of --out"])
+    shown += [["", "", "", one["detail"]] for one in lines if one["kind"] == RIGHT[1]]
+    found = text_table(("row", "session", "token", "finding"), shown)
+    if not wrong:
+        return f"{found}\n\nright: every trained token was sampled, and trains once"
+    counts = (
+        pl.DataFrame(wrong, infer_schema_length=None)
+        .group_by(pl.col("kind").str.replace_all("_", " "), maintain_order=True)
+        .agg(pl.col("row").drop_nulls().n_unique(), pl.col("tokens").sum())
+    )
+    return f"{found}\n\n{text_table(('wrong', 'rows', 'tokens'), counts.rows())}"
+
+
+def verify(
+    rows: opt.Rows,
+    turns: opt.Source,
+    /,
+    *,
+    out: Annotated[str | None, opt.PARTS, opt.Writes("violations")] = None,
+    policy: opt.PolicyOption = None,
+    sessions: opt.SessionsFile = None,
+    reward: opt.Reward = None,
+    max_row_tokens: opt.MaxRowTokens = None,
+    job: opt.Job = opt.JOB,
+) -> int:
+    """Check rows against the turns that they come from.
+
+    Print the violations, or write them to --out; the exit code is 1 if there are any. Rows
+    of other systems need input_ids and loss_mask. With --policy, the rows are compared with
+    those of the policy; without it, what is true under every policy is checked.
+    """
+    chosen = opt.maybe_policy(policy)
+    with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
+        output = out or str(Path(folder, "violations.arrows"))
+        facts = opt.facts_of(sessions, reward)
+        check = partial(verify_file, rows, max_row_tokens=max_row_tokens, **facts)
+        totals = job.run("verify", turns, output, chosen, function=check)
+        found = pl.concat(map(pl.DataFrame, iter_tables(output)))
+    text, more = "no violations", len(found) - _MOST_VIOLATIONS
+    if len(found):
+        names = "session_id row_index turn_index token rule detail".split()
+        first = found.head(_MOST_VIOLATIONS).select(pl.col(names).cast(pl.String))
+        head = [name.removesuffix("_id").removesuffix("_index") for name in names]
+        counts = found.group_by(pl.col("rule").cast(pl.String), maintain_order=True)
+        text = text_table(head, first.fill_null("").rows())
+        text += f"\n{f'and {more:,} more' * (more > 0)}\n"
+        text += text_table(("rule", "violations"), counts.len().rows())
+    if chosen is None:
+        text += "\nwithout --policy, only what is true under every policy is checked"
+    job.print(totals, {"violations": found.to_dicts()}, text)
+    return BAD_DATA if len(found) else DONE

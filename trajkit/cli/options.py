@@ -1,4 +1,4 @@
-"""What several commands have: types of parameters, readers of logs, tokenizers, printing.
+"""What several commands have: types of parameters, policies, readers, tokenizers, printing.
 
 A command's signature gives the types and defaults of its options, its numpydoc docstring
 their help. An option of several commands is here with its help. Only this module imports
@@ -11,33 +11,31 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
-from dataclasses import dataclass, is_dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, is_dataclass
 from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_origin, get_type_hints
 
 import pyarrow as pa
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 import trajkit as tk
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.cli import STANDARD_FILES, say, shown
-from trajkit.cli.application import STANDARD
-from trajkit.cli.screen import Progress
+from trajkit.cli import STANDARD, STANDARD_FILES, say, shown
+from trajkit.cli.screen import Progress, text_table
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, LeftOutWarning
 from trajkit.files.formats import format_of
-from trajkit.files.group import Log, SessionIndex, bucket_numbers
+from trajkit.files.group import Log, SessionIndex
 from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, run
 from trajkit.files.sources import Paths, SessionPrefix, local_files, paths_of
 from trajkit.files.tables import sessions_below
-from trajkit.importers.calls import ChatTokenizer
-from trajkit.learn.weights import By
+from trajkit.importers.formats import ChatTokenizer
+from trajkit.policies import ALIASES, NAMED_CHOICES, PRESETS, RULES, rule_of
 from trajkit.tables.columns import take_session
 from trajkit.turns.validation import reject_turns
 
@@ -92,13 +90,6 @@ SessionsFile = Annotated[
     ),
     Reads("sessions"),
 ]
-WeighBy = Annotated[
-    By,
-    Parameter(
-        help="what row_weight is: the row's trained tokens over the rollout's N; 1 over "
-        "the rollout's rows that train; or 1 / N"
-    ),
-]
 Reward = Annotated[
     float | None, Parameter(help="the reward of every session, instead of --sessions")
 ]
@@ -143,14 +134,12 @@ class Reading:
 
     def pieces(self, source: Paths, *, empty: bool = False) -> Iterator[pa.Table]:
         """`turns` in tables of complete sessions. With ``empty``, there may be no call."""
-        prefix = self.session_prefix
-        log = Log(
-            source, None, self.nonfinite_logprobs, reject=True, session_prefix=prefix
-        )
+        prefix, nonfinite = self.session_prefix, self.nonfinite_logprobs
+        log = Log(source, None, nonfinite, reject=True, session_prefix=prefix)
         index = log.index()
         if not index.n_turns and not empty:
             raise nothing(source)
-        n_good, rejected, nonfinite = 0, list[dict[str, str]](), self.nonfinite_logprobs
+        n_good, rejected = 0, list[dict[str, str]]()
         with Progress("read", "turns") as bar:
             bar.begin(index.n_turns)
             for piece in log.pieces(index):
@@ -179,15 +168,11 @@ class Job(Reading):
 
     Attributes
     ----------
-    gather
-        auto: allow a session's calls to be anywhere in the file (they are grouped through
-        temporary files, next to OUT if there is one); no: refuse them.
     rejected
         Leave out sessions that break a rule, and write them to this file with the reason
         (default: the first one is an error).
     """
 
-    gather: Literal["auto", "no"] = "auto"
     rejected: Annotated[str | None, Writes("rejected")] = None
     json: Json = False
     no_clobber: NoClobber = False
@@ -205,12 +190,6 @@ class Job(Reading):
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
                 raise nothing(source)
-            groups = self.gather == "auto" and index.scattered is not None
-            if groups and len({*bucket_numbers(index).values()}) > 1:
-                say(
-                    f"session {index.scattered!r} is not contiguous: all turns are "
-                    "grouped through temporary files first"
-                )
             bar.begin(index.n_turns, done)
 
         with Progress(name, "turns") as bar:
@@ -218,7 +197,6 @@ class Job(Reading):
                 source,
                 *args,
                 rejected=self.rejected,
-                gather=self.gather == "auto",
                 nonfinite_logprobs=self.nonfinite_logprobs,
                 session_prefix=self.session_prefix,
                 watch=Watch(begins, bar.advance, say),
@@ -317,21 +295,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def load_chat_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
-    """A tokenizer with a chat template: its own, or the one in a file."""
-    if path.is_dir():
-        read = _from_directory(path)
-    else:
-        fast = load_tokenizer(path)
-        import transformers
+    """A tokenizer with its chat template, or with the one in a file."""
+    fast = None if path.is_dir() else load_tokenizer(path)
+    import transformers
 
-        make: Any = transformers.PreTrainedTokenizerFast
-        read = make(tokenizer_object=fast)
+    make: Any = transformers.PreTrainedTokenizerFast
+    read = _from_directory(path) if fast is None else make(tokenizer_object=fast)
     if template is not None:
         read.chat_template = Path(template).read_text("utf-8")
-    if getattr(read, "chat_template", None) is None:
-        raise FormatError(
-            f"{path}: this tokenizer has no chat template: pass --chat-template"
-        )
     return cast("ChatTokenizer", read)
 
 
@@ -353,14 +324,11 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
     inputs: list[Input] = []
     outputs: dict[str, tuple[str | Path, str]] = {}
     piped: Path | None = None
-    clobber, stdout = True, sys.stdout
+    stdout = sys.stdout
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for values, name, mark in [*_marked(command, bound.arguments)]:
             given = values[name]
-            if name == "no_clobber":
-                clobber = False
-                continue
             paths = given if isinstance(given, list) else [given]
             if isinstance(mark, Writes):
                 if name == "out" and paths == [STANDARD]:
@@ -383,14 +351,12 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                 if mark.kind != "records":
                     paths = [*map(str, stack.enter_context(local_files(paths)))]
                 of_turns = mark.kind in ("turns", "sessions")
-                found = (
-                    turns_inputs
-                    if of_turns
-                    else partial(inputs_of, suffixes=mark.suffixes)
-                )
-                inputs += found(paths)
+                other = inputs_of(paths, None, mark.suffixes)
+                inputs += turns_inputs(paths) if of_turns else other
             values[name] = paths if isinstance(given, list) else paths[0]
-        check_outputs(outputs, inputs, clobber=clobber)
+        given = [bound.arguments.get("no_clobber")]
+        given += [getattr(one, "no_clobber", False) for one in bound.arguments.values()]
+        check_outputs(outputs, inputs, clobber=not any(given))
         code = command(*bound.args, **bound.kwargs)
         if piped is not None:
             stdout.flush()
@@ -402,12 +368,11 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
 def _marked(
     command: Any, values: dict[str, Any]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Files and no_clobber among a function's parameters, or an object's attributes."""
+    """Files among a function's parameters, or an object's attributes."""
     for name, hint in get_type_hints(command, include_extras=True).items():
         value = values.get(name)
         for mark in getattr(hint, "__metadata__", ()):
-            known = isinstance(mark, Reads | Writes) or name == "no_clobber"
-            if known and value not in (None, False):
+            if isinstance(mark, Reads | Writes) and value is not None:
                 yield values, name, mark
         if is_dataclass(value):
             yield from _marked(type(value), vars(value))
@@ -426,3 +391,156 @@ def _spooled(folder: Path, paths: list[str]) -> str:
     named = str(path.rename(folder / f"input.{kind}"))
     STANDARD_FILES[named] = "standard input"
     return named
+
+
+# --- policies: --policy NAME --set CHOICE=VALUE, and the list of them
+
+_HINTS = {k: hint for k, hint in get_type_hints(tk.Policy).items() if k != "name"}
+_HELP = (
+    f"one of {', '.join([*PRESETS, *ALIASES])}; --set CHOICE=VALUE changes a choice of it "
+    "(`trajkit policies NAME` lists them), and --fork-threshold K is short for --set "
+    "fork_threshold=K"
+)
+
+
+def _texts(_: object, tokens: Sequence[Token]) -> list[str]:
+    """The options as texts for `policy_of`; choices before any policy have no name."""
+    texts: list[str] = []
+    for token in tokens:
+        if token.keyword == "--policy":
+            texts.append(token.value)
+        else:
+            short = "fork_threshold=" * (token.keyword == "--fork-threshold")
+            texts = texts or [""]
+            texts[-1] += f" {short}{token.value}"
+    return texts
+
+
+_OPTIONS = Parameter(
+    name=("--policy", "--set", "--fork-threshold"),
+    converter=_texts,
+    negative=(),
+    allow_leading_hyphen=False,
+    help=f"{_HELP} (default: faithful)",
+)
+_MANY = (
+    f"{_HELP}. May be repeated; --set and --fork-threshold belong to the --policy before "
+    "them (default: all policies)"
+)
+PolicyOption = Annotated[list[str] | None, _OPTIONS]
+PoliciesOption = Annotated[list[str] | None, _OPTIONS, Parameter(help=_MANY)]
+
+
+def policy_of(text: str) -> tk.Policy:
+    """The policy of ``"NAME CHOICE=VALUE ..."``, each choice of which has an effect."""
+    name, *sets = text.split() or [""]
+    choices: dict[str, object] = {"name": name}
+    for one in sets:
+        choice, equals, value = one.partition("=")
+        if not (choice and equals):
+            raise ArgumentError(f"--set {one!r}: expected CHOICE=VALUE")
+        if choice in choices:
+            raise ArgumentError(f"policy {name!r}, {one}: {choice} is given twice")
+        choices[choice] = _value(choice, value)
+    policy: tk.Policy = tk.policy(**choices)  # type: ignore[arg-type]
+    if "fork_threshold" in choices and not _forks(policy):
+        raise ArgumentError(
+            f"policy {policy.name!r} ignores fork_threshold: leave it out, or take slime, "
+            "trl or miles, which use it"
+        )
+    return policy
+
+
+def _value(choice: str, text: str) -> object:
+    if get_origin(_HINTS.get(choice)) is tuple:
+        return tuple(filter(None, text.split(",")))
+    if text in NAMED_CHOICES.get(choice, ()):
+        return text
+    if text.lstrip("-").isdigit():
+        return int(text)
+    return {"true": True, "false": False, "none": None}.get(text, text)
+
+
+def _forks(policy: tk.Policy) -> bool:
+    """Whether the policy uses ``fork_threshold``."""
+    return policy.merge_rewrites or policy.absorbs_short
+
+
+def one_policy(texts: list[str] | None) -> tk.Policy:
+    """The only policy of the options, faithful by default."""
+    first, *others = texts or ["faithful"]
+    if first.startswith(" "):  # choices before the policy are its choices, too
+        name, *others = others or ["faithful"]
+        first = name + first
+    if others:
+        raise ArgumentError(
+            f"--policy is given {len(others) + 1} times: this takes one"
+        )
+    return policy_of(first)
+
+
+def maybe_policy(texts: list[str] | None) -> tk.Policy | None:
+    """The policy of the options; None without them."""
+    if texts and texts[-1].startswith(" "):
+        raise ArgumentError("--set and --fork-threshold need --policy")
+    return one_policy(texts) if texts else None
+
+
+def many_policies(texts: list[str] | None) -> list[str]:
+    """Texts for `policy_of`, every preset by default.
+
+    A fork threshold alone is for every preset that uses it.
+    """
+    first, *others = texts or PRESETS
+    if not first.startswith(" "):
+        return [first, *others]
+    if others or any(not one.startswith("fork_threshold=") for one in first.split()):
+        raise ArgumentError(f"--set{first} needs a --policy before it")
+    return [name + first * _forks(one) for name, one in PRESETS.items()]
+
+
+def policies(
+    policy: Annotated[str | None, Parameter(help="a policy")] = None,
+    /,
+    *,
+    json: Json = False,
+) -> None:
+    """List the policies, or the choices of one.
+
+    Policies are listed with the choices that differ from the defaults. With a POLICY, list
+    all its choices, their values, what --set accepts, and what the policy does.
+    """
+    if policy is not None:
+        one = tk.policy(policy)
+        print_result([asdict(one)], _choices(one), json)
+        return
+    default = _written(tk.Policy(name="", parent_by="messages"))
+    del default["parent_by"]
+    lines = []
+    for name, one in (PRESETS | ALIASES).items():
+        changed = (f"{k}={v}" for k, v in _written(one).items() if default.get(k) != v)
+        lines.append([name, ", ".join(changed)])
+    otherwise = ", ".join(f"{name}={value}" for name, value in default.items())
+    text = f"{text_table(['policy', 'choices'], lines)}\n\notherwise: {otherwise}"
+    print_result([*map(asdict, PRESETS.values())], text, json)
+
+
+def _choices(policy: tk.Policy) -> str:
+    """Every choice of one policy, its value, and what it may be; and its rules in words."""
+    values, lines = _written(policy), []
+    kinds: dict[Any, str] = {bool: "true, false", int: "an integer"}
+    kinds[int | None] = "an integer, none"
+    for name, hint in _HINTS.items():
+        named = NAMED_CHOICES.get(name, ["names, separated by commas"])
+        lines.append([name, values[name], kinds.get(hint, ", ".join(named))])
+    rules = [f"{name}={values[name]}: {rule_of(policy, name)}" for name in RULES]
+    return "\n".join([text_table([policy.name, "is", "may be"], lines), "", *rules])
+
+
+def _written(policy: tk.Policy) -> dict[str, str]:
+    """Every choice of a policy and its value as ``--set`` accepts it."""
+    values = {name: getattr(policy, name) for name in _HINTS}
+    return {
+        name: ",".join(one) if isinstance(one, tuple) else str(one).lower()
+        for name, one in values.items()
+    }

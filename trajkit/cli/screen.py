@@ -1,6 +1,5 @@
 """What people see: tables, colours, characters that could do harm, progress bars."""
 
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -26,8 +25,6 @@ STYLES = {
     "special": "bold magenta",
     "fold": "dim italic",
 }
-# columns of a label; on narrower screens, it has a line of its own
-_LABEL, _NARROW = 12, 48
 
 
 def visible(text: str) -> str:
@@ -60,24 +57,13 @@ def text_table(head: Sequence[str], lines: Iterable[Sequence[str | int]]) -> str
 
 
 class Screen:
-    """Standard output.
-
-    On a terminal, lines are coloured and broken to fit. The environment variable NO_COLOR
-    forbids colours (https://no-color.org), and so does a terminal that is dumb.
-    """
+    """Standard output; on a terminal, lines are coloured and broken to fit."""
 
     def __init__(self) -> None:
-        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        terminal = sys.stdout.isatty()
-        self._console = Console(
-            theme=Theme(STYLES, inherit=False),
-            color_system="standard" if terminal and not plain else None,
-            highlight=False,
-            markup=False,
-            emoji=False,
-        )
+        theme = Theme(STYLES, inherit=False)
+        self._console = Console(theme=theme, highlight=False, markup=False, emoji=False)
         # columns of a line. None: lines are not broken, as for a pipe
-        self.width = self._console.width if terminal else None
+        self.width = self._console.width if sys.stdout.isatty() else None
 
     def print(self, line: str | Text = "", style: str = "") -> None:
         """Print a line."""
@@ -86,10 +72,7 @@ class Screen:
 
     def labelled(self, label: str, fragments: Iterable[Fragment]) -> None:
         """Print text in lines that fit, after a label."""
-        lead, width = label.ljust(_LABEL), self.width
-        if width is not None and width < _NARROW:
-            self.print(label)
-            lead = " "
+        lead, width = label.ljust(12), self.width
         for line in Text.assemble(*fragments).split("\n"):
             pieces = [line.plain]
             if width is not None:

@@ -1,26 +1,283 @@
-"""``trajkit view`` and ``trajkit plot``: a run in the browser, and pictures of it."""
+"""Look at a run: show, why and tree in the terminal, view in the browser, plot."""
 
 import webbrowser
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pyarrow as pa
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 import trajkit as tk
+from trajkit.analysis.tokenizer import Codec, Ids
+from trajkit.analysis.words import count
 from trajkit.cli import options as opt
-from trajkit.cli import policies as pol
-from trajkit.cli.screen import Progress
+from trajkit.cli.screen import Fragment, Progress, Screen, visible
 from trajkit.errors import ArgumentError
-from trajkit.files.formats import replacing
-from trajkit.files.tables import log_files, read_any_rows
-from trajkit.schema import SESSIONS
+from trajkit.files.arrow import table_kind
+from trajkit.files.formats import format_of, paths_in, replacing
+from trajkit.files.sources import Paths, paths_of
+from trajkit.files.tables import iter_tables, log_files, read_any_rows
+from trajkit.schema import EMPTY_KINDS, SESSIONS
+from trajkit.tables.columns import take_session, tuples
+from trajkit.turns.sessions import Sessions
+from trajkit.verification import row_forms
 
-# browsers take long to open larger files
-_LARGE_BYTES = 50_000_000
+# tokens of an example of drift: at both ends of the span, and around it
+_MAX_TOKENS, _AROUND = 12, 3
+
+
+def show(
+    source: opt.Source,
+    /,
+    *,
+    policy: opt.PolicyOption = None,
+    session: opt.Session = None,
+    row: int | None = None,
+    tokenizer: opt.TokenizerPath = None,
+    context: opt.Count = 16,
+    unfold: bool = False,
+    reading: opt.Reading = opt.READING,
+) -> None:
+    """Print rows as text: what is trained, context, or lost.
+
+    Print the tokens of rows, in order, with a label per range: trained, context, duplicate
+    (another row trains it), untrainable, lost. Special tokens are in double brackets, a
+    line break is an arrow, and half a character is its bytes. For turns, the rows are those
+    of the policy, and lost tokens are shown too. Without a tokenizer, ids are shown.
+
+    Parameters
+    ----------
+    row
+        A single row per session.
+    context
+        Tokens shown at both ends of long context.
+    unfold
+        Show all context.
+    """
+    loaded = opt.chosen_tokenizer(tokenizer, source)
+    codec = None if loaded is None else Codec(loaded)
+    shown = _View(Screen(), codec, None if unfold else context)
+    if is_rows(source):
+        rows = read_any_rows(source)
+        if not {"input_ids", "loss_mask"} <= {*rows.column_names}:
+            rows = row_forms.plain_rows(rows).drop_columns("padding")
+        if session is not None:
+            rows = take_session(rows, session, "rows")
+        shown.rows(rows, row)
+        return
+    chosen = opt.one_policy(policy)
+    for table in _each_session(reading.turns(source, session)):
+        shown.outputs = dict(tuples(table, "turn_index", "output_ids"))
+        lines = tk.analysis.output_spans(table, chosen).to_pylist()
+        shown.drift = {
+            (one["turn_index"], one["output_start"]): one["drift_turn"] for one in lines
+        }
+        shown.rows(tk.linearize(table, chosen), row)
+        lost = [line for line in lines if line["row_index"] is None]
+        if lost and row is None:
+            head = f"session {visible(lost[0]['session_id'])}, in no row"
+            shown.screen.print(head, "head")
+            for line in lost:
+                shown.lost(line)
+            shown.screen.print()
+
+
+def is_rows(source: Paths) -> bool:
+    """Whether the first file has rows and not turns."""
+    first = (paths_of(source) or [])[0]
+    if first.is_dir():
+        kinds = {table_kind(file, format_of(file)) for file in paths_in(first)}
+        return "rows" in kinds and not kinds & {"turns", None}
+    table = next(iter_tables(first, batch_rows=1), None)
+    return table is not None and row_forms.is_rows(table.column_names)
+
+
+def _each_session(turns: pa.Table) -> Iterator[pa.Table]:
+    located = Sessions.of(turns)
+    return (located.part(k, k + 1).table for k in range(len(located)))
+
+
+@dataclass(slots=True)
+class _View:
+    """How rows are printed, and what turns say of them."""
+
+    screen: Screen
+    # None: ids are printed
+    codec: Codec | None
+    # tokens at both ends of long context. None: all
+    context: int | None
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    # by turn and place in its output: the turn whose drift lost it
+    drift: dict[tuple[int, int], int | None] = field(default_factory=dict)
+
+    def rows(self, rows: pa.Table, index: int | None) -> None:
+        """Print rows, or one of them."""
+        if "row_index" not in rows.column_names:
+            rows = rows.append_column("row_index", pa.array(range(rows.num_rows)))
+        names = rows["row_index"].to_pylist()
+        if index is not None and index not in names:
+            n = rows.num_rows
+            raise ArgumentError(
+                f"--row {index}: expected an index of one of the {n} rows"
+            )
+        for k, name in enumerate(names):
+            if index in (None, name):
+                self._row(rows.slice(k, 1).to_pylist()[0])
+
+    def _row(self, row: dict[str, Any]) -> None:
+        ids = np.array(row["input_ids"], np.int32)
+        session, n = row.get("session_id"), sum(row.get("loss_mask") or [])
+        place = "" if session is None else f"session {visible(str(session))}, "
+        head = f"{place}row {row['row_index']}: {len(ids):,} tokens, {n:,} trained"
+        self.screen.print(head, "head")
+        first, parts = 0, [*_parts(row, len(ids))]
+        if self.context is not None and row.get("parent_row") is not None:
+            own = [start for kind, start, _, _ in parts if kind in ("trained", "lost")]
+            first = min([row["shared_length"], *own])
+        if first:
+            words = f"... {count(first)} as in row {row['parent_row']} ..."
+            self.screen.labelled("context", [(words, "fold")])
+        for kind, start, stop, span in parts:
+            if kind == "lost":
+                self.lost(span)
+            elif stop > first:
+                self._range(kind, ids[max(start, first) : stop])
+        self.screen.print()
+
+    def lost(self, span: dict[str, Any]) -> None:
+        """Print tokens that are lost, with the reason."""
+        turn, start = span["turn_index"], span["output_start"]
+        stop, cause = span["output_stop"], span["kind"].replace("_", " ")
+        if (by := self.drift.get((turn, start))) is not None:
+            cause += f" by turn {by}"
+        words = f"({cause}: {count(stop - start)} of turn {turn})"
+        text: list[Fragment] = [(words, "fold")]
+        if self.outputs:
+            ids = np.array(self.outputs[turn][start:stop], np.int32)
+            text += [(" ", ""), *self._text(ids, "lost")]
+        self.screen.labelled("lost", text)
+
+    def _range(self, kind: str, ids: Ids) -> None:
+        """Print tokens of a row; the middle of long context is folded."""
+        n = self.context
+        if n is None or kind in ("trained", "untrainable") or len(ids) <= 3 * n:
+            self.screen.labelled(kind, self._text(ids, kind))
+            return
+        words = f"... {count(len(ids) - 2 * n)} of {kind} ..."
+        self.screen.labelled(kind, self._text(ids[:n], kind))
+        self.screen.labelled("", [(words, "fold")])
+        self.screen.labelled("", self._text(ids[-n:], kind))
+
+    def _text(self, ids: Ids, style: str) -> Iterator[Fragment]:
+        """The text of tokens; special tokens are apart."""
+        if self.codec is None:
+            yield " ".join(map(str, ids.tolist())), style
+            return
+        special = self.codec.special(ids)
+        cuts = (np.flatnonzero(special[1:] | special[:-1]) + 1).tolist()
+        for start, run in zip([0, *cuts], np.split(ids, cuts), strict=True):
+            text = self.codec.exact(run)
+            if special[start : start + 1].any():
+                yield f"⟦{visible(text)}⟧", "special"
+            else:
+                yield "↵\n".join(map(visible, text.split("\n"))), style
+
+
+def _parts(
+    row: dict[str, Any], n_tokens: int
+) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+    """Kind, start, stop and span of each range of a row, context included."""
+    spans = row.get("spans")
+    if spans is None:
+        edges = np.diff(np.array([False, *row["loss_mask"], False], np.int8))
+        pairs = np.flatnonzero(edges).reshape(-1, 2).tolist()
+        spans = [{"kind": "trained", "start": a, "stop": b} for a, b in pairs]
+    at = 0
+    for span in spans:
+        if span["start"] > at:
+            yield "context", at, span["start"], {}
+        kind = "lost" if span["kind"] in EMPTY_KINDS else span["kind"]
+        yield kind, span["start"], span["stop"], span
+        at = span["stop"]
+    if n_tokens > at:
+        yield "context", at, n_tokens, {}
+
+
+def marked(codec: Codec, ids: Ids, start: int, stop: int) -> str:
+    """Tokens ``start:stop`` in brackets, with some before and after, one by one."""
+
+    def texts(ids: Ids) -> list[str]:
+        return [visible(codec.exact(ids[k : k + 1])) for k in range(len(ids))]
+
+    inside = ids[start:stop]
+    shown = texts(inside[:_MAX_TOKENS])
+    if len(inside) > 2 * _MAX_TOKENS:
+        shown.append(f"... {len(inside) - 2 * _MAX_TOKENS:,} tokens ...")
+    shown += texts(inside[_MAX_TOKENS:][-_MAX_TOKENS:])
+    before = texts(ids[max(start - _AROUND, 0) : start])
+    after = texts(ids[stop : stop + _AROUND])
+    return "·".join([*before, f"[{'|'.join(shown)}]", *after])
+
+
+def why(
+    source: opt.Source,
+    /,
+    *,
+    policy: opt.PolicyOption = None,
+    session: opt.Session = None,
+    tokenizer: opt.TokenizerPath = None,
+    reading: opt.Reading = opt.READING,
+    json: opt.Json = False,
+) -> None:
+    """Explain why each row begins where it does.
+
+    Print a sentence for each row that a policy makes: the turn that opens it, where and why
+    that turn leaves the path of its parent, and what the row trains and loses. Of rows,
+    without their turns: where each leaves an earlier row.
+    """
+    if is_rows(source):
+        table = read_any_rows(source)
+        if "spans" in table.column_names:
+            table = tk.read_rows(source)
+        if session is not None:
+            table = take_session(table, session, "rows")
+        reasons = tk.analysis.why(table)
+    else:
+        loaded = opt.chosen_tokenizer(tokenizer, source)
+        table = reading.turns(source, session)
+        with Progress("comparing prompts"):
+            reasons = tk.analysis.why(table, opt.one_policy(policy), tokenizer=loaded)
+    lines: list[str] = []
+    for name, own in groupby(reasons.to_pylist(), lambda line: line["session_id"]):
+        lines += [] if name is None else [f"session {visible(name)}"]
+        lines += [f"  {line['sentence']}" for line in own]
+    opt.print_result({"rows": reasons.to_pylist()}, "\n".join(lines), json)
+
+
+def tree(
+    source: opt.Source,
+    /,
+    *,
+    policy: opt.PolicyOption = None,
+    session: opt.Session = None,
+    reading: opt.Reading = opt.READING,
+) -> None:
+    """Draw the calls of each session as a tree.
+
+    Shown are the call that each continues under a policy, and where its prompt drifts.
+    """
+    screen, chosen = Screen(), opt.one_policy(policy)
+    for table in _each_session(reading.turns(source, session)):
+        name = table["session_id"][0].as_py()
+        screen.print(f"session {visible(name)}", "head")
+        for line in tk.analysis.call_tree(table, name, chosen):
+            screen.print(f"  {line}")
 
 
 def view(
@@ -28,11 +285,10 @@ def view(
     /,
     *,
     out: Annotated[str | None, opt.OUT, opt.Writes("page", piped="html")] = None,
-    policy: pol.PoliciesOption = None,
+    policy: opt.PoliciesOption = None,
     sessions: opt.SessionsFile = None,
     session: Annotated[str | None, Parameter(help="only these sessions: A,B")] = None,
     sample: opt.Count | None = None,
-    worst: opt.Count | None = None,
     tokenizer: opt.TokenizerPath = None,
     rows: Annotated[str | None, opt.Reads("rows")] = None,
     against: Annotated[str | None, opt.Reads("turns")] = None,
@@ -46,10 +302,9 @@ def view(
 ) -> None:
     """Look at a run in the browser.
 
-    Show what each policy trains, loses and costs, drift in tokens, the calls of each
-    session, and their tokens. With --out the page is one HTML file that needs no server and
-    no network. Without it the page is served from 127.0.0.1 until Ctrl-C, and can show any
-    policy. Rewards come from --sessions, else from the files of sessions in the directory.
+    With --out the page is one HTML file that needs no server and no network. Without it,
+    the page is served from 127.0.0.1 until Ctrl-C, and can show any policy. Rewards come
+    from --sessions, else from the files of sessions in the directory.
 
     Parameters
     ----------
@@ -57,12 +312,8 @@ def view(
         Write the page to an HTML file.
     sample
         Only this many sessions, the same every time.
-    worst
-        Only the N worst sessions: the worst by loss under the first policy, by drift and by
-        logprob, one after the other.
     rows
-        Show what `trajkit verify` finds in these rows, under the first --policy if there is
-        one.
+        Show what `trajkit verify` finds in these rows, under the first --policy.
     against
         A second run to compare with.
     print
@@ -77,24 +328,20 @@ def view(
     no_browser
         Print the address only.
     """
-    from trajkit.view.document import page
-    from trajkit.view.server import LiveRun, ViewServer
+    from trajkit.view.pages import LiveRun, ViewServer, page
 
-    texts = pol.many_policies(policy)
-    policies = [*map(pol.policy_of, texts)]
+    texts = opt.many_policies(policy)
+    policies = [*map(opt.policy_of, texts)]
     ids = None if session is None else session.split(",")
-    choice: dict[str, Any] = {"ids": ids, "sample": sample, "worst": worst}
-    if sum(one is not None for one in choice.values()) > 1:
-        raise ArgumentError(
-            "--session, --sample and --worst: only one of them is allowed"
-        )
+    choice: dict[str, Any] = {"ids": ids, "sample": sample}
+    if None not in choice.values():
+        raise ArgumentError("--session and --sample: only one of them is allowed")
     if out is not None:
         _check_suffix(out, "a page", "html", "htm")
         if follow:
             raise ArgumentError("--follow needs the server: leave out --out")
     elif print:
         raise ArgumentError("--print makes a file: give it a name with --out")
-    choice["policy"] = policies[0]
     runs = [Run(source, sessions, reading, choice, follow)]
     runs += [Run([one], None, reading, choice) for one in [against] if one]
     shown: dict[str, Any] = {"tokenizer": opt.chosen_tokenizer(tokenizer, source)}
@@ -102,8 +349,8 @@ def view(
     # as stored: rows of other systems have few columns, and verify judges them
     table = None if rows is None else read_any_rows(rows)
     if out is None:
-        shown |= {"policies": texts, "parse": pol.policy_of, "follow": follow}
-        live = [LiveRun(one.title, one.version, one.load, **shown) for one in runs]
+        more = texts, opt.policy_of, follow, shown
+        live = [LiveRun(one.title, one.version, one.load, *more) for one in runs]
         live[0].rows, live[0].rows_policy = table, policies[0] if policy else None
         with suppress(KeyboardInterrupt), ViewServer(live, port) as server:
             opt.print_text(f"{server.url}\nCtrl-C ends")
@@ -124,21 +371,13 @@ def view(
             **shown,
         )
         draft.write_text(html, encoding="utf-8")
-    size = Path(out).stat().st_size
-    text = "the text of all messages; --no-text leaves it out"
-    if no_text:
-        text = "token ids and numbers, no text"
+    all_text = "the text of all messages; --no-text leaves it out"
+    text = "token ids and numbers, no text" if no_text else all_text
     opt.print_text(
         f"{len(turns['session_id'].unique()):,} of {runs[0].n_sessions:,} sessions, "
         f"{turns.num_rows:,} turns\ncontains {text}\n"
-        f"written to {out} ({size / 1e6:.1f} MB)"
+        f"written to {out} ({Path(out).stat().st_size / 1e6:.1f} MB)"
     )
-    if size > _LARGE_BYTES:
-        opt.print_text(
-            f"browsers open files above {_LARGE_BYTES / 1e6:.0f} MB slowly: choose "
-            "sessions with --session A,B, --sample N or --worst N, or leave out --out to "
-            "serve the page"
-        )
 
 
 def _check_suffix(out: str, what: str, *known: str) -> str:
@@ -162,8 +401,9 @@ class Run:
     follow: bool = False
     n_sessions: int = 0
 
-    def __post_init__(self) -> None:
-        self.title = ", ".join(Path(one).resolve().name for one in self.source)
+    @property
+    def title(self) -> str:
+        return ", ".join(Path(one).resolve().name for one in self.source)
 
     def version(self) -> str:
         """Sizes and times of the files of turns."""
@@ -195,9 +435,8 @@ def plot(
     /,
     *,
     out: Annotated[str, opt.OUT, opt.Writes("picture")],
-    policy: pol.PolicyOption = None,
+    policy: opt.PolicyOption = None,
     session: opt.Session = None,
-    sessions: opt.SessionsFile = None,
     reading: opt.Reading = opt.READING,
     no_clobber: opt.NoClobber = False,
 ) -> None:
@@ -216,12 +455,11 @@ def plot(
         tokens: the session (default: the one with the most turns).
     """
     suffix = _check_suffix(out, "a picture", "svg", "png", "pdf")
-    chosen, turns = pol.one_policy(policy), reading.turns(source)
+    chosen, turns = opt.one_policy(policy), reading.turns(source)
     if kind == "tokens":
         figure = tk.plot.tokens(turns, chosen, session)
     else:
-        facts = opt.known_sessions(sessions, source, reading.session_prefix)
-        figure = tk.plot.swimlanes(turns, facts)
+        figure = tk.plot.swimlanes(turns)
     from trajkit.plot.figures import save
 
     with Progress("drawing"), replacing(Path(out)) as draft:

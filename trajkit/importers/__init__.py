@@ -5,8 +5,7 @@ paths its records have what. `reader` decides for all formats which records beco
 and what the report lists.
 """
 
-from trajkit.importers.calls import TARGETS
-from trajkit.importers.formats import FORMATS
+from trajkit.importers.formats import FORMATS, TARGETS
 from trajkit.importers.reader import import_file, import_turns
 
 __all__ = ["FORMATS", "TARGETS", "import_file", "import_turns"]

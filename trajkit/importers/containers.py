@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from codecs import BOM_UTF8
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -139,7 +139,6 @@ def object_of(value: object) -> Value:
 Placed: TypeAlias = tuple[str, Value | Finding]
 
 _MAGIC = {
-    b"SQLite format 3\0": "sqlite",
     b"\x80": "pickle",
     b"PAR1": "rows",
     b"ARROW1": "rows",
@@ -152,8 +151,7 @@ _CODECS: dict[bytes, Codec] = {
 _JSON = (".json", ".jsonl", ".ndjson")
 SUFFIXES = (
     *(f"{kind}{end}" for kind in _JSON for end in ("", ".gz", ".zst")),
-    *(".db", ".sqlite", ".sqlite3", ".pt", ".pkl", ".eval", ".traj"),
-    *(".parquet", ".arrow"),
+    *(".pt", ".pkl", ".eval", ".traj", ".parquet", ".arrow"),
 )
 """Ends of the names of files in a directory that may contain records."""
 
@@ -227,8 +225,8 @@ class Head:
 def head_of(file: Path, name: str = "") -> Head:
     name, container = name or str(file), _by_magic(file, _MAGIC, "json")
     if container == "zip":
-        container = "inspect" if _is_inspect(file) else "pickle"
-    if container in ("sqlite", "pickle"):
+        container = "inspect" if file.suffix.lower() == ".eval" else "pickle"
+    if container == "pickle":
         return Head(name, file, container)
     good = (one for _, one in objects(file, container) if isinstance(one, dict))
     try:
@@ -258,10 +256,8 @@ def _placed(place: str, value: object) -> Placed:
     return _bad(place, f"a {type(value).__name__}, not an object")
 
 
-def _bad(
-    place: str, detail: str, session: str | None = None, problem: str = "unreadable"
-) -> Placed:
-    return place, Finding(place, session, problem, detail)
+def _bad(place: str, detail: str, problem: str = "unreadable") -> Placed:
+    return place, Finding(place, None, problem, detail)
 
 
 def _json(file: Path, shape: Shape) -> Iterator[Placed]:
@@ -271,15 +267,14 @@ def _json(file: Path, shape: Shape) -> Iterator[Placed]:
     """
     reader = Reader({**shape, EACH: shape})
     codec = _by_magic(file, _CODECS, "jsonl")
-    single = _unpacked(file.name.lower()).endswith(".json")
     lines = split_lines(open_input(file, codec), str(file))
-    two = [*islice((line.strip() for line, _ in lines if line.strip()), 2)]
+    first = next((line.strip() for line, _ in lines if line.strip()), b"")
     try:
-        whole = isinstance(reader.read(two[0] if two else b""), list)
+        whole = isinstance(reader.read(first), list)
     except ValueError:
         # a value over several lines, or a damaged line
-        whole = single or (len(two) > 1 and two[0] in (b"[", b"{"))
-    if whole or (single and len(two) < 2):
+        whole = _unpacked(file.name.lower()).endswith(".json") or first in (b"[", b"{")
+    if whole:
         yield from _whole(file, codec, reader)
         return
     lines = split_lines(open_input(file, codec), str(file))
@@ -289,7 +284,7 @@ def _json(file: Path, shape: Shape) -> Iterator[Placed]:
                 yield _placed(f"line {number}", reader.read(line))
             except ValueError as error:
                 problem = "unreadable" if complete else "torn"
-                yield _bad(f"line {number}", str(error), problem=problem)
+                yield _bad(f"line {number}", str(error), problem)
 
 
 def _whole(file: Path, codec: Codec, reader: Reader) -> Iterator[Placed]:
@@ -387,11 +382,6 @@ def load(file: Path) -> object:
         raise FormatError(f"{file}: not a readable pickle: {text}") from None
 
 
-def plain(value: object) -> object:
-    """The numpy array of a shell; any other value unchanged."""
-    return value.array if isinstance(value, _Shell) else value
-
-
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: BinaryIO, storage: Callable[[str], bytes] | None) -> None:
         super().__init__(file)
@@ -411,88 +401,34 @@ class _Unpickler(pickle.Unpickler):
         return np.frombuffer(self._storage(str(key)), _STORAGES[type_])
 
 
-class _Made:
-    """A function that a pickle may call, and use in no other way."""
+class _Rebuild:
+    """torch's ``_rebuild_tensor_v2``, which a pickle may call, and use in no other way.
 
-    __slots__ = ("_make",)
+    A tensor is a view of a storage, with strides in items.
+    """
 
-    def __init__(self, make: Callable[..., object]) -> None:
-        self._make = make
-
-    def __call__(self, *given: object) -> object:
-        return self._make(*given)
+    def __call__(
+        self, storage: object, offset: int, size: Any, stride: Any, *_: object
+    ) -> object:
+        if not isinstance(storage, np.ndarray):
+            return Unknown()
+        steps = [step * storage.itemsize for step in stride]
+        start = offset * storage.itemsize
+        # numpy refuses what is beyond the storage
+        return np.ndarray(size, storage.dtype, storage, start, steps).copy()
 
     def __setstate__(self, state: object) -> None:
         raise pickle.UnpicklingError("a function has no state")
 
 
-def _tensor(
-    storage: object, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
-) -> object:
-    """torch's ``_rebuild_tensor_v2``: a view of a storage, with strides in items."""
-    if not isinstance(storage, np.ndarray):
-        return Unknown()
-    steps = [step * storage.itemsize for step in stride]
-    start = offset * storage.itemsize
-    # numpy refuses what is beyond the storage
-    return np.ndarray(size, storage.dtype, storage, start, steps).copy()
-
-
-class _Type:
-    """A numpy dtype of numbers."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str, *_: object) -> None:
-        self._text = text
-
-    def __setstate__(self, state: Sequence[object]) -> None:
-        if state[1] == ">":
-            self._text = f">{self._text}"
-
-    def numbers(self, data: bytes) -> np.ndarray:
-        found = np.dtype(self._text)
-        if found.kind not in "biuf":
-            raise pickle.UnpicklingError(f"an array of {found}")
-        return np.frombuffer(data, found)
-
-
-class _Shell:
-    """A numpy array that is empty until its state is set."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, *_: object) -> None:
-        self.array: object = Unknown()
-
-    def __setstate__(self, state: Sequence[Any]) -> None:
-        _, shape, type_, by_column, data = state
-        if isinstance(type_, _Type) and isinstance(data, bytes):
-            order: Any = "F" if by_column else "C"
-            self.array = type_.numbers(data).reshape(shape, order=order)
-
-
-def _scalar(type_: object, data: object) -> object:
-    known = isinstance(type_, _Type) and isinstance(data, bytes)
-    return type_.numbers(data)[0].item() if known else Unknown()  # type: ignore[attr-defined]
-
-
 _KNOWN: dict[tuple[str, str], object] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,
-    ("torch._utils", "_rebuild_tensor_v2"): _Made(_tensor),
-    # bytes, which pickle protocol 2 writes as latin1 text
-    ("_codecs", "encode"): _Made(lambda text, codec: text.encode("latin1")),
-    ("numpy", "dtype"): _Made(_Type),
-    **{
-        (f"numpy.{core}.multiarray", name): _Made(make)
-        for core in ("core", "_core")
-        for name, make in (("_reconstruct", _Shell), ("scalar", _scalar))
-    },
+    ("torch._utils", "_rebuild_tensor_v2"): _Rebuild(),
 }
 
 
-# --- Inspect's zip files, and rLLM's store
+# --- Inspect's zip files
 
 _ZSTANDARD = 93
 # a damaged zip file can raise these
@@ -502,28 +438,24 @@ _ZIP = (
 )
 
 
-def _is_inspect(file: Path) -> bool:
-    try:
-        with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-    except _ZIP:
-        return False
-    return "header.json" in names or any(name.startswith("_journal/") for name in names)
-
-
 def _inspect(file: Path, shape: Shape) -> Iterator[Placed]:
     reader, most = Reader(shape), max_line_bytes()
-    with zipfile.ZipFile(file) as archive:
-        for name in sorted(archive.namelist()):
-            if not name.startswith("samples/"):
-                continue
-            try:
-                if archive.getinfo(name).file_size > most:
-                    yield _bad(name, f"it is longer than {most} bytes")
-                else:
-                    yield _placed(name, reader.read(_member(archive, name)))
-            except _ZIP as error:
-                yield _bad(name, str(error) or type(error).__name__)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for name in sorted(archive.namelist()):
+                if name.startswith("samples/"):
+                    yield _sample(archive, name, reader, most)
+    except _ZIP as error:
+        raise FormatError(f"{file}: not a readable log of Inspect: {error}") from None
+
+
+def _sample(archive: zipfile.ZipFile, name: str, reader: Reader, most: int) -> Placed:
+    try:
+        if archive.getinfo(name).file_size > most:
+            return _bad(name, f"it is longer than {most} bytes")
+        return _placed(name, reader.read(_member(archive, name)))
+    except _ZIP as error:
+        return _bad(name, str(error) or type(error).__name__)
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> bytes:
@@ -542,62 +474,9 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
     return content
 
 
-# The traces of all sessions in order of time, then traces without a session. Several runs
-# of rLLM's gateway may use one session id; a damaged index may lack rows of the table.
-_TRACES = """
-SELECT CASE WHEN n > 1 THEN {run} || '/' || s.session_id ELSE s.session_id END,
-       s.trace_id, data
-FROM trace_sessions s LEFT JOIN traces t ON t.trace_id = s.trace_id LEFT JOIN (
-    SELECT session_id, count(DISTINCT {run}) n FROM trace_sessions s GROUP BY session_id
-) r ON r.session_id = s.session_id
-ORDER BY s.created_at, s.rowid
-"""
-_APART = """
-SELECT NULL, trace_id, data FROM traces
-WHERE trace_id NOT IN (SELECT trace_id FROM trace_sessions) ORDER BY rowid
-"""
-
-
-def _sqlite(file: Path, shape: Shape) -> Iterator[Placed]:
-    """The traces of rLLM's store."""
-    import sqlite3  # nothing else needs it
-
-    reader = Reader(shape)
-    try:
-        # read-only: it is neither created nor changed
-        base = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
-        try:
-            columns = [
-                row[1] for row in base.execute("PRAGMA table_info(trace_sessions)")
-            ]
-            run = "s.run_id" if "run_id" in columns else "''"
-            for query in (_TRACES.format(run=run), _APART):
-                for session, trace, data in base.execute(query):
-                    yield _trace(reader, text_of(session), trace, data)
-        finally:
-            base.close()
-    except sqlite3.Error as error:
-        raise FormatError(f"{file}: cannot read traces: {error}") from None
-
-
-def _trace(reader: Reader, session: str | None, trace: object, data: Any) -> Placed:
-    place = f"trace {trace!r}"
-    if data is None:
-        text = "its session refers to it, but it is missing"
-        return _bad(place, text, session, "lost")
-    try:
-        value = reader.read(data if isinstance(data, bytes) else str(data).encode())
-    except ValueError as error:
-        return _bad(place, str(error), session)
-    if isinstance(value, dict):
-        value |= {"@session": session, "trace_id": str(trace)}
-    return _placed(place, value)
-
-
 _READERS = {
     "json": _json,
     "rows": _rows,
     "pickle": _pickle,
     "inspect": _inspect,
-    "sqlite": _sqlite,
 }

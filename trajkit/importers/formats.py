@@ -1,38 +1,843 @@
-"""The formats, each a table: how it is recognised, and where its calls have what."""
+"""The formats, each a table, and how the records of a file become calls by one of them.
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+Ids may stand in the record itself, or in the response of an engine; docs/import.md lists
+where each endpoint of vLLM and SGLang puts them.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from trajkit.errors import FormatError, InvalidTurnsError
-from trajkit.files.json_numbers import EACH, IDS
-from trajkit.importers.calls import Format, is_answer
+from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
+from trajkit.files.json_numbers import EACH, IDS, ITEMS, Shape
 from trajkit.importers.containers import (
     Finding,
     Head,
     Refused,
     Value,
+    has_items,
     is_array,
     list_of,
     number_of,
     object_of,
-    plain,
     text_of,
+    time_of,
     unless_empty,
 )
-from trajkit.turns.mapping import read_map, route
+from trajkit.turns.mapping import Map, read_map, route
 from trajkit.turns.records import from_records
+
+Source: TypeAlias = tuple[list[Any] | None, list[Any]]
+"""Ids (None: unknown) and their logprobs."""
+
+TARGETS = (
+    *("session_id", "turn_index", "agent_id", "group_id", "reward", "request_id"),
+    *("model", "started_at", "ended_at", "prompt_messages", "response_message"),
+    *("prompt_ids", "output_ids", "output_logprobs", "output_mask", "finish_reason"),
+    *("trainable", "weight_version", "weight_versions", "usage", "tools"),
+    # a request and a response of an engine, which have many of the others
+    *("request", "response"),
+    # a prompt that continues the path of an earlier call
+    *("parent", "delta_ids", "parent_resolution"),
+)
+"""The fields of a mapping."""
+
+# what records of any format may have under trajkit's own names
+_COMMON = {
+    name: route(f"{name}|metadata.{name}|extra.{name}|/{name}|/metadata.{name}")
+    for name in ("session_id", "agent_id", "group_id", "reward", "trainable")
+} | {"started_at": route("started_at|timestamp"), "ended_at": route("ended_at")}
+# fields that some systems write as the text of JSON
+_STRUCTURED = {
+    *("request", "response", "usage", "prompt_ids", "output_ids", "output_logprobs"),
+    *("output_mask", "prompt_messages", "response_message"),
+}
+# objects beside a call that hold facts of its run
+_ASIDE = (
+    *("metadata", "meta", "extra", "extra_info", "extra_body", "info", "tags"),
+    *("attributes", "headers", "sent_headers", "context", "non_tensor_batch"),
+    *("metrics", "tokens"),
+)
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+_RUN = re.compile(
+    r"(x_)?((agent|parent|root|task|source|user)_)?(session|trajectory|traj|rollout|run|"
+    r"episode|conversation|conv|thread|trace|task|sample|instance|attempt|trial|"
+    r"example|chat|dialog|dialogue|problem|question|prompt|group|env|game|user|job|"
+    r"workflow|experiment)(_(id|ids|uid|uuid|name|key|index|idx|no|num|number|hash))"
+    r"|uid|index|idx|session|trajectory|rollout|run|episode|trial|attempt"
+)
+_MATTERS = re.compile(
+    r"(^|_)(rewards?|scores?|returns?|advantages?|groups?|uid|masks?|weights?|parents?|"
+    r"trainable|versions?|error|errors|truncated|aborted|agent|turn|step|experts?|"
+    r"teacher|entropies|entropy|images?|modal|mm|label|labels|success|resolved|"
+    r"log_?probs?|kept_tokens|remove|loss)(_|$)"
+)
+# the long arrays of a record
+_OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
+_OF_REQUEST = ("input_ids", "prompt", "prompt_token_ids", "token_ids")
+_RESPONSE: Shape = {
+    **dict.fromkeys(("prompt_token_ids", "token_ids", "output_ids"), IDS),
+    "choices": {EACH: dict.fromkeys(_OF_CHOICE, IDS)},
+}
+_LONG: Mapping[str, Any] = {
+    **dict.fromkeys(("prompt_ids", "output_ids", "delta_ids"), IDS),
+    "prompt_messages": ITEMS,
+    "request": {"messages": ITEMS, **dict.fromkeys(_OF_REQUEST, IDS)},
+    "response": {**_RESPONSE, EACH: _RESPONSE},
+}
+# where a choice of a response has what
+_OF_ANSWER = read_map("""
+    prompt_ids=choice.input_token_ids|choice.prompt_token_ids|response.prompt_token_ids|
+    request.input_ids|request.prompt|request.prompt_token_ids|request.token_ids,
+    output_ids=choice.token_ids|choice.response_token_ids|response.token_ids|
+    response.output_ids,
+    finish_reason=choice.finish_reason|choice.meta_info.finish_reason,
+    prompt_messages=request.messages, response_message=choice.message,
+    tools=request.tools, model=response.model,
+    request_id=response.id|response.request_id|request.rid,
+    weight_version=choice.weight_version|choice.meta_info.weight_version|
+    response.metadata.weight_version,
+    weight_versions=choice.weight_versions|choice.meta_info.weight_versions|
+    response.metadata.weight_versions""").fields
+_STREAMED = "a part of a stream: log the complete response"
+# numbers that a response states, and what they count
+_COUNTS = {
+    "prompt_tokens": "prompt_ids",
+    "completion_tokens": "output_ids",
+    "output_token_logprobs_length": "output_ids",
+    "input_tokens": "prompt_ids",
+    "output_tokens": "output_ids",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Format:
+    """How a format is recognised, and where its calls have what."""
+
+    name: str
+    # in words, for errors
+    title: str
+    # sets of keys by which an object is recognised; one of them is enough
+    keys: tuple[str, ...] = ()
+    # the paths of its fields, as users write a mapping
+    map: str = ""
+    # how token ids get into such records
+    ids: str = ""
+    # whether an object with these keys has the format
+    test: Callable[[Value], bool] = lambda value: True
+    # the containers that it may be in
+    containers: tuple[str, ...] = ("json", "rows")
+    # takes what no other format does
+    generic: bool = False
+    # path of the objects in a larger one; "*" is each element of a list
+    unfold: str = ""
+    # the objects in an object, with places
+    roots: Callable[[Value], Iterable[tuple[str, Value]]] = lambda root: [("", root)]
+    # for formats with rules instead of paths: places and calls (see `Table._fill`) of an
+    # object, and its long arrays
+    calls: Callable[[Value], Iterable[tuple[str, Value]]] | None = None
+    arrays: Shape = field(default_factory=dict)
+    # the path by which records of the mapping's `each` are sorted
+    order: str = ""
+    # changes a record, refuses it, or passes over it (None)
+    prepare: Callable[[Value], Value | None] = lambda record: record
+    # the conversation of an object, for formats of text
+    talk: Callable[[Value], object] | None = None
+    # its records may have the messages of requests without replies
+    needs_reply: bool = False
+    # how many choices of a response are calls; None: all
+    most_choices: int | None = None
+    # keys that are known and need no line
+    knows: tuple[str, ...] = ()
+
+
+class Table:
+    """A format with a user's mapping: reads the objects of a file."""
+
+    def __init__(
+        self, format: Format, given: Map | None, encoder: "Encoder | None", head: Head
+    ) -> None:
+        self.format, self._encoder, self._head = format, encoder, head
+        given, base = given or Map({}), read_map(format.map or "each=")
+        self.own = given.fields
+        if self.own and format.calls:
+            raise ArgumentError(
+                f"map: the format {format.name} is read by its own rules, and has no "
+                "paths to change"
+            )
+        self.routes = {**_COMMON, **base.fields, **self.own}
+        self._each = given.each or base.each or ""
+        path, _, value = (given.only or base.only or "").partition("=")
+        self._only = (route(path), value) if path else None
+        parts = {part for one in self.routes.values() for part in one.parts()}
+        self._known = {(part.keys, part.outer) for part in parts}
+        self._known.add(((self._each.partition(".")[0],), True))
+        # fields of the user's mapping that some record had
+        self.found: set[str] = set()
+        with_ids = {"output_ids", "output_logprobs", "response"}
+        self.has_ids = bool(format.calls or with_ids & self.routes.keys())
+
+    def shape(self) -> Shape:
+        """The long arrays of an object (see `trajkit.files.json_numbers`)."""
+        shape: dict[str, Any] = {**self.format.arrays}
+        prefix = [*_keys(self.format.unfold), *_keys(self._each)]
+        for target in _LONG.keys() & self.routes.keys():
+            for part in self.routes[target].parts():
+                _put(shape, [*prefix, *part.keys], _LONG[target])
+                if part.outer:
+                    _put(shape, list(part.keys), _LONG[target])
+        return shape
+
+    def calls(self, place: str, value: Value) -> Iterator[Finding]:
+        for where, root in _elements(value, self.format.unfold, place):
+            if not isinstance(root, dict):
+                yield Finding(where, None, "unreadable", _not_object(root))
+                continue
+            for below, one in self.format.roots(root):
+                at = where + below
+                # a path may name the object: /@name
+                named = {**one, "@name": f"{self._head.file.name}, {at}"}
+                calls = list(self._calls(at, named)) if self.has_ids else []
+                # text for supervised training
+                if self._encoder is not None and not any(map(_has_ids, calls)):
+                    if self.format.talk is not None:
+                        calls = list(self._talk(at, named))
+                    else:
+                        for call in calls:
+                            self._encoder.encode(call)
+                for call in calls:
+                    if not call.problem and not _has_ids(call):
+                        call.detail = self.format.ids
+                yield from calls
+
+    def _calls(self, place: str, root: Value) -> Iterator[Finding]:
+        if self.format.calls is not None:
+            for where, values in self.format.calls(root):
+                yield self._filled(Finding(place + where, values["session_id"]), values)
+            return
+        records = list(_elements(root, self._each, place))
+        if self.format.order and self._each:
+            order = route(self.format.order)
+            records.sort(key=lambda pair: str(order.find(pair[1]) or ""))
+        for where, record in records:
+            found = Finding(where)
+            with found:
+                yield from [*self._record(found, record, root)]
+            if found.problem:
+                yield found
+
+    def _talk(self, place: str, root: Value) -> Iterator[Finding]:
+        """The replies of a conversation, as text."""
+        found = Finding(place, origin=place)
+        with found:
+            self._session(found, root, root)
+            self._beside(found, root, root)
+            self._fill(found, self._values(root, root))
+            found.tools = root.get("tools")
+            messages = self.format.talk(root)  # type: ignore[misc]
+            yield from self._encoder.replies(found, messages)  # type: ignore[union-attr]
+        if found.problem:
+            yield found
+
+    def _record(self, found: Finding, record: object, root: Value) -> Iterator[Finding]:
+        """The calls of a record: each choice of a response, or each span of a mask."""
+        if not isinstance(record, dict):
+            self._session(found, {}, root)
+            raise Refused("unreadable", _not_object(record))
+        if self._only is not None:
+            value = self._only[0].find(record, root)
+            # an object without records may be one itself
+            alone = self._each and record is root and value is None
+            if str(value) != self._only[1] and not alone:
+                return
+        self._session(found, record, root)
+        if "request_id" in self.routes:
+            named = self.routes["request_id"].find(record, root)
+            found.fields["request_id"] = text_of(named)
+        prepared = self.format.prepare(record)
+        if prepared is None:
+            return
+        root = prepared if record is root else root
+        self._beside(found, prepared, root)
+        values = self._values(prepared, root)
+        self.found |= {name for name in self.own if values.get(name) is not None}
+        response, apart = values.get("response"), "response" in self.routes
+        if not apart or ("output_ids" in self.routes and not is_answer(response)):
+            self._fill(found, values)
+            yield from _spans(found, values.get("output_mask"))
+            return
+        if not isinstance(response, dict | list):
+            streamed = str(response).lstrip().startswith("data:")
+            text = _STREAMED if streamed else "no request, or no response"
+            raise Refused("unreadable", text)
+        # what a mapping names counts before what a response has
+        first = {*self.own, "request_id", "model", "prompt_messages"}
+        kept = {name: values[name] for name in first if values.get(name) is not None}
+        choices = _choices(object_of(values.get("request")), response)
+        for suffix, one in islice(choices, self.format.most_choices):
+            copy = found.copy(suffix, first=not suffix)
+            yield self._filled(copy, {**values, **one, **kept})
+
+    def _values(self, record: Value, root: Value) -> Value:
+        stem, routes = self._head.stem, self.routes.items()
+        values = {name: one.find(record, root, stem) for name, one in routes}
+        for name in _STRUCTURED & values.keys():
+            values[name] = _parsed(values[name])
+        if "prompt_messages" not in self.own:
+            values["prompt_messages"] = list_of(values.get("prompt_messages")) or None
+        return values
+
+    def _session(self, found: Finding, record: Value, root: Value) -> None:
+        value = self.routes["session_id"].find(record, root, self._head.stem)
+        if not _is_nothing(value):
+            found.session = text_of(value)
+            if found.session is None:
+                text = f"its session is {value!r}: expected text or an integer"
+                raise Refused("unreadable", text)
+            self.found.add("session_id")
+        elif "session_id" in self.own:
+            raise Refused("no_session_id", f"it has no {self.own['session_id'].text}")
+
+    def _beside(self, found: Finding, record: Value, root: Value) -> None:
+        """Keep what may name the run, and what no field reads."""
+        single = root is record
+        for outer in (record,) if single else (root, record):
+            slash = "" if outer is record else "/"
+            known = [k for k, out in self._known if single or out == bool(slash)]
+            aside = dict(_all_beside(outer))
+            named = dict(aside)
+            for name in ("request", "request_body", "input"):
+                facts = object_of(object_of(outer.get(name)).get("metadata"))
+                named |= {f"{name}.metadata.{key}": one for key, one in facts.items()}
+            for name, facts in outer.items():
+                if isinstance(facts, dict) and name not in (*_ASIDE, *_LONG):
+                    for key, one in facts.items():
+                        ways = f"{name}_{key}", f"{key}" if "_" in f"{key}" else ""
+                        if any(map(_RUN.fullmatch, ways)):
+                            named.setdefault(f"{name}.{key}", one)
+            for path, value in named.items():
+                name, keys = _word(path), tuple(path.split("."))
+                names_run = _RUN.fullmatch(name) or _RUN.fullmatch("_".join(keys[-2:]))
+                if found.session is None and text_of(value) and names_run:
+                    found.run_keys[slash + path] = value
+                read = any(keys[: len(k)] == k or k[: len(keys)] == keys for k in known)
+                read = read or path not in aside or path in self.format.knows
+                if not read and _MATTERS.search(name):
+                    found.unread[slash + path] = value
+
+    def _filled(self, found: Finding, values: Value) -> Finding:
+        with found:
+            self._fill(found, values)
+        return found
+
+    def _fill(self, found: Finding, values: Value) -> None:
+        """Make the fields of a call from the values of a mapping.
+
+        Besides these, there may be ``@refused``, a problem and its detail, and what a
+        `Finding` has as ``@remarks``, ``@claims`` and ``@unread``.
+        """
+        found.remarks += values.get("@remarks", ())
+        found.unread |= values.get("@unread", {})
+        if "@refused" in values:
+            raise Refused(*values["@refused"])
+        fields = found.fields
+        for name, (convert, is_noted) in _CONVERTED.items():
+            value = values.get(name)
+            fields[name] = convert(value)
+            if is_noted and fields[name] is None and not _is_nothing(value):
+                found.unread[self._text(name)] = value
+        fields["reward"] = self._reward(found, values.get("reward"))
+        source = _logprobs(values.get("output_logprobs"))
+        output, logprobs, remarks = _aligned(values.get("output_ids"), source)
+        fields["output_ids"], fields["output_logprobs"] = output, logprobs
+        n = len(output) if is_array(output) else 0
+        found.remarks += remarks
+        found.tools = values.get("tools")
+        found.claims += values.get("@claims", ())
+        found.claims += _claims(object_of(values.get("usage")), self._text("usage"))
+        fields["weight_versions"] = _versions(found, values, n)
+        for path, value in found.unread.items():
+            marks = "mask" in path and isinstance(value, list) and len(value) == n
+            if marks and not all(list_of(value)):
+                text = f"{path} marks some of its tokens: --map output_mask={path} takes it"
+                found.remark("mask_unread", text)
+                fields["trainable"] = False
+
+    def _reward(self, found: Finding, value: Any) -> float | None:
+        number = number_of(value)
+        if number is None and (not isinstance(value, list | dict | None) or value):
+            path, text = self._text("reward").split("|")[0], repr(value)
+            text = text if len(text) <= 60 else f"{text[:57]}..."
+            text = f"{path} is {text}: expected a finite number"
+            if isinstance(value, dict):
+                text += f"; --map reward={path}.{next(iter(value))} takes a part of it"
+            found.remark("reward_unread", text)
+        return number
+
+    def _text(self, name: str) -> str:
+        return self.routes[name].text if name in self.routes else name
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _flag(value: object) -> bool | None:
+    return bool(value) if type(value) in (bool, int) and value in (0, 1) else None
+
+
+def _reason(value: object) -> str | None:
+    # SGLang's is an object with a type
+    return text_of(object_of(value).get("type", value))
+
+
+def _reply(value: object) -> Value | None:
+    one = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return object_of(one) or None
+
+
+# the fields of a call that follow from one value each, and whether the report has a line
+# if the value is of another kind
+_CONVERTED: Mapping[str, tuple[Callable[[Any], object], bool]] = {
+    **dict.fromkeys(("agent_id", "group_id", "request_id", "model"), (text_of, True)),
+    **dict.fromkeys(("parent", "parent_resolution"), (text_of, False)),
+    **dict.fromkeys(("started_at", "ended_at"), (time_of, False)),
+    **dict.fromkeys(("prompt_ids", "delta_ids"), (_same, False)),
+    **dict.fromkeys(("prompt_messages", "turn_index"), (_same, False)),
+    "trainable": (_flag, True),
+    "finish_reason": (_reason, False),
+    "response_message": (_reply, False),
+}
+
+
+def _is_nothing(value: object) -> bool:
+    return isinstance(value, str | None) and not value
+
+
+def _has_ids(found: Finding) -> bool:
+    names = ("prompt_ids", "output_ids", "delta_ids")
+    return any(has_items(found.fields.get(name)) for name in names)
+
+
+def _word(path: str) -> str:
+    """The last key of a path in lower case, with underscores between its words."""
+    return "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
+
+
+def _parsed(value: object) -> object:
+    """The value of a text of JSON; anything else unchanged."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _not_object(value: object) -> str:
+    return f"a {type(value).__name__}, not an object"
+
+
+def _versions(found: Finding, values: Value, n: int) -> list[Value] | None:
+    """The weight versions of an output; several without lengths have no place."""
+    version: Any = values.get("weight_version")
+    given: Any = values.get("weight_versions")
+    given = list(given) if n and has_items(given) else []
+    if given and all(isinstance(one, dict) for one in given):
+        ends = (one.get("end", one.get("stop")) for one in given)
+        places = [(one.get("version"), one.get("start")) for one in given]
+        return [_piece(*place, end) for place, end in zip(places, ends, strict=True)]
+    names = sorted({str(text_of(one)) for one in given})
+    if len(names) > 1:
+        found.remark("versions_unplaced", ", ".join(names))
+        return None
+    version = given[0] if given else version
+    if not isinstance(version, list):
+        version = [] if text_of(version) is None else [version] * n
+    # one per token
+    pieces, start = [], 0
+    for name, run in groupby(map(text_of, version if len(version) == n else ())):
+        stop = start + len(list(run))
+        pieces.append(_piece(name, start, stop))
+        start = stop
+    return pieces or None
+
+
+def _piece(version: object, start: object, stop: object) -> Value:
+    return {"version": text_of(version), "start": start, "stop": stop}
+
+
+def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
+    """The calls of a training row: the spans under its mask, each with what is before."""
+    fields = found.fields
+    output, prompt = fields["output_ids"], fields["prompt_ids"]
+    if mask is None or not is_array(output) or not is_array(prompt):
+        yield found
+        return
+    listed = mask.tolist() if isinstance(mask, np.ndarray) else mask
+    if not isinstance(listed, list) or any(flag not in (0, 1) for flag in listed):
+        raise Refused("unreadable", "a mask that is not of 0 and 1")
+    flags, first = np.array(listed, np.bool_), len(prompt)
+    if len(flags) == first + len(output) and not flags[:first].any():
+        flags = flags[first:]
+    if len(flags) != len(output):
+        text = f"a mask of {len(flags)} for {len(output)} output ids"
+        raise Refused("unreadable", text)
+    if len(output) and not flags.any():
+        raise Refused("no_output_ids", "its mask is empty")
+    if flags.all():
+        yield found
+        return
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).reshape(-1, 2)
+    row = [*prompt, *output]
+    logprobs, versions = fields["output_logprobs"], fields["weight_versions"]
+    for k, (start, stop) in enumerate(edges.tolist()):
+        # counts of the source are those of the row; its reply is none of one span
+        one = found.copy(f", span {k}" if len(edges) > 1 else "")
+        one.fields |= {
+            "prompt_ids": row[: first + start],
+            "output_ids": row[first + start : first + stop],
+            "output_logprobs": logprobs[start:stop] if has_items(logprobs) else None,
+            **dict.fromkeys(("response_message", "prompt_messages")),
+        }
+        if versions is not None:
+            whole = _piece(versions[0]["version"], 0, stop - start)
+            one.fields["weight_versions"] = [whole]
+        if stop < len(output):
+            one.fields["finish_reason"] = None
+        yield one
+
+
+def _elements(value: object, path: str, place: str) -> Iterator[tuple[str, object]]:
+    """The values at a path with "*" for the elements of lists; without it, the value."""
+    found = [(place, value)]
+    for key in _keys(path):
+        deeper: list[tuple[str, object]] = []
+        for where, within in found:
+            if key == EACH:
+                several = enumerate(list_of(within))
+                deeper += [(f"{where}, item {k}", one) for k, one in several]
+            elif isinstance(within, dict) and key in within:
+                deeper.append((where, within[key]))
+            elif within is value:
+                # an object that is a record itself
+                yield place, value
+                return
+        found = deeper
+    yield from found
+
+
+def _keys(path: str) -> list[str]:
+    keys = path.split(".") if path else []
+    return [*keys, EACH] if keys and keys[-1] != EACH else keys
+
+
+def _put(shape: dict[str, Any], keys: list[str], kind: Any) -> None:
+    for key in keys[:-1]:
+        shape = shape.setdefault(key, {})
+        if not isinstance(shape, dict):
+            return
+    old = shape.get(keys[-1])
+    if isinstance(kind, dict) and (old is None or isinstance(old, dict)):
+        shape[keys[-1]] = {**kind, **(old or {})}
+    elif not isinstance(kind, dict):
+        shape.setdefault(keys[-1], kind)
+
+
+def _all_beside(value: Value, depth: int = 0) -> Iterator[tuple[str, object]]:
+    """The keys of a record and of the objects beside its call, with values."""
+    for name, one in value.items():
+        if name in _ASIDE and isinstance(one, dict) and depth < len(_ASIDE):
+            for inner, within in _all_beside(one, depth + 1):
+                yield f"{name}.{inner}", within
+        elif one is not None and one is not False:
+            if not isinstance(one, str | list | dict | np.ndarray) or len(one):
+                yield name, one
+
+
+# --- text
+
+_Talk: TypeAlias = list[dict[str, Any]]
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer with a chat template, as transformers has them."""
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tools: object,
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> object:
+        """The text that the template makes of messages."""
+
+
+class Encoder:
+    """Makes calls of text that no engine sampled, with a tokenizer's chat template.
+
+    The prompt of a reply is the template's text of the messages before it. Its output is
+    what an engine would sample: the template's text of the reply, with the token that ends
+    it. ``sampled`` is false, ``call_kind`` is "transcript", and there are no logprobs.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer, self._codec = tokenizer, Codec(tokenizer)
+        template = getattr(tokenizer, "chat_template", "")
+        if not hasattr(tokenizer, "apply_chat_template") or template is None:
+            raise ArgumentError(
+                "tokenizer has no chat template: pass one like those of transformers, with "
+                "its chat_template set (--chat-template FILE)"
+            )
+        # some models mark their roles with added tokens that are not special
+        added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+        self._added = {*added.values()}
+
+    def replies(self, found: Finding, conversation: object) -> Iterator[Finding]:
+        messages = [object_of(one) for one in list_of(conversation)]
+        roles = [one.get("role") for one in messages]
+        replies = [k for k, role in enumerate(roles) if role == "assistant"]
+        if not replies:
+            raise Refused("no_output_ids", "it has no reply")
+        for k in replies:
+            one = found.copy(f", message {k}", first=k == replies[0])
+            one.fields |= {
+                "prompt_messages": messages[:k],
+                "response_message": messages[k],
+            }
+            self.encode(one, messages[k + 1 : k + 2])
+            yield one
+
+    def encode(self, found: Finding, following: _Talk | None = None) -> None:
+        """Add the ids of its text to a call with messages and without ids."""
+        if found.problem:
+            return
+        with found:
+            before = found.fields.get("prompt_messages")
+            reply = found.fields.get("response_message")
+            if not isinstance(before, list) or not before:
+                raise Refused("no_prompt_ids", "no message comes before it")
+            if not isinstance(reply, dict):
+                raise Refused("no_output_ids", "it has no reply")
+            prompt = self._text(before, found, asks=True)
+            complete = self._text([*before, reply], found)
+            if not complete.startswith(prompt):
+                text = "with the reply, the template renders another prompt"
+                raise Refused("not_a_prefix", text)
+            output = self._codec.ids(complete[len(prompt) :])
+            end = self._end_token([*before, reply], found, following)
+            # what the source counted are other tokens
+            found.claims.clear()
+            found.fields |= {
+                "prompt_ids": self._codec.ids(prompt),
+                "output_ids": self._ended(output, end, found),
+                "call_kind": "transcript",
+                "sampled": False,
+            }
+            found.remark("not_sampled")
+
+    def _ended(self, output: Ids, end: int | None, found: Finding) -> Ids:
+        ends = self._codec.special(output)
+        if end is not None:
+            ends |= output == end
+        # what follows an end token, such as a line feed, is the template's
+        for last in np.flatnonzero(ends)[-1:].tolist():
+            if not self._codec.text(output[last + 1 :]).strip():
+                return output[: last + 1]
+        if end is None:
+            found.remark("no_end_token", "no special token ends the reply")
+            return output
+        return np.append(output, np.int32(end))
+
+    def _end_token(
+        self, talk: _Talk, found: Finding, following: _Talk | None
+    ) -> int | None:
+        """The token with which the template ends a reply, or else begins the next role."""
+        short = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+        try:
+            asked = self._text(short[:1], found, asks=True)
+            said = self._text(short, found)
+        except Refused:
+            asked = said = ""
+        closing = said.removeprefix(asked).partition("x")[2]
+        if said.startswith(asked) and closing.strip():
+            return self._marker(closing.lstrip())
+        role = "tool" if talk[-1].get("tool_calls") else "user"
+        following = following or [{"role": role, "content": "x"}]
+        # what a later message makes of a reply may differ: of its reasoning, above all
+        for messages in (talk, short):
+            try:
+                text = self._text(messages, found)
+                longer = self._text([*messages, *following], found)
+            except Refused:
+                continue
+            if longer.startswith(text):
+                return self._marker(longer[len(text) :])
+        return None
+
+    def _marker(self, text: str) -> int | None:
+        """The first token of a text, if it is a special token or an added one."""
+        ids = self._codec.ids(text)[:1]
+        if len(ids) and (self._codec.special(ids)[0] or int(ids[0]) in self._added):
+            return int(ids[0])
+        return None
+
+    def _text(self, talk: _Talk, found: Finding, *, asks: bool = False) -> str:
+        options: Any = {"tools": found.tools, "add_generation_prompt": asks}
+        try:
+            made = self._tokenizer.apply_chat_template(talk, tokenize=False, **options)
+        # a template may raise an error of jinja2, or anything in its filters
+        except Exception as error:
+            raise Refused("refused", str(error)) from None
+        return str(made)
+
+
+# --- responses of engines
+
+
+def is_answer(value: object) -> bool:
+    """Whether a value looks like a response of an engine, or a list of them."""
+    value = value[0] if isinstance(value, list) and value else value
+    return bool(object_of(value).keys() & {"choices", "output_ids", "meta_info"})
+
+
+def _choices(request: Value, response: object) -> Iterator[tuple[str, Value]]:
+    """A suffix of the place, and the values, of each choice of a response.
+
+    SGLang answers ``n`` samples, or a list of prompts, with a list.
+    """
+    listed = response if isinstance(response, list) else [response]
+    if any(map(_is_chunk, listed)):
+        raise Refused("unreadable", _STREAMED)
+    prompts = list_of(request.get("input_ids"))
+    for k, one in enumerate(listed):
+        if prompts and isinstance(prompts[0], list):
+            # if their numbers differ, it is unknown which prompt is that of an answer
+            own = prompts[k] if len(prompts) == len(listed) else None
+            request = {**request, "input_ids": own}
+        answer = object_of(one)
+        choices = answer.get("choices")
+        choices = (choices or [{}]) if isinstance(choices, list) else [one]
+        made = [_of_choice(request, answer, choice) for choice in choices]
+        if len(made) == 1:  # of several, nothing says how often the prompt counts
+            usage = object_of(answer.get("usage"))
+            made[0]["@claims"] = [*made[0]["@claims"], *_claims(usage, "usage")]
+        place = f", choice {k}" if k else ""
+        for j, values in enumerate(made):
+            yield f"{place}, choice {j}" if j else place, values
+
+
+def _is_chunk(answer: object) -> bool:
+    meta = object_of(object_of(answer).get("meta_info"))
+    choices = list_of(object_of(answer).get("choices"))
+    unfinished = "finish_reason" in meta and meta["finish_reason"] is None
+    return unfinished or any("delta" in object_of(choice) for choice in choices)
+
+
+def _of_choice(request: Value, response: Value, choice: object) -> Value:
+    if not isinstance(choice, dict):
+        refused = "unreadable", "an answer, or a choice of it, is not an object"
+        return {"@refused": refused, "@claims": [], "@remarks": []}
+    around = {"request": request, "response": response, "choice": choice}
+    values = {name: one.find(around) for name, one in _OF_ANSWER.items()}
+    meta = object_of(choice.get("meta_info"))
+    entries = {"content": meta.get("output_token_logprobs")}
+    sources = _logprobs(choice.get("logprobs")), _logprobs(entries)
+    output, logprobs, remarks = _aligned(values["output_ids"], *sources)
+    return {
+        **values,
+        "prompt_messages": unless_empty(values["prompt_messages"]),
+        "output_ids": output,
+        "output_logprobs": logprobs,
+        "usage": None,
+        "@remarks": remarks,
+        "@claims": _claims(meta, "meta_info"),
+    }
+
+
+def _claims(usage: Value, name: str) -> list[tuple[str, str, object]]:
+    """The numbers of tokens that a usage states, as `Finding.claims`."""
+    # Anthropic's input_tokens lack those that were cached
+    cached = any(
+        usage.get(f"cache_{kind}_input_tokens") for kind in ("read", "creation")
+    )
+    return [
+        (f"{name}.{spelled}", target, usage[spelled])
+        for spelled, target in _COUNTS.items()
+        if usage.get(spelled) is not None and not (cached and spelled == "input_tokens")
+    ]
+
+
+def _aligned(
+    output: Any, *sources: Source | None
+) -> tuple[Any, list[Any] | None, list[tuple[str, str]]]:
+    """An output, the logprobs that belong to it, and the remark if none does.
+
+    Without an output, logprobs that name every id are a source of ids, too.
+    """
+    known = [one for one in sources if one is not None]
+    if output is None:
+        ids, logprobs = next((one for one in known if one[0] is not None), (None, None))
+        return ids, logprobs, []
+    if not known or not is_array(output):
+        return output, None, []
+    listed = output.tolist() if isinstance(output, np.ndarray) else output
+    for ids, logprobs in known:
+        if len(logprobs) == len(listed) and (ids is None or ids == listed):
+            return output, logprobs, []
+    n = len(known[0][1])
+    text = f"{n} logprobs for {len(listed)} output ids"
+    if n == len(listed):
+        text = "they belong to other ids than the output"
+    return output, None, [("logprobs_unaligned", text)]
+
+
+def _logprobs(value: Any) -> Source | None:
+    """Ids and logprobs: numbers, entries that name an id, or a choice's ``logprobs``."""
+    given = object_of(value)
+    entries = list(value) if is_array(value) else list_of(given.get("content"))
+    if is_array(value) and entries and not isinstance(entries[0], dict | list):
+        return None, entries
+    if not entries:
+        values, texts = map(list_of, map(given.get, ("token_logprobs", "tokens")))
+        texts = texts if len(texts) == len(values) else [None] * len(values)
+        entries = [
+            list(pair) for pair in zip(values, map(_spelled, texts), strict=True)
+        ]
+    pairs = list(map(_pair, entries))
+    named = all(type(token) is int for _, token in pairs)
+    ids = [token for _, token in pairs] if named else None
+    return (ids, [logprob for logprob, _ in pairs]) if pairs else None
+
+
+def _pair(entry: Any) -> list[Any]:
+    if isinstance(entry, dict):
+        named = entry.get("token_id", _spelled(entry.get("token")))
+        return [entry.get("logprob"), named]
+    return entry[:2] if isinstance(entry, list) and len(entry) > 1 else [None, None]
+
+
+def _spelled(token: object) -> int | None:
+    """The id in a token that vLLM writes as ``token_id:5`` on request."""
+    # Python may refuse to parse more digits
+    found = isinstance(token, str) and re.fullmatch("token_id:([0-9]{1,10})", token)
+    return int(found[1]) if found else None
+
+
+# --- the formats
 
 # how engines give token ids
 _ENGINES = (
     "record the engine's responses to requests with return_token_ids and logprobs (vLLM), "
     "or with return_token_ids, return_prompt_token_ids, return_meta_info and logprobs "
     "(SGLang); `trajkit serve` asks for them itself"
-)
-_RENDERER = (
-    'verifiers records token ids for clients of type "renderer" or "train"; its '
-    "evaluations through other endpoints have text only"
 )
 _PROMPT = (
     "prompt_token_ids|prompt_ids|input_token_ids|prompt_tokens|input_ids|input_tokens"
@@ -93,26 +898,12 @@ def _gym(record: Value) -> Value:
     return {**record, "prompt_token_ids": None, "delta": record.get("prompt_token_ids")}
 
 
-def _gym_lost(file: Path, session: str | None, seen: set[str]) -> Iterator[Finding]:
-    """Calls that the capture began and did not cancel, or marked as lost."""
-    begun: set[str] = set()
-    for suffix in ("intents", "incomplete"):
-        name = f"{file.name.split('.tokens.')[0]}.tokens.{suffix}"
-        listing = file.with_name(name)
-        if listing.is_file():
-            for line in listing.read_text("utf-8", "backslashreplace").split():
-                begun = begun - {line[1:]} if line.startswith("-") else begun | {line}
-    if lost := sorted(begun - seen):
-        text = f"calls that began and have no entry: {', '.join(lost)}"
-        yield Finding("its intents", session, "lost", text)
-
-
 # finish reason by Sample.Status of slime
 _STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
 def _slime(record: Value) -> Value:
-    tokens, length = plain(record.get("tokens")), record.get("response_length")
+    tokens, length = record.get("tokens"), record.get("response_length")
     if not isinstance(tokens, list | np.ndarray):
         raise Refused("no_prompt_ids", "no tokens")
     if type(length) is not int or not 0 <= length <= len(tokens):
@@ -122,8 +913,6 @@ def _slime(record: Value) -> Value:
         **record,
         "prompt_ids": tokens[: len(tokens) - length],
         "output_ids": tokens[len(tokens) - length :],
-        "loss_mask": plain(record.get("loss_mask")),
-        "rollout_log_probs": plain(record.get("rollout_log_probs")),
         "finish_reason": _STATUS.get(str(record.get("status"))),
         "trainable": False if record.get("remove_sample") is True else None,
     }
@@ -148,17 +937,6 @@ def _atif_roots(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
         own = {"session_id": below.get("session_id") or session, "@agent": agent}
         for where, one in _atif_roots({**below, **own}, depth + 1):
             yield f", subagent {k}{where}", one
-
-
-def _step(record: Value) -> Value:
-    tokens = object_of(record.get("tokens"))
-    if tokens.get("overlong_prompt") is True:
-        text = "its prompt was truncated to the maximum length"
-        raise Refused("truncated", text)
-    if True not in (tokens.get("is_truncated"), record.get("is_truncated")):
-        return record
-    # the provider counted more tokens
-    return {**record, "response": None, "@cut": True}
 
 
 _USAGE = {
@@ -340,13 +1118,13 @@ def _within(prefixes: str, paths: str) -> str:
     return "|".join(f"{at}{path}" for at in prefixes.split("|") for path in below)
 
 
-def _has_ids(value: Value) -> bool:
+def _has_lists(value: Value) -> bool:
     return all(is_array(route(paths).find(value)) for paths in (_PROMPT, _OUTPUT))
 
 
 _SESSION = "session_id|metadata.session_id"
 
-_ALL = (
+_ALL = [
     Format(
         "openai",
         "a log of requests with the responses of vLLM, SGLang or a server like them",
@@ -366,7 +1144,6 @@ _ALL = (
         map="""each=completions, session_id=session_id|/session_id,
             request=transformed_request|request, response=response,
             request_id=completion_id, started_at=started_at, ended_at=timestamp""",
-        item="completion",
         order="timestamp+completion_id",
         prepare=_polar,
         # the agent received only the first choice
@@ -383,17 +1160,14 @@ _ALL = (
             parent=parent_call_id, parent_resolution=parent_resolution,
             delta_ids=delta""",
         prepare=_gym,
-        beside=_gym_lost,
-        file_suffix=".tokens.jsonl",
         knows=("schema_version", "fingerprint_version", "parent_resolution_reason"),
     ),
     Format(
         "rllm",
         "traces of rLLM's gateway",
         keys=("trace_id completion_token_ids",),
-        containers=("sqlite", "json", "rows"),
         # its timestamp is of the complete response
-        map="""session_id=@session|session_id, request_id=trace_id, model=model,
+        map="""session_id=session_id, request_id=trace_id, model=model,
             prompt_ids=prompt_token_ids, output_ids=completion_token_ids,
             output_logprobs=logprobs, finish_reason=finish_reason,
             prompt_messages=messages, response_message=response_message,
@@ -412,22 +1186,8 @@ _ALL = (
         keys=("nodes task",),
         calls=_nodes,
         arrays={"nodes": {EACH: {"token_ids": IDS}}},
-        ids=_RENDERER,
-    ),
-    Format(
-        "verifiers_steps",
-        "results of verifiers before its graphs",
-        keys=("trajectory example_id",),
-        map="""each=trajectory, session_id=/trajectory_id|/@name,
-            agent_id=trajectory_id, group_id=/example_id, reward=/reward,
-            prompt_ids=tokens.prompt_ids, output_ids=tokens.completion_ids,
-            output_logprobs=tokens.completion_logprobs,
-            output_mask=tokens.completion_mask, prompt_messages=prompt,
-            response_message=completion, usage=response.usage""",
-        item="step",
-        prepare=_step,
-        knows=("is_truncated", "tokens.is_truncated", "tokens.prompt_mask"),
-        ids=_RENDERER,
+        ids='verifiers records token ids for clients of type "renderer" or "train"; its '
+        "evaluations through other endpoints have text only",
     ),
     Format(
         "slime",
@@ -452,7 +1212,6 @@ _ALL = (
             output_ids=metrics.completion_token_ids, output_logprobs=metrics.logprobs,
             usage=metrics, reward=/extra.reward|/reward,
             started_at=started_at, ended_at=timestamp""",
-        item="step",
         prepare=_atif,
         knows=("step_id", "schema_version"),
         ids="Harbor's agents write them with collect_rollout_details, from an engine that "
@@ -467,7 +1226,6 @@ _ALL = (
         map="""each=events, only=event=model, session_id=/uuid|/id+/epoch, group_id=/id,
             agent_id=role, model=model, reward=/scores, request=call.request,
             response=call.response|output, started_at=timestamp, ended_at=completed""",
-        item="event",
         talk=_talk_at("messages"),
         ids=f"with token ids only where the provider's raw response has them: {_ENGINES}",
     ),
@@ -507,7 +1265,6 @@ _ALL = (
             request=input, response=output, prompt_messages=input.messages|input,
             response_message=output, finish_reason=metadata.finish_reason, usage=usage,
             started_at=startTime, ended_at=endTime""",
-        item="observation",
         ids="Langfuse has them only in an observation's metadata (prompt_token_ids, "
         f"token_ids), or if its output is the engine's whole response: {_ENGINES}",
     ),
@@ -540,7 +1297,7 @@ _ALL = (
     Format(
         "records",
         "records with token ids at their top",
-        test=_has_ids,
+        test=_has_lists,
         generic=True,
         needs_reply=True,
         map=f"""session_id={_SESSION}|extra.session_id, prompt_ids={_PROMPT},
@@ -573,7 +1330,7 @@ _ALL = (
         map="session_id=session_id|id|conversation_id|uuid|uid|@name",
         talk=_talk_at("messages", "conversations"),
     ),
-)
+]
 
 FORMATS: dict[str, Format] = {one.name: one for one in _ALL}
 """The formats by name."""
@@ -591,14 +1348,10 @@ def fitting(head: Head) -> list[Format]:
 
 
 def _fits(format: Format, head: Head, value: Value | None) -> bool:
-    if head.container not in format.containers:
+    if head.container in ("pickle", "inspect"):
+        return head.container in format.containers
+    if value is None or head.container not in format.containers:
         return False
-    if head.container not in ("json", "rows"):
-        return True
-    if value is None:
-        # an empty capture of NeMo Gym
-        suffix = format.file_suffix
-        return bool(suffix) and not head.trouble and head.file.name.endswith(suffix)
     has_keys = any(value.keys() >= {*names.split()} for names in format.keys or ("",))
     return has_keys and format.test(value)
 
@@ -625,33 +1378,31 @@ def unknown(head: Head) -> Exception:
     value = head.values[0]
     if _is_turn(value):
         return FormatError(f"{head.name} contains turns of trajkit: use read_turns")
-    records = FORMATS["records"]
-    paths = read_map(records.map).fields
+    own = read_map(FORMATS["records"].map).fields
     lacks = [
-        f"{name} ({', '.join(paths[name].text.split('|')[:3])}, ...)"
+        f"{name} ({', '.join(own[name].text.split('|')[:3])}, ...)"
         for name in ("prompt_ids", "output_ids")
-        if paths[name].find(value) is None
+        if own[name].find(value) is None
     ]
-    near = [
-        (len(value.keys() & {*keys} - {"session_id"}), -len(keys), one, keys)
+    near = (
+        (len(value.keys() & {*keys} - {"session_id"}), -len(keys), one.name, keys)
         for one in _ALL
         for keys in map(str.split, one.keys)
-    ]
+    )
     n_same, _, like, keys = max(near, key=lambda each: each[:2])
     if n_same and len(lacks) == 2:
         lacks = [name for name in keys if name not in value]
     else:
-        like = records
-    reason = (
-        f"it lacks {', '.join(lacks)}" if lacks else "its values are of other kinds"
-    )
+        like = "records"
+    reason = f"lacks {', '.join(lacks)}" if lacks else "has values of other kinds"
     return FormatError(
         f"{head.name} has an unknown format: its first record has the keys "
-        f"{', '.join(value)}. It is most like {like.name} ({like.title}), but {reason}. "
-        "Name its fields, as in --map session_id=PATH,prompt_ids=PATH,output_ids=PATH, or "
-        "request=PATH,response=PATH for whole responses of an engine (and each=PATH if "
-        "the records are in a list of each object). Records without token ids allow only "
-        f"the import of text (--from chat with --tokenizer): {_ENGINES}"
+        f"{', '.join(value)}. It is most like {like} ({FORMATS[like].title}), but "
+        f"{reason}. Name its fields, as in --map session_id=PATH,prompt_ids=PATH,"
+        "output_ids=PATH, or request=PATH,response=PATH for whole responses of an engine "
+        "(and each=PATH if the records are in a list of each object). Records without "
+        "token ids allow only the import of text (--from chat with --tokenizer): "
+        f"{_ENGINES}"
     )
 
 

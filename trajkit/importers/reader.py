@@ -20,20 +20,22 @@ from trajkit.files.guard import check_outputs, inputs_of, is_parts
 from trajkit.files.run import Watch, folder_of, run
 from trajkit.files.tables import gather, write_table
 from trajkit.importers import containers as read
-from trajkit.importers.calls import (
+from trajkit.importers.containers import Finding, Head, has_items, is_array
+from trajkit.importers.formats import (
+    FORMATS,
     TARGETS,
     ChatTokenizer,
     Encoder,
     Format,
     Table,
-    advice,
+    fitting,
+    text_only,
+    unknown,
 )
-from trajkit.importers.containers import Finding, Head, has_items, is_array
-from trajkit.importers.formats import FORMATS, fitting, text_only, unknown
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 from trajkit.tables.stages import batches_in
-from trajkit.turns.mapping import Map, MapLike, read_map
+from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
@@ -44,13 +46,10 @@ Sources: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 _TEXT, _TIME = pa.string(), pa.timestamp("us", tz="UTC")
 EXTRAS = pa.schema(
-    [
-        *((name, _TEXT) for name in ("request_id", "model", "agent_id", "call_kind")),
-        *((name, _TIME) for name in ("started_at", "ended_at")),
-        *(("group_id", _TEXT), ("reward", pa.float64()), ("sampled", pa.bool_())),
-        *((f"parent_{name}", _TEXT) for name in ("resolution", "request")),
-        ("tools_key", _TEXT),
-    ]
+    dict.fromkeys(("request_id", "model", "agent_id", "call_kind"), _TEXT)
+    | dict.fromkeys(("started_at", "ended_at"), _TIME)
+    | {"group_id": _TEXT, "reward": pa.float64(), "sampled": pa.bool_()}
+    | dict.fromkeys(("parent_resolution", "parent_request", "tools_key"), _TEXT)
 )
 """Extra columns of imported turns; null if unknown. docs/import.md explains them."""
 
@@ -81,17 +80,16 @@ def import_turns(
     Parameters
     ----------
     source : path, or iterable of paths
-        Files, patterns (``runs/*.jsonl``), directories, in which files with a known suffix
-        are read, except hidden ones, and addresses of fsspec (``s3://bucket/log.jsonl``).
+        Files, patterns (``runs/*.jsonl``), directories (their files with a known suffix),
+        and addresses of fsspec (``s3://bucket/log.jsonl``).
     format : str
-        One of `trajkit.importers.FORMATS`. "auto": recognized by the beginning of each
-        file; in a directory, unknown files are skipped if others are recognized.
+        One of `trajkit.importers.FORMATS`. "auto": by the beginning of each file; in a
+        directory, unknown files are skipped if others are recognized.
     map : dict, str or path, optional
         Where the records have fields of `trajkit.importers.TARGETS`, if not where the
         format has them: ``"session_id=run.id,reward=score"``, a dict, or a TOML file.
     tokenizer : object, optional
-        For records of text: one with ``encode``, ``decode`` and ``apply_chat_template``,
-        as in transformers.
+        For records of text: with ``encode``, ``decode`` and ``apply_chat_template``.
     contradicted : {"untrain", "train"}
         Whether a turn trains whose usage states other numbers of tokens than it has ids.
     nonfinite_logprobs : {"raise", "null"}
@@ -126,20 +124,11 @@ def import_file(
     watch: Watch | None = None,
     **options: Any,
 ) -> tuple[dict[str, int], pa.Table]:
-    """Write the turns of `trajkit.import_turns` in bounded memory.
+    """Write the turns of `trajkit.import_turns` to a file, in bounded memory.
 
-    They are grouped by session from a temporary file next to ``output``, of about their
-    size as Arrow. In memory are some hundred records, the tables that `trajkit.run` has,
-    and the report.
-
-    Parameters
-    ----------
-    source, format, **options
-        As for `trajkit.import_turns`, and so are the errors.
-    output : path
-        A file. It is not written if there are no turns.
-    watch : Watch, optional
-        Functions that report the progress of grouping.
+    They are grouped by session from a temporary file next to ``output``, which is not
+    written if there are no turns. ``watch`` has functions that report the progress of
+    grouping; the other parameters and the errors are those of `import_turns`.
 
     Returns
     -------
@@ -181,8 +170,8 @@ class _Import:
     rewards: dict[str | None, object] = field(default_factory=dict)
     # places by session and a turn_index that the source gives
     indices: dict[tuple[str | None, str], str] = field(default_factory=dict)
-    # files by the session that is named after them
-    stems: dict[str, str] = field(default_factory=dict)
+    # by file, the session that is named after it
+    names: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.map = None if self.map is None else read_map(self.map, TARGETS)
@@ -230,9 +219,8 @@ class _Import:
     ) -> Iterator[tuple[Head, Format]]:
         """The files to read, each with its format."""
         heads = [read.head_of(file, name) for name, file in files]
-        auto = self.format == "auto"
         own = [self.fitting(head) for head in heads]
-        if not auto and not is_folder:
+        if self.format != "auto" and not is_folder:
             own = [[FORMATS[self.format]]]
         names = sorted({one.name for formats in own for one in formats})
         if len(names) > 1:
@@ -243,9 +231,9 @@ class _Import:
             errors = [unknown(head) for head in heads if head.values or not is_folder]
             if not is_folder:
                 raise errors[0]
-            kind = "a known format" if auto else f"the format {self.format}"
+            kind = self.format if self.format != "auto" else "known"
             first = f": {errors[0]}" if errors else ""
-            raise FormatError(f"{source} contains no file of {kind}{first}")
+            raise FormatError(f"{source} contains no file of a {kind} format{first}")
         for head, formats in zip(heads, own, strict=True):
             if formats:
                 yield head, formats[0]
@@ -256,7 +244,7 @@ class _Import:
         own = fitting(head)
         if self.format != "auto":
             named = FORMATS[self.format]
-            # an empty capture is known by its name, and a mapping may name any keys
+            # a mapping may name any keys
             return [named] if named in own or (named.generic and head.values) else []
         # the mapping says all
         mapped = len(own) != 1 and self.map is not None and head.values
@@ -269,10 +257,7 @@ class _Import:
             raise FormatError(f"{name}: {text_only(format)}")
         unread: dict[str, tuple[Finding, int]] = {}
         paths: dict[str, np.ndarray] = {}
-        seen: set[str] = set()
-        session, n_records, is_named = None, 0, False
-        replies: dict[int, object] = {}
-        silent: set[str | None] = set()
+        n_records, replies, silent = 0, dict[int, object](), set[str | None]()
         if format.needs_reply and self.encoder is None:
             replies, silent = _find_replies(_records(head, table))
         for n_records, found in enumerate(_records(head, table), 1):
@@ -281,16 +266,12 @@ class _Import:
                 fields["response_message"] = replies[n_records]
                 found.remark("reply_of_a_request", "a later request repeats it")
             elif found.session in silent and fields.pop("prompt_messages", None):
-                found.remark(
-                    "no_reply",
-                    "messages without replies, which no later request repeats, are left "
-                    "out, so that calls are matched by tokens: --map response_message=PATH "
-                    "names the reply",
+                text = (
+                    "its messages are left out: name the reply (response_message=PATH)"
                 )
+                found.remark("no_reply", text)
             if found.session is None and not found.problem:
-                is_named = self.named(head, found, noted=is_named)
-            session = session or found.session
-            seen.add(str(fields.get("request_id")))
+                self.name(head, found)
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
                 unread[key] = first, count + 1
@@ -302,24 +283,18 @@ class _Import:
             for problem, detail in found.remarks:
                 self.note(name, found, problem, detail)
             yield name, found, record
-        for found in format.beside(head.file, session, seen) if format.beside else ():
-            n_records += 1
-            self.note(name, found)
         for target, path in table.own.items():
             if n_records and target not in table.found:
                 text = f"{name}: no record has {path.text} (map: {target}={path.text})"
-                raise FormatError(text + _advice_on(head, self.map, target, path.text))
+                raise FormatError(text)
         if not n_records:
             self.note(name, Finding("file", None, "empty", "it has no calls"))
         for key, (found, count) in unread.items():
-            text = f"{key} of {count} records was not read{advice(key)}"
+            text = f"{key} of {count} records was not read: --map FIELD={key} takes it"
             self.note(name, found, "unread", text)
 
-    def named(self, head: Head, found: Finding, *, noted: bool) -> bool:
-        """Name a session after its file, unless a key may name it.
-
-        Returns whether the report has a line about it.
-        """
+    def name(self, head: Head, found: Finding) -> None:
+        """Name a session after its file, unless a key may name it."""
         if keys := found.run_keys:
             listed = ", ".join(f"{key} ({one!r})" for key, one in keys.items())
             found.problem = "no_session_id"
@@ -328,12 +303,14 @@ class _Import:
                 f"session_id={next(iter(keys))} (a+b: both; @file: one per file; @name: "
                 "one per record)"
             )
-            return noted
-        first = self.stems.setdefault(head.stem, head.name)
-        found.session = head.stem if first == head.name else head.name
-        if not noted:
-            self.note(head.name, found, "no_session_id")
-        return True
+            return
+        is_first = head.name not in self.names
+        taken = head.stem in self.names.values()
+        own = self.names.setdefault(head.name, head.name if taken else head.stem)
+        found.session = own
+        if is_first:
+            text = "no key of the records names a run: its session has the file's name"
+            self.note(head.name, found, "no_session_id", text)
 
     def record(self, file: str, found: Finding) -> Record | None:
         """The record for `from_records`; None, with a problem set, if it is left out."""
@@ -351,10 +328,11 @@ class _Import:
                     f"the session is in {known[0]}, too: if these are two runs, "
                     "--map session_id=@file+session_id tells them apart",
                 )
-        if not found.problem and not has_items(fields.get("prompt_ids")):
-            found.problem = "no_prompt_ids"
-        elif not found.problem and not is_array(fields.get("output_ids")):
-            found.problem = "no_output_ids"
+        needed = {"prompt_ids": has_items, "output_ids": is_array}
+        for target, is_there in needed.items():
+            if not found.problem and not is_there(fields.get(target)):
+                found.problem = f"no_{target}"
+                found.detail = found.detail or f"--map {target}=PATH names them"
         if found.problem:
             return None
         found.detail = ""
@@ -411,8 +389,9 @@ class _Import:
                 # they break a rule together
                 raise
             return self.table(good)
-        tables = [TURNS_IMPORTED.empty_table(), table]
-        whole = pa.concat_tables(tables, promote_options="permissive")
+        whole = pa.concat_tables(
+            [TURNS_IMPORTED.empty_table(), table], promote_options="permissive"
+        )
         return whole.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
 
 
@@ -435,8 +414,8 @@ def _check_logprobs(found: Finding) -> None:
 def rounded(logprobs: object) -> int:
     """The decimals to which logprobs were rounded; 0: they were not, as far as is known.
 
-    Engines compute in float32 or less. Values that have few decimals and are not numbers
-    of float32 were rounded afterwards.
+    Engines compute in float32: values with few decimals that are not numbers of float32
+    were rounded afterwards.
     """
     try:
         values = np.asarray(logprobs, np.float64).reshape(-1)
@@ -483,21 +462,6 @@ def _records(head: Head, table: Table) -> Iterator[Finding]:
             yield value
         else:
             yield from table.calls(place, value)
-
-
-def _advice_on(head: Head, own: Map | None, target: str, path: str) -> str:
-    """Where a path may begin instead, if it leads into a list or out of one."""
-    outer, _, inner = path.partition(".")
-    value = head.values[0].get(outer) if head.values else None
-    if own is not None and own.each is not None and value is not None:
-        return f": {outer} is in the object around the records, {target}=/{path}"
-    if isinstance(value, list) and inner:
-        return (
-            f": {outer} is a list. Where each of its items is a call, give each={outer} "
-            f"and paths within an item, as {target}={inner}; /KEY is a key of the object "
-            "around them"
-        )
-    return ""
 
 
 def _find_replies(

@@ -1,7 +1,7 @@
 """Pictures of sessions and runs as matplotlib figures (extra ``plot``).
 
 For turns, policies and sessions that they cannot take, the functions raise what
-`trajkit.linearize` raises.
+`trajkit.linearize` raises, and `ArgumentError` without matplotlib.
 """
 
 from typing import TYPE_CHECKING

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,7 +15,7 @@ import pyarrow as pa
 
 from trajkit import errors
 from trajkit.analysis.sampled_tokens import output_spans
-from trajkit.analysis.words import MUTED, OUTPUTS, ROLES, TEXT, TIMES
+from trajkit.analysis.words import OUTPUTS, ROLES, TIMES
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.links import find_links
@@ -31,28 +30,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STYLE: dict[Any, Any] = {
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": TEXT,
-    "axes.labelsize": 9,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
-    "figure.titlesize": 12,
     "font.size": 9,
     "legend.frameon": False,
-    "legend.fontsize": 8,
     # text stays text, and the same figure gives the same file
     "svg.fonttype": "none",
     "svg.hashsalt": "trajkit",
     # names of sessions may have dollar signs
     "text.parse_math": False,
-    "xtick.color": MUTED,
-    "xtick.labelcolor": TEXT,
-    "ytick.color": MUTED,
-    "ytick.labelcolor": TEXT,
 }
-
 
 # role of a message to a role of ROLES; any other is "other"
 _ROLES = {**{role: role for role in ROLES}, "developer": "system", "function": "tool"}
@@ -87,17 +76,12 @@ def tokens(
     ------
     UnknownSessionError
         ``turns`` has no such session.
-    ArgumentError
-        matplotlib is not installed.
     """
     chosen, table = named_policy(policy), as_turns(as_table(turns))
     if not table.num_rows:
-        raise errors.UnknownSessionError(
-            "there are no turns, so there is no session to draw"
-        )
+        raise errors.UnknownSessionError("there are no turns, so no session to draw")
     if session_id is None:
-        counts = Counter(table["session_id"].to_pylist())
-        session_id = str(max(counts, key=counts.__getitem__))
+        session_id = Counter(table["session_id"].to_pylist()).most_common(1)[0][0]
     session = take_session(table, session_id)
     outputs, n = output_kinds(session, chosen), session.num_rows
     with _figure(f"Session {session_id}, policy {chosen.name}") as figure:
@@ -116,14 +100,14 @@ def tokens(
 
 def output_kinds(session: pa.Table, policy: Policy) -> Counts:
     """The tokens of each output by what the policy does with them."""
-    turns = session["turn_index"].to_pylist()
+    turns = {turn: k for k, turn in enumerate(session["turn_index"].to_pylist())}
     kinds = {kind: np.zeros(len(turns), np.int64) for kind in OUTPUTS}
     names = "kind", "turn_index", "output_start", "output_stop"
     spans = tuples(output_spans(session, policy), *names)
     # a policy may train a token twice
     tokens = {(kind, turn, k) for kind, turn, a, b in spans for k in range(a, b)}
-    for (kind, turn), n in Counter(token[:2] for token in tokens).items():
-        kinds[kind][turns.index(turn)] = n
+    for kind, turn, _ in tokens:
+        kinds[kind][turns[turn]] += 1
     return kinds
 
 
@@ -154,7 +138,7 @@ def prompt_roles(session: pa.Table, policy: Policy) -> Counts:
     return dict(zip(names, counts, strict=True))
 
 
-def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
+def swimlanes(turns: TableLike) -> Figure:
     """When each session waited, generated and ran tools.
 
     A lane per session, by its start. *generation*: a call, with the time that it waited at
@@ -167,9 +151,6 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         Turns with ``started_at`` and ``ended_at`` (timestamps), as the gateway writes
         them: when it read the request, and when the sample was complete. Turns without
         times are left out.
-    sessions : table, optional
-        Its columns ``started_at`` (timestamp) and ``seconds``, as ``trajkit rollout``
-        writes them, say when a rollout started and how long it took.
 
     Raises
     ------
@@ -177,45 +158,42 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         A column of times is missing or is not a timestamp, or all times are null.
     InvalidTurnsError
         A turn ended before it started.
-    ArgumentError
-        matplotlib is not installed.
     """
-    slices = slices_of(turns, sessions)
-    lanes = {name: [*own] for name, own in groupby(slices, itemgetter(0))}
-    n = len(lanes)
+    slices = slices_of(turns)
+    places = {name: k for k, name in enumerate(dict.fromkeys(one[0] for one in slices))}
+    n_lanes = {name: lane + 1 for name, *_, lane in sorted(slices, key=itemgetter(5))}
+    n = len(places)
     with _figure(f"{n:,} session{'s' * (n != 1)} over time") as figure:
-        from matplotlib.patches import Patch
+        from matplotlib.collections import PolyCollection
 
         figure.set_size_inches(10, min(1.5 + 0.3 * n, 40))
         ax = figure.subplots()
-        for y, own in enumerate(lanes.values()):
-            height = 0.8 / (1 + max(lane for *_, lane in own))
-            ranges: dict[tuple[str, int], list[tuple[float, float]]] = {}
-            for _, kind, start, stop, _, lane in own:
-                ranges.setdefault((kind, lane), []).append((start, stop - start))
-            for (kind, lane), line in ranges.items():
-                place = y - 0.4 + lane * height, height if kind == "generation" else 0.8
-                ax.broken_barh(line, place, color=TIMES[kind])
+        for kind, color in TIMES.items():
+            boxes = []
+            for name, own, start, stop, _, lane in slices:
+                if own == kind:
+                    height = 0.8 / (n_lanes[name] if kind == "generation" else 1)
+                    low = places[name] - 0.4 + lane * height
+                    boxes.append((start, low, stop, low + height))
+            label = f"{kind} {sum(box[2] - box[0] for box in boxes):,.1f} s"
+            corners = [[(a, c), (a, d), (b, d), (b, c)] for a, c, b, d in boxes]
+            ax.add_collection(PolyCollection(corners, facecolor=color, label=label))
         ax.set(xlabel="seconds since the run began", ylim=(n - 0.5, -0.5))
         step = -(-n // 120)
-        names = [_printable(name) for name in lanes]
-        ax.set_yticks(range(0, n, step), names[::step])
+        ax.set_yticks(range(0, n, step), [*map(_printable, places)][::step])
         ax.margins(x=0.01)
-        handles = []
-        for kind, color in TIMES.items():
-            seconds = sum(one[3] - one[2] for one in slices if one[1] == kind)
-            handles.append(Patch(color=color, label=f"{kind} {seconds:,.1f} s"))
-        figure.legend(handles=handles, loc="outside lower left", ncols=7)
+        ax.autoscale_view(scaley=False)
+        figure.legend(loc="outside lower left", ncols=7)
     return figure
 
 
-def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice]:
+def slices_of(turns: TableLike) -> list[Slice]:
     """The times of each session in the order of the turns; see `trajkit.plot.swimlanes`."""
     table = as_turns(as_table(turns))
     calls: dict[str, list[tuple[int, int, int]]] = {}
     for (name, turn), start, stop in zip(
         tuples(table, "session_id", "turn_index"),
-        *(_micros(table, time, "turns") for time in _TIMES),
+        *(_micros(table, time) for time in _TIMES),
         strict=True,
     ):
         if None not in (start, stop):
@@ -230,51 +208,36 @@ def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice
             f"{' and '.join(_TIMES)} are null in all {table.num_rows} turns: there is no "
             "timeline without times, which `trajkit serve` records"
         )
-    ranges = {name: [one[:2] for one in own] for name, own in calls.items()}
-    known = None if sessions is None else as_table(sessions)
-    if known is not None and {"started_at", "seconds"} <= {*known.column_names}:
-        lines = tuples(known, "session_id", "seconds")
-        starts = _micros(known, "started_at", "sessions")
-        for (name, seconds), start in zip(lines, starts, strict=True):
-            if name in calls and None not in (start, seconds):
-                ranges[name].append((start, start + round(seconds * 1e6)))
-    began = min(start for own in ranges.values() for start, _ in own)
-    found: list[tuple[str, str, int, int, int | None, int]] = []
+    began, found = min(min(own)[0] for own in calls.values()), list[Slice]()
     for name, own in calls.items():
+        times = [((a - began) / 1e6, (b - began) / 1e6, k) for a, b, k in sorted(own)]
         # until when something is known, and when each lane is free
-        busy, lanes = min(start for start, _ in ranges[name]), list[int]()
-        found.append((name, "queue", began, busy, None, 0))
-        for start, stop, turn in sorted(own):
+        busy, lanes = times[0][0], list[float]()
+        found.append((name, "queue", 0.0, busy, None, 0))
+        for start, stop, turn in times:
             found.append((name, "tool", busy, start, None, 0))
             free = (k for k, until in enumerate(lanes) if until <= start)
             lane = next(free, len(lanes))
             lanes[lane : lane + 1] = [stop]
             found.append((name, "generation", start, stop, turn, lane))
             busy = max(busy, stop)
-        end = max(stop for _, stop in ranges[name])
-        found.append((name, "tool", busy, end, None, 0))
-    return [
-        (name, kind, (start - began) / 1e6, (stop - began) / 1e6, turn, lane)
-        for name, kind, start, stop, turn, lane in found
-        if turn is not None or start < stop
-    ]
+    return [one for one in found if one[4] is not None or one[2] < one[3]]
 
 
-def _micros(table: pa.Table, name: str, what: str) -> list[Any]:
+def _micros(turns: pa.Table, name: str) -> list[Any]:
     """A column of timestamps, in microseconds since 1970."""
-    if name not in table.column_names:
+    if name not in turns.column_names:
         raise errors.SchemaError(
-            f"{what}: no column {name!r}. A timeline needs {' and '.join(_TIMES)} "
+            f"turns: no column {name!r}. A timeline needs {' and '.join(_TIMES)} "
             "(timestamps), as `trajkit serve` records them"
         )
-    column = table[name]
+    column = turns[name]
     if not (pa.types.is_timestamp(column.type) or pa.types.is_null(column.type)):
         raise errors.SchemaError(
-            f"{what}, column {name!r}: expected timestamps, found {column.type}"
+            f"turns, column {name!r}: expected timestamps, found {column.type}"
         )
-    zone = getattr(column.type, "tz", None)
-    micros = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
-    return list(micros.to_pylist())
+    micros = pa.timestamp("us", getattr(column.type, "tz", None))
+    return list(column.cast(micros, safe=False).cast(pa.int64()).to_pylist())
 
 
 def save(figure: Figure, path: str | Path, format: str) -> None:

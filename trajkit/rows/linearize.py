@@ -4,6 +4,7 @@ from __future__ import annotations  # a signature shows the words below
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypedDict, Unpack
 
@@ -15,7 +16,6 @@ from trajkit._kernel_names import STOPS
 from trajkit.errors import ArgumentError
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.rows.fill import row_batches
 from trajkit.rows.links import (
     BY_MESSAGES,
     find_links,
@@ -29,7 +29,7 @@ from trajkit.rows.payloads import (
     rows_schema,
     with_payloads,
 )
-from trajkit.rows.plan import NO_LIMIT, plan_rows, report_batch
+from trajkit.rows.plan import NO_LIMIT, plan_rows, report_batch, row_batches
 from trajkit.rows.splice import splice
 from trajkit.schema import REPORT, ROWS
 from trajkit.tables import limits
@@ -37,7 +37,6 @@ from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.columns import empty_batch
 from trajkit.tables.ragged import Records
 from trajkit.tables.stages import Batches, Source, batches_of, whole_sessions
-from trajkit.tables.threads import parallel_map
 from trajkit.turns.flat_buffers import check_logprobs, without_aborted
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, errored, session_facts
@@ -83,9 +82,9 @@ def linearize(
         One reward for all sessions, or one per session; None means unscorable. A table
         is read as ``sessions``.
     sessions : table, optional
-        `trajkit.schema.SESSIONS`: reward, group_id and error of each session. If
-        ``turns`` has columns ``reward`` and ``group_id``, their one value per session
-        must not differ from the value given here. Columns of nulls are ignored.
+        `trajkit.schema.SESSIONS`: reward, group_id and error of each session. Columns
+        ``reward`` and ``group_id`` of ``turns`` count as well, unless they are null, and
+        must not differ from it within a session.
     max_row_tokens : int, optional
         Truncate rows to this many tokens. Rows without a response token after that are
         omitted.
@@ -94,19 +93,13 @@ def linearize(
         Computed by default. An ``lcp`` may be lowered, but not raised above the prefix
         that the two turns share.
     payloads : sequence of str
-        Extra columns of ``turns`` to carry into the rows, such as routed experts or
-        rewards per token. Each turn has null or a list, whose elements have any type
-        and belong to
-
-        - the output ids, or the prompt and output ids, if it is as long,
-        - any range of the prompt and output ids, if the integer column ``<name>_start``
-          gives the position of the first: 0 for the routed experts of all ids but the
-          last, as engines return them. Elements before it come from the earlier turn
-          that shares the longest prefix.
-
-        A `pyarrow.FixedShapeTensorType` column is a list along its
-        first axis. ``weight_version`` does not need a column: by default it names the
-        weights that sampled each token, from ``weight_versions``.
+        Extra columns of ``turns`` to carry into the rows, such as routed experts. Each
+        turn has null or a list, whose elements belong to the output ids or the prompt and
+        output ids, whichever is as long; or to any range of these, if the integer column
+        ``<name>_start`` gives the position of the first, such as 0 for the routed experts
+        of all ids but the last. Elements before it come from the earlier turn that shares
+        the longest prefix. ``weight_version`` does not need a column: by default it names
+        the weights that sampled each token, from ``weight_versions``.
 
         The rows have a list of the same name with one element per id. Sampled tokens
         take the element of the turn that sampled them. Other tokens, and sampled tokens
@@ -140,10 +133,6 @@ def linearize(
     -----
     Token ids and logprobs are copied unchecked; `trajkit.validate` checks them. The
     buffers of ``turns`` are read without the GIL: do not write to them during the call.
-
-    References
-    ----------
-    trajkit/policies.py links the source of each preset.
     """
     work = _Work.of(policy, reward, sessions, max_row_tokens, payloads, threads)
     return _rows(*work.made(turns, links, drift))
@@ -175,18 +164,17 @@ def report(
         `trajkit.schema.REPORT`, one row per session.
     """
     work = _Work.of(policy, reward, sessions, max_row_tokens, (), threads)
-    made, _ = replace(work, fills=False, reports=True).made(turns, links, drift)
-    return pa.Table.from_batches([counts for _, counts in made], REPORT)
+    return _report(
+        replace(work, fills=False, reports=True).made(turns, links, drift)[0]
+    )
 
 
 def rows_and_report(
     turns: TableLike, policy: str | Policy = "faithful", **options: Unpack[_Options]
 ) -> tuple[pa.Table, pa.Table]:
     """`linearize` and `report` in one go."""
-    work = replace(_Work.of(policy, **options), reports=True)
-    made, schema = work.made(turns)
-    counts = pa.Table.from_batches([counts for _, counts in made], REPORT)
-    return _rows(made, schema), counts
+    made, schema = replace(_Work.of(policy, **options), reports=True).made(turns)
+    return _rows(made, schema), _report(made)
 
 
 def linearize_batches(
@@ -218,7 +206,6 @@ def linearize_batches(
     if not isinstance(report, list | None):
         raise ArgumentError(f"report={report!r}: expected a list")
     work = replace(_Work.of(policy, **options), reports=report is not None)
-
     unread = _unread(work.policy)
     tables: Iterable[pa.Table] = (
         whole_sessions(batches_of(batches, unread))
@@ -229,14 +216,12 @@ def linearize_batches(
     def made() -> Batches:
         for table in tables:
             parts, schema = work.made(Sessions.of(table))
+            if not table.num_rows:
+                parts = [([empty_batch(schema)], empty_batch(REPORT))]
             for rows, counts in parts:
                 if report is not None:
                     report.append(counts)
                 yield from rows
-            if not table.num_rows:
-                yield empty_batch(schema)
-                if report is not None:
-                    report.append(empty_batch(REPORT))
 
     return made()
 
@@ -257,12 +242,13 @@ def _rows(made: list[Made], schema: pa.Schema) -> pa.Table:
     return pa.Table.from_batches([batch for rows, _ in made for batch in rows], schema)
 
 
+def _report(made: list[Made]) -> pa.Table:
+    return pa.Table.from_batches([counts for _, counts in made], REPORT)
+
+
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The checked options that all parts share.
-
-    ``fills``: rows are made; ``reports``: the report is made, too.
-    """
+    """The checked options that all parts share; rows are made and reports, if asked."""
 
     policy: Policy
     facts: SessionFacts
@@ -299,14 +285,10 @@ class _Work:
         links: TableLike | None = None,
         drift: TableLike | None = None,
     ) -> tuple[list[Made], pa.Schema]:
-        """The rows and reports of the parts of a table, and the schema of the rows.
-
-        Parts are made on several threads. Missing links and drift are computed.
-        """
+        """The rows and reports of the parts of a table, and the schema of the rows."""
         if not isinstance(turns, Sessions):
             turns = Sessions.of(as_turns(turns, _unread(self.policy)))
-        whole, given = turns, None
-        schema = ROWS
+        whole, given, schema = turns, None, ROWS
         if self.payloads:
             schema = rows_schema(whole.table.schema, self.payloads)
         if links is not None:
@@ -328,14 +310,15 @@ class _Work:
         parts = whole.cut(self.n_threads)
         if len(parts) == 1:
             return [self(whole, given)], schema
-        return parallel_map(part, parts, self.n_threads), schema
+        with ThreadPoolExecutor(min(self.n_threads, len(parts)) or 1) as pool:
+            return list(pool.map(part, parts)), schema
 
     def __call__(self, sessions: Sessions, links: Records | None) -> Made:
         """The rows of complete sessions, and their report if requested."""
         facts, policy = self.facts.of_sessions(sessions), self.policy
-        if facts.column("error").null_count < len(sessions.ids):
+        if facts.column("error").null_count < facts.num_rows:
             sessions = sessions.untrained(errored(facts)[sessions.session])
-        aborted = np.zeros(len(sessions.ids), np.int64)
+        aborted = np.zeros(facts.num_rows, np.int64)
         may_abort = not policy.train_aborted
         if may_abort and (sessions.calls["stop"] == STOPS["abort"]).any():
             sessions, aborted = without_aborted(sessions)
@@ -359,17 +342,18 @@ class _Work:
             report = report_batch(facts, plan)
         if not self.fills:
             return [], report
-        written = row_batches(made, links, policy, self.cap, plan, facts, ranges)
-        if spliced is not None and len(spliced.dropped):
-            written = (
-                (planned, spliced.with_dropped(batch, planned))
-                for planned, batch in written
-            )
-        batches: Iterable[pa.RecordBatch] = (batch for _, batch in written)
-        if self.payloads:
-            batches = (
-                with_payloads(batch, sessions, planned, self.payloads, ranges)
-                for planned, batch in written
-            )
+
+        def batches() -> Batches:
+            for planned, batch in row_batches(
+                made, links, policy, self.cap, plan, facts, ranges
+            ):
+                if spliced is not None and len(spliced.dropped):
+                    batch = spliced.with_dropped(batch, planned)
+                if self.payloads:
+                    batch = with_payloads(
+                        batch, sessions, planned, self.payloads, ranges
+                    )
+                yield batch
+
         huge = int(plan.rows["n_tokens"].sum()) > limits.HELD_ROW_TOKENS
-        return (batches if huge else list(batches)), report
+        return (batches() if huge else list(batches())), report

@@ -8,8 +8,7 @@ from trajkit._kernel_names import LINK
 from trajkit.errors import InvalidTurnsError
 from trajkit.policies import ParentBy, Policy
 from trajkit.policies import policy as chosen_policy
-from trajkit.rows.routes import ROUTES
-from trajkit.rows.routes.shared import first_of_session
+from trajkit.rows.routes import ROUTES, first_of_session
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, canonical
@@ -53,10 +52,6 @@ def link(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
     ------
     SchemaError, InvalidTurnsError, PolicyError
         As `trajkit.linearize`.
-
-    References
-    ----------
-    trajkit/policies.py links the source of each rule.
     """
     chosen = chosen_policy(policy)
 
@@ -87,8 +82,7 @@ def n_by_tokens(calls: Sessions, policy: Policy) -> Longs:
     which = calls.requests["n_keys"] < 0
     if policy.parent_by == "messages" and policy.tie_break == "tokens":
         which |= calls.requests["n_keys"] + calls.requests["shared"] == 0
-    if policy.parent_by not in BY_MESSAGES or not which.any():
-        return np.zeros(len(calls), np.int64)
+    which &= policy.parent_by in BY_MESSAGES
     return np.bincount(calls.session, which, len(calls)).astype(np.int64)
 
 
@@ -96,8 +90,7 @@ def links_table(calls: Sessions, links: Records) -> pa.Table:
     """The ``links`` table of the calls' links."""
 
     def turns(index: Ints) -> pa.Array:
-        none = index < 0
-        return pa.array(calls.turn_index[np.where(none, 0, index)], mask=none)
+        return pa.array(calls.turn_index[index], mask=index < 0)
 
     def names(numbers: Ints, known: tuple[str, ...]) -> pa.Array:
         codes = pa.array(numbers.astype(np.int8), mask=numbers < 0)
@@ -122,24 +115,17 @@ def read_linked(turns: pa.Table, links: pa.Table) -> tuple[Sessions, Forest, Rec
 
 
 def read_links(calls: Sessions, forest: Forest, table: pa.Table) -> Records:
-    """The records of a ``links`` table, which must have one row per turn in the same
-    order.
-
-    Raises InvalidTurnsError for other rows, for ranks that are not from 0 on, and for
-    rules of `trajkit.validate`.
-    """
+    """The records of a ``links`` table, one row per turn in the same order."""
     table = canonical(table, LINKS)
-    rule = "turns, or in another order: expected one row per turn"
-    _check_keys(table, calls.table, "links", rule)
+    _check_keys(table, calls.table, "links", "turns", "turn")
     check_table(table, "links")
-    links = np.zeros(len(calls.calls), LINK)
+    links = np.zeros(calls.n_calls, LINK)
     for name in ("parent", "rewritten_by"):
         turns = table.column(name).fill_null(-1).to_numpy()
         links[name] = calls.named(calls.session, turns)
     links["order"] = table.column("order").fill_null(-1).to_numpy()
-    beyond = np.flatnonzero(links["order"] >= np.diff(calls.offsets)[calls.session])
-    if len(beyond):
-        call = int(beyond[0])
+    beyond = links["order"] >= np.diff(calls.offsets)[calls.session]
+    for call in np.flatnonzero(beyond)[:1].tolist():
         raise InvalidTurnsError(
             f"{calls.place(call)}: order {links['order'][call]}: expected ranks from "
             "0, each once in a session"
@@ -155,39 +141,35 @@ def read_links(calls: Sessions, forest: Forest, table: pa.Table) -> Records:
     return links
 
 
-def _check_keys(given: pa.Table, turns: pa.Table, what: str, rule: str) -> None:
+def _check_keys(
+    given: pa.Table, turns: pa.Table, what: str, of: str, each: str
+) -> None:
     """Raise unless a table has a row for each of these turns, in their order."""
     names = ("session_id", "turn_index")
     if not all(given.column(name).equals(turns.column(name)) for name in names):
         raise InvalidTurnsError(
-            f"{what} has {given.num_rows} rows for {turns.num_rows} {rule}, in the order "
-            "of turns"
+            f"{what} has {given.num_rows} rows for {turns.num_rows} {of}, or in another "
+            f"order: expected one row per {each}, in the order of turns"
         )
 
 
 def read_lcp(calls: Sessions, links: Records, table: TableLike) -> None:
     """Replace the measured ``lcp`` of links by those of a ``drift`` table.
 
-    Raises InvalidTurnsError unless it has one row per linked turn, in order, with the
-    same parent and no larger lcp: else a row would train tokens that were never
-    sampled.
+    Raises InvalidTurnsError unless it has one row per linked turn, in order, with the same
+    parent and no larger lcp: else a row would train tokens that were never sampled.
     """
     table = canonical(table, DRIFT)
     rows = np.flatnonzero(links["parent"] >= 0)
     keys = calls.table.select(["session_id", "turn_index"]).take(rows)
-    rule = (
-        "linked turns, or in another order: expected one row per turn that has a parent"
-    )
-    _check_keys(table, keys, "drift", rule)
+    _check_keys(table, keys, "drift", "linked turns", "turn that has a parent")
     parents, most = links["parent"][rows], links["lcp"][rows]
     lcp = table.column("lcp").to_numpy()
     other = table.column("parent").to_numpy() != calls.turn_index[parents]
-    bad = np.flatnonzero(other | (lcp < 0) | (lcp > most))
-    if len(bad):
-        call, row = int(rows[bad[0]]), int(bad[0])
+    for row in np.flatnonzero(other | (lcp < 0) | (lcp > most))[:1].tolist():
         raise InvalidTurnsError(
-            f"{calls.place(call)}: drift has parent {table.column('parent')[row]} and "
-            f"lcp {lcp[row]}; its link has parent {calls.turn_index[parents[row]]}, "
+            f"{calls.place(rows[row])}: drift has parent {table.column('parent')[row]} "
+            f"and lcp {lcp[row]}; its link has parent {calls.turn_index[parents[row]]}, "
             f"with which it shares {most[row]} tokens"
         )
     links["lcp"][rows] = lcp

@@ -36,23 +36,6 @@ _UNROUTED, _EMPTY = (LINK_REASONS.index(name) for name in ("unrouted", "empty"))
 
 
 @dataclass(frozen=True, slots=True)
-class _Chains:
-    """The calls of spliced rows, chain by chain."""
-
-    # shape (n_calls,): the call before it in its chain, or -1
-    before: Longs
-    # shape (n_placed,): the calls that are in a chain, in the order of the rows
-    calls: Longs
-    # shape (n_placed,): where the chain of each begins in ``calls``
-    first: Longs
-
-    def before_each(self, values: Longs) -> Longs:
-        """For each of ``calls``, the sum of the values of those before it in its chain."""
-        sums = offsets_of(values[self.calls])
-        return sums[:-1] - sums[self.first]
-
-
-@dataclass(frozen=True, slots=True)
 class Spliced:
     """Sessions whose prompts are what the row has before their outputs."""
 
@@ -73,10 +56,7 @@ class Spliced:
     roots: Longs
 
     def ranges(self, rows: Records) -> PathRanges:
-        """The ranges of rows that are ranges of recorded prompts.
-
-        Prompts that a row starts with come before the parts that were spliced in.
-        """
+        """The ranges of rows that are ranges of recorded prompts."""
         offsets, call = offsets_of(rows["n_calls"]), _core.list_calls(rows, self.links)
         row = np.repeat(np.arange(len(rows)), np.diff(offsets))
         start, n_tokens = self.starts[call], rows["n_tokens"][row]
@@ -96,11 +76,12 @@ class Spliced:
     def finish(self, plan: Plan, policy: Policy) -> None:
         """Count in a plan what was dropped, and set the flags of its chains."""
         plan.counted("roots")[:] = self.roots
-        if not len(self.dropped):
-            return
-        calls, n = self.sessions.calls, len(self.sessions.ids)
-        dropped, of_call = self.dropped, self.sessions.session
-        call, start, stop = self.lost
+        calls, dropped, of_call = (
+            self.sessions.calls,
+            self.dropped,
+            self.sessions.session,
+        )
+        n, (call, start, stop) = len(self.sessions), self.lost
         lost = np.bincount(of_call[call], stop - start, n).astype(np.int64)
         plan.counted("lost_unrouted")[:] -= lost
         plan.counted("lost_no_splice_point")[:] += lost
@@ -110,9 +91,8 @@ class Spliced:
             plan.counted(f"{name}_no_splice_point")[:] += counts
         if policy.flag_scope == "chain":
             rows = plan.rows
-            row_of = self._row_of(rows)
-            here = dropped[row_of[self.last[dropped]] >= 0]
-            row = row_of[self.last[here]]
+            row = self._row_of(rows)[self.last[dropped]]
+            here, row = dropped[row >= 0], row[row >= 0]
             for name in ("use_tool", "ill_formed"):
                 flags = rows[name].copy()
                 np.maximum.at(flags, row, calls[name][here])
@@ -122,19 +102,18 @@ class Spliced:
 
     def with_dropped(self, batch: pa.RecordBatch, rows: Records) -> pa.RecordBatch:
         """A batch with spans, at the ends of its rows, of what was dropped after them."""
-        call, start, stop = self.lost
-        row = self._row_of(rows)[self.last[call]]
-        call, start, stop, row = (part[row >= 0] for part in (call, start, stop, row))
+        row = self._row_of(rows)[self.last[self.lost[0]]]
+        (call, start, stop), row = self.lost[:, row >= 0], row[row >= 0]
         end, turn = rows["n_tokens"][row], self.sessions.turn_index[call]
         kinds = np.full(len(row), SPAN_KINDS.index("no_splice_point"), np.int8)
         fields = [
-            pa.array(part.astype(np.int32)) for part in (end, end, turn, start, stop)
+            *(pa.array(n.astype(np.int32)) for n in (end, end, turn, start, stop)),
+            pa.DictionaryArray.from_arrays(kinds, dictionary_for(SPAN_KINDS)),
         ]
-        fields.append(pa.DictionaryArray.from_arrays(kinds, dictionary_for(SPAN_KINDS)))
         more = pa.StructArray.from_arrays(fields, fields=list(SPAN))
         spans = Ragged.of(batch.column("spans"))
-        values = pa.concat_arrays([spans.values, more])
         owner = np.concatenate([spans.owner, row])
+        values = pa.concat_arrays([spans.values, more])
         values = values.take(pa.array(np.argsort(owner, kind="stable")))
         offsets = offsets_of(np.bincount(owner, minlength=len(rows)))
         index = batch.schema.get_field_index("spans")
@@ -151,71 +130,60 @@ class Spliced:
 
 def splice(sessions: Sessions, links: Records, policy: Policy) -> Spliced:
     """Splice the calls of links whose ``lcp`` is known."""
-    calls, n_calls = sessions.calls, len(links)
-    chains = _chains(sessions, links)
-    before, linked = chains.before, chains.before >= 0
-    out_len, n_prompt = calls["out_len"], calls["prompt_len"]
+    calls, session = sessions.calls, sessions.session
+    before, placed, first = _chains(sessions, links)
+    linked, index = before >= 0, np.arange(len(placed))
+    n_prompt = calls["prompt_len"]
+
+    def before_each(values: Longs) -> Longs:
+        """For each placed call, the sum of the values of those before it in its chain."""
+        sums = offsets_of(values[placed])[:-1]
+        return sums - sums[first]
+
     # what a chain has of each prompt at most: all of the first, and of a later one what is
     # beyond the one before
     low = np.where(linked, n_prompt[before], n_prompt)
-    low[chains.calls[~linked[chains.calls]]] = 0
+    low[placed[~linked[placed]]] = 0
     offsets = offsets_of(n_prompt - low)
     ids = np.empty(int(offsets[-1]), np.int32)
     _core.copy_prompts(sessions.forest.paths, low, offsets, ids)
     prompts, outputs = Ragged(ids, offsets), Ragged.of(sessions.table["output_ids"], -1)
-
-    starts = np.where(
-        linked, _ends_of_turn(sessions, chains, prompts, outputs, policy), 0
-    )
-    starts[linked & (starts >= 0)] += low[linked & (starts >= 0)]
-    placed = np.zeros(n_calls, np.bool_)
-    placed[chains.calls] = True
+    ends = _ends_of_turn(sessions, before, placed, first, prompts, outputs, policy)
+    starts = np.where(linked, np.where(ends >= 0, ends + low, -1), 0)
     missing = (starts < 0).astype(np.int64)
-    dropped = np.zeros(n_calls, np.bool_)
-    dropped[chains.calls] = chains.before_each(missing) + missing[chains.calls] > 0
-    starts[~placed | dropped] = -1
-    kept = starts >= 0
+    is_dropped = np.zeros(len(links), np.bool_)
+    is_dropped[placed] = before_each(missing) + missing[placed] > 0
+    kept = ~is_dropped & np.isin(np.arange(len(links)), placed)
+    starts[~kept] = -1
     # positions in the rows
     n_own = np.where(kept, n_prompt - starts, 0)
-    place = np.zeros(n_calls, np.int64)
-    place[chains.calls] = chains.before_each(np.where(kept, n_own + out_len, 0))
+    place = np.zeros(len(links), np.int64)
+    place[placed] = before_each(np.where(kept, n_own + calls["out_len"], 0))
 
     begin = prompts.offsets[:-1] + np.where(kept, starts - low, 0)
-    own = prompts.take(begin, n_own)
-    made = _table(sessions, np.where(kept, before, -1), place, own, outputs)
+    parent = np.where(kept, before, -1)
+    made = _table(sessions, parent, place, prompts.take(begin, n_own), outputs)
     made.calls["trainable"] = calls["trainable"]
     spliced = links.copy()
-    spliced["parent"] = np.where(kept, before, -1)
-    spliced["lcp"] = np.where(kept & linked, place, 0)
-    ranks = (
-        np.arange(len(chains.calls))
-        - offsets_of(
-            np.bincount(sessions.session[chains.calls], minlength=len(sessions.ids))
-        )[sessions.session[chains.calls]]
-    )
-    spliced["order"][chains.calls] = ranks
+    spliced["parent"], spliced["lcp"] = parent, np.where(kept & linked, place, 0)
+    n_placed = np.bincount(session[placed], minlength=len(sessions))
+    spliced["order"][placed] = index - offsets_of(n_placed)[session[placed]]
     for name, value in (
         ("order", -1),
         ("link_reason", _UNROUTED),
         ("rewritten_by", -1),
     ):
-        spliced[name][dropped] = value
-    last = np.maximum.accumulate(np.where(kept[chains.calls], np.arange(len(ranks)), 0))
-    last_of = np.full(n_calls, -1)
-    last_of[chains.calls] = chains.calls[last]
-    out = chains.calls[dropped[chains.calls]]
-    ends = sessions.path_len[links["parent"]]
+        spliced[name][is_dropped] = value
+    last_of = np.full(len(links), -1)
+    last = np.maximum.accumulate(np.where(kept[placed], index, 0))
+    last_of[placed] = placed[last]
+    path_end = sessions.path_len[links["parent"]]
+    whole = (links["lcp"] == path_end) & (path_end == starts)
+    dropped = placed[is_dropped[placed]]
     root = (links["parent"] < 0) & ~np.isin(links["link_reason"], [_UNROUTED, _EMPTY])
-    return Spliced(
-        made,
-        spliced,
-        starts,
-        (links["lcp"] == ends) & (ends == starts),
-        out,
-        last_of,
-        _lost(sessions, out, policy),
-        np.bincount(sessions.session[root], minlength=len(sessions.ids)),
-    )
+    roots = np.bincount(session[root], minlength=len(sessions))
+    lost = _lost(sessions, dropped, policy)
+    return Spliced(made, spliced, starts, whole, dropped, last_of, lost, roots)
 
 
 def _lost(sessions: Sessions, dropped: Longs, policy: Policy) -> Longs:
@@ -228,9 +196,12 @@ def _lost(sessions: Sessions, dropped: Longs, policy: Policy) -> Longs:
     if policy.missing_logprobs == "untrain":
         may = may & tokens.given
     starts, sizes = tokens.outputs.offsets[dropped], tokens.outputs.lengths[dropped]
-    at = np.repeat(starts, sizes)
-    call, within = np.repeat(dropped, sizes), positions(starts, sizes) - at
-    may = may[at + within]
+    at = positions(starts, sizes)
+    call, within, may = (
+        np.repeat(dropped, sizes),
+        at - np.repeat(starts, sizes),
+        may[at],
+    )
     # a run ends with its output
     same = may[1:] & may[:-1] & (within[1:] > 0)
     first = may & ~np.append(False, same)
@@ -238,8 +209,12 @@ def _lost(sessions: Sessions, dropped: Longs, policy: Policy) -> Longs:
     return np.stack([call[first], within[first], within[final] + 1])
 
 
-def _chains(sessions: Sessions, links: Records) -> _Chains:
-    """The chains of links; of several calls that continue one, the first by order does."""
+def _chains(sessions: Sessions, links: Records) -> tuple[Longs, Longs, Longs]:
+    """The chains of links; of several calls that continue one, the first by order does.
+
+    Returns the call before each in its chain, or -1; the calls that are in a chain, in the
+    order of the rows; and the index of the first of its chain for each of these.
+    """
     parent, order, session = links["parent"], links["order"], sessions.session
     follows = _core.order_calls(sessions.forest.paths, links)
     follows = follows[parent[follows] >= 0]
@@ -256,15 +231,15 @@ def _chains(sessions: Sessions, links: Records) -> _Chains:
         opener = opener[opener]
     ranked = np.lexsort((depth, order[opener], session))
     ranked = ranked[order[ranked] >= 0]
-    first = np.maximum.accumulate(
-        np.where(before[ranked] < 0, np.arange(len(ranked)), 0)
-    )
-    return _Chains(before, ranked, first)
+    opens = np.where(before[ranked] < 0, np.arange(len(ranked)), 0)
+    return before, ranked, np.maximum.accumulate(opens)
 
 
 def _ends_of_turn(
     sessions: Sessions,
-    chains: _Chains,
+    before: Longs,
+    placed: Longs,
+    first: Longs,
     prompts: Ragged,
     outputs: Ragged,
     policy: Policy,
@@ -273,24 +248,23 @@ def _ends_of_turn(
 
     After the first end of turn, or at it where that output did not end its turn.
     """
-    n_calls, out_len = len(chains.before), sessions.calls["out_len"]
-    last_token = np.full(n_calls, -1, np.int64)
-    some = out_len > 0
+    some = sessions.calls["out_len"] > 0
+    last_token = np.full(len(before), -1, np.int64)
     last_token[some] = outputs.values[outputs.offsets[1:][some] - 1]
-    token = np.full(n_calls, policy.end_of_turn_token_id or 0, np.int64)
+    token = np.full(len(before), policy.end_of_turn_token_id or 0, np.int64)
     if policy.end_of_turn_token_id is None:
         # the last token of the chain's first output that ended its turn
-        tells = np.flatnonzero((some & ended(sessions))[chains.calls])
-        of_chain = np.full(len(chains.calls), -1)
-        chain, at = np.unique(chains.first[tells], return_index=True)
-        of_chain[chain] = last_token[chains.calls[tells[at]]]
-        token = np.full(n_calls, -1)
-        token[chains.calls] = of_chain[chains.first]
+        tells = np.flatnonzero((some & ended(sessions))[placed])
+        of_chain = np.full(len(placed), -1)
+        chain, at = np.unique(first[tells], return_index=True)
+        of_chain[chain] = last_token[placed[tells[at]]]
+        token = np.full(len(before), -1)
+        token[placed] = of_chain[first]
     wanted = np.repeat(np.where(token >= 0, token, -(1 << 40)), prompts.lengths)
     hits = np.append(np.flatnonzero(prompts.values == wanted), len(prompts.values))
     at = hits[np.searchsorted(hits, prompts.offsets[:-1])]
     found = at < prompts.offsets[1:]
-    skipped = last_token[chains.before] == token
+    skipped = last_token[before] == token
     return np.where(found, at - prompts.offsets[:-1] + skipped, -1)
 
 
@@ -298,20 +272,18 @@ def _table(
     sessions: Sessions, before: Longs, place: Longs, own: Ragged, outputs: Ragged
 ) -> Sessions:
     """Turns whose prompts are ``own`` after the first ``place`` tokens of the row."""
-    n_calls = len(before)
-    has_base = (before >= 0) & (before < np.arange(n_calls))
+    has_base = (before >= 0) & (before < np.arange(len(before)))
     late = np.flatnonzero((before >= 0) & ~has_base)
-    if len(
-        late
-    ):  # recorded before the call that it continues: it has its prompt itself
-        pieces = [own[k] for k in range(n_calls)]
+    if len(late):
+        # recorded before the call that it continues: it has its prompt itself
+        pieces = list(map(own.__getitem__, range(len(own))))
         for call in late.tolist():
             path, up = [own[call]], int(before[call])
             while up >= 0:
                 path += [outputs[up], own[up]]
                 up = int(before[up])
             pieces[call] = np.concatenate(path[::-1])
-        own = Ragged(np.concatenate(pieces), offsets_of([len(one) for one in pieces]))
+        own = Ragged(np.concatenate(pieces), offsets_of(list(map(len, pieces))))
     table = sessions.table
     made = {
         "base_turn": pa.array(sessions.turn_index[before], mask=~has_base),
@@ -327,6 +299,4 @@ def _table(
 def ended(sessions: Sessions) -> Bools:
     """Whether the engine said that a call's output ended its turn, shape (n_calls,)."""
     reasons = sessions.table.column("finish_reason")
-    known = pc.is_in(reasons, value_set=pa.array(ENDED))
-    flags: Bools = known.to_numpy()
-    return flags
+    return np.asarray(pc.is_in(reasons, value_set=pa.array(ENDED)))

@@ -33,8 +33,7 @@ else:  # one word in the signatures that a user reads
 
     class TableLike(Protocol):
         """What every public function accepts as a table: an object with the Arrow C stream
-        interface, or one that `trajkit._arguments.arrow_source` makes a table of.
-        """
+        interface, or one that `trajkit._arguments.arrow_source` makes a table of."""
 
         def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
 
@@ -72,10 +71,10 @@ _SMALL_BYTES = 1 << 18
 def canonical(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """The table in the schema's own types and column order; its layout was checked.
 
-    Columns that already have their type are not copied. Missing nullable columns are
-    null. Extra columns come last, unchanged. Values are checked by `trajkit.validate`.
-    Raises SchemaError as `check_columns`, and InvalidTurnsError if a value does not fit
-    its type or is null in a column without nulls.
+    Columns that already have their type are not copied. Missing nullable columns are null.
+    Extra columns come last, unchanged. Values are checked by `trajkit.validate`. Raises
+    SchemaError as `check_columns`, and InvalidTurnsError if a value does not fit its type
+    or is null in a column without nulls.
     """
     if table.schema.equals(schema, check_metadata=True) and not any(
         column.null_count
@@ -97,8 +96,8 @@ def canonical_rows(rows: pa.Table) -> pa.Table:
 def as_table(table: TableLike, unread: Collection[str] = ()) -> pa.Table:
     """A pyarrow Table of valid layout; Arrow data is not copied.
 
-    Every table that a caller passes is checked here, or by `check_buffers` batch by
-    batch. The kernels rely on it. Raises SchemaError if the object is no table (see
+    Every table that a caller passes is checked here, or by `check_buffers` batch by batch.
+    The kernels rely on it. Raises SchemaError if the object is no table (see
     `trajkit._arguments.arrow_source`), and LayoutError as `check_buffers`.
     """
     source = table if isinstance(table, pa.Table) else arrow_source(table)
@@ -121,11 +120,10 @@ def check_buffers(
 ) -> None:
     """Raise LayoutError unless every value lies inside its buffers.
 
-    Arrow does not check data that it reads or imports: offsets may decrease or exceed
-    their child, dictionary indices may exceed their dictionary, bitmaps may be too
-    short, text may be invalid UTF-8. The text of columns that are ``unread`` and not
-    returned is not checked for UTF-8 in a large table, which takes as long as reading
-    it from memory.
+    Arrow does not check data that it reads or imports: offsets may decrease or exceed their
+    child, dictionary indices may exceed their dictionary, bitmaps may be too short, text
+    may be invalid UTF-8. The text of columns that are ``unread`` and not returned is not
+    checked for UTF-8 in a large table, which takes as long as reading it from memory.
     """
     where = "a column's name"
     try:
@@ -158,8 +156,8 @@ def _check_names(type_: pa.DataType) -> None:
 def _check_array(array: pa.Array, *, text: bool) -> None:
     """Validate an array and the part of its children that it refers to.
 
-    Arrow validates complete children for each slice of an array, which takes quadratic
-    time for a table in many batches. ``text``: whether to check text for UTF-8.
+    Arrow validates complete children for each slice of an array, which takes quadratic time
+    for a table in many batches. ``text``: whether to check text for UTF-8.
     """
     type_ = array.type
     if not text and type_ in (pa.string(), pa.large_string()):
@@ -273,10 +271,8 @@ def has_old_keys(table: pa.Table) -> bool:
 
 
 def concat_tables(tables: list[pa.Table]) -> pa.Table:
-    """The rows of all tables, with the schema version of the oldest.
-
-    A column that a table lacks is null there. Raises ArrowException if the columns have
-    types that do not go together.
+    """The rows of all tables, with the schema version of the oldest; absent columns are
+    null.
     """
     joined = pa.concat_tables(tables, promote_options="default")
     if any(map(has_old_keys, tables)) and not has_old_keys(joined):
@@ -332,15 +328,10 @@ def _any_of(*names: str) -> Callable[[pa.DataType], bool]:
     return lambda type_: any(test(type_) for test in tests)
 
 
-_is_list = _any_of(
+is_list = _any_of(
     *("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
 )
-
-
-def is_list(type_: pa.DataType) -> bool:
-    """Whether it is one of Arrow's list types."""
-    return _is_list(type_)
-
+"""Whether it is one of Arrow's list types."""
 
 _ALIKE: tuple[Callable[[pa.DataType], bool], ...] = (
     pa.types.is_integer,

@@ -16,17 +16,14 @@ from trajkit.errors import ArgumentError, SchemaError, UnknownSessionError
 from trajkit.schema import SEGMENT_KINDS, SPAN, SPAN_KINDS
 from trajkit.schema.engine import list_values as list_values
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import list_parts
+from trajkit.tables.ragged import Ragged, combined, lengths
 
 _Column = TypeVar("_Column", pa.Array, pa.ChunkedArray)
 Columns: TypeAlias = dict[str, pa.Array]
 
 
 def take_rows(table: pa.Table, indices: pa.Array) -> pa.Table:
-    """The rows of these indices, in this order, in the table's own types.
-
-    Raises SchemaError if Arrow cannot reorder the values of a column's type.
-    """
+    """The rows of these indices, in this order, in the table's own types."""
     columns = [
         take_values(column, indices, name)
         for name, column in zip(table.column_names, table.columns, strict=True)
@@ -49,9 +46,7 @@ def take_values(column: _Column, indices: pa.Array, name: str) -> _Column:
 
 
 def take_session(table: pa.Table, session_id: str, what: str = "turns") -> pa.Table:
-    """The lines of one session; UnknownSessionError if the table, called ``what``, has
-    none.
-    """
+    """The lines of one session, which the table, called ``what``, must have."""
     if not isinstance(session_id, str):
         raise ArgumentError(f"session_id={session_id!r}: expected a string")
     found = table.slice(0, 0)
@@ -69,12 +64,10 @@ def tuples(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
 
 def row_lengths(rows: pa.Table) -> npt.NDArray[np.int64]:
     """Tokens of each row, whose shared ones a file may lack."""
-    if "suffix_ids" in rows.column_names:
-        n = pc.list_value_length(rows.column("suffix_ids"))
-        n = pc.add(n, rows.column("suffix_start"))
-    else:
-        n = pc.list_value_length(rows.column("input_ids"))
-    return np.asarray(n, np.int64)
+    if "suffix_ids" not in rows.column_names:
+        return lengths(rows.column("input_ids"))
+    n_suffix, start = lengths(rows.column("suffix_ids")), rows.column("suffix_start")
+    return np.asarray(n_suffix + np.asarray(start), np.int64)
 
 
 def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
@@ -120,10 +113,7 @@ def with_column(
 def check_no_clash(
     table: pa.Table, form: pa.Schema, wanted: pa.Schema, what: str
 ) -> None:
-    """Raise SchemaError if an extra column has the name of one that will be made.
-
-    ``what`` is what the two schemas are, such as "form of turns".
-    """
+    """Raise SchemaError if an extra column has the name of one that will be made."""
     for name in wanted.names:
         if name not in form.names and name in table.column_names:
             raise SchemaError(
@@ -166,30 +156,18 @@ def normalize_categories(rows: pa.Table) -> pa.Table:
     A file writer may leave unused names out of a dictionary, and Arrow calls tables with
     different dictionaries unequal.
     """
-    for name, change in (("spans", _spans), ("segment_kind", _segments)):
-        column = rows.column(name)
-        chunks = [change(chunk) for chunk in column.chunks]
-        if any(new is not old for new, old in zip(chunks, column.chunks, strict=True)):
-            rows = with_column(rows, name, pa.chunked_array(chunks, column.type))
-    return rows
-
-
-def _segments(chunk: pa.DictionaryArray) -> pa.DictionaryArray:
-    return _encode(chunk, SEGMENT_KINDS)
-
-
-def _spans(chunk: pa.LargeListArray) -> pa.LargeListArray:
-    kinds = chunk.values.field("kind")
-    if _encode(kinds, SPAN_KINDS) is kinds:
-        return chunk
-    offsets, values = list_parts(chunk)
-    children = values.flatten()
-    index = SPAN.get_field_index("kind")
-    children[index] = _encode(children[index], SPAN_KINDS)
-    mask = values.is_null() if values.null_count else None
-    values = pa.StructArray.from_arrays(children, fields=list(SPAN), mask=mask)
-    mask = chunk.is_null() if chunk.null_count else None
-    return pa.LargeListArray.from_arrays(offsets, values, type=chunk.type, mask=mask)
+    segments = combined(rows.column("segment_kind"))
+    rows = with_column(rows, "segment_kind", _encode(segments, SEGMENT_KINDS))
+    column = rows.column("spans")
+    lists = Ragged.of(column)
+    fields, at = lists.values.flatten(), SPAN.get_field_index("kind")
+    fields[at] = _encode(fields[at], SPAN_KINDS)
+    null = lists.values.is_null()
+    values = pa.StructArray.from_arrays(fields, fields=list(SPAN), mask=null)
+    spans = Ragged(values, lists.offsets)
+    return with_column(
+        rows, "spans", spans.to_arrow(np.asarray(column.is_null()), column.type)
+    )
 
 
 def _encode(array: pa.DictionaryArray, names: tuple[str, ...]) -> pa.DictionaryArray:

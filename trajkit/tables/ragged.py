@@ -38,10 +38,7 @@ class Ragged:
         """
         chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
         parts = [chunk.flatten() for chunk in chunks]
-        if len(parts) == 1:
-            values = parts[0]
-        else:
-            values = pa.concat_arrays([pa.array([], column.type.value_type), *parts])
+        values = combined(pa.chunked_array(parts, column.type.value_type))
         if fill is not None:
             values = values.fill_null(fill) if values.null_count else values
             values = values.to_numpy(zero_copy_only=False)
@@ -130,9 +127,8 @@ def offsets_of(lengths: npt.ArrayLike) -> Longs:
 
 
 def positions(starts: Longs, lengths: Longs) -> Longs:
-    """``start, start + 1, ...`` of every range, concatenated: 5, 6 and 0, 1, 2 for
-    starts of 5 and 0 with lengths of 2 and 3.
-    """
+    """``start, start + 1, ...`` of every range, concatenated: 5, 6 and 0, 1, 2 for starts
+    of 5 and 0 with lengths of 2 and 3."""
     offsets = offsets_of(lengths)
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
 
@@ -162,8 +158,8 @@ def runs_of(sizes: Longs, most: int) -> Iterator[tuple[int, int]]:
 def pooled(size: int, dtype: type[_Item] | np.dtype[_Item]) -> npt.NDArray[_Item]:
     """An array of shape (size,) in Arrow's memory pool, its values undefined.
 
-    The pool keeps what is freed, so the next array goes to pages that are there; pages
-    from the system are cleared and mapped one by one, which takes as long as filling them.
+    The pool keeps what is freed, so the next array goes to pages that are there; pages from
+    the system are cleared and mapped one by one, which takes as long as filling them.
     """
     n_bytes = size * np.dtype(dtype).itemsize
     return np.frombuffer(pa.allocate_buffer(n_bytes), dtype)

@@ -248,11 +248,10 @@ def whole_sessions(
 ) -> Generator[pa.Table, None, None]:
     """Tables of complete sessions, in the order of the stream.
 
-    A session may span consecutive batches. It is kept until another session begins or
-    the stream ends, so memory is bounded by the largest session and the batch size. If
-    every batch is empty, one empty table with their schema is yielded; if there are no
-    batches, nothing is. A column that a batch lacks is null there. Errors call the stream
-    ``what``.
+    A session may span consecutive batches. It is kept until another session begins or the
+    stream ends, so memory is bounded by the largest session and the batch size. If every
+    batch is empty, one empty table with their schema is yielded; if there are no batches,
+    nothing is. A column that a batch lacks is null there. Errors call the stream ``what``.
     """
     pending: list[pa.RecordBatch] = []
     schema: pa.Schema | None = None
@@ -303,8 +302,8 @@ def _table(batches: list[pa.RecordBatch]) -> pa.Table:
 def rechunk(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Tables of complete sessions regrouped: each reaches `limits.READ_TOKENS` in cost.
 
-    A table ends with the session that reaches the limit, and depends on nothing before
-    its first session. So a job that resumes at the start of a table gets the same ones.
+    A table ends with the session that reaches the limit, and depends on nothing before its
+    first session. So a job that resumes at the start of a table gets the same ones.
     """
     parts: list[pa.Table] = []
     room = limits.READ_TOKENS
@@ -337,10 +336,7 @@ def concat(tables: Iterable[pa.Table]) -> pa.Table:
 
 
 def check_same_form(tables: Iterable[pa.Table]) -> None:
-    """Raise SchemaError if only some of the tables of turns are in delta form.
-
-    A turn in delta form may refer to a turn of a table in full form.
-    """
+    """Raise SchemaError if only some of the tables of turns are in delta form."""
     if len({turns_schema(table.column_names) is TURNS_DELTA for table in tables}) > 1:
         raise SchemaError(
             "some of the turns are in full form (prompt_ids) and some in delta form "
@@ -363,8 +359,8 @@ def session_ends(table: pa.Table | pa.RecordBatch) -> Longs:
 def cost(table: pa.Table) -> Longs:
     """The memory that each turn takes while it becomes rows, in tokens.
 
-    Turns in delta form count twice, because rows repeat nearly all of their tokens. A
-    row may contain the whole path, so half of the path's length is the least they count.
+    Turns in delta form count twice, because rows repeat nearly all of their tokens. A row
+    may contain the whole path, so half of the path's length is the least they count.
     Columns of other types count nothing: validation reports them.
     """
     tokens, shared = np.zeros((2, table.num_rows), np.int64)

@@ -44,6 +44,9 @@ MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Window: TypeAlias = int | MaskMod | None
 """What a layer attends of a row: the last tokens, by a function of positions, or all."""
 
+# Every window, order of tokens and layout of keys has FlexAttention kernels of its own.
+# Beyond torch's limit of 8 it would compute the scores of all pairs, without a word.
+_COMPILER = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 BLOCK = 128  # tokens a side of a block of a mask; the fastest that was measured
 
 Kernel: TypeAlias = Literal["masked", "trunk"]
@@ -142,7 +145,7 @@ def flex_block_mask(
     of blocks, not of pairs of tokens.
 
     The mask is on the device of ``subtree_end``, for one batch entry and all heads. A
-    kernel that is compiled once serves all packs of a length.
+    kernel is compiled anew for the first lengths of packs, and then serves all lengths.
 
     Parameters
     ----------
@@ -444,7 +447,10 @@ def _attend(
     """Attention under a mask, or causal without one: (1, n_tokens, n_heads, head_dim)."""
     found: Tensor
     if isinstance(mask, BlockMask):
-        found, _ = flex_attention_forward(module, query, key, value, mask, **options)
+        with torch.compiler.config.patch(**_COMPILER):
+            found, _ = flex_attention_forward(
+                module, query, key, value, mask, **options
+            )
         return found
     scaling, softcap, sinks = (options[k] for k in ("scaling", "softcap", "s_aux"))
     if mask is None or (softcap is None and sinks is None):

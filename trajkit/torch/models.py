@@ -3,6 +3,7 @@
 import contextlib
 import re
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
@@ -592,7 +593,10 @@ def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
         torch.random.fork_rng(devices),
         torch.autocast("cuda" if devices else "cpu", enabled=False),
         torch.compiler.set_stance("force_eager"),
+        warnings.catch_warnings(),
     ):
+        # of FlexAttention, which is meant to be eager here
+        warnings.filterwarnings("ignore", message="flex_attention called without")
         try:
             yield
         finally:

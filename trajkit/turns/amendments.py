@@ -12,7 +12,7 @@ from trajkit.schema.engine import field_of
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, canonical, place, turns_schema
 from trajkit.tables.columns import list_values, with_column
-from trajkit.tables.ragged import Keys, Longs, Ragged, lengths, offsets_of
+from trajkit.tables.ragged import Keys, Longs, Ragged, offsets_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.validation import check_table
 
@@ -27,19 +27,14 @@ class Amendments:
         self._keys = self._keys_of(self._last)
 
     def fold_into(self, turns: pa.Table) -> pa.Table:
-        """The turns as amended, with the reason as the column ``amended``.
-
-        A turn with ``trainable=False`` keeps it. Amendments of other turns are ignored.
-        """
+        """The turns as amended, with the reason as the column ``amended``."""
         at = self._keys.find(self._keys_of(turns))
         found = self._last.take(pa.array(at, mask=at < 0))
         context = pc.equal(found.column("trainable"), False).fill_null(False)
         own = turns.column("trainable")
         trainable = pc.if_else(context, pa.scalar(False), own).combine_chunks()
-        amended = found.column("reason").combine_chunks()
-        return with_column(
-            with_column(turns, "trainable", trainable), "amended", amended
-        )
+        amended = with_column(turns, "trainable", trainable)
+        return with_column(amended, "amended", found.column("reason").combine_chunks())
 
     def _keys_of(self, table: pa.Table) -> Keys:
         """Each line's turn; of no key if its session has no amendment."""
@@ -77,17 +72,6 @@ def untrain_stale(
     InvalidTurnsError
         A turn has a version that is not in ``versions`` or, without them, no integer; or
         a value breaks a rule of the schema.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3, 4]}
-    >>> parts = [("7", 0, 1), ("9", 1, 3)]
-    >>> call["weight_versions"] = [
-    ...     dict(zip(("version", "start", "stop"), part)) for part in parts
-    ... ]
-    >>> tk.turns.untrain_stale([call], 1)["output_mask"].to_pylist()
-    [[False, True, True]]
     """
     max_lag = chosen_int("max_lag", max_lag, 0)
     table = as_turns(turns)
@@ -96,15 +80,12 @@ def untrain_stale(
     start, stop = (np.asarray(field_of(lists.values, n)) for n in ("start", "stop"))
     numbers = _version_numbers(table, lists, versions)
     newest = int(numbers.max(initial=0)) if versions is None else len(versions) - 1
-    n_outputs = lengths(table.column("output_ids"))
+    outputs, given = Ragged.of(table.column("output_ids")), table.column("output_mask")
+    owner, n_outputs = outputs.owner, outputs.lengths
     known = np.asarray(table.column("weight_versions").is_valid())
-    old = np.zeros(int(n_outputs.sum()), np.bool_)
+    old = np.zeros(len(owner), np.bool_)
     # the spans of a turn tile its output
-    old[np.repeat(known, n_outputs)] = np.repeat(
-        newest - numbers > max_lag, stop - start
-    )
-    owner = np.repeat(np.arange(len(table)), n_outputs)
-    given = table.column("output_mask")
+    old[known[owner]] = np.repeat(newest - numbers > max_lag, stop - start)
     has_mask = np.asarray(given.is_valid())
     mask = np.ones(len(old), np.bool_)
     mask[has_mask[owner]] = np.asarray(list_values(given))

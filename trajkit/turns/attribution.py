@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from trajkit.schema import ATTRIBUTION, KEY_BYTES
 from trajkit.schema.engine import field_of
@@ -56,14 +55,13 @@ class SessionCalls:
 
     def __init__(self, calls: Sessions) -> None:
         self.table = canonical(calls.table, ATTRIBUTION).combine_chunks()
-        self.turn_index = calls.turn_index
-        self.base = calls.calls["base"]
-        self.shared = calls.calls["own_start"]
-        self.is_delta = calls.is_delta
+        self.turn_index, self.path_len = calls.turn_index, calls.path_len
         self.n_prompt = calls.calls["prompt_len"]
-        self.path_len = calls.path_len
-        self.prompt, self.output, self.path = calls.prompt, calls.output, calls.path
-        self._stored = "suffix_messages" if self.is_delta else "messages"
+        self.prompt, self.path = calls.prompt, calls.path
+        self._base = calls.calls["base"].tolist()
+        # tokens that a list may leave out
+        self._shared = calls.calls["own_start"]
+        self._stored = combined(calls.stored_messages)
         self._messages: dict[int, Messages | None] = {}
 
     def __len__(self) -> int:
@@ -76,18 +74,18 @@ class SessionCalls:
         return self._messages[call]
 
     def _read_messages(self, call: int) -> Messages | None:
-        own = self._list(self._stored, call)
+        own = self._stored[call].values
         if own is None:
             return None
         keys = b"".join(field_of(own, "key").to_pylist())
         roles = field_of(own, "role").to_pylist()
         n = 0
-        if self.is_delta:
+        if "shared_messages" in self.table.column_names:
             n = self.table.column("shared_messages")[call].as_py() or 0
         if n:
             # a base without messages shares only its reply
-            base = self.messages(int(self.base[call])) or Messages(b"", [])
-            reply = self.table.column("response")[int(self.base[call])].as_py()
+            base = self.messages(self._base[call]) or Messages(b"", [])
+            reply = self.table.column("response")[self._base[call]].as_py()
             shared = base.keys + (reply["key"] if reply else b"")
             keys = shared[: n * KEY_BYTES] + keys
             roles = [*base.roles, *([reply["role"]] if reply else [])][:n] + roles
@@ -97,9 +95,8 @@ class SessionCalls:
     def _repliers(self) -> dict[bytes, list[int]]:
         """The calls with each recorded reply, by key."""
         found: dict[bytes, list[int]] = {}
-        for call, key in enumerate(
-            field_of(self._column("response"), "key").to_pylist()
-        ):
+        keys = field_of(combined(self.table.column("response")), "key").to_pylist()
+        for call, key in enumerate(keys):
             if key is not None:
                 found.setdefault(key, []).append(call)
         return found
@@ -113,21 +110,15 @@ class SessionCalls:
     def bodies(self) -> dict[bytes, str]:
         """The body of each message of the session, by key."""
         found: dict[bytes, str] = {}
-        for messages in (
-            self._column(self._stored).flatten(),
-            self._column("response"),
-        ):
+        replies = combined(self.table.column("response"))
+        for messages in (self._stored.flatten(), replies):
             shown = messages.filter(field_of(messages, "body").is_valid())
             for message in shown.to_pylist():
                 found.setdefault(message["key"], message["body"])
         return found
 
     def rendered(self, call: int) -> Rendered | None:
-        """What the prompt tokens render; None if no message index is known.
-
-        Missing flags and names are replaced by values that select nothing; `gap`
-        describes them.
-        """
+        """What the prompt tokens render; None if no message index is known."""
         if self._length_fault("prompt_message_index", call) is not None:
             return None
         message = self._per_token("prompt_message_index", call, -1)
@@ -178,30 +169,23 @@ class SessionCalls:
         return any(head == (b"" if one is None else one.keys) for one in earlier)
 
     def _length_fault(self, name: str, call: int) -> str | None:
-        values, n = self._list(name, call), int(self.n_prompt[call])
+        values, n = self.table.column(name)[call].values, int(self.n_prompt[call])
         if values is None:
             return f"{name} is null"
-        n_left_out = int(self.shared[call]) if self.is_delta else 0
-        if len(values) not in (n, n - n_left_out):
+        if len(values) not in (n, n - int(self._shared[call])):
             return f"{len(values)} values of {name} for {n} prompt ids"
         return None
 
     def _per_token(self, name: str, call: int, missing: int) -> Array:
         """The values of a list for all prompt tokens, those left out included."""
-        values = np.asarray(self._list(name, call).fill_null(missing))
+        values = self.table.column(name)[call].values.fill_null(missing)
         padding = int(self.n_prompt[call]) - len(values)
-        return np.pad(values, (padding, 0), constant_values=missing)
+        return np.pad(np.asarray(values), (padding, 0), constant_values=missing)
 
     def _names(self, call: int) -> list[str | None] | None:
-        names = self._list("message_tool_names", call)
-        return None if names is None else names.to_pylist()
-
-    def _list(self, name: str, call: int) -> pa.Array:
-        """The elements of one list; None for null."""
-        return self._column(name)[call].values
-
-    def _column(self, name: str) -> pa.Array:
-        return combined(self.table.column(name))
+        column = self.table.column("message_tool_names")
+        names: list[str | None] | None = column[call].as_py()
+        return names
 
 
 class ToolCalls:

@@ -1,6 +1,7 @@
 """Convert turns between full and delta form, and from the keys of an old schema version."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -26,14 +27,18 @@ from trajkit.tables.ragged import (
     Ragged,
     codes,
     combined,
-    lengths,
     offsets_of,
     pooled,
     positions,
 )
 from trajkit.tables.stages import apply, stage
-from trajkit.turns.message_equality import current_bodies
-from trajkit.turns.messages import Encoded, MessageBook, encode, parse_json
+from trajkit.turns.messages import (
+    Encoded,
+    MessageBook,
+    current_bodies,
+    encode,
+    parse_json,
+)
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions, with_current_keys
 
@@ -141,15 +146,15 @@ def _attributed(
     ):
         if name not in table.column_names:
             continue
-        lists = combined(table.column(name))
-        if not isinstance(lists, (pa.ListArray, pa.LargeListArray)):
+        column, type_ = table.column(name), table.schema.field(name).type
+        if not isinstance(type_, pa.ListType | pa.LargeListType):
             continue
-        if not is_suitable(lists.type.value_type):
+        if not is_suitable(type_.value_type):
             continue
-        values, n = lists.flatten(), lengths(lists)
-        begins, absent = np.cumsum(n) - n, np.asarray(lists.is_null())
+        lists, absent = Ragged.of(column), np.asarray(column.is_null())
+        n, begins = lists.lengths, lists.offsets[:-1]
         if cut:
-            filled = pc.not_equal(values, empty).fill_null(True).to_numpy(False)
+            filled = pc.not_equal(lists.values, empty).fill_null(True).to_numpy(False)
             counts = offsets_of(filled)
             clear = counts[begins + np.minimum(shared, n)] == counts[begins]
             change = np.where((n == n_prompt) & clear, -shared, 0)
@@ -157,41 +162,35 @@ def _attributed(
             change = np.where((n == n_prompt - shared) & ~absent, shared, 0)
         if not change.any():
             continue
+        # elements are taken from the end of each list; the last of all is empty
         kept, offsets = n + np.minimum(change, 0), offsets_of(n + change)
-        # the last one is empty
-        source = np.full(int(offsets[-1]), len(values))
-        source[positions(offsets[:-1] + np.maximum(change, 0), kept)] = positions(
-            begins + np.maximum(-change, 0), kept
+        source = np.full(int(offsets[-1]), len(lists.values))
+        source[positions(offsets[1:] - kept, kept)] = positions(
+            lists.offsets[1:] - kept, kept
         )
-        values = pa.concat_arrays([values, pa.array([empty], values.type)])
-        changed = Ragged(values.take(pa.array(source)), offsets).to_arrow(
-            absent, pa.large_list(lists.type.value_field)
-        )
-        table = with_column(table, name, changed.cast(lists.type))
+        padded = pa.concat_arrays([lists.values, pa.array([empty], type_.value_type)])
+        changed = Ragged(padded.take(pa.array(source)), offsets)
+        large = changed.to_arrow(absent, pa.large_list(type_.value_field))
+        table = with_column(table, name, large.cast(type_))
     return table
 
 
 def _delta_columns(calls: Sessions) -> Columns:
     """The columns of `TURNS_DELTA` that `TURNS` lacks."""
-    forest, n_prompt = calls.forest, calls.calls["prompt_len"]
-    shared = np.minimum(forest.shared, n_prompt)
-    bases = np.where(shared > 0, forest.shared_with, -1).astype(np.int32)
-
-    lists = combined(calls.table.column("messages"))
-    absent = np.asarray(lists.is_null())
-    messages, replies = lists.flatten(), combined(calls.table.column("response"))
-    n_messages = lengths(lists)
-    n_shared = _shared_messages(calls, bases, n_messages, messages, replies)
-    n_own = n_messages - n_shared
-    own = Ragged(messages, offsets_of(n_messages)).take(
-        np.cumsum(n_messages) - n_own, n_own
-    )
+    shared = np.minimum(calls.forest.shared, calls.calls["prompt_len"])
+    bases = np.where(shared > 0, calls.forest.shared_with, -1).astype(np.int32)
+    column, replies = calls.table.column("messages"), calls.table.column("response")
+    absent, lists = np.asarray(column.is_null()), Ragged.of(column)
+    n_shared = _shared_messages(calls, bases, lists, combined(replies))
+    n_own = lists.lengths - n_shared
     return {
         "base_turn": pa.array(calls.turn_index[bases], mask=bases < 0),
         "shared_length": pa.array(shared.astype(np.int32)),
         "suffix_ids": _prompts_from(calls, shared),
         "shared_messages": pa.array(n_shared.astype(np.int32), mask=absent),
-        "suffix_messages": own.to_arrow(absent, lists.type),
+        "suffix_messages": lists.take(lists.offsets[1:] - n_own, n_own).to_arrow(
+            absent, column.type
+        ),
     }
 
 
@@ -204,32 +203,28 @@ def _prompts_from(calls: Sessions, starts: Longs) -> pa.LargeListArray:
 
 
 def _shared_messages(
-    calls: Sessions,
-    bases: Ints,
-    n_messages: Longs,
-    messages: pa.StructArray,
-    replies: pa.StructArray,
+    calls: Sessions, bases: Ints, lists: Ragged, replies: pa.StructArray
 ) -> Longs:
     """Number of leading messages that each call shares with its base; none has a body."""
-    begins = np.cumsum(n_messages) - n_messages
+    messages, n_messages, begins = lists.values, lists.lengths, lists.offsets[:-1]
     with_body = np.flatnonzero(field_of(messages, "body").is_valid())
     with_body = np.append(with_body, len(messages))
     bare = with_body[np.searchsorted(with_body, begins)] - begins
     # a base's list is followed by its reply
     most = np.where(bases < 0, 0, (n_messages + _replied(calls))[bases])
-    shared = np.minimum(np.minimum(bare, n_messages), most)
+    shared: Longs = np.minimum(np.minimum(bare, n_messages), most)
     call = np.repeat(np.arange(len(shared)), shared)
     k, base = positions(np.zeros_like(shared), shared), bases[call]
     own = begins[call] + k
     theirs = np.where(k < n_messages[base], begins[base] + k, len(messages) + base)
     keys, roles, bodies = (
-        [field_of(array, name) for array in (messages, replies)]
+        pa.concat_arrays([field_of(array, name) for array in (messages, replies)])
         for name in ("key", "role", "body")
     )
-    numbers = [codes(*keys), codes(*roles)]
+    numbers = [codes(keys), codes(roles)]
     # Of messages that differ in 1 and 1.0 alone, a key has several bodies.
-    shown = pa.concat_arrays(bodies).is_valid().to_numpy(zero_copy_only=False)
-    of_keys, of_bodies = numbers[0][shown], codes(*bodies)[shown]
+    shown = np.asarray(bodies.is_valid())
+    of_keys, of_bodies = numbers[0][shown], codes(bodies)[shown]
     n_pairs = len(np.unique(of_keys * len(shown) + of_bodies))
     if len(np.unique(of_keys)) < n_pairs:
         current = current_bodies(calls)
@@ -249,52 +244,44 @@ def _replied(calls: Sessions) -> Bools:
 
 def _full_columns(calls: Sessions) -> Columns:
     """The columns of `TURNS` that `TURNS_DELTA` lacks."""
-    starts = np.zeros(calls.n_calls, np.int64)
-    return {
-        "prompt_ids": _prompts_from(calls, starts),
-        "messages": _all_messages(calls),
-    }
-
-
-def _all_messages(calls: Sessions) -> pa.LargeListArray:
-    lists = combined(calls.table.column("suffix_messages"))
-    absent = lists.is_null().to_numpy(zero_copy_only=False)
-    count = calls.table.column("shared_messages")
-    odd = np.flatnonzero(absent != count.is_null().to_numpy())
-    if len(odd):
+    column, shares = (
+        calls.table.column(name) for name in ("suffix_messages", "shared_messages")
+    )
+    lists, absent = Ragged.of(column), np.asarray(column.is_null())
+    for row in np.flatnonzero(absent != np.asarray(shares.is_null()))[:1]:
         raise InvalidTurnsError(
-            f"{place(calls.table, int(odd[0]))}: shared_messages and suffix_messages are "
+            f"{place(calls.table, int(row))}: shared_messages and suffix_messages are "
             "null together"
         )
-    messages, replies = lists.flatten(), combined(calls.table.column("response"))
-    n_own = lengths(lists)
+    replies = combined(calls.table.column("response"))
     shared = calls.requests["shared"].astype(np.int64)
     # messages are numbered: first those that the turns store, then the replies
-    numbers = np.arange(len(messages) + len(replies), dtype=np.int32)
+    n_stored, n_calls = len(lists.values), len(replies)
+    numbers = np.arange(n_stored + n_calls, dtype=np.int32)
     # A call without a list of messages has an empty path, without its reply.
-    paths = np.zeros(len(n_own), CALL)
+    paths = np.zeros(n_calls, CALL)
     at = numbers.ctypes.data
-    paths["own"] = at + 4 * (np.cumsum(n_own) - n_own)
-    paths["out"] = at + 4 * (len(messages) + np.arange(len(replies)))
+    paths["own"] = at + 4 * lists.offsets[:-1]
+    paths["out"] = at + 4 * (n_stored + np.arange(n_calls))
     paths["out_len"] = _replied(calls)
     paths["base"] = calls.calls["base"]
     paths["own_start"] = shared
-    paths["prompt_len"] = n_own + shared
+    paths["prompt_len"] = shared + lists.lengths
     offsets = offsets_of(paths["prompt_len"])
     places = np.empty(int(offsets[-1]), np.int32)
+    nowhere = np.zeros(n_calls, np.int64)
     grown = Forest.of(paths, calls.offsets).paths
-    _core.copy_prompts(grown, np.zeros(len(paths), np.int64), offsets, places)
+    _core.copy_prompts(grown, nowhere, offsets, places)
     given = np.zeros(len(places), np.bool_)
-    given[positions(offsets[:-1] + shared, n_own)] = True
-    fields = [
-        pa.concat_arrays([field_of(array, name) for array in (messages, replies)]).take(
-            pa.array(places)
-        )
-        for name in ("key", "role")
-    ]
-    fields.append(field_of(messages, "body").take(pa.array(places, mask=~given)))
+    given[positions(offsets[:-1] + shared, lists.lengths)] = True
+    both = pa.concat_arrays([lists.values, replies])
+    fields = [field_of(both, name).take(pa.array(places)) for name in ("key", "role")]
+    fields.append(field_of(both, "body").take(pa.array(places, mask=~given)))
     structs = pa.StructArray.from_arrays(fields, fields=list(MESSAGE))
-    return Ragged(structs, offsets).to_arrow(absent, lists.type)
+    return {
+        "prompt_ids": _prompts_from(calls, nowhere),
+        "messages": Ragged(structs, offsets).to_arrow(absent, column.type),
+    }
 
 
 # Of a key of schema version 2, the first bytes were the same for messages that are ``==``,
@@ -309,10 +296,10 @@ def renew_keys(turns: pa.Table) -> pa.Table:
     the bytes of equal messages.
     """
     stored = "suffix_messages" if "suffix_ids" in turns.column_names else "messages"
-    lists, replies = combined(turns.column(stored)), combined(turns.column("response"))
-    messages = pa.concat_arrays([lists.flatten(), replies])
-    version = str(SCHEMA_VERSION).encode()
-    current = {**turns.schema.metadata, b"trajkit.version": version}
+    column, replies = turns.column(stored), combined(turns.column("response"))
+    lists = Ragged.of(column)
+    messages = pa.concat_arrays([lists.values, replies])
+    current = {**turns.schema.metadata, b"trajkit.version": b"%d" % SCHEMA_VERSION}
     turns = turns.replace_schema_metadata(current)
     given = messages.drop_null()
     if any(field_of(given, name).null_count for name in ("key", "role")):
@@ -322,13 +309,11 @@ def renew_keys(turns: pa.Table) -> pa.Table:
         # the body of a shared message is shown again if its key last had another
         old = {**current, b"trajkit.version": b"2"}
         return compact(renew_keys(expand(turns).replace_schema_metadata(old)))
-    n = len(ids) - len(replies)
-    sizes = np.where(np.asarray(lists.is_null()), -1, lengths(lists))
+    n = len(lists.values)
+    sizes = np.where(np.asarray(column.is_null()), -1, lists.lengths)
     sessions = session_numbers(turns).astype(np.int32)
-    columns = book.columns(ids[:n], sizes, ids[n:], sessions)
-    for name, column in zip((stored, "response"), columns, strict=True):
-        turns = with_column(turns, name, column)
-    return turns
+    listed, responses = book.columns(ids[:n], sizes, ids[n:], sessions)
+    return with_column(with_column(turns, stored, listed), "response", responses)
 
 
 def _numbered(messages: pa.StructArray) -> tuple[MessageBook, Ints]:
@@ -339,24 +324,18 @@ def _numbered(messages: pa.StructArray) -> tuple[MessageBook, Ints]:
     known = {k: body for k, body in zip(keys, bodies, strict=True) if body is not None}
     # equal messages have these bytes in common
     equal = {key[:_EQUAL_BYTES]: body for key, body in known.items()}
-    book = MessageBook()
-    ids: dict[tuple[bytes | None, str | None], int] = {(None, None): -1}
-    for key, role in dict.fromkeys(zip(keys, roles, strict=True)):
-        if key is not None:
-            ids[key, role] = book.add(_renewed(key, role, known.get(key), equal))
-    pairs = zip(keys, roles, strict=True)
+    book, pairs = MessageBook(), [*zip(keys, roles, strict=True)]
+    ids = {(None, None): -1}
+    for key, role in dict.fromkeys(pairs):
+        if key is None:
+            continue
+        prefix, body = key[:_EQUAL_BYTES], known.get(key)
+        padded = prefix + bytes(KEY_BYTES - _EQUAL_BYTES)
+        message = Encoded(padded, role, body, False)
+        if prefix in equal:
+            # `trajkit.validate` reports a body that is no message
+            with suppress(ValueError):
+                renewed = encode(parse_json(equal[prefix]), "")
+                message = renewed._replace(role=role, body=body)
+        ids[key, role] = book.add(message)
     return book, np.array([ids[pair] for pair in pairs], np.int32)
-
-
-def _renewed(
-    key: bytes, role: str, body: str | None, equal: dict[bytes, str]
-) -> Encoded:
-    """The message that has an old key."""
-    prefix = key[:_EQUAL_BYTES]
-    padded = prefix + bytes(KEY_BYTES - _EQUAL_BYTES)
-    if prefix not in equal:
-        return Encoded(padded, role, body, False)
-    try:
-        return encode(parse_json(equal[prefix]), "")._replace(role=role, body=body)
-    except ValueError:  # `trajkit.validate` reports the body
-        return Encoded(padded, role, body, False)

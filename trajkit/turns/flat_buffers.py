@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +50,11 @@ class TurnTokens:
 
     def path_len(self, call: Index) -> int:
         """Length of a call's path."""
-        record = self.calls.calls[call]
-        return int(record["prompt_len"]) + int(record["out_len"])
+        return int(self.calls.path_len[call])
 
     def calls_of(self, session: int) -> range:
         """The calls of a session."""
-        offsets = self.calls.offsets
-        return range(int(offsets[session]), int(offsets[session + 1]))
+        return range(*self.calls.offsets[session : session + 2].tolist())
 
 
 def sessions_of(rows: pa.Table, calls: Sessions) -> Rows:
@@ -66,14 +64,11 @@ def sessions_of(rows: pa.Table, calls: Sessions) -> Rows:
 
 
 def flat_turns(calls: Sessions, *, prompts: bool = True) -> TurnTokens:
-    """Ids and logprobs of calls; only prompts in delta form are copied.
-
-    Without ``prompts`` there are none, which saves that copy.
-    """
+    """Ids and logprobs of calls; only prompts in delta form are copied."""
     outputs = Ragged.of(calls.table.column("output_ids"), -1)
-    logprobs = np.zeros(len(outputs.values), np.float32)
-    given = np.zeros(len(outputs.values), np.bool_)
-    unmasked = np.ones(len(outputs.values), np.bool_)
+    n = len(outputs.values)
+    logprobs, given = np.zeros(n, np.float32), np.zeros(n, np.bool_)
+    unmasked = np.ones(n, np.bool_)
     for name in ("output_logprobs", "output_mask"):
         for first, ends, values in flat_chunks(calls.table.column(name)):
             starts = outputs.offsets[first : first + len(ends)]
@@ -89,11 +84,11 @@ def flat_turns(calls: Sessions, *, prompts: bool = True) -> TurnTokens:
 
 def _prompts(calls: Sessions, outputs: Ragged) -> list[Ints]:
     prompts: list[Ints] = []
-    stored = [
+    stored = (
         values.to_numpy()[start:stop]
         for _, ends, values in flat_chunks(calls.stored_ids)
         for start, stop in pairwise([0, *ends.tolist()])
-    ]
+    )
     bases, starts = (calls.calls[name].tolist() for name in ("base", "own_start"))
     for own, base, start in zip(stored, bases, starts, strict=True):
         if base >= 0:
@@ -110,14 +105,12 @@ def aborted_calls(calls: Sessions) -> Bools:
 
 
 def without_aborted(calls: Sessions) -> tuple[Sessions, Longs]:
-    """Mark aborted calls as context only.
-
-    Also returns the number of tokens of each session that this excludes from training.
+    """Mark aborted calls as context only; with the tokens of each session that this
+    excludes.
     """
     now = aborted_calls(calls) & (calls.calls["trainable"] != 0)
-    n_tokens = np.zeros(len(calls.ids), np.int64)
-    np.add.at(n_tokens, calls.session[now], calls.calls["out_len"][now])
-    return calls.untrained(now), n_tokens
+    n_tokens = np.bincount(calls.session[now], calls.calls["out_len"][now], len(calls))
+    return calls.untrained(now), n_tokens.astype(np.int64)
 
 
 def check_logprobs(calls: Sessions) -> None:
@@ -125,10 +118,8 @@ def check_logprobs(calls: Sessions) -> None:
     turns = flat_turns(calls, prompts=False)
     lacking = np.append(0, np.cumsum(turns.unmasked & ~turns.given))
     missing = np.diff(lacking[turns.outputs.offsets])
-    missing[calls.calls["trainable"] == 0] = 0
-    bad = np.flatnonzero(missing)
-    if len(bad):
-        call = int(bad[0])
+    bad = np.flatnonzero(missing * (calls.calls["trainable"] != 0)).tolist()
+    for call in bad[:1]:
         more = f" (and {len(bad) - 1} more turns)" if len(bad) > 1 else ""
         raise InvalidTurnsError(
             f"{calls.place(call)}: {missing[call]} of {calls.calls['out_len'][call]} "
@@ -164,11 +155,9 @@ class FlatRows:
         value = self._value(name, row)
         return value if isinstance(value, int) else None
 
-    def _value(self, name: str, row: Index) -> object:
-        if name not in self.table.column_names:
-            return None
-        value: object = self.table.column(name)[int(row)].as_py()
-        return value
+    def _value(self, name: str, row: Index) -> Any:
+        known = name in self.table.column_names
+        return self.table.column(name)[int(row)].as_py() if known else None
 
 
 def flat_rows(table: pa.Table, *, align_right: bool = False) -> FlatRows:
@@ -188,9 +177,9 @@ def _per_token(
     table: pa.Table, name: str, ids: Ragged, align_right: bool
 ) -> tuple[Array, Bools, Longs]:
     """Values, validity and lengths of a column, one value per id."""
-    n_tokens = ids.lengths
+    n_tokens, n_ids = ids.lengths, len(ids.values)
     if name not in table.column_names:
-        nothing = np.zeros(len(ids.values), np.float32)
+        nothing = np.zeros(n_ids, np.float32)
         return nothing, nothing.astype(np.bool_), np.zeros(len(n_tokens), np.int64)
     lists = Ragged.of(table.column(name))
     n, given = lists.lengths, lists.values
@@ -201,8 +190,7 @@ def _per_token(
     kept = np.minimum(n, n_tokens)
     starts = ids.offsets[:-1] + (n_tokens - kept if align_right else 0)
     at, source = positions(starts, kept), positions(lists.offsets[:-1], kept)
-    placed = np.zeros(len(ids.values), numbers.dtype)
-    there = np.zeros(len(ids.values), np.bool_)
+    placed, there = np.zeros(n_ids, numbers.dtype), np.zeros(n_ids, np.bool_)
     placed[at], there[at] = numbers[source], valid[source]
     return placed, there, n
 
@@ -258,14 +246,16 @@ class Spans:
 def spans_of(table: pa.Table, turns: TurnTokens, sessions: Rows) -> Spans:
     """The spans of rows; ``sessions`` as `sessions_of` returns them."""
     lists = Ragged.of(table.column("spans"))
-    row, columns = lists.owner, []
-    broken = np.asarray(lists.values.is_null())
-    for name in ("start", "stop", "turn_index", "output_start", "output_stop"):
-        numbers = field_of(lists.values, name)
-        broken = broken | np.asarray(numbers.is_null())
-        columns.append(np.asarray(numbers.fill_null(-1), np.int64))
-    start, stop, turn_index, out_start, out_stop = columns
+    row = lists.owner
+    numbers = [
+        field_of(lists.values, name)
+        for name in ("start", "stop", "turn_index", "output_start", "output_stop")
+    ]
+    start, stop, turn_index, out_start, out_stop = (
+        np.asarray(one.fill_null(-1), np.int64) for one in numbers
+    )
     kind = field_of(lists.values, "kind").cast(pa.string())
+    parts = (lists.values, kind, *numbers)
     return Spans(
         row,
         start,
@@ -276,5 +266,5 @@ def spans_of(table: pa.Table, turns: TurnTokens, sessions: Rows) -> Spans:
         kind.to_numpy(zero_copy_only=False),
         np.arange(len(row)) - lists.offsets[row],
         turn_index,
-        broken | np.asarray(kind.is_null()),
+        np.any([np.asarray(part.is_null()) for part in parts], axis=0),
     )

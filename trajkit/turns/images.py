@@ -54,9 +54,8 @@ def content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
 
     Notes
     -----
-    Each id has 30 bits of a SHA-256 digest of the arguments, eight ids the complete
-    digest, again and again. Two images (or one image in two sizes) thus differ at their
-    first token, except with probability 2**-30.
+    Each id has 30 bits of a SHA-256 digest of the arguments, again and again. So two images
+    (or one in two sizes) differ at their first token, except with probability 2**-30.
     """
     if not isinstance(kind, str) or not kind:
         raise ArgumentError(f"kind={kind!r}: expected a word, such as 'image'")
@@ -102,30 +101,31 @@ def image_faults(
         start, stop = item["start"], item["stop"]
         low, high = (min(max(at, first), end) - first for at in (start, stop))
         inside = start < end if may_be_cut else stop <= end
+        fault = None
         if not CONTENT_HASH.fullmatch(item["hash"]):
-            yield start, f"{name} has the hash {item['hash']!r}: {_HASH_RULE}"
+            fault = f"{name} has the hash {item['hash']!r}: {_HASH_RULE}"
         elif not (last <= start < stop and inside):
             what = "row" if may_be_cut else "prompt"
-            yield (
-                start,
-                f"{name} is {start}:{stop}: expected tokens from {last} to {end}, the end "
-                f"of the {what}",
+            fault = (
+                f"{name} is {start}:{stop}: expected tokens from {last} to {end}, the "
             )
+            fault += f"end of the {what}"
         elif not 0 <= item["token_id"] < FIRST_CONTENT_ID:
-            yield start, f"{name} has the token_id {item['token_id']}, a content id"
+            fault = f"{name} has the token_id {item['token_id']}, a content id"
         elif known is not None and same_image(item) not in known:
-            yield start, f"no source of the tokens has the image {dict(item)}"
+            fault = f"no source of the tokens has the image {dict(item)}"
         elif (
             ids[low:high] != item_ids(item)[low + first - start :][: high - low]
         ).any():
-            yield (
-                start,
-                f"the tokens {start}:{stop} are not the content ids of {name}: make them "
-                "with trajkit.turns.content_ids",
+            fault = (
+                f"the tokens {start}:{stop} are not the content ids of {name}: make "
             )
-        else:
-            unclaimed[low:high] = False
-            last = stop
+            fault += "them with trajkit.turns.content_ids"
+        if fault is not None:
+            yield start, fault
+            continue
+        unclaimed[low:high] = False
+        last = stop
     if known is not None:
         for token in np.flatnonzero(unclaimed)[:1].tolist():
             yield token, f"{ids[token]} is a content id of no item"
@@ -174,24 +174,20 @@ def engine_ids(table: TableLike) -> pa.Table:
     ids = lists.values.to_numpy()
     if not (ids >= FIRST_CONTENT_ID).any():
         return source
-    ids = ids.copy()
-    first = np.zeros(len(lists), np.int64)
+    ids, first = ids.copy(), [0] * len(lists)
     if name == "suffix_ids" and "shared_length" in source.column_names:
-        first = source.column("shared_length").to_numpy()
+        first = source.column("shared_length").to_pylist()
     items: list[Any] = [None] * len(lists)
     if "mm_items" in source.column_names:
         items = source.column("mm_items").to_pylist()
     for line, (begin, end) in enumerate(pairwise(lists.offsets.tolist())):
         own = ids[begin:end]
         for item in items[line] or ():
-            start, stop = (
-                max(item[name] - int(first[line]), 0) for name in ("start", "stop")
-            )
+            start, stop = (max(item[n] - first[line], 0) for n in ("start", "stop"))
             own[start:stop] = item["token_id"]
-        bad = np.flatnonzero(own >= FIRST_CONTENT_ID)
-        if len(bad):
+        for at in np.flatnonzero(own >= FIRST_CONTENT_ID)[:1]:
             raise InvalidTurnsError(
-                f"{place(source, line)}: {name}[{bad[0]}] is {own[bad[0]]}, a content id, "
-                "but no item of mm_items has this token"
+                f"{place(source, line)}: {name}[{at}] is {own[at]}, a content id, but no "
+                "item of mm_items has this token"
             )
     return with_column(source, name, Ragged(ids, lists.offsets).to_arrow())

@@ -9,7 +9,7 @@ name of the file without its suffix.
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The paths of one field."""
+    """The paths of one field: of each way, those whose values it joins."""
 
     text: str
     ways: tuple[tuple[Part, ...], ...]
@@ -69,13 +69,12 @@ def route(text: object) -> Route:
         text = "|".join(map(str, text))
     if not isinstance(text, str) or not text.strip():
         raise ArgumentError(f"map: the path {text!r}: expected keys, such as a.b")
-    ways = [
-        tuple(
-            Part(tuple(keys.removeprefix("/").split(".")), keys.startswith("/"))
-            for keys in map(str.strip, way.split("+"))
-        )
-        for way in text.split("|")
-    ]
+
+    def part(keys: str) -> Part:
+        keys = keys.strip()
+        return Part(tuple(keys.removeprefix("/").split(".")), keys.startswith("/"))
+
+    ways = (tuple(map(part, way.split("+"))) for way in text.split("|"))
     return Route(text, tuple(ways))
 
 
@@ -92,10 +91,7 @@ class Map:
     only: str | None = None
 
     def renamed(self, record: Mapping[str, object]) -> dict[str, object]:
-        """The record with its values under the names of the fields.
-
-        Keys that no path begins with stay.
-        """
+        """The record with its values under the names of the fields."""
         used = {part.keys[0] for one in self.fields.values() for part in one.parts()}
         kept = {name: value for name, value in record.items() if name not in used}
         found = {name: one.find(record, record) for name, one in self.fields.items()}
@@ -108,10 +104,17 @@ MapLike: TypeAlias = Map | Mapping[str, Any] | str | os.PathLike[str]
 
 def read_map(given: MapLike, known: tuple[str, ...] | None = None) -> Map:
     """A mapping from what a user wrote; ``known`` are the fields that it may have."""
-    if isinstance(given, Map):
-        _check_fields(given.fields, known)
-        return given
-    entries = dict(_entries(given))
+    if not isinstance(given, Map):
+        given = _read(dict(_entries(given)))
+    for name in given.fields:
+        if known is not None and name not in known:
+            near = near_miss(name, known, 0.7)
+            hint = f"did you mean {near}?" if near else f"expected {', '.join(known)}"
+            raise ArgumentError(f"map: {name!r} is not a field: {hint}")
+    return given
+
+
+def _read(entries: dict[str, Any]) -> Map:
     settings = {name: entries.pop(name) for name in _SETTINGS if name in entries}
     for name, value in settings.items():
         if not isinstance(value, str):
@@ -127,7 +130,6 @@ def read_map(given: MapLike, known: tuple[str, ...] | None = None) -> Map:
         fields[target] = route(path)
     if not fields and not settings:
         raise ArgumentError("map has no fields: expected FIELD=PATH")
-    _check_fields(fields, known)
     return Map(fields, **settings)
 
 
@@ -160,28 +162,16 @@ def _entries(given: object) -> Mapping[str, Any]:
         ) from None
 
 
-def _check_fields(names: Iterable[str], known: tuple[str, ...] | None) -> None:
-    """Raise ArgumentError unless each name is of a known field."""
-    for name in names:
-        if known is not None and name not in known:
-            near = near_miss(name, known, 0.7)
-            hint = f"did you mean {near}?" if near else f"expected {', '.join(known)}"
-            raise ArgumentError(f"map: {name!r} is not a field: {hint}")
-
-
 def merged_map(given: list[str] | None) -> Map | None:
     """Several mappings of a command line as one."""
-    if not given:
-        return None
-    merged: dict[str, Any] = {}
-    fields: dict[str, Route] = {}
-    for one in map(read_map, given):
-        if twice := fields.keys() & one.fields.keys():
+    merged = None
+    for one in map(read_map, given or ()):
+        before = merged or Map({})
+        if twice := before.fields.keys() & one.fields.keys():
             raise ArgumentError(f"map: {min(twice)} is given twice")
-        fields |= one.fields
-        stated = {name: getattr(one, name) for name in _SETTINGS}
-        merged |= {name: value for name, value in stated.items() if value is not None}
-    return Map(fields, **merged)
+        settings = [getattr(one, n) or getattr(before, n) for n in _SETTINGS]
+        merged = Map({**before.fields, **one.fields}, *settings)
+    return merged
 
 
 def _is_text(value: object) -> bool:

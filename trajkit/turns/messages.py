@@ -1,4 +1,4 @@
-"""Chat messages: their identity, their body, and storage of distinct messages.
+"""Chat messages: their identity, their body, storage of distinct ones, and equalities.
 
 Two messages are the same exactly when Python's ``==`` is true of their dicts: key order
 does not matter, list order does, a missing key is not a null, 1 == 1.0 == True, and "1" is
@@ -8,23 +8,34 @@ The *body* of a message is its JSON with sorted keys and its numbers as they are
 *identity text* has each number in its simplest type, an integer where it can be one; most
 messages have no number, and both texts are the same. The *key* is the 128-bit digest of
 the identity text. So messages that differ in 1 and 1.0 alone have one key and two bodies.
+
+Every other equality of a policy is a projection of a body onto what counts of it. It is
+computed once per distinct body, and the kernels compare the classes.
 """
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from operator import eq
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import orjson
 import pyarrow as pa
 
-from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit import _core
+from trajkit.errors import ArgumentError, InvalidTurnsError, MissingBodyError
+from trajkit.policies import MessageEquality
 from trajkit.schema import KEY_BYTES, MESSAGE, TURNS
-from trajkit.tables.ragged import Bools, Ints, Longs, Ragged, offsets_of
+from trajkit.schema.engine import field_of
+from trajkit.tables.ragged import Bools, Ints, Longs, Ragged, codes, offsets_of
+from trajkit.turns.sessions import Sessions
+
+Message: TypeAlias = dict[str, object]
+Projection: TypeAlias = Callable[[str], str]
+"""Maps a body to a text that is equal if the messages are."""
 
 # Types that orjson and the standard library write alike, in one way only.
 _WRITTEN_ALIKE = {str, type(None), dict, list, int}
@@ -32,23 +43,25 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(
     ensure_ascii=False, sort_keys=True, separators=(",", ":"), check_circular=False
 )
+# characters of a body in an error text
+_SHOWN = 80
 
 
-def message_key(message: dict[str, object]) -> bytes:
+def message_key(message: Message) -> bytes:
     """The 16-byte key: the same for messages that are ``==``; see `message_record`."""
     return message_record(message)[0]
 
 
-def message_body(message: dict[str, object]) -> str:
+def message_body(message: Message) -> str:
     """JSON with sorted keys, no white space, in valid UTF-8; see `message_record`.
 
-    Two lone surrogates side by side are written as the pair that they look like; their
-    key is still their own.
+    Two lone surrogates side by side are written as the pair that they look like; their key
+    is still their own.
     """
     return message_record(message)[1]
 
 
-def message_record(message: dict[str, object]) -> tuple[bytes, str]:
+def message_record(message: Message) -> tuple[bytes, str]:
     """The key and the body of a chat message, read once.
 
     Parameters
@@ -73,7 +86,7 @@ def message_record(message: dict[str, object]) -> tuple[bytes, str]:
     return _digest(texts.identity), texts.body
 
 
-def tools_key(tools: list[dict[str, object]]) -> str:
+def tools_key(tools: list[Message]) -> str:
     """The key of the tools that a request offers: the same for tools of the same JSON.
 
     It is that of the columns `trajkit.schema.ROUTING`. A null is the same as a missing
@@ -119,7 +132,7 @@ class Texts(NamedTuple):
     is_plain: bool
 
 
-def message_texts(message: dict[str, object]) -> Texts:
+def message_texts(message: Message) -> Texts:
     """The identity text and the body of a message; raises as `message_record`."""
     if not isinstance(message, dict):
         raise ArgumentError(
@@ -145,18 +158,12 @@ def _digest(identity: str) -> bytes:
     return blake2b(identity.encode(), digest_size=KEY_BYTES).digest()
 
 
-def _types_in(message: dict[str, object]) -> set[type]:
-    """The types of a message and of all values in it; of containers, exact types only.
-
-    Another type than exactly dict or list is not looked into.
-    """
+def _types_in(message: Message) -> set[type]:
+    """The exact types of a message and of all values in its dicts and lists."""
     types: set[type] = {type(message)}
-    within: list[dict[str, object] | list[object]] = []
-    if type(message) is dict:
-        within.append(message)
+    within: list[Message | list[object]] = [message] if type(message) is dict else []
     for container in within:
-        values = container.values() if type(container) is dict else container
-        for value in values:
+        for value in container.values() if type(container) is dict else container:
             kind = type(value)
             if kind is not str:
                 types.add(kind)
@@ -234,10 +241,7 @@ class Encoded(NamedTuple):
 
 
 def encode(message: object, where: str) -> Encoded:
-    """A chat message with its key and body; ``where`` is its name in error texts.
-
-    Raises `InvalidTurnsError` if it is no dict with a ``role``, or is not all JSON.
-    """
+    """A chat message with key and body; ``where`` is its name in error texts."""
     if not isinstance(message, dict):
         raise InvalidTurnsError(
             f"{where} is of type {type(message).__name__}: expected a dict"
@@ -257,13 +261,13 @@ def encode(message: object, where: str) -> Encoded:
 
 def check_text(text: str, where: str) -> None:
     """Raise InvalidTurnsError unless UTF-8 can encode the text."""
-    if not text.isascii():
-        try:
+    try:
+        if not text.isascii():
             text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidTurnsError(
-                f"{where} {text!r} is not valid Unicode: {error.reason}"
-            ) from None
+    except UnicodeEncodeError as error:
+        raise InvalidTurnsError(
+            f"{where} {text!r} is not valid Unicode: {error.reason}"
+        ) from None
 
 
 class _WithNumbers:
@@ -277,11 +281,9 @@ class _WithNumbers:
 
     def __eq__(self, other: object) -> bool:
         # NaN and null are written alike, but are not ==
-        return (
-            self._message == other
-            and self._text is not None
-            and self._text == _quickly_written(other)
-        )
+        if self._message != other or self._text is None:
+            return False
+        return self._text == _quickly_written(other)
 
 
 def _quickly_written(message: object) -> bytes | None:
@@ -324,16 +326,14 @@ class MessageBook:
 
     def add(self, message: Encoded) -> int:
         """The id of a message; one with a body replaces one without."""
-        name = message.body
-        number = self._numbers.get(
-            (message.key, message.role) if name is None else name, -1
-        )
+        pair, body = (message.key, message.role), message.body
+        number = self._numbers.get(pair if body is None else body, -1)
         if number < 0:
             number = len(self.messages)
             self.messages.append(message)
-            self._numbers[message.key, message.role] = number
-            if message.body is not None:
-                self._numbers[message.body] = number
+            self._numbers[pair] = number
+            if body is not None:
+                self._numbers[body] = number
                 first = self._first.setdefault(message.key, number)
                 if first != number:
                     self.respelled[first] = self.respelled[number] = first
@@ -348,21 +348,19 @@ class MessageBook:
         each turn (-1: no list); ``responses`` are messages (-1: none), ``sessions``
         numbers.
         """
-        null = lengths < 0
+        null, n = lengths < 0, len(ids)
         offsets = offsets_of(np.where(null, 0, lengths))
-        n_turns, n = len(lengths), len(ids)
         # in order of time: the messages of a turn, then its response
-        stops = offsets[1:] + np.arange(n_turns)
-        at = np.ones(n + n_turns, np.bool_)
-        at[stops] = False
-        in_time = np.empty(n + n_turns, np.int32)
-        in_time[at], in_time[stops] = ids, responses
-        owners = np.repeat(sessions, np.diff(stops, prepend=-1))
+        in_time = np.insert(ids, offsets[1:], responses)
+        is_reply = np.zeros(len(in_time), np.bool_)
+        is_reply[offsets[1:] + np.arange(len(lengths))] = True
+        owners = np.repeat(sessions, np.diff(offsets) + 1)
+        first = np.zeros(len(in_time), np.bool_)
         known = in_time >= 0
-        first = np.zeros(n + n_turns, np.bool_)
         first[known] = self.shown(in_time[known], owners[known])
         structs = self._array(
-            np.concatenate([ids, responses]), np.concatenate([first[at], first[stops]])
+            np.concatenate([ids, responses]),
+            np.concatenate([first[~is_reply], first[is_reply]]),
         )
         lists = Ragged(structs[:n], offsets)
         return lists.to_arrow(null, TURNS.field("messages").type), structs[n:]
@@ -372,9 +370,8 @@ class MessageBook:
 
         Messages are in the order of their sessions (prompt, reply, next prompt, ...).
         """
-        messages = pa.array(sessions * np.int64(len(self.messages)) + ids)
         # numbered in order of appearance, so a new one exceeds all before it
-        numbers = messages.dictionary_encode().indices.to_numpy()
+        numbers = codes(pa.array(sessions * np.int64(len(self.messages)) + ids))
         new: Bools = np.diff(np.maximum.accumulate(numbers), prepend=-1) > 0
         if self.respelled:
             first = np.full(len(self.messages), -1)
@@ -395,12 +392,199 @@ class MessageBook:
         roles = pa.array([message.role for message in self.messages], pa.string())
         bodies = pa.array([message.body for message in self.messages], pa.string())
         absent = ids < 0
-        return pa.StructArray.from_arrays(
-            [
-                pa.Array.from_buffers(pa.binary(KEY_BYTES), len(ids), [None, words]),
-                roles.take(pa.array(ids, mask=absent)),
-                bodies.take(pa.array(ids, mask=~shown)),
-            ],
-            fields=list(MESSAGE),
-            mask=pa.array(absent) if absent.any() else None,
+        fields = [
+            pa.Array.from_buffers(pa.binary(KEY_BYTES), len(ids), [None, words]),
+            roles.take(pa.array(ids, mask=absent)),
+            bodies.take(pa.array(ids, mask=~shown)),
+        ]
+        mask = pa.array(absent) if absent.any() else None
+        return pa.StructArray.from_arrays(fields, fields=list(MESSAGE), mask=mask)
+
+
+def with_equality(calls: Sessions, equality: MessageEquality) -> Sessions:
+    """Replace the keys of requests so that equal messages have equal keys."""
+    return calls if equality == "values" else classify(calls, equality).keyed(calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The messages of calls, grouped by their body, or by what counts of it."""
+
+    # a body of each class
+    bodies: pa.Array
+    # shape (n_places,): the class of each message that a request stores; -1: no body
+    places: Longs
+    # shape (n_calls,): the class of each reply; -1: no reply, or no body
+    replies: Longs
+
+    def keyed(self, calls: Sessions) -> Sessions:
+        """The calls with the class as the first 8 bytes of each key, in native order."""
+        n_places, n_calls = len(self.places), len(self.replies)
+        keys = np.zeros((n_places + n_calls, KEY_BYTES // 8), np.int64)
+        keys[:, 0] = np.append(self.places, self.replies)
+        address, sizes = keys.ctypes.data, np.maximum(calls.requests["n_keys"], 0)
+        requests = calls.requests.copy()
+        requests["keys"] = address + (np.cumsum(sizes) - sizes) * KEY_BYTES
+        replies = address + (n_places + np.arange(n_calls)) * KEY_BYTES
+        requests["reply_key"] = np.where(self.replies >= 0, replies, 0)
+        return replace(calls, requests=requests, keys=keys)
+
+
+def classify(calls: Sessions, equality: MessageEquality) -> Classes:
+    """Group the messages of calls into classes of equal messages, by their bodies."""
+    current = current_bodies(calls)
+    both = np.concatenate([current.places, current.replies])
+    lacking = both < 0
+    lacking[len(current.places) :] &= calls.requests["reply_key"] != 0
+    if lacking.any():
+        raise MissingBodyError(
+            f"{_place_of(calls, int(lacking.argmax()))} has no body, here or earlier in "
+            "the session (rows filtered away?): the policy compares messages by their "
+            "bodies"
         )
+    project, texts = _PROJECTIONS[equality], []
+    for number, body in enumerate(current.bodies.to_pylist()):
+        try:
+            texts.append(project(body))
+        except ValueError as error:
+            where = _place_of(calls, int(np.flatnonzero(both == number)[0]))
+            shown = body if len(body) <= _SHOWN else f"{body[:_SHOWN]}..."
+            raise InvalidTurnsError(
+                f"{where} has the body {shown!r}, which is not a JSON object: {error}"
+            ) from None
+    class_of = codes(pa.array(texts, pa.string()))
+    first = np.unique(class_of, return_index=True)[1]
+    class_of = np.append(class_of, -1)  # so that -1, no reply, stays -1
+    bodies = current.bodies.take(pa.array(first))
+    return Classes(bodies, class_of[current.places], class_of[current.replies])
+
+
+def current_bodies(calls: Sessions) -> Classes:
+    """The body that each message of the calls refers to: its key's last one so far."""
+    messages = [chunk.flatten() for chunk in calls.stored_messages.chunks]
+    responses = calls.table.column("response").chunks
+    shown, replied = (
+        pa.chunked_array([field_of(chunk, "body") for chunk in chunks], pa.string())
+        for chunks in (messages, responses)
+    )
+    of_message, of_reply = (
+        np.asarray(one.is_valid()).view(np.uint8) for one in (shown, replied)
+    )
+    places, replies = np.empty(len(shown), np.int64), np.empty(len(replied), np.int64)
+    _core.find_bodies(
+        calls.requests, calls.offsets, of_message, of_reply, places, replies
+    )
+    bodies = pa.concat_arrays(
+        [pa.array([], pa.string()), *shown.chunks, *replied.chunks]
+    )
+    encoded = bodies.dictionary_encode()
+    body_at = np.append(np.asarray(encoded.indices.fill_null(-1), np.int64), -1)
+    return Classes(encoded.dictionary, body_at[places], body_at[replies])
+
+
+def _place_of(calls: Sessions, number: int) -> str:
+    """A message's name in errors; numbers count stored messages, then replies."""
+    sizes = np.maximum(calls.requests["n_keys"], 0)
+    stops = np.cumsum(sizes)
+    n_places = int(sizes.sum())
+    if number >= n_places:
+        return f"{calls.place(number - n_places)}: response"
+    call = int(np.searchsorted(stops, number, side="right"))
+    index = calls.requests["shared"][call] + number - stops[call] + sizes[call]
+    return f"{calls.place(call)}: messages[{index}]"
+
+
+def _message(body: str) -> Message:
+    message = parse_json(body)
+    if not isinstance(message, dict):
+        raise ValueError(f"it is of type {type(message).__name__}")
+    return message
+
+
+def _text(body: str) -> str:
+    """A body without ``cache_control`` at any depth."""
+    if '"cache_control"' not in body:
+        return body
+    message = _message(body)
+    within: list[object] = [message]
+    for value in within:
+        if isinstance(value, dict):
+            value.pop("cache_control", None)
+            within += value.values()
+        elif isinstance(value, list):
+            within += value
+    return message_body(message)
+
+
+# The fields that `_content` compares, and the role that has them; "" is every role.
+_COUNTED = {
+    "role": "",
+    "content": "",
+    "reasoning_content": "assistant",
+    "provider_state": "assistant",
+    "tool_call_id": "tool",
+}
+
+
+def _content(body: str) -> str:
+    """What counts of a message's role, text, reasoning and tool calls, as JSON."""
+    message = _message(body)
+    role, calls = message.get("role"), message.get("tool_calls")
+    counted: Message = {}
+    for name, its_role in _COUNTED.items():
+        value = message.get(name)
+        # "", null and a missing field are the same
+        missing = value is None or (name == "content" and value == "")
+        if not missing and its_role in ("", role):
+            counted[name] = value
+    if role == "assistant" and isinstance(calls, list):
+        counted["tool_calls"] = [_called(call) for call in calls]
+    return message_body(counted)
+
+
+def _called(call: object) -> object:
+    """A tool call's id, name and arguments, parsed if they are JSON text."""
+    if not isinstance(call, dict):
+        return call
+    function = call.get("function")
+    holder = function if isinstance(function, dict) else call
+    arguments = holder.get("arguments")
+    form = "parsed"
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments)
+        except ValueError:
+            form = "text"
+    return [call.get("id"), holder.get("name"), {form: arguments}]
+
+
+def _of_fields(*names: str) -> Projection:
+    """Compare only these fields; None, "" and [] are the same as a missing field."""
+
+    def without_index(call: object) -> object:
+        if not isinstance(call, dict):
+            return call
+        return {name: value for name, value in call.items() if name != "index"}
+
+    def project(body: str) -> str:
+        message, counted = _message(body), {}
+        for name in names:
+            value = message.get(name)
+            if name == "tool_calls" and isinstance(value, list):
+                value = list(map(without_index, value))
+            if value is not None and value != "" and value != []:
+                counted[name] = value
+        return message_texts(counted).identity
+
+    return project
+
+
+_PROJECTIONS: dict[MessageEquality, Projection] = {
+    "values": lambda body: message_texts(_message(body)).identity,
+    "text": _text,
+    "content": _content,
+    "strict": _of_fields("role", "content", "reasoning_content", "tool_calls"),
+    "role_content_only": _of_fields("role", "content"),
+}
+"""The equalities by name, as `trajkit.policies.Policy` describes them. 1 and 1.0 differ in
+``text`` (``segments``) and ``content`` (``graph``); ``strict`` is that of ``miles``."""

@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +39,10 @@ METADATA = (
 _TOKENS = ("prompt_ids", "output_ids", "output_logprobs")
 _MESSAGES = ("prompt_messages", "response_message")
 FIELDS = ("session_id", "turn_index", *_TOKENS, *_MESSAGES, *METADATA)
-_SPELLED = {name.replace("_", ""): name for name in FIELDS}
-# as an extra column it would silently leave the turns without logprobs
-_SPELLED["logprobs"] = "output_logprobs"
+# as an extra column, logprobs would silently leave the turns without
+_SPELLED = {name.replace("_", ""): name for name in FIELDS} | {
+    "logprobs": "output_logprobs"
+}
 
 MAX_DEPTH = 32
 """Maximum nesting depth of a value in an extra column."""
@@ -147,24 +148,30 @@ class _Session:
     message_ids: Ints = field(default_factory=lambda: _NO_IDS)
 
 
-@dataclass(slots=True)
-class _Batch:
-    """The calls so far, by column, in order of arrival."""
+class _Call(NamedTuple):
+    """A value of each call; or, in a table, the values of all calls."""
 
-    sessions: dict[str, _Session] = field(default_factory=dict)
-    book: MessageBook = field(default_factory=MessageBook)
-    session_numbers: list[int] = field(default_factory=list)
-    turn_indices: list[int] = field(default_factory=list)
+    session: Any
+    turn_index: Any
     # the bytes of each list, None where it is null
-    tokens: dict[str, list[bytes | None]] = field(
-        default_factory=lambda: {name: [] for name in _TOKENS}
-    )
-    valid: list[Valid] = field(default_factory=list)
-    messages: list[Ints | None] = field(default_factory=list)
-    # -1: no response
-    responses: list[int] = field(default_factory=list)
-    metadata: list[tuple[object, ...]] = field(default_factory=list)
-    extras: dict[str, list[object]] = field(default_factory=dict)
+    prompt_ids: Any
+    output_ids: Any
+    output_logprobs: Any
+    valid: Any
+    # ids in the book; a reply of -1 is none
+    messages: Any
+    reply: Any
+    metadata: Any
+
+
+class _Batch:
+    """The calls so far, in order of arrival, and their extra columns."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, _Session] = {}
+        self.book = MessageBook()
+        self.calls: list[_Call] = []
+        self.extras: dict[str, list[object]] = {}
 
     def add(self, record: Record, number: int) -> None:
         if not isinstance(record, Mapping):
@@ -182,18 +189,22 @@ class _Batch:
         logprobs, valid = read_logprobs(
             record.get("output_logprobs"), len(output), where
         )
-        for name, values in zip(_TOKENS, (prompt, output, logprobs), strict=True):
-            self.tokens[name].append(None if values is None else values.tobytes())
-        self.valid.append(valid)
-        self._add_messages(record, session, where)
-        self.metadata.append(read_metadata(record, where))
+        call = _Call(
+            session.number,
+            turn_index,
+            prompt.tobytes(),
+            output.tobytes(),
+            None if logprobs is None else logprobs.tobytes(),
+            valid,
+            *self._messages(record, session, where),
+            read_metadata(record, where),
+        )
         for name in extras:
             check_depth(name, record[name], where)
             column = self.extras.setdefault(name, [])
-            column.extend([None] * (len(self.turn_indices) - len(column)))
+            column.extend([None] * (len(self.calls) - len(column)))
             column.append(record[name])
-        self.session_numbers.append(session.number)
-        self.turn_indices.append(turn_index)
+        self.calls.append(call)
         session.turn_index = turn_index
 
     def _session(self, record: Record, number: int) -> _Session:
@@ -212,8 +223,11 @@ class _Batch:
             self.sessions[name] = _Session(len(self.sessions), name)
         return self.sessions[name]
 
-    def _add_messages(self, record: Record, session: _Session, where: str) -> None:
-        messages, ids = record.get("prompt_messages"), None
+    def _messages(
+        self, record: Record, session: _Session, where: str
+    ) -> tuple[Ints | None, int]:
+        messages, response = (record.get(name) for name in _MESSAGES)
+        ids, reply = None, -1
         if messages is not None:
             if not isinstance(messages, (list, tuple)):
                 raise InvalidTurnsError(
@@ -231,64 +245,56 @@ class _Batch:
                 ids[i] = self.book.add(message)
                 compared[i] = comparable(messages[i], message.is_plain)
             session.messages, session.message_ids = compared, ids
-        self.messages.append(ids)
-        response, reply = record.get("response_message"), -1
         if response is not None:
             reply = self.book.add(encode(response, f"{where}response_message"))
-        self.responses.append(reply)
+        return ids, reply
 
     def table(self) -> pa.Table:
-        numbers = np.array(self.session_numbers, np.int32)
-        turn_index = np.array(self.turn_indices, np.int32)
-        names = pa.array(list(self.sessions), pa.string())
-        lists = {
-            name: lists_of(
-                self.tokens[name],
-                TURNS.field(name).type,
-                self.valid if name == "output_logprobs" else (),
-            )
-            for name in _TOKENS
-        }
-        table = pa.table(
-            {
-                "session_id": names.take(pa.array(numbers)),
-                "turn_index": turn_index,
-                **lists,
-                **metadata_columns(self.metadata),
-                **{name: self._extra(name) for name in self.extras},
-            }
-        )
-        messages, responses = self.messages, np.array(self.responses, np.int32)
-        order = np.lexsort((turn_index, numbers))
-        if (np.diff(order) < 0).any():
-            table = table.take(pa.array(order))
-            messages = [messages[k] for k in order]
-            responses, numbers = responses[order], numbers[order]
-        columns = dict(zip(table.column_names, table.columns, strict=True))
-        columns["messages"], columns["response"] = self.book.columns(
-            np.concatenate([_NO_IDS, *(ids for ids in messages if ids is not None)]),
-            np.array([-1 if ids is None else len(ids) for ids in messages], np.int64),
-            responses,
+        n = len(self.calls)
+        order = sorted(range(n), key=[call[:2] for call in self.calls].__getitem__)
+        in_order = [self.calls[k] for k in order]
+        of = _Call(*zip(*in_order, strict=True)) if n else _Call(*[()] * 9)
+        numbers = np.array(of.session, np.int32)
+        names = pa.array([*self.sessions], pa.string())
+        messages, response = self.book.columns(
+            np.concatenate([_NO_IDS, *(ids for ids in of.messages if ids is not None)]),
+            np.array(
+                [-1 if ids is None else len(ids) for ids in of.messages], np.int64
+            ),
+            np.array(of.reply, np.int32),
             numbers,
         )
-        fields = [*TURNS, *(table.schema.field(name) for name in self.extras)]
-        schema = pa.schema(fields, metadata=TURNS.metadata)
-        return pa.Table.from_arrays(
-            [columns[name] for name in schema.names], schema=schema
-        )
+        columns = {
+            "session_id": names.take(pa.array(numbers)),
+            "turn_index": pa.array(of.turn_index, pa.int32()),
+            **metadata_columns(of.metadata),
+            "messages": messages,
+            "response": response,
+        }
+        for name in _TOKENS:
+            valid = of.valid if name == "output_logprobs" else ()
+            columns[name] = lists_of(getattr(of, name), TURNS.field(name).type, valid)
+        extras = {}
+        for name, values in self.extras.items():
+            values.extend([None] * (n - len(values)))
+            extras[name] = _extra(name, [values[k] for k in order])
+        more = [pa.field(name, values.type) for name, values in extras.items()]
+        schema = pa.schema([*TURNS, *more], metadata=TURNS.metadata)
+        arrays = [*(columns[name] for name in TURNS.names), *extras.values()]
+        return pa.Table.from_arrays(arrays, schema=schema)
 
-    def _extra(self, name: str) -> pa.Array:
-        values = self.extras[name]
-        values.extend([None] * (len(self.turn_indices) - len(values)))
-        try:
-            if not any(map(_is_nested, values)):
-                return pa.array(values)
-            arrays = [one_value(value) for value in values]
-            return concat_values(arrays, common_type(array.type for array in arrays))
-        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise InvalidTurnsError(
-                f"Arrow cannot store the values of {name!r} in one column: {error}"
-            ) from None
+
+def _extra(name: str, values: list[object]) -> pa.Array:
+    """An extra column."""
+    try:
+        if not any(map(_is_nested, values)):
+            return pa.array(values)
+        arrays = [one_value(value) for value in values]
+        return concat_values(arrays, common_type(array.type for array in arrays))
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise InvalidTurnsError(
+            f"Arrow cannot store the values of {name!r} in one column: {error}"
+        ) from None
 
 
 def _is_nested(value: object) -> bool:
@@ -325,11 +331,7 @@ def concat_values(arrays: Sequence[pa.Array], type_: pa.DataType) -> pa.Array:
 
 
 def check_extra(name: object, what: str, record: Record | None = None) -> None:
-    """Raise unless an extra column of turns may have this name.
-
-    ``what`` begins the error text: ``record 3 has the key``. In a ``record``, a name
-    that is similar to a missing field is an error.
-    """
+    """Raise unless an extra column of turns may have this name."""
     if not isinstance(name, str):
         raise InvalidTurnsError(f"{what} {name!r}: expected a name")
     if name in TURNS.names:
@@ -350,8 +352,8 @@ def check_extra(name: object, what: str, record: Record | None = None) -> None:
 def is_too_deep(value: object) -> bool:
     """Whether lists and dicts are nested deeper than `MAX_DEPTH` levels.
 
-    Arrow infers types by recursion without a limit, which overflows the stack. It writes
-    at most 63 levels to files, and reads fewer from Parquet.
+    Arrow infers types by recursion without a limit, which overflows the stack. It writes at
+    most 63 levels to files, and reads fewer from Parquet.
     """
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -382,12 +384,11 @@ def check_depth(name: str, value: object, where: str) -> None:
 
 def _turn_index(record: Record, session: _Session) -> int:
     given = whole_number(record.get("turn_index"))
-    if given is None:
-        return session.turn_index + 1
-    turn_index = _integer(given)
+    turn_index = session.turn_index + 1 if given is None else _integer(given)
     if not 0 <= turn_index < 2**31:
         raise InvalidTurnsError(
-            f"session {session.name!r}: turn_index is {given!r}: expected an integer in "
+            f"session {session.name!r}: turn_index is "
+            f"{turn_index if given is None else repr(given)}: expected an integer in "
             "[0, 2**31)"
         )
     return turn_index
@@ -404,7 +405,11 @@ def _integer(value: object) -> int:
 def _required_ids(record: Record, name: str, where: str) -> Ints:
     value = record.get(name)
     if value is not None:
-        return checked_ids(value, f"{where}{name}")
+        ids = read_ids(value, f"{where}{name}")
+        if ids.min(initial=0) < 0:
+            at = int((ids < 0).argmax())
+            raise InvalidTurnsError(f"{where}{name}[{at}] is {ids[at]}: {ID_RULE}")
+        return ids
     found = f"the record has the keys {', '.join(map(str, record))}"
     if name in record:
         found = f"{name} is None"
@@ -412,11 +417,7 @@ def _required_ids(record: Record, name: str, where: str) -> Ints:
 
 
 def read_metadata(record: Record, where: str) -> tuple[object, ...]:
-    """The values of `METADATA` of a call, in the types of their columns.
-
-    The rules of columns are checked where the table is made, or by the recorder. Raises
-    InvalidTurnsError for a value of another type.
-    """
+    """The values of `METADATA` of a call, in the types of their columns."""
     values: list[object] = []
     for name in METADATA:
         value = record.get(name)
@@ -445,16 +446,17 @@ def _read_value(value: object, what: str, type_: pa.DataType) -> object:
         raise InvalidTurnsError(f"{what} is {value!r}: expected a list of dicts")
     read, names = [], type_.value_type.names
     for i, one in enumerate(value):
-        if not isinstance(one, Mapping) or {*one} != {*names}:
-            raise InvalidTurnsError(
-                f"{what}[{i}] is {one!r}: expected a dict of {', '.join(names)}"
-            )
-        try:
-            read.append(pa.scalar(one, type_.value_type).as_py())
-        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise InvalidTurnsError(f"{what}[{i}] is {one!r}: {error}") from None
-        if read[i] != one:  # Arrow cuts a fraction off
-            raise InvalidTurnsError(f"{what}[{i}] is {one!r}: expected integers")
+        rule = f"expected a dict of {', '.join(names)}"
+        if isinstance(one, Mapping) and {*one} == {*names}:
+            try:
+                read.append(pa.scalar(one, type_.value_type).as_py())
+                rule = (
+                    "" if read[i] == one else "expected integers"
+                )  # a fraction is cut
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                rule = str(error)
+        if rule:
+            raise InvalidTurnsError(f"{what}[{i}] is {one!r}: {rule}")
     return read
 
 
@@ -462,15 +464,14 @@ def _mask(value: object, what: str) -> Bools:
     mask = np.asarray(value)
     if mask.ndim != 1 or (mask.dtype.kind not in "biu" and len(mask)):
         raise InvalidTurnsError(f"{what} is {value!r}: expected a list of bools")
-    odd = np.flatnonzero((mask != 0) & (mask != 1))
-    if len(odd):
-        at = int(odd[0])
-        rule = "expected a bool, or 0 or 1"
-        raise InvalidTurnsError(f"{what}[{at}] is {mask[at]}: {rule}")
+    for at in np.flatnonzero((mask != 0) & (mask != 1))[:1].tolist():
+        raise InvalidTurnsError(
+            f"{what}[{at}] is {mask[at]}: expected a bool, or 0 or 1"
+        )
     return mask.astype(np.bool_)
 
 
-def metadata_columns(metadata: list[tuple[object, ...]]) -> dict[str, pa.Array]:
+def metadata_columns(metadata: Sequence[tuple[object, ...]]) -> dict[str, pa.Array]:
     """The columns `METADATA` of calls."""
     columns = zip(*metadata, strict=True) if metadata else [()] * len(METADATA)
     return {
@@ -492,10 +493,9 @@ def lists_of(
     dtype = type_.value_type.to_pandas_dtype()
     values, mask = np.frombuffer(b"".join(filter(None, parts)), dtype), None
     if any(one is not None for one in valid):
-        mask = np.zeros(len(values), np.bool_)
-        for one, stop, n in zip(valid, np.cumsum(sizes), sizes, strict=True):
-            if one is not None:
-                mask[stop - n : stop] = one == 0
+        pairs = zip(valid, sizes, strict=True)
+        flags = [np.ones(n, np.uint8) if one is None else one for one, n in pairs]
+        mask = np.concatenate(flags) == 0
     lists = Ragged(pa.array(values, mask=mask), offsets_of(sizes))
     return lists.to_arrow(null, type_)
 
@@ -511,10 +511,10 @@ def _is_flat(values: object, type_: type[np.generic]) -> bool:
 
 
 def read_ids(values: object, what: str) -> Ints:
-    """Token ids as a contiguous array. An int32 array is returned unchecked.
+    """Token ids as a contiguous array.
 
-    ``what`` is their name in errors: ``session 'a', turn 7: prompt_ids``. Raises
-    InvalidTurnsError for a value that is no token id.
+    An int32 array is returned unchecked. ``what`` is their name in errors: ``session 'a',
+    turn 7: prompt_ids``. Raises InvalidTurnsError for a value that is no token id.
     """
     if _is_flat(values, np.int32):
         return values  # type: ignore[return-value]  # the usual case, tested first
@@ -522,9 +522,7 @@ def read_ids(values: object, what: str) -> Ints:
     if not isinstance(array, list):
         if array.dtype.kind not in "iu" and len(array):
             raise InvalidTurnsError(f"{what} is of {array.dtype}: {ID_RULE}")
-        bad = (array < 0) | (array > 0x7FFFFFFF)
-        if bad.any():
-            at = int(bad.argmax())
+        for at in np.flatnonzero((array < 0) | (array > 0x7FFFFFFF))[:1].tolist():
             raise InvalidTurnsError(f"{what}[{at}] is {array[at]}: {ID_RULE}")
         return np.ascontiguousarray(array, np.int32)
     ids = np.empty(len(array), np.int32)
@@ -534,15 +532,6 @@ def read_ids(values: object, what: str) -> Ints:
         if not 0 <= plain <= 0x7FFFFFFF:
             raise InvalidTurnsError(f"{what}[{k}] is {array[k]!r}: {ID_RULE}")
         ids[k] = plain
-    return ids
-
-
-def checked_ids(values: object, what: str) -> Ints:
-    """As `read_ids`, with every value checked."""
-    ids = read_ids(values, what)
-    if ids.min(initial=0) < 0:
-        at = int((ids < 0).argmax())
-        raise InvalidTurnsError(f"{what}[{at}] is {ids[at]}: {ID_RULE}")
     return ids
 
 
@@ -576,29 +565,27 @@ def read_logprobs(
 ) -> tuple[Floats | None, Valid]:
     """The logprobs of a call, and which are not null.
 
-    None for None and for an empty list. Raises InvalidTurnsError if they are not
-    numbers, or not one per output id.
+    None for None and for an empty list. Raises InvalidTurnsError if they are not numbers,
+    or not one per output id.
     """
     if values is None:
         return None, None
     if _is_flat(values, np.float32) and len(values) == n_outputs > 0:  # type: ignore[arg-type]
         return values, None  # type: ignore[return-value]
-    array = _as_array(values, f"{where}output_logprobs", "numbers")
+    what = f"{where}output_logprobs"
+    array = _as_array(values, what, "numbers")
     if len(array) == 0:
         return None, None
     if len(array) != n_outputs:
-        raise InvalidTurnsError(
-            f"{where}{len(array)} logprobs for {n_outputs} output ids"
-        )
+        words = f"{where}{len(array)} logprobs for {n_outputs} output ids"
+        raise InvalidTurnsError(words)
     if isinstance(array, list):
         numbers, valid = np.empty(n_outputs, np.float32), np.empty(n_outputs, np.uint8)
-        at = _core.unbox_logprobs(array, numbers, valid)
-        for k in range(at, n_outputs):
-            numbers[k], valid[k] = _logprob(array[k], f"{where}output_logprobs[{k}]")
+        for k in range(_core.unbox_logprobs(array, numbers, valid), n_outputs):
+            numbers[k], valid[k] = _logprob(array[k], f"{what}[{k}]")
         return numbers, None if valid.all() else valid
     if array.dtype.kind not in "fiu":
-        words = f"{where}output_logprobs is of {array.dtype}: logprobs are numbers"
-        raise InvalidTurnsError(words)
+        raise InvalidTurnsError(f"{what} is of {array.dtype}: logprobs are numbers")
     with np.errstate(over="ignore"):  # becomes infinite, which is refused later
         return np.ascontiguousarray(array, np.float32), None
 
@@ -607,32 +594,14 @@ def _logprob(value: object, what: str) -> tuple[float, bool]:
     """A logprob of any numeric type, and whether it is not None."""
     if value is None:
         return 0.0, False
-    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
-        value, bool
-    ):
-        with np.errstate(over="ignore"):
-            try:
-                return float(np.float32(value)), True
-            except OverflowError:  # an int that exceeds every float
-                return float("inf") if value > 0 else float("-inf"), True
-    raise InvalidTurnsError(
-        f"{what} is {value!r}: logprobs are numbers{_unpack(value)}"
-    )
-
-
-def _unpack(value: object) -> str:
-    """A hint how to extract numbers from an engine's own format of logprobs."""
-    if isinstance(value, list | tuple):
-        how = "SGLang's shape: [one[0] for one in output_token_logprobs]"
-    elif not isinstance(value, Mapping):
-        return ""
-    elif "content" in value:
-        how = "OpenAI's shape: [one['logprob'] for one in logprobs['content']]"
-    elif "logprob" in value:
-        how = "OpenAI's shape: [one['logprob'] for one in content]"
-    else:
-        how = "vLLM's shape: [one[i].logprob for one, i in zip(logprobs, output_ids)]"
-    return f". This may be {how}"
+    is_number = isinstance(value, (int, float, np.integer, np.floating))
+    if not is_number or isinstance(value, bool):
+        raise InvalidTurnsError(f"{what} is {value!r}: logprobs are numbers")
+    with np.errstate(over="ignore"):
+        try:
+            return float(np.float32(value)), True  # type: ignore[arg-type]
+        except OverflowError:  # an int that exceeds every float
+            return float("inf" if value > 0 else "-inf"), True  # type: ignore[operator]
 
 
 def _as_array(values: object, what: str, expected: str) -> list[object] | Any:
@@ -655,7 +624,7 @@ def _as_array(values: object, what: str, expected: str) -> list[object] | Any:
     if array is None:
         raise InvalidTurnsError(
             f"{what} is of type {type(values).__name__}: expected a list or an "
-            f"array of {expected}{_unpack(values) if expected == 'numbers' else ''}"
+            f"array of {expected}"
         )
     if array.ndim != 1:
         raise InvalidTurnsError(

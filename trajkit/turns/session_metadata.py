@@ -10,10 +10,11 @@ import pyarrow as pa
 from trajkit._arguments import arrow_source
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
+from trajkit.schema.engine import repeated
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical
-from trajkit.tables.columns import take_rows
-from trajkit.tables.ragged import Bools, codes
+from trajkit.tables.columns import take_rows, with_column
+from trajkit.tables.ragged import Bools, codes, combined
 from trajkit.turns.sessions import Sessions
 
 Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None
@@ -35,43 +36,36 @@ class SessionFacts:
     stated: tuple[str, ...] = ()
 
     def of_sessions(self, calls: Sessions) -> pa.RecordBatch:
-        """SESSIONS of these sessions, with reward and group_id from columns of the turns.
-
-        Raises SchemaError if these columns have other types, and InvalidTurnsError as
-        `of` and if the turns of a session contradict each other or the given values.
-        """
+        """SESSIONS of these, with reward and group_id from columns of the turns."""
         facts = self.of(calls.ids)
         for name in OF_TURNS:
             if calls.table.schema.get_field_index(name) < 0:
                 continue
-            own = _of_turns(calls, name)
+            own, given = _of_turns(calls, name), facts.column(name)
             if name in self.stated:
-                given = facts.column(name)
                 same = pc.equal(own, given).fill_null(False)
-                bad = np.flatnonzero(pc.and_not(own.is_valid(), same))
-                if len(bad):
-                    at = int(bad[0])
-                    stated, found = (one[at].as_py() for one in (given, own))
+                bad = np.flatnonzero(pc.and_not(own.is_valid(), same)).tolist()
+                for at in bad[:1]:
+                    stated = given[at].as_py()
                     raise InvalidTurnsError(
                         f"session {calls.ids[at].as_py()!r}: {name} "
                         f"{'null' if stated is None else stated} was given, and its turns "
-                        f"have {name} {found}: leave one of them out"
+                        f"have {name} {own[at]}: leave one of them out"
                     )
                 own = given
-            field = SESSIONS.field(name)
-            facts = facts.set_column(SESSIONS.names.index(name), field, own)
+            at = SESSIONS.names.index(name)
+            facts = facts.set_column(at, SESSIONS.field(name), own)
         return facts
 
     def of(self, session_ids: pa.Array) -> pa.RecordBatch:
-        """SESSIONS for these sessions, in this order; InvalidTurnsError if one has no
-        row.
+        """SESSIONS for these sessions, in this order.
+
+        Raises InvalidTurnsError if one has no row.
         """
         if self.table is None:
-            n = len(session_ids)
-            rewards = pa.nulls(n, pa.float64())
-            if self.reward is not None:
-                rewards = pa.array(np.full(n, self.reward))
-            return _sessions(session_ids, rewards)
+            rewards = np.full(len(session_ids), self.reward or 0.0)
+            none = np.full(len(session_ids), self.reward is None)
+            return _sessions(session_ids, pa.array(rewards, mask=none))
         found = pc.index_in(session_ids, self.table.column("session_id"))
         if found.null_count:
             missing = session_ids.filter(found.is_null())[0]
@@ -83,12 +77,7 @@ class SessionFacts:
 
 
 def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
-    """Read the arguments ``reward`` and ``sessions``.
-
-    Raises ArgumentError if both are given or ``reward`` is not allowed, and
-    InvalidTurnsError for a table with two rows of a session or a reward that is not
-    finite.
-    """
+    """Read the arguments ``reward`` and ``sessions``."""
     if reward is None and sessions is None:
         return SessionFacts(None, None)
     if _is_table(reward):
@@ -120,9 +109,8 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
                     f"reward has the key {name!r}: expected session ids"
                 )
         rewards = [_number(r, f"session {name!r}: ") for name, r in reward.items()]
-        batch = _sessions(
-            pa.array([*reward], pa.string()), pa.array(rewards, pa.float64())
-        )
+        ids = pa.array([*reward], pa.string())
+        batch = _sessions(ids, pa.array(rewards, pa.float64()))
         return SessionFacts(None, _checked(pa.Table.from_batches([batch])), ("reward",))
     number = _number(reward, "")
     return SessionFacts(number, None, () if number is None else ("reward",))
@@ -140,37 +128,34 @@ def one_session(
     error: str | None,
 ) -> pa.Table:
     """SESSIONS of one session; raises as `session_facts` and `SessionFacts.of`."""
-    for name, value in (("group_id", group_id), ("error", error)):
-        if value is not None and not isinstance(value, str):
-            raise ArgumentError(f"{name}={value!r}: expected a string")
     if sessions is not None or _is_table(reward):
         raise ArgumentError(
             "group_id or error is given with a table of sessions: put them into the table"
         )
-    line = session_facts(reward, None).of(pa.array([session_id]))
-    others = (pa.array([one], pa.string()) for one in (group_id, error))
-    return pa.Table.from_batches([_sessions(*line.columns[:2], *others)])
-
-
-def _sessions(ids: pa.Array, rewards: pa.Array, *others: pa.Array) -> pa.RecordBatch:
-    """SESSIONS; without ``others``, group_id and error are null."""
-    null = pa.nulls(len(ids), pa.string())
-    return pa.RecordBatch.from_arrays(
-        [ids, rewards, *(others or (null, null))], schema=SESSIONS
+    line = pa.Table.from_batches(
+        [session_facts(reward, None).of(pa.array([session_id]))]
     )
+    for name, value in (("group_id", group_id), ("error", error)):
+        if value is not None and not isinstance(value, str):
+            raise ArgumentError(f"{name}={value!r}: expected a string")
+        line = with_column(line, name, pa.array([value], pa.string()))
+    return line
+
+
+def _sessions(ids: pa.Array, rewards: pa.Array) -> pa.RecordBatch:
+    null = pa.nulls(len(ids), pa.string())
+    return pa.RecordBatch.from_arrays([ids, rewards, null, null], schema=SESSIONS)
 
 
 def _of_turns(calls: Sessions, name: str) -> pa.Array:
     """The value of a column in the turns of each session; null if all are null."""
     column, wanted = calls.table.column(name), SESSIONS.field(name)
-    if pa.types.is_integer(column.type) and name == "group_id":  # an index of the group
-        column = column.cast(wanted.type)
     schema = pa.schema([SESSIONS.field("session_id"), wanted], SESSIONS.metadata)
     ids = calls.table.column("session_id")
     lines = canonical(pa.table({"session_id": ids, name: column}), schema)
-    values = lines.column(name).combine_chunks()
+    values = combined(lines.column(name))
     if name == "reward":
-        for at in _not_finite(values):
+        for at in _not_finite(values)[:1]:
             raise InvalidTurnsError(
                 f"{calls.place(at)}: reward is {values[at]}: expected a finite number or "
                 "null"
@@ -183,8 +168,8 @@ def _of_turns(calls: Sessions, name: str) -> pa.Array:
     own = values.take(pa.array(source, mask=source < 0))
     due = own.take(pa.array(session))
     bad = np.flatnonzero(pc.not_equal(values.take(pa.array(given)), due)).tolist()
-    if bad:
-        one, other = int(source[session[bad[0]]]), int(given[bad[0]])
+    for at in bad[:1]:
+        one, other = int(source[session[at]]), int(given[at])
         raise InvalidTurnsError(
             f"{calls.place(other)}: {name} is {values[other]}, and {values[one]} in turn "
             f"{calls.turn_index[one]}: a session has one {name} (for a reward per turn, "
@@ -219,8 +204,6 @@ def _number(reward: object, where: str) -> float | None:
 
 def last_lines(table: pa.Table) -> pa.Table:
     """The last row of each session, in order of the sessions' first rows."""
-    if not len(table):
-        return table
     numbers = codes(table.column("session_id"))
     last = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
     return take_rows(table, pa.array(last))
@@ -232,17 +215,14 @@ def errored(facts: pa.RecordBatch) -> Bools:
 
 
 def _checked(table: pa.Table) -> pa.Table:
-    ids = table.column("session_id")
-    counts = pc.value_counts(ids)
-    again = counts.filter(pc.greater(counts.field("counts"), 1))
-    if len(again):
+    ids, rewards = table.column("session_id"), table.column("reward")
+    for at in np.flatnonzero(repeated(codes(ids)))[:1].tolist():
         raise InvalidTurnsError(
-            f"session {again[0]['values'].as_py()!r} has {again[0]['counts']} lines in "
-            "sessions: expected one"
+            f"session {ids[at].as_py()!r} has several lines in sessions: expected one"
         )
-    for bad in _not_finite(table.column("reward")):
+    for at in _not_finite(rewards)[:1]:
         raise InvalidTurnsError(
-            f"session {ids[bad].as_py()!r}: reward {table.column('reward')[bad]}: expected "
-            "a finite number or null"
+            f"session {ids[at].as_py()!r}: reward {rewards[at]}: expected a finite "
+            "number or null"
         )
     return table

@@ -6,8 +6,8 @@ earlier call whose path supplies what comes before. Behind it, no kernel and no 
 which form the table had.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -95,26 +95,23 @@ class Sessions:
     calls: Records
     # dtype REQUEST, shape (n_calls,)
     requests: Records
-    # keys that are equal if the messages are (trajkit.turns.message_equality), unless those
+    # keys that are equal if the messages are (trajkit.turns.messages), unless those
     # of the table are
     keys: Longs | None = None
 
-    # shape (n_calls,): the number of each call's session
-    session: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
-        sizes = np.diff(self.offsets)
-        session = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        object.__setattr__(self, "session", session)
+    @cached_property
+    def session(self) -> Ints:
+        """The number of each call's session, shape (n_calls,)."""
+        return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.offsets))
 
     @classmethod
     def of(cls, turns: pa.Table) -> Self:
         """The sessions of a ``turns`` table.
 
-        Values are not checked (`trajkit.validate` does); prompts and outputs may be
-        empty. Raises as `canonical`, and InvalidTurnsError if the rows of a session are
-        not contiguous, turn_index does not ascend, logprobs and outputs have different
-        lengths, a base is not an earlier turn of its session, or an id is null.
+        Values are not checked (`trajkit.validate` does); prompts and outputs may be empty.
+        Raises as `canonical`, and InvalidTurnsError if the rows of a session are not
+        contiguous, turn_index does not ascend, logprobs and outputs have different lengths,
+        a base is not an earlier turn of its session, or an id is null.
         """
         table = with_current_keys(canonical(turns, turns_schema(turns.column_names)))
         chunks = table.column("output_ids").num_chunks
@@ -125,7 +122,7 @@ class Sessions:
         offsets = np.append(starts, n_calls)
         turn_index = np.empty(n_calls, np.int32)
         calls, requests = np.zeros(n_calls, CALL), np.zeros(n_calls, REQUEST)
-        names: Sequence[str] = _COLUMNS
+        names = [*_COLUMNS]
         if "suffix_ids" in table.column_names:
             names = [_DELTA_NAMES.get(name, name) for name in _COLUMNS]
             names += _DELTA_COLUMNS
@@ -179,19 +176,9 @@ class Sessions:
         """A copy of a call's prompt."""
         return self.forest.ids(call, 0, int(self.calls["prompt_len"][call]))
 
-    def output(self, call: int) -> Ints:
-        """A copy of a call's output."""
-        start = int(self.calls["prompt_len"][call])
-        return self.forest.ids(call, start, int(self.path_len[call]))
-
     def named(self, session: Longs | Ints, turn_index: Longs | Ints) -> Longs:
         """The call with each turn_index of a session, or -1."""
-        own = Keys(self.session, self.turn_index)
-        return own.find(Keys(session, turn_index))
-
-    def turns_of(self, session: int) -> Ints:
-        """The turn_index of each call of a session."""
-        return self.turn_index[self.offsets[session] : self.offsets[session + 1]]
+        return Keys(self.session, self.turn_index).find(Keys(session, turn_index))
 
     def place(self, call: int) -> str:
         """The position of a call for error texts: ``session 'a', turn 7``."""
@@ -260,28 +247,23 @@ class Sessions:
         return np.lexsort(keys).astype(np.int32)
 
     def by_creation(self) -> Ints:
-        """The rank of each call of all sessions by ``started_at``, then ``request_id``,
-        then turn.
-
-        Both are optional columns of ``turns``; raises as `by_prompt`.
+        """The rank of each call by the columns started_at and request_id, if there, and
+        turn.
         """
         order = np.lexsort([self._ranks("request_id"), self._ranks("started_at")])
-        ranks = np.empty(self.n_calls, np.int32)
-        ranks[order] = np.arange(self.n_calls, dtype=np.int32)
-        return ranks
+        return np.argsort(order).astype(np.int32)
 
     def _ranks(self, name: str) -> Longs:
         """Number of smaller values in the column, by row; nulls come last."""
-        none = np.zeros(self.n_calls, np.int64)
         if name not in self.table.column_names:
-            return none
+            return np.zeros(self.n_calls, np.int64)
         column = self.table.column(name)
-        if pa.types.is_null(column.type):
-            return none
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
         if pa.types.is_string_view(column.type):
             column = column.cast(pa.large_string())
+        if pa.types.is_null(column.type):
+            column = column.cast(pa.int8())
         try:
             return np.asarray(pc.rank(column, tiebreaker="min"), np.int64)
         except pa.ArrowNotImplementedError as error:

@@ -19,19 +19,16 @@ from trajkit.schema.engine import (
     POSITIVE,
     Check,
     Fault,
-    Rows,
+    broken,
     broken_items,
     checks_of,
     fault,
     field_of,
     not_logprobs,
     nulls,
-    owners,
     raw_floats,
     session_numbers,
 )
-from trajkit.schema.rows import row_lengths
-from trajkit.schema.turns import not_empty
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import (
     TableLike,
@@ -39,17 +36,13 @@ from trajkit.tables.canonical import (
     cast,
     check_columns,
     is_list,
-    list_parts,
     misfits,
     place,
     turns_schema,
 )
 from trajkit.tables.columns import take_rows, with_column
 from trajkit.tables.ragged import Ragged, codes, combined, lengths, offsets_of
-from trajkit.tables.stages import (
-    apply,
-    stage,
-)
+from trajkit.tables.stages import apply, stage
 from trajkit.turns.images import has_items, image_faults
 from trajkit.turns.messages import parse_json
 
@@ -74,11 +67,11 @@ _SCHEMAS: dict[str, pa.Schema] = {
     "report": schema.REPORT,
     "rows": schema.ROWS,
 }
+# Columns of rows that packs rely on.
 _LAYOUT = (
     *("session_id", "row_index", "loss_mask"),
     *("prompt_length", "shared_length", "rollout_mask_sum", "parent_row"),
 )
-"""Columns of rows that packs rely on."""
 
 
 @stage
@@ -122,7 +115,6 @@ def validate(
     ArgumentError
         ``kind``, ``nonfinite_logprobs`` or ``bodies`` is not allowed.
     """
-
     _check_options(kind, nonfinite_logprobs, bodies)
 
     def one(source: pa.Table) -> pa.Table:
@@ -171,7 +163,6 @@ def reject_sessions(
 
 
 def _check_options(kind: object, nonfinite_logprobs: object, bodies: object) -> None:
-    """Raise ArgumentError unless the options of `validate` are allowed."""
     if kind is not None:
         check_choice("kind", kind, Kind)
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
@@ -187,8 +178,7 @@ def _reject(
     out = _settle(cast(source, plan), nonfinite)
     for check in checks:
         out = _without(out, check(out), reasons)
-    bad = pa.table([list(reasons), list(reasons.values())], schema=REJECTED)
-    return out, bad
+    return out, pa.table([[*reasons], [*reasons.values()]], schema=REJECTED)
 
 
 def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
@@ -210,13 +200,10 @@ def check_table(table: pa.Table, kind: Kind) -> pa.Table:
 
 
 def check_layout(rows: pa.Table, *, read_ids: bool = True) -> None:
-    """Raise unless rows in canonical form can be packed.
-
-    Without ``read_ids``, token ids are only checked for nulls, so no token is read.
-    """
+    """Raise unless rows in canonical form can be packed."""
     read_ids |= any(one.values.null_count for one in rows.column("input_ids").chunks)
     names = (*_LAYOUT, "input_ids") if read_ids else _LAYOUT
-    check_all(rows, (*checks_of(schema.ROWS, names), row_lengths, mm_items))
+    check_all(rows, (*checks_of(schema.ROWS, names), schema.row_lengths, mm_items))
 
 
 def check_all(table: pa.Table, checks: Iterable[Check]) -> pa.Table:
@@ -235,15 +222,13 @@ def _plan(
         plan = _SCHEMAS[name]
         return plan, (*checks_of(plan), *([mm_items] if name == "rows" else []))
     if name != "turns":
-        raise SchemaError(
-            f"kind {name!r} does not exist: expected one of "
-            f"{', '.join(['turns', *_SCHEMAS])}"
-        )
+        known = ", ".join(["turns", *_SCHEMAS])
+        raise SchemaError(f"kind {name!r} does not exist: expected one of {known}")
     plan = turns_schema(table.column_names)
     messages = "messages" if plan is schema.TURNS else "suffix_messages"
-    of_columns = (one for one in checks_of(plan) if not empty or one is not not_empty)
+    own = (one for one in checks_of(plan) if not empty or one is not schema.not_empty)
     of_bodies = (partial(message_bodies, messages),) if bodies else ()
-    return plan, (*of_columns, mm_items, payloads, *of_bodies)
+    return plan, (*own, mm_items, payloads, *of_bodies)
 
 
 def _kind_of(table: pa.Table) -> str:
@@ -297,7 +282,6 @@ def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
     """Turns with 0.0 under every null logprob, and null for values that are none."""
     if "output_logprobs" not in table.column_names:
         return table
-    check_choice("nonfinite_logprobs", nonfinite, Nonfinite)
     column = table.column("output_logprobs")
     chunks = [_settle_chunk(chunk, nonfinite == "null") for chunk in column.chunks]
     if all(new is old for new, old in zip(chunks, column.chunks, strict=True)):
@@ -307,14 +291,13 @@ def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
 
 def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArray:
     values = chunk.flatten()
-    numbers = raw_floats(values)
-    absent = values.is_null().to_numpy(zero_copy_only=False)
+    if not (make_null or values.null_count):
+        return chunk
+    numbers, absent = raw_floats(values), np.asarray(values.is_null())
     if make_null:
         absent = absent | not_logprobs(numbers)
-    elif not values.null_count:
-        return chunk
     # the schema promises 0.0 in the bytes, not -0.0 or NaN
-    if not (make_null and absent.any()) and not numbers[absent].tobytes().strip(b"\0"):
+    if absent.sum() == values.null_count and not numbers[absent].view(np.int32).any():
         return chunk
     fresh = pa.array(np.where(absent, np.float32(0), numbers), mask=absent)
     null = np.asarray(chunk.is_null())
@@ -324,13 +307,14 @@ def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArra
 def payloads(table: pa.Table) -> Iterator[Fault]:
     """The rules of `trajkit.schema.PAYLOADS` that do not depend on other turns."""
     for name in ("ref_logprobs", "teacher_logprobs"):
-        for start, ends, values in _payload(table, name, pa.types.is_floating):
-            numbers = values.cast(pa.float64()).fill_null(0.0).to_numpy()
+        for lists in _payload(table, name, pa.types.is_floating):
+            ends = lists.offsets[1:]
+            numbers = lists.values.cast(pa.float64()).fill_null(0.0).to_numpy()
             rule = f"{name}[{{}}] is {{}}: "
             bad = ~np.isfinite(numbers)
-            yield broken_items(start, ends, bad, rule + "it is not a number", numbers)
+            yield broken_items(0, ends, bad, rule + "it is not a number", numbers)
             bad = numbers > MAX_LOGPROB
-            yield broken_items(start, ends, bad, rule + POSITIVE, numbers)
+            yield broken_items(0, ends, bad, rule + POSITIVE, numbers)
     if "sampling_mask_start" not in table.column_names:
         yield from _sampling_mask(table)
 
@@ -338,41 +322,34 @@ def payloads(table: pa.Table) -> Iterator[Fault]:
 def _sampling_mask(table: pa.Table) -> Iterator[Fault]:
     """Each output id is among those that it was drawn from."""
     outputs = Ragged.of(table.column("output_ids"), -1)
-    for start, ends, values in _payload(table, "sampling_mask", is_list):
-        here = slice(start, start + len(ends))
-        given = ~nulls(table.column("sampling_mask").slice(start, len(ends)))
-        n_masks, n_ids = np.diff(ends, prepend=0), outputs.lengths[here]
-        odd = np.flatnonzero(given & (n_masks != n_ids))
+    for lists in _payload(table, "sampling_mask", is_list):
+        given = ~nulls(table.column("sampling_mask"))
+        n_masks, n_ids = lists.lengths, outputs.lengths
+        odd = given & (n_masks != n_ids)
         rule = "{} elements of sampling_mask for {} output_ids"
-        yield fault(start + odd, rule, n_masks[odd], n_ids[odd])
-        if len(odd):
+        yield broken(odd, rule, n_masks, n_ids)
+        if odd.any():
             return
-        row, index = owners(np.arange(len(values)), ends)
-        sampled = outputs.values[outputs.offsets[start + row] + index]
-        inner, ids = list_parts(values)
-        sizes = np.diff(inner.to_numpy())
-        holder = np.repeat(np.arange(len(values)), sizes)
-        same = ids.to_numpy(zero_copy_only=False) == sampled[holder]
-        held = np.bincount(holder, same, len(values)) > 0
+        sampled = outputs.values[np.repeat(given, n_ids)]
+        drawn = Ragged.of(lists.values)
+        same = drawn.values.to_numpy(zero_copy_only=False) == sampled[drawn.owner]
+        held = np.bincount(drawn.owner, same, len(drawn)) > 0
+        bad = (drawn.lengths > 0) & ~held
         rule = "sampling_mask[{}] lacks the sampled id {}: it belongs to another token"
-        yield broken_items(start, ends, (sizes > 0) & ~held, rule, sampled)
+        yield broken_items(0, lists.offsets[1:], bad, rule, sampled)
 
 
 def _payload(
     table: pa.Table, name: str, fits: Callable[[pa.DataType], bool]
-) -> Iterator[tuple[int, Rows, pa.Array]]:
-    """As `flat_chunks`, for an extra column that may be absent."""
+) -> Iterator[Ragged]:
+    """The lists of an extra column; nothing if it is absent."""
     if name not in table.column_names or pa.types.is_null(table.column(name).type):
         return
     column = table.column(name)
     if not is_list(column.type) or not fits(column.type.value_type):
         what = "lists of ids" if fits is is_list else "numbers"
         raise SchemaError(f"column {name!r} is {column.type}: expected lists of {what}")
-    start = 0
-    for chunk in column.chunks:
-        offsets, values = list_parts(chunk)
-        yield start, offsets.to_numpy()[1:], values
-        start += len(chunk)
+    yield Ragged.of(column)
 
 
 def mm_items(table: pa.Table) -> Iterator[Fault]:
@@ -390,54 +367,50 @@ def mm_items(table: pa.Table) -> Iterator[Fault]:
             found = image_faults(listed, ids, int(first[row]), may_be_cut=of_rows)
             for _, words in found:
                 faults.setdefault(row, words)
-    yield fault(np.array([*faults], np.int64), "{}", list(faults.values()))
+    yield fault(np.array([*faults], np.int64), "{}", [*faults.values()])
 
 
 def message_bodies(name: str, table: pa.Table) -> Iterator[Fault]:
     """Each key has a JSON body, in its first message of the session, and of one message."""
     lists, replies = Ragged.of(table.column(name)), combined(table.column("response"))
     # every message in session order, those of a turn before its reply
-    there = np.flatnonzero(replies.is_valid().to_numpy(zero_copy_only=False))
-    rows = np.concatenate([lists.owner, there])
+    messages = pa.concat_arrays([lists.values, replies])
+    rows = np.append(lists.owner, np.arange(len(replies)))
     order = np.argsort(rows, kind="stable")
-    places = pa.concat_arrays([lists.values, replies.take(pa.array(there))])
-    places, rows = places.take(pa.array(order)), rows[order]
-    keys, roles, texts = (field_of(places, one) for one in ("key", "role", "body"))
+    order = order[np.asarray(messages.is_valid())[order]]
+    rows, messages = rows[order], messages.take(pa.array(order))
+    keys, roles, texts = (field_of(messages, one) for one in ("key", "role", "body"))
+
+    def of_keys(which: Iterable[np.integer], words: str) -> Fault:
+        at = np.array([*which], np.int64)
+        names = [keys[int(k)].as_py().hex() for k in at]
+        return fault(rows[at], f"the message with the key {{}} {words}", names)
 
     numbers = codes(keys)
     names = session_numbers(table)[rows] * (len(numbers) + 1) + numbers
     first = np.unique(names, return_index=True)[1]
-    absent = np.asarray(texts.is_null())
-    missing = np.sort(first[absent[first]])
-    yield fault(
-        rows[missing],
-        "the message with the key {} has no body, here or earlier in the session (rows "
-        "filtered out? then validate with bodies=False)",
-        [keys[int(at)].as_py().hex() for at in missing],
+    given = np.flatnonzero(texts.is_valid())
+    yield of_keys(
+        np.setdiff1d(first, given),
+        "has no body, here or earlier in the session (rows filtered out? then validate "
+        "with bodies=False)",
     )
-    given = np.flatnonzero(~absent)
-    said = codes(texts)[given]
-    before = np.unique(names[given], return_index=True, return_inverse=True)
-    earlier = before[1][before[2]]
-    other = [
-        at
-        for at in np.flatnonzero(said != said[earlier])
-        if not _is_same(
-            texts[int(given[at])].as_py(), texts[int(given[earlier[at]])].as_py()
-        )
-    ]
-    yield fault(
-        rows[given[other]],
-        "the message with the key {} has another body earlier in the session: "
-        "compute its key with trajkit.turns.message_key",
-        [keys[int(at)].as_py().hex() for at in given[other]],
+    text_numbers = codes(texts)
+    _, first, which = np.unique(names[given], return_index=True, return_inverse=True)
+    pairs = zip(given, given[first[which]], strict=True)
+    yield of_keys(
+        (
+            at
+            for at, earlier in pairs
+            if text_numbers[at] != text_numbers[earlier]
+            and not _is_same(texts[at].as_py(), texts[earlier].as_py())
+        ),
+        "has another body earlier in the session: compute its key with "
+        "trajkit.turns.message_key",
     )
-    faults = {
-        int(at): words
-        for at in given
-        if (words := _body_fault(texts[at].as_py(), roles[at].as_py())) is not None
-    }
-    yield fault(rows[list(faults)], "{}", list(faults.values()))
+    faults = ((at, _body_fault(texts[at].as_py(), roles[at].as_py())) for at in given)
+    bad = {int(at): words for at, words in faults if words is not None}
+    yield fault(rows[np.array([*bad], np.int64)], "{}", [*bad.values()])
 
 
 def _is_same(body: str, other: str) -> bool:

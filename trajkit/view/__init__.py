@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from trajkit._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from trajkit.view.document import Page as Page
-    from trajkit.view.document import page as page
-    from trajkit.view.document import view as view
+    from trajkit.view.pages import Page as Page
+    from trajkit.view.pages import page as page
 else:
     __getattr__, __dir__ = lazy_names(__name__)

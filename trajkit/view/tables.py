@@ -9,6 +9,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from itertools import chain
@@ -16,19 +17,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import polars as pl
+import polars.selectors as cs
 import pyarrow as pa
 
 from trajkit import analysis
-from trajkit.analysis.simulation import Simulation, label
+from trajkit.analysis.simulation import label, simulate
 from trajkit.analysis.tokenizer import Codec, Tokenizer, entry_bytes
 from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.errors import UnknownSessionError
-from trajkit.policies import PRESETS, Policy, rule_of
+from trajkit.policies import Policy, rule_of
 from trajkit.rows.linearize import linearize, report
 from trajkit.rows.links import link
-from trajkit.schema import LOSSES, TURNS_DELTA
+from trajkit.schema import TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.columns import row_lengths, take_session, tuples
+from trajkit.tables.columns import take_session, tuples
 from trajkit.tables.stages import whole_sessions
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
@@ -48,98 +50,85 @@ Violations: TypeAlias = dict[str | None, list[dict[str, Any]]]
 """Lines of `trajkit.schema.VIOLATIONS` by session."""
 
 
+@dataclass(eq=False)
 class ViewTables:
     """Sessions as the page needs them; see `trajkit.view.page` for the parameters."""
 
-    def __init__(
-        self,
-        turns: pa.Table,
-        policies: Iterable[Policy],
-        sessions: pa.Table | None = None,
-        tokenizer: Tokenizer | None = None,
-        *,
-        text: bool = True,
-        violations: Violations | None = None,
-    ) -> None:
-        self._turns = turns = compact(turns)
+    turns: pa.Table
+    policies: Sequence[Policy]
+    sessions: pa.Table | None = None
+    tokenizer: Tokenizer | None = None
+    text: bool = True
+    violations: Violations | None = None
+
+    def __post_init__(self) -> None:
+        self.turns = turns = compact(self.turns)
         self.session_ids: list[str] = pc.unique(turns["session_id"]).to_pylist()
-        self._sessions, self._text = sessions, text
-        self._tokenizer = tokenizer if text else None
-        self._violations = violations
-        self._policies = [*policies]
+        self.tokenizer = self.tokenizer if self.text else None
         # policies with the same parents share their links, which each has by number
-        self._links: list[pa.Table] = []
-        self._links_of: list[int] = []
-        numbers: dict[object, int] = {}
-        for policy in self._policies:
-            links = link(turns, policy)
-            parents = tuple(links["parent"].to_pylist())
-            self._links_of.append(numbers.setdefault(parents, len(numbers)))
-            if len(numbers) > len(self._links):
-                self._links.append(links)
+        links = [link(turns, policy) for policy in self.policies]
+        parents = [tuple(one["parent"].to_pylist()) for one in links]
+        distinct = [*dict.fromkeys(parents)]
+        self._links = [links[parents.index(one)] for one in distinct]
+        self._links_of = [*map(distinct.index, parents)]
         # tables are made on first use
         self._table = cache(self._make)
-        self._parts = cache(
-            lambda *of: self._table(*of).partition_by("session_id", as_dict=True)
-        )
 
     def _make(self, name: str, k: int) -> pl.DataFrame:
         """A table of the links, or of the policy, of this number."""
-        turns, known = self._turns, self._sessions
+        turns, known = self.turns, self.sessions
         match name:
+            case "links":
+                made = self._links[k]
             case "drift":
-                drift = pl.DataFrame(analysis.classify_drift(turns, self._links[k]))
-                return drift.filter(pl.col("size") > 0)
+                made = analysis.classify_drift(turns, self._links[k])
+                made = made.filter(pc.greater(made["size"], 0))
             case "branches":
                 made = analysis.label_branches(turns, self._links[k])
-            case "findings":
-                assert self._tokenizer is not None
-                made = analysis.explain_drift(turns, self._links[k], self._tokenizer)
+            case "findings" if self.tokenizer is not None:
+                made = analysis.explain_drift(turns, self._links[k], self.tokenizer)
             case "report":
-                made = report(turns, self._policies[k], sessions=known)
+                made = report(turns, self.policies[k], sessions=known)
             case "spans":
-                made = analysis.output_spans(turns, self._policies[k], sessions=known)
-            case "rows":
-                rows = linearize(turns, self._policies[k], sessions=known)
-                reasons = pl.DataFrame(analysis.why(turns, self._policies[k]))
-                return pl.DataFrame(rows.select(_OF_ROWS)).with_columns(
-                    pl.Series("tokens", row_lengths(rows)),
-                    reasons["tokens_trained"].alias("trained"),
-                    reasons["sentence"],
-                )
+                made = analysis.output_spans(turns, self.policies[k], sessions=known)
             case _:
-                made = self._links[k]
+                made = linearize(turns, self.policies[k], sessions=known)
+                reasons = pl.DataFrame(analysis.why(turns, self.policies[k]))
+                return pl.DataFrame(made.select([*_OF_ROWS, "input_ids"])).select(
+                    *_OF_ROWS,
+                    reasons["sentence"],
+                    tokens=pl.col("input_ids").list.len(),
+                    trained=reasons["tokens_trained"],
+                )
         return pl.DataFrame(made)
 
-    def _columns(self, names: Sequence[str], k: int, session_id: str) -> dict[str, Any]:
-        """The lines of a session in some tables, as lists without its id."""
-        columns: dict[str, Any] = {}
-        for name in names:
-            empty = self._table(name, k).clear()
-            part = self._parts(name, k).get((session_id,), empty)
-            columns[name] = part.drop("session_id").to_dict(as_series=False)
-        return columns
+    def _lists(self, names: Sequence[str], k: int, session_id: str) -> dict[str, Any]:
+        """The lines of a session in some tables, as columns without its id."""
+        own = pl.col("session_id") == session_id
+        parts = {name: self._table(name, k).filter(own) for name in names}
+        return {
+            name: part.drop("session_id").to_dict(as_series=False)
+            for name, part in parts.items()
+        }
 
     def index(self, title: str, n_runs: int = 1) -> dict[str, Any]:
         """What the page reads first: policies, drift by cause, and a line per session."""
-        simulation = Simulation(self._policies, sessions=self._sessions)
-        if self._turns.num_rows:
-            simulation.add(self._turns)
+        counts = simulate(self.turns, self.policies, sessions=self.sessions)
         groups = [self._groups(k) for k in range(len(self._links))]
-        found = self._violations
+        found = self.violations
         rules = Counter(line["rule"] for own in (found or {}).values() for line in own)
         return {
             "title": title,
             "runs": n_runs,
-            "losses": {name: LOSS_WORDS[name] for name in LOSSES},
+            "losses": LOSS_WORDS,
             "groups": LOSS_GROUPS,
             "causes": MENDS,
-            "text": self._text,
-            "tokenizer": self._tokenizer is not None,
-            "policies": simulation.table().to_pylist(),
-            "rules": [rule_in_words(policy) for policy in self._policies],
+            "text": self.text,
+            "tokenizer": self.tokenizer is not None,
+            "policies": counts.to_pylist(),
+            "rules": [rule_in_words(policy) for policy in self.policies],
             "drift": [groups[number] for number in self._links_of],
-            "sessions": self.session_lines(),
+            "sessions": self.session_lines().to_dict(as_series=False),
             "violations": None if found is None else rules.most_common(),
         }
 
@@ -151,7 +140,7 @@ class ViewTables:
         """
         drift, keys = self._table("drift", k), ["region", "cause"]
         turn, counted = ["session_id", "turn_index"], drift
-        if self._tokenizer is not None:
+        if self.tokenizer is not None:
             counted, keys = self._table("findings", k), ["cause"]
         return (
             counted.select(*turn, pl.col(*keys).cast(pl.String))
@@ -171,38 +160,44 @@ class ViewTables:
             .to_dicts()
         )
 
-    def session_lines(self) -> dict[str, list[Any]]:
-        """Columns of the list of sessions. Lists per policy are in the policies' order."""
+    def session_lines(self) -> pl.DataFrame:
+        """The list of sessions. Lists per policy are in the policies' order."""
         n_output = pl.col("output_ids").list.len()
         n_path = pl.col("shared_length") + pl.col("suffix_ids").list.len() + n_output
         names = ["session_id", "shared_length", "suffix_ids", "output_ids"]
-        lines = pl.DataFrame(self._turns.select([*names, "output_logprobs"]))
-        lines = lines.group_by("session_id", maintain_order=True).agg(
-            turns=pl.len(),
-            sampled=n_output.sum(),
-            context=n_path.max(),
-            logprob=pl.col("output_logprobs").explode().cast(pl.Float64).mean(),
-        )
+        ids = pa.array(self.session_ids, pa.string())
+        facts = pl.DataFrame(session_facts(None, self.sessions).of(ids))
         drift = self._table("drift", 0).group_by("session_id")
-        own = drift.agg(drifts=pl.len(), at_stake=pl.col("tokens_after_drift").sum())
-        finite = pl.when(pl.col("logprob").is_finite()).then(pl.col("logprob"))
-        columns = (
-            lines.join(own, "session_id", how="left", maintain_order="left")
-            .with_columns(finite, pl.col("drifts", "at_stake").fill_null(0))
-            .to_dict(as_series=False)
+        reports = [self._table("report", k) for k in range(len(self.policies))]
+        lines = (
+            pl.DataFrame(self.turns.select([*names, "output_logprobs"]))
+            .group_by(id="session_id", maintain_order=True)
+            .agg(
+                turns=pl.len(),
+                sampled=n_output.sum(),
+                context=n_path.max(),
+                logprob=pl.col("output_logprobs").explode().cast(pl.Float64).mean(),
+            )
+            .join(
+                drift.agg(drifts=pl.len(), at_stake=pl.col("tokens_after_drift").sum()),
+                left_on="id",
+                right_on="session_id",
+                how="left",
+                maintain_order="left",
+            )
         )
-        ids = columns.pop("session_id")
-        facts = session_facts(None, self._sessions).of(pa.array(ids, pa.string()))
-        known = {name: facts[name].to_pylist() for name in ("reward", "error")}
-        known |= {"id": ids, "group": facts["group_id"].to_pylist()}
-        if self._violations is not None:
-            known["violations"] = [len(self._violations.get(name, ())) for name in ids]
-        # a list per session, with a number per policy
-        reports = [self._table("report", k) for k in range(len(self._policies))]
-        for name, counted in {"trained": "tokens_trained", "rows": "rows"}.items():
-            numbers = zip(*(one[counted].to_list() for one in reports), strict=True)
-            columns[name] = [*map(list, numbers)]
-        return known | columns
+        if self.violations is not None:
+            found = [len(self.violations.get(name, ())) for name in self.session_ids]
+            lines = lines.with_columns(pl.Series("violations", found))
+        return lines.with_columns(
+            pl.when(pl.col("logprob").is_finite()).then("logprob"),
+            pl.col("drifts", "at_stake").fill_null(0),
+            facts["reward"],
+            facts["error"],
+            group=facts["group_id"],
+            trained=pl.concat_list([one["tokens_trained"] for one in reports]),
+            rows=pl.concat_list([one["rows"] for one in reports]),
+        )
 
     def chunk(self, session_id: str) -> bytes:
         """One session, compressed: a JSON object, then its turns as an Arrow IPC stream.
@@ -210,28 +205,33 @@ class ViewTables:
         The first four bytes (little endian) are the length of the JSON, which ends in
         spaces so that the stream begins at a multiple of 8 bytes.
         """
-        turns = take_session(self._turns, session_id).combine_chunks()
+        turns = take_session(self.turns, session_id).combine_chunks()
+        number = self.session_ids.index(session_id)
         of_links = ["links", "drift", "branches"]
-        of_links += ["findings"] * (self._tokenizer is not None)
-        policies = []
-        for k, policy in enumerate(self._policies):
-            columns = self._columns(["rows", "spans", "report"], k, session_id)
-            counts = ((name, n) for name, (n,) in columns["report"].items())
-            columns["report"] = {name: n for name, n in counts if isinstance(n, int)}
-            own = {"label": label(policy), "links": self._links_of[k], **columns}
-            policies.append(own)
+        of_links += ["findings"] * (self.tokenizer is not None)
+        policies = [
+            {
+                "label": label(policy),
+                "links": self._links_of[k],
+                "report": self._table("report", k)[number]
+                .select(cs.integer())
+                .to_dicts()[0],
+                **self._lists(["rows", "spans"], k, session_id),
+            }
+            for k, policy in enumerate(self.policies)
+        ]
         found = None
-        if self._violations is not None:
-            found = self._violations.get(session_id, [])[:_N_VIOLATIONS]
+        if self.violations is not None:
+            found = self.violations.get(session_id, [])[:_N_VIOLATIONS]
         shown = [name for name in _SHOWN if name in turns.column_names]
         facts = {
             "id": session_id,
             "policies": policies,
             "links": [
-                self._columns(of_links, k, session_id) for k in range(len(self._links))
+                self._lists(of_links, k, session_id) for k in range(len(self._links))
             ],
             "turns": turns.select(shown).to_pydict(),
-            **_messages(turns, self._text),
+            **_messages(turns, self.text),
             "violations": found,
         }
         # times are texts
@@ -246,25 +246,21 @@ class ViewTables:
 
     def search(self, word: str) -> list[str]:
         """The sessions one of whose messages contains a word, in either case."""
-        if not self._text:
+        if not self.text:
             return []
         names = ["session_id", "suffix_messages", "response"]
-        turns = pl.DataFrame(self._turns.select(names)).explode("suffix_messages")
-        bodies = (pl.col(name).struct.field("body") for name in names[1:])
-        hits = [
-            one.str.to_lowercase().str.contains(word.lower(), literal=True)
-            for one in bodies
-        ]
-        found = turns.filter(pl.any_horizontal(hits))["session_id"]
-        return found.unique(maintain_order=True).to_list()
+        turns = pl.DataFrame(self.turns.select(names)).explode("suffix_messages")
+        texts = pl.col(names[1:]).struct.field("body").str.to_lowercase()
+        hits = pl.any_horizontal(texts.str.contains(word.lower(), literal=True))
+        return turns.filter(hits)["session_id"].unique(maintain_order=True).to_list()
 
     def vocabulary(self) -> dict[str, Any] | None:
         """The text of every token that occurs; None without a tokenizer or text."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
-        lists = self._turns["suffix_ids"], self._turns["output_ids"]
+        lists = self.turns["suffix_ids"], self.turns["output_ids"]
         ids = (pc.unique(pc.list_flatten(one)).to_pylist() for one in lists)
-        return token_pieces(self._tokenizer, [*{*chain(*ids)}])
+        return token_pieces(self.tokenizer, [*{*chain(*ids)}])
 
 
 def selected(
@@ -272,15 +268,11 @@ def selected(
     *,
     ids: Sequence[str] | None = None,
     sample: int | None = None,
-    worst: int | None = None,
-    policy: Policy = PRESETS["faithful"],
 ) -> tuple[pa.Table, int]:
     """The turns of chosen sessions in delta form, and the number of all sessions.
 
-    At most one of the choices is given: ids; a sample, drawn by a hash of the ids, so it
-    is the same in every run; or the worst: those that lose most tokens under the policy,
-    have the most sampled tokens after drift, or have the lowest mean logprob; each of the
-    three rankings in turn names one.
+    At most one of the choices is given: ids, or a sample, drawn by a hash of the ids, so it
+    is the same in every run.
     """
     n_sessions, parts = 0, list[pa.Table]()
     for table in whole_sessions(batches):
@@ -294,27 +286,11 @@ def selected(
     if sample is not None:
         draw = {name: blake2b(name.encode(), digest_size=8).digest() for name in names}
         turns = _only(turns, sorted(names, key=draw.__getitem__)[:sample])
-    if worst is not None and names:
-        lines = pl.DataFrame(ViewTables(turns, [policy]).session_lines())
-        scores = (
-            pl.col("sampled") - pl.col("trained").list.first(),
-            pl.col("at_stake"),
-            -pl.col("logprob").cast(pl.Float64).fill_null(0.0),
-        )
-        ranked = lines.select(
-            pl.col("id")
-            .sort_by(score, descending=True, maintain_order=True)
-            .alias(f"{k}")
-            for k, score in enumerate(scores)
-        )
-        taken = dict.fromkeys(name for line in ranked.iter_rows() for name in line)
-        turns = _only(turns, [*taken][:worst])
     return turns, n_sessions
 
 
 def _only(turns: pa.Table, names: Sequence[str]) -> pa.Table:
-    chosen = pa.array(names, turns.schema.field("session_id").type)
-    return turns.filter(pc.is_in(turns["session_id"], value_set=chosen))
+    return turns.filter(pc.is_in(turns["session_id"], pa.array(names, pa.string())))
 
 
 def find_violations(
@@ -334,20 +310,18 @@ def find_violations(
     found: Violations = {}
     for line in verify(rows, turns, policy, sessions=sessions).to_pylist():
         own = found.setdefault(line["session_id"], [])
-        own.append(line | {"ids": None})
         k = numbers.get((line["session_id"], line["row_index"]))
-        if k is not None and len(own) <= _N_VIOLATIONS:
+        shown: dict[str, Any] = {"ids": None}
+        if k is not None and len(own) < _N_VIOLATIONS:
             ids, mask = rows["input_ids"][k].values, rows["loss_mask"][k].values
             token = line["token"] or 0
             start, stop = max(token - _AROUND, 0), min(token + _AROUND + 1, len(ids))
             # a mask may cover the response only
             shift = len(ids) - len(mask)
-            masked = [
-                at >= shift and bool(mask[at - shift].as_py())
-                for at in range(start, stop)
-            ]
-            shown = ids[start:stop].to_pylist()
-            own[-1] |= {"start": start, "ids": shown, "mask": masked}
+            bits = mask[max(start - shift, 0) : max(stop - shift, 0)].to_pylist()
+            bits = [False] * (stop - start - len(bits)) + [*map(bool, bits)]
+            shown = {"start": start, "ids": ids[start:stop].to_pylist(), "mask": bits}
+        own.append(line | shown)
     return found
 
 
@@ -356,24 +330,23 @@ def _messages(turns: pa.Table, text: bool) -> dict[str, list[Any]]:
 
     A message is its role and its JSON, which is null if unknown or not wanted.
     """
-    numbers: dict[bytes, int] = {}
-    bodies: list[list[str | None]] = []
+    # by key: role, body, number
+    known: dict[bytes, list[Any]] = {}
 
     def number(message: dict[str, Any] | None) -> int | None:
         if message is None:
             return None
-        k = numbers.setdefault(message["key"], len(bodies))
-        if k == len(bodies):
-            bodies.append([message["role"], None])
+        new = [message["role"], None, len(known)]
+        own = known.setdefault(message["key"], new)
         if text and message["body"] is not None:
-            bodies[k][1] = message["body"]
-        return k
+            own[1] = message["body"]
+        return int(own[2])
 
     lists = turns["suffix_messages"].to_pylist()
     return {
         "suffix_messages": [one and [number(of) for of in one] for one in lists],
         "response": [number(of) for of in turns["response"].to_pylist()],
-        "messages": bodies,
+        "messages": [one[:2] for one in known.values()],
     }
 
 
@@ -416,12 +389,7 @@ def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
     """
     codec, ids = Codec(tokenizer), sorted(ids)
     special = codec.special(np.array(ids, np.int32)).astype(int).tolist()
-    columns: dict[str, list[Any]] = {
-        "id": ids,
-        "text": [],
-        "hex": [],
-        "special": special,
-    }
+    texts, hexes = list[str | None](), list[str | None]()
     for token in ids:
         text, entry = codec.text([token]), codec.entry(token) or ""
         raw = entry_bytes(entry) if entry and "\ufffd" in text else None
@@ -429,9 +397,9 @@ def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
         spaced = entry.replace("\u2581", " ")
         if spaced.lstrip(" ") == text.lstrip(" "):
             text = spaced
-        columns["text"].append(text if raw is None else None)
-        columns["hex"].append(None if raw is None else raw.hex())
-    return columns
+        texts.append(text if raw is None else None)
+        hexes.append(None if raw is None else raw.hex())
+    return {"id": ids, "text": texts, "hex": hexes, "special": special}
 
 
 def packed(value: object) -> bytes:

@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -35,7 +35,7 @@ from trajkit.turns.images import FIRST_CONTENT_ID
 from trajkit_shim.engines.base import PromptImage
 from trajkit_shim.engines.model_config import config_number
 from trajkit_shim.errors import GatewayError, TemplateError
-from trajkit_shim.json_input import Fields, Json, as_list, as_text, refuse
+from trajkit_shim.json_input import Fields, Json, as_list, refuse
 
 KIND = "image"
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
@@ -80,7 +80,7 @@ class Image:
     media_type: str
     width: int
     height: int
-    data: bytes  # empty if they are in its file
+    data: bytes
 
 
 # In messages
@@ -107,29 +107,16 @@ def read_parts(fields: Fields, name: str, readers: Readers) -> list[Any]:
     return found
 
 
-def read_text(part: Fields) -> str:
-    return part.text("text")
+def read_image(part: Fields, url: str, name: str = "type", kind: object = None) -> Part:
+    """Read, omit or refuse an image, whose data URL is in a field of a part.
 
-
-def data_url(source: Fields, media_type: str, data: str) -> str:
-    """Return the data URL of base64 and its type, which are two fields of an object."""
-    return f"data:{source.need(media_type, as_text)};base64,{source.text(data)}"
-
-
-def read_image(
-    part: Fields, name: str, kind: object, url_of: Callable[[Fields], str]
-) -> Part:
-    """Read, omit or refuse an image, which is in a field of a part.
-
-    ``url_of`` returns its data URL, with base64. Raises as `open_image`.
+    ``kind``: of the image (default: what the field has). Raises as `open_image`.
     """
     policy = part.reading.image_policy
     if policy == "omit":
-        part.whole()
         return OMITTED_IMAGE
     if policy == "refuse":
-        refuse_content(part, name, kind)
-    url = url_of(part)
+        refuse_content(part, name, part.peek(name) if kind is None else kind)
     found = _DATA_URL.match(url)
     if found is None:
         rule = "images at URLs are not fetched here: send the image itself, as base64"
@@ -152,16 +139,13 @@ def refuse_content(part: Fields, name: str, kind: object) -> NoReturn:
 
 def joined(parts: Iterable[Part]) -> str | list[Json]:
     """Return the content of a message: texts, joined by newlines, and images."""
-    given = list(parts)
-    if all(isinstance(part, str) for part in given):
-        return "\n".join(map(str, given))
-    found: list[Json] = []
-    for is_text, group in groupby(given, lambda part: isinstance(part, str)):
-        if is_text:
-            found.append({"type": "text", "text": "\n".join(map(str, group))})
-        else:
-            found += (part for part in group if isinstance(part, dict))
-    return found
+    found: list[Any] = []
+    for kind, group in groupby(parts, type):
+        each = [*group]
+        found += ["\n".join(map(str, each))] if kind is str else each
+    if len(found) < 2 and all(isinstance(part, str) for part in found):
+        return found[0] if found else ""
+    return [{"type": "text", "text": p} if isinstance(p, str) else p for p in found]
 
 
 def _parts(content: object, kind: str, name: str) -> list[str]:
@@ -206,6 +190,7 @@ class ImageStore:
     """The images of a run. Those of recorded turns are files of a folder.
 
     ``directory`` is made with the first file. ``fsync``: also write each image to disk.
+    ``requested`` has the images that a request has.
     """
 
     def __init__(
@@ -214,10 +199,9 @@ class ImageStore:
         self.directory, self.fsync = directory, fsync
         self.limits = limits or ImageLimits()
         self._writing = Lock()
-        self._stored: dict[str, Image] = {}
+        self._stored = set[str]()
         self._total_bytes = 0
-        # only as long as a request has them
-        self._requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
+        self.requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
 
     def take(self, images: Sequence[Image]) -> list[Image]:
         """Return the images of a request, the same object for the same image.
@@ -226,16 +210,15 @@ class ImageStore:
         there are too many, they are too large together (400), or they cannot be stored
         later (507).
         """
-        limits = self.limits
-        if len(images) > limits.max_images:
-            message = f"{len(images)} images; the limit is {limits.max_images}"
+        most, most_bytes = self.limits.max_images, self.limits.max_request_bytes
+        if len(images) > most:
+            message = f"{len(images)} images; the limit is {most}"
             raise GatewayError(message, code="too_many_images")
         n_bytes = sum({image.name: len(image.data) for image in images}.values())
-        if n_bytes > limits.max_request_bytes:
-            message = f"the request's images have {n_bytes} bytes together; the limit "
-            message += f"is {limits.max_request_bytes}"
+        if n_bytes > most_bytes:
+            message = f"images of {n_bytes} bytes together; the limit is {most_bytes}"
             raise GatewayError(message, code="image_too_large")
-        taken = [self._requested.setdefault(image.name, image) for image in images]
+        taken = [self.requested.setdefault(image.name, image) for image in images]
         self._new(taken)
         return taken
 
@@ -246,13 +229,6 @@ class ImageStore:
         """
         if self._new(images):
             await asyncio.to_thread(self._write, images)
-
-    def __getitem__(self, name: str) -> Image:
-        """Return an image of a request or of the folder."""
-        return self._requested.get(name) or self._stored[name]
-
-    def data(self, name: str) -> bytes:
-        return self[name].data or (self.directory / name).read_bytes()
 
     def _new(self, images: Collection[Image]) -> dict[str, Image]:
         """The images that have no file, by name; raises if there is no room (507)."""
@@ -277,7 +253,7 @@ class ImageStore:
                             file.flush()
                             os.fsync(file.fileno())
                     temporary.replace(self.directory / name)
-                    self._stored[name] = replace(image, data=b"")
+                    self._stored.add(name)
                     self._total_bytes += len(image.data)
             except OSError as error:
                 message = f"the image could not be written: {error}"
@@ -296,21 +272,11 @@ class ImageModel:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedImage:
-    """An image and its tokens in a prompt: a `trajkit.schema.MM_ITEM`."""
-
-    hash: str  # SHA-256
-    token_id: int
-    start: int
-    stop: int
-    kind: str = KIND
-
-
 class ImagePlaces:
     """Places images in token ids, for one model."""
 
-    def __init__(self, model: ImageModel, store: ImageStore) -> None:
-        self._model, self._store = model, store
+    model: ImageModel
+    store: ImageStore
 
     def expand(
         self, ids: Ids, offsets: Ids, messages: Sequence[Json]
@@ -321,56 +287,59 @@ class ImagePlaces:
         Raises `TemplateError` if the template has not written each image once.
         """
         names = hashes_of(messages)
-        at = np.flatnonzero(ids == self._model.token_id)
+        at = np.flatnonzero(ids == self.model.token_id)
         if len(at) != len(names):
-            raise TemplateError(
-                f"the chat template has {len(at)} places for {len(names)} images: it "
-                "leaves out images of some messages",
-                code="chat_template",
+            message = (
+                f"the chat template has {len(at)} places for {len(names)} images: "
             )
+            message += "it leaves out images of some messages"
+            raise TemplateError(message, code="chat_template")
         counts = np.ones(len(ids), np.int64)
-        counts[at] = [self._n_tokens(name) for name in names]
+        counts[at] = sizes = [self._n_tokens(name) for name in names]
         expanded = np.repeat(ids, counts)
-        for name, i in zip(names, at.tolist(), strict=True):
-            start, n = int(counts[:i].sum()), int(counts[i])
-            expanded[start : start + n] = content_ids(KIND, name, n)
+        made = [content_ids(KIND, *each) for each in zip(names, sizes, strict=True)]
+        if made:
+            expanded[np.repeat(ids == self.model.token_id, counts)] = np.concatenate(
+                made
+            )
         return expanded, np.repeat(offsets, counts, axis=0)
 
-    def items(self, ids: Ids, messages: Sequence[Json]) -> list[PlacedImage]:
-        """Return where the images of messages are in a prompt's recorded ids."""
-        token_id, names = self._model.token_id, hashes_of(messages)
+    def items(self, ids: Ids, messages: Sequence[Json]) -> list[dict[str, Any]]:
+        """Return where the images of messages are in a prompt's recorded ids.
+
+        Each is a `trajkit.schema.MM_ITEM`.
+        """
+        token_id, names = self.model.token_id, hashes_of(messages)
         if names and (ids == token_id).any():
-            raise GatewayError(
-                "an earlier reply contains the token of an image, so the "
-                "engine cannot place the images of this request",
-                code="image_token_sampled",
-            )
+            message = "an earlier reply contains the token of an image, so the engine "
+            message += "cannot place the images of this request"
+            raise GatewayError(message, code="image_token_sampled")
         inside = np.flatnonzero(ids >= FIRST_CONTENT_ID)
         stops = np.cumsum([self._n_tokens(name) for name in names], dtype=np.int64)
         assert not len(stops) or stops[-1] == len(inside)
-        found, begin = [], 0
+        items, begin = list[dict[str, Any]](), 0
         for name, end in zip(names, stops.tolist(), strict=True):
-            start, stop = int(inside[begin]), int(inside[end - 1]) + 1
-            found.append(PlacedImage(name, token_id, start, stop))
+            span = {"start": int(inside[begin]), "stop": int(inside[end - 1]) + 1}
+            items.append({"kind": KIND, "hash": name, "token_id": token_id, **span})
             begin = end
-        return found
+        return items
 
     def engine_ids(self, ids: Ids) -> Ids:
         """Return the ids that the engine consumes for a prompt's recorded ids."""
-        return np.where(ids >= FIRST_CONTENT_ID, np.int32(self._model.token_id), ids)
+        return np.where(ids >= FIRST_CONTENT_ID, np.int32(self.model.token_id), ids)
 
-    def load(self, images: Sequence[PlacedImage]) -> list[PromptImage]:
+    def load(self, items: Iterable[dict[str, Any]]) -> list[PromptImage]:
         """Return images with their bytes."""
-        store = self._store
+        found = [(item, self.store.requested[item["hash"]]) for item in items]
         return [
-            PromptImage(i.start, i.stop, store[i.hash].media_type, store.data(i.hash))
-            for i in images
+            PromptImage(item["start"], item["stop"], image.media_type, image.data)
+            for item, image in found
         ]
 
     def _n_tokens(self, name: str) -> int:
-        image = self._store[name]
+        image = self.store.requested[name]
         try:
-            return int(self._model.count(image.height, image.width))
+            return int(self.model.count(image.height, image.width))
         except ValueError as error:
             message = f"the model's processor refuses the image {name[:12]}: {error}"
             raise GatewayError(message, code="invalid_image") from error
@@ -407,8 +376,9 @@ def load_image_model(path: str | Path) -> ImageModel | None:
         missing = " ".join(str(error).split())
         raise ValueError(f"{missing} Or serve with --images refuse") from error
     except AttributeError as error:
-        raise ValueError(
-            "its processor does not say how many tokens an image takes: install "
-            "torch and torchvision, or serve with --images refuse"
-        ) from error
+        rule = (
+            "its processor does not say how many tokens an image takes: install torch "
+        )
+        rule += "and torchvision, or serve with --images refuse"
+        raise ValueError(rule) from error
     return ImageModel(token_id, lambda height, width: patches(height, width) // merged)

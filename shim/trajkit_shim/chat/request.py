@@ -10,12 +10,11 @@ recorded one.
   format, with ``arguments`` as sampled JSON text. If text was sampled after a call,
   ``sampled`` holds the reply after its reasoning unchanged (`canonical_reply`).
 - A tool message has ``tool_call_id``.
-- Fields without meaning to the model (cache hints, annotations, ...) are dropped.
 
-Whoever opens a session (the trainer) fixes sampling parameters. They replace the client's
-values, so an agent cannot change what it is trained under. Parameters that shape the
-distribution are ignored in a client's request even if they are not fixed, unless the
-session lets its client set them; what is fixed is then the default.
+Whoever opens a session (the trainer) fixes sampling parameters, which replace the
+client's. Those that shape the distribution are ignored in a client's request even if they
+are not fixed, unless the session leaves them to its client; what is fixed is then the
+default.
 """
 
 import time
@@ -68,33 +67,27 @@ def assistant_message(
     content: str, reasoning: str = "", calls: Sequence[Json] = ()
 ) -> Json:
     message: Json = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [*calls]
-    return message
+    message |= {"reasoning_content": reasoning} if reasoning else {}
+    return message | ({"tool_calls": [*calls]} if calls else {})
 
 
 def tool_message(call_id: str, parts: Iterable[Part], *, failed: bool = False) -> Json:
     content = joined(parts)
     message: Json = {"role": "tool", "content": content, "tool_call_id": call_id}
-    return {**message, "is_error": True} if failed else message
+    return message | ({"is_error": True} if failed else {})
 
 
 def user_messages(parts: Iterable[Part]) -> list[Json]:
     """Return a user's turn: its tool messages, and the texts and images between them."""
     messages: list[Json] = []
     given = [part for part in parts if part]
-    for is_message, group in groupby(given, _is_message):
-        if is_message:
+    groups = groupby(given, lambda part: isinstance(part, dict) and "role" in part)
+    for are_messages, group in groups:
+        if are_messages:
             messages += (part for part in group if isinstance(part, dict))
         else:
             messages.append({"role": "user", "content": joined(group)})
     return messages or [{"role": "user", "content": ""}]
-
-
-def _is_message(part: Part) -> bool:
-    return isinstance(part, dict) and "role" in part
 
 
 def system_message(text: str | None) -> list[Json]:
@@ -153,31 +146,26 @@ class Thinking:
 
     def resolve(self, known: Collection[str], ignored: Counter[str]) -> Json:
         """Return the variables for a template that has those; count what it lacks."""
-        # as the names that templates use
-        effort: str | None = self.effort and self.effort.lower()
-        on = self.on
+        effort, on = self.effort and self.effort.lower(), self.on
         if effort in ("none", "off"):
             on = False if on is None else on
             # no effort and no thinking are one wish
             effort = effort if "reasoning_effort" in known else None
-        wanted: dict[str, tuple[object, list[str]]] = {
-            "thinking": (on, ["enable_thinking", "thinking"]),
-            "thinking budget": (self.budget, ["thinking_budget"]),
-            "reasoning effort": (effort, ["reasoning_effort"]),
+        # as the names that templates use
+        wanted: dict[str, tuple[object, tuple[str, ...]]] = {
+            "thinking": (on, ("enable_thinking", "thinking")),
+            "thinking budget": (self.budget, ("thinking_budget",)),
+            "reasoning effort": (effort, ("reasoning_effort",)),
         }
         for name, value in self.variables.items():
-            wanted[f"chat_template_kwargs.{name}"[:100]] = value, [name]
+            wanted[f"chat_template_kwargs.{name}"[:100]] = value, (name,)
         found: Json = {}
         for what, (value, names) in wanted.items():
             fitting = [name for name in names if name in known]
-            found |= dict.fromkeys(fitting, value) if value is not None else {}
-            if value is not None and not fitting:
-                ignored[what] += 1
+            if value is not None:
+                found |= dict.fromkeys(fitting, value)
+                ignored.update([what] * (not fitting))
         return found
-
-
-SWITCH = {"enabled": True, "disabled": False}
-"""The types of Anthropic's field ``thinking`` that decide whether the model thinks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,56 +207,6 @@ class ChatRequest:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-@dataclass(slots=True)
-class Tools:
-    """The tools of a request (see `ChatRequest`)."""
-
-    functions: list[Json] = field(default_factory=list)  # in OpenAI's format
-    strict: list[str] = field(default_factory=list)  # names
-    left_out: list[str] = field(default_factory=list)
-    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-    def offered(self, none: bool) -> list[Json] | None:
-        """Return the tools that may be called: all, or none."""
-        return None if none else self.functions or None
-
-    def add(self, tool: Fields, schema: object, prefix: str = "") -> str:
-        """Add a function; return its name for the model, which begins with ``prefix``."""
-        name = prefix + tool.name("name")
-        self.functions.append(function_tool(name, tool.get_text("description"), schema))
-        self.strict += [name] * tool.flag("strict")
-        return name
-
-    def leave_out(self, tool: Fields, kind: str) -> None:
-        """Count a tool that only a provider can run, or that has no JSON arguments."""
-        tool.whole()
-        self.left_out.append(kind)
-
-
-def as_one_reply(value: object, where: str) -> int:
-    if as_integer(value, where, minimum=1) != 1:
-        rule = f"{value}: a request has one reply here; open a session for each"
-        refuse(where, rule, code="unsupported_value")
-    return 1
-
-
-def text_schema(fields: Fields, name: str) -> Json | None:
-    """Return the JSON schema that OpenAI's or Anthropic's format field requires, if any."""
-    if fields.peek(name) is None:
-        return None
-    given = fields.object(name)
-    kind = given.name("type")
-    if kind not in ("json_schema", "json_object", "text"):
-        # a grammar that is not kept would change the meaning
-        given.refuse("type", f"{kind!r} is not supported", "unsupported_value")
-    given.whole()
-    if kind == "json_schema":
-        inner = given.object(kind) if kind in given.json else given
-        inner.whole()
-        return inner.need("schema", as_object)
-    return ANY_OBJECT if kind == "json_object" else None
-
-
 # Sampling parameters
 
 SHAPING = ("temperature", "top_p", "top_k")
@@ -283,11 +221,7 @@ CLIENT = (*SHAPING, *FIXED)
 
 
 def _not_zero(read: Reader[Any], rule: str) -> Reader[Any]:
-    def checked(value: object, where: str) -> Any:
-        number = read(value, where)
-        return number or refuse(where, f"0 {rule}")
-
-    return checked
+    return lambda value, where: read(value, where) or refuse(where, f"0 {rule}")
 
 
 def _stop(value: object, where: str) -> tuple[str, ...]:
@@ -316,7 +250,7 @@ def parse_sampling(
 
     ``names`` has the fields that are not named as the parameter; None: there is no field.
     """
-    named = {**{name: name for name in _READERS}, **(names or {})}
+    named = {name: name for name in _READERS} | dict(names or {})
     found: dict[str, Any] = {
         name: fields.get(field, _READERS[name])
         for name, field in named.items()
@@ -344,64 +278,43 @@ def parse_client_sampling(value: object) -> frozenset[str]:
     return frozenset(map(str, names))
 
 
-def resolve(
-    requested: SamplingParams,
-    fixed: SamplingParams,
-    *,
-    max_tokens: int,
-    room: int,
-    end_ids: tuple[int, ...],
-    client: Collection[str] = (),
-    structural_tag: Json | None = None,
-) -> Sampling:
-    """Return the parameters of one engine call.
-
-    The limit on new tokens is the smallest of the client's (``requested``), the
-    session's (``fixed``), the gateway's (``max_tokens``) and the ``room`` left in the
-    context. ``client`` has the names in `CLIENT` that the client may set.
-    """
-    limits = (requested.max_tokens, fixed.max_tokens, max_tokens, room)
-    shaping = {name: getattr(fixed, name) for name in SHAPING}
-    for name in shaping.keys() & client:
-        shaping[name] = _first(getattr(requested, name), shaping[name])
-    return Sampling(
-        max_new_tokens=min(limit for limit in limits if limit is not None),
-        **shaping,
-        stop=_first(fixed.stop, requested.stop) or (),
-        stop_token_ids=end_ids,
-        seed=_first(fixed.seed, requested.seed),
-        structural_tag=structural_tag,
-        extra=dict(fixed.extra),
-    )
-
-
-def _first(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def without_fixed(
-    requested: SamplingParams, fixed: SamplingParams, client: Collection[str]
-) -> SamplingParams:
-    """Return what a client requested without what a session fixes."""
-    names = [name for name in FIXED[:3] if is_fixed(name, fixed, client)]
-    nothing: dict[str, Any] = dict.fromkeys(names)
-    return replace(requested, **nothing)
-
-
 def is_fixed(name: str, fixed: SamplingParams, client: Collection[str]) -> bool:
     """Return whether the session decides one of `FIXED`, because it fixes sampling."""
     return name not in client and fixed != SamplingParams()
 
 
-def ignored_params(requested: SamplingParams, resolved: Sampling) -> list[str]:
-    """Return the parameters that a client requested and did not get."""
-    names = (*SHAPING, "seed", "stop")
-    pairs = {
-        name: (getattr(requested, name), getattr(resolved, name)) for name in names
-    }
-    lost = [name for name, (one, got) in pairs.items() if one not in (None, got)]
-    limit = resolved.max_new_tokens
-    return lost + ["max_tokens"] * ((requested.max_tokens or limit) < limit)
+def resolve(
+    requested: SamplingParams,
+    fixed: SamplingParams,
+    client: Collection[str] = (),
+    *,
+    max_tokens: int,
+    room: int,
+    **rest: Any,
+) -> tuple[Sampling, list[str]]:
+    """Return the parameters of one engine call, and those that a client did not get.
+
+    The limit on new tokens is the smallest of the client's (``requested``), the
+    session's (``fixed``), the gateway's (``max_tokens``) and the ``room`` left in the
+    context. ``client`` has the names in `CLIENT` that the client may set. ``rest``: the
+    other fields of `Sampling`.
+    """
+    values, overruled = dict[str, Any](), list[str]()
+    for name in (*SHAPING, "stop", "seed", "max_tokens"):
+        asked, own = getattr(requested, name), getattr(fixed, name)
+        shapes = name in SHAPING
+        fixes = name not in client if shapes else is_fixed(name, fixed, client)
+        allowed = None if fixes else asked
+        either = [value for value in (allowed, own) if value is not None]
+        if name == "max_tokens":
+            values["max_new_tokens"] = limit = min([*either, max_tokens, room])
+            overruled += [name] * ((asked or limit) < limit)
+            continue
+        # what is fixed is only the default of what shapes the distribution
+        values[name] = either[0 if shapes else -1] if either else None
+        overruled += [name] * (asked not in (None, values[name]))
+    values["stop"] = values["stop"] or ()
+    return Sampling(**values, extra=dict(fixed.extra), **rest), overruled
 
 
 # Replies
@@ -430,7 +343,7 @@ class ToolCall:
     call_id: str = ""  # the model's own, or given when the reply is complete
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Parsed:
     """What a parser finds in a reply."""
 
@@ -448,7 +361,7 @@ class Parsed:
         return [part for part in self.parts if isinstance(part, ToolCall)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Reply(Parsed):
     """One assistant message."""
 
@@ -462,10 +375,8 @@ class Reply(Parsed):
     @property
     def ending(self) -> Literal["cut", "calls", "stop_sequence", "end"]:
         """Why it ended; a limit of tokens has precedence even after complete calls."""
-        if self.cut:
-            return "cut"
-        if self.calls:
-            return "calls"
+        if self.cut or self.calls:
+            return "cut" if self.cut else "calls"
         return "end" if self.stop_sequence is None else "stop_sequence"
 
 
@@ -482,26 +393,15 @@ def make_reply(
     ``finish``: the engine's finish reason. ``short_ids``: of nine letters and digits,
     which some templates want. ``rest``: the other fields of `Reply`.
     """
-    reply_id = uuid.uuid4().hex
-
-    def named(number: int, part: str | ToolCall) -> str | ToolCall:
-        if isinstance(part, str) or part.call_id:
-            return part
-        if short_ids:
-            short = blake2b(f"{reply_id}{number}".encode()).hexdigest()[:9]
-            return replace(part, call_id=short)
-        return replace(part, call_id=f"{call_prefix}{reply_id[:20]}{number:04}")
-
-    return Reply(
-        parts=tuple(named(i, part) for i, part in enumerate(parsed.parts)),
-        sampled=parsed.sampled,
-        ill_formed=parsed.ill_formed,
-        reasoning=parsed.reasoning,
-        reply_id=reply_id,
-        created=int(time.time()),
-        cut=finish == "length",
-        **rest,
-    )
+    reply_id, parts = uuid.uuid4().hex, list(parsed.parts)
+    for number, part in enumerate(parts):
+        if isinstance(part, ToolCall) and not part.call_id:
+            call_id = f"{call_prefix}{reply_id[:20]}{number:04}"
+            if short_ids:
+                call_id = blake2b(f"{reply_id}{number}".encode()).hexdigest()[:9]
+            parts[number] = replace(part, call_id=call_id)
+    found = {**vars(parsed), "parts": tuple(parts), "cut": finish == "length"}
+    return Reply(**found, **rest, reply_id=reply_id, created=int(time.time()))
 
 
 def canonical_reply(reply: Reply) -> Json:

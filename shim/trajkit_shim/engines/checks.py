@@ -8,6 +8,7 @@ part of it may belong to another call, or be lost.
 
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -91,18 +92,7 @@ def accept(
     - A count of cached tokens that is impossible is unknown.
     """
 
-    def need(fits: bool, what: str, value: object, rule: str) -> None:
-        if not fits:
-            shown = repr(value)
-            shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
-            raise EngineError(f"the {server} server's {what} is {shown}: {rule}")
-
-    def as_ids(what: str, values: Any) -> npt.NDArray[np.int32]:
-        fits = isinstance(values, list) and {*map(type, values)} <= {int}
-        fits = fits and all(-(2**31) <= value < 2**31 for value in values)
-        need(fits, what, values, "expected a list of integers")
-        return np.array(values, np.int32)
-
+    need, as_ids = partial(_need, server), partial(_as_ids, server)
     own = request.request_id
     need(request_id == own, "request id", request_id, f"the request's is {own!r}")
     worded = finish_reason is None or isinstance(finish_reason, str)
@@ -144,6 +134,20 @@ def accept(
         routed_experts=routed_experts,
         sampling_mask=mask,
     )
+
+
+def _need(server: str, fits: bool, what: str, value: object, rule: str) -> None:
+    if not fits:
+        shown = repr(value)
+        shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+        raise EngineError(f"the {server} server's {what} is {shown}: {rule}")
+
+
+def _as_ids(server: str, what: str, values: Any) -> npt.NDArray[np.int32]:
+    fits = isinstance(values, list) and {*map(type, values)} <= {int}
+    fits = fits and all(-(2**31) <= value < 2**31 for value in values)
+    _need(server, fits, what, values, "expected a list of integers")
+    return np.array(values, np.int32)
 
 
 def _logprobs(
@@ -199,7 +203,8 @@ def _faults(
     if len(ids) > sampling.max_new_tokens:
         yield f"gave {len(ids)} output ids, but {sampling.max_new_tokens} were asked for"
     _check_ids(ids, info, "the engine's output_ids")
-    end = _first(np.isin(ids[:-1], sampling.stop_token_ids))
+    early = (_first(ids[:-1] == token) for token in sampling.stop_token_ids)
+    end = min((at for at in early if at is not None), default=None)
     if end is not None and not sampling.extra.get("ignore_eos"):
         yield f"gave {len(ids) - end - 1} ids after {ids[end]}, which ends a reply"
     logprobs = sample.output_logprobs

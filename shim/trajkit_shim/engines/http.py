@@ -14,13 +14,14 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import aiohttp
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample, Sampling
 from trajkit_shim.engines.checks import accept
@@ -57,6 +58,22 @@ def _open_socket(address: tuple[Any, ...]) -> socket.socket:
     for option in _KEEP_ALIVE:
         opened.setsockopt(*option)
     return opened
+
+
+def _encoded(body: Json) -> bytes:
+    try:
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        # it has half a character, or a longer integer
+        return json.dumps(body, default=np.ndarray.tolist).encode()
+
+
+def _decoded(text: bytes) -> Any:
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        # NaN, which is no JSON
+        return json.loads(text)
 
 
 class Connections:
@@ -115,7 +132,7 @@ class EngineClient:
             async with self._connections.session().request(
                 "GET" if body is None else "POST",
                 self.base_url + path,
-                data=None if body is None else json.dumps(body).encode(),
+                data=None if body is None else _encoded(body),
                 headers={"Content-Type": "application/json", **(headers or {})},
                 allow_redirects=False,
             ) as answer:
@@ -140,7 +157,7 @@ class EngineClient:
             text = events[0]
         try:
             # some paths have no body
-            value = json.loads(text or b"{}")
+            value = _decoded(text or b"{}")
         except ValueError as error:
             raise EngineError(f"{where}: {error}", answered=200) from error
         if not isinstance(value, dict):
@@ -213,6 +230,8 @@ class HttpEngine(ABC):
         if self._asked is None:
             self._asked = asyncio.create_task(self._ask_info())
         asked = self._asked
+        if asked.done() and not asked.cancelled() and not asked.exception():
+            return asked.result()
         try:
             # those who wait share the answer, also if the first one leaves
             return await asyncio.shield(asked)
@@ -336,7 +355,7 @@ class HttpEngine(ABC):
 
     def _params(self, sampling: Sampling) -> Json:
         """The parameters that are set, under the names of the server's API."""
-        values = {**asdict(sampling), "extra": None}
+        values: dict[str, Any] = {**sampling.values(), "extra": None}
         for name in ("stop", "stop_token_ids"):
             values[name] = list(values[name]) or None
         if sampling.structural_tag is not None:
@@ -485,7 +504,7 @@ class SGLangEngine(HttpEngine):
         }
         body: Json = {
             "rid": request.request_id,
-            "input_ids": request.prompt_ids[keep].tolist(),
+            "input_ids": request.prompt_ids[keep],
             "sampling_params": params,
             **{name: True for name, want in wanted.items() if want},
         }
@@ -611,7 +630,7 @@ class VLLMEngine(HttpEngine):
             )
         body: Json = {
             "request_id": request.request_id,
-            "token_ids": request.prompt_ids.tolist(),
+            "token_ids": request.prompt_ids,
             "sampling_params": params,
             # a grammar holds from the first token, whatever parser the server has
             "reasoning_ended": True,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 
-_HOST = "127.0.0.1"
 # how long the server may take to end after SIGTERM
 _STOP_SECONDS = 10.0
 
@@ -39,14 +38,14 @@ def running_server(
     It is healthy when ``GET /health`` answers 200, which may take ``start_seconds``, else
     the end of its ``log`` is written to standard error, and `ConnectionError` is raised.
     """
-    with socket.create_server((_HOST, 0)) as free:
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         begin = output.tell()
         try:
             process = subprocess.Popen(
-                [*command, "--host", _HOST, "--port", str(port)],
+                [*command, "--host", "127.0.0.1", "--port", str(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -57,7 +56,7 @@ def running_server(
         except OSError as error:
             raise ConnectionError(f"the engine's server failed: {error}") from error
     try:
-        url, until = f"http://{_HOST}:{port}", time.monotonic() + start_seconds
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + start_seconds
         while not _is_healthy(url):
             late = time.monotonic() > until
             if late or process.poll() is not None:

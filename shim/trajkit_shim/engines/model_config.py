@@ -4,11 +4,6 @@ import json
 from pathlib import Path
 
 
-def vocab_size(model_dir: str | Path) -> int:
-    """Return the size of a model's embedding table; raises as `config_number`."""
-    return config_number(model_dir, "vocab_size")
-
-
 def config_number(model_dir: str | Path, *names: str) -> int:
     """Return the first named integer of the configuration or its language model section.
 
@@ -21,3 +16,8 @@ def config_number(model_dir: str | Path, *names: str) -> int:
             if isinstance(settings.get(name), int):
                 return int(settings[name])
     raise ValueError(f"{model_dir}/config.json has no {' or '.join(names)}")
+
+
+def vocab_size(model_dir: str | Path) -> int:
+    """Return the size of a model's embedding table; raises as `config_number`."""
+    return config_number(model_dir, "vocab_size")

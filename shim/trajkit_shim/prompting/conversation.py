@@ -11,15 +11,20 @@ was sampled, the ids of its prompt and output, and its turn. From the map follow
 - what a turn in delta form shares with an earlier one (`Conversation.delta`);
 - the tool call that started a sub-agent (`Conversation.started_by`).
 
+A request mostly begins with the messages of an earlier one, of which some are kept: what
+was found of those messages is taken from there.
+
 The results of a reply's calls follow it in the order of the calls, as a template that
 shows no ids presents them. Results that belong to no call are refused.
 """
 
 import json
+import operator
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import islice, takewhile
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -29,7 +34,7 @@ import numpy as np
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import texts_of
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Json, without_halves
+from trajkit_shim.json_input import Body, Json, without_halves
 from trajkit_shim.prompting.render import Ids
 
 Known: TypeAlias = Literal["as_sent", "restored", "new"]
@@ -50,6 +55,8 @@ _LONGEST = 1 << 16
 _SHORTEST = 12
 # bytes of a node besides its ids
 _OVERHEAD = 1024
+# requests that are kept: an agent's sub-agents converse at the same time
+_KEPT = 4
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -61,15 +68,31 @@ class Node:
     after: bytes  # the position after it
     turn: int
     agent_id: str | None
-    # prompt and output; None: they were released
-    ids: Ids | None
+    # prompt and output, as given; None: they were released
+    own_ids: Ids | None
     # the template's text between the replies before this one; None: unknown
     between: bytes | None
     offered: bytes  # digest of the offered tools and the template's variables
     closed: bool  # the output ends with an end-of-message token
     # the turn whose ids it extends
     base: "Node | None" = None
-    extended: bool = False  # another turn's ids begin with these
+    # the latest turn whose ids begin with these, and how many these are
+    longer: "Node | None" = None
+    n_ids: int = 0
+    # of the ids (`prompting.prompts.Prompt`)
+    hasher: Any = None
+
+    @property
+    def ids(self) -> Ids | None:
+        """Prompt and output; None: they were released."""
+        if self.longer is None:
+            return self.own_ids
+        last = self.longer
+        while last.longer is not None:
+            last = last.longer
+        # spares the way the next time
+        self.longer = last
+        return None if last.own_ids is None else last.own_ids[: self.n_ids]
 
 
 @dataclass(slots=True, eq=False)
@@ -87,13 +110,26 @@ class Place:
     node: Node | None = None
     # what `prompting.prompts` makes of it
     forms: dict[str, Any] = field(default_factory=dict)
+    n_bytes: int = 0  # of the messages up to this one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RestoredRequest:
     """The messages of one request, with the session's replies restored."""
 
+    sent: list[Json] = field(default_factory=list)
+    body: Body | None = None
     places: list[Place] = field(default_factory=list)
+    # Replies before which nothing depends on later messages: their index among those that
+    # were sent, and among the places.
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)  # places of the session's replies
+    # what `prompting.prompts` knows of its text, or of an earlier request's: with
+    # stand-ins for replies, and without
+    rendered: Any = None
+    plain: tuple[bytes, bytes, str] = b"", b"", ""
+    # the tools and variables, likewise
+    offered: Any = None
 
     @property
     def messages(self) -> list[Json]:
@@ -117,12 +153,6 @@ class RestoredRequest:
         """The indices of its assistant messages, the last first."""
         return (i for i in reversed(range(len(self.places))) if self.places[i].known)
 
-    @property
-    def sampled(self) -> list[int]:
-        """The indices of the messages that are replies of this session."""
-        known = enumerate(place.known for place in self.places)
-        return [i for i, each in known if each not in (None, "new")]
-
 
 @dataclass(slots=True, eq=False)
 class Conversation:
@@ -144,32 +174,35 @@ class Conversation:
     # turn and number of the calls that have started an agent
     _used: set[tuple[int, int]] = field(default_factory=set)
     _budget: "Budget | None" = None
-    # of the latest request, whose messages the next one mostly begins with
-    _latest: list[Place] = field(default_factory=list)
+    # of different conversations, the latest last
+    _requests: list[RestoredRequest] = field(default_factory=list)
 
-    def restore(self, messages: list[Json]) -> RestoredRequest:
+    @property
+    def bodies(self) -> list[Body]:
+        """The bodies of the requests that are kept."""
+        return [each.body for each in self._requests if each.body is not None]
+
+    def restore(
+        self, messages: list[Json], body: Body | None = None
+    ) -> RestoredRequest:
         """Replace recognized replies in canonical messages by what was sampled.
 
         Raises `GatewayError` (400) if tool results do not answer the calls before them.
         """
-        restored, latest, index = RestoredRequest(), self._latest, 0
-        places = restored.places
+        restored = RestoredRequest(messages, body)
+        earlier, n_same = RestoredRequest(), -1
+        for other in reversed(self._requests):
+            n = _n_same(other.sent, messages)
+            if n > n_same:
+                earlier, n_same = other, n
+        restored.rendered, restored.plain = earlier.rendered, earlier.plain
+        restored.offered, latest = earlier.offered, earlier.places
+        starts = [start for start in earlier.starts if start[0] < n_same]
+        index, n_places = starts.pop() if starts else (0, 0)
+        places = restored.places = latest[:n_places]
+        restored.starts, settled = starts, True
 
-        def add(
-            message: Json,
-            known: Known | None = None,
-            tool: str | None = None,
-            node: Node | None = None,
-        ) -> None:
-            before = places[-1].position if places else START
-            if len(places) < len(latest):
-                old = latest[len(places)]
-                same = old.before == before and old.message == message
-                if same and (old.known, old.tool, old.node) == (known, tool, node):
-                    places.append(old)
-                    return
-            places.append(_place(message, before, known, tool, node))
-
+        add = partial(_add, places, latest)
         while index < len(messages):
             message = messages[index]
             if message["role"] == "tool":
@@ -179,8 +212,12 @@ class Conversation:
                 add(message)
                 index += 1
                 continue
+            if settled and not (index and _is_reply(messages[index - 1])):
+                starts.append((index, len(places)))
             node, step, known = self._recognized(messages, index, restored.position)
             here = node if node and node.position == restored.position else None
+            # what is at another position may be something else later
+            settled = settled and here is not None
             add(node.message if node else message, known, node=here)
             calls = _called(messages[index : index + step], places[-1].message)
             index += step
@@ -188,7 +225,14 @@ class Conversation:
             for result, tool in _in_order(results, calls, index) if results else []:
                 add(result, tool=str(result.get("name") or tool))
             index += len(results)
-        self._latest = places
+        restored.sampled = [
+            i for i, place in enumerate(places) if place.known not in (None, "new")
+        ]
+        others = [each for each in self._requests if each is not earlier]
+        if _n_same(latest, places) * 2 < len(latest):
+            # of another conversation
+            others = [*self._requests]
+        self._requests = [*others[1 - _KEPT :], restored]
         return restored
 
     def add(self, node: Node, budget: "Budget") -> None:
@@ -203,18 +247,27 @@ class Conversation:
             else:
                 alike.append(node)
         self._in_order.append(node)
-        if node.base is not None:
-            node.base.extended = True
-        # the ids of all turns that it extends are a part of its own
-        ids, earlier = node.ids, node.base
-        while ids is not None and earlier is not None and earlier.ids is not None:
-            earlier.ids = ids[: len(earlier.ids)]
-            earlier = earlier.base
+        if node.own_ids is not None:
+            node.n_ids = len(node.own_ids)
+            if node.base is not None and node.base.ids is not None:
+                # those are a part of its own
+                node.base.longer, node.base.own_ids = node, None
+        for request in self._requests:
+            if request.position != node.position:
+                before = [place.before for place in request.places]
+                if node.position in before:
+                    at = before.index(node.position)
+                    request.starts = [s for s in request.starts if s[1] <= at]
         self._budget = budget
         budget.count(self)
 
     def count(self, restored: RestoredRequest) -> None:
-        """Count the assistant messages of a request, each position once."""
+        """Count the assistant messages of a recorded request, each position once."""
+        for place in reversed(restored.places):
+            if not place.logged.body:
+                break
+            # it is in the log
+            place.logged = chat.LoggedMessage(place.logged.key, place.logged.role, "")
         for i in restored.replies:
             known, position = restored.places[i].known, restored.places[i].position
             if known is None or position in self._counted:
@@ -224,12 +277,12 @@ class Conversation:
             self.counts[known] += 1
 
     def delta(
-        self, restored: RestoredRequest, prompt_ids: Ids
+        self, restored: RestoredRequest, prompt_ids: Ids, base: Node | None = None
     ) -> tuple[int | None, int, int]:
         """Return an earlier turn, and how many ids and messages a prompt shares with it.
 
         It is the latest turn with the most of the request's messages; None: there is none
-        (`trajkit.schema.DELTA_FIELDS`).
+        (`trajkit.schema.DELTA_FIELDS`). ``base``: the prompt begins with its ids.
         """
         after: bytes | None = None
         path = [START, *(place.position for place in restored.places)]
@@ -237,7 +290,11 @@ class Conversation:
             nodes = self._nodes.get(position)
             if nodes:
                 node = next((n for n in nodes if n.after == after), nodes[-1])
-                n_ids = 0 if node.ids is None else _n_common(node.ids, prompt_ids)
+                n_ids = 0
+                if node is base:
+                    n_ids = node.n_ids
+                elif node.ids is not None:
+                    n_ids = _n_common(node.ids, prompt_ids)
                 if n_ids:
                     return node.turn, n_ids, n_messages + (node.after == after)
             after = position
@@ -303,19 +360,21 @@ class Conversation:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the ids, of what belongs to them, and of the latest messages."""
-        own = (
-            n.ids.nbytes for n in self._in_order if not n.extended and n.ids is not None
+        """Bytes of the ids, of what belongs to them, and of the requests that are kept."""
+        own = (n.own_ids.nbytes for n in self._in_order if n.own_ids is not None)
+        texts = (
+            len(each.plain[2])
+            + (len(each.rendered.head) if each.rendered else 0)
+            + (each.places[-1].n_bytes if each.places else 0)
+            for each in self._requests
         )
-        # a message and its body
-        texts = sum(2 * len(place.logged.body) + _OVERHEAD for place in self._latest)
-        return sum(own) + _OVERHEAD * len(self._in_order) + texts
+        return sum(own) + _OVERHEAD * len(self._in_order) + sum(texts)
 
     def release(self) -> None:
-        """Drop the ids and the latest messages; the replies are still recognized."""
-        self._latest = []
+        """Drop the ids and the requests; the replies are still recognized."""
+        self._requests = []
         for node in self._in_order:
-            node.ids = None
+            node.own_ids = None
 
     def close(self) -> None:
         """Drop the ids of a session that has ended."""
@@ -396,25 +455,45 @@ class Budget:
         self.n_bytes -= self._sessions.pop(session, 0)
 
 
-def _place(
+def _add(
+    places: list[Place],
+    latest: list[Place],
     message: Json,
-    before: bytes,
-    known: Known | None,
-    tool: str | None,
-    node: Node | None,
-) -> Place:
+    known: Known | None = None,
+    tool: str | None = None,
+    node: Node | None = None,
+) -> None:
+    """Add a message; its place is that of an earlier request if nothing differs there."""
+    before = places[-1].position if places else START
+    if len(places) < len(latest):
+        old = latest[len(places)]
+        same = old.before == before and old.message == message
+        if same and old.known == known and old.tool == tool and old.node is node:
+            places.append(old)
+            return
     record = chat.logged_message(message)
     # what was sampled may have half a character
     if known in (None, "new") and "\\ud" in record.body:
         message = without_halves(message)
         record = chat.logged_message(message)
-    after = next_position(before, record.key)
-    return Place(message, record, before, after, known, tool, node)
+    place = Place(message, record, before, next_position(before, record.key))
+    place.known, place.tool, place.node = known, tool, node
+    place.n_bytes = len(record.body) + _OVERHEAD
+    place.n_bytes += places[-1].n_bytes if places else 0
+    places.append(place)
 
 
 def next_position(position: bytes, key: bytes) -> bytes:
     """Return the position after a message with a key."""
     return blake2b(position + key, digest_size=16).digest()
+
+
+def _n_same(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many equal objects two lists begin with."""
+    same = map(operator.eq, one, other)
+    return next(
+        (i for i, each in enumerate(same) if not each), min(len(one), len(other))
+    )
 
 
 def _n_common(one: Ids, other: Ids) -> int:

@@ -34,10 +34,11 @@ from functools import partial
 from hashlib import blake2b
 from os.path import commonprefix
 from threading import Lock
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from trajkit.turns import tools_key
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import ImagePlaces
 from trajkit_shim.errors import TemplateError
@@ -90,29 +91,39 @@ class Prompt:
     # the template's text between the replies; None: no later prompt may extend this one
     between: bytes | None
     offered: bytes  # digest of tools and variables
+    hasher: Any  # BLAKE2b (16 bytes) of the ids as little-endian int32
 
     @property
     def built(self) -> Mode:
         """How."""
         return "append" if self.reason in (None, "end_token") else "render"
 
-    @property
-    def digest(self) -> bytes:
-        """BLAKE2b (16 bytes) of the ids as little-endian int32."""
-        return _digest(self.ids.astype("<i4", copy=False).tobytes()).digest()
+
+def hashed(ids: Ids, before: Any = None) -> Any:
+    """Return the BLAKE2b of ids; ``before``: of those before them."""
+    hasher = _digest() if before is None else before.copy()
+    hasher.update(ids.astype("<i4", copy=False).tobytes())
+    return hasher
 
 
-@dataclass(frozen=True, slots=True)
-class Between:
-    """What a text has between replies."""
+class Between(NamedTuple):
+    """What a text has between the replies that it has stand-ins for."""
 
-    start: int  # of what follows the last reply
-    # the control token that ends the last reply, and its place
-    end: str
-    end_at: int
-    # digests of the text between replies: up to the last reply, and with what follows
-    before: bytes
+    skeleton: "Skeleton"
+    head: str  # the text up to the end of the last of them
+    end_at: int  # of the control token that ends it, and the head
+    positions: list[str]
+    hasher: Any  # of what the head has between them
+    digest: bytes  # of that and what follows
+
+
+class Offered(NamedTuple):
+    """The tools and the template's variables of a request."""
+
     digest: bytes
+    tools: list[Json] | None  # as the template takes them
+    variables: Json
+    key: str  # `trajkit.turns.tools_key`
 
 
 class Skeleton:
@@ -241,6 +252,9 @@ class Prompts:
         self.renderer, self.mode, self.places, self.past = renderer, mode, places, past
         # begins a stand-in; unpredictable for clients
         self.word = f"reply{secrets.token_hex(8)}"
+        # likewise, around the content of a message
+        self.mark = f"x{secrets.token_hex(12)}"
+        self.words_of = re.compile(f"{self.word}([0-9a-f]+);").finditer
         self._probes: OrderedDict[str, Skeleton] = OrderedDict()
         self._lock = Lock()
 
@@ -309,35 +323,40 @@ class Prompts:
         given = dict(variables or {})
         # not sorted, because a template may render the fields in order
         digest = _digest(json.dumps([tools, given]).encode()).digest()
-        call = _Call(self, restored, tools, given)
+        if restored.offered is None or restored.offered.digest != digest:
+            as_text, key = self.renderer.as_text, tools_key(tools or [])
+            restored.offered = Offered(digest, as_text(tools), as_text(given), key)
+        call = _Call(self, restored, self.skeleton(given, tools=tools is not None))
         n_known, base, reason = 0, None, _CHOSEN
         found: tuple[str, Between] | Reason | None = None
         if self.mode == "append":
             n_known, base, reason = _find_base(restored, digest)
+        opaque = [i for i in restored.sampled if i < n_known]
         if base is not None:
-            found = call.extension(base, n_known)
+            found = call.extension(base, n_known, opaque)
             reason = reason or (None if isinstance(found, tuple) else found)
+        hasher = None
         if base is not None and isinstance(found, tuple):
-            opaque, (text, between) = call.opaque(n_known), found
             assert base.ids is not None
-            ids, start = base.ids, between.start
+            text, between = found
+            ids, start, hasher = base.ids, len(between.head), base.hasher
             ended = self.renderer.text_of_id.get(int(ids[-1]))
-            if call.skeleton.opens_next and between.end != ended:
+            if call.skeleton.opens_next and between.head[between.end_at :] != ended:
                 # the reply stopped at the start of a message of another role
-                ids, start, base = ids[:-1], between.end_at, None
+                ids, start, base, hasher = ids[:-1], between.end_at, None, None
                 reason = reason or "end_token"
         else:
             ids, text, start, opaque = np.empty(0, np.int32), call.text(), 0, []
+            restored.plain = digest, restored.position, text
             n_known, base = 0, None
         encoded = self.renderer.encode(text[start:], max_tokens)
         if self.places is not None:
             shown = restored.messages[n_known:]
             placed = self.places.expand(encoded.ids, encoded.offsets, shown)
             encoded = Encoded(*placed)
-        index = None
+        index = last = None
         if attributed:
             index = call.attribute(n_known, text, start, encoded, opaque)
-        last = None
         if self.mode == "append":
             # replies that were recognized at another position are written out here
             same = isinstance(found, tuple) and opaque == restored.sampled
@@ -351,6 +370,7 @@ class Prompts:
             message_index=index,
             between=last,
             offered=digest,
+            hasher=hashed(encoded.ids, hasher or hashed(ids)),
         )
 
 
@@ -385,19 +405,13 @@ class _Call:
     """One request on its way to a prompt."""
 
     def __init__(
-        self,
-        prompts: Prompts,
-        restored: RestoredRequest,
-        tools: list[Json] | None,
-        variables: Json,
+        self, prompts: Prompts, restored: RestoredRequest, skeleton: Skeleton
     ) -> None:
-        self.renderer, self.past, self._word = (
-            *(prompts.renderer, prompts.past),
-            prompts.word,
-        )
-        self.places, self.sampled = restored.places, restored.sampled
+        self.prompts, self.renderer = prompts, prompts.renderer
+        self.restored, self.places = restored, restored.places
+        self.skeleton = skeleton
+        _, tools, variables, _ = restored.offered
         self._render = partial(self.renderer.render, tools=tools, variables=variables)
-        self.skeleton = prompts.skeleton(variables, tools=tools is not None)
 
     def text(self, stop: int | None = None, opaque: Collection[int] = ()) -> str:
         """The template's text of the first messages, with stand-ins for some replies."""
@@ -412,39 +426,56 @@ class _Call:
         if form is None:
             message, sampled = place.message, place.known not in (None, "new")
             if hidden:
-                message = _stand_in(message, f"{self._word}{place.position.hex()};")
+                word = f"{self.prompts.word}{place.position.hex()};"
+                message = _stand_in(message, word)
             form = self.renderer.shape(message, sampled=sampled)
             place.forms[kind] = form
         return form
 
-    def opaque(self, n_known: int) -> list[int]:
-        """The replies among the first messages."""
-        return [i for i in self.sampled if i < n_known]
-
     def between(self, text: str, opaque: Sequence[int]) -> Between | Departure:
         """Find what a text has between the stand-ins, which ascend."""
-        words: dict[str, tuple[int, int]] = {}
-        for found in re.finditer(f"{self._word}([0-9a-f]+);", text):
-            first, _ = words.get(found[1], found.span())
-            words[found[1]] = first, found.end()
-        hasher, start, before, end, end_at = _digest(), 0, b"", "", 0
-        for i in opaque:
+        skeleton = self.skeleton
+        positions = [self.places[i].position.hex() for i in opaque]
+        nothing = Between(skeleton, "", 0, [], _digest(), b"")
+        known: Between = self.restored.rendered or nothing
+        if not (
+            known.skeleton is skeleton
+            and known.positions == positions[: len(known.positions)]
+            and text.startswith(known.head)
+        ):
+            known = nothing
+        words = self._words(text, len(known.head))
+        if not words.keys().isdisjoint(known.positions):
+            # an earlier reply is shown again
+            known, words = nothing, self._words(text)
+        hasher, end_at, start = known.hasher.copy(), known.end_at, len(known.head)
+        for i in opaque[len(known.positions) :]:
             first, last = words.get(self.places[i].position.hex(), (-1, -1))
             if first < start:
                 return "hidden"
-            stays = self.skeleton.stays.get(self._role(i - 1) if i else "user", "")
+            stays = skeleton.stays.get(self._role(i - 1) if i else "user", "")
             begin = text.rfind(stays, start, first) if stays else -1
             begin = begin + len(stays) if begin >= 0 else first
             hasher.update(text[start:begin].encode())
-            before = hasher.digest()
-            closer = self.skeleton.closer(text, last)
+            closer = skeleton.closer(text, last)
             if closer is None:
                 return "unended"
             end_at, start = closer
-            end = text[end_at:start]
-        leaves = self.skeleton.leaves.get(self._role(-1), "")
-        hasher.update(text[start:].removesuffix(leaves).encode())
-        return Between(start, end, end_at, before, hasher.digest())
+        whole = hasher.copy()
+        leaves = skeleton.leaves.get(self._role(-1), "")
+        whole.update(text[start:].removesuffix(leaves).encode())
+        head, digest = text[:start], whole.digest()
+        found = Between(skeleton, head, end_at, positions, hasher, digest)
+        self.restored.rendered = found
+        return found
+
+    def _words(self, text: str, start: int = 0) -> dict[str, tuple[int, int]]:
+        """Where the stand-in of each position begins first, and ends last."""
+        words: dict[str, tuple[int, int]] = {}
+        for found in self.prompts.words_of(text, start):
+            first, _ = words.get(found[1], found.span())
+            words[found[1]] = first, found.end()
+        return words
 
     def _role(self, index: int) -> Role:
         """The role that counts for the text around the message at an index."""
@@ -453,25 +484,27 @@ class _Call:
     def digest(self) -> bytes | None:
         """The digest of the text between all replies, if they can be told apart."""
         with suppress(TemplateError):
-            found = self.between(self.text(opaque=self.sampled), self.sampled)
+            sampled = self.restored.sampled
+            found = self.between(self.text(opaque=sampled), sampled)
             return found.digest if isinstance(found, Between) else None
         return None
 
-    def extension(self, base: Node, n_known: int) -> tuple[str, Between] | Reason:
+    def extension(
+        self, base: Node, n_known: int, opaque: Sequence[int]
+    ) -> tuple[str, Between] | Reason:
         """The text with stand-ins up to a base, or why it may not be extended."""
         extends, n = self.skeleton.extends, len(self.places)
         roles = {self._role(i) for i in range(n_known, n)} or {"user"}
         if base.between is None or any(extends[role] for role in roles):
             return "template"
-        opaque = self.opaque(n_known)
         text = self.text(opaque=opaque)
         found = self.between(text, opaque)
         if isinstance(found, str):
             return found
-        if found.before != base.between:
+        if found.hasher.digest() != base.between:
             return "rewritten"
-        changed = None
-        if self.past == "template" or (self.past == "auto" and "user" in roles):
+        past, changed = self.prompts.past, None
+        if past == "template" or (past == "auto" and "user" in roles):
             changed = self._rewritten(n_known)
         return changed or (text, found)
 
@@ -480,7 +513,13 @@ class _Call:
         known = (place.message for place in self.places[:n_known])
         thoughts = [message.get("reasoning_content") or "" for message in known]
         changed: Departure = "reasoning" if any(thoughts) else "rewritten"
-        before, after = self.text(n_known - 1), self.text()
+        # the text that an earlier request had, mostly
+        offered, restored = self.restored.offered.digest, self.restored
+        *same, before = restored.plain
+        if same != [offered, self.places[n_known - 1].before]:
+            before = self.text(n_known - 1)
+        after = self.text()
+        restored.plain = offered, restored.position, after
         thought = chat.squeezed(thoughts[-1])
         if thought:
             # the reply shows what the generation prompt opened, in other words maybe
@@ -501,25 +540,17 @@ class _Call:
         and the tokenizer's offsets its tokens. -1: a token of no message. None: it cannot
         be told.
         """
-        plain = self.renderer.without_mark
-        whole, tail = plain(text), plain(text[start:])
-        messages = [place.message for place in self.places[first:]]
-        # spares a rendering where there are few messages
-        spans = _find_verbatim(messages, tail) if first else None
-        for inside_space in (False, True) if spans is None else ():
-            name = f"x{secrets.token_hex(12)}"
-            forms = [self._form(i, hidden=i in opaque) for i in range(first)]
-            for i, message in enumerate(messages):
-                marked = _marked(message, f"{name}{i};", inside_space)
-                sampled = self.places[first + i].known not in (None, "new")
-                forms.append(self.renderer.shape(marked, sampled=sampled))
-            # the template may reject the marks
-            with suppress(TemplateError):
-                clean, found = _without_marks(plain(self._render(forms)), name)
-                if clean == whole and found is not None:
-                    n = len(whole) - len(tail)
-                    spans = [(i, begin - n, end - n) for i, begin, end in found]
-                    break
+        spans, plain = None, self.renderer.without_mark
+        if first:
+            # mostly the same follows the first messages and the last reply alone
+            roles = [place.message["role"] for place in self.places[:first]]
+            n_first = roles.index("user") + 1 if "user" in roles else 0
+            head = sorted({*range(n_first), first - 1})
+            spans = self._spans(head, first, opaque, plain(text[start:]))
+        if spans is None:
+            spans = self._spans(range(first), first, opaque, plain(text))
+            n = len(plain(text[:start]))
+            spans = spans and [(i, begin - n, end - n) for i, begin, end in spans]
         if spans is None:
             return None
         index = np.full(len(encoded.ids), -1, np.int32)
@@ -530,6 +561,34 @@ class _Call:
         for i, begin, end in zip(owners, firsts, lasts, strict=True):
             index[begin:end] = i
         return index
+
+    def _spans(
+        self, head: Sequence[int], first: int, opaque: Collection[int], text: str
+    ) -> "Spans | None":
+        """The spans of the messages from ``first`` on in a text, found with marks.
+
+        It is what the messages of ``head`` and those have as text, or the end of that.
+        None: it is not.
+        """
+        hidden, name = {*opaque}, self.prompts.mark
+        forms = [self._form(i, hidden=i in hidden) for i in head]
+        for inside_space in (False, True):
+            marked = [*forms]
+            for i, place in enumerate(self.places[first:]):
+                message = _marked(place.message, f"{name}{i};", inside_space)
+                sampled = place.known not in (None, "new")
+                marked.append(self.renderer.shape(message, sampled=sampled))
+            # the template may reject the marks
+            with suppress(TemplateError):
+                shown = self.renderer.without_mark(self._render(marked))
+                clean, found = _without_marks(shown, name)
+                whole = len(head) == first
+                if found is not None and (
+                    clean == text if whole else clean.endswith(text)
+                ):
+                    n = len(clean) - len(text)
+                    return [(i, begin - n, end - n) for i, begin, end in found]
+        return None
 
 
 def _stand_in(message: Json, word: str) -> Json:
@@ -562,25 +621,6 @@ def _marked(message: Json, mark: str, inside_space: bool) -> Json:
         before, _, after = content.partition(core)
         content = core
     return {**message, "content": f"{before}{mark}{content}{mark}{after}"}
-
-
-def _find_verbatim(messages: list[Json], text: str) -> Spans | None:
-    """Return the span of each content in a text that has each once, in order, or None.
-
-    A template may change outer white space, so contents with it are not looked for.
-    """
-    spans, offset = [], 0
-    for i, message in enumerate(messages):
-        content = message.get("content")
-        if not isinstance(content, str) or not content.strip():
-            continue
-        start = text.find(content)
-        unsure = content != content.strip() or text.find(content, start + 1) >= 0
-        if start < offset or unsure:
-            return None
-        offset = start + len(content)
-        spans.append((i, start, offset))
-    return spans
 
 
 def _without_marks(text: str, name: str) -> tuple[str, Spans | None]:

@@ -118,7 +118,7 @@ class ChatRenderer:
             )
         self.tokenizer, self.chat_template = tokenizer, template
         self.late_system = late_system
-        self._compiled, variables = _template(template)
+        self._compiled, variables, self._failures = _template(template)
         # those that a request or session may set
         self.variables = variables - _GIVEN - {*self._names}
         added = self._backend.get_added_tokens_decoder().items()
@@ -159,7 +159,11 @@ class ChatRenderer:
         ``sampled``: indices of messages that are sampled replies. Raises as `render`.
         """
         shaped = [self.shape(m, sampled=i in sampled) for i, m in enumerate(messages)]
-        return self.render(shaped, tools, variables)
+        return self.render(shaped, *map(self.as_text, (tools, dict(variables or {}))))
+
+    def as_text(self, value: Any) -> Any:
+        """Return a JSON value as the template takes it; raises as `shape`."""
+        return self._break(value, self.control)
 
     def shape(self, message: Json, *, sampled: bool = False) -> Json:
         """Return a message as the template takes it.
@@ -175,32 +179,29 @@ class ChatRenderer:
         self,
         shaped: Sequence[Json],
         tools: list[Json] | None,
-        variables: Mapping[str, object] | None = None,
+        variables: Mapping[str, object],
     ) -> str:
-        """Return the text of messages of `shape`.
+        """Return the text of messages of `shape`, and tools and variables of `as_text`.
 
         Raises `TemplateError`: the template rejects them; and as `shape`.
         """
-        from jinja2.exceptions import TemplateError as JinjaError
-
         if not self.takes_late_system:
             shaped = self._one_system(shaped)
-        # a template is a program that runs on untrusted values; these are its failures
-        failures = (JinjaError, TypeError, ValueError, LookupError, RecursionError)
         try:
             text = self._compiled.render(
                 **self._names,
-                **self._break(dict(variables or {}), self.control),
+                **variables,
                 messages=shaped,
-                tools=self._break(tools, self.control),
+                tools=tools,
                 add_generation_prompt=True,
             )
-        except failures as error:
+        except self._failures as error:
             message = f"the chat template rejects the messages: {error}"
             raise TemplateError(message, code="chat_template") from error
         # of arguments as a model can spell them; no tokenizer has half a character
         with suppress(UnicodeEncodeError):
-            text.encode()
+            if not text.isascii():
+                text.encode()
             return str(text)
         return _SURROGATE.sub("\ufffd", text)
 
@@ -391,12 +392,15 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
-def _template(source: str) -> tuple[Any, frozenset[str]]:
-    """Compile a chat template as transformers does; return it and its variables."""
+def _template(source: str) -> tuple[Any, frozenset[str], tuple[type[Exception], ...]]:
+    """Compile a chat template as transformers does.
+
+    Return it, its variables, and how it fails: it is a program, on untrusted values.
+    """
     from jinja2 import TemplateError as JinjaError
     from jinja2 import TemplateSyntaxError, meta
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.runtime import LoopContext
+    from jinja2.runtime import LoopContext, Macro
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def public(kind: type) -> frozenset[str]:
@@ -430,10 +434,22 @@ def _template(source: str) -> tuple[Any, frozenset[str]]:
                 return getattr(obj, attribute)
             return super().getattr(obj, attribute)
 
+        def call(self, context: Any, function: Any, *args: Any, **named: Any) -> Any:
+            if type(function) is Macro:
+                # the template's own; the names are those of jinja
+                named.pop("_loop_vars", None)
+                named.pop("_block_vars", None)
+                return function(*args, **named)
+            return super().call(context, function, *args, **named)
+
     def refuse(message: str) -> None:
         raise JinjaError(message)
 
+    plain = json.JSONEncoder(ensure_ascii=False).encode
+
     def as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+        if not (ensure_ascii or options):
+            return plain(value)
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     room = Sandbox(
@@ -445,7 +461,12 @@ def _template(source: str) -> tuple[Any, frozenset[str]]:
     )
     try:
         variables = meta.find_undeclared_variables(room.parse(source))
-        return room.from_string(source), frozenset(variables) - {*room.globals}
+        failures = (JinjaError, TypeError, ValueError, LookupError, RecursionError)
+        return (
+            room.from_string(source),
+            frozenset(variables) - {*room.globals},
+            failures,
+        )
     except TemplateSyntaxError as error:
         raise ValueError(f"the chat template, line {error.lineno}: {error}") from error
 

@@ -3,7 +3,6 @@
 from trajkit_shim.protocols.anthropic import ANTHROPIC
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.protocols.gemini import GEMINI
-from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
-from trajkit_shim.protocols.openai_responses import OPENAI_RESPONSES
+from trajkit_shim.protocols.openai import OPENAI_CHAT, OPENAI_RESPONSES
 
 PROTOCOLS: tuple[WireProtocol, ...] = (OPENAI_CHAT, ANTHROPIC, OPENAI_RESPONSES, GEMINI)

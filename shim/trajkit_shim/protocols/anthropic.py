@@ -21,9 +21,9 @@ _BILLING = "x-anthropic-billing-header:"
 def _parse(fields: Fields) -> chat.ChatRequest:
     given = None if fields.peek("system") is None else _system(fields, "system")
     messages = chat.system_message(given)
-    for message in fields.filled("messages"):
-        messages += _read(message)
-    tools = chat.Tools()
+    for read in fields.each("messages", _read):
+        messages += read
+    tools = base.Tools()
     for tool in fields.objects("tools"):
         kind = tool.get_text("type") or "custom"
         if kind != "custom":
@@ -34,28 +34,26 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     chosen = choice.one_of("type", ("any", "auto", "none", "tool"), "auto")
     config, thinking = fields.section("output_config"), fields.section("thinking")
     # the format had a field of its own before
-    schema = chat.text_schema(config, "format")
-    older = chat.text_schema(fields, "output_format")
-    budget = thinking.peek("budget_tokens")
-    return chat.ChatRequest(
-        messages=messages,
-        tools=tools.offered(none=chosen == "none"),
-        required=chat.Required(
-            call=chosen in ("any", "tool"),
-            names=(choice.name("name"),) if chosen == "tool" else (),
-            parallel=not choice.flag("disable_parallel_tool_use"),
-            strict=tools.strict,
-            schema=older if schema is None else schema,
-        ),
+    older = base.text_schema(fields, "output_format")
+    schema = base.text_schema(config, "format")
+    required = {
+        "call": chosen in ("any", "tool"),
+        "names": (choice.name("name"),) if chosen == "tool" else (),
+        "parallel": not choice.flag("disable_parallel_tool_use"),
+        "schema": older if schema is None else schema,
+    }
+    budget, effort = thinking.peek("budget_tokens"), config.get_text("effort")
+    budget = budget if isinstance(budget, int) else None
+    on = base.THINKS.get(str(thinking.peek("type")))
+    return base.chat_request(
+        fields,
+        messages,
+        tools,
+        none=chosen == "none",
+        required=required,
         sampling=chat.parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
-        thinking=chat.Thinking(
-            variables=fields.get_object("chat_template_kwargs") or {},
-            effort=config.get_text("effort"),
-            on=chat.SWITCH.get(str(thinking.peek("type"))),
-            budget=budget if isinstance(budget, int) else None,
-        ),
+        thinking={"effort": effort, "on": on, "budget": budget},
         stream=fields.flag("stream"),
-        left_out=tuple(tools.left_out),
     )
 
 
@@ -82,23 +80,12 @@ def _tool_result(block: Fields) -> Json:
     return chat.tool_message(block.text("tool_use_id"), parts, failed=failed)
 
 
-def _document(block: Fields) -> str:
-    source = block.object("source")
-    # documents are text
-    source.one_of("type", ("text",))
-    source.whole()
-    return source.text("data")
-
-
-def _url(block: Fields) -> str:
+def _image(block: Fields) -> images.Part:
     source = block.object("source")
     if source.one_of("type", ("base64", "url")) == "url":
-        return source.text("url")
-    return images.data_url(source, "media_type", "data")
-
-
-def _image(block: Fields) -> images.Part:
-    return images.read_image(block, "type", "image", _url)
+        return images.read_image(block, source.text("url"))
+    kind, data = source.text("media_type"), source.text("data")
+    return images.read_image(block, f"data:{kind};base64,{data}")
 
 
 def _tool_use(block: Fields) -> Json:
@@ -108,7 +95,7 @@ def _tool_use(block: Fields) -> Json:
 
 # what a system prompt may have, a tool's result, a user's message and an assistant's
 _TEXTS: images.Readers = {"text": partial(Fields.text, name="text")}
-_READABLE: images.Readers = {**_TEXTS, "image": _image, "document": _document}
+_READABLE: images.Readers = {**_TEXTS, "image": _image}
 _USER: images.Readers = {**_READABLE, "tool_result": _tool_result}
 _ASSISTANT: images.Readers = {
     **_TEXTS,
@@ -119,15 +106,16 @@ _ASSISTANT: images.Readers = {
 
 def _write(reply: Reply, _: chat.ChatRequest) -> dict[str, Any]:
     cached = reply.usage.cached_tokens or 0
-    reason = _REASONS.get(reply.ending, reply.ending)
+    reasons = {"cut": "max_tokens", "calls": "tool_use", "end": "end_turn"}
+    stopped = reply.ending == "stop_sequence"
     return {
         "id": f"msg_{reply.reply_id}",
         "type": "message",
         "role": "assistant",
         "model": reply.model,
         "content": [_block(block) for block in base.blocks(reply)],
-        "stop_reason": reason,
-        "stop_sequence": reply.stop_sequence if reason == "stop_sequence" else None,
+        "stop_reason": reasons.get(reply.ending, reply.ending),
+        "stop_sequence": reply.stop_sequence if stopped else None,
         "usage": {
             "input_tokens": reply.usage.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
@@ -137,38 +125,31 @@ def _write(reply: Reply, _: chat.ChatRequest) -> dict[str, Any]:
     }
 
 
-_REASONS = {"cut": "max_tokens", "calls": "tool_use", "end": "end_turn"}
-
-
 def _block(block: Block) -> dict[str, Any]:
     if isinstance(block, str):
         return {"type": "text", "text": block}
     if isinstance(block, ToolCall):
         call: Json = {"type": "tool_use", "id": block.call_id, "name": block.name}
         return {**call, "input": base.RawJson(block.arguments)}
-    signed = {"signature": base.SIGNATURE}
-    return {"type": "thinking", "thinking": block.text, **signed}
+    return {"type": "thinking", "thinking": block.text, "signature": base.SIGNATURE}
 
 
 def _events(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
     message = _write(reply, request)
     usage = {**message["usage"], "output_tokens": 0}
     yield {"type": "message_start", "message": {**base.begun(message), "usage": usage}}
-    for index, block in enumerate(base.blocks(reply)):
-        place, whole = {"index": index}, _block(block)
+    for index, whole in enumerate(message["content"]):
+        place, kind = {"index": index}, whole["type"]
         begun = base.begun(whole)
         yield {"type": "content_block_start", **place, "content_block": begun}
-        match block:
-            case Thought(text=text):
-                deltas = [("thinking_delta", "thinking", text)]
-                deltas.append(("signature_delta", "signature", base.SIGNATURE))
-            case ToolCall(arguments=text):
-                deltas = [("input_json_delta", "partial_json", text)]
-            case text:
-                deltas = [("text_delta", "text", text)]
-        for kind, name, text in deltas:
+        deltas = [(f"{kind}_delta", kind, whole.get(kind))]
+        if kind == "tool_use":
+            deltas = [("input_json_delta", "partial_json", whole["input"].text)]
+        elif kind == "thinking":
+            deltas.append(("signature_delta", "signature", base.SIGNATURE))
+        for name, part, text in deltas:
             if text:
-                delta = {"type": kind, name: text}
+                delta = {"type": name, part: text}
                 yield {"type": "content_block_delta", **place, "delta": delta}
         yield {"type": "content_block_stop", **place}
     ending = {name: message[name] for name in ("stop_reason", "stop_sequence")}
@@ -187,7 +168,7 @@ ANTHROPIC = WireProtocol(
     name="anthropic",
     paths={"/v1/messages": "reply", "/v1/messages/count_tokens": "count"},
     call_prefix="toolu_",
-    required=("max_tokens",),
+    listed="messages",
     parse=_parse,
     write=_write,
     events=_events,

@@ -2,15 +2,33 @@
 
 import base64
 import json
-import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+import orjson
+
 from trajkit_shim.chat.images import Images
-from trajkit_shim.chat.request import ChatRequest, Reply, ToolCall, assistant_message
+from trajkit_shim.chat.request import (
+    ANY_OBJECT,
+    ChatRequest,
+    Reply,
+    Required,
+    Thinking,
+    ToolCall,
+    assistant_message,
+    function_tool,
+)
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json, Reading
+from trajkit_shim.json_input import (
+    Fields,
+    Json,
+    Known,
+    Reading,
+    as_integer,
+    as_object,
+    refuse,
+)
 
 Verb: TypeAlias = Literal["reply", "stream", "count"]
 """What a path returns: a reply (streamed if the body asks for it), a streamed reply, or
@@ -21,7 +39,7 @@ the number of tokens of the prompt."""
 _SILENT = frozenset(
     "allowed_callers annotations betas cache_control caller citations client_metadata "
     "context context_management detail eager_input_streaming id "
-    "include_obfuscation includeThoughts index inference_geo input_examples labels "
+    "include include_obfuscation includeThoughts index inference_geo input_examples labels "
     "metadata phase prompt_cache_key prompt_cache_options prompt_cache_retention "
     "provider_specific_fields reasoning_details refusal safetySettings "
     "safety_identifier service_tier serviceTier signature speed status store summary "
@@ -37,7 +55,7 @@ class WireProtocol:
     name: str
     paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
     call_prefix: str = "call_"  # prefix of the ids of tool calls
-    required: tuple[str, ...] = ()  # fields of a request, but not for a count
+    listed: str = ""  # a list that is read with `Fields.each`
     # raises `GatewayError` for missing, invalid or unsupported fields
     parse: Callable[[Fields], ChatRequest]
     write: Callable[[Reply, ChatRequest], Json]
@@ -49,28 +67,26 @@ class WireProtocol:
     # the end of a stream that failed, if it is not `error`
     failed: Callable[[GatewayError, ChatRequest, int], Iterable[Json]] | None = None
     stream_end: bytes = b""
-    # the field of a request for a count that may contain the request for a reply
-    count_of: str | None = None
-    # the body of its answer
+    # the body of a count
     count: Callable[[int], Json] = lambda tokens: {"input_tokens": tokens}
     # codes of errors that a streaming client only understands as an event
     streamed_errors: frozenset[str] = frozenset()
 
     def read(
-        self, body: Json, images: Images = "refuse", *, count: bool = False
+        self,
+        body: Json,
+        images: Images = "refuse",
+        known: list[Known] | None = None,
     ) -> ChatRequest:
-        """Read the body of a request for a reply or a count; raises `GatewayError`."""
-        reading = Reading(images)
+        """Read the body of a request for a reply or a count; raises `GatewayError`.
+
+        ``known``: the first elements of ``listed``, which the body lacks; gets the others.
+        """
+        reading = Reading(images, _SILENT, [] if known is None else known)
         fields = Fields(body, reading=reading)
-        if count and self.count_of and fields.peek(self.count_of) is not None:
-            fields.whole()
-            fields = fields.object(self.count_of)
-        for name in () if count else self.required:
-            if body.get(name) is None:
-                fields.refuse(name, "missing")
         fields.get_text("model")
         request = self.parse(fields)
-        reading.count_unread(_SILENT)
+        reading.count_unread()
         if request.messages[-1]["role"] == "assistant":
             # it is shown as complete, and the model answers with another message
             reading.ignored["continuation of the last message"] += 1
@@ -91,6 +107,54 @@ class WireProtocol:
             yield self.stream_end
 
 
+# Requests
+
+
+@dataclass(slots=True)
+class Tools:
+    """The tools of a request (see `ChatRequest`)."""
+
+    functions: list[Json] = field(default_factory=list)  # in OpenAI's format
+    strict: list[str] = field(default_factory=list)  # names
+    left_out: list[str] = field(default_factory=list)
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, tool: Fields, schema: object, prefix: str = "") -> str:
+        """Add a function; return its name for the model, which begins with ``prefix``."""
+        name = prefix + tool.name("name")
+        self.functions.append(function_tool(name, tool.get_text("description"), schema))
+        self.strict += [name] * tool.flag("strict")
+        return name
+
+    def leave_out(self, tool: Fields, kind: str) -> None:
+        """Count a tool that only a provider can run, or that has no JSON arguments."""
+        tool.whole()
+        self.left_out.append(kind)
+
+
+def chat_request(
+    fields: Fields,
+    messages: list[Json],
+    tools: Tools,
+    *,
+    none: bool,
+    required: dict[str, Any],
+    thinking: dict[str, Any],
+    **rest: Any,
+) -> ChatRequest:
+    """Return a request; ``none``: no tool may be called."""
+    variables = fields.get_object("chat_template_kwargs") or {}
+    return ChatRequest(
+        messages=messages,
+        tools=None if none else tools.functions or None,
+        required=Required(**{"strict": tools.strict, **required}),
+        thinking=Thinking(variables=variables, **thinking),
+        left_out=tuple(tools.left_out),
+        namespaces=tools.namespaces,
+        **rest,
+    )
+
+
 def known_role(message: Fields, roles: Collection[str]) -> str:
     """Return the role of a message; one that no template knows is the user's."""
     role = message.name("role")
@@ -99,6 +163,36 @@ def known_role(message: Fields, roles: Collection[str]) -> str:
         return "user"
     return role
 
+
+THINKS = {"enabled": True, "disabled": False}
+"""The types of Anthropic's field ``thinking`` that decide whether the model thinks."""
+
+
+def one_reply(value: object, where: str) -> int:
+    if as_integer(value, where, minimum=1) != 1:
+        rule = f"{value}: a request has one reply here; open a session for each"
+        refuse(where, rule, code="unsupported_value")
+    return 1
+
+
+def text_schema(fields: Fields, name: str) -> Json | None:
+    """Return the JSON schema that OpenAI's or Anthropic's format field requires, if any."""
+    if fields.peek(name) is None:
+        return None
+    given = fields.object(name)
+    kind = given.name("type")
+    if kind not in ("json_schema", "json_object", "text"):
+        # a grammar that is not kept would change the meaning
+        given.refuse("type", f"{kind!r} is not supported", "unsupported_value")
+    given.whole()
+    if kind == "json_schema":
+        inner = given.object(kind) if kind in given.json else given
+        inner.whole()
+        return inner.need("schema", as_object)
+    return ANY_OBJECT if kind == "json_object" else None
+
+
+# Errors
 
 # the words of Anthropic and of Gemini by status; 400 and 500 stand for all others
 _WORDS = {
@@ -187,23 +281,18 @@ class RawJson:
     text: str
 
 
+def _fragment(raw: RawJson) -> orjson.Fragment:
+    # JSON has line breaks only between tokens, and in an event they end its line
+    return orjson.Fragment(raw.text.replace("\n", " ").replace("\r", " "))
+
+
 def encode(value: Json) -> bytes:
-    """Encode a value that may contain `RawJson` anywhere.
-
-    Half a surrogate pair, which a model can spell but UTF-8 cannot, is escaped.
-    """
-    raws: dict[str, str] = {}
-
-    def mark(raw: RawJson) -> str:
-        name = secrets.token_hex(12)
-        # JSON has line breaks only between tokens, and in an event they end its line
-        raws[f'"{name}"'] = raw.text.replace("\n", " ").replace("\r", " ")
-        return name
-
-    text = json.dumps(value, ensure_ascii=False, default=mark, allow_nan=False)
-    for name, raw in raws.items():
-        text = text.replace(name, raw)
-    return text.encode(errors="backslashreplace")
+    """Encode a value that may contain `RawJson` anywhere."""
+    try:
+        return orjson.dumps(value, _fragment, orjson.OPT_PASSTHROUGH_DATACLASS)
+    # half a surrogate pair, which a model can spell, or an integer beyond 64 bits
+    except TypeError:
+        return json.dumps(value, default=lambda raw: json.loads(raw.text)).encode()
 
 
 def event(value: Json) -> bytes:

@@ -5,8 +5,6 @@ is ignored.
 """
 
 import json
-from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from trajkit_shim.chat import images
@@ -17,7 +15,7 @@ from trajkit_shim.json_input import Fields, Json, as_list, as_object, refuse
 from trajkit_shim.protocols import base
 from trajkit_shim.protocols.base import Block, Thought, Verb, WireProtocol
 
-_LIMITS: Mapping[str, str | None] = {
+_LIMITS: dict[str, str | None] = {
     "max_tokens": "maxOutputTokens",
     "top_p": "topP",
     "top_k": "topK",
@@ -34,7 +32,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     system = map(_text, list(fields.section("systemInstruction").objects("parts")))
     messages = chat.system_message("\n".join(filter(None, system)))
     messages += _messages(fields.filled("contents"))
-    tools = chat.Tools()
+    tools = base.Tools()
     for tool in fields.objects("tools"):
         for declared in tool.objects("functionDeclarations"):
             tools.add(declared, _schema(declared, "parametersJsonSchema", "parameters"))
@@ -42,42 +40,38 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     calling = fields.section("toolConfig").section("functionCallingConfig")
     modes = ("ANY", "AUTO", "MODE_UNSPECIFIED", "NONE", "VALIDATED")
     mode = calling.one_of("mode", modes, "AUTO")
-    names = [str(chat.function_of(tool)["name"]) for tool in tools.functions]
+    allowed = calling.get("allowedFunctionNames", as_list) or ()
+    declared_names = [str(chat.function_of(tool)["name"]) for tool in tools.functions]
     config = fields.section("generationConfig")
-    config.get("candidateCount", chat.as_one_reply)
-    if config.peek("responseModalities") not in (None, ["TEXT"]):
-        config.ignore("responseModalities")
+    config.get("candidateCount", base.one_reply)
     top_k = config.json.get("topK")
     if isinstance(top_k, float) and top_k.is_integer():
         # the official client sends 40.0
         config.json["topK"] = int(top_k)
-    return chat.ChatRequest(
-        messages=messages,
-        tools=tools.offered(none=mode == "NONE"),
-        required=chat.Required(
-            call=mode == "ANY",
-            names=tuple(map(str, calling.get("allowedFunctionNames", as_list) or ())),
-            # both modes promise arguments of the schema
-            strict=names if mode in ("ANY", "VALIDATED") else (),
-            schema=_schema_of_text(config),
-        ),
-        sampling=chat.parse_sampling(config, _LIMITS),
-        thinking=_thinking(fields, config.section("thinkingConfig")),
-        stream=False,
-        left_out=tuple(tools.left_out),
-    )
-
-
-def _thinking(fields: Fields, given: Fields) -> chat.Thinking:
+    given = config.section("thinkingConfig")
     budget = given.peek("thinkingBudget")
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
         # -1: the model decides
         budget = None
-    return chat.Thinking(
-        variables=fields.get_object("chat_template_kwargs") or {},
-        effort=given.get_text("thinkingLevel"),
-        on=None if budget is None else budget > 0,
-        budget=budget or None,
+    return base.chat_request(
+        fields,
+        messages,
+        tools,
+        none=mode == "NONE",
+        required={
+            "call": mode == "ANY",
+            "names": tuple(map(str, allowed)),
+            # both modes promise arguments of the schema
+            "strict": declared_names if mode in ("ANY", "VALIDATED") else (),
+            "schema": _schema_of_text(config),
+        },
+        sampling=chat.parse_sampling(config, _LIMITS),
+        thinking={
+            "effort": given.get_text("thinkingLevel"),
+            "on": None if budget is None else budget > 0,
+            "budget": budget or None,
+        },
+        stream=False,
     )
 
 
@@ -90,9 +84,9 @@ def _messages(contents: list[Fields]) -> list[Json]:
             role = base.known_role(content, ("user", "function", "model"))
         parts = list(content.objects("parts"))
         if role == "model":
-            said = [_model_part(part, i) for i, part in enumerate(parts, 1)]
-            waiting = [part for part in said if isinstance(part, dict)]
-            messages.append(base.assistant(said))
+            made = [_model_part(part, i) for i, part in enumerate(parts, 1)]
+            waiting = [part for part in made if isinstance(part, dict)]
+            messages.append(base.assistant(made))
         else:
             given = [_user_part(part, waiting) for part in parts]
             messages += chat.user_messages(given)
@@ -114,20 +108,15 @@ def _model_part(part: Fields, index: int) -> Thought | str | Json:
 def _user_part(part: Fields, waiting: list[Json]) -> images.Part:
     if part.peek("functionResponse") is not None:
         return _result(part.object("functionResponse"), waiting)
-    for name in ("inlineData", "fileData"):
+    for name, where in (("inlineData", "data"), ("fileData", "fileUri")):
         if part.peek(name) is not None:
-            kind = part.object(name).peek("mimeType")
+            given = part.object(name)
+            kind, url = given.peek("mimeType"), given.text(where)
             if not str(kind).startswith("image/"):
                 images.refuse_content(part, name, kind)
-            return images.read_image(part, name, kind, partial(_url, name))
+            url = url if name == "fileData" else f"data:{kind};base64,{url}"
+            return images.read_image(part, url, name, kind)
     return _text(part)
-
-
-def _url(name: str, part: Fields) -> str:
-    given = part.object(name)
-    if name == "fileData":
-        return given.text("fileUri")
-    return images.data_url(given, "mimeType", "data")
 
 
 def _result(result: Fields, waiting: list[Json]) -> Json:
@@ -140,10 +129,13 @@ def _result(result: Fields, waiting: list[Json]) -> Json:
         call_id = str(calls[0]["id"])
     given = result.need("response", as_object)
     # its only text, or its JSON
-    ((key, value),) = given.items() if len(given) == 1 else [("", None)]
-    text = json.dumps(given, ensure_ascii=False)
-    if key in ("output", "result", "error") and isinstance(value, str):
-        text = value
+    match given:
+        case {"output": str(text)} | {"result": str(text)} | {"error": str(text)} if (
+            len(given) == 1
+        ):
+            pass
+        case _:
+            text = json.dumps(given, ensure_ascii=False)
     return chat.tool_message(call_id, [text], failed="error" in given)
 
 
@@ -154,11 +146,8 @@ def _text(part: Fields) -> str:
 
 def _schema(fields: Fields, *names: str) -> Json | None:
     """The JSON schema in the first of these fields that is there."""
-    for name in names:
-        schema: Json | None = _json_schema(fields.get_object(name))
-        if schema is not None:
-            return schema
-    return None
+    given: list[Any] = [_json_schema(fields.get_object(name)) for name in names]
+    return next((schema for schema in given if schema is not None), None)
 
 
 def _json_schema(schema: Any, key: str = "") -> Any:
@@ -176,9 +165,7 @@ def _schema_of_text(config: Fields) -> Json | None:
     given = _schema(config, "responseJsonSchema", "responseSchema")
     if kind == "text/plain" and given is not None:
         config.refuse("responseMimeType", "a schema needs 'application/json'")
-    if given is None and kind == "application/json":
-        return chat.ANY_OBJECT
-    return given
+    return chat.ANY_OBJECT if given is None and kind != "text/plain" else given
 
 
 def _write(reply: Reply, _: chat.ChatRequest) -> Json:
@@ -192,9 +179,8 @@ def _write(reply: Reply, _: chat.ChatRequest) -> Json:
         counts["cachedContentTokenCount"] = usage.cached_tokens
     if usage.reasoning_tokens:
         counts["thoughtsTokenCount"] = usage.reasoning_tokens
-    parts = [_part(block) for block in base.blocks(reply)]
     candidate: Json = {
-        "content": {"role": "model", "parts": parts},
+        "content": {"role": "model", "parts": [*map(_part, base.blocks(reply))]},
         "finishReason": "MAX_TOKENS" if reply.cut else "STOP",
         "index": 0,
     }
@@ -223,7 +209,7 @@ def _error(error: GatewayError) -> Json:
     return {"error": {"code": error.status, "message": message, "status": status}}
 
 
-_VERBS: Mapping[str, Verb] = {
+_VERBS: dict[str, Verb] = {
     "generateContent": "reply",
     "streamGenerateContent": "stream",
     "countTokens": "count",
@@ -243,6 +229,5 @@ GEMINI = WireProtocol(
     # the official client parses comments as JSON
     ping=lambda *_: b"\n",
     error=_error,
-    count_of="generateContentRequest",
     count=lambda tokens: {"totalTokens": tokens},
 )

@@ -6,7 +6,6 @@ asked to.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from trajkit_shim.chat.request import ChatRequest
@@ -94,8 +93,7 @@ HARNESSES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class Caller(NamedTuple):
     """Who calls, as far as the request shows. ``None``: unknown."""
 
     harness: str | None = None

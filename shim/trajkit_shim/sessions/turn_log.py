@@ -164,11 +164,7 @@ class AppendLog:
 
     def _check_file(self, file: int) -> None:
         """Raise `OSError` if another program removed, replaced or changed the file."""
-        path, own, size = (
-            self.path_of(len(self._sizes) - 1),
-            os.fstat(file),
-            self._sizes[-1],
-        )
+        path, own, size = self._path, os.fstat(file), self._sizes[-1]
         reason = None
         try:
             there = os.stat(path)
@@ -181,7 +177,7 @@ class AppendLog:
                 reason = f"it has {own.st_size} bytes, but {size} were written"
         if reason is not None:
             message = f"another program changed the log: {reason}"
-            raise OSError(errno.EIO, message, str(path))
+            raise OSError(errno.EIO, message, path)
 
     def start(self) -> None:
         """Create the next file, then end the one before; done by `append` if needed."""
@@ -201,7 +197,7 @@ class AppendLog:
             path.unlink()
             raise
         self._finish()
-        self._file = file
+        self._file, self._path = file, str(path)
         self._sizes.append(size)
 
     def close(self) -> None:
@@ -346,12 +342,13 @@ class TurnLog:
             "response": None if response is None else fields_of(response),
         }
         # converting all values together takes less time than one by one
-        columns = pa.array([row], self._columns).flatten()
+        batch = pa.RecordBatch.from_struct_array(pa.array([row], self._columns))
         if EXPERTS.name not in self._left_out:
-            columns.append(_experts_cell(turn.get("routed_experts")))
+            cell = _experts_cell(turn.get("routed_experts"))
+            batch = batch.append_column(EXPERTS, cell)
         if MASK.name not in self._left_out:
-            columns.append(pa.array([turn.get("sampling_mask")], MASK.type))
-        batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
+            cell = pa.array([turn.get("sampling_mask")], MASK.type)
+            batch = batch.append_column(MASK, cell)
         self._turns.append(batch.serialize())
         bodies |= new
 

@@ -11,12 +11,14 @@ from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.shim.fakes import engine_request
 from trajkit_shim.engines.checks import check_sample
 from trajkit_shim.engines.http import SGLangEngine, VLLMEngine
+from trajkit_shim.errors import EngineError
 
 ENGINES = {"sglang": SGLangEngine, "vllm": VLLMEngine}
 RECORDED = {
@@ -42,6 +44,18 @@ def with_id(kind, reply, request_id):
         reply["meta_info"]["id"] = request_id
     else:
         reply["request_id"] = PREFIX + request_id
+    return reply
+
+
+def answered(kind, name="basic"):
+    """A recorded reply as the answer to the request r1."""
+    return with_id(kind, recorded(kind, name), "r1")
+
+
+def changed(kind, change, name="basic"):
+    """The same, after a function has changed it."""
+    reply = answered(kind, name)
+    change(reply)
     return reply
 
 
@@ -110,7 +124,8 @@ class Double:
     async def engine(self, **options):
         """Yield an engine that uses it."""
         async with self.listening() as url:
-            engine = ENGINES[self.kind](url, vocab_size=VOCABULARY, **options)
+            options = {"vocab_size": VOCABULARY, **options}
+            engine = ENGINES[self.kind](url, **options)
             try:
                 yield engine
             finally:
@@ -123,3 +138,17 @@ async def sample(engine, prompt=PROMPT, **changes):
     found = await engine.generate(request)
     check_sample(found, request.prompt_ids, request.sampling, await engine.info())
     return found
+
+
+async def read(kind, reply, prompt=PROMPT, *, engine=None, **sampling):
+    """The sample of a reply, which an engine with these options gets from a server."""
+    answer = web.json_response(reply)
+    async with Double(kind, answer).engine(**engine or {}) as client:
+        return await sample(client, prompt, **sampling)
+
+
+async def refused(kind, reply, match, *given, **options):
+    """Check that a reply is refused in these words; the status of the error."""
+    with pytest.raises(EngineError, match=match) as caught:
+        await read(kind, reply, *given, **options)
+    return caught.value.status

@@ -1,7 +1,6 @@
 """The embedded engine's law: what it says of itself, and what it does."""
 
 import asyncio
-import itertools
 import math
 import subprocess
 import sys
@@ -12,20 +11,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.shim.fakes import engine_request
-from tests.shim.train_tokenizer import (
-    CONTROL,
-    MARKUP,
-    VOCABULARY,
-    train,
-)
+from tests.shim.fakes import cases, engine_request, load_tokenizer
+from tests.shim.train_tokenizer import CONTROL, MARKUP, VOCABULARY, train
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.embedded import (
     END,
     EmbeddedEngine,
     Reply,
     Special,
-    load_tokenizer,
     shaped,
     shipped,
     tool_call,
@@ -42,8 +35,7 @@ def encoded(text):
 
 
 PROMPT = np.array(
-    encoded("<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"),
-    np.int32,
+    encoded("<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"), np.int32
 )
 TALK = [
     Reply(("Let me look.\n", *tool_call("bash", '{"command": "ls"}')), weight=3),
@@ -59,6 +51,10 @@ replies = st.lists(
 )
 
 
+def saying(replies, **options):
+    return EmbeddedEngine(lambda prompt: replies, **options)
+
+
 def drawn(engine, n, prompt=PROMPT, **choices):
     request = engine_request(prompt, **{"max_new_tokens": 500, **choices})
 
@@ -68,15 +64,19 @@ def drawn(engine, n, prompt=PROMPT, **choices):
     return asyncio.run(draw())
 
 
-def score(engine, prompt_ids, output_ids, sampling=None):
+def sampled(engine, prompt=PROMPT, **choices):
+    return drawn(engine, 1, prompt, **choices)[0]
+
+
+def score(engine, output_ids, sampling=None):
     """The logprobs that `generate` returns with an output or a prefix of one.
 
     -inf from the first id on that cannot be drawn. ``sampling``: its temperature,
     ``top_k`` and ``top_p`` apply.
     """
-    state = engine._start(prompt_ids.tolist())
+    state = engine._start(PROMPT.tolist())
     logprobs = np.full(len(output_ids), -np.inf, np.float32)
-    for i, token in enumerate(output_ids.tolist()):
+    for i, token in enumerate(output_ids):
         chances = shaped(state.next(), sampling or Sampling(max_new_tokens=1))
         if token not in chances:
             break
@@ -85,108 +85,81 @@ def score(engine, prompt_ids, output_ids, sampling=None):
     return logprobs
 
 
-def sampled(engine, prompt=PROMPT, **choices):
-    return drawn(engine, 1, prompt, **choices)[0]
-
-
-def spellings(said, drift):
-    """Every token sequence that spells the replies, with its probability."""
-    law = Counter()
-    for reply in said:
-        weights = {(): 1.0}
-        for part in (*reply.parts, Special(END)):
-            if isinstance(part, Special):
-                ways = {(VOCAB.added[part.text],): 1.0}
-            else:
-                ways = _ways(part.encode(), tuple(VOCAB.encode_plain(part)), drift)
-            weights = {
-                before + way: weight * more
-                for (before, weight), (way, more) in itertools.product(
-                    weights.items(), ways.items()
-                )
-            }
-        total = sum(weights.values())
-        for ids, weight in weights.items():
-            law[ids] += reply.weight / sum(r.weight for r in said) * weight / total
+def spellings(engine, ids=()):
+    """Every token sequence that the engine may give, with its probability."""
+    if ids and ids[-1] == VOCAB.added[END]:
+        return {ids: math.exp(score(engine, ids).sum())}
+    state = engine._start(PROMPT.tolist())
+    for token in ids:
+        state = state.after(token)
+    law = {}
+    for token in state.next():
+        law |= spellings(engine, (*ids, token))
     return law
 
 
-def _ways(spelled, canonical, drift):
-    lengths = [len(VOCAB.spelling[token]) for token in canonical]
-    ends = itertools.accumulate(lengths)
-    edges = {
-        (end - length, token)
-        for end, length, token in zip(ends, lengths, canonical, strict=True)
-    }
-    ways = {}
-
-    def extend(at, ids, weight):
-        if at == len(spelled):
-            ways[ids] = weight
-        for stop in range(at + 1, len(spelled) + 1):
-            if spelled[at:stop] in ORDINARY:
-                token = ORDINARY[spelled[at:stop]]
-                extend(
-                    stop, (*ids, token), weight * (1 if (at, token) in edges else drift)
-                )
-
-    extend(0, (), 1.0)
-    return ways
-
-
-ORDINARY = {VOCAB.spelling[token]: token for token in range(VOCABULARY)}
+def spelled(reply):
+    shown = (p.text if isinstance(p, Special) else p for p in reply.parts)
+    return "".join(shown) + END
 
 
 @given(replies, st.sampled_from([0.05, 0.5, 1.0]))
 @example([Reply(("in",)), Reply(("ins",))], 0.5)
 @example([Reply(("in",)), Reply(("in",))], 0.5)
 @example([Reply(())], 0.5)
-def test_score_is_the_probability_counted_over_all_spellings(said, drift):
-    engine = EmbeddedEngine(lambda prompt: said, drift=drift)
-    law = spellings(said, drift)
-    assert math.isclose(sum(law.values()), 1)
-    for ids, probability in law.most_common(20):
-        logprobs = score(engine, PROMPT, np.array(ids, np.int32))
-        assert (logprobs <= 0).all()
-        assert math.isclose(math.exp(logprobs.sum()), probability, rel_tol=1e-4)
+@example([Reply(("in",))], 0.5)
+def test_each_reply_has_its_weight_and_each_spelling_its_drift(said, drift):
+    law, told = spellings(saying(said, drift=drift)), Counter()
+    for ids, probability in law.items():
+        told[VOCAB.decode(list(ids))] += probability
+    weights = Counter()
+    for reply in said:
+        weights[spelled(reply)] += reply.weight / sum(each.weight for each in said)
+    assert told.keys() == weights.keys()
+    for text, weight in weights.items():
+        assert math.isclose(told[text], weight, rel_tol=1e-4)
+    # a token that is not the canonical one costs a drift
+    if [reply.parts for reply in said] == [("in",)]:
+        one, two = sorted(law.values())
+        assert math.isclose(one / two, drift**2, rel_tol=1e-4)
 
 
-@pytest.mark.parametrize(
+@cases(
     "choices",
-    [
-        pytest.param({}, id="as it is"),
-        pytest.param({"temperature": 0.5}, id="cold"),
-        pytest.param({"temperature": 3.0, "top_k": 4}, id="hot among four"),
-        pytest.param({"top_p": 0.7, "top_k": -1}, id="nucleus"),
-        pytest.param({"temperature": 0.0}, id="greedy"),
-    ],
+    {
+        "as it is": {},
+        "cold": {"temperature": 0.5},
+        "hot among four": {"temperature": 3.0, "top_k": 4},
+        "nucleus": {"top_p": 0.7, "top_k": -1},
+        "greedy": {"temperature": 0.0},
+    },
 )
 def test_score_gives_the_logprobs_that_sampling_gave(choices):
-    engine = EmbeddedEngine(lambda prompt: TALK, drift=0.3, seed=5)
-    for _ in range(20):
-        sample = sampled(engine, **choices)
-        sampling = Sampling(max_new_tokens=1, **choices)
-        scored = score(engine, PROMPT, sample.output_ids, sampling)
+    engine = saying(TALK, drift=0.3, seed=5)
+    for sample in drawn(engine, 20, **choices):
+        scored = score(engine, sample.output_ids, Sampling(max_new_tokens=1, **choices))
         assert scored.dtype == sample.output_logprobs.dtype == np.float32
         np.testing.assert_array_equal(scored, sample.output_logprobs)
+    # greedy is certain of the likeliest token
+    if choices == {"temperature": 0.0}:
+        assert VOCAB.decode(sample.output_ids.tolist()).startswith(
+            "Let me look.\n<tool"
+        )
+        assert (sample.output_logprobs == 0).all()
 
 
-@pytest.mark.parametrize(
+@cases(
     "choices",
-    [
-        pytest.param({}, id="as it is"),
-        pytest.param({"temperature": 2.0, "top_k": 3, "top_p": 0.9}, id="shaped"),
-    ],
+    {"as it is": {}, "shaped": {"temperature": 2.0, "top_k": 3, "top_p": 0.9}},
 )
 def test_frequencies_agree_with_the_scores(choices):
     said = [Reply(("in is",), 2.0), Reply(("in",)), Reply(("in", Special("<think>")))]
-    engine = EmbeddedEngine(lambda prompt: said, drift=0.4, seed=11)
-    n = 4000
+    engine, n = saying(said, drift=0.4, seed=11), 4000
     seen = Counter(tuple(s.output_ids.tolist()) for s in drawn(engine, n, **choices))
     sampling = Sampling(max_new_tokens=1, **choices)
     expected = {
-        ids: n * math.exp(score(engine, PROMPT, np.array(ids), sampling).sum())
-        for ids in spellings(said, 0.4)
+        ids: n * math.exp(score(engine, ids, sampling).sum())
+        for ids in spellings(engine)
     }
     assert math.isclose(sum(expected.values()), n, rel_tol=1e-4)
     # cells that expect fewer than five are one cell
@@ -200,38 +173,20 @@ def test_frequencies_agree_with_the_scores(choices):
     assert square < len(large) * (1 - spread + 3.1 * math.sqrt(spread)) ** 3
 
 
-def test_some_outputs_are_not_canonical_and_come_back_changed():
-    engine = EmbeddedEngine(lambda prompt: TALK, drift=0.1, seed=3)
-    outputs = [sampled(engine).output_ids.tolist() for _ in range(50)]
-    drifted = [ids for ids in outputs if encoded(VOCAB.decode(ids)) != ids]
-    assert 0 < len(drifted) < 50
-    said = {VOCAB.decode(ids) for ids in outputs}
-    assert said == {
-        "".join(p.text if isinstance(p, Special) else p for p in reply.parts) + END
-        for reply in TALK
-    }
-
-
-def test_greedy_is_certain_of_the_likeliest_token():
-    engine = EmbeddedEngine(lambda prompt: TALK, drift=0.1, seed=3)
-    sample = sampled(engine, temperature=0.0)
-    assert VOCAB.decode(sample.output_ids.tolist()).startswith("Let me look.\n<tool_")
-    assert (sample.output_logprobs == 0).all()
-
-
 def test_a_seed_fixes_the_sample_and_no_seed_does_not():
-    engine = EmbeddedEngine(lambda prompt: TALK, drift=0.5, seed=3)
-    fixed = {tuple(sampled(engine, seed=7).output_ids) for _ in range(5)}
-    free = {tuple(sampled(engine).output_ids) for _ in range(5)}
-    assert len(fixed) == 1
-    assert len(free) > 1
-    again = EmbeddedEngine(lambda prompt: TALK, drift=0.5, seed=3)
-    assert tuple(sampled(again, seed=7).output_ids) in fixed
-    assert {tuple(sampled(again).output_ids) for _ in range(5)} == free
+    engine, again = (saying(TALK, drift=0.5, seed=3) for _ in range(2))
+
+    def outputs(engine, **choices):
+        return {tuple(sample.output_ids) for sample in drawn(engine, 5, **choices)}
+
+    fixed, free = outputs(engine, seed=7), outputs(engine)
+    assert (len(fixed), len(free) > 1) == (1, True)
+    assert outputs(again, seed=7) == fixed
+    assert outputs(again) == free
 
 
 def test_a_sample_cut_short_is_the_start_of_the_whole_one():
-    engine = EmbeddedEngine(lambda prompt: TALK, drift=0.5)
+    engine = saying(TALK, drift=0.5)
     whole = sampled(engine, seed=7)
     assert whole.finish_reason == "stop"
     assert whole.output_ids[-1] == VOCAB.added[END]
@@ -245,12 +200,12 @@ def test_a_sample_cut_short_is_the_start_of_the_whole_one():
 
 
 def test_stop_strings_and_stop_ids_end_a_sample_and_stay_in_it():
-    engine = EmbeddedEngine(lambda prompt: [TALK[0]], drift=0.5, seed=1)
+    engine = saying([TALK[0]], drift=0.5, seed=1)
     by_text = sampled(engine, stop=("name",))
-    text = VOCAB.decode(by_text.output_ids.tolist())
     assert by_text.finish_reason == "stop"
-    assert "name" in text
-    assert "name" not in VOCAB.decode(by_text.output_ids.tolist()[:-1])
+    ids = by_text.output_ids.tolist()
+    assert "name" in VOCAB.decode(ids)
+    assert "name" not in VOCAB.decode(ids[:-1])
     marker = VOCAB.added["<tool_call>"]
     by_id = sampled(engine, stop_token_ids=(marker,))
     assert by_id.finish_reason == "stop"
@@ -259,21 +214,17 @@ def test_stop_strings_and_stop_ids_end_a_sample_and_stay_in_it():
 
 def test_what_spells_a_special_token_is_ordinary_bytes():
     said = Reply((f"a {END} b", Special("<think>"), "<think>"))
-    engine = EmbeddedEngine(lambda prompt: [said], seed=1)
-    for _ in range(20):
-        ids = sampled(engine).output_ids.tolist()
-        assert [t for t in ids if t >= VOCABULARY] == [
-            VOCAB.added["<think>"],
-            VOCAB.added[END],
-        ]
+    for sample in drawn(saying([said], seed=1), 20):
+        ids = sample.output_ids.tolist()
+        added = [VOCAB.added["<think>"], VOCAB.added[END]]
+        assert [token for token in ids if token >= VOCABULARY] == added
         assert VOCAB.decode(ids) == f"a {END} b<think><think>{END}"
         assert encoded(VOCAB.decode(ids)) != ids
 
 
 def test_a_parameter_that_the_engine_lacks_is_refused():
-    engine = EmbeddedEngine()
     with pytest.raises(EngineError, match="no parameter 'regex'") as caught:
-        sampled(engine, extra={"regex": "a"})
+        sampled(EmbeddedEngine(), extra={"regex": "a"})
     assert caught.value.status == 400
 
 
@@ -283,22 +234,22 @@ def test_a_drift_that_is_no_weight_is_refused(drift):
         EmbeddedEngine(drift=drift)
 
 
-@pytest.mark.parametrize(
+@cases(
     "said",
-    [
-        pytest.param([], id="nothing to say"),
-        pytest.param([Reply(("a",), 0.0)], id="weight 0"),
-        pytest.param([Reply(("a",)), Reply(("b",), math.inf)], id="infinite weight"),
-    ],
+    {
+        "nothing to say": [],
+        "weight 0": [Reply(("a",), 0.0)],
+        "infinite weight": [Reply(("a",)), Reply(("b",), math.inf)],
+    },
 )
 def test_a_policy_without_a_law_is_an_error(said):
     with pytest.raises(ValueError, match="reply weights"):
-        sampled(EmbeddedEngine(lambda prompt: said))
+        sampled(saying(said))
 
 
 def test_a_call_lets_others_run_and_ends_when_it_is_cancelled():
     async def run():
-        engine = EmbeddedEngine(lambda prompt: [Reply(("x = 1\n" * 500,))], seed=1)
+        engine = saying([Reply(("x = 1\n" * 500,))], seed=1)
         request = engine_request(PROMPT, max_new_tokens=4000)
         task = asyncio.create_task(engine.generate(request))
         # its first slice of tokens; then it is this one's turn
@@ -320,9 +271,8 @@ def test_top_k_and_top_p_keep_the_likeliest(weights):
         return shaped(chances, Sampling(max_new_tokens=1, **params))
 
     likeliest = min(chances, key=lambda token: (-chances[token], token))
-    assert cut(temperature=0.0) == {likeliest: 1.0}
-    assert cut(top_k=1) == {likeliest: 1.0}
-    assert cut(top_p=1e-9) == {likeliest: 1.0}
+    for one in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}):
+        assert cut(**one) == {likeliest: 1.0}
     assert len(cut(temperature=0.5, top_k=2)) == min(2, len(chances))
     nucleus = cut(top_p=0.6)
     for kept in (nucleus, cut(temperature=0.5, top_k=2)):
@@ -348,70 +298,8 @@ def test_the_shipped_tokenizer_is_what_the_recipe_describes():
 
 
 def test_importing_the_engine_loads_neither_transformers_nor_torch():
-    code = (
-        "import sys, trajkit_shim.engines.embedded as e; e.EmbeddedEngine();"
-        "print(*{name.split('.')[0] for name in sys.modules})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": "shim"},
-    )
-    assert {"torch", "transformers", "starlette"}.isdisjoint(done.stdout.split())
-
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "bash", "description": "Run.", "parameters": {}},
-    }
-]
-
-
-def rendered(messages, tools=TOOLS):
-    return load_tokenizer().apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True
-    )
-
-
-def test_the_template_repeats_a_canonical_reply_token_for_token():
-    arguments = '{"command":  "ls \\u00e9"}'
-    said = Reply(("Let me look.\n", *tool_call("bash", arguments)))
-    engine = EmbeddedEngine(lambda prompt: [said])
-    asked = [{"role": "user", "content": [{"type": "text", "text": "Look."}]}]
-    prompt = encoded(rendered(asked))
-    output = sampled(engine, np.array(prompt), temperature=0.0).output_ids.tolist()
-    call = {"name": "bash", "arguments": arguments}
-    replay = [
-        *asked,
-        {
-            "role": "assistant",
-            "content": "Let me look.",
-            "tool_calls": [{"id": "1", "type": "function", "function": call}],
-        },
-        {"role": "tool", "tool_call_id": "1", "content": "a"},
-        {"role": "tool", "tool_call_id": "2", "content": "b"},
-    ]
-    held = prompt + output
-    again = encoded(rendered(replay))
-    assert again[: len(held)] == held
-    assert VOCAB.decode(again[len(held) :]) == (
-        "\n<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n"
-        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_the_template_drops_white_space_and_old_reasoning():
-    said = {"role": "assistant", "content": " Yes. \n", "reasoning_content": "Hm.\n"}
-    fresh = rendered([{"role": "user", "content": "Is it?"}, said], None)
-    assert fresh == (
-        "<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\n<think>\nHm.\n"
-        "</think>\n\nYes.<|im_end|>\n<|im_start|>assistant\n"
-    )
-    old = rendered([said, {"role": "user", "content": "And?"}], None)
-    assert old == (
-        "<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
+    code = "import sys, trajkit_shim.engines.embedded as e; e.EmbeddedEngine();"
+    code += "print(*{name.split('.')[0] for name in sys.modules})"
+    command, env = [sys.executable, "-c", code], {"PYTHONPATH": "shim"}
+    loaded = subprocess.check_output(command, text=True, env=env)
+    assert {"torch", "transformers", "starlette"}.isdisjoint(loaded.split())

@@ -1,6 +1,7 @@
-"""Prompts that are built behind what was sampled, and why others are rendered."""
+"""Prompts: built behind what was sampled or rendered, and the messages that they show."""
 
-import asyncio
+import json
+import re
 from hashlib import blake2b
 
 import numpy as np
@@ -11,144 +12,113 @@ from tokenizers import AddedToken
 
 import trajkit as tk
 from tests.made_tables import link_by
-from tests.shim.clients import in_process
+from tests.shim.clients import USER
 from tests.shim.fakes import (
+    AS_JSON,
     AS_STRING,
+    EMBEDDED,
     RENDERER,
     TOOL,
-    ScriptedEngine,
     byte_renderer,
     byte_tokenizer,
+    called,
     cases,
     parse_reply,
     remember,
     rendered,
-    sampled,
+    said,
+    sampled_call,
+    tool,
+    user,
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
-from trajkit.turns import tools_key
 from trajkit_shim.chat.request import Usage, canonical_reply, make_reply
-from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
-from trajkit_shim.errors import EngineError, TemplateError
+from trajkit_shim.engines.embedded import EmbeddedEngine
+from trajkit_shim.errors import TemplateError
 from trajkit_shim.prompting.conversation import START, Budget
 from trajkit_shim.prompting.conversation import Conversation as Session
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer, encode
-from trajkit_shim.replies.parse import opens_reasoning
+from trajkit_shim.replies import opens_reasoning
 
-EMBEDDED = ChatRenderer(load_tokenizer())
-CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
+CALL = sampled_call()
 USAGE = Usage(prompt_tokens=1, output_tokens=1, cached_tokens=None)
+NEXT = user("next")
+OPENING = [USER]
 LATER = "{%- for message in messages -%}"
+CONTENT = "{{ message.content }}"
+OPENS = ("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif")
 
-DROPS_REASONING = AS_STRING.replace(
-    "{{ message.content }}",
-    "{% if message.reasoning_content and loop.last %}<think>"
-    "{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}",
-)
-KEEPS_REASONING = DROPS_REASONING.replace(" and loop.last", "")
-TRIMS = AS_STRING.replace("{{ message.content }}", "{{ message.content | trim }}")
+
+def shown_as(text, template=AS_STRING):
+    """A template that shows contents otherwise."""
+    return template.replace(CONTENT, text)
+
+
+def raises(condition):
+    return "{% if " + condition + " %}{{ raise_exception('no') }}{% endif %}"
+
+
+THOUGHT = "<think>{{ message.reasoning_content }}</think>{% endif %}" + CONTENT
+KEEPS_REASONING = shown_as("{% if message.reasoning_content %}" + THOUGHT)
+DROPS_REASONING = shown_as("{% if message.reasoning_content and loop.last %}" + THOUGHT)
 # the last reply is written otherwise than those before it
-REWRITES = AS_STRING.replace(
-    "{{ message.content }}",
+REWRITES = shown_as(
     "{% if message.role == 'assistant' and loop.index0 + 2 == messages | length %}"
-    "[last]{% endif %}{{ message.content }}",
+    "[last]{% endif %}" + CONTENT
+)
+NO_END = AS_STRING.replace("<|im_end|>", "!").replace("<|im_start|>", "# ")
+COUNTS = AS_STRING.replace(
+    "{%- if add_generation_prompt -%}",
+    "{% if messages | length > 2 %}{{ messages[1].content | length }}"
+    "{% endif %}{%- if add_generation_prompt -%}",
 )
 # tools stand before the last message
 MOVES_TOOLS = AS_STRING.replace(
-    LATER,
-    LATER + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}",
+    LATER, LATER + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}"
 )
-OPENS_REASONING = AS_STRING.replace(
-    "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"
+LATE = raises("messages[-1].role == 'system'") + AS_STRING.replace(
+    LATER, LATER + raises("loop.index0 and message.role == 'system'")
 )
-NO_END = AS_STRING.replace("<|im_end|>", "!").replace("<|im_start|>", "# ")
-TWO_ENDS = AS_STRING.replace("\n</tool_call>", "<|im_end|>\n</tool_call>")
-NO_TOOLS = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + AS_STRING
-
-
-def said(role, content, **fields):
-    return {"role": role, "content": content, **fields}
-
-
-def probed(template, *, tools=True):
-    return Prompts(byte_renderer(template)).skeleton(tools=tools)
 
 
 @cases(
-    "template, leaves",
+    "template, says",
     {
-        "ChatML": (AS_STRING, ""),
-        "keeps reasoning": (KEEPS_REASONING, ""),
-        "drops reasoning": (DROPS_REASONING, ""),
-        "trims": (TRIMS, ""),
-        "opens the reasoning": (OPENS_REASONING, "<think>\n"),
-        "writes the last reply otherwise": (REWRITES, ""),
-        "writes a reply with two ends": (TWO_ENDS, ""),
-    },
-)
-def test_templates_whose_prompts_may_be_extended(template, leaves):
-    found = probed(template)
-    assert dict(found.extends) == {"user": None, "tool": None}
-    assert found.leaves == {"user": leaves, "tool": leaves}
-
-
-@cases(
-    "template, role, says",
-    {
-        "tools move on": (MOVES_TOOLS, "user", "moves what was before"),
-        "no end": (NO_END, "user", "no token ends a reply"),
-        "counts the letters of a reply": (
-            AS_STRING.replace(
-                "{%- if add_generation_prompt -%}",
-                "{% if messages | length > 2 %}{{ messages[1].content | length }}"
-                "{% endif %}{%- if add_generation_prompt -%}",
-            ),
-            "user",
-            "depends on the reply",
-        ),
-        "no results": (
-            "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
-            + AS_STRING,
-            "tool",
-            "rejects what follows",
-        ),
-    },
-)
-def test_templates_whose_prompts_are_rendered(template, role, says):
-    assert says in probed(template).extends[role]
-
-
-@cases(
-    "template, mode, says",
-    {
-        "render": (AS_STRING, "render", "render"),
-        "append": (KEEPS_REASONING, "append", "append"),
-        "no end": (
-            NO_END,
+        "ChatML": (AS_STRING, "append"),
+        "keeps reasoning": (KEEPS_REASONING, "append"),
+        "drops reasoning": (DROPS_REASONING, "append"),
+        "trims": (shown_as("{{ message.content | trim }}"), "append"),
+        "opens the reasoning": (AS_STRING.replace(*OPENS), "append"),
+        "writes the last reply otherwise": (REWRITES, "append"),
+        "writes a reply with two ends": (
+            AS_STRING.replace("\n</tool_call>", "<|im_end|>\n</tool_call>"),
             "append",
+        ),
+        "moves tools on": (MOVES_TOOLS, "user message with tools: .*moves what was"),
+        "writes no end": (
+            NO_END,
             "append; rendered at a user message with tools: no token ends a reply; "
             "rendered at a tool message with tools: no token ends a reply; "
             "rendered at a user message without tools: no token ends a reply",
         ),
+        "counts letters": (COUNTS, "at a user message .*depends on the reply"),
+        "takes no results": (
+            raises("messages[-1].role == 'tool'") + AS_STRING,
+            "at a tool message with tools: .*rejects what follows",
+        ),
+        "takes no late system message": (LATE, r"shown as reminders .*--late-system"),
     },
 )
-def test_what_is_done_in_one_line(template, mode, says):
-    assert Prompts(byte_renderer(template), mode).summary() == says
+def test_what_is_done_with_the_prompts_of_a_template(template, says):
+    prompts = Prompts(byte_renderer(template))
+    assert re.search(f"{says}$" if says == "append" else says, prompts.summary())
+    assert Prompts(byte_renderer(template), "render").summary() == "render"
 
 
-def test_the_line_names_what_happens_to_late_system_messages():
-    first = (
-        "{% if messages[-1].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-    )
-    late = "{% if loop.index0 and message.role == 'system' %}"
-    late += "{{ raise_exception('no') }}{% endif %}"
-    template = first + AS_STRING.replace(LATER, LATER + late)
-    renderer = byte_renderer(template)
-    assert (
-        "shown as reminders by the user (--late-system)" in Prompts(renderer).summary()
-    )
-    messages = [said("user", "a"), said("system", "b"), said("user", "c")]
+def test_late_system_messages():
+    renderer = byte_renderer(LATE)
+    messages = [user("a"), {"role": "system", "content": "b"}, user("c")]
     assert "<system-reminder>\nb\n" in renderer.text(messages, None)
     renderer.late_system = "refuse"
     with pytest.raises(TemplateError, match="--late-system user"):
@@ -159,21 +129,32 @@ def test_the_line_names_what_happens_to_late_system_messages():
 class Conversation:
     """A session, and what a gateway does with each call."""
 
-    def __init__(self, renderer, mode="append", *, cache_bytes=1 << 30, past="auto"):
+    def __init__(
+        self, renderer=RENDERER, mode="append", *, cache_bytes=1 << 30, past="auto"
+    ):
         self.renderer = renderer
         self.prompts = Prompts(renderer, mode, past=past)
         self.session, self.budget = Session(), Budget(cache_bytes)
 
-    def ask(self, messages, tools=None, *, attributed=True, **variables):
+    def ask(self, messages, tools=None, **variables):
         self.restored = self.session.restore(messages)
         self.tools = tools
         self.prompt = self.prompts.build(
-            self.restored, tools, variables, attributed=attributed
+            self.restored, tools, variables, attributed=True
         )
         return self.prompt
 
+    def reason(self, messages, tools=None):
+        """Why a prompt is rendered."""
+        prompt = self.ask(messages, tools)
+        if prompt.reason not in (None, "end_token"):
+            whole = rendered(self.renderer, self.restored.messages, tools)
+            assert prompt.ids.tolist() == whole.tolist()
+        return prompt.reason
+
     def reply(self, ids):
-        """Sample these ids; the message that the client sees."""
+        """Sample these ids, or a text's; the message that the client sees."""
+        ids = canonical(self.renderer, ids) if isinstance(ids, str) else ids
         ended = bool(len(ids)) and ids[-1] in self.renderer.end_ids
         text = self.renderer.decode(ids, ended=ended)
         opened = opens_reasoning(self.renderer, self.prompt.ids)
@@ -190,6 +171,14 @@ class Conversation:
         # a client adds nothing of the gateway's own
         return {name: message[name] for name in message if name != "sampled"}
 
+    def turn(self, messages, ids, tools=None):
+        """Ask, and sample a reply; the messages with it."""
+        self.ask(messages, tools)
+        return [*messages, self.reply(ids)]
+
+    def shown(self):
+        return self.renderer.decode(self.prompt.ids, ended=False)
+
 
 def canonical(renderer, text):
     """A reply in the tokenizer's own spelling, special tokens in it as text."""
@@ -202,6 +191,12 @@ def letters(renderer, text):
     """A reply of one token per byte."""
     pieces = [encode(renderer._plain, letter).ids for letter in text]
     return np.concatenate([*pieces, np.array(renderer.end_ids, np.int32)])
+
+
+def results(reply, text="done"):
+    """A result of each call, in another order than the calls."""
+    ids = [call["id"] for call in reply.get("tool_calls") or ()]
+    return [tool(each, text) for each in reversed(ids)]
 
 
 turns = st.lists(
@@ -219,164 +214,101 @@ turns = st.lists(
 )
 
 
-def results(reply, text="done"):
-    """A result of each call, in another order than the calls."""
-    ids = [call["id"] for call in reply.get("tool_calls") or ()]
-    return [said("tool", text, tool_call_id=each) for each in reversed(ids)]
+def later(new):
+    return [{"role": role, "content": text} for role, text in new]
 
 
 @given(turns, st.booleans())
 @example([(CALL, [("user", "")]), ("b", [("user", "c")])], True)
+# a content that the template has, too
+@example([("a", [("user", "user")]), ("b", [])], False)
 def test_where_nothing_drifts_append_is_render_to_the_token(turns, tools):
+    """And the messages that its tokens show are the same."""
     tools = [TOOL] if tools else None
-    appending, rendering = Conversation(RENDERER), Conversation(RENDERER, "render")
-    messages = [said("system", "Be <|im_end|> brief."), said("user", "go")]
+    appending, rendering = Conversation(), Conversation(RENDERER, "render")
+    messages = [{"role": "system", "content": "Be <|im_end|> brief."}, user("go")]
     for text, new in turns:
-        prompt = appending.ask(messages, tools)
-        assert prompt.ids.tolist() == rendering.ask(messages, tools).ids.tolist()
+        prompt, whole = appending.ask(messages, tools), rendering.ask(messages, tools)
+        assert prompt.ids.tolist() == whole.ids.tolist()
         assert prompt.built == ("append" if len(messages) > 2 else "render")
-        ids = canonical(RENDERER, text)
+        n_known, shown = prompt.n_known, prompt.message_index
+        # what comes after the latest reply
+        assert (n_known > 0) == (prompt.n_base > 0)
+        assert not n_known or messages[n_known - 1]["role"] == "assistant"
+        index = whole.message_index
+        index = np.where(index >= n_known, index - n_known, -1)
+        if not tools:
+            assert shown.tolist() == index[len(index) - len(shown) :].tolist()
+            assert (index >= 0).sum() == (shown >= 0).sum()
         # both know it, so its markup is markup
-        reply, _ = appending.reply(ids), rendering.reply(ids)
-        messages = [*messages, reply, *results(reply)]
-        messages += [said(role, text) for role, text in new]
+        reply, _ = appending.reply(text), rendering.reply(text)
+        messages = [*messages, reply, *results(reply), *later(new)]
 
 
 @given(turns)
 def test_append_says_what_render_says_and_begins_with_what_is_held(turns):
     """In tokens that no tokenizer would choose, and with a template that trims."""
     appending, rendering = Conversation(EMBEDDED), Conversation(EMBEDDED, "render")
-    messages = [said("user", "go")]
-    held = np.empty(0, np.int32)
+    messages, held = [user("go")], np.empty(0, np.int32)
     for text, new in turns:
         text = f"a{text}b"
         prompt = appending.ask(messages)
+        rendering.ask(messages)
         assert prompt.ids[: len(held)].tolist() == held.tolist()
-        whole = rendering.ask(messages).ids
-        spelled = [EMBEDDED.decode(ids, ended=False) for ids in (prompt.ids, whole)]
-        assert spelled[0] == spelled[1]
+        assert appending.shown() == rendering.shown()
         ids = letters(EMBEDDED, text) if text.isascii() else canonical(EMBEDDED, text)
-        messages = [*messages, appending.reply(ids)]
-        messages += [said(role, text) for role, text in new]
+        messages = [*messages, appending.reply(ids), *later(new)]
         held = np.concatenate([prompt.ids, ids])
 
 
-@given(turns)
-def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(turns):
-    appending, rendering = Conversation(RENDERER), Conversation(RENDERER, "render")
-    messages = [said("user", "go")]
-    for text, new in turns:
-        for each in (appending, rendering):
-            each.ask(messages)
-        shown, whole = (each.prompt.message_index for each in (appending, rendering))
-        n_base, n_known = appending.prompt.n_base, appending.prompt.n_known
-        # what comes after the latest reply
-        assert (n_known > 0) == (n_base > 0)
-        assert not n_known or messages[n_known - 1]["role"] == "assistant"
-        index = np.where(whole >= n_known, whole - n_known, -1)
-        assert shown.tolist() == index[len(index) - len(shown) :].tolist()
-        assert (index >= 0).sum() == (shown >= 0).sum()
-        messages = [*messages, appending.reply(canonical(RENDERER, text))]
-        messages += [said(role, text) for role, text in new]
-
-
-def test_a_prompt_behind_one_that_nobody_can_tell_of():
-    template = AS_STRING.replace(
-        "{{ message.content }}",
-        "{{ message.content }}{{ '!' if message.content | length > 20 }}",
-    )
-    conversation = Conversation(byte_renderer(template))
-    conversation.ask([said("user", "u")])
-    assert conversation.prompt.message_index is None
-    reply = conversation.reply(canonical(RENDERER, "Yes, indeed."))
-    prompt = conversation.ask([said("user", "u"), reply, said("user", "")])
-    # what is new of it holds no content, and what was before is taken for structure
-    assert prompt.built == "append"
-    assert set(prompt.message_index.tolist()) == {-1}
-
-
-def start(conversation, text="Yes.", *, tools=None, opening=None):
-    """An opening, and the messages behind which the next prompt is built."""
-    messages = opening or [said("system", "s"), said("user", "u")]
-    conversation.ask(messages, tools)
-    return [*messages, conversation.reply(canonical(conversation.renderer, text))]
-
-
-def reason(conversation, messages, tools=None):
-    prompt = conversation.ask(messages, tools)
-    if prompt.reason not in (None, "end_token"):
-        whole = rendered(conversation.renderer, conversation.restored.messages, tools)
-        assert prompt.ids.tolist() == whole.tolist()
-    return prompt.reason
-
-
-NEXT = said("user", "next")
-
-
 def test_why_a_request_is_rendered():
-    conversation = Conversation(RENDERER)
-    messages = start(conversation, tools=[TOOL])
-    system, user, reply = messages
+    conversation = Conversation()
+    system = {"role": "system", "content": "s"}
+    messages = conversation.turn([system, user("u")], "Yes.", [TOOL])
+    _, asked, reply = messages
     renamed = {"type": "function", "function": {"name": "sh"}}
-    assert reason(conversation, [*messages, NEXT], [TOOL]) is None
-    assert reason(conversation, [said("user", "u")], [TOOL]) == "opening"
-    assert reason(conversation, [*messages, NEXT]) == "tools"
-    assert reason(conversation, [*messages, NEXT], [renamed]) == "tools"
-    other = said("system", "other")
-    assert reason(conversation, [other, user, reply, NEXT], [TOOL]) == "moved"
-    edited = [system, said("user", "you"), reply, NEXT]
-    assert reason(conversation, edited, [TOOL]) == "moved"
-    unknown = [system, user, said("assistant", "No."), NEXT]
-    assert reason(conversation, unknown, [TOOL]) == "unknown_reply"
-    beyond = [*messages, NEXT, said("assistant", "No."), NEXT]
-    assert reason(conversation, beyond, [TOOL]) == "unknown_reply"
-    assert reason(Conversation(RENDERER, "render"), [user]) == "chosen"
+    other = {"role": "system", "content": "other"}
+    for expected, given_messages, tools in (
+        (None, [*messages, NEXT], [TOOL]),
+        ("opening", [user("u")], [TOOL]),
+        ("tools", [*messages, NEXT], None),
+        ("tools", [*messages, NEXT], [renamed]),
+        ("moved", [other, asked, reply, NEXT], [TOOL]),
+        ("moved", [system, user("you"), reply, NEXT], [TOOL]),
+        ("unknown_reply", [system, asked, said("No."), NEXT], [TOOL]),
+        ("unknown_reply", [*messages, NEXT, said("No."), NEXT], [TOOL]),
+    ):
+        assert conversation.reason(given_messages, tools) == expected
+    assert Conversation(RENDERER, "render").reason([asked]) == "chosen"
 
 
 def test_the_last_turn_before_an_edit_is_extended():
-    conversation = Conversation(RENDERER)
-    messages = start(conversation, "a <b")
+    conversation = Conversation()
+    messages = conversation.turn(OPENING, "a <b")
     n_first = len(conversation.prompt.ids)
-    messages += [said("user", "and?"), said("user", "so?")]
-    conversation.ask(messages)
-    messages = [*messages, conversation.reply(canonical(RENDERER, "later")), NEXT]
-    edited = [*messages[:3], said("user", "and then?"), *messages[4:]]
-    assert reason(conversation, edited) == "moved"
+    messages = conversation.turn([*messages, user("and?"), user("so?")], "later")
+    edited = [*messages[:2], user("and then?"), *messages[3:], NEXT]
+    assert conversation.reason(edited) == "moved"
     prompt = conversation.prompt
-    assert prompt.built == "render"
-    assert (prompt.n_base > n_first, prompt.n_known) == (True, 3)
+    assert (prompt.built, prompt.n_known) == ("render", 2)
+    assert prompt.n_base > n_first
 
 
 def test_a_reply_that_did_not_end_itself():
-    conversation = Conversation(RENDERER)
-    opening = [said("user", "u")]
-    conversation.ask(opening)
-    reply = conversation.reply(canonical(RENDERER, "Yes.")[:-1])
-    assert reason(conversation, [*opening, reply, NEXT]) == "unclosed"
+    conversation = Conversation()
+    messages = conversation.turn(OPENING, canonical(RENDERER, "Yes.")[:-1])
+    assert conversation.reason([*messages, NEXT]) == "unclosed"
     # what was rendered for it is gone on from
-    messages = [*opening, reply, NEXT, conversation.reply(canonical(RENDERER, "b"))]
-    assert reason(conversation, [*messages, NEXT]) is None
-    conversation.ask(opening)
-    nothing = conversation.reply(np.empty(0, np.int32))
-    assert reason(conversation, [*opening, nothing, NEXT]) == "unclosed"
-
-
-def test_a_turn_is_extended_again_after_a_reply_to_it_was_cut():
-    conversation = Conversation(RENDERER)
-    opening = [said("user", "u")]
-    conversation.ask(opening)
-    messages = [*opening, conversation.reply(canonical(RENDERER, "a")), NEXT]
-    first = conversation.ask(messages)
-    conversation.reply(canonical(RENDERER, "cut")[:-1])
-    again = conversation.ask(messages)
-    assert again.built == "append"
-    assert again.ids.tolist() == first.ids.tolist()
+    messages = [*messages, NEXT, conversation.reply("b")]
+    assert conversation.reason([*messages, NEXT]) is None
+    messages = conversation.turn(OPENING, np.empty(0, np.int32))
+    assert conversation.reason([*messages, NEXT]) == "unclosed"
 
 
 def test_a_template_that_moves_tools():
     conversation = Conversation(byte_renderer(MOVES_TOOLS))
-    messages = start(conversation, tools=[TOOL])
-    assert reason(conversation, [*messages, NEXT], [TOOL]) == "template"
+    messages = conversation.turn(OPENING, "Yes.", [TOOL])
+    assert conversation.reason([*messages, NEXT], [TOOL]) == "template"
 
 
 @cases(
@@ -389,15 +321,15 @@ def test_a_template_that_moves_tools():
         "the end of a reply and of what follows": (
             (
                 "{%- endfor %}<|im_end|>",
-                "{%- endfor %}{% if messages[-1].content != 'next' or loop.index < 3 %}"
+                "{%- endfor %}{% if messages[-1].content != 'next' or loop.index < 2 %}"
                 "<|im_end|>{% endif %}",
             ),
             "unended",
         ),
         "the reply": (
             (
-                "{{ message.content }}",
-                "{{ '-' if messages[-1].content == 'next' and loop.index == 3 else "
+                CONTENT,
+                "{{ '-' if messages[-1].content == 'next' and loop.index == 2 else "
                 "message.content }}",
             ),
             "hidden",
@@ -405,50 +337,42 @@ def test_a_template_that_moves_tools():
     },
 )
 def test_a_template_that_shows_its_whims_later(change, expected):
-    renderer = byte_renderer(AS_STRING.replace(*change))
     # the digest notices it, whatever the template makes of replies
+    renderer = byte_renderer(AS_STRING.replace(*change))
     conversation = Conversation(renderer, past="sampled")
-    messages = start(conversation)
-    assert not any(conversation.prompts.skeleton(tools=False).extends.values())
-    assert reason(conversation, [*messages, NEXT]) == expected
-    assert reason(conversation, [*messages, said("user", "other")]) is None
+    messages = conversation.turn(OPENING, "Yes.")
+    assert conversation.prompts.summary() == "append"
+    assert conversation.reason([*messages, NEXT]) == expected
+    assert conversation.reason([*messages, user("other")]) is None
 
 
 # as Qwen3.5: replies since the last user message have a block for their reasoning
 BLOCKS = (
     "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set at.last = loop.index0 %}{% endif %}{% endfor %}"
-    + AS_STRING.replace(
-        "{{ message.content }}",
+    + shown_as(
         "{% if message.role == 'assistant' and loop.index0 > at.last %}<think>\n"
-        "{{ message.reasoning_content or '' }}\n</think>\n\n{% endif %}"
-        "{{ message.content }}",
-    ).replace(
-        "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"
-    )
+        "{{ message.reasoning_content or '' }}\n</think>\n\n{% endif %}" + CONTENT
+    ).replace(*OPENS)
 )
 
 
 @pytest.mark.parametrize("thought", ["hm", ""])
 def test_past_reasoning(thought):
     """Tool results extend; a user message does where ``past`` says so."""
-    renderer = byte_renderer(BLOCKS)
-    reasons = {}
+    renderer, reasons = byte_renderer(BLOCKS), {}
     for past in ("auto", "sampled", "template"):
-        conversation = Conversation(renderer, past=past)
-        messages, found = [said("user", "u")], []
+        conversation, messages = Conversation(renderer, past=past), OPENING
+        found = reasons[past] = []
         for _ in range(3):
             found.append(conversation.ask(messages, [TOOL]).reason)
-            reply = conversation.reply(
-                canonical(renderer, f"{thought}\n</think>\n\n{CALL}")
-            )
+            reply = conversation.reply(f"{thought}\n</think>\n\n{CALL}")
             messages = [*messages, reply, *results(reply)]
-        found.append(conversation.ask([*messages[:-1], *messages[-1:]], [TOOL]).reason)
-        conversation.reply(canonical(renderer, f"{thought}\n</think>\n\nDone."))
-        text = said("assistant", "Done.")
-        text |= {"reasoning_content": thought} if thought else {}
-        found.append(conversation.ask([*messages, text, NEXT], [TOOL]).reason)
-        reasons[past] = found
+        found.append(conversation.ask(messages, [TOOL]).reason)
+        conversation.reply(f"{thought}\n</think>\n\nDone.")
+        fields = {"reasoning_content": thought} if thought else {}
+        done = [*messages, said("Done.", **fields), NEXT]
+        found.append(conversation.ask(done, [TOOL]).reason)
     rewritten = "reasoning" if thought else "rewritten"
     assert reasons["auto"] == ["opening", None, None, None, rewritten]
     assert reasons["sampled"] == ["opening", None, None, None, None]
@@ -465,41 +389,32 @@ MARKED = (
 )
 
 
-def marked_renderer():
+def test_a_reply_that_ends_with_the_next_message_s_marker():
     tokenizer = byte_tokenizer()
     names = ("<|user|>", "<|assistant|>", "<|tool|>")
     tokenizer.add_tokens([AddedToken(name, special=True) for name in names])
-    ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|user|>", "<|tool|>")]
-    return ChatRenderer(tokenizer, MARKED, end_ids=ends)
-
-
-def test_a_reply_that_ends_with_the_next_message_s_marker():
-    renderer = marked_renderer()
-    user, tool = renderer.end_ids[1:]
+    asked, answered = (tokenizer.convert_tokens_to_ids(names[k]) for k in (0, 2))
+    renderer = ChatRenderer(tokenizer, MARKED, end_ids=[asked, answered])
     conversation = Conversation(renderer)
-    opening = [said("user", "u")]
-    first = conversation.ask(opening, [TOOL])
     text = encode(renderer._plain, CALL).ids.tolist()
-    sampled_ids = np.array([*text, tool], np.int32)
-    reply = conversation.reply(sampled_ids)
-    path = [*first.ids.tolist(), *sampled_ids.tolist()]
+    messages = conversation.turn(OPENING, np.array([*text, answered], "i4"), [TOOL])
+    path = [*conversation.prompt.ids.tolist(), *text, answered]
     # the marker is there once
-    prompt = conversation.ask([*opening, reply, *results(reply)], [TOOL])
+    prompt = conversation.ask([*messages, *results(messages[-1])], [TOOL])
     assert prompt.reason is None
     assert prompt.ids.tolist()[: len(path)] == path
-    assert prompt.ids.tolist().count(tool) == 1
+    assert prompt.ids.tolist().count(answered) == 1
     # another one follows: the sampled one is replaced
-    prompt = conversation.ask([*opening, reply, NEXT], [TOOL])
+    prompt = conversation.ask([*messages, NEXT], [TOOL])
     assert (prompt.reason, prompt.built) == ("end_token", "append")
-    assert prompt.ids.tolist()[: len(path)] == [*path[:-1], user]
-    text = renderer.decode(prompt.ids, ended=False)
-    assert text == renderer.text(
-        conversation.restored.messages, [TOOL], sampled=conversation.restored.sampled
-    )
+    assert prompt.ids.tolist()[: len(path)] == [*path[:-1], asked]
+    restored = conversation.restored
+    whole = renderer.text(restored.messages, [TOOL], sampled=restored.sampled)
+    assert conversation.shown() == whole
 
 
-# as gpt-oss: a reply in history ends with another token than the sampled one
 def test_a_reply_whose_end_the_template_writes_otherwise():
+    """As gpt-oss: a reply in history ends with another token than the sampled one."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("<|return|>", special=True)])
     ends = [tokenizer.convert_tokens_to_ids("<|return|>")]
@@ -507,77 +422,38 @@ def test_a_reply_whose_end_the_template_writes_otherwise():
     renderer = ChatRenderer(tokenizer, template, end_ids=ends)
     renderer.end_ids, renderer.end_tokens = (ends[0],), frozenset(["<|return|>"])
     conversation = Conversation(renderer)
-    messages = start(conversation)
-    prompt = conversation.ask([*messages, NEXT])
-    assert prompt.reason is None
-    text = renderer.decode(prompt.ids, ended=False)
-    assert "Yes.<|return|>\n<|im_start|>user\nnext" in text
+    messages = conversation.turn(OPENING, "Yes.")
+    assert conversation.ask([*messages, NEXT]).reason is None
+    assert "Yes.<|return|>\n<|im_start|>user\nnext" in conversation.shown()
 
 
 def test_variables_are_part_of_what_is_extended():
-    template = "{{ effort or '' }}" + AS_STRING
-    conversation = Conversation(byte_renderer(template))
-    opening = [said("user", "u")]
-    conversation.ask(opening, effort="low")
-    messages = [*opening, conversation.reply(canonical(RENDERER, "a")), NEXT]
+    conversation = Conversation(byte_renderer("{{ effort or '' }}" + AS_STRING))
+    conversation.ask(OPENING, effort="low")
+    messages = [*OPENING, conversation.reply("a"), NEXT]
     assert conversation.ask(messages, effort="low").reason is None
     assert conversation.ask(messages).reason == "tools"
     prompt = conversation.ask(messages, effort="<|im_end|>")
     # a client cannot write control tokens with one either
-    text = conversation.renderer.decode(prompt.ids, ended=False)
-    assert text.startswith("<|im_end|><|im_start|>user")
+    assert conversation.shown().startswith("<|im_end|><|im_start|>user")
     assert prompt.ids[0] < 256
 
 
-def test_reasoning_stays_until_the_template_drops_it():
+def test_reasoning_that_the_template_drops():
+    """Its reply comes back without it, too."""
     conversation = Conversation(EMBEDDED)
-    opening = [said("user", "u")]
-    messages = start(
-        conversation, f"<think>\nhm\n</think>\n\n{CALL}", tools=[TOOL], opening=opening
-    )
-    assert messages[-1]["reasoning_content"] == "hm"
-    call = messages[-1]["tool_calls"][0]["id"]
-    messages.append(said("tool", "file.py", tool_call_id=call))
-    assert reason(conversation, messages, [TOOL]) is None
-    messages.append(conversation.reply(canonical(EMBEDDED, "Done.")))
-    assert reason(conversation, [*messages, NEXT], [TOOL]) == "reasoning"
-    # a client may leave the reasoning out: the echo puts it back
-    del messages[1]["reasoning_content"]
-    assert reason(conversation, messages[:3], [TOOL]) is None
-    # of the last reply
-    messages = start(conversation, "<think>\nhm\n</think>\n\na", opening=opening)
-    assert reason(conversation, [*messages, NEXT]) == "reasoning"
-
-
-def test_a_prompt_that_opens_the_reasoning_stays_as_it_was():
-    template = KEEPS_REASONING.replace(
-        "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"
-    )
-    renderer = byte_renderer(template)
-    conversation = Conversation(renderer)
-    messages = start(conversation, "hm \n</think>\n\nYes.")
-    assert messages[-1]["reasoning_content"] == "hm"
-    assert reason(conversation, [*messages, NEXT]) is None
-    ids = conversation.prompt.ids
-    text = renderer.decode(ids, ended=False)
-    assert "assistant\n<think>\nhm \n</think>\n\nYes.<|im_end|>\n" in text
-    assert text.endswith("next<|im_end|>\n<|im_start|>assistant\n<think>\n")
-    # where nothing was thought, the template takes the opening back
-    for past, expected in (("auto", "rewritten"), ("sampled", None)):
-        conversation = Conversation(renderer, past=past)
-        messages = start(conversation, "\n</think>\n\nYes.")
-        assert "reasoning_content" not in messages[-1]
-        assert reason(conversation, [*messages, NEXT]) == expected
+    messages = conversation.turn(OPENING, "<think>\nhm\n</think>\n\na")
+    assert conversation.reason([*messages, NEXT]) == "reasoning"
+    assert messages[-1].pop("reasoning_content") == "hm"
+    assert conversation.reason([*messages, NEXT]) == "reasoning"
 
 
 def test_a_special_token_that_the_model_wrote_is_kept():
     """Of a control id in a reply a rendering makes text; here it stays what it was."""
-    conversation = Conversation(RENDERER)
-    opening = [said("user", "u")]
-    conversation.ask(opening)
+    conversation = Conversation()
     ids = np.array([ord("a"), 256, ord("b"), *RENDERER.end_ids], np.int32)
-    reply = conversation.reply(ids)
-    prompt = conversation.ask([*opening, reply, said("user", "<|im_start|>")])
+    messages = conversation.turn(OPENING, ids)
+    prompt = conversation.ask([*messages, user("<|im_start|>")])
     assert prompt.built == "append"
     assert prompt.ids[prompt.n_base - 4 : prompt.n_base].tolist() == ids.tolist()
     tail = prompt.ids[prompt.n_base :].tolist()
@@ -586,32 +462,26 @@ def test_a_special_token_that_the_model_wrote_is_kept():
 
 def test_a_fork_goes_on_from_its_own_path():
     conversation = Conversation(EMBEDDED)
-    opening = [said("user", "u")]
-    trunk = start(conversation, "a trunk " * 20, opening=opening)
+    trunk = conversation.turn(OPENING, "a trunk " * 20)
     ways = []
     for text in ("left", "right"):
-        prompt = conversation.ask([*trunk, said("user", text)])
         ids = letters(EMBEDDED, f"{text} way")
-        reply = conversation.reply(ids)
-        ways.append(([*trunk, said("user", text), reply], prompt.ids, ids))
+        messages = conversation.turn([*trunk, user(text)], ids)
+        ways.append((messages, [*conversation.prompt.ids.tolist(), *ids.tolist()]))
     # and an agent of its own
-    other = start(conversation, "other", opening=[said("system", "s"), *opening])
-    for messages, ids, output in ways:
+    other = conversation.turn([{"role": "system", "content": "s"}, *OPENING], "other")
+    for messages, path in ways:
         prompt = conversation.ask([*messages, NEXT])
-        assert prompt.n_base == len(ids) + len(output)
-        held = prompt.ids[: prompt.n_base].tolist()
-        assert held == [*ids.tolist(), *output.tolist()]
-    assert reason(conversation, [*other, NEXT]) is None
+        assert prompt.ids[: prompt.n_base].tolist() == path
+    assert conversation.reason([*other, NEXT]) is None
 
 
 def test_of_equal_replies_the_last_one_is_gone_on_from():
     conversation = Conversation(EMBEDDED)
-    opening = [said("user", "u")]
-    conversation.ask(opening)
     for spell in (canonical, letters):
         ids = spell(EMBEDDED, "the same")
-        reply = conversation.reply(ids)
-    prompt = conversation.ask([*opening, reply, NEXT])
+        messages = conversation.turn(OPENING, ids)
+    prompt = conversation.ask([*messages, NEXT])
     assert prompt.ids[prompt.n_base - len(ids) : prompt.n_base].tolist() == ids.tolist()
 
 
@@ -620,10 +490,8 @@ def test_a_session_that_grows_needs_memory_for_its_longest_path():
     for i in range(300):
         base = nodes[-1] if nodes else None
         ids = np.repeat(np.arange(i + 1, dtype=np.int32), 50)
-        fields = {"ids": ids, "base": base}
-        nodes.append(
-            remember(session, b"%d" % i, said("assistant", ""), budget, **fields)
-        )
+        place = (session, b"%d" % i, said(), budget)
+        nodes.append(remember(*place, ids=ids, base=base))
     assert all(np.may_share_memory(node.ids, nodes[-1].ids) for node in nodes)
     for i, node in enumerate(nodes):
         assert node.ids.tolist() == np.repeat(np.arange(i + 1), 50).tolist()
@@ -636,55 +504,44 @@ def test_a_session_that_grows_needs_memory_for_its_longest_path():
 def test_the_session_that_was_idle_longest_is_released():
     budget, sessions = Budget(30_000), [Session() for _ in range(3)]
     nodes = [
-        remember(
-            session, START, said("assistant", ""), budget, ids=np.zeros(2000, "i4")
-        )
+        remember(session, START, said(), budget, ids=np.zeros(2000, "i4"))
         for session in (*sessions, sessions[0])
     ]
     assert [node.ids is not None for node in nodes] == [True, False, True, True]
     assert budget.n_bytes <= 30_000
+    # what is released is rendered
+    conversation = Conversation(cache_bytes=2000)
+    messages = conversation.turn(OPENING, "Yes.")
+    conversation.turn([user("another agent")], "Yes.")
+    assert conversation.reason([*messages, NEXT]) == "released"
 
 
-def test_what_is_released_is_rendered():
-    conversation = Conversation(RENDERER, cache_bytes=2000)
-    messages = start(conversation)
-    start(conversation, opening=[said("user", "another agent")])
-    assert reason(conversation, [*messages, NEXT]) == "released"
-
-
-async def work(gateway, client, n_users):
-    """Ask for work, run the tools that are called, until that many users spoke."""
-    messages = []
-    create = client.chat.completions.create
-    for i in range(n_users):
-        messages.append(said("user", f"and {i}?"))
-        while True:
-            reply = await create(model="m", messages=messages, tools=[TOOL])
-            answer = reply.choices[0].message
-            echo = answer.model_dump(include={"role", "content", "tool_calls"})
-            messages.append({k: v for k, v in echo.items() if v is not None})
-            if not answer.tool_calls:
-                break
-            for call in answer.tool_calls:
-                messages.append(said("tool", f"file{i}.py\n", tool_call_id=call.id))
-    return await gateway.session(client)
+# Through the gateway
 
 
 @pytest.mark.anyio
-async def test_fifty_turns_without_drift_are_one_row(tmp_path):
+async def test_fifty_turns_without_drift_are_one_row(tmp_path, start):
     tables = {}
     for mode in ("append", "render"):
-        engine = EmbeddedEngine(drift=0.3, seed=1)
-        directory = tmp_path / mode
-        async with in_process(engine, EMBEDDED, directory, prompts=mode) as gateway:
-            client = await gateway.open(session_id="a")
-            session = await work(gateway, client, 25)
-            assert session["unattributed"] == 0
-            expected = (
-                {"opening": 1, "append": 49} if mode == "append" else {"chosen": 50}
-            )
-            assert session["prompts"] == expected
-        tables[mode] = tk.read_turns(directory)
+        engine, given = (
+            EmbeddedEngine(drift=0.3, seed=1),
+            {"directory": tmp_path / mode},
+        )
+        gateway = await start(engine=engine, renderer=EMBEDDED, prompts=mode, **given)
+        session, messages = await gateway.open(), []
+        for i in range(25):
+            messages.append(user(f"and {i}?"))
+            # it runs the tools that are called
+            while (reply := await session.ask(*messages, tools=[TOOL])).get(
+                "tool_calls"
+            ):
+                ids = [call["id"] for call in reply["tool_calls"]]
+                messages += [reply, *(tool(each, f"file{i}.py\n") for each in ids)]
+            messages.append(reply)
+        shown, tables[mode] = await session.shown(), gateway.table()
+        assert shown["unattributed"] == 0
+        built = {"append": {"opening": 1, "append": 49}, "render": {"chosen": 50}}
+        assert shown["prompts"] == built[mode]
     turns = tables["append"]
     assert turns.num_rows == 50
     drift = {
@@ -701,10 +558,8 @@ async def test_fifty_turns_without_drift_are_one_row(tmp_path):
     # the tool's output is learned by its name
     rows = tk.linearize(turns)
     (row,) = tk.learn.observation_weights(rows, turns, tool_names=["bash"]).to_pylist()
-    learned = np.array(row["input_ids"], np.int32)[
-        np.array(row["observation_weight"]) > 0
-    ]
-    text = EMBEDDED.decode(learned, ended=False)
+    learned = np.array(row["observation_weight"]) > 0
+    text = EMBEDDED.decode(np.array(row["input_ids"], np.int32)[learned], ended=False)
     # but for the line break, which is one token with the template's own
     assert text == "".join(f"file{i}.py" for i in range(25))
     for turn in turns.to_pylist():
@@ -715,89 +570,136 @@ async def test_fifty_turns_without_drift_are_one_row(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_agents_side_by_side_go_on_from_their_own_turns(tmp_path):
-    engine = EmbeddedEngine(drift=0.9, seed=4)
-    async with in_process(engine, EMBEDDED, tmp_path) as gateway:
-        client = await gateway.open(session_id="a")
+async def test_a_count_is_that_of_the_prompt_to_come(start):
+    gateway = await start(engine=EmbeddedEngine(drift=0.9, seed=2), renderer=EMBEDDED)
+    session, messages = await gateway.open(), OPENING
+    for _ in range(3):
+        count = await session.post(
+            "anthropic", path="/v1/messages/count_tokens", messages=messages
+        )
+        reply = (await session.post("anthropic", messages=messages)).json()
+        assert count.json()["input_tokens"] == reply["usage"]["input_tokens"]
+        messages = [*messages, said(reply["content"][0]["text"]), NEXT]
+    assert (await session.shown())["prompts"] == {"opening": 1, "append": 2}
 
-        async def ask(messages):
-            reply = await client.chat.completions.create(model="m", messages=messages)
-            return [*messages, said("assistant", reply.choices[0].message.content)]
 
-        async def talk(messages):
-            for i in range(3):
-                messages = await ask([*messages, said("user", f"and {i}?")])
+# Which message each token shows
 
-        trunk = await ask([said("user", "u")])
-        other = [said("system", "Another agent.")]
+RENDERERS = {
+    "as string": RENDERER,
+    "as JSON": byte_renderer(AS_JSON),
+    "embedded": EMBEDDED,
+}
 
-        async def way(i):
-            await talk(await ask([*trunk, said("user", f"way {i}")]))
 
-        await asyncio.gather(talk(other), *map(way, range(4)))
-        session = await gateway.session(client)
-    assert session["prompts"] == {"opening": 2, "append": 18}
-    turns = tk.read_turns(tmp_path)
-    links = tk.link(turns)
-    assert links["parent"].null_count == 2
-    assert not any(tk.classify_drift(turns, links)["size"].to_pylist())
-    rows = tk.linearize(turns)
-    assert rows.num_rows == 5
-    assert tk.verify(rows, turns).num_rows == 0
+def calling(content, *ids, name="bash"):
+    return said(content, tool_calls=[called(each, name) for each in ids])
+
+
+def shown(renderer, messages, tools=None):
+    """The text of each message that has content tokens; None: nothing is told."""
+    prompts, replies = Prompts(renderer, "render"), Session()
+    built = prompts.build(replies.restore(messages), tools, attributed=True)
+    prompt, found = built.ids, built.message_index
+    if found is None:
+        return None
+    assert len(found) == len(prompt)
+    return {
+        i: renderer.decode(prompt[found == i], ended=False)
+        for i in np.unique(found).tolist()
+        if i >= 0
+    }
+
+
+TALK = [
+    {"role": "system", "content": "You are <b>brief</b>."},
+    user("Mend it, naïvely 👍."),
+    calling("Let me look.", "call_1", "call_2"),
+    tool("call_1", "one"),
+    tool("call_2", "two"),
+    said("Done."),
+    user(""),
+    user("one"),
+]
+
+
+@pytest.mark.parametrize("renderer", RENDERERS.values(), ids=RENDERERS)
+def test_each_content_is_found_to_the_letter(renderer):
+    assert shown(renderer, TALK, [TOOL]) == {
+        i: message["content"] for i, message in enumerate(TALK) if message["content"]
+    }
+
+
+def test_a_token_across_the_border_is_structure():
+    """The newline before a content that begins with one is one token with it."""
+    text = "\n\nthen"
+    found = shown(EMBEDDED, [user(text)])
+    assert text.endswith(found[0])
+    assert found[0] != text
+
+
+@given(st.lists(plain_texts | spoken_texts, min_size=1, max_size=4), st.booleans())
+def test_any_content_in_any_template(texts, as_string):
+    renderer = RENDERERS["as string" if as_string else "as JSON"]
+    expected = {i: text for i, text in enumerate(texts) if text.strip()}
+    assert shown(renderer, [*map(user, texts)]) == expected
+
+
+@cases(
+    "template",
+    {
+        "looks into it": "{{ messages[0].content | length }}",
+        "refuses it": "{% if messages[0].content != 'a|b' %}"
+        "{{ raise_exception('a only') }}{% endif %}{{ messages[0].content }}",
+        "turns it round": "{{ messages[0].content | reverse }}",
+        "shows halves": "{{ messages[0].content.split('|')[0] }}"
+        "{{ messages[1].content.split('|')[1] }}",
+    },
+)
+def test_a_template_that_looks_into_what_it_renders_tells_nothing(template):
+    assert shown(byte_renderer(template), [user("a|b"), user("c|d")]) in (None, {})
+
+
+def test_tool_names():
+    messages = [
+        calling("", "a"),
+        tool("a"),
+        calling("", "a", "b", name="edit"),
+        tool("b", name="mine"),
+        tool("a"),
+        user("x") | {"name": "u"},
+    ]
+    names = [None, "bash", None, "edit", "mine", None]
+    assert Session().restore(messages).tool_names == names
 
 
 @pytest.mark.anyio
-async def test_calls_that_fail_leave_nothing_to_go_on_from(tmp_path):
-    engine = ScriptedEngine(
-        sampled("cut", finish_reason="abort"),
-        EngineError("down", 503),
-        "Yes.",
-        "Yes, again.",
-    )
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = await gateway.open(session_id="a")
-        create = client.chat.completions.create
-        messages = [said("user", "u")]
-        for _ in range(2):
-            with pytest.raises(Exception, match=r"abort|down"):
-                await create(model="m", messages=messages)
-        await create(model="m", messages=messages)
-        await create(model="m", messages=[*messages, said("assistant", "cut"), NEXT])
-        session = await gateway.session(client)
-        turns = gateway.turns()
-        built = [(t["prompt_built"], t["render_reason"]) for t in turns]
-    assert {t["tools_key"] for t in turns} == {tools_key([])}
-    assert session["prompts"] == {"opening": 2, "unknown_reply": 1}
-    reasons = ("opening", "opening", "unknown_reply")
-    assert built == [("render", reason) for reason in reasons]
-
-
-@pytest.mark.anyio
-async def test_a_count_is_that_of_the_prompt_to_come(tmp_path):
-    engine = EmbeddedEngine(drift=0.9, seed=2)
-    async with in_process(engine, EMBEDDED, tmp_path) as gateway:
-        key = await gateway.open_key()
-        client = gateway.anthropic(key)
-        messages = [said("user", "u")]
-        for _ in range(3):
-            asked = {"model": "m", "messages": messages}
-            count = await client.messages.count_tokens(**asked)
-            reply = await client.messages.create(**asked, max_tokens=100)
-            assert count.input_tokens == reply.usage.input_tokens
-            messages = [*messages, said("assistant", reply.content[0].text), NEXT]
-        session = (await gateway.http.get(gateway.path_of(key))).json()
-    assert session["prompts"] == {"opening": 1, "append": 2}
-
-
-@pytest.mark.anyio
-async def test_a_session_that_closes_gives_its_ids_up(tmp_path):
-    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
-        client = await gateway.open(session_id="a")
-        await client.chat.completions.create(model="m", messages=[said("user", "u")])
-
-        async def cache_bytes():
-            return (await gateway.http.get("/prompts")).json()["cache_bytes"]
-
-        assert await cache_bytes() > 0
-        await gateway.http.post("/sessions/a/close")
-        assert await cache_bytes() == 0
+@cases(
+    "change, attributed, unattributed",
+    {
+        "attributed": ("message.content }}", True, 0),
+        "cut": (
+            "message.content[:4] }}{{ message.content[4:] | upper }}",
+            True,
+            2,
+        ),
+        "left out": ("message.content }}", False, 0),
+    },
+)
+async def test_the_turns_of_a_session(start, change, attributed, unattributed):
+    """Two calls with a tool's output between them; those without places are counted."""
+    renderer = byte_renderer(AS_STRING.replace("message.content }}", change))
+    script, options = (f"Look.\n{sampled_call()}", "done"), {"attributed": attributed}
+    gateway = await start(*script, renderer=renderer, **options)
+    session, asked = await gateway.open(), {"tools": [TOOL]}
+    answer = await session.ask(USER, **asked)
+    result = tool(answer["tool_calls"][0]["id"], "file.py\n")
+    await session.ask(USER, answer, result, **asked)
+    turns = gateway.turns()
+    assert (await session.shown())["unattributed"] == unattributed
+    for name in ("prompt_message_index", "prompt_is_content"):
+        missing = [turn[name] is None for turn in turns]
+        assert missing == [not attributed or bool(unattributed)] * 2
+    names = turns[1]["message_tool_names"]
+    assert names is None if not attributed else names[-1] == "bash"
+    assert json.loads(turns[1]["messages"][2]["body"])["content"] == "file.py\n"

@@ -2,28 +2,26 @@
 
 import json
 import re
+from hashlib import blake2b
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.shim.protocols.test_required import BODIES, BY_NAME, NAMES
+from tests.shim.clients import BODIES, BY_NAME, NAMES, USER
+from tests.shim.fakes import called, cases, said, tool, user
 from trajkit_shim import json_input
 from trajkit_shim.chat.request import SamplingParams
 from trajkit_shim.errors import GatewayError
 
-USER = {"role": "user", "content": "hi"}
 OBJECT = {"type": "object"}
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": OBJECT}}
-CALL = {
-    "id": "1",
-    "type": "function",
-    "function": {"name": "f", "arguments": '{"é": 1}'},
-}
-A, B = "a" * 32, "b" * 32
+CALL = called("1", "f", '{"é": 1}')
+A = "a" * 32
 
 
 def read(name, body, *given):
-    plain = {k: v for k, v in BODIES[name].items() if k != "tools"}
-    return BY_NAME[name].read({**plain, **body}, *given)
+    return BY_NAME[name].read({**BODIES[name], **body}, *given)
 
 
 def messages(*given):
@@ -47,8 +45,8 @@ def turn(*parts, role="user"):
     return {"role": role, "parts": shown}
 
 
-def text(said, kind="input_text"):
-    return [{"type": kind, "text": said}]
+def text(shown, kind="input_text"):
+    return [{"type": kind, "text": shown}]
 
 
 def items(*given):
@@ -78,23 +76,6 @@ def function_call(name, **fields):
 
 def response(name, given):
     return {"functionResponse": {"name": name, "response": given}}
-
-
-def said(content, **fields):
-    return {"role": "assistant", "content": content, **fields}
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def tool(call_id, content, **fields):
-    return {"role": "tool", "content": content, "tool_call_id": call_id, **fields}
-
-
-def called(call_id, name, arguments="{}"):
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
 
 
 MARKED = {"cache_control": {"type": "ephemeral"}}
@@ -159,8 +140,6 @@ READ = [
      [{"role": "system", "content": "a\nb"}, user("do")]),
     ("openai_responses", items(item(), call(), call()),
      [said("x", tool_calls=[called("c", "f", F)] * 2)]),
-    ("openai_responses", items(item(id=f"msg_{A}_0"), item("y", id=f"msg_{B}_0")),
-     [said("x"), said("y")]),
     ("openai_responses", items(call(id=f"fc_{A}_0"), item("y", id=f"msg_{A}_1")),
      [said("y", tool_calls=[called("c", "f", F)])]),
     ("openai_responses", items(item(), reasoning(), item("y")), [said("x"), said("y")]),
@@ -170,8 +149,7 @@ READ = [
        [said("", reasoning_content="hm", tool_calls=[called("c", "f", F)])])
       for fields in (
         {"content": text("hm", "reasoning_text")},
-        {"encrypted_content": "trajkit1.aG0=", "content": None},
-        {"summary": text("hm", "summary_text")})),
+        {"encrypted_content": "trajkit1.aG0=", "content": None})),
     ("openai_responses", items(call(namespace="n")),
      [said("", tool_calls=[called("c", "n__f", F)])]),
     # calls without ids keep their results
@@ -201,72 +179,42 @@ def test_the_messages_of_a_body(name, body, expected):
 
 
 def test_a_request_in_full_and_in_short():
-    request = read(
-        "openai_chat",
-        {
-            "model": "any",
-            "tools": [TOOL],
-            "tool_choice": "auto",
-            "max_completion_tokens": 7,
-            "max_tokens": 7,
-            "temperature": 0.5,
-            "top_p": 1,
-            "top_k": 20,
-            "stop": "\n",
-            "seed": -3,
-            "n": 1,
-            "frequency_penalty": 0.0,
-            "response_format": {"type": "text"},
-            "logit_bias": None,
-            "user": "someone",
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        },
-    )
+    asked = {"max_tokens": 7, "temperature": 0.5, "top_p": 1, "top_k": 20, "seed": -3}
+    # of no effect, and not counted
+    off = {"n": 1, "frequency_penalty": 0.0, "logit_bias": None, "user": "someone"}
+    off |= {"response_format": {"type": "text"}, "tool_choice": "auto", "model": "any"}
+    more = {"max_completion_tokens": 7, "stop": "\n", "stream": True, "tools": [TOOL]}
+    streams = {"stream_options": {"include_usage": True}}
+    request = read("openai_chat", asked | off | more | streams)
     assert (request.tools, request.ignored) == ([TOOL], {})
-    assert request.sampling == SamplingParams(
-        max_tokens=7, temperature=0.5, top_p=1.0, top_k=20, stop=("\n",), seed=-3
-    )
+    assert request.sampling == SamplingParams(**asked, stop=("\n",))
     assert (request.stream, request.include_usage) == (True, True)
     for body in ({"tools": []}, {"tools": [TOOL], "tool_choice": "none"}):
         request = read("openai_chat", body)
-        assert (request.tools, request.stream, request.include_usage) == (
-            None,
-            False,
-            False,
-        )
-        assert request.sampling == SamplingParams()
+        assert (request.tools, request.sampling) == (None, SamplingParams())
+        assert (request.stream, request.include_usage) == (False, False)
 
 
 def test_a_schema_in_google_s_words():
-    schema = {
-        "type": "OBJECT",
-        "properties": {"type": {"type": "STRING"}},
-        "enum": ["STRING"],
-    }
-    declared = {"functionDeclarations": [{"name": "f", "parameters": schema}]}
-    request = read("gemini", {"tools": [declared, {"googleSearch": {}}]})
-    assert request.tools[0]["function"]["parameters"] == {
-        "type": "object",
-        "properties": {"type": {"type": "string"}},
-        "enum": ["STRING"],
-    }
+    def schema(of_object, of_string):
+        inner = {"type": {"type": of_string}}
+        return {"type": of_object, "properties": inner, "enum": ["STRING"]}
+
+    function = {"name": "f", "parameters": schema("OBJECT", "STRING")}
+    tools = [{"functionDeclarations": [function]}, {"googleSearch": {}}]
+    request = read("gemini", {"tools": tools})
+    parameters = request.tools[0]["function"]["parameters"]
+    assert parameters == schema("object", "string")
     assert request.left_out == ("googleSearch",)
 
 
-def test_counts_need_less_or_have_the_request_inside():
-    assert BY_NAME["anthropic"].read(messages(USER), count=True).messages == [USER]
-    whole = {"model": "m", "contents": [turn("hi")]}
-    request = BY_NAME["gemini"].read({"generateContentRequest": whole}, count=True)
-    assert request.messages == [USER]
-
-
-IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "x"}
+IMAGE = {"type": "image", "source": SOURCE}
 IMAGES = {
-    "openai_chat": part(type="image_url", image_url={}),
+    "openai_chat": part(type="image_url", image_url={"url": "x"}),
     "anthropic": messages(user([result("1", content=[IMAGE]), IMAGE])),
-    "openai_responses": items(user([{"type": "input_image"}])),
-    "gemini": contents(turn({"inlineData": {"mimeType": "image/png"}})),
+    "openai_responses": items(user([{"type": "input_image", "image_url": "x"}])),
+    "gemini": contents(turn({"inlineData": {"mimeType": "image/png", "data": "x"}})),
 }
 
 
@@ -292,7 +240,7 @@ REFUSED = {
         ({"messages": [{}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (messages(user(3)), "messages[0].content"),
-        (part(type="image_url"), "messages[0].content[0].type"),
+        (part(type="image_url"), "messages[0].content[0].image_url"),
         (messages({"role": "tool", "content": ""}), "messages[0].tool_call_id"),
         (messages(said("", tool_calls=[called("1", "f", {})])),
          "messages[0].tool_calls[0].function.arguments"),
@@ -306,7 +254,7 @@ REFUSED = {
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"model": 3}, "model"), ({"stream": "yes"}, "stream"),
         ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 1.0}, "max_tokens"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"temperature": -0.1}, "temperature"), ({"temperature": True}, "temperature"),
         ({"temperature": 2.1}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"), ({"top_k": 0}, "top_k"), ({"top_k": -2}, "top_k"),
@@ -314,11 +262,11 @@ REFUSED = {
         ({"seed": 2**63}, "seed"),
     ],
     "anthropic": [
-        ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"), ({"messages": [3]}, "messages[0]"),
-        (part(type="image"), "messages[0].content[0].type"),
-        (part(type="document", source={"type": "base64"}),
-         "messages[0].content[0].source.type"),
+        (part(type="image"), "messages[0].content[0].source"),
+        (part(type="document", source={"type": "text", "data": "x"}),
+         "messages[0].content[0].type"),
         (thought(type="tool_use", id="1", name="f", input="{}"),
          "messages[0].content[0].input"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
@@ -333,7 +281,6 @@ REFUSED = {
         ({"previous_response_id": "r"}, "previous_response_id"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-        ({"include": "logprobs"}, "include"),
         ({"tools": [{**TOOL, "name": "f", "strict": 1}]}, "tools[0].strict"),
         (items(user([{"type": "input_file"}])), "input[0].content[0].type"),
         (items(user([{"type": {}}])), "input[0].content[0].type"),
@@ -422,22 +369,21 @@ def test_what_is_ignored_and_counted(name, body, param):
     assert any(name.partition("=")[0] == where for name in counted), counted
 
 
-@pytest.mark.parametrize(
-    ("body", "match"),
-    [
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
-        (b"\xff", "not JSON"),
-        (b'{"a": NaN}', "NaN"),
-        (b'{"a": -Infinity}', "Infinity"),
-        (b'{"metadata": {"x": [1e400]}}', "1e400"),
-        (b"[]", "a list, not a JSON object"),
-        (b"null", "null, not a JSON object"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
-        (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "deeper than 100"),
-        (b'{"a": ' + b"[" * 100_000, "too deep"),
-    ],
-    ids=range(11),
+@cases(
+    "body, match",
+    {
+        "nothing": (b"", "not JSON"),
+        "half": (b"{", "not JSON"),
+        "no text": (b"\xff", "not JSON"),
+        "NaN": (b'{"a": NaN}', "NaN"),
+        "-Infinity": (b'{"a": -Infinity}', "Infinity"),
+        "a large number": (b'{"metadata": {"x": [1e400]}}', "1e400"),
+        "a list": (b"[]", "a list, not a JSON object"),
+        "null": (b"null", "null, not a JSON object"),
+        "digits": (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+        "deep": (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "deeper than 100"),
+        "very deep": (b'{"a": ' + b"[" * 100_000, "too deep"),
+    },
 )
 def test_bodies_that_are_refused(body, match):
     with pytest.raises(GatewayError, match=match) as caught:
@@ -451,3 +397,83 @@ def test_bodies_that_are_taken():
         deep = [deep]
     value = {"a": "\U0001f600", "b": deep, "c": -1500.0}
     assert json_input.parse_object(json.dumps(value).encode()) == value
+
+
+# Bodies of one session, which begin alike
+
+_WORDS = st.text(st.sampled_from('ab" ,]}\u00e9\U0001f600'), max_size=6)
+_MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(("user", "assistant", "robot")), "content": _WORDS},
+    optional={"odd": st.integers(0, 2), "cache_control": st.just({"type": "x"})},
+)
+_SPACES = st.sampled_from(("", " ", "\n\t"))
+
+
+def written(listed_as, talk, gap, tail, first):
+    """A body as a client writes it, with or without fields before the messages."""
+    comma = f"{gap},{gap}"
+    listed = comma.join(json.dumps(one, ensure_ascii=False) for one in talk)
+    fields = [f'"{listed_as}"{gap}:{gap}[{gap}{listed}{tail}]', '"max_tokens": 9']
+    if first:
+        fields.reverse()
+    return f"{gap}{{{gap}{comma.join(fields)}{gap}}}{gap}".encode()
+
+
+def read_or_error(protocol, parse, given, known=None):
+    try:
+        found = protocol.read(parse(given), known=known)
+    except GatewayError as error:
+        return str(error)
+    return found.messages, found.ignored
+
+
+@given(
+    st.sampled_from(("openai_chat", "anthropic", "openai_responses")),
+    st.lists(
+        st.tuples(st.lists(_MESSAGES, max_size=5), st.integers(0, 14)), max_size=6
+    ),
+    *[_SPACES] * 2,
+    st.sampled_from(("", "", ",", "{}", "]", ', "x"')),
+    st.booleans(),
+)
+def test_a_body_that_begins_as_earlier_ones_is_read_as_if_alone(
+    name, steps, gap, tail, broken, first
+):
+    protocol, talk, bodies = BY_NAME[name], [], []
+    wrongs = [""] * len(steps)
+    for (added, kept), wrong in zip(steps, [*wrongs[1:], broken], strict=False):
+        talk = [*talk[:kept], *added]
+        data = written(protocol.listed, talk, gap, tail + wrong, first)
+        body = json_input.Body(data, protocol.listed, b"chat", bodies)
+        answers = [
+            read_or_error(protocol, json_input.parse_object, data),
+            read_or_error(protocol, json_input.Body.parse, body, body.known),
+        ]
+        assert answers[0] == answers[1]
+        if isinstance(answers[0], tuple):
+            assert body.digest == blake2b(b"chat" + data, digest_size=16).digest()
+            bodies = [*bodies, body][-2:]
+
+
+def test_what_two_bodies_share_is_not_read_again():
+    talk = [{"role": "user", "content": f"message {i}"} for i in range(20)]
+    first, second = (
+        json_input.Body(json.dumps({"messages": part}).encode(), "messages")
+        for part in (talk[:19], talk)
+    )
+    read_all = BY_NAME["openai_chat"].read
+    earlier = read_all(first.parse(), known=first.known)
+    body = json_input.Body(
+        json.dumps({"messages": talk}).encode(), "messages", b"", [second, first]
+    )
+    assert body.n_new_bytes < 60
+    # the last one counts
+    twice = json.dumps({"messages": talk[:19]})[:-1] + ', "messages": [{"role": "user"'
+    twice += ', "content": "other"}]}'
+    other = json_input.Body(twice.encode(), "messages", b"", [first])
+    found = read_all(other.parse(), known=other.known)
+    assert [one["content"] for one in found.messages] == ["other"]
+    assert len(body.known) == 19
+    again = read_all(body.parse(), known=body.known)
+    assert again.messages == talk
+    assert all(a is b for a, b in zip(earlier.messages, again.messages, strict=False))

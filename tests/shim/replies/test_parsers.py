@@ -1,19 +1,120 @@
-"""The forms of tool calls: what a template renders is read again, and nothing gets lost."""
+"""Replies: what each form takes for a call, grammars, and the parsers of a server."""
 
+import asyncio
 import json
 import re
+from pathlib import Path
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Environment
 
-from tests.shim.clients import in_process
-from tests.shim.fakes import ScriptedEngine, byte_renderer, cases, parse_reply
-from tests.strategies import call_shards, typed_calls
-from trajkit_shim.engine_options import EngineOptions
-from trajkit_shim.replies.parse import FormParser
-from trajkit_shim.replies.parsers import FORMS, UnknownFormError, form_of
+from tests.shim.clients import NAMES, TOOLS, USER
+from tests.shim.conformance import DRIVERS
+from tests.shim.engines.double import Double
+from tests.shim.fakes import (
+    EMBEDDED,
+    ScriptedEngine,
+    byte_renderer,
+    cases,
+    parse_reply,
+    sampled,
+    sampled_call,
+)
+from tests.shim.fakes import sampled_call as block
+from tests.strategies import call_shards, good_calls, plain_texts, typed_calls
+from trajkit_shim import cli
+from trajkit_shim.chat.request import ChatRequest, Required, SamplingParams, ToolCall
+from trajkit_shim.cli import EngineOptions
+from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.replies import (
+    END_THINK,
+    FORMS,
+    THINK,
+    THOUGHTS,
+    FormParser,
+    SGLangParser,
+    UnknownFormError,
+    form_of,
+    grammar,
+    parse,
+)
+
+pytestmark = pytest.mark.anyio
+
+# Replies of families
+
+DATA = json.loads((Path(__file__).parents[1] / "models/families.json").read_text())
+# the families of each form
+FORM_OF = {
+    name: form
+    for form, names in {
+        "deepseek": "deepseek-v3 deepseek-v3.1",
+        "dsml": "deepseek-v3.2 deepseek-v4",
+        "glm": "glm-4.5 glm-4.6 glm-4.7 glm-5",
+        "gpt-oss": "gpt-oss",
+        "kimi": "kimi-k2 kimi-k2-thinking",
+        "plain-json": "llama-3.1 llama-3.2 llama-3.3",
+        "pythonic": "llama-4",
+        "mistral": "mistral-nemo",
+        "mistral-args": "mistral-small-3.2",
+        "toolcall": "nemotron-nano-v2",
+        "hermes": "qwen2.5 qwen3 qwen3-2507-instruct qwen3-2507-thinking",
+        "qwen3-coder": "nemotron-3-nano qwen3-coder qwen3.5 qwen3.6",
+        "seed-oss": "seed-oss",
+    }.items()
+    for name in names.split()
+}
+REPLIES = [
+    pytest.param(name, reply, id=f"{name}-{reply['id']}")
+    for name, family in DATA["families"].items()
+    for reply in family["replies"]
+]
+
+
+def squeezed(text):
+    return " ".join((text or "").split())
+
+
+@pytest.mark.parametrize(("name", "reply"), REPLIES)
+def test_a_reply_of_a_family(name, reply):
+    family = DATA["families"][name]
+    ends = "|".join(map(re.escape, family["end_tokens"]["list"]))
+    text = re.sub(f"(?:{ends})$", "", reply["sampled"])
+    seed = name == "seed-oss"
+    opened = not seed and END_THINK in text and THINK not in text
+    tags = THOUGHTS[0] if seed else (THINK, END_THINK)
+    form = FORMS.get(FORM_OF.get(name))
+    found = parse(text, form, DATA["tools"], opened=opened, tags=tags)
+    assert not found.ill_formed
+    assert squeezed(found.reasoning) == squeezed(reply["reasoning"])
+    assert squeezed(found.text) == squeezed(reply["text"])
+    assert [
+        (call.name, json.loads(call.arguments), call.call_id) for call in found.calls
+    ] == [(c["name"], c["arguments"], c.get("id", "")) for c in reply["calls"]]
+
+
+@pytest.mark.parametrize("form", sorted(set(FORM_OF.values())))
+def test_half_of_a_call_is_ill_formed_text(form):
+    """Where a call of the family is cut, nothing is lost and nothing is guessed."""
+    name = next(name for name, known in FORM_OF.items() if known == form)
+    family = DATA["families"][name]
+    reply = next(reply for reply in family["replies"] if len(reply["calls"]) == 1)
+    text = reply["sampled"].removesuffix(family["end_tokens"]["after_call"])
+    if form == "gpt-oss":
+        # its calls are found once the messages of the reply are taken apart
+        text = text[text.index("<|channel|>commentary to=") :]
+    start = FORMS[form].starts.search(text)
+    cut = text[start.start() : (start.end() + len(text)) // 2]
+    found = parse(f"So: {cut}", FORMS[form], DATA["tools"], opened=False)
+    assert found.calls == []
+    assert found.ill_formed or form in ("pythonic", "plain-json")
+    assert squeezed(found.text).startswith("So:")
+
+
+# What a template renders is read again
 
 # How the chat templates of each family write the calls of a message. `tojson` is that of
 # transformers: keys as they are, nothing escaped for HTML.
@@ -42,19 +143,8 @@ TEMPLATES = {
 {% endfor %}</tool_call>{% endfor %}""",
 }
 forms = st.sampled_from(sorted(TEMPLATES))
-
-
-def tojson(value):
-    return json.dumps(value, ensure_ascii=False)
-
-
 ENVIRONMENT = Environment()
-ENVIRONMENT.filters["tojson"] = tojson
-
-
-def rendered(form, calls):
-    template = ENVIRONMENT.from_string(TEMPLATES[form])
-    return template.render(calls=[{"name": n, "arguments": a} for n, a in calls])
+ENVIRONMENT.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
 
 
 @given(
@@ -67,12 +157,12 @@ def test_a_rendered_call_is_read_again(form, made, lead):
     calls = [
         (name, arguments) for tool, name, arguments in made if by_name[name] is tool
     ]
-    text = lead + rendered(form, calls)
+    shown = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    text = lead + ENVIRONMENT.from_string(TEMPLATES[form]).render(calls=shown)
     parsed = parse_reply(text, [*by_name.values()], FORMS[form])
     read = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
     assert read == calls
-    assert parsed.text == lead
-    assert not parsed.ill_formed
+    assert (parsed.text, parsed.ill_formed) == (lead, False)
 
 
 @given(forms, st.lists(call_shards, max_size=12))
@@ -94,6 +184,123 @@ def test_no_text_is_lost(form, shards):
         assert parsed.ill_formed == bool(FORMS[form].starts.search(text))
 
 
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_template_names_its_form(name):
+    written = TEMPLATES[name]
+    renderer = byte_renderer()
+    quoted = written.replace('"', '\\"')
+    renderer.chat_template = quoted if name == "plain-json" else written
+    assert form_of(renderer) is FORMS[name]
+
+
+def test_forms_that_are_not_known():
+    plain = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert form_of(byte_renderer(plain)) is None
+    offers = "{{ tools | tojson if tools }}" + plain
+    with pytest.raises(UnknownFormError, match=r"--parser with one of gpt-oss.*none:"):
+        form_of(byte_renderer(offers))
+    # the command names every form
+    assert set(FORMS) <= set(re.findall(r"[\w-]+", EngineOptions.__doc__))
+
+
+@pytest.mark.parametrize("options", [{}, {"reply_parser": FormParser(FORMS["hermes"])}])
+async def test_the_gateway_reads_the_form_of_its_template(start, options):
+    template = byte_renderer().chat_template + "{# <function= <parameter= #}"
+    gateway = await start(coder("1"), renderer=byte_renderer(template), **options)
+    message = await (await gateway.open()).ask(USER, tools=[function(a="integer")])
+    if options:
+        assert message["content"] == coder("1")
+    else:
+        (call,) = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
+# Hermes
+
+
+def call(name="bash", arguments="{}"):
+    return block(name, arguments)
+
+
+@cases(
+    "text, shown, calls, ill_formed",
+    {
+        "nothing": ("", "", "", False),
+        "text": (" just text\n", " just text\n", "", False),
+        "text on both sides": (
+            f"Look. \n{call()} \ndone ",
+            *("Look. \n \ndone ", "bash", False),
+        ),
+        "white space between calls is their frame": (
+            f"{call('a')}\n{call('b')} \n\t{call('a')}",
+            *("", "aba", False),
+        ),
+        "text between calls": (
+            f"{call('a')} then {call('b')}",
+            *(" then ", "ab", False),
+        ),
+        "white space around calls": (f"\n{call()}\n", "\n\n", "bash", False),
+        "an escaped name": (call("café"), "", "café", False),
+        "a call after a marker that opens none": (
+            f"<tool_call> {call()}",
+            *("<tool_call> ", "bash", True),
+        ),
+        "white space beside a broken call is kept": (
+            f"{call('a')}\n<tool_call>no\n{call('b')}",
+            *("\n<tool_call>no\n", "ab", True),
+        ),
+        "end": ("a </tool_call> b", "a </tool_call> b", "", False),
+    },
+)
+def test_text_around_calls(text, shown, calls, ill_formed):
+    parsed = parse_reply(text)
+    assert (parsed.text, parsed.ill_formed) == (shown, ill_formed)
+    assert "".join(each.name for each in parsed.calls) == calls
+
+
+def test_an_end_marker_inside_a_string_and_fields_in_another_order():
+    arguments = '{"x":"</tool_call>"}'
+    text = f'<tool_call>{{"arguments":{arguments},"id":[1],"name":"f"}}</tool_call>'
+    assert parse_reply(text).parts == (ToolCall("f", arguments),)
+
+
+@given(st.lists(st.tuples(plain_texts, good_calls)), plain_texts)
+def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
+    text = "".join(said + call for said, call in pairs) + last
+    kept = [
+        said for k, (said, _) in enumerate(pairs) if k == 0 or said.strip(" \t\n\r")
+    ]
+    parsed = parse_reply(text)
+    assert parsed.text == "".join([*kept, last])
+    assert not parsed.ill_formed
+    rebuilt = [block(each.name, each.arguments) for each in parsed.calls]
+    assert rebuilt == [call for _, call in pairs]
+
+
+@cases(
+    "text, opened, reasoning, rest",
+    {
+        "none": ("hello", False, None, "hello"),
+        "some": ("<think>\nhm \n</think>\n\n a\n", False, "hm", " a\n"),
+        "nothing else": (" <think>hm</think>", False, "hm", ""),
+        "empty": ("<think>\n\n</think>\n\na", False, None, "a"),
+        "cut": ("<think>hm, <tool_call>", False, "hm, <tool_call>", ""),
+        "late": ("a <think>b</think>", False, None, "a <think>b</think>"),
+        "opened by the prompt": ("hm\n</think>\n\na", True, "hm", "a"),
+        "opened and never closed": ("hm", True, "hm", ""),
+        "closed at once": ("</think>a</think>b", True, None, "a</think>b"),
+    },
+)
+@pytest.mark.parametrize("tools", [None, []])
+def test_reasoning(text, opened, reasoning, rest, tools):
+    parsed = parse_reply(text, tools, opened=opened)
+    assert (parsed.reasoning, parsed.sampled) == (reasoning, rest)
+    assert parsed.text == rest
+
+
+# Values without quotes
+
+
 def function(**kinds):
     properties = {key: {"type": kind} for key, kind in kinds.items()}
     parameters = {"type": "object", "properties": properties}
@@ -105,6 +312,14 @@ def coder(value, key="a"):
         f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n"
         "</function>\n</tool_call>"
     )
+
+
+def valued(written, schema):
+    """The value that a parameter of a schema has when it is written so."""
+    tool = function()
+    tool["function"]["parameters"]["properties"]["a"] = schema
+    (found,) = parse_reply(coder(written), [tool], FORMS["qwen3-coder"]).calls
+    return json.loads(found.arguments)["a"]
 
 
 @cases(
@@ -132,9 +347,7 @@ def coder(value, key="a"):
     },
 )
 def test_values_without_quotes(kind, written, value):
-    tools = [function(a=kind)]
-    (call,) = parse_reply(coder(written), tools, FORMS["qwen3-coder"]).calls
-    assert json.loads(call.arguments) == {"a": value}
+    assert valued(written, {"type": kind}) == value
 
 
 @cases(
@@ -147,33 +360,26 @@ def test_values_without_quotes(kind, written, value):
     },
 )
 def test_types_that_a_schema_says_in_other_words(schema, value):
-    tool = function()
-    tool["function"]["parameters"]["properties"]["a"] = schema
-    (call,) = parse_reply(coder("1"), [tool], FORMS["qwen3-coder"]).calls
-    assert json.loads(call.arguments) == {"a": value}
+    assert valued("1", schema) == value
 
 
+# Calls that are off, or none
+
+INSIDE = [
+    *("", "bash ls", '["name"]', "{}", '{"arguments": {}}', '{"name" "f"}'),
+    *('{"name": "", "arguments": {}}', '{"name": 3, "arguments": {}}'),
+    *('{"name": "f", "arguments": "{}"}', '{"name": "f", "arguments": [1]}'),
+    '{"name": "f", "arguments": {"a": 1}',
+    '{"name": "f", "arguments": {"a": }}',
+    *('{"name": "f", "name": "g"}', '{"name": "f"} {"name": "g"}', '{"name": "f",}'),
+    '{"name": "f", "arguments": {"a": NaN}}',
+    '{"name": "f", "arguments": ' + "[" * 100_000,
+]
+PAIR = "<arg_key>a</arg_key><arg_value>1</arg_value>"
 BROKEN = {
     "hermes": [
         '<tool_call>\n{"name": "bash", "arguments": {}}\n',
-        *(
-            f"<tool_call>{inside}</tool_call>"
-            for inside in (
-                *("", "bash ls", '["name"]', "{}", '{"arguments": {}}'),
-                '{"name": "", "arguments": {}}',
-                '{"name": 3, "arguments": {}}',
-                '{"name": "f", "arguments": "{}"}',
-                '{"name": "f", "arguments": [1]}',
-                '{"name": "f", "arguments": {"a": 1}',
-                '{"name": "f", "arguments": {"a": }}',
-                '{"name": "f", "name": "g"}',
-                '{"name": "f"} {"name": "g"}',
-                '{"name": "f",}',
-                '{"name": "f", "arguments": {"a": NaN}}',
-                '{"name" "f"}',
-                '{"name": "f", "arguments": ' + "[" * 100_000,
-            )
-        ),
+        *(f"<tool_call>{inside}</tool_call>" for inside in INSIDE),
     ],
     "qwen3-coder": [
         "<tool_call>",
@@ -193,17 +399,12 @@ BROKEN = {
         "<tool_call>f<arg_key>a</arg_key></tool_call>",
         "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>",
         "<tool_call>f<arg_key></arg_key><arg_value>1</arg_value></tool_call>",
-        "<tool_call>f"
-        + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 2
-        + "</tool_call>",
+        f"<tool_call>f{PAIR * 2}</tool_call>",
     ],
     "plain-json": [
-        '{"name": "f"}',
-        '{"name": "f", "parameters": [1]}',
+        *('{"name": "f"}', '{"name"}', '{"name": "", "parameters": {}}'),
+        *('{"name": "f", "parameters": [1]}', '{"name": "f", "parameters": {}'),
         '{"name": "f", "parameters": {}, "arguments": {}}',
-        '{"name": "f", "parameters": {}',
-        '{"name": "", "parameters": {}}',
-        '{"name"}',
     ],
 }
 
@@ -212,8 +413,8 @@ BROKEN = {
     ("form", "text"),
     [
         pytest.param(form, text, id=f"{form} {i}")
-        for form in BROKEN
-        for i, text in enumerate(BROKEN[form])
+        for form, texts in BROKEN.items()
+        for i, text in enumerate(texts)
     ],
 )
 def test_what_does_not_read_as_a_call_stays_as_it_is(form, text):
@@ -235,36 +436,7 @@ def test_the_time_for_a_call_that_does_not_read_is_linear(form, text, repeated):
     assert FORMS[form].read(text.format(repeated * 300_000), 0, []) is None
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_a_template_names_its_form(name):
-    written = (
-        TEMPLATES[name].replace('"', '\\"') if name == "plain-json" else TEMPLATES[name]
-    )
-    renderer = byte_renderer()
-    renderer.chat_template = written
-    assert form_of(renderer) is FORMS[name]
-
-
-def test_a_template_of_no_known_form():
-    plain = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert form_of(byte_renderer(plain)) is None
-    offers = "{{ tools | tojson if tools }}" + plain
-    with pytest.raises(UnknownFormError, match=r"--parser with one of gpt-oss.*none:"):
-        form_of(byte_renderer(offers))
-
-
-def test_the_command_names_every_form():
-    words = re.findall(r"[\w-]+", EngineOptions.__doc__)
-    assert set(FORMS) <= set(words)
-
-
-def test_a_call_without_its_first_tag():
-    text = coder("1").removeprefix("<tool_call>\n")
-    parsed = parse_reply(
-        f"I look.\n{text}", [function(a="integer")], FORMS["qwen3-coder"]
-    )
-    ((call,), said) = parsed.calls, parsed.text
-    assert (call.arguments, said) == ('{"a": 1}', "I look.\n")
+TAG = "<tool_call>%s</tool_call>"
 
 
 @cases(
@@ -272,15 +444,11 @@ def test_a_call_without_its_first_tag():
     {
         "another family's key": (
             "hermes",
-            '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>',
+            TAG % '{"name": "f", "parameters": {"a": 1}}',
             '{"a": 1}',
         ),
-        "no arguments": ("hermes", '<tool_call>{"name": "f"}</tool_call>', "{}"),
-        "an unknown key": (
-            "hermes",
-            '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>',
-            None,
-        ),
+        "no arguments": ("hermes", TAG % '{"name": "f"}', "{}"),
+        "an unknown key": ("hermes", TAG % '{"name": "f", "args": {"a": 1}}', None),
         "with a type": (
             "plain-json",
             '{"type": "function", "name": "f", "parameters": {"a": 1}}',
@@ -292,36 +460,270 @@ def test_a_call_without_its_first_tag():
             '{"a": 1}',
         ),
         "no call": ("plain-json", '{"a": 1}', ""),
+        "without its first tag": (
+            "qwen3-coder",
+            coder("1").removeprefix("<tool_call>\n"),
+            '{"a": 1}',
+        ),
         "Python": ("pythonic", "[f(a=1)]", '{"a": 1}'),
         "Python without a name": ("pythonic", "[f(1)]", None),
         "Python that is no value": ("pythonic", "[f(a=g())]", None),
     },
 )
 def test_calls_that_are_slightly_off(form, written, arguments):
-    parsed = parse_reply(written, [], FORMS[form])
+    lead = "I look.\n" if form == "qwen3-coder" else ""
+    parsed = parse_reply(lead + written, [function(a="integer")], FORMS[form])
     assert parsed.ill_formed == (arguments is None)
-    assert [call.arguments for call in parsed.calls] == (
-        [arguments] if arguments else []
+    found = [each.arguments for each in parsed.calls]
+    assert found == ([arguments] if arguments else [])
+    assert parsed.text == lead + ("" if arguments else written)
+
+
+# Grammars of required replies, compared with structural tags written by hand
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "number"}}}
+ANY = {"type": "object"}
+TWO_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    for name in ("f", "g")
+]
+TEXT = {"type": "json_schema", "json_schema": SCHEMA}
+ANY_JSON = {"type": "json_schema", "json_schema": {}}
+GAP = {"type": "regex", "pattern": "\\n{0,2}"}
+ANYTHING = {"type": "any_text"}
+
+
+def tag(name, schema=ANY):
+    return {
+        "type": "tag",
+        "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": "}\n</tool_call>",
+    }
+
+
+def made(*, tools=TWO_TOOLS, form=FORMS["hermes"], pins=(), **required):
+    how = {name: required.pop(name, False) for name in ("opened", "reasons")}
+    request = ChatRequest(
+        messages=[],
+        tools=tools,
+        required=Required(**required),
+        sampling=SamplingParams(),
+        stream=False,
     )
-    assert arguments or parsed.text == written
+    return grammar(request, form, dict.fromkeys(pins), **how)
 
 
-@pytest.mark.anyio
-async def test_the_gateway_reads_the_form_of_its_template(tmp_path):
-    template = byte_renderer().chat_template + "{# <function= <parameter= #}"
-    tool = function(a="integer")
-    for options in ({}, {"reply_parser": FormParser(FORMS["hermes"])}):
-        engine = ScriptedEngine(coder("1"))
-        async with in_process(
-            engine, byte_renderer(template), tmp_path / str(len(options)), **options
-        ) as gateway:
-            client = await gateway.open()
-            reply = await client.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "a"}], tools=[tool]
-            )
-        message = reply.choices[0].message
-        if options:
-            assert message.content == coder("1")
+def tags(kind, given, one, **fields):
+    return {"type": kind, "tags": [*given], "stop_after_first": one, **fields}
+
+
+def forced(*given, one=False):
+    fields = {"separator": "\n", "at_least_one": True}
+    return tags("tags_with_separator", given, one, **fields)
+
+
+def free(*given, one=False):
+    return tags("triggered_tags", given, one, triggers=["<tool_call>"])
+
+
+@cases(
+    "required, wanted",
+    {
+        "a call": ({"call": True}, forced(tag("f"), tag("g"))),
+        "a call of g": ({"call": True, "names": ("g",)}, forced(tag("g"))),
+        "calls of g only": ({"names": ("g",)}, free(tag("g"))),
+        "one at most": ({"parallel": False}, free(tag("f"), tag("g"), one=True)),
+        "exactly one": (
+            {"call": True, "parallel": False},
+            forced(tag("f"), tag("g"), one=True),
+        ),
+        "strict f": ({"strict": ("f",)}, free(tag("f", SCHEMA), tag("g"))),
+        "a schema or calls": (
+            {"schema": SCHEMA},
+            {"type": "or", "elements": [TEXT, forced(tag("f"), tag("g"))]},
+        ),
+        "any JSON or calls": (
+            {"schema": {}},
+            {"type": "or", "elements": [ANY_JSON, forced(tag("f"), tag("g"))]},
+        ),
+        "a schema and a call": (
+            {"schema": SCHEMA, "call": True},
+            forced(tag("f"), tag("g")),
+        ),
+        "a schema": ({"schema": SCHEMA, "tools": None}, TEXT),
+    },
+)
+def test_the_reply(required, wanted):
+    assert made(**required) == {"type": "structural_tag", "format": wanted}
+
+
+def test_no_grammar():
+    assert made(pins=["regex"]) is None
+    assert made(pins=["regex"], parallel=False, tools=None) is None
+
+
+def test_reasoning_comes_first():
+    inside = {"type": "tag", "begin": "", "content": ANYTHING, "end": "</think>"}
+    own = {**inside, "begin": "<think>"}
+    opened = made(schema=SCHEMA, tools=None, opened=True, reasons=True)
+    assert opened["format"] == {"type": "sequence", "elements": [inside, GAP, TEXT]}
+    reasons = made(schema=SCHEMA, tools=None, reasons=True)
+    optional = {"type": "optional", "content": own}
+    assert reasons["format"] == {"type": "sequence", "elements": [optional, GAP, TEXT]}
+
+
+@cases(
+    "case, message",
+    {
+        "unknown": ({"call": True, "names": ("h",)}, "the tool 'h' is required"),
+        "none": ({"call": True, "tools": None}, "a tool is required"),
+        "only allowed": ({"names": ("f", "h")}, "the tool 'h' is allowed, which"),
+        "pinned": ({"call": True, "pins": ["json_schema"]}, "fixes json_schema"),
+        "no form": ({"call": True, "form": None}, "does not define how calls"),
+    },
+)
+def test_what_is_refused(case, message):
+    with pytest.raises(GatewayError, match=message) as caught:
+        made(**case)
+    assert caught.value.status == 400
+
+
+WRITTEN = {
+    "hermes": '{"n": 1.5}',
+    "plain-json": '{"n": 1.5}',
+    "qwen3-coder": "<parameter=n>\n1.5\n</parameter>",
+    "glm": "<arg_key>n</arg_key>\n<arg_value>1.5</arg_value>",
+}
+
+
+@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.begin])
+def test_a_call_that_matches_its_tag_is_read(name):
+    found = FORMS[name].tag("f", SCHEMA)
+    text = found["begin"] + WRITTEN[name] + found["end"]
+    (call,) = parse_reply(text, TWO_TOOLS, FORMS[name]).parts
+    assert (call.name, call.arguments) == ("f", '{"n": 1.5}')
+
+
+# The parsers of an SGLang server
+
+# numbers and white space that no JSON library writes so
+ARGUMENTS = '{"n":  1.50e1}'
+CALL = sampled_call("f", ARGUMENTS)
+REPLY = f"<think>\nhm\n</think>\n\nLook.\n{CALL}"
+OFFERED = TOOLS["openai_chat"]
+BOTH = ("qwen25", "qwen3")
+CALLS_ONLY = ("qwen25", None)
+
+
+async def separated(body):
+    found = parse_reply(body["text"], None)
+    rest = body["text"].rpartition("</think>")[2]
+    return {"reasoning_text": found.reasoning or "", "text": rest.strip()}
+
+
+async def called(body):
+    found = parse_reply(body["text"], body["tools"])
+    calls = [
+        {"name": c.name, "parameters": json.dumps(json.loads(c.arguments))}
+        for c in found.calls
+    ]
+    return {"normal_text": found.text.strip(), "calls": calls}
+
+
+def server(**paths):
+    """As real ones it drops white space and writes arguments anew (0.5.23)."""
+    found = {"separate_reasoning": separated, "parse_function_call": called, **paths}
+    return Double("sglang", **found)
+
+
+async def parsed(double, text, tools=OFFERED, *, names=BOTH, opened=False):
+    async with double.listening() as url:
+        parser = SGLangParser(url, *names)
+        try:
+            return await parser.parse(text, tools, opened=opened)
+        finally:
+            await parser.close()
+
+
+async def test_no_form_can_be_required_of_a_server_s_parser(start):
+    gateway = await start(reply_parser=SGLangParser("http://127.0.0.1:9", *BOTH))
+    asked = {"tools": OFFERED, "tool_choice": "required"}
+    error = await (await gateway.open()).error(400, **asked)
+    assert "how calls are written" in error["message"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_conversation_extends_what_was_sampled(start, name):
+    driver, size = DRIVERS[name], len(EMBEDDED.tokenizer)
+    engine = ScriptedEngine(context=5000, vocab_size=size)
+    unknown = {"output_logprobs": None, "weight_versions": (), "cached_tokens": None}
+    for text in (REPLY, "Done."):
+        ids = EMBEDDED.encode(text + "<|im_end|>").ids
+        engine.script.append(sampled("", output_ids=ids, **unknown))
+    async with server().listening() as url:
+        parser = SGLangParser(url, *BOTH)
+        gateway = await start(engine=engine, renderer=EMBEDDED, reply_parser=parser)
+        client, sent = driver.client(await gateway.open()), driver.user("hi")
+        first = await driver.ask(client, sent, stream=False)
+        sent += first.echo + driver.failed(first, "no such file")
+        last = await driver.ask(client, sent, stream=False)
+        before, turn = gateway.turns()
+        await parser.close()
+    assert (first.reasoning, first.text.strip(), last.text) == ("hm", "Look.", "Done.")
+    ((called_name, arguments),) = first.calls
+    assert called_name == "f"
+    given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert given == {"n": 15}
+    assert not before["ill_formed"]
+    assert turn["prompt_built"] == "append"
+    held = before["prompt_ids"] + before["output_ids"]
+    assert turn["prompt_ids"][: len(held)] == held
+
+
+@pytest.mark.parametrize(
+    ("names", "asked"),
+    [
+        ((None, "qwen3"), ["/separate_reasoning"]),
+        (CALLS_ONLY, ["/parse_function_call"]),
+        (BOTH, ["/separate_reasoning", "/parse_function_call"]),
+    ],
+)
+async def test_a_server_is_asked_for_what_it_has(names, asked):
+    double = server()
+    found = await parsed(double, f"hm</think>{CALL}", names=names, opened=True)
+    assert [path for path, _ in double.asked] == asked
+    assert (found.reasoning == "hm") == (names[1] is not None)
+    assert bool(found.calls) == (names[0] is not None)
+    # no tools: no calls are looked for
+    double = server()
+    assert (await parsed(double, CALL, None, names=names)).parts == (CALL,)
+    assert "/parse_function_call" not in double.counted()
+
+
+@pytest.mark.parametrize("parser", [None, "qwen25"])
+async def test_the_parsers_that_a_server_was_started_with(parser):
+    double = Double("sglang", server_info={"tool_call_parser": parser})
+    async with double.listening() as url:
+        if parser is None:
+            with pytest.raises(ConnectionError, match="neither --tool-call-parser"):
+                await asyncio.to_thread(cli._engine_parser, url)
         else:
-            (call,) = message.tool_calls
-            assert json.loads(call.function.arguments) == {"a": 1}
+            made = await asyncio.to_thread(cli._engine_parser, url)
+            assert made._names == (parser, None)
+
+
+async def test_a_server_that_does_not_parse():
+    refused, failed = (web.json_response({}, status=status) for status in (400, 500))
+    found = await parsed(server(separate_reasoning=refused), REPLY)
+    assert (found.parts, found.ill_formed) == ((REPLY,), True)
+    with pytest.raises(EngineError, match="500"):
+        await parsed(server(separate_reasoning=failed), REPLY)
+
+
+@pytest.mark.parametrize("arguments", ["ls", "", '{"a"', "[1]", '{"a": NaN}', None])
+async def test_a_call_without_an_object_as_arguments_is_text(arguments):
+    calls = {"normal_text": "", "calls": [{"name": "f", "parameters": arguments}]}
+    double = server(parse_function_call=calls)
+    found = await parsed(double, "a call", names=CALLS_ONLY)
+    assert (found.parts, found.ill_formed) == (("a call",), True)

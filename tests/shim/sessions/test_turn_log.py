@@ -1,4 +1,4 @@
-"""The log: what it holds, and that it survives what can happen to a process."""
+"""The log, full and in delta form: what it holds, and what can happen to a process."""
 
 import errno
 import os
@@ -9,23 +9,28 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.shim.clients import read_log
+from tests.shim.fakes import cases, fails, remember, said, user
 from trajkit import schema
 from trajkit.errors import TornLogWarning
 from trajkit_shim.chat.request import logged_message
+from trajkit_shim.prompting.conversation import Budget, Conversation
 from trajkit_shim.sessions.turn_log import (
+    DELTA_LOG_SCHEMA,
     END_OF_STREAM,
     LOG_SCHEMA,
+    AppendLog,
     LogFullError,
     TurnLog,
 )
 
-ROOT = Path(__file__).parents[3]
 WHEN = datetime(2026, 1, 2, tzinfo=UTC)
+FULL = fails(errno.ENOSPC, "No space left on device")
 
 
 def turn(**changes):
@@ -52,21 +57,24 @@ def turn(**changes):
     }
 
 
+def indices(directory):
+    return tk.read_turns(directory)["turn_index"].to_pylist()
+
+
+@pytest.fixture
+def log(tmp_path):
+    log = TurnLog(tmp_path)
+    yield log
+    log.close()
+
+
 def test_what_is_written_is_read_and_valid(tmp_path):
     log = TurnLog(tmp_path / "run", fsync=True, images=True)
     written = set()
     log.append(turn(), 0, written)
-    log.append(
-        turn(
-            output_ids=np.array([], np.int32),
-            output_logprobs=None,
-            response=None,
-            weight_versions=None,
-            trainable=False,
-        ),
-        1,
-        written,
-    )
+    unknown = dict.fromkeys(["output_logprobs", "response", "weight_versions"])
+    nothing = np.array([], np.int32)
+    log.append(turn(output_ids=nothing, trainable=False, **unknown), 1, written)
     log.close()
     table = read_log(log.path)
     assert table.schema.equals(LOG_SCHEMA, check_metadata=True)
@@ -78,46 +86,44 @@ def test_what_is_written_is_read_and_valid(tmp_path):
     assert first["started_at"] == WHEN
     assert second["messages"][0]["body"] is None
     assert second["messages"][0]["key"] == first["messages"][0]["key"]
-    assert (second["output_ids"], second["output_logprobs"]) == ([], None)
-    assert (second["response"], second["weight_versions"]) == (None, None)
+    assert second["output_ids"] == []
+    assert {name: second[name] for name in unknown} == unknown
 
 
-def test_a_body_is_written_where_the_session_first_has_it(tmp_path):
-    def saying(number):
-        message = {"role": "user", "content": "x", "n": number}
-        return turn(messages=[logged_message(message)] * 2, response=None)
-
-    log = TurnLog(tmp_path)
+def test_a_body_is_written_where_the_session_first_has_it(log):
     written = set()
     # messages that Python says are equal are one
     for index, number in enumerate([1, 1.0, 1.5, 1]):
-        log.append(saying(number), index, written)
-    table = read_log(log.path)
-    bodies = [[m["body"] for m in t["messages"]] for t in table.to_pylist()]
-    one, other = (
-        '{"content":"x","n":1,"role":"user"}',
-        '{"content":"x","n":1.5,"role":"user"}',
-    )
-    assert bodies == [[one, None], [None, None], [other, None], [None, None]]
-    log.close()
+        message = {"role": "user", "content": "x", "n": number}
+        messages = [logged_message(message)] * 2
+        log.append(turn(messages=messages, response=None), index, written)
+    turns = read_log(log.path).to_pylist()
+    one = '{"content":"x","n":1,"role":"user"}'
+    other = one.replace("1", "1.5")
+    assert [[m["body"] for m in each["messages"]] for each in turns] == [
+        [one, None],
+        [None, None],
+        [other, None],
+        [None, None],
+    ]
 
 
-def test_a_log_is_never_written_over(tmp_path):
-    TurnLog(tmp_path).close()
+@pytest.mark.parametrize("stem", ["turns", "amendments", "sessions"])
+def test_a_log_is_never_written_over(tmp_path, stem):
+    (tmp_path / f"{stem}-00000.arrows").touch()
     with pytest.raises(FileExistsError):
         TurnLog(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_write_that_fails_half_way_leaves_the_log_as_it_was(tmp_path, monkeypatch):
-    log = TurnLog(tmp_path)
+def test_a_write_that_fails_half_way_leaves_the_log_as_it_was(log, monkeypatch):
     log.append(turn(), 0, set())
     before = log.path.read_bytes()
-    write = os.write
-    written = []
+    write, written = os.write, []
 
     def full(file, data):
         if written:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            FULL()
         written.append(write(file, data[:100]))
         return written[0]
 
@@ -129,21 +135,20 @@ def test_a_write_that_fails_half_way_leaves_the_log_as_it_was(tmp_path, monkeypa
     assert log.path.read_bytes() == before
     log.append(turn(), 1, set())
     assert read_log(log.path)["turn_index"].to_pylist() == [0, 1]
-    log.close()
 
 
-def test_a_torn_last_turn_is_left_out_and_said_so(tmp_path):
-    log = TurnLog(tmp_path / "whole")
+def test_a_torn_last_turn_is_left_out_and_said_so(tmp_path, log):
     log.append(turn(), 0, set())
     good = log.path.stat().st_size
     log.append(turn(), 1, set())
     log.close()
     whole = log.path.read_bytes()[: -len(END_OF_STREAM)]
-    torn = tmp_path / "turns-00000.arrows"
+    torn = tmp_path / "torn" / "turns-00000.arrows"
+    torn.parent.mkdir()
     for size in (*range(good + 1, len(whole), 301), len(whole) - 1):
         torn.write_bytes(whole[:size])
         with pytest.warns(TornLogWarning, match=f"last {size - good} bytes"):
-            assert tk.read_turns(torn)["turn_index"].to_pylist() == [0]
+            assert indices(torn) == [0]
 
 
 def test_a_short_write_is_finished(tmp_path, monkeypatch):
@@ -159,48 +164,37 @@ def test_a_short_write_is_finished(tmp_path, monkeypatch):
 # Files that roll
 
 
-def batches_of(paths):
-    return [pa.ipc.open_stream(path).read_all().num_rows for path in paths]
-
-
-@pytest.fixture
-def flushed(monkeypatch):
-    """What was flushed to disk: of a file its name and size, of a folder its names."""
-    calls = []
-    fsync = os.fsync
+def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
 
     def noted(file):
+        """Of a file its name and size, of a folder its names."""
         path = Path(os.readlink(f"/proc/self/fd/{file}"))
         if path.is_dir():
-            calls.append({one.name for one in path.iterdir()})
+            flushed.append({one.name for one in path.iterdir()})
         else:
-            calls.append((path.name, path.stat().st_size))
+            flushed.append((path.name, path.stat().st_size))
         fsync(file)
 
-    monkeypatch.setattr(os, "fsync", noted)
-    return calls
-
-
-def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, flushed):
     log = TurnLog(tmp_path / "sizes")
     for k in range(2):
         log.append(turn(), k, set())
     two = log._turns.total_bytes
     log.close()
+    monkeypatch.setattr(os, "fsync", noted)
     log = TurnLog(tmp_path, max_file_bytes=two, fsync=True)
-    for k in range(5):
-        flushed.clear()
-        log.append(turn(), k, set())
-        name = f"turns-0000{k // 2}.arrows"
+
+    def check(name, *, new):
         assert flushed[-1] == (name, (tmp_path / name).stat().st_size)
-        if k in (2, 4):
-            # the folder was flushed once the new file was in it
-            assert any(name in names for names in flushed)
-    flushed.clear()
+        # the folder was flushed once the new file was in it
+        assert not new or any(name in names for names in flushed)
+        flushed.clear()
+
+    for k in range(5):
+        log.append(turn(), k, set())
+        check(f"turns-0000{k // 2}.arrows", new=k in (2, 4))
     log.amend("s", [0], "dropped", False)
-    name = "amendments-00000.arrows"
-    assert any(name in names for names in flushed)
-    assert flushed[-1] == (name, (tmp_path / name).stat().st_size)
+    check("amendments-00000.arrows", new=True)
     log.close()
 
 
@@ -209,44 +203,38 @@ def test_the_log_rolls_by_bytes(tmp_path):
     log.append(turn(), 0, set())
     head = log._turns.total_bytes
     log.append(turn(), 1, set())
-    each = log._turns.total_bytes - head
-    most = head + 2 * each
+    most = head + 2 * (log._turns.total_bytes - head)
     log.close()
     log = TurnLog(tmp_path / "two", max_file_bytes=most)
-    for k in range(4):
-        log.append(turn(), k, set())
-    # longer than a file may be: alone in one
-    log.append(turn(prompt_ids=np.arange(most, dtype=np.int32)), 4, set())
-    log.append(turn(), 5, set())
+    for k in range(6):
+        # one is longer than a file may be: alone in one
+        long = {"prompt_ids": np.arange(most, dtype=np.int32)} if k == 4 else {}
+        log.append(turn(**long), k, set())
     total = log._turns.total_bytes
     log.close()
     files = sorted((tmp_path / "two").iterdir())
     assert [file.name for file in files] == [f"turns-0000{k}.arrows" for k in range(4)]
-    assert batches_of(files) == [3, 1, 1, 1]
+    assert [read_log(file).num_rows for file in files] == [3, 1, 1, 1]
     # each ends as a stream does
     assert all(file.read_bytes().endswith(END_OF_STREAM) for file in files)
     sizes = [file.stat().st_size for file in files]
     assert sum(sizes) == total + len(END_OF_STREAM)
-    assert tk.read_turns(tmp_path / "two")["turn_index"].to_pylist() == list(range(6))
+    assert indices(tmp_path / "two") == list(range(6))
 
 
 def test_a_log_that_cannot_roll_stays_as_it_was(tmp_path, monkeypatch):
     log = TurnLog(tmp_path, max_file_bytes=1)
     log.append(turn(), 0, set())
     before = log.path.read_bytes()
-
-    def full(file, data):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "write", FULL)
         with pytest.raises(OSError, match="No space left"):
             log.append(turn(), 1, set())
     assert [file.name for file in tmp_path.iterdir()] == [log.path.name]
     assert log.path.read_bytes() == before
     log.append(turn(), 1, set())
     log.close()
-    assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1]
+    assert indices(tmp_path) == [0, 1]
 
 
 def test_a_full_file_that_does_not_close_does_not_stop_the_log(tmp_path, monkeypatch):
@@ -264,7 +252,17 @@ def test_a_full_file_that_does_not_close_does_not_stop_the_log(tmp_path, monkeyp
         log.append(turn(), 1, set())
     log.append(turn(), 2, set())
     log.close()
-    assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1, 2]
+    assert indices(tmp_path) == [0, 1, 2]
+
+
+def test_a_full_disk_does_not_keep_a_journal_open(tmp_path, monkeypatch):
+    journal = AppendLog(tmp_path, "x", schema.AMENDMENTS)
+    journal.start()
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", FULL)
+        journal.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
 def fill(log):
@@ -289,8 +287,7 @@ def test_a_log_has_no_more_bytes_than_it_may(tmp_path):
     assert trainable == [False] + [True] * (len(turns) - 1)
 
 
-def test_a_closed_log_takes_nothing(tmp_path):
-    log = TurnLog(tmp_path)
+def test_a_closed_log_takes_nothing(tmp_path, log):
     log.close()
     with pytest.raises(OSError, match="closed"):
         log.append(turn(), 0, set())
@@ -299,20 +296,22 @@ def test_a_closed_log_takes_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["turns-00000.arrows"]
 
 
-@pytest.mark.parametrize("stem", ["turns", "amendments", "sessions"])
-def test_a_directory_that_holds_any_of_a_log_is_refused(tmp_path, stem):
-    (tmp_path / f"{stem}-00000.arrows").touch()
-    with pytest.raises(FileExistsError):
-        TurnLog(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
+@cases(
+    "column, option",
+    {
+        "tools": ({"message_tool_names": [None]}, "attributed=False"),
+        "experts": ({"routed_experts": np.zeros((2, 2, 3), "i2")}, "routed_experts"),
+        "masks": ({"sampling_mask": [[1], [2]]}, "sampling_masks=False"),
+    },
+)
 @pytest.mark.parametrize("form", ["full", "delta"])
-def test_what_prompt_tokens_show_may_be_left_out(tmp_path, form):
+def test_a_column_that_a_log_leaves_out_is_not_lost_in_silence(
+    tmp_path, form, column, option
+):
     log = TurnLog(tmp_path, form=form, attributed=False)
     log.append(turn(), 0, set())
-    with pytest.raises(ValueError, match="attributed=False"):
-        log.append(turn(message_tool_names=[None]), 1, set())
+    with pytest.raises(ValueError, match=option):
+        log.append(turn(**column), 1, set())
     log.close()
     turns = tk.read_turns(tmp_path)
     assert turns.num_rows == 1
@@ -321,29 +320,23 @@ def test_what_prompt_tokens_show_may_be_left_out(tmp_path, form):
     assert set(LOG_SCHEMA.names) - set(shown) <= set(tk.expand(turns).column_names)
 
 
-def removed(path):
-    path.unlink()
-
-
 def replaced(path):
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        pytest.param(lambda path: os.truncate(path, 0), "0 bytes, but", id="emptied"),
-        pytest.param(removed, "was removed", id="removed"),
-        pytest.param(replaced, "another file", id="replaced"),
-        pytest.param(
-            lambda path: os.truncate(path, 10**6), "were written", id="longer"
-        ),
-    ],
+@cases(
+    "change, says",
+    {
+        "emptied": (lambda path: os.truncate(path, 0), "0 bytes, but"),
+        "removed": (os.unlink, "was removed"),
+        "replaced": (replaced, "another file"),
+        "longer": (lambda path: os.truncate(path, 10**6), "were written"),
+    },
 )
-def test_a_log_that_another_program_changes_takes_no_turn(tmp_path, change, says):
-    log, written = TurnLog(tmp_path), set()
+def test_a_log_that_another_program_changes_takes_no_turn(log, change, says):
+    written = set()
     log.append(turn(), 0, written)
     change(log.path)
     for number in (1, 2):
@@ -351,7 +344,6 @@ def test_a_log_that_another_program_changes_takes_no_turn(tmp_path, change, says
             log.append(turn(), number, written)
     # its amendments are another file
     log.amend("s", [0], "dropped", False)
-    log.close()
 
 
 def test_the_log_can_be_imported_without_linux_s_socket_options():
@@ -359,3 +351,71 @@ def test_the_log_can_be_imported_without_linux_s_socket_options():
     code += "import trajkit_shim.sessions.turn_log, trajkit_shim.engines.http\n"
     code += "import trajkit_shim.serve\n"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# The delta form: the same turns, in what each of them adds
+
+ids = st.lists(st.integers(0, 1), max_size=6).map(lambda x: np.array(x, np.int32))
+texts = st.sampled_from(["x", "y"])
+# what is asked, and the length of an earlier conversation that it continues
+logged = st.lists(
+    st.tuples(texts, texts, st.integers(0, 8), ids.filter(len), ids), max_size=8
+)
+
+
+def written(directory, form, calls):
+    """The table of a log of these calls, all of one session."""
+    log, session, talk = TurnLog(directory, form=form), Conversation(), []
+    budget = Budget(1 << 40)
+    for index, (asked, answer, kept, prompt, output) in enumerate(calls):
+        talk = [*talk[:kept], user(asked)]
+        restored, reply = session.restore(talk), said(answer)
+        each = turn(
+            prompt_ids=prompt,
+            output_ids=output,
+            output_logprobs=None,
+            weight_versions=None,
+            messages=restored.logged,
+            response=logged_message(reply),
+            prompt_message_index=np.full(len(prompt), -1, np.int32),
+            delta=session.delta(restored, prompt),
+        )
+        log.append(each, index, session.logged)
+        path = np.concatenate([prompt, output])
+        remember(session, restored.position, reply, budget, ids=path, turn=index)
+        talk = [*talk, reply]
+    log.close()
+    return tk.read_turns(directory)
+
+
+@given(logged)
+def test_a_delta_log_is_the_full_log(tmp_path_factory, calls):
+    full, delta = (
+        written(tmp_path_factory.mktemp("log"), form, calls)
+        for form in ("full", "delta")
+    )
+    assert full.num_rows == delta.num_rows == len(calls)
+    if calls:
+        tk.validate(delta)
+        assert tk.expand(delta).select(full.column_names).equals(full)
+
+
+def test_a_write_that_fails_is_no_base(tmp_path, monkeypatch):
+    log = TurnLog(tmp_path / "run", form="delta", images=True)
+    bodies = set()
+    log.append(turn(), 0, bodies)
+    new = logged_message({"role": "user", "content": "new"})
+    longer = turn(messages=[*turn()["messages"], new], delta=(0, 2, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", FULL)
+        with pytest.raises(OSError, match="No space"):
+            log.append(longer, 1, bodies)
+    assert new.key not in bodies
+    log.append(longer, 1, bodies)
+    log.close()
+    table = read_log(log.path)
+    assert table.schema.equals(DELTA_LOG_SCHEMA, check_metadata=True)
+    tk.validate(table)
+    assert table["base_turn"].to_pylist() == [None, 0]
+    assert table["suffix_ids"].to_pylist() == [[1, 2], []]
+    assert table["suffix_messages"].to_pylist()[1][0]["body"] == new.body

@@ -1,17 +1,24 @@
-"""A Qwen3 of a million random parameters, for the tokenizer in the directory.
+"""A Qwen3 of random parameters, for the tokenizer in the directory.
 
-python make_model.py DIRECTORY [SEED]
+python make_model.py DIRECTORY [SEED [experts]]
+
+A million parameters, or a mixture of 8 experts, 2 per token.
 """
 
 import sys
 
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+import transformers
 
-directory = sys.argv[1]
-tokenizer = AutoTokenizer.from_pretrained(directory)
-torch.manual_seed(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-config = Qwen3Config(
+directory, seed, kind = [*sys.argv[1:], *("0", "")[len(sys.argv) - 2 :]]
+tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+torch.manual_seed(int(seed))
+name, more = "Qwen3", {}
+if kind == "experts":
+    name, more = "Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2}
+    more |= {"moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    more |= {"norm_topk_prob": True}
+config = getattr(transformers, f"{name}Config")(
     # ids beyond the tokenizer's are in the table, as they are in real models
     vocab_size=(len(tokenizer) + 63) // 64 * 64,
     hidden_size=128,
@@ -25,5 +32,7 @@ config = Qwen3Config(
     bos_token_id=None,
     eos_token_id=tokenizer.eos_token_id,
     pad_token_id=tokenizer.pad_token_id,
+    **more,
 )
-Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+model = getattr(transformers, f"{name}ForCausalLM")(config)
+model.to(torch.bfloat16).save_pretrained(directory)

@@ -20,7 +20,7 @@ _SHOWN = f'{{{{- "{IMAGE}" if part.type == "image" else part.text -}}}}'
 
 def write_processor(directory):
     """Write a tokenizer with places for images, and the processor."""
-    from trajkit_shim.engines.embedded import load_tokenizer
+    from tests.shim.fakes import load_tokenizer
 
     tokenizer = load_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS.values())})

@@ -19,12 +19,11 @@ import asyncio
 import itertools
 import json
 import math
-import os
 import random
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -32,9 +31,6 @@ from tokenizers import Tokenizer
 from trajkit.analysis.tokenizer import entry_bytes
 from trajkit_shim.engines import base
 from trajkit_shim.engines.checks import check_sampling
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 END = "<|im_end|>"
 
@@ -86,13 +82,9 @@ def acts(
 
 def messages(prompt: str) -> list[Message]:
     """Return the messages of a ChatML prompt, without the reply that it opens."""
-    read = []
-    for piece in prompt.split("<|im_start|>")[1:]:
-        role, _, rest = piece.partition("\n")
-        text, closed, _ = rest.partition(END)
-        if closed:
-            read.append(Message(role, text))
-    return read
+    pieces = (piece.partition("\n") for piece in prompt.split("<|im_start|>")[1:])
+    read = ((role, *rest.partition(END)) for role, _, rest in pieces)
+    return [Message(role, text) for role, text, closed, _ in read if closed]
 
 
 def n_responses(read: Sequence[Message]) -> int:
@@ -134,10 +126,8 @@ class Vocabulary:
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
         # the same merges, without added tokens
         self._plain = Tokenizer.from_str(json.dumps(content | {"added_tokens": []}))
-        self.added: dict[str, int] = {
-            token["content"]: token["id"] for token in content["added_tokens"]
-        }
-        entries = content["model"]["vocab"].items()
+        added, entries = content["added_tokens"], content["model"]["vocab"].items()
+        self.added: dict[str, int] = {token["content"]: token["id"] for token in added}
         self.by_bytes = {entry_bytes(entry) or b"": token for entry, token in entries}
         self.longest = max(map(len, self.by_bytes))
         spelled = {token: spelling for spelling, token in self.by_bytes.items()}
@@ -170,45 +160,27 @@ def chat_files() -> tuple[Tokenizer, str]:
     return tokenizer, _shipped_file("chat_template.jinja")
 
 
-def load_tokenizer() -> "PreTrainedTokenizerFast":
-    """The embedded engine's tokenizer for transformers, with its chat template."""
-    # otherwise transformers warns about missing PyTorch, which is not needed
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer, template = chat_files()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        chat_template=template,
-        eos_token=END,
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-    )
-
-
 Lattice: TypeAlias = list[dict[int, tuple[int, float]]]
 """The spellings of one reply: at each position the possible next tokens, with the position
 after them and their probability; empty at the end."""
 
 
-def lattice(
-    vocabulary: Vocabulary, parts: Sequence[str | Special], drift: float
-) -> Lattice:
+def lattice(vocab: Vocabulary, parts: Sequence[str | Special], drift: float) -> Lattice:
     """Return the spellings of a reply, given without its ``<|im_end|>``."""
     steps: Lattice = []
     for part in (*parts, Special(END)):
         start = len(steps)
         if isinstance(part, Special):
-            steps.append({vocabulary.added[part.text]: (start + 1, 1.0)})
+            steps.append({vocab.added[part.text]: (start + 1, 1.0)})
             continue
         canonical, place = dict[int, int](), 0  # the canonical token at each position
-        for token in vocabulary.encode_plain(part):
+        for token in vocab.encode_plain(part):
             canonical[place] = token
-            place += len(vocabulary.spelling[token])
+            place += len(vocab.spelling[token])
         spelled = part.encode()
         for i in range(len(spelled)):
-            stops = range(i + 1, min(i + vocabulary.longest, len(spelled)) + 1)
-            tokens = ((vocabulary.by_bytes.get(spelled[i:j]), j) for j in stops)
+            stops = range(i + 1, min(i + vocab.longest, len(spelled)) + 1)
+            tokens = ((vocab.by_bytes.get(spelled[i:j]), j) for j in stops)
             weights = {
                 token: (start + j, 1.0 if canonical.get(i) == token else drift)
                 for token, j in tokens
@@ -252,15 +224,6 @@ class State(NamedTuple):
         return State(steps[0][0], [(chance / total, s) for _, chance, s in steps])
 
 
-def start(replies: Sequence[tuple[float, Lattice]]) -> State:
-    """Return the state before the first token, from weighted replies."""
-    weights = [weight for weight, _ in replies]
-    if not weights or not all(0 < weight < math.inf for weight in weights):
-        raise ValueError(f"reply weights {weights}: need one or more, each above 0")
-    total = sum(weights)
-    return State(0, [(weight / total, spelled) for weight, spelled in replies])
-
-
 def shaped(chances: dict[int, float], sampling: base.Sampling) -> dict[int, float]:
     """Return next-token probabilities under sampling parameters, summing to 1.
 
@@ -274,9 +237,9 @@ def shaped(chances: dict[int, float], sampling: base.Sampling) -> dict[int, floa
     if temperature == 1 and top_k is None and top_p == 1:
         return chances
     ranked = sorted(chances.items(), key=lambda item: (-item[1], item[0]))
+    (likeliest, top), *_ = ranked
     if temperature == 0:
-        return {ranked[0][0]: 1.0}
-    top = ranked[0][1]
+        return {likeliest: 1.0}
     powers = [(token, (p / top) ** (1 / temperature)) for token, p in ranked[:top_k]]
     share = top_p * sum(power for _, power in powers)
     kept, reached = {}, 0.0
@@ -369,4 +332,8 @@ class EmbeddedEngine:
     def _start(self, prompt_ids: list[int]) -> State:
         """The state after a prompt."""
         replies = self._policy(self.vocabulary.decode(prompt_ids))
-        return start([(reply.weight, self._lattice(reply.parts)) for reply in replies])
+        weights = [reply.weight for reply in replies]
+        if not weights or not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"reply weights {weights}: need one or more, each above 0")
+        total = sum(weights)
+        return State(0, [(r.weight / total, self._lattice(r.parts)) for r in replies])

@@ -1,0 +1,661 @@
+"""Splits a model's reply into reasoning, text and tool calls.
+
+Reasoning between two tags comes first; if the prompt opened it, the reply contains only
+its end. White space around it is dropped. The rest is text and calls in the model's form
+(`FORMS`). A block that is not a valid call stays in the text, and the reply is ill-formed.
+The result is what clients see and send back; the recorded ids are those that were sampled.
+
+The calls of a form are
+
+- JSON objects between two markers, whose arguments keep their spelling, or alone
+  (``plain-json``: an object whose name comes first);
+- a name and its arguments as JSON, each after a marker of its own (``kimi``, ...);
+- values that are bare text between tags, without escaping (``qwen3-coder``, ...). A value
+  may contain its closing tag: the first one that another tag of the call follows ends it.
+  It is JSON if it has a type, other than string, that the tool's schema permits, else a
+  string;
+- a list of Python expressions (``pythonic``).
+
+`grammar` is of the replies that clients require: a structural tag of xgrammar (0.2).
+SGLang and vLLM sample under it, and give the logprobs of the distribution that it leaves.
+"""
+
+import ast
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import groupby
+from typing import Any, TypeAlias
+
+from trajkit_shim.chat.request import (
+    ANY_OBJECT,
+    ChatRequest,
+    Parsed,
+    ToolCall,
+    function_of,
+)
+from trajkit_shim.engines.http import Connections, EngineClient, reading
+from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.render import ChatRenderer, Ids
+
+THINK, END_THINK = TAGS = ("<think>", "</think>")
+THOUGHTS = (("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
+"""Tags of reasoning other than `THINK` and `END_THINK`."""
+
+Tools: TypeAlias = Sequence[Json]
+"""The offered tools, in OpenAI's format."""
+
+Found: TypeAlias = tuple[list[ToolCall], int]
+"""Calls of a text, and where they end."""
+
+_SPACE = " \t\n\r"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+# parameters of the engines that hold a grammar
+_PINNED = frozenset("ebnf json_schema regex structural_tag structured_outputs".split())
+_dumps = partial(json.dumps, ensure_ascii=False)
+# some templates write values as Python does
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_KINDS = {bool: "boolean", int: "integer", float: "number"}
+_KINDS |= {str: "string", dict: "object", list: "array", type(None): "null"}
+_NUMBERS = frozenset({"integer", "number"})
+# accepted without a schema, because text rarely looks like them by chance
+_UNSAID = frozenset({"object", "array"})
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+@cache
+def _pattern(source: str) -> re.Pattern[str]:
+    """A pattern in which a space is any white space."""
+    return re.compile(source.replace(" ", "[ \t\n\r]*+"), re.DOTALL)
+
+
+def _after(source: str, text: str, offset: int) -> int:
+    """The end of a pattern at an offset."""
+    found = _pattern(source).match(text, offset)
+    if found is None:
+        raise ValueError(f"no {source!r} at {offset}")
+    return found.end()
+
+
+# Forms of calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolForm:
+    """How a family of models writes tool calls.
+
+    Calls are between ``opening`` and ``closing``; without a ``closing`` there is one.
+    A call is a ``head``, whose groups are its name and its id, arguments, and a ``tail``.
+    Arguments are JSON, or each is a ``pair``, whose groups are key, value, and ``text``:
+    ``true`` if the value is a string, else ``false``. Without a ``head`` calls are JSON
+    objects with a name. All of these are a `_pattern`; what has matched is not matched
+    otherwise when the rest does not match, because that takes long.
+
+    ``begin`` and ``end`` are what a grammar writes around the arguments of a call of the
+    tool NAME; without them no grammar can enforce calls. ``style``: of the arguments, as
+    structural tags name it.
+    """
+
+    name: str  # value of the command-line option
+    # a chat template that contains all of them uses this form
+    marks: tuple[str, ...]
+    starts: re.Pattern[str]  # of calls
+    opening: str = ""
+    head: str = ""
+    pair: str = ""
+    tail: str = ""
+    closing: str = ""
+    needs_arguments: bool = True
+    python: bool = False  # calls are Python, and all of the reply
+    # splits a complete reply of another structure into reasoning and the rest
+    split: Callable[[str], tuple[str, str]] | None = None
+    begin: str = ""
+    end: str = ""
+    style: str = "json"
+
+    def tag(self, name: str, schema: Json) -> Json:
+        """Return the tag of a grammar (`grammar`) that a tool's call matches."""
+        content: Json = {"type": "json_schema", "json_schema": schema}
+        if self.style == "json":
+            name = _dumps(name)[1:-1]
+        else:
+            content["style"] = self.style
+        begin = self.begin.replace("NAME", name)
+        return {"type": "tag", "begin": begin, "content": content, "end": self.end}
+
+    def read(self, text: str, offset: int, tools: Tools) -> Found | None:
+        """Return the calls that begin at an offset, and their end; None: there is none."""
+        failures = (AttributeError, KeyError, RecursionError, SyntaxError, TypeError)
+        try:
+            if self.python:
+                return _python_calls(text[offset:].strip()), len(text)
+            offset = _after(self.opening, text, offset)
+            read = self._headed if self.head else self._objects
+            calls, offset = read(text, offset, tools)
+            return (calls, _after(self.closing, text, offset)) if calls else None
+        except (ValueError, *failures):
+            return None
+
+    def _headed(self, text: str, offset: int, tools: Tools) -> Found:
+        calls = []
+        while begun := _pattern(self.head).match(text, offset):
+            found, start = begun.groupdict(), begun.end()
+            name = str(found["name"] or found["name2"])
+            if self.pair:
+                arguments, stop = self._pairs(text, start, _schemas(tools, name))
+            else:
+                given, stop = _DECODER.raw_decode(text, start)
+                arguments = text[start:stop]
+                if not isinstance(given, dict):
+                    raise ValueError("arguments that are not an object")
+            calls.append(ToolCall(name.strip(), arguments, found.get("id") or ""))
+            offset = _after(self.tail, text, stop)
+            if not self.closing:
+                break
+        return calls, offset
+
+    def _pairs(self, text: str, offset: int, schemas: Json) -> tuple[str, int]:
+        values: dict[str, str] = {}
+        while found := _pattern(self.pair).match(text, offset):
+            key, written = found["key"], found["value"]
+            if key in values:
+                raise ValueError(f"{key} twice")
+            kinds = _kinds(schemas.get(key)) or _UNSAID
+            stated = found.groupdict().get("text")
+            if stated is not None:
+                kinds = frozenset(_KINDS.values() if stated != "true" else ())
+            values[key] = _json_text(written, kinds)
+            offset = found.end()
+        pairs = (f"{_dumps(key)}: {value}" for key, value in values.items())
+        return "{" + ", ".join(pairs) + "}", offset
+
+    def _objects(self, text: str, offset: int, _: Tools) -> Found:
+        several = _pattern(r"\[ ").match(text, offset)
+        calls, offset = list[ToolCall](), several.end() if several else offset
+        while True:
+            fields, offset = _fields_at(text, offset)
+            calls.append(self._object(fields))
+            comma = _pattern(" , ").match(text, offset) if several else None
+            if comma is None:
+                return calls, _after(r" \]" if several else "", text, offset)
+            offset = comma.end()
+
+    def _object(self, fields: dict[str, str]) -> ToolCall:
+        name, call_id = (json.loads(fields.get(key, '""')) for key in ("name", "id"))
+        given = [fields[key] for key in ("arguments", "parameters") if key in fields]
+        bare = not self.needs_arguments and fields.keys() <= {"name", "type", "id"}
+        (arguments,) = given or ["{}"] * bare
+        if not isinstance(name, str) or not name or not arguments.startswith("{"):
+            raise ValueError("not a call")
+        return ToolCall(name, arguments, call_id if isinstance(call_id, str) else "")
+
+
+def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
+    """The source text of each value of the object at an offset, and its end."""
+    fields: dict[str, str] = {}
+    mark = r" \{ "
+    while begun := _pattern(mark).match(text, offset):
+        key, offset = _DECODER.raw_decode(text, begun.end())
+        if not isinstance(key, str) or key in fields:
+            raise ValueError(f"{key!r} is not a string, or a repeated field name")
+        start = _after(" : ", text, offset)
+        _, offset = _DECODER.raw_decode(text, start)
+        fields[key] = text[start:offset]
+        mark = " , "
+    return fields, _after(r" \}", text, offset)
+
+
+def _python_calls(text: str) -> list[ToolCall]:
+    """The calls of a list of Python calls with keywords."""
+    calls, (statement,) = list[ToolCall](), ast.parse(text).body
+    for item in statement.value.elts:  # type: ignore[attr-defined]
+        given = {one.arg: ast.literal_eval(one.value) for one in item.keywords}
+        if item.args or None in given:
+            raise ValueError("an argument without a name")
+        arguments = _dumps(given, allow_nan=False)
+        calls.append(ToolCall(ast.unparse(item.func), arguments))
+    return calls
+
+
+# a message of a reply: the recipient is before or after the channel
+_MESSAGE = re.compile(
+    r"(?:<\|start\|>assistant)?(?: to=(?P<before>[^\s<]+))?<\|channel\|>(?P<channel>\w+)"
+    r"(?: to=(?P<after>[^\s<]+))?[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    r"(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
+    re.DOTALL,
+)
+
+
+def _split_channels(text: str) -> tuple[str, str]:
+    """The analysis of a reply, and the rest of it; calls keep their header."""
+    thoughts, rest, offset = list[str](), list[str](), 0
+    for found in _MESSAGE.finditer(text):
+        rest.append(text[offset : found.start()])
+        offset, body = found.end(), found["body"]
+        if called := found["before"] or found["after"]:
+            body = f"<|channel|>commentary to={called}<|message|>{body}<|call|>"
+        thinks = found["channel"] == "analysis" and not called
+        (thoughts if thinks else rest).append(body)
+    return "\n".join(thoughts), "".join([*rest, text[offset:]])
+
+
+def _schemas(tools: Tools, name: str) -> Json:
+    """The schema of each parameter of a tool, as far as it has one."""
+    for function in map(function_of, tools):
+        match function:
+            case {"name": known, "parameters": {"properties": dict(schemas)}}:
+                if known == name:
+                    return schemas
+    return {}
+
+
+def _kinds(schema: object) -> frozenset[str]:
+    """The types that a schema permits, also in alternatives; empty: unknown."""
+    match schema:
+        case {"type": str(kind)}:
+            return frozenset({kind})
+        case {"type": [*kinds]}:
+            return frozenset(kind for kind in kinds if isinstance(kind, str))
+        case {"enum": [*values]}:
+            return frozenset(_KINDS[type(value)] for value in values)
+        case {"anyOf": [*either]} | {"oneOf": [*either]}:
+            return frozenset().union(*map(_kinds, either))
+    return frozenset()
+
+
+def _json_text(written: str, kinds: frozenset[str]) -> str:
+    """The JSON text of a value, whose type is one of ``kinds`` or string."""
+    text = written.strip()
+    text = _PYTHON.get(text, text)
+    try:
+        kind = _KINDS[type(_DECODER.decode(text))]
+    except (ValueError, RecursionError):
+        kind = "string"
+    if kinds & _NUMBERS:
+        kinds |= _NUMBERS
+    return text if kind != "string" and kind in kinds else _dumps(written)
+
+
+FORMS: dict[str, ToolForm] = {}
+"""In order of precedence, if a template matches several."""
+
+
+def _form(name: str, marks: str, starts: str = "", **more: Any) -> None:
+    """Add a form; its calls start with its first mark, or with a pattern."""
+    each = tuple(marks.split())
+    pattern = re.compile(starts or re.escape(each[0]))
+    FORMS[name] = ToolForm(name=name, marks=each, starts=pattern, **more)
+
+
+def _tags(
+    call: str, attribute: str, around: str = "", prefix: str = "", kind: str = ""
+) -> dict[str, str]:
+    """The patterns of a call with an ``attribute``, and its parameters in tags.
+
+    ``around`` each value; ``prefix`` of every tag; ``kind``: the tag of a value says it.
+    """
+    name, key = (attribute.replace("WORD", group) for group in ("name", "key"))
+    tag, close = f"<{prefix}parameter", f"</{prefix}{call}>"
+    pair = f"{tag}{key}{kind}>{around}(?P<value>.*?){around}</{prefix}parameter> "
+    pair += f"(?={tag}{attribute.partition('(')[0]}|{close})"
+    return {"head": f"<{prefix}{call}{name}> ", "pair": pair, "tail": f"{close} "}
+
+
+_EQUALS, _QUOTED = "=(?P<WORD>[^<\n>]+)", ' name="(?P<WORD>[^"]+)"'
+_TO = r"<\|channel\|>commentary to="
+
+_form(
+    "gpt-oss",
+    "<|channel|> <|message|>",
+    starts=_TO,
+    head=rf"{_TO}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|> ",
+    tail=r" <\|call\|>",
+    split=_split_channels,
+)
+_form(
+    "kimi",
+    "<|tool_calls_section_begin|>",
+    opening=r"<\|tool_calls_section_begin\|> ",
+    head=r"<\|tool_call_begin\|> (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) "
+    r"<\|tool_call_argument_begin\|> ",
+    tail=r" <\|tool_call_end\|> ",
+    closing=r"<\|tool_calls_section_end\|>",
+)
+_form(
+    "dsml",
+    "DSML invoke",
+    starts="<｜DSML｜(?:function|tool)_calls>",
+    opening="<｜DSML｜(?:function|tool)_calls> ",
+    closing="</｜DSML｜(?:function|tool)_calls>",
+    **_tags("invoke", _QUOTED, "", "｜DSML｜", ' string="(?P<text>true|false)"'),
+)
+_form(
+    "deepseek",
+    "tool▁calls▁begin",
+    starts="<｜tool▁calls▁begin｜>",
+    opening="<｜tool▁calls▁begin｜> ",
+    head="<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
+    "|(?P<name2>[^\n<]+)<｜tool▁sep｜>) ",
+    tail="(?: ```)? <｜tool▁call▁end｜> ",
+    closing="<｜tool▁calls▁end｜>",
+)
+_form(
+    "minimax",
+    "<minimax:tool_call>",
+    opening="<minimax:tool_call> ",
+    closing="</minimax:tool_call>",
+    **_tags("invoke", _QUOTED, "\n?"),
+)
+_form(
+    "seed-oss",
+    "<seed:tool_call>",
+    opening="<seed:tool_call> ",
+    closing="</seed:tool_call>",
+    **_tags("function", _EQUALS),
+)
+_form(
+    "qwen3-coder",
+    "<function= <parameter=",
+    # the model leaves out the first tag at times
+    starts=f"{_OPEN}|<function=",
+    opening=f"(?:{_OPEN} )?",
+    closing=_CLOSE,
+    **_tags("function", _EQUALS, "\n?"),
+    begin=f"{_OPEN}\n<function=NAME>\n",
+    end=f"\n</function>\n{_CLOSE}",
+    style="qwen_xml",
+)
+_form(
+    "glm",
+    "<arg_key> <arg_value>",
+    starts=_OPEN,
+    head=rf"{_OPEN}\s*+(?P<name>[^<\n]*[^<\s])\s*+(?=<)",
+    pair="<arg_key>(?>(?P<key>.+?)</arg_key> <arg_value>)(?P<value>.*?)</arg_value> "
+    f"(?=<arg_key>|{_CLOSE})",
+    tail=f"{_CLOSE} ",
+    begin=f"{_OPEN}NAME\n",
+    end=f"\n{_CLOSE}",
+    style="glm_xml",
+)
+_form(
+    "mistral-args",
+    "[TOOL_CALLS] [ARGS]",
+    head=r"\[TOOL_CALLS\] (?P<name>[\w.-]+) (?:\[CALL_ID\](?P<id>\w+))?\[ARGS\] ",
+    tail=" ",
+)
+_form("mistral", "[TOOL_CALLS]", opening=r"\[TOOL_CALLS\] ")
+_form("toolcall", "<TOOLCALL>", opening="<TOOLCALL> ", closing=" </TOOLCALL>\n?")
+_form(
+    "phi",
+    "<|tool_call|> <|/tool_call|>",
+    opening=r"<\|tool_call\|> ",
+    closing=r" <\|/tool_call\|>\n?",
+)
+_form(
+    "hermes",
+    _OPEN,
+    opening=f"{_OPEN} ",
+    closing=f" {_CLOSE}",
+    needs_arguments=False,
+    begin=f'{_OPEN}\n{{"name": "NAME", "arguments": ',
+    end=f"}}\n{_CLOSE}",
+)
+_form("pythonic", "(key=value)", starts=r"\A\s*\[[\w.]+\(", python=True)
+_form(
+    "plain-json",
+    '{"name" "parameters"',
+    starts=r'(?:<\|python_tag\|>\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"',
+    opening=r"(?:<\|python_tag\|> )?",
+    begin='{"name": "NAME", "parameters": ',
+    end="}",
+)
+
+
+class UnknownFormError(ValueError):
+    """A chat template has tools, in a form that no parser knows."""
+
+
+def form_of(renderer: ChatRenderer) -> ToolForm | None:
+    """Return the form of calls that a chat template asks for; None: it has no tools.
+
+    Raises `UnknownFormError`.
+    """
+    # quotes within a string of the template may be escaped
+    text = renderer.chat_template.replace('\\"', '"')
+    for form in FORMS.values():
+        if all(mark in text for mark in form.marks):
+            return form
+    if not renderer.shows_tools():
+        return None
+    raise UnknownFormError(
+        "the chat template offers tools, but writes calls in a format that no parser "
+        f"knows: give --parser with one of {', '.join(FORMS)}; engine: the parsers of "
+        "the SGLang server; none: calls stay text"
+    )
+
+
+# Parsers
+
+
+def tags_of(chat_template: str) -> tuple[str, str]:
+    """Return the tags of reasoning that a chat template writes."""
+    return next((tags for tags in THOUGHTS if tags[1] in chat_template), TAGS)
+
+
+def opens_reasoning(renderer: ChatRenderer, prompt_ids: Ids) -> bool:
+    """Return whether a prompt ends within the reply's reasoning."""
+    # "<think>\n" in single bytes, and a few more
+    end = renderer.decode(prompt_ids[-16:], ended=False).rstrip()
+    return end.endswith((THINK, *(tags[0] for tags in THOUGHTS)))
+
+
+class ReplyParser(ABC):
+    """Parses replies."""
+
+    form: ToolForm | None = None  # how a grammar writes calls; None: it cannot
+
+    @abstractmethod
+    async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
+        """Return what a reply contains; one that the parser rejects stays text.
+
+        The text is as sampled, without the end-of-message token. ``opened``: the prompt
+        ends within the reasoning. Raises `EngineError`: the parser cannot be reached.
+        """
+
+    async def close(self) -> None:  # noqa: B027, most have nothing to close
+        """Close its connections, if it has any."""
+
+
+class FormParser(ReplyParser):
+    """The gateway's own parser, for one form of calls; None: calls are text."""
+
+    def __init__(self, form: ToolForm | None, tags: tuple[str, str] = TAGS) -> None:
+        self._form, self._tags = form, tags
+        self.form = form if form is not None and form.begin else None
+
+    async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
+        return parse(text, self._form, tools, opened=opened, tags=self._tags)
+
+
+class SGLangParser(ReplyParser):
+    """The parsers of an SGLang server (0.5.23): of ``calls`` and of ``thoughts``.
+
+    Without one of them that part is not parsed. The arguments of a call are spelled as
+    the server spells them.
+    """
+
+    def __init__(self, base_url: str, calls: str | None, thoughts: str | None) -> None:
+        self._connections, self._names = Connections(), (calls, thoughts)
+        self._server = EngineClient("SGLang", base_url, self._connections)
+
+    async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
+        parser, thoughts = self._names
+        unread = Parsed(parts=(text,) if text else (), sampled=text, ill_formed=True)
+        answer: Any = {"text": text}
+        try:
+            if thoughts:
+                body: Json = {"text": f"{THINK}{text}" if opened else text}
+                body["reasoning_parser"] = thoughts
+                answer = await self._server.post("/separate_reasoning", body)
+            thought, rest = answer.get("reasoning_text"), answer.get("text") or ""
+            answer = {"normal_text": rest}
+            if parser and tools:
+                body = {"text": rest, "tools": [*tools], "tool_call_parser": parser}
+                answer = await self._server.post("/parse_function_call", body)
+        except EngineError as error:
+            if error.status != 400:
+                raise
+            return unread
+        rest = answer.get("normal_text")
+        parts: list[str | ToolCall] = [str(rest)] if rest else []
+        for call in answer.get("calls") or ():
+            with reading("SGLang", "tool calls"):
+                name, arguments = str(call["name"]), call["parameters"]
+            try:
+                # otherwise no protocol can send such a call
+                if not isinstance(_DECODER.decode(arguments), dict):
+                    return unread
+            except (TypeError, ValueError, RecursionError):
+                return unread
+            parts.append(ToolCall(name, arguments))
+        reasoning = str(thought) if thought else None
+        return Parsed(parts=tuple(parts), sampled=text, reasoning=reasoning)
+
+    async def close(self) -> None:
+        await self._connections.close()
+
+
+def parse(
+    text: str,
+    form: ToolForm | None,
+    tools: Tools | None,
+    *,
+    opened: bool,
+    tags: tuple[str, str] = TAGS,
+) -> Parsed:
+    """Parse a complete reply.
+
+    Everything but calls is text, including its white space, except that white space
+    between two calls is dropped. Without form or tools calls are text too.
+    """
+    split = form and form.split
+    thought, rest = split(text) if split else _without_reasoning(text, tags, opened)
+    found, ill_formed, offset = list[str | ToolCall](), False, 0
+    calls = form if tools is not None else None
+    while calls is not None and (begun := calls.starts.search(rest, offset)):
+        read = calls.read(rest, begun.start(), tools or ())
+        if read is None:
+            # only the marker is text; a call may follow it
+            ill_formed, stop = True, max(begun.end(), begun.start() + 1)
+            read = [], stop
+        else:
+            stop = begun.start()
+        found += [rest[offset:stop], *read[0]]
+        offset = read[1]
+    found.append(rest[offset:])
+    parts: list[Any] = []
+    for kind, group in groupby(filter(None, found), type):
+        each = [*group]
+        parts += ["".join(map(str, each))] if kind is str else each
+    return Parsed(
+        # white space after a call is text only if no other call follows
+        parts=tuple(
+            part
+            for i, part in enumerate(parts)
+            if isinstance(part, ToolCall)
+            or part.strip(_SPACE)
+            or i in (0, len(parts) - 1)
+        ),
+        sampled=rest,
+        ill_formed=ill_formed,
+        reasoning=thought.strip(_SPACE) or None,
+    )
+
+
+def _without_reasoning(
+    text: str, tags: tuple[str, str], opened: bool
+) -> tuple[str, str]:
+    begun = text.lstrip(_SPACE)
+    if not opened and not begun.startswith(tags[0]):
+        return "", text
+    begun = text if opened else begun.removeprefix(tags[0])
+    inside, closed, rest = begun.partition(tags[1])
+    return inside, rest.lstrip("\n") if closed else ""
+
+
+# Required replies
+
+
+def grammar(
+    request: ChatRequest,
+    form: ToolForm | None,
+    pinned: Mapping[str, object],
+    *,
+    opened: bool,
+    reasons: bool,
+) -> Json | None:
+    """Return the structural tag that a request requires of its reply, or None.
+
+    Arguments match the tool's schema if that is required, else they are any object. A
+    reply without a required call may have text before each call, and if only one call
+    is allowed none after it. Reasoning may come first: the prompt ``opened`` it, or the
+    model may begin with it (``reasons``). ``pinned`` are the session's parameters of the
+    engine. Raises `GatewayError` (400): a required tool is not offered, the session has a
+    grammar of its own, or the form of calls is unknown.
+    """
+    required = request.required
+    tools = {str(f["name"]): f for f in map(function_of, request.tools or ())}
+    wanted = [name for name in required.names if name not in tools]
+    if wanted or (required.call and not tools):
+        which = f"the tool {wanted[0]!r}" if wanted else "a tool"
+        rule = "required" if required.call else "allowed"
+        raise GatewayError(f"a call of {which} is {rule}, which is not offered")
+    if required.schema is None and not (required.limits_calls and tools):
+        return None
+    own, fault = _PINNED & pinned.keys(), ""
+    if own:
+        fault = f"the session fixes {min(own)}: a request cannot require another form"
+    elif tools and form is None:
+        fault = "the parser of replies does not define how calls are written: "
+        fault += "no form of a reply can be required"
+    if fault:
+        raise GatewayError(fault, code="unsupported_value")
+    elements: list[Json] = []
+    if required.schema is not None and not required.call:
+        elements.append({"type": "json_schema", "json_schema": required.schema})
+    if tools and form is not None:
+        tags = []
+        for name in dict.fromkeys(required.names) or tools:
+            schema = tools[name].get("parameters") if name in required.strict else None
+            tags.append(
+                form.tag(name, schema if isinstance(schema, dict) else ANY_OBJECT)
+            )
+        calls: Json = {"tags": tags, "stop_after_first": not required.parallel}
+        if required.call or required.schema is not None:
+            kind = "tags_with_separator"
+            calls |= {"separator": "\n", "at_least_one": True}
+        else:
+            kind = "triggered_tags"
+            calls["triggers"] = [form.begin.partition("NAME")[0].partition("\n")[0]]
+        elements.append({"type": kind, **calls})
+    either: Json = {"type": "or", "elements": elements}
+    reply = elements[0] if len(elements) == 1 else either
+    if opened or reasons:
+        # it is optional unless the prompt opened it
+        begin = "" if opened else THINK
+        inside: Json = {"type": "tag", "content": {"type": "any_text"}}
+        inside |= {"begin": begin, "end": END_THINK}
+        thought = inside if opened else {"type": "optional", "content": inside}
+        gap: Json = {"type": "regex", "pattern": "\\n{0,2}"}
+        reply = {"type": "sequence", "elements": [thought, gap, reply]}
+    return {"type": "structural_tag", "format": reply}

@@ -1,1 +1,0 @@
-"""From sampled ids to a parsed reply."""

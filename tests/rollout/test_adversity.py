@@ -1,0 +1,132 @@
+"""Agents, verifiers and tasks that do what nobody should."""
+
+import json
+import os
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.test_grade import graded
+from trajkit.errors import FormatError
+from trajkit_rollout.grade import StageError, Workspace
+from trajkit_rollout.rollout import Callback
+from trajkit_rollout.sandbox import LocalSandbox, Spec, remove
+from trajkit_rollout.tasks import Grade, Task, archive_of, read_tasks
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        r"printf '\377' > {logs}/reward.txt",
+        "python -c 'print(10**400)' > {logs}/reward.txt",
+        'echo \'{"a": 1e308, "b": 1e308}\' > {logs}/reward.json',
+        "python -c 'print(100000 * \"[\")' > {logs}/reward.txt",
+    ],
+    ids=["bytes", "huge", "overflow", "deep"],
+)
+def test_a_reward_that_cannot_be_read_ends_its_own_rollout(tmp_path, command):
+    with pytest.raises(StageError, match=r"reward\.(txt|json) is "):
+        graded(tmp_path, grade={"kind": "reward_file", "command": command})
+
+
+def test_a_line_of_tasks_ends_where_json_says_so(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    task = {"id": "a", "prompt": "one\u2028two\x85", "grade": {"command": "true"}}
+    path.write_text(json.dumps(task, ensure_ascii=False) + "\r\n", newline="")
+    (read,) = read_tasks(path)
+    assert read.prompt == task["prompt"]
+    path.write_bytes(b'{"id": "\xff"}')
+    with pytest.raises(FormatError, match=r"tasks\.jsonl: .*utf-8"):
+        read_tasks(path)
+
+
+COMMIT = "git add -A && git -c user.name=a -c user.email=a@localhost commit -qm x"
+
+
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        ("printf '* text=auto\\n' > .gitattributes", "printf 'a\\r\\nb\\r\\n' > a"),
+        (
+            "printf '* text=auto\\n' > .gitattributes; printf 'a\\r\\n' > a",
+            "printf 'a\\n' > a",
+        ),
+        (
+            "printf '* ident\\n' > .gitattributes; echo '$Id: x $' > a",
+            "echo '$Id: y $' > a; echo z >> a",
+        ),
+        ("true", "git init -q b && echo b > b/a"),
+        ("true", f"git init -q b && cd b && echo b > a && {COMMIT}"),
+        (f"git init -q b; cd b; echo b > a; {COMMIT}", "echo c > b/a"),
+        ("mkdir a d; echo b > a/c; echo e > d/f", "rm -r a; ln -s d a"),
+        (
+            "true",
+            "mkdir 'x y'; printf b > \"x y/q'\\\"\n\"; printf '\\0\\377' > -f; "
+            "ln -s nowhere l; mkfifo pipe",
+        ),
+    ],
+    ids=["crlf", "line ends", "ident", "empty", "nested", "within", "link", "odd"],
+)
+def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
+    source = tmp_path / "source"
+    source.mkdir()
+    subprocess.run(["sh", "-c", before], cwd=source, check=True)
+    rules = Grade(kind="completed")
+    task = Task(
+        id="t",
+        prompt="p",
+        workspace=archive_of(source),
+        grade=rules,
+        editable=("**",),
+    )
+    # git knows no directories; what a repository's own one holds is not the workspace's
+    look = (
+        "find . -name .git -prune -o -type l -print -o -type f -print0 | sort -z | "
+        "xargs -0 md5sum"
+    )
+
+    def box(name):
+        options = {"namespaces": "no"}
+        return LocalSandbox(Spec(name=name, scratch=tmp_path, options=options))
+
+    with box("agent") as agent, box("copy") as copy:
+        work, fresh = Workspace(task, agent), Workspace(task, copy)
+        work.prepare()
+        fresh.prepare()
+        made = agent.exec(["sh", "-c", change], timeout_s=60, cwd=work.path)
+        assert made.code == 0, made.stderr
+        fresh.apply(work.diff())
+        shell = ["sh", "-c", look]
+        one = agent.exec(shell, timeout_s=60, cwd=work.path).stdout
+        assert copy.exec(shell, timeout_s=60, cwd=fresh.path).stdout == one
+        # nothing stays put aside
+        assert not agent.exec(["find", "-name", "*~*"], timeout_s=60).stdout
+
+
+def test_a_callback_that_is_no_url_is_told_before_anything_runs():
+    with pytest.raises(ValueError, match="http://"):
+        Callback("http://host:port")
+
+
+def test_directories_that_an_agent_closed_are_removed():
+    user = os.geteuid()
+    if user == 0:
+        # whom modes hold back
+        os.seteuid(65534)
+    try:
+        with tempfile.TemporaryDirectory() as outside:
+            root = Path(tempfile.mkdtemp())
+            (root / "a/b").mkdir(parents=True)
+            (root / "a/b/c").write_text("c")
+            (root / "link").symlink_to(outside)
+            os.chmod(outside, 0o755)
+            os.chmod(root / "a/b", 0)
+            os.chmod(root / "a", 0o555)
+            remove(root)
+            assert not root.exists()
+            assert stat.S_IMODE(os.stat(outside).st_mode) == 0o755
+    finally:
+        os.seteuid(user)

@@ -1,0 +1,1068 @@
+"""What the clients of SGLang and vLLM send, and what a reply must satisfy to be a turn."""
+
+import asyncio
+import base64
+import io
+import json
+import socket
+from dataclasses import replace
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+
+import trajkit as tk
+from tests.shim.clients import USER
+from tests.shim.engines.double import (
+    ENGINES,
+    PREFIX,
+    PROMPT,
+    RECORDED,
+    VOCABULARY,
+    Double,
+    answered,
+    changed,
+    read,
+    recorded,
+    refused,
+    sample,
+    with_id,
+)
+from tests.shim.fakes import ScriptedEngine, cases, said, sampled, user
+from trajkit_shim.engines.base import (
+    EngineInfo,
+    PromptImage,
+    UpdatableEngine,
+    WeightSpan,
+)
+from trajkit_shim.engines.checks import check_engine, check_prompt
+from trajkit_shim.engines.http import Connections, read_experts
+from trajkit_shim.errors import EngineError
+
+pytestmark = pytest.mark.anyio
+
+EACH = pytest.mark.parametrize("kind", ENGINES)
+MISSING = object()
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def path(*keys):
+    """Where a server has a field: the object that holds it, and its name there."""
+    *above, name = keys
+
+    def find(reply):
+        for key in above:
+            reply = reply[key]
+        return reply, name
+
+    return find
+
+
+FIELDS = {
+    "sglang": {
+        "request_id": path("meta_info", "id"),
+        "output_ids": path("output_ids"),
+        "logprobs": path("meta_info", "output_token_logprobs"),
+        "finish_reason": path("meta_info", "finish_reason", "type"),
+        "prompt_tokens": path("meta_info", "prompt_tokens"),
+        "completion_tokens": path("meta_info", "completion_tokens"),
+        "cached_tokens": path("meta_info", "cached_tokens"),
+        "weight_versions": path("meta_info", "weight_versions"),
+    },
+    "vllm": {
+        "request_id": path("request_id"),
+        "output_ids": path("choices", 0, "token_ids"),
+        "logprobs": path("choices", 0, "logprobs", "content"),
+        "finish_reason": path("choices", 0, "finish_reason"),
+        "prompt_tokens": path("usage", "prompt_tokens"),
+        "completion_tokens": path("usage", "completion_tokens"),
+        "cached_tokens": path("usage", "prompt_tokens_details", "cached_tokens"),
+        "weight_versions": path("choices", 0, "weight_versions"),
+    },
+}
+
+
+def field(kind, name, reply):
+    found, key = FIELDS[kind][name](reply)
+    return found[key]
+
+
+def with_field(kind, name, value):
+    """The recorded reply with another value of a field; a function changes the old one."""
+
+    def change(reply):
+        found, key = FIELDS[kind][name](reply)
+        if value is MISSING:
+            del found[key]
+        else:
+            found[key] = value(found[key]) if callable(value) else value
+
+    return changed(kind, change)
+
+
+def first(**new):
+    """Change the first token's logprob or id, in either server's form."""
+
+    def change(scored):
+        if isinstance(scored[0], list):
+            logprob, token, _ = scored[0]
+            entry = [new.get("logprob", logprob), new.get("token_id", token), None]
+        else:
+            entry = {**scored[0], **new}
+        return [entry, *scored[1:]]
+
+    return change
+
+
+def ids(change):
+    return "output_ids", change, "expected a list of integers"
+
+
+def scores(logprob, match):
+    return "logprobs", first(logprob=logprob), match
+
+
+def label(token):
+    return "logprobs", first(token_id=token), f"logprob 0 is of token {token!r}, not"
+
+
+def spans(match, *given):
+    """Versions a, b, ... of the given ranges."""
+    versions = [
+        {"version": name, "start": start, "end": end}
+        for name, (start, end) in zip("ab", given, strict=False)
+    ]
+    return "weight_versions", versions, match
+
+
+@EACH
+async def test_what_is_read(kind):
+    found = await read(kind, answered(kind))
+    reply = recorded(kind)
+    assert found.output_ids.dtype == np.int32
+    assert found.output_logprobs.dtype == np.float32
+    assert found.output_ids.tolist() == field(kind, "output_ids", reply)
+    scored = field(kind, "logprobs", reply)
+    logprobs = [e[0] if kind == "sglang" else e["logprob"] for e in scored]
+    assert found.output_logprobs.tolist() == np.float32(logprobs).tolist()
+    assert found.finish_reason == "length"
+    assert (found.complete, found.ended) == (True, False)
+    assert (found.cached_tokens, found.prompt_tokens) == (0, len(PROMPT))
+    (span,) = found.weight_versions
+    assert (span.start, span.stop) == (0, 6)
+
+
+REFUSED = [
+    ("request_id", "another", "request id is 'another': the request's is 'r1'"),
+    ("request_id", PREFIX + "r2", "request id is"),
+    ("request_id", None, "request id is None"),
+    ("request_id", MISSING, "request id|request_id"),
+    *(
+        ids(lambda ids, bad=bad: [bad, *ids[1:]])
+        for bad in (1.0, "1", True, None, 2**31, 2**70, NAN)
+    ),
+    ids("abcdef"),
+    ("output_ids", None, "expected a list of integers|cannot be read"),
+    ("output_ids", MISSING, "cannot be read"),
+    ("output_ids", lambda ids: ids[:-1], "completion_tokens is 6: 5 were counted"),
+    ("output_ids", lambda ids: [*ids, 7], "completion_tokens is 6: 7 were counted"),
+    ("output_ids", lambda ids: [ids[1], ids[0], *ids[2:]], "logprob 0 is of token"),
+    ("logprobs", lambda scored: scored[:-1], "5 logprobs for 6 output ids"),
+    ("logprobs", [], "0 logprobs for 6 output ids"),
+    ("logprobs", None, "cannot be read"),
+    *(scores(bad, "logits were not finite") for bad in (None, NAN, -INFINITY)),
+    scores("-1.5", "'-1.5': expected a number"),
+    scores(True, "True: expected a number"),
+    scores(10**400, "cannot be read"),
+    scores(0.5, "is not a log-probability"),
+    scores(-9999.0, "missing or not finite"),
+    *map(label, (5, "5", None)),
+    *(("finish_reason", bad, f"finish_reason is {bad!r}") for bad in (5, "", True)),
+    ("finish_reason", {"type": "stop"}, "finish_reason is"),
+    ("prompt_tokens", MISSING, "prompt_tokens is None: 10 were counted"),
+    *(
+        ("prompt_tokens", bad, f"prompt_tokens is {bad!r}")
+        for bad in (None, 9, "10", 10.0)
+    ),
+    ("completion_tokens", MISSING, "completion_tokens is None: 6 were counted"),
+    *(("completion_tokens", bad, f"completion_tokens is {bad!r}") for bad in (-6, NAN)),
+    ("weight_versions", [{}], "cannot be read"),
+    ("weight_versions", ["v"], "cannot be read"),
+    ("weight_versions", [{"version": 3, "start": 0, "end": 6}], "weight version is 3"),
+    spans("cover 0:5 of 6", (0, 5)),
+    spans("cover 1:6 of 6", (1, 6)),
+    spans("cover 0:4, 3:6 of 6", (0, 4), (3, 6)),
+    spans("integers", (False, 6)),
+    spans("integers", (0, 6.0)),
+]
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    REFUSED,
+    ids=[f"{number} {name}" for number, (name, *_) in enumerate(REFUSED)],
+)
+async def test_what_is_refused(kind, name, value, match):
+    assert await refused(kind, with_field(kind, name, value), match) == 502
+
+
+@cases(
+    "kind, change, match",
+    {
+        "a total that is not the sum": (
+            "vllm",
+            lambda reply: reply["usage"].update(total_tokens=15),
+            "total_tokens is 15: 16 were counted",
+        ),
+        "SGLang with vLLM's prefix": (
+            "sglang",
+            lambda reply: reply["meta_info"].update(id=PREFIX + "r1"),
+            "request id",
+        ),
+        # vLLM's choices
+        **{
+            f"choices {indices}": (
+                "vllm",
+                lambda reply, indices=indices: reply.update(
+                    choices=[{**reply["choices"][0], "index": i} for i in indices]
+                ),
+                "the one with index 0 was asked for",
+            )
+            for indices in ([], [1], [0, 0], [0, 1])
+        },
+    },
+)
+async def test_what_one_server_may_answer_and_is_refused(kind, change, match):
+    assert await refused(kind, changed(kind, change), match) == 502
+
+
+async def test_a_request_id_of_vllm_without_its_prefix():
+    assert (await read("vllm", with_field("vllm", "request_id", "r1"))).complete
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("reason", "complete", "ended"),
+    [
+        ("stop", True, True),
+        ("tool_calls", True, True),
+        ("length", True, False),
+        *((word, False, False) for word in ("abort", "ABORT", "error", "STOP")),
+        *((word, False, False) for word in ("repetition", "content_filter", None)),
+    ],
+)
+async def test_only_known_finish_reasons_are_of_complete_replies(
+    kind, reason, complete, ended
+):
+    found = await read(kind, with_field(kind, "finish_reason", reason))
+    assert found.finish_reason == reason
+    assert (found.complete, found.ended) == (complete, ended)
+    if reason is None and kind == "sglang":
+        bare = changed(
+            kind, lambda reply: reply["meta_info"].update(finish_reason=None)
+        )
+        assert (await read(kind, bare)).finish_reason is None
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("name", "value", "known"),
+    [
+        *(("cached_tokens", count, count) for count in (0, 10)),
+        # impossible ones are unknown
+        *(("cached_tokens", bad, None) for bad in (-5, 11, True, 2.0, "3", None, [])),
+        (
+            *spans((), (0, 2), (2, 6))[:2],
+            (WeightSpan("a", 0, 2), WeightSpan("b", 2, 6)),
+        ),
+        # versions are known for all ids, or unknown
+        ("weight_versions", [{"version": None, "start": 0, "end": 6}], ()),
+        (
+            "weight_versions",
+            [
+                {"version": "a", "start": 0, "end": 2},
+                {"version": None, "start": 2, "end": 6},
+            ],
+            (),
+        ),
+        ("weight_versions", None, ()),
+        ("weight_versions", MISSING, ()),
+    ],
+)
+async def test_what_is_known_or_unknown(kind, name, value, known):
+    assert getattr(await read(kind, with_field(kind, name, value)), name) == known
+
+
+@EACH
+async def test_no_id_follows_one_that_ends_the_reply(kind):
+    reply = answered(kind)
+    _, _, third, *_, last = field(kind, "output_ids", reply)
+    match = f"3 ids after {third}, which ends a reply"
+    assert await refused(kind, reply, match, stop_token_ids=(third,)) == 502
+    assert (await read(kind, reply, stop_token_ids=(last,))).complete
+    # the session asked for it
+    free = {"ignore_eos": True}
+    assert (await read(kind, reply, stop_token_ids=(third,), extra=free)).complete
+
+
+@EACH
+async def test_ids_that_were_not_asked_for_or_cannot_be(kind):
+    match = "6 output ids, but 5 were asked for"
+    await refused(kind, answered(kind), match, max_new_tokens=5)
+    async with Double(kind, "basic").engine(vocab_size=1000) as engine:
+        with pytest.raises(EngineError, match=r"outside the vocabulary .* \[0, 1000\)"):
+            await sample(engine)
+
+
+# What HTTP brings
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("answer", "status", "match"),
+    [
+        ("too_long", 400, "server answered 400: "),
+        ({"text": "busy", "status": 503}, 503, "503: busy"),
+        ({"text": "slow down", "status": 429}, 503, "429: slow down"),
+        ({"text": "no", "status": 401}, 502, "401: no"),
+        ({"status": 404}, 502, "404"),
+        ({"status": 307, "headers": {"location": "/v1/models"}}, 502, "307"),
+        ({"text": '{"error": "x"}', "status": 500}, 502, "500: "),
+        ({"text": "hello"}, 502, "generate of the .* server: Expecting"),
+        ({"body": b"\xff\xfe"}, 502, "generate of the .* server: "),
+        ({"text": "[]"}, 502, "gave no object"),
+        ({"text": "{}"}, 502, "cannot be read"),
+    ],
+)
+async def test_what_the_server_refuses_or_fails(kind, answer, status, match):
+    double = Double(kind, answer if answer == "too_long" else web.Response(**answer))
+    async with double.engine() as engine:
+        with pytest.raises(EngineError, match=match) as caught:
+            await sample(engine)
+    assert caught.value.status == status
+    # a refused call needs no abort
+    assert not any("abort" in path for path, _ in double.asked)
+
+
+def events(*values):
+    body = b"".join(b"data: " + value + b"\n\n" for value in values)
+    return web.Response(body=body, content_type="text/event-stream")
+
+
+@EACH
+async def test_a_proxy_that_streams_the_reply(kind):
+    """In one event: nobody asked for a stream, and of several a part may be lost."""
+    # lines end at line feeds only: U+2028 is a character of a text
+    reply = {**answered(kind), "text": "a\u2028b\u0085c"}
+    text = json.dumps(reply, ensure_ascii=False).encode()
+    for n_events in range(3):
+        answer = events(*[text] * n_events, b"[DONE]")
+        async with Double(kind, answer).engine() as engine:
+            if n_events == 1:
+                assert (await sample(engine)).complete
+                continue
+            with pytest.raises(EngineError, match="but one reply was asked for"):
+                await sample(engine)
+
+
+@EACH
+async def test_a_client_that_leaves_aborts_the_call_at_the_server(kind):
+    double = Double(kind, abort_request={}, **{"inference/v1/abort_requests": {}})
+    double.go_on.clear()
+    async with double.engine() as engine:
+        call = asyncio.create_task(sample(engine))
+        await double.entered.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        # its connection is closed, and a server behind a proxy is asked
+        await double.left.wait()
+    aborts = {
+        "sglang": ("/abort_request", {"rid": "r1"}),
+        "vllm": ("/inference/v1/abort_requests", {"request_ids": [PREFIX + "r1"]}),
+    }
+    assert double.asked[-1] == aborts[kind]
+
+
+@EACH
+async def test_what_an_engine_serves_is_asked_once_by_all_first_calls(kind):
+    double = Double(kind, *["basic"] * 25)
+    models = double.paths["v1/models"]
+    double.paths["v1/models"] = {"data": []}
+    async with double.engine() as engine:
+
+        async def all_calls():
+            calls = (sample(engine) for _ in range(24))
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        failed = await all_calls()
+        assert {*map(type, failed)} == {EngineError}
+        assert "max_model_len" in str(failed[0])
+        assert double.counted()["/v1/models"] == 1
+        # a failed question is asked again by the next call
+        double.paths["v1/models"] = models
+        # nor does a caller that leaves take the answer with it
+        gone = asyncio.create_task(engine.info())
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert all(each.complete for each in await all_calls())
+        info = await engine.info()
+    assert (info.model, info.max_context_tokens) == ("tiny", 32768)
+    assert double.counted()["/v1/models"] == 2
+
+
+@EACH
+async def test_the_prompt_that_the_server_consumed(kind):
+    other = [*PROMPT[:3].tolist(), 7, *PROMPT[4:].tolist()]
+    replies = [PROMPT.tolist(), other, other[:-1], [str(i) for i in other], None]
+    replies = [{**answered(kind), "prompt_token_ids": each} for each in replies]
+    async with Double(kind, *replies).engine(check_prompts=True) as engine:
+        assert (await sample(engine)).prompt_ids.tolist() == PROMPT.tolist()
+        for match in (
+            "consumed 7 as token 3 but was given 80",
+            "consumed 9 prompt tokens but was given 10",
+            "prompt ids is .* expected a list of integers",
+            "no prompt_token_ids, which were asked for",
+        ):
+            with pytest.raises(EngineError, match=match):
+                await sample(engine)
+
+
+@EACH
+async def test_a_server_that_is_not_there(kind):
+    engine = ENGINES[kind]("http://127.0.0.1:9", vocab_size=10)
+    with pytest.raises(EngineError, match="cannot be reached: ") as caught:
+        await engine.info()
+    # it may be back soon
+    assert (caught.value.status, caught.value.retry_after) == (503, 5)
+    await engine.close()
+
+
+# Prompts for an engine, and what it must sample before anyone is served
+
+
+@cases(
+    "reply, says",
+    {
+        "serves": ("a", None),
+        "fails": (EngineError("gone"), "does not work: gone"),
+        "no logprobs": (sampled("a", output_logprobs=None), "no logprobs"),
+        "no ids": (
+            sampled("", finish_reason="length", weight_versions=()),
+            "no output ids",
+        ),
+        "too many logprobs": (
+            sampled("a", output_logprobs=sampled("abc").output_logprobs),
+            "4 logprobs for 2",
+        ),
+    },
+)
+async def test_the_check_of_an_engine(reply, says):
+    engine = ScriptedEngine(reply)
+    if says is None:
+        await check_engine(engine)
+    else:
+        with pytest.raises(ConnectionError, match=says):
+            await check_engine(engine)
+    assert engine.closed
+    assert engine.samplings[0].max_new_tokens == 2
+
+
+@cases(
+    "prompt, says",
+    {
+        "id past the vocabulary": ([1, 50], r"prompt_ids\[1\] = 50"),
+        "negative id": ([-1], r"prompt_ids\[0\] = -1"),
+        "empty": ([], "no tokens"),
+        "two dimensions": ([[1]], "shape"),
+        "no room": ([1] * 10, "maximum context length is 10"),
+    },
+)
+def test_a_prompt_that_no_engine_gets(prompt, says):
+    info = EngineInfo(model="m", vocab_size=50, max_context_tokens=10)
+    check_prompt(np.array([0, 49], np.int32), info)
+    with pytest.raises(EngineError, match=says) as caught:
+        check_prompt(np.array(prompt, np.int32), info)
+    assert caught.value.status == 400
+
+
+# What is sent, against what real servers answered
+
+SGLANG, VLLM = RECORDED["sglang"], RECORDED["vllm"]
+TAG = '{"type": "structural_tag"}'
+AS_SAMPLED = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+AS_VLLM = {"n": 1, "logprobs": 0, "include_stop_str_in_output": True, **AS_SAMPLED}
+UNSHAPED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+SHAPED = {"temperature": 0.5, "stop": ["\n"], "stop_token_ids": [2]}
+# of each server: a plain request, the parameters of a shaped one, and a header
+SENT = {
+    "sglang": (
+        {
+            "rid": "r1",
+            "input_ids": PROMPT.tolist(),
+            "sampling_params": {
+                "max_new_tokens": 40,
+                "no_stop_trim": True,
+                **AS_SAMPLED,
+            },
+            "return_logprob": True,
+        },
+        SHAPED | {"sampling_seed": 7, "structural_tag": TAG, "min_p": 0.0},
+        ("x-smg-routing-key", "s1"),
+    ),
+    "vllm": (
+        {
+            "request_id": "r1",
+            "token_ids": PROMPT.tolist(),
+            "sampling_params": {"max_tokens": 40, **UNSHAPED, **AS_VLLM},
+            # else a server with a parser of reasoning ignores a grammar until its end
+            "reasoning_ended": True,
+        },
+        SHAPED | {"seed": 7, "structured_outputs": {"structural_tag": TAG}},
+        ("x-session-id", "s1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+async def test_what_is_sent(kind):
+    plain, shaped, (header, value) = SENT[kind]
+    double = Double(kind, "basic", "basic")
+    changes = {"temperature": 0.5, "stop": ("\n",), "stop_token_ids": (2,), "seed": 7}
+    # what is as sampled is no choice
+    extra = {"min_p": 0.0, "skip_special_tokens": True}
+    async with double.engine() as engine:
+        await sample(engine)
+        tag = {"type": "structural_tag"}
+        await sample(engine, structural_tag=tag, extra=extra, **changes)
+    (first, heads), (second, _) = double.calls
+    assert first == plain
+    assert second["sampling_params"] == plain["sampling_params"] | shaped
+    assert heads[header] == value
+
+
+async def test_recorded_replies():
+    async with Double("sglang", "cached", "aborted").engine() as engine:
+        cached, aborted = await sample(engine), await sample(engine)
+    assert cached.cached_tokens == 9
+    assert (aborted.finish_reason, aborted.complete) == ("abort", False)
+    versions = (WeightSpan("default", 0, 8), WeightSpan("v-retract", 8, 12))
+    assert aborted.weight_versions == versions
+    async with Double("vllm", "spans", "aborted").engine() as engine:
+        updated, aborted = await sample(engine), await sample(engine)
+    first, second = updated.weight_versions
+    assert (first.version, second.version) == ("step-1", "step-2")
+    assert (first.start, first.stop) == (0, second.start)
+    assert second.stop == len(updated.output_ids) == 40
+    assert (aborted.finish_reason, aborted.complete) == ("abort", False)
+    assert len(aborted.output_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "match"),
+    [
+        ("too_long", 400, "longer than the maximum model length of 32768"),
+        ("bad_top_p", 400, r"top_p must be in \(0, 1\], got 0.0"),
+        ("queue_full", 503, "vLLM server answered 503"),
+        ("mask_refused", 502, "vLLM server answered 500"),
+        ("no_key", 502, "401: Unauthorized"),
+        ("no_route", 502, "for /inference/v1/generate: start it with --enable-scale"),
+    ],
+)
+async def test_recorded_refusals_of_vllm(name, status, match):
+    async with Double("vllm", name).engine() as engine:
+        with pytest.raises(EngineError, match=match) as caught:
+            await sample(engine)
+    assert caught.value.status == status
+
+
+# Logprobs
+
+
+@cases(
+    "sampling, preferred, cut",
+    {
+        "everything can be sampled": ({}, None, False),
+        "off": ({"temperature": 0.7, "top_p": 1.0, "top_k": -1}, None, False),
+        "top_p": ({"top_p": 0.9}, None, True),
+        "top_k": ({"top_k": 50}, None, True),
+        "min_p": ({"extra": {"min_p": 0.1}}, None, True),
+        "greedy": ({"temperature": 0.0}, None, True),
+        "the server's own top_p": ({}, {"top_p": 0.8}, True),
+        "overruled": ({"top_p": 1.0}, {"top_p": 0.8}, False),
+    },
+)
+async def test_sglang_s_logprobs_are_those_of_what_was_sampled_from(
+    sampling, preferred, cut
+):
+    info = recorded("sglang", "model_info") | {"preferred_sampling_params": preferred}
+    double = Double("sglang", "sampling_mask", model_info=info)
+    async with double.engine(sampling_masks=True) as engine:
+        result = await sample(engine, **sampling)
+    meta = SGLANG["sampling_mask"]["reply"]["meta_info"]
+    plain = [item[0] for item in meta["output_token_logprobs"]]
+    wanted = meta["output_token_sampling_logprobs"] if cut else plain
+    assert double.calls[0][0].get("return_sampling_mask", False) is cut
+    # without a cut every id could have been drawn
+    assert result.sampling_mask == (meta["output_token_sampling_mask"] if cut else None)
+    assert result.output_logprobs.tolist() == np.float32(wanted).tolist()
+
+
+async def test_logprobs_after_the_cut_that_are_missing():
+    def lose(reply):
+        reply["meta_info"]["output_token_sampling_logprobs"].pop()
+
+    reply = changed("sglang", lose, "sampling_mask")
+    await refused("sglang", reply, "5 of 6 logprobs after the cut", top_p=0.9)
+    await refused("sglang", answered("sglang"), "cannot be read", top_p=0.9)
+
+
+async def test_a_greedy_call_of_vllm_has_the_logprobs_of_its_only_token():
+    """vLLM gives those from before a call became greedy."""
+    double = Double("vllm", "basic")
+    async with double.engine() as engine:
+        await sample(engine, temperature=0.0, top_p=0.5)
+    params = double.calls[0][0]["sampling_params"]
+    assert [params[name] for name in ("temperature", "top_p", "top_k")] == [1.0, 1.0, 1]
+
+
+async def test_logprobs_whose_ids_are_texts():
+    """The form of ``return_tokens_as_token_ids``."""
+
+    def spell(reply):
+        scored = reply["choices"][0]["logprobs"]["content"]
+        for entry in scored:
+            entry["token"] = f"token_id:{entry.pop('token_id')}"
+        return scored
+
+    assert len((await read("vllm", changed("vllm", spell))).output_ids) == 6
+
+    def break_one(reply):
+        spell(reply)[2]["token"] = "token_id:-1"
+
+    reply = changed("vllm", break_one)
+    await refused("vllm", reply, "logprob 2 is of token '-1'")
+
+
+@pytest.mark.parametrize("logprob", [0.0, -1e-6])
+async def test_vllm_with_logprobs_from_before_shaping_is_refused(logprob):
+    """The only token that is allowed has a logprob of 0 after shaping."""
+
+    # one id eight times, as the check at the start asks for it
+    def repeat(reply):
+        (choice,) = reply["choices"]
+        choice["token_ids"] *= 8
+        choice["logprobs"]["content"] *= 8
+        choice["logprobs"]["content"][0]["logprob"] = logprob
+        choice["weight_versions"][0]["end"] = 8
+        reply["usage"] |= {"prompt_tokens": 1, "completion_tokens": 8}
+        reply["usage"]["total_tokens"] = 9
+
+    first = recorded("vllm", "prompt") | {"prompt_token_ids": [0]}
+    first["usage"] |= {"prompt_tokens": 1, "total_tokens": 3}
+    double = Double("vllm", first, changed("vllm", repeat, "stop_id"))
+    double._reply = lambda reply, body: web.json_response(
+        with_id("vllm", reply, body["request_id"])
+    )
+    async with double.engine() as engine:
+        if logprob:
+            with pytest.raises(ConnectionError, match="--logprobs-mode processed_logp"):
+                await check_engine(engine)
+        else:
+            assert (await check_engine(engine)).model == "tiny"
+    probe = double.calls[1][0]["sampling_params"]
+    assert probe["allowed_token_ids"] == [0]
+
+
+# Connections
+
+
+async def test_an_engine_that_falls_silent_is_given_up(monkeypatch):
+    timeout = aiohttp.ClientTimeout(sock_read=0.2)
+    monkeypatch.setattr("trajkit_shim.engines.http._TIMEOUT", timeout)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        engine = ENGINES["sglang"](url, vocab_size=VOCABULARY)
+        with pytest.raises(EngineError, match="cannot be reached: SocketTimeoutError"):
+            await engine.info()
+        await engine.close()
+
+
+async def test_connections_to_an_engine_notice_that_it_is_gone():
+    """Its machine sends nothing then, and does not close them either."""
+    connections = Connections()
+    # the answer has begun, so that its connection is held
+    begun = web.Response(headers={"Content-Length": "1"})
+    async with Double("sglang", begun).listening() as url:
+        async with connections.session().post(f"{url}/generate") as answer:
+            own = answer.connection.transport.get_extra_info("socket")
+            assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+            answer.close()
+        await connections.close()
+
+
+# Several servers
+
+
+@pytest.mark.parametrize(
+    "listed", [["{one}", "{two}"], ["{one}@0", "{one}@1", "{two}"]]
+)
+async def test_calls_go_to_the_router_and_pauses_to_its_servers(listed):
+    """A router that was started with ``--dp-aware`` lists each rank of a server."""
+    one, two = (Double("sglang", pause_generation={}) for _ in range(2))
+    async with one.listening() as first, two.listening() as second:
+        urls = [url.format(one=first, two=second) for url in listed]
+        workers = {"workers": [{"url": url} for url in urls]}
+        router = Double("sglang", "basic", workers=workers)
+        async with router.engine() as engine:
+            await sample(engine)
+            await engine.pause()
+    assert len(router.calls) == 1
+    assert router.counted() == {"/workers": 2}
+    asked = ("/model_info", "/v1/models", "/pause_generation")
+    assert one.counted() == dict.fromkeys(asked, 1)
+    assert two.counted() == {"/pause_generation": 1}
+
+
+@pytest.mark.parametrize(
+    ("workers", "match"),
+    [
+        ({"workers": []}, "the SGLang router has no server"),
+        ({"workers": None}, "/workers cannot be read"),
+        ({"workers": ["a"]}, "/workers cannot be read"),
+        ({"workers": [{"url": 1}]}, "/workers cannot be read"),
+        ({}, "/workers cannot be read"),
+        ([], "gave no object"),
+        ({"workers": [{"url": "grpc://one:1"}]}, "grpc://one:1 does"),
+        (503, "answered 503"),
+    ],
+)
+async def test_a_router_whose_servers_are_unknown(workers, match):
+    """It is not taken for a server."""
+    answer = web.json_response(workers, status=503 if workers == 503 else 200)
+    router = Double("sglang", workers=answer)
+    async with router.engine() as engine:
+        with pytest.raises(EngineError, match=match):
+            await engine.pause()
+    assert router.counted() == {"/workers": 1}
+
+
+async def test_a_session_stays_on_one_of_several_servers():
+    """Which has its prefixes in the cache, whatever the ids of its calls."""
+    one, two = (Double("sglang", *["basic"] * 30) for _ in range(2))
+    async with one.listening() as first, two.listening() as second:
+        engine, served = ENGINES["sglang"](first, second, vocab_size=VOCABULARY), {}
+        for number in range(30):
+            before, session = len(one.calls), str(number % 10)
+            await sample(engine, session_id=session, request_id=f"r{number}")
+            served.setdefault(session, set()).add(len(one.calls) > before)
+        await engine.close()
+    assert sorted({*map(tuple, served.values())}) == [(False,), (True,)]
+
+
+# Weights
+
+BEGIN, TENSOR, END = (
+    *("begin_weight_update", "update_weights_from_tensor"),
+    "end_weight_update",
+)
+DISK, PAUSE, RESUME = (
+    *("update_weights_from_disk", "pause_generation"),
+    "continue_generation",
+)
+ORDERS = (PAUSE, RESUME, DISK, BEGIN, TENSOR, END)
+
+
+async def test_pausing_and_updating_sglang():
+    async def answer(body):
+        bad = "bad" in str(body) or len(orders()) == 10
+        return {"success": not bad, "message": "no such directory"}
+
+    double = Double("sglang", **dict.fromkeys(ORDERS, answer))
+
+    def orders():
+        asked = ((path[1:], body) for path, body in double.asked)
+        return [order for order in asked if order[0] in ORDERS]
+
+    def update(version, **fields):
+        return {"weight_version": version, "flush_cache": True, **fields}
+
+    def tensors(given, form, version):
+        fields = {"serialized_named_tensors": [given], "load_format": form}
+        return TENSOR, update(version, **fields)
+
+    async with double.engine() as engine:
+        assert isinstance(engine, UpdatableEngine)
+        await engine.pause()
+        await engine.update_weights("/new", "step-1")
+        with pytest.raises(EngineError, match="from_disk /bad: no such directory"):
+            await engine.update_weights("/bad", "step-2")
+        await engine.update_tensors(["aGk="], "flattened_bucket", "step-3")
+        with pytest.raises(EngineError, match="from_tensor : no such directory"):
+            await engine.update_tensors(["bad"], None, "step-4")
+        with pytest.raises(EngineError, match="begin_weight_update : no such"):
+            await engine.update_tensors(["aGk="], None, "step-5")
+        await engine.resume()
+    assert orders() == [
+        (PAUSE, {"mode": "retract"}),
+        (DISK, update("step-1", model_path="/new")),
+        (DISK, update("step-2", model_path="/bad")),
+        # the server takes tensors only between these two
+        (BEGIN, {}),
+        tensors("aGk=", "flattened_bucket", "step-3"),
+        (END, {}),
+        (BEGIN, {}),
+        tensors("bad", None, "step-4"),
+        (END, {}),
+        # this one failed
+        (BEGIN, {}),
+        (END, {}),
+        (RESUME, {}),
+    ]
+
+
+@pytest.mark.parametrize("cancelled", ["begin", "update", "end"])
+async def test_a_cancelled_update_from_memory_is_ended(cancelled):
+    """A server that began and did not end would sample no more."""
+    told, reached, go_on = [], asyncio.Event(), asyncio.Event()
+
+    def order(name):
+        async def answer(_):
+            told.append(name.partition("_")[0])
+            if told[-1] == cancelled:
+                reached.set()
+                if cancelled == "end":
+                    await go_on.wait()
+                    told.append("ended")
+                else:
+                    await asyncio.Event().wait()
+            return {"success": True}
+
+        return answer
+
+    double = Double("sglang", **{name: order(name) for name in ORDERS})
+    async with double.engine() as engine:
+        update = asyncio.create_task(engine.update_tensors(["aGk="], None, "step-1"))
+        await reached.wait()
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        go_on.set()
+        async with asyncio.timeout(20):
+            while not told[-1].startswith("end" if cancelled != "end" else "ended"):
+                await asyncio.sleep(0)
+    orders = ["begin", "end"] if cancelled == "begin" else ["begin", "update", "end"]
+    assert told[: len(orders)] == orders
+
+
+async def test_pausing_and_updating_vllm():
+    names = ("pause", "resume", "collective_rpc", "reset_prefix_cache")
+    paths = {name: {"status": "ok"} for name in names}
+    renamed = VLLM["update_weight_version"]["reply"]
+    double = Double("vllm", **paths, update_weight_version=renamed)
+    async with double.engine() as engine:
+        assert isinstance(engine, UpdatableEngine)
+        assert not hasattr(engine, "update_tensors")
+        await engine.pause()
+        await engine.update_weights("/new", "step-1")
+        await engine.resume()
+    load = {"method": "reload_weights", "kwargs": {"weights_path": "/new"}}
+    assert double.asked == [
+        ("/pause?mode=keep", {}),
+        ("/collective_rpc", load),
+        ("/reset_prefix_cache", {}),
+        ("/update_weight_version", {"new_version": "step-1"}),
+        ("/resume", {}),
+    ]
+
+
+async def test_what_vllm_cannot_update():
+    async with Double("vllm").engine() as engine:
+        with pytest.raises(EngineError, match="start it with VLLM_SERVER_DEV_MODE=1"):
+            await engine.pause()
+    failed = web.json_response({"error": {"message": "no such folder"}}, status=500)
+    double = Double("vllm", collective_rpc=failed)
+    async with double.engine() as engine:
+        with pytest.raises(EngineError, match="no such folder"):
+            await engine.update_weights("/bad", "step-2")
+    # weights that cannot be loaded get no name
+    assert double.counted() == {"/collective_rpc": 1}
+
+
+# Images and payloads
+
+
+async def test_images_are_sent_with_one_id_each_and_the_prompt_is_returned():
+    """The real server expands the ids, as `test_real` tests."""
+    images = [
+        PromptImage(1, 4, "image/png", b"one"),
+        PromptImage(5, 7, "image/jpeg", b"two"),
+    ]
+    reply = answered("sglang") | {"prompt_token_ids": PROMPT.tolist()}
+    double = Double("sglang", reply, "basic")
+    async with double.engine() as engine:
+        seen = await sample(engine, images=images)
+        with pytest.raises(EngineError, match="no prompt_token_ids, which were asked"):
+            await sample(engine, images=images)
+    assert seen.prompt_ids.tolist() == PROMPT.tolist()
+    request, _ = double.calls[0]
+    assert request["input_ids"] == np.delete(PROMPT, [2, 3, 6]).tolist()
+    assert request["return_prompt_token_ids"] is True
+    urls = ["data:image/png;base64,b25l", "data:image/jpeg;base64,dHdv"]
+    assert request["image_data"] == urls
+
+
+def prompt_of(name):
+    return np.array(VLLM[name]["request"]["token_ids"], np.int32)
+
+
+# of 10 prompt and 6 output tokens all but the last, in 2 layers, 3 experts each
+EXPERTS = np.arange(15 * 2 * 3).reshape(15, 2, 3) % 128
+
+
+async def test_the_experts_that_tokens_were_routed_to():
+    reply = answered("sglang")
+    packed = base64.b64encode(EXPERTS.astype("<i4").tobytes()).decode()
+    reply["meta_info"]["routed_experts"] = packed
+    double = Double("sglang", reply, "basic")
+    async with double.engine(experts_per_token=3) as engine:
+        told = await sample(engine)
+        with pytest.raises(EngineError, match="gave no routed_experts"):
+            await sample(engine)
+    assert [r["return_routed_experts"] for r, _ in double.calls] == [True, True]
+    assert told.routed_experts.tolist() == EXPERTS.tolist()
+    async with Double("vllm", "experts", "mask").engine(experts_per_token=2) as engine:
+        told = await sample(engine, prompt_of("experts"))
+        with pytest.raises(EngineError, match="gave no routed_experts: it needs"):
+            await sample(engine, prompt_of("experts"))
+    assert told.routed_experts.shape == (17, 2, 2)
+    assert told.routed_experts.dtype == np.int16
+    # as the recording has it in clear
+    assert told.routed_experts[:2].tolist() == [[[5, 4], [2, 1]], [[6, 3], [2, 0]]]
+
+
+async def test_sampling_masks_of_vllm():
+    prompt, double = prompt_of("mask"), Double("vllm", "mask", "experts")
+    async with double.engine(sampling_masks=True) as engine:
+        told = await sample(engine, prompt, top_k=3)
+        with pytest.raises(EngineError, match="gave no sampling mask"):
+            await sample(engine, prompt, top_k=3)
+        # the server fails without a message
+        with pytest.raises(EngineError, match="only for calls with top_k") as caught:
+            await sample(engine, prompt)
+    assert caught.value.status == 400
+    assert told.sampling_mask == VLLM["mask"]["reply"]["choices"][0]["sampling_mask"]
+    assert len(double.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda mask: mask[:-1], "2 sampling masks for 3 output ids"),
+        (lambda mask: [[1], *mask[1:]], r"sampling_mask\[0\], which lacks 3803"),
+        (lambda mask: [[*mask[0], 4032], *mask[1:]], r"\[0\]\[3\] = 4032 is outside"),
+        (lambda mask: [[*mask[0], 1.0], *mask[1:]], "expected a list of"),
+        (lambda mask: [None, *mask[1:]], "expected a list of"),
+        (lambda mask: "abc", "expected a list of"),
+    ],
+)
+async def test_sampling_masks_that_cannot_be(change, match):
+    def mask(reply):
+        (choice,) = reply["choices"]
+        choice["sampling_mask"] = change(choice["sampling_mask"])
+
+    reply, options = changed("vllm", mask, "mask"), {"sampling_masks": True}
+    await refused("vllm", reply, match, prompt_of("mask"), engine=options, top_k=3)
+
+
+def packed(server, experts):
+    """Experts as a server packs them."""
+    file = io.BytesIO()
+    np.save(file, experts)
+    flat = experts.astype("<i4").tobytes() if server == "SGLang" else file.getvalue()
+    return base64.b64encode(flat).decode()
+
+
+@pytest.mark.parametrize("server", ["SGLang", "vLLM"])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda experts: experts, None),
+        (lambda experts: experts[:-1], r"for 15 tokens with 3 a layer"),
+        (lambda experts: experts[:, :0], "of shape"),
+        (lambda experts: experts - 1, r"in \[-1, 88\]: expected integers"),
+        (lambda experts: experts + 2**15, "expected integers in"),
+    ],
+)
+def test_experts_as_servers_pack_them(server, change, match):
+    text = packed(server, change(EXPERTS.astype(np.int32)))
+    if match is None:
+        found = read_experts(server, text, 16, 3)
+        assert (found.dtype, found.tolist()) == (np.int16, EXPERTS.tolist())
+    else:
+        with pytest.raises(EngineError, match=match):
+            read_experts(server, text, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (packed("vLLM", np.zeros((15, 6), np.uint8)), r"shape \(15, 6\)"),
+        (packed("vLLM", np.zeros((15, 2, 3))), "experts are float64"),
+        (packed("vLLM", np.array([[[{}]]], object)), "allow_pickle"),
+        ("====", "[Pp]adding|data"),
+        ("AAAA", "EOF|pickle|empty"),
+        (7, "gave no routed_experts"),
+    ],
+)
+def test_experts_that_cannot_be(text, match):
+    with pytest.raises((EngineError, ValueError), match=match):
+        read_experts("vLLM", text, 16, 3)
+
+
+class RoutingEngine(ScriptedEngine):
+    """Says which experts it routed tokens to: other ones for each call.
+
+    The ids that could have been drawn are the drawn one and the next.
+    """
+
+    async def generate(self, request):
+        sample = await super().generate(request)
+        n_tokens = len(request.prompt_ids) + len(sample.output_ids)
+        numbers = np.arange((n_tokens - 1) * 2 * 3) + 1000 * len(self.prompts)
+        mask = [[token, token - 1] for token in sample.output_ids.tolist()]
+        experts = numbers.reshape(-1, 2, 3).astype(np.int16)
+        return replace(sample, routed_experts=experts, sampling_mask=mask)
+
+
+@pytest.mark.parametrize("form", ["full", "delta"])
+async def test_payloads_go_into_the_log_and_into_rows(start, form):
+    payloads = {"routed_experts": True, "sampling_masks": True}
+    gateway = await start(engine=RoutingEngine("a", "b"), form=form, **payloads)
+    session = await gateway.open()
+    await session.ask()
+    await session.ask(USER, said("a"), user("v"))
+    turns = gateway.table()
+    tk.validate(turns)
+    lengths = [len(prompt) + 2 for prompt in gateway.engine.prompts]
+    logged = turns["routed_experts"].to_pylist()
+    for call, n_tokens in enumerate(lengths):
+        told = np.arange((n_tokens - 1) * 6).reshape(-1, 2, 3) + 1000 * (call + 1)
+        assert logged[call] == [*told.tolist(), None]
+    named = ["routed_experts", "sampling_mask"]
+    (row,) = tk.linearize(turns, payloads=named, reward=1.0).to_pylist()
+    # as the last call read them, but for what the first one sampled and read itself
+    expected, sampled_first = logged[1], slice(lengths[0] - 2, lengths[0] - 1)
+    expected[sampled_first] = logged[0][sampled_first]
+    assert row["routed_experts"] == expected
+    # per output token of a turn, and per trained token of the row
+    for turn in turns.to_pylist():
+        wanted = [[token, token - 1] for token in turn["output_ids"]]
+        assert turn["sampling_mask"] == wanted
+    assert row["sampling_mask"] == [
+        [token, token - 1] if trained else None
+        for token, trained in zip(row["input_ids"], row["loss_mask"], strict=True)
+    ]

@@ -1,0 +1,460 @@
+"""Calls in every protocol: what they require and set, and what single protocols answer.
+
+`test_conformance` has what all answer alike.
+"""
+
+import json
+import re
+from dataclasses import asdict
+
+import pytest
+
+from tests.shim.clients import BODIES, BY_NAME, NAMES, PATHS, TOOLS, USER
+from tests.shim.conformance import REQUIRED
+from tests.shim.fakes import (
+    AS_JSON,
+    AS_STRING,
+    ScriptedEngine,
+    byte_renderer,
+    cases,
+    parse_reply,
+    said,
+    sampled,
+    sampled_call,
+    user,
+)
+from trajkit_shim.chat.request import Required, Usage, make_reply
+
+pytestmark = pytest.mark.anyio
+
+EACH = pytest.mark.parametrize("name", NAMES)
+CALL = sampled_call("f", '{"n":  1.50e1}')
+
+
+def shown(gateway):
+    """The text of the latest prompt."""
+    return gateway.renderer.decode(gateway.engine.prompts[-1], ended=False)
+
+
+# What a client requires of the form of a reply
+
+EACH_REQUIRED = pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        pytest.param(name, what, id=f"{name}, {what}")
+        for what, (_, *cells) in REQUIRED.items()
+        for name, cell in zip(NAMES, cells, strict=True)
+        if cell is not None
+    ],
+)
+
+
+def required(name, what):
+    return {"tools": TOOLS[name], **REQUIRED[what][1 + NAMES.index(name)][1]}
+
+
+@EACH_REQUIRED
+async def test_what_is_required_is_read_sampled_under_a_grammar_and_logged(
+    start, name, what
+):
+    fields = required(name, what)
+    request = BY_NAME[name].read({**BODIES[name], **fields})
+    wanted = asdict(Required(**REQUIRED[what][0]))
+    if name == "gemini" and "mode" in str(fields):
+        # both of its modes promise arguments of the schema
+        wanted["strict"] = ("f",)
+    read = asdict(request.required)
+    assert {**read, "strict": (*read["strict"],)} == {
+        **wanted,
+        "strict": (*wanted["strict"],),
+    }
+    assert len(request.tools) == 1
+    gateway = await start("{}")
+    await (await gateway.open()).post(name, **fields)
+    (sampling,), (turn,) = gateway.engine.samplings, gateway.turns()
+    assert sampling.structural_tag["type"] == "structural_tag"
+    assert json.loads(turn["sampling"])["structural_tag"] == sampling.structural_tag
+
+
+@cases(
+    "sampling, client, overruled",
+    {
+        "nothing is fixed": ({}, [], []),
+        "sampling is fixed": ({"temperature": 1}, [], ["tool_choice"]),
+        "but for the tools": ({"temperature": 1}, ["tool_choice"], []),
+        "a grammar": ({"extra": {"regex": "a"}}, [], ["tool_choice"]),
+    },
+)
+async def test_a_session_that_fixes_its_sampling(start, sampling, client, overruled):
+    gateway = await start("hi")
+    session = await gateway.open(sampling=sampling, client_sampling=client)
+    await session.post(**required("openai_chat", "a call"))
+    assert [*(await session.shown())["sampling_overruled"]] == overruled
+    free = gateway.engine.samplings[0].structural_tag is None
+    assert free == bool(overruled)
+
+
+async def test_a_const_forces_no_turn_of_fixed_sampling(start):
+    gateway = await start("hi")
+    session = await gateway.open(sampling={"top_p": 1.0})
+    form = {"name": "x", "schema": {"const": {"reward": "mine"}}}
+    message = await session.ask(
+        response_format={"type": "json_schema", "json_schema": form},
+        stop=["i"],
+        seed=3,
+        max_tokens=1,
+    )
+    assert message["content"] == "hi"
+    (sampling,) = gateway.engine.samplings
+    assert (sampling.structural_tag, sampling.stop, sampling.seed) == (None, (), None)
+    names = ["max_tokens", "response_format", "seed", "stop"]
+    assert sorted((await session.shown())["sampling_overruled"]) == names
+
+
+# Settings, what has no effect, and what is left out
+
+# the template shows each of its variables
+VARIABLES = ("enable_thinking", "reasoning_effort", "thinking_budget")
+SHOWS = (f"{{{{ '{name}=%s;' % {name} if {name} is defined }}}}" for name in VARIABLES)
+TEMPLATE = "".join(SHOWS) + AS_STRING
+
+
+def config(**thinking):
+    return {"generationConfig": {"thinkingConfig": thinking}}
+
+
+# as in `REQUIRED`: a cell for each protocol, and the variables
+SETTINGS = {
+    "an effort": (
+        {"reasoning_effort": "low"},
+        {"output_config": {"effort": "low"}},
+        {"reasoning": {"effort": "low", "summary": "auto"}},
+        config(thinkingLevel="LOW", includeThoughts=True),
+        {"reasoning_effort": "low"},
+    ),
+    "no effort": (
+        {"reasoning_effort": "none"},
+        {"output_config": {"effort": "none"}},
+        {"reasoning": {"effort": "none"}},
+        config(thinkingLevel="NONE"),
+        {"reasoning_effort": "none", "enable_thinking": False},
+    ),
+    "no thinking": (
+        {"thinking": {"type": "disabled"}},
+        {"thinking": {"type": "disabled"}},
+        None,
+        config(thinkingBudget=0),
+        {"enable_thinking": False},
+    ),
+    "thinking with a budget": (
+        None,
+        {"thinking": {"type": "enabled", "budget_tokens": 99}},
+        None,
+        config(thinkingBudget=99),
+        {"enable_thinking": True, "thinking_budget": 99},
+    ),
+    "a variable": (
+        *[{"chat_template_kwargs": {"thinking_budget": 1}}] * 4,
+        {"thinking_budget": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (name, what)
+        for what, cells in SETTINGS.items()
+        for name, cell in zip(NAMES, cells[:4], strict=True)
+        if cell is not None
+    ],
+)
+async def test_a_setting_reaches_the_template(start, tmp_path, name, what):
+    *cells, expected = SETTINGS[what]
+    text = "".join(f"{n}={expected[n]};" for n in VARIABLES if n in expected)
+    # without such a variable it is counted; no effort and no thinking are one wish
+    n_ignored = len(expected) - (what == "no effort")
+    for template, begin, ignored in ((TEMPLATE, text, 0), (AS_STRING, "", n_ignored)):
+        given = {
+            "renderer": byte_renderer(template),
+            "directory": tmp_path / f"{begin}",
+        }
+        gateway = await start("a", **given)
+        session = await gateway.open()
+        await session.post(name, **cells[NAMES.index(name)])
+        assert shown(gateway).startswith(f"{begin}<|im_start|>")
+        assert sum((await session.shown())["ignored"].values()) == ignored
+
+
+async def test_variables_of_server_session_and_request(start):
+    server = {"enable_thinking": 1, "reasoning_effort": "server"}
+    gateway = await start("a", renderer=byte_renderer(TEMPLATE), variables=server)
+    session = await gateway.open(chat_template_kwargs={"thinking_budget": 5})
+    asked = {"reasoning_effort": "request", "thinking_budget": 6, "messages": 1}
+    await session.ask(chat_template_kwargs=asked)
+    expected = "enable_thinking=1;reasoning_effort=request;thinking_budget=5;"
+    assert shown(gateway).startswith(f"{expected}<|im_start|>")
+    names = ["chat_template_kwargs.messages", "chat_template_kwargs.thinking_budget"]
+    assert (await session.shown())["ignored"] == dict.fromkeys(names, 1)
+
+
+def test_names_of_ignored_fields_are_bounded():
+    body = {**BODIES["openai_chat"], **{f"{i}{'x' * 500}": 1 for i in range(1000)}}
+    ignored = BY_NAME["openai_chat"].read(body).ignored
+    assert (len(ignored), max(map(len, ignored))) == (100, 100)
+
+
+# what has no effect, by protocol, what the prompt ends with, and what is counted
+ANSWER = said("The answer is")
+CONTINUED = "assistant\nThe answer is<|im_end|>\n<|im_start|>assistant\n"
+ASKED = "user\nhi<|im_end|>\n<|im_start|>assistant\n"
+NO_EFFECT = {
+    "a field": ([{"surprise": {"a": 1}, "nothing": None}] * 4, ASKED, "surprise"),
+    "the assistant's last message": (
+        [
+            *[{"messages": [ANSWER]}] * 2,
+            {"input": [ANSWER]},
+            {"contents": [{"role": "model", "parts": [{"text": "The answer is"}]}]},
+        ],
+        CONTINUED,
+        "continuation of the last message",
+    ),
+    "a hosted tool": (
+        [
+            {"tools": [{"type": "web_search"}]},
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            {"tools": [{"type": "web_search"}]},
+            {"tools": [{"googleSearch": {}}]},
+        ],
+        ASKED,
+        None,
+    ),
+}
+
+
+@EACH
+@pytest.mark.parametrize("what", NO_EFFECT)
+async def test_what_has_no_effect_is_counted(start, name, what):
+    cells, ends, counted = NO_EFFECT[what]
+    gateway = await start("a", "b")
+    session = await gateway.open()
+    for _ in range(2):
+        await session.post(name, **cells[NAMES.index(name)])
+        assert shown(gateway).endswith(ends)
+        assert "search" not in shown(gateway)
+    found = await session.shown()
+    if counted is None:
+        assert [*found["tools_left_out"].values()] == [2]
+        return
+    assert found["ignored"] == {counted: 2}
+    await session.end()
+    (line,) = gateway.sessions()
+    assert json.loads(line["ignored"]) == {counted: 2}
+
+
+@EACH
+async def test_half_a_pair_in_a_message_is_replaced(start, name):
+    """A client can spell it in JSON; no tokenizer has it."""
+    gateway = await start("a")
+    answer = await gateway.http.post(
+        PATHS[name],
+        headers={"x-session-key": (await gateway.open()).key},
+        content=json.dumps(BODIES[name]).replace('"hi"', '"h\\ud83di"'),
+    )
+    assert answer.status_code == 200, answer.text
+    assert "h\ufffdi" in shown(gateway)
+
+
+async def test_sampled_half_a_pair_comes_back(start):
+    """Its reply is recognized, and the conversation is extended."""
+    gateway = await start(sampled_call("f", '{"a": "\\ud83d"}'), "b")
+    session, tools = await gateway.open(), {"tools": TOOLS["anthropic"]}
+    content = (await session.post("anthropic", **tools)).json()["content"]
+    result = {"type": "tool_result", "tool_use_id": content[0]["id"]}
+    body = {**BODIES["anthropic"], **tools}
+    body["messages"] = [USER, said(content), user([result])]
+    assert "\\ud83d" in json.dumps(body)
+    path = f"/s/{session.key}/v1/messages"
+    again = await gateway.http.post(path, content=json.dumps(body))
+    assert again.status_code == 200, again.text
+    assert gateway.turns()[1]["render_reason"] is None
+
+
+async def test_a_count_obeys_the_session_s_limits(start):
+    gateway = await start("a")
+    limited, free = await gateway.open(max_prompt_tokens=20), await gateway.open()
+    # the last one is more than four contexts
+    for session, status, n in (
+        (limited, 403, 100),
+        (limited, 403, 2),
+        (free, 200, 100),
+        (free, 400, 9000),
+    ):
+        path, messages = "/v1/messages/count_tokens", [user("h" * n)]
+        await session.post("anthropic", status, path=path, messages=messages)
+    assert (await limited.shown())["token_counts"] == 2
+
+
+async def test_a_template_that_takes_one_system_message(start):
+    loop = "{%- for message in messages -%}"
+    refuses = loop + (
+        "{%- if message.role == 'system' and not loop.first %}"
+        "{{ raise_exception('late') }}{% endif -%}"
+    )
+    renderer = byte_renderer(AS_JSON.replace(loop, refuses))
+    gateway = await start("a", renderer=renderer)
+    late = [USER, {"role": "system", "content": "late"}]
+    await (await gateway.open()).post("anthropic", messages=late, system="be")
+    assert shown(gateway) == (
+        "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>user\n<system-reminder>\nlate\n</system-reminder><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+# What single protocols answer
+
+
+async def test_the_events_of_a_stream_in_order(start):
+    text = f"<think>hm</think>Look.{CALL}"
+    gateway = await start(text, text)
+    session = await gateway.open()
+    client = gateway.anthropic(session.key).messages
+    body = {**BODIES["anthropic"], "max_tokens": 999, "tools": TOOLS["anthropic"]}
+    told = [e async for e in await client.create(model="m", stream=True, **body)]
+    kinds = [getattr(getattr(e, "delta", e), "type", "end") for e in told]
+    begun, ended = "content_block_start", "content_block_stop"
+    assert kinds == [
+        "message_start",
+        *(begun, "thinking_delta", "signature_delta", ended),
+        *(begun, "text_delta", ended),
+        *(begun, "input_json_delta", ended),
+        *("end", "message_stop"),
+    ]
+    assert [e.index for e in told if e.type == begun] == [0, 1, 2]
+    assert told[0].message.content == []
+    # the arguments as they were sampled
+    assert told[9].delta.partial_json == '{"n":  1.50e1}'
+    assert told[-2].usage.output_tokens == len(text) - 20
+    body = {"model": "m", "input": "hi", "tools": TOOLS["openai_responses"]}
+    create = session.openai.responses.create
+    events = [e async for e in await create(stream=True, **body)]
+    added, done = ["output_item.added", "content_part.added"], "output_item.done"
+    assert [event.type.removeprefix("response.") for event in events] == [
+        *("created", "in_progress", *added, "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", done, *added),
+        *("output_text.delta", "output_text.done", "content_part.done", done),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", done, "completed"),
+    ]
+    assert [event.sequence_number for event in events] == list(range(19))
+    assert [e.output_index for e in events if e.type.endswith(done)] == [0, 1, 2]
+    assert len({events[0].response.id, events[-1].response.id}) == 1
+    assert events[2].item.encrypted_content is None
+    assert events[7].item.encrypted_content
+
+
+@pytest.mark.parametrize("space", ["  ", "\n", "\r\n", "\r\r"])
+async def test_arguments_go_out_as_they_were_sampled(start, space):
+    gateway = await start(*[CALL.replace("  ", space)] * 3)
+    session, tools = await gateway.open(), TOOLS["gemini"]
+    whole = await session.post("anthropic", tools=TOOLS["anthropic"])
+    assert re.search(r'"input": ?\{"n": +1.50e1\}', whole.text)
+    stream = "/v1beta/models/m:streamGenerateContent"
+    chunks = await session.post("gemini", path=stream, tools=tools)
+    assert re.search(r'"args": ?\{"n": +1.50e1\}', chunks.text)
+    models = gateway.gemini(session.key).aio.models
+    asked = {"model": "m", "contents": "hi", "config": {"tools": tools}}
+    reply = await models.generate_content(**asked)
+    assert reply.function_calls[0].args == {"n": 15.0}
+
+
+async def test_responses_that_are_cut_or_fail_in_the_stream(start):
+    """A client, Codex, is told of a full context there."""
+    cut = sampled("hel", finish_reason="length")
+    gateway = await start(engine=ScriptedEngine(cut, cut, context=100))
+    ask, asked = (await gateway.open()).openai.responses.create, {"model": "m"}
+    whole = await ask(input="hi", **asked)
+    events = [e async for e in await ask(input="hi", stream=True, **asked)]
+    assert events[-1].type == "response.incomplete"
+    for response in (whole, events[-1].response):
+        assert response.status == "incomplete"
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.output[0].status == "incomplete"
+    events = [e async for e in await ask(input="h" * 200, stream=True, **asked)]
+    kinds = ["response.created", "response.in_progress", "response.failed"]
+    assert [event.type for event in events] == kinds
+    assert events[-1].response.error.code == "context_length_exceeded"
+
+
+async def test_a_tool_of_a_namespace_has_the_client_s_names(start):
+    (bash,) = TOOLS["openai_responses"]
+    spawn = {
+        "type": "namespace",
+        "name": "agents",
+        "tools": [{**bash, "name": "spawn"}],
+    }
+    tools = [bash, spawn, {"type": "web_search"}]
+    session = await (await start(CALL.replace('"f"', '"agents__spawn"'))).open()
+    reply = (await session.post("openai_responses", tools=tools)).json()
+    (item,) = reply["output"]
+    assert (item["namespace"], item["name"]) == ("agents", "spawn")
+    (message,) = BY_NAME["openai_responses"].read({"input": [item]}).messages
+    assert message["tool_calls"][0]["function"]["name"] == "agents__spawn"
+
+
+@cases(
+    "name, path, field",
+    {
+        "anthropic": ("anthropic", "/v1/messages/count_tokens", "input_tokens"),
+        "responses": ("openai_responses", "/v1/responses/input_tokens", "input_tokens"),
+        "gemini": ("gemini", "/v1beta/models/m:countTokens", "totalTokens"),
+    },
+)
+async def test_the_tokens_of_a_prompt_are_counted(start, name, path, field):
+    gateway = await start("a")
+    session, tools = await gateway.open(), {"tools": TOOLS[name]}
+    counted = (await session.post(name, path=path, **tools)).json()
+    assert (gateway.engine.requests, gateway.turns()) == ([], [])
+    await session.post(name, **tools)
+    assert counted[field] == len(gateway.engine.prompts[0])
+
+
+USAGES = {
+    "openai_chat": {
+        "prompt_tokens": 5,
+        "completion_tokens": 9,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 4},
+    },
+    "anthropic": {
+        "input_tokens": 2,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 3,
+        "output_tokens": 9,
+    },
+    "openai_responses": {
+        "input_tokens": 5,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": 9,
+        "output_tokens_details": {"reasoning_tokens": 4},
+        "total_tokens": 14,
+    },
+    # it does not count reasoning as the answer's
+    "gemini": {
+        "promptTokenCount": 5,
+        "candidatesTokenCount": 5,
+        "totalTokenCount": 14,
+        "cachedContentTokenCount": 3,
+        "thoughtsTokenCount": 4,
+    },
+}
+
+
+@EACH
+def test_tokens_of_the_cache_and_of_reasoning_are_told(name):
+    usage = Usage(prompt_tokens=5, output_tokens=9, cached_tokens=3, reasoning_tokens=4)
+    reply = make_reply(parse_reply("Yes."), "stop", model="m", usage=usage)
+    body = BY_NAME[name].write(reply, BY_NAME[name].read(BODIES[name]))
+    assert (body.get("usage") or body["usageMetadata"]) == USAGES[name]

@@ -1,0 +1,319 @@
+"""Whose call it is: its session, harness, agent and kind, and what started its agent."""
+
+import json
+
+import pytest
+
+import trajkit as tk
+from tests.shim.clients import BODIES, NAMES, PATHS, USER
+from tests.shim.fakes import ScriptedEngine, called, cases, remember, said, user
+from trajkit_shim.prompting.conversation import START, Conversation
+from trajkit_shim.protocols.anthropic import ANTHROPIC
+from trajkit_shim.sessions.client_identity import Caller, identify
+
+pytestmark = pytest.mark.anyio
+
+CALLS = [*((PATHS[name], BODIES[name]) for name in NAMES)]
+CALLS += [("/v1beta/models/any:streamGenerateContent", BODIES["gemini"])]
+EACH_CALL = pytest.mark.parametrize(("path", "body"), CALLS, ids=str)
+
+
+def places(path, session):
+    """Every place where a request may name its session, with the path it then has."""
+    yield path, {"authorization": f"Bearer {session}"}
+    yield path, {"authorization": f"bearer  {session}"}
+    yield path, {"x-api-key": session}
+    yield path, {"x-goog-api-key": session}
+    yield f"{path}?key={session}", {}
+    yield path, {"x-session-key": session}
+    yield f"/s/{session}{path}", {}
+    yield path, {"authorization": "Bearer sk-other", "x-api-key": session}
+    # the nearer place wins
+    yield f"/s/{session}{path}", {"x-session-key": "b", "x-api-key": "b"}
+    yield path, {"x-session-key": session, "authorization": "Bearer b"}
+
+
+@EACH_CALL
+async def test_every_place_of_the_session_s_key(start, path, body):
+    gateway = await start(*["x"] * 10)
+    session = await gateway.open(session_id="a")
+    await gateway.open(session_id="b")
+
+    async def status(url, headers):
+        return (await gateway.http.post(url, headers=headers, json=body)).status_code
+
+    for url, headers in places(path, session.key):
+        assert await status(url, headers) == 200, (url, headers)
+    # a wrong name is no reason to take another one
+    key = {"authorization": f"Bearer {session.key}"}
+    assert await status(f"/s/other{path}", key) == 401
+    assert await status(path, {**key, "x-session-key": "other"}) == 401
+    turns = gateway.turns()
+    assert {turn["session_id"] for turn in turns} == {"a"}
+    assert (len(turns), {turn["protocol"] for turn in turns} <= {*NAMES}) == (10, True)
+
+
+@EACH_CALL
+async def test_an_unknown_session_and_a_closed_one(start, path, body):
+    gateway = await start()
+    session = await gateway.open(session_id="a")
+    await gateway.http.delete(session.path)
+    for key, status in ((session.key, 410), ("a", 401), ("never", 401)):
+        for url, headers in places(path, key):
+            if "b" in headers.values():
+                continue
+            reply = await gateway.http.post(url, headers=headers, json=body)
+            assert reply.status_code == status, (url, headers)
+            assert reply.headers["x-should-retry"] == "false"
+            error = reply.json()["error"]
+            assert error["message"]
+            assert ("status" in error) == ("models" in path)
+            assert ("param" in error) == (path.split("/")[2] in ("chat", "responses"))
+    assert (await gateway.http.post(path, json=body)).status_code == 401
+    assert (gateway.turns(), gateway.engine.requests) == ([], [])
+
+
+def asked(*texts, system=None, max_tokens=99):
+    messages = [user(text) for text in texts]
+    return ANTHROPIC.read(
+        {"messages": messages, "system": system, "max_tokens": max_tokens}
+    )
+
+
+CLAUDE = {"x-claude-code-session-id": "s"}
+OPENCODE = {"user-agent": "opencode/1.18.33 ai-sdk", "x-session-id": "s1"}
+CODEX = {"originator": "codex_exec", "thread-id": "t1"}
+GEMINI = {"user-agent": "GeminiCLI-tui/0.61.0/m (linux; x64; terminal)"}
+QWEN = {"user-agent": "QwenCode/0.15.10 (linux; x64)"}
+TITLE = "x\nGenerate a concise, sentence-case title (3-7"
+SUMMARY = "Your task is to create a detailed summary of the"
+CHECKPOINT = "You are performing a CONTEXT CHECKPOINT COMPACTION."
+DISTILL = "distilling chat history into a structured XML"
+SO_FAR = "Here is the conversation so far:\n\n<conversation>"
+MEMORIES = "acting as the managed memory extraction subagent"
+INTERNAL = "the component that summarizes internal chat history into a given"
+
+
+def claude(agent=None, parent=None):
+    named = {"x-claude-code-agent-id": agent, "x-claude-code-parent-agent-id": parent}
+    return {**CLAUDE, **{name: value for name, value in named.items() if value}}
+
+
+@pytest.mark.parametrize(
+    ("headers", "request_", "harness", "agent", "parent", "kind"),
+    [
+        ({}, asked("quota", max_tokens=1), *[None] * 4),
+        ({"originator": "another", "thread-id": "t"}, asked("hi"), *[None] * 4),
+        (CLAUDE, asked("hi"), "claude-code", None, None, "agent"),
+        (claude("a1", "a0"), asked("hi"), "claude-code", "a1", "a0", "agent"),
+        (CLAUDE, asked("quota", max_tokens=1), "claude-code", None, None, "probe"),
+        (CLAUDE, asked("what is my quota?"), "claude-code", None, None, "agent"),
+        (CLAUDE, asked("fix", system=TITLE), "claude-code", None, None, "title"),
+        (CLAUDE, asked("hi", SUMMARY), "claude-code", None, None, "compaction"),
+        (CLAUDE, asked(SUMMARY, "and now?"), "claude-code", None, None, "agent"),
+        (
+            CODEX | {"x-codex-parent-thread-id": "t0"},
+            asked("hi"),
+            *("codex", "t1", "t0", "agent"),
+        ),
+        (CODEX, asked(CHECKPOINT), "codex", "t1", None, "compaction"),
+        (GEMINI, asked("hi", system=DISTILL), "gemini-cli", None, None, "compaction"),
+        (
+            OPENCODE | {"x-parent-session-id": "s0"},
+            asked("hi"),
+            *("opencode", "s1", "s0", "agent"),
+        ),
+        (OPENCODE, asked(SO_FAR), "opencode", "s1", None, "compaction"),
+        (QWEN, asked("hi", system=MEMORIES), "qwen-code", None, None, "memory"),
+        (QWEN, asked("hi", system=INTERNAL), "qwen-code", None, None, "compaction"),
+    ],
+)
+def test_identify(headers, request_, harness, agent, parent, kind):
+    assert identify(headers, request_) == Caller(
+        harness=harness, agent_id=agent, parent_agent_id=parent, call_kind=kind
+    )
+
+
+async def test_the_caller_is_written_beside_the_turn(start):
+    gateway = await start("x")
+    session, path = await gateway.open(), "/v1/messages?beta=true"
+    headers = {"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "a1"}
+    await session.post("anthropic", path=path, headers=headers)
+    (turn,) = gateway.turns()
+    assert turn["harness"] == "claude-code"
+    assert (turn["agent_id"], turn["parent_agent_id"]) == ("a1", None)
+    assert (turn["call_kind"], turn["protocol"]) == ("agent", "anthropic")
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+async def test_side_calls_train_only_if_asked_for(start, asked_for):
+    gateway = await start("x", "y", train_side_calls=asked_for)
+    session = await gateway.open()
+    for text in ("hi", SUMMARY):
+        await session.post("anthropic", headers=CLAUDE, messages=[user(text)])
+    turns = gateway.turns()
+    assert [turn["call_kind"] for turn in turns] == ["agent", "compaction"]
+    assert [turn["trainable"] for turn in turns] == [True, asked_for]
+
+
+@cases(
+    "content, kind",
+    {
+        "a tool's result": (
+            {"type": "tool_result", "tool_use_id": "c", "content": SUMMARY},
+            "agent",
+        ),
+        "the user": ({"type": "text", "text": SUMMARY}, "compaction"),
+    },
+)
+def test_what_a_tool_returned_says_nothing_about_the_call(content, kind):
+    call = {"type": "tool_use", "id": "c", "name": "cat", "input": {}}
+    messages = [USER, said([call]), user([content])]
+    request = ANTHROPIC.read({"max_tokens": 9, "messages": messages})
+    assert identify(CLAUDE, request).call_kind == kind
+
+
+# Sub-agents are linked to the tool calls that started them
+
+PROMPT = "Find every caller of f."
+OTHER = "Find every caller of f. Then list them."
+NOTHING = (None, None)
+
+
+def dispatch(*prompts, name="prompt"):
+    """A reply that starts sub-agents."""
+    calls = [
+        {"name": "Agent", "arguments": {"description": "look", name: prompt}}
+        for prompt in prompts
+    ]
+    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+@pytest.fixture
+def agents(start):
+    """Of a script: the agents of one session, which ask with Anthropic's protocol."""
+
+    async def opened(*script):
+        engine = ScriptedEngine(*script, context=10**6)
+        gateway = await start(engine=engine, max_new_tokens=10**6)
+        session = await gateway.open()
+
+        async def ask(*messages, headers=None):
+            """The blocks of the reply, and the turn and call that started the agent."""
+            answer = await session.post(
+                "anthropic",
+                headers=headers,
+                messages=[user(m) if isinstance(m, str) else m for m in messages],
+                max_tokens=10**6,
+                tools=[{"name": "Agent", "input_schema": {"type": "object"}}],
+            )
+            turn = gateway.turns()[-1]
+            found = (turn["started_by_turn"], turn["started_by_call"])
+            return answer.json()["content"], found
+
+        ask.gateway = gateway
+        return ask
+
+    return opened
+
+
+async def test_a_conversation_with_the_prompt_of_a_call(agents):
+    ask = await agents("hi", dispatch(f"  {PROMPT}\n"), "a", "b", "c")
+    hello, first = await ask("Do it.")
+    (call,), second = await ask("Do it.", said(hello), "Now.")
+    # the client puts a reminder around the prompt
+    reply, root = await ask(f"<reminder/>\n{PROMPT}\n")
+    _, later = await ask(f"<reminder/>\n{PROMPT}\n", said(reply), "Go on.")
+    _, other = await ask("Something that no call contains.")
+    assert first == second == later == other == NOTHING
+    assert root == (1, call["id"])
+    turns = ask.gateway.table()
+    lines = tk.analysis.call_tree(turns, turns["session_id"][0].as_py())
+    assert [line for line in lines if "started" in line] == [
+        line for line in lines if "turn 2:" in line
+    ]
+    assert any(line.endswith("sub-agent, started by turn 1") for line in lines)
+
+
+async def test_a_conversation_that_goes_on_is_started_by_nothing(agents):
+    """Also where its user says what a call asks for that started no agent yet."""
+    ask = await agents("hi", dispatch(PROMPT), "a")
+    hello, _ = await ask("Do it.")
+    await ask("Do it.", said(hello), "Now.")
+    assert (await ask("Do it.", said(hello), PROMPT))[1] == NOTHING
+
+
+async def test_equal_prompts_get_their_calls_in_order(agents):
+    ask = await agents(dispatch(PROMPT, OTHER, PROMPT), *"abcde")
+    one, two, three = (call["id"] for call in (await ask("Do it."))[0])
+    # the longer prompt contains the shorter one; the last two are resends
+    prompts = (OTHER, PROMPT, PROMPT, PROMPT, OTHER)
+    found = [(await ask(prompt))[1][1] for prompt in prompts]
+    assert found == [two, one, three, three, two]
+
+
+async def test_a_named_agent_has_one_start(agents):
+    ask = await agents(dispatch(PROMPT, PROMPT), *"abcd")
+    one, two = (call["id"] for call in (await ask("Do it.", headers=claude()))[0])
+    found = [
+        (await ask(prompt, headers=claude(agent)))[1][1]
+        for prompt, agent in (
+            *((PROMPT, "x"), (PROMPT, "x"), ("What was done: much.", "x")),
+            (PROMPT, "y"),
+        )
+    ]
+    assert found == [one] * 3 + [two]
+
+
+async def test_only_a_call_of_the_parent_starts_a_named_agent(agents):
+    ask = await agents(dispatch(PROMPT, PROMPT), dispatch(PROMPT), *"abc")
+    # the second call starts none
+    (outer, _), _ = await ask("Do it.", headers=claude())
+    (inner,), child = await ask(PROMPT, headers=claude("x"))
+    assert child == (0, outer["id"])
+    for headers, expected in (
+        (claude("y", "x"), (1, inner["id"])),
+        (claude("z", "w"), NOTHING),
+        (claude(), NOTHING),
+    ):
+        assert (await ask(f"Done: {PROMPT}", headers=headers))[1] == expected
+
+
+@cases(
+    "reply",
+    {
+        "a short prompt": dispatch("Look at f."),
+        "another argument": dispatch(PROMPT, name="command"),
+        "long arguments": dispatch(PROMPT + "x" * (1 << 16)),
+        "changed": dispatch(PROMPT.replace("every", "each")),
+        "no text": dispatch(3),
+    },
+)
+async def test_what_is_not_linked(agents, reply):
+    ask = await agents(reply, "a")
+    await ask("Do it.")
+    assert (await ask(f"Look at f. {PROMPT}"))[1] == NOTHING
+
+
+def started_after(arguments, opening):
+    """What started the agent that opens with a content, if a call has the arguments."""
+    session = Conversation()
+    reply = said("", tool_calls=[called("c", "Agent", arguments)])
+    remember(session, START, reply, turn=3)
+    restored = session.restore([user(opening)])
+    return session.started_by(restored, None, None, named=False)
+
+
+def test_a_prompt_of_several_lines_next_to_an_image():
+    prompt = 'Find "f".\nList every caller.'
+    parts = [{"type": "text", "text": prompt}, {"type": "image", "sha256": "0" * 64}]
+    assert started_after(json.dumps({"prompt": prompt}), parts) == {
+        "started_by_turn": 3,
+        "started_by_call": "c",
+    }
+
+
+@pytest.mark.parametrize("arguments", ['["a text that is no prompt"]', "null", "7"])
+def test_arguments_that_are_no_object(arguments):
+    """The parser of an engine may give such."""
+    assert started_after(arguments, arguments) == {}
