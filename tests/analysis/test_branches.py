@@ -59,10 +59,8 @@ def labels(turns, route="messages"):
 
 
 def told(turns, route="messages"):
-    return [
-        (line["turn_index"], line["label"], line["other"])
-        for line in labels(turns, route)
-    ]
+    found = labels(turns, route)
+    return [(one["turn_index"], one["label"], one["other"]) for one in found]
 
 
 def line_of(n, known=True):
@@ -82,8 +80,10 @@ def test_a_line_has_no_labels(known):
 
 
 LINE, TALK = line_of(3)
+PLAIN, _ = line_of(3, known=False)
 AGAIN = call(TALK[:6], "b")
 NEXT = [*TALK, said("user", "n")]
+AFTER_B = call([*TALK[:6], said("assistant", "b"), said("tool", "t")], "c")
 
 
 @pytest.mark.parametrize(
@@ -92,29 +92,20 @@ NEXT = [*TALK, said("user", "n")]
         ([call([said("system", "x"), said("user", "y")], "b")], [(3, "sub_agent", 2)]),
         ([AGAIN], [(3, "retry", 2)]),
         ([AGAIN, call(TALK, "c")], [(3, "retry", 2)]),
-        (
-            [AGAIN, call([*TALK[:6], said("assistant", "b"), said("tool", "t")], "c")],
-            [(3, "retry", 2)],
-        ),
+        ([AGAIN, AFTER_B], [(3, "retry", 2)]),
         ([AGAIN, AGAIN], [(3, "retry", 2), (4, "retry", 3)]),
-        (
-            [
-                AGAIN,
-                call(TALK, "c"),
-                call([*TALK[:6], said("assistant", "b"), said("tool", "t")], "c"),
-            ],
-            [(3, "retry", 2)],
-        ),
+        ([AGAIN, call(TALK, "c"), AFTER_B], [(3, "retry", 2)]),
         ([call(TALK[:4], "b")], [(3, "rollback", 1)]),
         ([call(TALK[:5], "b")], [(3, "rollback", 2)]),
-        ([call(TALK[:1], "b")], [(3, "compaction", 2)]),
         ([call([*TALK[:3], said("user", "v")], "b")], [(3, "rollback", 2)]),
+        ([call(TALK[:1], "b")], [(3, "compaction", 2)]),
         ([call([SYSTEM, said("user", "summary")], "b")], [(3, "compaction", 2)]),
         ([call([*TALK[:2], said("user", "summary")], "b")], [(3, "compaction", 2)]),
         ([call([SYSTEM, said("user", "w"), *NEXT[2:]], "b")], [(3, "rewrite", 2)]),
-        ([call([*TALK[:3], said("tool", "x"), *TALK[4:]], "b")], [(3, "rewrite", 2)]),
+        # as long as the latest request
+        ([call([*TALK[:3], said("tool", "x!"), *TALK[4:6]], "b")], [(3, "rewrite", 2)]),
         (
-            [call([*TALK[:6], said("assistant", "z"), TALK[7]], "b")],
+            [call([*TALK[:6], said("assistant", "z"), NEXT[7]], "b")],
             [(3, "rewrite", 2)],
         ),
         ([call(NEXT, "b")], []),
@@ -124,24 +115,20 @@ def test_labels_by_hand(more, expected):
     assert told([*LINE, *more]) == expected
 
 
-PLAIN, _ = line_of(3, known=False)
-
-
 @pytest.mark.parametrize(
-    ("more", "expected"),
+    ("messages", "expected"),
     [
-        (call([said("system", "x" * 40)], "b"), "sub_agent"),
-        (call(TALK[:6], "b"), "retry"),
-        (call(TALK[:4], "b"), "rollback"),
-        (call([*TALK[:3], said("user", "v")], "b"), "compaction"),
-        (call([SYSTEM, said("user", "sum")], "b"), "compaction"),
-        (call([*TALK[:3], said("tool", "x"), *TALK[4:]], "b"), "rewrite"),
+        ([said("system", "x" * 40)], "sub_agent"),
+        (TALK[:6], "retry"),
+        (TALK[:4], "rollback"),
+        ([*TALK[:3], said("user", "v")], "compaction"),
+        ([SYSTEM, said("user", "sum")], "compaction"),
+        ([*TALK[:3], said("tool", "x"), *TALK[4:]], "rewrite"),
     ],
 )
-def test_labels_by_tokens(more, expected):
-    turns = [*PLAIN, {**more, "prompt_messages": None}]
-    (found,) = labels(turns, "tokens")
-    assert found["label"] == expected
+def test_labels_by_tokens(messages, expected):
+    turns = [*PLAIN, call(messages, "b", known=False)]
+    assert [one["label"] for one in labels(turns, "tokens")] == [expected]
 
 
 def test_agents_are_told_by_their_ids_first():

@@ -116,6 +116,7 @@ def test_a_row_that_is_of_no_turn():
     found = wrong(one([0, 1], [5, 6]))
     assert found == [(0, None, None, "not_found", 1)]
     assert lines(one([0, 1], [5, 6]))[1]["kind"] == "session_without_rows"
+    assert wrong(one(), TURNS.slice(0, 0)) == [(0, None, None, "not_found", 5)]
     named = one(session_id=["s"], ids=[5, 6], mask=[0, 1])
     assert "of session 's'" in lines(named)[0]["detail"]
 

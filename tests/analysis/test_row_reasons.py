@@ -30,37 +30,54 @@ def drifting():
     return tk.from_records([{"session_id": "a", **call} for call in DRIFTING])
 
 
-def test_sentences_name_the_turn_the_token_and_the_reason():
-    table = tk.analysis.why(drifting(), tk.policy("slime", parent_by="previous"))
-    assert table["sentence"].to_pylist() == [
-        "row 0 opens at turn 0: it is the session's first turn. It trains 4 tokens; "
-        "4 tokens lost to drift.",
-        "row 1 opens at turn 3: its prompt differs from turn 2's prompt at token "
-        "5, before any reply (diverged; 2 tokens sampled after that). "
-        "It trains 1 token.",
-    ]
+FIRST = "row 0 opens at turn 0: it is the session's first turn. It trains "
 
 
-def test_drift_is_told_from_branches():
-    table = tk.analysis.why(drifting(), tk.policy("trl", fork_threshold=0))
-    lines = table.to_pylist()
-    assert [line["first_turn"] for line in lines] == [0, 2, 3]
-    assert [line["opened_by"] for line in lines] == ["no_parent", "drift", "drift"]
-    assert lines[1]["sentence"] == (
-        "row 1 opens at turn 2: its prompt differs from turn 1's reply at token 1 of 4 "
-        "(tail changed; 3 tokens sampled after that). "
-        "It trains 1 token."
-    )
-    assert lines[2]["parent"] == 2
-
-
-def test_a_row_that_branches_off_says_from_which_turn():
-    table = tk.analysis.why(drifting(), "faithful")
-    by_turn = {line["first_turn"]: line for line in table.to_pylist()}
-    assert by_turn[3]["opened_by"] == "branch"
-    assert (
-        "it branches off turn 0, which another row continues" in by_turn[3]["sentence"]
-    )
+@pytest.mark.parametrize(
+    ("policy", "opened_by", "sentences"),
+    [
+        pytest.param(
+            tk.policy("slime", parent_by="previous"),
+            ["no_parent", "drift"],
+            [
+                FIRST + "4 tokens; 4 tokens lost to drift.",
+                "row 1 opens at turn 3: its prompt differs from turn 2's prompt at token "
+                "5, before any reply (diverged; 2 tokens sampled after that). It trains 1 "
+                "token.",
+            ],
+            id="drift in a prompt",
+        ),
+        pytest.param(
+            tk.policy("trl", fork_threshold=0),
+            ["no_parent", "drift", "drift"],
+            [
+                FIRST + "7 tokens.",
+                "row 1 opens at turn 2: its prompt differs from turn 1's reply at token 1 "
+                "of 4 (tail changed; 3 tokens sampled after that). It trains 1 token.",
+                "row 2 opens at turn 3: its prompt differs from turn 2's prompt at token "
+                "5, before any reply (diverged; 2 tokens sampled after that). It trains 1 "
+                "token.",
+            ],
+            id="drift in a reply",
+        ),
+        pytest.param(
+            "faithful",
+            ["no_parent", "drift", "branch"],
+            [
+                FIRST + "7 tokens.",
+                "row 1 opens at turn 2: its prompt differs from turn 1's reply at token 1 "
+                "of 4 (tail changed; 3 tokens sampled after that). It trains 1 token.",
+                "row 2 opens at turn 3: it branches off turn 0, which another row "
+                "continues. It trains 1 token.",
+            ],
+            id="a branch",
+        ),
+    ],
+)
+def test_sentences_name_the_turn_the_token_and_the_reason(policy, opened_by, sentences):
+    table = tk.analysis.why(drifting(), policy)
+    assert table["sentence"].to_pylist() == sentences
+    assert table["opened_by"].to_pylist() == opened_by
 
 
 @given(runs(), policies)

@@ -1,6 +1,7 @@
 import contextlib
 import gzip
 import json
+import zipfile
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import foreign
-from tests.strategies import runs
+from tests.strategies import runs, transcripts
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files.run import Watch
@@ -274,23 +275,48 @@ class Letters:
         return text + "<assistant>" * add_generation_prompt
 
 
+@in_files
+@given(transcripts())
+def test_every_reply_that_something_precedes_is_a_call(tmp_path, conversations):
+    tokenizer = Letters()
+    expected = []
+    for number, messages in enumerate(conversations, 1):
+        for k, message in enumerate(messages):
+            if message["role"] != "assistant" or k == 0:
+                continue
+            prompt, whole = (
+                tokenizer.apply_chat_template(
+                    said, tools=None, add_generation_prompt=asks, tokenize=False
+                )
+                for said, asks in ((messages[:k], True), (messages[: k + 1], False))
+            )
+            if whole.startswith(prompt):
+                name = f"sft.jsonl, line {number}"
+                reply = whole.removeprefix(prompt)
+                expected.append((name, [*map(ord, prompt)], [*map(ord, reply)]))
+    foreign.write_chats(tmp_path, conversations)
+    file = tmp_path / "sft.jsonl"
+    turns, report = tk.import_turns(file, "chat", tokenizer=tokenizer)
+    got = turns.select(["session_id", "prompt_ids", "output_ids"]).to_pylist()
+    assert [tuple(turn.values()) for turn in got] == expected
+    told = [
+        (row["problem"], row["kept"])
+        for row in report.to_pylist()
+        # its tokens are code points, none of them special
+        if row["problem"] not in ("no_end_token", "empty")
+    ]
+    assert told.count(("not_sampled", True)) == len(expected)
+    replies = sum(m["role"] == "assistant" for said in conversations for m in said)
+    silent = sum(all(m["role"] != "assistant" for m in said) for said in conversations)
+    assert len(told) == replies + silent
+
+
 def test_transcripts_are_marked_as_not_sampled(tmp_path):
-    user = {"role": "user", "content": "q"}
-    reply = {"role": "assistant", "content": "A"}
-    foreign.write_chats(tmp_path, [[user, reply, user, reply], [reply]])
+    foreign.write_chats(tmp_path, [TALK_OF_TWO * 2, TALK_OF_TWO[1:]])
     turns, report = tk.import_turns(tmp_path, tokenizer=Letters())
-    texts = [
-        tuple("".join(map(chr, turn[name])) for name in ("prompt_ids", "output_ids"))
-        for turn in turns.to_pylist()
-    ]
-    assert texts == [
-        ("<user>q<assistant>", "A"),
-        ("<user>q<assistant>a<user>q<assistant>", "A"),
-    ]
     assert turns["sampled"].to_pylist() == [False, False]
     assert turns["call_kind"].to_pylist() == ["transcript"] * 2
     assert turns["output_logprobs"].null_count == 2
-    assert turns["session_id"].to_pylist() == ["sft.jsonl, line 1"] * 2
     assert [problem for _, problem, _ in problems(report)] == [
         *["no_end_token", "not_sampled"] * 2,
         "no_prompt_ids",
@@ -951,3 +977,62 @@ def test_an_invalid_record_costs_the_others_nothing(tmp_path):
     assert problems(report) == [("line 7", "invalid", False)]
     bodies = [one["body"] for list_ in turns["messages"].to_pylist() for one in list_]
     assert len([body for body in bodies if body is not None]) == 12
+
+
+# --- wrong types, nulls and numbers beyond any range
+
+ODD = (
+    *(None, True, -1, 2**31, 2**64, -(10**30), 1e308, float("nan"), "", "x", "\ud800"),
+    *([], [None], [[1]], {}, {"a": None}, [{}], [1, "x"], [-5], "[1", "{"),
+)
+# files of JSON, or with JSON in a zip file
+JSON = [name for name in FORMATS if name != "slime"]
+
+
+def survives(path, name):
+    tokenizer = Letters() if name in TEXT else None
+    with contextlib.suppress(FormatError):
+        turns, report = tk.import_turns(path, name, tokenizer=tokenizer)
+        assert all(report["place"].to_pylist())
+        for turn in turns.to_pylist():
+            assert all(0 <= token < 2**31 for token in turn["prompt_ids"])
+
+
+@pytest.mark.parametrize("name", JSON)
+@settings(in_files, max_examples=120)
+@given(data=st.data())
+def test_one_odd_value_never_ends_an_import(fresh, name, data):
+    folder = fresh()
+    WRITERS[name](folder)
+    kinds = (".json", ".jsonl", ".traj", ".eval")
+    path = min(one for one in folder.rglob("*") if one.suffix in kinds)
+    if name == "inspect":
+        with zipfile.ZipFile(path) as archive:
+            (inner,) = [one for one in archive.namelist() if one.startswith("samples/")]
+            value = json.loads(archive.read(inner))
+    else:
+        text = path.read_text()
+        value = json.loads(text.splitlines()[-1] if path.suffix == ".jsonl" else text)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.sampled_from(sorted(places(value), key=str)))
+        value = put(value, at, data.draw(st.sampled_from(ODD)))
+    if name == "inspect":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(inner, json.dumps(value))
+            archive.writestr("header.json", "{}")
+    else:
+        path.write_text(json.dumps(value) + "\n")
+    survives(path, name)
+
+
+def test_deep_nesting_never_ends_an_import(tmp_path):
+    deep = "[" * 50_000 + "]" * 50_000
+    trace = '{"attributes": ' + deep + ', "traceId": "t", "spanId": "s"}'
+    for name, text in (
+        ("otel", trace),
+        ("openai", '{"session_id": "s", "request": {}, "response": ' + deep + "}"),
+        ("records", '{"prompt_ids": [1], "output_ids": [2], "metadata": ' + deep + "}"),
+        ("records", '{"prompt_ids": [1], "output_ids": [2], "messages": ' + deep + "}"),
+    ):
+        (tmp_path / "x.jsonl").write_text(text + "\n")
+        survives(tmp_path / "x.jsonl", name)

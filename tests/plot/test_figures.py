@@ -229,8 +229,6 @@ def run_folder(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     tk.write_turns(SMALL, folder / "turns.parquet")
-    sessions = pa.table({"session_id": [HOSTILE], "reward": [0.25]})
-    tk.write_sessions(sessions, folder / "sessions.parquet")
     return folder
 
 

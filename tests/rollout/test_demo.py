@@ -153,7 +153,7 @@ def printed_commands():
                 yield shlex.split(line, comments=True)[1:]
 
 
-# tests/cli/test_look_page.py runs it
+# tests/cli/test_pages.py runs it
 OWN_TESTS = ("look.md",)
 # they take long, or need an engine, a harness, or what another system recorded
 ELSEWHERE = ("demo", "serve", "rollout", "import")
@@ -168,7 +168,7 @@ def test_printed_commands_run_on_what_the_demo_wrote(
     tmp_path, monkeypatch, capsys, pair, command
 ):
     serves = command[0] == "view" and "-o" not in command
-    # tests/cli/test_readme.py runs those on the example
+    # tests/cli/test_pages.py runs those on the example
     if command[0] in ELSEWHERE or serves or "log.parquet" in command:
         application(command[:1]).parse_args(
             command, print_error=False, exit_on_error=False

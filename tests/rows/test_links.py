@@ -4,34 +4,16 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import by_session, dicts, link_by, turns_table
+from tests.made_tables import dicts, link_by, turns_table
 from tests.oracles import rows as reference
-from tests.strategies import runs, thresholds
 from trajkit import _core
 from trajkit.errors import LayoutError, PolicyError
 from trajkit.policies import ParentBy
 from trajkit.rows.links import find_links
 from trajkit.rows.routes import ROUTES
 from trajkit.turns.sessions import Sessions
-
-PARENT_BY = ["messages", "tokens", "previous", "none"]
-
-
-@given(runs(), st.sampled_from(PARENT_BY), thresholds)
-def test_sessions_do_not_see_each_other(turns, route, threshold):
-    links = link_by(turns_table(turns), route, merge_threshold=threshold)
-    assert links.to_pylist() == [
-        line
-        for session in by_session(turns).values()
-        for line in link_by(
-            turns_table(session), route, merge_threshold=threshold
-        ).to_pylist()
-    ]
-
 
 USER = {"role": "user", "content": "u"}
 SYSTEM = {"role": "system", "content": "s"}

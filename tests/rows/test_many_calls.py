@@ -87,7 +87,6 @@ def test_a_path_has_room_for_each_call_and_not_for_all_that_was_recorded():
 @given(many_calls, policies, limits)
 def test_rows_are_the_twins(turns, choice, limit):
     holds(test_rows.test_rows_and_report_are_the_twins, turns, choice, limit)
-    holds(test_rows.test_what_a_row_promises, turns, choice)
 
 
 @few

@@ -1,5 +1,8 @@
 """The plain-Python rules that the benchmarks time give what the systems' own code gives."""
 
+from operator import itemgetter
+from unittest import mock
+
 import pytest
 
 import trajkit as tk
@@ -18,62 +21,102 @@ from tests.oracles import (
 )
 from tests.oracles import peers_slime as peers
 
-NAMES = ("tokens", "loss_mask", "logprobs")
+
+def segments(session):
+    with (
+        mock.patch.object(peers_segments, "dispatched", itemgetter("dispatch_ids")),
+        mock.patch.object(peers_segments, "answered", itemgetter("answered_ids")),
+    ):
+        return peers_segments.linearize(session["turns"])
 
 
-def with_prompt(row, start):
-    """A golden row whose mask and logprobs are of its response, at full length."""
+def polar(session):
+    turns, knobs = session["turns"], session["knobs"]
+    if knobs["builder"] == "prefix_merging":
+        return peers_polar.linearize(turns, knobs["end_of_turn_token_id"])
+    return peers_chains.per_call(turns)
+
+
+def nemo(session):
+    names = session["knobs"]["call_ids"]
+    turns = zip(session["turns"], names, strict=True)
+    return peers_nemo.linearize([{**turn, "request_id": name} for turn, name in turns])
+
+
+# The golden sessions of each system, and its rule in plain Python.
+SYSTEMS = {
+    "slime": (
+        [one for one in golden("slime") if not one["knobs"]["max_sample_tokens"]],
+        lambda one: peers.linearize(one["turns"], one["knobs"]["fork_threshold"]),
+    ),
+    "trl": (
+        delivered("trl"),
+        lambda one: peers_chains.trl(
+            one["turns"], one["knobs"]["fork_threshold_tokens"]
+        ),
+    ),
+    "strict": (interleave_sessions(), lambda one: peers_chains.strict(one["turns"])),
+    "skyrl": (delivered("skyrl"), lambda one: peers_chains.skyrl(one["turns"])),
+    "segments": (
+        [*golden("segments"), *golden("segments_sub"), *golden("segments_directed")],
+        segments,
+    ),
+    "polar": (golden("polar"), polar),
+    "nemo": (
+        [
+            one
+            for one in delivered("nemo")
+            if one["knobs"]["builder"] == "prefix_merging"
+        ],
+        nemo,
+    ),
+    "miles": (
+        [
+            one
+            for one in golden("miles_v2")
+            if one["knobs"]["matcher"] == "strict"
+            and one["knobs"]["max_seq_len"] is None
+            and not one["knobs"]["max_trim_tokens"]
+        ],
+        lambda one: peers_miles.linearize(one["turns"]),
+    ),
+}
+
+
+def at_full_length(row):
+    """A golden row, whose mask and logprobs may be of its response alone, or null."""
+    n = len(row["tokens"]) - len(row["loss_mask"])
+    logprobs = row["logprobs"] or [0.0] * len(row["loss_mask"])
     return {
         "tokens": row["tokens"],
-        "loss_mask": [0] * start + row["loss_mask"],
-        "logprobs": [0.0] * start + row["logprobs"],
+        "prompt_length": row.get("prompt_length", n),
+        "loss_mask": [0] * n + row["loss_mask"],
+        "logprobs": [0.0] * n + logprobs,
     }
 
 
-def of(rows):
-    return [{name: row[name] for name in NAMES} for row in rows]
-
-
-def uncapped():
-    return [one for one in golden("slime") if not one["knobs"]["max_sample_tokens"]]
-
-
-@pytest.mark.parametrize("session", uncapped(), ids=golden_name)
-def test_slime(session):
-    rows = peers.linearize(session["turns"], session["knobs"]["fork_threshold"])
-    assert of(rows) == [
-        with_prompt(row, len(row["tokens"]) - row["response_length"])
-        for row in session["expected"]["rows"]
-    ]
-
-
-@pytest.mark.parametrize("session", delivered("trl"), ids=golden_name)
-def test_trl(session):
-    threshold = session["knobs"]["fork_threshold_tokens"]
-    rows = peers_chains.trl(session["turns"], threshold)
-    assert of(rows) == of(session["expected"]["rows"])
-
-
-@pytest.mark.parametrize("session", interleave_sessions(), ids=golden_name)
-def test_strict(session):
-    rows = peers_chains.strict(session["turns"])
-    assert of(rows) == [
-        with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
-    ]
-
-
-@pytest.mark.parametrize("session", delivered("skyrl"), ids=golden_name)
-def test_skyrl(session):
-    rows = peers_chains.skyrl(session["turns"])
-    for row, due in zip(rows, session["expected"]["rows"], strict=True):
-        n = due["prompt_length"]
-        assert row["prompt_length"] == n
-        assert row["tokens"] == due["tokens"]
-        assert row["loss_mask"][n:] == due["loss_mask"]
-        # null where no turn of the rollout has any
-        assert row["logprobs"][n:] == (
-            due["logprobs"] or [0.0] * len(row["tokens"][n:])
-        )
+@pytest.mark.parametrize(
+    ("name", "session"),
+    [
+        pytest.param(name, session, id=f"{name}-{golden_name(session)}")
+        for name, (sessions, _) in SYSTEMS.items()
+        for session in sessions
+    ],
+)
+def test_the_rows_of_golden_sessions(name, session):
+    expected = [at_full_length(row) for row in session["expected"]["rows"]]
+    rows = SYSTEMS[name][1](session)
+    names = ["tokens", "loss_mask", "logprobs", "prompt_length"]
+    if name == "miles":  # the peer keeps the logprobs of what another row trains
+        names.remove("logprobs")
+    if name in ("trl", "slime", "strict", "segments", "nemo"):
+        names.remove("prompt_length")
+    found, due = (
+        [{key: row[key] for key in names} for row in some] for some in (rows, expected)
+    )
+    if name == "nemo":
+        found, due = sorted(found, key=str), sorted(due, key=str)
+    assert found == due
 
 
 @pytest.mark.parametrize("policy", TWINS)
@@ -119,77 +162,6 @@ def test_a_difference_is_said():
     assert difference(rows, expected) == "row 0: loss_mask differs"
     expected[0]["prompt_length"] = 0
     assert difference(rows, []) == "trajkit gives 1 rows, plain Python 0"
-
-
-@pytest.mark.parametrize(
-    "session",
-    [*golden("segments"), *golden("segments_sub"), *golden("segments_directed")],
-    ids=golden_name,
-)
-def test_segments(session, monkeypatch):
-    monkeypatch.setattr(peers_segments, "dispatched", lambda turn: turn["dispatch_ids"])
-    monkeypatch.setattr(peers_segments, "answered", lambda turn: turn["answered_ids"])
-    rows = peers_segments.linearize(session["turns"])
-    assert of(rows) == [
-        with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
-    ]
-
-
-@pytest.mark.parametrize("session", golden("polar"), ids=golden_name)
-def test_polar(session):
-    knobs = session["knobs"]
-    rows = (
-        peers_polar.linearize(session["turns"], knobs["end_of_turn_token_id"])
-        if knobs["builder"] == "prefix_merging"
-        else peers_chains.per_call(session["turns"])
-    )
-    for row, due in zip(rows, session["expected"]["rows"], strict=True):
-        n = due["prompt_length"]
-        assert row["prompt_length"] == n
-        assert row["tokens"] == due["tokens"]
-        assert row["loss_mask"][n:] == due["loss_mask"]
-        assert row["logprobs"][n:] == (
-            due["logprobs"] or [0.0] * len(row["tokens"][n:])
-        )
-
-
-@pytest.mark.parametrize(
-    "session",
-    [one for one in delivered("nemo") if one["knobs"]["builder"] == "prefix_merging"],
-    ids=golden_name,
-)
-def test_nemo(session):
-    turns = [
-        {**turn, "request_id": name}
-        for turn, name in zip(
-            session["turns"], session["knobs"]["call_ids"], strict=True
-        )
-    ]
-    rows = peers_nemo.linearize(turns)
-    expected = [
-        with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
-    ]
-    assert sorted(of(rows), key=str) == sorted(expected, key=str)
-
-
-@pytest.mark.parametrize(
-    "session",
-    [
-        one
-        for one in golden("miles_v2")
-        if one["knobs"]["matcher"] == "strict"
-        and one["knobs"]["max_seq_len"] is None
-        and not one["knobs"]["max_trim_tokens"]
-    ],
-    ids=golden_name,
-)
-def test_miles(session):
-    rows = peers_miles.linearize(session["turns"])
-    for row, due in zip(rows, session["expected"]["rows"], strict=True):
-        n = len(due["tokens"]) - due["response_length"]
-        assert row["prompt_length"] == n
-        assert row["tokens"] == due["tokens"]
-        assert row["loss_mask"][n:] == due["loss_mask"]
 
 
 # --- systems whose rule is that of choices of a preset

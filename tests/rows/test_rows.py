@@ -1,8 +1,6 @@
 """Rows, spans and reports agree with the slow twins, and with what rows promise."""
 
-import itertools
 import re
-from collections import Counter
 from contextlib import ExitStack
 from unittest import mock
 
@@ -20,7 +18,6 @@ from tests.made_tables import (
     linearized,
     link_by,
     policy_of,
-    streamed,
     turns_table,
 )
 from tests.oracles import rows as reference
@@ -137,69 +134,6 @@ def test_rows_are_the_same_past_the_caches(turns, policy, as_delta):
             assert ids in held
 
 
-@given(sessions(), policies)
-def test_what_a_row_promises(turns, choice):
-    rows = tk.linearize(turns_table(turns), policy_of(choice)).to_pylist()
-    called = dict(zip(reference.turn_indices(turns), turns, strict=True))
-    ends = [reference.held(turn) for turn in turns]
-    trained = Counter()
-    for row in rows:
-        ids, mask = row["input_ids"], row["loss_mask"]
-        assert ids in ends
-        assert len(mask) == len(row["logprobs"]) == len(ids)
-        assert all(m or p is None for m, p in zip(mask, row["logprobs"], strict=True))
-        under_mask = set()
-        before = 0
-        for span in row["spans"]:
-            assert before <= span["start"] <= span["stop"] <= len(ids)
-            before = span["stop"]
-            turn = called[span["turn_index"]]
-            piece = slice(span["output_start"], span["output_stop"])
-            if span["kind"] == "absorbed":
-                assert span["start"] == span["stop"]
-                continue
-            assert ids[span["start"] : span["stop"]] == turn["output_ids"][piece]
-            if span["kind"] == "trained":
-                here = slice(span["start"], span["stop"])
-                assert row["logprobs"][here] == reference.logprobs_of(turn)[piece]
-                under_mask.update(range(span["start"], span["stop"]))
-                trained.update(
-                    (span["turn_index"], k) for k in range(*piece.indices(len(ids)))
-                )
-        assert under_mask == {k for k, m in enumerate(mask) if m}
-        if row["parent_row"] is None:
-            assert row["shared_length"] == 0
-        else:
-            shared = row["shared_length"]
-            assert row["parent_row"] < row["row_index"]
-            parent = rows[row["parent_row"]]["input_ids"]
-            assert parent[:shared] == ids[:shared]
-    assert all(times == 1 for times in trained.values())
-    if choice[0] != "slime":
-        assert set(trained) == {
-            (name, k)
-            for name, turn in called.items()
-            if reference.may_train(turn, choice[0])
-            for k in range(len(turn["output_ids"]))
-        }
-
-
-@given(runs(), policies, row_limits)
-def test_the_report_adds_up(turns, choice, limit):
-    rows, report = linearized(
-        turns_table(turns), policy_of(choice), max_row_tokens=limit
-    )
-    assert report["session_id"].to_pylist() == list(by_session(turns))
-    for line in report.to_pylist():
-        mine = [r for r in rows.to_pylist() if r["session_id"] == line["session_id"]]
-        lost = sum(n for name, n in line.items() if name.startswith("lost_"))
-        assert line["tokens_sampled"] == line["tokens_trained"] + lost
-        assert line["tokens_trained"] == sum(sum(row["loss_mask"]) for row in mine)
-        assert line["tokens_forward"] == sum(len(row["input_ids"]) for row in mine)
-        assert line["rows"] == len(mine)
-        assert {row["rollout_mask_sum"] for row in mine} <= {line["tokens_trained"]}
-
-
 @given(st.data(), runs(), policies, row_limits, st.sampled_from([1, 2, 3]))
 def test_a_batch_is_its_sessions_one_by_one(data, turns, choice, limit, threads):
     """In any order of sessions, with any number of threads."""
@@ -220,25 +154,6 @@ def test_a_batch_is_its_sessions_one_by_one(data, turns, choice, limit, threads)
     assert report.to_pylist() == [
         line for name in order for line in apart[name][1].to_pylist()
     ]
-
-
-@given(st.data(), runs(), policies, row_limits)
-def test_a_stream_is_its_table(data, turns, choice, limit):
-    """However the stream is cut into batches, also within a session."""
-    table = turns_table(turns).combine_chunks()
-    cuts = data.draw(st.lists(st.integers(0, table.num_rows), max_size=4).map(sorted))
-    edges = [0, *cuts, table.num_rows]
-    batches = [
-        batch
-        for start, stop in itertools.pairwise(edges)
-        for batch in table.slice(start, stop - start).to_batches()
-    ]
-    choices = {"policy": policy_of(choice), "max_row_tokens": limit}
-    whole, report = linearized(table, **choices)
-    rows, counts = streamed(iter(batches), **choices)
-    assert [row for one in rows for row in one.to_pylist()] == whole.to_pylist()
-    assert [line for one in counts for line in one.to_pylist()] == report.to_pylist()
-    assert list(tk.linearize_batches(iter(batches), **choices)) == rows
 
 
 def test_a_session_that_comes_back_in_a_stream_is_refused():

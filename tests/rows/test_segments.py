@@ -16,7 +16,7 @@ from tests.golden_sessions import (
 from tests.made_tables import linearized, link_by
 from tests.oracles import segments as twin
 from tests.oracles.policies import twins_of
-from tests.rows.test_golden_api import as_float32
+from tests.rows.test_golden import as_float32
 from tests.strategies import (
     delegating_sessions,
     sessions,

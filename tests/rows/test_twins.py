@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.against_twins import difference
-from tests.made_tables import linearized, turns_table
+from tests.made_tables import by_session, in_delta_form, linearized, turns_table
 from tests.oracles import splice as reference_splice
 from tests.strategies import (
     END,
@@ -24,6 +24,7 @@ from tests.strategies import (
     thresholds,
     versioned,
 )
+from trajkit import schema
 
 
 def policies(name, **choices):
@@ -124,6 +125,48 @@ def check(turns, policy, limit):
 def test_links_rows_and_report_are_the_twins(case, data, limit):
     turns, chosen = CASES[case]
     check(data.draw(turns), data.draw(chosen), limit)
+
+
+# a recorder numbers turns itself, refuses empty prompts and keeps no column of these
+LEFT_OUT = {"session_id", "started_at", *schema.ROUTING.names} - {"turn_index"}
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(data=st.data(), limit=row_limits, threads=st.integers(1, 3))
+def test_every_form_gives_the_rows_of_the_table(case, data, limit, threads):
+    drawn, policies = CASES[case]
+    policy = data.draw(policies)
+    turns = [
+        {
+            **{k: v for k, v in turn.items() if k not in LEFT_OUT},
+            "session_id": session,
+            "turn_index": k,
+            "prompt_ids": turn["prompt_ids"] or [0],
+        }
+        for session, own in by_session(data.draw(drawn)).items()
+        for k, turn in enumerate(own)
+    ]
+    table = turns_table(turns)
+    options = {"max_row_tokens": limit, "reward": 3.0}
+    rows, report = linearized(table, policy, threads=threads, **options)
+    links = tk.link(table, policy)
+    tk.validate(links)
+    assert tk.linearize(table, policy, links=links, **options) == rows
+    delta = in_delta_form(table, lambda some: data.draw(st.sampled_from([*some])))
+    assert tk.link(delta, policy) == links
+    assert linearized(delta, policy, **options) == (rows, report)
+    recorder, apart = tk.Recorder(), []
+    for session, own in by_session(turns).items():
+        for turn in own:
+            call = {
+                k: v for k, v in turn.items() if k not in ("session_id", "turn_index")
+            }
+            recorder.record(session, **call)
+        apart += recorder.rows(session, policy, **options).to_pylist()
+    assert apart == rows.to_pylist()
+    for reward in (3.0, None):
+        found = tk.verify(rows, table, policy, max_row_tokens=limit, reward=reward)
+        assert found.to_pylist() == []
 
 
 def growing(*calls, listed=True):

@@ -200,7 +200,8 @@ class _Check:
         key = _key(ids)
         at = bisect_left(self.paths, key, key=itemgetter(0))
         before, after = self.paths[max(at - _NEAR, 0) : at], self.paths[at : at + _NEAR]
-        most = max(_core.lcp(_ids(key), _ids(p)) for p, _ in before[-1:] + after[:1])
+        shared = [_core.lcp(_ids(key), _ids(p)) for p, _ in before[-1:] + after[:1]]
+        most = max(shared, default=0)
         head = key[: most * ids.itemsize]
         found = {
             session

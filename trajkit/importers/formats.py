@@ -1124,7 +1124,7 @@ def _has_lists(value: Value) -> bool:
 
 _SESSION = "session_id|metadata.session_id"
 
-_ALL = (
+_ALL = [
     Format(
         "openai",
         "a log of requests with the responses of vLLM, SGLang or a server like them",
@@ -1330,7 +1330,7 @@ _ALL = (
         map="session_id=session_id|id|conversation_id|uuid|uid|@name",
         talk=_talk_at("messages", "conversations"),
     ),
-)
+]
 
 FORMATS: dict[str, Format] = {one.name: one for one in _ALL}
 """The formats by name."""

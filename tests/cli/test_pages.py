@@ -1,4 +1,4 @@
-"""The commands of docs/look.md print what the page shows."""
+"""The commands of the README and of docs/look.md print what the pages show."""
 
 import re
 import shlex
@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import trajkit as tk
-from trajkit.cli import main
+from trajkit.cli import BAD_DATA, DONE, main
 from trajkit.cli.options import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
 TOKENIZER = ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$(?:\n\n^```none\n(.*?)^```$)?", re.M | re.S)
 
@@ -73,3 +74,28 @@ def test_the_page_shows_what_the_commands_print(run, capsys):
         out = capsys.readouterr().out
         if shown:
             assert out.rstrip() == shown.rstrip(), commands
+
+
+def test_a_strangers_log_becomes_a_table_an_answer_and_a_page(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(
+        r"^trajkit (.*(?:examples/check|log\.parquet).*)$", README, re.M
+    )
+    assert [command.split()[0] for command in commands] == ["import", "check", "view"]
+    codes, printed = [], []
+    for command in commands:
+        codes.append(main(shlex.split(command)))
+        printed.append(capsys.readouterr().out)
+    assert codes == [DONE, BAD_DATA, DONE]
+    shown = re.search(
+        r"<!-- output of trajkit check -->\n```none\n(.*?)```", README, re.S
+    )
+    assert printed[1] == shown[1]
+    turns = tk.read_turns("log.parquet")
+    assert turns["session_id"].unique().to_pylist() == [
+        *("agent-1", "agent-2", "agent-3")
+    ]
+    assert "</html>" in Path("page.html").read_text("utf-8")
