@@ -6,19 +6,15 @@ makes a table of what ended. `Settings` and `HARNESSES` say how.
 
 from importlib import import_module
 
-_NAMES = (
-    "HARNESSES",
-    "Rollout",
-    "Settings",
-    "read_tasks",
-    "run_task",
-    "sessions_table",
-)
+_NAMES = {
+    **dict.fromkeys(("HARNESSES", "Settings"), "settings"),
+    **dict.fromkeys(("Rollout", "run_task", "sessions_table"), "rollout"),
+    "read_tasks": "tasks",
+}
 
 
 def __getattr__(name: str) -> object:
     # commands are listed without what they need to run
     if name in _NAMES:
-        module = "tasks" if name == "read_tasks" else "rollout"
-        return getattr(import_module(f"{__name__}.{module}"), name)
+        return getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """``trajkit demo``, whose dependencies are imported when it runs."""
 
-import itertools
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +19,9 @@ def demo(
 ) -> int:
     """Watch real agents being recorded and turned into training rows.
 
-    Run coding agents against the gateway on the embedded engine, each in a scratch git
-    repository. Write their turns and the rows of every policy, and print what drifted and
-    what each policy trains, loses and costs. The exit code is 1 if an agent failed.
+    Run coding agents on the embedded engine, each in a git repository of its own. Write
+    their turns and the rows of every policy, and print what drifted and what each policy
+    trains, loses and costs. The exit code is 1 if an agent failed.
 
     Parameters
     ----------
@@ -39,7 +39,6 @@ def demo(
         if find_spec("minisweagent") is None:
             raise ModuleNotFoundError(name="minisweagent")
         from trajkit_rollout.demo import run_demo
-    numbered = (Path(f"runs/demo-{n}") for n in itertools.count(2))
-    places = itertools.chain([Path("runs/demo")], numbered)
+    places = (Path(f"runs/demo-{n}" if n > 1 else "runs/demo") for n in count(1))
     out = out or next(place for place in places if not place.exists())
     return run_demo(out, sessions=sessions, seed=seed, json=json)

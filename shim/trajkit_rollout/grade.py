@@ -1,11 +1,9 @@
 """The graded copy: which of an agent's changes it gets, and how tests run on it.
 
-A git repository outside the workspace finds what the agent changed, unaffected by the
-agent's own commits and branches. Committed, uncommitted, untracked and binary changes
-form one patch, but for files in the workspace's own ``.gitignore``. Only in the copy that
-is graded, where no agent was, is it decided what of the patch counts (`choose`;
-docs/sandboxes.md has the rules). The tests are outside of it, and so is the program that
-runs them and proves that they came to their end (`grader`).
+A git repository outside the workspace makes one patch of what the agent changed, whatever
+its own commits are. Only in the copy that is graded, where no agent was, is it decided
+what of the patch counts (`choose`; docs/sandboxes.md has the rules). Outside of it are the
+tests, and the program that runs them and proves that they came to their end (`grader`).
 """
 
 import importlib
@@ -15,13 +13,12 @@ import os
 import posixpath
 import re
 import secrets
-import shlex
 import tempfile
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from base64 import b64decode
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,55 +27,29 @@ from trajkit_rollout.sandbox import CommandResult, Sandbox, pack, program
 from trajkit_rollout.tasks import Task
 
 _GIT_SECONDS = 300.0
-# files are compared as bytes, whatever the workspace's attributes say
-_ATTRIBUTES = b"* -text -ident -filter -working-tree-encoding\n"
-_CHANGES = ("sh", "-c", program("changes.sh"), "sh")
-
 _WHO = ("GIT_AUTHOR", "GIT_COMMITTER")
 _IDENTITY = {f"{who}_NAME": "agent" for who in _WHO}
 _IDENTITY |= {f"{who}_EMAIL": "agent@localhost" for who in _WHO}
-_SETTINGS = {
-    # gives the first commit the same hash in every rollout
-    **_IDENTITY,
-    **{f"{who}_DATE": "2000-01-01T00:00:00Z" for who in _WHO},
-    # ignore the user's configuration; files may belong to another user
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-    "GIT_CONFIG_COUNT": "1",
-    "GIT_CONFIG_KEY_0": "safe.directory",
-    "GIT_CONFIG_VALUE_0": "*",
-}
-
-AGENT_ENV = {
-    **_IDENTITY,
-    "GIT_CONFIG_NOSYSTEM": "1",
-    # a compiled module would be a change
-    "PYTHONDONTWRITEBYTECODE": "1",
-}
+# a compiled module would be a change
+AGENT_ENV = {**_IDENTITY, "GIT_CONFIG_NOSYSTEM": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 """Environment of every agent."""
 
 LINK = "120000"
 """Git's mode of a symbolic link."""
-_REPOSITORY = "160000"
-_REMOVED = "000000"
+_REPOSITORY, _REMOVED = "160000", "000000"
 
-# names of files, whichever folder they are in
-_FILES = (
-    # Python: test runners, start of the interpreter, packaging, compiled files
-    *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.egg-link"),
-    *("pytest.ini", "pytest.toml", "tox.ini", "tox.toml", "noxfile.py", "setup.py"),
-    *("setup.cfg", "pyproject.toml", "pyvenv.cfg", "uv.toml", "uv.lock", "*.py[cod]"),
-    *("requirements*.txt", "constraints*.txt", "entry_points.txt", "manage.py"),
-    # other languages and build tools
-    *("makefile", "gnumakefile", "*.mk", "cmakelists.txt", "ctest*", "justfile"),
-    *("package.json", "package-lock.json", "*.config.js", "*.config.[cm]js"),
-    *("*.config.ts", "tsconfig*.json", "cargo.toml", "cargo.lock", "build.rs"),
-    *("go.mod", "go.sum", "gemfile*", "rakefile", "pom.xml", "build.gradle*"),
-    *("dockerfile*", "run_tests*", "runtests*"),
-    # tests
-    *("test_*.py", "*_test.py", "test.py", "tests.py", "*_test.go", "*_spec.rb"),
-    *("*.test.[jt]s*", "*.spec.[jt]s*", "*.test.[cm][jt]s", "*.spec.[cm][jt]s"),
-)
+# names of files, whichever folder they are in: settings of Python, of other languages
+# and of build tools; tests
+_FILES = """
+conftest.py sitecustomize.py usercustomize.py *.pth *.egg-link pytest.ini pytest.toml
+tox.ini tox.toml noxfile.py setup.py setup.cfg pyproject.toml pyvenv.cfg uv.toml uv.lock
+*.py[cod] requirements*.txt constraints*.txt entry_points.txt manage.py
+makefile gnumakefile *.mk cmakelists.txt ctest* justfile package.json package-lock.json
+*.config.js *.config.[cm]js *.config.ts tsconfig*.json cargo.toml cargo.lock build.rs
+go.mod go.sum gemfile* rakefile pom.xml build.gradle* dockerfile* run_tests* runtests*
+test_*.py *_test.py test.py tests.py *_test.go *_spec.rb
+*.test.[jt]s* *.spec.[jt]s* *.test.[cm][jt]s *.spec.[cm][jt]s
+""".split()
 # names of folders; hidden ones are risky too
 _FOLDERS = ("tests", "__tests__", "__pycache__", "*.dist-info", "*.egg-info", "*.egg")
 _ROOT_FOLDERS = ("test", "spec", "specs", "testing")
@@ -86,25 +57,10 @@ _WILDCARDS = {"*": "[^/]*", "?": "[^/]"}
 # what Python can import
 _MODULES = (".py", ".pyc", ".so", ".pyd", ".pth", ".zip")
 
-
 # exit codes of a shell that cannot run or find a command, or is killed
 _NOT_RUN = (126, 127, -9)
-_TESTBED = "/testbed"
-_LOGS = "/logs/verifier"
-_SCRIPT = 'exec python -I "$GRADER/run_tests.py" "$TESTS/"'
-_GRADER = {
-    name: files(__package__).joinpath("grader", name).read_bytes()
-    for name in ("sitecustomize.py", "run_tests.py")
-}
-# of a grader's command: nothing is imported from folders that were not named
-_SAFE = {
-    "PYTHONSAFEPATH": "1",
-    "PYTHONNOUSERSITE": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    "PIP_CONFIG_FILE": "/dev/null",
-    "UV_NO_CONFIG": "1",
-}
+_TESTBED, _LOGS = "/testbed", "/logs/verifier"
+_GRADER = files(__package__).joinpath("grader/sitecustomize.py").read_bytes()
 
 
 class StageError(Exception):
@@ -119,16 +75,12 @@ class AgentError(StageError):
 
 
 class Workspace:
-    """The workspace of a task in a running sandbox.
-
-    All methods may raise `SandboxError`, and `StageError` if the task or git fails.
-    """
+    """The workspace of a task in a sandbox; `StageError`: the task or git failed."""
 
     def __init__(self, task: Task, sandbox: Sandbox) -> None:
         self.task, self.sandbox = task, sandbox
         self.path = sandbox.map_path(task.workdir)
-        self._base = sandbox.map_path("/base.git")
-        self._start = ""
+        self._base, self._start = sandbox.map_path("/base.git"), ""
 
     def prepare(self) -> None:
         """Put the task's files there, run its setup, and record the initial state."""
@@ -136,90 +88,60 @@ class Workspace:
         # an empty archive creates the directory
         self.sandbox.put(self.task.workspace or pack({}), self.path)
         if setup.command:
-            command = ["sh", "-c", setup.command]
-            done = self.sandbox.exec(command, timeout_s=setup.timeout_s, cwd=self.path)
-            if done.code != 0:
-                raise StageError("setup", done.summary)
-        self._git("setup", "init")
-        info = {"exclude": b".git~trajkit\n", "attributes": _ATTRIBUTES}
-        self.sandbox.put(pack(info), f"{self._base}/info")
-        self._start = self._git("setup", "tree").decode().strip()
+            self.shell("setup", setup.command, setup.timeout_s)
+        self._start = self._git("init").decode().strip()
+
+    def shell(self, stage: str, command: str, timeout_s: float) -> None:
+        """Run a command of the task in the workspace."""
+        shell = ["sh", "-c", command]
+        done = self.sandbox.exec(shell, timeout_s=timeout_s, cwd=self.path)
+        if done.code != 0:
+            raise StageError(stage, done.summary)
 
     def diff(self) -> bytes:
-        """Return the changes since `prepare`, as a patch; empty if there is none.
-
-        Raises `AgentError`: git cannot make one of the files that the agent left.
-        """
-        return self._git("diff", "patch", error=AgentError)
+        """Return the changes since `prepare`, as a patch; empty if there is none."""
+        return self._git("patch")
 
     def apply(self, patch: bytes) -> dict[str, str]:
         """Apply those changes of a patch that are graded, and return `choose`'s answer.
 
-        The patch is not trusted: what it changes is found out here. Raises `AgentError`:
-        it cannot be applied.
+        The patch is not trusted: what it changes is found out here.
         """
         if not patch:
             return {}
         # old mode, new mode, old hash, new hash, letter; name
-        fields = _names(self._git("grade", "apply", patch, AgentError))
+        fields = os.fsdecode(self._git("apply", patch)).split("\0")[:-1]
         facts = [text.split() for text in fields[::2]]
         after = dict(zip(fields[1::2], [(f[1], f[3]) for f in facts], strict=True))
-        targets = self._targets(
-            {n: h for n, (mode, h) in after.items() if mode == LINK}
-        )
+        links = {name: hash_ for name, (mode, hash_) in after.items() if mode == LINK}
+        hashes = "".join(f"{hash_}\n" for hash_ in links.values()).encode()
+        contents = self._git("contents", hashes) if links else b""
+        decoded = (os.fsdecode(b64decode(line)) for line in contents.splitlines())
+        targets = dict(zip(links, decoded, strict=True))
         changes = {name: (mode, targets.get(name)) for name, (mode, _) in after.items()}
-        before = _names(self._git("grade", "list"))
-        verdicts = choose(changes, before, self._modules(), self.task.editable)
+        before = os.fsdecode(self._git("list")).split("\0")[:-1]
+        modules = self._git("modules").decode(errors="replace").split()
+        verdicts = choose(changes, before, modules, self.task.editable)
         # what is removed first: a folder may become a file, and a file a folder
         graded = [name for name in after if verdicts[name] != "refused"]
         graded.sort(key=lambda name: after[name][0] != _REMOVED)
         lines = ("{} {}\t{}\0".format(*after[name], name) for name in graded)
         if graded:
-            self._git("grade", "take", os.fsencode("".join(lines)), AgentError)
+            self._git("take", os.fsencode("".join(lines)))
         return verdicts
 
-    def _targets(self, links: Mapping[str, str]) -> dict[str, str]:
-        hashes = "".join(f"{hash_}\n" for hash_ in links.values()).encode()
-        printed = self._git("grade", "contents", hashes) if links else b""
-        targets = {}
-        for name in links:
-            # hash, type and size; content
-            head, _, printed = printed.partition(b"\n")
-            size = int(head.split()[2])
-            targets[name], printed = os.fsdecode(printed[:size]), printed[size + 1 :]
-        return targets
-
-    def _modules(self) -> list[str]:
-        done = self.sandbox.exec(
-            [*_CHANGES, "modules"],
-            timeout_s=_GIT_SECONDS,
-            cwd=self.sandbox.map_path("/tmp"),
-        )
-        if done.code != 0:
-            message = f"Python's modules cannot be listed: {done.summary}"
-            raise StageError("grade", message)
-        return done.stdout.decode(errors="replace").split()
-
-    def _git(
-        self,
-        stage: str,
-        step: str,
-        stdin: bytes = b"",
-        error: type[StageError] = StageError,
-    ) -> bytes:
+    def _git(self, step: str, stdin: bytes = b"") -> bytes:
         """The output of a step of ``programs/changes.sh``."""
-        command = [*_CHANGES, step, self._start]
-        env = {**_SETTINGS, "GIT_DIR": self._base, "GIT_WORK_TREE": self.path}
+        command = ["sh", "-c", program("changes.sh"), "sh", step, self._start]
+        env = {**_IDENTITY, "GIT_DIR": self._base, "GIT_WORK_TREE": self.path}
         done = self.sandbox.exec(
             command, timeout_s=_GIT_SECONDS, cwd=self.path, env=env, stdin=stdin
         )
         if done.code != 0:
-            raise error(stage, f"git: {done.summary}")
+            stage = {"init": "setup", "patch": "diff"}.get(step, "grade")
+            error = AgentError if step in ("patch", "apply", "take") else StageError
+            raise error(stage, f"git: {step}: {done.summary}")
         return done.stdout
-
-
-def _names(printed: bytes) -> list[str]:
-    return printed.decode(errors="surrogateescape").split("\0")[:-1]
 
 
 def choose(
@@ -232,18 +154,10 @@ def choose(
 
     A change that can make tests run differently, and a new module outside of the
     packages, needs a pattern that names it without wildcards up to the folder or file
-    that makes it so, or the pattern ``**``.
-
-    Parameters
-    ----------
-    changes : mapping
-        Git's mode of each changed file, ``000000`` if it was removed, and the target of a
-        symbolic link.
-    before, modules : collection of str
-        The files that the workspace had, and the names that Python can import there.
-    editable : sequence of str, optional
-        Patterns, in which ``*`` is part of a name and ``**`` any number of folders.
-        Default: files that the workspace had, and new ones inside its Python packages.
+    that makes it so, or the pattern ``**``. ``changes``: git's mode of each changed file
+    and the target of a symbolic link. ``before``, ``modules``: the files that the workspace
+    had, and the names that Python can import. ``editable``: see `Task`; None: files that
+    the workspace had, and new ones inside its Python packages.
     """
     files, known = frozenset(before), {_plain(name) for name in modules}
     folders = {folder for file in files for folder in _folders(file)}
@@ -257,25 +171,23 @@ def choose(
     def risk(name: str, mode: str, parts: list[str]) -> int:
         """The index of the last part of a path that makes it risky, or -1."""
         plain, last = [_plain(part) for part in parts], len(parts) - 1
-        if mode == LINK or any(fnmatchcase(plain[-1], text) for text in _FILES):
+        if mode == LINK or _like(plain[-1], _FILES):
             return last
-        risk = -1
+        risks = [-1]
         for k, part in enumerate(plain):
             # not printable: also a byte that is not UTF-8
             odd = part.startswith(".") or not parts[k].isprintable()
-            folder = k < last and any(fnmatchcase(part, text) for text in _FOLDERS)
-            if odd or folder or (k == 0 < last and part in _ROOT_FOLDERS):
-                risk = k
+            root = k == 0 < last and part in _ROOT_FOLDERS
+            if odd or root or (k < last and _like(part, _FOLDERS)):
+                risks.append(k)
         if plain[-1].endswith(_MODULES) and name not in files:
             first = 0
             while "/".join(parts[: first + 1]) in folders:
                 first += 1
-            if not covered(name):
-                risk = max(risk, first)
-            for k in range(first, len(parts)):
-                if plain[k].partition(".")[0] in known:
-                    risk = k
-        return risk
+            risks += [] if covered(name) else [first]
+            stems = [part.partition(".")[0] for part in plain]
+            risks += [k for k in range(first, len(parts)) if stems[k] in known]
+        return max(risks)
 
     verdicts = {}
     for name, (mode, target) in changes.items():
@@ -295,9 +207,13 @@ def choose(
     return verdicts
 
 
-def _folders(path: str) -> Iterator[str]:
-    while path := posixpath.dirname(path):
-        yield path
+def _like(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _folders(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:k]) for k in range(1, len(parts))]
 
 
 def _plain(name: str) -> str:
@@ -308,7 +224,7 @@ def _plain(name: str) -> str:
 
 def _leaves(name: str, target: str | None) -> bool:
     """Whether a link leads out of the workspace, as far as its text says."""
-    if target is None or target.startswith("/"):
+    if not target or target.startswith("/"):
         return True
     path = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
     return path == ".." or path.startswith("../") or ".git" in path.split("/")
@@ -329,8 +245,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
     """Return the reward by the task's grader; `StageError` if it cannot be graded.
 
-    ``workspace``: the fresh copy with the agent's changes, without the task's tests.
-    ``finished``: the agent ended by itself.
+    ``workspace``: a fresh copy with the changes. ``finished``: the agent ended by itself.
     """
     rules, sandbox = workspace.task.grade, workspace.sandbox
     if rules.kind == "completed":
@@ -342,7 +257,15 @@ def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
         # it succeeded, and so did each test runner
         return float(done.code == 0 and all(proof["code"] == 0 for proof in proofs))
     if rules.kind == "tests":
-        return _by_names(workspace, done, proofs)
+        results = [each for p in proofs for each in (p["results"] or {}).items()]
+        if not results:
+            reason = f"no result of pytest or unittest: {done.summary}"
+            raise StageError("grade", reason)
+        # one with several results passed if all of them did
+        passed = dict(results).keys() - {name for name, fine in results if not fine}
+        wanted = rules.fail_to_pass + rules.pass_to_pass
+        share = fmean(name in passed for name in wanted)
+        return share if rules.partial else float(share == 1.0)
     if rules.kind == "script":
         if done.code != 0:
             raise StageError("grade", rules.script, done.summary)
@@ -355,39 +278,21 @@ def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
     raise StageError("grade", f"the verifier wrote no reward: {done.summary}")
 
 
-def _by_names(
-    workspace: Workspace, done: CommandResult, proofs: Sequence[Mapping[str, Any]]
-) -> float:
-    rules, results = workspace.task.grade, dict[str, bool]()
-    for proof in proofs:
-        # one with several results passed if all of them did
-        for name, passed in (proof["results"] or {}).items():
-            results[name] = results.get(name, True) and passed
-    if not results:
-        raise StageError("grade", f"no result of pytest or unittest: {done.summary}")
-    wanted = rules.fail_to_pass + rules.pass_to_pass
-    share = sum(results.get(name, False) for name in wanted) / len(wanted)
-    return share if rules.partial else float(share == 1.0)
-
-
 def _by_swebench(workspace: Workspace, patch: bytes) -> float:
-    """1 if SWE-bench's own harness reports the instance as resolved.
-
-    It runs the script and uses the log parser of swebench 5.0. The sandbox needs the
-    instance's image.
-    """
-    if find_spec("swebench") is None:
-        raise StageError("grade", "swebench is not installed: pip install swebench")
-    # an optional package without types
-    specs: Any = importlib.import_module("swebench.harness.utils")
-    grading: Any = importlib.import_module("swebench.harness.grading")
+    """1 if SWE-bench's own harness (swebench 5.0) reports the instance as resolved."""
+    try:
+        # an optional package without types
+        specs: Any = importlib.import_module("swebench.harness.utils")
+        grading: Any = importlib.import_module("swebench.harness.grading")
+        spec = specs.make_test_spec(dict(workspace.task.grade.instance))
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} is not installed: pip install swebench"
+        raise StageError("grade", reason) from None
+    except (KeyError, ValueError) as error:
+        raise StageError("grade", f"the instance is incomplete: {error!r}") from error
     if workspace.path != _TESTBED:
         rule = f"the workspace is {workspace.path}, and must be {_TESTBED} of an image"
         raise StageError("grade", rule)
-    try:
-        spec = specs.make_test_spec(dict(workspace.task.grade.instance))
-    except (KeyError, ValueError) as error:
-        raise StageError("grade", f"the instance is incomplete: {error!r}") from error
     folder = workspace.sandbox.map_path("/trajkit")
     workspace.sandbox.put(pack({"eval.sh": spec.eval_script.encode()}), folder)
     prediction = {
@@ -398,23 +303,19 @@ def _by_swebench(workspace: Workspace, patch: bytes) -> float:
     with tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "test_output.txt"
         _exec(workspace, ["bash", f"{folder}/eval.sh"], "eval.sh", log=log)
-        reports = grading.get_eval_report(
+        report = grading.get_eval_report(
             test_spec=spec,
             prediction=prediction,
             test_log_path=str(log),
             include_tests_status=False,
-        )
-    report = reports[spec.instance_id]
+        )[spec.instance_id]
     if report.get("infra_failure"):
         raise StageError("grade", f"swebench: {report.get('infra_failure_reason')}")
     return float(report["resolved"])
 
 
 def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
-    """Run the task's grader; return how it ended, and what test runners proved.
-
-    Raises `StageError`: it could not be run, or a test runner did not come to its end.
-    """
+    """Run the task's grader; return how it ended, and what test runners proved."""
     sandbox, task, rules = workspace.sandbox, workspace.task, workspace.task.grade
     given = {"tests": "/tests", "grader": "/trajkit", "logs": _LOGS}
     places = {key: sandbox.map_path(path) for key, path in given.items()}
@@ -425,42 +326,32 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
         sandbox.put(task.tests, tests)
         cwd = cwd if rules.kind in ("script", "reward_file") else tests
     nonce = secrets.token_hex(16).encode()
-    own = {"nonce": nonce, "places": f"{tests}\n{workspace.path}".encode()}
-    sandbox.put(pack({**_GRADER, **own}), places["grader"])
-    env = {
-        **_SAFE,
-        **{key.upper(): place for key, place in places.items()},
-        "PYTHONPATH": places["grader"],
-        "PYTEST_ADDOPTS": " ".join(f"-p {plugin}" for plugin in rules.plugins),
-    }
-    command = rules.command
-    if rules.kind == "reward_file":
-        command = command or "bash {tests}/test.sh"
-        # a verifier chooses its plugins; none of the workspace is found in time
-        del env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
-    if rules.kind == "script":
-        command = _SCRIPT + shlex.quote(rules.script)
+    found = f"{tests}\n{workspace.path}".encode()
+    own = {"sitecustomize.py": _GRADER, "nonce": nonce, "places": found}
+    sandbox.put(pack(own), places["grader"])
+    command = rules.script or rules.command or "bash {tests}/test.sh"
     for key, place in places.items():
         command = command.replace(f"{{{key}}}", place)
-    name = rules.script or command
-    done = _exec(workspace, ["sh", "-c", command], name, cwd=cwd, env=env)
+    env = {key.upper(): place for key, place in places.items()}
+    shell = ["sh", "-c", program("grade.sh"), "sh", rules.kind, command]
+    done = _exec(workspace, [*shell, *rules.plugins], command, cwd=cwd, env=env)
     if done.code in _NOT_RUN:
-        raise StageError("grade", name, done.summary)
+        raise StageError("grade", command, done.summary)
     if sandbox.get(f"{places['grader']}/nonce") != nonce:
         reason = "a test process ended before its tests did"
-        raise StageError("grade", name, reason, done.summary)
-    proofs, changed = [], list[Any]()
+        raise StageError("grade", command, reason, done.summary)
     try:
-        for line in (sandbox.get(f"{places['grader']}/results") or b"").splitlines():
-            proofs.append(proof := json.loads(line))
-            changed += proof["changed"][:3]
-            if proof["nonce"] != nonce.decode():
-                raise ValueError
+        printed = sandbox.get(f"{places['grader']}/results") or b""
+        proofs = [json.loads(line) for line in printed.splitlines()]
+        changed = [str(each) for proof in proofs for each in proof["changed"][:3]]
+        if any(proof["nonce"] != nonce.decode() for proof in proofs):
+            raise ValueError
     except (ValueError, TypeError, LookupError, RecursionError):
         raise StageError("grade", "the file of test results was changed") from None
     if changed:
-        names = ", ".join(map(str, changed))
-        raise StageError("grade", name, f"changed while tests ran: {names}")
+        raise StageError(
+            "grade", command, f"changed while tests ran: {', '.join(changed)}"
+        )
     return done, proofs
 
 

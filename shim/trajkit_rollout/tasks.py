@@ -1,13 +1,9 @@
-"""Tasks for agents, and how their work is graded.
+"""Tasks for agents, and how their work is graded; docs/serving.md describes all keys.
 
-A task is a directory with a ``task.toml``, or a line of a JSONL file with the same keys.
-Its files are in the folders ``workspace``, ``tests`` and ``solution``, or in the record
-under these names, as an object of texts by path. Folders in Harbor's form
-(https://harborframework.com/docs/tasks) and records of SWE-bench's data sets are read as
-they are. docs/serving.md describes all keys.
+Folders in Harbor's form (https://harborframework.com/docs/tasks) and records of SWE-bench's
+data sets are read as they are.
 """
 
-import hashlib
 import io
 import json
 import posixpath
@@ -17,31 +13,23 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from trajkit.errors import FormatError
 from trajkit_rollout.sandbox import Limits, pack
+from trajkit_shim import json_input
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import (
-    as_flag,
-    as_integer,
-    as_name,
-    as_number,
-    as_object,
-    as_text,
-    list_of,
-    refuse,
-)
+from trajkit_shim.json_input import as_object, as_text, refuse
 
 T = TypeVar("T")
 
 # it becomes part of session ids and container names
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
-_PATCH = "solution.patch"
 # instructions of a Dockerfile that change no file
 _IDLE = ("FROM", "WORKDIR", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT")
 
@@ -81,15 +69,15 @@ class Grade:
     instance: Mapping[str, object] = field(default_factory=dict)
 
 
-KINDS: Mapping[str, Callable[[Grade], object]] = {
-    "command": lambda rules: rules.command,
-    "tests": lambda rules: rules.command and rules.fail_to_pass + rules.pass_to_pass,
-    "script": lambda rules: rules.script,
-    "reward_file": lambda _: True,
-    "completed": lambda _: True,
-    "swebench": lambda rules: rules.instance,
+KINDS = {
+    "command": ("command",),
+    "tests": ("command", "fail_to_pass pass_to_pass"),
+    "script": ("script",),
+    "reward_file": (),
+    "completed": (),
+    "swebench": ("instance",),
 }
-"""How a task may be graded. The functions return a false value if a key is missing."""
+"""How a task may be graded, and the keys that each needs, or one of several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +86,11 @@ class Task:
 
     id: str = ""  # unique in its run; the ``group_id`` of its rollouts
     prompt: str = ""
-    # the initial files; those added before grading; and those that solve the task
+    # the initial files, those added before grading, and those that solve the task
     workspace: bytes | None = None
     tests: bytes | None = None
     solution: bytes | None = None
-    # patterns of the files that the agent may change; see `trajkit_rollout.workspace`
+    # patterns of the files that the agent may change; see `trajkit_rollout.grade`
     editable: tuple[str, ...] | None = None
     # absolute path of the workspace; other paths than ``/work`` may come from an image
     workdir: str = "/work"
@@ -125,18 +113,14 @@ class Task:
         place, setup = (self.workdir, self.image), self.setup.command
         values = (self.prompt, *place, setup, self.grade, self.agent.max_turns)
         text = repr((*values, self.editable)).encode()
-        return _digest(b"\0".join([text, self.workspace or b"", self.tests or b""]))
+        content = b"\0".join([text, self.workspace or b"", self.tests or b""])
+        return sha256(content).hexdigest()[:16]
 
 
 def read_tasks(path: Path) -> list[Task]:
     """Read the tasks of a JSONL file, a task's directory, or a directory of those.
 
-    Raises
-    ------
-    FormatError
-        There is no task, one is invalid, or two have the same id.
-    OSError
-        A file cannot be read.
+    Raises `FormatError`: there is no task, one is invalid, or two have the same id.
     """
     tasks = []
     for place in task_files(path):
@@ -149,8 +133,8 @@ def read_tasks(path: Path) -> list[Task]:
             # a string may contain what Python, but not JSON, treats as the end of a line
             lines = place.read_text(encoding="utf-8").split("\n")
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                with _located(f"{path}:{number}"):
+            with _located(f"{path}:{number}"):
+                if line.strip():
                     record = json.loads(line)
                     # half of a surrogate pair cannot be written to a file
                     json.dumps(record, ensure_ascii=False).encode()
@@ -165,10 +149,8 @@ def read_tasks(path: Path) -> list[Task]:
 
 def task_files(path: Path) -> list[Path]:
     """Return the file, or the folders, that tasks are read from."""
-    if path.is_file():
-        return [path]
     files = [*path.glob("task.toml")] or sorted(path.glob("*/task.toml"))
-    return [file.parent for file in files]
+    return [path] if path.is_file() else [file.parent for file in files]
 
 
 @contextmanager
@@ -180,28 +162,29 @@ def _located(place: Path | str) -> Iterator[None]:
 
 
 def _task(given: object, folder: Path | None = None) -> Task:
-    record, files = as_object(given, "task"), dict[str, Any]()
+    record = {**as_object(given, "task")}
     if "instance_id" in record:
-        record, files = _swebench(record)
+        record = _swebench(record)
     elif folder and (folder / "instruction.md").is_file():
-        record, files = _harbor(record, folder)
-    task: Task = _read(Task, record, "")
+        record = _harbor(record, folder)
     for name in ("workspace", "tests", "solution"):
-        if folder and name not in {*record, *files} and (folder / name).is_dir():
-            files[name] = archive_of(folder / name)
-    task = replace(task, **files)
-    if not _ID.fullmatch(task.id):
-        refuse("id", f"{task.id!r}: 1 to 100 letters, digits, _ and -")
-    if not task.prompt:
-        refuse("prompt", "an empty string")
-    if not task.workdir.startswith("/") or task.workdir == "/":
-        refuse("workdir", f"{task.workdir!r} is not an absolute path below /")
-    if (kind := task.grade.kind) not in KINDS:
-        refuse("grade.kind", f"{kind!r} is not one of {', '.join(KINDS)}")
-    if not KINDS[kind](task.grade):
-        refuse("grade", f"kind {kind!r} lacks keys that it needs")
-    if kind == "script" and task.tests is None:
-        refuse("grade.script", "needs the task's tests")
+        if folder and name not in record and (folder / name).is_dir():
+            record[name] = archive_of(folder / name)
+    task: Task = _read(Task, record, "")
+    rules, kind, name, workdir = task.grade, task.grade.kind, task.id, task.workdir
+    outside = workdir == "/" or not workdir.startswith("/")
+    needed = [key.split() for key in KINDS.get(kind, ())]
+    missing = [keys for keys in needed if not any(getattr(rules, k) for k in keys)]
+    faults = {
+        f"id: {name!r}: 1 to 100 letters, digits, _ and -": not _ID.fullmatch(name),
+        "prompt: an empty string": not task.prompt,
+        f"workdir: {workdir!r} is not an absolute path below /": outside,
+        f"grade.kind: {kind!r} is not one of {', '.join(KINDS)}": kind not in KINDS,
+        f"grade: kind {kind!r} lacks keys that it needs: {missing}": missing,
+        "grade.script: needs the task's tests": kind == "script" and not task.tests,
+    }
+    for fault in filter(faults.get, faults):
+        raise ValueError(fault)
     return task
 
 
@@ -218,28 +201,30 @@ def _read(kind: type[T], value: object, where: str) -> T:
     return kind(**values)
 
 
-def _texts(value: object, where: str) -> bytes:
+def _files(value: object, where: str) -> bytes:
+    """Texts by path, or the archive of a folder."""
+    if isinstance(value, bytes):
+        return value
     texts = as_object(value, where).items()
-    read = {name: as_text(text, f"{where}.{name}").encode() for name, text in texts}
-    return pack(read)
+    return pack({n: as_text(text, f"{where}.{n}").encode() for n, text in texts})
 
 
 def _names(value: object, where: str) -> tuple[str, ...]:
-    return tuple(list_of(as_text)(value, where))
+    return tuple(json_input.list_of(as_text)(value, where))
 
 
-_positive = partial(as_number, minimum=1e-3, maximum=1e9)
+_positive = partial(json_input.as_number, minimum=1e-3, maximum=1e9)
 _READERS: Mapping[Any, Callable[[object, str], object]] = {
     str: as_text,
-    str | None: as_name,
-    bool: as_flag,
-    int | None: partial(as_integer, minimum=1),
+    str | None: json_input.as_name,
+    bool: json_input.as_flag,
+    int | None: partial(json_input.as_integer, minimum=1),
     float: _positive,
     float | None: _positive,
     tuple[str, ...]: _names,
     tuple[str, ...] | None: _names,
     Mapping[str, object]: as_object,
-    bytes | None: _texts,
+    bytes | None: _files,
 }
 
 
@@ -250,30 +235,22 @@ def archive_of(
 
     ``copies``: each path, and its path in the archive.
     """
+
+    def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        entry.uid = entry.gid = entry.mtime = 0
+        entry.uname = entry.gname = ""
+        return None if "__pycache__" in Path(entry.name).parts else entry
+
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for source, target in copies:
             # tarfile sorts the entries of a directory
-            tar.add(folder / source, target, filter=_plain)
+            tar.add(folder / source, target, filter=plain)
     return buffer.getvalue()
 
 
-def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    if "__pycache__" in Path(entry.name).parts:
-        return None
-    entry.uid = entry.gid = entry.mtime = 0
-    entry.uname = entry.gname = ""
-    return entry
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _harbor(
-    record: Mapping[str, object], folder: Path
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The record and the files of a folder in Harbor's form, from its ``task.toml``."""
+def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
+    """The record of a folder in Harbor's form, from its ``task.toml``."""
     if (folder / "steps").is_dir():
         refuse("steps", "tasks of several steps are not supported")
     environment, verifier, agent = (
@@ -281,25 +258,16 @@ def _harbor(
         for name in ("environment", "verifier", "agent")
     )
     build, image = folder / "environment", environment.get("docker_image")
-    lines = _instructions(build / "Dockerfile")
-    places = [words[-1] for name, words in lines if name == "WORKDIR"]
-    workdir = posixpath.join("/app", *places)
-    if image is None and not lines:
-        refuse("environment", "neither docker_image nor a Dockerfile")
-    copies = _copies(lines, workdir) if image is None else None
-    memory = _mib(environment.get("memory_mb", environment.get("memory")))
-    limits = {"memory_mb": memory, "cpus": environment.get("cpus")}
+    dockerfile = build / "Dockerfile"
+    text = dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""
+    workdir, copies = _read_dockerfile(text)
+    memory = environment.get("memory_mb", environment.get("memory"))
+    limits = {"memory_mb": _mib(memory), "cpus": environment.get("cpus")}
     seconds = verifier.get("timeout_sec", 600.0)
-    files = {"tests": archive_of(folder / "tests")}
-    own: dict[str, Any] = {"image": image}
-    if image is None:
-        name = f"trajkit-task:{_digest(archive_of(build))}"
-        own = {"image": name, "build": str(build), "plain": copies is not None}
-    if copies is not None:
-        files["workspace"] = archive_of(build, copies)
-    return {
+    own: dict[str, Any] = {
         "id": re.sub(r"[^A-Za-z0-9_-]", "-", folder.name),
         "prompt": (folder / "instruction.md").read_text(encoding="utf-8"),
+        "tests": archive_of(folder / "tests"),
         "workdir": workdir,
         "places": [workdir, "/tests", "/logs", "/solution"],
         "solve": "bash {solution}/solve.sh",
@@ -307,61 +275,54 @@ def _harbor(
         "agent": {"timeout_s": agent.get("timeout_sec", 1800.0)},
         "grade": {"kind": "reward_file", "timeout_s": seconds},
         "limits": {name: value for name, value in limits.items() if value is not None},
-        **own,
-    }, files
+    }
+    if image is not None:
+        return {**own, "image": image}
+    if not text:
+        refuse("environment", "neither docker_image nor a Dockerfile")
+    name = f"trajkit-task:{sha256(archive_of(build)).hexdigest()[:16]}"
+    own |= {"image": name, "build": str(build), "plain": copies is not None}
+    return own if copies is None else {**own, "workspace": archive_of(build, copies)}
 
 
-def _instructions(path: Path) -> list[tuple[str, list[str]]]:
-    """The instructions of a Dockerfile, each with its words; none without a file."""
-    if not path.is_file():
-        return []
-    text = re.sub(r"\\\r?\n", " ", path.read_text(encoding="utf-8"))
-    lines = [line.split() for line in text.splitlines()]
+def _read_dockerfile(text: str) -> tuple[str, list[tuple[str, str]] | None]:
+    """The working directory, and what is copied there; None: something else is done."""
+    lines = [line.split() for line in re.sub(r"\\\r?\n", " ", text).splitlines()]
     lines = [words for words in lines if len(words) > 1 and words[0][0] != "#"]
-    return [(words[0].upper(), words[1:]) for words in lines]
-
-
-def _copies(
-    lines: list[tuple[str, list[str]]], workdir: str
-) -> list[tuple[str, str]] | None:
-    """What a Dockerfile copies into the working directory; None if it does more."""
-    copies = []
-    for name, words in lines:
+    steps = [(words[0].upper(), words[1:]) for words in lines]
+    places = [words[-1] for name, words in steps if name == "WORKDIR"]
+    workdir, copies = posixpath.join("/app", *places), list[tuple[str, str]]()
+    for name, words in steps:
         if name in _IDLE:
             continue
-        if name != "COPY" or len(words) < 2 or any(w[0] in "-[" for w in words):
-            return None
         *sources, target = words
-        place = posixpath.normpath(posixpath.join(workdir, target))
-        relative = posixpath.relpath(place, workdir)
-        if relative.startswith("..") or any(c in "".join(sources) for c in "*?$"):
-            return None
+        relative = posixpath.relpath(posixpath.join(workdir, target), workdir)
+        odd = any(w[0] in "-[" for w in words) or re.search(r"[*?$]", "".join(sources))
+        if name != "COPY" or not sources or odd or relative.startswith(".."):
+            return workdir, None
         inside = target.endswith(("/", ".")) or len(sources) > 1
         for source in sources:
             # the content of a folder is copied, and a file keeps its name in a folder
             file = posixpath.basename(posixpath.normpath(source))
             whole = inside and "." in file.strip(".")
-            path = posixpath.join(relative, file) if whole else relative
-            copies.append((source, posixpath.normpath(path)))
-    return copies
+            there = posixpath.join(relative, file) if whole else relative
+            copies.append((source, posixpath.normpath(there)))
+    return workdir, copies
 
 
 def _mib(value: object) -> int | None:
     """A size, a number of MiB or a text such as ``4G``, in MiB."""
     if value is None:
         return None
-    where = "environment.memory"
-    if not isinstance(value, str):
-        return round(as_number(value, where, minimum=1.0, maximum=1e9))
-    size = _SIZE.fullmatch(value)
+    size = _SIZE.fullmatch(value if isinstance(value, str) else f"{value}M")
     if size is None:
-        refuse(where, f"{value!r} is not a size such as 4G")
+        refuse("environment.memory", f"{value!r} is not a size such as 4G")
     return round(float(size[1]) * 1024.0 ** ("KMGT".index(size[2].upper()) - 1))
 
 
-def _swebench(record: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _swebench(record: Mapping[str, object]) -> dict[str, Any]:
     name = as_text(record["instance_id"], "instance_id")
-    patch = as_text(record.get("patch", ""), "patch")
+    patch = as_text(record.get("patch", ""), "patch").encode()
     lists = {}
     for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
         value = record.get(key, [])
@@ -374,6 +335,7 @@ def _swebench(record: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, A
         "prompt": record.get("problem_statement"),
         "workdir": "/testbed",
         "image": record.get("image_name") or image,
-        "solve": f"git apply {{solution}}/{_PATCH}",
+        "solve": "git apply {solution}/solution.patch",
         "grade": {"kind": "swebench", "instance": {**record, **lists}},
-    }, ({"solution": pack({_PATCH: patch.encode()})} if patch else {})
+        **({"solution": pack({"solution.patch": patch})} if patch else {}),
+    }

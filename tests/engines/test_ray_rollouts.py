@@ -14,7 +14,8 @@ import ray
 import trajkit as tk
 import trajkit_rollout
 from trajkit_rollout.demo import solve
-from trajkit_rollout.rollout import Rollouts, Settings
+from trajkit_rollout.rollout import Rollouts
+from trajkit_rollout.settings import Settings
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -74,9 +75,9 @@ def gateways(tmp_path, tasks):
 
 def settings(agent=AGENT, parallel=2):
     return Settings(
-        harness=trajkit_rollout.HARNESSES["shell"],
+        harness="shell",
         argument=(agent,),
-        sandbox_option={"namespaces": "no"},
+        sandbox_option=("namespaces=no",),
         path=(str(Path(__file__).parents[1]),),
         parallel=parallel,
     )

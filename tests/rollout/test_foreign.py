@@ -8,7 +8,7 @@ from tests.rollout.test_rollout import AGENT, EXAMPLES, command, run, sessions
 from tests.rollout.test_sandbox import ISOLATED
 from trajkit.cli import BAD_DATA, DONE
 from trajkit.errors import FormatError
-from trajkit_rollout.sandbox import unpack
+from trajkit_rollout.demo import unpack
 from trajkit_rollout.tasks import read_tasks
 
 # a folder as `harbor init` makes it (harbor 0.25.0), with the task of its tutorial

@@ -155,7 +155,7 @@ def test_what_cannot_be_graded_is_an_error_and_no_zero(tmp_path, rules, said):
 
 def test_a_patch_that_does_not_apply_is_the_agent_s_error(tmp_path):
     patch = b"--- a/x\n+++ b/x\n -1 +1 \n-old\n+new\n"
-    with pytest.raises(AgentError, match="grade: git: exit code"):
+    with pytest.raises(AgentError, match="grade: git: apply: exit code"):
         graded(tmp_path, patch=patch, grade={"command": "true"})
 
 
@@ -212,7 +212,7 @@ def test_modules_that_cannot_be_listed_are_an_error(tmp_path, script, error):
     with sandbox("local", tmp_path, path=(str(program.parent),)) as box:
         copy = Workspace(task, box)
         copy.prepare()
-        with pytest.raises(StageError, match=f"modules cannot be listed: {error}"):
+        with pytest.raises(StageError, match=f"git: modules: {error}"):
             copy.apply(ADDED)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.test_sandbox import sandbox
-from trajkit_rollout.rollout import HARNESSES, Harness
 from trajkit_rollout.sandbox import CommandResult, SandboxError
+from trajkit_rollout.settings import HARNESSES, Harness
 from trajkit_shim.protocols import PROTOCOLS
 
 DOCS = Path(__file__).parents[2] / "docs/serving.md"
@@ -27,14 +27,13 @@ JOB = {
 def test_a_harness_is_told_where_it_is_and_what_to_do(name):
     record = HARNESSES[name]
     assert record.name == name
-    launch = record.launch(JOB, ("--extra=1",))
-    told = str(launch)
+    told = str(record.launch(JOB, ("--extra=1",)))
+    command, _, files, stdin = record.launch(JOB, ("--extra=1",))
     assert all(JOB[name] in told for name in ("base_url", "api_key", "model"))
-    assert "--extra=1" in launch.command or name == "shell"
+    assert "--extra=1" in command or name == "shell"
     # no shell reads it
-    last = launch.command[-1]
-    assert launch.stdin.decode() == JOB["prompt"] or last.endswith(JOB["prompt"])
-    assert all(not path.startswith("/") for path in launch.files)
+    assert stdin.decode() == JOB["prompt"] or command[-1].endswith(JOB["prompt"])
+    assert all(not path.startswith("/") for path in files)
 
 
 def test_the_documentation_has_each_harness_with_the_version_that_it_installs():
@@ -89,9 +88,9 @@ def test_a_harness_is_installed_where_that_is_asked_for(tmp_path):
     with sandbox("local", tmp_path) as box:
         for command, install, said in (
             (touch, False, "is not installed: touch"),
-            ("", True, r"is not installed$"),
+            ("", True, r"is not installed: $"),
             ("echo no; exit 2", True, "echo no; exit 2: exit code 2: no"),
-            ("true", True, "is still missing after true"),
+            ("true", True, r"is not installed: true: exit code 1"),
         ):
             with pytest.raises(SandboxError, match=said):
                 record(command).ready(box, install=install)
@@ -103,10 +102,9 @@ def test_the_shell_harness_needs_its_command(tmp_path):
     shell = HARNESSES["shell"]
 
     def run(*arguments):
-        launch = shell.launch(JOB, arguments)
+        command, env, _, stdin = shell.launch(JOB, arguments)
         with sandbox("local", tmp_path) as box:
-            given = {"env": launch.env, "stdin": launch.stdin}
-            return box.exec(launch.command, timeout_s=60, **given)
+            return box.exec(command, timeout_s=60, env=env, stdin=stdin)
 
     error = shell.failed(run())
     assert error == ("exit code 2: the shell harness needs a command: give --argument")
@@ -116,11 +114,12 @@ def test_the_shell_harness_needs_its_command(tmp_path):
 
 def test_values_are_escaped_in_configuration_files():
     job = {**JOB, "model": 'a"b\\c{prompt}é😀', "home": "/h{model}"}
-    codex, pi = HARNESSES["codex"].launch(job), HARNESSES["pi"].launch(job)
-    config = tomllib.loads(codex.files[".codex/config.toml"].decode())
+    _, env, files, _ = HARNESSES["codex"].launch(job)
+    config = tomllib.loads(files[".codex/config.toml"].decode())
     assert config["model"] == job["model"]
-    assert codex.env["CODEX_HOME"] == "/h{model}/.codex"
-    (model,) = json.loads(pi.files[".pi/agent/models.json"])["providers"]["gateway"][
+    assert env["CODEX_HOME"] == "/h{model}/.codex"
+    _, _, files, _ = HARNESSES["pi"].launch(job)
+    (model,) = json.loads(files[".pi/agent/models.json"])["providers"]["gateway"][
         "models"
     ]
     assert model["id"] == job["model"]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -24,7 +25,7 @@ from tests.rollout.test_rollout import EXAMPLES
 from tests.rollout.test_rollout import run as run_command
 from tests.shim.clients import http
 from tests.shim.fakes import load_tokenizer
-from trajkit_rollout.rollout import HARNESSES, Launch
+from trajkit_rollout.settings import HARNESSES
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
@@ -48,6 +49,15 @@ PROGRAMS = {
     "qwen-code": MODULES / ".bin/qwen",
     "pi": MODULES / ".bin/pi",
 }
+
+
+class Launch(NamedTuple):
+    """How a client is started."""
+
+    command: list[str]
+    env: dict[str, str]
+    files: dict[str, bytes]
+    stdin: bytes
 
 
 def program_of(name):
@@ -120,7 +130,7 @@ def start(directory, name, gateway, prompt, *arguments, **options):
     work.mkdir(exist_ok=True)
     values = {"base_url": gateway[0], "api_key": gateway[1], "model": "any"}
     values |= {"prompt": prompt, "home": str(directory), "workspace": str(work)}
-    launch = HARNESSES[name].launch(values, arguments)
+    launch = Launch(*HARNESSES[name].launch(values, arguments))
     launch = options.get("edit", lambda launch: launch)(launch)
     for path, content in launch.files.items():
         (directory / path).parent.mkdir(parents=True, exist_ok=True)

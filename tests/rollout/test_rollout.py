@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,8 +24,9 @@ from tests.rollout.test_sandbox import ISOLATED, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_rollout.demo import solve
-from trajkit_rollout.rollout import RunLog
-from trajkit_rollout.sandbox import LocalSandbox, SandboxError, _scope
+from trajkit_rollout.rollout import Rollouts
+from trajkit_rollout.sandbox import LocalSandbox, SandboxError, _abilities
+from trajkit_rollout.settings import Settings
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -86,7 +87,7 @@ def do(capsys):
     def done(argv):
         code = run(argv)
         said = capsys.readouterr()
-        warns = "namespaces=no" in argv or not ISOLATED or not _scope()
+        warns = "namespaces=no" in argv or not ISOLATED or not _abilities()[1]
         assert said.err == "" or (warns and said.err.startswith((UNSAFE, LOOSE)))
         return code, json.loads(said.out)
 
@@ -457,12 +458,13 @@ def test_what_a_run_was_begun_with_cannot_change(tmp_path, do, capsys):
     )
 
 
+def rollouts_of(tasks, out):
+    return Rollouts(read_tasks(tasks), Settings(harness="shell"), out)
+
+
 def test_one_process_works_on_a_run(tmp_path, capsys):
-    path = tmp_path / "rollouts.log"
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
-    with (
-        closing(RunLog(path, "shell", "local", {"g": "d"})),
-    ):
+    with rollouts_of(tasks, tmp_path):
         fails(
             capsys, run(command(tasks, tmp_path)), "another process works on this run"
         )
@@ -614,15 +616,15 @@ def test_people_are_shown_groups_and_failures(tmp_path, capsys):
 
 
 def test_a_journal_that_is_none_is_refused(tmp_path):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
     path = tmp_path / "rollouts.log"
     for text, said in (("[1]\n", "rollouts.log:1"), ("x\n", "rollouts.log:1")):
         path.write_text(text)
         with pytest.raises(FormatError, match=said):
-            RunLog(path, "shell", "local", {"g": "d"})
+            rollouts_of(tasks, tmp_path)
     path.write_text("")
-    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
-        assert journal.begin("g", 0).session_id == f"g.0.{journal.run_id}"
-        assert journal.begin("g", 0).session_id == f"g.0.{journal.run_id}~2"
+    with rollouts_of(tasks, tmp_path) as rollouts:
+        assert len(rollouts.todo) == 1
 
 
 # The ten tasks that ship

@@ -13,27 +13,26 @@ import sys
 import tarfile
 import threading
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.rollout import fake_e2b
-from trajkit_rollout.rollout import HARNESSES, Settings
 from trajkit_rollout.sandbox import (
     MARK,
     SANDBOXES,
     Limits,
     SandboxError,
     Spec,
-    _why_not_isolated,
+    _abilities,
     clear,
     pack,
 )
+from trajkit_rollout.settings import HARNESSES, Settings
 
 HERE = Path(__file__).parent
-ISOLATED = _why_not_isolated() is None
+ISOLATED = not _abilities()[0]
 # what the doubles need
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork")
 APART = subprocess.run((*NAMESPACES, "true"), check=False).returncode == 0
@@ -281,7 +280,10 @@ def arguments_of(monkeypatch, tmp_path, **fields):
 
 
 def test_docker_is_told_the_limits_and_the_network(tmp_path, monkeypatch):
-    limits = Limits(memory_mb=512, cpus=1.5, processes=64, file_mb=10)
+    # what the shell program reads is not what this machine's user has set
+    for name in ("build", "file_mb", "image"):
+        monkeypatch.setenv(name, "elsewhere")
+    limits = Limits(memory_mb=512, cpus=1.5, processes=64)
     calls, reached = arguments_of(
         monkeypatch, tmp_path, limits=limits, options={"network": "own"}
     )
@@ -289,14 +291,17 @@ def test_docker_is_told_the_limits_and_the_network(tmp_path, monkeypatch):
     assert calls[1] == (
         "run --detach --name box --network own --add-host "
         "host.docker.internal:host-gateway --memory 512m --cpus 1.5 --pids-limit 64 "
-        f"--ulimit fsize={10 << 20} --init --entrypoint sleep any infinity"
+        "--init --entrypoint sleep any infinity"
     )
     assert calls[-1] == "rm --force --volumes box"
     assert reached == "http://host.docker.internal:1234"
 
 
 def test_the_host_s_network_needs_no_other_address(tmp_path, monkeypatch):
-    assert arguments_of(monkeypatch, tmp_path)[1] == "http://127.0.0.1:1234"
+    limits = Limits(file_mb=10)
+    calls, reached = arguments_of(monkeypatch, tmp_path, limits=limits)
+    assert f"--network host --ulimit fsize={10 << 20}" in calls[1]
+    assert reached == "http://127.0.0.1:1234"
     reached = arguments_of(monkeypatch, tmp_path, gateway="http://far:1")[1]
     assert reached == "http://far:1"
 
@@ -322,19 +327,18 @@ def test_a_container_that_died_is_the_sandbox_s_failure(tmp_path, fake):
 REFUSED = [
     ("apptainer", {"image": None}, "needs an image"),
     ("apptainer", {"image": "absent"}, "could not open image absent"),
-    ("apptainer", {"options": {"binary": "no-such"}}, "not installed"),
+    ("apptainer", {"options": {"binary": "no-such"}}, "not found"),
     ("apptainer", {"limits": Limits(file_mb=1)}, "cannot enforce it"),
     ("e2b", {"gateway": None}, "give the URL by which"),
     ("e2b", {"image": "absent"}, "template 'absent' not found"),
     ("e2b", {"limits": Limits(cpus=1.0)}, "cannot enforce it"),
-    ("e2b", {"options": {"lifetime": "long"}}, "not a number of seconds"),
+    ("e2b", {"options": {"lifetime": "long"}}, "e2b: invalid literal"),
     ("docker", {"image": None}, "needs an image"),
     ("docker", {"image": "absent"}, "Unable to find image"),
-    ("docker", {"options": {"binary": "no-such-docker"}}, "not installed"),
-    ("docker", {"options": {"color": "red"}}, "known options: binary, network"),
+    ("docker", {"options": {"binary": "no-such-docker"}}, "not found"),
+    ("docker", {"options": {"color": "red"}}, "'color'; options: binary, network"),
     ("local", {"image": "any"}, "has no image"),
     ("local", {"limits": Limits(cpus=1.0)}, "cpus = 1.0: a sandbox of kind local"),
-    ("local", {"options": {"namespaces": "perhaps"}}, "is not one of auto, no"),
 ]
 
 
@@ -350,13 +354,11 @@ MADE = SANDBOXES["local"](Spec(name="made", scratch=Path()))
 
 def test_kinds_are_found_by_name_or_import_path():
     def chosen(**options):
-        names = dict.fromkeys(field.name for field in fields(Settings))
-        names |= {"harness": "shell", "sandbox": "local", "sandbox_option": []}
-        return Settings.chosen({**names, **options})
+        return Settings(**{"harness": "shell", **options}).resolve()
 
     by_path = chosen(sandbox="trajkit_rollout.sandbox:LocalSandbox")
     assert by_path == chosen()
-    assert chosen(harness="claude_code").harness is HARNESSES["claude-code"]
+    assert chosen(harness="claude_code")[0] is HARNESSES["claude-code"]
     for name, said in (
         ("cloud", "is not one of"),
         ("no_such_package:X", "No module named"),
@@ -370,7 +372,7 @@ def test_kinds_are_found_by_name_or_import_path():
     ):
         with pytest.raises(ValueError, match=said):
             chosen(sandbox=name)
-    path = "trajkit_rollout.rollout:Harness"
+    path = "trajkit_rollout.settings:Harness"
     with pytest.raises(ValueError, match="Harness'>, not an instance of Harness"):
         chosen(harness=path)
 
@@ -442,7 +444,7 @@ def test_a_container_that_cannot_be_removed_is_reported(tmp_path, fake):
     with pytest.raises(SandboxError, match="cannot be removed: exit code 3"):
         box.stop()
     program.unlink()
-    with pytest.raises(SandboxError, match="cannot be run"):
+    with pytest.raises(SandboxError, match="cannot be removed: exit code 127"):
         box.stop()
     broken.unlink()
     shutil.copy(tmp_path / "bin/docker", program)
@@ -454,7 +456,7 @@ def test_a_container_that_cannot_be_removed_is_reported(tmp_path, fake):
 def test_written_files_are_removed_also_if_an_instance_cannot_be(tmp_path, fake):
     with sandbox("apptainer", tmp_path) as box:
         (tmp_path / "bin/apptainer").rename(tmp_path / "bin/hidden")
-        with pytest.raises(SandboxError, match="cannot be run"):
+        with pytest.raises(SandboxError, match="exit code 127"):
             box.stop()
         assert not list((tmp_path / "scratch").iterdir())
         (tmp_path / "bin/hidden").rename(tmp_path / "bin/apptainer")
@@ -475,5 +477,4 @@ def test_faults_of_e2b_s_package_are_those_of_the_sandbox(tmp_path, fake, monkey
             patch.setattr(fake_e2b.Sandbox, "kill", unreachable)
             with pytest.raises(SandboxError, match="e2b: no route"):
                 box.stop()
-        assert sh(box, "echo on").stdout == b"on\n"
     assert not list(fake.iterdir())

@@ -167,4 +167,4 @@ def application(words: list[str]) -> "App":
 
 def _default(value: object) -> str | None:
     """A default as the help shows it; None: not at all."""
-    return None if value is None or value is False else str(value)
+    return None if value in (None, "", ()) or value is False else str(value)

@@ -1,13 +1,19 @@
 """Runs when a Python of a graded copy starts, before anything that an agent wrote.
 
 Modules of the tests and of the workspace are found last, after those of Python. A test
-runner is started again under `run_tests.py`, which proves that it came to its end.
+runner is started again by this program, which proves that it came to its end: the secret of
+the file ``nonce`` is taken before the first test is read, and put back with the results
+after the last one. Code in this process can still find it; see docs/sandboxes.md.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -40,7 +46,7 @@ def _begin() -> None:
         runner = [script, *words[1:]]
     if runner is not None and os.path.exists(os.path.join(_HERE, "nonce")):
         # -m is one word with options before it, such as -Bm
-        own = os.path.join(_HERE, "run_tests.py")
+        own = os.path.join(_HERE, "sitecustomize.py")
         os.execv(sys.executable, [sys.executable, *arguments[1:k], own, *runner])
     sys.path += [tests, workspace]
     if runner is None:
@@ -48,4 +54,216 @@ def _begin() -> None:
         sys.path.append(os.path.dirname(script))
 
 
+def _watched() -> dict[tuple[str, ...], tuple[int, int]]:
+    """What a module under test must not change: identities of functions and classes."""
+    import types
+
+    functions = (types.FunctionType, types.BuiltinFunctionType)
+    kinds = (*functions, type, staticmethod, classmethod, property)
+    found = {}
+
+    def add(owner: Any, *key: str) -> None:
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, kinds):
+                function = getattr(value, "__func__", value)
+                found[(*key, name)] = id(value), id(getattr(function, "__code__", None))
+            if len(key) == 1 and isinstance(value, type) and value.__module__ == key[0]:
+                add(value, *key, name)
+
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("unittest", "_pytest", "pluggy", "builtins"):
+            add(module, name)
+    return found
+
+
+def _changed(before: dict[Any, Any], after: dict[Any, Any] | None = None) -> list[str]:
+    after = after or _watched()
+    return sorted(".".join(key) for key, was in before.items() if after.get(key) != was)
+
+
+def _raiser(error: BaseException | None, test: object, places: list[str]) -> str | None:
+    """The file of the workspace, no test, whose code raised an exception.
+
+    Or whose exception made a test skip itself.
+    """
+    tests, workspace = (os.path.realpath(place) + os.sep for place in places)
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None:
+            name = trace.tb_frame.f_code.co_filename
+            file = os.path.realpath(name)
+            is_test = file == os.path.realpath(str(test)) or file.startswith(tests)
+            if tests == workspace and file != os.path.realpath(str(test)):
+                # an agent may not change helpers of tests
+                names = file[len(workspace) :].split(os.sep)
+                is_test = "tests" in names or "conftest.py" in names
+            # what exec runs may have any name
+            made = name.startswith("<") and not name.startswith("<frozen ")
+            if made or (file.startswith(workspace) and not is_test):
+                return name
+            trace = trace.tb_next
+        error = None if isinstance(error, SystemExit) else error.__context__
+    return None
+
+
+# Each returns the exit code, results by name, and what was changed while tests ran.
+
+
+def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
+    import pytest
+
+    results: dict[str, bool] = {}
+
+    class Plugin:
+        # some of the plugins that load themselves change pytest, until its end
+        before = _watched()
+        after: dict[Any, Any] | None = None
+        own = "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in os.environ
+        ended = False
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_configure(self, config: Any) -> None:
+            # plugins are loaded, and none of them comes from here
+            sys.path += places
+            self.root = str(getattr(config, "rootpath", None) or config.rootdir)
+            if not self.own:
+                self.before = _watched()
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_unconfigure(self) -> None:
+            if not self.own:
+                self.after = _watched()
+
+        def pytest_keyboard_interrupt(self) -> None:
+            # also by pytest.exit
+            self.ended = True
+
+        def judge(self, report: Any, item: Any, raised: Any) -> None:
+            test, error = getattr(item, "fspath", ""), raised and raised.value
+            raiser = report.outcome == "skipped" and _raiser(error, test, places)
+            if raiser:
+                report.outcome, report.longrepr = "failed", f"skipped by {raiser}"
+                vars(report).pop("wasxfail", None)
+
+        @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+        def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+            raised = call.excinfo  # pytest replaces it by an exception of its own
+            self.judge((yield).get_result(), item, raised)
+
+        @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+        def pytest_make_collect_report(self, collector: Any) -> Any:
+            report = (yield).get_result()
+            self.judge(report, collector, report.call.excinfo)
+
+        def add(self, report: Any, passed: bool) -> None:
+            # as `pytest -rA` prints it
+            file, colons, rest = report.nodeid.partition("::")
+            name = os.path.relpath(os.path.join(self.root, file)) + colons + rest
+            results[name] = results.get(name, True) and passed
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                # an expected failure is no pass
+                expected = hasattr(report, "wasxfail")
+                self.add(report, report.outcome == "passed" and not expected)
+
+        def pytest_collectreport(self, report: Any) -> None:
+            if report.outcome == "failed":
+                self.add(report, False)
+
+    plugin = Plugin()
+    code = int(pytest.main(arguments, plugins=[plugin])) or int(plugin.ended)
+    return code, results, _changed(plugin.before, plugin.after)
+
+
+def _unittest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
+    import unittest
+
+    results: dict[str, bool] = {}
+
+    class Result(unittest.TextTestResult):
+        def addSkip(self, test: Any, reason: str) -> None:
+            kind = type(getattr(test, "test_case", test))  # or that of a subtest
+            file = getattr(sys.modules.get(kind.__module__), "__file__", "")
+            raiser = _raiser(sys.exc_info()[1], file, places)
+            # a module that was skipped as a whole does not say by whom
+            if raiser is not None or kind.__name__ == "ModuleSkipped":
+                self.failures.append((test, f"skipped by {raiser}: {reason}"))
+            super().addSkip(test, reason)
+
+        def addSuccess(self, test: Any) -> None:
+            super().addSuccess(test)
+            results.setdefault(test.id(), True)
+
+        def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+            super().addSubTest(test, subtest, err)
+            if err is not None:
+                results[test.id()] = False
+
+        def addError(self, test: Any, err: Any) -> None:
+            super().addError(test, err)
+            results[test.id()] = False
+
+        def stopTest(self, test: Any) -> None:
+            super().stopTest(test)
+            # neither a success nor reported as anything else
+            results.setdefault(test.id(), False)
+
+    sys.path += places
+    before = _watched()
+    kind: Any = Result
+    runner = unittest.TextTestRunner(resultclass=kind)
+    argv = ["python -m unittest", *arguments]
+    done = unittest.main(module=None, argv=argv, testRunner=runner, exit=False).result
+    # before Python 3.12, no test at all is a success
+    code = 0 if done.wasSuccessful() and done.testsRun else 1
+    return code, results, _changed(before)
+
+
+def _script(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
+    import runpy
+    import traceback
+
+    sys.argv, code = arguments, 0
+    script = os.path.realpath(arguments[0])
+    sys.path += [os.path.dirname(script)] if sys.flags.isolated else places
+    before = _watched()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        # the program ended, but was it the program that ended it?
+        raiser = _raiser(end, script, places)
+        if raiser is not None and not end.code:
+            sys.exit(f"{raiser} ended the tests")
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        sys.stderr.write(f"{end.code}\n" if isinstance(end.code, str) else "")
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    return code, None, _changed(before)
+
+
+def _main() -> int:
+    import json
+
+    with open(os.path.join(_HERE, "places")) as file:
+        places = file.read().split("\n")
+    path, given = os.path.join(_HERE, "nonce"), sys.argv[1:]
+    with open(path) as file:
+        nonce = file.read()
+    os.unlink(path)
+    runner = {"pytest": _pytest, "unittest": _unittest}.get(given[0])
+    run = _script(given, places) if runner is None else runner(given[1:], places)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    proof = {"code": run[0], "results": run[1], "changed": run[2], "nonce": nonce}
+    with open(os.path.join(_HERE, "results"), "a") as file:
+        file.write(json.dumps(proof) + "\n")
+    with open(path, "w") as file:
+        file.write(nonce)
+    return int(run[0])
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
 _begin()

@@ -1,6 +1,11 @@
 # What git does for grading. Arguments: a step, and the tree of the workspace's start. The
 # repository of GIT_DIR, outside of the workspace, finds the changes.
 step=$1 start=$2
+# The user's configuration is ignored; files may belong to another user. The first commit
+# has the same hash in every rollout.
+export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
+export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'
+export GIT_AUTHOR_DATE=2000-01-01T00:00:00Z GIT_COMMITTER_DATE=2000-01-01T00:00:00Z
 
 # git ignores files below another repository. So the .git of a nested repository is
 # renamed for a moment; that of the workspace itself is not one of its files.
@@ -23,17 +28,27 @@ compare() {
 case $step in
 init)
   # agents expect a repository; the other one finds their changes
-  base=$GIT_DIR && unset GIT_DIR GIT_WORK_TREE && test -e .git || {
-    git init -qb main && git add -A && git commit -qm Start --allow-empty
-  } && git init -q --bare "$base"
+  base=$GIT_DIR && (
+    unset GIT_DIR GIT_WORK_TREE && test -e .git || {
+      git init -qb main && git add -A && git commit -qm Start --allow-empty
+    } && git init -q --bare "$base"
+  ) || exit
+  mkdir -p "$base/info" && echo .git~trajkit > "$base/info/exclude" || exit
+  # files are compared as bytes, whatever the workspace's attributes say
+  echo '* -text -ident -filter -working-tree-encoding' > "$base/info/attributes"
+  add && git write-tree
   ;;
-tree) add && git write-tree ;;
 patch) add && compare --patch --binary ;;
 # In a patch, one change may have two names. In the tree that it makes, each changed file
 # has one.
 apply) git apply --whitespace=nowarn --cached && compare --raw -z ;;
 list) git ls-tree -r --name-only -z "$start" ;;
-contents) git cat-file --batch ;;
+contents)
+  # a line for each hash of the input
+  while read hash; do
+    git cat-file blob $hash | base64 | tr -d '\n' && echo || exit
+  done
+  ;;
 take)
   git read-tree --reset "$start" && git update-index -z --index-info &&
     tree=$(git write-tree) && git read-tree --reset "$start" &&
