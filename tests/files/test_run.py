@@ -103,7 +103,7 @@ def write_log(records, path):
 
 @pytest.mark.parametrize("suffix_", SUFFIXES)
 def test_scattered_sessions_are_gathered(tmp_path, request, suffix_):
-    log, rows = tmp_path / f"log.{suffix_}", tmp_path / "rows.parquet"
+    log = tmp_path / f"log.{suffix_}"
     write_log(scattered(some_sessions()), log)
     for n_buckets in (1, 3):  # all in memory, or through temporary files
         index = index_sessions(paths_in(log), None)
@@ -112,10 +112,6 @@ def test_scattered_sessions_are_gathered(tmp_path, request, suffix_):
         got = pa.Table.from_batches(tk.scan_turns(log, folder=tmp_path))
         assert got.equals(tk.read_turns(log))
         assert os.listdir(tmp_path) == [log.name]
-        with pytest.raises(InvalidTurnsError, match="comes back"):
-            list(tk.scan_turns(log, gather=False))
-        with pytest.raises(InvalidTurnsError, match="comes back"):
-            tk.run(log, tk.linearize, rows, gather=False)
         request.getfixturevalue("small")
 
 

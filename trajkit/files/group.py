@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice, check_flag
+from trajkit._arguments import check_choice
 from trajkit.errors import (
     ArgumentError,
     FormatError,
@@ -176,9 +176,8 @@ class Piece(NamedTuple):
 class Log:
     """Files of turns, or an open file or a table of them, and how to read them.
 
-    With ``reject``, sessions that break a rule are rejected with the reason, and with
-    ``gather`` scattered sessions are grouped; otherwise they are errors. ``folder`` is the
-    parent of the temporary directory.
+    With ``reject``, sessions that break a rule are rejected with the reason; otherwise
+    they are errors. ``folder`` is the parent of the temporary directory.
     """
 
     def __init__(
@@ -187,12 +186,11 @@ class Log:
         format: Format | None = None,
         nonfinite_logprobs: Nonfinite = "raise",
         reject: bool = False,
-        gather: bool = True,
         folder: str | os.PathLike[str] | None = None,
         session_prefix: SessionPrefix | None = None,
     ) -> None:
         self._format, self._nonfinite = format, nonfinite_logprobs
-        self._reject, self._gather, self._folder = reject, gather, folder
+        self._reject, self._folder = reject, folder
         paths = paths_of(source)
         # no file, no prefix
         self._naming = Naming.of(paths or [], session_prefix if paths else None)
@@ -249,11 +247,6 @@ class Log:
                 batch
                 for table in tables
                 for batch in table.combine_chunks().to_batches()
-            )
-        elif not self._gather and index.turns:
-            raise InvalidTurnsError(
-                f"session {index.scattered!r} comes back after another session began, or "
-                "its turns do not ascend: gather=True groups the turns by session"
             )
         elif any(buckets.values()):
             with closing(grouped(self._spilled(), buckets, self._folder)) as found:
@@ -446,7 +439,6 @@ def scan_turns(
     *,
     format: Format | None = None,
     nonfinite_logprobs: Nonfinite = "raise",
-    gather: bool = True,
     folder: str | os.PathLike[str] | None = None,
     session_prefix: SessionPrefix | None = None,
 ) -> Iterator[pa.RecordBatch]:
@@ -462,8 +454,6 @@ def scan_turns(
         Files or directories.
     format, nonfinite_logprobs, session_prefix
         As for `trajkit.read_turns`, and so are the errors.
-    gather : bool
-        False: a scattered session is an error.
     folder : path, optional
         Where temporary files of about the size of the turns as Arrow are made. None:
         the system's directory for temporary files.
@@ -479,11 +469,10 @@ def scan_turns(
     ``tk.write_rows(tk.linearize_batches(tk.scan_turns("log")), "rows.parquet")``
     """
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
-    check_flag("gather", gather)
 
     def batches() -> Iterator[pa.RecordBatch]:
         with local_files(source) as local:
-            options = format, nonfinite_logprobs, False, gather, folder
+            options = format, nonfinite_logprobs, False, folder
             log = Log(local, *options, session_prefix)
             with closing(log.pieces(log.index())) as found:
                 yield from batches_in(piece.turns for piece in found)

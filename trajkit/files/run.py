@@ -77,7 +77,6 @@ def run(
     rejected: AnyPath | None = None,
     format: Format | None = None,
     nonfinite_logprobs: Nonfinite = "raise",
-    gather: bool = True,
     session_prefix: SessionPrefix | None = None,
     dedup: bool = False,
     inputs: Iterable[Input] = (),
@@ -109,7 +108,7 @@ def run(
     rejected : path, optional
         The file of the sessions that break a rule or that the stage refuses, with the
         reasons; the run goes on without them. None: such a session is an error.
-    format, nonfinite_logprobs, session_prefix, gather
+    format, nonfinite_logprobs, session_prefix
         As for `trajkit.scan_turns`; temporary files are next to the output.
     dedup : bool
         As for `trajkit.write_rows`.
@@ -136,7 +135,6 @@ def run(
     --------
     ``run("log", lambda turns: tk.linearize_batches(turns, "slime"), "rows.parquet")``
     """
-    check_flag("gather", gather)
     check_flag("dedup", dedup)
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
     if not callable(stage):
@@ -146,7 +144,7 @@ def run(
     parts = resume is not None and first is not None and is_parts(first)
     _check_paths(files, [*turns_inputs(paths), *inputs], parts=parts)
     log = Log(
-        *(paths, format, nonfinite_logprobs, rejected is not None, gather),
+        *(paths, format, nonfinite_logprobs, rejected is not None),
         folder=None if first is None else folder_of(first),
         session_prefix=session_prefix,
     )

@@ -91,8 +91,7 @@ def verify_file(
     policy, reward, sessions, max_row_tokens, weigh_by
         As for `trajkit.verify`.
     **options
-        Of `trajkit.run`, about the turns. Rows of rejected sessions are skipped. With
-        ``gather``, rows in another order than the turns are sorted, too.
+        Of `trajkit.run`, about the turns. Rows of rejected sessions are skipped.
 
     Returns
     -------
@@ -130,7 +129,7 @@ def verify_file(
         write_table(found, output)
         return {"turns": table.num_rows, "violations": found.num_rows}
     watch = options.get("watch") or Watch()
-    folder = folder_of(output) if options.get("gather", True) else None
+    folder = folder_of(output)
     with ExitStack() as stack:
         reader = _RowReader(path, index, watch.notes, folder, stack)
 
@@ -158,7 +157,7 @@ class _RowReader:
     """The rows of files, read in step with the turns.
 
     ``index`` is of the rows. Rows in another order than the turns are sorted in
-    ``folder``; None: they are an error. Temporary files are gone when the stack ends.
+    ``folder``. Temporary files are gone when the stack ends.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class _RowReader:
         path: Path,
         index: SessionIndex,
         notes: Callable[[str], None],
-        folder: Path | None,
+        folder: Path,
         stack: ExitStack,
     ) -> None:
         self._path, self._index = path, index
@@ -189,13 +188,11 @@ class _RowReader:
         misplaced = self._index.scattered or next(falls, None)
         rows = self._batches()
         if misplaced is not None:
-            where = f"rows of session {misplaced!r} are not in the order of the turns"
-            if self._folder is None:
-                raise InvalidTurnsError(
-                    f"{where}: sort them (sessions must be contiguous), or pass gather=True"
-                )
-            self._notes(f"{where}: all rows are sorted through temporary files first")
-            rows = self._sorted(known, self._folder)
+            self._notes(
+                f"rows of session {misplaced!r} are not in the order of the turns: all "
+                "rows are sorted through temporary files first"
+            )
+            rows = self._sorted(known)
         tables = map(full, whole_sessions(rows, "rows"))
         first = next(tables, ROWS.empty_table())
         self._empty = first.slice(0, 0)
@@ -222,9 +219,7 @@ class _RowReader:
         tables = iter_tables(self._path, batch_rows=rows, plan=rows_plan)
         return numbered(batch for table in tables for batch in table.to_batches())
 
-    def _sorted(
-        self, known: list[str | None], folder: Path
-    ) -> Iterator[pa.RecordBatch]:
+    def _sorted(self, known: list[str | None]) -> Iterator[pa.RecordBatch]:
         """The rows in the order of the turns; within a session as stored."""
         counts, rank = self._index.turns, self._ranks.__getitem__
         known = sorted(known, key=rank)
@@ -234,7 +229,7 @@ class _RowReader:
             batch.filter(pc.is_in(batch["session_id"].cast(pa.string()), names))
             for batch in self._batches()
         )
-        found = grouped(batches, bucket_numbers(ordered), folder)
+        found = grouped(batches, bucket_numbers(ordered), self._folder)
         for tables in self._stack.enter_context(closing(found)):
             table = concat(tables)
             order = np.argsort(
