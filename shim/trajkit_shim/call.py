@@ -447,7 +447,6 @@ class Call:
         named = caller.harness is not None
         agents = caller.agent_id, caller.parent_agent_id
         turn |= conversation.started_by(restored, *agents, named=named)
-        turn["resend_of"] = session.request_ids.get(self._digest)
         turn["delta"] = conversation.delta(restored, prompt.ids, prompt.base)
         with writing("the turn"):
             self._gateway.log.append(turn, index, conversation.logged)
@@ -479,7 +478,7 @@ class Call:
             base=prompt.base,
         )
         conversation.add(node, self._gateway.cache_budget)
-        pending.turn, pending.request_id = index, self._request_id
+        pending.turn = index
         session.remember(pending)
         counts.tools_left_out.update(self._chat.left_out)
         counts.ignored.update(self._chat.ignored)

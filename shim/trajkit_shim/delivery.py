@@ -7,8 +7,7 @@ is amended back.
 
 A client whose connection broke sends its request again. If a header marks it as a retry,
 or the session was opened with ``replay``, the request joins the call that is still
-running or gets the recorded reply, rather than a new sample. Any other request whose
-bytes equal an earlier one is sampled, and its turn names the earlier one.
+running or gets the recorded reply, rather than a new sample. Any other is sampled.
 
 A reply that is ready soon, or an error, is an ordinary response with its status. A
 streaming client gets status 200 and the start of a stream once it has waited for a while,
@@ -67,9 +66,7 @@ class PendingReply:
     connection waits any more.
     """
 
-    # of a recorded call: its turn and the id of its request
-    turn: int | None = None
-    request_id: str
+    turn: int | None = None  # of a recorded call
 
     def __init__(
         self,

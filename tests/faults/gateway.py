@@ -231,11 +231,6 @@ GATEWAY = (
         "shim/trajkit_shim/call.py",
         _SESSIONS + " tests/shim/test_serve.py tests/shim/protocols",
         (
-            "a repeated request is not named",
-            'turn["resend_of"] = session.request_ids.get(self._digest)',
-            'turn["resend_of"] = None',
-        ),
-        (
             "work is not bounded",
             "if self._n_bytes + n_bytes > limit:",
             "if False:",

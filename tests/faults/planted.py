@@ -769,6 +769,20 @@ PYTHON = (
             'any(n[0] != "." for n in os.listdir(one))',
             'any(n[0] == "." for n in os.listdir(one))',
         ),
+        (
+            "an output that the stage never makes is not missed",
+            "for name in files.keys() - made:",
+            "for name in made - {*files, *made}:",
+        ),
+    ),
+    _place(
+        "trajkit/files/formats.py",
+        "tests/files/test_tables.py",
+        (
+            "a file that was not written completely remains",
+            "        draft.unlink(missing_ok=True)",
+            "        pass",
+        ),
     ),
     _place(
         "trajkit/verification/context.py",

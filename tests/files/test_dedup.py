@@ -3,7 +3,6 @@
 import io
 from unittest import mock
 
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -64,19 +63,6 @@ DRIFTING = session(([1, 2], [3, 4]), ([1, 2, 3, 5], [6]), ([1, 2, 3, 5, 7], [8])
 STORED = encoded(tk.linearize(DRIFTING))
 
 
-def test_by_hand():
-    names = ["parent_row", "shared_length", "suffix_start", "suffix_ids", "suffix_mask"]
-    assert STORED.select(names).to_pylist() == [
-        dict(zip(names, line, strict=True))
-        for line in (
-            (None, 0, 0, [1, 2, 3, 4], [False, False, True, True]),
-            (0, 3, 3, [5, 6], [False, True]),
-            (1, 4, 4, [7, 8], [False, True]),
-        )
-    ]
-    assert STORED["suffix_logprobs"].to_pylist()[1] == [None, -0.5]
-
-
 @pytest.mark.parametrize(
     ("name", "value", "start"),
     [
@@ -92,12 +78,6 @@ def test_rows_that_were_changed_come_back_as_they_are(name, value, start):
     stored = encoded(rows)
     assert stored["suffix_start"].to_pylist() == start
     assert decoded(stored) == rows
-
-
-def test_equal_replies_are_stored_as_often_as_they_are_trained():
-    stored = encoded(tk.linearize(session(([1], [2, 3]), ([1], [2, 3]))))
-    assert stored["shared_length"].to_pylist() == [0, 3]
-    assert stored["suffix_mask"].to_pylist() == [[False, True, True], [True, True]]
 
 
 def test_what_drift_repeats_is_written_once():
@@ -152,12 +132,6 @@ def test_a_row_without_its_parent_is_stored_whole():
     stored = encoded(rows)
     assert stored["suffix_start"].to_pylist() == [0, 4]
     assert decoded(stored) == rows
-
-
-def test_frames_of_other_libraries_are_written(tmp_path):
-    rows = tk.linearize(DRIFTING, reward=1.0)
-    tk.write_rows(pl.DataFrame(rows), tmp_path / "rows.parquet", dedup=True)
-    assert tk.read_rows(tmp_path / "rows.parquet") == rows
 
 
 @pytest.mark.parametrize("read", [tk.validate, tk.verify, tk.add_weights, tk.pack])

@@ -75,18 +75,6 @@ def torn_read(path):
     return table, str(warning.message)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_turns_survive_a_file(tmp_path, turns, suffix):
-    path = tmp_path / f"run.{suffix}"
-    write_turns(turns, path)
-    back = read_turns(str(path))
-    assert back.equals(turns)
-    assert back.schema.equals(turns.schema, check_metadata=True)
-    assert os.listdir(tmp_path) == [path.name]
-    with path.open("rb") as file:
-        assert read_turns(file).equals(turns)
-
-
 @per_example
 @given(st.lists(json_messages, max_size=3))
 def test_any_message_survives_json_lines(messages):
@@ -427,17 +415,6 @@ def test_parquet_keeps_no_dictionary_of_what_is_per_token(tmp_path, turns, rows)
         assert {one.compression for one in columns} == {"ZSTD"}
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("dedup", [False, True])
-def test_rows_come_in_batches(tmp_path, turns, suffix, dedup):
-    path = tmp_path / f"rows.{suffix}"
-    rows = tk.linearize(turns, "per_call")
-    tk.write_rows(rows, path, dedup=dedup)
-    batches = list(tk.scan_rows(path, batch_rows=1))
-    assert [len(batch) for batch in batches] == [1] * len(rows)
-    assert pa.Table.from_batches(batches).to_pylist() == rows.to_pylist()
-
-
 def test_the_body_of_another_session_s_message_is_not_taken(tmp_path):
     """It may be another that has the same key, or be filtered out of the file."""
     said = {"prompt_messages": [{"role": "user", "content": "hello"}]}
@@ -577,20 +554,24 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("format", [*TABLES, *LINES])
+@pytest.mark.parametrize("format", SUFFIXES)
 @in_files
 @given(data=st.data(), records=runs(), size=small)
 def test_turns(format, data, records, size):
-    form = data.draw(st.sampled_from(["full"] if format in LINES else FORMS))
+    in_lines = format in (*LINES, "ndjson")
+    form = data.draw(st.sampled_from(["full"] if in_lines else FORMS))
     writer = data.draw(st.sampled_from(sorted(WRITERS)))
     turns = tk.from_records(records)
     expected = in_form(turns, form)
     with Folder(size) as folder:
         path = folder / f"turns.{format}"
         WRITERS[writer](expected, path)
+        assert os.listdir(folder) == [path.name]
         for name, read in READERS.items():
             if turns.num_rows or name in ("path", "directory"):
-                assert read(path).equals(expected), name
+                back = read(path)
+                assert back.equals(expected), name
+                assert back.schema.equals(expected.schema, check_metadata=True)
 
 
 FORMS = ["full", "delta"]
@@ -660,6 +641,10 @@ def test_rows(format, records, choice, limit, size, data):
         back = tk.read_rows(path)
         assert back.to_pylist() == rows.to_pylist()
         assert back.schema.equals(rows.schema, check_metadata=True)
+        batches = list(tk.scan_rows(path, batch_rows=1))
+        assert all(batch.num_rows <= 1 for batch in batches)
+        scanned = pa.Table.from_batches(batches, rows.schema)
+        assert scanned.to_pylist() == rows.to_pylist()
         if format in TABLES:
             read, write = POLARS[format]
             write(read(path), path)

@@ -61,7 +61,19 @@ def _batches(
     names: tuple[str, ...] | None,
 ) -> _Sized:
     try:
-        for batch, n_bytes in _unchecked(file, kind, batch_rows, names):
+        if isinstance(file, Path) or file.seekable():
+            source = open_input(file, kind)
+        else:
+            source = pa.BufferReader(file.read())
+        if kind == "parquet":
+            found = _read_parquet(source, batch_rows, names)
+        elif not _is_file_form(source):
+            found = _sized(_read_stream(source, name_of(file)))
+        else:
+            # pages of a mapped file are read when they are used
+            mapped = source if names is None else pa.memory_map(str(file))
+            found = _sized(_read_file(mapped))
+        for batch, n_bytes in found:
             if names is not None:
                 batch = batch.select([n for n in names if n in batch.schema.names])
             check_buffers(batch)
@@ -72,26 +84,8 @@ def _batches(
         ) from None
 
 
-def _unchecked(
-    file: Path | BinaryIO,
-    kind: Format,
-    batch_rows: int | None,
-    names: tuple[str, ...] | None,
-) -> _Sized:
-    if isinstance(file, Path) or file.seekable():
-        source = open_input(file, kind)
-    else:
-        source = pa.BufferReader(file.read())
-    if kind == "parquet":
-        yield from _read_parquet(source, batch_rows, names)
-        return
-    if not _is_file_form(source):
-        batches = _read_stream(source, name_of(file))
-    else:
-        # pages of a mapped file are read when they are used
-        batches = _read_file(source if names is None else pa.memory_map(str(file)))
-    for batch in batches:
-        yield batch, batch.get_total_buffer_size()
+def _sized(batches: Iterator[pa.RecordBatch]) -> _Sized:
+    return ((batch, batch.get_total_buffer_size()) for batch in batches)
 
 
 def table_kind(file: Path, kind: Format) -> str | None:
@@ -335,20 +329,18 @@ def storable(table: pa.Table) -> pa.Table:
         if type_ != field.type:
             column = table.column(index).cast(type_)
             table = table.set_column(index, field.with_type(type_), column)
-        if refused := _refused(type_):
-            raise FormatError(
-                f"Parquet cannot store column {field.name!r} of type {field.type}: "
-                f"{refused}. Cast it, or write Arrow IPC"
-            )
+        _check_storable(field.name, type_)
     return table
 
 
 @lru_cache(maxsize=256)
-def _refused(type_: pa.DataType) -> str:
+def _check_storable(name: str, type_: pa.DataType) -> None:
     import pyarrow.parquet as pq
 
     try:
         pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([("", type_)])).close()
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
-        return str(error)
-    return ""
+        raise FormatError(
+            f"Parquet cannot store column {name!r} of type {type_}: {error}. Cast it, or "
+            "write Arrow IPC"
+        ) from None

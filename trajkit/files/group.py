@@ -208,10 +208,6 @@ class Log:
     def index(self) -> SessionIndex:
         return index_sessions(self._files, self._format, naming=self._naming)
 
-    def read(self) -> pa.Table:
-        [piece] = self.pieces(SessionIndex())
-        return piece.turns
-
     def placed(self, error: InvalidTurnsError) -> InvalidTurnsError:
         """The error with its file and line, as `trajkit.files.sources.placed` adds them."""
         return placed(error, self._files, self._format, self._naming)
@@ -431,7 +427,7 @@ def read_turns(
     with local_files(source) as local:
         if map is None:
             log = Log(local, format, nonfinite_logprobs, session_prefix=session_prefix)
-            return log.read()
+            return next(log.pieces(SessionIndex())).turns
         own, naming = read_map(map), Naming.of(paths_of(local) or [], session_prefix)
         files = [
             (file, (own.renamed(one) for one in _objects(part)))

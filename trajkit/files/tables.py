@@ -242,18 +242,18 @@ def read_sessions(
     files: Any = None if paths is None else _session_files(paths, format)
     if paths and not files:
         raise FormatError(f"{paths[0]} has no file of sessions")
+
+    def plan(names: list[str]) -> pa.Schema:
+        return REPORT if _REPORTED <= {*names} else SESSIONS
+
     tables = [SESSIONS.empty_table()]
     for file in files or [source]:
-        for table in iter_tables(file, format=format, plan=_session_plan):
+        for table in iter_tables(file, format=format, plan=plan):
             if _REPORTED <= {*table.column_names}:
                 table = table.select(SESSIONS.names).replace_schema_metadata(None)
             table = canonical(table, SESSIONS)
             tables.append(naming.table(table, file) if files else table)
     return last_lines(concat(tables))
-
-
-def _session_plan(names: list[str]) -> pa.Schema:
-    return REPORT if _REPORTED <= {*names} else SESSIONS
 
 
 def _session_files(paths: list[Path], format: Format | None) -> list[Path]:

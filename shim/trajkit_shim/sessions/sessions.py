@@ -170,8 +170,6 @@ class Session:
         self.calls: dict[PendingReply, None] = {}
         # its latest recorded calls
         self.answers: deque[PendingReply] = deque(maxlen=KEPT)
-        # of the first turn with each request
-        self.request_ids: dict[bytes, str] = {}
         # amendments that could not be written yet, in order
         self._unwritten: list[tuple[list[int], str, bool | None]] = []
         self.conversation = Conversation(counts=record.counts.echo)
@@ -222,7 +220,6 @@ class Session:
 
     def remember(self, call: PendingReply) -> None:
         self.calls.pop(call, None)
-        self.request_ids.setdefault(call.digest, call.request_id)
         self.answers.append(call)
 
     def amend(self, turns: list[int], reason: str, trainable: bool | None) -> None:

@@ -42,8 +42,6 @@ _TEXT, _TIME = pa.string(), pa.timestamp("us", tz="UTC")
 
 PROVENANCE: dict[str, pa.DataType] = {
     "request_id": _TEXT,  # the id of the engine call
-    # request_id of the session's first turn with an identical request; null: none
-    "resend_of": _TEXT,
     "model": _TEXT,
     "protocol": _TEXT,  # of the client
     # who called, and what for (client_identity); null: unknown

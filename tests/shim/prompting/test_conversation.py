@@ -337,3 +337,24 @@ def test_a_conversation_that_is_known_is_restored_as_if_it_were_not(data):
         others = [[], [said("No.")], [NEXT], [said("Yes."), said("No."), NEXT]]
         talks.append([*talk, reply, *data.draw(st.sampled_from(others))])
         talks.append([*talk, said(data.draw(texts)), NEXT])
+
+
+def test_a_message_that_was_new_may_be_a_later_reply():
+    book, reply = Conversation(), said("Yes.")
+    talk = [USER, reply, NEXT, said("Other."), NEXT]
+    first = book.restore(talk)
+    assert [place.known for place in first.places if place.known] == ["new", "new"]
+    remember(book, first.position, reply)
+    again = book.restore([*talk, reply, NEXT])
+    assert [p.known for p in again.places if p.known] == ["as_sent", "new", "as_sent"]
+
+
+def test_a_reply_that_is_sampled_again_is_of_its_latest_turn():
+    book, replies, talk = Conversation(), [said("Yes."), said("No.")], [USER]
+    for turn, reply in enumerate(replies):
+        remember(book, book.restore(talk).position, reply, turn=turn)
+        talk = [*talk, reply, NEXT]
+    book.restore(talk)
+    remember(book, book.restore([USER]).position, replies[0], turn=2)
+    turns = [place.node.turn for place in book.restore(talk).places if place.node]
+    assert turns == [2, 1]

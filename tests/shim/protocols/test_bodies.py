@@ -473,6 +473,10 @@ def test_what_two_bodies_share_is_not_read_again():
     other = json_input.Body(twice.encode(), "messages", b"", [first])
     found = read_all(other.parse(), known=other.known)
     assert [one["content"] for one in found.messages] == ["other"]
+    for wrong in (",]}", ",,{}]}", "{}]}"):
+        data = (json.dumps({"messages": talk[:19]})[:-2] + wrong).encode()
+        with pytest.raises(GatewayError, match="not JSON"):
+            json_input.Body(data, "messages", b"", [first]).parse()
     assert len(body.known) == 19
     again = read_all(body.parse(), known=body.known)
     assert again.messages == talk
