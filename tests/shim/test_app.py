@@ -12,10 +12,12 @@ from tests.shim.clients import FREE, USER
 from tests.shim.fakes import (
     AS_STRING,
     RENDERER,
+    TOOL,
     Held,
     byte_renderer,
     cases,
     sampled,
+    tool,
 )
 from trajkit_shim.errors import EngineError
 
@@ -179,6 +181,19 @@ async def test_paths_that_nothing_answers(start, method, path, status, words):
     reply = await (await start()).http.request(method, path)
     assert (reply.status_code, set(reply.json())) == (status, words)
     assert ("status" in reply.json()["error"]) == ("v1beta" in path)
+
+
+async def test_calls_get_ids_that_the_template_takes(start):
+    """Mistral's want nine letters and digits."""
+    wants = "{% for call in message.tool_calls or [] if call.id | length != 9 %}"
+    wants += "{{ raise_exception('ids') }}{% endfor %}{{ message.content }}"
+    template = AS_STRING.replace("{{ message.content }}", wants)
+    gateway = await start(CALL, "ok", renderer=byte_renderer(template))
+    session, tools = await gateway.open(), {"tools": [TOOL]}
+    message = await session.ask(**tools)
+    (call,) = message["tool_calls"]
+    await session.ask(USER, message, tool(call["id"]), **tools)
+    assert gateway.turns()[1]["render_reason"] is None
 
 
 async def test_reasoning_that_the_prompt_opens(start):
