@@ -215,9 +215,12 @@ def test_an_error_in_a_line_has_one_line_number(tmp_path):
             "turn 0: the record has the keys session_id, prompt: expected prompt_ids",
         ),
         ({**CALL, "output_ids": None}, "output_ids is None: expected output_ids"),
-        ({**CALL, "output_logprobs": [{3: 1}, {4: 1}]}, "vLLM's shape: "),
-        ({**CALL, "output_logprobs": [(-1, 3, None)] * 2}, "SGLang's shape: "),
-        ({**CALL, "output_logprobs": {"content": []}}, "OpenAI's shape: "),
+        ({**CALL, "output_logprobs": [{3: 1}, {4: 1}]}, "logprobs are numbers"),
+        ({**CALL, "output_logprobs": [(-1, 3, None)] * 2}, "logprobs are numbers"),
+        (
+            {**CALL, "output_logprobs": {"content": []}},
+            "a list or an array of numbers",
+        ),
     ],
 )
 def test_what_is_no_call_is_said_to_be_none(record, said):

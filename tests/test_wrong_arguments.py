@@ -161,7 +161,6 @@ NO_PATHS = [object(), 1.5, ("a", object()), {"zzz": object()}]
         ("rejected", NO_PATHS),
         ("format", [*WRONG]),
         ("nonfinite_logprobs", [*WRONG]),
-        ("gather", [*WRONG]),
         ("session_prefix", [*WRONG]),
     ],
 )

@@ -139,6 +139,11 @@ def run(
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
     if not callable(stage):
         raise ArgumentError(f"stage={stage!r}: expected a function of a table")
+    try:
+        json.dumps({**(resume or {})})
+    except (TypeError, ValueError):
+        rule = "expected a dict of JSON values"
+        raise ArgumentError(f"resume={resume!r}: {rule}") from None
     paths, files, watch = _local(source), _files(outputs, rejected), watch or Watch()
     first = next(iter(files.values()), None)
     parts = resume is not None and first is not None and is_parts(first)
@@ -401,12 +406,8 @@ class Manifest:
     def __init__(
         self, folders: Sequence[Path], resume: Any, job: dict[str, Any]
     ) -> None:
-        try:  # tuples become lists, as in the file
-            self._job = json.loads(json.dumps({**resume, **job}))
-        except (TypeError, ValueError):
-            raise ArgumentError(
-                f"resume={resume!r}: expected a dict of JSON values"
-            ) from None
+        # tuples become lists, as in the file
+        self._job = json.loads(json.dumps({**resume, **job}))
         self._path = folders[0] / MANIFEST
         self.ends, self.totals = list[int](), Counter[str]()
         folders[0].mkdir(exist_ok=True)
