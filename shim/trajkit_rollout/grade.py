@@ -329,7 +329,8 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
     found = f"{tests}\n{workspace.path}".encode()
     own = {"sitecustomize.py": _GRADER, "nonce": nonce, "places": found}
     sandbox.put(pack(own), places["grader"])
-    command = rules.script or rules.command or "bash {tests}/test.sh"
+    own_text = rules.script if rules.kind == "script" else rules.command
+    command = own_text or "bash {tests}/test.sh"
     for key, place in places.items():
         command = command.replace(f"{{{key}}}", place)
     env = {key.upper(): place for key, place in places.items()}

@@ -8,6 +8,7 @@ import importlib
 import io
 import math
 import os
+import re
 import secrets
 import selectors
 import shlex
@@ -128,7 +129,7 @@ class Sandbox(ABC):
     """
 
     kind: ClassVar[str]
-    # allowed keys of `Spec.options`, and their defaults
+    # allowed keys of `Spec.options`, and their defaults or choices, the default first
     options: ClassVar[Variables] = {}
     limits: ClassVar[tuple[str, ...]] = ()  # fields of `Limits` that it enforces
     # how the last line starts if a command was not run
@@ -138,10 +139,16 @@ class Sandbox(ABC):
     _shown: Words = ()  # files and folders of this machine that commands see
 
     def __init__(self, spec: Spec) -> None:
-        self.spec, self.chosen = spec, {**self.options, **spec.options}
+        defaults = {name: one.partition("|")[0] for name, one in self.options.items()}
+        self.spec, self.chosen = spec, {**defaults, **spec.options}
         if unknown := spec.options.keys() - self.options.keys():
             known = ", ".join(self.options) or "none"
             raise SandboxError(f"unknown option {min(unknown)!r}; options: {known}")
+        for name, choices in self.options.items():
+            value, valid = self.chosen[name], choices.split("|")
+            if len(valid) > 1 and value not in valid:
+                rule = f"is not one of {', '.join(valid)}"
+                raise SandboxError(f"{name} = {value!r} {rule}")
         for name, limit in asdict(spec.limits).items():
             if limit is not None and name not in self.limits:
                 rule = f"a sandbox of kind {self.kind} cannot enforce it"
@@ -250,6 +257,17 @@ class Sandbox(ABC):
         self.stop()
 
 
+@contextmanager
+def _failing() -> Iterator[None]:
+    """What this machine cannot do is a failure of the sandbox: a disk may be full."""
+    try:
+        yield
+    except SandboxError:
+        raise
+    except OSError as error:
+        raise SandboxError(f"{error}") from error
+
+
 def run_here(
     arguments: Words,
     env: Variables,
@@ -268,13 +286,14 @@ def run_here(
     has to end; ``end`` when the group has ended, before the output is complete.
     """
     limit = min(max_bytes, _MAX_OUTPUT)
-    with ExitStack() as stack:
+    with _failing(), ExitStack() as stack:
         given, out, err = (stack.enter_context(TemporaryFile()) for _ in range(3))
         given.write(stdin)
         given.seek(0)
         if log is not None:
             out = stack.enter_context(log.open("w+b"))
         waiting = stack.enter_context(selectors.DefaultSelector())
+        check()
         try:
             process = subprocess.Popen(
                 arguments,
@@ -387,7 +406,7 @@ class LocalSandbox(Sandbox):
     """
 
     kind = "local"
-    options: ClassVar = {"namespaces": "auto", "network": "gateway"}
+    options: ClassVar = {"namespaces": "auto|no", "network": "gateway|host"}
     limits = ("memory_mb", "processes", "file_mb", "disk_mb")
     refusals = ("bwrap: ", "nsenter: ", "prlimit: ")
 
@@ -401,6 +420,16 @@ class LocalSandbox(Sandbox):
         if missing and spec.places:
             places = ", ".join(spec.places)
             raise SandboxError(f"no isolated sandbox ({missing}): {places}: only there")
+        for place in spec.places:
+            outer = [one for one in spec.places if f"{place}/".startswith(f"{one}/")]
+            if not re.fullmatch("(/[^/]+)+", place) or {".", ".."} & {
+                *place.split("/")
+            }:
+                raise SandboxError(f"place {place!r}: expected a path without . and ..")
+            if place in (_INSIDE, "/tmp") or len(outer) > 1:
+                raise SandboxError(
+                    f"place {place!r} is in another place of the sandbox"
+                )
         loose = {
             "memory_mb is per process: no cgroup v2 of systemd": not cgroup,
             "processes is not enforced": not cgroup and not limits_ids,
@@ -427,9 +456,15 @@ class LocalSandbox(Sandbox):
         self._gateway: tuple[str, int] | None = None
 
     def start(self) -> None:
-        folders = ["home", "tmp", "work", *(place[1:] for place in self.spec.places)]
+        # what the agent sees at one place must not say what is seen at another
+        folders = [
+            "in/home",
+            "in/work",
+            "tmp",
+            *(f"at{one}" for one in self.spec.places),
+        ]
         try:
-            for folder in folders if not self._isolated else [""]:
+            for folder in [""] if self._isolated else ["home", "tmp", "work"]:
                 (self._root / folder).mkdir(parents=True, exist_ok=True)
             if not self._isolated:
                 return
@@ -452,16 +487,19 @@ class LocalSandbox(Sandbox):
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         env = {**kept, **_ENVIRONMENT, "PATH": os.pathsep.join(own), **env}
         passed: list[int] = []
+        holder = self._holder
+        if self._isolated and holder is None:
+            # without one, the command would run on this machine
+            raise SandboxError("the sandbox does not run")
         with ExitStack() as stack:
             if self._gateway is not None:
                 passed.append(stack.enter_context(bridge(*self._gateway)))
                 helper = (sys.executable, "-I", "-S", "-c", _OPEN, str(passed[0]))
                 arguments = (*helper, *arguments)
-            holder = ""
-            if self._holder is not None:
-                holder = str(self._holder.pid)
-                arguments = (*self._folders(), *arguments)
-            command = _local("run", *self._limits, holder, *arguments)
+            pid = ""
+            if holder is not None:
+                pid, arguments = str(holder.pid), (*self._folders(), *arguments)
+            command = _local("run", *self._limits, pid, *arguments)
             options |= {"check": self._check, "end": self._end, "pass_fds": passed}
             return run_here(command, env, max_bytes=self._max_bytes, **options)
 
@@ -470,11 +508,11 @@ class LocalSandbox(Sandbox):
         if self._shares_network:
             yield "--share-net"
         root = str(self._root)
-        yield from ("--bind", root, _INSIDE, "--bind", f"{root}/tmp", "/tmp")
+        yield from ("--bind", f"{root}/in", _INSIDE, "--bind", f"{root}/tmp", "/tmp")
         for path in self._shown:
             yield from ("--ro-bind-try", path, path)
         for place in self.spec.places:
-            yield from ("--bind", f"{root}{place}", place)
+            yield from ("--bind", f"{root}/at{place}", place)
         yield from ("--remount-ro", "/", "--")
 
     def _end(self) -> None:
@@ -494,7 +532,8 @@ class LocalSandbox(Sandbox):
             raise SandboxError(f"{self._root}: cannot be removed: {error}") from error
 
     def map_path(self, path: str) -> str:
-        if any(f"{path}/".startswith(f"{place}/") for place in self.spec.places):
+        own = (*self.spec.places, "/tmp") if self._isolated else ()
+        if any(f"{path}/".startswith(f"{place}/") for place in own):
             return path
         return (_INSIDE if self._isolated else str(self._root)) + path
 

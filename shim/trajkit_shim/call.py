@@ -1,7 +1,7 @@
 """One model call, from the chat request to what is recorded and answered.
 
-Nothing here changes the session before the turn is recorded. A call that fails or is
-cancelled may leave unused space in an array of ids.
+Before the turn is recorded, a call leaves nothing in its session but its request, with
+which later ones may begin (`Conversation.restore`).
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 
 import numpy as np
 from starlette.datastructures import Headers
@@ -45,6 +46,8 @@ from trajkit_shim.sessions.turn_log import TurnLog
 # Bytes: to read or render so many takes less time than a switch of threads. More would
 # delay every other call.
 _SHORT = 32 << 10
+# the same for bytes that are only hashed
+_HASHED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +147,16 @@ class Gateway:
         text_only = isinstance(images, str)
         # images are taken from each request
         again = text_only and verb != "count"
-        body = Body(
-            data,
-            protocol.listed if again else "",
-            f"{protocol.name} {verb}\0".encode(),
-            session.conversation.bodies if again else (),
-        )
+        listed = protocol.listed if again else ""
+        purpose = f"{protocol.name} {verb}\0".encode()
+        earlier = session.conversation.bodies if again else []
+
+        def begin() -> Body:
+            return Body(data, listed, purpose, earlier)
+
+        # it hashes what the bodies share
+        short = len(data) <= _HASHED
+        body = begin() if short else await asyncio.to_thread(begin)
 
         def parse() -> ChatRequest:
             value, known = body.parse(), body.known
@@ -218,7 +225,8 @@ class Call:
         # a longer prompt is not counted
         most = 4 * info.max_context_tokens
         async with self._gateway.counting:
-            prompt = await asyncio.to_thread(self._make_prompt, most, False)
+            make = partial(self._make_prompt, most, attributed=False, keep=False)
+            prompt = await asyncio.to_thread(make)
         session.check_limit("prompt_tokens", len(prompt.ids))
         return len(prompt.ids)
 
@@ -255,10 +263,14 @@ class Call:
             limit = session.options.limits.get("max_context_tokens")
             if limit is not None and limit < info.max_context_tokens:
                 self._info = replace(info, max_context_tokens=limit)
-            if self._body.n_bytes <= _SHORT:
-                self._prepare()
-            else:
-                await asyncio.to_thread(self._prepare)
+            try:
+                if self._body.n_bytes <= _SHORT:
+                    self._prepare()
+                else:
+                    await asyncio.to_thread(self._prepare)
+            finally:
+                # the request is kept, whatever becomes of the call
+                session.conversation.count_kept(gateway.cache_budget)
             sampling = self._sampling()
 
             async def sample_once() -> base.Sample:
@@ -294,14 +306,16 @@ class Call:
             raise
         return reply
 
-    def _make_prompt(self, max_tokens: int, attributed: bool) -> Prompt:
+    def _make_prompt(
+        self, max_tokens: int, *, attributed: bool, keep: bool = True
+    ) -> Prompt:
         # refuse a last message that is too long before anything is rendered
         for last in texts_of(self._chat.messages[-1]["content"]):
             self._renderer.check_length(last, max_tokens)
         # the request's messages, with the session's replies restored
         body = self._body if self._body.known else None
         conversation = self._session.conversation
-        self._restored = conversation.restore(self._chat.messages, body)
+        self._restored = conversation.restore(self._chat.messages, body, keep=keep)
         return self._gateway.prompts.build(
             self._restored,
             self._chat.tools,
@@ -313,7 +327,7 @@ class Call:
     def _prepare(self) -> None:
         """Render the request, or extend the prompt of an earlier turn."""
         most, options = self._info.max_context_tokens, self._gateway.options
-        self._prompt = prompt = self._make_prompt(most, options.attributed)
+        self._prompt = prompt = self._make_prompt(most, attributed=options.attributed)
         places = self._gateway.prompts.places
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images, self._pixels = prompt.ids, [], []

@@ -104,7 +104,9 @@ class Body:
     """A request's body, which may begin with the bytes of ``earlier`` ones of its session.
 
     The elements of its list ``listed`` that it shares with one of those are neither
-    parsed again nor read (`Fields.each`). ``purpose`` is what its digest is of, too.
+    parsed again nor read (`Fields.each`); if it departs between two marks, those before
+    the first of them. ``purpose`` is hashed before the bytes, so bodies for different
+    purposes share nothing.
     """
 
     def __init__(
@@ -137,9 +139,12 @@ class Body:
         """The marks that a body has as well, and what hashed it up to the last."""
         shared, view, at = list[Mark](), memoryview(data), 0
         for mark in self._marks:
+            # of a list that was not read, because another value followed under its name
+            if mark.number > len(self.known) or mark.end > len(data):
+                break
             longer = hasher.copy()
             longer.update(view[at : mark.end])
-            if mark.end > len(data) or longer.digest() != mark.digest:
+            if longer.digest() != mark.digest:
                 break
             shared.append(mark)
             hasher, at = longer, mark.end

@@ -6,6 +6,7 @@ that the script really tries.
 
 import os
 import platform
+import re
 import shlex
 import signal
 import socket
@@ -82,6 +83,29 @@ ATTACKS = {
         script="echo 1 > /proc/sys/kernel/sysrq", harmless=False
     ),
 }
+
+
+def test_places_of_a_sandbox_are_apart(tmp_path):
+    with box_of("local", tmp_path, places=("/app", "/tests")) as box:
+        for link in ("/sandbox/tmp", "/sandbox/app", "/sandbox/in", "/app/tests"):
+            sh(box, f"rm -rf {link}; ln -s / {link}")
+        assert sh(box, "ls /tmp").stdout == sh(box, "ls /tests").stdout == b""
+        assert b"tests" in sh(box, "ls /app").stdout
+    for places in (("/app", "/app/tests"), ("/app/../x",), ("//tmp/x",), ("/",)):
+        with (
+            pytest.raises(SandboxError, match=re.escape(repr(places[-1]))),
+            box_of("local", tmp_path, places=places),
+        ):
+            pass
+
+
+def test_nothing_runs_in_a_sandbox_that_has_ended(tmp_path):
+    with box_of("local", tmp_path) as box:
+        box._holder, holder = None, box._holder
+        with pytest.raises(SandboxError, match="does not run"):
+            sh(box, f"touch {tmp_path}/left")
+        box._holder = holder
+    assert not (tmp_path / "left").exists()
 
 
 @contextmanager

@@ -339,6 +339,8 @@ REFUSED = [
     ("docker", {"options": {"color": "red"}}, "'color'; options: binary, network"),
     ("local", {"image": "any"}, "has no image"),
     ("local", {"limits": Limits(cpus=1.0)}, "cpus = 1.0: a sandbox of kind local"),
+    ("local", {"options": {"namespaces": "perhaps"}}, "is not one of auto, no"),
+    ("local", {"options": {"network": "none"}}, "is not one of gateway, host"),
 ]
 
 

@@ -58,6 +58,9 @@ def _watched() -> dict[tuple[str, ...], tuple[int, int]]:
     """What a module under test must not change: identities of functions and classes."""
     import types
 
+    # a test may import it only after what it tests
+    __import__("unittest")
+
     functions = (types.FunctionType, types.BuiltinFunctionType)
     kinds = (*functions, type, staticmethod, classmethod, property)
     found = {}
@@ -126,13 +129,11 @@ def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
             # plugins are loaded, and none of them comes from here
             sys.path += places
             self.root = str(getattr(config, "rootpath", None) or config.rootdir)
-            if not self.own:
-                self.before = _watched()
+            self.before = _watched()
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_unconfigure(self) -> None:
-            if not self.own:
-                self.after = _watched()
+            self.after = _watched()
 
         def pytest_keyboard_interrupt(self) -> None:
             # also by pytest.exit

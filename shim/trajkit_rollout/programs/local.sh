@@ -10,7 +10,7 @@ isolated='bwrap --unshare-all --unshare-user --disable-userns --uid 0 --gid 0
 # what the processes and files of a sandbox are in
 apart='unshare --user --map-root-user --mount --pid --fork --kill-child --mount-proc'
 
-# The process that `hold` became, as seen from here.
+# Sets `first` to the first process of the namespace that `hold` made, as seen from here.
 first() {
   read first < /proc/$1/task/$1/children
 }
@@ -45,7 +45,7 @@ if test "$3"; then
   echo 301 > /proc/sys/kernel/ns_last_pid && echo "$3" > /proc/sys/kernel/pid_max || exit
 fi
 shift 3
-mkdir -p "$@" && echo ready && exec env --ignore-signal=CHLD cat' sh "$@"
+mkdir -p -- "$@" && echo ready && exec env --ignore-signal=CHLD cat' sh "$@"
   ;;
 run)
   # the start of a command in a CGROUP or nothing, the limits of PROCESSES, MEMORY and FILE

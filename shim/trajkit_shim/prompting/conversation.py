@@ -11,8 +11,8 @@ was sampled, the ids of its prompt and output, and its turn. From the map follow
 - what a turn in delta form shares with an earlier one (`Conversation.delta`);
 - the tool call that started a sub-agent (`Conversation.started_by`).
 
-A request mostly begins with the messages of an earlier one, of which some are kept: what
-was found of those messages is taken from there.
+The latest requests of a few conversations are kept. A request mostly begins with the
+messages of one of them: what was found of these is taken from there.
 
 The results of a reply's calls follow it in the order of the calls, as a template that
 shows no ids presents them. Results that belong to no call are refused.
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import islice, takewhile
+from sys import getsizeof
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
@@ -55,6 +56,8 @@ _LONGEST = 1 << 16
 _SHORTEST = 12
 # bytes of a node besides its ids
 _OVERHEAD = 1024
+# about those of a body's element that was read, and of each of its fields that was not
+_READ_BYTES = 300
 # requests that are kept: an agent's sub-agents converse at the same time
 _KEPT = 4
 
@@ -136,6 +139,20 @@ class RestoredRequest:
         return [place.message for place in self.places]
 
     @property
+    def n_bytes(self) -> int:
+        """About how many bytes it takes, some of them shared with other requests."""
+        texts = self.plain[2], self.rendered.head if self.rendered else ""
+        n_read = (
+            sum(1 + len(unread) for _, unread in self.body.known) if self.body else 0
+        )
+        return (
+            sum(map(getsizeof, texts))
+            + (self.places[-1].n_bytes if self.places else 0)
+            + (self.offered.n_bytes if self.offered else 0)
+            + _READ_BYTES * n_read
+        )
+
+    @property
     def logged(self) -> list[chat.LoggedMessage]:
         return [place.logged for place in self.places]
 
@@ -174,6 +191,7 @@ class Conversation:
     # turn and number of the calls that have started an agent
     _used: set[tuple[int, int]] = field(default_factory=set)
     _budget: "Budget | None" = None
+    _closed: bool = False
     # of different conversations, the latest last
     _requests: list[RestoredRequest] = field(default_factory=list)
 
@@ -183,11 +201,12 @@ class Conversation:
         return [each.body for each in self._requests if each.body is not None]
 
     def restore(
-        self, messages: list[Json], body: Body | None = None
+        self, messages: list[Json], body: Body | None = None, *, keep: bool = True
     ) -> RestoredRequest:
         """Replace recognized replies in canonical messages by what was sampled.
 
-        Raises `GatewayError` (400) if tool results do not answer the calls before them.
+        With ``keep`` later requests may begin with this one. Raises `GatewayError` (400) if
+        tool results do not answer the calls before them.
         """
         restored = RestoredRequest(messages, body)
         earlier, n_same = RestoredRequest(), -1
@@ -232,7 +251,8 @@ class Conversation:
         if _n_same(latest, places) * 2 < len(latest):
             # of another conversation
             others = [*self._requests]
-        self._requests = [*others[1 - _KEPT :], restored]
+        if keep:
+            self._requests = [*others[1 - _KEPT :], restored]
         return restored
 
     def add(self, node: Node, budget: "Budget") -> None:
@@ -258,8 +278,13 @@ class Conversation:
                 if node.position in before:
                     at = before.index(node.position)
                     request.starts = [s for s in request.starts if s[1] <= at]
-        self._budget = budget
-        budget.count(self)
+        self.count_kept(budget)
+
+    def count_kept(self, budget: "Budget") -> None:
+        """Count what it keeps, on the event loop."""
+        if not self._closed:
+            self._budget = budget
+            budget.count(self)
 
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a recorded request, each position once."""
@@ -360,15 +385,10 @@ class Conversation:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the ids, of what belongs to them, and of the requests that are kept."""
+        """About how many bytes its ids and the requests that are kept take."""
         own = (n.own_ids.nbytes for n in self._in_order if n.own_ids is not None)
-        texts = (
-            len(each.plain[2])
-            + (len(each.rendered.head) if each.rendered else 0)
-            + (each.places[-1].n_bytes if each.places else 0)
-            for each in self._requests
-        )
-        return sum(own) + _OVERHEAD * len(self._in_order) + sum(texts)
+        requests = (each.n_bytes for each in self._requests)
+        return sum(own) + _OVERHEAD * len(self._in_order) + sum(requests)
 
     def release(self) -> None:
         """Drop the ids and the requests; the replies are still recognized."""
@@ -377,7 +397,8 @@ class Conversation:
             node.own_ids = None
 
     def close(self) -> None:
-        """Drop the ids of a session that has ended."""
+        """Drop the ids and the requests of a session that has ended."""
+        self._closed = True
         self.release()
         if self._budget is not None:
             self._budget.uncount(self)
@@ -428,10 +449,10 @@ class Conversation:
 
 
 class Budget:
-    """A limit in bytes on what all sessions keep.
+    """A limit in bytes on the ids and the requests that all sessions keep.
 
-    Beyond it the ids of the session that was idle longest are released: its next prompt
-    is rendered, and may differ from them.
+    Beyond it those of the session that was idle longest are released: its next prompt is
+    rendered, and may differ from the ids.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -478,7 +499,7 @@ def _add(
         record = chat.logged_message(message)
     place = Place(message, record, before, next_position(before, record.key))
     place.known, place.tool, place.node = known, tool, node
-    place.n_bytes = len(record.body) + _OVERHEAD
+    place.n_bytes = getsizeof(record.body) + _OVERHEAD
     place.n_bytes += places[-1].n_bytes if places else 0
     places.append(place)
 

@@ -69,6 +69,8 @@ Reason: TypeAlias = (
 
 # sets of variables whose probe is kept; clients choose them
 _KEPT = 64
+# about what objects of JSON take, for each character that spells them
+_BYTES_PER_CHARACTER = 12
 _USER: Json = {"role": "user", "content": "questionword"}
 _RESULT = chat.tool_message("call00000", ["outcomeword"])
 _NEXT: Mapping[Role, Json] = {"user": _USER, "tool": _RESULT}
@@ -124,6 +126,7 @@ class Offered(NamedTuple):
     tools: list[Json] | None  # as the template takes them
     variables: Json
     key: str  # `trajkit.turns.tools_key`
+    n_bytes: int  # about what they take
 
 
 class Skeleton:
@@ -322,24 +325,31 @@ class Prompts:
         """
         given = dict(variables or {})
         # not sorted, because a template may render the fields in order
-        digest = _digest(json.dumps([tools, given]).encode()).digest()
+        spelled = json.dumps([tools, given]).encode()
+        digest = _digest(spelled).digest()
         if restored.offered is None or restored.offered.digest != digest:
             as_text, key = self.renderer.as_text, tools_key(tools or [])
-            restored.offered = Offered(digest, as_text(tools), as_text(given), key)
+            size = _BYTES_PER_CHARACTER * len(spelled)
+            texts = as_text(tools), as_text(given)
+            restored.offered = Offered(digest, *texts, key, size)
         call = _Call(self, restored, self.skeleton(given, tools=tools is not None))
         n_known, base, reason = 0, None, _CHOSEN
         found: tuple[str, Between] | Reason | None = None
         if self.mode == "append":
             n_known, base, reason = _find_base(restored, digest)
+        # another session's turn may release them meanwhile
+        base_ids = None if base is None else base.ids
+        if base_ids is None and base is not None:
+            n_known, base, reason = 0, None, reason or "released"
         opaque = [i for i in restored.sampled if i < n_known]
         if base is not None:
             found = call.extension(base, n_known, opaque)
             reason = reason or (None if isinstance(found, tuple) else found)
         hasher = None
         if base is not None and isinstance(found, tuple):
-            assert base.ids is not None
+            assert base_ids is not None
             text, between = found
-            ids, start, hasher = base.ids, len(between.head), base.hasher
+            ids, start, hasher = base_ids, len(between.head), base.hasher
             ended = self.renderer.text_of_id.get(int(ids[-1]))
             if call.skeleton.opens_next and between.head[between.end_at :] != ended:
                 # the reply stopped at the start of a message of another role
@@ -410,7 +420,7 @@ class _Call:
         self.prompts, self.renderer = prompts, prompts.renderer
         self.restored, self.places = restored, restored.places
         self.skeleton = skeleton
-        _, tools, variables, _ = restored.offered
+        _, tools, variables, *_ = restored.offered
         self._render = partial(self.renderer.render, tools=tools, variables=variables)
 
     def text(self, stop: int | None = None, opaque: Collection[int] = ()) -> str:

@@ -516,6 +516,24 @@ def test_the_session_that_was_idle_longest_is_released():
     assert conversation.reason([*messages, NEXT]) == "released"
 
 
+def test_a_request_that_is_kept_counts_also_without_a_reply():
+    session, budget = Session(), Budget(1 << 20)
+    for number in range(4):
+        texts = [user(f"{number} {i} " + "x" * 1000) for i in range(100)]
+        session.restore(texts)
+        session.count_kept(budget)
+        assert budget.n_bytes == session.n_bytes > 100_000 * (number + 1)
+    session.restore(texts, keep=False)
+    assert budget.n_bytes == session.n_bytes
+    session.restore([user("é" + "y" * (1 << 20))])
+    session.count_kept(budget)
+    assert budget.n_bytes == session.n_bytes == 0
+    session.close()
+    session.restore(texts)
+    session.count_kept(budget)
+    assert budget.n_bytes == 0
+
+
 # Through the gateway
 
 

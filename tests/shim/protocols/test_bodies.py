@@ -455,6 +455,23 @@ def test_a_body_that_begins_as_earlier_ones_is_read_as_if_alone(
             bodies = [*bodies, body][-2:]
 
 
+def test_a_list_that_is_replaced_in_its_body_is_read_from_the_next_one():
+    protocol, bodies = BY_NAME["openai_responses"], []
+    one, two, three = (
+        json.dumps({"role": "user", "content": text}) for text in ("A", "B", "C")
+    )
+    for data in (
+        f'{{"input": [{one}]}}',
+        f'{{"input": [{one}, {two}], "input": "hi"}}',
+        f'{{"input": [{one}, {two}, {three}]}}',
+    ):
+        body = json_input.Body(data.encode(), protocol.listed, b"", bodies)
+        found = protocol.read(body.parse(), known=body.known)
+        alone = protocol.read(json_input.parse_object(data.encode()))
+        assert found.messages == alone.messages
+        bodies.append(body)
+
+
 def test_what_two_bodies_share_is_not_read_again():
     talk = [{"role": "user", "content": f"message {i}"} for i in range(20)]
     first, second = (
