@@ -105,16 +105,46 @@ def test_two_files_of_one_name_are_two_sessions(tmp_path):
     assert turns["session_id"].to_pylist() == ["log", str(tmp_path / "b" / "log.jsonl")]
 
 
-def test_a_session_of_two_files_is_noted(tmp_path):
-    for name in "ab":
+def test_a_session_of_two_files_is_left_out_of_the_second(tmp_path):
+    for name in ("a/log", "b/log", "c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         foreign.write_lines(tmp_path / f"{name}.jsonl", [line(session_id=0)] * 2)
     turns, report = tk.import_turns(tmp_path)
-    assert turns["session_id"].to_pylist() == ["0"] * 4
-    assert report["problem"].to_pylist() == ["session_in_two_files"]
-    assert str(tmp_path / "a.jsonl") in report["detail"][0].as_py()
-    turns, report = tk.import_turns(tmp_path, map="session_id=@file+session_id")
-    assert turns["session_id"].to_pylist() == ["a/0", "a/0", "b/0", "b/0"]
+    assert turns["session_id"].to_pylist() == ["0"] * 2
+    assert report["problem"].to_pylist() == ["session_in_two_files"] * 4
+    assert not any(report["kept"].to_pylist())
+    for detail, place in zip(
+        report["detail"].to_pylist()[::2], ("folder", "file"), strict=True
+    ):
+        assert str(tmp_path / "a" / "log.jsonl") in detail
+        assert f"--map session_id=@{place}+session_id" in detail
+        assert "if they are one, join the files" in detail
+    turns, report = tk.import_turns(tmp_path, map="session_id=@folder+@file+session_id")
+    names = ["a/log/0", "b/log/0", f"{tmp_path.name}/c/0"]
+    assert turns["session_id"].unique().to_pylist() == names
     assert report.num_rows == 0
+
+
+def test_calls_with_an_index_or_a_file_of_their_own_may_be_in_several_files(tmp_path):
+    for k, name in enumerate("ab"):
+        calls = [line(run=0, turn=2 * k + i) for i in range(2)]
+        foreign.write_lines(tmp_path / f"{name}.jsonl", calls)
+    turns, report = tk.import_turns(tmp_path, map="session_id=run,turn_index=turn")
+    assert turns["turn_index"].to_pylist() == [0, 1, 2, 3]
+    assert report["problem"].unique().to_pylist() == ["session_in_two_files"]
+    (tmp_path / "calls").mkdir()
+    for k in range(3):
+        foreign.write_lines(tmp_path / "calls" / f"{k}.jsonl", [line(session_id=0)])
+    turns, report = tk.import_turns(tmp_path / "calls")
+    assert turns["session_id"].to_pylist() == ["0"] * 3
+    assert report["kept"].to_pylist() == [True] * 2
+
+
+def test_what_several_runs_may_be_about_is_not_advised_as_their_name(tmp_path):
+    _, report = imported(tmp_path, [line(uid="u", trajectory_id="t")])
+    assert "--map session_id=trajectory_id (" in report[0]["detail"]
+    _, report = imported(tmp_path, [line(uid="u", task_id="t")])
+    assert "--map session_id=KEY (" in report[0]["detail"]
 
 
 @pytest.mark.parametrize("session", [17, -1, 2**70])

@@ -201,8 +201,10 @@ class Table:
                 continue
             for below, one in self.format.roots(root):
                 at = where + below
-                # a path may name the object: /@name
-                named = {**one, "@name": f"{self._head.file.name}, {at}"}
+                # a path may name the object or its folder: /@name
+                file = self._head.file
+                own = {"@name": f"{file.name}, {at}", "@folder": file.parent.name}
+                named = {**one, **own}
                 calls = list(self._calls(at, named)) if self.has_ids else []
                 # text for supervised training
                 if self._encoder is not None and not any(map(_has_ids, calls)):

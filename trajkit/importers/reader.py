@@ -1,6 +1,7 @@
 """Read files of foreign formats as a table of turns and a report."""
 
 import os
+import re
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -61,6 +62,12 @@ Contradicted: TypeAlias = Literal["untrain", "train"]
 # decimals of rounded logprobs, the numbers beyond which they say nothing, and how many
 # values show it
 _ROUNDED = ((4, 100.0, 1), (5, 10.0, 3), (6, 1.0, 8))
+
+# names of what several runs may be about
+_OF_A_TASK = re.compile(
+    "(?i)uid|task|prompt|problem|question|group|instance|example|sample|env|game|user|job|"
+    "workflow|experiment|index|idx"
+)
 
 
 def import_turns(
@@ -166,7 +173,10 @@ class _Import:
     lines: list[dict[str, object]] = field(default_factory=list)
     # of each session: its next number, the places that it was in, its first reward
     numbers: Counter[str | None] = field(default_factory=Counter)
-    origins: dict[str | None, list[str]] = field(default_factory=dict)
+    # of each session the calls by their file
+    origins: dict[str | None, Counter[str]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
     rewards: dict[str | None, object] = field(default_factory=dict)
     # places by session and a turn_index that the source gives
     indices: dict[tuple[str | None, str], str] = field(default_factory=dict)
@@ -297,11 +307,13 @@ class _Import:
         """Name a session after its file, unless a key may name it."""
         if keys := found.run_keys:
             listed = ", ".join(f"{key} ({one!r})" for key, one in keys.items())
+            # several runs have the same task
+            of_a_run = [key for key in keys if not _OF_A_TASK.search(key)]
             found.problem = "no_session_id"
             found.detail = (
                 f"no session_id, but {listed}: say which names the agent run, as in --map "
-                f"session_id={next(iter(keys))} (a+b: both; @file: one per file; @name: "
-                "one per record)"
+                f"session_id={(*of_a_run, 'KEY')[0]} (a+b: both; @file: one per file; "
+                "@name: one per record)"
             )
             return
         is_first = head.name not in self.names
@@ -320,14 +332,25 @@ class _Import:
             # a record that is left out has a number, too, which leaves a gap
             self.numbers[session] += 1
             origin = f"{file}, {found.origin}" if found.origin else file
-            known = self.origins.setdefault(session, [origin])
-            if origin not in known:
-                known.append(origin)
-                found.remark(
-                    "session_in_two_files",
-                    f"the session is in {known[0]}, too: if these are two runs, "
-                    "--map session_id=@file+session_id tells them apart",
+            known = self.origins[session]
+            earliest = next(iter(known), origin)
+            if origin not in known and origin != earliest:
+                route = None if self.map is None else self.map.fields.get("session_id")
+                key = "session_id" if route is None else route.text
+                part = (
+                    "@folder" if Path(earliest).name == Path(origin).name else "@file"
                 )
+                text = (
+                    f"the session is in {earliest}, too: if these are two runs, --map "
+                    f"session_id={part}+{key} tells them apart"
+                )
+                # where each call has a file, the files are in order
+                if known[earliest] > 1 and fields.get("turn_index") is None:
+                    found.problem = found.problem or "session_in_two_files"
+                    found.detail = f"{text}; if they are one, join the files"
+                    return None
+                found.remark("session_in_two_files", text)
+            known[origin] += 1
         needed = {"prompt_ids": has_items, "output_ids": is_array}
         for target, is_there in needed.items():
             if not found.problem and not is_there(fields.get(target)):
