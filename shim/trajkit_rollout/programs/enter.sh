@@ -1,5 +1,6 @@
 # Runs a command in a sandbox. Arguments: folders before PATH, HOME, TMPDIR, directory
-# (these are made if they are missing), command. Some container clients set HOME themselves.
+# (HOME and the directory are made if they are missing), command. Some container clients
+# set HOME themselves.
 PATH="$1$PATH" HOME="$2" TMPDIR="$3"
 export PATH HOME TMPDIR
 test -d "$4" || mkdir -p "$4"

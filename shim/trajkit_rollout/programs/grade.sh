@@ -8,7 +8,8 @@ export PIP_CONFIG_FILE=/dev/null UV_NO_CONFIG=1 PYTEST_ADDOPTS=
 for each; do
   PYTEST_ADDOPTS="$PYTEST_ADDOPTS -p $each"
 done
-# a verifier chooses its plugins; none of the workspace is found in time
+# a verifier chooses its plugins; those of the workspace are not found, since its folder is
+# added to the path only after plugins are loaded
 test $kind = reward_file || export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 if test $kind = script; then
   exec python -I "$GRADER/sitecustomize.py" "$TESTS/$command"
