@@ -260,11 +260,11 @@ CHEATS = {
     # what the next command's /tmp is must not be the agent's choice
     "another place for temporary files": Cheat(
         "mv /sandbox/tmp /sandbox/old; ln -s / /sandbox/tmp; ls -d /sandbox/tmp\n"
-        "cat > /sandbox/home/fs <<'END'\n#!/bin/sh\n"
+        "cat > /sandbox/fs <<'END'\n#!/bin/sh\n"
         "cp /tmp/{scratch}/../../solution.py /sandbox/work/it.py\nEND\n"
-        "chmod +x /sandbox/home/fs\n"
-        "git config -f /sandbox/base.git/config core.fsmonitor /sandbox/home/fs\n"
-        "cp /sandbox/home/fs /sandbox/base.git/hooks/post-index-change",
+        "chmod +x /sandbox/fs\n"
+        "git config -f /sandbox/base.git/config core.fsmonitor /sandbox/fs\n"
+        "cp /sandbox/fs /sandbox/base.git/hooks/post-index-change",
     ),
     "changed runner": Cheat(
         module(
