@@ -933,7 +933,7 @@ PYTHON = (
         ),
         (
             "a session in two files is no finding",
-            "if origin not in known:",
+            "if origin not in known and origin != earliest:",
             "if not known:",
         ),
     ),
