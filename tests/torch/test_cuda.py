@@ -14,6 +14,7 @@ from packaging.version import Version
 
 import trajkit as tk
 from tests.torch.cases import talk
+from tests.torch.test_checks import mask_is_causal
 from tests.torch.test_equality import assert_equal, by_packs
 from tests.torch.test_states import DELTA, EXPERTS, LATENT, MAMBA, TOKENS
 from tests.torch.tiny_models import SIZES, float64_throughout
@@ -198,18 +199,7 @@ def test_the_trial_leaves_random_states_and_precision_alone():
 def test_bfloat16_passes_the_trial_and_a_causal_mask_does_not():
     model = model_of("Qwen 3").to(DEVICE, torch.bfloat16)
     check_model(model)
-    for layer in model.model.layers:
-        plain = layer.self_attn.forward
-
-        def forward(hidden_states, *, tree=None, plain=plain, **kwargs):
-            if tree is not None:
-                tree = copy.copy(tree)
-                tree.tokens = tree.keys = tree.tokens.copy()
-                tree.tokens[1] = tree.tokens.shape[1]
-                tree._masks = {}
-            return plain(hidden_states, tree=tree, **kwargs)
-
-        layer.self_attn.forward = forward
+    mask_is_causal(model)
     with pytest.raises(tk.errors.UnsupportedModelError, match="logprobs"):
         check_model(model, check="always")
 
