@@ -261,7 +261,7 @@ CHEATS = {
     "another place for temporary files": Cheat(
         "mv /sandbox/tmp /sandbox/old; ln -s / /sandbox/tmp; ls -d /sandbox/tmp\n"
         "cat > /sandbox/fs <<'END'\n#!/bin/sh\n"
-        "cp /tmp/{scratch}/../../solution.py /sandbox/work/it.py\nEND\n"
+        "w=/sandbox/work; cp /tmp/{scratch}/../../solution.py $w/it.py\nEND\n"
         "chmod +x /sandbox/fs\n"
         "git config -f /sandbox/base.git/config core.fsmonitor /sandbox/fs\n"
         "cp /sandbox/fs /sandbox/base.git/hooks/post-index-change",

@@ -68,7 +68,8 @@ run)
 end)
   # ends all processes but that of the HOLDER
   first $1
-  while set -- /proc/$first/root/proc/[0-9]* && test $# -gt 1; do
+  cd "/proc/$first/root" || exit
+  while set -- proc/[0-9]* && test $# -gt 1; do
     nsenter --target $first --user --mount --pid --preserve-credentials -- \
       sh -c 'kill -9 -1'
   done
