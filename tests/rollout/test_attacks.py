@@ -87,9 +87,11 @@ ATTACKS = {
 
 def test_places_of_a_sandbox_are_apart(tmp_path):
     with box_of("local", tmp_path, places=("/app", "/tests")) as box:
+        # Python's own folder may be below /tmp
+        before = sh(box, "ls /tmp").stdout
         for link in ("/sandbox/tmp", "/sandbox/app", "/sandbox/in", "/app/tests"):
             sh(box, f"rm -rf {link}; ln -s / {link}")
-        assert sh(box, "ls /tmp").stdout == sh(box, "ls /tests").stdout == b""
+        assert (sh(box, "ls /tmp").stdout, sh(box, "ls /tests").stdout) == (before, b"")
         assert b"tests" in sh(box, "ls /app").stdout
     for places in (("/app", "/app/tests"), ("/app/../x",), ("//tmp/x",), ("/",)):
         with (
