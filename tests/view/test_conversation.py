@@ -269,13 +269,19 @@ def test_a_filter_that_is_wrong_says_so(show, text, fault):
 
 
 def test_a_phone_shows_the_page_without_scrolling_sideways(show):
-    tab = show(session("a"))
+    long = {"session_id": "b", "prompt_ids": [*range(50)], "output_ids": [1]}
+    tab = show([*session("a"), long])
     tab.size(390, 800)
     for at in ("", "conversation", "losses", "drift", "forest", "tokens"):
-        tab.go(s="a" if at else None, tab=at or None)
+        tab.go(s=at and ("b" if at == "tokens" else "a"), tab=at or None)
         wide = tab.run("document.documentElement.scrollWidth")
         assert wide <= 390
         assert tab.run("document.querySelector('table.policies').clientHeight") > 30
+        if at:
+            assert tab.run("document.querySelector('.tabs').clientHeight") > 20
+    # no line of tokens is cut off
+    lines = "[...document.querySelectorAll('.text')]"
+    assert tab.run(f"{lines}.some((e) => e.scrollWidth > e.clientWidth)") is False
 
 
 def test_the_page_for_paper_shows_one_session_after_the_other(tab, tmp_path):

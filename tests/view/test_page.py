@@ -182,6 +182,8 @@ def test_the_state_is_in_the_address(tab, write, long):
 HOSTILE = (
     "</script><script>document.title='owned';window.owned=1</script>"
     "<img src=x onerror='window.owned=1'> \u202eevil\u2066 \x00\x1b[31m <!-- ]]> @title@"
+    + "w"
+    * 400
 )
 
 
@@ -214,6 +216,9 @@ def test_hostile_text_is_shown_and_does_nothing(tab, write):
         tab.go(s=name, tab=which, t=1)
         assert tab.run("window.owned") is None
         assert tab.run("document.querySelectorAll('img, b').length") == 0
+        for part in ("html", "#main", "#panel"):
+            wide = tab.run(f"document.querySelector('{part}').scrollWidth")
+            assert wide <= 1400
         shown = tab.run("document.body.innerText")
         assert "<b>s</b>\u27e8U+202E\u27e9" in shown
         for hidden in "\u202e\u2066\x00\x1b":

@@ -260,8 +260,12 @@ def naming_import(source: Paths) -> Iterator[None]:
         yield
     except InvalidTurnsError as error:
         names = list[str]()
-        with suppress(tk.TrajkitError, OSError):
-            names = next(iter_tables(source, batch_rows=1)).column_names
+        with (
+            suppress(tk.TrajkitError, OSError),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            first = next(iter_tables(source, batch_rows=1), None)
+            names = [] if first is None else first.column_names
         # a table has both columns of messages, a record neither
         whole = ("messages" in names) == ("response" in names)
         if not names or (whole and {"session_id", "output_ids"} <= {*names}):

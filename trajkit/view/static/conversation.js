@@ -191,7 +191,7 @@
       "select",
       { "aria-label": "Conversation", onchange: (event) => app.go({ t: Number(event.target.value) }) },
       listed.map((k) =>
-        h("option", { value: String(k), selected: k === turn }, `until turn ${session.turnIndex[k]}${agents?.[k] ? `, agent ${agents[k]}` : ""}`),
+        h("option", { value: String(k), selected: k === turn }, `until turn ${session.turnIndex[k]}${agents?.[k] ? `, agent ${agents[k].slice(0, 60)}` : ""}`),
       ),
     );
     const tools = h("div", { class: "tools" }, h("label", {}, "conversation ", choice));
