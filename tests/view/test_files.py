@@ -1,7 +1,6 @@
 """The files of the page, and what the command writes, without a browser."""
 
 import hashlib
-import json
 import re
 from importlib.resources import files
 
@@ -146,27 +145,6 @@ def test_a_wrong_choice_writes_no_page(run, tmp_path, capsys, options, code, tex
     assert cli.main(["view", str(run), "-o", str(path), *options]) == code
     assert text in capsys.readouterr().err
     assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    "command", [["view", "-o", "x.html"], ["show"], ["simulate"], ["drift"]]
-)
-@pytest.mark.parametrize(
-    ("record", "key"),
-    [
-        ({"run": "a", "prompt_token_ids": [1], "token_ids": [2]}, True),
-        ({"session_id": "a", "prompt_token_ids": [1], "token_ids": [2]}, False),
-    ],
-)
-def test_a_log_of_another_system_names_the_import(
-    tmp_path, monkeypatch, capsys, command, record, key
-):
-    monkeypatch.chdir(tmp_path)
-    log = tmp_path / "log.jsonl"
-    log.write_text(json.dumps({**record, "messages": []}) + "\n")
-    assert cli.main([command[0], "log.jsonl", *command[1:]]) == cli.BAD_DATA
-    words = "trajkit import log.jsonl " + "--map session_id=KEY " * key
-    assert f"{words}-o log.parquet" in capsys.readouterr().err
 
 
 def test_sessions_that_have_not_ended_are_shown(tmp_path, capsys):

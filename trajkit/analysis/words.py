@@ -67,7 +67,8 @@ happened and what to change."""
 
 _LOSSES = _pairs("""
 absorbed
-    drift #d55e00 => Its row continued with a later prompt's ids: drift, or a retry.
+    drift #d55e00 => Its row continued with the next prompt's ids instead: drift, or a call
+    that was tried again.
 rewritten
     drift #8f3f00 => A later request showed another message in its place.
 cut

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.util import find_spec
 from json import dumps
@@ -33,7 +33,7 @@ from trajkit.files.group import Log, SessionIndex
 from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, run
 from trajkit.files.sources import Paths, SessionPrefix, local_files, paths_of
-from trajkit.files.tables import iter_tables, sessions_below
+from trajkit.files.tables import sessions_below
 from trajkit.importers.formats import ChatTokenizer
 from trajkit.policies import ALIASES, NAMED_CHOICES, PRESETS, RULES, rule_of
 from trajkit.tables.columns import take_session
@@ -134,10 +134,6 @@ class Reading:
 
     def pieces(self, source: Paths, *, empty: bool = False) -> Iterator[pa.Table]:
         """`turns` in tables of complete sessions. With ``empty``, there may be no call."""
-        with naming_import(source):
-            yield from self._pieces(source, empty)
-
-    def _pieces(self, source: Paths, empty: bool) -> Iterator[pa.Table]:
         prefix, nonfinite = self.session_prefix, self.nonfinite_logprobs
         log = Log(source, None, nonfinite, reject=True, session_prefix=prefix)
         index = log.index()
@@ -196,7 +192,7 @@ class Job(Reading):
                 raise nothing(source)
             bar.begin(index.n_turns, done)
 
-        with naming_import(source), Progress(name, "turns") as bar:
+        with Progress(name, "turns") as bar:
             return function(
                 source,
                 *args,
@@ -251,31 +247,6 @@ def read_rows(path: str) -> pa.Table:
     if not rows.num_rows:
         raise nothing(path, "rows")
     return rows
-
-
-@contextmanager
-def naming_import(source: Paths) -> Iterator[None]:
-    """Name the command that converts a log, if its records turn out to be no turns."""
-    try:
-        yield
-    except InvalidTurnsError as error:
-        names = list[str]()
-        with (
-            suppress(tk.TrajkitError, OSError),
-            warnings.catch_warnings(action="ignore"),
-        ):
-            first = next(iter_tables(source, batch_rows=1), None)
-            names = [] if first is None else first.column_names
-        # a table has both columns of messages, a record neither
-        whole = ("messages" in names) == ("response" in names)
-        if not names or (whole and {"session_id", "output_ids"} <= {*names}):
-            raise
-        log = " ".join(map(str, source if isinstance(source, list) else [source]))
-        key = "" if "session_id" in names else "--map session_id=KEY "
-        raise InvalidTurnsError(
-            f"{log}: its records are no turns; they have {', '.join(names)}. Convert "
-            f"them: trajkit import {log} {key}-o log.parquet"
-        ) from error
 
 
 def nothing(source: Paths, what: str = "calls") -> InvalidTurnsError:
