@@ -72,6 +72,11 @@ PYTHON = (
             "latest[agent] = asked[prompt] = call",
             "asked[prompt] = call",
         ),
+        (
+            "a retry is drift",
+            'cause != "truncated" or labels.get((name, turn)) not in _SENT_AGAIN',
+            "True",
+        ),
     ),
     _place(
         "trajkit/schema/__init__.py",

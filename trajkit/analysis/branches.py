@@ -8,10 +8,11 @@ from typing import Any
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.analysis.drift import codes, turn_lines
+from trajkit.analysis.drift import classify_drift, codes, turn_lines
 from trajkit.rows.links import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
 from trajkit.tables.canonical import TableLike
+from trajkit.tables.columns import tuples
 from trajkit.tables.ragged import Records
 from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
@@ -20,6 +21,10 @@ from trajkit.turns.sessions import Sessions
 
 OPENING_TOKENS = 32
 """Leading tokens that the prompts of one agent have in common."""
+
+_SENT_AGAIN = ("retry", "rollback")
+_LABEL = ("session_id", "turn_index", "label")
+_DRIFT = ("session_id", "turn_index", "size", "cause")
 
 
 @stage
@@ -57,6 +62,22 @@ def label_branches(turns: TableLike, links: Source) -> pa.Table:
 
 
 label_branches_batches = label_branches.batches
+
+
+def drifted(turns: pa.Table, links: pa.Table) -> pa.Table:
+    """The lines of `trajkit.classify_drift` of the prompts that drift.
+
+    One that is sent again, in a retry or a rollback, ends on the path of its parent and
+    differs from nothing.
+    """
+    drift, branches = classify_drift(turns, links), label_branches(turns, links)
+    labels = {(name, turn): label for name, turn, label in tuples(branches, *_LABEL)}
+    drifts = [
+        size > 0
+        and (cause != "truncated" or labels.get((name, turn)) not in _SENT_AGAIN)
+        for name, turn, size, cause in tuples(drift, *_DRIFT)
+    ]
+    return drift.filter(pa.array(drifts, pa.bool_()))
 
 
 def _branches(calls: Sessions, links: Records) -> Iterator[tuple[Any, ...]]:

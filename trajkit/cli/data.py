@@ -19,7 +19,7 @@ import trajkit as tk
 from trajkit import errors
 from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
 from trajkit.analysis.tokenizer import Codec
-from trajkit.analysis.words import LOSS_WORDS, count
+from trajkit.analysis.words import COUNT_WORDS, LOSS_WORDS, count
 from trajkit.cli import BAD_DATA, DONE
 from trajkit.cli import options as opt
 from trajkit.cli.screen import Progress, share, text_table, visible
@@ -373,31 +373,18 @@ def simulate(
     job.print(totals, facts, describe(table, cheapest, wide=wide))
 
 
-_COSTS = {
-    "tokens_out_of_context": "out of context",
-    "tokens_forward": "forward",
-    "tokens_padding": "padding",
-    "packs": "packs",
-    "tokens_packed": "packed",
-    "tokens_forward_shared": "shared once",
-    "longest_row": "longest row",
-}
-"""Columns and their heads. A table that is too wide loses the last ones."""
-
-
 def describe(table: pa.Table, cheapest: str | None, *, wide: bool = False) -> str:
     """The table, what the policies lose, and the result, for people."""
     policies = table.to_pylist()
     for line in policies:
         line["share"] = share(line["tokens_trained"], line["tokens_sampled"])
-    columns = {"policy": "policy", "rows": "rows", "tokens_trained": "trained"}
-    columns |= {"share": "of sampled"}
-    if wide:
-        columns |= {f"lost_{x}": x for x in LOSS_WORDS}
-        columns |= {"tokens_duplicated": "duplicated", **_COSTS}
-        columns |= {"pairs_packed": "attended pairs"}
-    else:
-        columns |= {"tokens_lost": "lost", **_COSTS}
+    columns = {"policy": "policy"}
+    for name, head in COUNT_WORDS.items():
+        if wide and name == "tokens_lost":
+            columns |= {f"lost_{x}": x for x in LOSS_WORDS}
+        elif wide or name not in ("tokens_duplicated", "pairs_packed"):
+            columns[name] = head
+    # a table that is too wide loses the last ones
     for name in list(columns):
         counts = {line[name] for line in policies}
         optional = name.startswith("lost_") or name == "tokens_out_of_context"
