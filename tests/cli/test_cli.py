@@ -306,8 +306,10 @@ def test_simulate_says_what_keeps_everything(capsys, turns):
     assert lines[4] == "slime 2 5 62.5 % 3 14 14 7".split()
     assert lines[-1] == "keeps everything at the lowest cost: strict".split()
     assert (
-        "slime loses 3 tokens (absorbed). Drift: its row continued with the next "
-        "prompt's ids instead.\nlose nothing: strict\nsame rule: interleave as strict\n"
+        "slime loses 3 tokens, lost to drift or a retry (absorbed). Its row continued with "
+        "the next\n  prompt's ids instead: drift, or a call that was tried again.\n"
+        "lose nothing: strict\nsame rule: interleave as strict\n"
+        "--policy art has a rule of its own, a choice of slime's\n"
     ) in text
     assert cli.main([*argv, "--wide", "--pack", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()

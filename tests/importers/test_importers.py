@@ -385,6 +385,9 @@ WRITERS = {
     "sweagent": lambda folder: foreign.write_sweagent(folder, TALK_OF_TWO),
     "openhands": foreign.write_openhands,
     "verl": foreign.write_verl,
+    "verl-loop": lambda folder: foreign.write_lines(
+        folder / "loop.jsonl", [foreign.agent_loop(RECORD)]
+    ),
     "langfuse": lambda folder: foreign.write_langfuse(folder, [RECORD]),
     "otel": lambda folder: foreign.write_otel(folder, [RECORD]),
     "records": lambda folder: foreign.write_plain(folder, [RECORD]),

@@ -67,7 +67,8 @@ happened and what to change."""
 
 _LOSSES = _pairs("""
 absorbed
-    drift #d55e00 => Drift: its row continued with the next prompt's ids instead.
+    drift #d55e00 => Its row continued with the next prompt's ids instead: drift, or a call
+    that was tried again.
 rewritten
     drift #8f3f00 => A later request showed another message in its place.
 cut
@@ -112,7 +113,7 @@ shades of each for related reasons."""
 
 LOSS_GROUPS = {
     "trained": "trained",
-    "drift": "lost to drift",
+    "drift": "lost to drift or a retry",
     "end": "after the end of its row",
     "no_row": "in no row",
     "context": "may not be trained",

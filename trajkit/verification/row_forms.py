@@ -170,7 +170,7 @@ def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
         values = row[name]
         if len(values) > n:
             raise SchemaError(
-                f"row {number}: {name} has {len(values)} values for {n} tokens"
+                f"row {number}: {name} has {len(values)} values for {n} ids"
             )
         before = np.full(n - len(values), fill, np.result_type(values, type(fill)))
         return np.concatenate([before, values])
