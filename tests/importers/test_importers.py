@@ -479,7 +479,7 @@ def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
         ("line 11", "no_prompt_ids", False),
         ("line 12", "unreadable", False),
         ("line 13", "unreadable", False),
-        ("line 14", "no_session_id", True),
+        ("line 14", "no_session_id", False),
         ("line 15", "no_logprobs", True),
         ("line 16", "torn", False),
         # looked at when their batch is complete
@@ -487,8 +487,8 @@ def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
         ("line 8", "invalid", False),
     ]
     # what was left out has its number
-    assert turns["session_id"].to_pylist() == [*"ssss", "log"]
-    assert turns["turn_index"].to_pylist() == [0, 5, 6, 10, 0]
+    assert turns["session_id"].to_pylist() == ["s"] * 4
+    assert turns["turn_index"].to_pylist() == [0, 5, 6, 10]
 
 
 ENTRIES = "response.meta_info.output_token_logprobs"
