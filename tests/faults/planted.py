@@ -230,8 +230,8 @@ PYTHON = (
         ),
         (
             "extra columns stay in the order of records",
-            "_extra(name, [values[k] for k in order])",
-            "_extra(name, values)",
+            "in_turn = [values[k] for k in order]",
+            "in_turn = values",
         ),
         (
             "turn_index may be 2**31",
@@ -920,7 +920,12 @@ PYTHON = (
     _place(
         "trajkit/importers/reader.py",
         "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
-        "tests/importers/test_importers.py",
+        "tests/importers/test_importers.py tests/importers/test_strangers.py",
+        (
+            "a record without a session beside others has the file's",
+            "        if keyed:",
+            "        if False:",
+        ),
         (
             "a turn whose usage contradicts trains",
             'self.contradicted == "untrain"',
@@ -946,7 +951,17 @@ PYTHON = (
         "trajkit/importers/formats.py",
         "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
         "tests/importers/test_importers.py tests/importers/test_text.py "
-        "tests/importers/test_recorded.py",
+        "tests/importers/test_recorded.py tests/importers/test_strangers.py",
+        (
+            "a trial's reward stays in its result",
+            "yield from _trajectories({**_of_trial(result), **root})",
+            "yield from _trajectories(root)",
+        ),
+        (
+            "an empty name of a run names nothing",
+            "if empty and EMPTY_RUN.fullmatch(name):",
+            "if False:",
+        ),
         (
             "logprobs of other ids are taken",
             "if len(logprobs) == len(listed) and (ids is None or ids == listed):",
@@ -954,13 +969,13 @@ PYTHON = (
         ),
         (
             "a response counts before a mapping",
-            "{**values, **one, **kept}",
-            "{**values, **kept, **one}",
+            "{**values, **one, **kept, ",
+            "{**values, **kept, **one, ",
         ),
         (
             "a mask that marks part of an output is passed over",
-            "if marks and not all(list_of(value)):",
-            "if marks and not any(list_of(value)):",
+            "if marks and n and not all(list_of(value)[-n:]):",
+            "if marks and n and not any(list_of(value)[-n:]):",
         ),
         (
             "the token that begins the next role ends no reply",

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.analysis.drift import classify_drift, codes, turn_lines
+from trajkit.analysis.words import count
 from trajkit.rows.links import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
 from trajkit.tables.canonical import TableLike
@@ -111,12 +112,12 @@ def _branches(calls: Sessions, links: Records) -> Iterator[tuple[Any, ...]]:
                 evidence += f", which turn {turn[children[other]]} had continued"
         elif parent < 0 and not agent[1] and shared < min(OPENING_TOKENS, len(ids)):
             label = "sub_agent"
-            evidence = f"it shares {shared} tokens with an earlier turn"
+            evidence = f"it shares {count(shared)} with an earlier turn"
         elif parent < 0 or parent in children:
             label = "compaction" if parent < 0 else "rollback"
             label = "rewrite" if len(ids) >= n_prompt[other] else label
             n = _core.lcp(calls.path(other), ids)
-            evidence = f"it departs from turn {turn[other]} after {n:,} tokens"
+            evidence = f"it departs from turn {turn[other]} after {count(n)}"
         if label:
             yield call, label, other, evidence
         latest[agent] = asked[prompt] = call
