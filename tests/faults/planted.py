@@ -7,6 +7,7 @@ of them are built into one extension, and a variable of the environment selects 
 from tests.faults.form import Change, Place
 from tests.faults.form import place as _place
 from tests.faults.gateway import GATEWAY
+from tests.faults.rollouts import ROLLOUTS
 
 PYTHON = (
     _place(
@@ -1513,5 +1514,7 @@ NATIVE = (
 def all_faults() -> list[tuple[Place, Change]]:
     """Every fault with its place, in order."""
     return [
-        (one, change) for one in (*PYTHON, *GATEWAY, *NATIVE) for change in one.changes
+        (one, change)
+        for one in (*PYTHON, *GATEWAY, *ROLLOUTS, *NATIVE)
+        for change in one.changes
     ]
