@@ -5,16 +5,9 @@ its end. White space around it is dropped. The rest is text and calls in the mod
 (`FORMS`). A block that is not a valid call stays in the text, and the reply is ill-formed.
 The result is what clients see and send back; the recorded ids are those that were sampled.
 
-The calls of a form are
-
-- JSON objects between two markers, whose arguments keep their spelling, or alone
-  (``plain-json``: an object whose name comes first);
-- a name and its arguments as JSON, each after a marker of its own (``kimi``, ...);
-- values that are bare text between tags, without escaping (``qwen3-coder``, ...). A value
-  may contain its closing tag: the first one that another tag of the call follows ends it.
-  It is JSON if it has a type, other than string, that the tool's schema permits, else a
-  string;
-- a list of Python expressions (``pythonic``).
+JSON keeps its spelling. A value that is bare text between tags may contain its closing
+tag: the first one that another tag of the call follows ends it. It is JSON if it has a
+type, other than string, that the tool's schema permits, else a string.
 
 `grammar` is of the replies that clients require: a structural tag of xgrammar (0.2).
 SGLang and vLLM sample under it, and give the logprobs of the distribution that it leaves.
@@ -101,12 +94,11 @@ class ToolForm:
     A call is a ``head``, whose groups are its name and its id, arguments, and a ``tail``.
     Arguments are JSON, or each is a ``pair``, whose groups are key, value, and ``text``:
     ``true`` if the value is a string, else ``false``. Without a ``head`` calls are JSON
-    objects with a name. All of these are a `_pattern`; what has matched is not matched
-    otherwise when the rest does not match, because that takes long.
+    objects with a name. Each is a `_pattern`, and is not matched in another way when what
+    follows does not match, because that takes long.
 
     ``begin`` and ``end`` are what a grammar writes around the arguments of a call of the
-    tool NAME; without them no grammar can enforce calls. ``style``: of the arguments, as
-    structural tags name it.
+    tool NAME; without them it cannot. ``style``: of the arguments, in structural tags.
     """
 
     name: str  # value of the command-line option
@@ -544,8 +536,7 @@ def parse(
 ) -> Parsed:
     """Parse a complete reply.
 
-    Everything but calls is text, including its white space, except that white space
-    between two calls is dropped. Without form or tools calls are text too.
+    White space between two calls is dropped. Without form or tools calls are text too.
     """
     split = form and form.split
     thought, rest = split(text) if split else _without_reasoning(text, tags, opened)
@@ -603,12 +594,11 @@ def grammar(
 ) -> Json | None:
     """Return the structural tag that a request requires of its reply, or None.
 
-    Arguments match the tool's schema if that is required, else they are any object. A
-    reply without a required call may have text before each call, and if only one call
-    is allowed none after it. Reasoning may come first: the prompt ``opened`` it, or the
-    model may begin with it (``reasons``). ``pinned`` are the session's parameters of the
-    engine. Raises `GatewayError` (400): a required tool is not offered, the session has a
-    grammar of its own, or the form of calls is unknown.
+    Arguments match the tool's schema if that is required, else they are any object.
+    Reasoning may come first: the prompt ``opened`` it, or the model may begin with it
+    (``reasons``). ``pinned`` are the session's parameters of the engine. Raises
+    `GatewayError` (400): a required tool is not offered, the session has a grammar of its
+    own, or the form of calls is unknown.
     """
     required = request.required
     tools = {str(f["name"]): f for f in map(function_of, request.tools or ())}

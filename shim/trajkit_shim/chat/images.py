@@ -1,10 +1,9 @@
 """Images: in messages, in prompts, and in the log's folder.
 
 The content of a message with images is a list of parts: ``{"type": "text", "text": ...}``
-and ``{"type": "image", "sha256": ...}``. Every other content is a string. An image is in
-memory until a turn that names it is about to be recorded. Then it is written as a client
-sent it: one file each, named by the SHA-256 of its bytes. So a log never names an image
-that is missing. The image of a turn that then cannot be recorded keeps its file.
+and ``{"type": "image", "sha256": ...}``. Every other content is a string. Before a turn
+that names an image is recorded, the image is written as a client sent it: one file each,
+named by the SHA-256 of its bytes. So a log never names an image that is missing.
 
 A chat template writes one token per image, in the place of as many tokens as the model's
 processor makes of an image of that size. In the recorded ids these are content ids

@@ -1,21 +1,15 @@
 """The conversations of one session: a map from a position to the replies sampled there.
 
-A position is a digest of all messages before it. A `Node` is a reply: the message as it
-was sampled, the ids of its prompt and output, and its turn. From the map follows
-
-- what a client's assistant message is. It may differ from what was sampled: numbers in
-  tool arguments respelled, reasoning removed, white space trimmed, one reply split into
-  two messages, text after a call moved before it. What was sampled is restored. A message
-  that is not recognized stays as the client sent it, and is counted;
-- the turn whose ids a prompt extends (`prompting.prompts`);
-- what a turn in delta form shares with an earlier one (`Conversation.delta`);
-- the tool call that started a sub-agent (`Conversation.started_by`).
+A position is a digest of all messages before it. By it a client's assistant message is
+found again, which may differ from what was sampled: numbers in tool arguments respelled,
+reasoning removed, white space trimmed, one reply split into two messages, text after a call
+moved before it. What was sampled is restored. A message that is not recognized stays as the
+client sent it, and is counted. From the map follow also the turn whose ids a prompt extends
+(`prompting.prompts`), and what a turn in delta form shares with an earlier one.
 
 The latest requests of a few conversations are kept, because a request mostly begins with
-the messages of one of them.
-
-The results of a reply's calls follow it in the order of the calls, as a template that
-shows no ids presents them. Results that belong to no call are refused.
+the messages of one of them. The results of a reply's calls follow it in the order of the
+calls, as a template that shows no ids presents them. Others are refused.
 """
 
 import json
