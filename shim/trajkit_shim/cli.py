@@ -196,15 +196,24 @@ def serve(
     given = SimpleNamespace(**{**locals(), **vars(engine or EngineOptions())})
     given.admin_token = admin_token or os.environ.get(ADMIN_TOKEN)
     with needs_extra("shim"):
-        from trajkit_shim.serve import is_loopback
+        check(given)
+        from trajkit_shim.serve import is_loopback, listen
+        from trajkit_shim.workers import run_workers
     if not is_loopback(host) and not given.admin_token:
         reached = f"--host {host} can be reached from other machines"
         raise ArgumentError(f"{reached}: give --admin-token")
     # before an engine is launched, which takes minutes
     for old in out.glob("turns-*.arrows"):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(old))
-    with terminable():
-        (_serve_workers if workers > 1 else _serve_one)(given)
+    with terminable(), ExitStack() as stack:
+        # 0 is any free port
+        ports = [port and port + number for number in range(workers)]
+        sockets = [stack.enter_context(listen(host, each)) for each in ports]
+        if workers == 1:
+            _work(given, sockets[0])
+        else:
+            launch_server(given, stack)
+            run_workers(partial(_work, given), sockets, _say)
     return 0
 
 
@@ -213,13 +222,18 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _serve_one(
+def _work(
     arguments: SimpleNamespace,
-    listener: "socket.socket | None" = None,
+    listener: "socket.socket",
     place: "Place | None" = None,
     say: Callable[[str], object] = _say,
 ) -> None:
     """Run a gateway until a stop signal. ``place``: it is one of several workers."""
+    from trajkit_shim.prompting.prompts import Prompts
+    from trajkit_shim.serve import serve as run_server
+    from trajkit_shim.serve import url_of
+    from trajkit_shim.workers import Worker
+
     attributed, limit = not arguments.no_attribution, arguments.log_bytes
     log = {
         "form": arguments.log,
@@ -229,25 +243,15 @@ def _serve_one(
         "attributed": attributed,
         "worker": place and place.index,
     }
-    gateway = engine_app(
-        arguments,
-        arguments.out,
-        log,
-        attributed=attributed,
-        prompts=arguments.prompts,
-        admin_token=arguments.admin_token or None,
-        hosts=arguments.allow_host or [],
-    )
-    with ExitStack() as stack:
-        with needs_extra("shim"):
-            from trajkit_shim.prompting.prompts import Prompts
-            from trajkit_shim.serve import listen, url_of
-            from trajkit_shim.serve import serve as run_server
-            from trajkit_shim.workers import Worker
-
-            app, renderer = stack.enter_context(gateway)
-        bound = listener or listen(arguments.host, arguments.port)
-        where: dict[str, Any] = {"url": url_of(bound)}
+    options = {
+        "attributed": attributed,
+        "prompts": arguments.prompts,
+        "admin_token": arguments.admin_token or None,
+        "hosts": arguments.allow_host or [],
+    }
+    made = engine_app(arguments, arguments.out, log, **options)
+    with terminable(), made as (app, renderer):
+        where: dict[str, Any] = {"url": url_of(listener)}
         where |= {"openai_base_url": f"{where['url']}/v1", "turns": str(arguments.out)}
         if place is not None:
             app, where["workers"] = Worker(app, place), " ".join(place.urls)
@@ -259,34 +263,7 @@ def _serve_one(
             say("".join(f"{name:<16}{value}\n" for name, value in where.items()))
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):
-            run_server(app, bound, arguments.drain_seconds)
-
-
-def _serve_workers(arguments: SimpleNamespace) -> None:
-    """Run several gateways, each in a process and on a port of its own."""
-    check(arguments)
-    with needs_extra("shim"):
-        from trajkit_shim.serve import listen
-        from trajkit_shim.workers import run_workers
-
-    with ExitStack() as stack:
-        # 0 is any free port
-        numbers = range(arguments.workers)
-        ports = [arguments.port and arguments.port + number for number in numbers]
-        sockets = [stack.enter_context(listen(arguments.host, port)) for port in ports]
-        launch_server(arguments, stack)
-        run_workers(partial(_work, arguments), sockets, _say)
-
-
-def _work(
-    arguments: SimpleNamespace,
-    listener: "socket.socket",
-    place: "Place",
-    ready: Callable[[str], None],
-) -> None:
-    """Run one of several gateways. The parent has checked the arguments."""
-    with terminable():
-        _serve_one(arguments, listener, place, ready)
+            run_server(app, listener, arguments.drain_seconds)
 
 
 # The gateway of a command
@@ -304,10 +281,11 @@ def engine_app(
 ) -> "Iterator[tuple[ASGIApp, ChatRenderer]]":
     """Yield a gateway's app with the chosen engine, and its model's renderer.
 
-    ``out``: directory of the turn log. ``log``, ``options``: further arguments of
-    `TurnLog` and `Options`. A server that ``arguments`` launch runs while the ``with``
-    block runs. ``policy`` and ``seed`` are for the embedded engine. Raises
-    `FormatError`: the model cannot be read. `ConnectionError`: the engine does not work.
+    The ``arguments`` have passed `check`; a server that they launch runs while the
+    ``with`` block runs. ``out``: directory of the turn log. ``log``, ``options``: further
+    arguments of `TurnLog` and `Options`. ``policy`` and ``seed`` are for the embedded
+    engine. Raises `FormatError`: the model cannot be read. `ConnectionError`: the engine
+    does not work.
     """
     from trajkit_shim.app import create_app
     from trajkit_shim.call import Options
@@ -316,7 +294,7 @@ def engine_app(
     from trajkit_shim.replies import FORMS, FormParser, ReplyParser, form_of, tags_of
     from trajkit_shim.sessions.turn_log import TurnLog
 
-    check(arguments)
+    engine: Engine
     images, name = _image_options(arguments), arguments.parser
     template, parser = arguments.chat_template, None
     with ExitStack() as stack:
@@ -334,7 +312,6 @@ def engine_app(
             if name != _ENGINE:
                 form = form_of(renderer) if name is None else FORMS.get(name)
                 parser = FormParser(form, tags_of(renderer.chat_template))
-        engine: Engine
         if arguments.engine == "embedded":
             engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
         else:

@@ -27,10 +27,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trajkit_shim.call import Options, read_body
+from trajkit_shim.call import Options
 from trajkit_shim.delivery import json_response, unless_left
 from trajkit_shim.engines.http import Connections
 from trajkit_shim.errors import GatewayError, error_body, retry_header
+from trajkit_shim.json_input import read_body
 from trajkit_shim.serve import url_of
 
 _SECRET = "x-trajkit-worker"  # header
@@ -78,7 +79,7 @@ class Worker:
             await self.app(scope, receive, send)
             return
         try:
-            body = await read_body(request, Options())
+            body = await read_body(request.stream(), Options().max_body_bytes)
             answer = await unless_left(request, self._answer(request, body))
         except ClientDisconnect:
             answer = Response(status_code=499)

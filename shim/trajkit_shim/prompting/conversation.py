@@ -56,8 +56,6 @@ _LONGEST = 1 << 16
 _SHORTEST = 12
 # bytes of a node besides its ids
 _OVERHEAD = 1024
-# about those of a body's element that was read, and of each of its fields that was not
-_READ_BYTES = 300
 # requests that are kept: an agent's sub-agents converse at the same time
 _KEPT = 4
 
@@ -142,14 +140,11 @@ class RestoredRequest:
     def n_bytes(self) -> int:
         """About how many bytes it takes, some of them shared with other requests."""
         texts = self.plain[2], self.rendered.head if self.rendered else ""
-        n_read = (
-            sum(1 + len(unread) for _, unread in self.body.known) if self.body else 0
-        )
         return (
             sum(map(getsizeof, texts))
             + (self.places[-1].n_bytes if self.places else 0)
             + (self.offered.n_bytes if self.offered else 0)
-            + _READ_BYTES * n_read
+            + (self.body.n_bytes if self.body else 0)
         )
 
     @property

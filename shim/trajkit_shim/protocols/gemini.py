@@ -5,6 +5,7 @@ is ignored.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from trajkit_shim.chat import images
@@ -31,7 +32,7 @@ _TYPES = frozenset("ARRAY BOOLEAN INTEGER NULL NUMBER OBJECT STRING".split())
 def _parse(fields: Fields) -> chat.ChatRequest:
     system = map(_text, list(fields.section("systemInstruction").objects("parts")))
     messages = chat.system_message("\n".join(filter(None, system)))
-    messages += _messages(fields.filled("contents"))
+    messages += _messages(fields.objects("contents", needed=True))
     tools = base.Tools()
     for tool in fields.objects("tools"):
         for declared in tool.objects("functionDeclarations"):
@@ -75,7 +76,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     )
 
 
-def _messages(contents: list[Fields]) -> list[Json]:
+def _messages(contents: Iterable[Fields]) -> list[Json]:
     messages: list[Json] = []
     waiting: list[Json] = []  # calls of the latest reply without a result
     for content in contents:

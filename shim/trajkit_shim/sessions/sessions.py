@@ -11,7 +11,7 @@ import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
@@ -36,7 +36,7 @@ LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_to
 """Limits of a session: answered calls, tokens of all its prompts and of all its outputs,
 and those of prompt and output of one call."""
 
-EndedBy: TypeAlias = Literal["finish", "close", "drop", "idle", "shutdown"]
+EndedBy: TypeAlias = Literal["finish", "drop", "idle", "shutdown"]
 
 # allowed in an HTTP header and in paths, except . and .., which clients resolve
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
@@ -303,18 +303,6 @@ class SessionStore:
                 outcome=_updated(unknown, outcome or {}),
             )
         )
-
-    def reopen(self, session_id: str) -> dict[str, object]:
-        """Open an ended session again; its turns continue, its replies are forgotten."""
-        self._check_draining()
-        record = self.record(session_id)
-        if session_id in self._open:
-            message = f"session {session_id!r} is open"
-            raise GatewayError(message, 409, code="session_open")
-        self._begin(replace(record, ended_by=None, written=False))
-        del self._ended[session_id]
-        self._past_turns -= record.counts.turns
-        return self.describe(session_id)
 
     def _begin(self, record: Record) -> Session:
         self._write(record)
