@@ -39,6 +39,10 @@ from trajkit_shim.sessions.turn_log import TurnLog
 # than a switch of threads takes. More would delay every other call.
 _SHORT, _PARSED, _READ_VALUES = 32 << 10, 512 << 10, 1000
 
+# what the log has of a sample under the same name
+_SAMPLED = "output_ids output_logprobs finish_reason cached_tokens routed_experts "
+_SAMPLED += "sampling_mask"
+
 T = TypeVar("T")
 
 
@@ -59,17 +63,14 @@ class Options:
     # bytes of all requests' bodies at once; beyond it requests get 503
     max_work_bytes: int = 4 << 30
     max_messages: int = 10_000
-    # what the model does with images, which are stored in the log's folder `images`; or
-    # reject a request with an image (400), or replace the image by a text
+    # how the model takes images; or whether they are refused or replaced by a text
     images: media.NoImages | media.ImageModel = "refuse"
     image_limits: media.ImageLimits | None = None
     # how long a streaming client waits for its first event, and between keep-alive events
     ping_seconds: float = 10.0
-    # record which message each prompt token belongs to (`trajkit.schema.ATTRIBUTION`); a
-    # log in full form is twice as large with it, one in delta form about 8 % larger
+    # record which message each prompt token belongs to (`trajkit.schema.ATTRIBUTION`)
     attributed: bool = True
-    # train the harness's own calls too (`sessions.client_identity`)
-    train_side_calls: bool = False
+    train_side_calls: bool = False  # `sessions.client_identity`
     # parses replies, and is closed with the app; default: the gateway's own parser
     reply_parser: replies.ReplyParser | None = None
     # extend the token ids of an earlier turn where possible, or render every prompt
@@ -78,10 +79,8 @@ class Options:
     past: Past = "auto"
     # variables of the chat template, unless a session or request sets them
     variables: Mapping[str, object] = field(default_factory=dict)
-    # memory limit of all sessions for `append`
-    cache_bytes: int = 1 << 30
-    # token required for the trainer's routes; default: none
-    admin_token: str | None = None
+    cache_bytes: int = 1 << 30  # memory limit of all sessions for `append`
+    admin_token: str | None = None  # required for the trainer's routes
     # names that clients use for this machine, besides addresses and private names
     hosts: Collection[str] = ()
     # how long a call waits for the end of a pause before it is rejected with 503
@@ -393,17 +392,12 @@ class Call:
             "request_id": self._request_id,
             "model": self._info.model,
             "prompt_ids": prompt.ids,
-            "output_ids": sample.output_ids,
-            "output_logprobs": sample.output_logprobs,
-            "finish_reason": sample.finish_reason,
+            **{name: getattr(sample, name) for name in _SAMPLED.split()},
             "messages": self._restored.logged,
             "use_tool": bool(reply.calls),
             "ill_formed": reply.ill_formed,
             "trainable": sample.complete and not untrained,
             "weight_versions": spans or None,
-            "cached_tokens": sample.cached_tokens,
-            "routed_experts": sample.routed_experts,
-            "sampling_mask": sample.sampling_mask,
             "started_at": self._started_at,
             "protocol": self._protocol.name,
             "tools_key": self._restored.offered.key,

@@ -72,7 +72,8 @@ class Body(NamedTuple):
     protocol: str
     elements: list[Element]  # of its list that `Fields.each` reads
     n_new: int  # values that it does not share with an earlier one
-    n_bytes: int  # about what it takes
+    n_values: int  # at most all
+    n_bytes: int  # about what they take
 
 
 def parse_body(
@@ -92,14 +93,15 @@ def parse_body(
             differing = (i for i, (item, other) in pairs if item != other.json)
             n_same = next(differing, min(len(given), len(body.elements)))
             if n_same > len(known) and body.protocol == protocol:
-                known, n_known = body.elements[:n_same], body.n_bytes
+                known, n_known = body.elements[:n_same], body.n_values
         n_new = _count({**value, listed: given[len(known) :]} if known else value)
     # it takes no half of a pair, and rounds large integers, which are compared no more
     except (ValueError, OverflowError):
         value, protocol, known = _decoded(data), "", []
         n_new = _count(value, exact=True)
-    n_bytes = n_known + _VALUE_BYTES * n_new + len(data)
-    return value, Body(protocol, known, n_new, n_bytes)
+    n_values = n_known + n_new
+    n_bytes = len(data) + _VALUE_BYTES * n_values
+    return value, Body(protocol, known, n_new, n_values, n_bytes)
 
 
 def _decoded(data: bytes) -> Any:

@@ -261,18 +261,19 @@ def _messages(fields: Fields) -> list[Json]:
         turn = found[-1] if found else None
         if not isinstance(read, list):
             found += [] if read is None else [read]
-        elif isinstance(turn, list) and not (_has(read, True) and _has(turn, False)):
-            turn += read
-        else:
+        elif not isinstance(turn, list) or (
+            any(_thoughts(read)) and not all(_thoughts(turn))
+        ):
             found.append([*read])
+        else:
+            turn += read
     if not found:
         fields.refuse("input", "no message of a kind that is known here")
     return [base.assistant(e) if isinstance(e, list) else e for e in found]
 
 
-def _has(parts: list[_Part], thoughts: bool) -> bool:
-    """Whether some are thoughts, or others."""
-    return any(isinstance(part, Thought) is thoughts for part in parts)
+def _thoughts(parts: list[_Part]) -> list[bool]:
+    return [isinstance(part, Thought) for part in parts]
 
 
 def _item(item: Fields) -> Json | list[_Part] | None:

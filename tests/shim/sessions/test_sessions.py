@@ -290,7 +290,7 @@ async def test_requests_end_also_if_the_line_of_their_session_cannot_be_written(
     await asyncio.sleep(0)
     lines.write_session = FULL
     with pytest.raises(GatewayError, match="could not be written"):
-        await lines.store.finish("s", "close")
+        await lines.store.finish("s", "finish")
     assert request.cancelling()
     with pytest.raises(asyncio.CancelledError):
         await request
