@@ -595,13 +595,13 @@ GATEWAY = (
         ),
         (
             "a null weight version is a name",
-            "known &= version is not None",
+            "known = all(span.version is not None for span in spans)",
             "known = True",
         ),
         (
             "an impossible count of cached tokens is recorded",
-            "if not (type(cached) is int and 0 <= cached <= n_prompt):",
-            "if False:",
+            "possible = type(cached) is int and 0 <= cached <= n_prompt",
+            "possible = True",
         ),
     ),
     place(
@@ -623,7 +623,7 @@ GATEWAY = (
         _ENGINES,
         (
             "logprobs are from before the cut",
-            "logprobs = [(logprob, token) for logprob, (_, token) in pairs]",
+            "scored = [(new, token) for new, (_, token) in zip(cut, scored, strict=True)]",
             "pass",
         ),
     ),
