@@ -358,7 +358,6 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         (f"{session}/close", "POST", close, _END),
         (f"{session}/finish", "POST", finish, _END),
         (f"{session}/drop", "POST", lambda r, _: store.drop(_name(r)), ""),
-        (f"{session}/reopen", "POST", lambda r, _: store.reopen(_name(r)), ""),
         ("/admin/drain", "POST", drain, "wait_seconds"),
         ("/metrics", "GET", metrics, None),
         ("/engine", "GET", lambda *_: pause.describe(), None),

@@ -21,7 +21,7 @@ from trajkit_shim.errors import EngineError, GatewayError
 Mode: TypeAlias = Literal["keep", "wait", "abort"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# how long an engine may take to pause or resume
+# how long an engine may take to resume by itself
 _AT_ONCE_S = 60.0
 
 
@@ -72,8 +72,9 @@ class Pause:
                 while not self._open.is_set():
                     await self._open.wait()
         except TimeoutError:
-            more = f"for more than {self._wait_seconds:g} seconds"
-            message = f"the engine is paused, {more}"
+            message = (
+                f"the engine is paused, for more than {self._wait_seconds:g} seconds"
+            )
             raise EngineError(message, 503, code="paused", retry_after=5) from None
 
     async def pause(
@@ -91,17 +92,15 @@ class Pause:
                 raise GatewayError(message, 409, code="paused")
             try:
                 if mode == "keep":
-                    await self._pause_engine()
+                    await self._updatable().pause()
                 else:
                     await self._hold(mode, wait_seconds)
             except BaseException:
                 self.mode = mode
                 await asyncio.shield(self._go_on())
                 raise
-            if self._lease is not None:
-                self._lease.cancel()
-            self.mode = mode
-            self._lease = asyncio.create_task(self._expire(seconds))
+            self._end_lease()
+            self.mode, self._lease = mode, asyncio.create_task(self._expire(seconds))
 
     async def update(
         self, source: str | Sequence[str], version: str, load_format: str | None = None
@@ -147,15 +146,6 @@ class Pause:
             "weight_version": self.version,
         }
 
-    async def _pause_engine(self) -> None:
-        engine = self._updatable()
-        try:
-            async with asyncio.timeout(_AT_ONCE_S):
-                await engine.pause()
-        except TimeoutError as error:
-            message = f"the engine did not pause within {_AT_ONCE_S:g} s"
-            raise EngineError(message, 504) from error
-
     async def _hold(self, mode: Mode, wait_seconds: float) -> None:
         """Hold back calls; return once none is at the engine."""
         self._open.clear()
@@ -166,9 +156,7 @@ class Pause:
         if running:
             _, running = await asyncio.wait(running, timeout=wait_seconds)
         if running:
-            late = (
-                f"{len(running)} calls are still running after {wait_seconds:g} seconds"
-            )
+            late = f"{len(running)} calls still run after {wait_seconds:g} seconds"
             message = f"{late}, so nothing is paused"
             raise GatewayError(message, 504, code="pause_timed_out")
 
@@ -180,12 +168,6 @@ class Pause:
     def _refused(self, what: str) -> GatewayError:
         message = f"{type(self._engine).__name__} cannot be {what}"
         return GatewayError(message, 501, code="engine_not_updatable")
-
-    def _end(self) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
-        self._lease = self.mode = None
-        self._open.set()
 
     async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -201,3 +183,13 @@ class Pause:
                 async with asyncio.timeout(_AT_ONCE_S):
                     await self._engine.resume()
         self._end()
+
+    def _end(self) -> None:
+        self._end_lease()
+        self.mode = None
+        self._open.set()
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
