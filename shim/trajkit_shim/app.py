@@ -56,8 +56,6 @@ _PRIVATE = (".localhost", ".local", ".internal")
 _OPEN = "session_id sampling client_sampling chat_template_kwargs ttl_seconds group_id "
 _OPEN += f"reward metadata replay {' '.join(LIMITS)}"
 _END = "reward error metadata wait_seconds"
-# from a directory or from memory
-_UPDATE = "weight_version model_path tensors load_format"
 
 # in Prometheus' format
 _METRICS = """\
@@ -333,14 +331,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         return pause.describe()
 
     async def update(_: Request, body: Fields) -> Json:
-        source = body.get("tensors", read.list_of(read.as_name))
-        unused = "load_format" if source is None else "model_path"
-        body.only(_UPDATE.replace(unused, "").split())
-        await pause.update(
-            body.name("model_path") if source is None else source,
-            body.name("weight_version"),
-            body.get_text("load_format"),
-        )
+        await pause.update(body.name("model_path"), body.name("weight_version"))
         return pause.describe()
 
     async def resume(_: Request, __: Fields) -> Json:
@@ -362,7 +353,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         ("/metrics", "GET", metrics, None),
         ("/engine", "GET", lambda *_: pause.describe(), None),
         ("/engine/pause", "POST", pause_engine, "timeout_s mode wait_seconds"),
-        ("/engine/update", "POST", update, _UPDATE),
+        ("/engine/update", "POST", update, "model_path weight_version"),
         ("/engine/resume", "POST", resume, ""),
     ]
     public: list[tuple[str, Handler]] = [("/", health), ("/healthz", health)]

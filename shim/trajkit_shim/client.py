@@ -133,20 +133,15 @@ class AsyncGatewayClient:
         self._lost = None
         self._renewing = asyncio.create_task(self._renew(body))
 
-    async def update_weights(
-        self, source: str | Sequence[str], version: str, load_format: str | None = None
-    ) -> None:
+    async def update_weights(self, path: str, version: str) -> None:
         """Load weights while paused, and name them ``version``.
 
-        ``source``: a model directory that the servers can read, or tensors, which the
-        servers read as ``load_format``. Raises as `pause`, and if a renewal of the pause
-        failed since: then some tokens may be from other weights.
+        ``path``: a model directory that the servers can read. Raises also if a renewal of
+        the pause failed since: then some tokens may be from other weights.
         """
         if self._lost is not None:
             raise self._lost
-        body: Json = {"tensors": source, "load_format": load_format}
-        body = {"model_path": source} if isinstance(source, str) else body
-        body["weight_version"] = version
+        body: Json = {"model_path": path, "weight_version": version}
         answers = await self._answers("/engine/update", body, _UPDATE_SECONDS)
         _raise_first(answers.values())
 

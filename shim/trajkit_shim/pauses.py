@@ -12,7 +12,7 @@ A pause ends automatically, so that a trainer that died does not leave the engin
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Literal, TypeAlias, get_args
 
 from trajkit_shim.engines.base import Engine, Sample, UpdatableEngine
@@ -102,10 +102,8 @@ class Pause:
             self._end_lease()
             self.mode, self._lease = mode, asyncio.create_task(self._expire(seconds))
 
-    async def update(
-        self, source: str | Sequence[str], version: str, load_format: str | None = None
-    ) -> None:
-        """Load weights of a directory, or of tensors in ``load_format``.
+    async def update(self, path: str, version: str) -> None:
+        """Load weights of a directory.
 
         Raises `GatewayError` (409) if there is no pause. `EngineError`: the engine failed
         to load them, it is still paused, and `version` is None.
@@ -118,12 +116,7 @@ class Pause:
                 raise GatewayError(message, 409, code="not_paused")
             # unknown until the update is complete
             self.version = None
-            if isinstance(source, str):
-                await engine.update_weights(source, version)
-            elif (update := getattr(engine, "update_tensors", None)) is None:
-                raise self._refused("updated from tensors")
-            else:
-                await update(source, load_format, version)
+            await engine.update_weights(path, version)
             self.version = version
 
     async def resume(self) -> None:
@@ -162,12 +155,9 @@ class Pause:
 
     def _updatable(self) -> UpdatableEngine:
         if not isinstance(self._engine, UpdatableEngine):
-            raise self._refused("paused")
+            message = f"{type(self._engine).__name__} cannot be paused"
+            raise GatewayError(message, 501, code="engine_not_updatable")
         return self._engine
-
-    def _refused(self, what: str) -> GatewayError:
-        message = f"{type(self._engine).__name__} cannot be {what}"
-        return GatewayError(message, 501, code="engine_not_updatable")
 
     async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

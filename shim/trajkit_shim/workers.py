@@ -17,8 +17,9 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -39,7 +40,8 @@ _EVERYWHERE = ("/engine/pause", "/engine/resume", "/admin/drain")
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """A worker's place among the workers. ``secret``: marks requests between them."""
 
     index: int

@@ -123,9 +123,7 @@ class Engine(Protocol):
 class UpdatableEngine(Engine, Protocol):
     """An engine whose weights can be changed while calls are running.
 
-    Each method raises `EngineError` if the engine fails. An engine that can take weights
-    from a trainer's memory has ``update_tensors(tensors, load_format, version)``, too:
-    a text per process of its server, which reads it as ``load_format``.
+    Each method raises `EngineError` if the engine fails.
     """
 
     async def pause(self) -> None:

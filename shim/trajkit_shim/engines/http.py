@@ -12,7 +12,7 @@ import re
 import socket
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -128,7 +128,6 @@ class EngineClient:
         self._connections, self._hints = connections, hints
 
     async def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at a path."""
         return await self.post(path, None)
 
     async def post(
@@ -193,14 +192,12 @@ class HttpEngine(ABC):
         Server or router, for example ``http://127.0.0.1:30000``. With several servers
         of one model, each session stays on one of them.
     vocab_size : int
-        Of the model (`engines.model_config.vocab_size`). The servers do not report it,
-        and an id outside it can crash them.
-    check_prompts : bool, optional
-        Have the server return each prompt, which must be the one that was sent.
+        Of the model. The servers do not report it, and an id outside it can crash them.
+    check_prompts, sampling_masks : bool
+        Have the server return each prompt, which must be the one that was sent, and the
+        ids that could have been drawn for each output id.
     experts_per_token : int, optional
         Have it return the experts that each token was routed to, this many per layer.
-    sampling_masks : bool, optional
-        Have it return the ids that could have been drawn for each output id.
     """
 
     server_name: ClassVar[str]
@@ -228,7 +225,7 @@ class HttpEngine(ABC):
         self._connections = Connections()
         self._servers = [self._server(url) for url in base_urls]
         self._asked: asyncio.Task[EngineInfo] | None = None
-        self._unfinished = set[asyncio.Task[None]]()
+        self._aborts = set[asyncio.Task[None]]()
 
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; requested once."""
@@ -256,7 +253,6 @@ class HttpEngine(ABC):
             )
 
     async def generate(self, request: EngineRequest) -> Sample:
-        """See `Engine.generate`."""
         # its prefix cache has the session's earlier calls
         place = zlib.crc32(request.session_id.encode()) % len(self._servers)
         server = self._servers[place]
@@ -271,7 +267,7 @@ class HttpEngine(ABC):
         except (asyncio.CancelledError, EngineError) as error:
             # a server behind a proxy would continue to sample
             if getattr(error, "answered", None) is None:
-                await self._finish(self._abort(server, request.request_id))
+                await self._abort(server, request.request_id)
             raise
         if self._experts_per_token is not None:
             # about ten million numbers for a long call
@@ -293,20 +289,17 @@ class HttpEngine(ABC):
             return accept(request, name, said, experts)
 
     async def pause(self) -> None:
-        """Stop sampling; running calls continue after `resume`."""
         await self._order(*self.pause_order)
 
     async def resume(self) -> None:
-        """Continue sampling."""
         await self._order(*self.resume_order)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._asked is not None:
             self._asked.cancel()
             await asyncio.wait([self._asked])
-        if self._unfinished:
-            await asyncio.wait(self._unfinished)
+        if self._aborts:
+            await asyncio.wait(self._aborts)
         await self._connections.close()
 
     @abstractmethod
@@ -324,20 +317,21 @@ class HttpEngine(ABC):
         """The path and the body that abort a call."""
 
     async def _abort(self, server: EngineClient, request_id: str) -> None:
-        with suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(5.0):
-                await server.post(*self._abort_order(request_id))
+        """Abort a call, also if the caller is cancelled again."""
+
+        async def abort() -> None:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await server.post(*self._abort_order(request_id))
+
+        task = asyncio.create_task(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+        await asyncio.shield(task)
 
     async def _members(self) -> Sequence[EngineClient]:
         """The servers of the model; at least one."""
         return self._servers
-
-    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what has to be done also if the caller is cancelled."""
-        task = asyncio.create_task(work)
-        self._unfinished.add(task)
-        task.add_done_callback(self._unfinished.discard)
-        await asyncio.shield(task)
 
     def _server(self, url: str) -> EngineClient:
         return EngineClient(self.server_name, url, self._connections, self.hints)
@@ -425,27 +419,8 @@ class SGLangEngine(HttpEngine):
     _preferred: Mapping[str, object] = MappingProxyType({})
 
     async def update_weights(self, path: str, version: str) -> None:
-        """Load weights from a directory that the servers can read."""
         body: Json = {"model_path": path, "weight_version": version}
         await self._order("/update_weights_from_disk", {**body, "flush_cache": True})
-
-    async def update_tensors(
-        self, tensors: Sequence[str], load_format: str | None, version: str
-    ) -> None:
-        """Load weights from memory; the texts are those of MultiprocessingSerializer.
-
-        Servers that began an update also end it if this call fails or is cancelled.
-        """
-        body: Json = {"serialized_named_tensors": list(tensors), "flush_cache": True}
-        body |= {"load_format": load_format, "weight_version": version}
-        try:
-            await self._order("/begin_weight_update", {})
-            await self._order("/update_weights_from_tensor", body)
-        except BaseException:
-            with suppress(EngineError):
-                await self._finish(self._order("/end_weight_update", {}))
-            raise
-        await self._finish(self._order("/end_weight_update", {}))
 
     async def _describe(self, server: EngineClient) -> EngineInfo:
         model = await server.get("/model_info")
@@ -581,7 +556,6 @@ class VLLMEngine(HttpEngine):
             )
 
     async def update_weights(self, path: str, version: str) -> None:
-        """Load weights from a directory that the servers can read."""
         load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         bodies: tuple[Json, ...] = (load, {}, {"new_version": version})
         for order in zip(self._updates, bodies, strict=True):
