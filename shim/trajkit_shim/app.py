@@ -294,14 +294,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         return pause.describe()
 
     async def update(_: Request, body: Fields) -> Json:
-        source = body.get("tensors", read.list_of(read.as_name))
-        unused = "load_format" if source is None else "model_path"
-        body.only({*body.json} - {unused})
-        await pause.update(
-            body.name("model_path") if source is None else source,
-            body.name("weight_version"),
-            body.get_text("load_format"),
-        )
+        await pause.update(body.name("model_path"), body.name("weight_version"))
         return pause.describe()
 
     async def resume(_: Request, __: Fields) -> Json:
@@ -312,7 +305,6 @@ def _other_routes(gateway: Gateway) -> list[Route]:
     opening = "session_id sampling client_sampling chat_template_kwargs ttl_seconds "
     opening += f"group_id reward metadata replay {' '.join(LIMITS)}"
     ending = "reward error metadata wait_seconds"
-    updating = "weight_version model_path tensors load_format"
     # with the fields of the body, if there may be one; None: for everybody
     table: list[tuple[str, str, Handler, str | None]] = [
         ("POST", "/sessions", open_one, opening),
@@ -323,7 +315,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         ("POST", "/admin/drain", drain, "wait_seconds"),
         ("GET", "/engine", lambda *_: pause.describe(), ""),
         ("POST", "/engine/pause", pause_engine, "timeout_s mode wait_seconds"),
-        ("POST", "/engine/update", update, updating),
+        ("POST", "/engine/update", update, "model_path weight_version"),
         ("POST", "/engine/resume", resume, ""),
         ("GET", "/", health, None),
         ("GET", "/healthz", health, None),

@@ -292,7 +292,7 @@ GATEWAY = (
         ),
         (
             "metadata is replaced, not merged",
-            '{**outcome["metadata"], **fields.get("metadata", {})}',
+            '{**self.outcome["metadata"], **fields.get("metadata", {})}',
             '{**fields.get("metadata", {})}',
         ),
         (
@@ -375,8 +375,8 @@ GATEWAY = (
         ),
         (
             "attribution of shared tokens is left out",
-            "if (index[: max(0, n_shared - n_earlier)] >= 0).any():",
-            "if False:",
+            "if not (index[:n_shared] >= 0).any():",
+            "if True:",
         ),
         (
             "a column that the log lacks is lost",
@@ -404,8 +404,8 @@ GATEWAY = (
         "tests/shim/sessions tests/shim/test_app.py",
         (
             "a tool's result decides what a call is for",
-            'return message["role"] == "user" and text in str(message["content"])',
-            'return text in str(message["content"])',
+            'has_role = message["role"] == role',
+            "has_role = True",
         ),
         (
             "any value of a harness's header will do",
@@ -595,13 +595,13 @@ GATEWAY = (
         ),
         (
             "a null weight version is a name",
-            "known &= version is not None",
+            "known = all(span.version is not None for span in spans)",
             "known = True",
         ),
         (
             "an impossible count of cached tokens is recorded",
-            "if not (type(cached) is int and 0 <= cached <= n_prompt):",
-            "if False:",
+            "possible = type(cached) is int and 0 <= cached <= n_prompt",
+            "possible = True",
         ),
     ),
     place(
@@ -623,7 +623,7 @@ GATEWAY = (
         _ENGINES,
         (
             "logprobs are from before the cut",
-            "logprobs = [(logprob, token) for logprob, (_, token) in pairs]",
+            "scored = [(new, token) for new, (_, token) in zip(cut, scored, strict=True)]",
             "pass",
         ),
     ),
