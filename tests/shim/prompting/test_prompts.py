@@ -492,9 +492,9 @@ def test_a_session_that_grows_needs_memory_for_its_longest_path():
         ids = np.repeat(np.arange(i + 1, dtype=np.int32), 50)
         place = (session, b"%d" % i, said(), budget)
         nodes.append(remember(*place, ids=ids, base=base))
-    assert all(np.may_share_memory(node.ids, nodes[-1].ids) for node in nodes)
+    assert all(np.may_share_memory(node.own_ids, nodes[-1].own_ids) for node in nodes)
     for i, node in enumerate(nodes):
-        assert node.ids.tolist() == np.repeat(np.arange(i + 1), 50).tolist()
+        assert node.own_ids.tolist() == np.repeat(np.arange(i + 1), 50).tolist()
     assert budget.n_bytes == session.n_bytes
     assert 4 * 50 * 300 < session.n_bytes < 4 * 50 * 300 + 300 * 1100
     session.close()
@@ -507,7 +507,7 @@ def test_the_session_that_was_idle_longest_is_released():
         remember(session, START, said(), budget, ids=np.zeros(2000, "i4"))
         for session in (*sessions, sessions[0])
     ]
-    assert [node.ids is not None for node in nodes] == [True, False, True, True]
+    assert [node.own_ids is not None for node in nodes] == [True, False, True, True]
     assert budget.n_bytes <= 30_000
     # what is released is rendered
     conversation = Conversation(cache_bytes=2000)
@@ -517,7 +517,7 @@ def test_the_session_that_was_idle_longest_is_released():
 
 
 def test_a_request_that_is_kept_counts_also_without_a_reply():
-    session, budget = Session(), Budget(1 << 20)
+    session, budget = Session(), Budget(1 << 22)
     for number in range(4):
         texts = [user(f"{number} {i} " + "x" * 1000) for i in range(100)]
         session.restore(texts)
@@ -525,7 +525,7 @@ def test_a_request_that_is_kept_counts_also_without_a_reply():
         assert budget.n_bytes == session.n_bytes > 100_000 * (number + 1)
     session.restore(texts, keep=False)
     assert budget.n_bytes == session.n_bytes
-    session.restore([user("é" + "y" * (1 << 20))])
+    session.restore([user("é" + "y" * (1 << 21))])
     session.count_kept(budget)
     assert budget.n_bytes == session.n_bytes == 0
     session.close()
