@@ -66,7 +66,11 @@ _TYPES = {
     "float64": pa.float64(),
     "text": pa.string(),
     "name": NAMES,
+    "key": pa.binary(16),
 }
+"""The types of columns, those of structs included, by the name that texts give them."""
+
+_HEAD = re.compile(r"(?P<name>\w+)(?: \((?P<rules>[\w, ]+)\))?\n")
 _LINE = re.compile(
     r"^    (?P<names>\w+(?:, \w+)*) (?P<list>\[)?(?P<type>\w+)\]?(?P<null>\?)?"
     r"(?: \((?P<rules>[\w, ]+)\))?(?::|$)",
@@ -74,35 +78,43 @@ _LINE = re.compile(
 )
 
 
-def columns(text: str, **named: Any) -> tuple[Column, ...]:
-    """The columns that a text describes, a line each: ``name type (rule, rule): meaning``.
+def described(text: str, **named: Any) -> pa.Schema:
+    """The table that a text describes: its kind, and its columns, a line each.
 
-    ``[int32]`` is a list, ``int32?`` may be null, which means unknown or none. Lines that
-    are indented further go on. Rules are those of this module, and types and rules those
-    that are ``named``.
+    ``kind (rule, rule)``, then ``name type (rule, rule): meaning``. ``[int32]`` is a list,
+    ``int32?`` may be null, which means unknown or none. Lines that are indented further go
+    on. Rules are those of this module, or ``named``.
     """
-    found = []
+    head = _head(text)
+    return table(head["name"], *_columns(text, named), rules=_rules(head, named))
+
+
+def struct(text: str) -> pa.StructType:
+    """The type with the fields of a text, under the name on its first line."""
+    type_ = pa.struct([one.field for one in _columns(text, {})])
+    _TYPES[_head(text)["name"]] = type_
+    return type_
+
+
+def _head(text: str) -> re.Match[str]:
+    head = _HEAD.match(text)
+    assert head is not None, text
+    return head
+
+
+def _columns(text: str, named: dict[str, Any]) -> Iterator[Column]:
     for line in _LINE.finditer(text):
-        type_ = {**_TYPES, **named}[line["type"]]
+        type_ = _TYPES[line["type"]]
         type_ = pa.large_list(type_) if line["list"] else type_
-        rules = line["rules"].split(", ") if line["rules"] else []
-        checks = tuple({**globals(), **named}[rule] for rule in rules)
         for name in line["names"].split(", "):
             field = pa.field(name, type_, nullable=bool(line["null"]))
-            found.append(Column(field, checks))
-    return tuple(found)
+            yield Column(field, _rules(line, named))
 
 
-def struct(text: str, **named: pa.DataType) -> pa.StructType:
-    """The type with these fields."""
-    return pa.struct([one.field for one in columns(text, **named)])
+def _rules(line: re.Match[str], named: dict[str, Any]) -> tuple[Any, ...]:
+    names = line["rules"].split(", ") if line["rules"] else []
+    return tuple({**globals(), **named}[name] for name in names)
 
-
-TURN = columns("""
-    session_id text
-    turn_index int32
-""")
-"""The columns that say which turn a line is about."""
 
 _CHECKS: dict[pa.Schema, tuple[tuple[str | None, Check], ...]] = {}
 
@@ -164,6 +176,9 @@ def shown(value: object) -> object:
     return "null" if value is None else value
 
 
+# Faults
+
+
 def fault(rows: Rows, template: str, *columns: Any) -> Fault:
     """A fault; the k-th value of each column fills the template."""
     return rows, lambda k: template.format(*(column[k] for column in columns))
@@ -194,36 +209,13 @@ def _values(columns: tuple[Any, ...], at: int) -> list[object]:
     return [v.as_py() if isinstance(v, pa.Scalar) else v for v in values]
 
 
-def contiguous(name: str, table: pa.Table) -> Iterator[Fault]:
-    """The rows of each session are contiguous."""
-    starts = run_starts(table)
-    numbers = codes(table.column(name))[starts]
-    first = np.unique(numbers, return_index=True)[1]
-    again = np.flatnonzero(first[numbers] != np.arange(len(numbers)))
-    yield fault(
-        starts[again],
-        "the session began in table row {} and comes back in row {} after another: "
-        "make it contiguous, for instance by sorting the table by session_id",
-        starts[first[numbers[again]]],
-        starts[again],
-    )
+# Columns as arrays
 
 
-def ascending(index: str, table: pa.Table) -> Iterator[Fault]:
-    """`index` ascends within each session, from 0 or above."""
-    values = table.column(index).to_numpy()
-    yield broken(values < 0, f"{index} is negative: it counts from 0")
-    before = np.append(-1, values)[: len(values)]
-    before[run_starts(table)] = -1
-    yield broken(values == before, f"{index} is repeated within the session")
-    rule = f"{index} {{}} follows {{}}: it must ascend within a session"
-    yield broken(values < before, rule, values, before)
-
-
-def one_row_per_session(name: str, table: pa.Table) -> Iterator[Fault]:
-    """Each session has one row."""
-    again = repeated(codes(table.column(name)))
-    yield broken(again, "the session has a row already")
+def numbers(table: pa.Table, *names: str) -> Any:
+    """The values of a column of numbers, 0 for null; of several, one array each."""
+    found = [table.column(name).fill_null(0).to_numpy() for name in names]
+    return found if len(names) > 1 else found[0]
 
 
 def repeated(values: Rows) -> Bools:
@@ -231,98 +223,6 @@ def repeated(values: Rows) -> Bools:
     again = np.ones(len(values), np.bool_)
     again[np.unique(values, return_index=True)[1]] = False
     return again
-
-
-def finite(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A column of float64 contains no NaN and no infinity."""
-    values = table.column(name).fill_null(0.0).to_numpy()
-    rule = f"{name} is {{}}: expected a finite number or null"
-    yield broken(~np.isfinite(values), rule, values)
-
-
-def not_negative(name: str, table: pa.Table) -> Iterator[Fault]:
-    """An integer column is null or at least 0."""
-    values = table.column(name).fill_null(0).to_numpy()
-    yield broken(values < 0, f"{name} is {{}}: it must not be negative", values)
-
-
-def one_of(known: tuple[str, ...]) -> Rule:
-    """A column contains only known names and null."""
-
-    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
-        text = table.column(name).cast(pa.string()).to_pylist()
-        bad = [value is not None and value not in known for value in text]
-        words = f"{name} is {{!r}}: expected one of {', '.join(known)}"
-        yield broken(bad, words, text)
-
-    return rule
-
-
-def refers(index: str, fits: Callable[[Rows, Rows], Bools], what: str) -> Rule:
-    """A reference is null, or an index that fits the row's own."""
-
-    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
-        column = table.column(name)
-        values = column.fill_null(-1).to_numpy()
-        good = (values >= 0) & fits(values, table.column(index).to_numpy())
-        words = f"{name} {{}} is not {what} of the session"
-        yield broken(~good & ~nulls(column), words, values)
-
-    return rule
-
-
-def turn_exists(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A reference is to a turn of the session, or null."""
-    column = table.column(name)
-    known = lookup(table, "turn_index", column)[1]
-    words = f"{name} {{}} is not a turn of the session"
-    yield broken(~known & ~nulls(column), words, column)
-
-
-def token_ids(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A column of ids has no null and no negative element."""
-    yield from no_null(name, table)
-    for start, ends, values in flat_chunks(table.column(name)):
-        if values.null_count:
-            continue
-        ids = values.to_numpy()
-        if len(ids) and ids.min() < 0:
-            rule = f"{name}[{{}}] is {{}}: token ids are not negative"
-            yield broken_items(start, ends, ids < 0, rule, ids)
-
-
-def logprobs(ids: str) -> Rule:
-    """A column has one log-probability per id of another, or none at all."""
-
-    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
-        yield from as_long_as(ids, name, "{} " + name, table)
-        for start, ends, values in flat_chunks(table.column(name)):
-            numbers = raw_floats(values)
-            given = np.asarray(values.is_valid()) if values.null_count else True
-            for wrong, text in (
-                (np.isnan(numbers), _NO_NUMBER),
-                (numbers <= NO_LOGPROB, _NO_LOGPROB),
-                (numbers > MAX_LOGPROB, POSITIVE),
-            ):
-                words = f"{name}[{{}}] is {{}}: {text}"
-                yield broken_items(start, ends, wrong & given, words, numbers)
-
-    return rule
-
-
-def as_long_as(ids: str, name: str, what: str, table: pa.Table) -> Iterator[Fault]:
-    """A list is null, or has one element per id; ``what`` is its number in words."""
-    column = table.column(name)
-    n_here, n_ids = lengths(column), lengths(table.column(ids))
-    odd = (n_here != n_ids) & ~nulls(column)
-    yield broken(odd, f"{what} for {{}} {ids}", n_here, n_ids)
-
-
-def no_null(name: str, table: pa.Table) -> Iterator[Fault]:
-    """No element of a list column is null."""
-    for start, ends, values in flat_chunks(table.column(name)):
-        if values.null_count:
-            yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
 
 
 def not_logprobs(numbers: npt.NDArray[np.float32]) -> Bools:
@@ -340,6 +240,12 @@ def lacks(structs: pa.StructArray, *names: str) -> Bools:
 def field_of(structs: pa.StructArray, name: str) -> pa.Array:
     """A field of structs, null where the struct is."""
     return structs.flatten()[structs.type.get_field_index(name)]
+
+
+def fields_of(structs: pa.StructArray, *names: str) -> list[Rows]:
+    """Fields of integers, -1 for null."""
+    found = (field_of(structs, name).fill_null(-1) for name in names)
+    return [np.asarray(one, np.int64) for one in found]
 
 
 def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, Bools]:
@@ -362,9 +268,8 @@ def run_starts(table: pa.Table) -> Rows:
 
 def session_numbers(table: pa.Table) -> Rows:
     """The number of each row's session, counted from 1."""
-    numbers: Rows = np.searchsorted(
-        run_starts(table), np.arange(len(table)), side="right"
-    )
+    rows = np.arange(len(table))
+    numbers: Rows = np.searchsorted(run_starts(table), rows, side="right")
     return numbers
 
 
@@ -412,14 +317,366 @@ def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]
 def owners(at: Rows, ends: Rows) -> tuple[Rows, Rows]:
     """The list of each value position, and the index in the list."""
     rows: Rows = np.searchsorted(ends, at, side="right")
-    begins = np.concatenate([[0], ends])
-    return rows, at - begins[rows]
+    return rows, at - np.append(0, ends)[rows]
 
 
-def raw_floats(values: pa.FloatArray) -> npt.NDArray[np.float32]:
-    """The numbers of an array, with the bytes under nulls as they are."""
-    data = values.buffers()[1]
-    if data is None:
-        return np.empty(0, np.float32)
-    # a buffer may be longer than its values
-    return np.frombuffer(data, np.float32, len(values), 4 * values.offset)
+# Rules of columns
+
+
+def contiguous(name: str, table: pa.Table) -> Iterator[Fault]:
+    """The rows of each session are contiguous."""
+    starts = run_starts(table)
+    numbers = codes(table.column(name))[starts]
+    first = np.unique(numbers, return_index=True)[1]
+    again = np.flatnonzero(first[numbers] != np.arange(len(numbers)))
+    yield fault(
+        starts[again],
+        "the session began in table row {} and comes back in row {} after another: "
+        "make it contiguous, for instance by sorting the table by session_id",
+        starts[first[numbers[again]]],
+        starts[again],
+    )
+
+
+def ascending(index: str, table: pa.Table) -> Iterator[Fault]:
+    """`index` ascends within each session, from 0 or above."""
+    values = table.column(index).to_numpy()
+    yield broken(values < 0, f"{index} is negative: it counts from 0")
+    before = np.append(-1, values)[: len(values)]
+    before[run_starts(table)] = -1
+    yield broken(values == before, f"{index} is repeated within the session")
+    rule = f"{index} {{}} follows {{}}: it must ascend within a session"
+    yield broken(values < before, rule, values, before)
+
+
+def one_row_per_session(name: str, table: pa.Table) -> Iterator[Fault]:
+    """Each session has one row."""
+    again = repeated(codes(table.column(name)))
+    yield broken(again, "the session has a row already")
+
+
+def finite(name: str, table: pa.Table) -> Iterator[Fault]:
+    """A column of float64 contains no NaN and no infinity."""
+    values = numbers(table, name)
+    rule = f"{name} is {{}}: expected a finite number or null"
+    yield broken(~np.isfinite(values), rule, values)
+
+
+def is_share(name: str, table: pa.Table) -> Iterator[Fault]:
+    """A row's weight is in [0, 1]."""
+    values = numbers(table, name)
+    rule = f"{name} is {{}}: it is a share of the rollout"
+    yield broken((values < 0) | (values > 1), rule, values)
+
+
+def not_negative(name: str, table: pa.Table) -> Iterator[Fault]:
+    """An integer column is null or at least 0."""
+    values = numbers(table, name)
+    yield broken(values < 0, f"{name} is {{}}: it must not be negative", values)
+
+
+def differ(name: str, table: pa.Table) -> Iterator[Fault]:
+    """Values are unique in each session."""
+    column = table.column(name)
+    again = ~nulls(column)
+    values = (session_numbers(table) << 32) + numbers(table, name)
+    again[again] = repeated(values[again])
+    yield broken(again, f"{name} {{}} is repeated within the session", column)
+
+
+def one_of(known: tuple[str, ...]) -> Rule:
+    """A column contains only known names and null."""
+
+    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
+        text = table.column(name).cast(pa.string()).to_pylist()
+        bad = [value is not None and value not in known for value in text]
+        words = f"{name} is {{!r}}: expected one of {', '.join(known)}"
+        yield broken(bad, words, text)
+
+    return rule
+
+
+def refers(index: str, fits: Callable[[Rows, Rows], Bools], what: str) -> Rule:
+    """A reference is null, or an index that fits the row's own."""
+
+    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
+        column = table.column(name)
+        values = column.fill_null(-1).to_numpy()
+        good = (values >= 0) & fits(values, table.column(index).to_numpy())
+        words = f"{name} {{}} is not {what} of the session"
+        yield broken(~good & ~nulls(column), words, values)
+
+    return rule
+
+
+another = refers("turn_index", np.not_equal, "another turn_index")
+later = refers("turn_index", np.greater, "a later turn")
+earlier = refers("row_index", np.less, "an earlier row_index")
+
+
+def turn_exists(name: str, table: pa.Table) -> Iterator[Fault]:
+    """A reference is to a turn of the session, or null."""
+    column = table.column(name)
+    known = lookup(table, "turn_index", column)[1]
+    words = f"{name} {{}} is not a turn of the session"
+    yield broken(~known & ~nulls(column), words, column)
+
+
+def no_null(name: str, table: pa.Table) -> Iterator[Fault]:
+    """No element of a list column is null."""
+    for start, ends, values in flat_chunks(table.column(name)):
+        if values.null_count:
+            yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
+
+
+def token_ids(name: str, table: pa.Table) -> Iterator[Fault]:
+    """A column of ids has no null and no negative element."""
+    yield from no_null(name, table)
+    for start, ends, values in flat_chunks(table.column(name)):
+        if values.null_count:
+            continue
+        ids = values.to_numpy()
+        if ids.min(initial=0) < 0:
+            rule = f"{name}[{{}}] is {{}}: token ids are not negative"
+            yield broken_items(start, ends, ids < 0, rule, ids)
+
+
+def as_long_as(ids: str, name: str, what: str, table: pa.Table) -> Iterator[Fault]:
+    """A list is null, or has one element per id; ``what`` is its number in words."""
+    column = table.column(name)
+    n_here, n_ids = lengths(column), lengths(table.column(ids))
+    odd = (n_here != n_ids) & ~nulls(column)
+    yield broken(odd, f"{what} for {{}} {ids}", n_here, n_ids)
+
+
+def logprobs(ids: str) -> Rule:
+    """A column has one log-probability per id of another, or none at all."""
+
+    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
+        yield from as_long_as(ids, name, "{} " + name, table)
+        for start, ends, values in flat_chunks(table.column(name)):
+            numbers = values.fill_null(0.0).to_numpy()
+            for wrong, text in (
+                (np.isnan(numbers), _NO_NUMBER),
+                (numbers <= NO_LOGPROB, _NO_LOGPROB),
+                (numbers > MAX_LOGPROB, POSITIVE),
+            ):
+                words = f"{name}[{{}}] is {{}}: {text}"
+                yield broken_items(start, ends, wrong, words, numbers)
+
+    return rule
+
+
+logprob_per_output = logprobs("output_ids")
+logprob_per_id = logprobs("input_ids")
+
+
+def mask_per_output(name: str, table: pa.Table) -> Iterator[Fault]:
+    """One bool per output id, or none at all."""
+    yield from as_long_as("output_ids", name, f"{{}} elements of {name}", table)
+    yield from no_null(name, table)
+
+
+def no_key_missing(name: str, table: pa.Table) -> Iterator[Fault]:
+    """Every message has a key and a role."""
+    for start, ends, values in flat_chunks(table.column(name)):
+        yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
+        for field in ("key", "role"):
+            lacking = field_of(values, field).is_null()
+            yield broken_items(start, ends, lacking, f"{name}[{{}}] has no {field}")
+
+
+def reply_has_key(name: str, table: pa.Table) -> Iterator[Fault]:
+    """A response that is not null has a key and a role."""
+    column = table.column(name).combine_chunks()
+    given = np.asarray(column.is_valid())
+    for field in ("key", "role"):
+        lacking = given & np.asarray(field_of(column, field).is_null())
+        yield broken(lacking, f"{name} has no {field}")
+
+
+def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
+    """Spans without nulls that tile the output, in order."""
+    column = table.column(name)
+    spans, ends = list_values(column), np.cumsum(lengths(column))
+    lacking = lacks(spans, "version", "start", "stop")
+    rule = f"{name}[{{}}] has a null: version, start and stop are needed"
+    yield broken_items(0, ends, lacking, rule)
+    low, high = fields_of(spans, "start", "stop")
+    begins = np.append(0, ends)[:-1]
+    filled = np.flatnonzero(ends > begins)
+    due = np.append(0, high)[: len(low)]
+    due[begins[filled]] = 0
+    rule = f"{name}[{{}}] is {{}}:{{}}, expected a start of {{}}: the spans tile the output"
+    bad = (low != due) | (high < low)
+    yield broken_items(0, ends, bad, rule, low, high, due)
+    last, n_output = np.zeros_like(ends), lengths(table.column("output_ids"))
+    last[filled] = high[ends[filled] - 1]
+    rule = f"{name} end at {{}} of {{}} output ids: the spans tile the output"
+    yield broken(~nulls(column) & (last != n_output), rule, last, n_output)
+
+
+SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
+"""The fields of a row's spans but for the kind."""
+
+
+def no_span_null(name: str, table: pa.Table) -> Iterator[Fault]:
+    """Every span has all its fields."""
+    for start, ends, spans in flat_chunks(table.column(name)):
+        lacking = lacks(spans, *SPAN_NUMBERS, "kind")
+        yield broken_items(start, ends, lacking, f"{name}[{{}}] has a null")
+
+
+# Rules of tables
+
+
+def not_empty(table: pa.Table) -> Iterator[Fault]:
+    """Every prompt has a token."""
+    is_full = "prompt_ids" in table.column_names
+    n_prompt = lengths(table.column("prompt_ids" if is_full else "suffix_ids"))
+    if not is_full:
+        n_prompt = n_prompt + numbers(table, "shared_length")
+    rule = "prompt_ids is empty: an engine samples after some token"
+    yield broken(n_prompt == 0, rule)
+
+
+def delta(table: pa.Table) -> Iterator[Fault]:
+    """The base of a turn is an earlier turn and has what is shared with it."""
+    bases, listed = table.column("base_turn"), table.column("suffix_messages")
+    none, unlisted = nulls(bases), nulls(listed)
+    base_row, found = lookup(table, "turn_index", bases)
+    bad = ~none & (~found | (base_row >= np.arange(len(table))))
+    yield broken(bad, "base_turn {} is not an earlier turn of the session", bases)
+    if bad.any():
+        return
+    shared, shares = numbers(table, "shared_length", "shared_messages")
+    n_own, n_output = (lengths(table.column(n)) for n in ("suffix_ids", "output_ids"))
+    most = np.where(none, 0, (shared + n_own + n_output)[base_row])
+    rule = "shared_length is {}: expected 0 to {}, tokens of the base turn"
+    yield broken((shared < 0) | (shared > most), rule, shared, most)
+    rule = "shared_messages and suffix_messages are null together"
+    yield broken(unlisted != nulls(table.column("shared_messages")), rule)
+    total = shares + lengths(listed) + ~nulls(table.column("response"))
+    most = np.where(none | unlisted[base_row], 0, total[base_row])
+    rule = "shared_messages is {}: expected 0 to {}, messages of the base turn"
+    yield broken((shares < 0) | (shares > most), rule, shares, most)
+
+
+def every_token_counted(losses: tuple[str, ...], table: pa.Table) -> Iterator[Fault]:
+    """Every sampled token is trained, or lost for one reason."""
+    sampled, *counts = numbers(
+        table, "tokens_sampled", "tokens_trained", *(f"lost_{one}" for one in losses)
+    )
+    counted = np.sum(counts, axis=0)
+    rule = "{} tokens sampled, but {} trained or lost"
+    yield broken(sampled != counted, rule, sampled, counted)
+
+
+def row_lengths(table: pa.Table) -> Iterator[Fault]:
+    """Per-token columns have the row's length, and no length exceeds it."""
+    n_ids, parent = lengths(table.column("input_ids")), table.column("parent_row")
+    for name in ("loss_mask", "logprobs"):
+        n_here = lengths(table.column(name))
+        rule = f"{{}} elements of {name} for {{}} input_ids"
+        yield broken(n_here != n_ids, rule, n_here, n_ids)
+    for name in ("prompt_length", "shared_length"):
+        values = numbers(table, name)
+        rule = f"{name} is {{}} in a row of {{}} tokens"
+        yield broken(values > n_ids, rule, values, n_ids)
+    shared = numbers(table, "shared_length")
+    rule = "shared_length is {} without a parent_row"
+    yield broken(nulls(parent) & (shared > 0), rule, shared)
+    parent_at, found = lookup(table, "row_index", parent)
+    of_parent = np.where(found, n_ids[parent_at], 0)
+    rule = "shared_length is {}, but the parent row has {} tokens"
+    yield broken(found & (shared > of_parent), rule, shared, of_parent)
+
+
+def masks(table: pa.Table) -> Iterator[Fault]:
+    """Prompt tokens are not trained, and only trained tokens have a logprob."""
+    mask = np.asarray(list_values(table.column("loss_mask")))
+    ends = np.cumsum(lengths(table.column("input_ids")))
+    owner, offset = owners(np.flatnonzero(mask), ends)
+    prompt = numbers(table, "prompt_length")[owner]
+    bad = np.flatnonzero(offset < prompt)
+    rule = "loss_mask[{}] is true within the prompt of {} tokens"
+    yield fault(owner[bad], rule, offset[bad], prompt[bad])
+    given = np.asarray(list_values(table.column("logprobs")).is_valid())
+    rule = "logprobs[{}] is not null, but loss_mask is false"
+    yield broken_items(0, ends, given & ~mask, rule)
+    n_trained = np.bincount(owner, minlength=len(table))
+    sums = numbers(table, "rollout_mask_sum")
+    rule = "rollout_mask_sum is {} in a row that trains {} tokens"
+    yield broken(sums < n_trained, rule, sums, n_trained)
+
+
+def spans_in_order(
+    kinds: tuple[str, ...], empty_kinds: tuple[str, ...], table: pa.Table
+) -> Iterator[Fault]:
+    """Spans ascend within the row, and trained spans are where the mask is true."""
+    n_ids = lengths(table.column("input_ids"))
+    listed, ends = list_values(table.column("spans")), lengths(table.column("spans"))
+    ends = np.cumsum(ends)
+    kind = np.asarray(field_of(listed, "kind").cast(pa.string()))
+    start, stop, turn, out_start, out_stop = fields_of(listed, *SPAN_NUMBERS)
+    row, at = owners(np.arange(len(kind)), ends)
+    before = np.append(0, stop)[: len(stop)]
+    before[at == 0] = 0
+    inside = (start >= 0) & (stop >= start) & (stop <= n_ids[row])
+    trues = np.append(0, np.cumsum(np.asarray(list_values(table.column("loss_mask")))))
+    base, size = np.cumsum(n_ids) - n_ids, stop - start
+    low, high = (np.where(inside, base[row] + at, 0) for at in (start, stop))
+    trained, empty = kind == "trained", np.isin(kind, empty_kinds)
+    due = np.where(trained, size, 0)
+    for bad, rule in (
+        (~np.isin(kind, kinds), f"expected one of {', '.join(kinds)}"),
+        (~inside, "it must lie within the row"),
+        (start < before, "it must not overlap the previous span"),
+        ((out_start < 0) | (out_stop < out_start), "its output range runs backwards"),
+        (turn < 0, "its turn_index is negative"),
+        (empty & (size != 0), "an absorbed, cut or no_splice_point span is empty"),
+        (
+            ~empty & (size != out_stop - out_start),
+            "it must be as long as its output range",
+        ),
+        (
+            inside & (trues[high] - trues[low] != due),
+            "loss_mask is true in trained spans, and only there",
+        ),
+    ):
+        rule = f"spans[{{}}] is {{}}:{{}} of kind {{!r}}: {rule}"
+        yield broken_items(0, ends, bad, rule, start, stop, kind)
+    claimed = np.bincount(row, due, len(table))
+    masked = trues[base + n_ids] - trues[base]
+    rule = "loss_mask is true for {} tokens, but the trained spans have {:.0f}"
+    yield broken(claimed != masked, rule, masked, claimed)
+
+
+def parents_first(table: pa.Table) -> Iterator[Fault]:
+    """Parents have an order, and precede their children by turn_index or by order."""
+    order = table.column("order").fill_null(-1).to_numpy()
+    at, found = lookup(table, "turn_index", table.column("parent"))
+    followed = found & (order >= 0)
+    before, session = np.where(followed, order[at], -1), session_numbers(table)
+    later = np.unique(session[followed & (at > np.arange(len(table)))])
+    rule = "order {}, but its parent has no order, so it is in no row"
+    yield broken(followed & (before < 0), rule, order)
+    bad = followed & (before >= order) & np.isin(session, later)
+    rule = "order {} does not come after its parent's, {}, in a session with a parent "
+    yield broken(bad, rule + "that is a later turn", order, before)
+
+
+def drift_agrees(table: pa.Table) -> Iterator[Fault]:
+    """The columns of a drift table agree."""
+    size, after = numbers(table, "size", "tokens_after_drift")
+    rule = "tokens_after_drift {} exceeds the size {}"
+    yield broken(after > size, rule, after, size)
+    for name, word in (("region", "none"), ("cause", "clean")):
+        text = table.column(name).cast(pa.string())
+        equal = np.array([value == word for value in text.to_pylist()], np.bool_)
+        rule = f"{name} is {{!r}} with a size of {{}}: expected {word!r} exactly for size 0"
+        yield broken(~nulls(text) & (equal != (size == 0)), rule, text, size)
+    names = ("resync_path", "resync_prompt", "resync_length")
+    path, prompt, length = (nulls(table.column(name)) for name in names)
+    rule = "the three resync columns are null together"
+    yield broken((path != prompt) | (path != length), rule)
