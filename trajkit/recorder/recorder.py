@@ -297,7 +297,6 @@ class Recorder:
         )
 
     def _forget(self, session: Recording, session_id: str) -> None:
-        """Remove a session whose lock the caller has."""
         session.dropped = True
         with self._lock:
             del self._sessions[session_id]

@@ -193,7 +193,6 @@ class CallMessages(NamedTuple):
         return (self.numbers or array("i")) + array("i", [self.reply] * replied)
 
     def own(self) -> memoryview:
-        """The messages that the base does not supply."""
         return memoryview(self.numbers or array("i"))[self.shared :]
 
 
@@ -280,7 +279,6 @@ class MessageLog:
         return next((at for at, same in enumerate(current) if not same), n)
 
     def _number(self, read: Read) -> int:
-        """The number of a message, which is new or known."""
         message, copy = read
         number = self.book.add(message)
         if number >= len(self.copies):
@@ -392,7 +390,6 @@ class Recording:
         return pa.Table.from_arrays(arrays, schema=schema)
 
     def _token_columns(self, calls: Records) -> dict[str, pa.Array]:
-        """The columns with one value per token."""
         n_own = calls["prompt_len"] - calls["own_start"]
         blocks = [memoryview(one) for one in self.new_values[: len(calls)]]
         cuts = zip(blocks, 4 * n_own, 4 * (n_own + calls["out_len"]), strict=True)

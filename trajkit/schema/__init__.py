@@ -55,10 +55,9 @@ MM_ITEM = struct("""image
 """)
 """An image in a prompt.
 
-Its tokens are content ids: ids beyond every vocabulary that depend on kind, hash and
-number of tokens (`trajkit.turns.images.content_ids`). Hence prompts with different
-images differ in their ids, and every stage that compares tokens compares images too.
-`trajkit.turns.engine_ids` gives the ids that the engine consumed.
+Its tokens are content ids: ids beyond every vocabulary that depend on kind, hash and number
+of tokens (`trajkit.turns.content_ids`), so every stage that compares tokens compares images
+too. `trajkit.turns.engine_ids` gives the ids that the engine consumed.
 """
 
 
@@ -122,9 +121,8 @@ ROUTING = described(f"""turns
     tools_key text?: what `trajkit.turns.tools_key` gives of the tools that the request
         offers. null: unknown, the same for all such turns
 """)
-"""Optional columns of ``turns`` that tell which turn continues which. The policy ``nemo``
-(``parent_by="prefix"``) follows recorded parents, and prefixes in sessions without them;
-the policy ``graph`` (``compare_tools``) compares tools."""
+"""Optional columns of ``turns`` that tell which turn continues which. ``nemo`` follows
+recorded parents, and prefixes in sessions without them; ``graph`` compares tools."""
 
 ATTRIBUTION = described(f"""turns
     {_TURN}
@@ -313,12 +311,9 @@ SPAN = struct("""span
     start, stop, turn_index, output_start, output_stop int32?
     kind name?
 """)
-"""Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output.
-
-``trained``, ``duplicate`` and ``untrainable`` spans have ``stop - start == output_stop
-- output_start``. ``absorbed``, ``cut`` and ``no_splice_point`` spans are empty (``start ==
-stop``): the output range was lost. Their ``start`` is its position in the row, or the
-position where the row was replaced or ended if that is smaller.
+"""Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output, or none
+(``start == stop``) if the range was lost (EMPTY_KINDS). ``start`` is then its position in
+the row, or the position where the row was replaced or ended if that is smaller.
 """
 
 EMPTY_KINDS = ("absorbed", "cut", "no_splice_point")

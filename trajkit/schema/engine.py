@@ -54,7 +54,6 @@ class Column(NamedTuple):
 
 
 def required(name: str, type_: pa.DataType, *rules: Rule) -> Column:
-    """A column without nulls."""
     return Column(pa.field(name, type_, nullable=False), rules)
 
 
@@ -113,7 +112,9 @@ def _columns(text: str, named: dict[str, Any]) -> Iterator[Column]:
 
 def _rules(line: re.Match[str], named: dict[str, Any]) -> tuple[Any, ...]:
     names = line["rules"].split(", ") if line["rules"] else []
-    return tuple({**globals(), **named}[name] for name in names)
+    found = [{**globals(), **named}[name] for name in names]
+    # a name may stand for several rules
+    return tuple(r for one in found for r in (one if isinstance(one, tuple) else [one]))
 
 
 _CHECKS: dict[pa.Schema, tuple[tuple[str | None, Check], ...]] = {}
@@ -166,13 +167,11 @@ class Violation:
 
 
 def as_lines(found: Sequence[Violation], schema: pa.Schema) -> pa.Table:
-    """The violations as a table."""
     lines = [{name: getattr(one, name) for name in schema.names} for one in found]
     return pa.Table.from_pylist(lines, schema)
 
 
 def shown(value: object) -> object:
-    """A value as violations show it."""
     return "null" if value is None else value
 
 
@@ -219,7 +218,6 @@ def numbers(table: pa.Table, *names: str) -> Any:
 
 
 def repeated(values: Rows) -> Bools:
-    """Where a value occurred before."""
     again = np.ones(len(values), np.bool_)
     again[np.unique(values, return_index=True)[1]] = False
     return again
@@ -262,7 +260,6 @@ def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, 
 
 
 def run_starts(table: pa.Table) -> Rows:
-    """The first row of each session."""
     return np.flatnonzero(np.diff(codes(table.column("session_id")), prepend=-1))
 
 
@@ -287,7 +284,7 @@ def codes(*columns: pa.Array | pa.ChunkedArray) -> Rows:
 
 
 def lengths(column: pa.ChunkedArray | pa.Array) -> Rows:
-    """Elements of each list, 0 for a null list."""
+    """Elements of each list, of any of Arrow's list types; 0 for a null list."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     parts = [np.asarray(chunk.value_lengths().fill_null(0)) for chunk in chunks]
     return np.concatenate([np.empty(0, np.int64), *parts])
@@ -302,7 +299,6 @@ def list_values(column: pa.ChunkedArray) -> pa.Array:
 
 
 def nulls(column: pa.ChunkedArray) -> Bools:
-    """Where the column is null."""
     return np.asarray(column.is_null().to_numpy())
 
 
@@ -324,7 +320,6 @@ def owners(at: Rows, ends: Rows) -> tuple[Rows, Rows]:
 
 
 def contiguous(name: str, table: pa.Table) -> Iterator[Fault]:
-    """The rows of each session are contiguous."""
     starts = run_starts(table)
     numbers = codes(table.column(name))[starts]
     first = np.unique(numbers, return_index=True)[1]
@@ -350,29 +345,25 @@ def ascending(index: str, table: pa.Table) -> Iterator[Fault]:
 
 
 def one_row_per_session(name: str, table: pa.Table) -> Iterator[Fault]:
-    """Each session has one row."""
     again = repeated(codes(table.column(name)))
     yield broken(again, "the session has a row already")
 
 
-def finite(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A column of float64 contains no NaN and no infinity."""
-    values = numbers(table, name)
-    rule = f"{name} is {{}}: expected a finite number or null"
-    yield broken(~np.isfinite(values), rule, values)
+def _numbers(fits: Callable[[Any], Bools], rule: str) -> Rule:
+    """A rule of a column of numbers, which null keeps."""
+
+    def check(name: str, table: pa.Table) -> Iterator[Fault]:
+        values = numbers(table, name)
+        yield broken(~fits(values), f"{name} is {{}}: {rule}", values)
+
+    return check
 
 
-def is_share(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A row's weight is in [0, 1]."""
-    values = numbers(table, name)
-    rule = f"{name} is {{}}: it is a share of the rollout"
-    yield broken((values < 0) | (values > 1), rule, values)
-
-
-def not_negative(name: str, table: pa.Table) -> Iterator[Fault]:
-    """An integer column is null or at least 0."""
-    values = numbers(table, name)
-    yield broken(values < 0, f"{name} is {{}}: it must not be negative", values)
+finite = _numbers(np.isfinite, "expected a finite number or null")
+not_negative = _numbers(lambda values: values >= 0, "it must not be negative")
+is_share = _numbers(
+    lambda values: (values >= 0) & (values <= 1), "it is a share of the rollout"
+)
 
 
 def differ(name: str, table: pa.Table) -> Iterator[Fault]:
@@ -422,23 +413,25 @@ def turn_exists(name: str, table: pa.Table) -> Iterator[Fault]:
     yield broken(~known & ~nulls(column), words, column)
 
 
-def no_null(name: str, table: pa.Table) -> Iterator[Fault]:
-    """No element of a list column is null."""
-    for start, ends, values in flat_chunks(table.column(name)):
-        if values.null_count:
-            yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
+def _elements(bad: Callable[[pa.Array], npt.ArrayLike], words: str) -> Rule:
+    """A rule of the elements of lists, and the words for a ``bad`` one."""
+
+    def check(name: str, table: pa.Table) -> Iterator[Fault]:
+        for start, ends, values in flat_chunks(table.column(name)):
+            text = f"{name}[{{}}] {words}"
+            yield broken_items(start, ends, bad(values), text, values)
+
+    return check
 
 
-def token_ids(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A column of ids has no null and no negative element."""
-    yield from no_null(name, table)
-    for start, ends, values in flat_chunks(table.column(name)):
-        if values.null_count:
-            continue
-        ids = values.to_numpy()
-        if ids.min(initial=0) < 0:
-            rule = f"{name}[{{}}] is {{}}: token ids are not negative"
-            yield broken_items(start, ends, ids < 0, rule, ids)
+no_null = _elements(lambda values: values.is_null(), "is null")
+no_negative = _elements(
+    lambda ids: np.asarray(ids.fill_null(0)) < 0, "is {}: token ids are not negative"
+)
+has_key = _elements(lambda of: field_of(of, "key").is_null(), "has no key")
+has_role = _elements(lambda of: field_of(of, "role").is_null(), "has no role")
+token_ids = (no_null, no_negative)
+no_key_missing = (no_null, has_key, has_role)
 
 
 def as_long_as(ids: str, name: str, what: str, table: pa.Table) -> Iterator[Fault]:
@@ -477,22 +470,19 @@ def mask_per_output(name: str, table: pa.Table) -> Iterator[Fault]:
     yield from no_null(name, table)
 
 
-def no_key_missing(name: str, table: pa.Table) -> Iterator[Fault]:
-    """Every message has a key and a role."""
-    for start, ends, values in flat_chunks(table.column(name)):
-        yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
-        for field in ("key", "role"):
-            lacking = field_of(values, field).is_null()
-            yield broken_items(start, ends, lacking, f"{name}[{{}}] has no {field}")
-
-
 def reply_has_key(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A response that is not null has a key and a role."""
     column = table.column(name).combine_chunks()
     given = np.asarray(column.is_valid())
     for field in ("key", "role"):
         lacking = given & np.asarray(field_of(column, field).is_null())
         yield broken(lacking, f"{name} has no {field}")
+
+
+SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
+"""The fields of a row's spans but for the kind."""
+no_span_null = _elements(
+    lambda spans: lacks(spans, *SPAN_NUMBERS, "kind"), "has a null"
+)
 
 
 def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
@@ -516,22 +506,10 @@ def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
     yield broken(~nulls(column) & (last != n_output), rule, last, n_output)
 
 
-SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
-"""The fields of a row's spans but for the kind."""
-
-
-def no_span_null(name: str, table: pa.Table) -> Iterator[Fault]:
-    """Every span has all its fields."""
-    for start, ends, spans in flat_chunks(table.column(name)):
-        lacking = lacks(spans, *SPAN_NUMBERS, "kind")
-        yield broken_items(start, ends, lacking, f"{name}[{{}}] has a null")
-
-
 # Rules of tables
 
 
 def not_empty(table: pa.Table) -> Iterator[Fault]:
-    """Every prompt has a token."""
     is_full = "prompt_ids" in table.column_names
     n_prompt = lengths(table.column("prompt_ids" if is_full else "suffix_ids"))
     if not is_full:
@@ -667,7 +645,6 @@ def parents_first(table: pa.Table) -> Iterator[Fault]:
 
 
 def drift_agrees(table: pa.Table) -> Iterator[Fault]:
-    """The columns of a drift table agree."""
     size, after = numbers(table, "size", "tokens_after_drift")
     rule = "tokens_after_drift {} exceeds the size {}"
     yield broken(after > size, rule, after, size)

@@ -33,7 +33,6 @@ class Messages:
         return self.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
 
     def continues(self, other: "Messages") -> bool:
-        """Whether the request begins with all messages of the other request."""
         return self.keys.startswith(other.keys)
 
 
@@ -208,7 +207,6 @@ class SessionCalls:
 
 
 def _called(body: dict[str, Any], call_id: str) -> str | None:
-    """The function that an assistant message calls with this id."""
     tool_calls = body.get("tool_calls")
     for tool_call in tool_calls if isinstance(tool_calls, list) else []:
         if isinstance(tool_call, dict) and tool_call.get("id") == call_id:

@@ -83,27 +83,15 @@ compact_batches = compact.batches
 def expand(turns: TableLike) -> pa.Table:
     """Convert turns to full form: each has its complete prompt and all messages.
 
-    The inverse of `compact`. A shared message has no body, because an earlier turn of the
-    session has it.
-
-    Parameters
-    ----------
-    turns : table
-        `trajkit.schema.TURNS_DELTA`, the rows of each session contiguous. Turns in full
-        form are returned unchanged.
-
-    Returns
-    -------
-    Table
-        `trajkit.schema.TURNS`, as `compact` returns its table.
+    The inverse of `compact`, with its parameter, result and errors: `trajkit.schema.TURNS`
+    of `trajkit.schema.TURNS_DELTA`. A shared message has no body, because an earlier turn
+    of the session has it.
 
     Raises
     ------
-    SchemaError
-        As for `compact`.
     InvalidTurnsError
         A base is not an earlier turn of its session, or is shorter than what is shared
-        with it; shared and own messages are not null together; or as for `compact`.
+        with it; or shared and own messages are not null together.
     """
     return _convert(turns, TURNS, _full_columns)
 

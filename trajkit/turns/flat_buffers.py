@@ -48,11 +48,9 @@ class TurnTokens:
         return n if n < len(prompt) else n + _core.lcp(ids[n:], self.outputs[call])
 
     def path_len(self, call: Index) -> int:
-        """Length of a call's path."""
         return int(self.calls.path_len[call])
 
     def calls_of(self, session: int) -> range:
-        """The calls of a session."""
         return range(*self.calls.offsets[session : session + 2].tolist())
 
 
@@ -76,7 +74,6 @@ def flat_turns(calls: Sessions, *, prompts: bool = True) -> TurnTokens:
 
 
 def aborted_calls(calls: Sessions) -> Bools:
-    """Calls whose finish_reason is "abort", shape (n_calls,)."""
     return np.asarray(calls.calls["stop"] == STOPS["abort"])
 
 
@@ -194,7 +191,6 @@ class Spans:
         return len(self.row)
 
     def take(self, which: Rows) -> Self:
-        """The spans at these positions."""
         return type(self)(*(getattr(self, field.name)[which] for field in fields(self)))
 
     def tokens(self, ids: Ragged) -> Longs:

@@ -44,17 +44,15 @@ def content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
     Returns
     -------
     ndarray of int32, shape (n_tokens,), read-only
+        Each has 30 bits of a SHA-256 digest of the arguments, again and again. So two
+        images (or one in two sizes) differ at their first token, except with probability
+        2**-30.
 
     Raises
     ------
     ArgumentError
         ``kind`` is no text, ``content_hash`` no SHA-256 in hexadecimal, or ``n_tokens``
         negative.
-
-    Notes
-    -----
-    Each id has 30 bits of a SHA-256 digest of the arguments, again and again. So two images
-    (or one in two sizes) differ at their first token, except with probability 2**-30.
     """
     if not isinstance(kind, str) or not kind:
         raise ArgumentError(f"kind={kind!r}: expected a word, such as 'image'")
@@ -118,9 +116,9 @@ def image_faults(
             ids[low:high] != item_ids(item)[low + first - start :][: high - low]
         ).any():
             fault = (
-                f"has other content ids than the tokens {start}:{stop}: make them with "
+                f"is {start}:{stop}, whose tokens are not the content ids: make them "
             )
-            fault += "trajkit.turns.content_ids"
+            fault += "with trajkit.turns.content_ids"
         if fault:
             yield start, f"mm_items[{i}] {fault}"
             continue
@@ -132,12 +130,10 @@ def image_faults(
 
 
 def item_ids(item: Item) -> Ints:
-    """Return the content ids of an item."""
     return _content_ids(item["kind"], item["hash"], item["stop"] - item["start"])
 
 
 def has_items(table: pa.Table) -> bool:
-    """Whether a turn, row or pack has images."""
     column = table.column("mm_items")
     return bool(column.null_count < len(column))
 
@@ -145,17 +141,9 @@ def has_items(table: pa.Table) -> bool:
 def engine_ids(table: TableLike) -> pa.Table:
     """Replace content ids by the ids that the engine consumed.
 
-    Parameters
-    ----------
-    table : table
-        Turns, rows or packs, with their column ``mm_items``. In delta form,
-        ``shared_length`` is the position of the first stored id.
-
-    Returns
-    -------
-    Table
-        The same columns. Prompts with different images may now have equal ids, so no
-        stage of trajkit should read it.
+    ``table`` is of turns, rows or packs, with their column ``mm_items``. The result has the
+    same columns. Prompts with different images may now have equal ids, so no stage of
+    trajkit should read it.
 
     Raises
     ------

@@ -251,7 +251,6 @@ def encode(message: object, where: str) -> Encoded:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise InvalidTurnsError unless UTF-8 can encode the text."""
     try:
         if not text.isascii():
             text.encode()
@@ -337,18 +336,13 @@ class MessageBook:
 
         Messages are in the order of their sessions (prompt, reply, next prompt, ...).
         """
-        # numbered in order of appearance, so a new one exceeds all before it
-        numbers = codes(pa.array(sessions * np.int64(len(self.messages)) + ids))
-        new: Bools = np.diff(np.maximum.accumulate(numbers), prepend=-1) > 0
-        if self.respelled:
-            first = np.full(len(self.messages), -1)
-            first[[*self.respelled]] = [*self.respelled.values()]
-            at = np.flatnonzero(first[ids] >= 0)
-            key = np.stack([sessions[at], first[ids[at]]])
-            order = np.lexsort(key)
-            at, key = at[order], key[:, order]
-            again = (np.diff(key, prepend=-1) == 0).all(axis=0)
-            new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)
+        key_of = np.arange(len(self.messages))
+        key_of[[*self.respelled]] = [*self.respelled.values()]
+        keys = np.stack([sessions, key_of[ids]])
+        order = np.lexsort(keys)
+        again = (np.diff(keys[:, order], prepend=-1) == 0).all(axis=0)
+        new = np.empty(len(ids), np.bool_)
+        new[order] = ~again | (np.diff(ids[order], prepend=-1) != 0)
         return new
 
     def _array(self, ids: Ints, shown: Bools) -> pa.StructArray:
@@ -369,7 +363,6 @@ class MessageBook:
 
 
 def with_equality(calls: Sessions, equality: MessageEquality) -> Sessions:
-    """Replace the keys of requests so that equal messages have equal keys."""
     return calls if equality == "values" else classify(calls, equality).keyed(calls)
 
 

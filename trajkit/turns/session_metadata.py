@@ -80,9 +80,9 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
         reward, sessions = None, reward
     if sessions is not None:
         if reward is not None:
-            shown = "is a table" if _is_table(reward) else f"is {reward!r}"
+            shown = " is a table" if _is_table(reward) else f"={reward!r}"
             raise ArgumentError(
-                f"reward {shown}, and sessions is given as well: expected one, with the "
+                f"reward{shown}, and sessions is given as well: expected one, with the "
                 "rewards in sessions"
             )
         given = as_table(sessions)
@@ -197,7 +197,6 @@ def last_lines(table: pa.Table) -> pa.Table:
 
 
 def errored(facts: pa.RecordBatch) -> Bools:
-    """Whether each session ended in an error."""
     return np.asarray(facts.column("error").is_valid())
 
 

@@ -159,12 +159,10 @@ class Sessions:
 
     @property
     def stored_messages(self) -> pa.ChunkedArray:
-        """The column of messages that each turn stores."""
         return self._stored("messages")
 
     @property
     def stored_ids(self) -> pa.ChunkedArray:
-        """The column of prompt ids that each turn stores."""
         return self._stored("prompt_ids")
 
     def _stored(self, name: str) -> pa.ChunkedArray:
@@ -173,7 +171,6 @@ class Sessions:
 
     @property
     def path_len(self) -> Longs:
-        """Length of each call's path, shape (n_calls,)."""
         path_len: Longs = self.calls["prompt_len"] + self.calls["out_len"]
         return path_len
 
@@ -182,7 +179,6 @@ class Sessions:
         return self.forest.ids(call, 0, int(self.path_len[call]))
 
     def prompt(self, call: int) -> Ints:
-        """A copy of a call's prompt."""
         return self.forest.ids(call, 0, int(self.calls["prompt_len"][call]))
 
     def named(self, session: Longs | Ints, turn_index: Longs | Ints) -> Longs:
@@ -201,7 +197,6 @@ class Sessions:
         return replace(self, calls=calls)
 
     def part(self, start: int, stop: int) -> Self:
-        """The sessions ``start:stop``."""
         offsets = self.offsets[start : stop + 1]
         lo, hi = int(offsets[0]), int(offsets[-1])
         if (lo, hi) == (0, len(self.calls)):
@@ -323,7 +318,6 @@ def _session_ids(table: pa.Table) -> tuple[pa.Array, Longs]:
 
 
 def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
-    """The error text of a fault that the kernel found."""
     text, names = _TEXT_OF_FAULT[fault], table.column_names
     values = {name: table.column(name)[row] for name in names if f"{{{name}}}" in text}
     fields = {

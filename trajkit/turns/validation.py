@@ -138,10 +138,9 @@ def reject_sessions(
 
     Returns
     -------
-    good : Table
-        In canonical form; complete sessions only.
-    bad : Table
-        Columns session_id and reason, in order of discovery.
+    good, bad : Table
+        Complete sessions in canonical form; and the columns session_id and reason, in order
+        of discovery.
 
     Raises
     ------
@@ -397,7 +396,6 @@ def message_bodies(table: pa.Table) -> Iterator[Fault]:
 
 
 def _is_same(body: str, other: str) -> bool:
-    """Whether two bodies are of messages that are ``==``."""
     try:
         return bool(parse_json(body) == parse_json(other))
     except ValueError:
