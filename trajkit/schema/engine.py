@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,17 +46,6 @@ _NO_LOGPROB = (
 POSITIVE = "a log-probability is at most 0 (1e-4 is tolerated for rounding)"
 
 
-class Column(NamedTuple):
-    """A column and its rules."""
-
-    field: pa.Field
-    rules: tuple[Rule, ...] = ()
-
-
-def required(name: str, type_: pa.DataType, *rules: Rule) -> Column:
-    return Column(pa.field(name, type_, nullable=False), rules)
-
-
 _TYPES = {
     "bool": pa.bool_(),
     "int32": pa.int32(),
@@ -69,7 +58,7 @@ _TYPES = {
 }
 """The types of columns, those of structs included, by the name that texts give them."""
 
-_HEAD = re.compile(r"(?P<name>\w+)(?: \((?P<rules>[\w, ]+)\))?\n")
+_HEAD: Any = re.compile(r"(?P<name>\w+)(?: \((?P<rules>[\w, ]+)\))?\n")
 _LINE = re.compile(
     r"^    (?P<names>\w+(?:, \w+)*) (?P<list>\[)?(?P<type>\w+)\]?(?P<null>\?)?"
     r"(?: \((?P<rules>[\w, ]+)\))?(?::|$)",
@@ -77,63 +66,53 @@ _LINE = re.compile(
 )
 
 
-def described(text: str, **named: Any) -> pa.Schema:
+_CHECKS: dict[pa.Schema, tuple[tuple[str | None, Check], ...]] = {}
+
+
+def described(text: str, *more: pa.Field, **named: Any) -> pa.Schema:
     """The table that a text describes: its kind, and its columns, a line each.
 
     ``kind (rule, rule)``, then ``name type (rule, rule): meaning``. ``[int32]`` is a list,
     ``int32?`` may be null, which means unknown or none. Lines that are indented further go
-    on. Rules are those of this module, or ``named``.
+    on. Rules are those of this module, or ``named``; those of the table come last. There
+    may be ``more`` columns, without rules.
     """
-    head = _head(text)
-    return table(head["name"], *_columns(text, named), rules=_rules(head, named))
+    head = _HEAD.match(text)
+    fields = [*_fields(text), *more]
+    metadata = {"trajkit.table": head["name"], "trajkit.version": str(SCHEMA_VERSION)}
+    schema = pa.schema(fields, metadata=metadata)
+    checks = [
+        (name, partial(rule, name))
+        for line in _LINE.finditer(text)
+        for name in line["names"].split(", ")
+        for rule in _rules(line, named)
+    ]
+    _CHECKS[schema] = (*checks, *((None, rule) for rule in _rules(head, named)))
+    return schema
 
 
 def struct(text: str) -> pa.StructType:
     """The type with the fields of a text, under the name on its first line."""
-    type_ = pa.struct([one.field for one in _columns(text, {})])
-    _TYPES[_head(text)["name"]] = type_
+    type_ = pa.struct(_fields(text))
+    _TYPES[_HEAD.match(text)["name"]] = type_
     return type_
 
 
-def _head(text: str) -> re.Match[str]:
-    head = _HEAD.match(text)
-    assert head is not None, text
-    return head
-
-
-def _columns(text: str, named: dict[str, Any]) -> Iterator[Column]:
+def _fields(text: str) -> list[pa.Field]:
+    found = []
     for line in _LINE.finditer(text):
         type_ = _TYPES[line["type"]]
         type_ = pa.large_list(type_) if line["list"] else type_
         for name in line["names"].split(", "):
-            field = pa.field(name, type_, nullable=bool(line["null"]))
-            yield Column(field, _rules(line, named))
+            found.append(pa.field(name, type_, nullable=bool(line["null"])))
+    return found
 
 
-def _rules(line: re.Match[str], named: dict[str, Any]) -> tuple[Any, ...]:
+def _rules(line: Any, named: dict[str, Any]) -> list[Any]:
     names = line["rules"].split(", ") if line["rules"] else []
     found = [{**globals(), **named}[name] for name in names]
     # a name may stand for several rules
-    return tuple(r for one in found for r in (one if isinstance(one, tuple) else [one]))
-
-
-_CHECKS: dict[pa.Schema, tuple[tuple[str | None, Check], ...]] = {}
-
-
-def table(
-    kind: str, *columns: Column | pa.Field, rules: tuple[Check, ...] = ()
-) -> pa.Schema:
-    """A schema of these columns, whose ``rules`` come after those of its columns."""
-    own = [one if isinstance(one, Column) else Column(one) for one in columns]
-    schema = pa.schema(
-        [one.field for one in own],
-        metadata={"trajkit.table": kind, "trajkit.version": str(SCHEMA_VERSION)},
-    )
-    of_columns = [
-        (field.name, partial(rule, field.name)) for field, of in own for rule in of
-    ]
-    _CHECKS[schema] = (*of_columns, *((None, rule) for rule in rules))
-    return schema
+    return [r for one in found for r in (one if isinstance(one, tuple) else [one])]
 
 
 def checks_of(
