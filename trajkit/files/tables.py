@@ -67,12 +67,12 @@ _SUFFIXES = {
 }
 STORED_ROWS = engine.described(
     """rows
-    suffix_start int32: the first of the row's tokens that is stored: its shared_length, or
-        its first token that is trained, has a logprob, or differs from the parent row's, if
-        that is earlier
-    suffix_ids [int32] (no_null)
-    suffix_mask [bool] (no_null)
-    suffix_logprobs [float32]
+suffix_start int32: the first of the row's tokens that is stored: its shared_length, or its
+    first token that is trained, has a logprob, or differs from the parent row's, if that is
+    earlier
+suffix_ids [int32] (no_null)
+suffix_mask [bool] (no_null)
+suffix_logprobs [float32]
 """,
     *(one for one in ROWS if one.name not in _SUFFIXES),
 )

@@ -60,7 +60,7 @@ _TYPES = {
 
 _HEAD: Any = re.compile(r"(?P<name>\w+)(?: \((?P<rules>[\w, ]+)\))?\n")
 _LINE = re.compile(
-    r"^    (?P<names>\w+(?:, \w+)*) (?P<list>\[)?(?P<type>\w+)\]?(?P<null>\?)?"
+    r"^(?P<names>\w+(?:, \w+)*) (?P<list>\[)?(?P<type>\w+)\]?(?P<null>\?)?"
     r"(?: \((?P<rules>[\w, ]+)\))?(?::|$)",
     re.MULTILINE,
 )

@@ -52,8 +52,8 @@ Kind: TypeAlias = Literal["turns", "sessions", "links", "drift", "rows", "report
 Nonfinite: TypeAlias = Literal["raise", "null"]
 
 REJECTED = described("""rejected
-    session_id text
-    reason text: the first rule that it breaks, with position and value
+session_id text
+reason text: the first rule that it breaks, with position and value
 """).with_metadata({"trajkit.table": "rejected"})
 """The rejected sessions that `reject_sessions` returns: one row per session. By its name,
 readers of a directory of turns skip it."""
