@@ -332,13 +332,13 @@ PYTHON = (
         ),
         (
             "messages of other roles are shared",
-            'for name in ("key", "role"):\n        numbers = ',
-            'for name in ("key",):\n        numbers = ',
+            "(roles.max(initial=0) + 1) + roles",
+            "(roles.max(initial=0) + 1)",
         ),
         (
             "messages whose body is another one are shared",
-            "numbers = np.append(current.places, current.replies)",
-            "numbers = np.zeros(len(both), np.int64)",
+            "    numbers += np.append(current.places, current.replies)\n",
+            "",
         ),
         (
             "a reply counts without a list of messages",

@@ -190,12 +190,10 @@ def _prompts_from(calls: Sessions, starts: Longs) -> pa.LargeListArray:
 def _shared_messages(calls: Sessions, bases: Ints, lists: Ragged) -> Longs:
     """Number of leading messages that each call shares with its base; none has a body."""
     both = pa.concat_arrays([lists.values, combined(calls.table.column("response"))])
-    current = current_bodies(calls)
-    numbers = np.append(current.places, current.replies)
-    for name in ("key", "role"):
-        numbers = numbers * len(both) + codes(field_of(both, name))
-        numbers = np.unique(numbers, return_inverse=True)[1]
-    numbers = numbers.astype(np.int32)
+    current, roles = current_bodies(calls), codes(field_of(both, "role"))
+    numbers = codes(field_of(both, "key")) * (roles.max(initial=0) + 1) + roles
+    numbers *= len(current.bodies) + 1
+    numbers += np.append(current.places, current.replies)
     n, shared = len(lists.values), np.zeros(len(bases), np.int64)
     own, replied = Ragged(numbers[:n], lists.offsets), _replied(calls)
     with_body = np.flatnonzero(field_of(lists.values, "body").is_valid())
@@ -208,7 +206,8 @@ def _shared_messages(calls: Sessions, bases: Ints, lists: Ragged) -> Longs:
         path = own[base]
         if replied[base]:
             path = np.append(path, numbers[n + base])
-        shared[call] = _core.lcp(own[call][: bare[call]], path)
+        halves = (one.view(np.int32) for one in (own[call][: bare[call]], path))
+        shared[call] = _core.lcp(*halves) // 2
     return shared
 
 
