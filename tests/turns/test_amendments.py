@@ -46,8 +46,15 @@ LOST = ("a", 1, "undelivered", False)
 FOUND = ("a", 1, "delivered", None)
 
 
-@pytest.mark.parametrize("format", ["arrows", "parquet", "jsonl"])
-@pytest.mark.parametrize("form", [tk.expand, tk.compact])
+@pytest.mark.parametrize(
+    ("form", "format"),
+    [
+        (tk.expand, "arrows"),
+        (tk.expand, "jsonl"),
+        (tk.compact, "arrows"),
+        (tk.compact, "parquet"),
+    ],
+)
 @pytest.mark.parametrize(
     ("own", "amended", "trainable", "reason"),
     [
@@ -61,7 +68,7 @@ FOUND = ("a", 1, "delivered", None)
     ],
 )
 def test_a_directory_is_read_with_its_amendments(
-    tmp_path, format, form, own, amended, trainable, reason
+    tmp_path, form, format, own, amended, trainable, reason
 ):
     turns = form(turns_of(*NAMED, trainable=own))
     run = run_of(tmp_path, turns, *map(amendments_of, amended), format=format)

@@ -164,7 +164,8 @@ def engine_ids(table: TableLike) -> pa.Table:
     if not (ids >= FIRST_CONTENT_ID).any():
         return source
     made = Ragged(ids.copy(), lists.offsets)
-    items, first = [None] * len(lists), [0] * len(lists)
+    items: list[Any] = [None] * len(lists)
+    first = [0] * len(lists)
     if "mm_items" in names:
         items = source.column("mm_items").to_pylist()
     if name == "suffix_ids" and "shared_length" in names:

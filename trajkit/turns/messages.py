@@ -428,7 +428,7 @@ def current_bodies(calls: Sessions) -> Classes:
     )
     given = [np.asarray(one.is_valid()).view(np.uint8) for one in (shown, replied)]
     at = [np.empty(len(one), np.int64) for one in (shown, replied)]
-    _core.find_bodies(calls.requests, calls.offsets, *given, *at)
+    _core.find_bodies(calls.requests, calls.offsets, given[0], given[1], at[0], at[1])
     encoded = pa.concat_arrays([shown, replied]).dictionary_encode()
     body_at = np.append(np.asarray(encoded.indices.fill_null(-1), np.int64), -1)
     return Classes(encoded.dictionary, body_at[at[0]], body_at[at[1]])

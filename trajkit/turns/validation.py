@@ -375,7 +375,7 @@ def message_bodies(table: pa.Table) -> Iterator[Fault]:
         if bodies[at] != bodies[other]
         and not _is_same(texts[at].as_py(), texts[other].as_py())
     ]
-    for which, words in (
+    for bad_ones, words in (
         (
             lacking,
             "has no body, here or earlier in the session (rows filtered out? then "
@@ -387,7 +387,7 @@ def message_bodies(table: pa.Table) -> Iterator[Fault]:
             "trajkit.turns.message_key",
         ),
     ):
-        at = np.asarray(which, np.int64)
+        at = np.asarray(bad_ones, np.int64)
         shown = [keys[int(k)].as_py().hex() for k in at]
         yield fault(rows[at], f"the message with the key {{}} {words}", shown)
     faults = ((at, _body_fault(texts[at].as_py(), roles[at].as_py())) for at in given)
