@@ -83,12 +83,23 @@ compact_batches = compact.batches
 def expand(turns: TableLike) -> pa.Table:
     """Convert turns to full form: each has its complete prompt and all messages.
 
-    The inverse of `compact`, with its parameter, result and errors: `trajkit.schema.TURNS`
-    of `trajkit.schema.TURNS_DELTA`. A shared message has no body, because an earlier turn
-    of the session has it.
+    The inverse of `compact`. A shared message has no body, because an earlier turn of the
+    session has it.
+
+    Parameters
+    ----------
+    turns : table
+        `trajkit.schema.TURNS_DELTA`, as for `compact`.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.TURNS`, as `compact` returns its table.
 
     Raises
     ------
+    SchemaError
+        As for `compact`.
     InvalidTurnsError
         A base is not an earlier turn of its session, or is shorter than what is shared
         with it; or shared and own messages are not null together.

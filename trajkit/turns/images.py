@@ -141,9 +141,16 @@ def has_items(table: pa.Table) -> bool:
 def engine_ids(table: TableLike) -> pa.Table:
     """Replace content ids by the ids that the engine consumed.
 
-    ``table`` is of turns, rows or packs, with their column ``mm_items``. The result has the
-    same columns. Prompts with different images may now have equal ids, so no stage of
-    trajkit should read it.
+    Parameters
+    ----------
+    table : table
+        Turns, rows or packs, with their column ``mm_items``.
+
+    Returns
+    -------
+    Table
+        The same columns. Prompts with different images may now have equal ids, so no
+        stage of trajkit should read it.
 
     Raises
     ------

@@ -71,7 +71,17 @@ def message_body(message: Message) -> str:
 
 
 def message_record(message: Message) -> tuple[bytes, str]:
-    """The key and the body of a chat message, a dict of JSON values throughout.
+    """The key and the body of a chat message, read once.
+
+    Parameters
+    ----------
+    message : dict
+        Of JSON values throughout.
+
+    Returns
+    -------
+    tuple of bytes and str
+        What `message_key` and `message_body` give.
 
     Raises
     ------
@@ -90,8 +100,16 @@ def tools_key(tools: list[Message]) -> str:
 
     It is that of the columns `trajkit.schema.ROUTING`. A null is the same as a missing
     field, as in verifiers
-    (https://github.com/PrimeIntellect-ai/verifiers/blob/v0.4.0/verifiers/v1/graph.py). The
-    list is empty for a request without tools.
+    (https://github.com/PrimeIntellect-ai/verifiers/blob/v0.4.0/verifiers/v1/graph.py).
+
+    Parameters
+    ----------
+    tools : list of dict
+        Of JSON values throughout; empty for a request without tools.
+
+    Returns
+    -------
+    str
 
     Raises
     ------
