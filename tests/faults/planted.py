@@ -26,9 +26,9 @@ PYTHON = (
             "(numbers >= MAX_LOGPROB, POSITIVE)",
         ),
         (
-            "numbers of a sliced array begin at its buffer",
-            "np.frombuffer(data, np.float32, len(values), 4 * values.offset)",
-            "np.frombuffer(data, np.float32, len(values))",
+            "an id of -1 is an id",
+            "np.asarray(ids.fill_null(0)) < 0",
+            "np.asarray(ids.fill_null(0)) < -1",
         ),
         (
             "a parent may be a negative turn",
@@ -80,7 +80,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/schema/__init__.py",
+        "trajkit/schema/engine.py",
         "tests/turns/test_validation.py tests/turns/test_delta.py "
         "tests/turns/test_records.py",
         (
@@ -110,7 +110,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/schema/__init__.py",
+        "trajkit/schema/engine.py",
         "tests/turns/test_validation.py tests/rows/test_links.py "
         "tests/rows/test_twins.py",
         (
@@ -125,7 +125,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/schema/__init__.py",
+        "trajkit/schema/engine.py",
         "tests/turns/test_validation.py tests/verification/test_verify.py",
         (
             "a row without a response is refused",
@@ -134,8 +134,8 @@ PYTHON = (
         ),
         (
             "a row may share tokens with no row",
-            "broken(engine.nulls(parent) & (shared > 0), rule, shared)",
-            "broken(engine.nulls(parent) & (shared < 0), rule, shared)",
+            "broken(nulls(parent) & (shared > 0), rule, shared)",
+            "broken(nulls(parent) & (shared < 0), rule, shared)",
         ),
         (
             "a row that its parent contains is refused",
@@ -152,7 +152,7 @@ PYTHON = (
             "(out_start < 0) | (out_stop < out_start)",
             "(out_start < 0)",
         ),
-        ("a weight of 1 is refused", "(values > 1)", "(values >= 1)"),
+        ("a weight of 1 is refused", "(values <= 1)", "(values < 1)"),
         (
             "trained tokens outside of spans are not counted",
             "broken(claimed != masked, rule, masked, claimed)",
@@ -193,8 +193,8 @@ PYTHON = (
         "tests/turns/test_validation.py tests/turns/test_images.py",
         (
             "a body in another session counts",
-            "names = session_numbers(table)[rows] * (len(numbers) + 1) + numbers",
-            "names = numbers",
+            "of_session = session_numbers(table)[rows] * (len(numbers) + 1) + numbers",
+            "of_session = numbers",
         ),
         (
             "the role in a body is not compared",
@@ -207,8 +207,8 @@ PYTHON = (
         "tests/turns/test_validation.py tests/training/test_packs.py",
         (
             "a list of null becomes an empty one",
-            "to_arrow(null, chunk.type)",
-            "to_arrow(None, chunk.type)",
+            "to_arrow(nulls(column), column.type)",
+            "to_arrow(None, column.type)",
         ),
         (
             "the last reason is given, not the first",
@@ -270,8 +270,8 @@ PYTHON = (
         ),
         (
             "the first content id is an id of the engine",
-            '0 <= item["token_id"] < FIRST_CONTENT_ID',
-            '0 <= item["token_id"] <= FIRST_CONTENT_ID',
+            "0 <= id_ < FIRST_CONTENT_ID",
+            "0 <= id_ <= FIRST_CONTENT_ID",
         ),
         (
             "content ids of no item are not seen",
@@ -328,23 +328,23 @@ PYTHON = (
         ),
         (
             "a prompt does not share the base's reply",
-            "(n_messages + _replied(calls))[bases]",
-            "n_messages[bases]",
+            "if replied[base]:",
+            "if False:",
         ),
         (
             "a message with a body is shared",
-            "np.minimum(np.minimum(bare, n_messages), most)",
-            "np.minimum(n_messages, most)",
+            "own[call][: bare[call]]",
+            "own[call]",
         ),
         (
             "messages of other roles are shared",
-            "numbers = [codes(keys), codes(roles)]",
-            "numbers = [codes(keys)]",
+            "(roles.max(initial=0) + 1) + roles",
+            "(roles.max(initial=0) + 1)",
         ),
         (
             "messages whose body is another one are shared",
-            "if len(np.unique(of_keys)) < n_pairs:",
-            "if False:",
+            "    numbers += np.append(current.places, current.replies)\n",
+            "",
         ),
         (
             "a reply counts without a list of messages",
@@ -465,18 +465,18 @@ PYTHON = (
         ),
         (
             "numbers are written alike that are ==",
-            "return self._text == _quickly_written(other)",
-            "return True",
+            "return message if is_plain else _NO_MESSAGE",
+            "return message",
         ),
         (
             "a body is shown once for each key",
-            "new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)",
-            "new[at] = ~again",
+            "new[order] = ~again | (np.diff(ids[order], prepend=-1) != 0)",
+            "new[order] = ~again",
         ),
         (
             "a body that its key last had is shown again",
-            "new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)",
-            "new[at] = True",
+            "new[order] = ~again | (np.diff(ids[order], prepend=-1) != 0)",
+            "new[order] = True",
         ),
     ),
     _place(
@@ -698,9 +698,9 @@ PYTHON = (
             'plan.counted("lost_untrainable")[:] -= 0 * aborted',
         ),
         (
-            "a policy that needs logprobs does not read the table",
-            'or policy.missing_logprobs == "raise"',
-            "or False",
+            "text that a policy compares is not looked at",
+            "(by_body and policy.parent_by in BY_MESSAGES)",
+            "False",
         ),
     ),
     _place(
@@ -1047,8 +1047,8 @@ PYTHON = (
         "tests/recorder/test_message_lists.py tests/recorder/test_recorder.py",
         (
             "the reply of a base is not shared",
-            "            numbers.append(self.reply)\n",
-            "            pass\n",
+            '+ array("i", [self.reply] * replied)',
+            '+ array("i")',
         ),
         (
             "messages whose body is not the last of their key are shared",

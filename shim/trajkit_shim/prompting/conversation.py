@@ -285,7 +285,7 @@ class Conversation:
         """Return an earlier turn, and how many ids and messages a prompt shares with it.
 
         It is the latest turn with the most of the request's messages; None: there is none
-        (`trajkit.schema.DELTA_FIELDS`). ``base``: the prompt begins with its ids.
+        (`trajkit.schema.TURNS_DELTA`). ``base``: the prompt begins with its ids.
         """
         after: bytes | None = None
         path = [START, *(place.position for place in restored.places)]

@@ -297,7 +297,7 @@ class TurnLog:
 
         ``turn``: values by column (missing: null), messages as `LoggedMessage`, and as
         ``delta`` an earlier turn (None: none), and how many ids and messages it shares
-        with that turn (`trajkit.schema.DELTA_FIELDS`). ``prompt_message_index`` may lack
+        with that turn (`trajkit.schema.TURNS_DELTA`). ``prompt_message_index`` may lack
         the prompt's first tokens: turns that it extends have those. ``bodies``: keys of
         the messages of the session whose bodies the log has; those of the turn are
         added. Raises as `AppendLog.append`.
