@@ -155,7 +155,7 @@ def versions(*spans):
     ("bad", "said"),
     [
         *(
-            (bad, f"({'|'.join({'logprobs', *bad})})")
+            (bad, f"({'|'.join(sorted({'logprobs', *bad}))})")
             for bad, _ in REFUSED
             if {*bad} <= {*ARGUMENTS} - {"session_id"}
         ),
