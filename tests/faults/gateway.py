@@ -222,7 +222,7 @@ GATEWAY = (
         ),
         (
             "a client of a session with fixed sampling may require a form",
-            "required = replace(required, schema=None)",
+            "required = replace(required, **free)",
             "pass",
         ),
     ),
@@ -296,7 +296,7 @@ GATEWAY = (
         ),
         (
             "metadata is replaced, not merged",
-            '{**outcome["metadata"], **fields.get("metadata", {})}',
+            '{**self.outcome["metadata"], **fields.get("metadata", {})}',
             '{**fields.get("metadata", {})}',
         ),
         (
@@ -383,8 +383,8 @@ GATEWAY = (
         ),
         (
             "attribution of shared tokens is left out",
-            "if (index[: max(0, n_shared - n_earlier)] >= 0).any():",
-            "if False:",
+            "if not (index[:n_shared] >= 0).any():",
+            "if True:",
         ),
         (
             "a column that the log lacks is lost",
@@ -412,8 +412,8 @@ GATEWAY = (
         "tests/shim/sessions tests/shim/test_app.py",
         (
             "a tool's result decides what a call is for",
-            'return message["role"] == "user" and text in str(message["content"])',
-            'return text in str(message["content"])',
+            'has_role = message["role"] == role',
+            "has_role = True",
         ),
         (
             "any value of a harness's header will do",
@@ -498,7 +498,7 @@ GATEWAY = (
         _PROTOCOLS,
         (
             "two turns become one message",
-            "any(isinstance(part, Thought) for part in read) and not _only_thoughts(turn)",
+            "any(_thoughts(read)) and not all(_thoughts(turn))",
             "False",
         ),
         (
@@ -603,13 +603,13 @@ GATEWAY = (
         ),
         (
             "a null weight version is a name",
-            "known &= version is not None",
+            "known = all(span.version is not None for span in spans)",
             "known = True",
         ),
         (
             "an impossible count of cached tokens is recorded",
-            "if not (type(cached) is int and 0 <= cached <= n_prompt):",
-            "if False:",
+            "possible = type(cached) is int and 0 <= cached <= n_prompt",
+            "possible = True",
         ),
     ),
     place(
@@ -631,7 +631,7 @@ GATEWAY = (
         _ENGINES,
         (
             "logprobs are from before the cut",
-            "logprobs = [(logprob, token) for logprob, (_, token) in pairs]",
+            "scored = [(new, token) for new, (_, token) in zip(cut, scored, strict=True)]",
             "pass",
         ),
     ),
@@ -697,18 +697,19 @@ GATEWAY = (
         ),
         (
             "the start of a body is that of any other of its length",
-            "if longer.digest() != mark.digest:",
-            "if not mark.digest:",
+            "if item != other.json)",
+            "if False)",
         ),
         (
-            "what follows known elements is not looked at",
-            '(?:,[ \\t\\n\\r]*(?![ \\t\\n\\r\\]])|(?=\\]))")',
-            ',?[ \\t\\n\\r]*")',
+            "what another protocol read is known",
+            " and body.protocol == protocol:",
+            ":",
         ),
+        ("large integers are rounded", "raise OverflowError", "pass"),
         (
-            "a second list of messages goes after the known ones",
-            "if head and places[0] != len(head):",
-            "if False:",
+            "what is kept of a body is not counted",
+            "n_values = n_known + n_new",
+            "n_values = n_new",
         ),
     ),
     place(

@@ -46,9 +46,8 @@ qwen-code; in Codex; and in others."""
 _STARTS, _LONGEST = 256, 1 << 16
 # a shorter text is in many messages by chance
 _SHORTEST = 12
-# bytes of a node or a place besides ids and texts, and of what was read of a body: an
-# element, and each of its fields that has no effect
-_OVERHEAD, _READ_BYTES = 1024, 300
+# bytes of a node or a place besides ids and texts
+_OVERHEAD = 1024
 # copies of the texts of a request that is kept: as it came, as JSON, as rendered
 _COPIES = 3
 # requests that are kept: an agent's sub-agents converse at the same time
@@ -136,11 +135,10 @@ class RestoredRequest:
     @property
     def n_bytes(self) -> int:
         """About how many bytes it takes, some of them shared with other requests."""
-        read = self.body.known if self.body else ()
         return (
             _COPIES * (self.places[-1].n_bytes if self.places else 0)
             + (self.offered.n_bytes if self.offered else 0)
-            + _READ_BYTES * sum(1 + len(unread) for _, unread in read)
+            + (self.body.n_bytes if self.body else 0)
         )
 
     def add(self, message: Json, index: int, known: Known | None = None) -> Place:
@@ -287,7 +285,7 @@ class Conversation:
         """Return an earlier turn, and how many ids and messages a prompt shares with it.
 
         It is the latest turn with the most of the request's messages; None: there is none
-        (`trajkit.schema.DELTA_FIELDS`). ``base``: the prompt begins with its ids.
+        (`trajkit.schema.TURNS_DELTA`). ``base``: the prompt begins with its ids.
         """
         after: bytes | None = None
         path = [START, *(place.position for place in restored.places)]
