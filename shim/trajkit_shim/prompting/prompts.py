@@ -123,7 +123,7 @@ class Between(NamedTuple):
 
     head: str  # the text up to the end of the last of them
     end_at: int  # of the control token that ends it, and the head
-    words: list[str]  # its stand-ins
+    positions: list[bytes]  # after each of them
     hasher: Any  # of what the head has between them
     digest: bytes  # of that and what follows
 
@@ -419,14 +419,15 @@ class _Call:
 
     def _between(self, text: str, opaque: Sequence[int]) -> Between | Reason:
         """Find what a text has between the stand-ins, which ascend."""
-        words = [*map(self._word, opaque)]
+        positions = [self.places[i].position for i in opaque]
         known: Between | None = self.restored.rendered
         if known is None or not (
-            known.words == words[: len(known.words)] and text.startswith(known.head)
+            known.positions == positions[: len(known.positions)]
+            and text.startswith(known.head)
         ):
             known = Between("", 0, [], _digest(), b"")
         hasher, end_at, start = known.hasher.copy(), known.end_at, len(known.head)
-        new = [*zip(opaque, words, strict=True)][len(known.words) :]
+        new = [(i, self._word(i)) for i in opaque[len(known.positions) :]]
         at, firsts = start, list[int]()
         for _, word in new:
             at = text.find(word, at)
@@ -449,7 +450,7 @@ class _Call:
         whole = hasher.copy()
         leaves = self.skeleton.leaves.get(self._role(-1), "")
         whole.update(text[start:].removesuffix(leaves).encode())
-        found = Between(text[:start], end_at, words, hasher, whole.digest())
+        found = Between(text[:start], end_at, positions, hasher, whole.digest())
         self.restored.rendered = found
         return found
 
