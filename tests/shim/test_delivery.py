@@ -251,6 +251,35 @@ async def test_a_session_ends_once_its_amendments_are_written(session, monkeypat
     assert logged(session) == [LOST]
 
 
+async def test_no_amendment_that_could_not_be_written_is_forgotten(
+    session, monkeypatch
+):
+    lines = [Line(session), Line(session)]
+    entered = [stuck(line) for line in lines]
+    calls = [asyncio.create_task(line.ask()) for line in lines]
+    for each in entered:
+        await each.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(session.gateway.log, "amend", fails(*FULL))
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    await session.end()
+    assert logged(session) == [LOST, LOST]
+
+
+async def test_the_last_client_that_leaves_ends_the_work(start):
+    held = Held("a")
+    session = await (await start(held)).open()
+    call = asyncio.create_task(session.ask())
+    await held.entered.wait()
+    call.cancel()
+    async with asyncio.timeout(10):
+        await held.cancelled.wait()
+    await asyncio.gather(call, return_exceptions=True)
+    assert session.gateway.turns() == []
+
+
 async def test_an_amendment_is_written_before_the_next_turn(session, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(session.gateway.log, "amend", fails(*FULL))

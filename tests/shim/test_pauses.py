@@ -140,6 +140,18 @@ async def test_a_pause_lets_calls_end_and_holds_new_ones(start):
     assert (await second)["content"] == "b"
 
 
+async def test_a_call_that_a_pause_cut_off_is_sampled_again(start):
+    held = Held("old weights")
+    gateway = await start(held, "b")
+    session = await gateway.open()
+    call = asyncio.create_task(session.ask())
+    await held.entered.wait()
+    assert (await gateway.post("/engine/pause", mode="abort"))["paused"]
+    await gateway.post("/engine/resume")
+    assert (await call)["content"] == "b"
+    assert len(gateway.turns()) == 1
+
+
 async def test_a_client_that_leaves_while_its_call_was_cut_off(start):
     held = Held("old weights")
     gateway = await start(held, "b")
