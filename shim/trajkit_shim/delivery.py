@@ -3,11 +3,8 @@
 A turn is recorded before its answer is sent. The answer counts as delivered once its
 last byte was handed to the operating system on an open connection. A turn whose answer
 was lost is amended to be context only; if the answer is sent again and arrives, the turn
-is amended back.
-
-A client whose connection broke sends its request again. If a header marks it as a retry,
-or the session was opened with ``replay``, the request joins the call that is still
-running or gets the recorded reply, rather than a new sample. Any other is sampled.
+is amended back. A request that is a retry, by a header or the session's ``replay``, joins
+the call that is still running or gets the recorded reply.
 
 A reply that is ready soon, or an error, is an ordinary response with its status. A
 streaming client gets status 200 and the start of a stream once it has waited for a while,

@@ -3,11 +3,8 @@
 A pause has a mode. ``keep``: the engine stops sampling; running calls wait and continue,
 and a turn's ``weight_versions`` state which of its tokens were sampled with which weights.
 ``wait``: no call reaches the engine; running calls finish first. ``abort``: likewise, but
-running calls are cut off and sampled again after the pause, so no turn is recorded
-incompletely. Calls that wait for the end of a pause are rejected after a while, with a
-request to retry.
-
-A pause ends automatically, so that a trainer that died does not leave the engine paused.
+running calls are cut off and sampled again after the pause. A pause ends automatically, so
+that a trainer that died does not leave the engine paused.
 """
 
 import asyncio

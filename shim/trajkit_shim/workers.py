@@ -1,10 +1,9 @@
 """Several gateways in processes of their own, which a trainer sees as one.
 
-Agents talk to the worker that owns their session. Every worker takes the trainer's
-requests: it passes them on to the first one, which opens each session at the worker with
-the fewest, passes requests about a session on to its owner, and holds the lease of a
-pause. The workers share the engine's servers, so a pause of the engine and new weights
-are the first worker's; a pause that holds back calls is for all of them.
+Agents talk to the worker that owns their session. Every worker passes the trainer's
+requests on to the first one, which opens each session at the worker with the fewest, and
+holds the lease of a pause: the workers share the engine's servers. A pause that holds
+back calls is for all of them.
 """
 
 import asyncio

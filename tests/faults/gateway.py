@@ -31,8 +31,8 @@ GATEWAY = (
         ),
         (
             "a reply that is split in two is not joined",
-            "for n in range(len(run), 0, -1):",
-            "for n in (1,):",
+            "for n in range(len(run), 0, -1)]",
+            "for n in (1,)]",
         ),
         (
             "results keep the order of the client",
@@ -83,7 +83,7 @@ GATEWAY = (
         ),
         (
             "of several replies of unknown position the first is restored",
-            "if alike and all(node.message == alike[0].message for node in alike):",
+            "if alike and (key == position or not apart):",
             "if alike:",
         ),
     ),

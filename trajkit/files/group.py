@@ -29,7 +29,7 @@ from trajkit.errors import (
 )
 from trajkit.files import jsonl
 from trajkit.files.arrow import key_batches, read_batches
-from trajkit.files.formats import Format, format_of, is_json
+from trajkit.files.formats import Format, format_of, is_json, without_suffix
 from trajkit.files.guard import reading
 from trajkit.files.jsonl import LINE, Record
 from trajkit.files.sources import (
@@ -57,7 +57,7 @@ from trajkit.tables.ragged import Longs
 from trajkit.tables.stages import batches_in, concat, rechunk, whole_sessions
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import MapLike, read_map
-from trajkit.turns.records import from_records
+from trajkit.turns.records import collected, from_records
 from trajkit.turns.sessions import with_current_keys
 from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_turns
 
@@ -423,11 +423,17 @@ def read_turns(
             return next(log.pieces(SessionIndex())).turns
         own, naming = read_map(map), Naming.of(paths_of(local) or [], session_prefix)
         files = [
-            (file, (own.renamed(one) for one in _objects(part)))
+            (
+                file,
+                (
+                    call
+                    for one in _objects(part)
+                    for call in own.renamed(one, without_suffix(file).name)
+                ),
+            )
             for file, part in parts_of(local, format, of_lines=jsonl.lines)
         ]
-        records = naming.records(files)
-        return from_records(records, nonfinite_logprobs=nonfinite_logprobs)
+        return collected(naming.records(files), nonfinite_logprobs, mapped=True)
 
 
 def _objects(part: pa.Table | Iterator[Record]) -> Iterable[Record]:

@@ -65,14 +65,15 @@ _SUFFIXES = {
     "loss_mask": "suffix_mask",
     "logprobs": "suffix_logprobs",
 }
-STORED_ROWS = engine.table(
-    "rows",
-    # the first of the row's tokens that is stored: its shared_length, or its first token
-    # that is trained, has a logprob, or differs from the parent row's, if that is earlier
-    engine.required("suffix_start", pa.int32()),
-    engine.required("suffix_ids", ROWS.field("input_ids").type, engine.no_null),
-    engine.required("suffix_mask", ROWS.field("loss_mask").type, engine.no_null),
-    engine.required("suffix_logprobs", ROWS.field("logprobs").type),
+STORED_ROWS = engine.described(
+    """rows
+suffix_start int32: the first of the row's tokens that is stored: its shared_length, or its
+    first token that is trained, has a logprob, or differs from the parent row's, if that is
+    earlier
+suffix_ids [int32] (no_null)
+suffix_mask [bool] (no_null)
+suffix_logprobs [float32]
+""",
     *(one for one in ROWS if one.name not in _SUFFIXES),
 )
 """`trajkit.schema.ROWS` whose lists per token begin at ``suffix_start``."""

@@ -360,7 +360,7 @@ def _differences(
         return
     n = len(due["ids"])
     if row is None:
-        what = f"a row of {n} tokens, {int(due['mask'].sum())} trained"
+        what = f"a row of {count(n)}, {int(due['mask'].sum())} trained"
         yield (f"{word} makes {what}, which is not there",)
         return
     shared = _core.lcp(row["ids"], due["ids"])
@@ -368,7 +368,7 @@ def _differences(
     if not equal:
         here, there = (_token(one["ids"], shared) for one in (row, due))
         other = "" if own else f" of its row {due['row_index']}"
-        sizes = f"({len(row['ids'])} tokens, expected {n})"
+        sizes = f"({count(len(row['ids']))}, expected {n})"
         yield f"{here}: {word} has {there} there{other} {sizes}", None, shared
     turns = _turns_of(due, shared)
     turns = np.where(turns < 0, _turns_of(row, shared), turns)

@@ -155,11 +155,12 @@ class EngineClient:
         with reading(self.name, f"answer to {path}"):
             if answer.content_type == "text/event-stream":
                 # a proxy that streams each reply, also where nobody asked for it
-                events = text.replace(b"\r\n", b"\n").strip().split(b"\n\n")
-                if len(events) != 2 or events[1] != b"data: [DONE]":
+                parts = text.replace(b"\r\n", b"\n").split(b"\n\n")
+                events = [part[5:] for part in parts if part[:5] == b"data:"]
+                if len(events) != 2 or events[1].strip() != b"[DONE]":
                     asked = "but one reply was asked for"
                     raise ValueError(f"{len(events)} events, {asked}")
-                text = events[0].removeprefix(b"data:")
+                text = events[0]
             # some paths have no body
             value = _decoded(text or b"{}")
             if not isinstance(value, dict):
@@ -309,7 +310,7 @@ class HttpEngine(ABC):
     @abstractmethod
     def _answer(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The part of a reply about the sample, and what `accept` needs of it."""
 
     @abstractmethod
@@ -441,12 +442,7 @@ class SGLangEngine(HttpEngine):
                 continue
             with reading("SGLang", "/workers"):
                 # http://host:30000@1 is one of the ranks of a server
-                found = [re.sub(r"@\d+$", "", w["url"]) for w in listed["workers"]]
-            for url in found:
-                if not url.startswith(("http://", "https://")):
-                    rule = "does not use HTTP, which pauses and weight updates need"
-                    raise EngineError(f"the SGLang router's worker {url} {rule}")
-            urls += found
+                urls += [re.sub(r"@\d+$", "", w["url"]) for w in listed["workers"]]
         if not urls:
             raise EngineError("the SGLang router has no server", 503)
         return [self._server(url) for url in dict.fromkeys(urls)]
@@ -480,7 +476,7 @@ class SGLangEngine(HttpEngine):
 
     def _answer(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         meta, mask = reply["meta_info"], None
         scored = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
         if self._cuts(self._params(request.sampling)):
@@ -588,7 +584,7 @@ class VLLMEngine(HttpEngine):
 
     def _answer(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         choices, usage = reply["choices"], reply["usage"]
         if [choice["index"] for choice in choices] != [0]:
             asked = "but the one with index 0 was asked for"

@@ -15,7 +15,7 @@ calls, as a template that shows no ids presents them. Others are refused.
 import json
 import operator
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -196,8 +196,8 @@ class Conversation:
         With ``keep`` later requests may begin with this one. Raises `GatewayError` (400) if
         tool results do not answer the calls before them.
         """
-        requests, earlier, n_same = self._requests, RestoredRequest(), 0
-        for other in reversed(requests):
+        earlier, n_same = RestoredRequest(), 0
+        for other in reversed(self._requests):
             n = _n_same(other.sent, messages)
             if n > n_same:
                 earlier, n_same = other, n
@@ -230,13 +230,13 @@ class Conversation:
         if keep:
             # an earlier state of the same conversation is not needed
             goes_on = 2 * n_same >= len(earlier.sent)
-            others = [each for each in requests if not (goes_on and each is earlier)]
-            self._requests = [*others[1 - _KEPT :], restored]
+            kept = [r for r in self._requests if not (goes_on and r is earlier)]
+            self._requests = [*kept[1 - _KEPT :], restored]
         return restored
 
     def add(self, node: Node, budget: "Budget") -> None:
         """Store a reply that was recorded."""
-        keys = [node.position, *_keys(node.message)]
+        keys = {node.position, *_keys(node.message)}
         for key in keys:
             alike = self._nodes.setdefault(key, [])
             places = (node.position, node.after)
@@ -285,7 +285,7 @@ class Conversation:
         """Return an earlier turn, and how many ids and messages a prompt shares with it.
 
         It is the latest turn with the most of the request's messages; None: there is none
-        (`trajkit.schema.DELTA_FIELDS`). ``base``: the prompt begins with its ids.
+        (`trajkit.schema.TURNS_DELTA`). ``base``: the prompt begins with its ids.
         """
         after: bytes | None = None
         path = [START, *(place.position for place in restored.places)]
@@ -361,16 +361,15 @@ class Conversation:
     ) -> tuple[Node | None, int, Known]:
         """The reply that the messages at an index are, and how many of them."""
         run = [*takewhile(_is_reply, islice(messages, index, None))]
-        for n in range(len(run), 0, -1):
+        tried = [(n, position) for n in range(len(run), 0, -1)]
+        # earlier messages may have changed; then nothing tells different replies apart
+        for n, key in (*tried, (1, _keys(run[0])[0])):
             sent = _joined(run[:n])
-            if alike := self._alike(sent, position):
+            alike = self._alike(sent, key)
+            apart = any(node.message != alike[0].message for node in alike)
+            if alike and (key == position or not apart):
                 as_sent = n == 1 and alike[0].message == sent
                 return alike[0], n, "as_sent" if as_sent else "restored"
-        # earlier messages may have changed
-        sent = run[0]
-        alike = self._alike(sent, _keys(sent)[0])
-        if alike and all(node.message == alike[0].message for node in alike):
-            return alike[0], 1, "as_sent" if alike[0].message == sent else "restored"
         return None, 1, "new"
 
     def _alike(self, sent: Json, key: bytes | str) -> list[Node]:
@@ -436,7 +435,7 @@ def _begins(places: list[Place], at: int, n_same: int) -> bool:
     return at > 0 and places[at].index < n_same and not places[at - 1].known
 
 
-def _before(request: RestoredRequest, keys: Collection[bytes | str]) -> RestoredRequest:
+def _before(request: RestoredRequest, keys: set[bytes | str]) -> RestoredRequest:
     """The start of a request, up to what a new reply with these keys may be."""
     for at, place in enumerate(request.places):
         if place.known and (place.before in keys or place.key in keys):

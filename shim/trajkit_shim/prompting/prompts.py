@@ -431,8 +431,6 @@ class _Call:
         for _, word in new:
             at = text.find(word, at)
             firsts.append(at)
-            if at < 0:
-                return "hidden"
         bounds = [*firsts[1:], len(text)]
         for (i, word), first, bound in zip(new, firsts, bounds, strict=False):
             if first < start:

@@ -293,28 +293,22 @@ class SessionStore:
         self._open[session_id] = session = Session(record, clock, self._log)
         self._ids[api_key] = session_id
         if options.ttl_seconds is not None:
-            self._look_later(session, options.ttl_seconds)
+            self._close_if_idle(session, options.ttl_seconds)
         return session
 
-    def _look_later(self, session: Session, seconds: float) -> None:
-        look = partial(self._close_if_idle, session)
-        session.timer = session.clock.call_later(seconds, look)
-
-    def _close_if_idle(self, session: Session) -> None:
-        """Close a session that has been idle long enough, or look again later."""
-        ttl = session.options.ttl_seconds or 0.0
+    def _close_if_idle(self, session: Session, ttl: float) -> None:
+        """Close a session that has been idle for ``ttl`` seconds, or look again later."""
         busy = session.requests or session.closing
         idle = 0.0 if busy else session.clock.time() - session.active_at
-        try:
-            if idle >= ttl:
-                session.write_amendments()
-        except GatewayError:
+        if idle >= ttl:
             # it does not end before they are written
+            with suppress(GatewayError):
+                session.write_amendments()
+                self.end(session, "idle")
             idle = 0.0
-        if idle < ttl:
-            self._look_later(session, ttl - idle)
-        else:
-            self.end(session, "idle")
+        if not session.closed:
+            look = partial(self._close_if_idle, session, ttl)
+            session.timer = session.clock.call_later(ttl - idle, look)
 
     def _check_draining(self) -> None:
         if self.draining:

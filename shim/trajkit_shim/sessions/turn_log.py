@@ -238,17 +238,16 @@ class TurnLog:
     ``turns-*.arrows`` hold one turn per batch, ``amendments-*.arrows`` what became known
     after a turn was written (`trajkit.schema.AMENDMENTS`), ``sessions-*.arrows`` the
     sessions (`SESSION_LINES`). `trajkit.read_turns` and `trajkit.read_sessions` read the
-    directory.
+    directory. It must not contain a log before, because session ids and turn numbers of
+    two gateways would collide (`FileExistsError`).
 
-    The directory must not contain a log, because session ids and turn numbers of two
-    gateways would collide (`FileExistsError`). ``form``: ``delta`` stores only what each
-    prompt adds to an earlier turn of its session. ``fsync``: also write each
-    turn to disk, so that it survives a crash of the machine; all calls wait for it.
-    ``max_file_bytes`` limits one file, ``max_total_bytes`` all files of turns.
-    ``routed_experts`` and ``sampling_masks`` add the columns `EXPERTS` and `MASK`,
-    ``attributed`` those of `trajkit.schema.ATTRIBUTION` (columns of nulls would take
-    0.4 kB per turn), and ``images`` is for a model that takes images. ``worker`` is in the
-    names of the files, for several logs in one directory.
+    ``form``: ``delta`` stores only what each prompt adds to an earlier turn of its
+    session. ``fsync``: also write each turn to disk, so that it survives a crash of the
+    machine; all calls wait for it. ``max_file_bytes`` limits one file,
+    ``max_total_bytes`` all files of turns. ``routed_experts``, ``sampling_masks``,
+    ``attributed`` and ``images`` add columns (`EXPERTS`, `MASK`,
+    `trajkit.schema.ATTRIBUTION`, ``mm_items``). ``worker`` is in the names of the files,
+    for several logs in one directory.
     """
 
     def __init__(
@@ -298,7 +297,7 @@ class TurnLog:
 
         ``turn``: values by column (missing: null), messages as `LoggedMessage`, and as
         ``delta`` an earlier turn (None: none), and how many ids and messages it shares
-        with that turn (`trajkit.schema.DELTA_FIELDS`). ``prompt_message_index`` may lack
+        with that turn (`trajkit.schema.TURNS_DELTA`). ``prompt_message_index`` may lack
         the prompt's first tokens: turns that it extends have those. ``bodies``: keys of
         the messages of the session whose bodies the log has; those of the turn are
         added. Raises as `AppendLog.append`.

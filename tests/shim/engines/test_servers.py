@@ -47,44 +47,41 @@ MISSING = object()
 NAN, INFINITY = float("nan"), float("inf")
 
 
-def path(*keys):
-    """Where a server has a field: the object that holds it, and its name there."""
-    *above, name = keys
-
-    def find(reply):
-        for key in above:
-            reply = reply[key]
-        return reply, name
-
-    return find
-
-
+# where each server has a field
 FIELDS = {
     "sglang": {
-        "request_id": path("meta_info", "id"),
-        "output_ids": path("output_ids"),
-        "logprobs": path("meta_info", "output_token_logprobs"),
-        "finish_reason": path("meta_info", "finish_reason", "type"),
-        "prompt_tokens": path("meta_info", "prompt_tokens"),
-        "completion_tokens": path("meta_info", "completion_tokens"),
-        "cached_tokens": path("meta_info", "cached_tokens"),
-        "weight_versions": path("meta_info", "weight_versions"),
+        "request_id": "meta_info.id",
+        "output_ids": "output_ids",
+        "logprobs": "meta_info.output_token_logprobs",
+        "finish_reason": "meta_info.finish_reason.type",
+        "prompt_tokens": "meta_info.prompt_tokens",
+        "completion_tokens": "meta_info.completion_tokens",
+        "cached_tokens": "meta_info.cached_tokens",
+        "weight_versions": "meta_info.weight_versions",
     },
     "vllm": {
-        "request_id": path("request_id"),
-        "output_ids": path("choices", 0, "token_ids"),
-        "logprobs": path("choices", 0, "logprobs", "content"),
-        "finish_reason": path("choices", 0, "finish_reason"),
-        "prompt_tokens": path("usage", "prompt_tokens"),
-        "completion_tokens": path("usage", "completion_tokens"),
-        "cached_tokens": path("usage", "prompt_tokens_details", "cached_tokens"),
-        "weight_versions": path("choices", 0, "weight_versions"),
+        "request_id": "request_id",
+        "output_ids": "choices.0.token_ids",
+        "logprobs": "choices.0.logprobs.content",
+        "finish_reason": "choices.0.finish_reason",
+        "prompt_tokens": "usage.prompt_tokens",
+        "completion_tokens": "usage.completion_tokens",
+        "cached_tokens": "usage.prompt_tokens_details.cached_tokens",
+        "weight_versions": "choices.0.weight_versions",
     },
 }
 
 
+def place_of(kind, name, reply):
+    """The object that holds a field, and the field's name there."""
+    *above, last = FIELDS[kind][name].split(".")
+    for key in above:
+        reply = reply[int(key) if key.isdecimal() else key]
+    return reply, last
+
+
 def field(kind, name, reply):
-    found, key = FIELDS[kind][name](reply)
+    found, key = place_of(kind, name, reply)
     return found[key]
 
 
@@ -92,7 +89,7 @@ def with_field(kind, name, value):
     """The recorded reply with another value of a field; a function changes the old one."""
 
     def change(reply):
-        found, key = FIELDS[kind][name](reply)
+        found, key = place_of(kind, name, reply)
         if value is MISSING:
             del found[key]
         else:
@@ -736,7 +733,10 @@ async def test_calls_go_to_the_router_and_pauses_to_its_servers(listed):
         ({"workers": [{"url": 1}]}, "/workers cannot be read"),
         ({}, "/workers cannot be read"),
         ([], "is no object"),
-        ({"workers": [{"url": "grpc://one:1"}]}, "grpc://one:1 does"),
+        (
+            {"workers": [{"url": "grpc://one:1"}]},
+            "cannot be reached: NonHttpUrl.* grpc://one:1",
+        ),
         (503, "answered 503"),
     ],
 )

@@ -75,7 +75,7 @@ BIG = '{"n": 12345678901234567%s}'
         "a number beyond a double": (calling("", BIG % "000"), calling("", BIG % 890)),
         "text after a call": (
             calling("beforeafter", "{}"),
-            calling("before\nafter", "{}", sampled="before\n<tool_call>after"),
+            calling("before\nafter", "{}"),
         ),
         "ids of the client's own": (
             calling("", "{}", "{}", ids=["x", "y"]),

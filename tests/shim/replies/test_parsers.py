@@ -442,7 +442,6 @@ TAG = "<tool_call>%s</tool_call>"
             coder("1").removeprefix("<tool_call>\n"),
             '{"a": 1}',
         ),
-        "Python": ("pythonic", "[f(a=1)]", '{"a": 1}'),
         "Python without a name": ("pythonic", "[f(1)]", None),
         "Python that is no value": ("pythonic", "[f(a=g())]", None),
     },
