@@ -233,7 +233,8 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/call.py",
-        _SESSIONS + " tests/shim/test_serve.py tests/shim/protocols",
+        _SESSIONS + " tests/shim/test_app.py tests/shim/test_serve.py "
+        "tests/shim/protocols",
         (
             "work is not bounded",
             "if self._n_bytes + n_bytes > limit:",

@@ -354,6 +354,16 @@ async def test_the_events_of_a_stream_in_order(start):
     assert events[7].item.encrypted_content
 
 
+async def test_a_stream_has_its_usage_if_that_was_asked_for(start):
+    gateway = await start("a", "b")
+    session = await gateway.open()
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        lines = (await session.post(stream=True, **options)).text.splitlines()
+        chunks = [json.loads(each[6:]) for each in lines if each.startswith("data: {")]
+        told = [len(chunk["choices"]) for chunk in chunks if chunk.get("usage")]
+        assert told == [0] * len(options)
+
+
 @pytest.mark.parametrize("space", ["  ", "\n", "\r\n", "\r\r"])
 async def test_arguments_go_out_as_they_were_sampled(start, space):
     gateway = await start(*[CALL.replace("  ", space)] * 3)
