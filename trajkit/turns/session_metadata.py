@@ -107,7 +107,7 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
 
 
 def _is_table(reward: object) -> bool:
-    return not isinstance(reward, Mapping) and arrow_source(reward) is not None
+    return not isinstance(reward, Mapping | None) and arrow_source(reward) is not None
 
 
 def one_session(
