@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.analysis.drift import codes, turn_lines
-from trajkit.rows.links import read_linked
+from trajkit.rows.linearize import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Records
