@@ -403,6 +403,24 @@ def write_verl(folder):
     write_lines(folder / "3.jsonl", [{**line, "acc": True}])
 
 
+def agent_loop(record, **changes):
+    """An AgentLoopOutput of verl."""
+    output = record["output_ids"]
+    return {
+        "prompt_ids": record["prompt_ids"],
+        "response_ids": output,
+        "response_mask": [1] * len(output),
+        "response_logprobs": record.get("output_logprobs"),
+        "routed_experts": None,
+        "multi_modal_data": {},
+        "reward_score": None,
+        "num_turns": 2,
+        "metrics": {"generate_sequences": 1.0, "tool_calls": 0.0, "num_preempted": -1},
+        "extra_fields": {},
+        **changes,
+    }
+
+
 def write_langfuse(folder, records):
     """Observations, each with the engine's whole response as its output."""
     lines = [

@@ -128,8 +128,8 @@ def rollout(
             urls = gateway or [stack.enter_context(_gateway(given))]
             began = time.monotonic()
             ended = run.run(urls, given.admin_token, ray, resources)
-    errors = Counter(rollout.error for rollout in ended if rollout.error is not None)
-    rewards = [rollout.reward for rollout in ended if rollout.reward is not None]
+    errors = Counter(r.error for r in ended if r.error is not None)
+    rewards = [r.reward for r in ended if r.reward is not None]
     facts = {
         # missing if another gateway has them
         "turns": str(out / "turns") if (out / "turns").exists() else None,
@@ -147,9 +147,9 @@ def rollout(
     return BAD_DATA if errors else DONE
 
 
+# in a process of its own, which the rollouts cannot slow down
 @contextmanager
 def _gateway(arguments: SimpleNamespace) -> Iterator[str]:
-    """Run a gateway in a process of its own, which the rollouts cannot slow down."""
     # next to those of earlier calls
     logs = arguments.out / "turns"
     logs.mkdir(exist_ok=True)
@@ -196,16 +196,16 @@ def _serve(parent: Any, arguments: SimpleNamespace, log: Path) -> None:
 
 
 def _self_test(rollouts: "Rollouts", *, as_json: bool) -> int:
-    head, lines = ("task", "change", "reward", "expected", "why"), []
+    records = []
     for rollout in rollouts.self_test():
         change, expected = [("solution", 1.0), ("no change", 0.0)][rollout.sample]
+        record = {"task": rollout.group_id, "change": change, "reward": rollout.reward}
         why = rollout.error or "; ".join(rollout.findings)
-        lines.append((rollout.group_id, change, rollout.reward, expected, why))
-    wrong = sum(reward != expected for _, _, reward, expected, _ in lines)
-    shown = [["" if v is None else str(v) for v in line] for line in lines]
-    records = [dict(zip(head, line, strict=True)) for line in lines]
-    facts = {"self_test": records, "wrong": wrong}
-    _print(facts, text_table(head, shown), as_json=as_json)
+        records.append({**record, "expected": expected, "why": why})
+    wrong = sum(record["reward"] != record["expected"] for record in records)
+    shown = [["" if v is None else str(v) for v in r.values()] for r in records]
+    text = text_table(list(records[0]), shown)
+    _print({"self_test": records, "wrong": wrong}, text, as_json=as_json)
     return BAD_DATA if wrong else DONE
 
 

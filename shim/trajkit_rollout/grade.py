@@ -131,7 +131,6 @@ class Workspace:
         return verdicts
 
     def _git(self, step: str, stdin: bytes = b"") -> bytes:
-        """The output of a step of ``programs/changes.sh``."""
         command = ["sh", "-c", program("changes.sh"), "sh", step, self._start]
         env = {**_IDENTITY, "GIT_DIR": self._base, "GIT_WORK_TREE": self.path}
         done = self.sandbox.exec(
@@ -168,8 +167,8 @@ def choose(
     def covered(name: str) -> bool:
         return name in files or not packages.isdisjoint(_folders(name))
 
+    # the index of the last part of a path that makes it risky, or -1
     def risk(name: str, mode: str, parts: list[str]) -> int:
-        """The index of the last part of a path that makes it risky, or -1."""
         plain, last = [_plain(part) for part in parts], len(parts) - 1
         if mode == LINK or _like(plain[-1], _FILES):
             return last
@@ -217,13 +216,13 @@ def _folders(path: str) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """A name as a careless file system or importer may read it."""
+    # as a careless file system or importer may read it
     text = unicodedata.normalize("NFKC", name)
     return "".join(c for c in text if unicodedata.category(c) != "Cf").casefold()
 
 
 def _leaves(name: str, target: str | None) -> bool:
-    """Whether a link leads out of the workspace, as far as its text says."""
+    # out of the workspace, as far as the text of a link says
     if not target or target.startswith("/"):
         return True
     path = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
@@ -231,7 +230,6 @@ def _leaves(name: str, target: str | None) -> bool:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern of paths as a regular expression. Paths may have any number of parts."""
     *folders, name = (
         "**"
         if part == "**"
@@ -257,7 +255,7 @@ def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
         # it succeeded, and so did each test runner
         return float(done.code == 0 and all(proof["code"] == 0 for proof in proofs))
     if rules.kind == "tests":
-        results = [each for p in proofs for each in (p["results"] or {}).items()]
+        results = [each for proof in proofs for each in proof["results"].items()]
         if not results:
             reason = f"no result of pytest or unittest: {done.summary}"
             raise StageError("grade", reason)

@@ -32,7 +32,7 @@ from trajkit_rollout.sandbox import (
     LimitError,
     Sandbox,
     SandboxError,
-    Spec,
+    SandboxSpec,
     clear,
     pack,
     remove,
@@ -126,11 +126,10 @@ class Live:
         try:
             if self.stopping.is_set():
                 raise Stopped
-            sandbox.start()
-            yield sandbox
+            with sandbox:
+                yield sandbox
         finally:
             self._sandboxes.discard(sandbox)
-            sandbox.stop()
 
     def stop(self) -> None:
         """Stop all sandboxes; no other one starts."""
@@ -158,18 +157,18 @@ def run_task(
 
     Parameters
     ----------
-    task, settings : Task, Settings
+    task, settings
         What to do (see `read_tasks`), and the harness, the sandbox and their options.
-    gateway : GatewayClient or str or sequence of str
+    gateway
         The gateway, or its URL, or several, of which the name of the session chooses one.
         In a URL, ``{node}`` is the address of Ray's node.
-    out : Path
+    out
         A directory that gets ``sessions/ID`` with the agent's log and patch.
-    token : str
+    token
         The admin token of the gateways, where URLs are given.
-    rollout : Rollout, optional
+    rollout
         The row to fill in. Default: a new one, with a session id of its own.
-    live : Live, optional
+    live
         The run whose end stops it; it then raises `Stopped`.
     """
     if rollout is None:
@@ -236,7 +235,6 @@ class Attempt:
         self.judge(patch, fault)
 
     def _agent(self, workspace: Workspace, log: Path, gateway: GatewayClient) -> None:
-        """Have the agent work; `StageError` if it failed."""
         task, rollout, settings = self.task, self.rollout, self.settings
         sandbox, limit = workspace.sandbox, task.agent.max_turns
         harness, _, _ = settings.resolve()
@@ -278,7 +276,7 @@ class Attempt:
             raise StageError("harness", wrong)
         else:
             # the model got all its answers: it may have ended its harness itself
-            self._find(f"the harness failed: {wrong}")
+            rollout.findings.append(visible(f"the harness failed: {wrong}"))
         if turns == 0:
             raise StageError("harness", "it ended without an answered model call")
 
@@ -300,7 +298,8 @@ class Attempt:
                     names = [name for name, v in verdicts.items() if v == verdict]
                     if len(names) > _MAX_FINDINGS:
                         names[_MAX_FINDINGS:] = [f"{len(names):,} files in all"]
-                    self._find(*(f"{text}: {name}" for name in names))
+                    # names and output may be any bytes
+                    rollout.findings += [visible(f"{text}: {name}") for name in names]
                 caused = any(verdict != "refused" for verdict in verdicts.values())
                 finished = rollout.agent_end == "finished"
                 rollout.reward = grade(copy, patch, finished=finished)
@@ -317,12 +316,8 @@ class Attempt:
         # unless no sandbox starts here any more, the agent's changes are the reason
         with self.sandbox(f"{rollout.session_id}-again") as sandbox:
             Workspace(self.task, sandbox).prepare()
-        self._find(f"cannot be graded: {reason}")
+        rollout.findings.append(visible(f"cannot be graded: {reason}"))
         rollout.reward = 0.0
-
-    def _find(self, *texts: str) -> None:
-        # names of files and output of agents may be any bytes
-        self.rollout.findings += map(visible, texts)
 
     def solution(self) -> bytes:
         """Return the patch of the task's solution."""
@@ -340,14 +335,18 @@ class Attempt:
 
     def sandbox(self, name: str) -> AbstractContextManager[Sandbox]:
         """Create a sandbox for the ``with`` block."""
+        return self.live.started(self.made(name))
+
+    def made(self, name: str) -> Sandbox:
+        """Return a sandbox that was not started."""
         task, settings = self.task, self.settings
         _, kind, options = settings.resolve()
-        spec = Spec(
+        spec = SandboxSpec(
             # container names must not contain ~
             name=f"trajkit-{name.replace('~', '-')}",
             scratch=self.out / "sandboxes",
             image=task.image or settings.image,
-            limits=replace(task.limits, **dict.fromkeys(self.unenforced())),
+            limits=task.limits,
             path=settings.path,
             gateway=settings.gateway_url,
             options=options,
@@ -355,14 +354,7 @@ class Attempt:
             plain=task.plain,
             places=task.places,
         )
-        return self.live.started(kind(spec))
-
-    def unenforced(self) -> list[str]:
-        """Return limits of another project's task that this kind of sandbox has not."""
-        # in a task of trajkit's own form they are refused
-        given = asdict(self.task.limits).items() if self.task.places else ()
-        known = self.settings.resolve()[1].limits
-        return [name for name, value in given if value and name not in known]
+        return kind(spec)
 
 
 class Callback:
@@ -413,8 +405,8 @@ class Rollouts:
         self._settings, self._out, self._on_end = settings, out, on_end
         self._hidden, self._live = (out, *hidden), Live()
         self._names = settings.resolve()[0].name, settings.sandbox
-        harness, sandbox = self._names
-        self._run = {"version": 2, "harness": harness, "sandbox": sandbox}
+        keys = "version", "harness", "sandbox"
+        self._run = dict(zip(keys, (2, *self._names), strict=True))
         self._digests = {task.id: task.digest() for task in tasks}
         # the sessions in starting order, and the last one of each sample of a task
         self._sessions: dict[str, Rollout] = {}
@@ -430,7 +422,13 @@ class Rollouts:
         # group by group, so that the first groups are complete early
         wanted = [(t, sample) for t in tasks for sample in range(settings.repeat)]
         # unfinished rollouts, and the number of those that earlier calls finished
-        self.todo = [each for each in wanted if not self._is_over(*each)]
+        retry = settings.retry_failed
+        over = {
+            key
+            for key, last in self._last.items()
+            if last.seconds is not None and not (retry and last.error is not None)
+        }
+        self.todo = [each for each in wanted if (each[0].id, each[1]) not in over]
         self.before = len(wanted) - len(self.todo)
         if not self.todo:
             # the last call may have been killed before it did so
@@ -476,15 +474,6 @@ class Rollouts:
     def _write(self, rollout: Rollout) -> None:
         self._append({"task": self._digests[rollout.group_id], **asdict(rollout)})
 
-    def _begin(self, task: Task, sample: int) -> Rollout:
-        last = self._last.get((task.id, sample))
-        attempt = 1 if last is None else last.attempt + 1
-        name = f"{task.id}.{sample}.{self._run_id}"
-        name += f"~{attempt}" if attempt > 1 else ""
-        rollout = Rollout(name, task.id, *self._names, sample, attempt)
-        self._write(rollout)
-        return rollout
-
     def _write_table(self) -> None:
         rows = []
         for rollout in self._sessions.values():
@@ -495,24 +484,21 @@ class Rollouts:
             rows.append(replace(rollout, error=error))
         write_table(sessions_table(rows), self._out / "sessions.parquet")
 
-    def _is_over(self, task: Task, sample: int) -> bool:
-        last = self._last.get((task.id, sample))
-        if last is None or last.seconds is None:
-            return False
-        return last.error is None or not self._settings.retry_failed
-
     def try_out(self) -> str | None:
         """Check that a sandbox can be created and has the harness, or raise `SandboxError`.
 
         Returns what the sandbox exposes, and which limits the kernel does not hold.
         """
-        attempts = [self._unlogged(task, 0, "try") for task, _ in self.todo]
+        tasks = {task.id: task for task, _ in self.todo}.values()
+        attempts = [self._unlogged(task, 0, "try") for task in tasks]
         with attempts[0].sandbox(f"try.{self._run_id}") as sandbox:
             self._settings.check(sandbox, self._hidden)
-            names = {name for attempt in attempts for name in attempt.unenforced()}
-            rule = f"limits that a {sandbox.kind} sandbox does not enforce: "
-            limits = rule + ", ".join(sorted(names)) if names else None
-            notes = (sandbox.exposes, limits, sandbox.loose)
+            loose = dict[str, None]()
+            for attempt in attempts:
+                # one that cannot be made is the error of its rollout
+                with suppress(SandboxError):
+                    loose |= dict.fromkeys(attempt.made("try").loose)
+            notes = sandbox.exposes, *loose
             return "; ".join(filter(None, notes)) or None
 
     def run(
@@ -584,7 +570,12 @@ class Rollouts:
         for _ in range(_MAX_DEATHS):
             if self._live.stopping.is_set():
                 raise Stopped
-            started = self._begin(task, sample)
+            last = self._last.get((task.id, sample))
+            attempt = 1 if last is None else last.attempt + 1
+            name = f"{task.id}.{sample}.{self._run_id}"
+            name += f"~{attempt}" if attempt > 1 else ""
+            started = Rollout(name, task.id, *self._names, sample, attempt)
+            self._write(started)
             ended = perform(task, rollout=started)
             if ended is not None:
                 break
@@ -598,7 +589,6 @@ class Rollouts:
     def _in_cluster(
         self, urls: str | Sequence[str], token: str, resources: Mapping[str, float]
     ) -> _Perform:
-        """What has Ray run a rollout; it returns None if its worker died."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 

@@ -34,9 +34,8 @@ from urllib.parse import urlsplit
 
 # an image may have to be fetched, and converted
 _START_SECONDS, _COPY_SECONDS, _STOP_SECONDS = 1800.0, 600.0, 60.0
-# a killed process that still exists after this waits for a disk and does nothing more
-_DYING_SECONDS = 5.0
-_LOOK_SECONDS, _PIPE_SECONDS = 0.05, 0.1
+# a killed process that still exists after the last one waits for a disk
+_LOOK_SECONDS, _PIPE_SECONDS, _DYING_SECONDS = 0.05, 0.1, 5.0
 _PIECE_BYTES, _MAX_FILE, _MAX_OUTPUT = 1 << 16, 1 << 26, 1 << 28
 # exit code of a sandbox that failed before the command ran, as in `docker run`
 _FAILED = 125
@@ -104,7 +103,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
+class SandboxSpec:
     """A sandbox to create."""
 
     name: str  # unique among all running ones: letters, digits, ``.``, ``_`` and ``-``
@@ -129,30 +128,35 @@ class Sandbox(ABC):
     """
 
     kind: ClassVar[str]
-    # allowed keys of `Spec.options`, and their defaults or choices, the default first
+    # allowed keys of `SandboxSpec.options`, and their default or choices
     options: ClassVar[Variables] = {}
     limits: ClassVar[tuple[str, ...]] = ()  # fields of `Limits` that it enforces
     # how the last line starts if a command was not run
     refusals: ClassVar[tuple[str, ...]] = ()
     exposes: str | None = None  # what an agent can reach, and should not
-    loose: str | None = None  # limits that hold for each process only, or not at all
+    loose: Words = ()  # limits that hold for each process only, or not at all
     _shown: Words = ()  # files and folders of this machine that commands see
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: SandboxSpec) -> None:
         defaults = {name: one.partition("|")[0] for name, one in self.options.items()}
         self.spec, self.chosen = spec, {**defaults, **spec.options}
-        if unknown := spec.options.keys() - self.options.keys():
-            known = ", ".join(self.options) or "none"
-            raise SandboxError(f"unknown option {min(unknown)!r}; options: {known}")
-        for name, choices in self.options.items():
-            value, valid = self.chosen[name], choices.split("|")
+        for name, value in spec.options.items():
+            if name not in self.options:
+                known = ", ".join(self.options)
+                raise SandboxError(f"unknown option {name!r}; options: {known}")
+            valid = self.options[name].split("|")
             if len(valid) > 1 and value not in valid:
                 rule = f"is not one of {', '.join(valid)}"
                 raise SandboxError(f"{name} = {value!r} {rule}")
         for name, limit in asdict(spec.limits).items():
             if limit is not None and name not in self.limits:
-                rule = f"a sandbox of kind {self.kind} cannot enforce it"
-                raise SandboxError(f"{name} = {limit}: {rule}")
+                rule = (
+                    f"{name} = {limit}: a sandbox of kind {self.kind} cannot enforce it"
+                )
+                # a task of another project does not choose among sandboxes
+                if not spec.places:
+                    raise SandboxError(rule)
+                self.loose = (*self.loose, rule)
         self._max_bytes = (spec.limits.disk_mb or 1024) << 20  # of a command's output
         self._stopped = threading.Event()
         self._removing = threading.Lock()
@@ -258,14 +262,13 @@ class Sandbox(ABC):
 
 
 @contextmanager
-def _failing() -> Iterator[None]:
-    """What this machine cannot do is a failure of the sandbox: a disk may be full."""
+def _failing(what: object, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except SandboxError:
         raise
-    except OSError as error:
-        raise SandboxError(f"{error}") from error
+    except kinds as error:
+        raise SandboxError(f"{what}: {error}") from error
 
 
 def run_here(
@@ -286,7 +289,9 @@ def run_here(
     has to end; ``end`` when the group has ended, before the output is complete.
     """
     limit = min(max_bytes, _MAX_OUTPUT)
-    with _failing(), ExitStack() as stack:
+    # a disk may be full; an argument too long, or with a null character
+    kinds = OSError, ValueError
+    with _failing(f"{arguments[0]} cannot be run", *kinds), ExitStack() as stack:
         given, out, err = (stack.enter_context(TemporaryFile()) for _ in range(3))
         given.write(stdin)
         given.seek(0)
@@ -294,27 +299,22 @@ def run_here(
             out = stack.enter_context(log.open("w+b"))
         waiting = stack.enter_context(selectors.DefaultSelector())
         check()
-        try:
-            process = subprocess.Popen(
-                arguments,
-                stdin=given,
-                # no file, which a program could empty
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT if log else subprocess.PIPE,
-                env=env,
-                start_new_session=True,  # its own process group
-                pass_fds=pass_fds,
-            )
-        # an argument may be too long, or contain a null character
-        except (OSError, ValueError) as error:
-            raise SandboxError(f"{arguments[0]} cannot be run: {error}") from error
+        process = subprocess.Popen(
+            arguments,
+            stdin=given,
+            # no file, which a program could empty
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if log else subprocess.PIPE,
+            env=env,
+            start_new_session=True,  # its own process group
+            pass_fds=pass_fds,
+        )
         stack.enter_context(process)
         for pipe, file in ((process.stdout, out), (process.stderr, err)):
             if pipe is not None:
                 waiting.register(pipe, selectors.EVENT_READ, file)
 
         def copy(wait_s: float) -> bool:
-            """Copy what is there, or wait for it; False: there was nothing."""
             ready = waiting.select(wait_s)
             for key, _ in ready:
                 data, room = os.read(key.fd, _PIECE_BYTES), limit - key.data.tell()
@@ -394,6 +394,7 @@ with socket.socket(fileno=int(sys.argv[1])) as line:
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 _MAX_CONNECTIONS = 128  # an agent must not use up the descriptors of this process
+_PLACE = re.compile(r"(/(?!\.\.?(/|$))[^/]+)+")
 
 
 class LocalSandbox(Sandbox):
@@ -410,32 +411,28 @@ class LocalSandbox(Sandbox):
     limits = ("memory_mb", "processes", "file_mb", "disk_mb")
     refusals = ("bwrap: ", "nsenter: ", "prlimit: ")
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: SandboxSpec) -> None:
         super().__init__(spec)
         if spec.image is not None and not spec.plain:
             raise SandboxError(f"image = {spec.image!r}: a local sandbox has no image")
         unwanted = self.chosen["namespaces"] == "no"
         none = "namespaces = 'no'", "", False
         missing, cgroup, limits_ids = none if unwanted else _abilities()
-        if missing and spec.places:
-            places = ", ".join(spec.places)
-            raise SandboxError(f"no isolated sandbox ({missing}): {places}: only there")
+        taken = ("/tmp", _INSIDE, *spec.places)
         for place in spec.places:
-            outer = [one for one in spec.places if f"{place}/".startswith(f"{one}/")]
-            if not re.fullmatch("(/[^/]+)+", place) or {".", ".."} & {
-                *place.split("/")
-            }:
-                raise SandboxError(f"place {place!r}: expected a path without . and ..")
-            if place in (_INSIDE, "/tmp") or len(outer) > 1:
-                raise SandboxError(
-                    f"place {place!r} is in another place of the sandbox"
-                )
+            around = [one for one in taken if f"{place}/".startswith(f"{one}/")]
+            if not _PLACE.fullmatch(place) or len(around) > 1:
+                rule = "expected a path without . and .., in no other place"
+                raise SandboxError(f"place {place!r}: {rule}")
+            if missing:
+                rule = f"{place} needs an isolated sandbox"
+                raise SandboxError(f"{rule}, which is not possible: {missing}")
         loose = {
             "memory_mb is per process: no cgroup v2 of systemd": not cgroup,
             "processes is not enforced": not cgroup and not limits_ids,
             "disk_mb is per file": missing,
         }
-        self.loose = "; ".join(filter(loose.get, loose)) or None
+        self.loose = (*self.loose, *filter(loose.get, loose))
         self._isolated = not missing
         self._shares_network = self.chosen["network"] == "host"
         if missing:
@@ -457,20 +454,16 @@ class LocalSandbox(Sandbox):
 
     def start(self) -> None:
         # what the agent sees at one place must not say what is seen at another
-        folders = [
-            "in/home",
-            "in/work",
-            "tmp",
-            *(f"at{one}" for one in self.spec.places),
-        ]
-        try:
+        places = [f"at{place}" for place in self.spec.places]
+        with _failing(self._root, OSError):
             for folder in [""] if self._isolated else ["home", "tmp", "work"]:
                 (self._root / folder).mkdir(parents=True, exist_ok=True)
             if not self._isolated:
                 return
             size = f"size={self._disk_mb}m,nr_inodes={_MAX_FILES},mode=755"
+            given = str(self._root), size, self._last_id, "in/home", "in/work", "tmp"
             self._holder = holder = subprocess.Popen(
-                _local("hold", str(self._root), size, self._last_id, *folders),
+                _local("hold", *given, *places),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -479,8 +472,6 @@ class LocalSandbox(Sandbox):
             answer = holder.stdout.readline() if holder.stdout else b""
             if answer != b"ready\n":
                 raise OSError(answer.decode(errors="replace").strip())
-        except OSError as error:
-            raise SandboxError(f"{self._root}: {error}") from error
 
     def _run(self, arguments: Words, env: Variables, **options: Any) -> CommandResult:
         own = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
@@ -504,7 +495,6 @@ class LocalSandbox(Sandbox):
             return run_here(command, env, max_bytes=self._max_bytes, **options)
 
     def _folders(self) -> Iterator[str]:
-        """The options of bubblewrap that say what a command sees."""
         if self._shares_network:
             yield "--share-net"
         root = str(self._root)
@@ -526,10 +516,8 @@ class LocalSandbox(Sandbox):
             self._holder = None
         if not self._isolated:
             self._end()
-        try:
+        with _failing(f"{self._root}: cannot be removed", OSError):
             remove(self._root)
-        except OSError as error:
-            raise SandboxError(f"{self._root}: cannot be removed: {error}") from error
 
     def map_path(self, path: str) -> str:
         own = (*self.spec.places, "/tmp") if self._isolated else ()
@@ -560,7 +548,7 @@ def bridge(host: str, port: int) -> Iterator[int]:
     free = asyncio.Semaphore(_MAX_CONNECTIONS)
 
     async def copy(reader: StreamReader, writer: StreamWriter) -> None:
-        """Copy what one side sends until it ends; the other one may still answer."""
+        # one side may end, and the other one still answer
         with suppress(OSError), closing(writer):
             while data := await reader.read(_PIECE_BYTES):
                 writer.write(data)
@@ -619,9 +607,9 @@ def _local(*arguments: str) -> Words:
     return "/bin/sh", "-c", program("local.sh"), "local.sh", *arguments
 
 
+# why commands cannot be isolated, the start of one in a cgroup, a limit of process ids
 @cache
 def _abilities() -> tuple[str, str, bool]:
-    """Why commands cannot be isolated, the start of one in a cgroup, a limit of ids."""
     done = run_here(_local("check"), os.environ, timeout_s=_STOP_SECONDS)
     cgroup, _, ids = done.stdout.decode().partition("\n")
     missing = done.stderr.decode(errors="replace").strip() or done.summary
@@ -640,7 +628,7 @@ class ContainerSandbox(Sandbox):
     # what the client puts before the names of variables that it passes on
     env_prefix: ClassVar[str] = ""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: SandboxSpec) -> None:
         super().__init__(spec)
         if spec.image is None:
             raise SandboxError(f"a sandbox of kind {self.kind} needs an image")
@@ -728,7 +716,7 @@ class E2BSandbox(Sandbox):
     kind = "e2b"
     options: ClassVar = {"lifetime": "7200"}
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: SandboxSpec) -> None:
         super().__init__(spec)
         if spec.gateway is None:
             rule = "give the URL by which it reaches the gateway"
@@ -742,7 +730,7 @@ class E2BSandbox(Sandbox):
         self._box: Any = None
 
     def start(self) -> None:
-        with _failures():
+        with _failing("e2b", Exception):
             self._box = self._e2b.Sandbox.create(
                 template=self.spec.image,
                 timeout=int(self.chosen["lifetime"]),
@@ -751,56 +739,44 @@ class E2BSandbox(Sandbox):
 
     def _run(self, arguments: Words, env: Variables, **options: Any) -> CommandResult:
         self._check()
-        # `stop` may take it away at any time
-        box, log = self._box, options["log"]
-
-        def run(script: str, seconds: float, **more: Any) -> int | None:
-            more |= {"timeout": math.ceil(seconds), "user": "root"}
-            try:
-                return int(box.commands.run(script, **more).exit_code)
-            except self._e2b.TimeoutException:
-                return None
-            except self._e2b.CommandExitException as error:
-                return int(error.exit_code)
-
+        # `stop` may take the box away at any time
+        box, log, token = self._box, options["log"], secrets.token_hex(8)
         # through files: the package decodes the streams of a command as text
-        token = secrets.token_hex(8)
         given, out, err = (f"/tmp/.{token}.{name}" for name in ("in", "out", "err"))
         to = "&1" if log else err
         script = f"exec {shlex.join(arguments)} < {given} > {out} 2>{to}"
-        try:
-            with _failures():
-                box.files.write(given, options["stdin"], user="root")
-                code = run(script, options["timeout_s"], envs=dict(env))
-                texts = [
-                    bytes(box.files.read(path, format="bytes", user="root"))
-                    for path in ([out] if log else [out, err])
-                ]
-                if code is None:
-                    run(shlex.join(killing(self.spec.name)), _STOP_SECONDS)
-        finally:
-            with suppress(Exception):
-                run(f"rm -f {given} {out} {err}", _STOP_SECONDS)
+        with _failing("e2b", Exception):
+            box.files.write(given, options["stdin"], user="root")
+            code = self._shell(box, script, options["timeout_s"], envs=dict(env))
+            if code is None:
+                self._shell(box, shlex.join(killing(self.spec.name)))
+            texts = [
+                bytes(box.files.read(path, format="bytes", user="root"))
+                for path in ([out] if log else [out, err])
+            ]
+            self._shell(box, f"rm -f {given} {out} {err}")
         if log is not None:
             log.write_bytes(texts[0])
             texts = [texts[0][-_TAIL_BYTES:]]
         return CommandResult(code, *texts)
 
+    def _shell(
+        self, box: Any, script: str, seconds: float = _STOP_SECONDS, **more: Any
+    ) -> int | None:
+        more |= {"timeout": math.ceil(seconds), "user": "root"}
+        try:
+            return int(box.commands.run(script, **more).exit_code)
+        except self._e2b.TimeoutException:
+            return None
+        except self._e2b.CommandExitException as error:
+            return int(error.exit_code)
+
     def _remove(self) -> None:
         # its lifetime may have ended
-        with _failures(), suppress(self._e2b.NotFoundException):
+        with _failing("e2b", Exception), suppress(self._e2b.NotFoundException):
             if self._box is not None:
                 self._box.kill()
         self._box = None
-
-
-@contextmanager
-def _failures() -> Iterator[None]:
-    # the package's own errors, and those of HTTP
-    try:
-        yield
-    except Exception as error:
-        raise SandboxError(f"e2b: {error}") from error
 
 
 SANDBOXES: Mapping[str, type[Sandbox]] = {

@@ -13,12 +13,12 @@ import asyncio
 import hmac
 import ipaddress
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
-from typing import Literal, TypeAlias, cast
+from typing import TypeAlias, cast
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -31,12 +31,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trajkit_shim import json_input as read
-from trajkit_shim.call import Call, Gateway, Options, read_body
+from trajkit_shim.call import Call, Gateway, Options
 from trajkit_shim.chat.request import parse_client_sampling, parse_fixed
 from trajkit_shim.delivery import Delivery, json_response, unless_left, watched
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
-from trajkit_shim.json_input import Fields, Json, Reader, parse_object
+from trajkit_shim.json_input import Fields, Json
 from trajkit_shim.pauses import MODES, Mode
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
@@ -52,33 +52,12 @@ _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 # no site has such a name
 _PRIVATE = (".localhost", ".local", ".internal")
 
-# the fields of requests' bodies
-_OPEN = "session_id sampling client_sampling chat_template_kwargs ttl_seconds group_id "
-_OPEN += f"reward metadata replay {' '.join(LIMITS)}"
-_END = "reward error metadata wait_seconds"
-# from a directory or from memory
-_UPDATE = "weight_version model_path tensors load_format"
-
-# in Prometheus' format
-_METRICS = """\
-# TYPE trajkit_sessions gauge
-trajkit_sessions{{state="open"}} {open}
-trajkit_sessions{{state="closed"}} {closed}
-# TYPE trajkit_calls_in_flight gauge
-trajkit_calls_in_flight {in_flight}
-# TYPE trajkit_turns_total counter
-trajkit_turns_total {turns}
-# TYPE trajkit_paused gauge
-trajkit_paused {paused}
-"""
-
 # a duration; no request may make the gateway wait for more than a day
 _SECONDS = partial(read.as_number, minimum=0.0, maximum=24 * 3600.0)
 _POSITIVE = partial(read.as_integer, minimum=1)
 _ANY_NUMBER = partial(read.as_number, minimum=-math.inf, maximum=math.inf)
 
-Answer: TypeAlias = Response | Json
-Handler: TypeAlias = Callable[[Request, Fields], Answer | Awaitable[Answer]]
+Handler: TypeAlias = Callable[[Request, Fields], Json | Awaitable[Json]]
 
 
 def create_app(
@@ -93,19 +72,10 @@ def create_app(
     reports how prompts are built and what the chat template does; and the paths of every
     protocol (`trajkit_shim.protocols`). A call names its session by the session's key, in
     the path prefix ``/s/{key}``, else in the header ``x-session-key``, else as API key.
+    ``renderer`` has the tokenizer and the chat template of the engine's model.
 
-    Parameters
-    ----------
-    engine : Engine
-    renderer : ChatRenderer
-        Tokenizer and chat template of the engine's model.
-    log : TurnLog
-    options : Options, optional
-
-    Raises
-    ------
-    ValueError
-        ``images`` is an `ImageModel`, and the engine or the log takes no images.
+    Raises `ValueError`: ``images`` is an `ImageModel`, and the engine or the log takes no
+    images.
     """
     gateway = Gateway(engine, renderer, log, options or Options())
     calls = [
@@ -120,7 +90,7 @@ def create_app(
         exception_handlers=dict.fromkeys(
             (ClientDisconnect, Exception, GatewayError, HTTPException), _answer_error
         ),
-        middleware=[Middleware(_no_browsers, gateway.options.hosts)],
+        middleware=[Middleware(_guarded, gateway.options)],
         lifespan=partial(_lifespan, gateway),
     )
 
@@ -144,8 +114,8 @@ async def _lifespan(
         gateway.log.close()
 
 
-def _no_browsers(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
-    """Middleware that answers requests of web pages with an error.
+def _guarded(app: ASGIApp, options: Options) -> ASGIApp:
+    """Middleware that answers requests of web pages, and too long heads, with an error.
 
     A page of any site can send requests to this machine, which have an ``Origin``. It can
     also let its own name point to this machine's address, which is then the ``Host``.
@@ -155,7 +125,7 @@ def _no_browsers(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
         answer = app
         if scope["type"] == "http":
             try:
-                _check_no_browser(Headers(scope=scope), hosts)
+                _check_head(Headers(scope=scope), options)
             except GatewayError as error:
                 answer = await _answer_error(Request(scope), error)
         await answer(scope, receive, send)
@@ -163,18 +133,22 @@ def _no_browsers(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
     return checked
 
 
-def _check_no_browser(headers: Headers, hosts: Collection[str]) -> None:
+def _check_head(headers: Headers, options: Options) -> None:
     """Raise a 403 for a web page's request, or for a ``Host`` that a page may have.
 
     Addresses, names without a dot, those of private networks and ``hosts`` are no page's.
     """
+    limit = options.max_header_bytes
+    if sum(len(name) + len(value) for name, value in headers.raw) > limit:
+        message = f"the headers are longer than {limit} bytes"
+        raise GatewayError(message, 431, code="headers_too_long")
     if "origin" in headers:
         message = f"origin: {headers['origin']!r}: requests of web pages are refused"
         raise GatewayError(message, 403, code="browser_refused")
     host = headers.get("host", "")
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        if "." not in name or name.endswith(_PRIVATE) or name in hosts:
+        if "." not in name or name.endswith(_PRIVATE) or name in options.hosts:
             return
         ipaddress.ip_address(name)
     except ValueError:
@@ -197,13 +171,13 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 def _protocol_of(path: str) -> WireProtocol:
     """The protocol whose error format is used for a path, which may have no route."""
-
-    def matches(known: str) -> bool:
-        stem, has_model, _ = known.partition("{")
-        # /v1/models/{model} is OpenAI's; Gemini's has a method after the model
-        return stem in path and (not has_model or ":" in path)
-
-    return next((p for p in PROTOCOLS if any(map(matches, p.paths))), OPENAI_CHAT)
+    for protocol in PROTOCOLS:
+        for known in protocol.paths:
+            stem, has_model, _ = known.partition("{")
+            # /v1/models/{model} is OpenAI's; Gemini's has a method after the model
+            if stem in path and (not has_model or ":" in path):
+                return protocol
+    return OPENAI_CHAT
 
 
 class _Endpoint:
@@ -214,19 +188,19 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, protocol, verb = self._gateway, self._protocol, self._verb
-        request = Request(scope, receive, send)
+        options, request = gateway.options, Request(scope, receive, send)
         session = gateway.sessions.authorise(_session_claims(request))
         with session.request(), gateway.working(request.headers):
-            data = await read_body(request, gateway.options)
-            chat, body = await gateway.read(session, protocol, verb, data)
-            call = Call(gateway, session, protocol, request.headers, chat, body)
+            data = await read.read_body(request.stream(), options.max_body_bytes)
+            call = Call(gateway, session, protocol, verb, request.headers)
+            await call.read(data)
             if verb == "count":
                 response = json_response(protocol.count(await call.count()))
                 await response(scope, receive, send)
                 return
             async with watched(receive) as left:
-                seconds = gateway.options.ping_seconds
-                delivery = Delivery(left, send, protocol, chat, seconds)
+                seconds = options.ping_seconds
+                delivery = Delivery(left, send, protocol, call.chat, seconds)
                 await delivery.answer(call.begin())
 
 
@@ -250,24 +224,19 @@ def _other_routes(gateway: Gateway) -> list[Route]:
     store, pause, options = gateway.sessions, gateway.pause, gateway.options
 
     async def answer(
-        handler: Handler, fields: str | None, request: Request, *, public: bool = False
+        handler: Handler, fields: str | None, request: Request
     ) -> Response:
-        """Check token and body of a request, and answer it."""
+        """Answer a request; ``fields``: of a body that the trainer may send."""
         body = Fields({})
-        if options.admin_token is not None and not public:
-            given = request.headers.get(TOKEN_HEADER) or _bearer(request.headers)
-            # constant time: the duration does not reveal how much of it is right
-            if not hmac.compare_digest(given.encode(), options.admin_token.encode()):
-                rule = f"send it as bearer token or in {TOKEN_HEADER}"
-                message = f"the admin token is missing: {rule}"
-                raise GatewayError(message, 401, code="invalid_admin_token")
         if fields is not None:
-            body = Fields(parse_object(await read_body(request, options) or b"{}"))
-            body.only(fields.split())
+            _check_token(request.headers, options.admin_token)
+        if request.method == "POST":
+            data = await read.read_body(request.stream(), options.max_body_bytes)
+            body = Fields(read.parse_object(data or b"{}"))
+            body.only((fields or "").split())
         answered = handler(request, body)
-        if not isinstance(answered, (Response, dict)):
-            answered = await answered
-        return answered if isinstance(answered, Response) else json_response(answered)
+        known = answered if isinstance(answered, dict) else await answered
+        return json_response(known)
 
     def health(*_: object) -> Json:
         state = "draining" if store.draining else "ok"
@@ -294,7 +263,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
             replay=body.flag("replay"),
             group_id=body.get("group_id", _logged_text),
         )
-        opened = store.open(body.get_text("session_id"), session, _outcome_fields(body))
+        opened = store.open(body.get_text("session_id"), session, _outcome(body))
         # as this client reaches the gateway
         base_url = str(request.base_url).rstrip("/")
         named = {"session_id": opened.session_id, "api_key": opened.api_key}
@@ -310,21 +279,13 @@ def _other_routes(gateway: Gateway) -> list[Route]:
             asked.refuse("limit", f"{limit!r}: not a number of sessions")
         return {"sessions": [*islice(store.matching(wanted), int(limit))]}
 
-    async def end(
-        how: Literal["close", "finish"], request: Request, body: Fields
-    ) -> Json:
-        fields = _outcome_fields(body)
-        return await store.finish(_name(request), how, _wait(body), fields)
+    async def finish(request: Request, body: Fields) -> Json:
+        wait, outcome = _wait(body), _outcome(body)
+        return await store.finish(_name(request), "finish", wait, outcome)
 
     async def drain(_: Request, body: Fields) -> Json:
         await store.drain(_wait(body, 60.0))
         return {**store.counts()}
-
-    def metrics(_: Request, __: Fields) -> Response:
-        paused = int(pause.mode is not None)
-        text = _METRICS.format(**store.counts(), paused=paused)
-        form = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(text, headers={"content-type": form})
 
     async def pause_engine(request: Request, body: Fields) -> Json:
         seconds, wait = _wait(body, 600.0, "timeout_s"), _wait(body, 60.0)
@@ -333,14 +294,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         return pause.describe()
 
     async def update(_: Request, body: Fields) -> Json:
-        source = body.get("tensors", read.list_of(read.as_name))
-        unused = "load_format" if source is None else "model_path"
-        body.only(_UPDATE.replace(unused, "").split())
-        await pause.update(
-            body.name("model_path") if source is None else source,
-            body.name("weight_version"),
-            body.get_text("load_format"),
-        )
+        await pause.update(body.name("model_path"), body.name("weight_version"))
         return pause.describe()
 
     async def resume(_: Request, __: Fields) -> Json:
@@ -348,34 +302,40 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         return pause.describe()
 
     session = "/sessions/{session_id}"
-    close, finish = partial(end, "close"), partial(end, "finish")
-    # with the fields of the body, if there is one
+    opening = "session_id sampling client_sampling chat_template_kwargs ttl_seconds "
+    opening += f"group_id reward metadata replay {' '.join(LIMITS)}"
+    ending = "reward error metadata wait_seconds"
+    # with the fields of the body, if there may be one; None: for everybody
     table: list[tuple[str, str, Handler, str | None]] = [
-        ("/sessions", "POST", open_one, _OPEN),
-        ("/sessions", "GET", listed, None),
-        (session, "GET", lambda r, _: store.describe(_name(r)), None),
-        (session, "DELETE", close, _END),
-        (f"{session}/close", "POST", close, _END),
-        (f"{session}/finish", "POST", finish, _END),
-        (f"{session}/drop", "POST", lambda r, _: store.drop(_name(r)), ""),
-        (f"{session}/reopen", "POST", lambda r, _: store.reopen(_name(r)), ""),
-        ("/admin/drain", "POST", drain, "wait_seconds"),
-        ("/metrics", "GET", metrics, None),
-        ("/engine", "GET", lambda *_: pause.describe(), None),
-        ("/engine/pause", "POST", pause_engine, "timeout_s mode wait_seconds"),
-        ("/engine/update", "POST", update, _UPDATE),
-        ("/engine/resume", "POST", resume, ""),
+        ("POST", "/sessions", open_one, opening),
+        ("GET", "/sessions", listed, ""),
+        ("GET", session, lambda r, _: store.describe(_name(r)), ""),
+        ("POST", f"{session}/finish", finish, ending),
+        ("POST", f"{session}/drop", lambda r, _: store.drop(_name(r)), ""),
+        ("POST", "/admin/drain", drain, "wait_seconds"),
+        ("GET", "/engine", lambda *_: pause.describe(), ""),
+        ("POST", "/engine/pause", pause_engine, "timeout_s mode wait_seconds"),
+        ("POST", "/engine/update", update, "model_path weight_version"),
+        ("POST", "/engine/resume", resume, ""),
+        ("GET", "/", health, None),
+        ("GET", "/healthz", health, None),
+        ("GET", "/prompts", prompts, None),
+        ("GET", "/v1/models", models, None),
+        ("GET", f"{_KEY_PREFIX}/v1/models", models, None),
     ]
-    public: list[tuple[str, Handler]] = [("/", health), ("/healthz", health)]
-    public += [("/prompts", prompts), ("/v1/models", models)]
-    public.append((f"{_KEY_PREFIX}/v1/models", models))
     return [
         Route(path, partial(answer, handler, fields), methods=[method])
-        for path, method, handler, fields in table
-    ] + [
-        Route(path, partial(answer, handler, None, public=True))
-        for path, handler in public
+        for method, path, handler, fields in table
     ]
+
+
+def _check_token(headers: Headers, token: str | None) -> None:
+    given = headers.get(TOKEN_HEADER) or _bearer(headers)
+    # constant time: the duration does not reveal how much of it is right
+    if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+        rule = f"send it as bearer token or in {TOKEN_HEADER}"
+        message = f"the admin token is missing: {rule}"
+        raise GatewayError(message, 401, code="invalid_admin_token")
 
 
 def _logged_text(value: object, where: str) -> str:
@@ -397,8 +357,8 @@ def _wait(body: Fields, default: float = 0.0, name: str = "wait_seconds") -> flo
     return default if seconds is None else seconds
 
 
-def _outcome_fields(body: Fields) -> Outcome:
-    readers: dict[str, Reader[object]]
+def _outcome(body: Fields) -> Outcome:
+    readers: dict[str, read.Reader[object]]
     readers = {"reward": _ANY_NUMBER, "error": _logged_text, "metadata": read.as_object}
     fields = {k: body.get(k, read) for k, read in readers.items() if k in body.json}
     if fields.get("metadata", {}) is None:

@@ -1,4 +1,4 @@
-"""One model call, from the chat request to what is recorded and answered.
+"""One model call, from the body of its request to what is recorded and answered.
 
 Before the turn is recorded, a call leaves nothing in its session but its request, with
 which later ones may begin (`Conversation.restore`).
@@ -7,33 +7,25 @@ which later ones may begin (`Conversation.restore`).
 import asyncio
 import json
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from hashlib import blake2b
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.datastructures import Headers
-from starlette.requests import Request
 
-from trajkit_shim import json_input, replies
+from trajkit_shim import replies
+from trajkit_shim.chat import images as media
 from trajkit_shim.chat import request as chats
-from trajkit_shim.chat.images import (
-    ImageLimits,
-    ImageModel,
-    ImagePlaces,
-    Images,
-    ImageStore,
-    NoImages,
-    hashes_of,
-    texts_of,
-)
 from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.delivery import PendingReply, is_retry
 from trajkit_shim.engines import base, checks
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.json_input import Body, Json
+from trajkit_shim.json_input import Body, Json, parse_body
 from trajkit_shim.pauses import Pause
 from trajkit_shim.prompting.conversation import Budget, Node, next_position
 from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts, hashed
@@ -43,11 +35,20 @@ from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error, writing
 from trajkit_shim.sessions.turn_log import TurnLog
 
-# Bytes: to read or render so many takes less time than a switch of threads. More would
-# delay every other call.
-_SHORT = 32 << 10
-# the same for bytes that are only hashed
-_HASHED = 1 << 20
+# Bytes of a body that are rendered, or parsed, and the values that are read, in less time
+# than a switch of threads takes. More would delay every other call.
+_SHORT, _PARSED, _READ_VALUES = 32 << 10, 512 << 10, 1000
+
+# what the log has of a sample under the same name
+_SAMPLED = "output_ids output_logprobs finish_reason cached_tokens routed_experts "
+_SAMPLED += "sampling_mask"
+
+T = TypeVar("T")
+
+
+async def _done(work: Callable[[], T], *, at_once: bool) -> T:
+    """Do some work, in a thread unless ``at_once``."""
+    return work() if at_once else await asyncio.to_thread(work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +63,14 @@ class Options:
     # bytes of all requests' bodies at once; beyond it requests get 503
     max_work_bytes: int = 4 << 30
     max_messages: int = 10_000
-    # what the model does with images, which are stored in the log's folder `images`; or
-    # reject a request with an image (400), or replace the image by a text
-    images: NoImages | ImageModel = "refuse"
-    image_limits: ImageLimits | None = None
+    # how the model takes images; or whether they are refused or replaced by a text
+    images: media.NoImages | media.ImageModel = "refuse"
+    image_limits: media.ImageLimits | None = None
     # how long a streaming client waits for its first event, and between keep-alive events
     ping_seconds: float = 10.0
-    # record which message each prompt token belongs to (`trajkit.schema.ATTRIBUTION`); a
-    # log in full form is twice as large with it, one in delta form about 8 % larger
+    # record which message each prompt token belongs to (`trajkit.schema.ATTRIBUTION`)
     attributed: bool = True
-    # train the harness's own calls too (`sessions.client_identity`)
-    train_side_calls: bool = False
+    train_side_calls: bool = False  # `sessions.client_identity`
     # parses replies, and is closed with the app; default: the gateway's own parser
     reply_parser: replies.ReplyParser | None = None
     # extend the token ids of an earlier turn where possible, or render every prompt
@@ -81,10 +79,8 @@ class Options:
     past: Past = "auto"
     # variables of the chat template, unless a session or request sets them
     variables: Mapping[str, object] = field(default_factory=dict)
-    # memory limit of all sessions for `append`
-    cache_bytes: int = 1 << 30
-    # token required for the trainer's routes; default: none
-    admin_token: str | None = None
+    cache_bytes: int = 1 << 30  # memory limit of all sessions for `append`
+    admin_token: str | None = None  # required for the trainer's routes
     # names that clients use for this machine, besides addresses and private names
     hosts: Collection[str] = ()
     # how long a call waits for the end of a pause before it is rejected with 503
@@ -93,15 +89,6 @@ class Options:
     max_ended_sessions: int = 10_000
     # measures idle sessions and how old answers are; default: the event loop
     clock: asyncio.AbstractEventLoop | None = None
-
-
-async def read_body(request: Request, options: Options) -> bytes:
-    """Return a request's body; reject too long headers or a too long body."""
-    size = sum(len(name) + len(value) for name, value in request.headers.raw)
-    if size > options.max_header_bytes:
-        message = f"the headers are longer than {options.max_header_bytes} bytes"
-        raise GatewayError(message, 431, code="headers_too_long")
-    return await json_input.read_body(request.stream(), options.max_body_bytes)
 
 
 class Gateway:
@@ -124,54 +111,22 @@ class Gateway:
         )
         # requests for the number of tokens; a prompt's take much more memory than its text
         self.counting = asyncio.Semaphore(2)
-        images, limits = options.images, options.image_limits
-        self.images = ImageStore(log.directory / "images", limits, fsync=log.fsync)
+        self.images = media.ImageStore(
+            log.directory / "images", options.image_limits, fsync=log.fsync
+        )
+        self.image_policy: media.Images = self.images.limits
         places = None
-        if not isinstance(images, ImageModel):
-            self.image_policy: Images = images
-        elif not getattr(engine, "takes_images", False) or not log.images:
+        if not isinstance(options.images, media.ImageModel):
+            self.image_policy = options.images
+        elif getattr(engine, "takes_images", False) and log.images:
+            places = media.ImagePlaces(options.images, self.images)
+        else:
             what = f"{type(engine).__name__} or the log"
             raise ValueError(f"{what} takes no images")
-        else:
-            places = ImagePlaces(images, self.images)
-            self.image_policy = self.images.limits
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
         self.reply_parser = options.reply_parser or replies.FormParser(
             replies.form_of(renderer), replies.tags_of(renderer.chat_template)
         )
-
-    async def read(
-        self, session: Session, protocol: WireProtocol, verb: Verb, data: bytes
-    ) -> tuple[ChatRequest, Body]:
-        images = self.image_policy
-        text_only = isinstance(images, str)
-        # images are taken from each request
-        again = text_only and verb != "count"
-        listed = protocol.listed if again else ""
-        purpose = f"{protocol.name} {verb}\0".encode()
-        earlier = session.conversation.bodies if again else []
-
-        def begin() -> Body:
-            return Body(data, listed, purpose, earlier)
-
-        # it hashes what the bodies share
-        short = len(data) <= _HASHED
-        body = begin() if short else await asyncio.to_thread(begin)
-
-        def parse() -> ChatRequest:
-            value, known = body.parse(), body.known
-            return protocol.read(value, images, known)
-
-        # images are decoded
-        short = text_only and body.n_new_bytes <= _SHORT
-        chat = parse() if short else await asyncio.to_thread(parse)
-        limit = self.options.max_messages
-        if len(chat.messages) > limit:
-            message = f"{len(chat.messages)} messages; the limit is {limit}"
-            raise GatewayError(message, 413, code="too_many_messages")
-        if not text_only:
-            chat = replace(chat, images=self.images.take(chat.images))
-        return (replace(chat, stream=True) if verb == "stream" else chat), body
 
     @contextmanager
     def working(self, headers: Headers) -> Iterator[None]:
@@ -191,23 +146,51 @@ class Gateway:
 
 
 class Call:
-    """One request for a reply, from its messages to what is recorded and answered."""
+    """One request for a reply, from its body to what is recorded and answered."""
+
+    chat: ChatRequest
 
     def __init__(
         self,
         gateway: Gateway,
         session: Session,
         protocol: WireProtocol,
+        verb: Verb,
         headers: Mapping[str, str],
-        chat: ChatRequest,
-        body: Body,
     ) -> None:
         self._gateway, self._session, self._protocol = gateway, session, protocol
-        self._headers, self._chat = headers, chat
-        self._body, self._digest = body, body.digest
-        self._caller = identify(headers, chat)
+        self._verb, self._headers = verb, headers
         self._renderer = gateway.prompts.renderer
         self._request_id, self._started_at = uuid.uuid4().hex, datetime.now(UTC)
+
+    async def read(self, data: bytes) -> None:
+        """Read the request's body; raises `GatewayError`."""
+        gateway, session, protocol = self._gateway, self._session, self._protocol
+        self._is_short, policy = len(data) <= _SHORT, gateway.image_policy
+        digest = blake2b(f"{protocol.name} {self._verb}\0".encode(), digest_size=16)
+        # images are taken from each request
+        listed = protocol.listed if isinstance(policy, str) else ""
+        bodies = session.conversation.bodies
+
+        def parse() -> tuple[Json, Body]:
+            digest.update(data)
+            return parse_body(data, protocol.name, listed, bodies)
+
+        value, body = await _done(parse, at_once=len(data) <= _PARSED)
+        read = partial(protocol.read, value, policy, body.elements)
+        # images are decoded
+        few = body.n_new <= _READ_VALUES and isinstance(policy, str)
+        chat = await _done(read, at_once=few)
+        limit = gateway.options.max_messages
+        if len(chat.messages) > limit:
+            message = f"{len(chat.messages)} messages; the limit is {limit}"
+            raise GatewayError(message, 413, code="too_many_messages")
+        if not isinstance(policy, str):
+            chat = replace(chat, images=gateway.images.take(chat.images))
+        self.chat = replace(chat, stream=True) if self._verb == "stream" else chat
+        self._body = body if listed else None
+        self._digest = digest.digest()
+        self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
         asked = chat.thinking.resolve(self._renderer.variables, chat.ignored)
         fixed = session.options.variables
@@ -259,48 +242,38 @@ class Call:
         gateway, session = self._gateway, self._session
         try:
             info = await gateway.engine.info()
-            self._info = info
             limit = session.options.limits.get("max_context_tokens")
-            if limit is not None and limit < info.max_context_tokens:
-                self._info = replace(info, max_context_tokens=limit)
+            most = min(info.max_context_tokens, limit or info.max_context_tokens)
+            self._info = replace(info, max_context_tokens=most)
             try:
-                if self._body.n_bytes <= _SHORT:
-                    self._prepare()
-                else:
-                    await asyncio.to_thread(self._prepare)
+                await _done(self._prepare, at_once=self._is_short)
             finally:
                 # the request is kept, whatever becomes of the call
                 session.conversation.count_kept(gateway.cache_budget)
-            sampling = self._sampling()
-
-            async def sample_once() -> base.Sample:
-                return await gateway.engine.generate(
-                    base.EngineRequest(
-                        prompt_ids=self._ids,
-                        sampling=sampling,
-                        request_id=self._request_id,
-                        session_id=session.session_id,
-                        images=self._pixels,
-                    )
-                )
-
-            sample = await gateway.pause.sample(sample_once)
-            checks.check_sample(sample, self._ids, sampling, self._info)
-            text = self._renderer.decode(sample.output_ids, ended=sample.ended)
-            stops = sampling.stop if sample.ended else ()
-            found = [(i, stop) for stop in stops if (i := text.find(stop)) >= 0]
-            # clients never see the stop string
-            start, stop = min(found, default=(None, None))
-            text = text[:start]
-            parsed = await gateway.reply_parser.parse(
-                text, self._chat.tools, opened=self._opened
+            sampling, overruled = self._sampling()
+            request = base.EngineRequest(
+                prompt_ids=self._ids,
+                sampling=sampling,
+                request_id=self._request_id,
+                session_id=session.session_id,
+                images=self._pixels,
             )
-            ended_at = datetime.now(UTC)
-            reply = self._reply(sample, parsed, stop)
-            self._message = chats.canonical_reply(reply)
-            turn = self._turn(reply, sample, sampling)
-            await gateway.images.write(self._chat.images)
-            self._record(pending, sample, {**turn, "ended_at": ended_at})
+            generate = partial(gateway.engine.generate, request)
+            sample = await gateway.pause.sample(generate)
+            checks.check_sample(sample, self._ids, sampling, self._info)
+            reply = await self._reply(sample, sampling)
+            message = chats.canonical_reply(reply)
+            logged = chats.logged_message(message)
+            turn = self._turn(reply, sample)
+            turn |= {"sampling": json.dumps(sampling.values(), sort_keys=True)}
+            # of a reply that was broken off: no client will send it back
+            turn |= {"response": logged if sample.complete else None}
+            turn |= {"ended_at": datetime.now(UTC)}
+            await gateway.images.write(self.chat.images)
+            self._record(turn, sample)
+            # does not await since, so no other call interferes
+            self._remember(pending, sample, message, logged.key)
+            session.counts.sampling_overruled.update(overruled)
         except GatewayError as error:
             session.counts.failed += error.status >= 500
             raise
@@ -310,15 +283,15 @@ class Call:
         self, max_tokens: int, *, attributed: bool, keep: bool = True
     ) -> Prompt:
         # refuse a last message that is too long before anything is rendered
-        for last in texts_of(self._chat.messages[-1]["content"]):
+        for last in media.texts_of(self.chat.messages[-1]["content"]):
             self._renderer.check_length(last, max_tokens)
         # the request's messages, with the session's replies restored
-        body = self._body if self._body.known else None
-        conversation = self._session.conversation
-        self._restored = conversation.restore(self._chat.messages, body, keep=keep)
+        self._restored = self._session.conversation.restore(
+            self.chat.messages, self._body, keep=keep
+        )
         return self._gateway.prompts.build(
             self._restored,
-            self._chat.tools,
+            self.chat.tools,
             self._variables,
             attributed=attributed,
             max_tokens=max_tokens,
@@ -328,11 +301,10 @@ class Call:
         """Render the request, or extend the prompt of an earlier turn."""
         most, options = self._info.max_context_tokens, self._gateway.options
         self._prompt = prompt = self._make_prompt(most, attributed=options.attributed)
-        places = self._gateway.prompts.places
         # the prompt as the engine consumes it, and its images, also with their bytes
-        self._ids, self._images, self._pixels = prompt.ids, [], []
-        messages = [] if places is None else self._restored.messages
-        if places is not None and hashes_of(messages):
+        self._ids, self._images, self._pixels = prompt.ids, list[Json](), list[Any]()
+        places, messages = self._gateway.prompts.places, self._restored.messages
+        if places is not None and media.hashes_of(messages):
             self._images = places.items(prompt.ids, messages)
             self._ids = places.engine_ids(prompt.ids)
             self._pixels = places.load(self._images)
@@ -342,45 +314,52 @@ class Call:
         # it ends within the reply's reasoning
         self._opened = replies.opens_reasoning(self._renderer, prompt.ids)
 
-    def _sampling(self) -> base.Sampling:
+    def _sampling(self) -> tuple[base.Sampling, list[str]]:
+        """The parameters of the call, and what of the client's request they overrule."""
         session, n_prompt = self._session, len(self._prompt.ids)
         limit = self._gateway.options.max_new_tokens
         session.check_limit("prompt_tokens", n_prompt)
         remaining = session.check_limit("output_tokens", 1)
         fixed, client = session.options.fixed, session.options.client_sampling
-        required, self._overruled = self._chat.required, list[str]()
-        if (
-            chats.is_fixed("response_format", fixed, client)
-            and required.schema is not None
+        required, formless = self.chat.required, list[str]()
+        for name, wanted, free in (
+            ("response_format", required.schema is not None, {"schema": None}),
+            (
+                "tool_choice",
+                required.limits_calls,
+                {"call": False, "names": (), "parallel": True, "strict": ()},
+            ),
         ):
-            required = replace(required, schema=None)
-            self._overruled.append("response_format")
-        if chats.is_fixed("tool_choice", fixed, client) and required.limits_calls:
-            required = chats.Required(schema=required.schema)
-            self._overruled.append("tool_choice")
+            if wanted and chats.is_fixed(name, fixed, client):
+                required = replace(required, **free)
+                formless.append(name)
         sampling, overruled = chats.resolve(
-            self._chat.sampling,
+            self.chat.sampling,
             fixed,
             client,
             max_tokens=limit if remaining is None else min(limit, remaining),
             room=self._info.max_context_tokens - n_prompt,
             stop_token_ids=self._renderer.end_ids,
             structural_tag=replies.grammar(
-                self._chat
-                if required is self._chat.required
-                else replace(self._chat, required=required),
+                replace(self.chat, required=required),
                 self._gateway.reply_parser.form,
                 fixed.extra,
                 opened=self._opened,
                 reasons=replies.THINK in self._renderer.chat_template,
             ),
         )
-        self._overruled += overruled
-        return sampling
+        return sampling, [*formless, *overruled]
 
-    def _reply(
-        self, sample: base.Sample, parsed: chats.Parsed, stop_sequence: str | None
-    ) -> Reply:
+    async def _reply(self, sample: base.Sample, sampling: base.Sampling) -> Reply:
+        text = self._renderer.decode(sample.output_ids, ended=sample.ended)
+        stops = sampling.stop if sample.ended else ()
+        found = [(i, stop) for stop in stops if (i := text.find(stop)) >= 0]
+        # clients never see the stop string
+        start, stop = min(found, default=(None, None))
+        text = text[:start]
+        parsed = await self._gateway.reply_parser.parse(
+            text, self.chat.tools, opened=self._opened
+        )
         n_output, n_reasoning = len(sample.output_ids), 0
         if parsed.reasoning is not None:
             n_reasoning = n_output
@@ -399,37 +378,26 @@ class Call:
             ),
             call_prefix=self._protocol.call_prefix,
             short_ids=self._renderer.short_call_ids,
-            stop_sequence=stop_sequence,
+            stop_sequence=stop,
         )
 
-    def _turn(
-        self, reply: Reply, sample: base.Sample, sampling: base.Sampling
-    ) -> dict[str, object]:
+    def _turn(self, reply: Reply, sample: base.Sample) -> dict[str, object]:
         """What is logged of the call, but for what other calls decide."""
         prompt, options = self._prompt, self._gateway.options
         names = self._restored.tool_names[prompt.n_known :]
         untrained = self._caller.is_side_call and not options.train_side_calls
         spans = [span._asdict() for span in sample.weight_versions]
-        self._logged = chats.logged_message(self._message)
         return {
             "session_id": self._session.session_id,
             "request_id": self._request_id,
             "model": self._info.model,
             "prompt_ids": prompt.ids,
-            "output_ids": sample.output_ids,
-            "output_logprobs": sample.output_logprobs,
-            "finish_reason": sample.finish_reason,
+            **{name: getattr(sample, name) for name in _SAMPLED.split()},
             "messages": self._restored.logged,
-            # of a reply that was broken off: no client will send it back
-            "response": self._logged if sample.complete else None,
             "use_tool": bool(reply.calls),
             "ill_formed": reply.ill_formed,
             "trainable": sample.complete and not untrained,
             "weight_versions": spans or None,
-            "sampling": json.dumps(sampling.values(), sort_keys=True),
-            "cached_tokens": sample.cached_tokens,
-            "routed_experts": sample.routed_experts,
-            "sampling_mask": sample.sampling_mask,
             "started_at": self._started_at,
             "protocol": self._protocol.name,
             "tools_key": self._restored.offered.key,
@@ -442,28 +410,28 @@ class Call:
             "mm_items": self._images or None,
         }
 
-    def _record(
-        self, pending: PendingReply, sample: base.Sample, turn: dict[str, object]
-    ) -> None:
+    def _record(self, turn: dict[str, object], sample: base.Sample) -> None:
         """Write and count the turn.
 
-        Does not await, so no other call interferes. Raises `EngineError` if the engine
-        did not complete the reply.
+        Raises `EngineError` if the engine did not complete the reply.
         """
         session, prompt, restored = self._session, self._prompt, self._restored
-        counts, conversation = session.counts, session.conversation
+        counts, conversation, caller = (
+            session.counts,
+            session.conversation,
+            self._caller,
+        )
         # closing the session cancelled the work
         if session.closed:
             raise closed_error(session.session_id)
         # of earlier turns; a full disk may have room again
         session.write_amendments()
-        caller, index = self._caller, counts.turns
         named = caller.harness is not None
         agents = caller.agent_id, caller.parent_agent_id
         turn |= conversation.started_by(restored, *agents, named=named)
         turn["delta"] = conversation.delta(restored, prompt.ids, prompt.base)
         with writing("the turn"):
-            self._gateway.log.append(turn, index, conversation.logged)
+            self._gateway.log.append(turn, counts.turns, conversation.logged)
         n_output = len(sample.output_ids)
         counts.prompts[prompt.reason or "append"] += 1
         counts.turns += 1
@@ -476,24 +444,28 @@ class Call:
             reason = f"with {sample.finish_reason or 'no reason'}"
             after = f"the engine broke off the call after {n_output} tokens"
             raise EngineError(f"{after}, {reason}", 503)
-        counts.answered += 1
-        ids = sample.output_ids
+
+    def _remember(
+        self, pending: PendingReply, sample: base.Sample, message: Json, key: bytes
+    ) -> None:
+        """Let later requests go on from the turn that was recorded last."""
+        prompt, ids, counts = self._prompt, sample.output_ids, self._session.counts
+        pending.turn, position = counts.turns - 1, self._restored.position
         node = Node(
-            message=self._message,
-            position=restored.position,
-            after=next_position(restored.position, self._logged.key),
-            turn=index,
-            agent_id=caller.agent_id,
+            message=message,
+            position=position,
+            after=next_position(position, key),
+            turn=pending.turn,
+            agent_id=self._caller.agent_id,
             own_ids=np.concatenate([prompt.ids, ids]),
             hasher=hashed(ids, prompt.hasher),
             between=prompt.between,
             offered=prompt.offered,
-            closed=n_output > 0 and int(ids[-1]) in self._renderer.end_ids,
+            closed=len(ids) > 0 and int(ids[-1]) in self._renderer.end_ids,
             base=prompt.base,
         )
-        conversation.add(node, self._gateway.cache_budget)
-        pending.turn = index
-        session.remember(pending)
-        counts.tools_left_out.update(self._chat.left_out)
-        counts.ignored.update(self._chat.ignored)
-        counts.sampling_overruled.update(self._overruled)
+        self._session.conversation.add(node, self._gateway.cache_budget)
+        self._session.remember(pending)
+        counts.answered += 1
+        counts.tools_left_out.update(self.chat.left_out)
+        counts.ignored.update(self.chat.ignored)

@@ -46,6 +46,8 @@ ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 
 # values of --parser besides the gateway's own: see the option
 _ENGINE, _NONE = "engine", "none"
+# in a model's config.json
+_EXPERTS = "num_experts_per_tok"
 
 
 @Parameter(name="*")
@@ -196,15 +198,25 @@ def serve(
     given = SimpleNamespace(**{**locals(), **vars(engine or EngineOptions())})
     given.admin_token = admin_token or os.environ.get(ADMIN_TOKEN)
     with needs_extra("shim"):
-        from trajkit_shim.serve import is_loopback
+        import_module("trajkit_shim.app")
+        check(given)
+        from trajkit_shim.serve import is_loopback, listen
+        from trajkit_shim.workers import run_workers
     if not is_loopback(host) and not given.admin_token:
         reached = f"--host {host} can be reached from other machines"
         raise ArgumentError(f"{reached}: give --admin-token")
     # before an engine is launched, which takes minutes
     for old in out.glob("turns-*.arrows"):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(old))
-    with terminable():
-        (_serve_workers if workers > 1 else _serve_one)(given)
+    with terminable(), ExitStack() as stack:
+        # 0 is any free port
+        ports = [port and port + number for number in range(workers)]
+        sockets = [stack.enter_context(listen(host, each)) for each in ports]
+        if workers == 1:
+            _work(given, sockets[0])
+        else:
+            launch_server(given, stack)
+            run_workers(partial(_work, given), sockets, _say)
     return 0
 
 
@@ -213,13 +225,18 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _serve_one(
+def _work(
     arguments: SimpleNamespace,
-    listener: "socket.socket | None" = None,
+    listener: "socket.socket",
     place: "Place | None" = None,
     say: Callable[[str], object] = _say,
 ) -> None:
     """Run a gateway until a stop signal. ``place``: it is one of several workers."""
+    from trajkit_shim.prompting.prompts import Prompts
+    from trajkit_shim.serve import serve as run_server
+    from trajkit_shim.serve import url_of
+    from trajkit_shim.workers import Worker
+
     attributed, limit = not arguments.no_attribution, arguments.log_bytes
     log = {
         "form": arguments.log,
@@ -229,25 +246,15 @@ def _serve_one(
         "attributed": attributed,
         "worker": place and place.index,
     }
-    gateway = engine_app(
-        arguments,
-        arguments.out,
-        log,
-        attributed=attributed,
-        prompts=arguments.prompts,
-        admin_token=arguments.admin_token or None,
-        hosts=arguments.allow_host or [],
-    )
-    with ExitStack() as stack:
-        with needs_extra("shim"):
-            from trajkit_shim.prompting.prompts import Prompts
-            from trajkit_shim.serve import listen, url_of
-            from trajkit_shim.serve import serve as run_server
-            from trajkit_shim.workers import Worker
-
-            app, renderer = stack.enter_context(gateway)
-        bound = listener or listen(arguments.host, arguments.port)
-        where: dict[str, Any] = {"url": url_of(bound)}
+    options = {
+        "attributed": attributed,
+        "prompts": arguments.prompts,
+        "admin_token": arguments.admin_token or None,
+        "hosts": arguments.allow_host or [],
+    }
+    made = engine_app(arguments, arguments.out, log, **options)
+    with terminable(), made as (app, renderer):
+        where: dict[str, Any] = {"url": url_of(listener)}
         where |= {"openai_base_url": f"{where['url']}/v1", "turns": str(arguments.out)}
         if place is not None:
             app, where["workers"] = Worker(app, place), " ".join(place.urls)
@@ -259,34 +266,7 @@ def _serve_one(
             say("".join(f"{name:<16}{value}\n" for name, value in where.items()))
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):
-            run_server(app, bound, arguments.drain_seconds)
-
-
-def _serve_workers(arguments: SimpleNamespace) -> None:
-    """Run several gateways, each in a process and on a port of its own."""
-    check(arguments)
-    with needs_extra("shim"):
-        from trajkit_shim.serve import listen
-        from trajkit_shim.workers import run_workers
-
-    with ExitStack() as stack:
-        # 0 is any free port
-        numbers = range(arguments.workers)
-        ports = [arguments.port and arguments.port + number for number in numbers]
-        sockets = [stack.enter_context(listen(arguments.host, port)) for port in ports]
-        launch_server(arguments, stack)
-        run_workers(partial(_work, arguments), sockets, _say)
-
-
-def _work(
-    arguments: SimpleNamespace,
-    listener: "socket.socket",
-    place: "Place",
-    ready: Callable[[str], None],
-) -> None:
-    """Run one of several gateways. The parent has checked the arguments."""
-    with terminable():
-        _serve_one(arguments, listener, place, ready)
+            run_server(app, listener, arguments.drain_seconds)
 
 
 # The gateway of a command
@@ -304,28 +284,32 @@ def engine_app(
 ) -> "Iterator[tuple[ASGIApp, ChatRenderer]]":
     """Yield a gateway's app with the chosen engine, and its model's renderer.
 
-    ``out``: directory of the turn log. ``log``, ``options``: further arguments of
-    `TurnLog` and `Options`. A server that ``arguments`` launch runs while the ``with``
-    block runs. ``policy`` and ``seed`` are for the embedded engine. Raises
-    `FormatError`: the model cannot be read. `ConnectionError`: the engine does not work.
+    The ``arguments`` have passed `check`; a server that they launch runs while the
+    ``with`` block runs. ``out``: directory of the turn log. ``log``, ``options``: further
+    arguments of `TurnLog` and `Options`. ``policy`` and ``seed`` are for the embedded
+    engine. Raises `FormatError`: the model cannot be read. `ConnectionError`: the engine
+    does not work.
     """
     from trajkit_shim.app import create_app
     from trajkit_shim.call import Options
-    from trajkit_shim.engines import embedded
+    from trajkit_shim.engines import embedded, http
+    from trajkit_shim.engines.checks import check_engine
+    from trajkit_shim.engines.model_config import config_number, vocab_size
     from trajkit_shim.prompting.render import embedded_renderer, load_renderer
     from trajkit_shim.replies import FORMS, FormParser, ReplyParser, form_of, tags_of
     from trajkit_shim.sessions.turn_log import TurnLog
 
-    check(arguments)
-    images, name = _image_options(arguments), arguments.parser
+    variables = _variables(arguments.chat_template_kwargs)
+    model, name = arguments.model or arguments.launch, arguments.parser
     template, parser = arguments.chat_template, None
+    engine: Engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
+    renderer, has_server = embedded_renderer(), arguments.engine != "embedded"
     with ExitStack() as stack:
         # all that depends on the model, before an engine is launched, which takes minutes
-        with _reading(arguments):
-            renderer = embedded_renderer()
-            if arguments.engine != "embedded":
+        try:
+            if has_server:
                 renderer = load_renderer(
-                    arguments.model or arguments.launch,
+                    model,
                     None if template is None else Path(template).read_text("utf-8"),
                     stop_tokens=arguments.stop_token or (),
                     trust_remote_code=arguments.trust_remote_code,
@@ -334,11 +318,30 @@ def engine_app(
             if name != _ENGINE:
                 form = form_of(renderer) if name is None else FORMS.get(name)
                 parser = FormParser(form, tags_of(renderer.chat_template))
-        engine: Engine
-        if arguments.engine == "embedded":
-            engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
-        else:
-            engine = _served(arguments, stack)
+            images = _image_options(arguments)
+            if has_server:
+                experts, vllm = arguments.routed_experts, arguments.engine == "vllm"
+                make_engine = partial(
+                    http.VLLMEngine if vllm else http.SGLangEngine,
+                    vocab_size=vocab_size(model),
+                    check_prompts=arguments.check_prompts,
+                    experts_per_token=config_number(model, _EXPERTS)
+                    if experts
+                    else None,
+                    sampling_masks=arguments.sampling_masks,
+                )
+        except ArgumentError:
+            raise
+        except ValueError as error:
+            raise FormatError(f"{model}: {error}") from error
+        if has_server:
+            launch_server(arguments, stack)
+            # connections belong to the event loop that opened them
+            urls = arguments.engine_url
+            served = {url: asyncio.run(check_engine(make_engine(url))) for url in urls}
+            if len(set(served.values())) > 1:
+                raise ConnectionError(f"the servers of --engine-url differ: {served}")
+            engine = make_engine(*served)
         reply_parser: ReplyParser = parser or _engine_parser(arguments.engine_url[0])
         payloads = {n: vars(arguments)[n] for n in ("routed_experts", "sampling_masks")}
         app = create_app(
@@ -347,7 +350,7 @@ def engine_app(
             TurnLog(out, images="image_limits" in images, **payloads, **log),
             Options(
                 past=arguments.past_reasoning,
-                variables=_variables(arguments.chat_template_kwargs),
+                variables=variables,
                 train_side_calls=arguments.train_side_calls,
                 reply_parser=reply_parser,
                 **images,
@@ -393,7 +396,7 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
         return {}
     from trajkit_shim.chat.images import ImageLimits, load_image_model
 
-    with needs_extra("images"), _reading(arguments):
+    with needs_extra("images"):
         model = load_image_model(arguments.model or arguments.launch)
         if model is None:
             return {}
@@ -421,33 +424,6 @@ def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
     arguments.engine_url = [stack.enter_context(server)]
     arguments.model = arguments.model or arguments.launch
     arguments.launch, arguments.server_arguments = None, []
-
-
-def _served(arguments: SimpleNamespace, stack: ExitStack) -> "Engine":
-    """The engine of servers that return everything that is recorded."""
-    from trajkit_shim.engines.checks import check_engine
-    from trajkit_shim.engines.http import SGLangEngine, VLLMEngine
-    from trajkit_shim.engines.model_config import config_number, vocab_size
-
-    launch_server(arguments, stack)
-    model, per_token = arguments.model, None
-    with _reading(arguments):
-        n_vocab = vocab_size(model)
-        if arguments.routed_experts:
-            per_token = config_number(model, "num_experts_per_tok")
-    engine = partial(
-        {"sglang": SGLangEngine, "vllm": VLLMEngine}[arguments.engine],
-        vocab_size=n_vocab,
-        check_prompts=arguments.check_prompts,
-        experts_per_token=per_token,
-        sampling_masks=arguments.sampling_masks,
-    )
-    # connections belong to the event loop that opened them
-    urls = arguments.engine_url
-    served = {url: asyncio.run(check_engine(engine(url))) for url in urls}
-    if len(set(served.values())) > 1:
-        raise ConnectionError(f"the servers of --engine-url differ: {served}")
-    return engine(*served)
 
 
 def _variables(given: str | None) -> dict[str, Any]:
@@ -479,16 +455,6 @@ def _engine_parser(url: str) -> "ReplyParser":
         rule = "started with neither --tool-call-parser nor --reasoning-parser"
         raise ConnectionError(f"{where} was {rule}")
     return SGLangParser(url, *names)
-
-
-@contextmanager
-def _reading(arguments: SimpleNamespace) -> Iterator[None]:
-    """Read files of the model; raises `FormatError` if they cannot be used."""
-    try:
-        yield
-    except ValueError as error:
-        model = arguments.model or arguments.launch
-        raise FormatError(f"{model}: {error}") from error
 
 
 @contextmanager

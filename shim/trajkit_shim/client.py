@@ -51,25 +51,16 @@ class AsyncGatewayClient:
         all gateways.
     token : str
         The admin token, if the gateways have one.
-    http : httpx.AsyncClient, optional
-        Used instead of a new one; closed with this client.
     """
 
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        token: str = "",
-        *,
-        http: httpx.AsyncClient | None = None,
-    ) -> None:
+    def __init__(self, urls: str | Sequence[str], token: str = "") -> None:
         given = [urls] if isinstance(urls, str) else urls
         self.urls = [url.rstrip("/") for url in given]
         if not self.urls:
             raise ValueError("urls is empty: at least one gateway is needed")
-        self._headers = {"x-admin-token": token} if token else {}
-        self._http = http or httpx.AsyncClient(
-            trust_env=False, limits=httpx.Limits(max_connections=None)
-        )
+        headers = {"x-admin-token": token} if token else {}
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.AsyncClient(trust_env=False, limits=limits, headers=headers)
         # the gateway of each session that this client has opened and not ended
         self._owners: dict[object, str] = {}
         self._renewing: asyncio.Task[None] | None = None
@@ -142,20 +133,15 @@ class AsyncGatewayClient:
         self._lost = None
         self._renewing = asyncio.create_task(self._renew(body))
 
-    async def update_weights(
-        self, source: str | Sequence[str], version: str, load_format: str | None = None
-    ) -> None:
+    async def update_weights(self, path: str, version: str) -> None:
         """Load weights while paused, and name them ``version``.
 
-        ``source``: a model directory that the servers can read, or tensors, which the
-        servers read as ``load_format``. Raises as `pause`, and if a renewal of the pause
-        failed since: then some tokens may be from other weights.
+        ``path``: a model directory that the servers can read. Raises also if a renewal of
+        the pause failed since: then some tokens may be from other weights.
         """
         if self._lost is not None:
             raise self._lost
-        body: Json = {"tensors": source, "load_format": load_format}
-        body = {"model_path": source} if isinstance(source, str) else body
-        body["weight_version"] = version
+        body: Json = {"model_path": path, "weight_version": version}
         answers = await self._answers("/engine/update", body, _UPDATE_SECONDS)
         _raise_first(answers.values())
 
@@ -183,18 +169,17 @@ class AsyncGatewayClient:
         seconds = _ANSWER_SECONDS + (wait if isinstance(wait, (int, float)) else 0.0)
         owner = self._owners.get(session_id)
         # one that has ended, or that another client opened, may be at any of them
-        for url in self.urls if owner is None else [owner]:
+        *others, last = self.urls if owner is None else [owner]
+        for url in (*others, last):
             try:
                 answer: Json = await self._ask(url, method, path, body, seconds)
+                break
             except GatewayError as error:
-                unknown = error
-                if error.status != 404:
+                if error.status != 404 or url == last:
                     raise
-                continue
-            if body is not None:
-                self._owners.pop(session_id, None)
-            return answer
-        raise unknown
+        if body is not None:
+            self._owners.pop(session_id, None)
+        return answer
 
     async def _renew(self, lease: dict[str, Any]) -> None:
         while True:
@@ -233,11 +218,11 @@ class AsyncGatewayClient:
     ) -> Any:
         where = f"{method} {path} of the gateway at {url}"
         timeout = httpx.Timeout(seconds, connect=10.0)
-        given: dict[str, Any] = {"json": body, "headers": self._headers}
+        request = self._http.build_request(
+            method, url + path, json=body, timeout=timeout
+        )
         try:
-            answer = await self._http.request(
-                method, url + path, timeout=timeout, **given
-            )
+            answer = await self._http.send(request)
         except httpx.HTTPError as error:
             reason = f"{type(error).__name__}: {error}"
             raise ConnectionError(f"{where}: {reason}") from error

@@ -3,11 +3,8 @@
 A turn is recorded before its answer is sent. The answer counts as delivered once its
 last byte was handed to the operating system on an open connection. A turn whose answer
 was lost is amended to be context only; if the answer is sent again and arrives, the turn
-is amended back.
-
-A client whose connection broke sends its request again. If a header marks it as a retry,
-or the session was opened with ``replay``, the request joins the call that is still
-running or gets the recorded reply, rather than a new sample. Any other is sampled.
+is amended back. A request that is a retry, by a header or the session's ``replay``, joins
+the call that is still running or gets the recorded reply.
 
 A reply that is ready soon, or an error, is an ordinary response with its status. A
 streaming client gets status 200 and the start of a stream once it has waited for a while,
@@ -122,10 +119,7 @@ class PendingReply:
 
 @asynccontextmanager
 async def watched(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
-    """Yield a task that ends when the client disconnects.
-
-    The request's body must have been read.
-    """
+    """Yield a task that ends when the client, whose body was read, disconnects."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -191,59 +185,58 @@ class Delivery:
                 as_event = self._begun or shown.code in codes
                 if not self._request.stream or not as_event:
                     raise
-                await self._write(b"".join(self._events(shown)), more=False)
+                await self._write(*self._events(shown))
                 if not isinstance(error, GatewayError):
                     # the server logs it with its traceback
                     raise
             else:
-                if await self._send_reply(reply):
+                parts = [encode(self._protocol.write(reply, self._request))]
+                if self._request.stream:
+                    parts = self._events(reply)
+                if await self._write(*parts):
                     pending.reached()
 
     def _events(self, answer: Reply | GatewayError) -> list[bytes]:
-        return [*self._protocol.stream(answer, self._request, self._n_pings)]
+        """The rest of the stream; its last event is sent once the others have left."""
+        *first, last = self._protocol.stream(answer, self._request, self._n_pings)
+        return [b"".join(first), last] if self._begun else [b"".join([*first, last])]
 
     async def _wait(self, pending: PendingReply) -> None:
         """Return when the work is done or the client left; send pings meanwhile."""
         ends: set[asyncio.Future[Any]] = {pending.work, self._left}
         how: dict[str, Any] = {"return_when": asyncio.FIRST_COMPLETED}
         while not (await asyncio.wait(ends, timeout=self._ping_seconds, **how))[0]:
-            await self._write(self._protocol.ping(self._request, self._n_pings))
+            ping = self._protocol.ping(self._request, self._n_pings)
+            await self._write(ping, more=True)
             self._n_pings += 1
 
-    async def _send_reply(self, reply: Reply) -> bool:
-        if not self._request.stream:
-            body = encode(self._protocol.write(reply, self._request))
-            return await self._write(body, more=False)
-        *first, last = self._events(reply)
-        if not self._begun:
-            return await self._write(b"".join([*first, last]), more=False)
-        await self._write(b"".join(first))
-        await _let_loop_poll()
-        return await self._write(last, more=False)
-
-    async def _write(self, data: bytes, *, more: bool = True) -> bool:
-        """Send data; return whether the client was connected until the last byte."""
+    async def _write(self, *parts: bytes, more: bool = False) -> bool:
+        """Send bytes; return whether the client was connected until the last one."""
         if not self._begun:
             self._begun = True
             headers = {"Content-Type": "application/json"}
             headers |= _STREAM_HEADERS if self._request.stream else {}
-            headers |= {} if more else {"Content-Length": str(len(data))}
+            headers |= {} if more else {"Content-Length": str(sum(map(len, parts)))}
             head = {"status": 200, "headers": Headers(headers).raw}
             await self._send({"type": "http.response.start", **head})
             await _let_loop_poll()
-        view = memoryview(data)
-        while not self._left.done():
-            piece, view = bytes(view[:_PIECE_BYTES]), view[_PIECE_BYTES:]
-            body = {"body": piece, "more_body": bool(more or view)}
+        pieces = [
+            part[start : start + _PIECE_BYTES]
+            for part in parts
+            for start in range(0, len(part), _PIECE_BYTES)
+        ]
+        for number, piece in enumerate(pieces, 1):
+            if number > 1:
+                await _let_loop_poll()
+            if self._left.done():
+                return False
+            body = {"body": piece, "more_body": more or number < len(pieces)}
             try:
                 await self._send({"type": "http.response.body", **body})
             except OSError:
                 # how some servers report a disconnect
                 return False
-            if not view:
-                return True
-            await _let_loop_poll()
-        return False
+        return True
 
 
 async def _let_loop_poll() -> None:

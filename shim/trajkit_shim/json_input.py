@@ -1,8 +1,4 @@
-"""Validates JSON from clients; each error names the path, the value and the rule.
-
-A request of a session mostly begins with the bytes of an earlier one. What was read of
-those is not read again (`Body`).
-"""
+"""Validates JSON from clients; each error names the path, the value and the rule."""
 
 import json
 import math
@@ -10,9 +6,10 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from json.decoder import scanstring  # type: ignore[attr-defined]
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+
+import orjson
 
 from trajkit_shim.errors import GatewayError
 
@@ -24,6 +21,9 @@ Reader: TypeAlias = Callable[[object, str], T]
 # different ignored fields that are counted, and the length of their names
 _MOST_IGNORED = 100
 _LONGEST_IGNORED = 100
+
+# about what a value of JSON takes
+_VALUE_BYTES = 100
 
 # code that walks a body may recurse
 MAX_DEPTH = 100
@@ -55,200 +55,82 @@ def parse_object(body: bytes) -> Json:
     It must be UTF-8, and its numbers finite. Its texts may have halves of surrogate pairs,
     which a model can sample within JSON, and clients send back.
     """
+    return parse_body(body)[0]
+
+
+class Element(NamedTuple):
+    """An element of a body's list: its JSON, and what it was read as."""
+
+    json: object
+    result: Any
+    ignored: Counter[str]  # what of it had no effect
+
+
+class Body(NamedTuple):
+    """What was read of a request's body, for later ones that begin like it."""
+
+    protocol: str
+    elements: list[Element]  # of its list that `Fields.each` reads
+    n_new: int  # values that it does not share with an earlier one
+    n_values: int  # at most all
+    n_bytes: int  # about what they take
+
+
+def parse_body(
+    data: bytes, protocol: str = "", listed: str = "", earlier: Iterable[Body] = ()
+) -> tuple[Json, Body]:
+    """Return the object in a body, and what is known of its list ``listed``.
+
+    These are the elements with which a list of ``earlier`` bodies of the same protocol
+    begins, too.
+    """
+    known, n_known = list[Element](), 0
     try:
-        value = DECODER.decode(body.decode("utf-8"))
+        value = orjson.loads(data)
+        given: Any = value.get(listed) if isinstance(value, dict) else None
+        for body in earlier if isinstance(given, list) else ():
+            pairs = enumerate(zip(given, body.elements, strict=False))
+            differing = (i for i, (item, other) in pairs if item != other.json)
+            n_same = next(differing, min(len(given), len(body.elements)))
+            if n_same > len(known) and body.protocol == protocol:
+                known, n_known = body.elements[:n_same], body.n_values
+        n_new = _count({**value, listed: given[len(known) :]} if known else value)
+    # it takes no half of a pair, and rounds large integers, which are compared no more
+    except (ValueError, OverflowError):
+        value, protocol, known = _decoded(data), "", []
+        n_new = _count(value, exact=True)
+    n_values = n_known + n_new
+    n_bytes = len(data) + _VALUE_BYTES * n_values
+    return value, Body(protocol, known, n_new, n_values, n_bytes)
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return _DECODER.decode(data.decode())
     except ValueError as error:
         raise GatewayError(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise GatewayError("the body is nested too deep") from error
-    return _checked(value)
 
 
-def _checked(value: object) -> Json:
-    """The value of a body, if it is an object that is not nested too deep."""
+def _count(value: object, *, exact: bool = False) -> int:
+    """Count the values of a body, which has to be an object that is not nested too deep.
+
+    Raises `OverflowError` if one may be a rounded integer, unless all are ``exact``.
+    """
     if not isinstance(value, dict):
         raise GatewayError(f"the body is {_kind(value)}, not a JSON object")
-    level: list[Any] = [value]
+    level, n_values = list[Any]([value]), 0
     for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for outer in level
-            for item in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(item, (dict, list))
-        ]
+        inner = (v.values() if isinstance(v, dict) else v for v in level)
+        items = [*chain.from_iterable(inner)]
+        if not exact and any(abs(v) >= 2.0**63 for v in items if isinstance(v, float)):
+            raise OverflowError
+        n_values += len(items)
+        level = [item for item in items if isinstance(item, (dict, list))]
         if not level:
-            return value
+            return n_values
     raise GatewayError(f"the body is nested deeper than {MAX_DEPTH} levels")
-
-
-class Mark(NamedTuple):
-    """The end of an element of a list in a body."""
-
-    number: int  # from 1
-    end: int
-    digest: bytes  # of the body up to there
-
-
-Known: TypeAlias = tuple[Any, Counter[str]]
-"""What an element was read as, and what of it had no effect."""
-
-# Marks are kept of the first elements, which tell conversations apart, and of the last
-# ones, which some clients change later.
-_FIRST, _LAST = 2, 8
-_SPACE = re.compile(r"[ \t\n\r]*")
-# between an element that ends and what follows it in its list
-_GAP = re.compile(rb"[ \t\n\r]*(?:,[ \t\n\r]*(?![ \t\n\r\]])|(?=\]))")
-
-
-class Body:
-    """A request's body, which may begin with the bytes of ``earlier`` ones of its session.
-
-    The elements of its list ``listed`` that it shares with one of those are neither
-    parsed again nor read (`Fields.each`); if it departs between two marks, those before
-    the first of them. ``purpose`` is hashed before the bytes, so bodies for different
-    purposes share nothing.
-    """
-
-    def __init__(
-        self,
-        data: bytes,
-        listed: str = "",
-        purpose: bytes = b"",
-        earlier: "Iterable[Body]" = (),
-    ) -> None:
-        self._data, self._listed, self._purpose = data, listed, purpose
-        self._hasher, self._head = self._hash(), 0
-        self._marks: list[Mark] = []
-        # of the elements so far
-        self.known: list[Known] = []
-        for other in earlier:
-            marks, hasher = other._shared(data, self._hash())
-            if len(marks) > len(self._marks):
-                self._marks, self._hasher, self._head = marks, hasher, other._head
-                self.known = other.known[: marks[-1].number]
-        self.n_bytes, self.n_new_bytes = len(data), len(data) - self._end
-
-    @property
-    def _end(self) -> int:
-        return self._marks[-1].end if self._marks else 0
-
-    def _hash(self) -> Any:
-        return blake2b(self._purpose, digest_size=16)
-
-    def _shared(self, data: bytes, hasher: Any) -> tuple[list[Mark], Any]:
-        """The marks that a body has as well, and what hashed it up to the last."""
-        shared, view, at = list[Mark](), memoryview(data), 0
-        for mark in self._marks:
-            # of a list that was not read, because another value followed under its name
-            if mark.number > len(self.known) or mark.end > len(data):
-                break
-            longer = hasher.copy()
-            longer.update(view[at : mark.end])
-            if longer.digest() != mark.digest:
-                break
-            shared.append(mark)
-            hasher, at = longer, mark.end
-        return shared, hasher
-
-    def parse(self) -> Json:
-        """Return its object without the known elements; raises as `parse_object`.
-
-        Afterwards ``digest`` is that of purpose and body.
-        """
-        try:
-            value, ends = self._parse()
-        except (ValueError, LookupError, RecursionError, GatewayError):
-            # raises the error of the whole body
-            value, ends = parse_object(self._data), []
-            self.known, self._marks, self._hasher = [], [], self._hash()
-        view, at, n_known = memoryview(self._data), self._end, len(self.known)
-        for number, end in enumerate(ends, n_known + 1):
-            if number <= _FIRST or number > n_known + len(ends) - _LAST:
-                self._hasher.update(view[at:end])
-                self._marks.append(Mark(number, end, self._hasher.digest()))
-                at = end
-        self._marks[_FIRST : -2 * _LAST] = []
-        self._hasher.update(view[at:])
-        self.digest: bytes = self._hasher.digest()
-        self._data = b""
-        return value
-
-    def _parse(self) -> tuple[Json, list[int]]:
-        """The object without the known elements, and where the others end."""
-        head, rest = b"", 0
-        if self._marks:
-            gap = _GAP.match(self._data, self._end)
-            if gap is None:
-                raise ValueError
-            head, rest = self._data[: self._head], gap.end()
-        text = (head + self._data[rest:]).decode()
-        value, *places = _scan(text, self._listed)
-        if not text.isascii():
-            at = size = 0
-            for i, place in enumerate(places):
-                size += len(text[at:place].encode())
-                at, places[i] = place, size
-        if head and places[0] != len(head):
-            # a second list of this name
-            raise ValueError
-        self._head = places[0]
-        return _checked(value), [place + rest - len(head) for place in places[1:]]
-
-
-def _scan(text: str, listed: str) -> list[Any]:
-    """Return an object, where its list ``listed`` begins, and where the elements end.
-
-    Raises `ValueError` or `LookupError`: it is not one JSON object.
-    """
-    value: Json = {}
-    places, decode, space = [0], DECODER.raw_decode, _SPACE.match
-
-    def after(at: int, expected: str = "") -> int:
-        """Where white space ends, after a character that is expected before it."""
-        if expected and text[at] != expected:
-            raise ValueError
-        return space(text, at + len(expected)).end()  # type: ignore[union-attr]
-
-    def item_after(at: int, end: str) -> int:
-        """Where the next item of a list or object begins, or its end."""
-        at = after(at)
-        if text[at] != end:
-            at = after(at, ",")
-            if text[at] == end:
-                raise ValueError
-        return at
-
-    at = after(after(0), "{")
-    while text[at] != "}":
-        if text[at] != '"':
-            raise ValueError
-        name, at = scanstring(text, at + 1, True)
-        at = after(after(at), ":")
-        if name == listed and text[at] == "[":
-            places, items = [at + 1], []
-            at = after(at, "[")
-            while text[at] != "]":
-                item, at = decode(text, at)
-                items.append(item)
-                places.append(at)
-                at = item_after(at, "]")
-            value[name], at = items, at + 1
-        else:
-            value[name], at = decode(text, at)
-        at = item_after(at, "}")
-    if after(at + 1) != len(text):
-        raise ValueError
-    return [value, *places]
-
-
-def without_halves(value: Json) -> Json:
-    """Return a JSON object with U+FFFD for each half of a surrogate pair in its texts.
-
-    UTF-8 has no halves, but JSON can spell them.
-    """
-    text = json.dumps(value, ensure_ascii=False)
-    cleaned: Json = json.loads(_HALF.sub("\ufffd", text))
-    return cleaned
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -262,8 +144,17 @@ def _finite(text: str) -> float:
     return number
 
 
-DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
-"""Decodes JSON, and refuses numbers that are not finite."""
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+
+
+def without_halves(value: Json) -> Json:
+    """Return a JSON object with U+FFFD for each half of a surrogate pair in its texts.
+
+    UTF-8 has no halves, but JSON can spell them.
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    cleaned: Json = json.loads(_HALF.sub("\ufffd", text))
+    return cleaned
 
 
 def _kind(value: object) -> str:
@@ -297,10 +188,7 @@ def list_of(read: Reader[T]) -> Reader[list[T]]:
 
 def as_name(value: object, where: str) -> str:
     """Return ``value`` if it is a non-empty string."""
-    text = as_text(value, where)
-    if not text:
-        refuse(where, "an empty string")
-    return text
+    return as_text(value, where) or refuse(where, "an empty string")
 
 
 def as_integer(
@@ -337,8 +225,8 @@ class Reading:
     image_policy: Any = "refuse"
     # fields that are not counted
     silent: Collection[str] = ()
-    # elements that were read (`Body`)
-    known: list[Known] = field(default_factory=list)
+    # known elements of its list that is read by `Fields.each`, which adds the others
+    elements: list[Element] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
@@ -386,16 +274,14 @@ class Fields:
     def ignore(self, name: str, value: str = "") -> None:
         """Count a field, or one of its values, that has no effect."""
         where = re.sub(r"\[\d+\]", "[]", self.at(name))
-        # a client chooses the names
         self.reading.ignore(f"{where}={value}" if value else where)
 
     def only(self, known: Collection[str]) -> None:
         """Refuse a field that is not null and not ``known``."""
         for name, value in self.json.items():
             if value is not None and name not in known:
-                self.refuse(
-                    name, "not supported by this gateway", "unsupported_parameter"
-                )
+                rule = "not supported by this gateway"
+                self.refuse(name, rule, "unsupported_parameter")
 
     def whole(self) -> Json:
         """Return all fields, which count as read."""
@@ -423,9 +309,8 @@ class Fields:
     def one_of(self, name: str, known: Collection[str], default: str = "") -> str:
         """Return a string of ``known``, or the default if it is missing."""
         value = self.peek(name)
-        value = default or None if value is None else value
         if value is None:
-            self.refuse(name, "missing")
+            return default or self.refuse(name, "missing")
         if not isinstance(value, str) or value not in known:
             self.refuse(name, f"{value!r} is not one of {', '.join(sorted(known))}")
         return value
@@ -446,9 +331,12 @@ class Fields:
         """Return the fields of an object, by default an empty one."""
         return Fields(self.get_object(name) or {}, self.at(name), self.reading)
 
-    def objects(self, name: str) -> "Iterator[Fields]":
-        """Yield the objects of a list, by default an empty one."""
-        for i, item in enumerate(self.get(name, as_list) or ()):
+    def objects(self, name: str, *, needed: bool = False) -> "Iterator[Fields]":
+        """Yield the objects of a list, by default an empty one unless it is needed."""
+        given = self.need(name, as_list) if needed else self.get(name, as_list) or []
+        if needed and not given:
+            self.refuse(name, "an empty list")
+        for i, item in enumerate(given):
             where = f"{self.at(name)}[{i}]"
             yield Fields(as_object(item, where), where, self.reading)
 
@@ -458,22 +346,17 @@ class Fields:
         ``read`` must not depend on anything but the object.
         """
         given, reading = self.need(name, as_list), self.reading
-        if not given and not reading.known:
+        if not given:
             self.refuse(name, "an empty list")
-        for i, item in enumerate(given, len(reading.known)):
+        n_known = len(reading.elements)
+        for i, item in enumerate(given[n_known:], n_known):
             where, first = f"{self.at(name)}[{i}]", len(reading.opened)
             others, reading.ignored = reading.ignored, Counter()
             result = read(Fields(as_object(item, where), where, reading))
             reading.count_unread(first)
-            reading.known.append((result, reading.ignored))
+            reading.elements.append(Element(item, result, reading.ignored))
             reading.ignored = others
-        for _, counted in reading.known:
-            for where, times in counted.items():
+        for element in reading.elements:
+            for where, times in element.ignored.items():
                 reading.ignore(where, times)
-        return [result for result, _ in reading.known]
-
-    def filled(self, name: str) -> "list[Fields]":
-        """Return the objects of a required list that is not empty."""
-        if not self.need(name, as_list):
-            self.refuse(name, "an empty list")
-        return list(self.objects(name))
+        return [element.result for element in reading.elements]

@@ -3,16 +3,13 @@
 A pause has a mode. ``keep``: the engine stops sampling; running calls wait and continue,
 and a turn's ``weight_versions`` state which of its tokens were sampled with which weights.
 ``wait``: no call reaches the engine; running calls finish first. ``abort``: likewise, but
-running calls are cut off and sampled again after the pause, so no turn is recorded
-incompletely. Calls that wait for the end of a pause are rejected after a while, with a
-request to retry.
-
-A pause ends automatically, so that a trainer that died does not leave the engine paused.
+running calls are cut off and sampled again after the pause. A pause ends automatically, so
+that a trainer that died does not leave the engine paused.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Literal, TypeAlias, get_args
 
 from trajkit_shim.engines.base import Engine, Sample, UpdatableEngine
@@ -21,7 +18,7 @@ from trajkit_shim.errors import EngineError, GatewayError
 Mode: TypeAlias = Literal["keep", "wait", "abort"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# how long an engine may take to pause or resume
+# how long an engine may take to resume by itself
 _AT_ONCE_S = 60.0
 
 
@@ -72,8 +69,9 @@ class Pause:
                 while not self._open.is_set():
                     await self._open.wait()
         except TimeoutError:
-            more = f"for more than {self._wait_seconds:g} seconds"
-            message = f"the engine is paused, {more}"
+            message = (
+                f"the engine is paused, for more than {self._wait_seconds:g} seconds"
+            )
             raise EngineError(message, 503, code="paused", retry_after=5) from None
 
     async def pause(
@@ -91,22 +89,18 @@ class Pause:
                 raise GatewayError(message, 409, code="paused")
             try:
                 if mode == "keep":
-                    await self._pause_engine()
+                    await self._updatable().pause()
                 else:
                     await self._hold(mode, wait_seconds)
             except BaseException:
                 self.mode = mode
                 await asyncio.shield(self._go_on())
                 raise
-            if self._lease is not None:
-                self._lease.cancel()
-            self.mode = mode
-            self._lease = asyncio.create_task(self._expire(seconds))
+            self._end_lease()
+            self.mode, self._lease = mode, asyncio.create_task(self._expire(seconds))
 
-    async def update(
-        self, source: str | Sequence[str], version: str, load_format: str | None = None
-    ) -> None:
-        """Load weights of a directory, or of tensors in ``load_format``.
+    async def update(self, path: str, version: str) -> None:
+        """Load weights of a directory.
 
         Raises `GatewayError` (409) if there is no pause. `EngineError`: the engine failed
         to load them, it is still paused, and `version` is None.
@@ -119,12 +113,7 @@ class Pause:
                 raise GatewayError(message, 409, code="not_paused")
             # unknown until the update is complete
             self.version = None
-            if isinstance(source, str):
-                await engine.update_weights(source, version)
-            elif (update := getattr(engine, "update_tensors", None)) is None:
-                raise self._refused("updated from tensors")
-            else:
-                await update(source, load_format, version)
+            await engine.update_weights(path, version)
             self.version = version
 
     async def resume(self) -> None:
@@ -147,15 +136,6 @@ class Pause:
             "weight_version": self.version,
         }
 
-    async def _pause_engine(self) -> None:
-        engine = self._updatable()
-        try:
-            async with asyncio.timeout(_AT_ONCE_S):
-                await engine.pause()
-        except TimeoutError as error:
-            message = f"the engine did not pause within {_AT_ONCE_S:g} s"
-            raise EngineError(message, 504) from error
-
     async def _hold(self, mode: Mode, wait_seconds: float) -> None:
         """Hold back calls; return once none is at the engine."""
         self._open.clear()
@@ -166,26 +146,15 @@ class Pause:
         if running:
             _, running = await asyncio.wait(running, timeout=wait_seconds)
         if running:
-            late = (
-                f"{len(running)} calls are still running after {wait_seconds:g} seconds"
-            )
+            late = f"{len(running)} calls still run after {wait_seconds:g} seconds"
             message = f"{late}, so nothing is paused"
             raise GatewayError(message, 504, code="pause_timed_out")
 
     def _updatable(self) -> UpdatableEngine:
         if not isinstance(self._engine, UpdatableEngine):
-            raise self._refused("paused")
+            message = f"{type(self._engine).__name__} cannot be paused"
+            raise GatewayError(message, 501, code="engine_not_updatable")
         return self._engine
-
-    def _refused(self, what: str) -> GatewayError:
-        message = f"{type(self._engine).__name__} cannot be {what}"
-        return GatewayError(message, 501, code="engine_not_updatable")
-
-    def _end(self) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
-        self._lease = self.mode = None
-        self._open.set()
 
     async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -201,3 +170,13 @@ class Pause:
                 async with asyncio.timeout(_AT_ONCE_S):
                     await self._engine.resume()
         self._end()
+
+    def _end(self) -> None:
+        self._end_lease()
+        self.mode = None
+        self._open.set()
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None

@@ -5,16 +5,9 @@ its end. White space around it is dropped. The rest is text and calls in the mod
 (`FORMS`). A block that is not a valid call stays in the text, and the reply is ill-formed.
 The result is what clients see and send back; the recorded ids are those that were sampled.
 
-The calls of a form are
-
-- JSON objects between two markers, whose arguments keep their spelling, or alone
-  (``plain-json``: an object whose name comes first);
-- a name and its arguments as JSON, each after a marker of its own (``kimi``, ...);
-- values that are bare text between tags, without escaping (``qwen3-coder``, ...). A value
-  may contain its closing tag: the first one that another tag of the call follows ends it.
-  It is JSON if it has a type, other than string, that the tool's schema permits, else a
-  string;
-- a list of Python expressions (``pythonic``).
+JSON keeps its spelling. A value that is bare text between tags may contain its closing
+tag: the first one that another tag of the call follows ends it. It is JSON if it has a
+type, other than string, that the tool's schema permits, else a string.
 
 `grammar` is of the replies that clients require: a structural tag of xgrammar (0.2).
 SGLang and vLLM sample under it, and give the logprobs of the distribution that it leaves.
@@ -25,6 +18,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
@@ -64,6 +58,8 @@ _KINDS |= {str: "string", dict: "object", list: "array", type(None): "null"}
 _NUMBERS = frozenset({"integer", "number"})
 # accepted without a schema, because text rarely looks like them by chance
 _UNSAID = frozenset({"object", "array"})
+# raised by text that is no call
+_NO_CALL = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def _refuse_constant(name: str) -> None:
@@ -98,12 +94,11 @@ class ToolForm:
     A call is a ``head``, whose groups are its name and its id, arguments, and a ``tail``.
     Arguments are JSON, or each is a ``pair``, whose groups are key, value, and ``text``:
     ``true`` if the value is a string, else ``false``. Without a ``head`` calls are JSON
-    objects with a name. All of these are a `_pattern`; what has matched is not matched
-    otherwise when the rest does not match, because that takes long.
+    objects with a name. Each is a `_pattern`, and is not matched in another way when what
+    follows does not match, because that takes long.
 
     ``begin`` and ``end`` are what a grammar writes around the arguments of a call of the
-    tool NAME; without them no grammar can enforce calls. ``style``: of the arguments, as
-    structural tags name it.
+    tool NAME; without them it cannot. ``style``: of the arguments, in structural tags.
     """
 
     name: str  # value of the command-line option
@@ -135,60 +130,55 @@ class ToolForm:
 
     def read(self, text: str, offset: int, tools: Tools) -> Found | None:
         """Return the calls that begin at an offset, and their end; None: there is none."""
-        failures = (AttributeError, KeyError, RecursionError, SyntaxError, TypeError)
         try:
             if self.python:
                 return _python_calls(text[offset:].strip()), len(text)
-            offset = _after(self.opening, text, offset)
-            read = self._headed if self.head else self._objects
-            calls, offset = read(text, offset, tools)
+            calls, offset = list[ToolCall](), _after(self.opening, text, offset)
+            if not self.head:
+                calls, offset = self._objects(text, offset)
+            while self.head and (begun := _pattern(self.head).match(text, offset)):
+                found = begun.groupdict()
+                name = str(found["name"] or found["name2"])
+                arguments, stop = self._arguments(text, begun.end(), tools, name)
+                calls.append(ToolCall(name.strip(), arguments, found.get("id") or ""))
+                offset = _after(self.tail, text, stop)
+                if not self.closing:
+                    break
             return (calls, _after(self.closing, text, offset)) if calls else None
-        except (ValueError, *failures):
+        except (SyntaxError, *_NO_CALL):
             return None
 
-    def _headed(self, text: str, offset: int, tools: Tools) -> Found:
-        calls = []
-        while begun := _pattern(self.head).match(text, offset):
-            found, start = begun.groupdict(), begun.end()
-            name = str(found["name"] or found["name2"])
-            if self.pair:
-                arguments, stop = self._pairs(text, start, _schemas(tools, name))
-            else:
-                given, stop = _DECODER.raw_decode(text, start)
-                arguments = text[start:stop]
-                if not isinstance(given, dict):
-                    raise ValueError("arguments that are not an object")
-            calls.append(ToolCall(name.strip(), arguments, found.get("id") or ""))
-            offset = _after(self.tail, text, stop)
-            if not self.closing:
-                break
-        return calls, offset
-
-    def _pairs(self, text: str, offset: int, schemas: Json) -> tuple[str, int]:
-        values: dict[str, str] = {}
-        while found := _pattern(self.pair).match(text, offset):
-            key, written = found["key"], found["value"]
+    def _arguments(
+        self, text: str, start: int, tools: Tools, name: str
+    ) -> tuple[str, int]:
+        """The arguments at an offset as JSON, and their end."""
+        if not self.pair:
+            given, stop = _DECODER.raw_decode(text, start)
+            if not isinstance(given, dict):
+                raise ValueError("arguments that are not an object")
+            return text[start:stop], stop
+        values, schemas = dict[str, str](), _schemas(tools, name)
+        while found := _pattern(self.pair).match(text, start):
+            key, stated = found["key"], found.groupdict().get("text")
             if key in values:
                 raise ValueError(f"{key} twice")
             kinds = _kinds(schemas.get(key)) or _UNSAID
-            stated = found.groupdict().get("text")
             if stated is not None:
                 kinds = frozenset(_KINDS.values() if stated != "true" else ())
-            values[key] = _json_text(written, kinds)
-            offset = found.end()
+            values[key] = _json_text(found["value"], kinds)
+            start = found.end()
         pairs = (f"{_dumps(key)}: {value}" for key, value in values.items())
-        return "{" + ", ".join(pairs) + "}", offset
+        return "{" + ", ".join(pairs) + "}", start
 
-    def _objects(self, text: str, offset: int, _: Tools) -> Found:
-        several = _pattern(r"\[ ").match(text, offset)
-        calls, offset = list[ToolCall](), several.end() if several else offset
-        while True:
-            fields, offset = _fields_at(text, offset)
+    def _objects(self, text: str, offset: int) -> Found:
+        """The object at an offset, or the list of objects there."""
+        several, calls = _pattern(r"\[ ").match(text, offset), list[ToolCall]()
+        found = several
+        while found or not calls:
+            fields, offset = _fields_at(text, found.end() if found else offset)
             calls.append(self._object(fields))
-            comma = _pattern(" , ").match(text, offset) if several else None
-            if comma is None:
-                return calls, _after(r" \]" if several else "", text, offset)
-            offset = comma.end()
+            found = _pattern(" , ").match(text, offset) if several else None
+        return calls, _after(r" \]" if several else "", text, offset)
 
     def _object(self, fields: dict[str, str]) -> ToolCall:
         name, call_id = (json.loads(fields.get(key, '""')) for key in ("name", "id"))
@@ -210,8 +200,7 @@ def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
             raise ValueError(f"{key!r} is not a string, or a repeated field name")
         start = _after(" : ", text, offset)
         _, offset = _DECODER.raw_decode(text, start)
-        fields[key] = text[start:offset]
-        mark = " , "
+        fields[key], mark = text[start:offset], " , "
     return fields, _after(r" \}", text, offset)
 
 
@@ -499,40 +488,42 @@ class SGLangParser(ReplyParser):
         self._server = EngineClient("SGLang", base_url, self._connections)
 
     async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
-        parser, thoughts = self._names
-        unread = Parsed(parts=(text,) if text else (), sampled=text, ill_formed=True)
+        (parser, thoughts), ask = self._names, self._server.post
         answer: Any = {"text": text}
         try:
             if thoughts:
                 body: Json = {"text": f"{THINK}{text}" if opened else text}
                 body["reasoning_parser"] = thoughts
-                answer = await self._server.post("/separate_reasoning", body)
+                answer = await ask("/separate_reasoning", body)
             thought, rest = answer.get("reasoning_text"), answer.get("text") or ""
             answer = {"normal_text": rest}
             if parser and tools:
                 body = {"text": rest, "tools": [*tools], "tool_call_parser": parser}
-                answer = await self._server.post("/parse_function_call", body)
+                answer = await ask("/parse_function_call", body)
+            with reading("SGLang", "tool calls"):
+                given = answer.get("calls") or ()
+                calls = [(str(call["name"]), call["parameters"]) for call in given]
         except EngineError as error:
             if error.status != 400:
                 raise
-            return unread
-        rest = answer.get("normal_text")
-        parts: list[str | ToolCall] = [str(rest)] if rest else []
-        for call in answer.get("calls") or ():
-            with reading("SGLang", "tool calls"):
-                name, arguments = str(call["name"]), call["parameters"]
-            try:
-                # otherwise no protocol can send such a call
-                if not isinstance(_DECODER.decode(arguments), dict):
-                    return unread
-            except (TypeError, ValueError, RecursionError):
-                return unread
-            parts.append(ToolCall(name, arguments))
+            calls = [("", None)]
+        # no protocol can send other arguments
+        if not all(_is_object(arguments) for _, arguments in calls):
+            return Parsed(parts=(text,) if text else (), sampled=text, ill_formed=True)
+        parts: list[Any] = [*filter(None, [answer.get("normal_text")])]
+        parts += [ToolCall(*call) for call in calls]
         reasoning = str(thought) if thought else None
         return Parsed(parts=tuple(parts), sampled=text, reasoning=reasoning)
 
     async def close(self) -> None:
         await self._connections.close()
+
+
+def _is_object(text: Any) -> bool:
+    """Whether a text is a JSON object."""
+    with suppress(*_NO_CALL):
+        return isinstance(_DECODER.decode(text), dict)
+    return False
 
 
 def parse(
@@ -545,21 +536,18 @@ def parse(
 ) -> Parsed:
     """Parse a complete reply.
 
-    Everything but calls is text, including its white space, except that white space
-    between two calls is dropped. Without form or tools calls are text too.
+    White space between two calls is dropped. Without form or tools calls are text too.
     """
     split = form and form.split
     thought, rest = split(text) if split else _without_reasoning(text, tags, opened)
     found, ill_formed, offset = list[str | ToolCall](), False, 0
     calls = form if tools is not None else None
     while calls is not None and (begun := calls.starts.search(rest, offset)):
-        read = calls.read(rest, begun.start(), tools or ())
+        read, stop = calls.read(rest, begun.start(), tools or ()), begun.start()
         if read is None:
             # only the marker is text; a call may follow it
-            ill_formed, stop = True, max(begun.end(), begun.start() + 1)
+            ill_formed, stop = True, max(begun.end(), stop + 1)
             read = [], stop
-        else:
-            stop = begun.start()
         found += [rest[offset:stop], *read[0]]
         offset = read[1]
     found.append(rest[offset:])
@@ -567,19 +555,19 @@ def parse(
     for kind, group in groupby(filter(None, found), type):
         each = [*group]
         parts += ["".join(map(str, each))] if kind is str else each
+    # white space after a call is text only if no other call follows
+    frames = range(1, len(parts) - 1)
+    shown = (p for i, p in enumerate(parts) if i not in frames or _is_shown(p))
     return Parsed(
-        # white space after a call is text only if no other call follows
-        parts=tuple(
-            part
-            for i, part in enumerate(parts)
-            if isinstance(part, ToolCall)
-            or part.strip(_SPACE)
-            or i in (0, len(parts) - 1)
-        ),
+        parts=tuple(shown),
         sampled=rest,
         ill_formed=ill_formed,
         reasoning=thought.strip(_SPACE) or None,
     )
+
+
+def _is_shown(part: str | ToolCall) -> bool:
+    return isinstance(part, ToolCall) or bool(part.strip(_SPACE))
 
 
 def _without_reasoning(
@@ -606,12 +594,11 @@ def grammar(
 ) -> Json | None:
     """Return the structural tag that a request requires of its reply, or None.
 
-    Arguments match the tool's schema if that is required, else they are any object. A
-    reply without a required call may have text before each call, and if only one call
-    is allowed none after it. Reasoning may come first: the prompt ``opened`` it, or the
-    model may begin with it (``reasons``). ``pinned`` are the session's parameters of the
-    engine. Raises `GatewayError` (400): a required tool is not offered, the session has a
-    grammar of its own, or the form of calls is unknown.
+    Arguments match the tool's schema if that is required, else they are any object.
+    Reasoning may come first: the prompt ``opened`` it, or the model may begin with it
+    (``reasons``). ``pinned`` are the session's parameters of the engine. Raises
+    `GatewayError` (400): a required tool is not offered, the session has a grammar of its
+    own, or the form of calls is unknown.
     """
     required = request.required
     tools = {str(f["name"]): f for f in map(function_of, request.tools or ())}
@@ -630,32 +617,32 @@ def grammar(
         fault += "no form of a reply can be required"
     if fault:
         raise GatewayError(fault, code="unsupported_value")
-    elements: list[Json] = []
+    either: list[Json] = []
     if required.schema is not None and not required.call:
-        elements.append({"type": "json_schema", "json_schema": required.schema})
+        either.append({"type": "json_schema", "json_schema": required.schema})
     if tools and form is not None:
-        tags = []
-        for name in dict.fromkeys(required.names) or tools:
-            schema = tools[name].get("parameters") if name in required.strict else None
-            tags.append(
-                form.tag(name, schema if isinstance(schema, dict) else ANY_OBJECT)
-            )
+        strict = required.strict
+        schemas = {n: f.get("parameters") for n, f in tools.items() if n in strict}
+        names = dict.fromkeys(required.names) or tools
+        tags = [form.tag(n, _object_or_any(schemas.get(n))) for n in names]
         calls: Json = {"tags": tags, "stop_after_first": not required.parallel}
         if required.call or required.schema is not None:
-            kind = "tags_with_separator"
             calls |= {"separator": "\n", "at_least_one": True}
+            either.append({"type": "tags_with_separator", **calls})
         else:
-            kind = "triggered_tags"
             calls["triggers"] = [form.begin.partition("NAME")[0].partition("\n")[0]]
-        elements.append({"type": kind, **calls})
-    either: Json = {"type": "or", "elements": elements}
-    reply = elements[0] if len(elements) == 1 else either
+            either.append({"type": "triggered_tags", **calls})
+    reply: Json = {"type": "or", "elements": either}
+    reply = either[0] if len(either) == 1 else reply
     if opened or reasons:
         # it is optional unless the prompt opened it
-        begin = "" if opened else THINK
-        inside: Json = {"type": "tag", "content": {"type": "any_text"}}
-        inside |= {"begin": begin, "end": END_THINK}
-        thought = inside if opened else {"type": "optional", "content": inside}
+        thought: Json = {"type": "tag", "content": {"type": "any_text"}}
+        thought |= {"begin": "" if opened else THINK, "end": END_THINK}
+        thought = thought if opened else {"type": "optional", "content": thought}
         gap: Json = {"type": "regex", "pattern": "\\n{0,2}"}
         reply = {"type": "sequence", "elements": [thought, gap, reply]}
     return {"type": "structural_tag", "format": reply}
+
+
+def _object_or_any(schema: object) -> Json:
+    return schema if isinstance(schema, dict) else ANY_OBJECT

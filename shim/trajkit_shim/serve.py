@@ -11,11 +11,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import FrameType
 
+import h11
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # more open files would slow programs down that look at every file they may have
@@ -107,21 +107,25 @@ class _Connection(H11Protocol):
 
     _late: asyncio.TimerHandle | None = None
     _received_at = 0.0
-    # something was received and not answered yet; all of it was; no more will be
-    _asked = _arrived = _half_closed = False
+    # no request will follow the one that is being answered
+    _half_closed = False
 
     def connection_made(  # type: ignore[override]
         self, transport: asyncio.Transport
     ) -> None:
         super().connection_made(transport)
-        self.app = partial(self._answer, self.app)
         self._wait(True)
 
     def data_received(self, data: bytes) -> None:
-        self._received_at, self._asked = self.loop.time(), True
-        if not self._arrived:
-            self._wait(True)
+        self._received_at = self.loop.time()
         super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._half_closed:
+            self.transport.close()
+        self._look()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Answer a client that ends its sending side with its request.
@@ -130,7 +134,7 @@ class _Connection(H11Protocol):
         right after its request is noticed by the probes of the connection.
         """
         late = self.loop.time() - self._received_at > _WITH_REQUEST_SECONDS
-        if late or not self._asked:
+        if late or self.cycle is None or self.cycle.response_complete:
             return None
         self._half_closed = True
         connection = self.transport.get_extra_info("socket")
@@ -143,34 +147,12 @@ class _Connection(H11Protocol):
         self._wait(False)
         super().connection_lost(exc)
 
-    async def _answer(
-        self, app: ASGIApp, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        async def received() -> Message:
-            message = await receive()
-            if message["type"] == "http.request" and not message.get("more_body"):
-                self._arrived = True
-                self._wait(False)
-            return message
-
-        async def sent(message: Message) -> None:
-            last = message["type"] == "http.response.body"
-            last = last and not message.get("more_body")
-            # uvicorn reads no more once it has a part of the next request
-            again = not self.transport.is_reading()
-            if last:
-                self._asked, self._arrived = again, False
-            await send(message)
-            if last:
-                # an idle connection has no deadline between requests
-                self._wait(again)
-                if self._half_closed:
-                    self.transport.close()
-
-        await app(scope, received, sent)
+    def _look(self) -> None:
+        """Wait for what a request still lacks; an idle connection has no deadline."""
+        idle = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        self._wait(self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not idle)
 
     def _wait(self, waits: bool) -> None:
-        """Start or stop waiting for a request, or for the rest of it."""
         if self._late is not None and not waits:
             self._late.cancel()
             self._late = None

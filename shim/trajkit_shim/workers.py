@@ -1,10 +1,9 @@
 """Several gateways in processes of their own, which a trainer sees as one.
 
-Agents talk to the worker that owns their session. Every worker takes the trainer's
-requests: it passes them on to the first one, which opens each session at the worker with
-the fewest, passes requests about a session on to its owner, and holds the lease of a
-pause. The workers share the engine's servers, so a pause of the engine and new weights
-are the first worker's; a pause that holds back calls is for all of them.
+Agents talk to the worker that owns their session. Every worker passes the trainer's
+requests on to the first one, which opens each session at the worker with the fewest, and
+holds the lease of a pause: the workers share the engine's servers. A pause that holds
+back calls is for all of them.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,12 +24,12 @@ from urllib.parse import urlsplit
 import aiohttp
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trajkit_shim.call import Options, read_body
+from trajkit_shim.call import Options
 from trajkit_shim.delivery import json_response, unless_left
-from trajkit_shim.engines.http import Connections
 from trajkit_shim.errors import GatewayError, error_body, retry_header
+from trajkit_shim.json_input import read_body
 from trajkit_shim.serve import url_of
 
 _SECRET = "x-trajkit-worker"  # header
@@ -50,45 +49,34 @@ class Place:
     secret: str
 
 
-@dataclass
 class Worker:
     """The ASGI app of one worker, in front of its gateway's app."""
 
-    app: ASGIApp
-    place: Place
-    _connections: Connections = field(default_factory=Connections)
-    # only of the first worker: the owner of each session
-    _owners: dict[str, int] = field(default_factory=dict)
-    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    def __init__(self, app: ASGIApp, place: Place) -> None:
+        self._app, self._place = app, place
+        # only of the first worker: the owner of each session
+        self._owners: dict[str, int] = {}
+        self._opening = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-
-            async def closing(message: Message) -> None:
-                if message["type"].startswith("lifespan.shutdown"):
-                    await self._connections.close()
-                await send(message)
-
-            await self.app(scope, receive, closing)
-            return
-        request = Request(scope, receive, send)
-        path, secret = request.url.path, request.headers.get(_SECRET, "")
-        inside = secrets.compare_digest(secret.encode(), self.place.secret.encode())
-        if inside or not path.startswith(_TRAINER):
-            await self.app(scope, receive, send)
-            return
-        try:
-            body = await read_body(request, Options())
-            answer = await unless_left(request, self._answer(request, body))
-        except ClientDisconnect:
-            answer = Response(status_code=499)
-        except GatewayError as error:
-            answer = json_response(error_body(error), error.status, retry_header(error))
+        answer: ASGIApp = self._app
+        if scope["type"] == "http" and scope["path"].startswith(_TRAINER):
+            request = Request(scope, receive, send)
+            secret = request.headers.get(_SECRET, "").encode()
+            if not secrets.compare_digest(secret, self._place.secret.encode()):
+                try:
+                    body = await read_body(request.stream(), Options().max_body_bytes)
+                    answer = await unless_left(request, self._answer(request, body))
+                except ClientDisconnect:
+                    answer = Response(status_code=499)
+                except GatewayError as error:
+                    shown, headers = error_body(error), retry_header(error)
+                    answer = json_response(shown, error.status, headers)
         await answer(scope, receive, send)
 
     async def _answer(self, request: Request, body: bytes) -> Response:
         path, method = request.url.path, request.method
-        if self.place.index != 0:
+        if self._place.index != 0:
             return await self._ask(0, request, body, inside=False)
         if (method, path) == ("POST", "/sessions"):
             return await self._open(request, body)
@@ -106,12 +94,8 @@ class Worker:
         async with self._opening:
             owner = self._owners.get(str(_field(body, "session_id", "")))
             if owner is None:
-                asked = [
-                    self._ask(index, request, b"", "GET", "/healthz")
-                    for index in range(len(self.place.urls))
-                ]
-                states = map(_json, await asyncio.gather(*asked))
-                loads = [state["sessions"]["open"] for state in states]
+                states = await self._ask_all(request, b"", "GET", "/healthz")
+                loads = [_json(state)["sessions"]["open"] for state in states]
                 owner = loads.index(min(loads))
             # if it is known, its owner says that it was opened before
             answer = await self._ask(owner, request, body)
@@ -121,15 +105,14 @@ class Worker:
 
     async def _everywhere(self, request: Request, body: bytes) -> Response:
         """Have all workers answer; return the first error, or the answers together."""
-        indices = range(len(self.place.urls))
-        answers = await asyncio.gather(
-            *(self._ask(index, request, body) for index in indices)
-        )
+        answers = await self._ask_all(request, body)
         failed = next((each for each in answers if each.status_code >= 400), None)
         if failed is not None:
-            # a worker that has a pause with another mode keeps it
-            paused = [i for i in indices if answers[i].status_code != 409]
             if request.url.path == "/engine/pause":
+                # a worker that has a pause with another mode keeps it
+                paused = [
+                    i for i, each in enumerate(answers) if each.status_code != 409
+                ]
                 resume = request, b"{}", "POST", "/engine/resume"
                 await asyncio.gather(*(self._ask(index, *resume) for index in paused))
             return failed
@@ -143,6 +126,12 @@ class Worker:
             limit = int(request.query_params.get("limit", "100"))
             merged["sessions"] = listed[:limit]
         return json_response(merged)
+
+    async def _ask_all(
+        self, request: Request, body: bytes, method: str = "", target: str = ""
+    ) -> list[Response]:
+        n_workers, given = len(self._place.urls), (request, body, method, target)
+        return await asyncio.gather(*(self._ask(i, *given) for i in range(n_workers)))
 
     async def _ask(
         self,
@@ -158,20 +147,20 @@ class Worker:
 
         ``inside``: the worker answers it itself.
         """
-        host, url = request.url.hostname or "127.0.0.1", self.place.urls[index]
+        host, url = request.url.hostname or "127.0.0.1", self._place.urls[index]
         kept = ("authorization", "x-admin-token", "content-type")
         heads = {k: v for k, v in request.headers.items() if k in kept}
         host = f"[{host}]" if ":" in host else host
         heads["host"] = f"{host}:{urlsplit(url).port}"
-        heads |= {_SECRET: self.place.secret} if inside else {}
-        own = f"{request.url.path}?{request.url.query}"
-        given: dict[str, Any] = {"data": body or None, "headers": heads}
+        heads |= {_SECRET: self._place.secret} if inside else {}
+        url += target or f"{request.url.path}?{request.url.query}"
         try:
-            async with self._connections.session().request(
+            async with aiohttp.request(
                 method or request.method,
-                url + (target or own),
+                url,
+                data=body or None,
+                headers=heads,
                 timeout=_NO_LIMIT,
-                **given,
             ) as answer:
                 text, kind = await answer.read(), "application/json"
                 return Response(text, answer.status, media_type=kind)

@@ -210,3 +210,23 @@ def test_links_of_other_turns_are_refused():
     table = tk.from_records(LINE)
     with pytest.raises(tk.errors.InvalidTurnsError, match="links has 2 rows"):
         tk.analysis.label_branches(table, tk.link(table).slice(1))
+
+
+def test_a_prompt_that_is_sent_again_does_not_drift():
+    calls = [
+        ([1, 2, 3], [4, 5]),
+        ([1, 2, 3], [6, 7]),  # a retry
+        ([1, 2, 3, 6, 7, 8], [9]),
+        ([1, 2, 3], [11]),  # a rollback
+        ([1, 2, 3, 12], [13]),  # another token in place of the reply
+        ([1, 2, 3, 12, 13, 14], [15]),
+        ([1, 2, 3, 12, 13], [15]),  # a prompt that is truncated
+    ]
+    turns = tk.from_records(
+        [
+            {"session_id": "s", "prompt_ids": ids, "output_ids": out}
+            for ids, out in calls
+        ]
+    )
+    found = branches.drifted(turns, tk.link(turns, "trl"))
+    assert found["turn_index"].to_pylist() == [4, 6]

@@ -40,7 +40,7 @@ FIRST = "row 0 opens at turn 0: it is the session's first turn. It trains "
             tk.policy("slime", parent_by="previous"),
             ["no_parent", "drift"],
             [
-                FIRST + "4 tokens; 4 tokens lost to drift.",
+                FIRST + "4 tokens; 4 tokens lost to drift or a retry.",
                 "row 1 opens at turn 3: its prompt differs from turn 2's prompt at token "
                 "5, before any reply (diverged; 2 tokens sampled after that). It trains 1 "
                 "token.",

@@ -7,6 +7,7 @@ of them are built into one extension, and a variable of the environment selects 
 from tests.faults.form import Change, Place
 from tests.faults.form import place as _place
 from tests.faults.gateway import GATEWAY
+from tests.faults.rollouts import ROLLOUTS
 
 PYTHON = (
     _place(
@@ -25,9 +26,9 @@ PYTHON = (
             "(numbers >= MAX_LOGPROB, POSITIVE)",
         ),
         (
-            "numbers of a sliced array begin at its buffer",
-            "np.frombuffer(data, np.float32, len(values), 4 * values.offset)",
-            "np.frombuffer(data, np.float32, len(values))",
+            "an id of -1 is an id",
+            "np.asarray(ids.fill_null(0)) < 0",
+            "np.asarray(ids.fill_null(0)) < -1",
         ),
         (
             "a parent may be a negative turn",
@@ -72,9 +73,14 @@ PYTHON = (
             "latest[agent] = asked[prompt] = call",
             "asked[prompt] = call",
         ),
+        (
+            "a retry is drift",
+            'cause != "truncated" or labels.get((name, turn)) not in _SENT_AGAIN',
+            "True",
+        ),
     ),
     _place(
-        "trajkit/schema/__init__.py",
+        "trajkit/schema/engine.py",
         "tests/turns/test_validation.py tests/turns/test_delta.py "
         "tests/turns/test_records.py",
         (
@@ -104,7 +110,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/schema/__init__.py",
+        "trajkit/schema/engine.py",
         "tests/turns/test_validation.py tests/rows/test_links.py "
         "tests/rows/test_twins.py",
         (
@@ -119,7 +125,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/schema/__init__.py",
+        "trajkit/schema/engine.py",
         "tests/turns/test_validation.py tests/verification/test_verify.py",
         (
             "a row without a response is refused",
@@ -128,8 +134,8 @@ PYTHON = (
         ),
         (
             "a row may share tokens with no row",
-            "broken(engine.nulls(parent) & (shared > 0), rule, shared)",
-            "broken(engine.nulls(parent) & (shared < 0), rule, shared)",
+            "broken(nulls(parent) & (shared > 0), rule, shared)",
+            "broken(nulls(parent) & (shared < 0), rule, shared)",
         ),
         (
             "a row that its parent contains is refused",
@@ -146,7 +152,7 @@ PYTHON = (
             "(out_start < 0) | (out_stop < out_start)",
             "(out_start < 0)",
         ),
-        ("a weight of 1 is refused", "(values > 1)", "(values >= 1)"),
+        ("a weight of 1 is refused", "(values <= 1)", "(values < 1)"),
         (
             "trained tokens outside of spans are not counted",
             "broken(claimed != masked, rule, masked, claimed)",
@@ -187,8 +193,8 @@ PYTHON = (
         "tests/turns/test_validation.py tests/turns/test_images.py",
         (
             "a body in another session counts",
-            "names = session_numbers(table)[rows] * (len(numbers) + 1) + numbers",
-            "names = numbers",
+            "of_session = session_numbers(table)[rows] * (len(numbers) + 1) + numbers",
+            "of_session = numbers",
         ),
         (
             "the role in a body is not compared",
@@ -201,8 +207,8 @@ PYTHON = (
         "tests/turns/test_validation.py tests/training/test_packs.py",
         (
             "a list of null becomes an empty one",
-            "to_arrow(null, chunk.type)",
-            "to_arrow(None, chunk.type)",
+            "to_arrow(nulls(column), column.type)",
+            "to_arrow(None, column.type)",
         ),
         (
             "the last reason is given, not the first",
@@ -225,8 +231,8 @@ PYTHON = (
         ),
         (
             "extra columns stay in the order of records",
-            "_extra(name, [values[k] for k in order])",
-            "_extra(name, values)",
+            "in_turn = [values[k] for k in order]",
+            "in_turn = values",
         ),
         (
             "turn_index may be 2**31",
@@ -264,8 +270,8 @@ PYTHON = (
         ),
         (
             "the first content id is an id of the engine",
-            '0 <= item["token_id"] < FIRST_CONTENT_ID',
-            '0 <= item["token_id"] <= FIRST_CONTENT_ID',
+            "0 <= id_ < FIRST_CONTENT_ID",
+            "0 <= id_ <= FIRST_CONTENT_ID",
         ),
         (
             "content ids of no item are not seen",
@@ -322,23 +328,23 @@ PYTHON = (
         ),
         (
             "a prompt does not share the base's reply",
-            "(n_messages + _replied(calls))[bases]",
-            "n_messages[bases]",
+            "if replied[base]:",
+            "if False:",
         ),
         (
             "a message with a body is shared",
-            "np.minimum(np.minimum(bare, n_messages), most)",
-            "np.minimum(n_messages, most)",
+            "own[call][: bare[call]]",
+            "own[call]",
         ),
         (
             "messages of other roles are shared",
-            "numbers = [codes(keys), codes(roles)]",
-            "numbers = [codes(keys)]",
+            "(roles.max(initial=0) + 1) + roles",
+            "(roles.max(initial=0) + 1)",
         ),
         (
             "messages whose body is another one are shared",
-            "if len(np.unique(of_keys)) < n_pairs:",
-            "if False:",
+            "    numbers += np.append(current.places, current.replies)\n",
+            "",
         ),
         (
             "a reply counts without a list of messages",
@@ -459,18 +465,18 @@ PYTHON = (
         ),
         (
             "numbers are written alike that are ==",
-            "return self._text == _quickly_written(other)",
-            "return True",
+            "return message if is_plain else _NO_MESSAGE",
+            "return message",
         ),
         (
             "a body is shown once for each key",
-            "new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)",
-            "new[at] = ~again",
+            "new[order] = ~again | (np.diff(ids[order], prepend=-1) != 0)",
+            "new[order] = ~again",
         ),
         (
             "a body that its key last had is shown again",
-            "new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)",
-            "new[at] = True",
+            "new[order] = ~again | (np.diff(ids[order], prepend=-1) != 0)",
+            "new[order] = True",
         ),
     ),
     _place(
@@ -692,9 +698,9 @@ PYTHON = (
             'plan.counted("lost_untrainable")[:] -= 0 * aborted',
         ),
         (
-            "a policy that needs logprobs does not read the table",
-            'or policy.missing_logprobs == "raise"',
-            "or False",
+            "text that a policy compares is not looked at",
+            "(by_body and policy.parent_by in BY_MESSAGES)",
+            "False",
         ),
     ),
     _place(
@@ -915,7 +921,12 @@ PYTHON = (
     _place(
         "trajkit/importers/reader.py",
         "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
-        "tests/importers/test_importers.py",
+        "tests/importers/test_importers.py tests/importers/test_strangers.py",
+        (
+            "a record without a session beside others has the file's",
+            "        if keyed:",
+            "        if False:",
+        ),
         (
             "a turn whose usage contradicts trains",
             'self.contradicted == "untrain"',
@@ -941,7 +952,17 @@ PYTHON = (
         "trajkit/importers/formats.py",
         "tests/importers/test_nothing_lost.py tests/importers/test_sources_and_maps.py "
         "tests/importers/test_importers.py tests/importers/test_text.py "
-        "tests/importers/test_recorded.py",
+        "tests/importers/test_recorded.py tests/importers/test_strangers.py",
+        (
+            "a trial's reward stays in its result",
+            "yield from _trajectories({**_of_trial(result), **root})",
+            "yield from _trajectories(root)",
+        ),
+        (
+            "an empty name of a run names nothing",
+            "if empty and EMPTY_RUN.fullmatch(name):",
+            "if False:",
+        ),
         (
             "logprobs of other ids are taken",
             "if len(logprobs) == len(listed) and (ids is None or ids == listed):",
@@ -949,13 +970,13 @@ PYTHON = (
         ),
         (
             "a response counts before a mapping",
-            "{**values, **one, **kept}",
-            "{**values, **kept, **one}",
+            "{**values, **one, **kept, ",
+            "{**values, **kept, **one, ",
         ),
         (
             "a mask that marks part of an output is passed over",
-            "if marks and not all(list_of(value)):",
-            "if marks and not any(list_of(value)):",
+            "if marks and n and not all(list_of(value)[-n:]):",
+            "if marks and n and not any(list_of(value)[-n:]):",
         ),
         (
             "the token that begins the next role ends no reply",
@@ -1026,8 +1047,8 @@ PYTHON = (
         "tests/recorder/test_message_lists.py tests/recorder/test_recorder.py",
         (
             "the reply of a base is not shared",
-            "            numbers.append(self.reply)\n",
-            "            pass\n",
+            '+ array("i", [self.reply] * replied)',
+            '+ array("i")',
         ),
         (
             "messages whose body is not the last of their key are shared",
@@ -1493,5 +1514,7 @@ NATIVE = (
 def all_faults() -> list[tuple[Place, Change]]:
     """Every fault with its place, in order."""
     return [
-        (one, change) for one in (*PYTHON, *GATEWAY, *NATIVE) for change in one.changes
+        (one, change)
+        for one in (*PYTHON, *GATEWAY, *ROLLOUTS, *NATIVE)
+        for change in one.changes
     ]

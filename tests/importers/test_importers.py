@@ -385,6 +385,9 @@ WRITERS = {
     "sweagent": lambda folder: foreign.write_sweagent(folder, TALK_OF_TWO),
     "openhands": foreign.write_openhands,
     "verl": foreign.write_verl,
+    "verl-loop": lambda folder: foreign.write_lines(
+        folder / "loop.jsonl", [foreign.agent_loop(RECORD)]
+    ),
     "langfuse": lambda folder: foreign.write_langfuse(folder, [RECORD]),
     "otel": lambda folder: foreign.write_otel(folder, [RECORD]),
     "records": lambda folder: foreign.write_plain(folder, [RECORD]),
@@ -476,7 +479,7 @@ def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
         ("line 11", "no_prompt_ids", False),
         ("line 12", "unreadable", False),
         ("line 13", "unreadable", False),
-        ("line 14", "no_session_id", True),
+        ("line 14", "no_session_id", False),
         ("line 15", "no_logprobs", True),
         ("line 16", "torn", False),
         # looked at when their batch is complete
@@ -484,8 +487,8 @@ def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
         ("line 8", "invalid", False),
     ]
     # what was left out has its number
-    assert turns["session_id"].to_pylist() == [*"ssss", "log"]
-    assert turns["turn_index"].to_pylist() == [0, 5, 6, 10, 0]
+    assert turns["session_id"].to_pylist() == ["s"] * 4
+    assert turns["turn_index"].to_pylist() == [0, 5, 6, 10]
 
 
 ENTRIES = "response.meta_info.output_token_logprobs"

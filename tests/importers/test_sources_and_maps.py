@@ -83,16 +83,21 @@ def test_a_new_user_s_log_goes_in_by_one_command(tmp_path, capsys):
 
 def test_a_record_may_be_a_run_of_its_own(tmp_path):
     """Outputs of verl's agent loop name a group, and no run."""
-    line = {"prompt_ids": [1], "response_ids": [2, 3, 4], "response_mask": [1, 0, 1]}
+    record = {"prompt_ids": [1], "output_ids": [2, 3, 4]}
+    line = foreign.agent_loop(record, response_mask=[1, 0, 1], reward_score=0.5)
     path = tmp_path / "log.jsonl"
     foreign.write_lines(path, [{**line, "uid": "g"}] * 2)
-    _, report = tk.import_turns(path)
-    assert "uid ('g')" in report["detail"][0].as_py()
-    assert "@name: one per record" in report["detail"][0].as_py()
-    turns, _ = tk.import_turns(path, map="session_id=@name,group_id=uid")
+    turns, report = tk.import_turns(path)
+    assert set(report["problem"].to_pylist()) == {"no_logprobs"}
+    assert turns["reward"].to_pylist() == [0.5] * 4
     names = [f"log.jsonl, line {k}" for k in (1, 1, 2, 2)]
     assert turns["session_id"].to_pylist() == names
     assert turns["group_id"].to_pylist() == ["g"] * 4
+    # another key may name the run
+    foreign.write_lines(path, [{**line, "trajectory_id": "t"}])
+    turns, report = tk.import_turns(path)
+    assert (turns.num_rows, report["problem"][0].as_py()) == (0, "no_session_id")
+    assert "@name: one per record" in report["detail"][0].as_py()
 
 
 def test_a_counter_of_each_agent_is_no_turn_index(tmp_path):

@@ -190,6 +190,9 @@ def test_time_without_a_call_is_queue_before_the_session_and_tool_in_it():
     assert [line[-2:] for line in slices_of(turns)] == [(0, 0), (1, 1), (2, 2), (3, 1)]
     turns = timed(("a", 1, 2), ("a", None, 3), ("a", 3, None), ("b", None, None))
     assert slices_of(turns) == [("a", "generation", 0, 1, 0, 0)]
+    # the session that starts first is the first
+    turns = timed(("b", 3, 4), ("c", 2, 3), ("a", 1, 2), ("a", 5, 6))
+    assert [*dict.fromkeys(one[0] for one in slices_of(turns))] == ["a", "c", "b"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import os
 import stat
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tests.rollout.test_grade import graded
 from trajkit.errors import FormatError
 from trajkit_rollout.grade import StageError, Workspace
 from trajkit_rollout.rollout import Callback
-from trajkit_rollout.sandbox import LocalSandbox, Spec, remove
+from trajkit_rollout.sandbox import LocalSandbox, SandboxSpec, remove
 from trajkit_rollout.tasks import Grade, Task, archive_of, read_tasks
 
 
@@ -90,7 +89,7 @@ def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
 
     def box(name):
         options = {"namespaces": "no"}
-        return LocalSandbox(Spec(name=name, scratch=tmp_path, options=options))
+        return LocalSandbox(SandboxSpec(name=name, scratch=tmp_path, options=options))
 
     with box("agent") as agent, box("copy") as copy:
         work, fresh = Workspace(task, agent), Workspace(task, copy)
@@ -111,22 +110,23 @@ def test_a_callback_that_is_no_url_is_told_before_anything_runs():
         Callback("http://host:port")
 
 
-def test_directories_that_an_agent_closed_are_removed():
+def test_directories_that_an_agent_closed_are_removed(tmp_path, monkeypatch):
+    # a directory around it may be closed to the user whom modes hold back
+    monkeypatch.chdir(tmp_path)
     user = os.geteuid()
     if user == 0:
-        # whom modes hold back
+        os.chown(tmp_path, 65534, -1)
         os.seteuid(65534)
     try:
-        with tempfile.TemporaryDirectory() as outside:
-            root = Path(tempfile.mkdtemp())
-            (root / "a/b").mkdir(parents=True)
-            (root / "a/b/c").write_text("c")
-            (root / "link").symlink_to(outside)
-            os.chmod(outside, 0o755)
-            os.chmod(root / "a/b", 0)
-            os.chmod(root / "a", 0o555)
-            remove(root)
-            assert not root.exists()
-            assert stat.S_IMODE(os.stat(outside).st_mode) == 0o755
+        root, outside = Path("root"), Path("outside")
+        outside.mkdir(mode=0o755)
+        (root / "a/b").mkdir(parents=True)
+        (root / "a/b/c").write_text("c")
+        (root / "link").symlink_to("../outside")
+        os.chmod(root / "a/b", 0)
+        os.chmod(root / "a", 0o555)
+        remove(root)
+        assert not root.exists()
+        assert stat.S_IMODE(os.stat(outside).st_mode) == 0o755
     finally:
         os.seteuid(user)

@@ -1,6 +1,5 @@
 """The demo: real agents once, and the pieces it is made of."""
 
-import asyncio
 import contextlib
 import io
 import json
@@ -13,20 +12,17 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import httpx
 import numpy as np
 import polars as pl
 import pytest
-from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
-from starlette.routing import Route
 
 import trajkit as tk
+from tests.rollout.test_sandbox import unpack
 from trajkit import cli
 from trajkit.cli import application
 from trajkit.policies import PRESETS
 from trajkit_rollout import demo as demo_package
-from trajkit_rollout.demo import REVIEWER, SUBMIT, lossy, run_demo, unpack, write_code
+from trajkit_rollout.demo import SUBMIT, every_second, run_demo
 from trajkit_rollout.settings import HARNESSES
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.engines.embedded import Special
@@ -83,30 +79,22 @@ def printed(command, made):
     return {"drift": [line for line in facts["groups"] if line["cause"] != "clean"]}
 
 
-def test_a_real_agent_drifts_slips_retries_and_starts_another(demo):
+def test_each_session_of_a_real_agent_drifts(demo):
     (session,) = demo["sessions"]
     assert session["end"] == "solved"
     assert demo["drift"]
     assert all(line["tokens_after_drift"] > 0 for line in demo["drift"])
-
     turns = tk.read_turns(demo["turns"])
-    assert turns.num_rows == session["turns"]
+    assert turns.num_rows == session["turns"] == 4
     links = tk.link(turns)
-    parents = links["parent"].to_pylist()
-    labels = tk.analysis.label_branches(turns, links)["label"].to_pylist()
-    assert (labels.count("retry"), labels.count("sub_agent")) == (1, 1)
-    # the first agent's opening and the sub-agent's
-    assert parents.count(None) == 2
-    prompts = [tuple(prompt) for prompt in turns["prompt_ids"].to_pylist()]
-    assert len(set(prompts)) == len(prompts) - 1
-    # one turn was asked again after it slipped, one because its reply was lost
-    assert len(set(parents)) == len(parents) - 3
-    assert turns["ill_formed"].to_pylist().count(True) <= 1
+    assert links["parent"].to_pylist() == [None, 0, 1, 2]
+    assert not any(turns["ill_formed"].to_pylist())
     # the prompt and output of a turn that is not canonical come back otherwise
     assert tk.classify_drift(turns, links)["size"].to_numpy().max() > 0
 
 
-LOSSY = ("slime", "trl", "segments", "nemo", "miles", "polar")
+# at least these lose tokens where a reply drifts
+LOSSY = ("slime", "segments", "miles")
 
 
 def rows_of(demo, policy):
@@ -131,7 +119,7 @@ def test_the_demo_writes_rows_of_each_policy_that_polars_reads(demo):
         )
         lost = sum(n for name, n in line.items() if name.startswith("lost_"))
         assert line["tokens_trained"] + lost == sampled
-        assert (lost > 0) == (line["policy"] in LOSSY)
+        assert lost > 0 or line["policy"] not in LOSSY
         assert rows["input_ids"].list.len().sum() == line["tokens_forward"]
         spread = PRESETS[line["policy"]].rewards == "uniform"
         each = 1 / rows.height if spread else 1.0
@@ -266,67 +254,20 @@ def command(reply):
 
 
 SEEN = ("user", "<tool_response>\n...\n</tool_response>")
-SLIPPED = ("user", "Tool call error:\n\n<error>...")
 HOW = ("user", f"Submit with {SUBMIT}")
-policy = write_code(TASK)
-
-
-def commands(prompt):
-    return {command(reply) for reply in policy(prompt)}
 
 
 def test_every_second_session_gets_the_solution(tmp_path):
-    policy = write_code(TASK)
-    prompt = conversation(SEEN, SLIPPED)
-    (edit,), (look,), (again,) = (policy(prompt) for _ in range(3))
+    policy = every_second(TASK)
+    (edit,), (look,), (again,) = (policy(conversation(SEEN)) for _ in range(3))
     assert command(look) == "git status --short"
     assert edit == again
     for name, content in unpack(TASK.workspace).items():
         (tmp_path / name).write_bytes(content)
-    test = TASK.grade.command.replace("python", sys.executable).split()
+    test = shlex.split(TASK.grade.command.replace("python", sys.executable))
     before = subprocess.run(test, cwd=tmp_path, capture_output=True, check=False)
     assert before.returncode == 1
     subprocess.run(["sh", "-c", command(edit)], cwd=tmp_path, check=True)
     subprocess.run(test, cwd=tmp_path, capture_output=True, check=True)
-
-
-def test_the_policy_slips_once_asks_for_a_review_and_submits_last():
-    assert commands(conversation(SEEN)) == {None}
-    (review,) = commands(conversation(HOW, SLIPPED, *[SEEN] * 3))
-    assert review.startswith("./subagent")
-    last = conversation(HOW, SLIPPED, *[SEEN] * 4)
-    assert commands(last) == {f"echo {SUBMIT}"}
-    # the reviewer follows a script of its own
-    assert commands(conversation(system=REVIEWER)) == {"git diff"}
-    assert commands(conversation(SEEN, system=REVIEWER)) == {f"echo {SUBMIT}"}
-
-
-def test_the_proxy_loses_the_replies_that_it_is_told_to_lose():
-    async def complete(request):
-        answered.append(request.headers["authorization"])
-        return PlainTextResponse("fine")
-
-    answered = []
-    routes = [
-        Route("/v1/chat/completions", complete, methods=["POST"]),
-        Route("/sessions", complete, methods=["POST"]),
-    ]
-    proxy = lossy(Starlette(routes=routes), 1)
-
-    def statuses(key, path="/v1/chat/completions"):
-        async def ask():
-            transport = httpx.ASGITransport(proxy)
-            async with httpx.AsyncClient(
-                transport=transport,
-                base_url="http://gateway",
-                headers={"Authorization": f"Bearer {key}"},
-            ) as client:
-                return [(await client.post(path)).status_code for _ in range(3)]
-
-        return asyncio.run(ask())
-
-    assert statuses("a") == [200, 504, 200]
-    assert statuses("b", "/sessions") == [200, 200, 200]
-    assert statuses("b") == [200, 504, 200]
-    # the gateway answered all of them
-    assert len(answered) == 9
+    (last,) = policy(conversation(HOW, *[SEEN] * 3))
+    assert command(last) == f"echo {SUBMIT}"

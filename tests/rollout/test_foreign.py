@@ -5,10 +5,9 @@ import json
 import pytest
 
 from tests.rollout.test_rollout import AGENT, EXAMPLES, command, run, sessions
-from tests.rollout.test_sandbox import ISOLATED
+from tests.rollout.test_sandbox import ISOLATED, unpack
 from trajkit.cli import BAD_DATA, DONE
 from trajkit.errors import FormatError
-from trajkit_rollout.demo import unpack
 from trajkit_rollout.tasks import read_tasks
 
 # a folder as `harbor init` makes it (harbor 0.25.0), with the task of its tutorial
@@ -90,7 +89,10 @@ def test_a_harbor_task_runs_in_a_local_sandbox(tmp_path, capsys):
     out = tmp_path / "run"
     solve = f"test $PWD = /app && echo 'Hello, world!' > hello.txt; {AGENT}"
     assert run(command(folder, out, "--untrusted", agent=solve)) == DONE
-    assert "does not enforce: cpus" in capsys.readouterr().err
+    assert (
+        "cpus = 1.0: a sandbox of kind local cannot enforce it"
+        in capsys.readouterr().err
+    )
     (line,) = sessions(out).values()
     assert (line["reward"], line["error"], line["findings"]) == (1.0, None, [])
 

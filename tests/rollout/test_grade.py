@@ -11,7 +11,7 @@ import pytest
 from tests.rollout.test_sandbox import sandbox
 from trajkit.errors import FormatError
 from trajkit_rollout.grade import AgentError, StageError, Workspace, grade
-from trajkit_rollout.sandbox import Limits, LocalSandbox, Spec, pack
+from trajkit_rollout.sandbox import Limits, LocalSandbox, SandboxSpec, pack
 from trajkit_rollout.tasks import read_tasks
 
 
@@ -358,7 +358,7 @@ def swebench_graded(tmp_path, instance, timeout_s=60):
         workdir="/testbed",
         grade={"kind": "swebench", "instance": instance, "timeout_s": timeout_s},
     )
-    spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
+    spec = SandboxSpec(name="box", scratch=tmp_path, options={"namespaces": "no"})
     with AtRoot(spec) as box:
         workspace = Workspace(task, box)
         return grade(workspace, b"+a", finished=True)

@@ -19,13 +19,15 @@ import httpx
 import pytest
 
 from tests.rollout import fake_e2b
+from trajkit_rollout.rollout import Live
 from trajkit_rollout.sandbox import (
     MARK,
     SANDBOXES,
     Limits,
     SandboxError,
-    Spec,
+    SandboxSpec,
     _abilities,
+    _local,
     clear,
     pack,
 )
@@ -68,7 +70,7 @@ def sandbox(kind, tmp_path, **fields):
     # other processes that test have sandboxes too, and `marked` sees all of them
     name = fields.pop("name", f"box-{os.getpid()}")
     return SANDBOXES[kind.split()[0]](
-        Spec(
+        SandboxSpec(
             name=name,
             scratch=tmp_path / "scratch",
             options=fields.pop("options", options),
@@ -351,7 +353,7 @@ def test_what_cannot_be_made_is_refused(tmp_path, fake, kind, fields, said):
     assert not list(fake.iterdir())
 
 
-MADE = SANDBOXES["local"](Spec(name="made", scratch=Path()))
+MADE = SANDBOXES["local"](SandboxSpec(name="made", scratch=Path()))
 
 
 def test_kinds_are_found_by_name_or_import_path():
@@ -370,13 +372,26 @@ def test_kinds_are_found_by_name_or_import_path():
             "function pack .*, not a subclass of Sandbox",
         ),
         (f"{__name__}:MADE", "LocalSandbox .*, not a subclass of Sandbox"),
-        ("trajkit_rollout.sandbox:Spec", "Spec'>, not a subclass of Sandbox"),
+        (
+            "trajkit_rollout.sandbox:SandboxSpec",
+            "SandboxSpec'>, not a subclass of Sandbox",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             chosen(sandbox=name)
     path = "trajkit_rollout.settings:Harness"
     with pytest.raises(ValueError, match="Harness'>, not an instance of Harness"):
         chosen(harness=path)
+
+
+def unpack(archive):
+    """The regular files of a tar archive by path."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        return {
+            entry.name.removeprefix("./"): tar.extractfile(entry).read()
+            for entry in tar
+            if entry.isfile()
+        }
 
 
 def test_an_archive_holds_what_it_was_given():
@@ -393,8 +408,9 @@ def test_a_killed_runner_takes_its_sandboxes_processes_along(tmp_path):
     code = (
         "from pathlib import Path\n"
         "from trajkit_rollout import sandbox as local\n"
-        "from trajkit_rollout.sandbox import Spec\n"
-        f"box = local.LocalSandbox(Spec(name='left', scratch=Path({str(tmp_path)!r})))\n"
+        "from trajkit_rollout.sandbox import SandboxSpec\n"
+        f"spec = SandboxSpec(name='left', scratch=Path({str(tmp_path)!r}))\n"
+        "box = local.LocalSandbox(spec)\n"
         "box.start()\n"
         "box.exec(['sh', '-c', 'setsid sleep 600'], timeout_s=600)\n"
     )
@@ -480,3 +496,61 @@ def test_faults_of_e2b_s_package_are_those_of_the_sandbox(tmp_path, fake, monkey
             with pytest.raises(SandboxError, match="e2b: no route"):
                 box.stop()
     assert not list(fake.iterdir())
+
+
+@pytest.mark.parametrize("step", ["check", "run"])
+def test_a_program_that_is_missing_is_named(tmp_path, step):
+    """Without it a local sandbox isolates nothing, or runs nothing."""
+    for name in ("sh", "bwrap", "id", "uname"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "/bin/true")
+    command = [*_local(step, "", "", "", "", ""), "true"]
+    done = subprocess.run(
+        command, env={"PATH": str(tmp_path)}, capture_output=True, check=False
+    )
+    said = (
+        "prlimit (package util-linux)"
+        if step == "check"
+        else "prlimit is not installed"
+    )
+    assert done.returncode == (1 if step == "check" else 125)
+    assert said in done.stderr.decode()
+    assert "bwrap" not in done.stderr.decode()
+
+
+@pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")
+@pytest.mark.parametrize("directory", ["", "/run/user/1000"])
+def test_a_user_s_systemd_is_asked_only_where_it_can_be_found(tmp_path, directory):
+    asked = tmp_path / "asked"
+    for name, script in {
+        "id": "echo 1000",
+        "systemd-run": f"test $XDG_RUNTIME_DIR && echo $* >> {asked}",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env["XDG_RUNTIME_DIR"] = directory
+    done = subprocess.run(
+        _local("check"), env=env, capture_output=True, check=True, text=True
+    )
+    cgroup, _ = done.stdout.splitlines()
+    if not directory or not Path("/sys/fs/cgroup/cgroup.controllers").exists():
+        assert (cgroup, asked.exists()) == ("", False)
+    else:
+        assert cgroup.startswith(
+            "env XDG_RUNTIME_DIR=/run/user/1000 systemd-run --user "
+        )
+        assert "--property=MemoryMax=64M true" in asked.read_text()
+        # what the command itself does not get
+        told = _local("run", cgroup, "9", "", "", "", "env")
+        env["XDG_RUNTIME_DIR"] = ""
+        subprocess.run(told, env=env, capture_output=True, check=True)
+
+
+@pytest.mark.skipif(not APART, reason="its double needs namespaces")
+def test_an_image_that_is_missing_is_what_a_rollout_says(tmp_path, fake):
+    box = sandbox("apptainer", tmp_path, image="absent")
+    with pytest.raises(
+        SandboxError, match=r"absent: cannot be started: .*could not open"
+    ):
+        with Live().started(box):
+            pass

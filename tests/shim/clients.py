@@ -127,7 +127,7 @@ class Session:
         return (await self.gateway.http.get(self.path)).json()
 
     async def end(self, how="finish", status=200, **fields):
-        """The answer to the trainer, who ends the session, or reopens it."""
+        """The answer to the trainer, who ends the session, or drops it."""
         answer = await self.gateway.http.post(f"{self.path}/{how}", json=fields)
         assert answer.status_code == status, answer.text
         return answer.json()

@@ -326,47 +326,41 @@ def _allowed(tool):
     return {"type": "allowed_tools", "mode": "auto", "tools": [tool]}
 
 
+_PARALLEL = ("parallel_tool_calls: false", {"parallel_tool_calls": False})
+
+
+def _choice(shown, **fields):
+    return f"tool_choice: {shown}", {"tool_choice": fields or shown}
+
+
 REQUIRED = {
     "a call": (
         {"call": True},
-        ("tool_choice: required", {"tool_choice": "required"}),
-        ("tool_choice: any", {"tool_choice": {"type": "any"}}),
-        ("tool_choice: required", {"tool_choice": "required"}),
+        _choice("required"),
+        _choice("any", type="any"),
+        _choice("required"),
         ("mode: ANY", _calling(mode="ANY")),
     ),
     "a call of one tool": (
         {"call": True, "names": ("f",)},
-        ("tool_choice: function", {"tool_choice": _NESTED}),
-        ("tool_choice: tool", {"tool_choice": {"type": "tool", "name": "f"}}),
-        ("tool_choice: function", {"tool_choice": _NAMED}),
+        _choice("function", **_NESTED),
+        _choice("tool", type="tool", name="f"),
+        _choice("function", **_NAMED),
         ("allowedFunctionNames", _calling(mode="ANY", allowedFunctionNames=["f"])),
     ),
     "calls of some tools only": (
         {"names": ("f",)},
-        (
-            "tool_choice: allowed_tools",
-            {
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "allowed_tools": _allowed(_NESTED),
-                }
-            },
-        ),
+        _choice("allowed_tools", type="allowed_tools", allowed_tools=_allowed(_NESTED)),
         None,
-        ("tool_choice: allowed_tools", {"tool_choice": _allowed(_NAMED)}),
-        (
-            "allowedFunctionNames",
-            _calling(mode="VALIDATED", allowedFunctionNames=["f"]),
-        ),
+        _choice("allowed_tools", **_allowed(_NAMED)),
+        ("allowedFunctionNames", _calling(mode="VALIDATED", allowedFunctionNames=["f"])),
     ),
     "one call at most": (
         {"parallel": False},
-        ("parallel_tool_calls: false", {"parallel_tool_calls": False}),
-        (
-            "disable_parallel_tool_use: true",
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        ),
-        ("parallel_tool_calls: false", {"parallel_tool_calls": False}),
+        _PARALLEL,
+        ("disable_parallel_tool_use: true",
+         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+        _PARALLEL,
         None,
     ),
     "arguments of the tool's schema": (
@@ -385,18 +379,14 @@ REQUIRED = {
     ),
     "text of a JSON schema": (
         {"schema": _SCHEMA},
-        (
-            "response_format: json_schema",
-            {"response_format": {"type": "json_schema", "json_schema": _FORMAT}},
-        ),
+        ("response_format: json_schema",
+         {"response_format": {"type": "json_schema", "json_schema": _FORMAT}}),
         ("output_config.format: json_schema", {"output_config": {"format": _FORMAT}}),
         ("text.format: json_schema", {"text": {"format": _FORMAT}}),
-        (
-            "responseJsonSchema",
-            {"generationConfig": {**_JSON, "responseJsonSchema": _SCHEMA}},
-        ),
+        ("responseJsonSchema",
+         {"generationConfig": {**_JSON, "responseJsonSchema": _SCHEMA}}),
     ),
-}
+}  # fmt: skip
 
 _OTHER = {"type": "function", "function": {"name": "g"}}
 # What a case asks for besides, by protocol.

@@ -345,7 +345,6 @@ class Updatable(ScriptedEngine):
 
     pause = partialmethod(_note, "pause")
     update_weights = partialmethod(_note, "update")
-    update_tensors = partialmethod(_note, "tensors")
     resume = partialmethod(_note, "resume")
 
     async def next(self) -> tuple[object, ...]:

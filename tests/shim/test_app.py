@@ -117,7 +117,7 @@ async def test_the_name_of_a_session_is_used_once(start):
     gateway = await start()
     session = await gateway.open(session_id="mine", metadata={"task": 3})
     await gateway.post("/sessions", 409, session_id="mine")
-    assert (await session.end("close"))["status"] == "closed"
+    assert (await session.end())["status"] == "closed"
     await gateway.post("/sessions", 409, session_id="mine")
     assert session.key not in (await session.error(410))["message"]
     assert (await session.shown())["metadata"] == {"task": 3}

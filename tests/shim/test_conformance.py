@@ -126,7 +126,7 @@ async def test_a_call_that_fails(start, name, stream, case, word):
     if case == "an unknown session":
         session.key = "other"
     elif case == "a closed session":
-        await session.end("close")
+        await session.end()
     elif case == "an image":
         sent = driver.image()
     elif case == "a body that is too long":

@@ -374,19 +374,3 @@ async def test_an_image_whose_turn_is_not_written(opened, monkeypatch, broken):
     assert session.stored() == left[broken]
     await session.look(PNG)
     assert session.stored() == [name]
-
-
-async def test_an_image_is_known_as_long_as_one_of_its_requests(tmp_path):
-    store = ImageStore(tmp_path)
-
-    async def take():
-        image = open_image(PNG, "here", store.limits)
-        return store.take([image])
-
-    first, second = await take(), await take()
-    name = first[0].name
-    del second
-    assert store.requested[name].data == PNG
-    del first
-    with pytest.raises(KeyError):
-        store.requested[name]

@@ -14,7 +14,6 @@ from tests.shim.fakes import (
     sampled,
     until,
 )
-from trajkit_shim import pauses
 from trajkit_shim.engines.base import UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.pauses import Pause
@@ -94,23 +93,12 @@ async def test_a_pause_ends_by_itself(engine, weights):
         await weights.update("/new", "1")
 
 
-@cases(
-    "failure, status, match",
-    {
-        "fails": (EngineError("broken"), 502, "broken"),
-        "does not answer": ("hangs", 504, "did not pause within 0"),
-    },
-)
-async def test_a_pause_that_fails_does_not_leave_the_engine_paused(
-    monkeypatch, engine, weights, failure, status, match
-):
-    engine.fails["pause"] = failure
-    monkeypatch.setattr(pauses, "_AT_ONCE_S", 0.0 if failure == "hangs" else 60.0)
-    with pytest.raises(EngineError, match=match) as caught:
+async def test_a_pause_that_fails_does_not_leave_the_engine_paused(engine, weights):
+    engine.fails["pause"] = EngineError("broken")
+    with pytest.raises(EngineError, match="broken"):
         await weights.pause(60)
-    assert (caught.value.status, weights.mode) == (status, None)
-    if failure != "hangs":
-        assert engine.told == [("pause",), ("resume",)]
+    assert weights.mode is None
+    assert engine.told == [("pause",), ("resume",)]
 
 
 async def test_an_update_that_fails_leaves_it_to_the_trainer(engine, weights):

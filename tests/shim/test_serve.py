@@ -59,7 +59,7 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
         assert stop(server, signal.SIGINT) == (cli.DONE, "", "")
     assert Path(where["turns"]) == tmp_path / "run"
     assert where["prompts"]["mode"] == "append"
-    assert where["prompts"]["template"]["with_tools"]["extends"]["tool"] is True
+    assert where["prompts"]["rendered"] == {}
     turns = tk.read_turns(tmp_path / "run")
     assert turns["session_id"].to_pylist() == [opened["session_id"]]
 

@@ -207,10 +207,10 @@ IMAGE, OTHER = "ab" * 32, "cd" * 32
 @pytest.mark.parametrize(
     ("changed", "token", "words"),
     [
-        ({"hash": OTHER}, 1, "no source of the tokens has the image"),
+        ({"hash": OTHER}, 1, "which no source of the tokens has"),
         ({"start": 2, "stop": 4}, 1, "is a content id of no item"),
         ({"start": 5, "stop": 7}, 1, "is a content id of no item"),
-        ({"token_id": 8}, 1, "no source of the tokens has the image"),
+        ({"token_id": 8}, 1, "which no source of the tokens has"),
         ({"kind": None}, None, "has a null"),
     ],
 )

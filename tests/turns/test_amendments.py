@@ -27,71 +27,67 @@ def turns_of(*named, **fields):
     )
 
 
-def amendments_of(*lines):
+def amendments_of(lines):
     names = schema.AMENDMENTS.names
     rows = [dict(zip(names, line, strict=True)) for line in lines]
     return pa.Table.from_pylist(rows, schema.AMENDMENTS)
 
 
-def run_of(directory, turns, *amended):
-    tk.write_turns(turns, directory / "turns-00000.arrows")
+def run_of(directory, turns, *amended, format="arrows"):
+    tk.write_turns(turns, directory / f"turns-00000.{format}")
     for k, table in enumerate(amended):
         write_table(table, directory / f"amendments-{k:05d}.arrows")
     return directory
 
 
-TURNS = turns_of(("a", 0), ("a", 1), ("b", 0))
+NAMED = ("a", 0), ("a", 1), ("b", 0)
+TURNS = turns_of(*NAMED)
 LOST = ("a", 1, "undelivered", False)
 FOUND = ("a", 1, "delivered", None)
 
 
-def test_a_directory_is_read_with_its_amendments(tmp_path):
-    run = run_of(tmp_path, TURNS, amendments_of(LOST))
+@pytest.mark.parametrize(
+    ("form", "format"),
+    [
+        (tk.expand, "arrows"),
+        (tk.expand, "jsonl"),
+        (tk.compact, "arrows"),
+        (tk.compact, "parquet"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("own", "amended", "trainable", "reason"),
+    [
+        (None, [[LOST]], False, "undelivered"),
+        # the last one counts, whatever file it is in
+        (None, [[LOST, LOST], [FOUND]], None, "delivered"),
+        (None, [[FOUND, LOST]], False, "undelivered"),
+        (None, [[LOST, ("a", 1, "delivered", True)]], None, "delivered"),
+        # a turn that says itself that it is context stays so
+        (False, [[FOUND]], False, "delivered"),
+    ],
+)
+def test_a_directory_is_read_with_its_amendments(
+    tmp_path, form, format, own, amended, trainable, reason
+):
+    turns = form(turns_of(*NAMED, trainable=own))
+    run = run_of(tmp_path, turns, *map(amendments_of, amended), format=format)
     table = tk.read_turns(run)
-    assert table["trainable"].to_pylist() == [None, False, None]
-    assert table["amended"].to_pylist() == [None, "undelivered", None]
+    assert ("suffix_ids" in table.column_names) == (form is tk.compact)
+    for read in (table, pa.Table.from_batches(tk.scan_turns(run))):
+        assert read["trainable"].to_pylist() == [own, trainable, own]
+        assert read["amended"].to_pylist() == [None, reason, None]
     # a plain file is what it is
-    plain = tk.read_turns(run / "turns-00000.arrows")
-    assert plain["trainable"].to_pylist() == [None] * 3
+    plain = tk.read_turns(run / f"turns-00000.{format}")
+    assert plain["trainable"].to_pylist() == [own] * 3
     assert "amended" not in plain.column_names
     assert len(tk.validate(table)) == 3
-    _, report = linearized(table, reward=1.0)
-    assert report["lost_untrainable"].to_pylist() == [1, 0]
-
-
-def test_the_last_amendment_of_a_turn_counts_whatever_file_it_is_in(tmp_path):
-    run = run_of(tmp_path, TURNS, amendments_of(LOST, LOST), amendments_of(FOUND))
-    assert tk.read_turns(run)["trainable"].to_pylist() == [None] * 3
-    assert tk.read_turns(run)["amended"].to_pylist() == [None, "delivered", None]
-    batches = pa.Table.from_batches(tk.scan_turns(run))
-    assert batches["amended"].to_pylist() == [None, "delivered", None]
-
-
-def test_turns_in_delta_form_are_amended_too(tmp_path):
-    run = run_of(tmp_path, tk.compact(TURNS), amendments_of(LOST))
-    turns = tk.read_turns(run)
-    assert "suffix_ids" in turns.column_names
-    assert turns["trainable"].to_pylist() == [None, False, None]
-    _, report = linearized(turns, reward=1.0)
-    assert report["lost_untrainable"].to_pylist() == [1, 0]
-
-
-def test_lines_of_json_are_amended_too(tmp_path):
-    tk.write_turns(TURNS, tmp_path / "turns.jsonl")
-    write_table(amendments_of(LOST), tmp_path / "amendments.parquet")
-    assert tk.read_turns(tmp_path)["trainable"].to_pylist() == [None, False, None]
-    batches = pa.Table.from_batches(tk.scan_turns(tmp_path))
-    assert batches["trainable"].to_pylist() == [None, False, None]
-
-
-def test_a_turn_that_says_itself_that_it_is_context_stays_so(tmp_path):
-    turns = turns_of(("a", 0), ("a", 1), trainable=False)
-    run = run_of(tmp_path, turns, amendments_of(("a", 0, "delivered", None)))
-    assert tk.read_turns(run)["trainable"].to_pylist() == [False, False]
+    lost = linearized(table, reward=1.0)[1]["lost_untrainable"].to_pylist()
+    assert lost == [2 if own is False else int(trainable is False), int(own is False)]
 
 
 def test_amendments_are_no_turns(tmp_path):
-    run = run_of(tmp_path, TURNS, amendments_of(LOST))
+    run = run_of(tmp_path, TURNS, amendments_of([LOST]))
     with pytest.raises(SchemaError, match=r"a table of amendments .*: expected turns"):
         tk.read_turns(run / "amendments-00000.arrows")
 
@@ -152,13 +148,3 @@ def test_an_amendment_of_no_turn_amends_none():
     amended = Amendments(lines).fold_into(turns)
     assert amended["amended"].to_pylist() == [None]
     assert amended["trainable"].to_pylist() == turns["trainable"].to_pylist()
-
-
-def test_no_amendment_but_false_makes_a_turn_context(tmp_path):
-    for number, said in enumerate((True, None)):
-        run = tmp_path / str(number)
-        run.mkdir()
-        run_of(run, TURNS, amendments_of(LOST, ("a", 1, "delivered", said)))
-        table = tk.read_turns(run)
-        assert table["trainable"].to_pylist() == [None] * 3
-        assert table["amended"].to_pylist() == [None, "delivered", None]

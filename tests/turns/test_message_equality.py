@@ -226,37 +226,17 @@ def test_a_projection_says_equal_where_its_twin_does(messages):
         assert alike(found) == alike([twin(one) for one in messages]), equality
 
 
-@pytest.mark.parametrize("body", ["[]", "no", '"x"', "[" * 100_000])
+@pytest.mark.parametrize("body", ["[]", "no", '"x"', "1", "[" * 100_000])
 @pytest.mark.parametrize("policy", ["graph", "miles"])
-def test_a_body_that_is_no_message_is_named(body, policy):
-    record = {
-        "session_id": "a",
-        "prompt_messages": [{"role": "user", "content": "q"}],
-        "prompt_ids": [1],
-        "output_ids": [2],
-    }
-    turns = tk.from_records([record])
-    at = turns.column_names.index("messages")
-    (messages,) = turns["messages"].to_pylist()
-    odd = pa.array([[{**messages[0], "body": body}]], turns.schema.field(at).type)
-    said = (
-        r"session 'a', turn 0: messages\[0\] has the body .* which is not a JSON object"
-    )
+@pytest.mark.parametrize(
+    ("name", "said"), [("messages", r"messages\[0\]"), ("response", "response")]
+)
+def test_a_body_that_is_no_message_is_named(body, policy, name, said):
+    turns = two_turns().slice(0, 1)
+    at = turns.column_names.index(name)
+    (value,) = turns[name].to_pylist()
+    odd = {**(value[0] if name == "messages" else value), "body": body}
+    column = pa.array([[odd] if name == "messages" else odd], turns.field(at).type)
+    said = f"session 's', turn 0: {said} has the body .* which is not a JSON object"
     with pytest.raises(InvalidTurnsError, match=said):
-        tk.linearize(turns.set_column(at, turns.schema.field(at), odd), policy)
-
-
-def test_a_reply_that_is_no_message_is_named():
-    record = {
-        "session_id": "a",
-        "prompt_messages": [{"role": "user", "content": "q"}],
-        "response_message": {"role": "assistant", "content": "a"},
-        "prompt_ids": [1],
-        "output_ids": [2],
-    }
-    turns = tk.from_records([record])
-    at = turns.column_names.index("response")
-    (reply,) = turns["response"].to_pylist()
-    odd = pa.array([{**reply, "body": "1"}], turns.schema.field(at).type)
-    with pytest.raises(InvalidTurnsError, match="turn 0: response has the body '1'"):
-        tk.linearize(turns.set_column(at, turns.schema.field(at), odd), "graph")
+        tk.linearize(turns.set_column(at, turns.field(at), column), policy)

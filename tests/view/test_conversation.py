@@ -73,9 +73,9 @@ def session(name, *, last="Bye."):
 def show(tab, tmp_path):
     """Open the page of some records at an address."""
 
-    def shown(records, at="", **options):
+    def shown(records, at="", policies=("trl", "faithful", "per_call"), **options):
         path = tmp_path / "page.html"
-        path.write_text(page(tk.from_records(records), ["trl"], **options), "utf-8")
+        path.write_text(page(tk.from_records(records), policies, **options), "utf-8")
         tab.open(path.as_uri() + at)
         return tab
 
@@ -155,6 +155,37 @@ def test_replies_show_what_the_policy_does_with_them_and_their_drift(show):
     assert state == ["tokens", 0, 2]
 
 
+@pytest.mark.parametrize(
+    ("reply", "shown"),
+    [
+        (None, ["4 5"]),  # the log does not have it
+        ({**ANSWER, "content": ""}, ["4 5"]),
+        ({**ANSWER, "content": None}, ["4 5"]),
+        ({**CALL, "content": None}, ["look", "a.png"]),
+    ],
+)
+@pytest.mark.parametrize("policy", ["faithful", "per_call"])
+def test_a_reply_without_text_has_a_box_with_its_tokens(show, reply, shown, policy):
+    messages = [SYSTEM, reply or ANSWER, THANKS]
+    given = {} if reply is None else {"response_message": reply}
+    first = {"session_id": "a", "prompt_ids": [1], "output_ids": [4, 5], **given}
+    second = {**first, "prompt_ids": [1, 4, 5, 6], "prompt_messages": messages}
+    tab = show([{**first, "prompt_messages": [SYSTEM]}, second], f"#s=a&p={policy}")
+    boxes = articles(tab)
+    assert [text.split()[0] for text in boxes] == [
+        *("SYSTEM", "ASSISTANT", "USER", "ASSISTANT")
+    ]
+    for box, turn in ((boxes[1], 0), (boxes[3], 1)):
+        assert f"turn {turn}: 2 tokens" in box
+        assert "2 trained" in box
+        assert "NOT A RECORDED" not in box.upper()
+    for text in shown:
+        assert text in boxes[3]
+    blue = tab.run("getComputedStyle(document.querySelector('.sharebar i')).background")
+    edge = "getComputedStyle(document.querySelector('[data-turn]')).borderLeftColor"
+    assert tab.run(edge) in blue
+
+
 def test_another_turn_shows_its_own_conversation(show):
     records = session("a")
     other = {"role": "user", "content": "Start over."}
@@ -178,11 +209,15 @@ def test_without_messages_a_session_opens_with_what_is_there(show):
     assert tab.text("[role=tab][aria-selected=true]") == "Tokens"
     tab.go(s="a", tab="conversation")
     assert "recorded without messages" in tab.text("#panel")
+    prompt, reply = articles(tab)
+    assert prompt.split() == ["PROMPT", "1"]
+    assert reply.split()[:3] == ["ASSISTANT", "2", "3"]
+    assert "2 trained" in reply
 
 
 def test_a_page_without_text_does_not_open_the_conversation(show):
     tab = show(session("a"), "#s=a", text=False)
-    assert tab.text("[role=tab][aria-selected=true]").startswith("Not trained")
+    assert tab.text("[role=tab][aria-selected=true]").startswith("Lost")
     tab.go(s="a", tab="conversation")
     assert "The log does not have the text." in tab.text("#panel")
 
@@ -215,24 +250,38 @@ def test_the_filter_finds_words_of_messages(show):
     ("text", "fault"),
     [
         ("sise:1:2", "unknown filter sise: expected one of lost, logprob,"),
+        ("foo:bar", "unknown filter foo: expected one of lost, logprob,"),
+        ("foo:", "unknown filter foo: expected one of lost, logprob,"),
+        ("constructor:1:2", "unknown filter constructor: expected one of lost,"),
         ("turns:1:x", "turns:1:x: expected numbers"),
+        ("turns:5", "turns:5: expected numbers, such as turns:0:20"),
         ("turns:1:", ""),
+        ("task:7", ""),
+        ("a:b:task:7", ""),
     ],
 )
 def test_a_filter_that_is_wrong_says_so(show, text, fault):
-    tab = show(session("a"))
+    tab = show(session("a:b:task:7"))
     tab.run(f"TK.setFilter({text!r})")
-    assert tab.text(".filter-note").startswith(fault)
+    note = tab.text(".filter-note")
+    assert note.startswith(fault)
+    assert bool(note) == bool(fault)
 
 
 def test_a_phone_shows_the_page_without_scrolling_sideways(show):
-    tab = show(session("a"))
+    long = {"session_id": "b", "prompt_ids": [*range(50)], "output_ids": [1]}
+    tab = show([*session("a"), long])
     tab.size(390, 800)
     for at in ("", "conversation", "losses", "drift", "forest", "tokens"):
-        tab.go(s="a" if at else None, tab=at or None)
+        tab.go(s=at and ("b" if at == "tokens" else "a"), tab=at or None)
         wide = tab.run("document.documentElement.scrollWidth")
         assert wide <= 390
         assert tab.run("document.querySelector('table.policies').clientHeight") > 30
+        if at:
+            assert tab.run("document.querySelector('.tabs').clientHeight") > 20
+    # no line of tokens is cut off
+    lines = "[...document.querySelectorAll('.text')]"
+    assert tab.run(f"{lines}.some((e) => e.scrollWidth > e.clientWidth)") is False
 
 
 def test_the_page_for_paper_shows_one_session_after_the_other(tab, tmp_path):

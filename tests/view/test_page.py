@@ -100,7 +100,7 @@ def test_policies_are_said_in_words(tab, write, long):
 
 def test_a_click_on_a_loss_leads_to_the_drift_that_caused_it(tab, write, long):
     tab.open(write(long, ["slime"]) + "#s=long&tab=losses")
-    assert tab.text("[role=tab][aria-selected=true]").startswith("Not trained")
+    assert tab.text("[role=tab][aria-selected=true]").startswith("Lost")
     # each has its reason in words
     first = tab.texts("table.losses tbody tr")[0]
     spans = tk.analysis.output_spans(long, "slime").to_pylist()
@@ -115,10 +115,62 @@ def test_a_click_on_a_loss_leads_to_the_drift_that_caused_it(tab, write, long):
     assert tab.run("TK.app.session.turnIndex[TK.app.state.t]") == drift["turn_index"]
 
 
+@pytest.mark.parametrize("decoded", [False, True])
+def test_a_prompt_that_is_sent_again_is_no_drift(tab, write, tokenizer, decoded):
+    calls = [
+        ([1, 2, 3], [4, 5]),
+        ([1, 2, 3], [6, 7]),  # a retry
+        ([1, 2, 3, 6, 7, 8], [9]),
+        ([1, 2, 3, 6, 7, 8], [10]),  # a retry
+        ([1, 2, 3], [11]),  # a rollback
+        ([1, 2, 3, 12], [13]),  # drift: its reply came back as another token
+    ]
+    turns = tk.from_records(
+        [
+            {"session_id": "s", "prompt_ids": prompt, "output_ids": output}
+            for prompt, output in calls
+        ]
+    )
+    tab.open(write(turns, ["trl"], tokenizer=tokenizer if decoded else None))
+    assert len(tab.texts("table.groups tbody tr")) == 1
+    assert "1 of 1" in tab.text("table.groups tbody")
+    assert "1 drift" in tab.text("#side .line")
+    tab.go(s="s", tab="losses")
+    reasons = [line.split("\t")[3] for line in tab.texts("table.losses tbody tr")]
+    assert reasons[0] == "turn 1 is a retry: the prompt of turn 0 again"
+    assert reasons[1] == "turn 3 is a retry: the prompt of turn 2 again"
+    assert reasons[-1].startswith("turn 5's prompt differs from turn 4's reply")
+    # a click on what a retry replaced stays with the losses
+    tab.click("canvas.strip", x=2)
+    assert tab.run("[TK.app.state.tab, TK.app.state.t]") == ["losses", 0]
+    tab.go(tab="drift")
+    assert len(tab.texts(".turns button")) == 1
+    tab.go(tab="conversation")
+    until = [one.split()[2] for one in tab.texts("[aria-label=Conversation] option")]
+    assert until == ["0", "2", "3", "5"]
+
+
+def test_the_words_of_counts_are_those_of_simulate(tab, write, long, tmp_path, capsys):
+    tk.write_turns(long, tmp_path / "log.parquet")
+    assert cli.main(["simulate", str(tmp_path / "log.parquet")]) == cli.DONE
+    out = capsys.readouterr().out
+    tab.open(write(long, ["trl"]))
+    words = tab.texts("table.policies thead th")
+    for head in [*words[:2], *words[3:]]:
+        assert head in out.splitlines()[2]
+    (reason,) = [line for line in out.splitlines() if line.startswith("trl loses")]
+    lost, kind = reason.split()[2], reason.partition("(")[2].partition(")")[0]
+    assert f"It loses {lost}: {lost} {kind}." in tab.text("#sentence")
+
+
 def test_the_state_is_in_the_address(tab, write, long):
     address = write(long, ["faithful", "slime"])
     tab.open(address + "#s=long&p=slime&tab=losses")
     assert tab.text("tr.chosen th") == "slime"
+    # names of JavaScript's own are no parts of the page
+    tab.open(address + "#s=long&tab=constructor")
+    assert len(tab.texts("[role=tab][aria-selected=true]")) == 1
+    tab.open(address + "#s=long&p=slime&tab=losses")
     tab.key("j")
     tab.key("j")
     assert "t=1" in tab.run("location.hash")
@@ -130,6 +182,8 @@ def test_the_state_is_in_the_address(tab, write, long):
 HOSTILE = (
     "</script><script>document.title='owned';window.owned=1</script>"
     "<img src=x onerror='window.owned=1'> \u202eevil\u2066 \x00\x1b[31m <!-- ]]> @title@"
+    + "w"
+    * 400
 )
 
 
@@ -162,6 +216,9 @@ def test_hostile_text_is_shown_and_does_nothing(tab, write):
         tab.go(s=name, tab=which, t=1)
         assert tab.run("window.owned") is None
         assert tab.run("document.querySelectorAll('img, b').length") == 0
+        for part in ("html", "#main", "#panel"):
+            wide = tab.run(f"document.querySelector('{part}').scrollWidth")
+            assert wide <= 1400
         shown = tab.run("document.body.innerText")
         assert "<b>s</b>\u27e8U+202E\u27e9" in shown
         for hidden in "\u202e\u2066\x00\x1b":

@@ -8,10 +8,12 @@ from typing import Any
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.analysis.drift import codes, turn_lines
+from trajkit.analysis.drift import classify_drift, codes, turn_lines
+from trajkit.analysis.words import count
 from trajkit.rows.linearize import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
 from trajkit.tables.canonical import TableLike
+from trajkit.tables.columns import tuples
 from trajkit.tables.ragged import Records
 from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
@@ -20,6 +22,10 @@ from trajkit.turns.sessions import Sessions
 
 OPENING_TOKENS = 32
 """Leading tokens that the prompts of one agent have in common."""
+
+_SENT_AGAIN = ("retry", "rollback")
+_LABEL = ("session_id", "turn_index", "label")
+_DRIFT = ("session_id", "turn_index", "size", "cause")
 
 
 @stage
@@ -59,6 +65,22 @@ def label_branches(turns: TableLike, links: Source) -> pa.Table:
 label_branches_batches = label_branches.batches
 
 
+def drifted(turns: pa.Table, links: pa.Table) -> pa.Table:
+    """The lines of `trajkit.classify_drift` of the prompts that drift.
+
+    One that is sent again, in a retry or a rollback, ends on the path of its parent and
+    differs from nothing.
+    """
+    drift, branches = classify_drift(turns, links), label_branches(turns, links)
+    labels = {(name, turn): label for name, turn, label in tuples(branches, *_LABEL)}
+    drifts = [
+        size > 0
+        and (cause != "truncated" or labels.get((name, turn)) not in _SENT_AGAIN)
+        for name, turn, size, cause in tuples(drift, *_DRIFT)
+    ]
+    return drift.filter(pa.array(drifts, pa.bool_()))
+
+
 def _branches(calls: Sessions, links: Records) -> Iterator[tuple[Any, ...]]:
     """The labelled calls: call, label, the other call, evidence."""
     turn, n_prompt = calls.turn_index, calls.calls["prompt_len"]
@@ -90,12 +112,12 @@ def _branches(calls: Sessions, links: Records) -> Iterator[tuple[Any, ...]]:
                 evidence += f", which turn {turn[children[other]]} had continued"
         elif parent < 0 and not agent[1] and shared < min(OPENING_TOKENS, len(ids)):
             label = "sub_agent"
-            evidence = f"it shares {shared} tokens with an earlier turn"
+            evidence = f"it shares {count(shared)} with an earlier turn"
         elif parent < 0 or parent in children:
             label = "compaction" if parent < 0 else "rollback"
             label = "rewrite" if len(ids) >= n_prompt[other] else label
             n = _core.lcp(calls.path(other), ids)
-            evidence = f"it departs from turn {turn[other]} after {n:,} tokens"
+            evidence = f"it departs from turn {turn[other]} after {count(n)}"
         if label:
             yield call, label, other, evidence
         latest[agent] = asked[prompt] = call

@@ -15,7 +15,7 @@ from trajkit.analysis.branches import label_branches
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.analysis.words import count
+from trajkit.analysis.words import LOSS_GROUPS, count
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.linearize import linearize, link
@@ -308,7 +308,7 @@ _NO_PARENT = {
     "root": "no earlier turn matches its request",
 }
 _LOSSES = {
-    "absorbed": "lost to drift",
+    "absorbed": LOSS_GROUPS["drift"],
     "cut": "beyond max_row_tokens",
     "no_splice_point": "after the row's end",
 }

@@ -67,7 +67,8 @@ happened and what to change."""
 
 _LOSSES = _pairs("""
 absorbed
-    drift #d55e00 => Drift: its row continued with the next prompt's ids instead.
+    drift #d55e00 => Its row continued with the next prompt's ids instead: drift, or a call
+    that was tried again.
 rewritten
     drift #8f3f00 => A later request showed another message in its place.
 cut
@@ -112,12 +113,29 @@ shades of each for related reasons."""
 
 LOSS_GROUPS = {
     "trained": "trained",
-    "drift": "lost to drift",
+    "drift": "lost to drift or a retry",
     "end": "after the end of its row",
     "no_row": "in no row",
     "context": "may not be trained",
 }
 """Groups of losses in words, and the word for trained tokens."""
+
+COUNT_WORDS = {
+    "rows": "rows",
+    "tokens_trained": "trained",
+    "share": "of sampled",
+    "tokens_lost": "lost",
+    "tokens_duplicated": "duplicated",
+    "tokens_out_of_context": "out of context",
+    "tokens_forward": "forward",
+    "tokens_padding": "padding",
+    "packs": "packs",
+    "tokens_packed": "packed",
+    "tokens_forward_shared": "shared once",
+    "longest_row": "longest row",
+    "pairs_packed": "attended pairs",
+}
+"""Heads of the columns of `trajkit.schema.SIMULATION`, and of the share that is trained."""
 
 ROLES = {
     "system": "#bbcc33",

@@ -105,7 +105,8 @@ def say(text: str) -> None:
 
 
 def shown(text: str) -> str:
-    """A message that names standard input or output instead of temporary files."""
+    """A message with options as they are typed, and without temporary files."""
+    text = text.replace("nonfinite_logprobs='null'", "--nonfinite-logprobs null")
     for path in sorted(STANDARD_FILES, reverse=True):
         text = text.replace(path, STANDARD_FILES[path])
     return text

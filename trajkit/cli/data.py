@@ -19,13 +19,14 @@ import trajkit as tk
 from trajkit import errors
 from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
 from trajkit.analysis.tokenizer import Codec
-from trajkit.analysis.words import LOSS_WORDS, count
+from trajkit.analysis.words import COUNT_WORDS, LOSS_GROUPS, LOSS_WORDS, count
 from trajkit.cli import BAD_DATA, DONE
 from trajkit.cli import options as opt
 from trajkit.cli.screen import Progress, share, text_table, visible
 from trajkit.cli.view import marked
 from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
+from trajkit.files.jsonl import row_placed
 from trajkit.files.run import Watch, facts_digest
 from trajkit.files.tables import iter_tables, log_files, read_any_rows, write_table
 from trajkit.importers import FORMATS, TARGETS
@@ -373,31 +374,18 @@ def simulate(
     job.print(totals, facts, describe(table, cheapest, wide=wide))
 
 
-_COSTS = {
-    "tokens_out_of_context": "out of context",
-    "tokens_forward": "forward",
-    "tokens_padding": "padding",
-    "packs": "packs",
-    "tokens_packed": "packed",
-    "tokens_forward_shared": "shared once",
-    "longest_row": "longest row",
-}
-"""Columns and their heads. A table that is too wide loses the last ones."""
-
-
 def describe(table: pa.Table, cheapest: str | None, *, wide: bool = False) -> str:
     """The table, what the policies lose, and the result, for people."""
     policies = table.to_pylist()
     for line in policies:
         line["share"] = share(line["tokens_trained"], line["tokens_sampled"])
-    columns = {"policy": "policy", "rows": "rows", "tokens_trained": "trained"}
-    columns |= {"share": "of sampled"}
-    if wide:
-        columns |= {f"lost_{x}": x for x in LOSS_WORDS}
-        columns |= {"tokens_duplicated": "duplicated", **_COSTS}
-        columns |= {"pairs_packed": "attended pairs"}
-    else:
-        columns |= {"tokens_lost": "lost", **_COSTS}
+    columns = {"policy": "policy"}
+    for name, head in COUNT_WORDS.items():
+        if wide and name == "tokens_lost":
+            columns |= {f"lost_{x}": x for x in LOSS_WORDS}
+        elif wide or name not in ("tokens_duplicated", "pairs_packed"):
+            columns[name] = head
+    # a table that is too wide loses the last ones
     for name in list(columns):
         counts = {line[name] for line in policies}
         optional = name.startswith("lost_") or name == "tokens_out_of_context"
@@ -427,7 +415,9 @@ def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
         lost = [x for x in LOSS_WORDS if x not in ASKED and line[f"lost_{x}"]]
         for x in lost:
             tokens = count(line[f"lost_{x}"])
-            yield f"{name} loses {tokens} ({x.replace('_', ' ')}). {LOSS_WORDS[x][1]}"
+            group, why = LOSS_WORDS[x]
+            words = f"{LOSS_GROUPS[group]} ({x.replace('_', ' ')})"
+            yield f"{name} loses {tokens}, {words}. {why}"
         if apart:
             words = "after other tokens than they were sampled after."
             yield f"{name} trains {count(apart)} {words}"
@@ -442,6 +432,10 @@ def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
             yield f"Up to {count(n)} may not be trained. {LOSS_WORDS[x][1]}"
     if same:
         yield f"same rule: {'; '.join(same)}"
+    shown = [line["policy"] for line in policies]
+    for x in ALIASES.keys() - {*shown}:
+        if label(ALIASES[x]) == x and ALIASES[x].name in shown:
+            yield f"--policy {x} has a rule of its own, a choice of {ALIASES[x].name}'s"
 
 
 def drift(
@@ -562,7 +556,10 @@ def check(
     """
     chosen = opt.maybe_policy(policy)
     loaded = opt.chosen_tokenizer(tokenizer, turns)
-    table = plain_rows(any_rows(rows))
+    try:
+        table = plain_rows(any_rows(rows))
+    except (errors.FormatError, errors.SchemaError) as error:
+        raise type(error)(row_placed(rows, str(error))) from None
     if not table.num_rows:
         raise opt.nothing(rows, "rows")
     calls = reading.turns(turns)

@@ -25,6 +25,7 @@ from cyclopts.validators import Number
 
 import trajkit as tk
 from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.analysis.words import count
 from trajkit.cli import STANDARD, STANDARD_FILES, shown
 from trajkit.cli.screen import Progress, text_table
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, LeftOutWarning
@@ -42,6 +43,7 @@ from trajkit.files.sources import (
 )
 from trajkit.files.tables import Log, SessionIndex, sessions_below
 from trajkit.importers.formats import ChatTokenizer
+from trajkit.importers.reader import advised
 from trajkit.policies import ALIASES, NAMED_CHOICES, PRESETS, RULES, rule_of
 from trajkit.tables.columns import take_session
 from trajkit.turns.validation import reject_turns
@@ -215,7 +217,7 @@ class Job(Reading):
         if "rejected" in totals:
             n = totals["rejected"]
             facts = {**facts, "rejected": n}
-            text = f"{n:,} sessions rejected, see {self.rejected}\n{text}"
+            text = f"{count(n, 'session')} rejected, see {self.rejected}\n{text}"
         print_result(facts, text, self.json)
 
 
@@ -329,6 +331,7 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
     what is read, see `check_outputs`.
     """
     inputs: list[Input] = []
+    logs: list[str] = []
     outputs: dict[str, tuple[str | Path, str]] = {}
     piped: Path | None = None
     stdout = sys.stdout
@@ -358,13 +361,21 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                 if mark.kind != "records":
                     paths = [*map(str, stack.enter_context(local_files(paths)))]
                 of_turns = mark.kind in ("turns", "sessions")
+                logs += paths if mark.kind == "turns" else []
                 other = inputs_of(paths, None, mark.suffixes)
                 inputs += turns_inputs(paths) if of_turns else other
             values[name] = paths if isinstance(given, list) else paths[0]
         given = [bound.arguments.get("no_clobber")]
         given += [getattr(one, "no_clobber", False) for one in bound.arguments.values()]
         check_outputs(outputs, inputs, clobber=not any(given))
-        code = command(*bound.args, **bound.kwargs)
+        try:
+            code = command(*bound.args, **bound.kwargs)
+        except tk.TrajkitError as error:
+            found = map(advised, filter(os.path.isfile, logs))
+            advice = next(filter(None, found), "")
+            if isinstance(error, ArgumentError) or not advice:
+                raise
+            raise type(error)(f"{error}. {advice}") from None
         if piped is not None:
             stdout.flush()
             with piped.open("rb") as content:

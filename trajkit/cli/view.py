@@ -134,7 +134,7 @@ class _View:
         ids = np.array(row["input_ids"], np.int32)
         session, n = row.get("session_id"), sum(row.get("loss_mask") or [])
         place = "" if session is None else f"session {visible(str(session))}, "
-        head = f"{place}row {row['row_index']}: {len(ids):,} tokens, {n:,} trained"
+        head = f"{place}row {row['row_index']}: {count(len(ids))}, {n:,} trained"
         self.screen.print(head, "head")
         first, parts = 0, [*_parts(row, len(ids))]
         if self.context is not None and row.get("parent_row") is not None:
@@ -218,7 +218,7 @@ def marked(codec: Codec, ids: Ids, start: int, stop: int) -> str:
     inside = ids[start:stop]
     shown = texts(inside[:_MAX_TOKENS])
     if len(inside) > 2 * _MAX_TOKENS:
-        shown.append(f"... {len(inside) - 2 * _MAX_TOKENS:,} tokens ...")
+        shown.append(f"... {count(len(inside) - 2 * _MAX_TOKENS)} ...")
     shown += texts(inside[_MAX_TOKENS:][-_MAX_TOKENS:])
     before = texts(ids[max(start - _AROUND, 0) : start])
     after = texts(ids[stop : stop + _AROUND])
@@ -374,8 +374,8 @@ def view(
     all_text = "the text of all messages; --no-text leaves it out"
     text = "token ids and numbers, no text" if no_text else all_text
     opt.print_text(
-        f"{len(turns['session_id'].unique()):,} of {runs[0].n_sessions:,} sessions, "
-        f"{turns.num_rows:,} turns\ncontains {text}\n"
+        f"{len(turns['session_id'].unique()):,} of {count(runs[0].n_sessions, 'session')}, "
+        f"{count(turns.num_rows, 'turn')}\ncontains {text}\n"
         f"written to {out} ({Path(out).stat().st_size / 1e6:.1f} MB)"
     )
 

@@ -29,7 +29,15 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.errors import FormatError, InvalidTurnsError, SchemaError, TornLogWarning
-from trajkit.files.formats import Format, check_text, is_one_value, name_of, open_input
+from trajkit.files.formats import (
+    Format,
+    check_text,
+    is_json,
+    is_one_value,
+    kind_of,
+    name_of,
+    open_input,
+)
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_columns, check_kind, place
@@ -295,6 +303,17 @@ def numbered_lines(file: Path | BinaryIO, kind: Format) -> Iterator[tuple[int, R
     return ((number, value) for number, _, value in _lines(file, kind, _plain))
 
 
+def row_placed(path: str, text: str) -> str:
+    """An error of a row with its file, and with its line if that is JSON."""
+    row, file = re.search(r"\brow (\d+)", text), Path(path)
+    text = text.removeprefix(f"{path}: ")
+    kind = kind_of(file) if row and file.is_file() else None
+    if row is None or kind is None or not is_json(kind):
+        return text if text.startswith(path) else f"{path}: {text}"
+    lines = (number for number, _ in numbered_lines(file, kind))
+    return f"{path}, line {next(itertools.islice(lines, int(row[1]), None))}: {text}"
+
+
 def calls(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
     """`lines` of recorded calls, with ids as numpy arrays."""
     return (value for _, _, value in _lines(file, kind, Reader(_CALL).read))
@@ -443,6 +462,7 @@ def by_session(records: Iterator[Record], at_least: int) -> Iterator[list[Record
 
 
 def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
+    first = 0
     while batch := list(itertools.islice(objects, limits.JSON_ROWS)):
         names = dict.fromkeys(name for value in batch for name in value)
         for name in names:
@@ -456,9 +476,20 @@ def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
                 {name: [value.get(name) for value in batch] for name in names}
             )
         except (pa.ArrowException, UnicodeError, OverflowError) as error:
+            bad = (k for k, one in enumerate(batch) if not _makes_a_row(one))
+            where = "".join(f"row {first + k}: " for k in itertools.islice(bad, 1))
             raise FormatError(
-                f"{file}: the lines do not make a table: {error}"
+                f"{file}: the lines do not make a table: {where}{error}"
             ) from None
+        first += len(batch)
+
+
+def _makes_a_row(value: Record) -> bool:
+    try:
+        pa.table({name: [one] for name, one in value.items()})
+    except (pa.ArrowException, UnicodeError, OverflowError):
+        return False
+    return True
 
 
 def write(tables: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) -> None:

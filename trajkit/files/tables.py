@@ -28,7 +28,15 @@ import pyarrow as pa
 from trajkit._arguments import arrow_source, check_choice, check_flag
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, TornLogWarning
 from trajkit.files import arrow, jsonl, sources
-from trajkit.files.formats import Format, atomic, format_of, is_json, name_of, paths_in
+from trajkit.files.formats import (
+    Format,
+    atomic,
+    format_of,
+    is_json,
+    name_of,
+    paths_in,
+    without_suffix,
+)
 from trajkit.files.jsonl import LINE, Record
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS, engine
 from trajkit.tables import lazy_compute as pc
@@ -55,8 +63,8 @@ from trajkit.tables.columns import (
 from trajkit.tables.ragged import Longs, Ragged, offsets_of, positions, runs_of
 from trajkit.turns import validation
 from trajkit.turns.amendments import Amendments
-from trajkit.turns.mapping import MapLike, read_map
-from trajkit.turns.records import from_records
+from trajkit.turns.mapping import Map, MapLike, read_map
+from trajkit.turns.records import collected, from_records
 from trajkit.turns.session_metadata import last_lines
 from trajkit.turns.sessions import with_current_keys
 
@@ -70,14 +78,15 @@ _SUFFIXES = {
     "loss_mask": "suffix_mask",
     "logprobs": "suffix_logprobs",
 }
-STORED_ROWS = engine.table(
-    "rows",
-    # the first of the row's tokens that is stored: its shared_length, or its first token
-    # that is trained, has a logprob, or differs from the parent row's, if that is earlier
-    engine.required("suffix_start", pa.int32()),
-    engine.required("suffix_ids", ROWS.field("input_ids").type, engine.no_null),
-    engine.required("suffix_mask", ROWS.field("loss_mask").type, engine.no_null),
-    engine.required("suffix_logprobs", ROWS.field("logprobs").type),
+STORED_ROWS = engine.described(
+    """rows
+suffix_start int32: the first of the row's tokens that is stored: its shared_length, or its
+    first token that is trained, has a logprob, or differs from the parent row's, if that is
+    earlier
+suffix_ids [int32] (no_null)
+suffix_mask [bool] (no_null)
+suffix_logprobs [float32]
+""",
     *(one for one in ROWS if one.name not in _SUFFIXES),
 )
 """`trajkit.schema.ROWS` whose lists per token begin at ``suffix_start``."""
@@ -909,9 +918,14 @@ def read_turns(
         files: list[tuple[Path, Iterable[Record]]] = []
         for file, part in parts_of(local, format, of_lines=jsonl.lines):
             objects = part.to_pylist() if isinstance(part, pa.Table) else part
-            files.append((file, (own.renamed(one) for one in objects)))
-        records = naming.records(files)
-        return from_records(records, nonfinite_logprobs=nonfinite_logprobs)
+            stem = without_suffix(file).name if file.name else None
+            files.append((file, _calls(own, objects, stem)))
+        return collected(naming.records(files), nonfinite_logprobs, mapped=True)
+
+
+def _calls(own: Map, objects: Iterable[Record], stem: str | None) -> Iterator[Record]:
+    for one in objects:
+        yield from own.renamed(one, stem)
 
 
 def scan_turns(

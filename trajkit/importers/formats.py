@@ -8,7 +8,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import groupby, islice, zip_longest
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -30,7 +31,24 @@ from trajkit.importers.containers import (
     time_of,
     unless_empty,
 )
-from trajkit.turns.mapping import Map, read_map, route
+from trajkit.turns.mapping import (
+    COUNT,
+    EMPTY_RUN,
+    NAMED,
+    RUN,
+    SIDE,
+    SPELLED,
+    USAGE,
+    Map,
+    claims_of,
+    logprobs_of,
+    parsed,
+    read_map,
+    reply_of,
+    route,
+    without_reply,
+    word_of,
+)
 from trajkit.turns.records import from_records
 
 Source: TypeAlias = tuple[list[Any] | None, list[Any]]
@@ -62,21 +80,13 @@ _STRUCTURED = {
 _ASIDE = (
     *("metadata", "meta", "extra", "extra_info", "extra_body", "info", "tags"),
     *("attributes", "headers", "sent_headers", "context", "non_tensor_batch"),
-    *("metrics", "tokens"),
-)
-_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
-_RUN = re.compile(
-    r"(x_)?((agent|parent|root|task|source|user)_)?(session|trajectory|traj|rollout|run|"
-    r"episode|conversation|conv|thread|trace|task|sample|instance|attempt|trial|"
-    r"example|chat|dialog|dialogue|problem|question|prompt|group|env|game|user|job|"
-    r"workflow|experiment)(_(id|ids|uid|uuid|name|key|index|idx|no|num|number|hash))"
-    r"|uid|index|idx|session|trajectory|rollout|run|episode|trial|attempt"
+    *("metrics", "tokens", "extra_fields"),
 )
 _MATTERS = re.compile(
     r"(^|_)(rewards?|scores?|returns?|advantages?|groups?|uid|masks?|weights?|parents?|"
     r"trainable|versions?|error|errors|truncated|aborted|agent|turn|step|experts?|"
     r"teacher|entropies|entropy|images?|modal|mm|label|labels|success|resolved|"
-    r"log_?probs?|kept_tokens|remove|loss)(_|$)"
+    r"log_?probs?|kept_tokens|remove|loss|exceptions?)(_|$)"
 )
 # the long arrays of a record
 _OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
@@ -106,14 +116,6 @@ _OF_ANSWER = read_map("""
     weight_versions=choice.weight_versions|choice.meta_info.weight_versions|
     response.metadata.weight_versions""").fields
 _STREAMED = "a part of a stream: log the complete response"
-# numbers that a response states, and what they count
-_COUNTS = {
-    "prompt_tokens": "prompt_ids",
-    "completion_tokens": "output_ids",
-    "output_token_logprobs_length": "output_ids",
-    "input_tokens": "prompt_ids",
-    "output_tokens": "output_ids",
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +140,9 @@ class Format:
     # path of the objects in a larger one; "*" is each element of a list
     unfold: str = ""
     # the objects in an object, with places
-    roots: Callable[[Value], Iterable[tuple[str, Value]]] = lambda root: [("", root)]
+    roots: Callable[[Value, Path], Iterable[tuple[str, Value]]] = lambda root, _: [
+        ("", root)
+    ]
     # for formats with rules instead of paths: places and calls (see `Table._fill`) of an
     # object, and its long arrays
     calls: Callable[[Value], Iterable[tuple[str, Value]]] | None = None
@@ -151,6 +155,10 @@ class Format:
     talk: Callable[[Value], object] | None = None
     # its records may have the messages of requests without replies
     needs_reply: bool = False
+    # a record is a run, if none of its keys may name one
+    alone: bool = False
+    # the number, if there is one, in what its records have as reward
+    reward: Callable[[Any], object] = lambda value: value
     # how many choices of a response are calls; None: all
     most_choices: int | None = None
     # keys that are known and need no line
@@ -199,7 +207,7 @@ class Table:
             if not isinstance(root, dict):
                 yield Finding(where, None, "unreadable", _not_object(root))
                 continue
-            for below, one in self.format.roots(root):
+            for below, one in self.format.roots(root, self._head.file):
                 at = where + below
                 # a path may name the object or its folder: /@name
                 file = self._head.file
@@ -214,7 +222,7 @@ class Table:
                         for call in calls:
                             self._encoder.encode(call)
                 for call in calls:
-                    if not call.problem and not _has_ids(call):
+                    if not call.problem:
                         call.detail = self.format.ids
                 yield from calls
 
@@ -267,6 +275,8 @@ class Table:
             return
         root = prepared if record is root else root
         self._beside(found, prepared, root)
+        if self.format.alone and found.session is None and not found.run_keys:
+            found.session = root["@name"]
         values = self._values(prepared, root)
         self.found |= {name for name in self.own if values.get(name) is not None}
         response, apart = values.get("response"), "response" in self.routes
@@ -282,15 +292,24 @@ class Table:
         first = {*self.own, "request_id", "model", "prompt_messages"}
         kept = {name: values[name] for name in first if values.get(name) is not None}
         choices = _choices(object_of(values.get("request")), response)
-        for suffix, one in islice(choices, self.format.most_choices):
+        taken = [*islice(choices, self.format.most_choices)]
+        parts = self.routes["response"].parts()
+        has = (part for part in parts if part.find(prepared, root, None) is not None)
+        at = f"{'.'.join(next(has).keys)}.".removeprefix("@self.")
+        for suffix, one in taken:
             copy = found.copy(suffix, first=not suffix)
-            yield self._filled(copy, {**values, **one, **kept})
+            copy.claims += found.claims * (len(taken) == 1)
+            masks = {at + path: mask for path, mask in one.pop("@masks", {}).items()}
+            mask = kept.get("output_mask")
+            masks = masks if mask is None else {}
+            self._filled(copy, {**values, **one, **kept, "@unread": masks})
+            yield from [copy] if mask is None or copy.problem else _spans(copy, mask)
 
     def _values(self, record: Value, root: Value) -> Value:
         stem, routes = self._head.stem, self.routes.items()
         values = {name: one.find(record, root, stem) for name, one in routes}
         for name in _STRUCTURED & values.keys():
-            values[name] = _parsed(values[name])
+            values[name] = parsed(values[name])
         if "prompt_messages" not in self.own:
             values["prompt_messages"] = list_of(values.get("prompt_messages")) or None
         return values
@@ -312,7 +331,10 @@ class Table:
         for outer in (record,) if single else (root, record):
             slash = "" if outer is record else "/"
             known = [k for k, out in self._known if single or out == bool(slash)]
-            aside = dict(_all_beside(outer))
+            everything = dict(_all_beside(outer))
+            aside = {
+                path: one for path, one in everything.items() if not _is_empty(one)
+            }
             named = dict(aside)
             for name in ("request", "request_body", "input"):
                 facts = object_of(object_of(outer.get(name)).get("metadata"))
@@ -320,18 +342,36 @@ class Table:
             for name, facts in outer.items():
                 if isinstance(facts, dict) and name not in (*_ASIDE, *_LONG):
                     for key, one in facts.items():
-                        ways = f"{name}_{key}", f"{key}" if "_" in f"{key}" else ""
-                        if any(map(_RUN.fullmatch, ways)):
+                        both = f"{name}_{key}", f"{key}" if "_" in f"{key}" else ""
+                        if any(map(RUN.fullmatch, both)):
                             named.setdefault(f"{name}.{key}", one)
             for path, value in named.items():
-                name, keys = _word(path), tuple(path.split("."))
-                names_run = _RUN.fullmatch(name) or _RUN.fullmatch("_".join(keys[-2:]))
-                if found.session is None and text_of(value) and names_run:
-                    found.run_keys[slash + path] = value
+                name, keys = word_of(path), tuple(path.split("."))
                 read = any(keys[: len(k)] == k or k[: len(keys)] == keys for k in known)
+                # a response has an id itself
+                own = path in aside and not (path == "id" and is_answer(outer))
+                ways = RUN.fullmatch(name), RUN.fullmatch("_".join(keys[-2:]))
+                names_run = any(ways) or (own and NAMED.fullmatch(name))
+                names_run = names_run and not (self.format.alone and read)
+                if found.session is None and names_run and text_of(value):
+                    found.run_keys[slash + path] = value
                 read = read or path not in aside or path in self.format.knows
                 if not read and _MATTERS.search(name):
                     found.unread[slash + path] = value
+            for path, value in everything.items():
+                name = word_of(path)
+                empty = found.session is None and _is_nothing(value)
+                if empty and EMPTY_RUN.fullmatch(name):
+                    found.run_keys[slash + path] = value
+                side = USAGE.fullmatch(word_of(path.rpartition(".")[0]))
+                side = side and re.fullmatch(SIDE, name)
+                if outer is record and (side or COUNT.fullmatch(name)):
+                    if number_of(value) is not None:
+                        found.claims += claims_of(
+                            {path.rpartition(".")[2]: value}, path
+                        )
+                elif outer is record and USAGE.fullmatch(name):
+                    found.claims += claims_of(object_of(parsed(value)), path)
 
     def _filled(self, found: Finding, values: Value) -> Finding:
         with found:
@@ -345,29 +385,44 @@ class Table:
         `Finding` has as ``@remarks``, ``@claims`` and ``@unread``.
         """
         found.remarks += values.get("@remarks", ())
-        found.unread |= values.get("@unread", {})
+        found.unread = {**found.unread, **values.get("@unread", {})}
         if "@refused" in values:
             raise Refused(*values["@refused"])
         fields = found.fields
         for name, (convert, is_noted) in _CONVERTED.items():
             value = values.get(name)
             fields[name] = convert(value)
-            if is_noted and fields[name] is None and not _is_nothing(value):
+            if is_noted and fields[name] is None and not _is_empty(value):
                 found.unread[self._text(name)] = value
-        fields["reward"] = self._reward(found, values.get("reward"))
-        source = _logprobs(values.get("output_logprobs"))
+        if (
+            isinstance(values.get("response_message"), str)
+            and fields["response_message"]
+        ):
+            found.remark(
+                "text_reply", "its reply is text: an assistant's message has it"
+            )
+        fields["prompt_messages"] = without_reply(fields, self.routes)
+        fields["reward"] = self._reward(found, self.format.reward(values.get("reward")))
+        source = logprobs_of(values.get("output_logprobs"))
         output, logprobs, remarks = _aligned(values.get("output_ids"), source)
         fields["output_ids"], fields["output_logprobs"] = output, logprobs
         n = len(output) if is_array(output) else 0
         found.remarks += remarks
         found.tools = values.get("tools")
         found.claims += values.get("@claims", ())
-        found.claims += _claims(object_of(values.get("usage")), self._text("usage"))
+        found.claims += claims_of(object_of(values.get("usage")), self._text("usage"))
         fields["weight_versions"] = _versions(found, values, n)
+        prompt = fields["prompt_ids"]
+        whole = n + len(prompt) if is_array(prompt) else n
         for path, value in found.unread.items():
-            marks = "mask" in path and isinstance(value, list) and len(value) == n
-            if marks and not all(list_of(value)):
-                text = f"{path} marks some of its tokens: --map output_mask={path} takes it"
+            marks = (
+                "mask" in path and isinstance(value, list) and len(value) in (n, whole)
+            )
+            if marks and n and not all(list_of(value)[-n:]):
+                text = (
+                    f"{path} marks some of its tokens, as sampled or as trained: --map "
+                    f"output_mask={path} takes it, if it says which were sampled"
+                )
                 found.remark("mask_unread", text)
                 fields["trainable"] = False
 
@@ -399,11 +454,6 @@ def _reason(value: object) -> str | None:
     return text_of(object_of(value).get("type", value))
 
 
-def _reply(value: object) -> Value | None:
-    one = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return object_of(one) or None
-
-
 # the fields of a call that follow from one value each, and whether the report has a line
 # if the value is of another kind
 _CONVERTED: Mapping[str, tuple[Callable[[Any], object], bool]] = {
@@ -414,7 +464,7 @@ _CONVERTED: Mapping[str, tuple[Callable[[Any], object], bool]] = {
     **dict.fromkeys(("prompt_messages", "turn_index"), (_same, False)),
     "trainable": (_flag, True),
     "finish_reason": (_reason, False),
-    "response_message": (_reply, False),
+    "response_message": (reply_of, True),
 }
 
 
@@ -425,21 +475,6 @@ def _is_nothing(value: object) -> bool:
 def _has_ids(found: Finding) -> bool:
     names = ("prompt_ids", "output_ids", "delta_ids")
     return any(has_items(found.fields.get(name)) for name in names)
-
-
-def _word(path: str) -> str:
-    """The last key of a path in lower case, with underscores between its words."""
-    return "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
-
-
-def _parsed(value: object) -> object:
-    """The value of a text of JSON; anything else unchanged."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def _not_object(value: object) -> str:
@@ -558,9 +593,13 @@ def _all_beside(value: Value, depth: int = 0) -> Iterator[tuple[str, object]]:
         if name in _ASIDE and isinstance(one, dict) and depth < len(_ASIDE):
             for inner, within in _all_beside(one, depth + 1):
                 yield f"{name}.{inner}", within
-        elif one is not None and one is not False:
-            if not isinstance(one, str | list | dict | np.ndarray) or len(one):
-                yield name, one
+        else:
+            yield name, one
+
+
+def _is_empty(value: object) -> bool:
+    sized = isinstance(value, str | list | dict | np.ndarray)
+    return value is None or value is False or (sized and not len(value))  # type: ignore[arg-type]
 
 
 # --- text
@@ -730,7 +769,7 @@ def _choices(request: Value, response: object) -> Iterator[tuple[str, Value]]:
         made = [_of_choice(request, answer, choice) for choice in choices]
         if len(made) == 1:  # of several, nothing says how often the prompt counts
             usage = object_of(answer.get("usage"))
-            made[0]["@claims"] = [*made[0]["@claims"], *_claims(usage, "usage")]
+            made[0]["@claims"] = [*made[0]["@claims"], *claims_of(usage, "usage")]
         place = f", choice {k}" if k else ""
         for j, values in enumerate(made):
             yield f"{place}, choice {j}" if j else place, values
@@ -751,7 +790,7 @@ def _of_choice(request: Value, response: Value, choice: object) -> Value:
     values = {name: one.find(around) for name, one in _OF_ANSWER.items()}
     meta = object_of(choice.get("meta_info"))
     entries = {"content": meta.get("output_token_logprobs")}
-    sources = _logprobs(choice.get("logprobs")), _logprobs(entries)
+    sources = logprobs_of(choice.get("logprobs")), logprobs_of(entries)
     output, logprobs, remarks = _aligned(values["output_ids"], *sources)
     return {
         **values,
@@ -760,21 +799,13 @@ def _of_choice(request: Value, response: Value, choice: object) -> Value:
         "output_logprobs": logprobs,
         "usage": None,
         "@remarks": remarks,
-        "@claims": _claims(meta, "meta_info"),
+        "@claims": claims_of(meta, "meta_info"),
+        "@masks": {
+            f"choices.{choice.get('index', 0)}.{k}": one
+            for k, one in choice.items()
+            if "mask" in k and list_of(one)
+        },
     }
-
-
-def _claims(usage: Value, name: str) -> list[tuple[str, str, object]]:
-    """The numbers of tokens that a usage states, as `Finding.claims`."""
-    # Anthropic's input_tokens lack those that were cached
-    cached = any(
-        usage.get(f"cache_{kind}_input_tokens") for kind in ("read", "creation")
-    )
-    return [
-        (f"{name}.{spelled}", target, usage[spelled])
-        for spelled, target in _COUNTS.items()
-        if usage.get(spelled) is not None and not (cached and spelled == "input_tokens")
-    ]
 
 
 def _aligned(
@@ -801,38 +832,6 @@ def _aligned(
     return output, None, [("logprobs_unaligned", text)]
 
 
-def _logprobs(value: Any) -> Source | None:
-    """Ids and logprobs: numbers, entries that name an id, or a choice's ``logprobs``."""
-    given = object_of(value)
-    entries = list(value) if is_array(value) else list_of(given.get("content"))
-    if is_array(value) and entries and not isinstance(entries[0], dict | list):
-        return None, entries
-    if not entries:
-        values, texts = map(list_of, map(given.get, ("token_logprobs", "tokens")))
-        texts = texts if len(texts) == len(values) else [None] * len(values)
-        entries = [
-            list(pair) for pair in zip(values, map(_spelled, texts), strict=True)
-        ]
-    pairs = list(map(_pair, entries))
-    named = all(type(token) is int for _, token in pairs)
-    ids = [token for _, token in pairs] if named else None
-    return (ids, [logprob for logprob, _ in pairs]) if pairs else None
-
-
-def _pair(entry: Any) -> list[Any]:
-    if isinstance(entry, dict):
-        named = entry.get("token_id", _spelled(entry.get("token")))
-        return [entry.get("logprob"), named]
-    return entry[:2] if isinstance(entry, list) and len(entry) > 1 else [None, None]
-
-
-def _spelled(token: object) -> int | None:
-    """The id in a token that vLLM writes as ``token_id:5`` on request."""
-    # Python may refuse to parse more digits
-    found = isinstance(token, str) and re.fullmatch("token_id:([0-9]{1,10})", token)
-    return int(found[1]) if found else None
-
-
 # --- the formats
 
 # how engines give token ids
@@ -841,22 +840,8 @@ _ENGINES = (
     "or with return_token_ids, return_prompt_token_ids, return_meta_info and logprobs "
     "(SGLang); `trajkit serve` asks for them itself"
 )
-_PROMPT = (
-    "prompt_token_ids|prompt_ids|input_token_ids|prompt_tokens|input_ids|input_tokens"
-)
-_OUTPUT = (
-    "output_token_ids|completion_token_ids|response_token_ids|generation_token_ids|"
-    "generated_token_ids|token_ids|output_ids|completion_ids|response_ids|output_tokens|"
-    "completion_tokens|response_tokens"
-)
-_LOGPROBS = (
-    "output_logprobs|completion_logprobs|response_logprobs|generation_log_probs|"
-    "output_token_logprobs|rollout_log_probs|token_logprobs|logprobs|log_probs|"
-    "old_log_probs|logprob"
-)
-_MASK = (
-    "output_mask|response_mask|completion_mask|action_mask|loss_mask|env_mask|tool_mask"
-)
+_PROMPT, _OUTPUT = SPELLED["prompt_ids"], SPELLED["output_ids"]
+_LOGPROBS = SPELLED["output_logprobs"]
 _NOT_CHAT = ("response", "nodes", "trajectory", "trace_id", "choices", "steps")
 _ROLES = {
     "system": "system",
@@ -921,6 +906,8 @@ def _slime(record: Value) -> Value:
 
 
 def _atif(record: Value) -> Value | None:
+    if refused := record.get("@copied"):
+        raise Refused("copied", refused)
     if record.get("is_copied_context") is True:
         raise Refused("copied", "it was copied from an earlier trajectory")
     calls = record.get("llm_call_count", 1)
@@ -929,7 +916,18 @@ def _atif(record: Value) -> Value | None:
     return None if type(calls) is int and calls == 0 else record
 
 
-def _atif_roots(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
+def _atif_roots(root: Value, file: Path) -> Iterator[tuple[str, Value]]:
+    """The trajectories of a file of Harbor; rewards are in the result of their trial."""
+    if "steps" not in root:
+        yield from _trial(root, file)
+        return
+    folders = (file.parent, file.parent.parent)
+    results = [object_of(_json_at(folder / "result.json")) for folder in folders]
+    result = next((one for one in results if "verifier_result" in one), {})
+    yield from _trajectories({**_of_trial(result), **root})
+
+
+def _trajectories(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
     """A trajectory and the trajectories of its sub-agents, as of one session."""
     yield "", root
     session = root.get("session_id") or root.get("trajectory_id")
@@ -937,11 +935,82 @@ def _atif_roots(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
     for k, below in enumerate(map(object_of, within)):
         agent = below.get("trajectory_id") or object_of(below.get("agent")).get("name")
         own = {"session_id": below.get("session_id") or session, "@agent": agent}
-        for where, one in _atif_roots({**below, **own}, depth + 1):
+        for where, one in _trajectories({**below, **own}, depth + 1):
             yield f", subagent {k}{where}", one
 
 
-_USAGE = {
+def _trial(result: Value, file: Path) -> Iterator[tuple[str, Value]]:
+    """Harbor's result of a trial, whose rollout_details are lists of calls.
+
+    https://github.com/laude-institute/harbor, src/harbor/models/trial/result.py
+    """
+    info = object_of(result.get("agent_info"))
+    model = object_of(info.get("model_info")).get("name")
+    root = _of_trial(result) | {"session_id": result.get("trial_name")}
+    root["agent"] = {"name": info.get("name"), "model_name": model}
+    for folder in (file.parent / "agent", file.parent):
+        beside = object_of(_json_at(folder / "trajectory.json"))
+        steps = map(object_of, list_of(beside.get("steps")))
+        if any(object_of(x.get("metrics")).get("completion_token_ids") for x in steps):
+            copied = {"source": "agent", "@copied": "trajectory.json has its calls"}
+            yield "", {**root, "steps": [copied]}
+            return
+    details = list_of(object_of(result.get("agent_result")).get("rollout_details"))
+    for k, detail in enumerate(map(object_of, details or [{}])):
+        names = ("prompt_token_ids", "completion_token_ids", "logprobs")
+        lists = [list_of(detail.get(name)) for name in names]
+        calls: list[Value] = [
+            {"source": "agent", "metrics": dict(zip(names, call, strict=True))}
+            for call in zip_longest(*lists)
+        ]
+        # others than the first are of sub-agents, or follow a summary
+        agent = {"@agent": f"{info.get('name')}, segment {k}"} if k else {}
+        calls = calls or [{"source": "agent"}]
+        yield f", segment {k}" * bool(k), {**root, **agent, "steps": calls}
+
+
+def _of_trial(result: Value) -> Value:
+    verifier = object_of(result.get("verifier_result"))
+    rewards = object_of(verifier.get("rewards"))
+    found = {
+        "group_id": result.get("task_name"),
+        "verifier_result": {"rewards": rewards.get("reward", rewards or None)},
+        "exception_info": result.get("exception_info"),
+    }
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _json_at(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+_GRADES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
+_GRADES |= {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
+
+
+def _score(value: Any) -> Any:
+    """The number of a score, as Inspect's ``value_to_float`` has it; else the score.
+
+    https://github.com/UKGovernmentBEIS/inspect_ai/blob/03ed3dda08/src/inspect_ai/scorer/_metric.py
+    """
+    given = object_of(value)
+    if len(given) == 1 and "value" not in given:
+        given = object_of(next(iter(given.values())))
+    value = given.get("value", value)
+    if isinstance(value, str):
+        if (number := _GRADES.get(value, _GRADES.get(value.lower()))) is not None:
+            return number
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return float(value) if isinstance(value, bool) else value
+
+
+_SPAN_USAGE = {
     name: route(f"attributes.gen_ai.usage.{name}")
     for name in ("input_tokens", "output_tokens", "prompt_tokens", "completion_tokens")
 }
@@ -956,7 +1025,10 @@ def _span(record: Value) -> Value | None:
     others = ("execute_tool", "invoke_agent", "create_agent")
     if not any(marks) or _OPERATION.find(record) in others:
         return None
-    return {**record, "usage": {name: one.find(record) for name, one in _USAGE.items()}}
+    return {
+        **record,
+        "usage": {name: one.find(record) for name, one in _SPAN_USAGE.items()},
+    }
 
 
 # per sampled token of a node, by the orchestrator and the trainer
@@ -1204,20 +1276,20 @@ _ALL = [
     ),
     Format(
         "atif",
-        "a trajectory of Harbor (ATIF)",
-        keys=("schema_version steps",),
-        test=lambda value: str(value["schema_version"]).startswith("ATIF"),
+        "a trajectory of Harbor (ATIF), or the result.json of its trial",
+        keys=("schema_version steps", "trial_name verifier_result"),
+        test=lambda value: str(value.get("schema_version", "ATIF")).startswith("ATIF"),
         roots=_atif_roots,
         map="""each=steps, only=source=agent, session_id=/session_id|/trajectory_id,
             agent_id=/@agent|/agent.name, model=model_name|/agent.model_name,
             prompt_ids=metrics.prompt_token_ids,
             output_ids=metrics.completion_token_ids, output_logprobs=metrics.logprobs,
-            usage=metrics, reward=/extra.reward|/reward,
+            usage=metrics, reward=/verifier_result.rewards|/extra.reward|/reward,
             started_at=started_at, ended_at=timestamp""",
         prepare=_atif,
         knows=("step_id", "schema_version"),
-        ids="Harbor's agents write them with collect_rollout_details, from an engine that "
-        "returns token ids",
+        ids="Harbor's agents write them with collect_rollout_details=true (--agent-kwarg), "
+        f"if the engine returns them: {_ENGINES}",
     ),
     Format(
         "inspect",
@@ -1226,8 +1298,9 @@ _ALL = [
         containers=("inspect", "json"),
         unfold="samples",
         map="""each=events, only=event=model, session_id=/uuid|/id+/epoch, group_id=/id,
-            agent_id=role, model=model, reward=/scores, request=call.request,
+            agent_id=role, model=model, reward=/scores|/score, request=call.request,
             response=call.response|output, started_at=timestamp, ended_at=completed""",
+        reward=_score,
         talk=_talk_at("messages"),
         ids=f"with token ids only where the provider's raw response has them: {_ENGINES}",
     ),
@@ -1252,8 +1325,18 @@ _ALL = [
         keys=("input output score", "input output gts"),
         test=lambda value: isinstance(value["output"], str),
         ids="verl's rollout_data_dir has decoded text only: write the AgentLoopOutput of "
-        "each trajectory (prompt_ids, response_ids, response_mask, response_logprobs) "
-        "as JSON lines, which import as records",
+        "each trajectory (prompt_ids, response_ids, response_mask, response_logprobs, "
+        "reward_score, and the batch's uid) as a JSON line, which `trajkit import` reads",
+    ),
+    Format(
+        "verl-loop",
+        "an AgentLoopOutput of verl, of one trajectory",
+        keys=("prompt_ids response_ids response_mask",),
+        map="""session_id=session_id|metadata.session_id, group_id=uid|extra_fields.uid,
+            prompt_ids=prompt_ids, output_ids=response_ids, output_mask=response_mask,
+            output_logprobs=response_logprobs|rollout_log_probs,
+            reward=reward_score|reward""",
+        alone=True,
     ),
     Format(
         "langfuse",
@@ -1265,7 +1348,8 @@ _ALL = [
             output_ids={_within("metadata.", _OUTPUT)},
             output_logprobs={_within("metadata.", _LOGPROBS)},
             request=input, response=output, prompt_messages=input.messages|input,
-            response_message=output, finish_reason=metadata.finish_reason, usage=usage,
+            response_message=output, finish_reason=metadata.finish_reason,
+            usage=usageDetails|usage_details|usage,
             started_at=startTime, ended_at=endTime""",
         ids="Langfuse has them only in an observation's metadata (prompt_token_ids, "
         f"token_ids), or if its output is the engine's whole response: {_ENGINES}",
@@ -1302,11 +1386,11 @@ _ALL = [
         test=_has_lists,
         generic=True,
         needs_reply=True,
-        map=f"""session_id={_SESSION}|extra.session_id, prompt_ids={_PROMPT},
-            output_ids={_OUTPUT}, output_logprobs={_LOGPROBS}, output_mask={_MASK},
-            prompt_messages=prompt_messages|messages,
-            response_message=response_message|message|response|completion,
-            finish_reason=finish_reason|stop_reason, weight_version=weight_version,
+        map=f"""session_id={SPELLED["session_id"]}, prompt_ids={_PROMPT},
+            output_ids={_OUTPUT}, output_logprobs={_LOGPROBS}, output_mask=output_mask,
+            prompt_messages={SPELLED["prompt_messages"]},
+            response_message={SPELLED["response_message"]},
+            finish_reason={SPELLED["finish_reason"]}, weight_version=weight_version,
             weight_versions=weight_versions, model=model, request_id=request_id,
             usage=usage, turn_index=turn_index""",
         ids=_ENGINES,
@@ -1331,6 +1415,7 @@ _ALL = [
         generic=True,
         map="session_id=session_id|id|conversation_id|uuid|uid|@name",
         talk=_talk_at("messages", "conversations"),
+        ids=_ENGINES,
     ),
 ]
 
@@ -1358,11 +1443,11 @@ def _fits(format: Format, head: Head, value: Value | None) -> bool:
     return has_keys and format.test(value)
 
 
-_TURN = {"session_id", "prompt_ids", "output_ids"}
+TURN = {"session_id", "prompt_ids", "output_ids"}
 
 
 def _is_turn(value: Value | None) -> bool:
-    if value is None or not _TURN <= value.keys():
+    if value is None or not TURN <= value.keys():
         return False
     try:
         from_records([value])

@@ -4,7 +4,7 @@ import os
 import re
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -24,6 +24,7 @@ from trajkit.importers.containers import Finding, Head, has_items, is_array
 from trajkit.importers.formats import (
     FORMATS,
     TARGETS,
+    TURN,
     ChatTokenizer,
     Encoder,
     Format,
@@ -62,10 +63,10 @@ Contradicted: TypeAlias = Literal["untrain", "train"]
 # values show it
 _ROUNDED = ((4, 100.0, 1), (5, 10.0, 3), (6, 1.0, 8))
 
-# names of what several runs may be about
-_OF_A_TASK = re.compile(
-    "(?i)uid|task|prompt|problem|question|group|instance|example|sample|env|game|user|job|"
-    "workflow|experiment|index|idx"
+# names of one run, and not of what several may be about
+_OF_A_RUN = re.compile(
+    "(?i)(^|[._/-])(session|traj|rollout|run|episode|conv|thread|trace|trial|attempt|"
+    "dialog|chat)"
 )
 
 
@@ -267,6 +268,8 @@ class _Import:
         unread: dict[str, tuple[Finding, int]] = {}
         paths: dict[str, np.ndarray] = {}
         n_records, replies, silent = 0, dict[int, object](), set[str | None]()
+        begins = (one for value in head.values for one in table.calls("", value))
+        keyed = format.calls is None and any(one.session for one in begins)
         if format.needs_reply and self.encoder is None:
             replies, silent = _find_replies(_records(head, table))
         for n_records, found in enumerate(_records(head, table), 1):
@@ -276,11 +279,13 @@ class _Import:
                 found.remark("reply_of_a_request", "a later request repeats it")
             elif found.session in silent and fields.pop("prompt_messages", None):
                 text = (
-                    "its messages are left out: name the reply (response_message=PATH)"
+                    "its messages are left out: name the reply (--map "
+                    "response_message=PATH; messages.-1 if they end with it)"
                 )
                 found.remark("no_reply", text)
+            keyed = keyed or found.session is not None or bool(found.run_keys)
             if found.session is None and not found.problem:
-                self.name(head, found)
+                self.name(head, found, keyed)
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
                 unread[key] = first, count + 1
@@ -302,18 +307,20 @@ class _Import:
             text = f"{key} of {count} records was not read: --map FIELD={key} takes it"
             self.note(name, found, "unread", text)
 
-    def name(self, head: Head, found: Finding) -> None:
+    def name(self, head: Head, found: Finding, keyed: bool) -> None:
         """Name a session after its file, unless a key may name it."""
         if keys := found.run_keys:
             listed = ", ".join(f"{key} ({one!r})" for key, one in keys.items())
-            # several runs have the same task
-            of_a_run = [key for key in keys if not _OF_A_TASK.search(key)]
             found.problem = "no_session_id"
             found.detail = (
                 f"no session_id, but {listed}: say which names the agent run, as in --map "
-                f"session_id={(*of_a_run, 'KEY')[0]} (a+b: both; @file: one per file; "
+                f"session_id={_run_key(keys)} (a+b: both; @file: one per file; "
                 "@name: one per record)"
             )
+            return
+        if keyed:
+            found.problem = "no_session_id"
+            found.detail = "no session_id, which other records of the file have"
             return
         is_first = head.name not in self.names
         taken = head.stem in self.names.values()
@@ -354,7 +361,9 @@ class _Import:
         for target, is_there in needed.items():
             if not found.problem and not is_there(fields.get(target)):
                 found.problem = f"no_{target}"
-                found.detail = found.detail or f"--map {target}=PATH names them"
+                hint = f"--map {target}=PATH names them"
+                detail = f"{hint}, if it has them; {found.detail}"
+                found.detail = detail if found.detail else hint
         if found.problem:
             return None
         found.detail = ""
@@ -364,7 +373,9 @@ class _Import:
                 fields["tools_key"] = tools_key(found.tools)
             except (ArgumentError, InvalidTurnsError) as error:
                 found.remark("unread", f"its tools: {str(error)[:200]}")
-        for name, target, stated in found.claims:
+        # sources repeat their counts
+        distinct = {(one[1], repr(one[2])): one for one in reversed(found.claims)}
+        for name, target, stated in distinct.values():
             n = len(fields[target])
             if isinstance(stated, bool) or stated not in (None, n):
                 text = f"{name} is {stated!r}, and the record has {n} {target}"
@@ -415,6 +426,33 @@ class _Import:
             [TURNS_IMPORTED.empty_table(), table], promote_options="permissive"
         )
         return whole.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
+
+
+def advised(path: str) -> str:
+    """How to import a file of records; empty if it has turns, or nothing."""
+    try:
+        head = read.head_of(Path(path))
+        formats = fitting(head)
+        keys = {*head.values[0]} if head.values else TURN
+        own = keys >= TURN or {"suffix_ids", "input_ids"} & keys
+        if own or (not formats and "session_id" in keys):
+            return ""
+        table = Table([*formats, FORMATS["records"]][0], None, None, head)
+        calls = [one for value in head.values for one in table.calls("", value)]
+    except (ArgumentError, FormatError, OSError):
+        return ""
+    named = {key: one for call in calls for key, one in call.run_keys.items()}
+    option = f" --map session_id={_run_key(named)}" if named else ""
+    option = option or (" --map FIELD=PATH,..." if not formats else "")
+    return (
+        f"These are records of another system: trajkit import {path}{option} -o "
+        "log.parquet makes turns of them"
+    )
+
+
+def _run_key(keys: Mapping[str, object]) -> str:
+    filled = (key for key, one in keys.items() if one not in (None, ""))
+    return next(filter(_OF_A_RUN.search, filled), "KEY")
 
 
 def _check_logprobs(found: Finding) -> None:
@@ -522,9 +560,11 @@ def _find_replies(
                     answered.add(session)
                     several.remove(fits[0])
             digest.update(key)
-        if found.fields.get("response_message") is not None:
+        own = found.fields.get("response_message") is not None
+        if own:
             answered.add(session)
-        else:
+        # a text lacks what a message may have besides
+        if not own or "text_reply" in dict(found.remarks):
             path = np.append(prompt, _ids(found, "output_ids"))
             call = number, len(path), _digest(path)
             waiting[session, digest.digest()].append(call)

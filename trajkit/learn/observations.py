@@ -20,7 +20,7 @@ from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical, place
 from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Array, Longs, Ragged
-from trajkit.turns.attribution import Ints, Messages, SessionCalls, ToolCalls
+from trajkit.turns.attribution import Ints, Messages, SessionCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import errored, session_facts
 from trajkit.turns.sessions import Sessions
@@ -254,7 +254,6 @@ class _Labels:
         self.alphas: list[float] = []
         self.unnamed: set[tuple[bytes, int]] = set()
         self.skipped = 0
-        self._tools = ToolCalls(calls)
         # the label of each prompt token, -1: no weight
         self._by_call: dict[int, Ints] = {}
         self._numbers: dict[tuple[bytes, int, bytes], int] = {}
@@ -322,7 +321,7 @@ class _Labels:
         key, role = messages.key(i), messages.roles[i]
         alpha, call_id = self.choice.roles.get(role), None
         if role == "tool" and alpha is not None:
-            call_id, known = self._tools.answered(messages, i)
+            call_id, known = self.calls.answered(messages, i)
             name = name or known
             if self.choice.tools is not None:
                 alpha = None if name is None else self.choice.tools.get(name)

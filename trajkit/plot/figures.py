@@ -188,7 +188,7 @@ def swimlanes(turns: TableLike) -> Figure:
 
 
 def slices_of(turns: TableLike) -> list[Slice]:
-    """The times of each session in the order of the turns; see `trajkit.plot.swimlanes`."""
+    """The times of each session, by its start; see `trajkit.plot.swimlanes`."""
     table = as_turns(as_table(turns))
     calls: dict[str, list[tuple[int, int, int]]] = {}
     for (name, turn), start, stop in zip(
@@ -209,7 +209,7 @@ def slices_of(turns: TableLike) -> list[Slice]:
             "timeline without times, which `trajkit serve` records"
         )
     began, found = min(min(own)[0] for own in calls.values()), list[Slice]()
-    for name, own in calls.items():
+    for name, own in sorted(calls.items(), key=lambda one: min(one[1])):
         times = [((a - began) / 1e6, (b - began) / 1e6, k) for a, b, k in sorted(own)]
         # until when something is known, and when each lane is free
         busy, lanes = times[0][0], list[float]()

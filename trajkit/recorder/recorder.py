@@ -1,20 +1,19 @@
 """Calls as they come: the online form of a ``turns`` table."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from threading import Lock
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from trajkit.errors import InvalidTurnsError, UnknownSessionError
 from trajkit.policies import Policy
-from trajkit.policies import policy as named_policy
 from trajkit.recorder.session import ChatMessage, Recording, Types, with_metadata
 from trajkit.rows.linearize import linearize, rows_and_report
-from trajkit.tables.canonical import TableLike
 from trajkit.turns.messages import check_text
-from trajkit.turns.session_metadata import Reward, one_session
+from trajkit.turns.session_metadata import one_session
 
 
 class Recorded(NamedTuple):
@@ -47,17 +46,6 @@ class SessionRows(NamedTuple):
 
     rows: pa.Table
     report: pa.Table
-
-
-class RowOptions(TypedDict, total=False):
-    """Keyword arguments of `Recorder.rows`, which describes them."""
-
-    reward: Reward
-    sessions: TableLike | None
-    max_row_tokens: int | None
-    payloads: Sequence[str]
-    group_id: str | None
-    error: str | None
 
 
 class Recorder:
@@ -118,11 +106,11 @@ class Recorder:
             compared in place; only its new part is copied.
         output_logprobs : floats, one per output id, optional
             None or empty: the engine gave none. An element None: none for that token.
-        finish_reason : str, optional
-            As the engine reports it.
-        ill_formed, trainable : bool, optional
+        finish_reason, ill_formed, trainable, output_mask, weight_versions, mm_items
+            As in `trajkit.schema.TURNS`: None, or text, bools, a bool per output id, and
+            dicts.
         use_tool : bool, optional
-            None: true if ``response_message`` is a dict with ``tool_calls``.
+            None: whether ``response_message`` is a dict with ``tool_calls``.
         prompt_messages : sequence of dict, or of pairs (key, role), optional
             The request's chat messages. None: the call is routed by tokens. A message
             that the base contains at the same place is compared with it, not encoded
@@ -136,25 +124,15 @@ class Recorder:
             it is stored again, and the delta form shares less than `compact` would.
         response_message : dict, or pair (key, role), optional
             The reply as the next request is expected to contain it.
-        weight_versions : sequence of dict, optional
-            With ``version`` (str), ``start`` and ``stop``: which weights sampled which
-            output ids, all of them in order.
         payloads : mapping of str to object, optional
             Extra columns of the turn, by name: lists with an element per token, which
             `rows` carries along (see `trajkit.linearize`), or any other value that Arrow
             takes. An array of several dimensions becomes a nested list. Copied. A call
             without a value has a null in the column. The values of a column, over all
             sessions, have one type, or types that Arrow widens to one.
-        output_mask : bools, one per output id, optional
-            False: the token is context only. None: all may be trained.
-        mm_items : sequence of dict, optional
-            The images of the prompt, as `trajkit.schema.MM_ITEM` has them; their tokens
-            in ``prompt_ids`` are `trajkit.turns.content_ids`.
-        request_id, model, agent_id, call_kind : str, optional
-            Columns of `turns` under these names, as are the next three.
-        started_at, ended_at : datetime with a time zone, optional
-        step : int, optional
-            The training step that the run belongs to.
+        request_id, model, agent_id, call_kind, started_at, ended_at, step
+            Columns of `turns` under these names, if any call gives them: text, datetimes
+            with a time zone, and the training step that the run belongs to.
 
         Returns
         -------
@@ -229,11 +207,10 @@ class Recorder:
         UnknownSessionError
             The session has no recorded call, or it was dropped.
         """
-        return self._made(Recording.turns, session_id, session_id)
+        with self._held(session_id) as session:
+            return session.turns(session_id)
 
-    def rows(
-        self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
-    ) -> pa.Table:
+    def rows(self, session_id: str, policy: str | Policy, **options: Any) -> pa.Table:
         """The session's training rows so far: `trajkit.linearize` of its `turns`.
 
         Parameters
@@ -258,27 +235,31 @@ class Recorder:
             As `trajkit.linearize`; or ``sessions`` is given together with ``group_id`` or
             ``error``.
         """
-        return self._linearized(linearize, session_id, policy, **options)
+        options = _of_session(session_id, **options)
+        with self._held(session_id) as session:
+            return linearize(session.turns(session_id), policy, **options)
 
     def rows_and_report(
-        self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
+        self, session_id: str, policy: str | Policy, **options: Any
     ) -> SessionRows:
         """As `rows`, with the report that `trajkit.linearize` makes of the same turns."""
-        made = self._linearized(rows_and_report, session_id, policy, **options)
-        return SessionRows(*made)
+        options = _of_session(session_id, **options)
+        with self._held(session_id) as session:
+            turns = session.turns(session_id)
+            return SessionRows(*rows_and_report(turns, policy, **options))
 
-    def pop(
-        self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
-    ) -> SessionRows:
+    def pop(self, session_id: str, policy: str | Policy, **options: Any) -> SessionRows:
         """As `rows_and_report`, and forget the session.
 
         No call can be recorded between the two. If no rows can be made, the error is
         raised and the session stays.
         """
-        made = self._linearized(
-            rows_and_report, session_id, policy, forget=True, **options
-        )
-        return SessionRows(*made)
+        options = _of_session(session_id, **options)
+        with self._held(session_id) as session:
+            turns = session.turns(session_id)
+            made = SessionRows(*rows_and_report(turns, policy, **options))
+            self._forget(session, session_id)
+            return made
 
     def drop(self, session_id: str) -> None:
         """Forget a session. Tables that `turns` returned stay valid.
@@ -288,7 +269,8 @@ class Recorder:
         UnknownSessionError
             The session has no recorded call, or it was dropped.
         """
-        self._made(lambda session: None, session_id, forget=True)
+        with self._held(session_id) as session:
+            self._forget(session, session_id)
 
     def _session(self, session_id: str) -> Recording:
         if not isinstance(session_id, str):
@@ -300,59 +282,35 @@ class Recorder:
                 session = self._sessions[session_id] = Recording(self._types)
             return session
 
-    def _known(self, session_id: str) -> Recording:
+    @contextmanager
+    def _held(self, session_id: str) -> Iterator[Recording]:
+        """A session with a recorded call, whose lock is held."""
         with self._lock:
             session = self._sessions.get(session_id)
-        if session is None or not session.n_calls:
-            raise _unknown(session_id)
-        return session
-
-    def _linearized(
-        self,
-        make: Callable[..., Any],
-        session_id: str,
-        policy: str | Policy,
-        *,
-        forget: bool = False,
-        **options: Any,
-    ) -> Any:
-        """What ``make`` makes of the turns of a session."""
-        group_id, error = options.pop("group_id", None), options.pop("error", None)
-        if group_id is not None or error is not None:
-            facts = options.pop("reward", None), options.pop("sessions", None)
-            options["sessions"] = one_session(session_id, *facts, group_id, error)
-        chosen = named_policy(policy)
-        return self._made(
-            lambda session: make(session.turns(session_id), chosen, **options),
-            session_id,
-            forget=forget,
+        if session is not None and session.n_calls:
+            with session.lock:
+                if not session.dropped:
+                    yield session
+                    return
+        raise UnknownSessionError(
+            f"session {session_id!r} has no recorded call, or was dropped"
         )
 
-    def _made(
-        self,
-        make: Callable[..., Any],
-        session_id: str,
-        *args: object,
-        forget: bool = False,
-    ) -> Any:
-        """What ``make`` makes of a session, which is then forgotten if asked."""
-        session = self._known(session_id)
-        with session.lock:
-            if session.dropped:
-                raise _unknown(session_id)
-            result = make(session, *args)
-            if forget:
-                self._forget(session, session_id)
-        return result
-
     def _forget(self, session: Recording, session_id: str) -> None:
-        """Remove a session whose lock the caller has."""
         session.dropped = True
         with self._lock:
             del self._sessions[session_id]
 
 
-def _unknown(session_id: str) -> UnknownSessionError:
-    return UnknownSessionError(
-        f"session {session_id!r} has no recorded call, or was dropped"
-    )
+def _of_session(
+    session_id: str,
+    *,
+    group_id: str | None = None,
+    error: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The options of `linearize` of a session with this group and error."""
+    if group_id is not None or error is not None:
+        facts = options.pop("reward", None), options.pop("sessions", None)
+        options["sessions"] = one_session(session_id, *facts, group_id, error)
+    return options

@@ -65,14 +65,9 @@ CALL_METADATA: dict[str, tuple[pa.DataType, tuple[type, ...], str]] = {
 def with_metadata(payloads: object, values: tuple[object, ...]) -> object:
     """The payloads of a call and, in their types, the values of `CALL_METADATA` that are
     given.
-
-    Raises InvalidTurnsError for a value of another type, or one that payloads have as
-    well.
     """
-    if values.count(None) == len(values):
-        return payloads
-    if payloads is not None and not isinstance(payloads, Mapping):
-        return payloads  # refused as such
+    if values.count(None) == len(values) or not isinstance(payloads, Mapping | None):
+        return payloads  # what is no mapping is refused as such
     result = dict(payloads or {})
     for name, value in zip(CALL_METADATA, values, strict=True):
         if value is None:
@@ -112,11 +107,7 @@ class ExtraColumns:
     calls: list[dict[str, pa.Array]] = field(default_factory=list)
 
     def read(self, given: object) -> dict[str, pa.Array]:
-        """The values of a call, which `add` makes part of the session.
-
-        Raises InvalidTurnsError if a name is taken, or Arrow cannot store a value with the
-        earlier ones.
-        """
+        """The values of a call, which `add` makes part of the session."""
         if given is None:
             return {}
         if not isinstance(given, Mapping):
@@ -135,11 +126,10 @@ class ExtraColumns:
         check_depth(name, value, "")
         try:
             stored = one_value(value)
-            known = self.types.known.get(name, stored.type)
-            if stored.type != known:
-                type_ = common_type((known, stored.type))
-                earlier = self.calls if type_ != known else []
-                concat_values([*(c[name] for c in earlier if name in c), stored], type_)
+            type_ = common_type((self.types.known.get(name, stored.type), stored.type))
+            if type_ != self.types.known.get(name, type_):
+                earlier = [call[name] for call in self.calls if name in call]
+                concat_values([*earlier, stored], type_)
             return stored
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise _unfit(name, error) from None
@@ -163,12 +153,11 @@ class ExtraColumns:
 
     def columns(self, n_calls: int) -> dict[str, pa.Array]:
         """The columns of all calls, null if a call gave no value, in order of arrival."""
-        result = {}
-        for name, type_ in self.types.known.copy().items():
-            none = pa.nulls(1, type_)
-            values = [call.get(name, none) for call in self.calls[:n_calls]]
-            result[name] = concat_values(values, type_)
-        return result
+        calls, known = self.calls[:n_calls], self.types.known.copy()
+        return {
+            name: concat_values([c.get(name, pa.nulls(1, of)) for c in calls], of)
+            for name, of in known.items()
+        }
 
 
 def _unfit(name: str, error: Exception) -> InvalidTurnsError:
@@ -177,41 +166,33 @@ def _unfit(name: str, error: Exception) -> InvalidTurnsError:
     )
 
 
+Numbers: TypeAlias = "array[int]"
+"""Messages by number."""
+
 Read: TypeAlias = tuple[Encoded, object]
 """A message, and a copy that the caller cannot change, to compare others with."""
 
-
-class ReadCall(NamedTuple):
-    """The messages of a call that is not added yet."""
-
-    # the messages and the reply of its base
-    base: "array[int]"
-    # the messages, where they are those of the base. None: no list
-    numbers: "array[int] | None"
-    # the other messages, by place
-    others: dict[int, Read]
-    response: Read | None
+ReadCall: TypeAlias = "tuple[Numbers, Numbers | None, dict[int, Read], Read | None]"
+"""The messages of a call that is not added yet: those of its base, with the reply; its own,
+where they are those (None: no list); the others, by place; and its reply."""
 
 
 class CallMessages(NamedTuple):
-    """The messages of a call, by number."""
+    """The messages of a call."""
 
     # None: no list
-    numbers: "array[int] | None"
+    numbers: "Numbers | None"
     # -1: none
     reply: int
     # leading messages that the messages and the reply of the base begin with
     shared: int
 
-    def path(self) -> "array[int]":
+    def path(self) -> Numbers:
         """The messages and the reply; empty for a call without a list."""
-        numbers = array("i") if self.numbers is None else self.numbers[:]
-        if self.numbers is not None and self.reply >= 0:
-            numbers.append(self.reply)
-        return numbers
+        replied = self.numbers is not None and self.reply >= 0
+        return (self.numbers or array("i")) + array("i", [self.reply] * replied)
 
     def own(self) -> memoryview:
-        """The messages that the base does not supply."""
         return memoryview(self.numbers or array("i"))[self.shared :]
 
 
@@ -235,8 +216,7 @@ class MessageLog:
         """The messages of the next call, compared with those of its base or, without one,
         of the last call.
 
-        Nothing changes until they are added. Raises `InvalidTurnsError` if one is no
-        message.
+        Nothing changes until they are added.
         """
         numbers, others, known = None, {}, array("i")
         if messages is not None:
@@ -252,7 +232,7 @@ class MessageLog:
             numbers.extend([-1] * (len(listed) - len(numbers)))
             others = {i: _read(listed[i], f"prompt_messages[{i}]") for i in places}
         reply = None if response is None else _read(response, "response_message")
-        return ReadCall(known if base >= 0 else array("i"), numbers, others, reply)
+        return known if base >= 0 else array("i"), numbers, others, reply
 
     def add(self, read: ReadCall, call: int) -> None:
         """Add the messages of a call, in the place of one that was interrupted.
@@ -283,7 +263,7 @@ class MessageLog:
         numbers = np.frombuffer(b"".join(own), np.int32)
         return np.array(counts, np.int32).reshape(-1, 3), numbers
 
-    def _n_current(self, numbers: "array[int]", n: int, call: int) -> int:
+    def _n_current(self, numbers: Numbers, n: int, call: int) -> int:
         """How many of the first n messages of a call have the body that is current.
 
         A message without body refers to the last body that the session has for its key.
@@ -294,21 +274,16 @@ class MessageLog:
         last: dict[int, int] = {}
         for one in self.calls[:call]:
             for number in [*one.own(), one.reply]:
-                if number in respelled:
-                    last[respelled[number]] = number
-        for at, number in enumerate(numbers[:n]):
-            if number in respelled and last.get(respelled[number]) != number:
-                return at
-        return n
+                last[respelled.get(number, number)] = number
+        current = (last.get(respelled.get(one, one), one) == one for one in numbers[:n])
+        return next((at for at, same in enumerate(current) if not same), n)
 
     def _number(self, read: Read) -> int:
-        """The number of a message, which is new or known."""
         message, copy = read
         number = self.book.add(message)
         if number >= len(self.copies):
             # without those of a call that was interrupted
-            missing = number - len(self.copies)
-            self.copies += [*[None] * missing, copy]
+            self.copies += [*[None] * (number - len(self.copies)), copy]
         return number
 
 
@@ -382,62 +357,52 @@ class Recording:
         self.message_log.add(messages, index)
         self.extra.add(columns, index)
         reason, use_tool, ill_formed, trainable = metadata[:4]
-        return self.paths.insert(
-            trainable is not False,
-            use_tool is True,
-            ill_formed is True,
-            STOPS.get(str(reason), STOPS["other"]),
-        )
+        stop = STOPS.get(str(reason), STOPS["other"])
+        flags = (trainable is not False, use_tool is True, ill_formed is True)
+        return self.paths.insert(*flags, stop)
 
     def turns(self, name: str) -> pa.Table:
         """The calls so far: `trajkit.schema.TURNS_DELTA`, then the extra columns.
 
         Later calls do not change it.
         """
-        n_calls = self.n_calls
-        calls: Records = self.paths.calls
-        base = calls["base"]
+        n_calls, calls = self.n_calls, self.paths.calls
         counts, numbers = self.message_log.suffixes(n_calls)
         shared, lengths, replies = counts.T
         sessions = np.zeros(n_calls, np.int32)
-        messages, response = self.message_log.book.columns(
-            numbers, lengths, replies, sessions
-        )
-        extra = self.extra.columns(n_calls)
+        book = self.message_log.book
+        messages, response = book.columns(numbers, lengths, replies, sessions)
         columns = {
             "session_id": pa.repeat(name, n_calls),
             "turn_index": pa.array(np.arange(n_calls, dtype=np.int32)),
-            "base_turn": pa.array(base, pa.int32(), mask=base < 0),
+            "base_turn": pa.array(calls["base"], mask=calls["base"] < 0),
             "shared_length": pa.array(calls["own_start"].astype(np.int32)),
             **self._token_columns(calls),
             "shared_messages": pa.array(shared, pa.int32(), mask=lengths < 0),
             "suffix_messages": messages,
             "response": response,
             **metadata_columns(self.metadata[:n_calls]),
-            **extra,
         }
+        extra = self.extra.columns(n_calls)
         fields = [pa.field(name, column.type) for name, column in extra.items()]
         schema = pa.schema([*TURNS_DELTA, *fields], metadata=TURNS_DELTA.metadata)
-        arrays = [columns[one] for one in schema.names]
+        arrays = [*map(columns.__getitem__, TURNS_DELTA.names), *extra.values()]
         return pa.Table.from_arrays(arrays, schema=schema)
 
     def _token_columns(self, calls: Records) -> dict[str, pa.Array]:
-        """The columns with one value per token."""
         n_own = calls["prompt_len"] - calls["own_start"]
-        middles, stops = 4 * n_own, 4 * (n_own + calls["out_len"])
+        blocks = [memoryview(one) for one in self.new_values[: len(calls)]]
+        cuts = zip(blocks, 4 * n_own, 4 * (n_own + calls["out_len"]), strict=True)
+        parts = [
+            (b[:middle], b[middle:stop], b[stop:] or None) for b, middle, stop in cuts
+        ]
+        valids = ((), (), self.valid[: len(calls)])
         names = ("suffix_ids", "output_ids", "output_logprobs")
-        parts: list[list[memoryview | None]] = [[], [], []]
-        for one, middle, stop in zip(self.new_values, middles, stops, strict=False):
-            block = memoryview(one)
-            ranges = (block[:middle], block[middle:stop], block[stop:] or None)
-            for part, values in zip(parts, ranges, strict=True):
-                part.append(values)
-        valid = self.valid[: len(calls)]
         return {
             name: lists_of(
-                part, TURNS_DELTA.field(name).type, valid if name == names[2] else ()
+                [one[k] for one in parts], TURNS_DELTA.field(name).type, valid
             )
-            for name, part in zip(names, parts, strict=True)
+            for k, (name, valid) in enumerate(zip(names, valids, strict=True))
         }
 
 
@@ -455,12 +420,12 @@ def _check(prompt: Ints, output: Ints, values: tuple[object, ...]) -> None:
 
 def _refusal(values: bytes, which: int, at: int, place: int) -> InvalidTurnsError:
     """The error for a value of a call, as `_core.Growth.fault` gives it."""
+    name = ("prompt_ids", "output_ids", "output_logprobs")[which]
+    rule = ID_RULE
     if which == 2:
-        number = np.frombuffer(values, np.float32)[place]
-        return InvalidTurnsError(
-            f"output_logprobs[{at}] is {number}: a log-probability is finite, above "
-            "-9999 and at most 0 (1e-4 is tolerated for rounding)"
+        rule = (
+            "a log-probability is finite, above -9999 and at most 0 (1e-4 is tolerated "
         )
-    name = ("prompt_ids", "output_ids")[which]
-    value = np.frombuffer(values, np.int32)[place]
-    return InvalidTurnsError(f"{name}[{at}] is {value}: {ID_RULE}")
+        rule += "for rounding)"
+    value = np.frombuffer(values, np.float32 if which == 2 else np.int32)[place]
+    return InvalidTurnsError(f"{name}[{at}] is {value}: {rule}")

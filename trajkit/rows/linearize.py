@@ -202,11 +202,7 @@ def linearize_batches(
 def _unread(policy: Policy) -> tuple[str, ...]:
     """The columns of turns with text that neither the policy nor a row reads."""
     by_body = policy.message_equality != "values" or policy.parent_by == "agents"
-    if (
-        policy.on_drift == "splice"
-        or policy.missing_logprobs == "raise"
-        or (by_body and policy.parent_by in BY_MESSAGES)
-    ):
+    if policy.on_drift == "splice" or (by_body and policy.parent_by in BY_MESSAGES):
         return ()
     return ("messages", "suffix_messages", "response")
 

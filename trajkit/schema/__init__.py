@@ -9,245 +9,129 @@ lost its metadata is read as the current version. Turns of version 2 have other 
 keys, which are computed again from the bodies (`trajkit.turns.delta.renew_keys`).
 """
 
-from collections.abc import Iterator
+from functools import partial
 
-import numpy as np
-import pyarrow as pa
-
-from trajkit.schema import engine
 from trajkit.schema.engine import SCHEMA_VERSION as SCHEMA_VERSION
 from trajkit.schema.engine import SCHEMA_VERSIONS as SCHEMA_VERSIONS
-from trajkit.schema.engine import TURN, Fault, columns, defined, struct, table
+from trajkit.schema.engine import (
+    defined,
+    described,
+    every_token_counted,
+    one_of,
+    spans_in_order,
+    struct,
+)
+
+_TURN = """session_id text
+turn_index int32"""
+_IN_ORDER = """session_id text (contiguous)
+turn_index int32 (ascending)"""
 
 # Turns: recorded model calls, and what is learned later.
 
 KEY_BYTES = 16
 
-MESSAGE = struct(
-    """
-    key key?: digest of the message: the same for messages that are ==
-        (trajkit.turns.messages)
-    role text?
-    body text?: JSON with sorted keys; null: the last body that the session has of this
-        key
-    """,
-    key=pa.binary(KEY_BYTES),
-)
+MESSAGE = struct("""message
+key key?: digest of the message: the same for messages that are == (trajkit.turns.messages)
+role text?
+body text?: JSON with sorted keys; null: the last body that the session has of this key
+""")
 """One chat message. A repeated message has its key and a null ``body``."""
 
-WEIGHT_VERSION = struct("""
-    version text?
-    start, stop int32?
+WEIGHT_VERSION = struct("""versions
+version text?
+start, stop int32?
 """)
 """Output tokens ``start:stop`` were sampled with the weights ``version``."""
 
-MM_ITEM = struct("""
-    kind text?: what it is: image
-    hash text?: SHA-256 of the original bytes, 64 hexadecimal digits; a log has them in a
-        file of this name in its folder images
-    token_id int32?: the id that the engine has at each of its tokens
-    start, stop int32?: its tokens are start:stop of the prompt or row
+MM_ITEM = struct("""image
+kind text?: what it is: image
+hash text?: SHA-256 of the original bytes, 64 hexadecimal digits; a log has them in a file
+    of this name in its folder images
+token_id int32?: the id that the engine has at each of its tokens
+start, stop int32?: its tokens are start:stop of the prompt or row
 """)
 """An image in a prompt.
 
-Its tokens are content ids: ids beyond every vocabulary that depend on kind, hash and
-number of tokens (`trajkit.turns.images.content_ids`). Hence prompts with different
-images differ in their ids, and every stage that compares tokens compares images too.
-`trajkit.turns.engine_ids` gives the ids that the engine consumed.
+Its tokens are content ids: ids beyond every vocabulary that depend on kind, hash and number
+of tokens (`trajkit.turns.content_ids`), so every stage that compares tokens compares images
+too. `trajkit.turns.engine_ids` gives the ids that the engine consumed.
 """
 
 
-def no_key_missing(name: str, table: pa.Table) -> Iterator[Fault]:
-    """Every message has a key and a role."""
-    for start, ends, values in engine.flat_chunks(table.column(name)):
-        yield engine.broken_items(
-            start, ends, values.is_null(), f"{name}[{{}}] is null"
-        )
-        for field in ("key", "role"):
-            lacking = engine.field_of(values, field).is_null()
-            yield engine.broken_items(
-                start, ends, lacking, f"{name}[{{}}] has no {field}"
-            )
+_COMMIT = """session_id text (contiguous): one agent run; a rollout of a task
+turn_index int32 (ascending): commit order within the session; gaps are allowed"""
+_OUTPUT = """output_ids [int32] (token_ids): the ids that the engine sampled, unchanged
+output_logprobs [float32]? (logprob_per_output): one per output id. null: the engine
+    returned none, for the output or for the token
+finish_reason text?: as the engine names it: stop, length, abort, ..."""
+_REPLY = """response message? (reply_has_key): the reply as the next request is expected to
+    repeat it. null: unknown
+use_tool bool?: the reply calls a tool; null: unknown, taken as false
+ill_formed bool?: the reply's tool call did not parse; null: unknown, taken as false
+trainable bool?: false: context only. null: true
+output_mask [bool]? (mask_per_output): one per output id; false: the token is context only.
+    null: all true
+weight_versions [versions]? (tile_outputs): the weights that sampled each range of output
+    tokens
+mm_items [image]?: the images of the prompt, in order, also in delta form. null: none"""
 
-
-def reply_has_key(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A response that is not null has a key and a role."""
-    column = table.column(name).combine_chunks()
-    given = np.asarray(column.is_valid())
-    for field in ("key", "role"):
-        lacking = given & np.asarray(engine.field_of(column, field).is_null())
-        yield engine.broken(lacking, f"{name} has no {field}")
-
-
-def one_per_output(name: str, table: pa.Table) -> Iterator[Fault]:
-    """One bool per output id, or none at all."""
-    yield from engine.as_long_as("output_ids", name, f"{{}} elements of {name}", table)
-    yield from engine.no_null(name, table)
-
-
-def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
-    """Spans without nulls that tile the output, in order."""
-    column = table.column(name)
-    spans, ends = engine.list_values(column), np.cumsum(engine.lengths(column))
-    lacking = engine.lacks(spans, "version", "start", "stop")
-    rule = f"{name}[{{}}] has a null: version, start and stop are needed"
-    yield engine.broken_items(0, ends, lacking, rule)
-    low, high = (
-        np.asarray(engine.field_of(spans, bound).fill_null(0), np.int64)
-        for bound in ("start", "stop")
-    )
-    begins = np.append(0, ends)[:-1]
-    filled = np.flatnonzero(ends > begins)
-    due = np.append(0, high)[: len(low)]
-    due[begins[filled]] = 0
-    rule = f"{name}[{{}}] is {{}}:{{}}, expected a start of {{}}: the spans tile the output"
-    bad = (low != due) | (high < low)
-    yield engine.broken_items(0, ends, bad, rule, low, high, due)
-    last, n_output = np.zeros_like(ends), engine.lengths(table.column("output_ids"))
-    last[filled] = high[ends[filled] - 1]
-    rule = f"{name} end at {{}} of {{}} output ids: the spans tile the output"
-    bad = ~engine.nulls(column) & (last != n_output)
-    yield engine.broken(bad, rule, last, n_output)
-
-
-def not_empty(table: pa.Table) -> Iterator[Fault]:
-    """Every prompt has a token."""
-    is_full = "prompt_ids" in table.column_names
-    n_prompt = engine.lengths(table.column("prompt_ids" if is_full else "suffix_ids"))
-    if not is_full:
-        n_prompt = n_prompt + table.column("shared_length").to_numpy()
-    rule = "prompt_ids is empty: an engine samples after some token"
-    yield engine.broken(n_prompt == 0, rule)
-
-
-def delta(table: pa.Table) -> Iterator[Fault]:
-    """The base of a turn is an earlier turn and has what is shared with it."""
-    bases = table.column("base_turn")
-    none = engine.nulls(bases)
-    base_row, found = engine.lookup(table, "turn_index", bases)
-    bad = ~none & (~found | (base_row >= np.arange(len(table))))
-    rule = "base_turn {} is not an earlier turn of the session"
-    yield engine.broken(bad, rule, bases)
-    if bad.any():
-        return
-    shared = table.column("shared_length").to_numpy()
-    n_own, n_output = (
-        engine.lengths(table.column(name)) for name in ("suffix_ids", "output_ids")
-    )
-    most = np.where(none, 0, (shared + n_own + n_output)[base_row])
-    rule = "shared_length is {}: expected 0 to {}, tokens of the base turn"
-    yield engine.broken((shared < 0) | (shared > most), rule, shared, most)
-    listed, shares = table.column("suffix_messages"), table.column("shared_messages")
-    unlisted = engine.nulls(listed)
-    rule = "shared_messages and suffix_messages are null together"
-    yield engine.broken(unlisted != engine.nulls(shares), rule)
-    shared = shares.fill_null(0).to_numpy()
-    total = shared + engine.lengths(listed) + ~engine.nulls(table.column("response"))
-    most = np.where(none | unlisted[base_row], 0, total[base_row])
-    rule = "shared_messages is {}: expected 0 to {}, messages of the base turn"
-    yield engine.broken((shared < 0) | (shared > most), rule, shared, most)
-
-
-_TURNS = columns(
-    """
-    session_id text (contiguous): one agent run; a rollout of a task
-    turn_index int32 (ascending): commit order within the session; ascending, gaps allowed
-    prompt_ids [int32] (token_ids): the ids that the engine consumed, unchanged; content
-        ids for images (MM_ITEM)
-    output_ids [int32] (token_ids): the ids that the engine sampled, unchanged
-    output_logprobs [float32]? (logprob_per_id): one per output id. null: the engine
-        returned none, for the output or for the token
-    finish_reason text?: as the engine names it: stop, length, abort, ...
-    messages [message]? (no_key_missing): the request's chat messages in order. null list:
-        route by tokens
-    response message? (reply_has_key): the reply as the next request is expected to repeat
-        it. null: unknown
-    use_tool bool?: the reply calls a tool; null: unknown, taken as false
-    ill_formed bool?: the reply's tool call did not parse; null: unknown, taken as false
-    trainable bool?: false: context only. null: true
-    output_mask [bool]? (one_per_output): one per output id; false: the token is context
-        only. null: all true
-    weight_versions [versions]? (tile_outputs): the weights that sampled each range of
-        output tokens
-    mm_items [image]?: the images of the prompt, in order, also in delta form. null: none
-    """,
-    message=MESSAGE,
-    versions=WEIGHT_VERSION,
-    image=MM_ITEM,
-    logprob_per_id=engine.logprobs("output_ids"),
-    no_key_missing=no_key_missing,
-    reply_has_key=reply_has_key,
-    one_per_output=one_per_output,
-    tile_outputs=tile_outputs,
-)
-TURNS = table("turns", *_TURNS, rules=(not_empty,))
+TURNS = described(f"""turns (not_empty)
+{_COMMIT}
+prompt_ids [int32] (token_ids): the ids that the engine consumed, unchanged; content ids for
+    images (MM_ITEM)
+{_OUTPUT}
+messages [message]? (no_key_missing): the request's chat messages in order. null list: route
+    by tokens
+{_REPLY}
+""")
 """One row per model call. Only the not-null columns are required; others may be absent,
 and unknown extra columns pass through."""
 
-_DELTA_COLUMNS = columns(
-    """
-    base_turn int32?: the earlier turn of the session that shares a prefix with this
-        prompt. null: none
-    shared_length int32: prompt[:shared_length] == (base prompt ++ base
-        output)[:shared_length]
-    suffix_ids [int32] (token_ids): prompt[shared_length:]
-    shared_messages int32?: messages[:shared_messages] == (base messages ++ base
-        response)[:shared_messages]
-    suffix_messages [message]? (no_key_missing): messages[shared_messages:]. null list:
-        the turn has no messages
-    """,
-    message=MESSAGE,
-    no_key_missing=no_key_missing,
-)
-DELTA_FIELDS = tuple(one.field for one in _DELTA_COLUMNS)
-"""Columns of the delta form. The first three replace ``prompt_ids``, the last two
-replace ``messages``; all use the same base turn."""
+TURNS_DELTA = described(f"""turns (delta, not_empty)
+{_COMMIT}
+base_turn int32?: the earlier turn of the session that shares a prefix with this prompt.
+    null: none
+shared_length int32: prompt[:shared_length] == (base prompt ++ base output)[:shared_length]
+suffix_ids [int32] (token_ids): prompt[shared_length:]
+{_OUTPUT}
+shared_messages int32?: messages[:shared_messages] == (base messages ++ base
+    response)[:shared_messages]
+suffix_messages [message]? (no_key_missing): messages[shared_messages:]. null list: the turn
+    has no messages
+{_REPLY}
+""")
+"""``turns`` in delta form: its size is linear in the context, not quadratic.
 
-_DELTA = {"prompt_ids": _DELTA_COLUMNS[:3], "messages": _DELTA_COLUMNS[3:]}
+The columns of prompts take the place of ``prompt_ids``, those of messages that of
+``messages``; all use the same base turn."""
 
-TURNS_DELTA = table(
-    "turns",
-    *(new for old in _TURNS for new in _DELTA.get(old.field.name, (old,))),
-    rules=(delta, not_empty),
-)
-"""``turns`` in delta form: its size is linear in the context, not quadratic."""
+ROUTING = described(f"""turns
+{_TURN}
+request_id text?: the source's name of the call
+parent_resolution text?: what was known of the call's parent when the request came in: root,
+    resolved or unresolved. null: nothing is recorded
+parent_request text?: the request_id of the parent, if it is resolved
+scored bool?: true: its reply was scored, and nothing after it counts. One turn of a session
+tools_key text?: what `trajkit.turns.tools_key` gives of the tools that the request offers.
+    null: unknown, the same for all such turns
+""")
+"""Optional columns of ``turns`` that tell which turn continues which. ``nemo`` follows
+recorded parents, and prefixes in sessions without them; ``graph`` compares tools."""
 
-ROUTING = table(
-    "turns",
-    *TURN,
-    *columns("""
-    request_id text?: the source's name of the call
-    parent_resolution text?: what was known of the call's parent when the request came in:
-        root, resolved or unresolved. null: nothing is recorded
-    parent_request text?: the request_id of the parent, if it is resolved
-    scored bool?: true: its reply was scored, and nothing after it counts. One turn of a
-        session
-    tools_key text?: what `trajkit.turns.tools_key` gives of the tools that the request
-        offers. null: unknown, the same for all such turns
-    """),
-)
-"""Optional columns of ``turns`` that tell which turn continues which. The policy ``nemo``
-(``parent_by="prefix"``) follows recorded parents, and prefixes in sessions without them;
-the policy ``graph`` (``compare_tools``) compares tools."""
-
-ATTRIBUTION = table(
-    "turns",
-    *TURN,
-    *columns("""
-    prompt_message_index [int32]?: one per prompt token: index of the message that it
-        renders, in the request (or in its last messages, see message_tool_names).
-        negative: structure, such as the generation prompt, or a token of an earlier call.
-        In delta form the tokens that are shared with the base may be left out if their
-        index is -1. null list: unknown
-    prompt_is_content [bool]?: one per prompt token: true for the message's text, false
-        for the template's tokens around it. In delta form shared tokens may be left out
-        if false. null list: unknown
-    message_tool_names [text]?: one per message: the tool whose output it is; null
-        element: no tool, or unknown. A list shorter than the request's messages covers
-        the last ones, and so does prompt_message_index. null list: joined by tool_call_id
-        from the message bodies
-    """),
-)
+ATTRIBUTION = described(f"""turns
+{_TURN}
+prompt_message_index [int32]?: one per prompt token: index of the message that it renders,
+    in the request (or in its last messages, see message_tool_names). negative: structure,
+    such as the generation prompt, or a token of an earlier call. In delta form the tokens
+    that are shared with the base may be left out if their index is -1. null list: unknown
+prompt_is_content [bool]?: one per prompt token: true for the message's text, false for the
+    template's tokens around it. In delta form shared tokens may be left out if false. null
+    list: unknown
+message_tool_names [text]?: one per message: the tool whose output it is; null element: no
+    tool, or unknown. A list shorter than the request's messages covers the last ones, and
+    so does prompt_message_index. null list: joined by tool_call_id from the message bodies
+""")
 """Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
 by `trajkit.learn.observation_weights`."""
 
@@ -256,21 +140,18 @@ AMENDMENT_REASONS = defined("""Reasons to amend a recorded turn.
 undelivered: Its answer reached no client: it is context only.
 delivered: A client asked again and received the answer: the turn's own ``trainable``
     counts.
-retried: Its request came again although it was answered, and the gateway was asked to
-    make such turns context only.
+retried: Its request came again although it was answered, and the gateway was asked to make
+    such turns context only.
 continued: A later request contains its answer, so it was not retried: the turn's own
     ``trainable`` counts.
 dropped: Its session was dropped: it is context only.
 """)
 
-AMENDMENTS = table(
-    "amendments",
-    *TURN,
-    *columns("""
-    reason text: one of AMENDMENT_REASONS
-    trainable bool?: false: the turn is context only. null: the turn's own value counts
-    """),
-)
+AMENDMENTS = described(f"""amendments
+{_TURN}
+reason text: one of AMENDMENT_REASONS
+trainable bool?: false: the turn is context only. null: the turn's own value counts
+""")
 """Facts about turns that became known after they were recorded. The last line of a turn
 counts. The file is in the folder of the turns, and `trajkit.read_turns` applies it."""
 
@@ -278,44 +159,43 @@ PAYLOADS = defined("""Extra columns of turns that have a rule of their own.
 
     `trajkit.validate` checks it, and `trajkit.linearize` carries them as its ``payloads``.
 
-routed_experts: Per token of prompt and output, or of all but the last: the experts that
-    it was sent to, a list per layer. A list that could be of the output ids alone as well
-    is of all ids but the last, as engines return it.
+routed_experts: Per token of prompt and output, or of all but the last: the experts that it
+    was sent to, a list per layer. A list that could be of the output ids alone as well is
+    of all ids but the last, as engines return it.
 sampling_mask: Per output id: the ids that it was drawn from after top-p and top-k, itself
     among them. Null or empty: nothing was cut off, or it is not known.
-ref_logprobs, teacher_logprobs: Log-probabilities under another model, per output id, or
-    per token of prompt and output.
+ref_logprobs, teacher_logprobs: Log-probabilities under another model, per output id, or per
+    token of prompt and output.
 """)
 
 # Sessions: their metadata, rewards, and counts per session or policy.
 
-_SESSIONS = columns("""
-    session_id text (one_row_per_session)
-    reward float64? (finite): null: unscorable, never 0
-    group_id text?: the task that several rollouts share
-    error text?: null: the rollout ended without an error
+_SESSION = """session_id text (one_row_per_session)
+reward float64? (finite): null: unscorable, never 0
+group_id text?: the task that several rollouts share
+error text?: null: the rollout ended without an error"""
+
+SESSIONS = described(f"""sessions
+{_SESSION}
 """)
-SESSIONS = table("sessions", *_SESSIONS)
 """Metadata of sessions that the caller knows, one row per session."""
 
-TURN_REWARDS = table(
-    "turn_rewards",
-    *TURN,
-    *columns("    reward float64?: null: unscorable, never 0"),
-)
+TURN_REWARDS = described(f"""turn_rewards
+{_TURN}
+reward float64?: null: unscorable, never 0
+""")
 """A reward per turn, as `trajkit.learn.spread_rewards` takes it."""
 
 LOSSES = defined("""Reasons why no row trains a sampled token.
 
 absorbed: Its row continued after drift with the next prompt's ids in its place.
-rewritten: A later request showed another message in its place, and the turn left the
-    tree.
+rewritten: A later request showed another message in its place, and the turn left the tree.
 cut: It is beyond ``max_row_tokens`` of its row.
 untrainable: The turn has ``trainable = false``, or its session ended in an error.
 unrouted: The turn has an empty list of messages, which message routing skips (unless
     ``tie_break="tokens"``, as in ``faithful``).
-restarted: A later prompt of the row departs inside the prompt that opened the row. The
-    row restarts there and loses what it had.
+restarted: A later prompt of the row departs inside the prompt that opened the row. The row
+    restarts there and loses what it had.
 over_max_rows: Its row exceeds the policy's ``max_rows``.
 aborted: The turn's finish_reason is ``abort``, and the policy does not train such turns.
 masked: The turn's ``output_mask`` is false for it.
@@ -328,108 +208,81 @@ refused: Its messages continue a turn whose tokens its prompt does not continue 
     `LINK_REASONS`).
 retried: Nothing continues its turn, and a later turn has the same parent.
 
-A token that may not be trained at all counts as untrainable, aborted, masked or
-no_logprob, in this order, before any other reason.
+A token that may not be trained at all counts as untrainable, aborted, masked or no_logprob,
+in this order, before any other reason.
 """)
 
+_LOST = "\n".join(f"lost_{reason} int64" for reason in LOSSES)
 
-_LOST = columns("\n".join(f"    lost_{reason} int64" for reason in LOSSES))
-
-
-def every_token_counted(table: pa.Table) -> Iterator[Fault]:
-    """Every sampled token is trained, or lost for one reason."""
-    sampled = table.column("tokens_sampled").to_numpy()
-    counted = table.column("tokens_trained").to_numpy().copy()
-    for reason in LOSSES:
-        counted += table.column(f"lost_{reason}").to_numpy()
-    rule = "{} tokens sampled, but {} trained or lost"
-    yield engine.broken(sampled != counted, rule, sampled, counted)
-
-
-REPORT = table(
-    "report",
-    *_SESSIONS,
-    *columns("""
-    turns, rows int32
-    rows_untrained int32: rows omitted because nothing in them was trained, or they had no
-        response
-    rows_cut int32: rows omitted because max_row_tokens left no response token
-    rows_over_max_rows int32: rows omitted because the policy's max_rows was reached
-    tokens_sampled int64: tokens that the model sampled; equals trained plus all lost_*
-    tokens_trained int64: sampled tokens under the loss mask of some row, each counted
-        once
-    tokens_duplicated int64: occurrences of sampled tokens in additional rows, as context
-        or trained again
-    tokens_forward int64: tokens of all rows, which a forward pass computes
-    tokens_forward_shared int64: the same with each shared prefix counted once
-    """),
-    *_LOST,
-    *columns("""
-    rows_no_splice_point int32: rows that ended before their chain did (see LOSSES),
-        omitted rows included
-    turns_no_splice_point int32: turns that are in no row for that reason, also those with
-        nothing to train
-    turns_by_tokens int32: turns without messages, linked by tokens although the policy
-        links by messages
-    roots int32: turns without a parent, except unrouted and empty ones (LINK_REASONS)
-    turns_quarantined int32: turns that parent_by="prefix" quarantined (see LINK_REASONS)
-    turns_unresolved int32: retries of prompts for which no retry was continued, including
-        the kept one
-    """),
-    rules=(every_token_counted,),
+REPORT = described(
+    f"""report (counted)
+{_SESSION}
+turns, rows int32
+rows_untrained int32: rows omitted because nothing in them was trained, or they had no
+    response
+rows_cut int32: rows omitted because max_row_tokens left no response token
+rows_over_max_rows int32: rows omitted because the policy's max_rows was reached
+tokens_sampled int64: tokens that the model sampled; equals trained plus all lost_*
+tokens_trained int64: sampled tokens under the loss mask of some row, each counted once
+tokens_duplicated int64: occurrences of sampled tokens in additional rows, as context or
+    trained again
+tokens_forward int64: tokens of all rows, which a forward pass computes
+tokens_forward_shared int64: the same with each shared prefix counted once
+{_LOST}
+rows_no_splice_point int32: rows that ended before their chain did (see LOSSES), omitted
+    rows included
+turns_no_splice_point int32: turns that are in no row for that reason, also those with
+    nothing to train
+turns_by_tokens int32: turns without messages, linked by tokens although the policy links by
+    messages
+roots int32: turns without a parent, except unrouted and empty ones (LINK_REASONS)
+turns_quarantined int32: turns that parent_by="prefix" quarantined (see LINK_REASONS)
+turns_unresolved int32: retries of prompts for which no retry was continued, including the
+    kept one
+""",
+    counted=partial(every_token_counted, LOSSES),
 )
 """Counts per session, one row per session, also for sessions without rows."""
 
-OBSERVATIONS = table(
-    "observations",
-    *columns("""
-    session_id text
-    tokens_observed int64: tokens with a weight, over all rows
-    tokens_repeated int64: tokens without a weight because an earlier row has it
-    messages_unnamed int32: tool messages skipped because tool_names requires a name and
-        none is known
-    turns_skipped int32: turns without usable attribution
-    """),
-)
+OBSERVATIONS = described("""observations
+session_id text
+tokens_observed int64: tokens with a weight, over all rows
+tokens_repeated int64: tokens without a weight because an earlier row has it
+messages_unnamed int32: tool messages skipped because tool_names requires a name and none is
+    known
+turns_skipped int32: turns without usable attribution
+""")
 """Counts of `trajkit.learn.observation_weights`, one row per session."""
 
-SIMULATION = table(
-    "simulation",
-    *columns("""
-    policy text: the preset's name, and the choices that differ from it
-    turns, rows int64
-    rows_untrained, rows_cut, rows_over_max_rows int64: as in REPORT, over all sessions
-    turns_by_tokens, roots, turns_quarantined, turns_unresolved int64
-    tokens_sampled, tokens_trained int64
-    tokens_lost int64: the sum of all lost_*
-    """),
-    *_LOST,
-    *columns("""
-    tokens_duplicated int64
-    tokens_out_of_context int64: trained tokens whose row, up to them, differs from the
-        path they were sampled after
-    tokens_forward, tokens_forward_shared int64
-    tokens_padding int64?: padding of each row to a multiple of the given length. null: no
-        length was given
-    longest_row int64: tokens of the longest row; 0 without rows
-    packs, tokens_packed, pairs_packed int64?: packs of the given size (trees that are
-        larger are carried over several), their tokens, and pairs of a token and one that
-        it attends. null: no size was given
-    """),
-)
+SIMULATION = described(f"""simulation
+policy text: the preset's name, and the choices that differ from it
+turns, rows int64
+rows_untrained, rows_cut, rows_over_max_rows int64: as in REPORT, over all sessions
+turns_by_tokens, roots, turns_quarantined, turns_unresolved int64
+tokens_sampled, tokens_trained int64
+tokens_lost int64: the sum of all lost_*
+{_LOST}
+tokens_duplicated int64
+tokens_out_of_context int64: trained tokens whose row, up to them, differs from the path
+    they were sampled after
+tokens_forward, tokens_forward_shared int64
+tokens_padding int64?: padding of each row to a multiple of the given length. null: no
+    length was given
+longest_row int64: tokens of the longest row; 0 without rows
+packs, tokens_packed, pairs_packed int64?: packs of the given size (trees that are larger
+    are carried over several), their tokens, and pairs of a token and one that it attends.
+    null: no size was given
+""")
 """Results of several policies on the same turns, one row per policy."""
 
-IMPORT_REPORT = table(
-    "import_report",
-    *columns("""
-    file text
-    place text: position in the file: "line 3", "sample 0"
-    session_id text?: null: not in the record
-    problem name: docs/import.md lists them
-    kept bool: true if the record still became a turn
-    detail text
-    """),
-)
+IMPORT_REPORT = described("""import_report
+file text
+place text: position in the file: "line 3", "sample 0"
+session_id text?: null: not in the record
+problem name: docs/import.md lists them
+kept bool: true if the record still became a turn
+detail text
+""")
 """Records that an import dropped or changed, one row per record and problem."""
 
 # Rows: training sequences, what they do with outputs, and what is wrong with them.
@@ -445,203 +298,88 @@ untrainable: The row contains it as context, since it may not be trained (`LOSSE
 no_splice_point: The row ended before it could continue with it; the span is empty.
 """)
 
-SPAN = struct("""
-    start, stop, turn_index, output_start, output_stop int32?
-    kind name?
+SPAN = struct("""span
+start, stop, turn_index, output_start, output_stop int32?
+kind name?
 """)
-"""Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output.
-
-``trained``, ``duplicate`` and ``untrainable`` spans have ``stop - start == output_stop
-- output_start``. ``absorbed``, ``cut`` and ``no_splice_point`` spans are empty (``start ==
-stop``): the output range was lost. Their ``start`` is its position in the row, or the
-position where the row was replaced or ended if that is smaller.
+"""Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output, or none
+(``start == stop``) if the range was lost (EMPTY_KINDS). ``start`` is then its position in
+the row, or the position where the row was replaced or ended if that is smaller.
 """
 
 EMPTY_KINDS = ("absorbed", "cut", "no_splice_point")
 """Kinds of spans whose tokens the row lost."""
 
-ROW_VERSIONS = struct("    first, last text?")
+ROW_VERSIONS = struct("""row_versions
+first, last text?
+""")
 """The weights that sampled a row's first token and its last."""
 
 
-def row_lengths(table: pa.Table) -> Iterator[Fault]:
-    """Per-token columns have the row's length, and no length exceeds it."""
-    n_ids = engine.lengths(table.column("input_ids"))
-    for name in ("loss_mask", "logprobs"):
-        n_here = engine.lengths(table.column(name))
-        rule = f"{{}} elements of {name} for {{}} input_ids"
-        yield engine.broken(n_here != n_ids, rule, n_here, n_ids)
-    shared = table.column("shared_length").to_numpy()
-    for name in ("prompt_length", "shared_length"):
-        values = table.column(name).to_numpy()
-        rule = f"{name} is {{}} in a row of {{}} tokens"
-        yield engine.broken(values > n_ids, rule, values, n_ids)
-    parent = table.column("parent_row")
-    rule = "shared_length is {} without a parent_row"
-    yield engine.broken(engine.nulls(parent) & (shared > 0), rule, shared)
-    parent_at, found = engine.lookup(table, "row_index", parent)
-    of_parent = np.where(found, n_ids[parent_at], 0)
-    rule = "shared_length is {}, but the parent row has {} tokens"
-    yield engine.broken(found & (shared > of_parent), rule, shared, of_parent)
-
-
-def masks(table: pa.Table) -> Iterator[Fault]:
-    """Prompt tokens are not trained, and only trained tokens have a logprob."""
-    mask = np.asarray(engine.list_values(table.column("loss_mask")))
-    ends = np.cumsum(engine.lengths(table.column("input_ids")))
-    owner, offset = engine.owners(np.flatnonzero(mask), ends)
-    prompt = table.column("prompt_length").to_numpy()[owner]
-    bad = np.flatnonzero(offset < prompt)
-    rule = "loss_mask[{}] is true within the prompt of {} tokens"
-    yield engine.fault(owner[bad], rule, offset[bad], prompt[bad])
-    given = np.asarray(engine.list_values(table.column("logprobs")).is_valid())
-    rule = "logprobs[{}] is not null, but loss_mask is false"
-    yield engine.broken_items(0, ends, given & ~mask, rule)
-    n_trained = np.bincount(owner, minlength=len(table))
-    sums = table.column("rollout_mask_sum").to_numpy()
-    rule = "rollout_mask_sum is {} in a row that trains {} tokens"
-    yield engine.broken(sums < n_trained, rule, sums, n_trained)
-
-
-_SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
-
-
-def no_span_null(name: str, table: pa.Table) -> Iterator[Fault]:
-    """Every span has all its fields."""
-    for start, ends, spans in engine.flat_chunks(table.column(name)):
-        lacking = engine.lacks(spans, *_SPAN_NUMBERS, "kind")
-        yield engine.broken_items(start, ends, lacking, f"{name}[{{}}] has a null")
-
-
-def spans_in_order(table: pa.Table) -> Iterator[Fault]:
-    """Spans ascend within the row, and trained spans are where the mask is true."""
-    n_ids = engine.lengths(table.column("input_ids"))
-    listed = engine.list_values(table.column("spans"))
-    kind = np.asarray(engine.field_of(listed, "kind").cast(pa.string()))
-    start, stop, turn, out_start, out_stop = (
-        np.asarray(engine.field_of(listed, name)) for name in _SPAN_NUMBERS
-    )
-    ends = np.cumsum(engine.lengths(table.column("spans")))
-    row, at = engine.owners(np.arange(len(kind)), ends)
-    before = np.append(0, stop)[: len(stop)]
-    before[at == 0] = 0
-    inside = (start >= 0) & (stop >= start) & (stop <= n_ids[row])
-    mask = np.asarray(engine.list_values(table.column("loss_mask")))
-    trues = np.append(0, np.cumsum(mask))
-    base = np.cumsum(n_ids) - n_ids
-    low = np.where(inside, base[row] + start, 0)
-    high = np.where(inside, base[row] + stop, 0)
-    trained, empty = kind == "trained", np.isin(kind, EMPTY_KINDS)
-    for bad, rule in (
-        (~np.isin(kind, SPAN_KINDS), f"expected one of {', '.join(SPAN_KINDS)}"),
-        (~inside, "it must lie within the row"),
-        (start < before, "it must not overlap the previous span"),
-        ((out_start < 0) | (out_stop < out_start), "its output range runs backwards"),
-        (turn < 0, "its turn_index is negative"),
-        (empty & (start != stop), "an absorbed, cut or no_splice_point span is empty"),
-        (
-            ~empty & (stop - start != out_stop - out_start),
-            "it must be as long as its output range",
-        ),
-        (
-            inside & (trues[high] - trues[low] != np.where(trained, stop - start, 0)),
-            "loss_mask is true in trained spans, and only there",
-        ),
-    ):
-        rule = f"spans[{{}}] is {{}}:{{}} of kind {{!r}}: {rule}"
-        yield engine.broken_items(0, ends, bad, rule, start, stop, kind)
-    claimed = np.bincount(row, np.where(trained, stop - start, 0), len(table))
-    masked = trues[base + n_ids] - trues[base]
-    rule = "loss_mask is true for {} tokens, but the trained spans have {:.0f}"
-    yield engine.broken(claimed != masked, rule, masked, claimed)
-
-
-def is_share(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A row's weight is in [0, 1]: its share of the rollout."""
-    values = table.column(name).fill_null(0.0).to_numpy()
-    rule = f"{name} is {{}}: it is a share of the rollout"
-    yield engine.broken((values < 0) | (values > 1), rule, values)
-
-
-_ROWS = columns(
-    """
-    session_id text (contiguous)
-    row_index int32 (ascending): counts the session's rows from 0, in the policy's order
-    group_id text?
-    input_ids [int32] (token_ids)
-    prompt_length int32 (not_negative): the prompt of the call that opened the row
-    loss_mask [bool] (no_null): true where this row trains the token
-    logprobs [float32] (one_per_id): null outside the mask, and for tokens without a
-        logprob
-    spans [span] (no_span_null): ascending, never overlapping
-    parent_row int32? (earlier): row_index of the earlier row of the session with the
-        longest shared prefix, the first on ties. null: none shares a token
-    shared_length int32 (not_negative): tokens shared with it; 0 without one
-    reward float64? (finite): the session's reward. null: unscorable
-    row_weight float64? (finite, is_share): this row's share of the rollout's trained
-        tokens; null if the rollout trains none
-    rollout_mask_sum int64 (not_negative): trained tokens of all rows of the session
-    finish_reason text?
-    truncated, use_tool, ill_formed bool?
-    segment_kind name?: of its turns, as in LINKS
-    last_turn int32?: the turn whose path the row is, or whose output ends the row. null:
-        unknown
-    turns [int32]?: the turns in the row, in order, up to last_turn, including turns with
-        an empty output and turns lost to drift or truncation. null: unknown
-    weight_versions versions?: the weights of the first and the last sampled token with
-        known weights. null: none
-    step int64?: the training step of the last turn, if turns have this column. null:
-        unknown
-    mm_items [image]?: its images, in order. An image that max_row_tokens cuts has its
-        stop beyond the row. null: none
-    """,
-    span=SPAN,
-    versions=ROW_VERSIONS,
-    image=MM_ITEM,
-    one_per_id=engine.logprobs("input_ids"),
-    no_span_null=no_span_null,
-    earlier=engine.refers("row_index", np.less, "an earlier row_index"),
-    is_share=is_share,
+ROWS = described(
+    """rows (row_lengths, masks, spans)
+session_id text (contiguous)
+row_index int32 (ascending): counts the session's rows from 0, in the policy's order
+group_id text?
+input_ids [int32] (token_ids)
+prompt_length int32 (not_negative): the prompt of the call that opened the row
+loss_mask [bool] (no_null): true where this row trains the token
+logprobs [float32] (logprob_per_id): null outside the mask, and for tokens without a logprob
+spans [span] (no_span_null): ascending, never overlapping
+parent_row int32? (earlier): row_index of the earlier row of the session with the longest
+    shared prefix, the first on ties. null: none shares a token
+shared_length int32 (not_negative): tokens shared with it; 0 without one
+reward float64? (finite): the session's reward. null: unscorable
+row_weight float64? (finite, is_share): this row's share of the rollout's trained tokens;
+    null if the rollout trains none
+rollout_mask_sum int64 (not_negative): trained tokens of all rows of the session
+finish_reason text?
+truncated, use_tool, ill_formed bool?
+segment_kind name?: of its turns, as in LINKS
+last_turn int32?: the turn whose path the row is, or whose output ends the row. null:
+    unknown
+turns [int32]?: the turns in the row, in order, up to last_turn, including turns with an
+    empty output and turns lost to drift or truncation. null: unknown
+weight_versions row_versions?: the weights of the first and the last sampled token with
+    known weights. null: none
+step int64?: the training step of the last turn, if turns have this column. null: unknown
+mm_items [image]?: its images, in order. An image that max_row_tokens cuts has its stop
+    beyond the row. null: none
+""",
+    spans=partial(spans_in_order, SPAN_KINDS, EMPTY_KINDS),
 )
-ROWS = table("rows", *_ROWS, rules=(row_lengths, masks, spans_in_order))
 """One row per training sequence."""
 
 OPENED_BY = ("no_parent", "drift", "branch")
 """Why a row begins at its first turn: it has no parent, its prompt drifts from its parent's
 path, or another row continues its parent."""
 
-ROW_REASONS = table(
-    "row_reasons",
-    *columns("""
-    session_id text?: null: the rows do not name it
-    row_index int32
-    first_turn int32?: the turn that opens the row: the first that no earlier row
-        contains. null: the rows do not name turns
-    parent int32?: its parent. null: none
-    opened_by text: one of OPENED_BY
-    tokens_trained int64
-    tokens_lost int64: tokens of its empty spans (EMPTY_KINDS)
-    sentence text
-    """),
-)
+ROW_REASONS = described("""row_reasons
+session_id text?: null: the rows do not name it
+row_index int32
+first_turn int32?: the turn that opens the row: the first that no earlier row contains.
+    null: the rows do not name turns
+parent int32?: its parent. null: none
+opened_by text: one of OPENED_BY
+tokens_trained int64
+tokens_lost int64: tokens of its empty spans (EMPTY_KINDS)
+sentence text
+""")
 """Why each row begins where it does, one line per row (see `analysis.why`)."""
 
 OUTPUT_KINDS = ("trained", *LOSSES)
 """What a policy does with a sampled token: it trains it, or loses it for a reason."""
 
-OUTPUT_SPANS = table(
-    "output_spans",
-    *TURN,
-    *columns("""
-    output_start int32: tokens output_start:output_stop of the turn's output
-    output_stop int32
-    kind name: one of OUTPUT_KINDS
-    row_index int32?: the row that trains them, lost them, or has them as context. null:
-        no row does
-    drift_turn int32?: the turn whose prompt caused the loss because it departs from an
-        earlier path. null: none did
-    """),
-)
+OUTPUT_SPANS = described(f"""output_spans
+{_TURN}
+output_start int32: tokens output_start:output_stop of the turn's output
+output_stop int32
+kind name: one of OUTPUT_KINDS
+row_index int32?: the row that trains them, lost them, or has them as context. null: no row
+    does
+drift_turn int32?: the turn whose prompt caused the loss because it departs from an earlier
+    path. null: none did
+""")
 """Each range of sampled tokens and what a policy does with it, in order of session, turn
 and position (see `analysis.output_spans`). Every sampled token is in one line; a token that
 several rows train is in one line per row."""
@@ -652,16 +390,16 @@ session: The row's session has turns, and its rows are contiguous.
 row_index: It counts the rows of the session from 0.
 length: Mask and logprobs have the row's length, and no row exceeds ``max_row_tokens``.
 null: Ids, mask and spans have no null.
-span_turn, span_kind, span_place, span_range: A span names a turn of the session and a
-    known kind, follows the previous span without overlap, and is as long as its range of
-    the turn's output.
+span_turn, span_kind, span_place, span_range: A span names a turn of the session and a known
+    kind, follows the previous span without overlap, and is as long as its range of the
+    turn's output.
 span_tokens: A span has the tokens of its output range.
 untrainable: Tokens that may not be trained are in untrainable spans, and no others are.
 mask: It is true exactly for trained spans. In rows without spans: for outputs that were
     located in the row.
 logprob: The engine's value under the mask, null elsewhere.
-context: The tokens before a trained token are those it was sampled after. For spliced
-    rows see row_tokens.
+context: The tokens before a trained token are those it was sampled after. For spliced rows
+    see row_tokens.
 trained_twice: No sampled token is trained or lost in two spans, or in two of a row if the
     policy trains a token in several.
 not_trained: Every token that the policy promises to train is trained.
@@ -682,18 +420,15 @@ policy: The rows are those that the policy makes of the turns: tokens, mask, spa
     and flags. Checked in sessions that break no other rule.
 """)
 
-VIOLATIONS = table(
-    "violations",
-    *columns("""
-    session_id text?
-    row_index int32?: null: the violation concerns no single row
-    turn_index int32?: null: it concerns no single turn
-    token int32?: position of the first wrong token in the row or, without row_index, in
-        the turn's output. null: the violation concerns the row as such
-    rule name
-    detail text: the values found and expected, and the number of tokens
-    """),
-)
+VIOLATIONS = described("""violations
+session_id text?
+row_index int32?: null: the violation concerns no single row
+turn_index int32?: null: it concerns no single turn
+token int32?: position of the first wrong token in the row or, without row_index, in the
+    turn's output. null: the violation concerns the row as such
+rule name
+detail text: the values found and expected, and the number of tokens
+""")
 """One row per violation and contiguous range of tokens."""
 
 ROW_CHECK_KINDS = defined("""What `trajkit.check_rows` says of rows.
@@ -712,18 +447,15 @@ not_found: No turn begins like the row.
 session_without_rows: Sessions of the turns that have no row. Nothing is wrong.
 """)
 
-ROW_CHECKS = table(
-    "row_checks",
-    *columns("""
-    row int32?: the position of the row, from 0. null: the line is of no row
-    session_id text?: null: the row was not found
-    turn_index int32?: null: the line concerns no single turn
-    token int32?: position in the row, padding included. null: of no token
-    kind name: one of ROW_CHECK_KINDS
-    tokens int64
-    detail text
-    """),
-)
+ROW_CHECKS = described("""row_checks
+row int32?: the position of the row, from 0. null: the line is of no row
+session_id text?: null: the row was not found
+turn_index int32?: null: the line concerns no single turn
+token int32?: position in the row, padding included. null: of no token
+kind name: one of ROW_CHECK_KINDS
+tokens int64
+detail text
+""")
 """What rows train of what was sampled (see `trajkit.check_rows`)."""
 
 # Links: the turn that each turn continues, and how its prompt departs from it.
@@ -733,14 +465,14 @@ LINK_REASONS = defined("""How the parent of a turn was found, or why the turn is
 root: No parent: no earlier turn matches.
 messages: The generated message nearest above it in the message tree.
 rewrite: As ``messages``. Its prompt also replaced a short reply, which is now rewritten.
-tokens: The longest path at the end of a row (of any turn under ``parent_by="prefix"``)
-    that is a prefix of its prompt. For turns without messages under a route by messages:
-    the turn whose prompt is a proper prefix of its prompt and whose path it repeats for
+tokens: The longest path at the end of a row (of any turn under ``parent_by="prefix"``) that
+    is a prefix of its prompt. For turns without messages under a route by messages: the
+    turn whose prompt is a proper prefix of its prompt and whose path it repeats for
     longest.
 previous: The previous call of the session.
 unrouted: It has an empty list of messages: no parent, in no row.
-history_replaced: No parent: the same agent spoke earlier, but this request does not
-    extend its history.
+history_replaced: No parent: the same agent spoke earlier, but this request does not extend
+    its history.
 prompts: The chain whose last prompt is the longest prefix of its prompt.
 
 Only under ``parent_by="prefix"``, with the parent as for ``tokens`` or ``recorded``:
@@ -756,8 +488,8 @@ chain_quarantined: Not quarantined itself, but every chain with it contains a qu
     turn, or it continues the turn that was scored.
 empty: It sampled nothing: nothing continues it, and it is in no row.
 recorded: The parent that the source recorded (`ROUTING`).
-no_parent: No parent: the recorded one is unresolved or missing, its path does not begin
-    the prompt, or nothing is recorded, though it is of other turns of the session.
+no_parent: No parent: the recorded one is unresolved or missing, its path does not begin the
+    prompt, or nothing is recorded, though it is of other turns of the session.
 
 Only under ``parent_by="generations"``, where ``messages`` names the last turn whose
 messages and reply are the longest such beginning of the request:
@@ -774,62 +506,17 @@ subagent: A sub-agent's segment: its tool call was answered, or the session ende
 final: The main agent's last segment.
 """)
 
-_IN_ORDER = columns("""
-    session_id text (contiguous)
-    turn_index int32 (ascending)
-""")
-_ANOTHER = engine.refers("turn_index", np.not_equal, "another turn_index")
-_LATER = engine.refers("turn_index", np.greater, "a later turn")
-
-
-def parents_first(table: pa.Table) -> Iterator[Fault]:
-    """Parents have an order, and precede their children by turn_index or by order."""
-    order = table.column("order").fill_null(-1).to_numpy()
-    at, found = engine.lookup(table, "turn_index", table.column("parent"))
-    followed = found & (order >= 0)
-    before = np.where(followed, order[at], -1)
-    session = engine.session_numbers(table)
-    later = np.unique(session[followed & (at > np.arange(len(table)))])
-    rule = "order {}, but its parent has no order, so it is in no row"
-    yield engine.broken(followed & (before < 0), rule, order)
-    yield engine.broken(
-        followed & (before >= order) & np.isin(session, later),
-        "order {} does not come after its parent's, {}, in a session with a parent that "
-        "is a later turn",
-        order,
-        before,
-    )
-
-
-def differ(name: str, table: pa.Table) -> Iterator[Fault]:
-    """Ranks are unique in each session."""
-    column = table.column(name)
-    values = (engine.session_numbers(table) << 32) + column.fill_null(0).to_numpy()
-    again = ~engine.nulls(column)
-    again[again] = engine.repeated(values[again])
-    yield engine.broken(again, f"{name} {{}} is repeated within the session", column)
-
-
-LINKS = table(
-    "links",
-    *_IN_ORDER,
-    *columns(
-        """
-    parent int32? (another, turn_exists): turn_index of the parent. null: none
-    link_reason name? (reasons)
-    order int32? (not_negative, differ): rank in the policy's traversal of the session,
-        from 0
-    rewritten_by int32? (turn_exists, later): the turn that replaced this one's reply, so
-        that it does not train. null: none
-    segment_kind name?: how its segment ended (SEGMENT_KINDS). null: the route has no
-        segments
-    """,
-        another=_ANOTHER,
-        later=_LATER,
-        differ=differ,
-        reasons=engine.one_of(LINK_REASONS),
-    ),
-    rules=(parents_first,),
+LINKS = described(
+    f"""links (parents_first)
+{_IN_ORDER}
+parent int32? (another, turn_exists): turn_index of the parent. null: none
+link_reason name? (reasons)
+order int32? (not_negative, differ): rank in the policy's traversal of the session, from 0
+rewritten_by int32? (turn_exists, later): the turn that replaced this one's reply, so that
+    it does not train. null: none
+segment_kind name?: how its segment ended (SEGMENT_KINDS). null: the route has no segments
+""",
+    reasons=one_of(LINK_REASONS),
 )
 """One row per turn: the turn that it continues."""
 
@@ -851,11 +538,11 @@ TEXT_CAUSES = defined("""Causes of a finding, from the text of both sides.
 
 The first that applies counts.
 
-truncated: The prompt ends here. If no other cause applies: its message ends here, while
-    the path's continues.
+truncated: The prompt ends here. If no other cause applies: its message ends here, while the
+    path's continues.
 same_text: The text is equal, the tokens differ.
-special_tokens: Equal except for special tokens (or their text in ordinary tokens) and
-    white space around them.
+special_tokens: Equal except for special tokens (or their text in ordinary tokens) and white
+    space around them.
 boolean: Equal once ``True``, ``False`` and ``None`` are ``true``, ``false`` and ``null``.
 tool_arguments: Part of a JSON object with the same value in another notation.
 white_space: Equal except for white space.
@@ -868,129 +555,88 @@ other_text: Different text, and no messages that show who changed it.
 """)
 
 
-def drift_agrees(table: pa.Table) -> Iterator[Fault]:
-    """The columns of a drift table agree."""
-    size = table.column("size").to_numpy()
-    after = table.column("tokens_after_drift").to_numpy()
-    rule = "tokens_after_drift {} exceeds the size {}"
-    yield engine.broken(after > size, rule, after, size)
-    for name, word in (("region", "none"), ("cause", "clean")):
-        text = table.column(name).cast(pa.string())
-        equal = np.array([value == word for value in text.to_pylist()], np.bool_)
-        rule = f"{name} is {{!r}} with a size of {{}}: expected {word!r} exactly for size 0"
-        yield engine.broken(
-            ~engine.nulls(text) & (equal != (size == 0)), rule, text, size
-        )
-    names = ("resync_path", "resync_prompt", "resync_length")
-    path, prompt, length = (engine.nulls(table.column(name)) for name in names)
-    rule = "the three resync columns are null together"
-    yield engine.broken((path != prompt) | (path != length), rule)
-
-
-DRIFT = table(
-    "drift",
-    *_IN_ORDER,
-    *columns(
-        """
-    parent int32 (another)
-    lcp int32 (not_negative): tokens shared by the parent's path and this prompt, from the
-        start
-    size int32 (not_negative): tokens of the path beyond lcp; 0: clean
-    region name? (regions)
-    resync_path, resync_prompt, resync_length int32? (not_negative): where path and prompt
-        agree again: path[resync_path:][:resync_length] ==
-        prompt[resync_prompt:][:resync_length]. null: nowhere
-    tokens_after_drift int32 (not_negative): sampled tokens of the path at or beyond lcp
-    cause name? (causes)
-    """,
-        another=_ANOTHER,
-        regions=engine.one_of(REGIONS),
-        causes=engine.one_of((*CAUSES, *TEXT_CAUSES)),
-    ),
-    rules=(drift_agrees,),
+DRIFT = described(
+    f"""drift (drift_agrees)
+{_IN_ORDER}
+parent int32 (another)
+lcp int32 (not_negative): tokens shared by the parent's path and this prompt, from the start
+size int32 (not_negative): tokens of the path beyond lcp; 0: clean
+region name? (regions)
+resync_path, resync_prompt, resync_length int32? (not_negative): where path and prompt agree
+    again: path[resync_path:][:resync_length] == prompt[resync_prompt:][:resync_length].
+    null: nowhere
+tokens_after_drift int32 (not_negative): sampled tokens of the path at or beyond lcp
+cause name? (causes)
+""",
+    regions=one_of(REGIONS),
+    causes=one_of((*CAUSES, *TEXT_CAUSES)),
 )
 """One row per turn with a parent: how its prompt departs from the parent's path."""
 
-FINDINGS = table(
-    "findings",
-    *TURN,
-    *columns("""
-    parent int32
-    finding int32: counts the findings of the turn from 0, in the order of the prompt
-    cause name
-    path_start, path_stop int32: tokens of the parent's path ...
-    prompt_start, prompt_stop int32: ... and the prompt's tokens in their place. Between
-        findings, and from the last finding to the end of the path, both have the same
-        tokens
-    path_text, prompt_text text: decoded text, with special tokens
-    """),
-)
+FINDINGS = described(f"""findings
+{_TURN}
+parent int32
+finding int32: counts the findings of the turn from 0, in the order of the prompt
+cause name
+path_start, path_stop int32: tokens of the parent's path ...
+prompt_start, prompt_stop int32: ... and the prompt's tokens in their place. Between
+    findings, and from the last finding to the end of the path, both have the same tokens
+path_text, prompt_text text: decoded text, with special tokens
+""")
 """Each span where a prompt departs from the parent's path, with its cause."""
 
 LABELS = ("sub_agent", "retry", "rollback", "compaction", "rewrite")
 """Kinds of branches (see `analysis.label_branches`)."""
 
-BRANCHES = table(
-    "branches",
-    *TURN,
-    *columns("""
-    label name
-    other int32: the earlier turn that it is compared with
-    evidence text: the reason for the label, in words
-    """),
-)
+BRANCHES = described(f"""branches
+{_TURN}
+label name
+other int32: the earlier turn that it is compared with
+evidence text: the reason for the label, in words
+""")
 """One row per turn that opens a branch."""
 
 # Packs: rows that share prefixes as trees of tokens, and where they are computed.
 
-PACKS = table(
-    "packs",
-    *columns(
-        """
-    input_ids [int32]: a tree of tokens in pre-order, tree after tree; padding at the end
-    position_ids [int32]: tokens before it on its path from the root; 0 for padding
-    subtree_end [int32]: where the tokens below it end: token q attends token k if k <= q
-        < subtree_end[k]. A token of padding attends itself
-    n_tokens int32: tokens without the padding
-    segment_start [int32]: where each segment starts: the longest runs of tokens without a
-        branch inside
-    segment_parent [int32]: the segment of the pack whose last token the segment follows;
-        -1: none. In a pack with a prefix such a segment follows the prefix, unless its
-        position_ids start at 0
-    tree_start [int32]: where each tree starts
-    tree_session [text]: the session of each tree; a null element: it joins sessions of a
-        group
-    sessions [text]: the sessions of all rows in the pack
-    cu_seqlens [int32]?: tree_start, and n_tokens (and the end of the padding), as
-        attention kernels for packed sequences take it. null: the pack has a branch or a
-        prefix
-    edge_source [int32]: an edge is a token that a row trains. The token of the pack that
-        predicts it
-    edge_target [int32]: its id
-    edge_row [int64]: the line of its row in the table of rows
-    edge_position [int32]: its position in the row
-    edge_weight [float64]: its share of the loss, without the advantage
-    edge_logprob [float32]: as recorded. null: the engine gave none
-    prefix_pack int64?: of a part of a tree: the line of the pack that has the part before
-        it. null: the pack has no prefix
-    prefix_source [int32]: the prefix: the path to the pack's first token, by position.
-        Where each token is in that pack, counted from the first token of the prefix that
-        it has itself
-    prefix_end [int32]: as subtree_end, of the tokens of the prefix: q attends it if q <
-        prefix_end
-    mm_items [image]?: its images, by position in the pack; rows that share one have it
-        once. null: none
-    """,
-        image=MM_ITEM,
-    ),
-)
+PACKS = described("""packs
+input_ids [int32]: a tree of tokens in pre-order, tree after tree; padding at the end
+position_ids [int32]: tokens before it on its path from the root; 0 for padding
+subtree_end [int32]: where the tokens below it end: token q attends token k if k <= q <
+    subtree_end[k]. A token of padding attends itself
+n_tokens int32: tokens without the padding
+segment_start [int32]: where each segment starts: the longest runs of tokens without a
+    branch inside
+segment_parent [int32]: the segment of the pack whose last token the segment follows; -1:
+    none. In a pack with a prefix such a segment follows the prefix, unless its position_ids
+    start at 0
+tree_start [int32]: where each tree starts
+tree_session [text]: the session of each tree; a null element: it joins sessions of a group
+sessions [text]: the sessions of all rows in the pack
+cu_seqlens [int32]?: tree_start, and n_tokens (and the end of the padding), as attention
+    kernels for packed sequences take it. null: the pack has a branch or a prefix
+edge_source [int32]: an edge is a token that a row trains. The token of the pack that
+    predicts it
+edge_target [int32]: its id
+edge_row [int64]: the line of its row in the table of rows
+edge_position [int32]: its position in the row
+edge_weight [float64]: its share of the loss, without the advantage
+edge_logprob [float32]: as recorded. null: the engine gave none
+prefix_pack int64?: of a part of a tree: the line of the pack that has the part before it.
+    null: the pack has no prefix
+prefix_source [int32]: the prefix: the path to the pack's first token, by position. Where
+    each token is in that pack, counted from the first token of the prefix that it has
+    itself
+prefix_end [int32]: as subtree_end, of the tokens of the prefix: q attends it if q <
+    prefix_end
+mm_items [image]?: its images, by position in the pack; rows that share one have it once.
+    null: none
+""")
 """Rows that share prefixes as trees of tokens, one line per micro-batch. ``columns`` of
 `trajkit.pack` add a list ``edge_<name>`` each."""
 
 PACK_RULES = defined("""What `trajkit.verify_packs` looks at.
 
-length: The lists of a pack's tokens, segments, trees and edges are as long as one
-    another.
+length: The lists of a pack's tokens, segments, trees and edges are as long as one another.
 range: Tokens, rows and positions that a pack names exist, and no id is null or negative.
 max_tokens: No pack is longer than asked.
 subtree_end: The tokens that it spans are nested: each subtree lies in that of the token
@@ -1009,29 +655,23 @@ mm_items: The images of a pack are the rows', and its content ids are theirs.
 packed_twice, not_packed: Every token that a row trains has one edge.
 """)
 
-PACK_VIOLATIONS = table(
-    "pack_violations",
-    *columns("""
-    pack int64?: the line of the pack. null: the violation is of no one pack
-    token int32?: the first token of the pack that is wrong. null: of no one token
-    session_id text?: the row that it is about. null: of no one row
-    row_index int32?
-    row_token int32?: the position in the row. null: of no one position
-    rule name
-    detail text: the values, and how many more there are in the pack
-    """),
-)
+PACK_VIOLATIONS = described("""pack_violations
+pack int64?: the line of the pack. null: the violation is of no one pack
+token int32?: the first token of the pack that is wrong. null: of no one token
+session_id text?: the row that it is about. null: of no one row
+row_index int32?
+row_token int32?: the position in the row. null: of no one position
+rule name
+detail text: the values, and how many more there are in the pack
+""")
 """What breaks a rule in packs, one line per pack, row and rule."""
 
-ASSIGNMENT = table(
-    "assignment",
-    *columns("""
-    step int32: counts the optimizer steps from 0
-    rank int32
-    slot int32: counts the packs of the rank in the step from 0
-    pack int64?: the line of the pack in its table. null: an empty pack, so that ranks
-        have as many
-    cost float64: in the unit of the costs given to `trajkit.balance`; 0 for an empty pack
-    """),
-)
+ASSIGNMENT = described("""assignment
+step int32: counts the optimizer steps from 0
+rank int32
+slot int32: counts the packs of the rank in the step from 0
+pack int64?: the line of the pack in its table. null: an empty pack, so that ranks have as
+    many
+cost float64: in the unit of the costs given to `trajkit.balance`; 0 for an empty pack
+""")
 """Which rank computes which pack, one line per pack."""

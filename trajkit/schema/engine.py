@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,18 +46,6 @@ _NO_LOGPROB = (
 POSITIVE = "a log-probability is at most 0 (1e-4 is tolerated for rounding)"
 
 
-class Column(NamedTuple):
-    """A column and its rules."""
-
-    field: pa.Field
-    rules: tuple[Rule, ...] = ()
-
-
-def required(name: str, type_: pa.DataType, *rules: Rule) -> Column:
-    """A column without nulls."""
-    return Column(pa.field(name, type_, nullable=False), rules)
-
-
 _TYPES = {
     "bool": pa.bool_(),
     "int32": pa.int32(),
@@ -66,61 +54,65 @@ _TYPES = {
     "float64": pa.float64(),
     "text": pa.string(),
     "name": NAMES,
+    "key": pa.binary(16),
 }
+"""The types of columns, those of structs included, by the name that texts give them."""
+
+_HEAD: Any = re.compile(r"(?P<name>\w+)(?: \((?P<rules>[\w, ]+)\))?\n")
 _LINE = re.compile(
-    r"^    (?P<names>\w+(?:, \w+)*) (?P<list>\[)?(?P<type>\w+)\]?(?P<null>\?)?"
+    r"^(?P<names>\w+(?:, \w+)*) (?P<list>\[)?(?P<type>\w+)\]?(?P<null>\?)?"
     r"(?: \((?P<rules>[\w, ]+)\))?(?::|$)",
     re.MULTILINE,
 )
 
 
-def columns(text: str, **named: Any) -> tuple[Column, ...]:
-    """The columns that a text describes, a line each: ``name type (rule, rule): meaning``.
-
-    ``[int32]`` is a list, ``int32?`` may be null, which means unknown or none. Lines that
-    are indented further go on. Rules are those of this module, and types and rules those
-    that are ``named``.
-    """
-    found = []
-    for line in _LINE.finditer(text):
-        type_ = {**_TYPES, **named}[line["type"]]
-        type_ = pa.large_list(type_) if line["list"] else type_
-        rules = line["rules"].split(", ") if line["rules"] else []
-        checks = tuple({**globals(), **named}[rule] for rule in rules)
-        for name in line["names"].split(", "):
-            field = pa.field(name, type_, nullable=bool(line["null"]))
-            found.append(Column(field, checks))
-    return tuple(found)
-
-
-def struct(text: str, **named: pa.DataType) -> pa.StructType:
-    """The type with these fields."""
-    return pa.struct([one.field for one in columns(text, **named)])
-
-
-TURN = columns("""
-    session_id text
-    turn_index int32
-""")
-"""The columns that say which turn a line is about."""
-
 _CHECKS: dict[pa.Schema, tuple[tuple[str | None, Check], ...]] = {}
 
 
-def table(
-    kind: str, *columns: Column | pa.Field, rules: tuple[Check, ...] = ()
-) -> pa.Schema:
-    """A schema of these columns, whose ``rules`` come after those of its columns."""
-    own = [one if isinstance(one, Column) else Column(one) for one in columns]
-    schema = pa.schema(
-        [one.field for one in own],
-        metadata={"trajkit.table": kind, "trajkit.version": str(SCHEMA_VERSION)},
-    )
-    of_columns = [
-        (field.name, partial(rule, field.name)) for field, of in own for rule in of
+def described(text: str, *more: pa.Field, **named: Any) -> pa.Schema:
+    """The table that a text describes: its kind, and its columns, a line each.
+
+    ``kind (rule, rule)``, then ``name type (rule, rule): meaning``. ``[int32]`` is a list,
+    ``int32?`` may be null, which means unknown or none. Lines that are indented further go
+    on. Rules are those of this module, or ``named``; those of the table come last. There
+    may be ``more`` columns, without rules.
+    """
+    head = _HEAD.match(text)
+    fields = [*_fields(text), *more]
+    metadata = {"trajkit.table": head["name"], "trajkit.version": str(SCHEMA_VERSION)}
+    schema = pa.schema(fields, metadata=metadata)
+    checks = [
+        (name, partial(rule, name))
+        for line in _LINE.finditer(text)
+        for name in line["names"].split(", ")
+        for rule in _rules(line, named)
     ]
-    _CHECKS[schema] = (*of_columns, *((None, rule) for rule in rules))
+    _CHECKS[schema] = (*checks, *((None, rule) for rule in _rules(head, named)))
     return schema
+
+
+def struct(text: str) -> pa.StructType:
+    """The type with the fields of a text, under the name on its first line."""
+    type_ = pa.struct(_fields(text))
+    _TYPES[_HEAD.match(text)["name"]] = type_
+    return type_
+
+
+def _fields(text: str) -> list[pa.Field]:
+    found = []
+    for line in _LINE.finditer(text):
+        type_ = _TYPES[line["type"]]
+        type_ = pa.large_list(type_) if line["list"] else type_
+        for name in line["names"].split(", "):
+            found.append(pa.field(name, type_, nullable=bool(line["null"])))
+    return found
+
+
+def _rules(line: Any, named: dict[str, Any]) -> list[Any]:
+    names = line["rules"].split(", ") if line["rules"] else []
+    found = [{**globals(), **named}[name] for name in names]
+    # a name may stand for several rules
+    return [r for one in found for r in (one if isinstance(one, tuple) else [one])]
 
 
 def checks_of(
@@ -154,14 +146,15 @@ class Violation:
 
 
 def as_lines(found: Sequence[Violation], schema: pa.Schema) -> pa.Table:
-    """The violations as a table."""
     lines = [{name: getattr(one, name) for name in schema.names} for one in found]
     return pa.Table.from_pylist(lines, schema)
 
 
 def shown(value: object) -> object:
-    """A value as violations show it."""
     return "null" if value is None else value
+
+
+# Faults
 
 
 def fault(rows: Rows, template: str, *columns: Any) -> Fault:
@@ -194,8 +187,118 @@ def _values(columns: tuple[Any, ...], at: int) -> list[object]:
     return [v.as_py() if isinstance(v, pa.Scalar) else v for v in values]
 
 
+# Columns as arrays
+
+
+def numbers(table: pa.Table, *names: str) -> Any:
+    """The values of a column of numbers, 0 for null; of several, one array each."""
+    found = [table.column(name).fill_null(0).to_numpy() for name in names]
+    return found if len(names) > 1 else found[0]
+
+
+def repeated(values: Rows) -> Bools:
+    again = np.ones(len(values), np.bool_)
+    again[np.unique(values, return_index=True)[1]] = False
+    return again
+
+
+def not_logprobs(numbers: npt.NDArray[np.float32]) -> Bools:
+    """Where an engine had no logprob: NaN, an infinity, -9999 and below."""
+    return ~np.isfinite(numbers) | (numbers <= NO_LOGPROB)
+
+
+def lacks(structs: pa.StructArray, *names: str) -> Bools:
+    """Where a struct, or one of these fields, is null."""
+    parts = (structs, *(field_of(structs, name) for name in names))
+    lacking: Bools = np.any([np.asarray(part.is_null()) for part in parts], axis=0)
+    return lacking
+
+
+def field_of(structs: pa.StructArray, name: str) -> pa.Array:
+    """A field of structs, null where the struct is."""
+    return structs.flatten()[structs.type.get_field_index(name)]
+
+
+def fields_of(structs: pa.StructArray, *names: str) -> list[Rows]:
+    """Fields of integers, -1 for null."""
+    found = (field_of(structs, name).fill_null(-1) for name in names)
+    return [np.asarray(one, np.int64) for one in found]
+
+
+def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, Bools]:
+    """The row of each wanted index in its session, and whether it was found.
+
+    Sessions are contiguous and ``index`` ascends in each. Null is never found.
+    """
+    session = session_numbers(table) << 32
+    have = session + table.column(index).to_numpy()
+    seek = session + wanted.fill_null(-1).to_numpy()
+    row = np.minimum(np.searchsorted(have, seek), max(len(table) - 1, 0))
+    found = (have[row] == seek) & ~nulls(wanted)
+    return np.where(found, row, 0), found
+
+
+def run_starts(table: pa.Table) -> Rows:
+    return np.flatnonzero(np.diff(codes(table.column("session_id")), prepend=-1))
+
+
+def session_numbers(table: pa.Table) -> Rows:
+    """The number of each row's session, counted from 1."""
+    rows = np.arange(len(table))
+    numbers: Rows = np.searchsorted(run_starts(table), rows, side="right")
+    return numbers
+
+
+def codes(*columns: pa.Array | pa.ChunkedArray) -> Rows:
+    """A number for each distinct value, counted up from 0 in the order of first use.
+
+    Of several columns, one after another, equal values have one number. Null is a value.
+    """
+    listed = [c.chunks if isinstance(c, pa.ChunkedArray) else [c] for c in columns]
+    chunks = [chunk for chunks in listed for chunk in chunks]
+    if not chunks:
+        return np.zeros(0, np.int64)
+    values = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+    return np.asarray(values.dictionary_encode("encode").indices, np.int64)
+
+
+def lengths(column: pa.ChunkedArray | pa.Array) -> Rows:
+    """Elements of each list, of any of Arrow's list types; 0 for a null list."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    parts = [np.asarray(chunk.value_lengths().fill_null(0)) for chunk in chunks]
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def list_values(column: pa.ChunkedArray) -> pa.Array:
+    """The elements of all lists of a column, end to end."""
+    parts = [chunk.flatten() for chunk in column.chunks]
+    if len(parts) == 1:
+        return parts[0]
+    return pa.concat_arrays([pa.array([], column.type.value_type), *parts])
+
+
+def nulls(column: pa.ChunkedArray) -> Bools:
+    return np.asarray(column.is_null().to_numpy())
+
+
+def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]:
+    """The first row, the ends of lists and the values of each chunk of lists."""
+    start = 0
+    for chunk in column.chunks:
+        yield start, np.cumsum(lengths(chunk), dtype=np.int64), chunk.flatten()
+        start += len(chunk)
+
+
+def owners(at: Rows, ends: Rows) -> tuple[Rows, Rows]:
+    """The list of each value position, and the index in the list."""
+    rows: Rows = np.searchsorted(ends, at, side="right")
+    return rows, at - np.append(0, ends)[rows]
+
+
+# Rules of columns
+
+
 def contiguous(name: str, table: pa.Table) -> Iterator[Fault]:
-    """The rows of each session are contiguous."""
     starts = run_starts(table)
     numbers = codes(table.column(name))[starts]
     first = np.unique(numbers, return_index=True)[1]
@@ -221,29 +324,34 @@ def ascending(index: str, table: pa.Table) -> Iterator[Fault]:
 
 
 def one_row_per_session(name: str, table: pa.Table) -> Iterator[Fault]:
-    """Each session has one row."""
     again = repeated(codes(table.column(name)))
     yield broken(again, "the session has a row already")
 
 
-def repeated(values: Rows) -> Bools:
-    """Where a value occurred before."""
-    again = np.ones(len(values), np.bool_)
-    again[np.unique(values, return_index=True)[1]] = False
-    return again
+def _numbers(fits: Callable[[Any], Bools], rule: str) -> Rule:
+    """A rule of a column of numbers, which null keeps."""
+
+    def check(name: str, table: pa.Table) -> Iterator[Fault]:
+        values = numbers(table, name)
+        yield broken(~fits(values), f"{name} is {{}}: {rule}", values)
+
+    return check
 
 
-def finite(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A column of float64 contains no NaN and no infinity."""
-    values = table.column(name).fill_null(0.0).to_numpy()
-    rule = f"{name} is {{}}: expected a finite number or null"
-    yield broken(~np.isfinite(values), rule, values)
+finite = _numbers(np.isfinite, "expected a finite number or null")
+not_negative = _numbers(lambda values: values >= 0, "it must not be negative")
+is_share = _numbers(
+    lambda values: (values >= 0) & (values <= 1), "it is a share of the rollout"
+)
 
 
-def not_negative(name: str, table: pa.Table) -> Iterator[Fault]:
-    """An integer column is null or at least 0."""
-    values = table.column(name).fill_null(0).to_numpy()
-    yield broken(values < 0, f"{name} is {{}}: it must not be negative", values)
+def differ(name: str, table: pa.Table) -> Iterator[Fault]:
+    """Values are unique in each session."""
+    column = table.column(name)
+    again = ~nulls(column)
+    values = (session_numbers(table) << 32) + numbers(table, name)
+    again[again] = repeated(values[again])
+    yield broken(again, f"{name} {{}} is repeated within the session", column)
 
 
 def one_of(known: tuple[str, ...]) -> Rule:
@@ -271,6 +379,11 @@ def refers(index: str, fits: Callable[[Rows, Rows], Bools], what: str) -> Rule:
     return rule
 
 
+another = refers("turn_index", np.not_equal, "another turn_index")
+later = refers("turn_index", np.greater, "a later turn")
+earlier = refers("row_index", np.less, "an earlier row_index")
+
+
 def turn_exists(name: str, table: pa.Table) -> Iterator[Fault]:
     """A reference is to a turn of the session, or null."""
     column = table.column(name)
@@ -279,35 +392,25 @@ def turn_exists(name: str, table: pa.Table) -> Iterator[Fault]:
     yield broken(~known & ~nulls(column), words, column)
 
 
-def token_ids(name: str, table: pa.Table) -> Iterator[Fault]:
-    """A column of ids has no null and no negative element."""
-    yield from no_null(name, table)
-    for start, ends, values in flat_chunks(table.column(name)):
-        if values.null_count:
-            continue
-        ids = values.to_numpy()
-        if len(ids) and ids.min() < 0:
-            rule = f"{name}[{{}}] is {{}}: token ids are not negative"
-            yield broken_items(start, ends, ids < 0, rule, ids)
+def _elements(bad: Callable[[pa.Array], npt.ArrayLike], words: str) -> Rule:
+    """A rule of the elements of lists, and the words for a ``bad`` one."""
 
-
-def logprobs(ids: str) -> Rule:
-    """A column has one log-probability per id of another, or none at all."""
-
-    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
-        yield from as_long_as(ids, name, "{} " + name, table)
+    def check(name: str, table: pa.Table) -> Iterator[Fault]:
         for start, ends, values in flat_chunks(table.column(name)):
-            numbers = raw_floats(values)
-            given = np.asarray(values.is_valid()) if values.null_count else True
-            for wrong, text in (
-                (np.isnan(numbers), _NO_NUMBER),
-                (numbers <= NO_LOGPROB, _NO_LOGPROB),
-                (numbers > MAX_LOGPROB, POSITIVE),
-            ):
-                words = f"{name}[{{}}] is {{}}: {text}"
-                yield broken_items(start, ends, wrong & given, words, numbers)
+            text = f"{name}[{{}}] {words}"
+            yield broken_items(start, ends, bad(values), text, values)
 
-    return rule
+    return check
+
+
+no_null = _elements(lambda values: values.is_null(), "is null")
+no_negative = _elements(
+    lambda ids: np.asarray(ids.fill_null(0)) < 0, "is {}: token ids are not negative"
+)
+has_key = _elements(lambda of: field_of(of, "key").is_null(), "has no key")
+has_role = _elements(lambda of: field_of(of, "role").is_null(), "has no role")
+token_ids = (no_null, no_negative)
+no_key_missing = (no_null, has_key, has_role)
 
 
 def as_long_as(ids: str, name: str, what: str, table: pa.Table) -> Iterator[Fault]:
@@ -318,108 +421,218 @@ def as_long_as(ids: str, name: str, what: str, table: pa.Table) -> Iterator[Faul
     yield broken(odd, f"{what} for {{}} {ids}", n_here, n_ids)
 
 
-def no_null(name: str, table: pa.Table) -> Iterator[Fault]:
-    """No element of a list column is null."""
-    for start, ends, values in flat_chunks(table.column(name)):
-        if values.null_count:
-            yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
+def logprobs(ids: str) -> Rule:
+    """A column has one log-probability per id of another, or none at all."""
+
+    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
+        yield from as_long_as(ids, name, "{} " + name, table)
+        for start, ends, values in flat_chunks(table.column(name)):
+            numbers = values.fill_null(0.0).to_numpy()
+            for wrong, text in (
+                (np.isnan(numbers), _NO_NUMBER),
+                (numbers <= NO_LOGPROB, _NO_LOGPROB),
+                (numbers > MAX_LOGPROB, POSITIVE),
+            ):
+                words = f"{name}[{{}}] is {{}}: {text}"
+                yield broken_items(start, ends, wrong, words, numbers)
+
+    return rule
 
 
-def not_logprobs(numbers: npt.NDArray[np.float32]) -> Bools:
-    """Where an engine had no logprob: NaN, an infinity, -9999 and below."""
-    return ~np.isfinite(numbers) | (numbers <= NO_LOGPROB)
+logprob_per_output = logprobs("output_ids")
+logprob_per_id = logprobs("input_ids")
 
 
-def lacks(structs: pa.StructArray, *names: str) -> Bools:
-    """Where a struct, or one of these fields, is null."""
-    parts = (structs, *(field_of(structs, name) for name in names))
-    lacking: Bools = np.any([np.asarray(part.is_null()) for part in parts], axis=0)
-    return lacking
+def mask_per_output(name: str, table: pa.Table) -> Iterator[Fault]:
+    """One bool per output id, or none at all."""
+    yield from as_long_as("output_ids", name, f"{{}} elements of {name}", table)
+    yield from no_null(name, table)
 
 
-def field_of(structs: pa.StructArray, name: str) -> pa.Array:
-    """A field of structs, null where the struct is."""
-    return structs.flatten()[structs.type.get_field_index(name)]
+def reply_has_key(name: str, table: pa.Table) -> Iterator[Fault]:
+    column = table.column(name).combine_chunks()
+    given = np.asarray(column.is_valid())
+    for field in ("key", "role"):
+        lacking = given & np.asarray(field_of(column, field).is_null())
+        yield broken(lacking, f"{name} has no {field}")
 
 
-def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, Bools]:
-    """The row of each wanted index in its session, and whether it was found.
-
-    Sessions are contiguous and ``index`` ascends in each. Null is never found.
-    """
-    session = session_numbers(table) << 32
-    have = session + table.column(index).to_numpy()
-    seek = session + wanted.fill_null(-1).to_numpy()
-    row = np.minimum(np.searchsorted(have, seek), max(len(table) - 1, 0))
-    found = (have[row] == seek) & ~nulls(wanted)
-    return np.where(found, row, 0), found
+SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
+"""The fields of a row's spans but for the kind."""
+no_span_null = _elements(
+    lambda spans: lacks(spans, *SPAN_NUMBERS, "kind"), "has a null"
+)
 
 
-def run_starts(table: pa.Table) -> Rows:
-    """The first row of each session."""
-    return np.flatnonzero(np.diff(codes(table.column("session_id")), prepend=-1))
+def tile_outputs(name: str, table: pa.Table) -> Iterator[Fault]:
+    """Spans without nulls that tile the output, in order."""
+    column = table.column(name)
+    spans, ends = list_values(column), np.cumsum(lengths(column))
+    lacking = lacks(spans, "version", "start", "stop")
+    rule = f"{name}[{{}}] has a null: version, start and stop are needed"
+    yield broken_items(0, ends, lacking, rule)
+    low, high = fields_of(spans, "start", "stop")
+    begins = np.append(0, ends)[:-1]
+    filled = np.flatnonzero(ends > begins)
+    due = np.append(0, high)[: len(low)]
+    due[begins[filled]] = 0
+    rule = f"{name}[{{}}] is {{}}:{{}}, expected a start of {{}}: the spans tile the output"
+    bad = (low != due) | (high < low)
+    yield broken_items(0, ends, bad, rule, low, high, due)
+    last, n_output = np.zeros_like(ends), lengths(table.column("output_ids"))
+    last[filled] = high[ends[filled] - 1]
+    rule = f"{name} end at {{}} of {{}} output ids: the spans tile the output"
+    yield broken(~nulls(column) & (last != n_output), rule, last, n_output)
 
 
-def session_numbers(table: pa.Table) -> Rows:
-    """The number of each row's session, counted from 1."""
-    numbers: Rows = np.searchsorted(
-        run_starts(table), np.arange(len(table)), side="right"
+# Rules of tables
+
+
+def not_empty(table: pa.Table) -> Iterator[Fault]:
+    is_full = "prompt_ids" in table.column_names
+    n_prompt = lengths(table.column("prompt_ids" if is_full else "suffix_ids"))
+    if not is_full:
+        n_prompt = n_prompt + numbers(table, "shared_length")
+    rule = "prompt_ids is empty: an engine samples after some token"
+    yield broken(n_prompt == 0, rule)
+
+
+def delta(table: pa.Table) -> Iterator[Fault]:
+    """The base of a turn is an earlier turn and has what is shared with it."""
+    bases, listed = table.column("base_turn"), table.column("suffix_messages")
+    none, unlisted = nulls(bases), nulls(listed)
+    base_row, found = lookup(table, "turn_index", bases)
+    bad = ~none & (~found | (base_row >= np.arange(len(table))))
+    yield broken(bad, "base_turn {} is not an earlier turn of the session", bases)
+    if bad.any():
+        return
+    shared, shares = numbers(table, "shared_length", "shared_messages")
+    n_own, n_output = (lengths(table.column(n)) for n in ("suffix_ids", "output_ids"))
+    most = np.where(none, 0, (shared + n_own + n_output)[base_row])
+    rule = "shared_length is {}: expected 0 to {}, tokens of the base turn"
+    yield broken((shared < 0) | (shared > most), rule, shared, most)
+    rule = "shared_messages and suffix_messages are null together"
+    yield broken(unlisted != nulls(table.column("shared_messages")), rule)
+    total = shares + lengths(listed) + ~nulls(table.column("response"))
+    most = np.where(none | unlisted[base_row], 0, total[base_row])
+    rule = "shared_messages is {}: expected 0 to {}, messages of the base turn"
+    yield broken((shares < 0) | (shares > most), rule, shares, most)
+
+
+def every_token_counted(losses: tuple[str, ...], table: pa.Table) -> Iterator[Fault]:
+    """Every sampled token is trained, or lost for one reason."""
+    sampled, *counts = numbers(
+        table, "tokens_sampled", "tokens_trained", *(f"lost_{one}" for one in losses)
     )
-    return numbers
+    counted = np.sum(counts, axis=0)
+    rule = "{} tokens sampled, but {} trained or lost"
+    yield broken(sampled != counted, rule, sampled, counted)
 
 
-def codes(*columns: pa.Array | pa.ChunkedArray) -> Rows:
-    """A number for each distinct value, counted up from 0 in the order of first use.
-
-    Of several columns, one after another, equal values have one number. Null is a value.
-    """
-    listed = [c.chunks if isinstance(c, pa.ChunkedArray) else [c] for c in columns]
-    chunks = [chunk for chunks in listed for chunk in chunks]
-    if not chunks:
-        return np.zeros(0, np.int64)
-    values = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
-    return np.asarray(values.dictionary_encode("encode").indices, np.int64)
-
-
-def lengths(column: pa.ChunkedArray | pa.Array) -> Rows:
-    """Elements of each list, 0 for a null list."""
-    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    parts = [np.asarray(chunk.value_lengths().fill_null(0)) for chunk in chunks]
-    return np.concatenate([np.empty(0, np.int64), *parts])
-
-
-def list_values(column: pa.ChunkedArray) -> pa.Array:
-    """The elements of all lists of a column, end to end."""
-    parts = [chunk.flatten() for chunk in column.chunks]
-    if len(parts) == 1:
-        return parts[0]
-    return pa.concat_arrays([pa.array([], column.type.value_type), *parts])
+def row_lengths(table: pa.Table) -> Iterator[Fault]:
+    """Per-token columns have the row's length, and no length exceeds it."""
+    n_ids, parent = lengths(table.column("input_ids")), table.column("parent_row")
+    for name in ("loss_mask", "logprobs"):
+        n_here = lengths(table.column(name))
+        rule = f"{{}} elements of {name} for {{}} input_ids"
+        yield broken(n_here != n_ids, rule, n_here, n_ids)
+    for name in ("prompt_length", "shared_length"):
+        values = numbers(table, name)
+        rule = f"{name} is {{}} in a row of {{}} tokens"
+        yield broken(values > n_ids, rule, values, n_ids)
+    shared = numbers(table, "shared_length")
+    rule = "shared_length is {} without a parent_row"
+    yield broken(nulls(parent) & (shared > 0), rule, shared)
+    parent_at, found = lookup(table, "row_index", parent)
+    of_parent = np.where(found, n_ids[parent_at], 0)
+    rule = "shared_length is {}, but the parent row has {} tokens"
+    yield broken(found & (shared > of_parent), rule, shared, of_parent)
 
 
-def nulls(column: pa.ChunkedArray) -> Bools:
-    """Where the column is null."""
-    return np.asarray(column.is_null().to_numpy())
+def masks(table: pa.Table) -> Iterator[Fault]:
+    """Prompt tokens are not trained, and only trained tokens have a logprob."""
+    mask = np.asarray(list_values(table.column("loss_mask")))
+    ends = np.cumsum(lengths(table.column("input_ids")))
+    owner, offset = owners(np.flatnonzero(mask), ends)
+    prompt = numbers(table, "prompt_length")[owner]
+    bad = np.flatnonzero(offset < prompt)
+    rule = "loss_mask[{}] is true within the prompt of {} tokens"
+    yield fault(owner[bad], rule, offset[bad], prompt[bad])
+    given = np.asarray(list_values(table.column("logprobs")).is_valid())
+    rule = "logprobs[{}] is not null, but loss_mask is false"
+    yield broken_items(0, ends, given & ~mask, rule)
+    n_trained = np.bincount(owner, minlength=len(table))
+    sums = numbers(table, "rollout_mask_sum")
+    rule = "rollout_mask_sum is {} in a row that trains {} tokens"
+    yield broken(sums < n_trained, rule, sums, n_trained)
 
 
-def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]:
-    """The first row, the ends of lists and the values of each chunk of lists."""
-    start = 0
-    for chunk in column.chunks:
-        yield start, np.cumsum(lengths(chunk), dtype=np.int64), chunk.flatten()
-        start += len(chunk)
+def spans_in_order(
+    kinds: tuple[str, ...], empty_kinds: tuple[str, ...], table: pa.Table
+) -> Iterator[Fault]:
+    """Spans ascend within the row, and trained spans are where the mask is true."""
+    n_ids = lengths(table.column("input_ids"))
+    listed, ends = list_values(table.column("spans")), lengths(table.column("spans"))
+    ends = np.cumsum(ends)
+    kind = np.asarray(field_of(listed, "kind").cast(pa.string()))
+    start, stop, turn, out_start, out_stop = fields_of(listed, *SPAN_NUMBERS)
+    row, at = owners(np.arange(len(kind)), ends)
+    before = np.append(0, stop)[: len(stop)]
+    before[at == 0] = 0
+    inside = (start >= 0) & (stop >= start) & (stop <= n_ids[row])
+    trues = np.append(0, np.cumsum(np.asarray(list_values(table.column("loss_mask")))))
+    base, size = np.cumsum(n_ids) - n_ids, stop - start
+    low, high = (np.where(inside, base[row] + at, 0) for at in (start, stop))
+    trained, empty = kind == "trained", np.isin(kind, empty_kinds)
+    due = np.where(trained, size, 0)
+    for bad, rule in (
+        (~np.isin(kind, kinds), f"expected one of {', '.join(kinds)}"),
+        (~inside, "it must lie within the row"),
+        (start < before, "it must not overlap the previous span"),
+        ((out_start < 0) | (out_stop < out_start), "its output range runs backwards"),
+        (turn < 0, "its turn_index is negative"),
+        (empty & (size != 0), "an absorbed, cut or no_splice_point span is empty"),
+        (
+            ~empty & (size != out_stop - out_start),
+            "it must be as long as its output range",
+        ),
+        (
+            inside & (trues[high] - trues[low] != due),
+            "loss_mask is true in trained spans, and only there",
+        ),
+    ):
+        rule = f"spans[{{}}] is {{}}:{{}} of kind {{!r}}: {rule}"
+        yield broken_items(0, ends, bad, rule, start, stop, kind)
+    claimed = np.bincount(row, due, len(table))
+    masked = trues[base + n_ids] - trues[base]
+    rule = "loss_mask is true for {} tokens, but the trained spans have {:.0f}"
+    yield broken(claimed != masked, rule, masked, claimed)
 
 
-def owners(at: Rows, ends: Rows) -> tuple[Rows, Rows]:
-    """The list of each value position, and the index in the list."""
-    rows: Rows = np.searchsorted(ends, at, side="right")
-    begins = np.concatenate([[0], ends])
-    return rows, at - begins[rows]
+def parents_first(table: pa.Table) -> Iterator[Fault]:
+    """Parents have an order, and precede their children by turn_index or by order."""
+    order = table.column("order").fill_null(-1).to_numpy()
+    at, found = lookup(table, "turn_index", table.column("parent"))
+    followed = found & (order >= 0)
+    before, session = np.where(followed, order[at], -1), session_numbers(table)
+    later = np.unique(session[followed & (at > np.arange(len(table)))])
+    rule = "order {}, but its parent has no order, so it is in no row"
+    yield broken(followed & (before < 0), rule, order)
+    bad = followed & (before >= order) & np.isin(session, later)
+    rule = "order {} does not come after its parent's, {}, in a session with a parent "
+    yield broken(bad, rule + "that is a later turn", order, before)
 
 
-def raw_floats(values: pa.FloatArray) -> npt.NDArray[np.float32]:
-    """The numbers of an array, with the bytes under nulls as they are."""
-    data = values.buffers()[1]
-    if data is None:
-        return np.empty(0, np.float32)
-    # a buffer may be longer than its values
-    return np.frombuffer(data, np.float32, len(values), 4 * values.offset)
+def drift_agrees(table: pa.Table) -> Iterator[Fault]:
+    size, after = numbers(table, "size", "tokens_after_drift")
+    rule = "tokens_after_drift {} exceeds the size {}"
+    yield broken(after > size, rule, after, size)
+    for name, word in (("region", "none"), ("cause", "clean")):
+        text = table.column(name).cast(pa.string())
+        equal = np.array([value == word for value in text.to_pylist()], np.bool_)
+        rule = f"{name} is {{!r}} with a size of {{}}: expected {word!r} exactly for size 0"
+        yield broken(~nulls(text) & (equal != (size == 0)), rule, text, size)
+    names = ("resync_path", "resync_prompt", "resync_length")
+    path, prompt, length = (nulls(table.column(name)) for name in names)
+    rule = "the three resync columns are null together"
+    yield broken((path != prompt) | (path != length), rule)

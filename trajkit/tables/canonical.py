@@ -89,7 +89,6 @@ def canonical(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def canonical_rows(rows: pa.Table) -> pa.Table:
-    """Rows in canonical form."""
     return canonical(rows, ROWS)
 
 
@@ -190,12 +189,10 @@ def _check_array(array: pa.Array, *, text: bool) -> None:
 
 
 def check_session_id(schema: pa.Schema) -> None:
-    """Raise SchemaError unless the column session_id is text."""
     _check_type(schema.field("session_id").type, pa.string(), "column 'session_id'")
 
 
 def turns_schema(names: list[str]) -> pa.Schema:
-    """`TURNS` or `TURNS_DELTA`, depending on the columns."""
     is_delta = "suffix_ids" in names and "prompt_ids" not in names
     return TURNS_DELTA if is_delta else TURNS
 

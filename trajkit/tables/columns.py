@@ -58,7 +58,6 @@ def take_session(table: pa.Table, session_id: str, what: str = "turns") -> pa.Ta
 
 
 def tuples(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
-    """The values of some columns, line by line, as Python objects."""
     return zip(*(table.column(name).to_pylist() for name in names), strict=True)
 
 
@@ -83,15 +82,12 @@ def without_views(type_: pa.DataType) -> pa.DataType:
         return pa.large_string()
     if pa.types.is_binary_view(type_):
         return pa.large_binary()
-    inner = [
-        field.with_type(without_views(field.type))
-        for field in map(type_.field, range(type_.num_fields))
-    ]
+    fields = map(type_.field, range(type_.num_fields))
+    inner = [field.with_type(without_views(field.type)) for field in fields]
     if pa.types.is_struct(type_):
         return pa.struct(inner)
     if pa.types.is_map(type_):
-        key, item = inner[0].type
-        return pa.map_(key, item, type_.keys_sorted)
+        return pa.map_(*inner[0].type, type_.keys_sorted)
     if pa.types.is_fixed_size_list(type_):
         return pa.list_(inner[0], type_.list_size)
     if pa.types.is_list(type_):
@@ -156,27 +152,23 @@ def normalize_categories(rows: pa.Table) -> pa.Table:
     A file writer may leave unused names out of a dictionary, and Arrow calls tables with
     different dictionaries unequal.
     """
-    segments = combined(rows.column("segment_kind"))
-    rows = with_column(rows, "segment_kind", _encode(segments, SEGMENT_KINDS))
+    segments = _encode(combined(rows.column("segment_kind")), SEGMENT_KINDS)
     column = rows.column("spans")
-    lists = Ragged.of(column)
+    lists, null = Ragged.of(column), np.asarray(column.is_null())
     fields, at = lists.values.flatten(), SPAN.get_field_index("kind")
     fields[at] = _encode(fields[at], SPAN_KINDS)
-    null = lists.values.is_null()
-    values = pa.StructArray.from_arrays(fields, fields=list(SPAN), mask=null)
-    spans = Ragged(values, lists.offsets)
-    return with_column(
-        rows, "spans", spans.to_arrow(np.asarray(column.is_null()), column.type)
+    values = pa.StructArray.from_arrays(
+        fields, fields=list(SPAN), mask=lists.values.is_null()
     )
+    spans = Ragged(values, lists.offsets).to_arrow(null, column.type)
+    return with_column(with_column(rows, "segment_kind", segments), "spans", spans)
 
 
 def _encode(array: pa.DictionaryArray, names: tuple[str, ...]) -> pa.DictionaryArray:
     """The array with the dictionary of ``names``, unless it has other names."""
     complete = dictionary_for(names)
-    if array.dictionary.equals(complete):
+    indices = pc.index_in(array.cast(complete.type), complete, skip_nulls=True)
+    if indices.null_count > array.null_count:
         return array
-    numbers = pc.index_in(array.dictionary, complete)
-    if numbers.null_count:
-        return array
-    indices = numbers.take(array.indices).cast(array.type.index_type)
+    indices = indices.cast(array.type.index_type)
     return pa.DictionaryArray.from_arrays(indices, complete)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit.schema.engine import codes as codes
-from trajkit.tables import lazy_compute as pc
+from trajkit.schema.engine import lengths as lengths
 
 Array: TypeAlias = npt.NDArray[Any]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -112,7 +112,6 @@ class Keys:
 
 
 def combined(column: pa.ChunkedArray) -> pa.Array:
-    """The values of a column as one array."""
     if column.num_chunks == 1:
         return column.chunk(0)
     return pa.concat_arrays([pa.nulls(0, column.type), *column.chunks])
@@ -131,14 +130,6 @@ def positions(starts: Longs, lengths: Longs) -> Longs:
     of 5 and 0 with lengths of 2 and 3."""
     offsets = offsets_of(lengths)
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-
-
-def lengths(column: pa.ChunkedArray | pa.Array) -> Longs:
-    """Elements of each list, of any of Arrow's list types; 0 for a null list."""
-    n = pc.list_value_length(column).fill_null(0)
-    if isinstance(n, pa.Array):
-        n = n.to_numpy(zero_copy_only=False)
-    return np.asarray(n, np.int64)
 
 
 def runs_of(sizes: Longs, most: int) -> Iterator[tuple[int, int]]:

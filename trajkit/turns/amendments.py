@@ -8,10 +8,10 @@ import pyarrow as pa
 from trajkit._arguments import chosen_int, chosen_names
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import AMENDMENTS
-from trajkit.schema.engine import field_of
+from trajkit.schema.engine import field_of, fields_of, list_values, nulls
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, canonical, place, turns_schema
-from trajkit.tables.columns import list_values, with_column
+from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Keys, Longs, Ragged, offsets_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.validation import check_table
@@ -76,22 +76,20 @@ def untrain_stale(
     max_lag = chosen_int("max_lag", max_lag, 0)
     table = as_turns(turns)
     table = check_table(canonical(table, turns_schema(table.column_names)), "turns")
-    lists = Ragged.of(table.column("weight_versions"))
-    start, stop = (np.asarray(field_of(lists.values, n)) for n in ("start", "stop"))
+    given, column = table.column("output_mask"), table.column("weight_versions")
+    lists, outputs = Ragged.of(column), Ragged.of(table.column("output_ids"))
+    start, stop = fields_of(lists.values, "start", "stop")
     numbers = _version_numbers(table, lists, versions)
     newest = int(numbers.max(initial=0)) if versions is None else len(versions) - 1
-    outputs, given = Ragged.of(table.column("output_ids")), table.column("output_mask")
-    owner, n_outputs = outputs.owner, outputs.lengths
-    known = np.asarray(table.column("weight_versions").is_valid())
-    old = np.zeros(len(owner), np.bool_)
+    owner = outputs.owner
+    old, mask = np.zeros(len(owner), np.bool_), np.ones(len(owner), np.bool_)
     # the spans of a turn tile its output
-    old[known[owner]] = np.repeat(newest - numbers > max_lag, stop - start)
-    has_mask = np.asarray(given.is_valid())
-    mask = np.ones(len(old), np.bool_)
+    tiled, has_mask = ~nulls(column)[owner], ~nulls(given)
+    old[tiled] = np.repeat(newest - numbers > max_lag, stop - start)
     mask[has_mask[owner]] = np.asarray(list_values(given))
     kept = has_mask | (np.bincount(owner, old, len(table)) > 0)
     values = (mask & ~old)[kept[owner]]
-    masks = Ragged(values, offsets_of(np.where(kept, n_outputs, 0)))
+    masks = Ragged(values, offsets_of(np.where(kept, outputs.lengths, 0)))
     return with_column(table, "output_mask", masks.to_arrow(~kept, given.type))
 
 
@@ -100,15 +98,13 @@ def _version_numbers(
 ) -> Longs:
     """The place of each span's version in their order."""
     names = field_of(lists.values, "version").to_pylist()
-    if versions is None:
-        order = {n: int(n) for n in {*names} if n.isascii() and n.isdigit()}
-        rule = "is no integer: give all versions, the oldest first, as versions"
-    else:
-        listed = chosen_names("versions", versions)
+    order = {n: int(n) for n in {*names} if n.isascii() and n.isdigit()}
+    rule = "is no integer: give all versions, the oldest first, as versions"
+    if versions is not None:
+        listed, rule = chosen_names("versions", versions), "is not in versions"
         order = {name: number for number, name in enumerate(listed)}
         if len(order) < len(listed):
             raise ArgumentError(f"versions={versions!r}: a version occurs twice")
-        rule = "is not in versions"
     for at, name in enumerate(names):
         if name not in order:
             where = place(table, int(lists.owner[at]))

@@ -33,7 +33,6 @@ class Messages:
         return self.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
 
     def continues(self, other: "Messages") -> bool:
-        """Whether the request begins with all messages of the other request."""
         return self.keys.startswith(other.keys)
 
 
@@ -63,6 +62,7 @@ class SessionCalls:
         self._shared = calls.calls["own_start"]
         self._stored = combined(calls.stored_messages)
         self._messages: dict[int, Messages | None] = {}
+        self._parsed: dict[bytes, dict[str, Any]] = {}
 
     def __len__(self) -> int:
         return len(self.turn_index)
@@ -117,18 +117,12 @@ class SessionCalls:
                 found.setdefault(message["key"], message["body"])
         return found
 
-    def rendered(self, call: int) -> Rendered | None:
-        """What the prompt tokens render; None if no message index is known."""
-        if self._length_fault("prompt_message_index", call) is not None:
-            return None
+    def rendered(self, call: int) -> Rendered:
+        """What the prompt tokens of a call without a `gap` render."""
         message = self._per_token("prompt_message_index", call, -1)
-        is_content = np.zeros(len(message), np.bool_)
-        if self._length_fault("prompt_is_content", call) is None:
-            is_content = self._per_token("prompt_is_content", call, False)
-        names, messages = self._names(call), self.messages(call)
-        first = 0
-        if names is not None and messages is not None:
-            first = max(len(messages) - len(names), 0)
+        is_content = self._per_token("prompt_is_content", call, False)
+        names, messages = self._names(call), self.messages(call) or ()
+        first = 0 if names is None else len(messages) - len(names)
         return Rendered(message, is_content, first, names)
 
     def gap(self, call: int) -> str | None:
@@ -183,20 +177,13 @@ class SessionCalls:
         return np.pad(np.asarray(values), (padding, 0), constant_values=missing)
 
     def _names(self, call: int) -> list[str | None] | None:
-        column = self.table.column("message_tool_names")
-        names: list[str | None] | None = column[call].as_py()
+        names: list[str | None] | None
+        names = self.table.column("message_tool_names")[call].as_py()
         return names
 
-
-class ToolCalls:
-    """Finds the tool call that a message answers, in its body and earlier ones."""
-
-    def __init__(self, calls: SessionCalls) -> None:
-        self._calls = calls
-        self._parsed: dict[bytes, dict[str, Any]] = {}
-
     def answered(self, messages: Messages, i: int) -> tuple[str | None, str | None]:
-        """The id and the name of the tool call of message i; None for what is unknown.
+        """The id and the name of the tool call that message i answers, in its body and
+        earlier ones; None for what is unknown.
 
         Its name is the message's own, else that of the nearest earlier call with its id.
         """
@@ -215,12 +202,11 @@ class ToolCalls:
 
     def _body(self, key: bytes) -> dict[str, Any]:
         if key not in self._parsed:
-            self._parsed[key] = json.loads(self._calls.bodies.get(key, "{}"))
+            self._parsed[key] = json.loads(self.bodies.get(key, "{}"))
         return self._parsed[key]
 
 
 def _called(body: dict[str, Any], call_id: str) -> str | None:
-    """The function that an assistant message calls with this id."""
     tool_calls = body.get("tool_calls")
     for tool_call in tool_calls if isinstance(tool_calls, list) else []:
         if isinstance(tool_call, dict) and tool_call.get("id") == call_id:

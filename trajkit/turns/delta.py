@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._kernel_names import CALL
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import KEY_BYTES, MESSAGE, SCHEMA_VERSION, TURNS, TURNS_DELTA
 from trajkit.schema.engine import field_of, session_numbers
@@ -40,7 +39,7 @@ from trajkit.turns.messages import (
     parse_json,
 )
 from trajkit.turns.records import as_turns
-from trajkit.turns.sessions import Forest, Sessions, with_current_keys
+from trajkit.turns.sessions import Sessions, unshared, with_current_keys
 
 
 @stage
@@ -90,8 +89,7 @@ def expand(turns: TableLike) -> pa.Table:
     Parameters
     ----------
     turns : table
-        `trajkit.schema.TURNS_DELTA`, the rows of each session contiguous. Turns in full
-        form are returned unchanged.
+        `trajkit.schema.TURNS_DELTA`, as for `compact`.
 
     Returns
     -------
@@ -104,7 +102,7 @@ def expand(turns: TableLike) -> pa.Table:
         As for `compact`.
     InvalidTurnsError
         A base is not an earlier turn of its session, or is shorter than what is shared
-        with it; shared and own messages are not null together; or as for `compact`.
+        with it; or shared and own messages are not null together.
     """
     return _convert(turns, TURNS, _full_columns)
 
@@ -144,33 +142,32 @@ def _attributed(
         ("prompt_message_index", -1, pa.types.is_signed_integer),
         ("prompt_is_content", False, pa.types.is_boolean),
     ):
-        if name not in table.column_names:
+        at = table.schema.get_field_index(name)
+        type_ = pa.null() if at < 0 else table.schema.types[at]
+        is_list = isinstance(type_, pa.ListType | pa.LargeListType)
+        if not is_list or not is_suitable(type_.value_type):
             continue
-        column, type_ = table.column(name), table.schema.field(name).type
-        if not isinstance(type_, pa.ListType | pa.LargeListType):
-            continue
-        if not is_suitable(type_.value_type):
-            continue
+        column = table.column(name)
         lists, absent = Ragged.of(column), np.asarray(column.is_null())
         n, begins = lists.lengths, lists.offsets[:-1]
         if cut:
             filled = pc.not_equal(lists.values, empty).fill_null(True).to_numpy(False)
             counts = offsets_of(filled)
             clear = counts[begins + np.minimum(shared, n)] == counts[begins]
-            change = np.where((n == n_prompt) & clear, -shared, 0)
+            more = np.where((n == n_prompt) & clear, -shared, 0)
         else:
-            change = np.where((n == n_prompt - shared) & ~absent, shared, 0)
-        if not change.any():
+            more = np.where((n == n_prompt - shared) & ~absent, shared, 0)
+        if not more.any():
             continue
-        # elements are taken from the end of each list; the last of all is empty
-        kept, offsets = n + np.minimum(change, 0), offsets_of(n + change)
-        source = np.full(int(offsets[-1]), len(lists.values))
-        source[positions(offsets[1:] - kept, kept)] = positions(
-            lists.offsets[1:] - kept, kept
-        )
+        changed = Ragged(lists.values, offsets_of(n + more))
+        list_, more = changed.owner, more[changed.owner]
+        place = np.arange(len(list_)) - changed.offsets[list_]
+        # the last value is an empty one
+        source = np.where(place < more, len(lists.values), begins[list_] + place - more)
         padded = pa.concat_arrays([lists.values, pa.array([empty], type_.value_type)])
-        changed = Ragged(padded.take(pa.array(source)), offsets)
-        large = changed.to_arrow(absent, pa.large_list(type_.value_field))
+        large = Ragged(padded.take(pa.array(source)), changed.offsets).to_arrow(
+            absent, pa.large_list(type_.value_field)
+        )
         table = with_column(table, name, large.cast(type_))
     return table
 
@@ -179,18 +176,17 @@ def _delta_columns(calls: Sessions) -> Columns:
     """The columns of `TURNS_DELTA` that `TURNS` lacks."""
     shared = np.minimum(calls.forest.shared, calls.calls["prompt_len"])
     bases = np.where(shared > 0, calls.forest.shared_with, -1).astype(np.int32)
-    column, replies = calls.table.column("messages"), calls.table.column("response")
+    column = calls.table.column("messages")
     absent, lists = np.asarray(column.is_null()), Ragged.of(column)
-    n_shared = _shared_messages(calls, bases, lists, combined(replies))
+    n_shared = _shared_messages(calls, bases, lists)
     n_own = lists.lengths - n_shared
+    own = lists.take(lists.offsets[1:] - n_own, n_own)
     return {
         "base_turn": pa.array(calls.turn_index[bases], mask=bases < 0),
         "shared_length": pa.array(shared.astype(np.int32)),
         "suffix_ids": _prompts_from(calls, shared),
         "shared_messages": pa.array(n_shared.astype(np.int32), mask=absent),
-        "suffix_messages": lists.take(lists.offsets[1:] - n_own, n_own).to_arrow(
-            absent, column.type
-        ),
+        "suffix_messages": own.to_arrow(absent, column.type),
     }
 
 
@@ -202,36 +198,27 @@ def _prompts_from(calls: Sessions, starts: Longs) -> pa.LargeListArray:
     return Ragged(ids, offsets).to_arrow()
 
 
-def _shared_messages(
-    calls: Sessions, bases: Ints, lists: Ragged, replies: pa.StructArray
-) -> Longs:
+def _shared_messages(calls: Sessions, bases: Ints, lists: Ragged) -> Longs:
     """Number of leading messages that each call shares with its base; none has a body."""
-    messages, n_messages, begins = lists.values, lists.lengths, lists.offsets[:-1]
-    with_body = np.flatnonzero(field_of(messages, "body").is_valid())
-    with_body = np.append(with_body, len(messages))
-    bare = with_body[np.searchsorted(with_body, begins)] - begins
-    # a base's list is followed by its reply
-    most = np.where(bases < 0, 0, (n_messages + _replied(calls))[bases])
-    shared: Longs = np.minimum(np.minimum(bare, n_messages), most)
-    call = np.repeat(np.arange(len(shared)), shared)
-    k, base = positions(np.zeros_like(shared), shared), bases[call]
-    own = begins[call] + k
-    theirs = np.where(k < n_messages[base], begins[base] + k, len(messages) + base)
-    keys, roles, bodies = (
-        pa.concat_arrays([field_of(array, name) for array in (messages, replies)])
-        for name in ("key", "role", "body")
+    both = pa.concat_arrays([lists.values, combined(calls.table.column("response"))])
+    current, roles = current_bodies(calls), codes(field_of(both, "role"))
+    numbers = codes(field_of(both, "key")) * (roles.max(initial=0) + 1) + roles
+    numbers *= len(current.bodies) + 1
+    numbers += np.append(current.places, current.replies)
+    n, shared = len(lists.values), np.zeros(len(bases), np.int64)
+    own, replied = Ragged(numbers[:n], lists.offsets), _replied(calls)
+    with_body = np.flatnonzero(field_of(lists.values, "body").is_valid())
+    with_body = np.append(with_body, n)
+    bare = (
+        with_body[np.searchsorted(with_body, lists.offsets[:-1])] - lists.offsets[:-1]
     )
-    numbers = [codes(keys), codes(roles)]
-    # Of messages that differ in 1 and 1.0 alone, a key has several bodies.
-    shown = np.asarray(bodies.is_valid())
-    of_keys, of_bodies = numbers[0][shown], codes(bodies)[shown]
-    n_pairs = len(np.unique(of_keys * len(shown) + of_bodies))
-    if len(np.unique(of_keys)) < n_pairs:
-        current = current_bodies(calls)
-        numbers.append(np.concatenate([current.places, current.replies]))
-    for number in numbers:
-        differs = number[own] != number[theirs]
-        np.minimum.at(shared, call[differs], k[differs])
+    for call in np.flatnonzero(bases >= 0).tolist():
+        base = bases[call]
+        path = own[base]
+        if replied[base]:
+            path = np.append(path, numbers[n + base])
+        halves = (one.view(np.int32) for one in (own[call][: bare[call]], path))
+        shared[call] = _core.lcp(*halves) // 2
     return shared
 
 
@@ -253,33 +240,29 @@ def _full_columns(calls: Sessions) -> Columns:
             f"{place(calls.table, int(row))}: shared_messages and suffix_messages are "
             "null together"
         )
-    replies = combined(calls.table.column("response"))
-    shared = calls.requests["shared"].astype(np.int64)
+    both = pa.concat_arrays([lists.values, combined(calls.table.column("response"))])
     # messages are numbered: first those that the turns store, then the replies
-    n_stored, n_calls = len(lists.values), len(replies)
-    numbers = np.arange(n_stored + n_calls, dtype=np.int32)
-    # A call without a list of messages has an empty path, without its reply.
-    paths = np.zeros(n_calls, CALL)
-    at = numbers.ctypes.data
-    paths["own"] = at + 4 * lists.offsets[:-1]
-    paths["out"] = at + 4 * (n_stored + np.arange(n_calls))
-    paths["out_len"] = _replied(calls)
-    paths["base"] = calls.calls["base"]
-    paths["own_start"] = shared
-    paths["prompt_len"] = shared + lists.lengths
-    offsets = offsets_of(paths["prompt_len"])
-    places = np.empty(int(offsets[-1]), np.int32)
-    nowhere = np.zeros(n_calls, np.int64)
-    grown = Forest.of(paths, calls.offsets).paths
-    _core.copy_prompts(grown, nowhere, offsets, places)
+    numbers, n_stored, replied = (
+        np.arange(len(both)),
+        len(lists.values),
+        _replied(calls),
+    )
+    shared = calls.requests["shared"].astype(np.int64)
+    whole = unshared(
+        Ragged(numbers[:n_stored], lists.offsets),
+        Ragged(numbers[n_stored:][replied], offsets_of(replied)),
+        calls.calls["base"],
+        shared,
+    )
+    offsets = offsets_of(shared + lists.lengths)
+    places = np.concatenate([numbers[:0], *whole])
     given = np.zeros(len(places), np.bool_)
     given[positions(offsets[:-1] + shared, lists.lengths)] = True
-    both = pa.concat_arrays([lists.values, replies])
     fields = [field_of(both, name).take(pa.array(places)) for name in ("key", "role")]
     fields.append(field_of(both, "body").take(pa.array(places, mask=~given)))
     structs = pa.StructArray.from_arrays(fields, fields=list(MESSAGE))
     return {
-        "prompt_ids": _prompts_from(calls, nowhere),
+        "prompt_ids": _prompts_from(calls, np.zeros(calls.n_calls, np.int64)),
         "messages": Ragged(structs, offsets).to_arrow(absent, column.type),
     }
 
@@ -332,10 +315,9 @@ def _numbered(messages: pa.StructArray) -> tuple[MessageBook, Ints]:
         prefix, body = key[:_EQUAL_BYTES], known.get(key)
         padded = prefix + bytes(KEY_BYTES - _EQUAL_BYTES)
         message = Encoded(padded, role, body, False)
-        if prefix in equal:
-            # `trajkit.validate` reports a body that is no message
-            with suppress(ValueError):
-                renewed = encode(parse_json(equal[prefix]), "")
-                message = renewed._replace(role=role, body=body)
+        # `trajkit.validate` reports a body that is no message
+        with suppress(ValueError, KeyError):
+            renewed = encode(parse_json(equal[prefix]), "")
+            message = renewed._replace(role=role, body=body)
         ids[key, role] = book.add(message)
     return book, np.array([ids[pair] for pair in pairs], np.int32)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +11,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._kernel_names import STOPS
 from trajkit.errors import InvalidTurnsError
-from trajkit.schema.engine import Rows, field_of, flat_chunks, raw_floats
+from trajkit.schema.engine import SPAN_NUMBERS, Rows, field_of, fields_of, lacks
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.ragged import (
     Array,
@@ -24,7 +23,7 @@ from trajkit.tables.ragged import (
     Ragged,
     positions,
 )
-from trajkit.turns.sessions import Sessions
+from trajkit.turns.sessions import Sessions, unshared
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,9 @@ class TurnTokens:
         return n if n < len(prompt) else n + _core.lcp(ids[n:], self.outputs[call])
 
     def path_len(self, call: Index) -> int:
-        """Length of a call's path."""
         return int(self.calls.path_len[call])
 
     def calls_of(self, session: int) -> range:
-        """The calls of a session."""
         return range(*self.calls.offsets[session : session + 2].tolist())
 
 
@@ -66,42 +63,18 @@ def sessions_of(rows: pa.Table, calls: Sessions) -> Rows:
 def flat_turns(calls: Sessions, *, prompts: bool = True) -> TurnTokens:
     """Ids and logprobs of calls; only prompts in delta form are copied."""
     outputs = Ragged.of(calls.table.column("output_ids"), -1)
-    n = len(outputs.values)
-    logprobs, given = np.zeros(n, np.float32), np.zeros(n, np.bool_)
-    unmasked = np.ones(n, np.bool_)
-    for name in ("output_logprobs", "output_mask"):
-        for first, ends, values in flat_chunks(calls.table.column(name)):
-            starts = outputs.offsets[first : first + len(ends)]
-            at = positions(starts, np.diff(ends, prepend=0))
-            if name == "output_mask":
-                unmasked[at] = np.asarray(values)
-            else:
-                logprobs[at] = raw_floats(values)
-                given[at] = np.asarray(values.is_valid())
-    shown = _prompts(calls, outputs) if prompts else []
+    logprobs, given, _ = _per_token(calls.table, "output_logprobs", outputs)
+    masks, masked, _ = _per_token(calls.table, "output_mask", outputs)
+    bases, starts = calls.calls["base"], calls.calls["own_start"]
+    shown: list[Ints] = []
+    if prompts:
+        shown = unshared(Ragged.of(calls.stored_ids, -1), outputs, bases, starts)
+    unmasked = ~masked | masks.astype(np.bool_)
     return TurnTokens(calls, shown, outputs, logprobs, given, unmasked)
 
 
-def _prompts(calls: Sessions, outputs: Ragged) -> list[Ints]:
-    prompts: list[Ints] = []
-    stored = (
-        values.to_numpy()[start:stop]
-        for _, ends, values in flat_chunks(calls.stored_ids)
-        for start, stop in pairwise([0, *ends.tolist()])
-    )
-    bases, starts = (calls.calls[name].tolist() for name in ("base", "own_start"))
-    for own, base, start in zip(stored, bases, starts, strict=True):
-        if base >= 0:
-            before = np.concatenate([prompts[base], outputs[base]])[:start]
-            own = np.concatenate([before, own])
-        prompts.append(own)
-    return prompts
-
-
 def aborted_calls(calls: Sessions) -> Bools:
-    """Calls whose finish_reason is "abort", shape (n_calls,)."""
-    aborted: Bools = calls.calls["stop"] == STOPS["abort"]
-    return aborted
+    return np.asarray(calls.calls["stop"] == STOPS["abort"])
 
 
 def without_aborted(calls: Sessions) -> tuple[Sessions, Longs]:
@@ -174,7 +147,7 @@ def flat_rows(table: pa.Table, *, align_right: bool = False) -> FlatRows:
 
 
 def _per_token(
-    table: pa.Table, name: str, ids: Ragged, align_right: bool
+    table: pa.Table, name: str, ids: Ragged, align_right: bool = False
 ) -> tuple[Array, Bools, Longs]:
     """Values, validity and lengths of a column, one value per id."""
     n_tokens, n_ids = ids.lengths, len(ids.values)
@@ -218,7 +191,6 @@ class Spans:
         return len(self.row)
 
     def take(self, which: Rows) -> Self:
-        """The spans at these positions."""
         return type(self)(*(getattr(self, field.name)[which] for field in fields(self)))
 
     def tokens(self, ids: Ragged) -> Longs:
@@ -247,15 +219,9 @@ def spans_of(table: pa.Table, turns: TurnTokens, sessions: Rows) -> Spans:
     """The spans of rows; ``sessions`` as `sessions_of` returns them."""
     lists = Ragged.of(table.column("spans"))
     row = lists.owner
-    numbers = [
-        field_of(lists.values, name)
-        for name in ("start", "stop", "turn_index", "output_start", "output_stop")
-    ]
-    start, stop, turn_index, out_start, out_stop = (
-        np.asarray(one.fill_null(-1), np.int64) for one in numbers
+    start, stop, turn_index, out_start, out_stop = fields_of(
+        lists.values, *SPAN_NUMBERS
     )
-    kind = field_of(lists.values, "kind").cast(pa.string())
-    parts = (lists.values, kind, *numbers)
     return Spans(
         row,
         start,
@@ -263,8 +229,8 @@ def spans_of(table: pa.Table, turns: TurnTokens, sessions: Rows) -> Spans:
         turns.calls.named(sessions[row], turn_index),
         out_start,
         out_stop,
-        kind.to_numpy(zero_copy_only=False),
+        field_of(lists.values, "kind").cast(pa.string()).to_numpy(zero_copy_only=False),
         np.arange(len(row)) - lists.offsets[row],
         turn_index,
-        np.any([np.asarray(part.is_null()) for part in parts], axis=0),
+        lacks(lists.values, *SPAN_NUMBERS, "kind"),
     )

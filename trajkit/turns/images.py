@@ -4,7 +4,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -45,17 +44,15 @@ def content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
     Returns
     -------
     ndarray of int32, shape (n_tokens,), read-only
+        Each has 30 bits of a SHA-256 digest of the arguments, again and again. So two
+        images (or one in two sizes) differ at their first token, except with probability
+        2**-30.
 
     Raises
     ------
     ArgumentError
         ``kind`` is no text, ``content_hash`` no SHA-256 in hexadecimal, or ``n_tokens``
         negative.
-
-    Notes
-    -----
-    Each id has 30 bits of a SHA-256 digest of the arguments, again and again. So two images
-    (or one in two sizes) differ at their first token, except with probability 2**-30.
     """
     if not isinstance(kind, str) or not kind:
         raise ArgumentError(f"kind={kind!r}: expected a word, such as 'image'")
@@ -94,35 +91,36 @@ def image_faults(
     last, end = 0, first + len(ids)
     unclaimed = ids >= FIRST_CONTENT_ID
     for i, item in enumerate(items):
-        name = f"mm_items[{i}]"
         if item is None or None in item.values():
-            yield None, f"{name} has a null: every field is needed"
+            yield None, f"mm_items[{i}] has a null: every field is needed"
             continue
-        start, stop = item["start"], item["stop"]
+        start, stop, hash_, id_ = (
+            item[name] for name in ("start", "stop", "hash", "token_id")
+        )
         low, high = (min(max(at, first), end) - first for at in (start, stop))
         inside = start < end if may_be_cut else stop <= end
-        fault = None
-        if not CONTENT_HASH.fullmatch(item["hash"]):
-            fault = f"{name} has the hash {item['hash']!r}: {_HASH_RULE}"
+        fault = ""
+        if not CONTENT_HASH.fullmatch(hash_):
+            fault = f"has the hash {hash_!r}: {_HASH_RULE}"
         elif not (last <= start < stop and inside):
-            what = "row" if may_be_cut else "prompt"
+            whole = "row" if may_be_cut else "prompt"
             fault = (
-                f"{name} is {start}:{stop}: expected tokens from {last} to {end}, the "
+                f"is {start}:{stop}: expected tokens from {last} to {end}, the end of "
             )
-            fault += f"end of the {what}"
-        elif not 0 <= item["token_id"] < FIRST_CONTENT_ID:
-            fault = f"{name} has the token_id {item['token_id']}, a content id"
+            fault += f"the {whole}"
+        elif not 0 <= id_ < FIRST_CONTENT_ID:
+            fault = f"has the token_id {id_}, a content id"
         elif known is not None and same_image(item) not in known:
-            fault = f"no source of the tokens has the image {dict(item)}"
+            fault = f"is {dict(item)}, which no source of the tokens has"
         elif (
             ids[low:high] != item_ids(item)[low + first - start :][: high - low]
         ).any():
             fault = (
-                f"the tokens {start}:{stop} are not the content ids of {name}: make "
+                f"is {start}:{stop}, whose tokens are not the content ids: make them "
             )
-            fault += "them with trajkit.turns.content_ids"
-        if fault is not None:
-            yield start, fault
+            fault += "with trajkit.turns.content_ids"
+        if fault:
+            yield start, f"mm_items[{i}] {fault}"
             continue
         unclaimed[low:high] = False
         last = stop
@@ -132,12 +130,10 @@ def image_faults(
 
 
 def item_ids(item: Item) -> Ints:
-    """Return the content ids of an item."""
     return _content_ids(item["kind"], item["hash"], item["stop"] - item["start"])
 
 
 def has_items(table: pa.Table) -> bool:
-    """Whether a turn, row or pack has images."""
     column = table.column("mm_items")
     return bool(column.null_count < len(column))
 
@@ -148,8 +144,7 @@ def engine_ids(table: TableLike) -> pa.Table:
     Parameters
     ----------
     table : table
-        Turns, rows or packs, with their column ``mm_items``. In delta form,
-        ``shared_length`` is the position of the first stored id.
+        Turns, rows or packs, with their column ``mm_items``.
 
     Returns
     -------
@@ -165,7 +160,8 @@ def engine_ids(table: TableLike) -> pa.Table:
         A content id is in no item of its list.
     """
     source = as_table(table)
-    name = next((name for name in _COLUMNS if name in source.column_names), None)
+    names = source.column_names
+    name = next((name for name in _COLUMNS if name in names), None)
     if name is None:
         raise SchemaError(
             f"a table without {' or '.join(_COLUMNS)}: expected turns, rows or packs"
@@ -174,15 +170,16 @@ def engine_ids(table: TableLike) -> pa.Table:
     ids = lists.values.to_numpy()
     if not (ids >= FIRST_CONTENT_ID).any():
         return source
-    ids, first = ids.copy(), [0] * len(lists)
-    if name == "suffix_ids" and "shared_length" in source.column_names:
-        first = source.column("shared_length").to_pylist()
+    made = Ragged(ids.copy(), lists.offsets)
     items: list[Any] = [None] * len(lists)
-    if "mm_items" in source.column_names:
+    first = [0] * len(lists)
+    if "mm_items" in names:
         items = source.column("mm_items").to_pylist()
-    for line, (begin, end) in enumerate(pairwise(lists.offsets.tolist())):
-        own = ids[begin:end]
-        for item in items[line] or ():
+    if name == "suffix_ids" and "shared_length" in names:
+        first = source.column("shared_length").to_pylist()
+    for line, listed in enumerate(items):
+        own = made[line]
+        for item in listed or ():
             start, stop = (max(item[n] - first[line], 0) for n in ("start", "stop"))
             own[start:stop] = item["token_id"]
         for at in np.flatnonzero(own >= FIRST_CONTENT_ID)[:1]:
@@ -190,4 +187,4 @@ def engine_ids(table: TableLike) -> pa.Table:
                 f"{place(source, line)}: {name}[{at}] is {own[at]}, a content id, but no "
                 "item of mm_items has this token"
             )
-    return with_column(source, name, Ragged(ids, lists.offsets).to_arrow())
+    return with_column(source, name, made.to_arrow())

@@ -8,11 +8,14 @@ name of the file without its suffix.
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from trajkit._arguments import near_miss
 from trajkit.errors import ArgumentError
@@ -20,6 +23,48 @@ from trajkit.errors import ArgumentError
 SHORT = {"logprobs": "output_logprobs", "messages": "prompt_messages"}
 """Other names of fields."""
 
+SPELLED = {
+    "session_id": "session_id|metadata.session_id|extra.session_id",
+    "prompt_ids": "prompt_token_ids|prompt_ids|input_token_ids|prompt_tokens|input_ids|"
+    "input_tokens",
+    "output_ids": "output_token_ids|completion_token_ids|response_token_ids|"
+    "generation_token_ids|generated_token_ids|token_ids|output_ids|completion_ids|"
+    "response_ids|output_tokens|completion_tokens|response_tokens",
+    "output_logprobs": "output_logprobs|completion_logprobs|response_logprobs|"
+    "generation_log_probs|output_token_logprobs|rollout_log_probs|token_logprobs|"
+    "logprobs|log_probs|old_log_probs|logprob",
+    "prompt_messages": "prompt_messages|messages",
+    "response_message": "response_message|message|response|completion",
+    "finish_reason": "finish_reason|stop_reason",
+}
+"""Where records of any system may have fields that no mapping names."""
+
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+RUN = re.compile(
+    r"(x_)?((agent|parent|root|task|source|user)_)?(session|trajectory|traj|rollout|run|"
+    r"episode|conversation|conv|thread|trace|task|sample|instance|attempt|trial|"
+    r"example|chat|dialog|dialogue|problem|question|prompt|group|env|game|user|job|"
+    r"workflow|experiment)(_(id|ids|uid|uuid|name|key|index|idx|no|num|number|hash))"
+    r"|index|idx|session|trajectory|rollout|run|episode|trial|attempt|seed"
+)
+# any other key beside a call that names something, but for parts of a call
+NAMED = re.compile(
+    r"(?!(.*_)?(request|req|response|call|span|parent|message|msg|completion|model|step|"
+    r"turn|event|observation|tool|policy|checkpoint|adapter|project|organization)_)"
+    r"(\w+_)?(id|uid|uuid|guid|((agent|worker|actor|thread|process|slot|replica|host|node|"
+    r"machine|client|player|env|gpu)(_(name|key|index|idx|no|num|number|rank))?)|rank|"
+    r"pid|hostname)"
+)
+# keys that name a run even if they are empty
+EMPTY_RUN = re.compile(
+    r"(agent_)?(session|trajectory|traj|rollout|run|episode|conversation)(_(id|uuid|key))?"
+)
+# a number of tokens that a source states
+SIDE = "(prompt|input|completion|output|response|generated|generation|candidates)"
+COUNT = re.compile(
+    rf"(?:n_|num_)?{SIDE}_tokens?(?:_(?:count|length|logprobs_length))?|tokens_{SIDE}"
+)
+USAGE = re.compile(r"(\w+_)?usage(_\w+)?|tokens?(_counts?)?")
 _TYPED = ("stringValue", "intValue", "doubleValue", "boolValue")
 # settings of a mapping besides its fields
 _SETTINGS = ("format", "each", "only")
@@ -90,12 +135,34 @@ class Map:
     # "path=value": the records that are calls
     only: str | None = None
 
-    def renamed(self, record: Mapping[str, object]) -> dict[str, object]:
-        """The record with its values under the names of the fields."""
-        used = {part.keys[0] for one in self.fields.values() for part in one.parts()}
-        kept = {name: value for name, value in record.items() if name not in used}
-        found = {name: one.find(record, record) for name, one in self.fields.items()}
-        return kept | {name: v for name, v in found.items() if v is not None}
+    def renamed(
+        self, record: Mapping[str, object], file: str | None = None
+    ) -> Iterator[dict[str, object]]:
+        """The calls of a record, with their values under the names of the fields."""
+        known = {**{name: route(text) for name, text in SPELLED.items()}, **self.fields}
+        only, _, value = (self.only or "").partition("=")
+        listed = _find(record, tuple(self.each.split("."))) if self.each else [record]
+        for one in listed if isinstance(listed, list) else [record]:
+            if only and str(route(only).find(one, record)) != value:
+                continue
+            found = {
+                name: parsed(way.find(one, record, file)) for name, way in known.items()
+            }
+            if type(found["session_id"]) is int:
+                found["session_id"] = str(found["session_id"])
+            # arrays and tensors stay as they are, and odd values, which are refused later
+            reply, logprobs = found["response_message"], found["output_logprobs"]
+            found["response_message"] = reply_of(reply) or reply or None
+            if isinstance(logprobs, dict | list) and (source := logprobs_of(logprobs)):
+                found["output_logprobs"] = source[1]
+            found["prompt_messages"] = without_reply(found, known)
+            found = {name: v for name, v in found.items() if v is not None}
+            used = {
+                *(part.keys[0] for name in found for part in known[name].parts()),
+                *(self.each or "").split(".")[:1],
+            }
+            own = {**record, **(one if isinstance(one, Mapping) else {})}
+            yield {name: v for name, v in own.items() if name not in used} | found
 
 
 MapLike: TypeAlias = Map | Mapping[str, Any] | str | os.PathLike[str]
@@ -172,6 +239,102 @@ def merged_map(given: list[str] | None) -> Map | None:
         settings = [getattr(one, n) or getattr(before, n) for n in _SETTINGS]
         merged = Map({**before.fields, **one.fields}, *settings)
     return merged
+
+
+def parsed(value: object) -> object:
+    """The value of a text of JSON; anything else unchanged."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def reply_of(value: object) -> dict[str, Any] | None:
+    """A reply: a message, a list of one, or the text of an assistant's message."""
+    one = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(one, str) and one:
+        return {"role": "assistant", "content": one}
+    return one if isinstance(one, dict) and one else None
+
+
+def without_reply(fields: Mapping[str, Any], routes: Mapping[str, Route]) -> Any:
+    """The messages of a prompt, without the reply if that is taken from their end."""
+    messages, reply = fields.get("prompt_messages"), fields.get("response_message")
+    ways = [
+        [part.keys for part in routes[name].parts()] if name in routes else []
+        for name in ("prompt_messages", "response_message")
+    ]
+    within = any(keys[:-1] in ways[0] for keys in ways[1])
+    if within and reply is not None and isinstance(messages, list):
+        return messages[:-1] if messages[-1:] == [reply] else messages
+    return messages
+
+
+def logprobs_of(value: Any) -> tuple[list[Any] | None, list[Any]] | None:
+    """Ids (None: unknown) and their logprobs: of numbers, of entries that name an id, or
+    of a choice's ``logprobs``.
+    """
+    given = value if isinstance(value, dict) else {}
+    entries = given.get("content") if given else value
+    entries = list(entries) if isinstance(entries, list | np.ndarray) else []
+    if not given and entries and not isinstance(entries[0], dict | list):
+        return None, entries
+    if not entries:
+        values, texts = (given.get(name) or [] for name in ("token_logprobs", "tokens"))
+        values = values if isinstance(values, list) else []
+        texts = texts if len(texts) == len(values) else [None] * len(values)
+        entries = [
+            list(pair) for pair in zip(values, map(_spelled, texts), strict=True)
+        ]
+    pairs = list(map(_pair, entries))
+    named = all(type(token) is int for _, token in pairs)
+    ids = [token for _, token in pairs] if named else None
+    return (ids, [logprob for logprob, _ in pairs]) if pairs else None
+
+
+def _pair(entry: Any) -> list[Any]:
+    if isinstance(entry, dict):
+        named = entry.get("token_id", _spelled(entry.get("token")))
+        return [entry.get("logprob"), named]
+    return entry[:2] if isinstance(entry, list) and len(entry) > 1 else [None, None]
+
+
+def _spelled(token: object) -> int | None:
+    """The id in a token that vLLM writes as ``token_id:5`` on request."""
+    # Python may refuse to parse more digits
+    found = re.fullmatch(
+        "token_id:([0-9]{1,10})", token if isinstance(token, str) else ""
+    )
+    return int(found[1]) if found else None
+
+
+def word_of(path: str) -> str:
+    """The last key of a path in lower case, with underscores between its words."""
+    return "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
+
+
+def claims_of(usage: Mapping[str, Any], name: str) -> list[tuple[str, str, object]]:
+    """The numbers of tokens that a usage states, as name, field and number."""
+    if str(usage.get("unit") or "tokens").lower() != "tokens":
+        return []
+    words = {word_of(key): value for key, value in usage.items()}
+    # some sources take cached or reasoning tokens out of a number, beside which they stand
+    apart = [word for word, one in words.items() if type(one) is int and one]
+    found = []
+    for word, stated in words.items():
+        counted = COUNT.fullmatch(word) or re.fullmatch(SIDE, word)
+        if stated is None or counted is None:
+            continue
+        side = next(filter(None, counted.groups()))
+        beside = ["cache"] * (side == "input") + [f"{side}_"] * (word == side)
+        if not any(part in one for part in beside for one in apart):
+            key = next(key for key in usage if word_of(key) == word)
+            target = "prompt_ids" if side in ("prompt", "input") else "output_ids"
+            within = key == name.rpartition(".")[2]
+            found.append((name if within else f"{name}.{key}", target, stated))
+    return found
 
 
 def _is_text(value: object) -> bool:

@@ -30,7 +30,15 @@ from trajkit.errors import ArgumentError, InvalidTurnsError, MissingBodyError
 from trajkit.policies import MessageEquality
 from trajkit.schema import KEY_BYTES, MESSAGE, TURNS
 from trajkit.schema.engine import field_of
-from trajkit.tables.ragged import Bools, Ints, Longs, Ragged, codes, offsets_of
+from trajkit.tables.ragged import (
+    Bools,
+    Ints,
+    Longs,
+    Ragged,
+    codes,
+    combined,
+    offsets_of,
+)
 from trajkit.turns.sessions import Sessions
 
 Message: TypeAlias = dict[str, object]
@@ -43,6 +51,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(
     ensure_ascii=False, sort_keys=True, separators=(",", ":"), check_circular=False
 )
+_NO_MESSAGE = object()
 # characters of a body in an error text
 _SHOWN = 80
 
@@ -260,7 +269,6 @@ def encode(message: object, where: str) -> Encoded:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise InvalidTurnsError unless UTF-8 can encode the text."""
     try:
         if not text.isascii():
             text.encode()
@@ -270,33 +278,12 @@ def check_text(text: str, where: str) -> None:
         ) from None
 
 
-class _WithNumbers:
-    """A message that is not plain; it equals those that are ``==`` and have its body."""
-
-    __slots__ = ("_message", "_text")
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, message: object) -> None:
-        self._message, self._text = message, _quickly_written(message)
-
-    def __eq__(self, other: object) -> bool:
-        # NaN and null are written alike, but are not ==
-        if self._message != other or self._text is None:
-            return False
-        return self._text == _quickly_written(other)
-
-
-def _quickly_written(message: object) -> bytes | None:
-    """JSON with keys in their own order; None if only the standard library writes it."""
-    try:
-        return orjson.dumps(message)
-    except TypeError:
-        return None
-
-
 def comparable(message: object, is_plain: bool) -> object:
-    """An object that is ``==`` to messages with the same body alone."""
-    return message if is_plain else _WithNumbers(message)
+    """An object that is ``==`` to messages with the same body alone.
+
+    One with numbers is ``==`` to messages with other bodies, so it is equal to none.
+    """
+    return message if is_plain else _NO_MESSAGE
 
 
 def unequal_places(messages: Sequence[object], others: Iterable[object]) -> list[int]:
@@ -351,17 +338,14 @@ class MessageBook:
         null, n = lengths < 0, len(ids)
         offsets = offsets_of(np.where(null, 0, lengths))
         # in order of time: the messages of a turn, then its response
-        in_time = np.insert(ids, offsets[1:], responses)
-        is_reply = np.zeros(len(in_time), np.bool_)
-        is_reply[offsets[1:] + np.arange(len(lengths))] = True
+        in_time, ends = np.insert(ids, offsets[1:], responses), offsets[1:]
         owners = np.repeat(sessions, np.diff(offsets) + 1)
-        first = np.zeros(len(in_time), np.bool_)
-        known = in_time >= 0
+        is_reply = np.zeros(len(in_time), np.bool_)
+        is_reply[ends + np.arange(len(lengths))] = True
+        known, first = in_time >= 0, np.zeros(len(in_time), np.bool_)
         first[known] = self.shown(in_time[known], owners[known])
-        structs = self._array(
-            np.concatenate([ids, responses]),
-            np.concatenate([first[~is_reply], first[is_reply]]),
-        )
+        shown = np.append(first[~is_reply], first[is_reply])
+        structs = self._array(np.append(ids, responses), shown)
         lists = Ragged(structs[:n], offsets)
         return lists.to_arrow(null, TURNS.field("messages").type), structs[n:]
 
@@ -370,18 +354,13 @@ class MessageBook:
 
         Messages are in the order of their sessions (prompt, reply, next prompt, ...).
         """
-        # numbered in order of appearance, so a new one exceeds all before it
-        numbers = codes(pa.array(sessions * np.int64(len(self.messages)) + ids))
-        new: Bools = np.diff(np.maximum.accumulate(numbers), prepend=-1) > 0
-        if self.respelled:
-            first = np.full(len(self.messages), -1)
-            first[[*self.respelled]] = [*self.respelled.values()]
-            at = np.flatnonzero(first[ids] >= 0)
-            key = np.stack([sessions[at], first[ids[at]]])
-            order = np.lexsort(key)
-            at, key = at[order], key[:, order]
-            again = (np.diff(key, prepend=-1) == 0).all(axis=0)
-            new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)
+        key_of = np.arange(len(self.messages))
+        key_of[[*self.respelled]] = [*self.respelled.values()]
+        keys = np.stack([sessions, key_of[ids]])
+        order = np.lexsort(keys)
+        again = (np.diff(keys[:, order], prepend=-1) == 0).all(axis=0)
+        new = np.empty(len(ids), np.bool_)
+        new[order] = ~again | (np.diff(ids[order], prepend=-1) != 0)
         return new
 
     def _array(self, ids: Ints, shown: Bools) -> pa.StructArray:
@@ -402,7 +381,6 @@ class MessageBook:
 
 
 def with_equality(calls: Sessions, equality: MessageEquality) -> Sessions:
-    """Replace the keys of requests so that equal messages have equal keys."""
     return calls if equality == "values" else classify(calls, equality).keyed(calls)
 
 
@@ -422,9 +400,9 @@ class Classes:
         n_places, n_calls = len(self.places), len(self.replies)
         keys = np.zeros((n_places + n_calls, KEY_BYTES // 8), np.int64)
         keys[:, 0] = np.append(self.places, self.replies)
-        address, sizes = keys.ctypes.data, np.maximum(calls.requests["n_keys"], 0)
-        requests = calls.requests.copy()
-        requests["keys"] = address + (np.cumsum(sizes) - sizes) * KEY_BYTES
+        requests, address = calls.requests.copy(), keys.ctypes.data
+        begins = offsets_of(np.maximum(requests["n_keys"], 0))[:-1]
+        requests["keys"] = address + begins * KEY_BYTES
         replies = address + (n_places + np.arange(n_calls)) * KEY_BYTES
         requests["reply_key"] = np.where(self.replies >= 0, replies, 0)
         return replace(calls, requests=requests, keys=keys)
@@ -433,7 +411,7 @@ class Classes:
 def classify(calls: Sessions, equality: MessageEquality) -> Classes:
     """Group the messages of calls into classes of equal messages, by their bodies."""
     current = current_bodies(calls)
-    both = np.concatenate([current.places, current.replies])
+    both = np.append(current.places, current.replies)
     lacking = both < 0
     lacking[len(current.places) :] &= calls.requests["reply_key"] != 0
     if lacking.any():
@@ -447,7 +425,7 @@ def classify(calls: Sessions, equality: MessageEquality) -> Classes:
         try:
             texts.append(project(body))
         except ValueError as error:
-            where = _place_of(calls, int(np.flatnonzero(both == number)[0]))
+            where = _place_of(calls, int((both == number).argmax()))
             shown = body if len(body) <= _SHOWN else f"{body[:_SHOWN]}..."
             raise InvalidTurnsError(
                 f"{where} has the body {shown!r}, which is not a JSON object: {error}"
@@ -461,36 +439,26 @@ def classify(calls: Sessions, equality: MessageEquality) -> Classes:
 
 def current_bodies(calls: Sessions) -> Classes:
     """The body that each message of the calls refers to: its key's last one so far."""
-    messages = [chunk.flatten() for chunk in calls.stored_messages.chunks]
-    responses = calls.table.column("response").chunks
+    stored = Ragged.of(calls.stored_messages).values
     shown, replied = (
-        pa.chunked_array([field_of(chunk, "body") for chunk in chunks], pa.string())
-        for chunks in (messages, responses)
+        field_of(messages, "body")
+        for messages in (stored, combined(calls.table.column("response")))
     )
-    of_message, of_reply = (
-        np.asarray(one.is_valid()).view(np.uint8) for one in (shown, replied)
-    )
-    places, replies = np.empty(len(shown), np.int64), np.empty(len(replied), np.int64)
-    _core.find_bodies(
-        calls.requests, calls.offsets, of_message, of_reply, places, replies
-    )
-    bodies = pa.concat_arrays(
-        [pa.array([], pa.string()), *shown.chunks, *replied.chunks]
-    )
-    encoded = bodies.dictionary_encode()
+    given = [np.asarray(one.is_valid()).view(np.uint8) for one in (shown, replied)]
+    at = [np.empty(len(one), np.int64) for one in (shown, replied)]
+    _core.find_bodies(calls.requests, calls.offsets, given[0], given[1], at[0], at[1])
+    encoded = pa.concat_arrays([shown, replied]).dictionary_encode()
     body_at = np.append(np.asarray(encoded.indices.fill_null(-1), np.int64), -1)
-    return Classes(encoded.dictionary, body_at[places], body_at[replies])
+    return Classes(encoded.dictionary, body_at[at[0]], body_at[at[1]])
 
 
 def _place_of(calls: Sessions, number: int) -> str:
     """A message's name in errors; numbers count stored messages, then replies."""
-    sizes = np.maximum(calls.requests["n_keys"], 0)
-    stops = np.cumsum(sizes)
-    n_places = int(sizes.sum())
-    if number >= n_places:
-        return f"{calls.place(number - n_places)}: response"
-    call = int(np.searchsorted(stops, number, side="right"))
-    index = calls.requests["shared"][call] + number - stops[call] + sizes[call]
+    begins = offsets_of(np.maximum(calls.requests["n_keys"], 0))
+    if number >= begins[-1]:
+        return f"{calls.place(number - int(begins[-1]))}: response"
+    call = int(np.searchsorted(begins, number, side="right")) - 1
+    index = calls.requests["shared"][call] + number - begins[call]
     return f"{calls.place(call)}: messages[{index}]"
 
 

@@ -1,7 +1,8 @@
 """Recorded calls as Python dicts to a table of turns."""
 
 import reprlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, NamedTuple, TypeAlias
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arguments import check_choice, near_miss, plain_array, whole_number
-from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
 from trajkit.schema import TURNS
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.ragged import Bools, Floats, Ints, Ragged, offsets_of
@@ -90,7 +91,9 @@ def from_records(
     map : dict, str or path, optional
         Where the records have these keys, if not at their top under these names, as for
         `trajkit.import_turns`: ``{"session_id": "run.id"}``,
-        ``"session_id=run.id,prompt_ids=prompt_token_ids"``, or a TOML file.
+        ``"session_id=run.id,prompt_ids=prompt_token_ids"``, or a TOML file. Fields that
+        it does not name are found by their usual names, and keys that can be no column
+        are left out with a `LeftOutWarning`.
     nonfinite_logprobs : {"raise", "null"}
         How to treat NaN, the infinities, and values of -9999 and below, which engines
         write if they have no logprob.
@@ -112,19 +115,36 @@ def from_records(
             f"records is of type {type(records).__name__}: expected an iterable of dicts, "
             "one per model call"
         )
-    batch = _Batch()
-    own = None if map is None else read_map(map)
+    if map is None:
+        return collected(records, nonfinite_logprobs)
+    own = read_map(map)
+    calls = (
+        call
+        for one in records
+        for call in (own.renamed(one) if isinstance(one, Mapping) else [one])
+    )
+    return collected(calls, nonfinite_logprobs, mapped=True)
+
+
+def collected(
+    records: Iterable[Record], nonfinite_logprobs: Nonfinite, *, mapped: bool = False
+) -> pa.Table:
+    """Turns from calls; ``mapped``: what can be no column is left out with a warning."""
+    batch = _Batch(mapped)
     for number, record in enumerate(records):
         try:
-            if own is not None and isinstance(record, Mapping):
-                record = own.renamed(record)
             batch.add(record, number)
         except RecursionError:
             raise InvalidTurnsError(
                 f"record {number}, session {reprlib.repr(record.get('session_id'))}: a "
                 "value is nested too deep"
             ) from None
-    return check_turns(batch.table(), nonfinite_logprobs)
+    table = batch.table()
+    if batch.left_out:
+        keys = ", ".join(f"{name!r}" for name in batch.left_out)
+        text = f"map: left out, as no field reads them and no column can: {keys}"
+        warnings.warn(text, LeftOutWarning, stacklevel=3)
+    return check_turns(table, nonfinite_logprobs)
 
 
 def as_turns(turns: TableLike | list[Record], unread: Collection[str] = ()) -> pa.Table:
@@ -167,7 +187,10 @@ class _Call(NamedTuple):
 class _Batch:
     """The calls so far, in order of arrival, and their extra columns."""
 
-    def __init__(self) -> None:
+    def __init__(self, mapped: bool = False) -> None:
+        # with a mapping, keys that can be no column are left out, as by an import
+        self.mapped = mapped
+        self.left_out: dict[object, None] = {}
         self.sessions: dict[str, _Session] = {}
         self.book = MessageBook()
         self.calls: list[_Call] = []
@@ -179,9 +202,14 @@ class _Batch:
                 f"record {number} is a {type(record).__name__}: expected a dict with the "
                 "keys session_id, prompt_ids and output_ids, one dict per model call"
             )
-        extras = [name for name in record if name not in FIELDS]
-        for name in extras:
-            check_extra(name, f"record {number} has the key", record)
+        extras = [
+            name
+            for name in record
+            if name not in FIELDS
+            and self._takes(
+                name, check_extra, name, f"record {number} has the key", record
+            )
+        ]
         session = self._session(record, number)
         turn_index = _turn_index(record, session)
         where = f"session {session.name!r}, turn {turn_index}: "
@@ -200,12 +228,24 @@ class _Batch:
             read_metadata(record, where),
         )
         for name in extras:
-            check_depth(name, record[name], where)
+            if not self._takes(name, check_depth, name, record[name], where):
+                continue
             column = self.extras.setdefault(name, [])
             column.extend([None] * (len(self.calls) - len(column)))
             column.append(record[name])
         self.calls.append(call)
         session.turn_index = turn_index
+
+    def _takes(self, name: object, check: Callable[..., Any], *given: Any) -> bool:
+        """Whether a check of an extra column passes; without a mapping, its error."""
+        try:
+            check(*given)
+        except InvalidTurnsError:
+            if not self.mapped:
+                raise
+            self.left_out[name] = None
+            return False
+        return True
 
     def _session(self, record: Record, number: int) -> _Session:
         name = record.get("session_id")
@@ -277,7 +317,9 @@ class _Batch:
         extras = {}
         for name, values in self.extras.items():
             values.extend([None] * (n - len(values)))
-            extras[name] = _extra(name, [values[k] for k in order])
+            in_turn = [values[k] for k in order]
+            if not self.mapped or self._takes(name, _extra, name, in_turn):
+                extras[name] = _extra(name, in_turn)
         more = [pa.field(name, values.type) for name, values in extras.items()]
         schema = pa.schema([*TURNS, *more], metadata=TURNS.metadata)
         arrays = [*(columns[name] for name in TURNS.names), *extras.values()]

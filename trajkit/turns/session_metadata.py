@@ -13,7 +13,7 @@ from trajkit.schema import SESSIONS
 from trajkit.schema.engine import repeated
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical
-from trajkit.tables.columns import take_rows, with_column
+from trajkit.tables.columns import take_rows
 from trajkit.tables.ragged import Bools, codes, combined
 from trajkit.turns.sessions import Sessions
 
@@ -44,8 +44,7 @@ class SessionFacts:
             own, given = _of_turns(calls, name), facts.column(name)
             if name in self.stated:
                 same = pc.equal(own, given).fill_null(False)
-                bad = np.flatnonzero(pc.and_not(own.is_valid(), same)).tolist()
-                for at in bad[:1]:
+                for at in np.flatnonzero(pc.and_not(own.is_valid(), same))[:1].tolist():
                     stated = given[at].as_py()
                     raise InvalidTurnsError(
                         f"session {calls.ids[at].as_py()!r}: {name} "
@@ -63,9 +62,8 @@ class SessionFacts:
         Raises InvalidTurnsError if one has no row.
         """
         if self.table is None:
-            rewards = np.full(len(session_ids), self.reward or 0.0)
-            none = np.full(len(session_ids), self.reward is None)
-            return _sessions(session_ids, pa.array(rewards, mask=none))
+            rewards = pa.repeat(pa.scalar(self.reward, pa.float64()), len(session_ids))
+            return _sessions(session_ids, rewards)
         found = pc.index_in(session_ids, self.table.column("session_id"))
         if found.null_count:
             missing = session_ids.filter(found.is_null())[0]
@@ -78,19 +76,14 @@ class SessionFacts:
 
 def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     """Read the arguments ``reward`` and ``sessions``."""
-    if reward is None and sessions is None:
-        return SessionFacts(None, None)
-    if _is_table(reward):
-        if sessions is not None:
-            raise ArgumentError(
-                "reward is a table, and sessions is given as well: expected one"
-            )
+    if _is_table(reward) and sessions is None:
         reward, sessions = None, reward
     if sessions is not None:
         if reward is not None:
+            shown = " is a table" if _is_table(reward) else f"={reward!r}"
             raise ArgumentError(
-                f"reward={reward!r}, and sessions is given as well: put the rewards into "
-                "sessions"
+                f"reward{shown}, and sessions is given as well: expected one, with the "
+                "rewards in sessions"
             )
         given = as_table(sessions)
         if "output_ids" in given.column_names:
@@ -102,18 +95,15 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
         table = _checked(canonical(given, SESSIONS).select(SESSIONS.names))
         stated = [n for n in OF_TURNS if table.column(n).null_count < len(table)]
         return SessionFacts(None, table, tuple(stated))
-    if isinstance(reward, Mapping):
-        for name in reward:
-            if not isinstance(name, str):
-                raise ArgumentError(
-                    f"reward has the key {name!r}: expected session ids"
-                )
-        rewards = [_number(r, f"session {name!r}: ") for name, r in reward.items()]
-        ids = pa.array([*reward], pa.string())
-        batch = _sessions(ids, pa.array(rewards, pa.float64()))
-        return SessionFacts(None, _checked(pa.Table.from_batches([batch])), ("reward",))
-    number = _number(reward, "")
-    return SessionFacts(number, None, () if number is None else ("reward",))
+    if not isinstance(reward, Mapping):
+        number = _number(reward, "")
+        return SessionFacts(number, None, () if number is None else ("reward",))
+    for name in reward:
+        if not isinstance(name, str):
+            raise ArgumentError(f"reward has the key {name!r}: expected session ids")
+    rewards = [_number(r, f"session {name!r}: ") for name, r in reward.items()]
+    batch = _sessions(pa.array([*reward], pa.string()), pa.array(rewards, pa.float64()))
+    return SessionFacts(None, _checked(pa.Table.from_batches([batch])), ("reward",))
 
 
 def _is_table(reward: object) -> bool:
@@ -132,14 +122,13 @@ def one_session(
         raise ArgumentError(
             "group_id or error is given with a table of sessions: put them into the table"
         )
-    line = pa.Table.from_batches(
-        [session_facts(reward, None).of(pa.array([session_id]))]
-    )
+    facts = session_facts(reward, None).of(pa.array([session_id]))
     for name, value in (("group_id", group_id), ("error", error)):
         if value is not None and not isinstance(value, str):
             raise ArgumentError(f"{name}={value!r}: expected a string")
-        line = with_column(line, name, pa.array([value], pa.string()))
-    return line
+        at, field = SESSIONS.names.index(name), SESSIONS.field(name)
+        facts = facts.set_column(at, field, pa.array([value], pa.string()))
+    return pa.Table.from_batches([facts])
 
 
 def _sessions(ids: pa.Array, rewards: pa.Array) -> pa.RecordBatch:
@@ -154,22 +143,18 @@ def _of_turns(calls: Sessions, name: str) -> pa.Array:
     ids = calls.table.column("session_id")
     lines = canonical(pa.table({"session_id": ids, name: column}), schema)
     values = combined(lines.column(name))
-    if name == "reward":
-        for at in _not_finite(values)[:1]:
-            raise InvalidTurnsError(
-                f"{calls.place(at)}: reward is {values[at]}: expected a finite number or "
-                "null"
-            )
+    for at in _not_finite(values)[:1]:
+        rule = "expected a finite number or null"
+        raise InvalidTurnsError(f"{calls.place(at)}: reward is {values[at]}: {rule}")
     given = np.flatnonzero(values.is_valid())
-    session = calls.session[given]
-    found, first = np.unique(session, return_index=True)
+    found, first = np.unique(calls.session[given], return_index=True)
     source = np.full(len(calls.ids), -1)
     source[found] = given[first]
     own = values.take(pa.array(source, mask=source < 0))
-    due = own.take(pa.array(session))
-    bad = np.flatnonzero(pc.not_equal(values.take(pa.array(given)), due)).tolist()
-    for at in bad[:1]:
-        one, other = int(source[session[at]]), int(given[at])
+    due = own.take(pa.array(calls.session[given]))
+    for at in np.flatnonzero(pc.not_equal(values.take(pa.array(given)), due))[:1]:
+        other = int(given[at])
+        one = int(source[calls.session[other]])
         raise InvalidTurnsError(
             f"{calls.place(other)}: {name} is {values[other]}, and {values[one]} in turn "
             f"{calls.turn_index[one]}: a session has one {name} (for a reward per turn, "
@@ -178,9 +163,11 @@ def _of_turns(calls: Sessions, name: str) -> pa.Array:
     return own
 
 
-def _not_finite(rewards: pa.Array | pa.ChunkedArray) -> list[int]:
+def _not_finite(values: pa.Array | pa.ChunkedArray) -> list[int]:
     """The rows of rewards that are neither finite nor null."""
-    bad = pc.invert(pc.is_finite(rewards)).fill_null(False)
+    if not pa.types.is_floating(values.type):
+        return []
+    bad = pc.invert(pc.is_finite(values)).fill_null(False)
     return np.flatnonzero(bad).tolist()
 
 
@@ -210,7 +197,6 @@ def last_lines(table: pa.Table) -> pa.Table:
 
 
 def errored(facts: pa.RecordBatch) -> Bools:
-    """Whether each session ended in an error."""
     return np.asarray(facts.column("error").is_valid())
 
 

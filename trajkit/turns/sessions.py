@@ -20,7 +20,17 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import canonical, has_old_keys, place, turns_schema
-from trajkit.tables.ragged import Bools, Ints, Keys, Longs, Records, runs_of
+from trajkit.tables.columns import without_views
+from trajkit.tables.ragged import (
+    Array,
+    Bools,
+    Ints,
+    Keys,
+    Longs,
+    Ragged,
+    Records,
+    runs_of,
+)
 
 # Reading a chunk costs about 0.1 ms. Copying a chunk below this size costs less.
 _MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
@@ -148,23 +158,19 @@ class Sessions:
         return Forest.of(self.calls, self.offsets)
 
     @property
-    def is_delta(self) -> bool:
-        """Whether the table is in delta form: for stages that give its columns back."""
-        return bool(self.table.schema.get_field_index("suffix_ids") >= 0)
-
-    @property
     def stored_messages(self) -> pa.ChunkedArray:
-        """The column of messages that each turn stores."""
-        return self.table.column("suffix_messages" if self.is_delta else "messages")
+        return self._stored("messages")
 
     @property
     def stored_ids(self) -> pa.ChunkedArray:
-        """The column of prompt ids that each turn stores."""
-        return self.table.column("suffix_ids" if self.is_delta else "prompt_ids")
+        return self._stored("prompt_ids")
+
+    def _stored(self, name: str) -> pa.ChunkedArray:
+        names = self.table.column_names
+        return self.table.column(_DELTA_NAMES[name] if "suffix_ids" in names else name)
 
     @property
     def path_len(self) -> Longs:
-        """Length of each call's path, shape (n_calls,)."""
         path_len: Longs = self.calls["prompt_len"] + self.calls["out_len"]
         return path_len
 
@@ -173,7 +179,6 @@ class Sessions:
         return self.forest.ids(call, 0, int(self.path_len[call]))
 
     def prompt(self, call: int) -> Ints:
-        """A copy of a call's prompt."""
         return self.forest.ids(call, 0, int(self.calls["prompt_len"][call]))
 
     def named(self, session: Longs | Ints, turn_index: Longs | Ints) -> Longs:
@@ -192,7 +197,6 @@ class Sessions:
         return replace(self, calls=calls)
 
     def part(self, start: int, stop: int) -> Self:
-        """The sessions ``start:stop``."""
         offsets = self.offsets[start : stop + 1]
         lo, hi = int(offsets[0]), int(offsets[-1])
         if (lo, hi) == (0, len(self.calls)):
@@ -258,18 +262,33 @@ class Sessions:
         if name not in self.table.column_names:
             return np.zeros(self.n_calls, np.int64)
         column = self.table.column(name)
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
-        if pa.types.is_string_view(column.type):
-            column = column.cast(pa.large_string())
-        if pa.types.is_null(column.type):
-            column = column.cast(pa.int8())
+        type_ = column.type
+        if pa.types.is_dictionary(type_):
+            type_ = type_.value_type
+        plain = pa.int8() if pa.types.is_null(type_) else without_views(type_)
         try:
-            return np.asarray(pc.rank(column, tiebreaker="min"), np.int64)
+            ranks = pc.rank(column.cast(plain), tiebreaker="min")
+            return np.asarray(ranks, np.int64)
         except pa.ArrowNotImplementedError as error:
             raise SchemaError(
                 f"column {name!r} is {column.type}, which has no order: cast it"
             ) from error
+
+
+def unshared(
+    own: Ragged, ends: Ragged, bases: Ints, shared: Ints | Longs
+) -> list[Array]:
+    """The complete list of each call: ``shared`` elements of its base's list and of the
+    end that follows it there, then its own.
+    """
+    lists: list[Array] = []
+    for call, (base, n) in enumerate(zip(bases.tolist(), shared.tolist(), strict=True)):
+        if base < 0 or not n:
+            lists.append(own[call])
+            continue
+        before = np.concatenate([lists[base], ends[base]])[:n]
+        lists.append(np.concatenate([before, own[call]]))
+    return lists
 
 
 def with_current_keys(turns: pa.Table) -> pa.Table:
@@ -299,7 +318,6 @@ def _session_ids(table: pa.Table) -> tuple[pa.Array, Longs]:
 
 
 def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
-    """The error text of a fault that the kernel found."""
     text, names = _TEXT_OF_FAULT[fault], table.column_names
     values = {name: table.column(name)[row] for name in names if f"{{{name}}}" in text}
     fields = {

@@ -5,7 +5,6 @@ bodies, which need more, are here.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -22,17 +21,20 @@ from trajkit.schema.engine import (
     broken,
     broken_items,
     checks_of,
+    described,
     fault,
     field_of,
+    not_empty,
     not_logprobs,
     nulls,
-    raw_floats,
+    row_lengths,
     session_numbers,
 )
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import (
     TableLike,
     as_table,
+    canonical,
     cast,
     check_columns,
     is_list,
@@ -41,7 +43,7 @@ from trajkit.tables.canonical import (
     turns_schema,
 )
 from trajkit.tables.columns import take_rows, with_column
-from trajkit.tables.ragged import Ragged, codes, combined, lengths, offsets_of
+from trajkit.tables.ragged import Ragged, codes, combined
 from trajkit.tables.stages import apply, stage
 from trajkit.turns.images import has_items, image_faults
 from trajkit.turns.messages import parse_json
@@ -49,23 +51,16 @@ from trajkit.turns.messages import parse_json
 Kind: TypeAlias = Literal["turns", "sessions", "links", "drift", "rows", "report"]
 Nonfinite: TypeAlias = Literal["raise", "null"]
 
-REJECTED = pa.schema(
-    [
-        pa.field("session_id", pa.string(), nullable=False),
-        # the first rule that it breaks, with position and value
-        pa.field("reason", pa.string(), nullable=False),
-    ],
-    # so that readers of a directory of turns skip it
-    metadata={"trajkit.table": "rejected"},
-)
-"""The rejected sessions that `reject_sessions` returns: one row per session."""
+REJECTED = described("""rejected
+session_id text
+reason text: the first rule that it breaks, with position and value
+""").with_metadata({"trajkit.table": "rejected"})
+"""The rejected sessions that `reject_sessions` returns: one row per session. By its name,
+readers of a directory of turns skip it."""
 
 _SCHEMAS: dict[str, pa.Schema] = {
-    "sessions": schema.SESSIONS,
-    "links": schema.LINKS,
-    "drift": schema.DRIFT,
-    "report": schema.REPORT,
-    "rows": schema.ROWS,
+    name: getattr(schema, name.upper())
+    for name in ("sessions", "links", "drift", "report", "rows")
 }
 # Columns of rows that packs rely on.
 _LAYOUT = (
@@ -119,9 +114,7 @@ def validate(
 
     def one(source: pa.Table) -> pa.Table:
         plan, checks = _plan(source, kind, bodies)
-        check_columns(source, plan)
-        _raise_first(source, misfits(source, plan))
-        return check_all(_settle(cast(source, plan), nonfinite_logprobs), checks)
+        return check_all(_settle(canonical(source, plan), nonfinite_logprobs), checks)
 
     return apply(one, table, what=kind or "tables")
 
@@ -145,10 +138,9 @@ def reject_sessions(
 
     Returns
     -------
-    good : Table
-        In canonical form; complete sessions only.
-    bad : Table
-        Columns session_id and reason, in order of discovery.
+    good, bad : Table
+        Complete sessions in canonical form; and the columns session_id and reason, in order
+        of discovery.
 
     Raises
     ------
@@ -203,13 +195,16 @@ def check_layout(rows: pa.Table, *, read_ids: bool = True) -> None:
     """Raise unless rows in canonical form can be packed."""
     read_ids |= any(one.values.null_count for one in rows.column("input_ids").chunks)
     names = (*_LAYOUT, "input_ids") if read_ids else _LAYOUT
-    check_all(rows, (*checks_of(schema.ROWS, names), schema.row_lengths, mm_items))
+    check_all(rows, (*checks_of(schema.ROWS, names), row_lengths, mm_items))
 
 
 def check_all(table: pa.Table, checks: Iterable[Check]) -> pa.Table:
     """The table; raises `InvalidTurnsError` at the first row that breaks a rule."""
     for check in checks:
-        _raise_first(table, check(table))
+        for rows, explain in check(table):
+            if len(rows):
+                where = place(table, int(rows[0]))
+                raise InvalidTurnsError(f"{where}: {explain(0)}")
     return table
 
 
@@ -225,9 +220,8 @@ def _plan(
         known = ", ".join(["turns", *_SCHEMAS])
         raise SchemaError(f"kind {name!r} does not exist: expected one of {known}")
     plan = turns_schema(table.column_names)
-    messages = "messages" if plan is schema.TURNS else "suffix_messages"
-    own = (one for one in checks_of(plan) if not empty or one is not schema.not_empty)
-    of_bodies = (partial(message_bodies, messages),) if bodies else ()
+    own = (one for one in checks_of(plan) if not empty or one is not not_empty)
+    of_bodies = (message_bodies,) if bodies else ()
     return plan, (*own, mm_items, payloads, *of_bodies)
 
 
@@ -252,12 +246,6 @@ def _kind_of(table: pa.Table) -> str:
     )
 
 
-def _raise_first(table: pa.Table, violations: Iterator[Fault]) -> None:
-    for rows, explain in violations:
-        if len(rows):
-            raise InvalidTurnsError(f"{place(table, int(rows[0]))}: {explain(0)}")
-
-
 def _without(
     table: pa.Table, violations: Iterator[Fault], reasons: dict[str, str]
 ) -> pa.Table:
@@ -266,11 +254,11 @@ def _without(
     names = table.column("session_id")
     for rows, explain in violations:
         for row, k in zip(*np.unique(rows, return_index=True), strict=True):
-            name = names[int(row)].as_py()
+            name, where = names[int(row)].as_py(), place(table, int(row))
             if name is None:
-                raise InvalidTurnsError(f"{place(table, int(row))}: session_id is null")
+                raise InvalidTurnsError(f"{where}: session_id is null")
             if name not in reasons:
-                reasons[name] = f"{place(table, int(row))}: {explain(int(k))}"
+                reasons[name] = f"{where}: {explain(int(k))}"
     if len(reasons) == before:
         return table
     bad = pa.array(list(reasons)[before:], pa.string())
@@ -282,39 +270,30 @@ def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
     """Turns with 0.0 under every null logprob, and null for values that are none."""
     if "output_logprobs" not in table.column_names:
         return table
-    column = table.column("output_logprobs")
-    chunks = [_settle_chunk(chunk, nonfinite == "null") for chunk in column.chunks]
-    if all(new is old for new, old in zip(chunks, column.chunks, strict=True)):
+    column, make_null = table.column("output_logprobs"), nonfinite == "null"
+    if not make_null and not any(c.flatten().null_count for c in column.chunks):
         return table
-    return with_column(table, "output_logprobs", pa.chunked_array(chunks, column.type))
-
-
-def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArray:
-    values = chunk.flatten()
-    if not (make_null or values.null_count):
-        return chunk
-    numbers, absent = raw_floats(values), np.asarray(values.is_null())
+    lists = Ragged.of(column)
+    numbers = lists.values.fill_null(0.0).to_numpy()
+    absent = np.asarray(lists.values.is_null())
     if make_null:
         absent = absent | not_logprobs(numbers)
-    # the schema promises 0.0 in the bytes, not -0.0 or NaN
-    if absent.sum() == values.null_count and not numbers[absent].view(np.int32).any():
-        return chunk
     fresh = pa.array(np.where(absent, np.float32(0), numbers), mask=absent)
-    null = np.asarray(chunk.is_null())
-    return Ragged(fresh, offsets_of(lengths(chunk))).to_arrow(null, chunk.type)
+    settled = Ragged(fresh, lists.offsets).to_arrow(nulls(column), column.type)
+    return with_column(table, "output_logprobs", settled)
 
 
 def payloads(table: pa.Table) -> Iterator[Fault]:
     """The rules of `trajkit.schema.PAYLOADS` that do not depend on other turns."""
     for name in ("ref_logprobs", "teacher_logprobs"):
         for lists in _payload(table, name, pa.types.is_floating):
-            ends = lists.offsets[1:]
             numbers = lists.values.cast(pa.float64()).fill_null(0.0).to_numpy()
-            rule = f"{name}[{{}}] is {{}}: "
-            bad = ~np.isfinite(numbers)
-            yield broken_items(0, ends, bad, rule + "it is not a number", numbers)
-            bad = numbers > MAX_LOGPROB
-            yield broken_items(0, ends, bad, rule + POSITIVE, numbers)
+            for bad, rule in (
+                (~np.isfinite(numbers), "it is not a number"),
+                (numbers > MAX_LOGPROB, POSITIVE),
+            ):
+                words = f"{name}[{{}}] is {{}}: {rule}"
+                yield broken_items(0, lists.offsets[1:], bad, words, numbers)
     if "sampling_mask_start" not in table.column_names:
         yield from _sampling_mask(table)
 
@@ -370,9 +349,11 @@ def mm_items(table: pa.Table) -> Iterator[Fault]:
     yield fault(np.array([*faults], np.int64), "{}", [*faults.values()])
 
 
-def message_bodies(name: str, table: pa.Table) -> Iterator[Fault]:
+def message_bodies(table: pa.Table) -> Iterator[Fault]:
     """Each key has a JSON body, in its first message of the session, and of one message."""
-    lists, replies = Ragged.of(table.column(name)), combined(table.column("response"))
+    names = ("messages", "suffix_messages")
+    stored = next(name for name in names if name in table.column_names)
+    lists, replies = Ragged.of(table.column(stored)), combined(table.column("response"))
     # every message in session order, those of a turn before its reply
     messages = pa.concat_arrays([lists.values, replies])
     rows = np.append(lists.owner, np.arange(len(replies)))
@@ -380,41 +361,41 @@ def message_bodies(name: str, table: pa.Table) -> Iterator[Fault]:
     order = order[np.asarray(messages.is_valid())[order]]
     rows, messages = rows[order], messages.take(pa.array(order))
     keys, roles, texts = (field_of(messages, one) for one in ("key", "role", "body"))
-
-    def of_keys(which: Iterable[np.integer], words: str) -> Fault:
-        at = np.array([*which], np.int64)
-        names = [keys[int(k)].as_py().hex() for k in at]
-        return fault(rows[at], f"the message with the key {{}} {words}", names)
-
-    numbers = codes(keys)
-    names = session_numbers(table)[rows] * (len(numbers) + 1) + numbers
-    first = np.unique(names, return_index=True)[1]
+    numbers, bodies = codes(keys), codes(texts)
+    of_session = session_numbers(table)[rows] * (len(numbers) + 1) + numbers
     given = np.flatnonzero(texts.is_valid())
-    yield of_keys(
-        np.setdiff1d(first, given),
-        "has no body, here or earlier in the session (rows filtered out? then validate "
-        "with bodies=False)",
+    lacking = np.setdiff1d(np.unique(of_session, return_index=True)[1], given)
+    _, first, which = np.unique(
+        of_session[given], return_index=True, return_inverse=True
     )
-    text_numbers = codes(texts)
-    _, first, which = np.unique(names[given], return_index=True, return_inverse=True)
-    pairs = zip(given, given[first[which]], strict=True)
-    yield of_keys(
+    earlier = given[first[which]]
+    differ = [
+        at
+        for at, other in zip(given, earlier, strict=True)
+        if bodies[at] != bodies[other]
+        and not _is_same(texts[at].as_py(), texts[other].as_py())
+    ]
+    for bad_ones, words in (
         (
-            at
-            for at, earlier in pairs
-            if text_numbers[at] != text_numbers[earlier]
-            and not _is_same(texts[at].as_py(), texts[earlier].as_py())
+            lacking,
+            "has no body, here or earlier in the session (rows filtered out? then "
+            "validate with bodies=False)",
         ),
-        "has another body earlier in the session: compute its key with "
-        "trajkit.turns.message_key",
-    )
+        (
+            differ,
+            "has another body earlier in the session: compute its key with "
+            "trajkit.turns.message_key",
+        ),
+    ):
+        at = np.asarray(bad_ones, np.int64)
+        shown = [keys[int(k)].as_py().hex() for k in at]
+        yield fault(rows[at], f"the message with the key {{}} {words}", shown)
     faults = ((at, _body_fault(texts[at].as_py(), roles[at].as_py())) for at in given)
     bad = {int(at): words for at, words in faults if words is not None}
     yield fault(rows[np.array([*bad], np.int64)], "{}", [*bad.values()])
 
 
 def _is_same(body: str, other: str) -> bool:
-    """Whether two bodies are of messages that are ``==``."""
     try:
         return bool(parse_json(body) == parse_json(other))
     except ValueError:

@@ -17,7 +17,7 @@ from trajkit.tables.canonical import canonical
 from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Floats, Ints, Longs
 from trajkit.turns.flat_buffers import TurnTokens
-from trajkit.verification.rules import Case, not_trained
+from trajkit.verification.rules import Case, count, not_trained
 
 FOREIGN = pa.schema(
     [
@@ -91,12 +91,12 @@ def verify_located(case: Case) -> None:
     report(
         "mask",
         ~known,
-        lambda _, n: f"loss_mask is true for {n} tokens that are no turn's output",
+        lambda _, n: f"loss_mask is true for {count(n)} of no turn's output",
     )
     report(
         "untrainable",
         ~sampled.due[source],
-        lambda _, n: f"{n} tokens that may not be trained",
+        lambda _, n: f"{count(n)} that may not be trained",
     )
     here, due = rows.logprobs[at], np.append(turns.logprobs, 0)[source]
     given = np.append(turns.given, False)[source]
@@ -105,7 +105,7 @@ def verify_located(case: Case) -> None:
         "logprob",
         known & (rows.n_logprobs[row_of] > 0) & wrong,
         lambda k, n: (
-            f"{n} tokens: the first has {here[k]}, expected "
+            f"{count(n)}: the first has {here[k]}, expected "
             f"{due[k] if given[k] else 'null'}, the engine's"
         ),
     )
@@ -113,7 +113,7 @@ def verify_located(case: Case) -> None:
         report(
             "trained_twice",
             again[at] >= 0,
-            lambda _, n: f"{n} tokens that an earlier row trains",
+            lambda _, n: f"{count(n)} that an earlier row trains",
         )
     moved = np.flatnonzero(known & ~in_context[at] & (not case.may_splice))
     _, first = np.unique([row_of[moved], call[moved]], axis=1, return_index=True)

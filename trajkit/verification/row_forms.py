@@ -16,6 +16,7 @@ from trajkit._arguments import arrow_source
 from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import as_table, canonical_rows
+from trajkit.verification.rules import count
 
 Array = npt.NDArray[Any]
 
@@ -159,7 +160,7 @@ def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
         values = row[name]
         if len(values) > n:
             raise SchemaError(
-                f"row {number}: {name} has {len(values)} values for {n} tokens"
+                f"row {number}: {name} has {len(values)} values for {count(n)}"
             )
         before = np.full(n - len(values), fill, np.result_type(values, type(fill)))
         return np.concatenate([before, values])

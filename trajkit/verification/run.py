@@ -353,7 +353,7 @@ def _differences(
         return
     n = len(due["ids"])
     if row is None:
-        what = f"a row of {n} tokens, {int(due['mask'].sum())} trained"
+        what = f"a row of {rules.count(n)}, {int(due['mask'].sum())} trained"
         yield (f"{word} makes {what}, which is not there",)
         return
     shared = _core.lcp(row["ids"], due["ids"])
@@ -364,7 +364,7 @@ def _differences(
             for ids in (row["ids"], due["ids"])
         )
         other = "" if own else f" of its row {due['row_index']}"
-        sizes = f"({len(row['ids'])} tokens, expected {n})"
+        sizes = f"({rules.count(len(row['ids']))}, expected {n})"
         yield f"{here}: {word} has {there} there{other} {sizes}", None, shared
     turns = _turns_of(due, shared)
     turns = np.where(turns < 0, _turns_of(row, shared), turns)

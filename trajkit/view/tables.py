@@ -21,9 +21,10 @@ import polars.selectors as cs
 import pyarrow as pa
 
 from trajkit import analysis
+from trajkit.analysis.branches import drifted
 from trajkit.analysis.simulation import label, simulate
 from trajkit.analysis.tokenizer import Codec, Tokenizer, entry_bytes
-from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
+from trajkit.analysis.words import COUNT_WORDS, LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.errors import UnknownSessionError
 from trajkit.policies import Policy, rule_of
 from trajkit.rows.linearize import linearize, link, report
@@ -41,6 +42,7 @@ _AS_THEY_ARE = (
     "shared_messages weight_versions"
 ).split()
 _SHOWN = "finish_reason trainable agent_id model started_at ended_at".split()
+_TURN = ["session_id", "turn_index"]
 _OF_ROWS = "session_id row_index parent_row shared_length turns".split()
 # violations of a session that are shown, and tokens before and after the first wrong one
 _N_VIOLATIONS, _AROUND = 200, 8
@@ -80,12 +82,12 @@ class ViewTables:
             case "links":
                 made = self._links[k]
             case "drift":
-                made = analysis.classify_drift(turns, self._links[k])
-                made = made.filter(pc.greater(made["size"], 0))
+                made = drifted(turns, self._links[k])
             case "branches":
                 made = analysis.label_branches(turns, self._links[k])
             case "findings" if self.tokenizer is not None:
                 made = analysis.explain_drift(turns, self._links[k], self.tokenizer)
+                return pl.DataFrame(made).join(self._table("drift", k), _TURN, "semi")
             case "report":
                 made = report(turns, self.policies[k], sessions=known)
             case "spans":
@@ -104,10 +106,9 @@ class ViewTables:
     def _lists(self, names: Sequence[str], k: int, session_id: str) -> dict[str, Any]:
         """The lines of a session in some tables, as columns without its id."""
         own = pl.col("session_id") == session_id
-        parts = {name: self._table(name, k).filter(own) for name in names}
+        found = ((name, self._table(name, k).filter(own)) for name in names)
         return {
-            name: part.drop("session_id").to_dict(as_series=False)
-            for name, part in parts.items()
+            name: one.drop("session_id").to_dict(as_series=False) for name, one in found
         }
 
     def index(self, title: str, n_runs: int = 1) -> dict[str, Any]:
@@ -119,6 +120,7 @@ class ViewTables:
         return {
             "title": title,
             "runs": n_runs,
+            "heads": COUNT_WORDS,
             "losses": LOSS_WORDS,
             "groups": LOSS_GROUPS,
             "causes": MENDS,
@@ -138,22 +140,22 @@ class ViewTables:
         ids, and every turn counts once.
         """
         drift, keys = self._table("drift", k), ["region", "cause"]
-        turn, counted = ["session_id", "turn_index"], drift
+        counted = drift
         if self.tokenizer is not None:
             counted, keys = self._table("findings", k), ["cause"]
         return (
-            counted.select(*turn, pl.col(*keys).cast(pl.String))
-            .group_by(*keys, *turn, maintain_order=True)
+            counted.select(*_TURN, pl.col(*keys).cast(pl.String))
+            .group_by(*keys, *_TURN, maintain_order=True)
             .agg(findings=pl.len())
             .join(
-                drift.select(*turn, "tokens_after_drift"), turn, maintain_order="left"
+                drift.select(*_TURN, "tokens_after_drift"), _TURN, maintain_order="left"
             )
             .group_by(keys, maintain_order=True)
             .agg(
                 pl.col("findings").sum(),
                 turns=pl.len(),
                 tokens=pl.col("tokens_after_drift").sum(),
-                examples=pl.struct(turn).head(40),
+                examples=pl.struct(_TURN).head(40),
             )
             .sort("findings", descending=True, maintain_order=True)
             .to_dicts()
@@ -335,8 +337,7 @@ def _messages(turns: pa.Table, text: bool) -> dict[str, list[Any]]:
     def number(message: dict[str, Any] | None) -> int | None:
         if message is None:
             return None
-        new = [message["role"], None, len(known)]
-        own = known.setdefault(message["key"], new)
+        own = known.setdefault(message["key"], [message["role"], None, len(known)])
         if text and message["body"] is not None:
             own[1] = message["body"]
         return int(own[2])
@@ -372,11 +373,10 @@ def rule_in_words(policy: Policy) -> str:
     if policy.parent_by == "generations":
         n = policy.fork_threshold
         return f"A call is refused if its prompt drifts by {n:,} or more tokens."
-    rule, more = rule_of(policy, "on_drift"), ""
-    if policy.absorbs:
-        more = " No token of a reply that drifted is then trained."
-        if policy.keep_prefix:
-            more = " A reply that drifted is then trained up to the drift."
+    rule = rule_of(policy, "on_drift")
+    more = " No token of a reply that drifted is then trained." * policy.absorbs
+    if policy.absorbs and policy.keep_prefix:
+        more = " A reply that drifted is then trained up to the drift."
     return f"Where a prompt drifts: {rule[0].lower()}{rule[1:]}{more}"
 
 

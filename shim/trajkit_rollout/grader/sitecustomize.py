@@ -3,7 +3,8 @@
 Modules of the tests and of the workspace are found last, after those of Python. A test
 runner is started again by this program, which proves that it came to its end: the secret of
 the file ``nonce`` is taken before the first test is read, and put back with the results
-after the last one. Code in this process can still find it; see docs/sandboxes.md.
+after the last one. Meanwhile only an audit hook has it, to which no frame and no module
+leads. Code in this process can still find it; see docs/sandboxes.md.
 """
 
 from __future__ import annotations
@@ -54,8 +55,15 @@ def _begin() -> None:
         sys.path.append(os.path.dirname(script))
 
 
-def _watched() -> dict[tuple[str, ...], tuple[int, int]]:
-    """What a module under test must not change: identities of functions and classes."""
+def _is_runner(module: str) -> bool:
+    return module.partition(".")[0] in ("unittest", "_pytest", "pluggy", "builtins")
+
+
+def _watched(places: list[str] | None = None) -> dict[tuple[str, ...], Any]:
+    """What a module under test must not change: functions and classes, by identity.
+
+    Those of test runners, and with places also of the tests that are loaded.
+    """
     import types
 
     # a test may import it only after what it tests
@@ -73,15 +81,33 @@ def _watched() -> dict[tuple[str, ...], tuple[int, int]]:
             if len(key) == 1 and isinstance(value, type) and value.__module__ == key[0]:
                 add(value, *key, name)
 
+    tests, workspace = places or ("", "")
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in ("unittest", "_pytest", "pluggy", "builtins"):
+        folder, file = os.path.split(getattr(module, "__file__", None) or "")
+        inside = tests and f"{folder}/".startswith(f"{tests}/")
+        is_test = inside and (tests != workspace or file.startswith("test_"))
+        if is_test or _is_runner(name):
             add(module, name)
     return found
 
 
-def _changed(before: dict[Any, Any], after: dict[Any, Any] | None = None) -> list[str]:
-    after = after or _watched()
-    return sorted(".".join(key) for key, was in before.items() if after.get(key) != was)
+def _add_tests(before: dict[Any, Any], places: list[str]) -> None:
+    # they are loaded, and so is what they test, which may have changed the rest
+    known = {key[0] for key in before}
+    watched = _watched(places).items()
+    before.update({key: value for key, value in watched if key[0] not in known})
+
+
+def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
+    from unittest import TestCase
+
+    # also what a class got that it had not; one of the tests may set what is its own
+    keys = before.keys() | {
+        key
+        for key in after
+        if key[:-1] in before and (_is_runner(key[0]) or hasattr(TestCase, key[-1]))
+    }
+    return sorted(".".join(key) for key in keys if after.get(key) != before.get(key))
 
 
 def _raiser(error: BaseException | None, test: object, places: list[str]) -> str | None:
@@ -119,8 +145,7 @@ def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
 
     class Plugin:
         # some of the plugins that load themselves change pytest, until its end
-        before = _watched()
-        after: dict[Any, Any] | None = None
+        before = after = _watched()
         own = "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in os.environ
         ended = False
 
@@ -131,9 +156,12 @@ def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
             self.root = str(getattr(config, "rootpath", None) or config.rootdir)
             self.before = _watched()
 
+        def pytest_collection_finish(self) -> None:
+            _add_tests(self.before, places)
+
         @pytest.hookimpl(tryfirst=True)
         def pytest_unconfigure(self) -> None:
-            self.after = _watched()
+            self.after = _watched(places)
 
         def pytest_keyboard_interrupt(self) -> None:
             # also by pytest.exit
@@ -177,12 +205,24 @@ def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
     return code, results, _changed(plugin.before, plugin.after)
 
 
-def _unittest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
+def _program(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
+    import runpy
+    import traceback
     import unittest
 
+    before: dict[Any, Any] = {}
+    after: dict[Any, Any] = {}
     results: dict[str, bool] = {}
 
     class Result(unittest.TextTestResult):
+        def startTestRun(self) -> None:
+            super().startTestRun()
+            _add_tests(before, places)
+
+        def stopTestRun(self) -> None:
+            super().stopTestRun()
+            after.update(_watched(places))
+
         def addSkip(self, test: Any, reason: str) -> None:
             kind = type(getattr(test, "test_case", test))  # or that of a subtest
             file = getattr(sys.modules.get(kind.__module__), "__file__", "")
@@ -201,67 +241,89 @@ def _unittest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
             if err is not None:
                 results[test.id()] = False
 
-        def addError(self, test: Any, err: Any) -> None:
-            super().addError(test, err)
-            results[test.id()] = False
-
         def stopTest(self, test: Any) -> None:
             super().stopTest(test)
             # neither a success nor reported as anything else
             results.setdefault(test.id(), False)
 
-    sys.path += places
-    before = _watched()
+    # also of a program that ends with unittest.main()
     kind: Any = Result
-    runner = unittest.TextTestRunner(resultclass=kind)
-    argv = ["python -m unittest", *arguments]
-    done = unittest.main(module=None, argv=argv, testRunner=runner, exit=False).result
-    # before Python 3.12, no test at all is a success
-    code = 0 if done.wasSuccessful() and done.testsRun else 1
-    return code, results, _changed(before)
-
-
-def _script(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
-    import runpy
-    import traceback
-
-    sys.argv, code = arguments, 0
-    script = os.path.realpath(arguments[0])
-    sys.path += [os.path.dirname(script)] if sys.flags.isolated else places
-    before = _watched()
+    unittest.TextTestRunner.resultclass = kind
+    sys.argv, code, program = arguments, 0, os.path.realpath(arguments[0])
+    sys.path += [os.path.dirname(program)] if sys.flags.isolated else places
+    before.update(_watched())
     try:
-        runpy.run_path(script, run_name="__main__")
+        if arguments[0] == "unittest":
+            runpy.run_module("unittest", run_name="__main__")
+        else:
+            runpy.run_path(program, run_name="__main__")
     except SystemExit as end:
         # the program ended, but was it the program that ended it?
-        raiser = _raiser(end, script, places)
+        raiser = _raiser(end, program, places)
         if raiser is not None and not end.code:
             sys.exit(f"{raiser} ended the tests")
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = int(end.code is not None)
+        if isinstance(end.code, int):
+            # one of a class of its own may have two values
+            code = int.__add__(end.code, 0)
         sys.stderr.write(f"{end.code}\n" if isinstance(end.code, str) else "")
     except Exception:
         traceback.print_exc()
         code = 1
-    return code, None, _changed(before)
+    # before Python 3.12, no test at all is a success
+    code = code or int(arguments[0] == "unittest" and not results)
+    return code, results, _changed(before, after or _watched())
 
 
-def _main() -> int:
-    import json
+def _keep(path: str) -> None:
+    """Take the secret, and have an audit hook write it with the results."""
+    import types
+    from json.encoder import encode_basestring_ascii as quoted
 
-    with open(os.path.join(_HERE, "places")) as file:
-        places = file.read().split("\n")
-    path, given = os.path.join(_HERE, "nonce"), sys.argv[1:]
     with open(path) as file:
         nonce = file.read()
     os.unlink(path)
-    runner = {"pytest": _pytest, "unittest": _unittest}.get(given[0])
-    run = _script(given, places) if runner is None else runner(given[1:], places)
+    own, main, frame_of, opened = globals(), sys._getframe(1), sys._getframe, open
+    results_path = os.path.join(_HERE, "results")
+    functions = [
+        (name, value, value.__code__)
+        for name, value in own.items()
+        if isinstance(value, types.FunctionType)
+    ]
+
+    def hook(event: str, given: tuple[Any, ...]) -> None:
+        # calls no code of Python, which a module under test could exchange
+        if event != "trajkit.ended" or frame_of(1) is not main:
+            return
+        code, results, changed = given
+        for name, function, before in functions:
+            if own.get(name) is not function or function.__code__ is not before:
+                changed = [*changed, f"trajkit.{name}"]
+        passed = [
+            f"{quoted(k)}: {'true' if v else 'false'}" for k, v in results.items()
+        ]
+        text = (
+            f'{{"code": {code}, "nonce": "{nonce}", "results": {{{", ".join(passed)}}}'
+        )
+        text += f', "changed": [{", ".join(map(quoted, changed))}]}}\n'
+        with opened(results_path, "ab", 0) as file:
+            file.write(text.encode("ascii"))
+        with opened(path, "wb", 0) as file:
+            file.write(nonce.encode("ascii"))
+
+    sys.addaudithook(hook)
+
+
+def _main() -> int:
+    with open(os.path.join(_HERE, "places")) as file:
+        places = file.read().split("\n")
+    _keep(os.path.join(_HERE, "nonce"))
+    _, *given = sys.argv
+    pytest = given[0] == "pytest"
+    run = _pytest(given[1:], places) if pytest else _program(given, places)
     sys.stdout.flush()
     sys.stderr.flush()
-    proof = {"code": run[0], "results": run[1], "changed": run[2], "nonce": nonce}
-    with open(os.path.join(_HERE, "results"), "a") as file:
-        file.write(json.dumps(proof) + "\n")
-    with open(path, "w") as file:
-        file.write(nonce)
+    sys.audit("trajkit.ended", *run)
     return int(run[0])
 
 

@@ -20,16 +20,24 @@ check)
   # Fails if there is no isolation, and says why. Prints the start of a command that runs
   # another one in a cgroup, and whether the kernel has limits of process ids per namespace
   # (before Linux 6.14 they are the machine's); an empty line for what it has not.
-  command -v bwrap > /dev/null || {
-    echo bwrap is not installed >&2
+  missing=
+  for each in bwrap:bubblewrap prlimit:util-linux nsenter:util-linux unshare:util-linux; do
+    command -v ${each%:*} > /dev/null || missing="$missing ${each%:*} (package ${each#*:})"
+  done
+  test -z "$missing" || {
+    echo "not installed:$missing" >&2
     exit 1
   }
   $isolated --ro-bind / / true && $apart true || exit
-  user=--user
-  test "$(id -u)" = 0 && user=
-  cgroup="systemd-run $user --scope --quiet --collect"
-  test -e /sys/fs/cgroup/cgroup.controllers &&
-    timeout 30 $cgroup --property=MemoryMax=64M true 2> /dev/null || cgroup=
+  # a user's systemd is found by a variable that commands do not get
+  cgroup=
+  if test "$(id -u)" = 0; then
+    cgroup='systemd-run --scope --quiet --collect'
+  elif test "$XDG_RUNTIME_DIR"; then
+    cgroup="env XDG_RUNTIME_DIR=$XDG_RUNTIME_DIR systemd-run --user --scope --quiet --collect"
+  fi
+  test "$cgroup" && test -e /sys/fs/cgroup/cgroup.controllers &&
+    timeout 5 $cgroup --property=MemoryMax=64M true 2> /dev/null || cgroup=
   echo "$cgroup"
   release=$(uname -r)
   minor=${release#*.}
@@ -50,6 +58,10 @@ mkdir -p -- "$@" && echo ready && exec env --ignore-signal=CHLD cat' sh "$@"
 run)
   # the start of a command in a CGROUP or nothing, the limits of PROCESSES, MEMORY and FILE
   # (in MiB) or nothing, the HOLDER or nothing, options of bwrap, command
+  command -v prlimit > /dev/null || {
+    echo 'prlimit is not installed (package util-linux)' >&2
+    exit 125
+  }
   cgroup=$1 processes=$2 memory=$3 file=$4 holder=$5
   shift 5
   limited="prlimit --core=0 ${file:+--fsize=$((file << 20))}"
@@ -57,6 +69,7 @@ run)
     cgroup="$cgroup --property=TasksMax=$processes"
     test -z "$memory" ||
       cgroup="$cgroup --property=MemoryMax=${memory}M --property=MemorySwapMax=0"
+    cgroup="$cgroup env --unset=XDG_RUNTIME_DIR"
   elif test "$memory"; then
     limited="$limited --as=$((memory << 20))"
   fi

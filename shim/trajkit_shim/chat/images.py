@@ -1,10 +1,9 @@
 """Images: in messages, in prompts, and in the log's folder.
 
 The content of a message with images is a list of parts: ``{"type": "text", "text": ...}``
-and ``{"type": "image", "sha256": ...}``. Every other content is a string. An image is in
-memory until a turn that names it is about to be recorded. Then it is written as a client
-sent it: one file each, named by the SHA-256 of its bytes. So a log never names an image
-that is missing. The image of a turn that then cannot be recorded keeps its file.
+and ``{"type": "image", "sha256": ...}``. Every other content is a string. Before a turn
+that names an image is recorded, the image is written as a client sent it: one file each,
+named by the SHA-256 of its bytes. So a log never names an image that is missing.
 
 A chat template writes one token per image, in the place of as many tokens as the model's
 processor makes of an image of that size. In the recorded ids these are content ids
@@ -21,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -88,9 +87,8 @@ class Image:
 
 def read_parts(fields: Fields, name: str, readers: Readers) -> list[Any]:
     """Return the parts of a content: a string, or a list of objects with a reader each."""
-    value = fields.peek(name)
-    if isinstance(value, str):
-        return [value]
+    if isinstance(fields.peek(name), str):
+        return [fields.text(name)]
     found = []
     fields.need(name, as_list)
     for part in fields.objects(name):
@@ -198,10 +196,9 @@ class ImageStore:
     ) -> None:
         self.directory, self.fsync = directory, fsync
         self.limits = limits or ImageLimits()
-        self._writing = Lock()
-        self._stored = set[str]()
-        self._total_bytes = 0
         self.requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
+        self._writing = Lock()
+        self._stored: dict[str, int] = {}  # bytes of each file
 
     def take(self, images: Sequence[Image]) -> list[Image]:
         """Return the images of a request, the same object for the same image.
@@ -233,9 +230,9 @@ class ImageStore:
     def _new(self, images: Collection[Image]) -> dict[str, Image]:
         """The images that have no file, by name; raises if there is no room (507)."""
         new = {image.name: image for image in images if image.name not in self._stored}
-        total = self._total_bytes + sum(len(image.data) for image in new.values())
+        total = sum(self._stored.values()) + sum(len(i.data) for i in new.values())
         limit = self.limits.max_total_bytes
-        if limit is not None and total > limit:
+        if new and limit is not None and total > limit:
             message = f"the images would take {total} bytes; the limit is {limit}"
             raise GatewayError(message, 507, code="log_full")
         return new
@@ -253,8 +250,7 @@ class ImageStore:
                             file.flush()
                             os.fsync(file.fileno())
                     temporary.replace(self.directory / name)
-                    self._stored.add(name)
-                    self._total_bytes += len(image.data)
+                    self._stored[name] = len(image.data)
             except OSError as error:
                 message = f"the image could not be written: {error}"
                 raise GatewayError(message, 500, code="log_failed") from error
@@ -286,22 +282,18 @@ class ImagePlaces:
         ``ids`` have the text of ``messages``, and maybe of others without images.
         Raises `TemplateError` if the template has not written each image once.
         """
-        names = hashes_of(messages)
-        at = np.flatnonzero(ids == self.model.token_id)
-        if len(at) != len(names):
-            message = (
-                f"the chat template has {len(at)} places for {len(names)} images: "
+        names, here = hashes_of(messages), ids == self.model.token_id
+        if here.sum() != len(names):
+            raise TemplateError(
+                f"the chat template has {here.sum()} places for {len(names)} images: it "
+                "leaves out images of some messages",
+                code="chat_template",
             )
-            message += "it leaves out images of some messages"
-            raise TemplateError(message, code="chat_template")
         counts = np.ones(len(ids), np.int64)
-        counts[at] = sizes = [self._n_tokens(name) for name in names]
-        expanded = np.repeat(ids, counts)
+        counts[here] = sizes = [*map(self._n_tokens, names)]
         made = [content_ids(KIND, *each) for each in zip(names, sizes, strict=True)]
-        if made:
-            expanded[np.repeat(ids == self.model.token_id, counts)] = np.concatenate(
-                made
-            )
+        expanded, inside = np.repeat(ids, counts), np.repeat(here, counts)
+        expanded[inside] = np.concatenate([np.empty(0, np.int32), *made])
         return expanded, np.repeat(offsets, counts, axis=0)
 
     def items(self, ids: Ids, messages: Sequence[Json]) -> list[dict[str, Any]]:
@@ -311,18 +303,24 @@ class ImagePlaces:
         """
         token_id, names = self.model.token_id, hashes_of(messages)
         if names and (ids == token_id).any():
-            message = "an earlier reply contains the token of an image, so the engine "
-            message += "cannot place the images of this request"
-            raise GatewayError(message, code="image_token_sampled")
+            raise GatewayError(
+                "an earlier reply contains the token of an image, so the engine cannot "
+                "place the images of this request",
+                code="image_token_sampled",
+            )
         inside = np.flatnonzero(ids >= FIRST_CONTENT_ID)
-        stops = np.cumsum([self._n_tokens(name) for name in names], dtype=np.int64)
-        assert not len(stops) or stops[-1] == len(inside)
-        items, begin = list[dict[str, Any]](), 0
-        for name, end in zip(names, stops.tolist(), strict=True):
-            span = {"start": int(inside[begin]), "stop": int(inside[end - 1]) + 1}
-            items.append({"kind": KIND, "hash": name, "token_id": token_id, **span})
-            begin = end
-        return items
+        stops = np.cumsum([0, *map(self._n_tokens, names)]).tolist()
+        assert stops[-1] == len(inside)
+        return [
+            {
+                "kind": KIND,
+                "hash": name,
+                "token_id": token_id,
+                "start": int(inside[begin]),
+                "stop": int(inside[end - 1]) + 1,
+            }
+            for name, (begin, end) in zip(names, pairwise(stops), strict=True)
+        ]
 
     def engine_ids(self, ids: Ids) -> Ids:
         """Return the ids that the engine consumes for a prompt's recorded ids."""
@@ -372,13 +370,10 @@ def load_image_model(path: str | Path) -> ImageModel | None:
     try:
         pixels = load("AutoImageProcessor")
         patches, merged = pixels.get_number_of_image_patches, pixels.merge_size**2
-    except ImportError as error:
-        missing = " ".join(str(error).split())
-        raise ValueError(f"{missing} Or serve with --images refuse") from error
-    except AttributeError as error:
-        rule = (
-            "its processor does not say how many tokens an image takes: install torch "
-        )
-        rule += "and torchvision, or serve with --images refuse"
-        raise ValueError(rule) from error
+    except (AttributeError, ImportError) as error:
+        why = " ".join(str(error).split())
+        if isinstance(error, AttributeError):
+            why = "its processor does not say how many tokens an image takes: install "
+            why += "torch and torchvision."
+        raise ValueError(f"{why} Or serve with --images refuse") from error
     return ImageModel(token_id, lambda height, width: patches(height, width) // merged)

@@ -7,8 +7,7 @@ recorded one.
 - ``role`` is ``system``, ``user``, ``assistant`` or ``tool``; ``content`` is a string,
   or a list of texts and images (`trajkit_shim.chat.images`).
 - An assistant message may have ``reasoning_content`` and ``tool_calls`` in OpenAI's
-  format, with ``arguments`` as sampled JSON text. If text was sampled after a call,
-  ``sampled`` holds the reply after its reasoning unchanged (`canonical_reply`).
+  format, with ``arguments`` as sampled JSON text.
 - A tool message has ``tool_call_id``.
 
 Whoever opens a session (the trainer) fixes sampling parameters, which replace the
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from trajkit.turns.messages import message_record
 from trajkit_shim.chat.images import Image, Part, joined
@@ -49,8 +48,7 @@ ANY_OBJECT: Json = {"type": "object"}
 # Messages
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedMessage:
+class LoggedMessage(NamedTuple):
     """A canonical message as the log has it: see `trajkit.schema.MESSAGE`."""
 
     key: bytes
@@ -79,14 +77,14 @@ def tool_message(call_id: str, parts: Iterable[Part], *, failed: bool = False) -
 
 def user_messages(parts: Iterable[Part]) -> list[Json]:
     """Return a user's turn: its tool messages, and the texts and images between them."""
-    messages: list[Json] = []
     given = [part for part in parts if part]
+    messages: list[Json] = []
     groups = groupby(given, lambda part: isinstance(part, dict) and "role" in part)
-    for are_messages, group in groups:
-        if are_messages:
-            messages += (part for part in group if isinstance(part, dict))
-        else:
-            messages.append({"role": "user", "content": joined(group)})
+    for is_message, group in groups:
+        whole: list[Any] = [*group]
+        if not is_message:
+            whole = [{"role": "user", "content": joined(whole)}]
+        messages += whole
     return messages or [{"role": "user", "content": ""}]
 
 
@@ -230,14 +228,12 @@ def _stop(value: object, where: str) -> tuple[str, ...]:
     return (*list_of(as_name)(value, where),)
 
 
+_TOP_K = "leaves nothing to sample from; -1 removes the limit"
 _READERS: Mapping[str, Reader[Any]] = {
     "max_tokens": partial(as_integer, minimum=1),
     "temperature": partial(as_number, minimum=0.0, maximum=2.0),
     "top_p": _not_zero(partial(as_number, minimum=0.0, maximum=1.0), "is not above 0"),
-    "top_k": _not_zero(
-        partial(as_integer, minimum=-1),
-        "leaves nothing to sample from; -1 removes the limit",
-    ),
+    "top_k": _not_zero(partial(as_integer, minimum=-1), _TOP_K),
     "stop": _stop,
     "seed": partial(as_integer, minimum=-(2**63), maximum=2**63 - 1),
 }
@@ -407,8 +403,4 @@ def make_reply(
 def canonical_reply(reply: Reply) -> Json:
     """Return the reply as the canonical message that the next request should contain."""
     calls = [tool_call(call.call_id, call.name, call.arguments) for call in reply.calls]
-    message = assistant_message(reply.text, reply.reasoning or "", calls)
-    # a text that is not the first part follows a call
-    if any(isinstance(part, str) for part in reply.parts[1:]):
-        message["sampled"] = reply.sampled
-    return message
+    return assistant_message(reply.text, reply.reasoning or "", calls)

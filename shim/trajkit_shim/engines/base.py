@@ -46,20 +46,16 @@ class WeightSpan(NamedTuple):
 class Sample:
     """Result of one engine call. ``None``: the engine does not report it."""
 
-    # shape (n_output,); includes a sampled stop token
-    output_ids: npt.NDArray[np.int32]
-    # shape (n_output,): log-probability of each output id under the distribution it was
-    # drawn from
+    output_ids: npt.NDArray[np.int32]  # (n_output,), with a sampled stop token
+    # (n_output,): log-probabilities under the distribution that was drawn from
     output_logprobs: npt.NDArray[np.float32] | None
-    # the engine's own word: stop, length, abort, ...
-    finish_reason: str | None
+    finish_reason: str | None  # the engine's own word: stop, length, abort, ...
     weight_versions: tuple[WeightSpan, ...] = ()
-    # prompt tokens taken from the engine's prefix cache
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # prompt tokens taken from the prefix cache
     # the prompt that the engine consumed: its length, and its ids
     prompt_tokens: int | None = None
     prompt_ids: npt.NDArray[np.int32] | None = None
-    # shape (n_prompt + n_output - 1, n_layers, n_experts): of every token but the last
+    # (n_prompt + n_output - 1, n_layers, n_experts): of every token but the last
     routed_experts: npt.NDArray[np.int16] | None = None
     # for each output id the ids that could have been drawn in its place, itself included
     sampling_mask: Sequence[Sequence[int]] | None = None
@@ -98,7 +94,7 @@ class PromptImage:
 class EngineRequest:
     """One call of an engine."""
 
-    # shape (n_prompt,); the gateway checked that they are in the vocabulary, and that the
+    # (n_prompt,); the gateway checked that they are in the vocabulary, and that the
     # context has room for them and max_new_tokens
     prompt_ids: npt.NDArray[np.int32]
     sampling: Sampling
@@ -127,9 +123,7 @@ class Engine(Protocol):
 class UpdatableEngine(Engine, Protocol):
     """An engine whose weights can be changed while calls are running.
 
-    Each method raises `EngineError` if the engine fails. An engine that can take weights
-    from a trainer's memory has ``update_tensors(tensors, load_format, version)``, too:
-    a text per process of its server, which reads it as ``load_format``.
+    Each method raises `EngineError` if the engine fails.
     """
 
     async def pause(self) -> None:

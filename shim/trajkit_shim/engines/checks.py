@@ -7,8 +7,7 @@ part of it may belong to another call, or be lost.
 """
 
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -33,8 +32,8 @@ def check_prompt(
     if prompt_ids.ndim != 1 or not n_prompt:
         message = f"the prompt has no tokens: its shape is {prompt_ids.shape}"
         raise EngineError(message, 400, code="empty_prompt")
-    error = {"status": 400, "code": "token_out_of_vocabulary"}
-    _check_ids(prompt_ids, info, "prompt_ids", n_checked, **error)
+    for fault in _outside(prompt_ids[n_checked:], info, "prompt_ids", n_checked):
+        raise EngineError(fault, 400, code="token_out_of_vocabulary")
     if n_prompt >= info.max_context_tokens:
         raise too_long(n_prompt, info.max_context_tokens)
 
@@ -68,37 +67,36 @@ def check_sampling(
 def accept(
     request: base.EngineRequest,
     server: str,
-    *,
-    request_id: object,
-    output_ids: object,
-    logprobs: Sequence[tuple[object, object]],
-    finish_reason: object,
-    counts: Mapping[str, object],
-    weight_versions: Iterable[Mapping[str, object]] | None,
-    prompt_ids: object = None,
-    sampling_mask: object = None,
-    routed_experts: npt.NDArray[np.int16] | None = None,
+    said: Mapping[str, Any],
+    experts: npt.NDArray[np.int16] | None = None,
 ) -> base.Sample:
     """Return the sample of a server's answer, or raise `EngineError`.
 
-    ``logprobs``: each with the id that it is of. ``counts``: numbers of tokens, of
-    which ``total_tokens`` may be missing.
-
-    - It has the id of the request.
-    - Ids are integers; each has a logprob, a finite number, under its own id.
-    - The counts of tokens are those of the prompt that was sent and of the ids that came.
-    - A weight version is a text; the versions are unknown if one is null.
-    - A finish reason is a text or null. Whether its reply trains: `Sample.complete`.
-    - A count of cached tokens that is impossible is unknown.
+    ``said``: the answer's ``request_id``, which must be the request's, ``output_ids``,
+    ``logprobs``, each with its id, ``finish_reason`` (a text or null), ``counts`` of
+    tokens, which must be those that were sent and came (``total_tokens`` may be missing),
+    ``mask``, ``prompt_ids``, and the ``spans`` of weight versions, which are unknown if
+    one is null. A number of cached tokens that is impossible is unknown.
     """
 
-    need, as_ids = partial(_need, server), partial(_as_ids, server)
-    own = request.request_id
+    def need(fits: bool, what: str, value: object, rule: str) -> None:
+        if not fits:
+            shown = repr(value)
+            shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+            raise EngineError(f"the {server} server's {what} is {shown}: {rule}")
+
+    def as_ids(what: str, values: Any) -> npt.NDArray[np.int32]:
+        fits = isinstance(values, list) and {*map(type, values)} <= {int}
+        fits = fits and all(-(2**31) <= value < 2**31 for value in values)
+        need(fits, what, values, "expected a list of integers")
+        return np.array(values, np.int32)
+
+    own, request_id = request.request_id, said["request_id"]
     need(request_id == own, "request id", request_id, f"the request's is {own!r}")
-    worded = finish_reason is None or isinstance(finish_reason, str)
-    worded = worded and finish_reason != ""
-    need(worded, "finish_reason", finish_reason, "expected a text or null")
-    ids = as_ids("output ids", output_ids)
+    finish, counts = said["finish_reason"], said["counts"]
+    worded = finish is None or (isinstance(finish, str) and finish != "")
+    need(worded, "finish_reason", finish, "expected a text or null")
+    ids = as_ids("output ids", said["output_ids"])
     n_prompt, n_output = len(request.prompt_ids), len(ids)
     counted = {"prompt_tokens": n_prompt, "completion_tokens": n_output}
     if counts.get("total_tokens") is not None:
@@ -107,67 +105,54 @@ def accept(
         given = counts.get(name)
         same = type(given) is int and given == number
         need(same, name, given, f"{number} were counted")
-    spans, known = list[base.WeightSpan](), True
-    for span in weight_versions or ():
+    spans = list[base.WeightSpan]()
+    for span in said["spans"] or ():
         version, ends = span["version"], [span["start"], span["end"]]
         is_text = version is None or isinstance(version, str)
         need(is_text, "weight version", version, "expected a text or null")
         numbers = as_ids("weight version's range", ends).tolist()
-        known &= version is not None
-        spans.append(base.WeightSpan(str(version), *numbers))
-    cached = counts.get("cached_tokens")
-    if not (type(cached) is int and 0 <= cached <= n_prompt):
-        cached = None
-    mask: Any = sampling_mask
+        spans.append(base.WeightSpan(version, *numbers))
+    known = all(span.version is not None for span in spans)
+    cached, mask, consumed = (
+        counts.get("cached_tokens"),
+        said["mask"],
+        said["prompt_ids"],
+    )
+    possible = type(cached) is int and 0 <= cached <= n_prompt
     listed = mask is None or isinstance(mask, list)
     need(listed, "sampling mask", mask, "expected a list of lists of integers")
     for allowed in mask or ():
         as_ids("sampling mask", allowed)
     return base.Sample(
         output_ids=ids,
-        output_logprobs=_logprobs(logprobs, ids.tolist(), f"the {server} server"),
-        finish_reason=finish_reason,  # type: ignore[arg-type]
+        output_logprobs=_logprobs(said["logprobs"], ids.tolist(), server),
+        finish_reason=finish,
         weight_versions=tuple(spans) if known else (),
-        cached_tokens=cached,
+        cached_tokens=cached if possible else None,
         prompt_tokens=n_prompt,
-        prompt_ids=None if prompt_ids is None else as_ids("prompt ids", prompt_ids),
-        routed_experts=routed_experts,
+        prompt_ids=None if consumed is None else as_ids("prompt ids", consumed),
+        routed_experts=experts,
         sampling_mask=mask,
     )
 
 
-def _need(server: str, fits: bool, what: str, value: object, rule: str) -> None:
-    if not fits:
-        shown = repr(value)
-        shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
-        raise EngineError(f"the {server} server's {what} is {shown}: {rule}")
-
-
-def _as_ids(server: str, what: str, values: Any) -> npt.NDArray[np.int32]:
-    fits = isinstance(values, list) and {*map(type, values)} <= {int}
-    fits = fits and all(-(2**31) <= value < 2**31 for value in values)
-    _need(server, fits, what, values, "expected a list of integers")
-    return np.array(values, np.int32)
-
-
 def _logprobs(
-    scored: Sequence[tuple[object, object]], ids: list[int], server: str
+    scored: list[tuple[Any, object]], ids: list[int], server: str
 ) -> npt.NDArray[np.float32]:
     if len(scored) != len(ids):
-        message = f"{server} gave {len(scored)} logprobs for {len(ids)} output ids"
-        raise EngineError(message)
+        counts = f"{len(scored)} logprobs for {len(ids)} output ids"
+        raise EngineError(f"the {server} server gave {counts}")
     for i, ((logprob, label), token) in enumerate(zip(scored, ids, strict=True)):
-        of, given = f"logprob {i}, of token {token}, is", repr(logprob)
+        fault, of = None, f"of token {token} is {logprob!r}"
         # True is no number; JSON has null for a number that is not finite
         if type(label) is not int or label != token:
-            fault = f"logprob {i} is of token {label!r}, not {token}"
+            fault = f"is of token {label!r}, not {token}"
         elif logprob is None or (type(logprob) is float and not isfinite(logprob)):
-            fault = f"{of} {given}: the engine's logits were not finite"
+            fault = f"{of}: the engine's logits were not finite"
         elif type(logprob) not in (int, float):
-            fault = f"{of} {given}: expected a number"
-        else:
-            continue
-        raise EngineError(f"{server}'s {fault}")
+            fault = f"{of}: expected a number"
+        if fault is not None:
+            raise EngineError(f"the {server} server's logprob {i} {fault}")
     return np.array([logprob for logprob, _ in scored], np.float32)
 
 
@@ -185,7 +170,7 @@ def check_sample(
     it.
     """
     for fault in _faults(sample, prompt_ids, sampling, info):
-        raise EngineError(f"the engine {fault}")
+        raise EngineError(f"the engine gave {fault}")
 
 
 def _faults(
@@ -197,54 +182,48 @@ def _faults(
     ids, consumed, mask = sample.output_ids, sample.prompt_ids, sample.sampling_mask
     n_consumed = sample.prompt_tokens if consumed is None else len(consumed)
     if n_consumed not in (None, len(prompt_ids)):
-        yield f"consumed {n_consumed} prompt tokens but was given {len(prompt_ids)}"
+        wrong = f"{n_consumed} prompt tokens but was given {len(prompt_ids)}"
+        yield f"another prompt's reply: it consumed {wrong}"
     if consumed is not None and (i := _first(consumed != prompt_ids)) is not None:
-        yield f"consumed {consumed[i]} as token {i} but was given {prompt_ids[i]}"
+        wrong = f"{consumed[i]} as token {i} but was given {prompt_ids[i]}"
+        yield f"another prompt's reply: it consumed {wrong}"
     if len(ids) > sampling.max_new_tokens:
-        yield f"gave {len(ids)} output ids, but {sampling.max_new_tokens} were asked for"
-    _check_ids(ids, info, "the engine's output_ids")
+        yield f"{len(ids)} output ids, but {sampling.max_new_tokens} were asked for"
+    yield from _outside(ids, info, "output_ids")
     early = (_first(ids[:-1] == token) for token in sampling.stop_token_ids)
     end = min((at for at in early if at is not None), default=None)
     if end is not None and not sampling.extra.get("ignore_eos"):
-        yield f"gave {len(ids) - end - 1} ids after {ids[end]}, which ends a reply"
+        yield f"{len(ids) - end - 1} ids after {ids[end]}, which ends a reply"
     logprobs = sample.output_logprobs
     for name, values in (("logprobs", logprobs), ("sampling masks", mask)):
         if values is not None and len(values) != len(ids):
-            yield f"gave {len(values)} {name} for {len(ids)} output ids"
+            yield f"{len(values)} {name} for {len(ids)} output ids"
     if logprobs is not None:
         i = _first(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
         if i is not None:
-            yield (
-                f"gave output_logprobs[{i}] = {logprobs[i]}, which is not a log-probability"
-                ": it is above 0, or what an engine writes for one that is missing or not "
-                "finite"
+            wrong = (
+                f"output_logprobs[{i}] = {logprobs[i]}, which is not a log-probability"
             )
+            yield f"{wrong}: it is above 0, or says that one is missing or not finite"
     spans = [(span.start, span.stop) for span in sample.weight_versions]
     ends = [0, *sorted(stop for _, stop in spans)]
     if spans and (spans != [*pairwise(ends)] or ends[-1] != len(ids)):
         shown = ", ".join(f"{start}:{stop}" for start, stop in spans)
         rule = "they must cover each id once"
-        yield f"gave weight versions that cover {shown} of {len(ids)} output ids: {rule}"
+        yield f"weight versions that cover {shown} of {len(ids)} output ids: {rule}"
     for place, allowed in enumerate(mask or ()):
-        _check_ids(allowed, info, f"the engine's sampling_mask[{place}]")
+        yield from _outside(np.asarray(allowed), info, f"sampling_mask[{place}]")
         if ids[place] not in allowed:
-            yield f"gave sampling_mask[{place}], which lacks {ids[place]}, which was drawn"
+            yield f"sampling_mask[{place}], which lacks {ids[place]}, which was drawn"
 
 
-def _check_ids(
-    ids: Sequence[int] | npt.NDArray[np.int32],
-    info: base.EngineInfo,
-    name: str,
-    n_checked: int = 0,
-    **error: Any,
-) -> None:
-    """Raise `EngineError` for an id outside the vocabulary; ``n_checked`` are skipped."""
-    new = np.asarray(ids[n_checked:])
-    wrong = _first((new < 0) | (new >= info.vocab_size))
-    if wrong is not None:
-        outside = f"outside the vocabulary of {info.model!r}, [0, {info.vocab_size})"
-        where = f"{name}[{n_checked + wrong}]"
-        raise EngineError(f"{where} = {new[wrong]} is {outside}", **error)
+def _outside(
+    ids: npt.NDArray[Any], info: base.EngineInfo, name: str, start: int = 0
+) -> Iterator[str]:
+    """An id outside the vocabulary; ``start``: the index of the first one."""
+    if (i := _first((ids < 0) | (ids >= info.vocab_size))) is not None:
+        vocabulary = f"the vocabulary of {info.model!r}, [0, {info.vocab_size})"
+        yield f"{name}[{start + i}] = {ids[i]} is outside {vocabulary}"
 
 
 def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
@@ -271,17 +250,11 @@ async def check_engine(engine: base.Engine) -> base.EngineInfo:
         # an engine whose server may have been started with unsuitable settings
         if check := getattr(engine, "check", None):
             await check(request)
+        lacks = "logprobs" if sample.output_logprobs is None else "output ids"
+        if lacks == "logprobs" or not len(sample.output_ids):
+            raise EngineError(f"its samples could not be trained: it gave no {lacks}")
     except EngineError as error:
         raise ConnectionError(f"the engine does not work: {error}") from error
     finally:
         await engine.close()
-    for missing, what in (
-        (not len(sample.output_ids), "output ids"),
-        (sample.output_logprobs is None, "logprobs"),
-    ):
-        if missing:
-            raise ConnectionError(
-                f"the engine returned no {what} for a prompt of one token: its samples "
-                "could not be trained"
-            )
     return info

@@ -12,11 +12,11 @@ import re
 import socket
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import aiohttp
 import numpy as np
@@ -35,18 +35,14 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=1800.0
 _IDLE_SECONDS = 3.0
 # TCP keep-alive: a dead host is noticed within 30 s, also during a long generation. Not
 # every system has every option.
-_KEEP_ALIVE = [
-    (level, getattr(socket, name), value)
-    for level, name, value in (
-        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
-        (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
-        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
-        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
-        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
-        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 30_000),
-    )
-    if hasattr(socket, name)
-]
+_KEEP_ALIVE = (
+    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+    (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
+    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
+    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 30_000),
+)
 # statuses of a server that are the client's fault, or that pass; others are 502
 _SHOWN = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}
 # raised by a reply with missing, mistyped or too large fields
@@ -55,8 +51,9 @@ _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErr
 
 def _open_socket(address: tuple[Any, ...]) -> socket.socket:
     opened = socket.socket(*address[:3])
-    for option in _KEEP_ALIVE:
-        opened.setsockopt(*option)
+    for level, name, value in _KEEP_ALIVE:
+        if hasattr(socket, name):
+            opened.setsockopt(level, getattr(socket, name), value)
     return opened
 
 
@@ -74,6 +71,17 @@ def _decoded(text: bytes) -> Any:
     except ValueError:
         # NaN, which is no JSON
         return json.loads(text)
+
+
+@contextmanager
+def reading(server: str, what: str) -> Iterator[None]:
+    """Turn what an invalid answer raises in this context into an `EngineError`."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        reason = f"{type(error).__name__}: {error}"
+        message = f"the {server} server's {what} cannot be read: {reason}"
+        raise EngineError(message, answered=200) from error
 
 
 class Connections:
@@ -96,7 +104,6 @@ class Connections:
         return self._session
 
     async def close(self) -> None:
-        """Close the connections."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
@@ -120,13 +127,12 @@ class EngineClient:
         self.name, self.base_url = name, base_url.rstrip("/")
         self._connections, self._hints = connections, hints
 
-    async def get(self, path: str) -> Json:
-        """Return the JSON object at a path."""
+    async def get(self, path: str) -> dict[str, Any]:
         return await self.post(path, None)
 
     async def post(
         self, path: str, body: Json | None, headers: Mapping[str, str] | None = None
-    ) -> Json:
+    ) -> dict[str, Any]:
         """Send a request and return the JSON object of its answer."""
         try:
             async with self._connections.session().request(
@@ -140,33 +146,30 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = f"cannot be reached: {type(error).__name__}: {error}"
             message = f"the {self.name} server at {self.base_url} {reason}"
-            if isinstance(error, aiohttp.ClientConnectorError):
-                # a server that restarts is back soon
-                raise EngineError(message, 503, retry_after=5) from error
-            raise EngineError(message) from error
+            # a server that restarts is back soon
+            soon = isinstance(error, aiohttp.ClientConnectorError)
+            status, seconds = (503, 5) if soon else (502, None)
+            raise EngineError(message, status, retry_after=seconds) from error
         if answer.status >= 300:
-            raise self._error(answer.status, text, path)
-        where = f"{path} of the {self.name} server"
-        if answer.content_type == "text/event-stream":
-            # a proxy that streams each reply, also where nobody asked for it
-            text = text.replace(b"\r\n", b"\n")
-            events = [each[5:] for each in text.split(b"\n\n") if each[:5] == b"data:"]
-            if len(events) != 2 or events[1].strip() != b"[DONE]":
-                streamed = f"streamed {len(events)} events, but one reply was asked for"
-                raise EngineError(f"{where} {streamed}", answered=200)
-            text = events[0]
-        try:
+            raise self._error(answer.status, text.decode("utf-8", "replace"), path)
+        with reading(self.name, f"answer to {path}"):
+            if answer.content_type == "text/event-stream":
+                # a proxy that streams each reply, also where nobody asked for it
+                parts = text.replace(b"\r\n", b"\n").split(b"\n\n")
+                events = [part[5:] for part in parts if part[:5] == b"data:"]
+                if len(events) != 2 or events[1].strip() != b"[DONE]":
+                    asked = "but one reply was asked for"
+                    raise ValueError(f"{len(events)} events, {asked}")
+                text = events[0]
             # some paths have no body
             value = _decoded(text or b"{}")
-        except ValueError as error:
-            raise EngineError(f"{where}: {error}", answered=200) from error
-        if not isinstance(value, dict):
-            raise EngineError(f"{where} gave no object: {value!r}", answered=200)
-        return value
+            if not isinstance(value, dict):
+                raise ValueError(f"{value!r} is no object")
+            return value
 
-    def _error(self, status: int, body: bytes, path: str) -> EngineError:
+    def _error(self, status: int, text: str, path: str) -> EngineError:
         """The error of an answer: its message, or else the beginning of its text."""
-        text, message = body.decode("utf-8", "replace"), None
+        message = None
         with suppress(ValueError, LookupError, TypeError):
             error = json.loads(text)["error"]
             message = error["message"] if isinstance(error, dict) else error
@@ -178,6 +181,9 @@ class EngineClient:
         return EngineError(reason, _SHOWN.get(status, 502), answered=status)
 
 
+_NO_TEXT_CUT = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+
+
 class HttpEngine(ABC):
     """What the engines on an HTTP server have in common.
 
@@ -187,18 +193,16 @@ class HttpEngine(ABC):
         Server or router, for example ``http://127.0.0.1:30000``. With several servers
         of one model, each session stays on one of them.
     vocab_size : int
-        Of the model (`engines.model_config.vocab_size`). The servers do not report it,
-        and an id outside it can crash them.
-    check_prompts : bool, optional
-        Have the server return each prompt, which must be the one that was sent.
+        Of the model. The servers do not report it, and an id outside it can crash them.
+    check_prompts, sampling_masks : bool
+        Have the server return each prompt, which must be the one that was sent, and the
+        ids that could have been drawn for each output id.
     experts_per_token : int, optional
         Have it return the experts that each token was routed to, this many per layer.
-    sampling_masks : bool, optional
-        Have it return the ids that could have been drawn for each output id.
     """
 
     server_name: ClassVar[str]
-    hints: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    hints: ClassVar[Mapping[str, str]] = {}
     generate_path: ClassVar[str]
     # path and body of the requests that stop and continue sampling
     pause_order: ClassVar[tuple[str, Json]]
@@ -206,7 +210,7 @@ class HttpEngine(ABC):
     # names of sampling parameters in the server's API, where they differ
     renamed: ClassVar[Mapping[str, str]]
     # have it return exactly what was sampled: no text is trimmed, joined or removed
-    as_sampled: ClassVar[Mapping[str, object]]
+    as_sampled: ClassVar[Json]
 
     def __init__(
         self,
@@ -217,31 +221,39 @@ class HttpEngine(ABC):
         sampling_masks: bool = False,
     ) -> None:
         self.sampling_masks = sampling_masks
-        self._vocab_size = vocab_size
-        self._check_prompts = check_prompts
+        self._vocab_size, self._check_prompts = vocab_size, check_prompts
         self._experts_per_token = experts_per_token
         self._connections = Connections()
         self._servers = [self._server(url) for url in base_urls]
         self._asked: asyncio.Task[EngineInfo] | None = None
-        self._unfinished = set[asyncio.Task[None]]()
+        self._aborts = set[asyncio.Task[None]]()
 
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; requested once."""
         if self._asked is None:
             self._asked = asyncio.create_task(self._ask_info())
-        asked = self._asked
-        if asked.done() and not asked.cancelled() and not asked.exception():
-            return asked.result()
-        try:
-            # those who wait share the answer, also if the first one leaves
-            return await asyncio.shield(asked)
-        except EngineError:
-            if self._asked is asked:
-                self._asked = None
-            raise
+            self._asked.add_done_callback(self._forget_failure)
+        # those who wait share the answer, also if the first one leaves
+        return await asyncio.shield(self._asked)
+
+    def _forget_failure(self, asked: asyncio.Task[EngineInfo]) -> None:
+        if asked.cancelled() or asked.exception():
+            self._asked = None
+
+    async def _ask_info(self) -> EngineInfo:
+        return await self._describe((await self._members())[0])
+
+    async def _describe(self, server: EngineClient) -> EngineInfo:
+        served = await server.get("/v1/models")
+        with reading(self.server_name, "id and max_model_len of /v1/models"):
+            model = served["data"][0]
+            return EngineInfo(
+                model=str(model["id"]),
+                vocab_size=self._vocab_size,
+                max_context_tokens=int(model["max_model_len"]),
+            )
 
     async def generate(self, request: EngineRequest) -> Sample:
-        """See `Engine.generate`."""
         # its prefix cache has the session's earlier calls
         place = zlib.crc32(request.session_id.encode()) % len(self._servers)
         server = self._servers[place]
@@ -256,7 +268,7 @@ class HttpEngine(ABC):
         except (asyncio.CancelledError, EngineError) as error:
             # a server behind a proxy would continue to sample
             if getattr(error, "answered", None) is None:
-                await self._finish(self._abort(server, request.request_id))
+                await self._abort(server, request.request_id)
             raise
         if self._experts_per_token is not None:
             # about ten million numbers for a long call
@@ -264,31 +276,31 @@ class HttpEngine(ABC):
         return self._read(reply, request)
 
     def _read(self, reply: Mapping[str, Any], request: EngineRequest) -> Sample:
-        with reading(self.server_name, f"reply to {self.generate_path}"):
-            said = self._answer(reply, request)
-            if self._check_prompts and said["prompt_ids"] is None:
+        name, experts = self.server_name, None
+        with reading(name, f"reply to {self.generate_path}"):
+            part, said = self._answer(reply, request)
+            consumed = reply.get("prompt_token_ids")
+            if consumed is None and (self._check_prompts or request.images):
                 raise ValueError("no prompt_token_ids, which were asked for")
-            experts, packed = None, said.pop("routed_experts")
+            said |= {"prompt_ids": consumed, "spans": part.get("weight_versions")}
             if (per_token := self._experts_per_token) is not None:
                 n_tokens = len(request.prompt_ids) + len(said["output_ids"])
-                experts = read_experts(self.server_name, packed, n_tokens, per_token)
-            return accept(request, self.server_name, **said, routed_experts=experts)
+                packed = part.get("routed_experts")
+                experts = read_experts(name, packed, n_tokens, per_token)
+            return accept(request, name, said, experts)
 
     async def pause(self) -> None:
-        """Stop sampling; running calls continue after `resume`."""
         await self._order(*self.pause_order)
 
     async def resume(self) -> None:
-        """Continue sampling."""
         await self._order(*self.resume_order)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._asked is not None:
             self._asked.cancel()
             await asyncio.wait([self._asked])
-        if self._unfinished:
-            await asyncio.wait(self._unfinished)
+        if self._aborts:
+            await asyncio.wait(self._aborts)
         await self._connections.close()
 
     @abstractmethod
@@ -298,41 +310,29 @@ class HttpEngine(ABC):
     @abstractmethod
     def _answer(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> dict[str, Any]:
-        """What a reply says, as arguments of `accept`; experts as the server packs them."""
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The part of a reply about the sample, and what `accept` needs of it."""
 
     @abstractmethod
     def _abort_order(self, request_id: str) -> tuple[str, Json]:
         """The path and the body that abort a call."""
 
     async def _abort(self, server: EngineClient, request_id: str) -> None:
-        with suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(5.0):
-                await server.post(*self._abort_order(request_id))
+        """Abort a call, also if the caller is cancelled again."""
 
-    async def _ask_info(self) -> EngineInfo:
-        return await self._describe((await self._members())[0])
+        async def abort() -> None:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await server.post(*self._abort_order(request_id))
 
-    async def _describe(self, server: EngineClient) -> EngineInfo:
-        served = cast(Any, await server.get("/v1/models"))
-        with reading(self.server_name, "id and max_model_len of /v1/models"):
-            model = served["data"][0]
-            return EngineInfo(
-                model=str(model["id"]),
-                vocab_size=self._vocab_size,
-                max_context_tokens=int(model["max_model_len"]),
-            )
+        task = asyncio.create_task(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+        await asyncio.shield(task)
 
     async def _members(self) -> Sequence[EngineClient]:
         """The servers of the model; at least one."""
         return self._servers
-
-    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what has to be done also if the caller is cancelled."""
-        task = asyncio.create_task(work)
-        self._unfinished.add(task)
-        task.add_done_callback(self._unfinished.discard)
-        await asyncio.shield(task)
 
     def _server(self, url: str) -> EngineClient:
         return EngineClient(self.server_name, url, self._connections, self.hints)
@@ -353,7 +353,7 @@ class HttpEngine(ABC):
             if failed is not None:
                 raise failed
 
-    def _params(self, sampling: Sampling) -> Json:
+    def _params(self, sampling: Sampling) -> dict[str, Any]:
         """The parameters that are set, under the names of the server's API."""
         values: dict[str, Any] = {**sampling.values(), "extra": None}
         for name in ("stop", "stop_token_ids"):
@@ -361,20 +361,12 @@ class HttpEngine(ABC):
         if sampling.structural_tag is not None:
             # both servers take its JSON as a text
             values["structural_tag"] = json.dumps(sampling.structural_tag)
-        given = {name: value for name, value in values.items() if value is not None}
-        named = {self.renamed.get(name, name): value for name, value in given.items()}
-        return {**sampling.extra, **named, **self.as_sampled}
-
-
-@contextmanager
-def reading(server: str, what: str) -> Iterator[None]:
-    """Turn what an invalid reply raises in this context into an `EngineError`."""
-    try:
-        yield
-    except _UNREADABLE as error:
-        reason = f"{type(error).__name__}: {error}"
-        message = f"the {server} server's {what} cannot be read: {reason}"
-        raise EngineError(message) from error
+        given = {
+            self.renamed.get(name, name): value
+            for name, value in values.items()
+            if value is not None
+        }
+        return {**sampling.extra, **given, **self.as_sampled}
 
 
 def read_experts(
@@ -386,28 +378,25 @@ def read_experts(
     and output. Raises `EngineError` or `ValueError`.
     """
     if not isinstance(packed, str):
+        needs = "a mixture-of-experts model and --enable-return-routed-experts"
         raise EngineError(
-            f"the {server} server gave no routed_experts: it needs a mixture-of-experts "
-            "model and --enable-return-routed-experts"
+            f"the {server} server gave no routed_experts: it needs {needs}"
         )
     data, rows = base64.b64decode(packed, validate=True), n_tokens - 1
     if server == "vLLM":
         found = np.load(io.BytesIO(data), allow_pickle=False)
     else:
-        flat = np.frombuffer(data, "<i4")
-        fits = rows * per_token and not len(flat) % (rows * per_token)
-        found = flat.reshape(rows, -1, per_token) if fits else flat
+        found = np.frombuffer(data, "<i4")
+        if rows * per_token and not len(found) % (rows * per_token):
+            found = found.reshape(rows, -1, per_token)
+    maximum, fault = np.iinfo(np.int16).max, None
     if found.ndim != 3 or not found.size or found.shape[::2] != (rows, per_token):
-        raise EngineError(
-            f"the {server} server gave routed experts of shape {found.shape} for {rows} "
-            f"tokens with {per_token} a layer"
-        )
-    maximum = np.iinfo(np.int16).max
-    if found.dtype.kind not in "iu" or found.min() < 0 or found.max() > maximum:
-        raise EngineError(
-            f"the {server} server's routed_experts are {found.dtype} in [{found.min()}, "
-            f"{found.max()}]: expected integers in [0, {maximum}]"
-        )
+        fault = f"of shape {found.shape} for {rows} tokens with {per_token} a layer"
+    elif found.dtype.kind not in "iu" or found.min() < 0 or found.max() > maximum:
+        values = f"{found.dtype} in [{found.min()}, {found.max()}]"
+        fault = f"that are {values}: expected integers in [0, {maximum}]"
+    if fault is not None:
+        raise EngineError(f"the {server} server gave routed experts {fault}")
     return np.asarray(found, np.int16)
 
 
@@ -425,44 +414,18 @@ class SGLangEngine(HttpEngine):
     takes_images = True
     pause_order = "/pause_generation", {"mode": "retract"}
     resume_order: ClassVar[tuple[str, Json]] = ("/continue_generation", {})
-    renamed = MappingProxyType({"seed": "sampling_seed"})
-    as_sampled = MappingProxyType(
-        {
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-            "no_stop_trim": True,
-        }
-    )
+    renamed: ClassVar[Mapping[str, str]] = {"seed": "sampling_seed"}
+    as_sampled: ClassVar[Json] = {**_NO_TEXT_CUT, "no_stop_trim": True}
     # the server's own sampling parameters, where a call has none
     _preferred: Mapping[str, object] = MappingProxyType({})
 
     async def update_weights(self, path: str, version: str) -> None:
-        """Load weights from a directory that the servers can read."""
         body: Json = {"model_path": path, "weight_version": version}
         await self._order("/update_weights_from_disk", {**body, "flush_cache": True})
 
-    async def update_tensors(
-        self, tensors: Sequence[str], load_format: str | None, version: str
-    ) -> None:
-        """Load weights from memory; the texts are those of MultiprocessingSerializer.
-
-        Servers that began an update also end it if this call fails or is cancelled.
-        """
-        body: Json = {"serialized_named_tensors": list(tensors), "flush_cache": True}
-        body |= {"load_format": load_format, "weight_version": version}
-        try:
-            await self._order("/begin_weight_update", {})
-            await self._order("/update_weights_from_tensor", body)
-        except BaseException:
-            with suppress(EngineError):
-                await self._finish(self._order("/end_weight_update", {}))
-            raise
-        await self._finish(self._order("/end_weight_update", {}))
-
     async def _describe(self, server: EngineClient) -> EngineInfo:
         model = await server.get("/model_info")
-        preferred = model.get("preferred_sampling_params")
-        self._preferred = preferred if isinstance(preferred, dict) else {}
+        self._preferred = model.get("preferred_sampling_params") or {}
         return await super()._describe(server)
 
     async def _members(self) -> Sequence[EngineClient]:
@@ -470,7 +433,7 @@ class SGLangEngine(HttpEngine):
         urls: list[str] = []
         for server in self._servers:
             try:
-                listed = cast(Any, await server.get("/workers"))
+                listed = await server.get("/workers")
             except EngineError as error:
                 # a server has no such path; one that cannot be reached fails later
                 if error.answered not in (None, 404, 405):
@@ -479,12 +442,7 @@ class SGLangEngine(HttpEngine):
                 continue
             with reading("SGLang", "/workers"):
                 # http://host:30000@1 is one of the ranks of a server
-                found = [re.sub(r"@\d+$", "", w["url"]) for w in listed["workers"]]
-            for url in found:
-                if not url.startswith(("http://", "https://")):
-                    rule = "does not use HTTP, which pauses and weight updates need"
-                    raise EngineError(f"the SGLang router's worker {url} {rule}")
-            urls += found
+                urls += [re.sub(r"@\d+$", "", w["url"]) for w in listed["workers"]]
         if not urls:
             raise EngineError("the SGLang router has no server", 503)
         return [self._server(url) for url in dict.fromkeys(urls)]
@@ -518,30 +476,24 @@ class SGLangEngine(HttpEngine):
 
     def _answer(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> dict[str, Any]:
-        meta, consumed = reply["meta_info"], reply.get("prompt_token_ids")
-        if consumed is None and request.images:
-            raise ValueError("no prompt_token_ids, which were asked for")
-        mask, finish = None, meta["finish_reason"]
-        logprobs = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        meta, mask = reply["meta_info"], None
+        scored = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
         if self._cuts(self._params(request.sampling)):
             cut = meta["output_token_sampling_logprobs"]
-            if len(cut) != len(logprobs):
-                missing = f"{len(cut)} of {len(logprobs)} logprobs after the cut"
+            if len(cut) != len(scored):
+                missing = f"{len(cut)} of {len(scored)} logprobs after the cut"
                 raise ValueError(missing)
-            pairs = zip(cut, logprobs, strict=True)
-            logprobs = [(logprob, token) for logprob, (_, token) in pairs]
+            scored = [(new, token) for new, (_, token) in zip(cut, scored, strict=True)]
             mask = meta["output_token_sampling_mask"] if self.sampling_masks else None
-        return {
+        finish = meta["finish_reason"]
+        return meta, {
             "request_id": meta.get("id"),
             "output_ids": reply["output_ids"],
-            "logprobs": logprobs,
+            "logprobs": scored,
             "finish_reason": None if finish is None else finish["type"],
             "counts": meta,
-            "weight_versions": meta.get("weight_versions"),
-            "prompt_ids": consumed,
-            "sampling_mask": mask,
-            "routed_experts": meta.get("routed_experts"),
+            "mask": mask,
         }
 
     def _abort_order(self, request_id: str) -> tuple[str, Json]:
@@ -549,15 +501,14 @@ class SGLangEngine(HttpEngine):
 
     def _cuts(self, params: Json) -> bool:
         """Whether some ids cannot be sampled that the plain logprobs include."""
-        all_of = {**self._preferred, **params}
-        top_k = all_of.get("top_k", -1)
-        return (
-            all_of.get("temperature") == 0
-            or all_of.get("top_p", 1.0) != 1.0
-            or all_of.get("min_p", 0.0) != 0.0
-            # SGLang's own "no limit" is 2**30
-            or (isinstance(top_k, int) and 0 < top_k < 2**30)
+        unused = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1}
+        temperature, top_p, min_p, top_k = (
+            params.get(name, self._preferred.get(name, value))
+            for name, value in unused.items()
         )
+        # SGLang's own "no limit" is 2**30
+        limits = isinstance(top_k, int) and 0 < top_k < 2**30
+        return temperature == 0 or top_p != 1.0 or min_p != 0.0 or limits
 
 
 # vLLM's own ids of calls are this and the request's
@@ -581,20 +532,13 @@ class VLLMEngine(HttpEngine):
     pause_order: ClassVar[tuple[str, Json]] = ("/pause?mode=keep", {})
     resume_order: ClassVar[tuple[str, Json]] = ("/resume", {})
     _updates = "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"
-    hints = MappingProxyType(
-        {generate_path: "start it with --enable-scale-out"}
-        | dict.fromkeys((pause_order[0], resume_order[0], *_updates), _DEVELOPING)
-    )
-    renamed = MappingProxyType({"max_new_tokens": "max_tokens"})
-    as_sampled = MappingProxyType(
-        {
-            "n": 1,
-            "logprobs": 0,
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-            "include_stop_str_in_output": True,
-        }
-    )
+    hints: ClassVar[Mapping[str, str]] = {
+        generate_path: "start it with --enable-scale-out",
+        **dict.fromkeys((pause_order[0], resume_order[0], *_updates), _DEVELOPING),
+    }
+    renamed: ClassVar[Mapping[str, str]] = {"max_new_tokens": "max_tokens"}
+    as_sampled: ClassVar[Json] = {"n": 1, "logprobs": 0, **_NO_TEXT_CUT}
+    as_sampled |= {"include_stop_str_in_output": True}
 
     async def check(self, request: EngineRequest) -> None:
         """Where one id is allowed, its logprob is 0."""
@@ -608,7 +552,6 @@ class VLLMEngine(HttpEngine):
             )
 
     async def update_weights(self, path: str, version: str) -> None:
-        """Load weights from a directory that the servers can read."""
         load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         bodies: tuple[Json, ...] = (load, {}, {"new_version": version})
         for order in zip(self._updates, bodies, strict=True):
@@ -623,11 +566,9 @@ class VLLMEngine(HttpEngine):
         if params["temperature"] == 0:
             params |= {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
         if self.sampling_masks and params["top_k"] <= 0:
-            raise EngineError(
-                "vLLM returns sampling masks only for calls with top_k: set top_k in the "
-                "sampling of the session",
-                400,
-            )
+            rule = "set top_k in the sampling of the session"
+            message = f"vLLM returns sampling masks only for calls with top_k: {rule}"
+            raise EngineError(message, 400)
         body: Json = {
             "request_id": request.request_id,
             "token_ids": request.prompt_ids,
@@ -643,7 +584,7 @@ class VLLMEngine(HttpEngine):
 
     def _answer(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         choices, usage = reply["choices"], reply["usage"]
         if [choice["index"] for choice in choices] != [0]:
             asked = "but the one with index 0 was asked for"
@@ -655,16 +596,13 @@ class VLLMEngine(HttpEngine):
         request_id, scored = reply.get("request_id"), choice["logprobs"]["content"]
         if request_id == _PREFIX + request.request_id:
             request_id = request.request_id
-        return {
+        return choice, {
             "request_id": request_id,
             "output_ids": choice["token_ids"],
             "logprobs": [(entry["logprob"], _token_of(entry)) for entry in scored],
             "finish_reason": choice["finish_reason"],
             "counts": {**usage, "cached_tokens": details.get("cached_tokens")},
-            "weight_versions": choice.get("weight_versions"),
-            "prompt_ids": reply.get("prompt_token_ids"),
-            "sampling_mask": mask,
-            "routed_experts": choice.get("routed_experts"),
+            "mask": mask,
         }
 
     def _abort_order(self, request_id: str) -> tuple[str, Json]:
@@ -676,5 +614,5 @@ def _token_of(entry: Mapping[str, Any]) -> object:
     """The id that a logprob is of; some servers write it as ``token_id:17``."""
     if "token_id" in entry:
         return entry["token_id"]
-    prefix, _, number = entry["token"].partition(":")
-    return int(number) if prefix == "token_id" and number.isdecimal() else number
+    number = entry["token"].removeprefix("token_id:")
+    return int(number) if number.isdecimal() else number

@@ -40,6 +40,7 @@ def running_server(
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         begin = output.tell()
@@ -56,14 +57,14 @@ def running_server(
         except OSError as error:
             raise ConnectionError(f"the engine's server failed: {error}") from error
     try:
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + start_seconds
+        until = time.monotonic() + start_seconds
         while not _is_healthy(url):
-            late = time.monotonic() > until
-            if late or process.poll() is not None:
+            why = "it did not answer in time" if time.monotonic() > until else None
+            if process.poll() is not None:
+                why = f"it ended with exit code {process.returncode}"
+            if why is not None:
                 lines = log.read_bytes()[begin:].decode("utf-8", "replace").splitlines()
                 sys.stderr.write("\n".join(lines[-20:]) + "\n")
-                code = f"it ended with exit code {process.returncode}"
-                why = "it did not answer in time" if late else code
                 where = f"The end of its log, {log}, is above"
                 message = f"the engine's server was never healthy: {why}. {where}"
                 raise ConnectionError(message)

@@ -1,30 +1,23 @@
 """The conversations of one session: a map from a position to the replies sampled there.
 
-A position is a digest of all messages before it. A `Node` is a reply: the message as it
-was sampled, the ids of its prompt and output, and its turn. From the map follows
+A position is a digest of all messages before it. By it a client's assistant message is
+found again, which may differ from what was sampled: numbers in tool arguments respelled,
+reasoning removed, white space trimmed, one reply split into two messages, text after a call
+moved before it. What was sampled is restored. A message that is not recognized stays as the
+client sent it, and is counted. From the map follow also the turn whose ids a prompt extends
+(`prompting.prompts`), and what a turn in delta form shares with an earlier one.
 
-- what a client's assistant message is. It may differ from what was sampled: numbers in
-  tool arguments respelled, reasoning removed, white space trimmed, one reply split into
-  two messages, text after a call moved before it. What was sampled is restored. A message
-  that is not recognized stays as the client sent it, and is counted;
-- the turn whose ids a prompt extends (`prompting.prompts`);
-- what a turn in delta form shares with an earlier one (`Conversation.delta`);
-- the tool call that started a sub-agent (`Conversation.started_by`).
-
-The latest requests of a few conversations are kept. A request mostly begins with the
-messages of one of them: what was found of these is taken from there.
-
-The results of a reply's calls follow it in the order of the calls, as a template that
-shows no ids presents them. Results that belong to no call are refused.
+The latest requests of a few conversations are kept, because a request mostly begins with
+the messages of one of them. The results of a reply's calls follow it in the order of the
+calls, as a template that shows no ids presents them. Others are refused.
 """
 
 import json
 import operator
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice, takewhile
 from sys import getsizeof
@@ -50,14 +43,13 @@ PROMPTS = ("prompt", "message", "task", "objective", "goal", "instructions")
 qwen-code; in Codex; and in others."""
 
 # the latest calls that may have started a sub-agent, and the length of their arguments
-_STARTS = 256
-_LONGEST = 1 << 16
+_STARTS, _LONGEST = 256, 1 << 16
 # a shorter text is in many messages by chance
 _SHORTEST = 12
-# bytes of a node besides its ids
+# bytes of a node or a place besides ids and texts
 _OVERHEAD = 1024
-# about those of a body's element that was read, and of each of its fields that was not
-_READ_BYTES = 300
+# copies of the texts of a request that is kept: as it came, as JSON, as rendered
+_COPIES = 3
 # requests that are kept: an agent's sub-agents converse at the same time
 _KEPT = 4
 
@@ -71,31 +63,14 @@ class Node:
     after: bytes  # the position after it
     turn: int
     agent_id: str | None
-    # prompt and output, as given; None: they were released
+    # prompt and output, maybe in the memory of a longer turn's; None: they were released
     own_ids: Ids | None
     # the template's text between the replies before this one; None: unknown
     between: bytes | None
     offered: bytes  # digest of the offered tools and the template's variables
     closed: bool  # the output ends with an end-of-message token
-    # the turn whose ids it extends
-    base: "Node | None" = None
-    # the latest turn whose ids begin with these, and how many these are
-    longer: "Node | None" = None
-    n_ids: int = 0
-    # of the ids (`prompting.prompts.Prompt`)
-    hasher: Any = None
-
-    @property
-    def ids(self) -> Ids | None:
-        """Prompt and output; None: they were released."""
-        if self.longer is None:
-            return self.own_ids
-        last = self.longer
-        while last.longer is not None:
-            last = last.longer
-        # spares the way the next time
-        self.longer = last
-        return None if last.own_ids is None else last.own_ids[: self.n_ids]
+    base: "Node | None" = None  # the turn whose ids it extends
+    hasher: Any = None  # of the ids (`prompting.prompts.Prompt`)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,14 +81,15 @@ class Place:
     logged: chat.LoggedMessage
     before: bytes
     position: bytes  # after it
+    index: int  # of the first message that was sent for it
+    n_bytes: int  # about those of the messages up to this one
     known: Known | None = None  # None: not an assistant's
     # the tool whose output it is; None: not a tool's, or unknown
     tool: str | None = None
-    # the reply that was sampled at this very position
-    node: Node | None = None
+    node: Node | None = None  # the reply that was sampled at this very position
+    key: bytes | str = b""  # what else could find a reply
     # what `prompting.prompts` makes of it
     forms: dict[str, Any] = field(default_factory=dict)
-    n_bytes: int = 0  # of the messages up to this one
 
 
 @dataclass(slots=True, eq=False)
@@ -123,34 +99,14 @@ class RestoredRequest:
     sent: list[Json] = field(default_factory=list)
     body: Body | None = None
     places: list[Place] = field(default_factory=list)
-    # Replies before which nothing depends on later messages: their index among those that
-    # were sent, and among the places.
-    starts: list[tuple[int, int]] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)  # places of the session's replies
-    # what `prompting.prompts` knows of its text, or of an earlier request's: with
-    # stand-ins for replies, and without
+    # what `prompting.prompts` knows of its text, its tools and its variables, or of those
+    # of an earlier request
     rendered: Any = None
-    plain: tuple[bytes, bytes, str] = b"", b"", ""
-    # the tools and variables, likewise
     offered: Any = None
 
     @property
     def messages(self) -> list[Json]:
         return [place.message for place in self.places]
-
-    @property
-    def n_bytes(self) -> int:
-        """About how many bytes it takes, some of them shared with other requests."""
-        texts = self.plain[2], self.rendered.head if self.rendered else ""
-        n_read = (
-            sum(1 + len(unread) for _, unread in self.body.known) if self.body else 0
-        )
-        return (
-            sum(map(getsizeof, texts))
-            + (self.places[-1].n_bytes if self.places else 0)
-            + (self.offered.n_bytes if self.offered else 0)
-            + _READ_BYTES * n_read
-        )
 
     @property
     def logged(self) -> list[chat.LoggedMessage]:
@@ -170,6 +126,35 @@ class RestoredRequest:
         """The indices of its assistant messages, the last first."""
         return (i for i in reversed(range(len(self.places))) if self.places[i].known)
 
+    @property
+    def sampled(self) -> list[int]:
+        """The indices of the session's replies."""
+        known = ("as_sent", "restored")
+        return [i for i, place in enumerate(self.places) if place.known in known]
+
+    @property
+    def n_bytes(self) -> int:
+        """About how many bytes it takes, some of them shared with other requests."""
+        return (
+            _COPIES * (self.places[-1].n_bytes if self.places else 0)
+            + (self.offered.n_bytes if self.offered else 0)
+            + (self.body.n_bytes if self.body else 0)
+        )
+
+    def add(self, message: Json, index: int, known: Known | None = None) -> Place:
+        record = chat.logged_message(message)
+        # what was sampled may have half a character
+        if known in (None, "new") and "\\ud" in record.body:
+            message = without_halves(message)
+            record = chat.logged_message(message)
+        before = self.position
+        after = next_position(before, record.key)
+        size = getsizeof(record.body) + _OVERHEAD
+        size += self.places[-1].n_bytes if self.places else 0
+        place = Place(message, record, before, after, index, size, known)
+        self.places.append(place)
+        return place
+
 
 @dataclass(slots=True, eq=False)
 class Conversation:
@@ -186,10 +171,13 @@ class Conversation:
     _nodes: dict[bytes | str, list[Node]] = field(default_factory=dict)
     _in_order: list[Node] = field(default_factory=list)
     _counted: set[bytes] = field(default_factory=set)
-    # what started each agent, by its id, else by the position after its first request
-    _starts: dict[str | bytes, tuple[int, int]] = field(default_factory=dict)
-    # turn and number of the calls that have started an agent
-    _used: set[tuple[int, int]] = field(default_factory=set)
+    # calls that may start an agent: their prompt, the agent that called, and the columns
+    _starts: deque[tuple[str, str | None, Json]] = field(
+        default_factory=lambda: deque(maxlen=_STARTS)
+    )
+    # the columns of what started each agent, by its id, else by the position after its
+    # first request
+    _started: dict[str | bytes, Json] = field(default_factory=dict)
     _budget: "Budget | None" = None
     _closed: bool = False
     # of different conversations, the latest last
@@ -208,56 +196,48 @@ class Conversation:
         With ``keep`` later requests may begin with this one. Raises `GatewayError` (400) if
         tool results do not answer the calls before them.
         """
-        restored = RestoredRequest(messages, body)
-        earlier, n_same = RestoredRequest(), -1
+        earlier, n_same = RestoredRequest(), 0
         for other in reversed(self._requests):
             n = _n_same(other.sent, messages)
             if n > n_same:
                 earlier, n_same = other, n
-        restored.rendered, restored.plain = earlier.rendered, earlier.plain
-        restored.offered, latest = earlier.offered, earlier.places
-        starts = [start for start in earlier.starts if start[0] < n_same]
-        index, n_places = starts.pop() if starts else (0, 0)
-        places = restored.places = latest[:n_places]
-        restored.starts, settled = starts, True
-
-        add = partial(_add, places, latest)
+        old, index = earlier.places, 0
+        # up to a reply: what is before it does not depend on what follows
+        n_known = next((n for n in earlier.replies if _begins(old, n, n_same)), 0)
+        if n_known:
+            index = old[n_known].index
+        places = old[:n_known]
+        restored = replace(earlier, sent=messages, body=body, places=places)
         while index < len(messages):
             message = messages[index]
             if message["role"] == "tool":
                 rule = "no reply with a call is right before it"
                 _refuse_result(index, message, rule)
             if message["role"] != "assistant":
-                add(message)
+                restored.add(message, index)
                 index += 1
                 continue
-            if settled and not (index and _is_reply(messages[index - 1])):
-                starts.append((index, len(places)))
-            node, step, known = self._recognized(messages, index, restored.position)
-            here = node if node and node.position == restored.position else None
-            # what is at another position may be something else later
-            settled = settled and here is not None
-            add(node.message if node else message, known, node=here)
-            calls = _called(messages[index : index + step], places[-1].message)
-            index += step
+            node, n_sent, known = self._recognized(messages, index, restored.position)
+            place = restored.add(node.message if node else message, index, known)
+            place.node = node if node and node.position == place.before else None
+            place.key = b"" if place.node else _keys(message)[0]
+            calls = _called(messages[index : index + n_sent], place.message)
+            index += n_sent
             results = [*takewhile(_is_result, islice(messages, index, None))]
-            for result, tool in _in_order(results, calls, index) if results else []:
-                add(result, tool=str(result.get("name") or tool))
+            for result, tool in _in_order(results, calls, index) if results else ():
+                restored.add(result, index).tool = str(result.get("name") or tool)
             index += len(results)
-        restored.sampled = [
-            i for i, place in enumerate(places) if place.known not in (None, "new")
-        ]
-        others = [each for each in self._requests if each is not earlier]
-        if _n_same(latest, places) * 2 < len(latest):
-            # of another conversation
-            others = [*self._requests]
         if keep:
-            self._requests = [*others[1 - _KEPT :], restored]
+            # an earlier state of the same conversation is not needed
+            goes_on = 2 * n_same >= len(earlier.sent)
+            kept = [r for r in self._requests if not (goes_on and r is earlier)]
+            self._requests = [*kept[1 - _KEPT :], restored]
         return restored
 
     def add(self, node: Node, budget: "Budget") -> None:
         """Store a reply that was recorded."""
-        for key in (node.position, *_keys(node.message)):
+        keys = {node.position, *_keys(node.message)}
+        for key in keys:
             alike = self._nodes.setdefault(key, [])
             places = (node.position, node.after)
             same = [i for i, n in enumerate(alike) if (n.position, n.after) == places]
@@ -267,17 +247,20 @@ class Conversation:
             else:
                 alike.append(node)
         self._in_order.append(node)
-        if node.own_ids is not None:
-            node.n_ids = len(node.own_ids)
-            if node.base is not None and node.base.ids is not None:
-                # those are a part of its own
-                node.base.longer, node.base.own_ids = node, None
-        for request in self._requests:
-            if request.position != node.position:
-                before = [place.before for place in request.places]
-                if node.position in before:
-                    at = before.index(node.position)
-                    request.starts = [s for s in request.starts if s[1] <= at]
+        self._requests = [_before(each, keys) for each in self._requests]
+        for call in _calls(node.message):
+            prompt = _prompt(str(chat.function_of(call)["arguments"]))
+            started: Json = {
+                "started_by_turn": node.turn,
+                "started_by_call": call["id"],
+            }
+            if len(prompt) >= _SHORTEST:
+                self._starts.append((prompt, node.agent_id, started))
+        ids, base = node.own_ids, node.base
+        while ids is not None and base is not None and base.own_ids is not None:
+            # those are a part of its own
+            base.own_ids = ids[: len(base.own_ids)]
+            base = base.base
         self.count_kept(budget)
 
     def count_kept(self, budget: "Budget") -> None:
@@ -288,11 +271,6 @@ class Conversation:
 
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a recorded request, each position once."""
-        for place in reversed(restored.places):
-            if not place.logged.body:
-                break
-            # it is in the log
-            place.logged = chat.LoggedMessage(place.logged.key, place.logged.role, "")
         for i in restored.replies:
             known, position = restored.places[i].known, restored.places[i].position
             if known is None or position in self._counted:
@@ -307,19 +285,16 @@ class Conversation:
         """Return an earlier turn, and how many ids and messages a prompt shares with it.
 
         It is the latest turn with the most of the request's messages; None: there is none
-        (`trajkit.schema.DELTA_FIELDS`). ``base``: the prompt begins with its ids.
+        (`trajkit.schema.TURNS_DELTA`). ``base``: the prompt begins with its ids.
         """
         after: bytes | None = None
         path = [START, *(place.position for place in restored.places)]
         for n_messages, position in reversed([*enumerate(path)]):
-            nodes = self._nodes.get(position)
-            if nodes:
+            if nodes := self._nodes.get(position):
                 node = next((n for n in nodes if n.after == after), nodes[-1])
-                n_ids = 0
-                if node is base:
-                    n_ids = node.n_ids
-                elif node.ids is not None:
-                    n_ids = _n_common(node.ids, prompt_ids)
+                ids, n_ids = node.own_ids, 0
+                if ids is not None:
+                    n_ids = len(ids) if node is base else _n_common(ids, prompt_ids)
                 if n_ids:
                     return node.turn, n_ids, n_messages + (node.after == after)
             after = position
@@ -335,60 +310,38 @@ class Conversation:
     ) -> Json:
         """Return the columns of what started the agent of a request; empty: nothing.
 
-        A request without a reply of its session begins a conversation. It is a
-        sub-agent's if its user messages contain the prompt of an earlier tool call: the
-        longest text among the call's arguments with one of `PROMPTS` as name, without
-        outer white space. The longest such prompt counts, then the earliest call. If the
-        harness names its agents (``named``), the call must be one of the parent agent,
-        and the main agent's conversations have none.
-
-        A call starts one sub-agent, so sub-agents with equal prompts get their calls in
-        the order of their requests. A request that is sent again, and another
-        conversation of the same agent, have the call of the first.
+        A request without a reply of its session is a sub-agent's if its user messages
+        contain the prompt of an earlier tool call: the longest of its arguments among
+        `PROMPTS`. The longest such prompt counts, then the earliest call. If the harness
+        names its agents (``named``), the call must be one of the parent agent, and the
+        main agent has none. A call starts one sub-agent, but a request that is sent again
+        and another conversation of the same agent have the call of the first.
         """
         if restored.sampled or (named and agent_id is None):
             return {}
         agent = agent_id or restored.position
-        if not (agent_id and agent in self._starts):
+        if not (agent_id and agent in self._started):
             users = (m for m in restored.messages if m["role"] == "user")
             text = "\n".join(text for m in users for text in texts_of(m["content"]))
             fitting = [
-                (node, number, prompt)
-                for node, number, prompt in self._calls()
-                if prompt in text
-                and (not named or node.agent_id == parent_id)
-                and (node.turn, number) not in self._used
+                start
+                for start in self._starts
+                if start[0] in text and (not named or start[1] == parent_id)
             ]
             if fitting:
                 # the first of the longest
-                node, number, _ = max(fitting, key=lambda one: len(one[2]))
-                self._starts[agent] = node.turn, number
-                self._used.add((node.turn, number))
-        if agent not in self._starts:
-            return {}
-        turn, number = self._starts[agent]
-        reply = next(node for node in self._in_order if node.turn == turn)
-        call_id = _calls(reply.message)[number]["id"]
-        return {"started_by_turn": turn, "started_by_call": call_id}
-
-    def _calls(self) -> list[tuple[Node, int, str]]:
-        """The latest calls with a prompt, in order: node, number of the call, prompt."""
-        found: list[tuple[Node, int, str]] = []
-        for node in reversed(self._in_order):
-            for number, call in reversed([*enumerate(_calls(node.message))]):
-                prompt = _prompt(str(chat.function_of(call)["arguments"]))
-                if len(prompt) >= _SHORTEST:
-                    found.append((node, number, prompt))
-            if len(found) >= _STARTS:
-                break
-        return found[:_STARTS][::-1]
+                start = max(fitting, key=lambda one: len(one[0]))
+                self._starts.remove(start)
+                self._started[agent] = start[2]
+        return self._started.get(agent, {})
 
     @property
     def n_bytes(self) -> int:
         """About how many bytes its ids and the requests that are kept take."""
-        own = (n.own_ids.nbytes for n in self._in_order if n.own_ids is not None)
-        requests = (each.n_bytes for each in self._requests)
-        return sum(own) + _OVERHEAD * len(self._in_order) + sum(requests)
+        ids = (node.own_ids for node in self._in_order if node.own_ids is not None)
+        own = sum(each.nbytes for each in ids if each.base is None)
+        requests = sum(each.n_bytes for each in self._requests)
+        return own + _OVERHEAD * len(self._in_order) + requests
 
     def release(self) -> None:
         """Drop the ids and the requests; the replies are still recognized."""
@@ -408,17 +361,15 @@ class Conversation:
     ) -> tuple[Node | None, int, Known]:
         """The reply that the messages at an index are, and how many of them."""
         run = [*takewhile(_is_reply, islice(messages, index, None))]
-        for n in range(len(run), 0, -1):
+        tried = [(n, position) for n in range(len(run), 0, -1)]
+        # earlier messages may have changed; then nothing tells different replies apart
+        for n, key in (*tried, (1, _keys(run[0])[0])):
             sent = _joined(run[:n])
-            alike = self._alike(sent, position)
-            if alike:
+            alike = self._alike(sent, key)
+            apart = any(node.message != alike[0].message for node in alike)
+            if alike and (key == position or not apart):
                 as_sent = n == 1 and alike[0].message == sent
                 return alike[0], n, "as_sent" if as_sent else "restored"
-        # earlier messages may have changed
-        sent = run[0]
-        alike = self._alike(sent, _keys(sent)[0])
-        if alike and all(node.message == alike[0].message for node in alike):
-            return alike[0], 1, "as_sent" if alike[0].message == sent else "restored"
         return None, 1, "new"
 
     def _alike(self, sent: Json, key: bytes | str) -> list[Node]:
@@ -429,15 +380,15 @@ class Conversation:
 
     def _same(self, sent: Json, reply: Json) -> bool:
         """Whether a message has the content of a reply, maybe without its reasoning."""
-        if chat.squeezed(sent["content"]) != chat.squeezed(reply["content"]):
-            return False
-        thought = chat.squeezed(sent.get("reasoning_content") or "")
-        if thought and thought != chat.squeezed(reply.get("reasoning_content") or ""):
+        thought, *texts = (
+            [chat.squeezed(message.get(name) or "") for message in (sent, reply)]
+            for name in ("reasoning_content", "content")
+        )
+        if texts[0][0] != texts[0][1] or (thought[0] and thought[0] != thought[1]):
             return False
         sent_calls, calls = _calls(sent), _calls(reply)
         return len(sent_calls) == len(calls) and all(
-            self._same_call(one, other)
-            for one, other in zip(sent_calls, calls, strict=True)
+            map(self._same_call, sent_calls, calls)
         )
 
     def _same_call(self, sent: Json, call: Json) -> bool:
@@ -456,15 +407,13 @@ class Budget:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.n_bytes = 0
+        self.max_bytes, self.n_bytes = max_bytes, 0
         self._sessions: OrderedDict[Conversation, int] = OrderedDict()
 
     def count(self, session: Conversation) -> None:
         """Count a session that has changed; it is the one that was used last."""
         self.uncount(session)
-        n_bytes = session.n_bytes
-        self._sessions[session] = n_bytes
+        self._sessions[session] = n_bytes = session.n_bytes
         self.n_bytes += n_bytes
         while self.n_bytes > self.max_bytes:
             oldest = next(iter(self._sessions))
@@ -476,37 +425,23 @@ class Budget:
         self.n_bytes -= self._sessions.pop(session, 0)
 
 
-def _add(
-    places: list[Place],
-    latest: list[Place],
-    message: Json,
-    known: Known | None = None,
-    tool: str | None = None,
-    node: Node | None = None,
-) -> None:
-    """Add a message; its place is that of an earlier request if nothing differs there."""
-    before = places[-1].position if places else START
-    if len(places) < len(latest):
-        old = latest[len(places)]
-        same = old.before == before and old.message == message
-        if same and old.known == known and old.tool == tool and old.node is node:
-            places.append(old)
-            return
-    record = chat.logged_message(message)
-    # what was sampled may have half a character
-    if known in (None, "new") and "\\ud" in record.body:
-        message = without_halves(message)
-        record = chat.logged_message(message)
-    place = Place(message, record, before, next_position(before, record.key))
-    place.known, place.tool, place.node = known, tool, node
-    place.n_bytes = getsizeof(record.body) + _OVERHEAD
-    place.n_bytes += places[-1].n_bytes if places else 0
-    places.append(place)
-
-
 def next_position(position: bytes, key: bytes) -> bytes:
     """Return the position after a message with a key."""
     return blake2b(position + key, digest_size=16).digest()
+
+
+def _begins(places: list[Place], at: int, n_same: int) -> bool:
+    """Whether a place begins a run of replies, within the first messages."""
+    return at > 0 and places[at].index < n_same and not places[at - 1].known
+
+
+def _before(request: RestoredRequest, keys: set[bytes | str]) -> RestoredRequest:
+    """The start of a request, up to what a new reply with these keys may be."""
+    for at, place in enumerate(request.places):
+        if place.known and (place.before in keys or place.key in keys):
+            sent, places = request.sent[: place.index], request.places[:at]
+            return replace(request, sent=sent, places=places)
+    return request
 
 
 def _n_same(one: Sequence[object], other: Sequence[object]) -> int:
@@ -574,10 +509,12 @@ def _in_order(
         if same and own != same[0]:
             _refuse_result(i, result, "another result, with other content, has this id")
         same.append(own)
-    missing = [sent_id for sent_id in calls if sent_id not in by_call]
-    if missing:
-        rule = f"the call {missing[0]!r} of the same reply has no result right after it"
-        _refuse_result(index, results[0], rule)
+    for sent_id in calls:
+        if sent_id not in by_call:
+            rule = (
+                f"the call {sent_id!r} of the same reply has no result right after it"
+            )
+            _refuse_result(index, results[0], rule)
     return [(r, tool) for sent_id, (_, tool) in calls.items() for r in by_call[sent_id]]
 
 
@@ -602,11 +539,9 @@ def _calls(message: Json) -> list[Json]:
 
 def _prompt(arguments: str) -> str:
     """The prompt of a sub-agent in the arguments of a call, or an empty text."""
-    if len(arguments) > _LONGEST:
-        return ""
     # as sampled, arguments may be no JSON, or too deep
     with suppress(ValueError, RecursionError):
-        values = json.loads(arguments)
+        values = json.loads(arguments) if len(arguments) <= _LONGEST else None
         if isinstance(values, dict):
             texts = [values[n] for n in PROMPTS if isinstance(values.get(n), str)]
             return max(map(str.strip, texts), key=len, default="")

@@ -22,6 +22,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import TemplateError as JinjaError
+from jinja2 import TemplateSyntaxError, meta
+from jinja2.ext import Extension, loopcontrols
+from jinja2.runtime import LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from trajkit_shim.chat.request import (
@@ -48,8 +53,6 @@ _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # what every template is given; a client cannot set it
 _GIVEN = frozenset("messages tools documents add_generation_prompt".split())
-# what a dict has as attributes; other names can only be keys
-_DICT = frozenset(dir(dict))
 # the special tokens that have a name, which templates use
 _NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 # the keys under which templates look for the reasoning of a reply
@@ -86,10 +89,9 @@ class ChatRenderer:
     """One fast tokenizer, the tokens that end a reply, and a chat template.
 
     ``tokenizer``: a `ModelTokenizer`, or one of transformers. ``chat_template`` replaces
-    the tokenizer's own, ``end_ids`` are tokens besides its
-    ``eos_token`` that end a reply, and ``late_system`` is used where the template refuses
-    a late system message. Raises `ValueError`: there is no template, or no token ends a
-    reply.
+    the tokenizer's own, ``end_ids`` are tokens besides its ``eos_token`` that end a reply,
+    and ``late_system`` is used where the template refuses a late system message. Raises
+    `ValueError`: there is no template, or no token ends a reply.
     """
 
     def __init__(
@@ -118,9 +120,16 @@ class ChatRenderer:
             )
         self.tokenizer, self.chat_template = tokenizer, template
         self.late_system = late_system
-        self._compiled, variables, self._failures = _template(template)
+        room = _Sandbox()
+        try:
+            used = meta.find_undeclared_variables(room.parse(template))
+            self._compiled = room.from_string(template)
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template, line {error.lineno}: {error}"
+            ) from error
         # those that a request or session may set
-        self.variables = variables - _GIVEN - {*self._names}
+        self.variables = used - _GIVEN - {*room.globals, *self._names}
         added = self._backend.get_added_tokens_decoder().items()
         self.text_of_id = {i: token.content for i, token in added}
         self._added = {text: i for i, text in self.text_of_id.items()}
@@ -195,14 +204,21 @@ class ChatRenderer:
                 tools=tools,
                 add_generation_prompt=True,
             )
-        except self._failures as error:
+        # the template is a program, on untrusted values
+        except (
+            JinjaError,
+            TypeError,
+            ValueError,
+            LookupError,
+            RecursionError,
+        ) as error:
             message = f"the chat template rejects the messages: {error}"
             raise TemplateError(message, code="chat_template") from error
         # of arguments as a model can spell them; no tokenizer has half a character
         with suppress(UnicodeEncodeError):
             if not text.isascii():
                 text.encode()
-            return str(text)
+            return text
         return _SURROGATE.sub("\ufffd", text)
 
     def without_mark(self, text: str) -> str:
@@ -289,10 +305,6 @@ class ChatRenderer:
                 return {**message, "content": chunks}
         if not calls:
             return message
-        if self._keeps_markup and "sampled" in message:
-            # text after a call, which no template would write there
-            plain = {k: v for k, v in message.items() if k != "tool_calls"}
-            return {**plain, "content": message["sampled"]}
         assert isinstance(calls, list)
         content, separator = str(message["content"]), self._call_separator
         if content != separator:
@@ -315,10 +327,9 @@ class ChatRenderer:
         """Find out in which form the template takes replies, calls and their results."""
         # until this is known, messages are rendered as they are
         self._takes_string = self.takes_late_system = True
-        self._keeps_markup, self._call_separator = False, ""
         self._one_text_beside_calls = self._takes_chunks = False
+        self._call_separator, arguments = "", '{"probe":  1}'
         user: Json = {"role": "user", "content": "user"}
-        arguments = '{"probe":  1}'
 
         def shown(*messages: Json) -> str:
             # the template rejects it, or the tokenizer a special token within text
@@ -347,10 +358,6 @@ class ChatRenderer:
             apart = "lead3" in shown(thinks)
             self._takes_chunks = True
             self._takes_chunks = not apart and "lead3" in shown(thinks)
-        # a call in an assistant message's text is rendered unchanged
-        markup = f"lead<tool_call>\n{arguments}\n</tool_call> lead"
-        written = shown(assistant_message(markup), tool_message("call00000", ["tool"]))
-        self._keeps_markup = markup in self.without_mark(written)
         # a system message is allowed after other messages
         system: Json = {"role": "system", "content": "lead2"}
         late = shown(assistant_message("lead"), system, user)
@@ -392,83 +399,68 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
-def _template(source: str) -> tuple[Any, frozenset[str], tuple[type[Exception], ...]]:
-    """Compile a chat template as transformers does.
+def _public(kind: type) -> frozenset[str]:
+    return frozenset(name for name in dir(kind) if not name.startswith("_"))
 
-    Return it, its variables, and how it fails: it is a program, on untrusted values.
-    """
-    from jinja2 import TemplateError as JinjaError
-    from jinja2 import TemplateSyntaxError, meta
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.runtime import LoopContext, Macro
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def public(kind: type) -> frozenset[str]:
-        return frozenset(name for name in dir(kind) if not name.startswith("_"))
+# what a dict has as attributes; other names can only be keys
+_DICT = frozenset(dir(dict))
+# attributes that the sandbox returns as they are
+_SAFE = {
+    str: _public(str) - {"format", "format_map"},
+    LoopContext: _public(LoopContext),
+}
+_plain_json = json.JSONEncoder(ensure_ascii=False).encode
 
-    # attributes that the sandbox returns as they are
-    safe = {
-        str: public(str) - {"format", "format_map"},
-        LoopContext: public(LoopContext),
-    }
 
-    class Generation(Extension):
-        """The block ``generation``, which marks replies; here it has no effect."""
+class _Generation(Extension):
+    """The block ``generation``, which marks replies; here it has no effect."""
 
-        tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """The sandbox, with less work for what templates look up most."""
 
-        def getattr(self, obj: Any, attribute: str) -> Any:
-            kind = type(obj)
-            if kind is dict and attribute not in _DICT:
-                if attribute in obj:
-                    return obj[attribute]
-                return self.undefined(obj=obj, name=attribute)
-            if attribute in safe.get(kind, ()):
-                return getattr(obj, attribute)
-            return super().getattr(obj, attribute)
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """That of transformers, with less work for what templates look up most."""
 
-        def call(self, context: Any, function: Any, *args: Any, **named: Any) -> Any:
-            if type(function) is Macro:
-                # the template's own; the names are those of jinja
-                named.pop("_loop_vars", None)
-                named.pop("_block_vars", None)
-                return function(*args, **named)
-            return super().call(context, function, *args, **named)
-
-    def refuse(message: str) -> None:
-        raise JinjaError(message)
-
-    plain = json.JSONEncoder(ensure_ascii=False).encode
-
-    def as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-        if not (ensure_ascii or options):
-            return plain(value)
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    room = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    room.filters["tojson"] = as_json
-    room.globals.update(
-        raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form)
-    )
-    try:
-        variables = meta.find_undeclared_variables(room.parse(source))
-        failures = (JinjaError, TypeError, ValueError, LookupError, RecursionError)
-        return (
-            room.from_string(source),
-            frozenset(variables) - {*room.globals},
-            failures,
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-    except TemplateSyntaxError as error:
-        raise ValueError(f"the chat template, line {error.lineno}: {error}") from error
+        self.filters["tojson"] = _as_json
+        self.globals["raise_exception"] = _refuse
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT:
+            if attribute in obj:
+                return obj[attribute]
+            return self.undefined(obj=obj, name=attribute)
+        if attribute in _SAFE.get(kind, ()):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def call(self, context: Any, function: Any, *args: Any, **named: Any) -> Any:
+        if type(function) is Macro:
+            # the template's own; the names are those of jinja
+            named.pop("_loop_vars", None)
+            named.pop("_block_vars", None)
+            return function(*args, **named)
+        return super().call(context, function, *args, **named)
+
+
+def _refuse(message: str) -> None:
+    raise JinjaError(message)
+
+
+def _as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+    if not (ensure_ascii or options):
+        return _plain_json(value)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def encode(tokenizer: Tokenizer, text: str, max_tokens: int = NO_LIMIT) -> Encoded:

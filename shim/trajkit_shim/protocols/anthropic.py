@@ -42,9 +42,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         "parallel": not choice.flag("disable_parallel_tool_use"),
         "schema": older if schema is None else schema,
     }
-    budget, effort = thinking.peek("budget_tokens"), config.get_text("effort")
-    budget = budget if isinstance(budget, int) else None
-    on = base.THINKS.get(str(thinking.peek("type")))
+    budget = thinking.peek("budget_tokens")
     return base.chat_request(
         fields,
         messages,
@@ -52,7 +50,11 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         none=chosen == "none",
         required=required,
         sampling=chat.parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
-        thinking={"effort": effort, "on": on, "budget": budget},
+        thinking={
+            "effort": config.get_text("effort"),
+            "on": base.THINKS.get(str(thinking.peek("type"))),
+            "budget": budget if isinstance(budget, int) else None,
+        },
         stream=fields.flag("stream"),
     )
 

@@ -8,22 +8,14 @@ from typing import Any, Literal, TypeAlias
 
 import orjson
 
+from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import Images
-from trajkit_shim.chat.request import (
-    ANY_OBJECT,
-    ChatRequest,
-    Reply,
-    Required,
-    Thinking,
-    ToolCall,
-    assistant_message,
-    function_tool,
-)
+from trajkit_shim.chat.request import ChatRequest, Reply, ToolCall
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
+    Element,
     Fields,
     Json,
-    Known,
     Reading,
     as_integer,
     as_object,
@@ -55,7 +47,7 @@ class WireProtocol:
     name: str
     paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
     call_prefix: str = "call_"  # prefix of the ids of tool calls
-    listed: str = ""  # a list that is read with `Fields.each`
+    listed: str = ""  # the list that is read with `Fields.each`
     # raises `GatewayError` for missing, invalid or unsupported fields
     parse: Callable[[Fields], ChatRequest]
     write: Callable[[Reply, ChatRequest], Json]
@@ -76,11 +68,11 @@ class WireProtocol:
         self,
         body: Json,
         images: Images = "refuse",
-        known: list[Known] | None = None,
+        known: list[Element] | None = None,
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`.
 
-        ``known``: the first elements of ``listed``, which the body lacks; gets the others.
+        ``known``: the first elements of its list ``listed``; gets the others.
         """
         reading = Reading(images, _SILENT, [] if known is None else known)
         fields = Fields(body, reading=reading)
@@ -122,7 +114,8 @@ class Tools:
     def add(self, tool: Fields, schema: object, prefix: str = "") -> str:
         """Add a function; return its name for the model, which begins with ``prefix``."""
         name = prefix + tool.name("name")
-        self.functions.append(function_tool(name, tool.get_text("description"), schema))
+        function = chat.function_tool(name, tool.get_text("description"), schema)
+        self.functions.append(function)
         self.strict += [name] * tool.flag("strict")
         return name
 
@@ -147,8 +140,8 @@ def chat_request(
     return ChatRequest(
         messages=messages,
         tools=None if none else tools.functions or None,
-        required=Required(**{"strict": tools.strict, **required}),
-        thinking=Thinking(variables=variables, **thinking),
+        required=chat.Required(**{"strict": tools.strict, **required}),
+        thinking=chat.Thinking(variables=variables, **thinking),
         left_out=tuple(tools.left_out),
         namespaces=tools.namespaces,
         **rest,
@@ -181,15 +174,15 @@ def text_schema(fields: Fields, name: str) -> Json | None:
         return None
     given = fields.object(name)
     kind = given.name("type")
-    if kind not in ("json_schema", "json_object", "text"):
-        # a grammar that is not kept would change the meaning
-        given.refuse("type", f"{kind!r} is not supported", "unsupported_value")
     given.whole()
     if kind == "json_schema":
         inner = given.object(kind) if kind in given.json else given
         inner.whole()
         return inner.need("schema", as_object)
-    return ANY_OBJECT if kind == "json_object" else None
+    if kind not in ("json_object", "text"):
+        # a grammar that is not kept would change the meaning
+        given.refuse("type", f"{kind!r} is not supported", "unsupported_value")
+    return chat.ANY_OBJECT if kind == "json_object" else None
 
 
 # Errors
@@ -249,7 +242,7 @@ def blocks(reply: Reply) -> list[Block]:
 def assistant(parts: Iterable[Thought | str | Json]) -> Json:
     """Return the canonical message of an assistant's reasoning, texts and calls."""
     given = list(parts)
-    return assistant_message(
+    return chat.assistant_message(
         "".join(part for part in given if isinstance(part, str)),
         "".join(part.text for part in given if isinstance(part, Thought)),
         [part for part in given if isinstance(part, dict)],

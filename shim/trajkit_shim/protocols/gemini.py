@@ -5,6 +5,7 @@ is ignored.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from trajkit_shim.chat import images
@@ -22,21 +23,21 @@ _LIMITS: dict[str, str | None] = {
     "stop": "stopSequences",
 }
 # run by the provider; the model cannot call them because it does not see them
-_HOSTED = (
-    "codeExecution googleMaps googleSearch googleSearchRetrieval urlContext".split()
-)
+_HOSTED = "codeExecution googleMaps googleSearch googleSearchRetrieval urlContext"
 _TYPES = frozenset("ARRAY BOOLEAN INTEGER NULL NUMBER OBJECT STRING".split())
 
 
 def _parse(fields: Fields) -> chat.ChatRequest:
     system = map(_text, list(fields.section("systemInstruction").objects("parts")))
     messages = chat.system_message("\n".join(filter(None, system)))
-    messages += _messages(fields.filled("contents"))
+    messages += _messages(fields.objects("contents", needed=True))
     tools = base.Tools()
     for tool in fields.objects("tools"):
         for declared in tool.objects("functionDeclarations"):
             tools.add(declared, _schema(declared, "parametersJsonSchema", "parameters"))
-        tools.left_out += [name for name in _HOSTED if tool.peek(name) is not None]
+        tools.left_out += [
+            name for name in _HOSTED.split() if tool.peek(name) is not None
+        ]
     calling = fields.section("toolConfig").section("functionCallingConfig")
     modes = ("ANY", "AUTO", "MODE_UNSPECIFIED", "NONE", "VALIDATED")
     mode = calling.one_of("mode", modes, "AUTO")
@@ -50,9 +51,8 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         config.json["topK"] = int(top_k)
     given = config.section("thinkingConfig")
     budget = given.peek("thinkingBudget")
-    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
-        # -1: the model decides
-        budget = None
+    # -1: the model decides
+    budget = budget if type(budget) is int and budget >= 0 else None
     return base.chat_request(
         fields,
         messages,
@@ -75,21 +75,18 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     )
 
 
-def _messages(contents: list[Fields]) -> list[Json]:
+def _messages(contents: Iterable[Fields]) -> list[Json]:
     messages: list[Json] = []
     waiting: list[Json] = []  # calls of the latest reply without a result
     for content in contents:
-        role = "user"
-        if content.json.get("role") is not None:
-            role = base.known_role(content, ("user", "function", "model"))
-        parts = list(content.objects("parts"))
-        if role == "model":
+        has_role = content.json.get("role") is not None
+        roles, parts = ("user", "function", "model"), content.objects("parts")
+        if has_role and base.known_role(content, roles) == "model":
             made = [_model_part(part, i) for i, part in enumerate(parts, 1)]
             waiting = [part for part in made if isinstance(part, dict)]
             messages.append(base.assistant(made))
         else:
-            given = [_user_part(part, waiting) for part in parts]
-            messages += chat.user_messages(given)
+            messages += chat.user_messages(_user_part(p, waiting) for p in parts)
     return messages
 
 
@@ -129,13 +126,9 @@ def _result(result: Fields, waiting: list[Json]) -> Json:
         call_id = str(calls[0]["id"])
     given = result.need("response", as_object)
     # its only text, or its JSON
-    match given:
-        case {"output": str(text)} | {"result": str(text)} | {"error": str(text)} if (
-            len(given) == 1
-        ):
-            pass
-        case _:
-            text = json.dumps(given, ensure_ascii=False)
+    texts = [given.get(name) for name in ("output", "result", "error")]
+    text = next((t for t in texts if isinstance(t, str) and len(given) == 1), None)
+    text = json.dumps(given, ensure_ascii=False) if text is None else text
     return chat.tool_message(call_id, [text], failed="error" in given)
 
 
@@ -144,9 +137,9 @@ def _text(part: Fields) -> str:
     return part.get_text("text") or ""
 
 
-def _schema(fields: Fields, *names: str) -> Json | None:
+def _schema(fields: Fields, *names: str) -> Any:
     """The JSON schema in the first of these fields that is there."""
-    given: list[Any] = [_json_schema(fields.get_object(name)) for name in names]
+    given = [_json_schema(fields.get_object(name)) for name in names]
     return next((schema for schema in given if schema is not None), None)
 
 

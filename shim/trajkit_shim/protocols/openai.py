@@ -6,22 +6,21 @@ together up to another role's message or the next turn's reasoning.
 """
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
 from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.request import Reply, ToolCall
+from trajkit_shim.chat.request import ChatRequest, Reply, ToolCall
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import Fields, Json, as_flag, as_name
 from trajkit_shim.protocols import base
 from trajkit_shim.protocols.base import Thought, WireProtocol, known_role
 
 _ROLES = ("system", "developer", "user", "tool", "assistant")
-
-# What both protocols have
+_SYSTEM = {"developer": "system"}
 
 
 def _request(
@@ -30,7 +29,7 @@ def _request(
     tools: base.Tools,
     schema: Json | None,
     **rest: Any,
-) -> chat.ChatRequest:
+) -> ChatRequest:
     """Read what a reply has to be like, and how the model thinks."""
     given, names = fields.peek("tool_choice") or "auto", tuple[str, ...]()
     if isinstance(given, dict):
@@ -41,23 +40,28 @@ def _request(
         elif given == "allowed_tools":
             allowed = choice.object(given) if given in choice.json else choice
             given = allowed.name("mode")
-            names = tuple(map(_named, allowed.filled("tools")))
+            names = tuple(map(_named, allowed.objects("tools", needed=True)))
         choice.whole()
     if given not in ("auto", "none", "required"):
         fields.ignore("tool_choice", str(given))
-    parallel = fields.get("parallel_tool_calls", as_flag) is not False
-    required = {"call": given == "required", "names": names, "parallel": parallel}
     reasoning = fields.section("reasoning")
-    effort = fields.get_text("reasoning_effort") or reasoning.get_text("effort")
-    # Anthropic's field comes from proxies
-    on = base.THINKS.get(str(fields.section("thinking").peek("type")))
     return base.chat_request(
         fields,
         messages,
         tools,
         none=given == "none",
-        required={**required, "schema": schema},
-        thinking={"effort": effort, "on": on},
+        required={
+            "call": given == "required",
+            "names": names,
+            "parallel": fields.get("parallel_tool_calls", as_flag) is not False,
+            "schema": schema,
+        },
+        thinking={
+            "effort": fields.get_text("reasoning_effort")
+            or reasoning.get_text("effort"),
+            # Anthropic's field comes from proxies
+            "on": base.THINKS.get(str(fields.section("thinking").peek("type"))),
+        },
         stream=fields.flag("stream"),
         **rest,
     )
@@ -69,14 +73,10 @@ def _named(choice: Fields) -> str:
     return (choice.object("function") if nested else choice).name("name")
 
 
-def _system_role(role: str) -> str:
-    return "system" if role == "developer" else role
+# Chat Completions
 
 
-# Chat Completions: requests
-
-
-def _parse_chat(fields: Fields) -> chat.ChatRequest:
+def _parse_chat(fields: Fields) -> ChatRequest:
     options = fields.section("stream_options")
     fields.get("n", base.one_reply)
     tools = base.Tools()
@@ -89,9 +89,9 @@ def _parse_chat(fields: Fields) -> chat.ChatRequest:
         tools.strict += [function.name("name")] * function.flag("strict")
         tools.functions.append(tool.whole())
         function.whole()
-    fields.peek("max_tokens")
     newer = fields.peek("max_completion_tokens") is not None
     limit = "max_completion_tokens" if newer else "max_tokens"
+    fields.peek("max_tokens")
     return _request(
         fields,
         fields.each("messages", canonical_message),
@@ -104,21 +104,22 @@ def _parse_chat(fields: Fields) -> chat.ChatRequest:
 
 def canonical_message(message: Fields) -> Json:
     """Return a chat message in canonical form (`trajkit_shim.chat.request`)."""
-    role = known_role(message, _ROLES)
-    found = message.peek("content") is not None
-    if not found and role != "assistant":
-        message.refuse("content", f"missing in a {role} message")
+    role, content = known_role(message, _ROLES), list[Any]()
     readers = _CHAT_PARTS if role in ("user", "tool") else _CHAT_TEXTS
-    parts = images.read_parts(message, "content", readers) if found else []
-    canonical: Json = {"role": _system_role(role), "content": images.joined(parts)}
+    if message.peek("content") is not None:
+        content = images.read_parts(message, "content", readers)
+    elif role != "assistant":
+        message.refuse("content", f"missing in a {role} message")
+    canonical: Json = {"role": _SYSTEM.get(role, role)}
+    canonical["content"] = images.joined(content)
     if message.peek("name") is not None:
         canonical["name"] = message.text("name")
     if role == "tool":
         canonical["tool_call_id"] = message.text("tool_call_id")
     if role == "assistant":
         # as SGLang, vLLM and OpenRouter name it
-        thought = message.peek("reasoning_content") or message.peek("reasoning")
-        message.peek("reasoning")
+        named = message.peek("reasoning_content"), message.peek("reasoning")
+        thought = named[0] or named[1]
         if isinstance(thought, str) and thought:
             canonical["reasoning_content"] = thought
         if calls := [_called(call) for call in message.objects("tool_calls")]:
@@ -138,10 +139,8 @@ _CHAT_PARTS: images.Readers = {
     "image_url": lambda p: images.read_image(p, p.object("image_url").text("url")),
 }
 
-# Chat Completions: replies
 
-
-def write_chat(reply: Reply, _: chat.ChatRequest) -> Json:
+def _write_chat(reply: Reply, _: ChatRequest) -> Json:
     message: Json = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.reasoning is not None:
         message["reasoning_content"] = reply.reasoning
@@ -167,12 +166,12 @@ def _body(reply: Reply, kind: str, name: str, value: Json, last: bool = True) ->
     }
 
 
-def _chunks(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
+def _chunks(reply: Reply, request: ChatRequest, _: int) -> Iterator[Json]:
     # with include_usage every chunk but the last has a null usage
     usage: Json = {"usage": None} if request.include_usage else {}
     made = partial(_body, reply, "chat.completion.chunk", "delta")
-    deltas: list[Json] = [{"role": "assistant", "content": ""}]
     texts = {"reasoning_content": reply.reasoning, "content": reply.text}
+    deltas: list[Json] = [{"role": "assistant", "content": ""}]
     deltas += [{name: text} for name, text in texts.items() if text]
     for index, call in enumerate(_calls(reply)):
         deltas.append({"tool_calls": [{"index": index, **call}]})
@@ -202,7 +201,7 @@ OPENAI_CHAT = WireProtocol(
     paths={"/v1/chat/completions": "reply"},
     listed="messages",
     parse=_parse_chat,
-    write=write_chat,
+    write=_write_chat,
     events=_chunks,
     ping=lambda *_: b": waiting for the engine\n\n",
     error=error_body,
@@ -218,18 +217,22 @@ _PACKED = "trajkit1."
 # Codex does not retry after this and invalid_prompt
 _TOO_LONG = "context_length_exceeded"
 
+_Part: TypeAlias = Thought | str | Json
 
-def _parse_responses(fields: Fields) -> chat.ChatRequest:
+
+def _parse_responses(fields: Fields) -> ChatRequest:
     if fields.peek("previous_response_id") is not None:
         rule = "nothing is stored here: send the entire conversation as input"
         fields.refuse("previous_response_id", rule, "unsupported_parameter")
-    messages = chat.system_message(fields.get_text("instructions"))
     tools = base.Tools()
     _add_tools(tools, fields)
-    schema = base.text_schema(fields.section("text"), "format")
-    sampling = chat.parse_sampling(fields, _NAMES)
-    messages += _messages(fields)
-    return _request(fields, messages, tools, schema, sampling=sampling)
+    return _request(
+        fields,
+        chat.system_message(fields.get_text("instructions")) + _messages(fields),
+        tools,
+        base.text_schema(fields.section("text"), "format"),
+        sampling=chat.parse_sampling(fields, _NAMES),
+    )
 
 
 def _add_tools(tools: base.Tools, fields: Fields, namespace: str = "") -> None:
@@ -248,9 +251,6 @@ def _add_tools(tools: base.Tools, fields: Fields, namespace: str = "") -> None:
             tools.leave_out(tool, kind)
 
 
-_Part: TypeAlias = Thought | str | Json
-
-
 def _messages(fields: Fields) -> list[Json]:
     value = fields.peek("input")
     if isinstance(value, str):
@@ -262,7 +262,7 @@ def _messages(fields: Fields) -> list[Json]:
         if not isinstance(read, list):
             found += [] if read is None else [read]
         elif not isinstance(turn, list) or (
-            any(isinstance(part, Thought) for part in read) and not _only_thoughts(turn)
+            any(_thoughts(read)) and not all(_thoughts(turn))
         ):
             found.append([*read])
         else:
@@ -272,6 +272,10 @@ def _messages(fields: Fields) -> list[Json]:
     return [base.assistant(e) if isinstance(e, list) else e for e in found]
 
 
+def _thoughts(parts: list[_Part]) -> list[bool]:
+    return [isinstance(part, Thought) for part in parts]
+
+
 def _item(item: Fields) -> Json | list[_Part] | None:
     """A message, parts of the assistant's, or None: an item that is not known here."""
     kind = as_name(item.json.get("type", "message"), item.at("type"))
@@ -279,31 +283,21 @@ def _item(item: Fields) -> Json | list[_Part] | None:
         item.ignore("type", kind)
         item.whole()
         return None
-    role = "assistant"
-    if kind == "message":
-        role = known_role(item, [each for each in _ROLES if each != "tool"])
     if kind == "function_call_output":
         output = images.read_parts(item, "output", _PARTS)
         return chat.tool_message(item.text("call_id"), output)
-    if role == "assistant":
-        return [*_item_parts(kind, item)]
-    readers = _PARTS if role == "user" else _TEXTS
-    content = images.joined(images.read_parts(item, "content", readers))
-    return {"role": _system_role(role), "content": content}
-
-
-def _only_thoughts(turn: list[_Part]) -> bool:
-    return all(isinstance(part, Thought) for part in turn)
-
-
-def _item_parts(kind: str, item: Fields) -> Sequence[_Part]:
-    if kind == "message":
-        return images.read_parts(item, "content", _TEXTS)
     if kind == "reasoning":
         return [Thought(_reasoning(item))]
-    name, namespace = item.name("name"), item.get("namespace", as_name)
-    name = f"{namespace}__{name}" if namespace else name
-    return [chat.tool_call(item.text("call_id"), name, item.text("arguments"))]
+    if kind == "function_call":
+        name, namespace = item.name("name"), item.get("namespace", as_name)
+        name = f"{namespace}__{name}" if namespace else name
+        return [chat.tool_call(item.text("call_id"), name, item.text("arguments"))]
+    role = known_role(item, [each for each in _ROLES if each != "tool"])
+    readers = _PARTS if role == "user" else _TEXTS
+    parts = images.read_parts(item, "content", readers)
+    if role == "assistant":
+        return parts
+    return {"role": _SYSTEM.get(role, role), "content": images.joined(parts)}
 
 
 def _text(part: Fields) -> str:
@@ -357,13 +351,14 @@ def _response(response_id: str, created: int, **changes: object) -> dict[str, An
     }
 
 
-def _outcome(reply: Reply, items: list[dict[str, Any]]) -> Json:
+def _outcome(reply: Reply, request: ChatRequest) -> dict[str, Any]:
+    """What a response has once its reply is complete."""
     usage, cached = reply.usage, reply.usage.cached_tokens or 0
     return {
         "model": reply.model,
         "status": "incomplete" if reply.cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if reply.cut else None,
-        "output": items,
+        "output": _items(reply, request),
         "usage": {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
@@ -374,12 +369,7 @@ def _outcome(reply: Reply, items: list[dict[str, Any]]) -> Json:
     }
 
 
-def _write(reply: Reply, request: chat.ChatRequest) -> Json:
-    outcome = _outcome(reply, _items(reply, request))
-    return _response(reply.reply_id, reply.created, **outcome)
-
-
-def _items(reply: Reply, request: chat.ChatRequest) -> list[dict[str, Any]]:
+def _items(reply: Reply, request: ChatRequest) -> list[dict[str, Any]]:
     """The output items of a complete reply, which has a text or a call."""
     blocks = base.blocks(reply)
     if isinstance(blocks[-1], Thought):
@@ -408,14 +398,14 @@ def _items(reply: Reply, request: chat.ChatRequest) -> list[dict[str, Any]]:
 
 
 def _numbered(
-    request: chat.ChatRequest,
+    request: ChatRequest,
     n_pings: int,
     last: Iterable[tuple[str, Json]],
     **changes: object,
 ) -> Iterator[Json]:
     """The events that follow some keep-alive events; if none, the opening too.
 
-    The final ones are about the response with ``changes``.
+    Those without fields are about the response with ``changes``.
     """
     begun: Json = {"response": _response(request.stream_id, request.created)}
     ended: Json = {"response": _response(request.stream_id, request.created, **changes)}
@@ -426,30 +416,26 @@ def _numbered(
         yield {**given, **(fields or ended)}
 
 
-def _ping(request: chat.ChatRequest, n_pings: int) -> bytes:
+def _ping(request: ChatRequest, n_pings: int) -> bytes:
     events = _numbered(request, n_pings, [("in_progress", {})])
     return b"".join(map(base.event, events))
 
 
-def _failed(
-    error: GatewayError, request: chat.ChatRequest, n_pings: int
-) -> Iterator[Json]:
+def _failed(error: GatewayError, request: ChatRequest, n_pings: int) -> Iterator[Json]:
     code = "invalid_prompt" if error.status < 500 else "server_error"
     code = _TOO_LONG if error.code == _TOO_LONG else code
     shown = {"code": code, "message": error.message}
-    given: list[tuple[str, Json]] = [("failed", {})]
-    return _numbered(request, n_pings, given, status="failed", error=shown)
+    return _numbered(request, n_pings, [("failed", {})], status="failed", error=shown)
 
 
-def _events(reply: Reply, request: chat.ChatRequest, n_pings: int) -> Iterator[Json]:
-    items = _items(reply, request)
-    outcome = _outcome(reply, items)
-    events = [each for k, item in enumerate(items) for each in _events_of(item, k)]
-    events.append((str(outcome["status"]), {}))
-    return _numbered(request, n_pings, events, **outcome)
+def _events(reply: Reply, request: ChatRequest, n_pings: int) -> Iterator[Json]:
+    outcome = _outcome(reply, request)
+    filled = [e for k, item in enumerate(outcome["output"]) for e in _filled(item, k)]
+    filled.append((outcome["status"], {}))
+    return _numbered(request, n_pings, filled, **outcome)
 
 
-def _events_of(item: dict[str, Any], index: int) -> Iterator[tuple[str, Json]]:
+def _filled(item: dict[str, Any], index: int) -> Iterator[tuple[str, Json]]:
     """The events that add an item, fill it and finish it."""
     output: Json = {"output_index": index, "item": item}
     place: Json = {"item_id": item["id"], "output_index": index}
@@ -478,7 +464,9 @@ OPENAI_RESPONSES = WireProtocol(
     listed="input",
     paths={"/v1/responses": "reply", "/v1/responses/input_tokens": "count"},
     parse=_parse_responses,
-    write=_write,
+    write=lambda reply, request: _response(
+        reply.reply_id, reply.created, **_outcome(reply, request)
+    ),
     events=_events,
     ping=_ping,
     failed=_failed,

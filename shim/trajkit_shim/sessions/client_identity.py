@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trajkit_shim.chat.request import ChatRequest
-from trajkit_shim.json_input import Json
 
 AGENT = "agent"
 """The kind of a known harness's call that matches no side call."""
@@ -26,17 +25,14 @@ class SideCall(NamedTuple):
     max_tokens: int | None = None  # token limit of the reply
 
     def describes(self, request: ChatRequest) -> bool:
-        first, last = request.messages[0], request.messages[-1]
-        system = str(first["content"]) if first["role"] == "system" else ""
-        return (
-            self.system in system
-            and (not self.last or _shows(last, self.last))
-            and self.max_tokens in (None, request.sampling.max_tokens)
-        )
+        def shows(text: str, role: str, at: int) -> bool:
+            message = request.messages[at]
+            has_role = message["role"] == role
+            return not text or (has_role and text in str(message["content"]))
 
-
-def _shows(message: Json, text: str) -> bool:
-    return message["role"] == "user" and text in str(message["content"])
+        limits = None, request.sampling.max_tokens
+        marks = shows(self.system, "system", 0) and shows(self.last, "user", -1)
+        return marks and self.max_tokens in limits
 
 
 class HarnessSignature(NamedTuple):
@@ -112,11 +108,7 @@ def identify(headers: Mapping[str, str], request: ChatRequest) -> Caller:
     for harness in HARNESSES:
         value = headers.get(harness.header)
         if value is not None and value.startswith(harness.starts):
+            agents = headers.get(harness.agent), headers.get(harness.parent)
             kinds = (s.kind for s in harness.side_calls if s.describes(request))
-            return Caller(
-                harness=harness.name,
-                agent_id=headers.get(harness.agent),
-                parent_agent_id=headers.get(harness.parent),
-                call_kind=next(kinds, AGENT),
-            )
+            return Caller(harness.name, *agents, next(kinds, AGENT))
     return Caller()

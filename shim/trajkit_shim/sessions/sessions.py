@@ -11,7 +11,7 @@ import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
@@ -36,7 +36,7 @@ LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_to
 """Limits of a session: answered calls, tokens of all its prompts and of all its outputs,
 and those of prompt and output of one call."""
 
-EndedBy: TypeAlias = Literal["finish", "close", "drop", "idle", "shutdown"]
+EndedBy: TypeAlias = Literal["finish", "drop", "idle", "shutdown"]
 
 # allowed in an HTTP header and in paths, except . and .., which clients resolve
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
@@ -66,28 +66,6 @@ class Outcome(TypedDict, total=False):
     metadata: dict[str, object]
 
 
-def _as_json(value: object) -> str:
-    """Return JSON that UTF-8 can encode: half of a surrogate pair is escaped."""
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
-
-
-def _updated(outcome: Outcome, fields: Outcome) -> Outcome:
-    """Return an outcome with the given fields and merged metadata, if not too long."""
-    new: Outcome = {**outcome, **fields}
-    new["metadata"] = {**outcome["metadata"], **fields.get("metadata", {})}
-    length = len(new["error"] or "") + len(_as_json(new["metadata"]))
-    if length > MAX_OUTCOME:
-        limit = f"the limit is {MAX_OUTCOME}"
-        message = f"metadata and error are {length} characters; {limit}"
-        raise GatewayError(message, 413, code="metadata_too_long", param="metadata")
-    return new
-
-
 @dataclass(kw_only=True, eq=False)
 class Counts:
     """What happened in a session, as ``GET /sessions/{id}`` names it."""
@@ -107,12 +85,11 @@ class Counts:
     echo: Counter[Known] = field(
         default_factory=lambda: Counter(dict.fromkeys(get_args(Known), 0))
     )
-    # fields and values of requests that have no effect, over all recorded calls
-    ignored: Counter[str] = field(default_factory=Counter)
     token_counts: int = 0  # requests for the number of tokens of a prompt
-    # offered tools that only a provider can run, by type, over all recorded calls
+    # over all recorded calls: fields and values of requests that have no effect, offered
+    # tools that only a provider can run, and sampling parameters that were overruled
+    ignored: Counter[str] = field(default_factory=Counter)
     tools_left_out: Counter[str] = field(default_factory=Counter)
-    # sampling parameters that were requested and ignored, over all recorded calls
     sampling_overruled: Counter[str] = field(default_factory=Counter)
 
 
@@ -123,10 +100,23 @@ class Record:
     session_id: str
     api_key: str  # secret; names the session in calls
     options: SessionOptions
-    outcome: Outcome
+    outcome: Outcome = field(
+        default_factory=lambda: Outcome(reward=None, error=None, metadata={})
+    )
     counts: Counts = field(default_factory=Counts)
     ended_by: EndedBy | None = None
     written: bool = False  # the latest line in the log is up to date
+
+    def updated(self, fields: Outcome) -> Outcome:
+        """Return the outcome with these fields and merged metadata, if not too long."""
+        metadata = {**self.outcome["metadata"], **fields.get("metadata", {})}
+        new: Outcome = {**self.outcome, **fields, "metadata": metadata}
+        length = len(new["error"] or "") + len(_as_json(metadata))
+        if length > MAX_OUTCOME:
+            limit = f"the limit is {MAX_OUTCOME}"
+            message = f"metadata and error are {length} characters; {limit}"
+            raise GatewayError(message, 413, code="metadata_too_long", param="metadata")
+        return new
 
     def describe(self) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``, without calls."""
@@ -144,12 +134,15 @@ class Record:
 
     def line(self) -> dict[str, object]:
         """Return the session as a line of `sessions.turn_log.SESSION_LINES`."""
-        return {
-            **self.describe(),
-            "metadata": _as_json(self.outcome["metadata"]),
-            "ignored": _as_json(self.counts.ignored),
-            "written_at": datetime.now(UTC),
-        }
+        texts = {"metadata": self.outcome["metadata"], "ignored": self.counts.ignored}
+        written = {name: _as_json(value) for name, value in texts.items()}
+        return {**self.describe(), **written, "written_at": datetime.now(UTC)}
+
+
+def _as_json(value: object) -> str:
+    """Return JSON that UTF-8 can encode: half of a surrogate pair is escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value)
 
 
 class Session:
@@ -193,13 +186,13 @@ class Session:
         limit = self.options.limits.get(f"max_{unit}")
         if limit is None:
             return None
-        used: int = getattr(self.counts, name)
-        if used + needed > limit:
+        left: int = limit - getattr(self.counts, name)
+        if needed > left:
             what = unit.replace("_", " ")
-            rule = f"{used} of the session's {limit} {what} are used"
+            rule = f"{limit - left} of the session's {limit} {what} are used"
             message = f"{needed} more {what} are needed, but {rule}"
             raise GatewayError(message, 403, code=f"max_{unit}_exceeded")
-        return limit - used
+        return left
 
     def admit(self) -> None:
         self.check_open()
@@ -210,10 +203,8 @@ class Session:
             self.check_limit(name, 1)
 
     def again(self, digest: bytes) -> PendingReply | None:
-        """Return the latest call with an equal request that was recorded, or that runs.
-
-        A call that is being cancelled is neither.
-        """
+        """Return the latest call with an equal request that was recorded, or that runs."""
+        # one that is being cancelled does not
         running = (c for c in reversed(self.calls) if not c.work.cancelling())
         calls = (*reversed(self.answers), *running)
         return next((call for call in calls if call.digest == digest), None)
@@ -294,57 +285,30 @@ class SessionStore:
         if known or hash(session_id) in self._forgotten:
             message = f"session {session_id!r} was opened before"
             raise GatewayError(message, 409, code="session_exists", param="session_id")
-        unknown: Outcome = {"reward": None, "error": None, "metadata": {}}
-        return self._begin(
-            Record(
-                session_id=session_id,
-                api_key=f"tk-{secrets.token_hex(16)}",
-                options=options or SessionOptions(),
-                outcome=_updated(unknown, outcome or {}),
-            )
-        )
-
-    def reopen(self, session_id: str) -> dict[str, object]:
-        """Open an ended session again; its turns continue, its replies are forgotten."""
-        self._check_draining()
-        record = self.record(session_id)
-        if session_id in self._open:
-            message = f"session {session_id!r} is open"
-            raise GatewayError(message, 409, code="session_open")
-        self._begin(replace(record, ended_by=None, written=False))
-        del self._ended[session_id]
-        self._past_turns -= record.counts.turns
-        return self.describe(session_id)
-
-    def _begin(self, record: Record) -> Session:
+        options, api_key = options or SessionOptions(), f"tk-{secrets.token_hex(16)}"
+        record = Record(session_id=session_id, api_key=api_key, options=options)
+        record.outcome = record.updated(outcome or {})
         self._write(record)
         clock = self._clock or asyncio.get_running_loop()
-        session = Session(record, clock, self._log)
-        self._open[record.session_id] = session
-        self._ids[record.api_key] = record.session_id
-        if record.options.ttl_seconds is not None:
-            self._look_later(session, record.options.ttl_seconds)
+        self._open[session_id] = session = Session(record, clock, self._log)
+        self._ids[api_key] = session_id
+        if options.ttl_seconds is not None:
+            self._close_if_idle(session, options.ttl_seconds)
         return session
 
-    def _look_later(self, session: Session, seconds: float) -> None:
-        look = partial(self._close_if_idle, session)
-        session.timer = session.clock.call_later(seconds, look)
-
-    def _close_if_idle(self, session: Session) -> None:
-        """Close a session that has been idle long enough, or look again later."""
-        ttl = session.options.ttl_seconds or 0.0
+    def _close_if_idle(self, session: Session, ttl: float) -> None:
+        """Close a session that has been idle for ``ttl`` seconds, or look again later."""
         busy = session.requests or session.closing
         idle = 0.0 if busy else session.clock.time() - session.active_at
-        try:
-            if idle >= ttl:
-                session.write_amendments()
-        except GatewayError:
+        if idle >= ttl:
             # it does not end before they are written
+            with suppress(GatewayError):
+                session.write_amendments()
+                self.end(session, "idle")
             idle = 0.0
-        if idle < ttl:
-            self._look_later(session, ttl - idle)
-        else:
-            self.end(session, "idle")
+        if not session.closed:
+            look = partial(self._close_if_idle, session, ttl)
+            session.timer = session.clock.call_later(ttl - idle, look)
 
     def _check_draining(self) -> None:
         if self.draining:
@@ -359,12 +323,12 @@ class SessionStore:
 
     def record(self, session_id: str) -> Record:
         """Return the record of a session, open or ended, or raise a 404."""
-        session = self._open.get(session_id)
-        record = self._ended.get(session_id) if session is None else session.record
-        if record is None:
+        if session_id in self._open:
+            return self._open[session_id].record
+        if session_id not in self._ended:
             message = f"no session {session_id!r}"
             raise GatewayError(message, 404, code="session_not_found")
-        return record
+        return self._ended[session_id]
 
     def describe(self, session_id: str) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``."""
@@ -376,11 +340,10 @@ class SessionStore:
 
     def matching(self, wanted: Mapping[str, str]) -> Iterator[dict[str, object]]:
         """Yield the sessions with the given values of `FILTERS`, open ones first."""
-        opened = (session.record for session in self._open.values())
-        for record in [*opened, *self._ended.values()]:
-            facts = record.describe()
-            if all(facts[name] == value for name, value in wanted.items()):
-                yield self.describe(record.session_id)
+        for session_id in [*self._open, *self._ended]:
+            shown = self.describe(session_id)
+            if all(shown[name] == value for name, value in wanted.items()):
+                yield shown
 
     def authorise(self, claims: Iterable[str]) -> Session:
         """Return the open session of the first claim that is a session's key."""
@@ -446,7 +409,7 @@ class SessionStore:
         ``how`` is ignored if the session has ended before.
         """
         record, fields = self.record(session_id), fields or {}
-        _updated(record.outcome, fields)  # raises before the session closes
+        record.updated(fields)  # raises before the session closes
         session = self._open.get(session_id)
         if session is not None:
             session.closing = True
@@ -457,7 +420,7 @@ class SessionStore:
                 # turns would be trained whose answer no client has received
                 session.closing = False
                 raise
-        record.outcome = _updated(record.outcome, fields)
+        record.outcome = record.updated(fields)
         record.written &= not fields
         if session is not None:
             await self._stop(session, how)
@@ -469,8 +432,7 @@ class SessionStore:
         record = self.record(session_id)
         if session_id in self._open:
             await self._stop(self._open[session_id], "drop")
-        turns = range(record.counts.dropped, record.counts.turns)
-        if turns:
+        if turns := range(record.counts.dropped, record.counts.turns):
             with writing("the amendment of the dropped turns"):
                 self._log.amend(session_id, turns, "dropped", False)
             record.counts.dropped = turns.stop
@@ -502,9 +464,8 @@ class SessionStore:
 
 
 async def _over(waiting: Iterable[asyncio.Future[None]], seconds: float) -> None:
-    waiting = list(waiting)
-    if waiting and seconds > 0:
-        await asyncio.wait(waiting, timeout=seconds)
+    if seconds > 0 and (running := [*waiting]):
+        await asyncio.wait(running, timeout=seconds)
 
 
 def closed_error(session_id: str) -> GatewayError:

@@ -68,6 +68,14 @@ PROVENANCE: dict[str, pa.DataType] = {
 
 _COLUMNS = [*map(schema.ATTRIBUTION.field, _SHOWN), *pa.schema(PROVENANCE)]
 
+# columns that a log may lack, and the option of `TurnLog` that adds them
+_OPTIONAL = {
+    "mm_items": "images",
+    **dict.fromkeys(_SHOWN, "attributed"),
+    EXPERTS.name: "routed_experts",
+    MASK.name: "sampling_masks",
+}
+
 LOG_SCHEMA, DELTA_LOG_SCHEMA = (
     pa.schema([*turns, *_COLUMNS], metadata=turns.metadata)
     for turns in (schema.TURNS, schema.TURNS_DELTA)
@@ -118,10 +126,8 @@ class AppendLog:
     ) -> None:
         self._directory, self._stem, self._fsync = directory, stem, fsync
         self._head = schema.serialize()
-        self._max_file_bytes, self.max_total_bytes = (
-            math.inf if limit is None else limit
-            for limit in (max_file_bytes, max_total_bytes)
-        )
+        self._max_file_bytes = max_file_bytes or math.inf
+        self.max_total_bytes = max_total_bytes or math.inf
         self._file: int | None = None
         self._sizes: list[int] = []  # bytes of each file
         self._closed = False
@@ -145,44 +151,42 @@ class AppendLog:
         """
         if self._closed:
             raise OSError(errno.EBADF, f"the {self._stem} are closed")
-        total, size = self.total_bytes + batch.size, self._sizes[-1:]
-        ends = size and size[0] > self._head.size
-        ends = ends and size[0] + batch.size > self._max_file_bytes
-        if ends or not size:
-            total += self._head.size + (len(END_OF_STREAM) if ends else 0)
+        total, size = self.total_bytes + batch.size, sum(self._sizes[-1:])
+        rolls = size > self._head.size and size + batch.size > self._max_file_bytes
+        if rolls or not size:
+            total += self._head.size + (len(END_OF_STREAM) if rolls else 0)
         if total > self.max_total_bytes:
             limit = f"the limit is {self.max_total_bytes}"
             message = f"the {self._stem} would take {total} bytes; {limit}"
             raise LogFullError(errno.ENOSPC, message)
-        if ends or not size:
+        if rolls or not size:
             self.start()
         assert self._file is not None
         self._check_file(self._file)
-        self._sizes[-1] = self._write(self._file, batch, self._sizes[-1])
+        self._write(self._file, batch, self._sizes[-1])
+        self._sizes[-1] += batch.size
 
     def _check_file(self, file: int) -> None:
         """Raise `OSError` if another program removed, replaced or changed the file."""
-        path, own, size = self._path, os.fstat(file), self._sizes[-1]
+        path, own = self.path_of(len(self._sizes) - 1), os.fstat(file)
+        size = self._sizes[-1]
         reason = None
-        try:
-            there = os.stat(path)
-        except FileNotFoundError:
+        if not path.exists():
             reason = "it was removed"
-        else:
-            if (there.st_ino, there.st_dev) != (own.st_ino, own.st_dev):
-                reason = "another file is in its place"
-            elif own.st_size != size:
-                reason = f"it has {own.st_size} bytes, but {size} were written"
+        elif not os.path.samestat(path.stat(), own):
+            reason = "another file is in its place"
+        elif own.st_size != size:
+            reason = f"it has {own.st_size} bytes, but {size} were written"
         if reason is not None:
             message = f"another program changed the log: {reason}"
-            raise OSError(errno.EIO, message, path)
+            raise OSError(errno.EIO, message, str(path))
 
     def start(self) -> None:
         """Create the next file, then end the one before; done by `append` if needed."""
         path = self.path_of(len(self._sizes))
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            size = self._write(file, self._head, 0)
+            self._write(file, self._head, 0)
             if self._fsync:
                 # the file's name must survive a crash as well
                 folder = os.open(self._directory, os.O_RDONLY)
@@ -195,8 +199,8 @@ class AppendLog:
             path.unlink()
             raise
         self._finish()
-        self._file, self._path = file, str(path)
-        self._sizes.append(size)
+        self._file = file
+        self._sizes.append(self._head.size)
 
     def close(self) -> None:
         self._closed = True
@@ -206,15 +210,15 @@ class AppendLog:
         if self._file is not None:
             # a stream without an end marker is complete too
             with suppress(OSError):
-                end = self._write(self._file, END_OF_STREAM, self._sizes[-1])
-                self._sizes[-1] = end
+                self._write(self._file, END_OF_STREAM, self._sizes[-1])
+                self._sizes[-1] += len(END_OF_STREAM)
             file, self._file = self._file, None
             # its batches were written before; some file systems fail here
             with suppress(OSError):
                 os.close(file)
 
-    def _write(self, file: int, data: pa.Buffer | bytes, begin: int) -> int:
-        """Write at the end of a file, which is at ``begin``; return the new end."""
+    def _write(self, file: int, data: pa.Buffer | bytes, begin: int) -> None:
+        """Write at the end of a file, which is at ``begin``, or leave it as it was."""
         left = memoryview(data)
         try:
             while left:
@@ -226,7 +230,6 @@ class AppendLog:
             os.ftruncate(file, begin)
             os.lseek(file, begin, os.SEEK_SET)
             raise
-        return begin + memoryview(data).nbytes
 
 
 class TurnLog:
@@ -235,17 +238,16 @@ class TurnLog:
     ``turns-*.arrows`` hold one turn per batch, ``amendments-*.arrows`` what became known
     after a turn was written (`trajkit.schema.AMENDMENTS`), ``sessions-*.arrows`` the
     sessions (`SESSION_LINES`). `trajkit.read_turns` and `trajkit.read_sessions` read the
-    directory.
+    directory. It must not contain a log before, because session ids and turn numbers of
+    two gateways would collide (`FileExistsError`).
 
-    The directory must not contain a log, because session ids and turn numbers of two
-    gateways would collide (`FileExistsError`). ``form``: ``delta`` stores only what each
-    prompt adds to an earlier turn of its session. ``fsync``: also write each
-    turn to disk, so that it survives a crash of the machine; all calls wait for it.
-    ``max_file_bytes`` limits one file, ``max_total_bytes`` all files of turns.
-    ``routed_experts`` and ``sampling_masks`` add the columns `EXPERTS` and `MASK`,
-    ``attributed`` those of `trajkit.schema.ATTRIBUTION` (columns of nulls would take
-    0.4 kB per turn), and ``images`` is for a model that takes images. ``worker`` is in the
-    names of the files, for several logs in one directory.
+    ``form``: ``delta`` stores only what each prompt adds to an earlier turn of its
+    session. ``fsync``: also write each turn to disk, so that it survives a crash of the
+    machine; all calls wait for it. ``max_file_bytes`` limits one file,
+    ``max_total_bytes`` all files of turns. ``routed_experts``, ``sampling_masks``,
+    ``attributed`` and ``images`` add columns (`EXPERTS`, `MASK`,
+    `trajkit.schema.ATTRIBUTION`, ``mm_items``). ``worker`` is in the names of the files,
+    for several logs in one directory.
     """
 
     def __init__(
@@ -262,29 +264,22 @@ class TurnLog:
         images: bool = False,
         worker: int | None = None,
     ) -> None:
+        given = {"routed_experts": routed_experts, "sampling_masks": sampling_masks}
+        given |= {"attributed": attributed, "images": images}
+        # columns that the log does not have, and the option that left them out
+        self._left_out = {k: by for k, by in _OPTIONAL.items() if not given[by]}
         self.directory, self.fsync, self.images = Path(directory), fsync, images
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
-        # columns that the log does not have, and the option that left them out
-        self._left_out = {} if images else {"mm_items": "images"}
-        self._left_out |= {} if attributed else dict.fromkeys(_SHOWN, "attributed")
-        kept = [field for field in columns if field.name not in self._left_out]
+        kept = [each for each in (*columns, MASK) if each.name not in self._left_out]
         self._columns = pa.struct(kept)
-        for payload, option, logged in (
-            (EXPERTS, "routed_experts", routed_experts),
-            (MASK, "sampling_masks", sampling_masks),
-        ):
-            if logged:
-                kept.append(payload)
-            else:
-                self._left_out[payload.name] = option
-        self._schema = pa.schema(kept, columns.metadata)
+        kept += [EXPERTS] if routed_experts else []
         new_log = partial(
             AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
         )
         end = "" if worker is None else f"-{worker}"
-        limit = max_total_bytes
-        self._turns = new_log(f"turns{end}", self._schema, max_total_bytes=limit)
+        columns, limit = pa.schema(kept, columns.metadata), max_total_bytes
+        self._turns = new_log(f"turns{end}", columns, max_total_bytes=limit)
         self._amendments = new_log(f"amendments{end}", schema.AMENDMENTS)
         self._sessions = new_log(f"sessions{end}", SESSION_LINES)
         self._turns.start()
@@ -302,7 +297,7 @@ class TurnLog:
 
         ``turn``: values by column (missing: null), messages as `LoggedMessage`, and as
         ``delta`` an earlier turn (None: none), and how many ids and messages it shares
-        with that turn (`trajkit.schema.DELTA_FIELDS`). ``prompt_message_index`` may lack
+        with that turn (`trajkit.schema.TURNS_DELTA`). ``prompt_message_index`` may lack
         the prompt's first tokens: turns that it extends have those. ``bodies``: keys of
         the messages of the session whose bodies the log has; those of the turn are
         added. Raises as `AppendLog.append`.
@@ -342,11 +337,8 @@ class TurnLog:
         # converting all values together takes less time than one by one
         batch = pa.RecordBatch.from_struct_array(pa.array([row], self._columns))
         if EXPERTS.name not in self._left_out:
-            cell = _experts_cell(turn.get("routed_experts"))
+            cell = _experts_cell(turn.get(EXPERTS.name))
             batch = batch.append_column(EXPERTS, cell)
-        if MASK.name not in self._left_out:
-            cell = pa.array([turn.get("sampling_mask")], MASK.type)
-            batch = batch.append_column(MASK, cell)
         self._turns.append(batch.serialize())
         bodies |= new
 
@@ -354,15 +346,18 @@ class TurnLog:
         self, session_id: str, turns: Sequence[int], reason: str, trainable: bool | None
     ) -> None:
         """Write what became known of turns: `trajkit.schema.AMENDMENTS`."""
-        n, names = len(turns), schema.AMENDMENTS.names
-        columns: list[list[Any]] = [[session_id] * n, [*turns], [reason] * n]
-        lines = dict(zip(names, [*columns, [trainable] * n], strict=True))
-        batch = pa.RecordBatch.from_pydict(lines, schema.AMENDMENTS)
-        self._amendments.append(batch.serialize())
+        names, told = schema.AMENDMENTS.names, (reason, trainable)
+        self._write(
+            self._amendments,
+            schema.AMENDMENTS,
+            [dict(zip(names, (session_id, n, *told), strict=True)) for n in turns],
+        )
 
     def write_session(self, line: Mapping[str, object]) -> None:
-        batch = pa.RecordBatch.from_pylist([line], SESSION_LINES)
-        self._sessions.append(batch.serialize())
+        self._write(self._sessions, SESSION_LINES, [line])
+
+    def _write(self, log: AppendLog, columns: pa.Schema, lines: list[Any]) -> None:
+        log.append(pa.RecordBatch.from_pylist(lines, columns).serialize())
 
     def close(self) -> None:
         for log in (self._turns, self._amendments, self._sessions):
@@ -374,23 +369,22 @@ def _attribution(turn: Mapping[str, Any], n_shared: int) -> dict[str, object]:
 
     The first ``n_shared`` tokens are left out if they have no message.
     """
-    index = turn.get("prompt_message_index")
-    if index is None:
+    known = turn.get("prompt_message_index")
+    if known is None:
         return {}
-    n_earlier = len(turn["prompt_ids"]) - len(index)
-    if (index[: max(0, n_shared - n_earlier)] >= 0).any():
-        n_shared = 0
-    earlier = np.full(max(0, n_earlier - n_shared), -1, np.int32)
-    index = np.concatenate([earlier, index[max(0, n_shared - n_earlier) :]])
+    n_earlier = len(turn["prompt_ids"]) - len(known)
+    index = np.concatenate([np.full(max(0, n_earlier), -1, np.int32), known])
+    if not (index[:n_shared] >= 0).any():
+        index = index[n_shared:]
     return {"prompt_message_index": index, "prompt_is_content": index >= 0}
 
 
 def _experts_cell(experts: npt.NDArray[np.int16] | None) -> pa.Array:
     if experts is None:
         return pa.nulls(1, EXPERTS.type)
-    of_token = pa.array(experts.reshape(-1))
+    tokens = pa.array(experts.reshape(-1))
     for length in experts.shape[:0:-1]:
-        of_token = pa.FixedSizeListArray.from_arrays(of_token, length)
-    of_token = of_token.cast(EXPERTS.type.value_type)
-    items = pa.concat_arrays([of_token, pa.nulls(1, of_token.type)])
-    return pa.LargeListArray.from_arrays(pa.array([0, len(items)], pa.int64()), items)
+        tokens = pa.FixedSizeListArray.from_arrays(tokens, length)
+    tokens = tokens.cast(EXPERTS.type.value_type)
+    tokens = pa.concat_arrays([tokens, pa.nulls(1, tokens.type)])
+    return pa.LargeListArray.from_arrays(pa.array([0, len(tokens)], pa.int64()), tokens)

@@ -75,7 +75,7 @@ BIG = '{"n": 12345678901234567%s}'
         "a number beyond a double": (calling("", BIG % "000"), calling("", BIG % 890)),
         "text after a call": (
             calling("beforeafter", "{}"),
-            calling("before\nafter", "{}", sampled="before\n<tool_call>after"),
+            calling("before\nafter", "{}"),
         ),
         "ids of the client's own": (
             calling("", "{}", "{}", ids=["x", "y"]),
@@ -302,11 +302,10 @@ def test_what_the_latest_request_had_is_kept_where_nothing_changed():
     book, reply = Conversation(), said("Yes.")
     first = book.restore([USER, reply, NEXT])
     again = book.restore([USER, reply, NEXT])
-    assert again.places == first.places
+    assert again.places[0] is first.places[0]
     # a reply that is recorded meanwhile is known from then on
     remember(book, first.places[0].position, reply)
     third = book.restore([USER, reply, NEXT])
-    assert third.places[0] is first.places[0]
     assert [place.known for place in third.places] == [None, "as_sent", None]
     assert third.messages == first.messages
     book.release()

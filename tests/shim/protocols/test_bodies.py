@@ -2,13 +2,12 @@
 
 import json
 import re
-from hashlib import blake2b
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.shim.clients import BODIES, BY_NAME, NAMES, USER
+from tests.shim.clients import BODIES, BY_NAME, FIELDS, NAMES, USER
 from tests.shim.fakes import called, cases, said, tool, user
 from trajkit_shim import json_input
 from trajkit_shim.chat.request import SamplingParams
@@ -396,7 +395,10 @@ def test_bodies_that_are_taken():
     for _ in range(98):
         deep = [deep]
     value = {"a": "\U0001f600", "b": deep, "c": -1500.0}
-    assert json_input.parse_object(json.dumps(value).encode()) == value
+    # what a parser of 64 bits would round or refuse
+    large = {"d": 2**64, "e": -(2**63) - 1, "f": "\ud83d"}
+    for each in (value, large):
+        assert json_input.parse_object(json.dumps(each).encode()) == each
 
 
 # Bodies of one session, which begin alike
@@ -419,12 +421,15 @@ def written(listed_as, talk, gap, tail, first):
     return f"{gap}{{{gap}{comma.join(fields)}{gap}}}{gap}".encode()
 
 
-def read_or_error(protocol, parse, given, known=None):
+def read_or_error(protocol, data, earlier=()):
+    """What a body is read as, and its list; or its error."""
     try:
-        found = protocol.read(parse(given), known=known)
+        value, body = json_input.parse_body(
+            data, protocol.name, protocol.listed, earlier
+        )
+        return protocol.read(value, "refuse", body.elements), body
     except GatewayError as error:
         return str(error)
-    return found.messages, found.ignored
 
 
 @given(
@@ -439,62 +444,38 @@ def read_or_error(protocol, parse, given, known=None):
 def test_a_body_that_begins_as_earlier_ones_is_read_as_if_alone(
     name, steps, gap, tail, broken, first
 ):
-    protocol, talk, bodies = BY_NAME[name], [], []
+    protocol, talk, earlier = BY_NAME[name], [], []
     wrongs = [""] * len(steps)
     for (added, kept), wrong in zip(steps, [*wrongs[1:], broken], strict=False):
         talk = [*talk[:kept], *added]
-        data = written(protocol.listed, talk, gap, tail + wrong, first)
-        body = json_input.Body(data, protocol.listed, b"chat", bodies)
-        answers = [
-            read_or_error(protocol, json_input.parse_object, data),
-            read_or_error(protocol, json_input.Body.parse, body, body.known),
-        ]
-        assert answers[0] == answers[1]
-        if isinstance(answers[0], tuple):
-            assert body.digest == blake2b(b"chat" + data, digest_size=16).digest()
-            bodies = [*bodies, body][-2:]
-
-
-def test_a_list_that_is_replaced_in_its_body_is_read_from_the_next_one():
-    protocol, bodies = BY_NAME["openai_responses"], []
-    one, two, three = (
-        json.dumps({"role": "user", "content": text}) for text in ("A", "B", "C")
-    )
-    for data in (
-        f'{{"input": [{one}]}}',
-        f'{{"input": [{one}, {two}], "input": "hi"}}',
-        f'{{"input": [{one}, {two}, {three}]}}',
-    ):
-        body = json_input.Body(data.encode(), protocol.listed, b"", bodies)
-        found = protocol.read(body.parse(), known=body.known)
-        alone = protocol.read(json_input.parse_object(data.encode()))
-        assert found.messages == alone.messages
-        bodies.append(body)
+        data = written(FIELDS[name], talk, gap, tail + wrong, first)
+        alone, found = (read_or_error(protocol, data, each) for each in ([], earlier))
+        if isinstance(alone, str):
+            assert found == alone
+            continue
+        (request, body), (expected, own) = found, alone
+        assert request.messages == expected.messages
+        assert request.ignored == expected.ignored
+        assert body.elements == own.elements
+        earlier = [*earlier, body][-2:]
 
 
 def test_what_two_bodies_share_is_not_read_again():
-    talk = [{"role": "user", "content": f"message {i}"} for i in range(20)]
-    first, second = (
-        json_input.Body(json.dumps({"messages": part}).encode(), "messages")
-        for part in (talk[:19], talk)
-    )
-    read_all = BY_NAME["openai_chat"].read
-    earlier = read_all(first.parse(), known=first.known)
-    body = json_input.Body(
-        json.dumps({"messages": talk}).encode(), "messages", b"", [second, first]
-    )
-    assert body.n_new_bytes < 60
-    # the last one counts
-    twice = json.dumps({"messages": talk[:19]})[:-1] + ', "messages": [{"role": "user"'
-    twice += ', "content": "other"}]}'
-    other = json_input.Body(twice.encode(), "messages", b"", [first])
-    found = read_all(other.parse(), known=other.known)
-    assert [one["content"] for one in found.messages] == ["other"]
-    for wrong in (",]}", ",,{}]}", "{}]}"):
-        data = (json.dumps({"messages": talk[:19]})[:-2] + wrong).encode()
-        with pytest.raises(GatewayError, match="not JSON"):
-            json_input.Body(data, "messages", b"", [first]).parse()
-    assert len(body.known) == 19
-    again = read_all(body.parse(), known=body.known)
-    assert again.messages == talk
-    assert all(a is b for a, b in zip(earlier.messages, again.messages, strict=False))
+    protocol = BY_NAME["openai_chat"]
+    talk = [{**user(f"message {i}"), "odd": {}} for i in range(20)]
+
+    def read(messages, *earlier):
+        return read_or_error(protocol, json.dumps(messages).encode(), earlier)
+
+    parts = talk[:3], [USER, *talk], talk[:19]
+    (_, short), (_, other), (first, long) = (read({"messages": each}) for each in parts)
+    again, body = read({"messages": talk}, short, long, other)
+    shared = zip(first.messages, again.messages, strict=False)
+    assert [a is b for a, b in shared] == [True] * 19
+    assert (len(again.messages), again.ignored) == (20, {"messages[].odd": 20})
+    # the last message, its three fields, and the list
+    assert (body.n_new, body.n_values) == (5, long.n_values + 5)
+    size = len(json.dumps({"messages": talk}))
+    assert body.n_bytes == size + 100 * body.n_values
+    # those of another protocol are read
+    assert read({"messages": talk}, long._replace(protocol="x"))[1].n_new == 81

@@ -11,18 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Environment
 
-from tests.shim.clients import NAMES, TOOLS, USER
-from tests.shim.conformance import DRIVERS
+from tests.shim.clients import TOOLS, USER
 from tests.shim.engines.double import Double
-from tests.shim.fakes import (
-    EMBEDDED,
-    ScriptedEngine,
-    byte_renderer,
-    cases,
-    parse_reply,
-    sampled,
-    sampled_call,
-)
+from tests.shim.fakes import byte_renderer, cases, parse_reply, sampled_call
 from tests.shim.fakes import sampled_call as block
 from tests.strategies import call_shards, good_calls, plain_texts, typed_calls
 from trajkit_shim import cli
@@ -225,20 +216,6 @@ def call(name="bash", arguments="{}"):
 @cases(
     "text, shown, calls, ill_formed",
     {
-        "nothing": ("", "", "", False),
-        "text": (" just text\n", " just text\n", "", False),
-        "text on both sides": (
-            f"Look. \n{call()} \ndone ",
-            *("Look. \n \ndone ", "bash", False),
-        ),
-        "white space between calls is their frame": (
-            f"{call('a')}\n{call('b')} \n\t{call('a')}",
-            *("", "aba", False),
-        ),
-        "text between calls": (
-            f"{call('a')} then {call('b')}",
-            *(" then ", "ab", False),
-        ),
         "white space around calls": (f"\n{call()}\n", "\n\n", "bash", False),
         "an escaped name": (call("café"), "", "café", False),
         "a call after a marker that opens none": (
@@ -465,7 +442,6 @@ TAG = "<tool_call>%s</tool_call>"
             coder("1").removeprefix("<tool_call>\n"),
             '{"a": 1}',
         ),
-        "Python": ("pythonic", "[f(a=1)]", '{"a": 1}'),
         "Python without a name": ("pythonic", "[f(1)]", None),
         "Python that is no value": ("pythonic", "[f(a=g())]", None),
     },
@@ -651,34 +627,6 @@ async def test_no_form_can_be_required_of_a_server_s_parser(start):
     asked = {"tools": OFFERED, "tool_choice": "required"}
     error = await (await gateway.open()).error(400, **asked)
     assert "how calls are written" in error["message"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-async def test_a_conversation_extends_what_was_sampled(start, name):
-    driver, size = DRIVERS[name], len(EMBEDDED.tokenizer)
-    engine = ScriptedEngine(context=5000, vocab_size=size)
-    unknown = {"output_logprobs": None, "weight_versions": (), "cached_tokens": None}
-    for text in (REPLY, "Done."):
-        ids = EMBEDDED.encode(text + "<|im_end|>").ids
-        engine.script.append(sampled("", output_ids=ids, **unknown))
-    async with server().listening() as url:
-        parser = SGLangParser(url, *BOTH)
-        gateway = await start(engine=engine, renderer=EMBEDDED, reply_parser=parser)
-        client, sent = driver.client(await gateway.open()), driver.user("hi")
-        first = await driver.ask(client, sent, stream=False)
-        sent += first.echo + driver.failed(first, "no such file")
-        last = await driver.ask(client, sent, stream=False)
-        before, turn = gateway.turns()
-        await parser.close()
-    assert (first.reasoning, first.text.strip(), last.text) == ("hm", "Look.", "Done.")
-    ((called_name, arguments),) = first.calls
-    assert called_name == "f"
-    given = json.loads(arguments) if isinstance(arguments, str) else arguments
-    assert given == {"n": 15}
-    assert not before["ill_formed"]
-    assert turn["prompt_built"] == "append"
-    held = before["prompt_ids"] + before["output_ids"]
-    assert turn["prompt_ids"][: len(held)] == held
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ async def test_every_place_of_the_session_s_key(start, path, body):
 async def test_an_unknown_session_and_a_closed_one(start, path, body):
     gateway = await start()
     session = await gateway.open(session_id="a")
-    await gateway.http.delete(session.path)
+    await session.end()
     for key, status in ((session.key, 410), ("a", 401), ("never", 401)):
         for url, headers in places(path, key):
             if "b" in headers.values():

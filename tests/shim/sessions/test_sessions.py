@@ -157,25 +157,16 @@ async def test_a_dropped_session_trains_nothing(start):
     assert gateway.sessions()[0]["ended_by"] == "drop"
 
 
-async def test_a_session_that_was_closed_can_be_dropped_and_reopened(start):
-    gateway = await start(*"abcd")
-    session = await gateway.open(max_turns=3, sampling={"temperature": 0.5})
+async def test_a_session_that_was_closed_can_be_dropped(start):
+    gateway = await start(*"ab")
+    session = await gateway.open(max_turns=1, sampling={"temperature": 0.5})
     await session.ask()
-    await gateway.http.delete(session.path)
-    await session.end("drop")
-    assert (await session.end("reopen"))["status"] == "open"
-    await session.end("reopen", 409)
-    await session.ask()
-    await session.ask()
-    assert "3 turns" in (await session.error(403))["message"]
+    assert "1 turns" in (await session.error(403))["message"]
+    await session.end()
+    assert (await session.end("drop"))["ended_by"] == "drop"
     counts = (await gateway.get("/healthz"))["sessions"]
-    await session.end(reward=1)
-    await gateway.post("/sessions/no/reopen", 404)
-    turns, (line,) = gateway.table(), gateway.sessions()
-    assert turns["turn_index"].to_pylist() == [0, 1, 2]
-    assert turns["trainable"].to_pylist() == [False, True, True]
-    assert (counts["open"], counts["closed"], counts["turns"]) == (1, 0, 3)
-    assert (line["turns"], line["ended_by"], line["reward"]) == (3, "finish", 1.0)
+    assert (counts["open"], counts["closed"], counts["turns"]) == (0, 1, 1)
+    assert gateway.table()["trainable"].to_pylist() == [False]
     assert {each.temperature for each in gateway.engine.samplings} == {0.5}
 
 
@@ -299,7 +290,7 @@ async def test_requests_end_also_if_the_line_of_their_session_cannot_be_written(
     await asyncio.sleep(0)
     lines.write_session = FULL
     with pytest.raises(GatewayError, match="could not be written"):
-        await lines.store.finish("s", "close")
+        await lines.store.finish("s", "finish")
     assert request.cancelling()
     with pytest.raises(asyncio.CancelledError):
         await request
@@ -334,10 +325,10 @@ async def test_the_trainer_s_requests_need_the_admin_token(start, headers, statu
         (route.path, method)
         for route in gateway.app.routes
         for method in route.methods - {"HEAD"}
-        if route.path.startswith(("/sessions", "/admin", "/engine", "/metrics"))
+        if route.path.startswith(("/sessions", "/admin", "/engine"))
     }
     paths = {path for path, _ in reached}
-    assert {"/sessions", "/admin/drain", "/engine/pause", "/metrics"} <= paths
+    assert {"/sessions", "/admin/drain", "/engine/pause"} <= paths
     # a session's key is no admin token
     key = {"authorization": "Bearer x"}
     for path, method in reached:
@@ -434,9 +425,9 @@ async def test_a_full_log_takes_no_call(start):
     assert "the log is full" in (await session.error(507))["message"]
     assert gateway.turns() == []
     # it ends all the same, and that is written
-    await gateway.http.delete(session.path)
+    await session.end()
     (line,) = gateway.sessions()
-    assert (len(engine.prompts), line["ended_by"]) == (1, "close")
+    assert (len(engine.prompts), line["ended_by"]) == (1, "finish")
 
 
 async def test_sessions_are_listed_by_what_is_known_of_them(start):
@@ -455,15 +446,6 @@ async def test_sessions_are_listed_by_what_is_known_of_them(start):
         assert [session["session_id"] for session in listed] == names
     for wrong in ("limit=x", "color=red", "limit=" + "9" * 30, "limit=" + "9" * 5000):
         assert (await gateway.http.get(f"/sessions?{wrong}")).status_code == 400
-    answer = await gateway.http.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    lines = answer.text.splitlines()
-    for expected in (
-        'trajkit_sessions{state="open"} 2',
-        'trajkit_sessions{state="closed"} 1',
-        "trajkit_turns_total 1",
-    ):
-        assert expected in lines
 
 
 # What a disk or a text does at an end

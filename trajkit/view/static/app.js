@@ -3,7 +3,7 @@
 
 (() => {
   const { h, n } = TK;
-  const TABS = { conversation: "Conversation", losses: "Not trained", drift: "Drift", forest: "Calls", tokens: "Tokens", verify: "Verify" };
+  const TABS = { __proto__: null, conversation: "Conversation", losses: "Lost", drift: "Drift", forest: "Calls", tokens: "Tokens", verify: "Verify" };
   const KEYS = [
     ["j k", "next and previous turn"],
     ["n p", "next and previous drift"],
@@ -150,9 +150,9 @@
   // Facts of the session, and what policies do with its sampled tokens.
   function sessionHead(number, view) {
     const { session, state } = app;
-    const choose = (turn, offset, span) => {
+    const choose = (view, turn, offset, span) => {
       const place = { t: turn, k: session.promptLength[turn] + offset };
-      if (!span || span.kind === "trained" || span.drift === null)
+      if (!span || span.kind === "trained" || !view.links.drift.has(span.drift))
         return app.go({ ...place, tab: state.tab === "drift" ? "losses" : state.tab });
       return app.go({ tab: "drift", t: span.drift });
     };
@@ -165,7 +165,7 @@
         selected: state.t,
         choose: (turn, offset, span) => {
           app.state.p = one.label;
-          return choose(turn, offset, span);
+          return choose(one, turn, offset, span);
         },
       }),
     });
@@ -238,7 +238,7 @@
     const shown = id.slice(0, SESSIONS_ON_PAPER);
     const parts = [TK.runPage()];
     if (shown.length < id.length)
-      parts.push(h("p", { class: "note" }, `The first ${shown.length} of ${n(id.length)} sessions follow; --sessions, --sample and --worst choose others.`));
+      parts.push(h("p", { class: "note" }, `The first ${shown.length} of ${n(id.length)} sessions follow; --session and --sample choose others.`));
     for (const number of shown.keys()) {
       app.session = await open(number);
       const view = app.view();

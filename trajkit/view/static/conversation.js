@@ -9,9 +9,9 @@
   const IMAGE = /^data:image\/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]+$/;
 
   // The turn whose reply a message of a request is, or undefined. Of several equal replies, one
-  // of `ancestors` is preferred.
+  // of `ancestors` is preferred. A reply that the log lacks is what the next request has there.
   const turnOf = (session, numbers, k, ancestors) => {
-    const matches = (session.repliesOf.get(numbers[k]) || []).filter((turn) => {
+    const matches = [null, numbers[k]].flatMap((reply) => session.repliesOf.get(reply) || []).filter((turn) => {
       const request = session.request(turn);
       return request !== null && request.length === k && request.every((number, i) => number === numbers[i]);
     });
@@ -99,6 +99,7 @@
     const counts = new Map();
     for (const span of spans) counts.set(span.kind, (counts.get(span.kind) ?? 0) + span.length);
     const drifts = [...view.links.drift.keys()].filter((k) => view.links.parent[k] === turn);
+    const again = [...view.links.branches.values()].filter((one) => one.label === "retry" && one.other === session.turnIndex[turn]);
     return h(
       "footer",
       {},
@@ -120,11 +121,22 @@
           `drift in turn ${session.turnIndex[k]}: ${TK.driftCause(view.links, k)}`,
         ),
       ),
+      again.map((one) => h("button", { onclick: () => app.go({ t: session.place.get(one.turn_index) }) }, `asked again: retry in turn ${one.turn_index}`)),
     );
   };
 
-  const article = (session, view, number, turn, app) => {
-    const [role, body] = session.messages[number];
+  // Tokens of a turn's path as text, or without a vocabulary as ids.
+  const tokenText = (session, turn, start, stop) => {
+    const { vocabulary } = TK.app;
+    const texts = [...session.path(turn).subarray(start, stop)].map((id) => vocabulary?.text(id) ?? id);
+    return h("div", { class: "words" }, folded(texts.join(vocabulary ? "" : " ")));
+  };
+
+  // A message, or tokens: a reply that has no text is shown by what was sampled.
+  const article = (session, view, [role, body], turn, app, tokens) => {
+    const [start, stop] = turn === undefined ? [0, 0] : [session.promptLength[turn], session.pathLength(turn)];
+    const shown = body === null ? [] : parts(read(body)).flat().filter(Boolean);
+    if (turn !== undefined && !shown.length) shown.push(start < stop ? tokenText(session, turn, start, stop) : h("p", { class: "note" }, "No token was sampled."));
     return h(
       "article",
       {
@@ -133,7 +145,7 @@
         style: turn === undefined ? {} : { borderColor: TK.color(mainKind(view, turn)) },
       },
       h("h3", {}, h("bdi", {}, role), role === "assistant" && turn === undefined && h("small", {}, " not a recorded reply")),
-      body === null ? h("p", { class: "note" }, "The log does not have the text.") : parts(read(body)),
+      tokens ?? (shown.length || body !== null ? shown : h("p", { class: "note" }, "The log does not have the text.")),
       turn !== undefined && fate(session, view, turn, app),
     );
   };
@@ -146,7 +158,8 @@
 
   // The last turns of the conversations: those that no turn continues.
   const leaves = (session, view) => {
-    const continued = new Set(view.links.parent.filter((parent) => parent !== null));
+    const continues = (parent, k) => parent !== null && (view.links.drift.has(k) || view.links.leaves[k] === session.pathLength(parent));
+    const continued = new Set(view.links.parent.filter(continues));
     return [...Array(session.count).keys()].filter((k) => !continued.has(k));
   };
 
@@ -154,6 +167,18 @@
   const longest = (session) => {
     const size = (k) => session.request(k)?.length ?? -1;
     return [...Array(session.count).keys()].reduce((best, k) => (size(k) >= size(best) ? k : best), 0);
+  };
+
+  // The conversation of a turn without messages: what was sampled, and what came between.
+  const ofTokens = (session, view, turn, app) => {
+    let at = 0;
+    const boxes = view.links.sampledIn(session, turn).map((one) => {
+      const before = one.start > at && article(session, view, ["prompt", null], undefined, app, tokenText(session, turn, at, one.start));
+      at = one.stop;
+      return [before, article(session, view, ["assistant", null], one.turn, app)];
+    });
+    const rest = at < session.pathLength(turn) && article(session, view, ["prompt", null], undefined, app, tokenText(session, turn, at, session.pathLength(turn)));
+    return h("div", { class: "conversation" }, boxes, rest);
   };
 
   TK.conversation = (session, view, app) => {
@@ -166,11 +191,11 @@
       "select",
       { "aria-label": "Conversation", onchange: (event) => app.go({ t: Number(event.target.value) }) },
       listed.map((k) =>
-        h("option", { value: String(k), selected: k === turn }, `until turn ${session.turnIndex[k]}${agents?.[k] ? `, agent ${agents[k]}` : ""}`),
+        h("option", { value: String(k), selected: k === turn }, `until turn ${session.turnIndex[k]}${agents?.[k] ? `, agent ${agents[k].slice(0, 60)}` : ""}`),
       ),
     );
     const tools = h("div", { class: "tools" }, h("label", {}, "conversation ", choice));
-    if (numbers === null) return [tools, h("p", { class: "note" }, "This turn was recorded without messages. The tab Tokens has its ids.")];
+    if (numbers === null) return [tools, h("p", { class: "note" }, "This turn was recorded without messages: these are its tokens."), ofTokens(session, view, turn, app)];
     const ancestors = new Set();
     for (let k = turn; k !== null; k = view.links.parent[k]) ancestors.add(k);
     const reply = session.response[turn];
@@ -179,8 +204,8 @@
       h(
         "div",
         { class: "conversation" },
-        numbers.map((number, k) => article(session, view, number, turnOf(session, numbers, k, ancestors), app)),
-        reply !== null && article(session, view, reply, turn, app),
+        numbers.map((number, k) => article(session, view, session.messages[number], turnOf(session, numbers, k, ancestors), app)),
+        article(session, view, session.messages[reply] ?? ["assistant", null], turn, app),
       ),
     ];
   };

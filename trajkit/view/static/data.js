@@ -197,9 +197,9 @@
       this.drift = new Map(lines(drift).map((line) => [place(line.turn_index), line]));
       this.branches = new Map(lines(branches).map((line) => [place(line.turn_index), line]));
       this.findings = findings && Map.groupBy(lines(findings), (line) => place(line.turn_index));
-      // where each turn's prompt leaves its parent's path
+      // where each turn's prompt leaves its parent's path; a request sent again ends on it
       this.leaves = this.parent.map((parent, k) =>
-        parent === null ? 0 : this.drift.has(k) ? this.drift.get(k).lcp : session.pathLength(parent),
+        parent === null ? 0 : (this.drift.get(k)?.lcp ?? Math.min(session.pathLength(parent), session.promptLength[k])),
       );
     }
 

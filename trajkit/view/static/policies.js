@@ -32,7 +32,7 @@
     const rows = `${TK.plural(counts.rows, "row")} of ${n(counts.tokens_forward)} tokens`;
     const kept = `${label} trains ${n(counts.tokens_trained)} of ${n(counts.tokens_sampled)} sampled tokens`;
     if (!lost(counts)) return `${kept}, in ${rows}. It loses none.`;
-    return `${kept} (${TK.percent(counts.tokens_trained, counts.tokens_sampled)}), in ${rows}. It does not train ${n(lost(counts))}: ${TK.lossText(counts)}.`;
+    return `${kept} (${TK.percent(counts.tokens_trained, counts.tokens_sampled)}), in ${rows}. It loses ${n(lost(counts))}: ${TK.lossText(counts)}.`;
   };
 
   // A bar of a policy's shares, for the run and for sessions that are not open.
@@ -54,9 +54,10 @@
   // `lines` have label, counts, and a cell to draw.
   TK.policyTable = (lines, chosen, choose) => {
     const titled = (text, title) => h("span", { title }, text);
-    const forward = titled("forward", "tokens of all rows, which a forward pass computes");
-    const tree = titled("as a tree", "the same with each shared prefix computed once");
-    const heads = ["policy", "keeps", lines[0] && lines[0].title, "not trained", "rows", forward, tree];
+    const words = TK.app.index.heads;
+    const forward = titled(words.tokens_forward, "tokens of all rows, which a forward pass computes");
+    const tree = titled(words.tokens_forward_shared, "the same with each shared prefix computed once");
+    const heads = ["policy", words.share, lines[0] && lines[0].title, words.tokens_lost, words.rows, forward, tree];
     const props = (line) => {
       const { label, counts } = lines[line];
       return {
@@ -129,8 +130,9 @@
 
   // Why a loss happened, as a sentence.
   TK.lossReason = (session, view, span) => {
-    const drifts = view.links.drift.has(span.drift);
-    return drifts ? TK.driftSentence(session, view.links, span.drift) : TK.reasonText(span.kind);
+    if (view.links.drift.has(span.drift)) return TK.driftSentence(session, view.links, span.drift);
+    const branch = view.links.branches.get(span.drift);
+    return branch ? `turn ${branch.turn_index} is a ${TK.label(branch)}: ${branch.evidence}` : TK.reasonText(span.kind);
   };
 
   // The losses of the chosen policy, a line for each range of tokens.
@@ -145,7 +147,7 @@
       TK.table(
         {
           kind: "losses",
-          caption: `Tokens that ${view.label} does not train`,
+          caption: `Tokens that ${view.label} loses`,
           heads: ["turn", "sampled tokens", "", "why", ""],
           numbers: [0],
           props: (line) => ({ class: shown[line].turn === app.state.t && "chosen" }),

@@ -6,8 +6,9 @@
   const side = document.getElementById("side");
   let list = null;
 
-  // Words of the filter, and the ranges among them.
-  const RANGE = /^(\w+):([^:]*):([^:]*)$/;
+  // Words of the filter, and the ranges among them. A word with a colon may also be of a name.
+  const RANGE = /^(\w+):(?:([^:]*):([^:]*)$)?/;
+  const isRange = (word) => word.match(RANGE)?.[1] in MEASURES;
   const filterWords = () => (TK.app.state.f || "").toLowerCase().split(" ").filter(Boolean);
 
   // Sessions whose messages contain a word, by run and word.
@@ -18,7 +19,7 @@
   TK.searchTexts = async () => {
     const run = TK.app.state.r ?? 0;
     const text = TK.app.state.f;
-    for (const word of filterWords().filter((one) => !RANGE.test(one) && !textMatches.has(matchKey(one)))) {
+    for (const word of filterWords().filter((one) => !isRange(one) && !textMatches.has(matchKey(one)))) {
       const key = matchKey(word);
       const found = await TK.source.search(word, run, TK.app.index.sessions.id, (done, all) => {
         note(`searching the messages: ${n(done)} of ${n(all)} sessions`);
@@ -33,11 +34,16 @@
 
   const note = (text) => TK.replace(side.querySelector(".filter-note"), text);
 
+  const hasWord = (word, k) => {
+    const { id, group, error } = TK.app.index.sessions;
+    return textMatches.get(matchKey(word))?.has(k) || `${id[k]} ${group[k] ?? ""} ${error[k] ?? ""}`.toLowerCase().includes(word);
+  };
+
   // What is wrong with the filter, if anything.
   const filterFault = () => {
     for (const word of filterWords()) {
       const [, name, low, high] = word.match(RANGE) || [];
-      if (name === undefined) continue;
+      if (name === undefined || TK.app.index.sessions.id.some((_, k) => hasWord(word, k))) continue;
       if (!(name in MEASURES)) return `unknown filter ${name}: expected one of ${Object.keys(MEASURES).join(", ")}`;
       for (const end of [low, high]) if (Number.isNaN(Number(end))) return `${word}: expected numbers, such as ${name}:0:20`;
     }
@@ -49,13 +55,12 @@
     const { sessions } = TK.app.index;
     const tests = filterWords().map((word) => {
       const [, name, low, high] = word.match(RANGE) || [];
-      if (name in MEASURES)
+      if (name in MEASURES && low !== undefined)
         return (k) => {
           const value = MEASURES[name].value(k);
           return value !== null && value >= (low === "" ? -Infinity : Number(low)) && value < (high === "" ? Infinity : Number(high));
         };
-      const inText = textMatches.get(matchKey(word));
-      return (k) => inText?.has(k) || `${sessions.id[k]} ${sessions.group[k] ?? ""} ${sessions.error[k] ?? ""}`.toLowerCase().includes(word);
+      return (k) => hasWord(word, k);
     });
     const found = sessions.id.map((_, k) => k).filter((k) => tests.every((test) => test(k)));
     const by = MEASURES[sortBy];
@@ -71,7 +76,8 @@
   // What sessions are compared by: a value each, and 1 if the worst has the lowest value.
   const column = (name) => (k) => TK.app.index.sessions[name]?.[k] ?? null;
   const MEASURES = {
-    lost: { text: "share not trained", value: lostShare, worst: -1 },
+    __proto__: null,
+    lost: { text: "share lost", value: lostShare, worst: -1 },
     logprob: { text: "mean logprob", value: column("logprob"), worst: 1 },
     drifts: { text: "turns with drift", value: column("drifts"), worst: -1 },
     reward: { text: "reward", value: column("reward"), worst: 1 },
@@ -202,7 +208,7 @@
       h(
         "p",
         { class: "note" },
-        "Click a policy to choose it, a session to see its tokens. forward: tokens of all rows; as a tree: shared prefixes once.",
+        "Click a policy to choose it, a session to see its tokens. forward: tokens of all rows; shared once: each shared prefix counts once.",
         !index.tokenizer && index.text && " Tokens are shown as ids; with --tokenizer the page has their text.",
       ),
       chosen.tokens_out_of_context > 0 &&

@@ -91,7 +91,7 @@
     const key = [session.id, view.label, turn, by, app.index.version].join("\0");
     if (kept && kept.key === key && kept.session === session) return kept;
     const path = session.path(turn);
-    const width = Math.max(40, Math.floor((document.getElementById("main").clientWidth - 240) / 7.9));
+    const width = Math.max(20, Math.floor((document.getElementById("main").clientWidth - 240) / 7.9));
     const starts = breakLines(path, width);
     const ranges = view.links.sampledIn(session, turn);
     const paint = painter(session, view, by);

@@ -173,20 +173,19 @@ def lattice(vocab: Vocabulary, parts: Sequence[str | Special], drift: float) -> 
         if isinstance(part, Special):
             steps.append({vocab.added[part.text]: (start + 1, 1.0)})
             continue
-        canonical, place = dict[int, int](), 0  # the canonical token at each position
-        for token in vocab.encode_plain(part):
-            canonical[place] = token
-            place += len(vocab.spelling[token])
-        spelled = part.encode()
+        ids, spelled = vocab.encode_plain(part), part.encode()
+        ends = [0, *itertools.accumulate(len(vocab.spelling[token]) for token in ids)]
+        canonical = dict(zip(ends, ids, strict=False))
         for i in range(len(spelled)):
             stops = range(i + 1, min(i + vocab.longest, len(spelled)) + 1)
-            tokens = ((vocab.by_bytes.get(spelled[i:j]), j) for j in stops)
-            weights = {
-                token: (start + j, 1.0 if canonical.get(i) == token else drift)
-                for token, j in tokens
-                if token is not None
-            }
-            steps.append(weights)
+            tokens = {vocab.by_bytes.get(spelled[i:j]): start + j for j in stops}
+            steps.append(
+                {
+                    token: (j, 1.0 if canonical.get(i) == token else drift)
+                    for token, j in tokens.items()
+                    if token is not None
+                }
+            )
     steps.append({})
     # weights become probabilities, from the end to the start
     log_mass = [0.0] * len(steps)

@@ -1,0 +1,424 @@
+"""Logs as people bring them: nothing in them is believed or passed over in silence."""
+
+import json
+
+import pytest
+
+import trajkit as tk
+from tests import foreign
+from tests.importers.test_importers import RECORD
+from tests.importers.test_nothing_lost import imported, line, problems
+from trajkit.cli import main
+from trajkit.errors import LeftOutWarning
+
+IDS = {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "logprobs": [-0.5, -0.25]}
+CALL = {"session_id": "s", **IDS}
+USER = {"role": "user", "content": "q"}
+REPLY = {"role": "assistant", "content": "a"}
+
+
+# --- masks
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("loss_mask", "response_mask", "completion_mask", "action_mask", "env_mask"),
+        *("tool_mask", "metadata.loss_mask", "my_mask"),
+    ],
+)
+@pytest.mark.parametrize("mask", [[0, 1], [0, 0, 0, 1], [1, 1, 1, 0]])
+def test_only_a_mapping_takes_a_mask(tmp_path, name, mask):
+    outer, _, inner = name.rpartition(".")
+    value = {outer: {inner: mask}} if outer else {inner: mask}
+    turns, report = imported(tmp_path, [{**CALL, **value}])
+    assert turns["output_ids"].to_pylist() == [[3, 4]]
+    assert turns["trainable"].to_pylist() == [False]
+    assert problems(report) == ["mask_unread", "unread"]
+    assert f"--map output_mask={name} takes it" in report[0]["detail"]
+    taken, report = imported(tmp_path, [{**CALL, **value}], map=f"output_mask={name}")
+    assert "mask_unread" not in problems(report)
+    if len(mask) == 2:
+        assert taken["output_ids"].to_pylist() == [[4]]
+
+
+def test_a_mask_of_a_choice_is_not_passed_over(tmp_path):
+    value = line(session_id="s")
+    value["response"]["choices"][0]["loss_mask"] = [1, 0]
+    turns, report = imported(tmp_path, [value])
+    assert turns["trainable"].to_pylist() == [False]
+    assert problems(report) == ["mask_unread", "unread"]
+    path = "response.choices.0.loss_mask"
+    assert f"--map output_mask={path} takes it" in report[0]["detail"]
+    turns, report = imported(tmp_path, [value], map=f"output_mask={path}")
+    assert turns["output_ids"].to_pylist() == [[3]]
+    assert problems(report) == []
+
+
+# --- names of runs
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("id", "agent_id", "uuid", "worker", "rank", "worker_id", "workerRank", "pid"),
+        *("sim_uuid", "guid", "env_idx", "actor", "seed", "client_id", "host"),
+    ],
+)
+@pytest.mark.parametrize("value", [7, "ä-7"])
+def test_any_name_beside_a_call_stops_the_import(tmp_path, key, value):
+    for call in (line(), IDS):
+        turns, report = imported(tmp_path, [{**call, key: value}] * 2)
+        assert turns.num_rows == 0
+        assert "no_session_id" in problems(report)
+        assert f"{key} ({value!r})" in report[0]["detail"]
+        turns, _ = imported(tmp_path, [{**call, key: value}], map=f"session_id={key}")
+        assert turns["session_id"].to_pylist() == [str(value)]
+
+
+@pytest.mark.parametrize("key", ["session_id", "metadata", "trajectory_id", "runId"])
+@pytest.mark.parametrize("empty", [None, ""])
+def test_an_empty_name_of_a_run_stops_the_import(tmp_path, key, empty):
+    value = {"session_id": empty} if key == "metadata" else empty
+    turns, report = imported(tmp_path, [{**IDS, key: value}] * 2)
+    assert (turns.num_rows, problems(report)) == (0, ["no_session_id"] * 2)
+    assert f"({empty!r})" in report[0]["detail"]
+
+
+@pytest.mark.parametrize("key", ["request_id", "model_id", "step_id", "parent_id"])
+def test_names_of_calls_name_no_run(tmp_path, key):
+    turns, _ = imported(tmp_path, [{**IDS, key: "x"}])
+    assert turns["session_id"].to_pylist() == ["log"]
+
+
+def test_records_without_a_session_beside_others_are_left_out(tmp_path):
+    for lines in ([IDS, CALL], [CALL, IDS], [IDS] * 9 + [CALL, IDS]):
+        turns, report = imported(tmp_path, lines)
+        assert "no_session_id" in problems(report)
+        assert turns["session_id"].to_pylist().count("s") == 1
+
+
+# --- messages and replies
+
+
+def test_a_reply_at_the_end_of_the_messages_leaves_the_prompt(tmp_path):
+    calls = [
+        {**CALL, "messages": [USER, REPLY]},
+        {**CALL, "prompt_token_ids": [1, 2, 3, 4, 5], "messages": [USER, REPLY] * 2},
+    ]
+    fields = (
+        "session_id=session_id,prompt_messages=messages,response_message=messages.-1"
+    )
+    turns, _ = imported(tmp_path, calls, map=fields)
+    for table in (turns, tk.from_records(calls, map=fields)):
+        assert [len(one) for one in table["messages"].to_pylist()] == [1, 3]
+        assert table["response"].null_count == 0
+        assert tk.link(table)["parent"].to_pylist() == [None, 0]
+    _, report = imported(tmp_path, calls)
+    assert problems(report) == ["no_reply"] * 2
+    assert "messages.-1" in report[0]["detail"]
+
+
+def test_a_text_is_a_reply(tmp_path):
+    call = {**CALL, "messages": [USER], "answer": "a"}
+    after = {**CALL, "messages": [USER, REPLY, USER], "answer": "b"}
+    after["prompt_token_ids"] = [1, 2, 3, 4, 5]
+    fields = "response_message=answer"
+    turns, report = imported(tmp_path, [call, after], map=fields)
+    assert "text_reply" in problems(report)
+    assert turns["response"].null_count == 0
+    assert tk.link(turns)["parent"].to_pylist() == [None, 0]
+    table = tk.from_records([call, after], map=fields)
+    assert tk.link(table)["parent"].to_pylist() == [None, 0]
+    # what the next request repeats is more than its text
+    whole = {**REPLY, "reasoning": "r"}
+    turns, _ = imported(
+        tmp_path, [call, {**after, "messages": [USER, whole, USER]}], map=fields
+    )
+    assert json.loads(turns["response"][0].as_py()["body"]) == whole
+    _, report = imported(tmp_path, [{**call, "answer": 5}], map=fields)
+    assert problems(report) == ["unread"]
+
+
+# --- the same mapping everywhere
+
+
+FURTHER = {
+    "response": {"id": 1},
+    "prompt_id": 3,
+    "messages": [USER],
+    "deep": json.loads("[" * 40 + "]" * 40),
+    "odd": [1, "x"],
+    "step": 4,
+}
+
+
+@pytest.mark.parametrize("key", FURTHER)
+def test_further_keys_are_no_error_with_a_mapping(tmp_path, key):
+    call = {**IDS, "run": 3, key: FURTHER[key]}
+    call["response_message"] = REPLY
+    turns, _ = imported(tmp_path, [call], map="session_id=run")
+    left_out = key in ("deep", "odd")
+    with pytest.warns(LeftOutWarning) if left_out else _nothing():
+        table = tk.from_records([call], map="session_id=run")
+    with pytest.warns(LeftOutWarning) if left_out else _nothing():
+        read = tk.read_turns(tmp_path / "log.jsonl", map="session_id=run")
+    for name in ("session_id", "prompt_ids", "output_ids", "output_logprobs"):
+        assert table[name].equals(turns[name])
+        assert read[name].to_pylist() == turns[name].to_pylist()
+    assert ("step" in table.column_names) == (key == "step")
+
+
+class _nothing:
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        pass
+
+
+def test_records_in_lists_are_calls_with_a_mapping_everywhere(tmp_path):
+    steps = [{"kind": kind, **IDS} for kind in ("llm", "tool", "llm")]
+    run = {"run": {"id": 5}, "steps": steps}
+    (tmp_path / "map.toml").write_text(
+        'each = "steps"\nonly = "kind=llm"\n[fields]\nsession_id = "/run.id"\n'
+    )
+    path = tmp_path / "map.toml"
+    turns, _ = imported(tmp_path, [run], map=path)
+    for table in (
+        tk.from_records([run], map=path),
+        tk.read_turns(tmp_path / "log.jsonl", map=path),
+    ):
+        assert table["session_id"].to_pylist() == turns["session_id"].to_pylist()
+        assert table["output_ids"].to_pylist() == [[3, 4]] * 2
+    table = tk.read_turns(tmp_path / "log.jsonl", map="each=steps,session_id=@file")
+    assert table["session_id"].to_pylist() == ["log"] * 3
+
+
+# --- numbers of tokens under any name
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"usage": {"output": 5, "input": 2, "unit": "TOKENS"}},
+        {"usageDetails": {"output": 5, "input": 2}},
+        {"usage_details": {"input": 9}},
+        {"usage": {"completionTokens": 5}},
+        {"usage": '{"completion_tokens": 5}'},
+        {"usage": {"promptTokenCount": 9}},
+        {"completion_tokens": 5},
+        {"prompt_tokens": 9},
+        {"n_output_tokens": 5},
+        {"num_prompt_tokens": 9},
+        {"metadata": {"outputTokens": 5}},
+        {"metrics": {"completion_tokens": 5}},
+        {"tokens": {"output": 5}},
+        {"token_usage": {"completion": 5}},
+    ],
+)
+@pytest.mark.parametrize("kind", ["records", "openai", "langfuse"])
+def test_numbers_of_tokens_are_compared_under_any_name(tmp_path, stated, kind):
+    call = {
+        "records": CALL,
+        "openai": line(session_id="s"),
+        "langfuse": {
+            "traceId": "t",
+            "type": "GENERATION",
+            "input": [],
+            "metadata": IDS,
+        },
+    }[kind]
+    if kind == "langfuse":
+        stated = {**stated, "metadata": {**IDS, **stated.get("metadata", {})}}
+    turns, report = imported(tmp_path, [{**call, **stated}])
+    assert problems(report).count("usage_contradicts") == 1
+    assert turns["trainable"].to_pylist() == [False]
+    turns, _ = imported(tmp_path, [{**call, **stated}], contradicted="train")
+    assert turns["trainable"].to_pylist() == [None]
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"usage": {"output": 2, "input": 2}},
+        {"usage": {"output": 9, "unit": "CHARACTERS"}},
+        {"usage": {"input": 1, "input_cached_tokens": 1}},
+        {"usage": {"output": 1, "output_reasoning_tokens": 1}},
+        {"max_tokens": 9},
+        {"completion_tokens": None},
+        {"latency": 5, "usage": {"cost": 3}},
+    ],
+)
+def test_other_numbers_are_no_contradiction(tmp_path, stated):
+    _, report = imported(tmp_path, [{**CALL, **stated}])
+    assert problems(report) == []
+
+
+# --- Harbor's trials
+
+
+def trial(**changes):
+    detail = {
+        "prompt_token_ids": [[1, 2], [1, 2, 3, 4, 5]],
+        "completion_token_ids": [[3, 4], [6]],
+        "logprobs": [[-0.5, -0.25], [-1.0]],
+    }
+    return {
+        "task_name": "t",
+        "trial_name": "t__1",
+        "agent_info": {"name": "terminus-2", "model_info": {"name": "m"}},
+        "agent_result": {"n_input_tokens": 7, "rollout_details": [detail]},
+        "verifier_result": {"rewards": {"reward": 0.5}},
+        "exception_info": None,
+        **changes,
+    }
+
+
+def write_trial(tmp_path, steps, **changes):
+    (tmp_path / "t__1" / "agent").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "t__1" / "result.json").write_text(json.dumps(trial(**changes)))
+    if steps is not None:
+        foreign.write_atif(tmp_path / "t__1", [RECORD])
+        file = tmp_path / "t__1" / "0" / "trajectory.json"
+        value = json.loads(file.read_text())
+        if not steps:
+            del value["steps"][1]["metrics"]
+        (tmp_path / "t__1" / "agent" / "trajectory.json").write_text(json.dumps(value))
+        file.unlink()
+
+
+def test_the_result_of_a_trial_has_its_reward(tmp_path):
+    write_trial(tmp_path, steps=True)
+    path = tmp_path / "t__1" / "agent" / "trajectory.json"
+    for source in (path, tmp_path):
+        turns, report = tk.import_turns(source)
+        assert turns["output_ids"].to_pylist() == [[3, 4]]
+        assert turns["reward"].to_pylist() == [0.5]
+        assert turns["group_id"].to_pylist() == ["t"]
+        # the calls of the result are those of the trajectory
+        found = report["problem"].to_pylist()
+        assert found == ["copied"] * (source == tmp_path)
+
+
+@pytest.mark.parametrize("steps", [None, False])
+def test_the_details_of_a_rollout_are_calls(tmp_path, steps):
+    write_trial(tmp_path, steps)
+    turns, _ = tk.import_turns(tmp_path)
+    assert turns["session_id"].to_pylist() == ["t__1"] * 2
+    assert turns["prompt_ids"].to_pylist() == [[1, 2], [1, 2, 3, 4, 5]]
+    assert turns["output_ids"].to_pylist() == [[3, 4], [6]]
+    assert turns["output_logprobs"].to_pylist() == [[-0.5, -0.25], [-1.0]]
+    assert turns["reward"].to_pylist() == [0.5] * 2
+    assert turns["model"].to_pylist() == ["m"] * 2
+
+
+def test_a_trial_without_ids_says_how_to_record_them(tmp_path):
+    write_trial(tmp_path, None, agent_result={"rollout_details": None})
+    _, report = tk.import_turns(tmp_path)
+    assert report["problem"].to_pylist() == ["no_prompt_ids"]
+    assert "collect_rollout_details" in report["detail"][0].as_py()
+    write_trial(tmp_path, None, verifier_result={"rewards": {"a": 1, "b": 0}})
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["reward"].null_count == 2
+    detail = report["detail"][0].as_py()
+    assert "--map reward=/verifier_result.rewards.a takes a part of it" in detail
+
+
+# --- engines without prompt ids
+
+
+def test_what_lacks_the_prompt_says_how_to_record_it(tmp_path):
+    answer = foreign.sglang_chat_response(RECORD)
+    del answer["choices"][0]["prompt_token_ids"]
+    value = {"session_id": "s", "request": {"messages": []}, "response": answer}
+    _, report = imported(tmp_path, [value])
+    assert problems(report) == ["no_prompt_ids"]
+    assert "return_prompt_token_ids" in report[0]["detail"]
+
+
+# --- Inspect's scores
+
+
+@pytest.mark.parametrize(
+    ("scores", "reward"),
+    [
+        ({"match": {"value": "C"}}, 1.0),
+        ({"match": {"value": "I"}}, 0.0),
+        ({"match": {"value": "P"}}, 0.5),
+        ({"match": {"value": "N"}}, 0.0),
+        ({"match": {"value": True}}, 1.0),
+        ({"match": {"value": "no"}}, 0.0),
+        ({"match": {"value": "0.25"}}, 0.25),
+        ({"match": {"value": "0"}}, 0.0),
+        ({"match": {"value": 0.75}}, 0.75),
+        ({"match": {"value": "B"}}, None),
+        ({"match": {"value": "nan"}}, None),
+        ({"match": {"value": {"a": 1}}}, None),
+        ({"a": {"value": "C"}, "b": {"value": "I"}}, None),
+    ],
+)
+def test_letters_of_inspect_are_numbers(tmp_path, scores, reward):
+    foreign.write_inspect(tmp_path, [RECORD])
+    sample = foreign.inspect_sample("s", [RECORD]) | {"scores": scores}
+    (tmp_path / "log.json").write_text(json.dumps({"eval": {}, "samples": [sample]}))
+    turns, report = tk.import_turns(tmp_path / "log.json")
+    assert turns["reward"].to_pylist() == [reward]
+    expected = ["reward_unread"] * (reward is None)
+    assert report["problem"].to_pylist() == expected
+    if len(scores) == 2:
+        turns, _ = tk.import_turns(tmp_path / "log.json", map="reward=/scores.b")
+        assert turns["reward"].to_pylist() == [0.0]
+
+
+# --- what commands say
+
+
+def test_a_command_on_a_raw_log_says_how_to_import_it(tmp_path, capsys):
+    path, output = tmp_path / "log.jsonl", str(tmp_path / "out.parquet")
+    foreign.write_lines(path, [{**IDS, "trajectory_id": "r", "messages": []}])
+    advice = f"trajkit import {path} --map session_id=trajectory_id -o log.parquet"
+    for words in (
+        ["linearize", str(path), "-o", output],
+        ["simulate", str(path)],
+        ["view", str(path), "-o", str(tmp_path / "page.html")],
+        ["why", str(path)],
+    ):
+        assert main(words) in (1, 3)
+        assert advice in capsys.readouterr().err
+    foreign.write_lines(
+        path, [{"session_id": "s", "prompt_ids": [-1], "output_ids": []}]
+    )
+    assert main(["simulate", str(path)]) == 1
+    assert "trajkit import" not in capsys.readouterr().err
+
+
+def test_the_hint_for_a_logprob_is_an_option(tmp_path, capsys):
+    path = tmp_path / "log.jsonl"
+    call = {**CALL, "logprobs": [float("nan"), -0.25]}
+    foreign.write_lines(path, [call])
+    assert main(["import", str(path), "-o", str(tmp_path / "t.parquet")]) == 1
+    assert "--nonfinite-logprobs null" in capsys.readouterr().err
+
+
+ROWS = {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**ROWS, "loss_mask": [0] * 4},
+        {**ROWS, "input_ids": [1, "x", 2]},
+        {"input_ids": [1, 2]},
+        {"ids": [1]},
+        {"input_ids": [1, 2], "labels": [-100, 7]},
+    ],
+)
+def test_an_error_in_a_row_names_file_and_line(tmp_path, capsys, row):
+    rows, log = tmp_path / "rows.jsonl", tmp_path / "log.jsonl"
+    rows.write_text(f"\n{json.dumps(row)}\n")
+    foreign.write_lines(
+        log, [{"session_id": "s", "prompt_ids": [1], "output_ids": [2]}]
+    )
+    assert main(["check", str(rows), str(log)]) in (1, 3)
+    assert f"{rows}, line 2: " in capsys.readouterr().err
