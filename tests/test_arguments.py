@@ -19,8 +19,8 @@ from trajkit.errors import (
     PolicyError,
     SchemaError,
 )
-from trajkit.files import tables
-from trajkit.verification.files import verify_file
+from trajkit.files import arrow
+from trajkit.verification.run import verify_file
 
 CALL = {
     "session_id": "a",
@@ -384,7 +384,7 @@ def test_a_full_disk_is_reported_with_the_files_name(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", str(draft))
 
     tk.write_turns(TURNS, tmp_path / "turns.arrow")
-    monkeypatch.setattr(tables, "write_batches", fails)
+    monkeypatch.setattr(arrow, "write_batches", fails)
     with pytest.raises(OSError, match="No space left") as refused:
         linearize_file(tmp_path / "turns.arrow", tmp_path / "rows.parquet")
     assert refused.value.filename == str(tmp_path / "rows.parquet")

@@ -5,7 +5,7 @@ import pytest
 
 import trajkit as tk
 from tests.fuzz import rows as fuzz
-from trajkit.rows import linearize, payloads
+from trajkit.rows import linearize, plan
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_wrong_payloads_are_found(monkeypatch):
     turns = some_turns(output_logprobs=None)
     case = fuzz.Case("twins", "faithful", {}, None, 0, turns)
     assert fuzz.difference(case) is None
-    made = payloads.with_payloads
+    made = plan.with_payloads
 
     def shifted(batch, *arguments):
         made_of = made(batch, *arguments)
@@ -61,7 +61,7 @@ def test_wrong_payloads_are_found(monkeypatch):
         return made_of.set_column(index, "prefix", moved)
 
     monkeypatch.setattr(
-        linearize,
+        plan,
         "with_payloads",
         lambda *given: shifted(*given) if given[4] else given[0],
     )

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from trajkit.analysis.rows import check_rows as check_rows
     from trajkit.analysis.simulation import simulate as simulate
     from trajkit.errors import TrajkitError as TrajkitError
-    from trajkit.files.group import read_turns as read_turns
-    from trajkit.files.group import scan_turns as scan_turns
     from trajkit.files.run import run as run
     from trajkit.files.tables import read_rows as read_rows
     from trajkit.files.tables import read_sessions as read_sessions
+    from trajkit.files.tables import read_turns as read_turns
     from trajkit.files.tables import scan_rows as scan_rows
+    from trajkit.files.tables import scan_turns as scan_turns
     from trajkit.files.tables import write_rows as write_rows
     from trajkit.files.tables import write_sessions as write_sessions
     from trajkit.files.tables import write_turns as write_turns
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from trajkit.recorder.recorder import Recorder as Recorder
     from trajkit.rows.linearize import linearize as linearize
     from trajkit.rows.linearize import linearize_batches as linearize_batches
+    from trajkit.rows.linearize import link as link
+    from trajkit.rows.linearize import link_batches as link_batches
     from trajkit.rows.linearize import report as report
-    from trajkit.rows.links import link as link
-    from trajkit.rows.links import link_batches as link_batches
     from trajkit.turns.delta import compact as compact
     from trajkit.turns.delta import compact_batches as compact_batches
     from trajkit.turns.delta import expand as expand

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.files.group import index_sessions, scan_turns, turn_files
 from trajkit.files.sources import Paths
-from trajkit.files.tables import gather
+from trajkit.files.tables import gather, index_sessions, scan_turns, turn_files
 from trajkit.policies import Policy
 from trajkit.rows.linearize import linearize_batches
 from trajkit.schema import ROWS

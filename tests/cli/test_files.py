@@ -18,9 +18,9 @@ from tests.file_stages import linearize_file
 from trajkit import cli
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.export import files
-from trajkit.files import guard
+from trajkit.files import sources
 from trajkit.policies import PRESETS
-from trajkit.verification.files import verify_file
+from trajkit.verification.run import verify_file
 
 
 def call(session, prompt, output=(3,), **more):
@@ -131,12 +131,6 @@ def test_an_output_that_readers_skip_may_be_with_the_input(place, output):
 @pytest.mark.parametrize(
     "copy",
     [
-        lambda: tk.write_turns(tk.scan_turns("t.parquet"), "t.parquet"),
-        lambda: tk.write_turns(tk.scan_turns(["c.jsonl"]), "link.jsonl"),
-        lambda: tk.write_rows(
-            tk.linearize_batches(tk.scan_turns("t.parquet")), "./t.parquet"
-        ),
-        lambda: tk.write_rows(tk.scan_rows("r.parquet"), "r.parquet"),
         lambda: linearize_file("t.parquet", "t.parquet"),
         lambda: verify_file("r.parquet", "t.parquet", "r.parquet"),
         lambda: tk.importers.import_file("c.jsonl", "hard.jsonl"),
@@ -149,14 +143,10 @@ def test_functions_do_not_write_over_what_they_read(place, copy):
     assert contents(place) == before
 
 
-def test_a_file_whose_scan_has_ended_may_be_replaced(place):
-    scan = tk.scan_turns("t.parquet")
-    turns = pa.Table.from_batches(scan)
-    tk.write_turns(turns, "t.parquet")
-    stopped = tk.scan_rows("r.parquet")
-    next(stopped)
-    stopped.close()
-    tk.write_rows(tk.read_rows("r.parquet"), "r.parquet")
+def test_a_file_may_be_replaced_by_what_a_scan_of_it_makes(place):
+    """The new file takes its place when all of the old one was read."""
+    turns = tk.read_turns("t.parquet")
+    tk.write_turns(tk.scan_turns("t.parquet"), "t.parquet")
     assert tk.read_turns("t.parquet") == turns
 
 
@@ -171,10 +161,10 @@ def test_a_page_replaces_a_page_completely_or_not_at_all(place, monkeypatch):
 
 def test_a_case_insensitive_system_is_seen_by_the_inode(place, monkeypatch):
     """As where C.JSONL opens c.jsonl: both names have one device and inode."""
-    own = guard.identity("c.jsonl")
-    real = guard.identity
+    own = sources.identity("c.jsonl")
+    real = sources.identity
     spelled = lambda path: own if Path(path).name.lower() == "c.jsonl" else real(path)  # noqa: E731
-    monkeypatch.setattr(guard, "identity", spelled)
+    monkeypatch.setattr(sources, "identity", spelled)
     assert cli.main(["linearize", "c.jsonl", "-o", "C.JSONL"]) == cli.BAD_USAGE
     assert not Path("C.JSONL").exists()
 

@@ -494,7 +494,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/rows/links.py",
+        "trajkit/rows/linearize.py",
         "tests/rows/test_links.py tests/rows/test_rows.py tests/rows/test_twins.py",
         (
             "empty lists are not counted as routed by tokens",
@@ -513,7 +513,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/rows/payloads.py",
+        "trajkit/rows/plan.py",
         "tests/rows/test_payloads.py",
         (
             "a null element hides the last turn's",
@@ -537,7 +537,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/rows/payloads.py",
+        "trajkit/rows/plan.py",
         "tests/rows/test_rows.py tests/rows/test_payloads.py",
         (
             "the last weights are those of the first output",
@@ -635,13 +635,13 @@ PYTHON = (
         "tests/rows/test_recorded_parents.py tests/rows/test_twins.py",
         (
             "a recorded parent whose path is not in the prompt counts",
-            "if shared == calls.path_len[parent]:",
+            "if shared == self.calls.path_len[parent]:",
             "if shared >= 0:",
         ),
         (
             "a missing parent is found though several paths begin the prompt",
-            'name is not None and reasons[call] == REASONS["tokens"]',
-            "name is not None and parents[call] >= 0",
+            'name is not None and self.reasons[call] == "tokens"',
+            "name is not None and self.parents[call] >= 0",
         ),
     ),
     _place(
@@ -679,9 +679,9 @@ PYTHON = (
             "numbers.setdefault(ids[0], len(numbers))",
         ),
         (
-            "a tool's name with a quote is not found",
-            "re.escape(_quoted(tool))",
-            "re.escape(f'\"{tool}\"')",
+            "any tool starts a sub-agent",
+            "_tool_calls(messages[k]) if name in tools]",
+            "_tool_calls(messages[k]) if name]",
         ),
     ),
     _place(
@@ -725,7 +725,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/files/group.py",
+        "trajkit/files/tables.py",
         "tests/files/test_run.py",
         (
             "turns out of order are read as they are",
@@ -791,7 +791,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/verification/context.py",
+        "trajkit/verification/rules.py",
         "tests/verification/test_verify.py",
         (
             "the token at the cap must train",

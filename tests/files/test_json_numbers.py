@@ -11,9 +11,8 @@ import trajkit as tk
 from tests.strategies import call_lines
 from trajkit import _core
 from trajkit.errors import LayoutError, TrajkitError
-from trajkit.files import json_numbers
-from trajkit.files.json_numbers import EACH, IDS, ITEMS, Reader
-from trajkit.files.jsonl import _CALL, calls, lines
+from trajkit.files import jsonl
+from trajkit.files.jsonl import _CALL, EACH, IDS, ITEMS, Reader, calls, lines
 from trajkit.turns.messages import parse_json
 
 PATH = {
@@ -56,7 +55,7 @@ def read(text, objects):
 @example([b'{"prompt_ids": [1], "a": NaN}', b'{"a": NaN, "prompt_ids": [1]}'])
 def test_a_reader_reads_what_the_plain_parser_reads(texts):
     reader = Reader(_CALL)
-    with mock.patch.multiple(json_numbers, _WORTH=0, _KEPT=2):
+    with mock.patch.multiple(jsonl, _WORTH=0, _KEPT=2):
         compare(reader, texts)
 
 
@@ -70,7 +69,7 @@ def compare(reader, texts):
 @given(st.lists(call_lines(), max_size=6))
 def test_a_log_gives_the_same_turns_and_the_same_errors_either_way(texts):
     log = b"\n".join([*texts, b""])
-    with mock.patch.multiple(json_numbers, _WORTH=0, _KEPT=2):
+    with mock.patch.multiple(jsonl, _WORTH=0, _KEPT=2):
         fast = read(log, calls)
     assert fast == read(log, lines)
 
@@ -113,7 +112,7 @@ def test_arrays_are_found_along_the_shape_and_nowhere_else():
 
 
 def test_what_begins_like_an_earlier_line_is_not_read_again(monkeypatch):
-    monkeypatch.setattr(json_numbers, "_WORTH", 0)
+    monkeypatch.setattr(jsonl, "_WORTH", 0)
     reader = Reader({"prompt_messages": ITEMS, "prompt_ids": IDS})
     before = reader.read(
         b'{"prompt_messages": [{"a": 1}, {"b": 2}], "prompt_ids": [1]}'

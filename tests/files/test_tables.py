@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.file_stages import compact_file, expand_file, linearize_file
-from tests.made_tables import link_by, policy_of
+from tests.made_tables import policy_of
 from tests.strategies import json_messages, policies, row_limits, runs, session_lines
 from trajkit import schema
 from trajkit.errors import (
@@ -27,9 +27,9 @@ from trajkit.errors import (
     SchemaError,
     TornLogWarning,
 )
-from trajkit.files.group import read_turns
 from trajkit.files.tables import (
     read_rows,
+    read_turns,
     write_rows,
     write_table,
     write_turns,
@@ -98,44 +98,6 @@ def test_tables_without_rows_survive(format):
 def test_json_lines_have_no_delta_form(turns):
     with pytest.raises(FormatError, match="delta form"):
         write_turns(tk.compact(turns), io.BytesIO(), format="jsonl")
-
-
-@per_example
-@given(runs())
-def test_every_table_survives_polars(records):
-    turns = tk.from_records(
-        [{**record, "prompt_ids": record["prompt_ids"] or [0]} for record in records]
-    )
-    links = link_by(turns, parent_by="messages")
-    tables = {
-        "turns": turns,
-        "links": links,
-        "drift": tk.classify_drift(turns, links),
-        "rows": tk.linearize(turns, policy="slime"),
-    }
-    tables["sessions"] = pa.table({"session_id": turns["session_id"].unique()})
-    for kind, table in tables.items():
-        known = validate(table, kind)
-        back = validate(pl.DataFrame(known), kind)
-        assert back.to_pylist() == known.to_pylist()
-        assert back.schema.equals(known.schema, check_metadata=True)
-    assert read_turns(pl.DataFrame(turns)).equals(turns)
-    assert tk.linearize(pl.DataFrame(turns), policy="slime").equals(tables["rows"])
-
-
-@per_example
-@given(runs(), st.randoms(use_true_random=False))
-def test_interleaved_logs_are_gathered(records, random):
-    turns = tk.from_records(records)
-    order = list(range(turns.num_rows))
-    random.shuffle(order)
-    mixed = turns.take(order)
-    names = mixed["session_id"].unique().to_pylist()
-    expected = pa.concat_tables(
-        turns.filter(pa.compute.equal(turns["session_id"], name)) for name in names
-    )
-    for form in (mixed, mixed.to_reader(max_chunksize=2), pl.DataFrame(mixed)):
-        assert read_turns(form).equals(expected)
 
 
 def test_a_directory_is_one_log(tmp_path, turns):

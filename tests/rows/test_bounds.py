@@ -11,7 +11,7 @@ from tests.made_tables import turns_table
 from trajkit import _core
 from trajkit._kernel_names import CALL
 from trajkit.errors import InvalidTurnsError, LayoutError
-from trajkit.rows.links import find_links
+from trajkit.rows.linearize import find_links
 from trajkit.rows.plan import NO_LIMIT, choices_of, plan_rows
 from trajkit.rows.splice import splice
 from trajkit.turns import message_body, message_key

@@ -14,9 +14,7 @@ from tests.oracles import forests as reference_forests
 from tests.oracles import rows as reference
 from tests.rows.test_twins import RETRIED
 from tests.strategies import (
-    message_pairs,
     named_sessions,
-    row_limits,
 )
 from trajkit.errors import InvalidTurnsError, SchemaError
 
@@ -178,20 +176,6 @@ FORKED = [
 ]
 
 
-def test_a_claim_trains_in_every_row():
-    rows, report = linearized(turns_table(FORKED), "nemo")
-    masks = rows["loss_mask"].to_pylist()
-    assert masks == [
-        [False, True, True, False, True],
-        [False, True, True, False, True, True],
-    ]
-    line = report.to_pylist()[0]
-    assert (line["tokens_sampled"], line["tokens_trained"]) == (5, 5)
-    assert line["tokens_duplicated"] == 2
-    assert rows["rollout_mask_sum"].to_pylist() == [7, 7]
-    assert rows["row_weight"].to_pylist() == [3 / 7, 4 / 7]
-
-
 @pytest.mark.parametrize(
     ("policy", "rule"),
     [("nemo", "policy"), ("strict", "trained_twice")],
@@ -232,26 +216,6 @@ def test_main_is_the_chain_of_the_root_created_first():
         tk.policy("nemo", row_selection="main"),
     )
     assert rows["input_ids"].to_pylist() == [[1, 2]]
-
-
-@given(named_sessions(), row_limits)
-def test_main_of_any_policy_is_one_chain_of_all(turns, limit):
-    table = turns_table(turns)
-    for name in ("faithful", "strict", "slime"):
-        rows = tk.linearize(table, name, max_row_tokens=limit).to_pylist()
-        main, report = linearized(
-            table,
-            tk.policy(name, row_selection="main"),
-            max_row_tokens=limit,
-        )
-        kept = main["input_ids"].to_pylist()
-        assert all(ids in [row["input_ids"] for row in rows] for ids in kept)
-        line = report.to_pylist()[0]
-        lost = sum(n for column, n in line.items() if column.startswith("lost_"))
-        assert line["tokens_sampled"] == line["tokens_trained"] + lost
-        assert line["tokens_trained"] == sum(map(sum, main["loss_mask"].to_pylist()))
-        policy = tk.policy(name, row_selection="main")
-        assert not tk.verify(main, table, policy, max_row_tokens=limit).num_rows
 
 
 def test_request_ids_of_any_kind_rank():
@@ -393,30 +357,6 @@ def test_golden_miles(session):
         status = "truncated" if row["truncated"] or not whole else "completed"
         assert status == peer["status"]
         assert row["reward"] == peer["reward"]
-
-
-equalities = st.sampled_from(["strict", "role_content_only"])
-"""fork_threshold of miles: what may be trimmed, and one more."""
-
-
-X = {"role": "assistant", "content": "x"}
-
-
-@given(message_pairs(), equalities)
-def test_messages_are_equal_as_the_twin_says(pair, equality):
-    """A request that shows the second message goes on from a reply to the first."""
-    a, b = pair
-    reply = {"role": "assistant", "content": "r"}
-    turns = [
-        {"prompt_ids": [1], "prompt_messages": [a], "response_message": reply},
-        {"prompt_ids": [1, 2], "prompt_messages": [b, reply]},
-    ]
-    table = turns_table([{**turn, "output_ids": [2]} for turn in turns])
-    (_, link) = link_by(table, "generations", message_equality=equality).to_pylist()
-    same = reference_forests.fields_of(a, equality) == reference_forests.fields_of(
-        b, equality
-    )
-    assert (link["parent"] == 0) == same
 
 
 TOOL = {"id": "1", "function": {"name": "bash"}}
@@ -565,14 +505,6 @@ def test_what_is_refused_or_retried_is_counted():
         "messages",
         "refused_truncated",
     ]
-
-
-def test_a_row_each_that_shares_a_reply_breaks_no_promise_of_nemo():
-    table = turns_table(FORKED)
-    rows = tk.linearize(table, "nemo")
-    assert tk.verify(rows, table, "nemo").num_rows == 0
-    found = tk.verify(rows, table, "faithful")["rule"].to_pylist()
-    assert found == ["trained_twice"]
 
 
 def test_parents_in_a_circle_are_refused():

@@ -1,15 +1,11 @@
 """prime-rl's message graph as a policy."""
 
 import pytest
-from hypothesis import given
 
 import trajkit as tk
 from tests.made_tables import turns_table
 from tests.oracles import graph as reference_graph
-from tests.strategies import row_limits, runs
 from trajkit.turns import tools_key
-
-GRAPH = tk.policy("graph")
 
 
 def test_a_request_that_offers_other_tools_has_another_root():
@@ -37,16 +33,6 @@ def test_the_key_of_tools():
     assert tools_key(tools) == tools_key(same) != tools_key([]) != tools_key([{}])
 
 
-@given(runs(), row_limits)
-def test_every_claim_is_trained_once(turns, limit):
-    table = turns_table(turns)
-    rows = tk.linearize(table, GRAPH, max_row_tokens=limit)
-    assert tk.verify(rows, table, GRAPH, max_row_tokens=limit).to_pylist() == []
-    (line,) = tk.simulate(table, [GRAPH]).to_pylist()
-    assert line["tokens_out_of_context"] == 0
-    assert line["tokens_lost"] == line["lost_untrainable"] + line["lost_unrouted"]
-
-
 def said(role, content, **more):
     return {"role": role, "content": content, **more}
 
@@ -69,21 +55,6 @@ def kinds(rows):
 U, A, V, B = said("user", "u"), said("assistant", "a"), said("user", "v"), None
 
 
-def test_a_shared_reply_trains_in_the_first_branch():
-    """The branch whose last turn was recorded first, whatever the tree's own order."""
-    turns = [
-        turn([U], A, [1], [2]),
-        turn([U, A, V], said("assistant", "b"), [1, 2, 3], [4]),
-        turn([U, A, said("user", "w")], said("assistant", "c"), [1, 2, 5], [6]),
-        turn([U, A, V, said("assistant", "b"), V], None, [1, 2, 3, 4, 3], [7]),
-    ]
-    table = turns_table(turns)
-    assert kinds(tk.linearize(table, "graph")) == [
-        [(0, "trained"), (2, "trained")],
-        [(0, "duplicate"), (1, "trained"), (3, "trained")],
-    ]
-
-
 def test_a_request_goes_on_from_the_last_reply_that_it_repeats():
     """Drift in the second reply: the first is kept, and trained in the first branch."""
     b = said("assistant", "b")
@@ -101,13 +72,6 @@ def test_a_request_goes_on_from_the_last_reply_that_it_repeats():
         [(0, "trained"), (1, "trained")],
         [(2, "trained")],
     ]
-
-
-def test_of_equal_paths_the_last_is_continued():
-    turns = [turn([U], A, [1], [2]) for _ in range(3)]
-    turns.append(turn([U, A, V], B, [1, 2, 3], [4]))
-    assert reference_graph.links_of(turns)[-1]["parent"] == 2
-    assert tk.link(turns_table(turns), GRAPH)["parent"].to_pylist()[-1] == 2
 
 
 def call(name, arguments, **more):

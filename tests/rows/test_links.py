@@ -11,7 +11,7 @@ from tests.oracles import rows as reference
 from trajkit import _core
 from trajkit.errors import LayoutError, PolicyError
 from trajkit.policies import ParentBy
-from trajkit.rows.links import find_links
+from trajkit.rows.linearize import find_links
 from trajkit.rows.routes import ROUTES
 from trajkit.turns.sessions import Sessions
 

@@ -6,7 +6,6 @@ differ in length by a factor of a hundred.
 
 import random
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ from tests.rows.test_twins import CASES
 from tests.strategies import (
     few,
     many_calls,
-    many_calls_of,
     policies,
     row_limits,
 )
@@ -112,15 +110,3 @@ def test_the_delta_form_gives_the_rows_of_the_full_form(turns, choice, limit, se
         assert tk.link(delta) == links
         assert tk.classify_drift(delta, links) == drift
     holds(test_delta.test_compact_takes_the_base_that_shares_most, turns)
-
-
-def test_sessions_of_many_calls_are_what_they_should_be():
-    """Long and short paths, old calls that are continued, heads of them, many branches."""
-    for seed in range(5):
-        turns = many_calls_of(seed)
-        assert 40 <= len(turns) <= 300
-        sizes = [len(turn["prompt_ids"]) for turn in turns]
-        assert min(sizes) < 5 < 20 < max(sizes)
-        bases = recorded(turns).turns("s")["base_turn"].to_pylist()
-        steps = np.diff([-1 if base is None else base for base in bases])
-        assert (steps < -20).sum() > 2

@@ -1,7 +1,6 @@
 """Per-token columns of turns that are carried into rows."""
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -325,22 +324,6 @@ def test_rows_have_the_payload_of_their_tokens(data, turns, chosen, limit, layou
     assert tk.verify(rows, table, policy, max_row_tokens=limit).num_rows == 0
 
 
-def test_polars_and_files_take_them_along(tmp_path):
-    turns = two_turns(experts=pa.array([[[1, 2], [3, 4]], [[5, 6]]], EXPERTS))
-    rows = tk.linearize(pl.from_arrow(turns), payloads=["experts"])
-    assert rows["experts"].to_pylist() == [
-        [None, None, [1, 2], [3, 4], None, [5, 6]],
-    ]
-    tk.write_turns(turns, tmp_path / "turns.parquet")
-    again = tk.linearize(
-        tk.read_turns(tmp_path / "turns.parquet"), payloads=["experts"]
-    )
-    assert again["experts"].to_pylist() == rows["experts"].to_pylist()
-    tk.write_rows(rows, tmp_path / "rows.parquet")
-    stored = tk.read_rows(tmp_path / "rows.parquet")
-    assert stored["experts"].to_pylist() == rows["experts"].to_pylist()
-
-
 @pytest.mark.parametrize(
     ("payloads", "column", "error", "match"),
     [
@@ -439,25 +422,6 @@ def test_arrays_of_several_dimensions(how):
         [None] * 4,
         [None, None, *values[:2]],
     ]
-
-
-@pytest.mark.parametrize(
-    "elements",
-    [
-        pa.list_(pa.int16(), 2),
-        pa.fixed_shape_tensor(pa.int16(), (2,)),
-    ],
-)
-def test_lists_of_fixed_size(elements):
-    """Of turns that all have as many elements, or of elements of one shape."""
-    one = {"session_id": "s", "prompt_ids": [1], "output_ids": [2]}
-    pairs = pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], pa.list_(pa.int16(), 2))
-    if elements != pairs.type:
-        pairs = pa.ExtensionArray.from_storage(elements, pairs)
-    lists = pa.FixedSizeListArray.from_arrays(pairs, 2)
-    turns = tk.from_records([one, one]).append_column("x", lists)
-    rows = tk.linearize(turns, "per_call", payloads=["x"])
-    assert rows["x"].combine_chunks().values.equals(pairs)
 
 
 def test_no_turns_give_a_column_without_rows():

@@ -11,7 +11,6 @@ import trajkit as tk
 from tests.made_tables import linearized, turns_table
 from tests.rows.test_twins import SHARED
 from tests.strategies import (
-    chosen_policies,
     fewer_examples,
     runs,
     sessions,
@@ -433,42 +432,6 @@ def test_an_errored_session_trains_nothing_and_says_so(turns):
         assert set(rows["reward"].to_pylist()) <= {None}
         found = tk.verify(rows, table, name, sessions=facts)
         assert found.to_pylist() == []
-
-
-@given(sessions(), chosen_policies())
-def test_simulate_counts_as_the_report_does(turns, chosen):
-    name, choices = chosen
-    policy = tk.policy(name, **choices)
-    table = turns_table(turns)
-    _, report = linearized(table, policy)
-    (line,) = tk.simulate(table, [policy]).to_pylist()
-    (counted,) = report.to_pylist()
-    assert {n: line[n] for n in counted if n in line} == {
-        n: counted[n] for n in counted if n in line
-    }
-    if policy.on_drift == "fork":
-        assert line["tokens_out_of_context"] == 0
-
-
-def test_verify_knows_a_wrong_last_turn():
-    table = turns_table(SHARED)
-    rows = tk.linearize(table)
-    at = rows.schema.get_field_index("last_turn")
-    wrong = rows.set_column(at, rows.field(at), pa.array([1, 0, 3], pa.int32()))
-    found = tk.verify(wrong, table).select(["row_index", "rule", "detail"]).to_pylist()
-    assert rows["last_turn"].to_pylist() == [1, 2, 3]
-    assert found == [
-        {
-            "row_index": 1,
-            "rule": "row_tokens",
-            "detail": "last_turn is 0, but turn 2 has the row's tokens",
-        },
-        {
-            "row_index": 1,
-            "rule": "turns",
-            "detail": "turns [0, 2] do not end with last_turn 0",
-        },
-    ]
 
 
 def test_an_empty_list_of_messages_goes_by_tokens_where_tokens_decide():

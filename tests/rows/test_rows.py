@@ -41,20 +41,6 @@ def by_twin(turns, choice, limit=None):
     return reference.linearize(turns, name, threshold, limit)
 
 
-@given(sessions(), thresholds, row_limits)
-def test_closed_form_is_the_state_machine(turns, threshold, limit):
-    rows, report = reference.linearize(turns, "slime", threshold, limit)
-    built = reference.slime_by_state_machine(turns, threshold, limit)
-    left_out = [row for row in built if row["response_length"] <= 0]
-    kept = [row for row in built if row["response_length"] > 0]
-    names = set(kept[0]) - {"response_length"} if kept else set()
-    assert [{name: row[name] for name in names} for row in rows] == [
-        {name: row[name] for name in names} for row in kept
-    ]
-    assert len(rows) == len(kept)
-    assert report["rows_cut"] == len(left_out)
-
-
 @given(sessions() | versioned(sessions()), policies, row_limits)
 @example(SAME_ANSWER_TWICE, ("slime", 1024), None)
 @example(SAME_ANSWER_TWICE, ("strict", 1024), None)

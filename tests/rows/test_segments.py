@@ -17,12 +17,7 @@ from tests.made_tables import linearized, link_by
 from tests.oracles import segments as twin
 from tests.oracles.policies import twins_of
 from tests.rows.test_golden import as_float32
-from tests.strategies import (
-    delegating_sessions,
-    sessions,
-)
 
-any_session = delegating_sessions() | sessions()
 # What the peer's own code gives
 
 

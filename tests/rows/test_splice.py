@@ -6,12 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.golden_sessions import delivered, golden, golden_name
 from tests.made_tables import (
-    by_session,
     linearized,
     link_by,
     turns_table,
@@ -38,15 +36,6 @@ ENDS_A_TURN = ("stop", "tool_calls", "stop_sequence")
 
 def turn(prompt, output, **said):
     return {"prompt_ids": prompt, "output_ids": output, "finish_reason": "stop", **said}
-
-
-# --- which chain a call goes on
-
-
-# --- rows
-
-
-"""A prompt that does not begin with its parent's opens a row, as does a sibling."""
 
 
 @given(any_session, ends_of_turn)
@@ -123,61 +112,6 @@ def test_an_output_ends_its_turn_for_these_reasons(reason, expected):
 
 
 # --- choices that are made for all policies
-
-
-@given(some_runs(), ends_of_turn, row_limits, st.integers(1, 3) | st.none())
-def test_rows_that_are_left_out_are_counted(turns, token, limit, most):
-    """Those that max_rows and keep_empty leave out; the others are as they were."""
-    table = turns_table(turns)
-    plain = tk.policy("polar", end_of_turn_token_id=token)
-    policy = tk.policy(plain, max_rows=most, keep_empty=False)
-    rows, report = linearized(table, policy, max_row_tokens=limit)
-    before = tk.linearize(table, plain, max_row_tokens=limit).to_pylist()
-    for line in report.to_pylist():
-        mine = [r for r in rows.to_pylist() if r["session_id"] == line["session_id"]]
-        kept = [
-            row
-            for row in before
-            if row["session_id"] == line["session_id"]
-            and len(row["input_ids"]) > row["prompt_length"]
-        ]
-        if most is not None and len(kept) > most:
-            assert line["rows_over_max_rows"] == len(kept) - most
-            kept = [*kept[: most - 1], kept[-1]]
-        assert [row["input_ids"] for row in mine] == [row["input_ids"] for row in kept]
-        assert [row["spans"] for row in mine] == [row["spans"] for row in kept]
-        lost = sum(n for name, n in line.items() if name.startswith("lost_"))
-        assert line["tokens_sampled"] == line["tokens_trained"] + lost
-        assert line["tokens_trained"] == sum(sum(row["loss_mask"]) for row in mine)
-        assert line["tokens_forward"] == sum(len(row["input_ids"]) for row in mine)
-    assert tk.verify(rows, table, policy, max_row_tokens=limit).to_pylist() == []
-
-
-@given(some_runs(), ends_of_turn, row_limits)
-def test_tokens_without_a_logprob_are_not_trained(turns, token, limit):
-    table = turns_table(turns)
-    plain = tk.policy("polar", end_of_turn_token_id=token, missing_logprobs="keep")
-    policy = tk.policy(plain, missing_logprobs="untrain", train_aborted=False)
-    rows, report = linearized(table, policy, max_row_tokens=limit)
-    before = tk.linearize(table, plain, max_row_tokens=limit).to_pylist()
-    aborted = {
-        (name, one.get("turn_index", k))
-        for name, session in by_session(turns).items()
-        for k, one in enumerate(session)
-        if one["finish_reason"] == "abort"
-    }
-    for row, whole in zip(rows.to_pylist(), before, strict=True):
-        assert row["input_ids"] == whole["input_ids"]
-        mask = [p is not None for p in whole["logprobs"]]
-        for span in whole["spans"]:
-            if (row["session_id"], span["turn_index"]) in aborted:
-                for k in range(span["start"], span["stop"]):
-                    mask[k] = False
-        assert row["loss_mask"] == mask
-    for line in report.to_pylist():
-        lost = sum(n for name, n in line.items() if name.startswith("lost_"))
-        assert line["tokens_sampled"] == line["tokens_trained"] + lost
-    assert tk.verify(rows, table, policy, max_row_tokens=limit).to_pylist() == []
 
 
 @given(some_runs(), ends_of_turn, row_limits)
@@ -353,9 +287,6 @@ def messages_of(table, names):
     return first, said
 
 
-# --- its choices
-
-
 # --- verified from outside
 
 
@@ -391,100 +322,6 @@ def test_the_rich_session_is_what_it_says():
     assert kinds == [["trained"] * 3 + ["no_splice_point"] * 2, ["trained"]]
     assert rows[0]["logprobs"] == [None] * 14
     assert rows[1]["logprobs"] == [None, None, -4.0, -5.0]
-
-
-def insert(row, at, ended):
-    """A token more at a place of a row, and all spans after it moved by one."""
-    row["input_ids"].insert(at, END)
-    row["loss_mask"].insert(at, False)
-    row["logprobs"].append(None)
-    for span in row["spans"][ended:]:
-        span["start"] += 1
-        span["stop"] += 1
-
-
-def cut(row, length, first):
-    """The row ends early; the spans from ``first`` on are empty at its end."""
-    for name in ("input_ids", "loss_mask", "logprobs"):
-        del row[name][length:]
-    for span in row["spans"][first:]:
-        span["start"] = span["stop"] = length
-
-
-def left_out(one, _):
-    del one["spans"][2]
-    cut(one, 12, 2)
-
-
-def goes_on(one, _):
-    one["spans"][2]["kind"] = "no_splice_point"
-    cut(one, 10, 2)
-
-
-def elsewhere(one, other):
-    """The second row says that it dropped what does not go on from it."""
-    other["spans"].append({**one["spans"].pop(), "start": 4, "stop": 4})
-
-
-def out_of_order(one, _):
-    one["spans"][3:] = one["spans"][:2:-1]
-
-
-# the fault, and where it is found: rule, row, turn and token
-FAULTS = {
-    "context changed": (
-        lambda one, _: one["input_ids"].__setitem__(8, 5),
-        ("policy", 0, None, 8),
-    ),
-    "stretch longer": (lambda one, _: insert(one, 5, 1), ("policy", 0, None, 5)),
-    "last turn left out": (left_out, ("not_trained", None, 3, 0)),
-    "dropped without a piece": (
-        lambda one, _: one["spans"].pop(4),
-        ("not_trained", None, 5, 0),
-    ),
-    "dropped elsewhere": (elsewhere, ("policy", 1, 5, 4)),
-    "dropped out of order": (out_of_order, ("policy", 0, None, None)),
-    "dropped though it goes on": (goes_on, ("row_tokens", 0, 5, 5)),
-    "piece moved": (
-        lambda one, _: one["spans"][4].update(start=13, stop=13),
-        ("span_place", 0, 5, 13),
-    ),
-    "absorbed": (
-        lambda one, _: one["spans"][4].update(kind="absorbed"),
-        ("not_trained", None, 5, 0),
-    ),
-    "logprob in a row without": (
-        lambda one, _: one["logprobs"].__setitem__(2, -1.0),
-        ("logprob", 0, 0, 2),
-    ),
-    "logprob lost": (
-        lambda _, other: other["logprobs"].__setitem__(2, None),
-        ("logprob", 1, 6, 2),
-    ),
-    "finish reason changed": (
-        lambda one, _: one.update(finish_reason="length"),
-        ("finish_reason", 0, 3, None),
-    ),
-    "flag of an empty reply lost": (
-        lambda one, _: one.update(ill_formed=False),
-        ("flags", 0, None, None),
-    ),
-    "prompt longer": (
-        lambda one, _: one.update(prompt_length=3),
-        ("prompt_length", 0, None, 3),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_where_it_is_planted(fault):
-    turns = turns_table(RICH)
-    rows = tk.linearize(turns, "polar").to_pylist()
-    change, place = FAULTS[fault]
-    change(*rows)
-    due = dict(zip(("rule", "row_index", "turn_index", "token"), place, strict=True))
-    found = tk.verify(pa.Table.from_pylist(rows, ROWS), turns, "polar").to_pylist()
-    assert any(due.items() <= one.items() for one in found)
 
 
 def test_a_spliced_row_opens_with_a_whole_prompt_under_any_policy():

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.against_twins import difference
 from tests.made_tables import by_session, in_delta_form, linearized, turns_table
-from tests.oracles import splice as reference_splice
 from tests.strategies import (
     END,
     chosen_policies,
@@ -309,14 +308,3 @@ RETRIED = growing(
 )
 def test_these_sessions_have_the_twins_rows(turns, name, choices, limit):
     check([{**UNSAID, **turn} for turn in turns], tk.policy(name, **choices), limit)
-
-
-@given(growing_prompts() | sessions())
-def test_no_two_chains_of_prompts_end_alike(turns):
-    """So there are no ties for the rule to break."""
-    links = reference_splice.prompt_links(turns)
-    for i in range(len(turns)):
-        gone_on = {one.parent for one in links[: i + 1]}
-        tips = [tuple(turns[k]["prompt_ids"]) for k in range(i + 1) if k not in gone_on]
-        tips = [tip for tip in tips if tip]
-        assert len(tips) == len(set(tips))

@@ -4,7 +4,6 @@ import copy
 from functools import cache
 from itertools import product
 
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -156,20 +155,6 @@ def test_slime_and_trl_keep_their_own_promise(turns, name, threshold, limit):
     found = tk.verify(rows, table, "strict", max_row_tokens=limit).to_pylist()
     if limit is None:
         assert {v["session_id"] for v in found if v["rule"] == "not_trained"} == losers
-
-
-@settings(max_examples=25)
-@given(rich_seeds, st.sampled_from(["faithful", "slime"]))
-def test_any_form_of_the_tables_will_do(seed, policy):
-    """Rows in another order of sessions, chunks, views; turns as polars has them."""
-    turns = rich_run(seed)
-    rows = tk.linearize(turns, policy)
-    names = rows["session_id"].unique().to_pylist()
-    turned = pa.concat_tables(
-        rows.filter(pc.equal(rows["session_id"], name)) for name in names[::-1]
-    )
-    assert tk.verify(turned, pl.from_arrow(turns), policy).num_rows == 0
-    assert tk.verify(pl.from_arrow(rows), turns, policy).num_rows == 0
 
 
 def test_turns_in_delta_form():

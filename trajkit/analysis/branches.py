@@ -10,7 +10,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.analysis.drift import classify_drift, codes, turn_lines
 from trajkit.analysis.words import count
-from trajkit.rows.links import read_linked
+from trajkit.rows.linearize import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.columns import tuples

@@ -19,7 +19,7 @@ from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._kernel_names import numbers
 from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
-from trajkit.rows.links import read_linked
+from trajkit.rows.linearize import read_linked
 from trajkit.schema import CAUSES, DRIFT, FINDINGS, REGIONS, TEXT_CAUSES
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Longs, Records

@@ -18,8 +18,7 @@ from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.analysis.words import LOSS_GROUPS, count
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.rows.linearize import linearize
-from trajkit.rows.links import link
+from trajkit.rows.linearize import linearize, link
 from trajkit.schema import ROW_CHECKS, ROW_REASONS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table
@@ -34,10 +33,9 @@ from trajkit.turns.flat_buffers import (
 )
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
-from trajkit.verification.context import consecutive
 from trajkit.verification.foreign_rows import TOLERANCE, Sampled
 from trajkit.verification.row_forms import is_rows, plain_rows
-from trajkit.verification.rules import longest_shared
+from trajkit.verification.rules import consecutive, longest_shared
 
 # sessions of equal beginning that are tried for a row, among so many turns on either side
 _MOST_SESSIONS, _NEAR = 32, 4096

@@ -8,8 +8,7 @@ import pyarrow as pa
 from trajkit.analysis.drift import codes, turn_lines
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.rows.linearize import linearize
-from trajkit.rows.links import find_links
+from trajkit.rows.linearize import find_links, linearize
 from trajkit.rows.plan import NO_LIMIT, plan_rows
 from trajkit.schema import LINK_REASONS, OUTPUT_KINDS, OUTPUT_SPANS
 from trajkit.tables import limits
@@ -25,7 +24,7 @@ from trajkit.turns.flat_buffers import (
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
 from trajkit.turns.sessions import Sessions
-from trajkit.verification.context import consecutive
+from trajkit.verification.rules import consecutive
 
 _UNKNOWN = -1
 _CODES = {kind: code for code, kind in enumerate(OUTPUT_KINDS)}

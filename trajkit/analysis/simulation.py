@@ -19,8 +19,7 @@ from trajkit.packs.balancing import pack_pairs
 from trajkit.packs.packing import pack
 from trajkit.policies import ALIASES, PRESETS, Policy
 from trajkit.policies import policy as named_policy
-from trajkit.rows.linearize import rows_and_report
-from trajkit.rows.links import link
+from trajkit.rows.linearize import link, rows_and_report
 from trajkit.rows.plan import COUNTS
 from trajkit.schema import CAUSES, LOSSES, REPORT, SIMULATION
 from trajkit.schema.engine import field_of

@@ -35,8 +35,8 @@ from trajkit.policies import ALIASES
 from trajkit.schema import LOSSES
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
-from trajkit.verification.files import verify_file
 from trajkit.verification.row_forms import plain_rows
+from trajkit.verification.run import verify_file
 
 
 def import_(

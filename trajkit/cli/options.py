@@ -26,15 +26,22 @@ from cyclopts.validators import Number
 import trajkit as tk
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.analysis.words import count
-from trajkit.cli import STANDARD, STANDARD_FILES, say, shown
+from trajkit.cli import STANDARD, STANDARD_FILES, shown
 from trajkit.cli.screen import Progress, text_table
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, LeftOutWarning
 from trajkit.files.formats import format_of
-from trajkit.files.group import Log, SessionIndex
-from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import Watch, run
-from trajkit.files.sources import Paths, SessionPrefix, local_files, paths_of
-from trajkit.files.tables import sessions_below
+from trajkit.files.sources import (
+    Input,
+    Paths,
+    SessionPrefix,
+    check_outputs,
+    inputs_of,
+    local_files,
+    paths_of,
+    turns_inputs,
+)
+from trajkit.files.tables import Log, SessionIndex, sessions_below
 from trajkit.importers.formats import ChatTokenizer
 from trajkit.importers.reader import advised
 from trajkit.policies import ALIASES, NAMED_CHOICES, PRESETS, RULES, rule_of
@@ -201,7 +208,7 @@ class Job(Reading):
                 rejected=self.rejected,
                 nonfinite_logprobs=self.nonfinite_logprobs,
                 session_prefix=self.session_prefix,
-                watch=Watch(begins, bar.advance, say),
+                watch=Watch(begins, bar.advance),
                 **more,
             )
 

@@ -67,12 +67,15 @@ def _batches(
             source = pa.BufferReader(file.read())
         if kind == "parquet":
             found = _read_parquet(source, batch_rows, names)
-        elif not _is_file_form(source):
-            found = _sized(_read_stream(source, name_of(file)))
         else:
-            # pages of a mapped file are read when they are used
-            mapped = source if names is None else pa.memory_map(str(file))
-            found = _sized(_read_file(mapped))
+            if not _is_file_form(source):
+                batches = _read_stream(source, name_of(file))
+            else:
+                # pages of a mapped file are read when they are used
+                batches = _read_file(
+                    source if names is None else pa.memory_map(str(file))
+                )
+            found = ((batch, batch.get_total_buffer_size()) for batch in batches)
         for batch, n_bytes in found:
             if names is not None:
                 batch = batch.select([n for n in names if n in batch.schema.names])
@@ -82,10 +85,6 @@ def _batches(
         raise FormatError(
             f"{name_of(file)} is damaged, or not valid {_NAMES[kind]}: {error}"
         ) from None
-
-
-def _sized(batches: Iterator[pa.RecordBatch]) -> _Sized:
-    return ((batch, batch.get_total_buffer_size()) for batch in batches)
 
 
 def table_kind(file: Path, kind: Format) -> str | None:
@@ -282,7 +281,6 @@ def _write_parquet(
 
 
 def _row_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The rows in tables of about `limits.ROW_GROUP_BYTES`."""
     parts: list[pa.Table] = []
     n_bytes = 0
     for table in tables:
@@ -303,7 +301,6 @@ def _row_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _leaves(path: str, type_: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
-    """Path and type of each Parquet column that an Arrow column becomes."""
     if pa.types.is_struct(type_):
         for field in type_:
             yield from _leaves(f"{path}.{field.name}", field.type)
@@ -319,18 +316,17 @@ def storable(table: pa.Table) -> pa.Table:
     It writes views, but not dictionaries of views (polars' categories) or structs that
     contain views. A column that Parquet has no type for is an error.
     """
-    for index, field in enumerate(table.schema):
+    schema = table.schema
+    for index, field in enumerate(schema):
         type_ = field.type
         if pa.types.is_dictionary(type_):
             values = without_views(type_.value_type)
             type_ = pa.dictionary(type_.index_type, values, type_.ordered)
         elif pa.types.is_nested(type_):
             type_ = without_views(type_)
-        if type_ != field.type:
-            column = table.column(index).cast(type_)
-            table = table.set_column(index, field.with_type(type_), column)
         _check_storable(field.name, type_)
-    return table
+        schema = schema.set(index, field.with_type(type_))
+    return table if schema == table.schema else table.cast(schema)
 
 
 @lru_cache(maxsize=256)

@@ -52,7 +52,6 @@ def is_one_value(kind: Format) -> bool:
 
 
 def name_of(file: Path | BinaryIO) -> str:
-    """What errors and warnings call a file."""
     return str(file if isinstance(file, Path) else getattr(file, "name", "open file"))
 
 

@@ -1,6 +1,6 @@
 """`run`: a stage from file to file, in bounded memory.
 
-A log is read in tables of complete sessions (`trajkit.files.group`): while one passes the
+A log is read in tables of complete sessions (`trajkit.files.tables`): while one passes the
 stage, the next is read and the previous one is written. An output is one file, or a
 directory of parts; with ``resume``, an interrupted run continues after the last part.
 """
@@ -12,22 +12,18 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
+from trajkit.files import sources, tables
 from trajkit.files.arrow import read_batches
 from trajkit.files.formats import Format, check_folder, kind_of, replacing
-from trajkit.files.group import TEMPORARY, Log, Piece, SessionIndex
-from trajkit.files.guard import AnyPath, Input, check_outputs, is_parts, turns_inputs
-from trajkit.files.sources import Paths, SessionPrefix, is_address, paths_of
-from trajkit.files.tables import log_files, write_any
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.columns import empty_batch
@@ -54,32 +50,27 @@ _ONLY = ""
 """The name of the only result."""
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Functions that `run` calls to report its progress.
-
-    ``begins`` gets the sessions of the source, and how many turns existing parts already
-    took; ``advances`` the turns processed since; ``notes`` a message about work that takes
-    longer than expected.
+class Watch(NamedTuple):
+    """Functions that `run` calls: one with the sessions of the source and how many turns
+    existing parts already took, one with the turns processed since.
     """
 
-    begins: Callable[[SessionIndex, int], None] = lambda index, done: None
+    begins: Callable[[tables.SessionIndex, int], None] = lambda index, done: None
     advances: Callable[[int], None] = lambda n_turns: None
-    notes: Callable[[str], None] = lambda text: None
 
 
 def run(
-    source: Paths,
+    source: sources.Paths,
     stage: Stage,
-    outputs: AnyPath | Mapping[str, AnyPath],
+    outputs: sources.AnyPath | Mapping[str, sources.AnyPath],
     *,
     resume: Mapping[str, object] | None = None,
-    rejected: AnyPath | None = None,
+    rejected: sources.AnyPath | None = None,
     format: Format | None = None,
     nonfinite_logprobs: Nonfinite = "raise",
-    session_prefix: SessionPrefix | None = None,
+    session_prefix: sources.SessionPrefix | None = None,
     dedup: bool = False,
-    inputs: Iterable[Input] = (),
+    inputs: Iterable[sources.Input] = (),
     watch: Watch | None = None,
 ) -> dict[str, int]:
     """Apply a stage to the turns of files, and write what it makes.
@@ -108,10 +99,8 @@ def run(
     rejected : path, optional
         The file of the sessions that break a rule or that the stage refuses, with the
         reasons; the run goes on without them. None: such a session is an error.
-    format, nonfinite_logprobs, session_prefix
-        As for `trajkit.scan_turns`; temporary files are next to the output.
-    dedup : bool
-        As for `trajkit.write_rows`.
+    format, nonfinite_logprobs, session_prefix, dedup
+        As for `trajkit.scan_turns` and `trajkit.write_rows`.
     inputs : iterable of Input, optional
         Other files that the stage reads, which no output may replace.
     watch : Watch, optional
@@ -144,16 +133,18 @@ def run(
     except (TypeError, ValueError):
         rule = "expected a dict of JSON values"
         raise ArgumentError(f"resume={resume!r}: {rule}") from None
-    paths, files, watch = _local(source), _files(outputs, rejected), watch or Watch()
+    paths, files = _checked(source, outputs, rejected)
+    watch = watch or Watch()
     first = next(iter(files.values()), None)
-    parts = resume is not None and first is not None and is_parts(first)
-    _check_paths(files, [*turns_inputs(paths), *inputs], parts=parts)
-    log = Log(
+    parts = resume is not None and first is not None and sources.is_parts(first)
+    _check_paths(files, [*sources.turns_inputs(paths), *inputs], parts=parts)
+    log = tables.Log(
         *(paths, format, nonfinite_logprobs, rejected is not None),
         folder=None if first is None else folder_of(first),
         session_prefix=session_prefix,
     )
     index = log.index()
+    whole_files = {name: Path(path) for name, path in files.items()}
     manifest = None
     if parts:
         job = {
@@ -163,19 +154,20 @@ def run(
             "session_prefix": session_prefix,
             "dedup": dedup,
             "outputs": sorted(files),
-            "source": fingerprint(paths, itertools.chain(*log_files(paths, format))),
+            "source": fingerprint(
+                paths, itertools.chain(*tables.log_files(paths, format))
+            ),
             "limits": [limits.FILE_TURNS, limits.READ_TOKENS],
         }
-        manifest = Manifest([*map(Path, files.values())], resume, job)
+        manifest = Manifest([*whole_files.values()], resume, job)
     done = 0 if manifest is None else manifest.done
     watch.begins(index, done)
     with ExitStack() as stack:
         pieces = prefetch(log.pieces(index, done), stack)
         if manifest is None:
-            whole_files = {name: Path(path) for name, path in files.items()}
             return dict(_write_part(pieces, stage, whole_files, watch, None, dedup)[0])
         while not manifest.ends or manifest.done < index.n_turns:
-            part = {name: Path(path) / manifest.part for name, path in files.items()}
+            part = {name: path / manifest.part for name, path in whole_files.items()}
             for path in part.values():
                 path.parent.mkdir(exist_ok=True)
             options = watch, limits.FILE_TURNS, dedup
@@ -183,21 +175,20 @@ def run(
     return dict(manifest.totals)
 
 
-def _local(source: Any) -> list[Path]:
-    if any(map(is_address, source if isinstance(source, list | tuple) else [source])):
+def _checked(
+    source: Any, outputs: Any, rejected: Any
+) -> tuple[list[Path], dict[str, sources.AnyPath]]:
+    given = source if isinstance(source, list | tuple) else [source]
+    if any(map(sources.is_address, given)):
         raise ArgumentError(
             f"source={source!r} has an address, and run reads local files in several "
             "passes: copy it, or write what a stage makes of scan_turns"
         )
-    if (paths := paths_of(source)) is None:
+    if (paths := sources.paths_of(source)) is None:
         raise ArgumentError(
             f"a source of type {type(source).__name__} is no log: expected a path or a "
             "list of paths"
         )
-    return paths
-
-
-def _files(outputs: Any, rejected: Any) -> dict[str, AnyPath]:
     files = {**outputs} if isinstance(outputs, Mapping) else {_ONLY: outputs}
     for name, path in files.items():
         if not isinstance(name, str) or not isinstance(path, str | os.PathLike):
@@ -206,11 +197,10 @@ def _files(outputs: Any, rejected: Any) -> dict[str, AnyPath]:
             )
     if not isinstance(rejected, str | os.PathLike | None):
         raise ArgumentError(f"rejected={rejected!r}: expected a path")
-    return files if rejected is None else {**files, "rejected": rejected}
+    return paths, files if rejected is None else {**files, "rejected": rejected}
 
 
-def folder_of(output: AnyPath) -> Path:
-    """The directory that contains the output; FileNotFoundError if it is missing."""
+def folder_of(output: sources.AnyPath) -> Path:
     folder = Path(output).resolve().parent
     check_folder(folder)
     return folder
@@ -227,10 +217,10 @@ def facts_digest(facts: SessionFacts) -> object:
 
 
 def _check_paths(
-    files: Mapping[str, AnyPath], inputs: list[Input], *, parts: bool
+    files: Mapping[str, sources.AnyPath], inputs: list[sources.Input], *, parts: bool
 ) -> None:
     named = {name or "output": (path, name) for name, path in files.items()}
-    check_outputs(named, inputs)
+    sources.check_outputs(named, inputs)
     for name, (path, _) in named.items():
         if not parts and os.fspath(path).endswith(os.sep):
             raise ArgumentError(
@@ -245,7 +235,7 @@ def _check_paths(
 
 
 def _write_part(
-    pieces: Iterator[Piece],
+    pieces: Iterator[tables.Piece],
     stage: Stage,
     files: Mapping[str, Path],
     watch: Watch,
@@ -290,15 +280,19 @@ def _write_part(
     with ExitStack() as stack:
         drafts = {n: stack.enter_context(replacing(path)) for n, path in files.items()}
         where = None if first is None else files[first].parent
-        folder = stack.enter_context(TemporaryDirectory(prefix=TEMPORARY, dir=where))
+        folder = stack.enter_context(
+            TemporaryDirectory(prefix=tables.TEMPORARY, dir=where)
+        )
         coming = prefetch(batches(), stack)
         if first is None:
             deque(coming, 0)
         else:
-            write_any(coming, drafts[first], dedup=dedup)
+            tables.write_any(coming, drafts[first], dedup=dedup)
         for name, (path, spool) in spools.items():
             spool.close()
-            write_any(read_batches(path, "arrows", None), drafts[name], dedup=dedup)
+            tables.write_any(
+                read_batches(path, "arrows", None), drafts[name], dedup=dedup
+            )
     return totals, n_turns
 
 
@@ -316,7 +310,7 @@ def _counts(name: str, batch: pa.RecordBatch) -> dict[str, int]:
 _Result: TypeAlias = tuple[str, pa.RecordBatch]
 
 
-def _results(stage: Stage, piece: Piece, *, reject: bool) -> Iterator[_Result]:
+def _results(stage: Stage, piece: tables.Piece, *, reject: bool) -> Iterator[_Result]:
     """What the stage makes; with ``reject``, of the sessions that it does not refuse."""
     if not reject:
         yield from _made(stage, piece.turns)
@@ -364,7 +358,6 @@ def _made(stage: Stage, turns: pa.Table) -> Iterator[_Result]:
 
 
 def whole(table: pa.Table) -> list[pa.RecordBatch]:
-    """The rows as one batch, unless they have more text than fits into one."""
     return table.combine_chunks().to_batches() or [empty_batch(table.schema)]
 
 
@@ -398,9 +391,8 @@ class Manifest:
     """The parts that a run has written to directories, stored in the first of these.
 
     ``resume`` and ``job`` are all that the parts depend on. ``ends`` has, for each part,
-    the turns of the source that it and the earlier parts took; ``totals`` are sums over all
-    parts. A FormatError says that the directory has parts of another job, or that there
-    are files that no job wrote.
+    the turns of the source that it and the earlier parts took. A FormatError says that the
+    directory has parts of another job, or files that no job wrote.
     """
 
     def __init__(

@@ -4,6 +4,10 @@ Two files may use one session id: because a log was continued in a second file, 
 two runs number their sessions alike. Calls of two runs must not become one session, so a
 session whose calls start over in a second file is an error, unless its ids are made
 distinct with a prefix.
+
+No output may replace what is read, or another output (`check_outputs`). Files are compared
+by device and inode, so that links, relative paths and the spellings of a file system that
+ignores case are seen. What does not exist yet is compared by its path.
 """
 
 import ast
@@ -12,19 +16,19 @@ import glob
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple, TypeAlias
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, TrajkitError
-from trajkit.files import jsonl
-from trajkit.files.arrow import key_batches
-from trajkit.files.formats import Format, format_of, is_json, is_listed, without_suffix
+from trajkit.files import formats, jsonl
+from trajkit.files.arrow import key_batches, table_kind
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.columns import with_column
 from trajkit.turns.records import from_records
@@ -87,7 +91,7 @@ def local_files(source: Any) -> Iterator[Any]:
                 continue
             listed[number] = folder = Path(root, str(number))
             folder.mkdir()
-            copies = fetched(one, folder, lambda name: is_listed(Path(name)))
+            copies = fetched(one, folder, lambda name: formats.is_listed(Path(name)))
             addresses |= {str(copy): name for name, copy in copies}
             # a directory may have other tables, which its reader skips
             if len(copies) == 1 and copies[0][0].endswith(one.partition("://")[2]):
@@ -159,7 +163,7 @@ class Naming(NamedTuple):
         if self.mode in (None, "no"):
             return ""
         own = Path(os.path.abspath(file)).relative_to(os.path.abspath(self.root))
-        path = without_suffix(own) if self.mode == "file" else own.parent
+        path = formats.without_suffix(own) if self.mode == "file" else own.parent
         text = path.as_posix()
         return f"{self.root.resolve().name if text == '.' else text}/"
 
@@ -229,7 +233,7 @@ def _reused(name: str, first: Path, second: Path, why: str) -> InvalidTurnsError
 def placed(
     error: InvalidTurnsError,
     files: Sequence[Path],
-    format: Format | None,
+    format: formats.Format | None,
     naming: Naming,
 ) -> InvalidTurnsError:
     """The error with the file, and for JSON the line, of the value that it names.
@@ -246,7 +250,7 @@ def placed(
         places += _places(name, number, files, format, naming)
     elif _RECORD.match(text):
         for file in files:
-            if not places and is_json(kind := format_of(file, format)):
+            if not places and formats.is_json(kind := formats.format_of(file, format)):
                 lines = jsonl.numbered_lines(file, kind)
                 places += [(file, n) for n, one in lines if _is_refused(one, text)][:1]
     distinct = list(dict.fromkeys(file for file, _ in places))
@@ -260,13 +264,20 @@ def placed(
 
 
 def _places(
-    name: str, number: int, files: Sequence[Path], format: Format | None, naming: Naming
+    name: str,
+    number: int,
+    files: Sequence[Path],
+    format: formats.Format | None,
+    naming: Naming,
 ) -> Iterator[tuple[Path, int | None]]:
     """Files that have a turn, or a row, of a session, and its line, if there are lines."""
     last = -1
     for file in files:
-        kind, own = format_of(file, format), name.removeprefix(naming.prefix(file))
-        if is_json(kind):
+        kind, own = (
+            formats.format_of(file, format),
+            name.removeprefix(naming.prefix(file)),
+        )
+        if formats.is_json(kind):
             for line, record in jsonl.numbered_lines(file, kind):
                 if str(record.get("session_id")) == own:
                     given = record.get("turn_index", record.get("row_index"))
@@ -289,3 +300,132 @@ def _is_refused(record: jsonl.Record, text: str) -> bool:
     except InvalidTurnsError as error:
         return _RECORD.sub("", str(error)) == _RECORD.sub("", text)
     return False
+
+
+AnyPath: TypeAlias = str | os.PathLike[str]
+
+# Readers of turns skip files in a directory whose metadata name another kind of table.
+_OF_TURNS = ("", "turns", "amendments", "sessions")
+
+
+class Input(NamedTuple):
+    path: Path
+    # kinds of tables that its reader takes in a directory; None: all
+    kinds: tuple[str, ...] | None = None
+    # ends of names that it takes there, if not those of `trajkit.files.formats`
+    suffixes: tuple[str, ...] = ()
+
+    def takes(self, file: Path, kind: str | None) -> bool:
+        """Whether the reader of the directory takes a table of this kind in a file, whose
+        path is relative to it.
+        """
+        if any(word.startswith((".", "_")) for word in file.parts):
+            return False
+        if self.suffixes:
+            return file.name.lower().endswith(self.suffixes)
+        # lines have no metadata
+        skipped = self.kinds is not None and (kind or "") not in self.kinds
+        return formats.is_listed(file) and not (
+            skipped and not formats.is_json(formats.format_of(file))
+        )
+
+    def reads(self, file: Path) -> bool:
+        stored = formats.kind_of(file)
+        kind = None if stored is None else table_kind(file, stored)
+        return file.is_file() and self.takes(file.relative_to(self.path), kind)
+
+
+def turns_inputs(sources: Iterable[AnyPath]) -> list[Input]:
+    return inputs_of(sources, _OF_TURNS)
+
+
+def inputs_of(
+    sources: Iterable[AnyPath],
+    kinds: tuple[str, ...] | None = None,
+    suffixes: tuple[str, ...] = (),
+) -> list[Input]:
+    found = []
+    for one in (os.fspath(source) for source in sources):
+        pattern = glob.has_magic(one) and not os.path.lexists(one)
+        paths = glob.glob(one, recursive=True) if pattern else [one]
+        found += [Input(Path(path), kinds, suffixes) for path in paths]
+    return found
+
+
+def check_outputs(
+    outputs: Mapping[str, tuple[AnyPath, str]],
+    inputs: Iterable[Input],
+    *,
+    clobber: bool = True,
+) -> None:
+    """Raise ArgumentError if an output is an input, or two outputs are one.
+
+    ``outputs`` have a path and the kind of their table, by what errors call them. A path
+    that ends with a separator is a directory of parts. Without ``clobber`` no output may
+    exist, except as a directory.
+    """
+    inputs = [one for one in inputs if one.path.exists()]
+    named: dict[object, str] = {}
+    for name, (path, kind) in outputs.items():
+        text = f"{name} {Path(path)}"
+        for fault in (_clash(Path(path), is_parts(path), kind, one) for one in inputs):
+            if fault:
+                raise ArgumentError(f"{text} {fault}")
+        for key in filter(None, (_spelling(path), identity(path))):
+            if (other := named.setdefault(key, text)) != text:
+                raise ArgumentError(
+                    f"{other} and {text} are one path: each needs its own"
+                )
+        for other, (inner, _) in outputs.items():
+            if is_parts(path) and _spelling(path) in map(_spelling, _above(inner)):
+                raise ArgumentError(
+                    f"{other} {inner} is in the directory of parts {text}: choose a path "
+                    "outside of it"
+                )
+        if not clobber and os.path.lexists(path) and not os.path.isdir(path):
+            raise ArgumentError(f"{name} {path} exists, and --no-clobber is given")
+
+
+def is_parts(output: AnyPath) -> bool:
+    return os.fspath(output).endswith(os.sep) or os.path.isdir(output)
+
+
+def _clash(path: Path, parts: bool, kind: str, one: Input) -> str:
+    own, source = identity(path), identity(one.path)
+    if own is not None:
+        read = [one.path] if own == source else []
+        if not path.is_dir():
+            same = (file for file in one.path.rglob("*") if identity(file) == own)
+            read += filter(one.reads, same)
+        if read:
+            return (
+                f"is the input {read[0]}, which it would replace: choose another path"
+            )
+        if parts and own in map(identity, _above(one.path)):
+            return f"is a directory that contains the input {one.path}: choose another"
+    inside = [up for up in _above(path) if one.path.is_dir() and identity(up) == source]
+    part = path / "part-00000.parquet" if parts else path
+    if inside and one.takes(part.absolute().relative_to(inside[0]), kind):
+        return (
+            f"is in the directory {one.path}, which is read: the next run would take it "
+            "for an input. Choose a path outside of it"
+        )
+    return ""
+
+
+def identity(path: AnyPath) -> tuple[int, int] | None:
+    """Device and inode of what a path leads to; None if nothing is there."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _spelling(path: AnyPath) -> str:
+    return normalize("NFC", os.path.realpath(path)).casefold()
+
+
+def _above(path: AnyPath) -> list[Path]:
+    """The directories that contain a path, as spelled and as links resolve."""
+    return [*Path(path).absolute().parents, *Path(os.path.realpath(path)).parents]

@@ -3,42 +3,51 @@
 The suffix of a path determines the format; an open file is recognized by its first bytes,
 or by `format`. Readers apply the rules of `trajkit.validate`, except those on message
 bodies and empty prompts, and make the turns of each session contiguous.
+
+Logs larger than memory are scanned for session ids and turn numbers alone, which are small
+(`index_sessions`). If sessions are scattered, the turns are then written once to temporary
+files ("buckets") with few enough sessions to fit in memory (`grouped`).
 """
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+import reprlib
+import tempfile
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arguments import arrow_source, check_flag
-from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
-from trajkit.files import jsonl
-from trajkit.files.arrow import read_batches, storable, table_kind, write_batches
-from trajkit.files.formats import Format, atomic, format_of, is_json, name_of, paths_in
-from trajkit.files.guard import check_not_read, reading
-from trajkit.files.jsonl import Record
-from trajkit.files.sources import (
-    Naming,
-    Paths,
-    SessionPrefix,
-    is_address,
-    local_files,
-    paths_of,
-    placed,
+from trajkit._arguments import arrow_source, check_choice, check_flag
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, TornLogWarning
+from trajkit.files import arrow, jsonl, sources
+from trajkit.files.formats import (
+    Format,
+    atomic,
+    format_of,
+    is_json,
+    name_of,
+    paths_in,
+    without_suffix,
 )
-from trajkit.schema import REPORT, ROWS, SESSIONS, TURNS, engine
-from trajkit.tables import limits
+from trajkit.files.jsonl import LINE, Record
+from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS, engine
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables import limits, stages
 from trajkit.tables.canonical import (
     Plan,
     TableLike,
     as_table,
     canonical,
     canonical_rows,
+    check_session_id,
     turns_schema,
 )
 from trajkit.tables.columns import (
@@ -47,16 +56,20 @@ from trajkit.tables.columns import (
     normalize_categories,
     replace_columns,
     row_lengths,
+    take_rows,
     take_values,
+    tuples,
 )
-from trajkit.tables.ragged import Ragged, offsets_of, positions, runs_of
-from trajkit.tables.stages import concat, whole_sessions
+from trajkit.tables.ragged import Longs, Ragged, offsets_of, positions, runs_of
+from trajkit.turns import validation
+from trajkit.turns.amendments import Amendments
+from trajkit.turns.mapping import Map, MapLike, read_map
+from trajkit.turns.records import collected, from_records
 from trajkit.turns.session_metadata import last_lines
-from trajkit.turns.validation import check_all, check_table
+from trajkit.turns.sessions import with_current_keys
 
-Source: TypeAlias = Paths | BinaryIO | TableLike
+Source: TypeAlias = sources.Paths | BinaryIO | TableLike
 Sink: TypeAlias = str | os.PathLike[str] | BinaryIO
-_ANY_ROWS = pa.schema([], metadata=ROWS.metadata)
 # columns that tell a report from a table of sessions
 _REPORTED = frozenset({"tokens_sampled", "tokens_trained", *SESSIONS.names})
 
@@ -80,7 +93,6 @@ suffix_logprobs [float32]
 
 
 def stored_schema(names: list[str]) -> pa.Schema:
-    """The schema of rows in a file with these columns."""
     return STORED_ROWS if "suffix_mask" in names else ROWS
 
 
@@ -96,7 +108,7 @@ def parts_of(
     ``plan`` returns the schema that a file should have, given its columns. JSON lines
     become tables too, unless ``of_lines`` is given.
     """
-    paths = paths_of(source)
+    paths = sources.paths_of(source)
     table = arrow_source(source) if paths is None else None
     if table is not None:
         yield from ((Path(), one) for one in _tables(table))
@@ -112,7 +124,7 @@ def parts_of(
     for file in files:
         kind, path = format_of(file, format), file if paths is not None else Path()
         if not is_json(kind):
-            for batch in read_batches(file, kind, batch_rows, plan):
+            for batch in arrow.read_batches(file, kind, batch_rows, plan):
                 yield path, pa.Table.from_batches([batch])
             continue
         objects = (of_lines or jsonl.lines)(file, kind)
@@ -131,7 +143,6 @@ def iter_tables(
     batch_rows: int | None = None,
     plan: Plan | None = None,
 ) -> Iterator[pa.Table]:
-    """Tables of any kind as stored, as `parts_of` reads them."""
     for _, part in parts_of(source, format, plan, batch_rows):
         yield part
 
@@ -170,20 +181,8 @@ def integers(
     return np.asarray(column.cast(pa.int64(), safe=False).to_numpy())
 
 
-def _files_of(path: Path, format: Format | None) -> dict[str, list[Path]]:
-    """The files below a directory by the table kind in their metadata.
-
-    The kind is ``""`` if the metadata does not name one, as in JSON lines.
-    """
-    files: dict[str, list[Path]] = {}
-    for file in paths_in(path):
-        kind = table_kind(file, format_of(file, format))
-        files.setdefault(kind or "", []).append(file)
-    return files
-
-
 def log_files(
-    source: Paths, format: Format | None = None
+    source: sources.Paths, format: Format | None = None
 ) -> tuple[list[Path], list[Path]]:
     """The files of turns of paths in order, and the files of their amendments.
 
@@ -193,7 +192,7 @@ def log_files(
     """
     turns: list[Path] = []
     amendments: list[Path] = []
-    for path in paths_of(source) or []:
+    for path in sources.paths_of(source) or []:
         files = _files_of(path, format) if path.is_dir() else {"": [path]}
         own = sorted([*files.pop("turns", []), *files.pop("", [])])
         if not own:
@@ -206,11 +205,20 @@ def log_files(
     return turns, amendments
 
 
+def _files_of(path: Path, format: Format | None) -> dict[str, list[Path]]:
+    """The files below a directory by the table kind in their metadata; "": none."""
+    files: dict[str, list[Path]] = {}
+    for file in paths_in(path):
+        kind = arrow.table_kind(file, format_of(file, format))
+        files.setdefault(kind or "", []).append(file)
+    return files
+
+
 def read_sessions(
     source: Source,
     *,
     format: Format | None = None,
-    session_prefix: SessionPrefix | None = None,
+    session_prefix: sources.SessionPrefix | None = None,
 ) -> pa.Table:
     """The sessions table, as `trajkit.linearize` takes it for ``sessions``.
 
@@ -227,14 +235,9 @@ def read_sessions(
     Table
         `trajkit.schema.SESSIONS` and the files' extra columns, one row per session in
         order of first appearance. The last of several lines of a session counts.
-
-    Raises
-    ------
-    FormatError, SchemaError
-        As for `read_turns`; a directory has no file of sessions.
     """
-    paths = paths_of(source)
-    naming = Naming.of(paths or [], session_prefix if paths else None)
+    paths = sources.paths_of(source)
+    naming = sources.Naming.of(paths or [], session_prefix if paths else None)
     if naming.mode == "file":
         raise ArgumentError(
             "session_prefix='file' does not say to which file of turns a file of sessions "
@@ -254,22 +257,22 @@ def read_sessions(
                 table = table.select(SESSIONS.names).replace_schema_metadata(None)
             table = canonical(table, SESSIONS)
             tables.append(naming.table(table, file) if files else table)
-    return last_lines(concat(tables))
+    return last_lines(stages.concat(tables))
 
 
 def _session_files(paths: list[Path], format: Format | None) -> list[Path]:
-    found: list[Path] = []
-    for path in paths:
-        own = _files_of(path, format).get("sessions", []) if path.is_dir() else [path]
-        found += own
-    return found
+    own = (
+        _files_of(path, format).get("sessions", []) if path.is_dir() else [path]
+        for path in paths
+    )
+    return [*itertools.chain.from_iterable(own)]
 
 
 def sessions_below(
-    source: Source, session_prefix: SessionPrefix | None = None
+    source: Source, session_prefix: sources.SessionPrefix | None = None
 ) -> pa.Table | None:
     """`read_sessions` of the directories that have files of sessions; otherwise None."""
-    folders = [path for path in paths_of(source) or [] if path.is_dir()]
+    folders = [path for path in sources.paths_of(source) or [] if path.is_dir()]
     if not _session_files(folders, None):
         return None
     return read_sessions(folders, session_prefix=session_prefix)
@@ -280,22 +283,26 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
 
     Each line of JSON lines is one row, an object of the table's columns.
     """
-    with local_files(source) as local:
+    with sources.local_files(source) as local:
         tables: dict[bool, list[pa.Table]] = {False: [], True: []}
         for table in iter_tables(local, format=format, plan=stored_schema):
             schema = stored_schema(table.column_names)
             tables[schema is STORED_ROWS].append(canonical(table, schema))
-        paths = paths_of(local)
+        paths = sources.paths_of(local)
         try:
             rows = [*tables[False]] or [ROWS.empty_table()][: not tables[True]]
             if tables[True]:
-                rows.append(decoded(gather(concat(tables[True]), "row_index")))
-            found = check_table(gather(concat(rows), "row_index"), "rows")
+                rows.append(decoded(gather(stages.concat(tables[True]), "row_index")))
+            found = validation.check_table(
+                gather(stages.concat(rows), "row_index"), "rows"
+            )
         except InvalidTurnsError as error:
             if paths is None:
                 raise
             files = [file for path in paths for file in paths_in(path)]
-            raise placed(error, files, format, Naming.of(paths, "no")) from None
+            raise sources.placed(
+                error, files, format, sources.Naming.of(paths, "no")
+            ) from None
     return normalize_categories(found)
 
 
@@ -306,45 +313,27 @@ def scan_rows(
 
     Rows of ``write_rows(dedup=True)`` are read session by session. Rows that
     `trajkit.run` writes are in an order that every stage accepts as a stream: sessions
-    are contiguous, in the order of the turns.
-
-    Parameters
-    ----------
-    source, format
-        As for `read_rows`.
-    batch_rows : int
-        The most rows in a batch.
-
-    Yields
-    ------
-    RecordBatch
-        `trajkit.schema.ROWS`, in canonical form.
+    are contiguous, in the order of the turns. ``batch_rows`` is the most rows in a batch.
     """
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        with local_files(source) as local:
-            tables = iter_tables(local, format=format, batch_rows=batch_rows)
-            by_form = itertools.groupby(tables, lambda t: stored_schema(t.column_names))
-            for schema, some in by_form:
-                stored = schema is STORED_ROWS
-                for table in _whole_sessions(some) if stored else some:
-                    full = decoded(table) if stored else canonical(table, ROWS)
-                    yield from full.to_batches(max_chunksize=batch_rows)
-
-    found = batches()
-    reading(found, source)
-    return found
+    with sources.local_files(source) as local:
+        tables = iter_tables(local, format=format, batch_rows=batch_rows)
+        by_form = itertools.groupby(tables, lambda t: stored_schema(t.column_names))
+        for schema, some in by_form:
+            stored = schema is STORED_ROWS
+            for table in _whole_sessions(some) if stored else some:
+                full = decoded(table) if stored else canonical(table, ROWS)
+                yield from full.to_batches(max_chunksize=batch_rows)
 
 
 def _whole_sessions(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     batches = (batch for table in tables for batch in table.to_batches())
-    return whole_sessions(batches, "rows")
+    return stages.whole_sessions(batches, "rows")
 
 
 def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
     tables = [*iter_tables(source, format=format, plan=rows_plan)]
-    return full(concat(tables) if tables else ROWS.empty_table())
+    return full(stages.concat(tables) if tables else ROWS.empty_table())
 
 
 def full(rows: pa.Table) -> pa.Table:
@@ -352,8 +341,8 @@ def full(rows: pa.Table) -> pa.Table:
 
 
 def rows_plan(_: list[str]) -> pa.Schema:
-    """The plan of rows of any system: any columns, but not another kind of table."""
-    return _ANY_ROWS
+    """Rows of any system have any columns, but are not another kind of table."""
+    return pa.schema([], metadata=ROWS.metadata)
 
 
 def write_turns(
@@ -379,10 +368,9 @@ def write_turns(
 
     Raises
     ------
-    ArgumentError, FormatError
-        The suffix is unknown; JSON cannot represent a value of the column named.
-    SchemaError, InvalidTurnsError
-        The table is not of turns, or lacks a message body that JSON lines need.
+    ArgumentError, FormatError, SchemaError, InvalidTurnsError
+        The suffix is unknown; the format cannot store a value of the column named; the
+        table is not of turns, or lacks a message body that JSON lines need.
     """
     tables = (
         canonical(table, turns_schema(table.column_names)) for table in _tables(turns)
@@ -467,21 +455,19 @@ def _tables(source: TableLike | Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
 def _write(
     tables: Iterator[pa.Table], schema: pa.Schema, sink: Sink, format: Format | None
 ) -> None:
-    if is_address(sink):
+    if sources.is_address(sink):
         raise ArgumentError(
             f"{sink} is an address: write to an open file, such as that of fsspec.open(...)"
         )
     target = Path(sink) if isinstance(sink, str | os.PathLike) else sink
     kind = format_of(target, format, writing=True)
-    if isinstance(target, Path):
-        check_not_read(target)
     if kind == "parquet":
-        tables = map(storable, tables)
+        tables = map(arrow.storable, tables)
     with atomic(target, kind) as file:
         if is_json(kind):
             jsonl.write(tables, schema, file)
         else:
-            write_batches(tables, schema, file, kind)
+            arrow.write_batches(tables, schema, file, kind)
 
 
 def encoded(rows: pa.Table) -> pa.Table:
@@ -512,7 +498,7 @@ def encoded(rows: pa.Table) -> pa.Table:
     # the first of each row: later ones are overwritten by earlier ones
     row = np.repeat(np.arange(len(start)), start)[differs[::-1]]
     start[row] = here[differs[::-1]] - ids.offsets[row]
-    columns = {"suffix_start": pa.array(start.astype(np.int32))}
+    columns: Columns = {"suffix_start": pa.array(start.astype(np.int32))}
     for old, new in _SUFFIXES.items():
         lists = Ragged.of(rows.column(old))
         n = np.maximum(lists.lengths - start, 0)
@@ -527,7 +513,7 @@ def decoded(rows: pa.Table) -> pa.Table:
     """
     rows = canonical(rows, STORED_ROWS)
     check_no_clash(rows, STORED_ROWS, ROWS, "form of rows")
-    check_all(rows, (*engine.checks_of(STORED_ROWS), _can_be_decoded))
+    validation.check_all(rows, (*engine.checks_of(STORED_ROWS), _can_be_decoded))
     starts = np.append(engine.run_starts(rows), rows.num_rows)
     sizes = np.diff(offsets_of(row_lengths(rows))[starts])
     parts = [
@@ -550,7 +536,6 @@ def _can_be_decoded(rows: pa.Table) -> Iterator[engine.Fault]:
 
 
 def _full_columns(rows: pa.Table) -> Columns:
-    """The columns that only `ROWS` has."""
     ids = Ragged.of(rows.column("suffix_ids"))
     start = rows.column("suffix_start").to_numpy().astype(np.int64)
     offsets = offsets_of(start + ids.lengths)
@@ -571,3 +556,479 @@ def _full_columns(rows: pa.Table) -> Columns:
             values = values.fill_null(False)
         columns[old] = Ragged(values, offsets).to_arrow()
     return columns
+
+
+TEMPORARY = ".trajkit-gather-"
+"""Prefix of the directories in which sessions are grouped."""
+
+# estimated bytes of text per byte of a compressed file
+_INFLATED = 8
+
+
+@dataclass(slots=True)
+class SessionIndex:
+    """The sessions of files, without their turns.
+
+    ``turns`` is the number of turns of each session, in order of first appearance;
+    ``n_bytes`` their approximate size as Arrow; ``scattered`` the first session whose
+    turns are not contiguous and ascending.
+    """
+
+    turns: dict[str | None, int] = field(default_factory=dict)
+    n_bytes: int = 0
+    scattered: str | None = None
+    _current: str | None = None
+    _last: int = -1
+
+    @property
+    def n_turns(self) -> int:
+        return sum(self.turns.values())
+
+    @property
+    def batch_rows(self) -> int:
+        rows = self.n_turns * limits.READ_BYTES // max(self.n_bytes, 1)
+        return min(max(rows, limits.MIN_READ_ROWS), limits.MAX_READ_ROWS)
+
+    def add(self, ids: pa.Array, index: Longs | None) -> None:
+        """Count turns that follow the ones counted before.
+
+        ``index`` are their turn numbers; None: unknown, or assigned by the reader.
+        """
+        # null counts as a name
+        codes = ids.dictionary_encode("encode").indices.to_numpy()
+        edges = np.flatnonzero(np.diff(codes, prepend=-1, append=-1))
+        for start, stop in pairwise(edges.tolist()):
+            name = ids[start].as_py()
+            before = self.turns.get(name, 0)
+            continues = before > 0 and name == self._current
+            own = np.array([-1]) if index is None else index[start:stop]
+            falls = (continues and own[0] < self._last) or (np.diff(own) < 0).any()
+            if (before and not continues) or (index is not None and falls):
+                self.scattered = self.scattered or name
+            self.turns[name] = before + stop - start
+            self._current, self._last = name, int(own[-1])
+
+
+def index_sessions(
+    paths: Iterable[Path],
+    format: Format | None,
+    order: str | None = "turn_index",
+    naming: sources.Naming | None = None,
+) -> SessionIndex:
+    """Scan files for session ids and the column ``order``, by which a session ascends.
+
+    The session None has turns without a valid name; reading the turns reports it.
+    """
+    columns = ("session_id",) if order is None else ("session_id", order)
+    index = SessionIndex()
+    with warnings.catch_warnings():
+        # reading the turns repeats the warning
+        warnings.simplefilter("ignore", TornLogWarning)
+        for path in paths:
+            kind = format_of(path, format)
+            prefix = "" if naming is None else naming.prefix(path)
+            if is_json(kind):
+                index.n_bytes += path.stat().st_size * (_INFLATED if "." in kind else 1)
+                for record in jsonl.calls(path, kind):
+                    name = _session_of(record)
+                    number = None if order is None else record.get(order)
+                    index.add(
+                        pa.array([name and prefix + name], pa.string()),
+                        np.array([number]) if type(number) is int else None,
+                    )
+                continue
+            for keys, n_bytes in arrow.key_batches(path, kind, columns):
+                index.n_bytes += n_bytes
+                ids = pa.nulls(keys.num_rows, pa.string())
+                if "session_id" in keys.schema.names:
+                    check_session_id(keys.schema)
+                    ids = keys.column("session_id").cast(pa.string())
+                    if prefix:
+                        ids = pc.binary_join_element_wise(prefix, ids, "")
+                index.add(ids, None if order is None else integers(keys, order))
+    return index
+
+
+def _session_of(record: Record) -> str | None:
+    name = record.get("session_id")
+    try:
+        return name if isinstance(name, str) and name.encode() is not None else None
+    except UnicodeEncodeError:
+        return None
+
+
+class Piece(NamedTuple):
+    """Complete sessions of a log; ``n_turns`` counts those that were rejected, too."""
+
+    turns: pa.Table
+    n_turns: int
+    rejected: pa.Table
+
+
+class Log:
+    """Files of turns, or an open file or a table of them, and how to read them.
+
+    With ``reject``, sessions that break a rule are rejected with the reason; otherwise
+    they are errors. ``folder`` is the parent of the temporary directory.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        format: Format | None = None,
+        nonfinite_logprobs: validation.Nonfinite = "raise",
+        reject: bool = False,
+        folder: str | os.PathLike[str] | None = None,
+        session_prefix: sources.SessionPrefix | None = None,
+    ) -> None:
+        self._format, self._nonfinite = format, nonfinite_logprobs
+        self._reject, self._folder = reject, folder
+        paths = sources.paths_of(source)
+        # no file, no prefix
+        self._naming = sources.Naming.of(paths or [], session_prefix if paths else None)
+        # why the lines of a session make no turns
+        self._misread: dict[str | None, str] = {}
+        self._source: Any = source
+        self._files: list[Path] = []
+        self._amendments: Amendments | None = None
+        if paths is not None:
+            self._files, self._amendments = turn_files(paths, format, self._naming)
+            self._source = self._files
+
+    def index(self) -> SessionIndex:
+        return index_sessions(self._files, self._format, naming=self._naming)
+
+    def placed(self, error: InvalidTurnsError) -> InvalidTurnsError:
+        return sources.placed(error, self._files, self._format, self._naming)
+
+    def pieces(
+        self, index: SessionIndex, skip: int = 0
+    ) -> Generator[Piece, None, None]:
+        """Tables of complete sessions, in canonical form and the order of `read_turns`.
+
+        ``index`` is of the files as they are; without a session, there is one table. The
+        first ``skip`` turns are left out; they must be those of complete pieces. Raises as
+        `read_turns`.
+        """
+        try:
+            with closing(self._sessions(index)) as tables:
+                for table in (
+                    stages.rechunk(_after(skip, tables)) if index.turns else tables
+                ):
+                    turns, rejected = self._checked(table)
+                    if self._amendments is not None:
+                        turns = self._amendments.fold_into(turns)
+                    yield Piece(turns, table.num_rows, rejected)
+        except InvalidTurnsError as error:
+            raise self.placed(error) from None
+
+    def _checked(self, table: pa.Table) -> tuple[pa.Table, pa.Table]:
+        if not self._reject:
+            turns = validation.check_turns(with_current_keys(table), self._nonfinite)
+            return turns, validation.REJECTED.empty_table()
+        good, bad = validation.reject_turns(table, self._nonfinite)
+        lines = bad.to_pylist()
+        for line in lines:
+            line["reason"] = self._misread.pop(line["session_id"], line["reason"])
+        return with_current_keys(good), pa.Table.from_pylist(lines, validation.REJECTED)
+
+    def _sessions(self, index: SessionIndex) -> Generator[pa.Table, None, None]:
+        buckets = bucket_numbers(index)
+        if index.turns and index.scattered is None:
+            tables = self._tables(index.batch_rows)
+            yield from stages.whole_sessions(
+                batch
+                for table in tables
+                for batch in table.combine_chunks().to_batches()
+            )
+        elif any(buckets.values()):
+            with closing(grouped(self._spilled(), buckets, self._folder)) as found:
+                for stored in found:
+                    yield gather(stages.concat(self._of_bucket(stored)), "turn_index")
+        else:  # everything fits in memory
+            whole = [*self._tables(None)] or [TURNS.empty_table()]
+            yield gather(stages.concat(whole), "turn_index")
+
+    def _stored(
+        self, batch_rows: int | None, of_lines: Any = jsonl.calls
+    ) -> Iterator[pa.Table | Iterator[Record]]:
+        """The turns as stored, and last the lines of all files: turns without a number are
+        counted across the files of a log.
+        """
+        lines: list[tuple[Path, Iterator[Record]]] = []
+        options = self._format, turns_schema, batch_rows, of_lines
+        for file, part in parts_of(self._source, *options):
+            if isinstance(part, pa.Table):
+                yield self._naming.table(part, file)
+            else:
+                lines.append((file, part))
+        yield self._naming.records(lines)
+
+    def _tables(self, batch_rows: int | None) -> Iterator[pa.Table]:
+        """The turns, ``batch_rows`` at a time; None: all lines of JSON make one table.
+
+        Tables of lines end with a session.
+        """
+        for part in self._stored(batch_rows):
+            if isinstance(part, pa.Table):
+                yield self._typed(part)
+            elif batch_rows is not None:
+                yield from map(self._from_records, jsonl.by_session(part, batch_rows))
+            elif (first := next(part, None)) is not None:
+                yield self._from_records(chain([first], part))
+
+    def _typed(self, table: pa.Table) -> pa.Table:
+        if self._reject:
+            return table
+        return canonical(table, turns_schema(table.column_names))
+
+    def _from_records(self, records: Iterable[Record]) -> pa.Table:
+        records = list(records) if self._reject else records
+        try:
+            return from_records(records, nonfinite_logprobs=self._nonfinite)
+        except InvalidTurnsError as error:
+            if not self._reject:
+                raise
+            reason = str(error)
+        sessions: dict[str | None, list[Record]] = {}
+        for record in records:
+            sessions.setdefault(_session_of(record), []).append(record)
+        if None in sessions:
+            odd = sessions[None][0].get("session_id")
+            raise InvalidTurnsError(
+                f"session_id is {reprlib.repr(odd)}: there is no session to reject"
+            )
+        if len(sessions) > 1:
+            return stages.concat(map(self._from_records, sessions.values()))
+        [(name, lines)] = sessions.items()
+        self._misread[name] = reason
+        nothing = {one.name: pa.nulls(len(lines), one.type) for one in TURNS}
+        return pa.table({**nothing, "session_id": [name] * len(lines)})
+
+    def _spilled(self) -> Iterator[pa.RecordBatch]:
+        """The turns as buckets store them: lines of JSON beside their session."""
+        for part in self._stored(limits.MIN_READ_ROWS, jsonl.calls_with_lines):
+            if isinstance(part, pa.Table):
+                yield from part.to_batches()
+                continue
+            while some := [*islice(part, limits.JSON_ROWS)]:
+                names = pa.array([_session_of(one) for one in some], pa.string())
+                texts = pa.array([one[LINE] for one in some], pa.large_binary())
+                yield pa.record_batch([names, texts], ["session_id", LINE])
+
+    def _of_bucket(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        for table in tables:
+            if LINE not in table.column_names:
+                yield self._typed(table)
+                continue
+            texts = (tuples(one, "session_id", LINE) for one in chain([table], tables))
+            yield self._from_records(jsonl.read_again(chain.from_iterable(texts)))
+
+
+def _after(skip: int, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    for table in tables:
+        rest = table.slice(skip)
+        skip = max(skip - table.num_rows, 0)
+        if rest.num_rows:
+            yield rest
+
+
+def turn_files(
+    source: sources.Paths,
+    format: Format | None = None,
+    naming: sources.Naming | None = None,
+) -> tuple[list[Path], Amendments | None]:
+    turns, files = log_files(source, format)
+    if not files:
+        return turns, None
+    if naming is not None and naming.mode == "file":
+        raise ArgumentError(
+            f"{files[0]} amends turns of several files, which session_prefix='file' would "
+            "tell apart: take 'folder'"
+        )
+    lines = [
+        canonical(part if naming is None else naming.table(part, file), AMENDMENTS)
+        for file in files
+        for part in iter_tables(file, format=format)
+    ]
+    return turns, Amendments(stages.concat([AMENDMENTS.empty_table(), *lines]))
+
+
+def read_turns(
+    source: Source,
+    *,
+    format: Format | None = None,
+    map: MapLike | None = None,
+    nonfinite_logprobs: validation.Nonfinite = "raise",
+    session_prefix: sources.SessionPrefix | None = None,
+) -> pa.Table:
+    """Recorded turns, in the schema's canonical form.
+
+    Parameters
+    ----------
+    source : path, list of paths, open binary file, or table
+        A file with the suffix ``.parquet``; ``.arrow``, ``.feather`` or ``.ipc`` (Arrow
+        IPC, file or stream form); ``.arrows`` (stream form); ``.jsonl`` or ``.ndjson``,
+        plain or with ``.gz`` or ``.zst`` added (one call per line, as
+        `trajkit.from_records` takes them); ``.json`` (lines, or one array of calls). A
+        path with ``*`` is a pattern. An address (``s3://bucket/log``, ``hf://...``) is
+        copied to a temporary file with fsspec. A directory is read recursively in path
+        order, JSON Lines files last, without hidden files, files with the suffix ``.json``
+        and files whose metadata name another table. Its amendments are applied: a turn
+        that they call context only has ``trainable = false``, and the column ``amended``
+        gives the reason.
+    format : str, optional
+        Overrides suffix and first bytes: "parquet", "arrow", "arrows", or "jsonl" or
+        "json", alone or with ".gz" or ".zst".
+    map, nonfinite_logprobs : optional
+        As for `trajkit.from_records`, which with ``map`` takes every line or row.
+    session_prefix : {"file", "folder", "no"}, optional
+        What to put before session ids: the path of their file without its suffix, or of
+        its directory, relative to ``source`` (or to the directory that the paths have in
+        common). None and "no": nothing. With None, a session whose calls start over in
+        another file is an error: they have no ``turn_index``, and no prompt that extends
+        that of an earlier call.
+
+    Returns
+    -------
+    Table
+        Sessions in order of first appearance, each contiguous, turns ascending.
+
+    Raises
+    ------
+    ArgumentError, FormatError
+        The suffix of a path is unknown. The content is of an unknown format, or damaged;
+        a line of JSON is longer than 256 MB, or than the environment variable
+        ``TRAJKIT_MAX_LINE_BYTES``.
+    SchemaError, InvalidTurnsError
+        A column is missing or has another type. A value breaks a rule of the schema.
+
+    Warns
+    -----
+    TornLogWarning
+        A log ends within an entry; the text names the file and the bytes left out.
+    """
+    check_choice("nonfinite_logprobs", nonfinite_logprobs, validation.Nonfinite)
+    with sources.local_files(source) as local:
+        if map is None:
+            log = Log(local, format, nonfinite_logprobs, session_prefix=session_prefix)
+            return next(log.pieces(SessionIndex())).turns
+        own = read_map(map)
+        naming = sources.Naming.of(sources.paths_of(local) or [], session_prefix)
+        files: list[tuple[Path, Iterable[Record]]] = []
+        for file, part in parts_of(local, format, of_lines=jsonl.lines):
+            objects = part.to_pylist() if isinstance(part, pa.Table) else part
+            stem = without_suffix(file).name if file.name else None
+            files.append((file, _calls(own, objects, stem)))
+        return collected(naming.records(files), nonfinite_logprobs, mapped=True)
+
+
+def _calls(own: Map, objects: Iterable[Record], stem: str | None) -> Iterator[Record]:
+    for one in objects:
+        yield from own.renamed(one, stem)
+
+
+def scan_turns(
+    source: sources.Paths,
+    *,
+    format: Format | None = None,
+    nonfinite_logprobs: validation.Nonfinite = "raise",
+    folder: str | os.PathLike[str] | None = None,
+    session_prefix: sources.SessionPrefix | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """The turns of files batch by batch, as `trajkit.read_turns` returns them.
+
+    Memory is bounded by a few batches and the largest session. If sessions are scattered
+    or turns out of order, all turns are first written to temporary files, grouped by
+    session.
+
+    Parameters
+    ----------
+    source : path or list of paths
+        Files or directories.
+    format, nonfinite_logprobs, session_prefix
+        As for `trajkit.read_turns`, and so are the errors.
+    folder : path, optional
+        Where temporary files of about the size of the turns as Arrow are made. None:
+        the system's directory for temporary files.
+
+    Yields
+    ------
+    RecordBatch
+        In the order of `trajkit.read_turns`. If there are no turns, one empty batch.
+
+    Examples
+    --------
+    ``tk.write_rows(tk.linearize_batches(tk.scan_turns("log")), "rows.parquet")``
+    """
+    check_choice("nonfinite_logprobs", nonfinite_logprobs, validation.Nonfinite)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with sources.local_files(source) as local:
+            options = format, nonfinite_logprobs, False, folder
+            log = Log(local, *options, session_prefix)
+            with closing(log.pieces(log.index())) as found:
+                yield from stages.batches_in(piece.turns for piece in found)
+
+    return batches()
+
+
+def bucket_numbers(index: SessionIndex) -> dict[str | None, int]:
+    """The bucket of each session: consecutive sessions of about `limits.BUCKET_BYTES`."""
+    room = max(limits.BUCKET_BYTES, index.n_bytes // limits.MAX_BUCKETS)
+    ends = np.cumsum(np.fromiter(index.turns.values(), np.int64, len(index.turns)))
+    each = index.n_bytes / max(index.n_turns, 1)
+    numbers = ((ends - 1) * each).astype(np.int64) // room
+    return dict(zip(index.turns, numbers.tolist(), strict=True))
+
+
+def grouped(
+    batches: Iterable[pa.RecordBatch],
+    buckets: Mapping[str | None, int],
+    folder: str | os.PathLike[str] | None,
+) -> Generator[Iterator[pa.Table], None, None]:
+    """The tables of one bucket after another, through temporary files in ``folder``."""
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
+        for table in _blocks(batches):
+            ids = table.column("session_id").combine_chunks().cast(pa.string())
+            ids = ids.dictionary_encode("encode")
+            names = ids.dictionary.to_pylist()
+            for name in names:
+                if name not in buckets:
+                    raise FormatError(
+                        f"session {name!r} was not there when the files were first read: "
+                        "they changed since. Try again when nothing writes to them"
+                    )
+            numbers = np.array([buckets[name] for name in names], np.int64)
+            of_row = numbers[ids.indices.to_numpy()]
+            for number in np.unique(of_row).tolist():
+                rows = take_rows(table, pa.array(np.flatnonzero(of_row == number)))
+                # streams that were appended are read as one
+                with (
+                    Path(root, f"{number:08d}").open("ab") as file,
+                    pa.ipc.new_stream(file, rows.schema, options=options) as writer,
+                ):
+                    writer.write_table(rows)
+            del table, rows
+        for path in sorted(Path(root).iterdir()):
+            found = arrow.read_batches(path, "arrows", None)
+            yield (pa.Table.from_batches([batch]) for batch in found)
+            path.unlink()
+
+
+def _blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Batches of one schema as tables of about `limits.SPILL_BYTES`, in one chunk each:
+    taking rows of several would concatenate them for each bucket.
+    """
+    some: list[pa.RecordBatch] = []
+    n_bytes = 0
+    for batch in batches:
+        if some and (n_bytes >= limits.SPILL_BYTES or batch.schema != some[0].schema):
+            yield pa.Table.from_batches(some).combine_chunks()
+            some, n_bytes = [], 0
+        some.append(batch)
+        n_bytes += batch.nbytes
+        del batch
+    if some:
+        yield pa.Table.from_batches(some).combine_chunks()

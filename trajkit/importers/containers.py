@@ -23,8 +23,14 @@ from trajkit.errors import ArgumentError, FormatError
 from trajkit.files.arrow import read_batches
 from trajkit.files.formats import Format as Codec
 from trajkit.files.formats import open_input
-from trajkit.files.json_numbers import EACH, Reader, Shape
-from trajkit.files.jsonl import MAX_LINE_BYTES, max_line_bytes, split_lines
+from trajkit.files.jsonl import (
+    EACH,
+    MAX_LINE_BYTES,
+    Reader,
+    Shape,
+    max_line_bytes,
+    split_lines,
+)
 from trajkit.files.sources import fetched, is_address, paths_of
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE
@@ -245,7 +251,7 @@ def _by_magic(file: Path, kinds: dict[bytes, Any], default: Any) -> Any:
 def objects(file: Path, container: str, shape: Shape | None = None) -> Iterator[Placed]:
     """Places and objects of a file; for a damaged one, what is wrong with it.
 
-    ``shape`` names their long arrays (see `trajkit.files.json_numbers`).
+    ``shape`` names their long arrays (see `trajkit.files.jsonl`).
     """
     return _READERS[container](file, shape or {})
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
-from trajkit.files.json_numbers import EACH, IDS, ITEMS, Shape
+from trajkit.files.jsonl import EACH, IDS, ITEMS, Shape
 from trajkit.importers.containers import (
     Finding,
     Head,
@@ -192,7 +192,7 @@ class Table:
         self.has_ids = bool(format.calls or with_ids & self.routes.keys())
 
     def shape(self) -> Shape:
-        """The long arrays of an object (see `trajkit.files.json_numbers`)."""
+        """The long arrays of an object (see `trajkit.files.jsonl`)."""
         shape: dict[str, Any] = {**self.format.arrays}
         prefix = [*_keys(self.format.unfold), *_keys(self._each)]
         for target in _LONG.keys() & self.routes.keys():

@@ -16,10 +16,9 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
-from trajkit.files.group import TEMPORARY, index_sessions
-from trajkit.files.guard import check_outputs, inputs_of, is_parts
 from trajkit.files.run import Watch, folder_of, run
-from trajkit.files.tables import gather, write_table
+from trajkit.files.sources import check_outputs, inputs_of, is_parts
+from trajkit.files.tables import TEMPORARY, gather, index_sessions, write_table
 from trajkit.importers import containers as read
 from trajkit.importers.containers import Finding, Head, has_items, is_array
 from trajkit.importers.formats import (

@@ -18,7 +18,7 @@ from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.words import OUTPUTS, ROLES, TIMES
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.rows.links import find_links
+from trajkit.rows.linearize import find_links
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.columns import take_session, tuples
 from trajkit.turns.attribution import SessionCalls

@@ -8,8 +8,8 @@ is read as four tokens, so the kernel that grows the forest of token paths compa
 too. A call's path is its messages and its reply.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -21,15 +21,8 @@ from trajkit._kernel_names import CALL, LINK, STOPS, numbers
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.policies import TIE_BREAKS, ParentBy, Policy
 from trajkit.schema import KEY_BYTES, LINK_REASONS, SEGMENT_KINDS
-from trajkit.tables import lazy_compute as pc
 from trajkit.tables.ragged import Bools, Ints, Longs, Records
-from trajkit.turns.messages import (
-    Classes,
-    classify,
-    message_body,
-    parse_json,
-    with_equality,
-)
+from trajkit.turns.messages import Classes, classify, parse_json, with_equality
 from trajkit.turns.sessions import Forest, Sessions
 
 Route: TypeAlias = Callable[[Sessions, Forest, Policy], Records]
@@ -50,12 +43,10 @@ def empty_links(calls: Sessions) -> Records:
 
 
 def first_of_session(calls: Sessions) -> Longs:
-    """The first call of each call's session, shape (n_calls,)."""
     return calls.offsets[calls.session]
 
 
 def sessions_of(calls: Sessions) -> Iterator[range]:
-    """The calls of each session."""
     return (range(start, stop) for start, stop in pairwise(calls.offsets.tolist()))
 
 
@@ -110,7 +101,6 @@ def by_tokens(calls: Sessions, forest: Forest, policy: Policy) -> Records:
 
 
 def by_previous(calls: Sessions, forest: Forest, policy: Policy) -> Records:
-    """Each call continues the one before it in its session."""
     links, index = empty_links(calls), np.arange(calls.n_calls)
     links["order"] = index - first_of_session(calls)
     later = links["order"] > 0
@@ -177,7 +167,7 @@ def nodes_within_prompts(forest: Forest, prompt_len: Longs) -> Ints:
 
 RESOLUTIONS = ("root", "resolved", "unresolved")
 """What a source can have recorded of a turn's parent."""
-_SOUND = {REASONS[name] for name in ("root", "tokens", "recorded", "no_parent")}
+_SOUND = {"root", "tokens", "recorded", "no_parent"}
 """The reasons of calls that are not quarantined themselves."""
 
 
@@ -190,26 +180,24 @@ def by_prefix(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     links, ranked = empty_links(calls), calls.by_prompt()
     n_prompt, empty = calls.calls["prompt_len"], calls.calls["out_len"] == 0
     found, ambiguous = _longest_prefixes(forest, n_prompt, ranked[~empty[ranked]])
-    links["link_reason"][found >= 0] = REASONS["tokens"]
-    links["link_reason"][ambiguous] = REASONS["ambiguous"]
-    links["link_reason"][empty] = REASONS["empty"]
-    parents, reasons = found.tolist(), links["link_reason"].tolist()
-    orders = links["order"].tolist()
-    scored, recorded = scored_turns(calls), _recorded_parents(calls)
+    reasons = np.select(
+        [empty, ambiguous, found >= 0], ["empty", "ambiguous", "tokens"], "root"
+    )
     # calls with one prompt have one node and one length
     nodes = prompt_nodes(forest, n_prompt).tolist()
-    prompts = list(zip(nodes, n_prompt.tolist(), strict=True))
+    prompts = [*zip(nodes, n_prompt.tolist(), strict=True)]
+    orders = links["order"].tolist()
+    made = _Prefixes(calls, forest, prompts, found.tolist(), reasons.tolist(), orders)
+    scored, recorded = scored_turns(calls), _recorded_parents(calls)
     for session in sessions_of(calls):
         within = ranked[session.start : session.stop]
         in_order = within[~empty[within]].tolist()
         if recorded:
-            _follow_recorded(
-                calls, forest, session, in_order, recorded, parents, reasons
-            )
+            made.follow_recorded(session, in_order, recorded)
         main = scored.get(session.start)
-        rejected = _rejected(in_order, parents, reasons, prompts, main)
-        _rank(in_order, parents, reasons, orders, rejected, main)
-    links["parent"], links["order"], links["link_reason"] = parents, orders, reasons
+        made.rank(in_order, made.rejected(in_order, main), main)
+    links["parent"], links["order"] = made.parents, made.orders
+    links["link_reason"] = [REASONS[reason] for reason in made.reasons]
     return links
 
 
@@ -238,7 +226,6 @@ def _longest_prefixes(
 
 
 def _path_to(call: int | None, parents: list[int]) -> list[int]:
-    """A call and those that it continues."""
     chain = []
     while call is not None and call >= 0:
         chain.append(call)
@@ -246,74 +233,122 @@ def _path_to(call: int | None, parents: list[int]) -> list[int]:
     return chain
 
 
-def _rejected(
-    ranked: list[int],
-    parents: list[int],
-    reasons: list[int],
-    prompts: list[tuple[int, int]],
-    scored: int | None,
-) -> set[int]:
-    """The calls of a session that are ambiguous or a rejected retry; completes reasons."""
-    main = set(_path_to(scored, parents))
-    ambiguous = {call for call in ranked if reasons[call] == REASONS["ambiguous"]}
-    extended = {parents[call] for call in ranked if call not in ambiguous}
-    families: dict[tuple[int, tuple[int, int]], list[int]] = {}
-    for call in ranked:
-        families.setdefault((parents[call], prompts[call]), []).append(call)
-    rejected = set(ambiguous)
-    for family in families.values():
-        if len(family) == 1:
-            continue
-        kept = extended if main.isdisjoint(family) else main
-        resolved = not kept.isdisjoint(family)
-        if scored is not None and not resolved:
-            kept, resolved = {family[0]}, True
-        for call in family:
-            if call in ambiguous:
-                reason = "ambiguous" if resolved else "unresolved_ambiguous"
-            elif call in kept:
-                continue
-            elif not resolved and call == family[0]:
-                reason = "unresolved_kept"
-            else:
-                reason = "superseded" if resolved else "unresolved"
-                rejected.add(call)
-            reasons[call] = REASONS[reason]
-    return rejected
+@dataclass(frozen=True, slots=True)
+class _Prefixes:
+    """Of each call: the node and length of its prompt, parent, reason and order.
 
-
-def _rank(
-    ranked: list[int],
-    parents: list[int],
-    reasons: list[int],
-    orders: list[int],
-    rejected: set[int],
-    scored: int | None,
-) -> None:
-    """Rank the calls of a session that are in a chain, and complete the others' reasons.
-
-    Nothing continues the call ``scored``, and its chain is the first.
+    ``ranked`` are the calls of a session with an output, the shortest prompt first.
     """
-    sound: set[int] = set()  # no call from the root to these is rejected
-    for call in ranked:
-        parent = parents[call]
-        follows = parent < 0 or (parent in sound and parent != scored)
-        if call not in rejected and follows:
-            sound.add(call)
-    # A chain runs from a root to a call without children, or to the scored one.
-    continued = {parents[call] for call in ranked} - {scored}
-    chained: set[int] = set()
-    for call in reversed(ranked):
-        if call in sound and (call not in continued or call in chained):
-            chained.update((call, parents[call]))
-    main = _path_to(scored, parents) if scored in chained else []
-    rank = 0
-    for call in sorted(ranked, key=lambda call: call not in main):
-        if call in chained:
-            orders[call] = rank
-            rank += 1
-        elif reasons[call] in _SOUND:
-            reasons[call] = REASONS["chain_quarantined"]
+
+    calls: Sessions
+    forest: Forest
+    prompts: list[tuple[int, int]]
+    parents: list[int]
+    reasons: list[str]
+    orders: list[int]
+
+    def rejected(self, ranked: list[int], scored: int | None) -> set[int]:
+        """Those that are ambiguous or a rejected retry; completes reasons."""
+        parents, reasons = self.parents, self.reasons
+        main = set(_path_to(scored, parents))
+        ambiguous = {call for call in ranked if reasons[call] == "ambiguous"}
+        extended = {parents[call] for call in ranked if call not in ambiguous}
+        families: dict[tuple[int, tuple[int, int]], list[int]] = {}
+        for call in ranked:
+            families.setdefault((parents[call], self.prompts[call]), []).append(call)
+        rejected = set(ambiguous)
+        for family in families.values():
+            if len(family) == 1:
+                continue
+            kept = extended if main.isdisjoint(family) else main
+            resolved = not kept.isdisjoint(family)
+            if scored is not None and not resolved:
+                kept, resolved = {family[0]}, True
+            for call in family:
+                if call in ambiguous:
+                    reasons[call] = "ambiguous" if resolved else "unresolved_ambiguous"
+                elif call in kept:
+                    continue
+                elif not resolved and call == family[0]:
+                    reasons[call] = "unresolved_kept"
+                else:
+                    reasons[call] = "superseded" if resolved else "unresolved"
+                    rejected.add(call)
+        return rejected
+
+    def rank(self, ranked: list[int], rejected: set[int], scored: int | None) -> None:
+        """Rank those that are in a chain, and complete the others' reasons.
+
+        Nothing continues the call ``scored``, and its chain is the first.
+        """
+        parents = self.parents
+        sound: set[int] = set()  # no call from the root to these is rejected
+        for call in ranked:
+            parent = parents[call]
+            follows = parent < 0 or (parent in sound and parent != scored)
+            if call not in rejected and follows:
+                sound.add(call)
+        # A chain runs from a root to a call without children, or to the scored one.
+        continued = {parents[call] for call in ranked} - {scored}
+        chained: set[int] = set()
+        for call in reversed(ranked):
+            if call in sound and (call not in continued or call in chained):
+                chained.update((call, parents[call]))
+        main = _path_to(scored, parents) if scored in chained else []
+        in_order = sorted(ranked, key=lambda call: call not in main)
+        for rank, call in enumerate(call for call in in_order if call in chained):
+            self.orders[call] = rank
+        for call in ranked:
+            if call not in chained and self.reasons[call] in _SOUND:
+                self.reasons[call] = "chain_quarantined"
+
+    def follow_recorded(
+        self, session: range, ranked: list[int], recorded: list[list[object]]
+    ) -> None:
+        """Replace parents and reasons, if the session has recorded parents.
+
+        Raises InvalidTurnsError for what contradicts itself.
+        """
+        resolutions, parent_names, names = recorded
+        if all(resolutions[k] is None and parent_names[k] is None for k in session):
+            return
+        place, numbers = self.calls.place, self.calls.turn_index
+        named: dict[object, int] = {}
+        for call in session:
+            name = names[call]
+            if name is not None and named.setdefault(name, call) != call:
+                raise InvalidTurnsError(
+                    f"{place(call)}: request_id {name!r} is that of turn "
+                    f"{numbers[named[name]]}, too: a session with recorded parents has "
+                    "each once"
+                )
+        before: set[int] = set()
+        for call in ranked:
+            resolution, name = resolutions[call], parent_names[call]
+            rule = None
+            if resolution is not None and resolution not in RESOLUTIONS:
+                rule = f"expected one of {', '.join(RESOLUTIONS)}"
+            elif resolution == "resolved" and name is None:
+                rule = "parent_request is null: expected the request_id of the parent"
+            elif resolution in ("root", "unresolved") and name is not None:
+                rule = f"parent_request is {name!r}: expected null"
+            if rule is not None:
+                raise InvalidTurnsError(
+                    f"{place(call)}: parent_resolution is {resolution!r}, {rule}"
+                )
+            parent, reason = named.get(name, -1), "no_parent"
+            if resolution == "root":
+                reason = "root"
+            elif parent in before:
+                shared = _core.shared_length(self.forest.paths, parent, call)
+                if shared == self.calls.path_len[parent]:
+                    reason = "recorded"
+            elif name is not None and self.reasons[call] == "tokens":
+                # the recorded one is missing, and only one path begins the prompt
+                parent, reason = self.parents[call], "tokens"
+            self.parents[call] = parent if reason in ("recorded", "tokens") else -1
+            self.reasons[call] = reason
+            before.add(call)
 
 
 def scored_turns(calls: Sessions) -> dict[int, int]:
@@ -346,61 +381,6 @@ def _recorded_parents(calls: Sessions) -> list[list[object]]:
         return []
     columns.append(optional_column(calls, names[2], pa.string()))
     return [values or [None] * calls.n_calls for values in columns]
-
-
-def _follow_recorded(
-    calls: Sessions,
-    forest: Forest,
-    session: range,
-    ranked: list[int],
-    recorded: list[list[object]],
-    parents: list[int],
-    reasons: list[int],
-) -> None:
-    """Replace parents and reasons of a session's calls, if it has recorded parents.
-
-    ``ranked`` are the calls with an output, the shortest prompt first. Raises
-    InvalidTurnsError for what contradicts itself.
-    """
-    resolutions, parent_names, names = recorded
-    if all(resolutions[k] is None and parent_names[k] is None for k in session):
-        return
-    named: dict[object, int] = {}
-    for call in session:
-        name = names[call]
-        if name is not None and named.setdefault(name, call) != call:
-            raise InvalidTurnsError(
-                f"{calls.place(call)}: request_id {name!r} is that of turn "
-                f"{calls.turn_index[named[name]]}, too: a session with recorded parents "
-                "has each once"
-            )
-    before: set[int] = set()
-    for call in ranked:
-        resolution, name = resolutions[call], parent_names[call]
-        rule = None
-        if resolution is not None and resolution not in RESOLUTIONS:
-            rule = f"expected one of {', '.join(RESOLUTIONS)}"
-        elif resolution == "resolved" and name is None:
-            rule = "parent_request is null: expected the request_id of the parent"
-        elif resolution in ("root", "unresolved") and name is not None:
-            rule = f"parent_request is {name!r}: expected null"
-        if rule is not None:
-            raise InvalidTurnsError(
-                f"{calls.place(call)}: parent_resolution is {resolution!r}, {rule}"
-            )
-        parent, reason = named.get(name, -1), "no_parent"
-        if resolution == "root":
-            reason = "root"
-        elif parent in before:
-            shared = _core.shared_length(forest.paths, parent, call)
-            if shared == calls.path_len[parent]:
-                reason = "recorded"
-        elif name is not None and reasons[call] == REASONS["tokens"]:
-            # the recorded one is missing, and only one path begins the prompt
-            parent, reason = parents[call], "tokens"
-        parents[call] = parent if reason in ("recorded", "tokens") else -1
-        reasons[call] = REASONS[reason]
-        before.add(call)
 
 
 # The policy ``miles``: a forest of generations, by messages, checked by tokens.
@@ -442,7 +422,6 @@ def by_generations(calls: Sessions, forest: Forest, policy: Policy) -> Records:
         return node
 
     def find(call: int) -> int:
-        """The generation that a call continues, or -1."""
         if not listed[call]:
             return index.find(call)
         node = open_node(last_nodes[call])
@@ -463,6 +442,27 @@ def by_generations(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     parents, reasons = links["parent"].tolist(), links["link_reason"].tolist()
     orders = links["order"].tolist()
     depths = [0] * len(links)  # generations from the root on; 0: none
+
+    def rank(session: range) -> None:
+        """Rank the generations: the deepest chain first, then the latest."""
+        last_child = {parents[call]: call for call in session if depths[call]}
+        leaves = []
+        for call in session:
+            if depths[call] and call not in last_child:
+                if parents[call] >= 0 and last_child[parents[call]] != call:
+                    reasons[call] = REASONS["retried"]
+                else:
+                    leaves.append(call)
+        n_ranked = 0
+        for leaf in sorted(leaves, key=lambda one: (depths[one], one), reverse=True):
+            chain, call = [], leaf
+            while call >= 0 and orders[call] < 0:
+                chain.append(call)
+                call = parents[call]
+            for call in reversed(chain):
+                orders[call] = n_ranked
+                n_ranked += 1
+
     for session in sessions_of(calls):
         for call in session:
             if unrouted[call]:
@@ -481,36 +481,9 @@ def by_generations(calls: Sessions, forest: Forest, policy: Policy) -> Records:
                     latest[end] = call
             elif end >= 0:
                 n_open[end] -= 1
-        _rank_by_depth(session, parents, reasons, orders, depths)
+        rank(session)
     links["parent"], links["order"], links["link_reason"] = parents, orders, reasons
     return links
-
-
-def _rank_by_depth(
-    session: range,
-    parents: list[int],
-    reasons: list[int],
-    orders: list[int],
-    depths: list[int],
-) -> None:
-    """Rank the generations of a session: the deepest chain first, then the latest."""
-    last_child = {parents[call]: call for call in session if depths[call]}
-    leaves = []
-    for call in session:
-        if depths[call] and call not in last_child:
-            if parents[call] >= 0 and last_child[parents[call]] != call:
-                reasons[call] = REASONS["retried"]
-            else:
-                leaves.append(call)
-    rank = 0
-    for leaf in sorted(leaves, key=lambda one: (depths[one], one), reverse=True):
-        chain, call = [], leaf
-        while call >= 0 and orders[call] < 0:
-            chain.append(call)
-            call = parents[call]
-        for call in reversed(chain):
-            orders[call] = rank
-            rank += 1
 
 
 # The policy ``segments``: one main chain, and at most one chain of a sub-agent. A call of
@@ -520,8 +493,6 @@ def _rank_by_depth(
 
 # The number of each kind in a record; 0 is no segment.
 _SEGMENTS = {kind: number for number, kind in enumerate(SEGMENT_KINDS, 1)}
-# The JSON key that names the answered tool call, and the id in quotes.
-_ANSWERS = re.compile(r'"tool_(?:call|use)_id":\s*("(?:[^"\\]|\\.)*")')
 
 
 def by_agents(calls: Sessions, forest: Forest, policy: Policy) -> Records:
@@ -637,32 +608,21 @@ def find_dispatches(
     """
     numbers: dict[object, int] = {}
     of_class = np.full(len(classes.bodies) + 1, -1, np.int32)  # [-1]: no reply
+    answers: dict[int, list[int]] = {}
     if tools:
-        replies = np.unique(classes.replies[classes.replies >= 0])
-        bodies = classes.bodies.take(replies)
-        # Only replies that may call one of the tools are parsed.
-        names = "|".join(re.escape(_quoted(tool)) for tool in tools)
-        calling = pc.match_substring_regex(bodies, rf'"name":\s*(?:{names})')
-        shown = bodies.filter(calling).to_pylist()
-        for k, body in zip(replies[np.asarray(calling)], shown, strict=True):
-            ids = [
-                call for name, call in _tool_calls(parse_json(body)) if name in tools
-            ]
+        # the keys that matter begin so
+        bodies = enumerate(classes.bodies.to_pylist())
+        messages = {k: parse_json(body) for k, body in bodies if '"tool' in body}
+        for k in sorted(messages.keys() & {*classes.replies.tolist()}):
+            ids = [call for name, call in _tool_calls(messages[k]) if name in tools]
             if ids:
                 of_class[k] = numbers.setdefault(ids[-1], len(numbers))
-    answers: dict[int, list[int]] = {}
-    quoted = {_quoted(call) for call in numbers if isinstance(call, str)}
-    for k, body in enumerate(classes.bodies.to_pylist() if quoted else ()):
-        if not quoted.isdisjoint(_ANSWERS.findall(body)):
-            answered = _answered(parse_json(body))
-            if known := [numbers[call] for call in answered if call in numbers]:
+        for k, message in messages.items():
+            if known := [
+                numbers[call] for call in _answered(message) if call in numbers
+            ]:
                 answers[k] = known
     return of_class[classes.replies].tolist(), answers
-
-
-def _quoted(text: str) -> str:
-    """A string as message bodies contain it."""
-    return message_body({"": text})[len('{"":') : -1]
 
 
 def _tool_calls(message: object) -> list[tuple[object, object]]:
@@ -679,7 +639,6 @@ def _tool_calls(message: object) -> list[tuple[object, object]]:
 
 
 def _answered(message: object) -> list[str]:
-    """Ids of the answered tool calls, from ``tool_call_id`` or ``tool_result`` blocks."""
     ids = [message.get("tool_call_id")] if isinstance(message, dict) else []
     for block in _objects(message, "content"):
         if block.get("type") == "tool_result":
@@ -688,7 +647,6 @@ def _answered(message: object) -> list[str]:
 
 
 def _objects(message: object, name: str) -> list[dict[str, object]]:
-    """The objects in the list under a key of the message, if there is one."""
     values = message.get(name) if isinstance(message, dict) else None
     listed = values if isinstance(values, list) else []
     return [value for value in listed if isinstance(value, dict)]

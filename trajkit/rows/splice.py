@@ -19,8 +19,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._kernel_names import STOPS
 from trajkit.policies import Policy
-from trajkit.rows.payloads import PathRanges
-from trajkit.rows.plan import Plan
+from trajkit.rows.plan import PathRanges, Plan
 from trajkit.schema import LINK_REASONS, SPAN, SPAN_KINDS, TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.columns import dictionary_for
@@ -122,7 +121,6 @@ class Spliced:
         return batch.set_column(index, field, column)
 
     def _row_of(self, rows: Records) -> Longs:
-        """The row that ends with each call, or -1."""
         row_of = np.full(len(self.links), -1)
         row_of[rows["last"]] = np.arange(len(rows))
         return row_of
@@ -187,7 +185,6 @@ def splice(sessions: Sessions, links: Records, policy: Policy) -> Spliced:
 
 
 def _lost(sessions: Sessions, dropped: Longs, policy: Policy) -> Longs:
-    """See `Spliced.lost`."""
     dropped = dropped[sessions.calls["trainable"][dropped] != 0]
     if not len(dropped):
         return np.zeros((3, 0), np.int64)
@@ -271,7 +268,6 @@ def _ends_of_turn(
 def _table(
     sessions: Sessions, before: Longs, place: Longs, own: Ragged, outputs: Ragged
 ) -> Sessions:
-    """Turns whose prompts are ``own`` after the first ``place`` tokens of the row."""
     has_base = (before >= 0) & (before < np.arange(len(before)))
     late = np.flatnonzero((before >= 0) & ~has_base)
     if len(late):
@@ -297,6 +293,5 @@ def _table(
 
 
 def ended(sessions: Sessions) -> Bools:
-    """Whether the engine said that a call's output ended its turn, shape (n_calls,)."""
     reasons = sessions.table.column("finish_reason")
     return np.asarray(pc.is_in(reasons, value_set=pa.array(ENDED)))

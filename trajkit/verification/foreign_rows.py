@@ -17,8 +17,7 @@ from trajkit.tables.canonical import canonical
 from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Floats, Ints, Longs
 from trajkit.turns.flat_buffers import TurnTokens
-from trajkit.verification.context import Case, count
-from trajkit.verification.rules import not_trained
+from trajkit.verification.rules import Case, count, not_trained
 
 FOREIGN = pa.schema(
     [

@@ -16,7 +16,7 @@ from trajkit._arguments import arrow_source
 from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import as_table, canonical_rows
-from trajkit.verification.context import count
+from trajkit.verification.rules import count
 
 Array = npt.NDArray[Any]
 
@@ -37,6 +37,11 @@ LOGPROBS = (
     *("logprobs", "rollout_log_probs", "response_logprobs", "sampling_logprobs"),
     *("sampling_per_token_logps", "inference_logprobs", "output_logprobs"),
 )
+_COLUMNS = {
+    *(*WHOLE, *MASKS, *LOGPROBS, *_SAMPLED, *(name for part in PARTS for name in part)),
+    *(_COMPLETION, "prompt_mask", "attention_mask", "labels", "response_length"),
+    *("row_index", "spans", "suffix_mask"),
+}
 NOT_TRAINED = -100
 """The label of a token that is not trained."""
 
@@ -55,7 +60,6 @@ PLAIN = pa.schema(
 
 
 def is_rows(names: list[str]) -> bool:
-    """Whether a table with these columns has rows and not turns."""
     if "output_ids" in names:
         return False
     whole = any(name in names for name in (*WHOLE, "suffix_mask"))
@@ -80,36 +84,11 @@ def plain_rows(given: object) -> pa.Table:
     if {"spans", "suffix_mask"} & {*table.column_names}:
         tokens = ["input_ids", "loss_mask", "logprobs"]
         table = canonical_rows(table).select(["session_id", "row_index", *tokens])
-    found = [_plain(row, k) for k, row in enumerate(_rows(table))]
-    lists = {
-        name: pa.array([row[name] for row in found], PLAIN.field(name).type)
-        for name in PLAIN.names
-    }
-    return pa.table(lists, PLAIN)
-
-
-_COLUMNS = {
-    *(*WHOLE, *MASKS, *LOGPROBS, *_SAMPLED, *(name for part in PARTS for name in part)),
-    *(_COMPLETION, "prompt_mask", "attention_mask", "labels", "response_length"),
-    *("row_index", "spans", "suffix_mask"),
-}
-
-
-def _fields(one: Any) -> dict[str, Any]:
-    if isinstance(one, Mapping):
-        return dict(one)
-    if is_dataclass(one) and not isinstance(one, type):
-        return asdict(one)
-    if not hasattr(one, "__dict__"):
-        raise SchemaError(
-            f"rows: a list with a {type(one).__name__}: expected dicts, or objects with "
-            "the fields of a row"
-        )
-    return dict(vars(one))
+    found = [_plain(row, number) for number, row in enumerate(_rows(table))]
+    return pa.Table.from_pylist(found, PLAIN)
 
 
 def _table(given: Any) -> pa.Table:
-    """A table of columns, records, or objects with attributes."""
     if hasattr(given, "batch") and hasattr(given, "non_tensor_batch"):
         given = given.batch  # of verl's DataProto
     if hasattr(given, "to_dict") and hasattr(given, "batch_size"):  # a TensorDict
@@ -132,6 +111,19 @@ def _table(given: Any) -> pa.Table:
     return as_table(given)
 
 
+def _fields(one: Any) -> dict[str, Any]:
+    if isinstance(one, Mapping):
+        return dict(one)
+    if is_dataclass(one) and not isinstance(one, type):
+        return asdict(one)
+    if not hasattr(one, "__dict__"):
+        raise SchemaError(
+            f"rows: a list with a {type(one).__name__}: expected dicts, or objects with "
+            "the fields of a row"
+        )
+    return dict(vars(one))
+
+
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """The rows, with lists of numbers as arrays, without nulls."""
     for batch in table.to_batches():
@@ -152,21 +144,18 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
-    name = next((name for name in WHOLE if name in row), None)
-    part = next((part for part in PARTS if {*part} <= {*row}), None)
-    if name is not None:
-        ids = row[name]
-    elif part is not None:
-        ids = np.concatenate([row[part[0]], row[part[1]]])
-    else:
+    where = f"row {number} has the columns {', '.join(row)}"
+    whole = [row[name] for name in WHOLE if name in row]
+    parts = [[row[name] for name in part] for part in PARTS if {*part} <= {*row}]
+    if not whole and not parts:
         raise SchemaError(
-            f"row {number} has the columns {', '.join(row)}: expected ids, as input_ids "
-            "(or tokens, sequences), or as prompts and responses (or prompt_ids and "
-            "completion_ids or response_ids)"
+            f"{where}: expected ids, as input_ids (or tokens, sequences), or as prompts "
+            "and responses (or prompt_ids and completion_ids or response_ids)"
         )
+    ids = whole[0] if whole else np.concatenate(parts[0])
     n = len(ids)
 
-    def aligned(name: str, fill: float) -> Array:
+    def aligned(name: str, fill: float = 0) -> Array:
         """Values of the end of the row, as many as it has tokens."""
         values = row[name]
         if len(values) > n:
@@ -178,20 +167,23 @@ def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
 
     exists = np.ones(n, np.bool_)
     if "attention_mask" in row:
-        exists = aligned("attention_mask", 0) != 0
-    elif part is not None and "prompt_mask" in row:
-        exists[: len(row[part[0]])] = row["prompt_mask"] != 0
+        exists = aligned("attention_mask") != 0
+    elif parts and "prompt_mask" in row:
+        n_prompt = len(parts[0][0])
+        exists[:n_prompt] = row["prompt_mask"] != 0
         if _COMPLETION in row:
-            exists[len(row[part[0]]) :] = row[_COMPLETION] != 0
+            exists[n_prompt:] = row[_COMPLETION] != 0
     mask = _mask(row, ids, number, aligned)
-    logprobs = next(
-        (aligned(name, float("nan")) for name in LOGPROBS if name in row), None
-    )
+    if mask is None:
+        raise SchemaError(
+            f"{where}: expected a mask, one of {', '.join((*MASKS, _COMPLETION, 'labels'))}"
+        )
     kept = np.flatnonzero(exists)
     padding = int(kept[0]) if len(kept) else 0
     at = slice(padding, int(kept[-1]) + 1 if len(kept) else 0)
-    if logprobs is not None:
-        own = logprobs[at].astype(np.float32)
+    logprobs = None
+    for name in [name for name in LOGPROBS if name in row][:1]:
+        own = aligned(name, float("nan"))[at].astype(np.float32)
         logprobs = pa.array(own, pa.float32(), mask=np.isnan(own))
     session = row.get("session_id")
     return {
@@ -205,21 +197,18 @@ def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _mask(
-    row: dict[str, Any],
-    ids: Array,
-    number: int,
-    aligned: Callable[[str, float], Array],
-) -> Bools:
+    row: dict[str, Any], ids: Array, number: int, aligned: Callable[..., Array]
+) -> Bools | None:
+    mask: Bools
     for name in MASKS:
         if name in row:
-            return aligned(name, 0).astype(np.bool_)
-    names = [name for name in (_COMPLETION, *_SAMPLED) if name in row]
-    if names:
-        all_of: Bools = np.all([aligned(name, 0) != 0 for name in names], axis=0)
-        return all_of
+            return aligned(name).astype(np.bool_)
+    if names := [name for name in (_COMPLETION, *_SAMPLED) if name in row]:
+        mask = np.all([aligned(name) != 0 for name in names], axis=0)
+        return mask
     if "labels" in row:
         labels = aligned("labels", NOT_TRAINED)
-        mask: Bools = labels != NOT_TRAINED
+        mask = labels != NOT_TRAINED
         at = np.flatnonzero(mask)
         if (labels[at] == ids[at]).all():
             return mask
@@ -231,9 +220,6 @@ def _mask(
             "there nor the next one"
         )
     if "response_length" in row:  # slime: a loss_mask of None trains the response
-        trained: Bools = np.arange(len(ids)) >= len(ids) - int(row["response_length"])
-        return trained
-    raise SchemaError(
-        f"row {number} has the columns {', '.join(row)}: expected a mask, one of "
-        f"{', '.join((*MASKS, _COMPLETION, 'labels'))}"
-    )
+        mask = np.arange(len(ids)) >= len(ids) - int(row["response_length"])
+        return mask
+    return None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations  # a signature shows the words below
 
+import os
 from collections import Counter, defaultdict
-from collections.abc import Container, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
@@ -12,31 +16,28 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arguments import check_choice, chosen_int
-from trajkit.errors import SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.files import run as file_run
+from trajkit.files import sources
+from trajkit.files import tables as file_tables
+from trajkit.files.formats import paths_in
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.linearize import linearize
+from trajkit.schema import ROWS
 from trajkit.schema.engine import Violation, shown
-from trajkit.tables import limits
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables import limits, stages
 from trajkit.tables.canonical import Rows, TableLike, as_table, canonical_rows
 from trajkit.tables.columns import empty_batch, take_rows
-from trajkit.tables.ragged import Ints, Longs
-from trajkit.tables.stages import (
-    Batches,
-    Source,
-    batches_in,
-    batches_of,
-    in_step,
-    whole_sessions,
-)
+from trajkit.tables.ragged import Longs
 from trajkit.turns.flat_buffers import FlatRows, flat_rows, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.turns.sessions import Sessions
-from trajkit.verification.context import Case, consecutive, count, violations_table
+from trajkit.verification import rules
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
 from trajkit.verification.row_forms import is_rows, plain_rows
-from trajkit.verification.rules import check_rows
 
 WeighBy: TypeAlias = Literal["token", "row", "rollout", "constant"]
 
@@ -100,11 +101,9 @@ def verify(
 
     Raises
     ------
-    SchemaError
-        A column is missing or cannot be cast to its type.
-    InvalidTurnsError
-        The turns of a session are not contiguous, or ``reward`` or ``sessions`` lacks a
-        session.
+    SchemaError, InvalidTurnsError
+        A column is missing or has another type. The turns of a session are not contiguous,
+        or ``reward`` or ``sessions`` lacks a session.
     PolicyError, ArgumentError
         The policy does not exist, or ``max_row_tokens`` or ``weigh_by`` is not allowed.
 
@@ -121,59 +120,42 @@ def verify(
     >>> found.select(["turn_index", "token", "rule"]).to_pylist()
     [{'turn_index': 0, 'token': 1, 'rule': 'not_trained'}]
     """
-    judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
+    judge = Judge.of(policy, reward, sessions, max_row_tokens, weigh_by)
     return judge.found(any_rows(as_table(rows)), as_turns(turns))
 
 
 def verify_batches(
-    rows: Source,
-    turns: Source,
+    rows: stages.Source,
+    turns: stages.Source,
     policy: str | Policy | None = None,
     **options: Unpack[_Options],
-) -> Batches:
+) -> stages.Batches:
     """From record batches to an iterator of record batches; see `verify`.
 
     The batches of a session are consecutive, and the rows have a ``session_id`` and
     their sessions in the order of the turns; else it is an InvalidTurnsError.
     """
-    judge = judge_of(policy, **options)
+    judge = Judge.of(policy, **options)
 
     def found() -> Iterator[pa.Table]:
-        lead = whole_sessions(batches_of(turns))
-        for own, theirs in in_step(lead, numbered(batches_of(rows)), "turns", "rows"):
+        lead = stages.whole_sessions(stages.batches_of(turns))
+        follows = numbered(stages.batches_of(rows))
+        for own, theirs in stages.in_step(lead, follows, "turns", "rows"):
             if own is not None:
                 yield judge.found(theirs, own)
             else:
-                yield violations_table(list(session_faults(theirs.to_batches(), ())))
+                faults = [*session_faults(theirs.to_batches(), ())]
+                yield rules.violations_table(faults)
 
-    return batches_in(found())
-
-
-def judge_of(
-    policy: str | Policy | None,
-    reward: Reward = None,
-    sessions: TableLike | None = None,
-    max_row_tokens: int | None = None,
-    weigh_by: WeighBy = "token",
-) -> Judge:
-    if max_row_tokens is not None:
-        max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
-    check_choice("weigh_by", weigh_by, WeighBy)
-    facts = session_facts(reward, sessions)
-    known: tuple[str, ...] = ()
-    if reward is not None or sessions is not None:
-        known = ("reward",) if facts.table is None else ("reward", "group_id")
-    chosen = None if policy is None else named_policy(policy)
-    return Judge(chosen, max_row_tokens, facts, known, weigh_by)
+    return stages.batches_in(found())
 
 
 def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
     """Rows of any system, cast to the types that the checks expect."""
     if "spans" in table.column_names:
         return canonical_rows(table)
-    if not {"input_ids", "loss_mask"} <= {*table.column_names} and is_rows(
-        table.column_names
-    ):
+    names = table.column_names
+    if is_rows(names) and not {"input_ids", "loss_mask"} <= {*names}:
         table = plain_rows(table)
     return foreign_rows(table, first)
 
@@ -223,14 +205,31 @@ def session_faults(
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """The checked options of `verify`."""
-
     policy: Policy | None
     cap: int | None
     facts: SessionFacts
     # names of the metadata that the caller gave
     known: tuple[str, ...]
     weigh_by: WeighBy
+
+    @classmethod
+    def of(
+        cls,
+        policy: str | Policy | None,
+        reward: Reward = None,
+        sessions: TableLike | None = None,
+        max_row_tokens: int | None = None,
+        weigh_by: WeighBy = "token",
+    ) -> Judge:
+        if max_row_tokens is not None:
+            max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
+        check_choice("weigh_by", weigh_by, WeighBy)
+        facts = session_facts(reward, sessions)
+        known: tuple[str, ...] = ()
+        if reward is not None or sessions is not None:
+            known = ("reward",) if facts.table is None else ("reward", "group_id")
+        chosen = None if policy is None else named_policy(policy)
+        return cls(chosen, max_row_tokens, facts, known, weigh_by)
 
     def found(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
         """Violations in rows that `any_rows` has cast, compared with these turns."""
@@ -247,7 +246,7 @@ class Judge:
             raise SchemaError("session_id is null in some rows: expected all or none")
         for part, which in parts:
             here = take_rows(rows, pa.array(which))
-            case = Case(
+            case = rules.Case(
                 flat_rows(here, align_right=not own),
                 flat_turns(part),
                 sessions_of(here, part),
@@ -257,11 +256,11 @@ class Judge:
                 found,
             )
             if own:
-                check_rows(case, self.known, self.weigh_by)
+                rules.check_rows(case, self.known, self.weigh_by)
             else:
                 verify_located(case)
             _compare(case, own=own)
-        return violations_table(found, names)
+        return rules.violations_table(found, names)
 
 
 def _parts(calls: Sessions, session: Rows) -> Iterator[tuple[Sessions, Rows]]:
@@ -286,10 +285,10 @@ _SPAN = ("kind", "start", "stop", "turn_index", "output_start", "output_stop")
 
 _Row: TypeAlias = dict[str, Any]
 """``ids`` and ``mask`` of a row as arrays, its columns, and its spans as tuples."""
+_Pair: TypeAlias = tuple[_Row | None, _Row | None]
 
 
-def _compare(case: Case, *, own: bool) -> None:
-    """Report where the rows of sessions without a violation are not those of the policy."""
+def _compare(case: rules.Case, *, own: bool) -> None:
     if case.policy is None or (case.found and not own):
         return
     calls, word = case.turns.calls, f"policy {case.policy.name!r}"
@@ -319,27 +318,21 @@ def _rows(rows: FlatRows, *, named: bool) -> dict[str | None, list[_Row]]:
     return found
 
 
-_Pairs: TypeAlias = list[tuple[_Row | None, _Row | None]]
-
-
-def _by_index(here: list[_Row], due: list[_Row]) -> _Pairs:
+def _by_index(here: list[_Row], due: list[_Row]) -> list[_Pair]:
     of_index = {row["row_index"]: row for row in due}
-    pairs: _Pairs = [(row, of_index.pop(row["row_index"], None)) for row in here]
+    pairs: list[_Pair] = [(row, of_index.pop(row["row_index"], None)) for row in here]
     return [*pairs, *((None, row) for row in of_index.values())]
 
 
-def _by_tokens(here: list[_Row], due: list[_Row]) -> _Pairs:
+def _by_tokens(here: list[_Row], due: list[_Row]) -> list[_Pair]:
     """Rows and those of the policy, by equal tokens, else by the longest common prefix."""
-
-    def key(row: _Row) -> tuple[bytes, bytes]:
-        return row["ids"].tobytes(), row["mask"].tobytes()
-
     same = defaultdict(list)
     for row in reversed(due):
-        same[key(row)].append(row)
-    pairs: _Pairs = [
-        (row, same[key(row)].pop() if same[key(row)] else None) for row in here
-    ]
+        same[row["ids"].tobytes(), row["mask"].tobytes()].append(row)
+    pairs: list[_Pair] = []
+    for row in here:
+        equal = same[row["ids"].tobytes(), row["mask"].tobytes()]
+        pairs.append((row, equal.pop() if equal else None))
     rest = [row for rows in same.values() for row in rows]
     for k, row in enumerate(here):
         if pairs[k][1] is None:
@@ -360,25 +353,28 @@ def _differences(
         return
     n = len(due["ids"])
     if row is None:
-        what = f"a row of {count(n)}, {int(due['mask'].sum())} trained"
+        what = f"a row of {rules.count(n)}, {int(due['mask'].sum())} trained"
         yield (f"{word} makes {what}, which is not there",)
         return
     shared = _core.lcp(row["ids"], due["ids"])
     equal = shared == len(row["ids"]) == n
     if not equal:
-        here, there = (_token(one["ids"], shared) for one in (row, due))
+        here, there = (
+            f"token {ids[shared]}" if shared < len(ids) else "no token"
+            for ids in (row["ids"], due["ids"])
+        )
         other = "" if own else f" of its row {due['row_index']}"
-        sizes = f"({count(len(row['ids']))}, expected {n})"
+        sizes = f"({rules.count(len(row['ids']))}, expected {n})"
         yield f"{here}: {word} has {there} there{other} {sizes}", None, shared
     turns = _turns_of(due, shared)
     turns = np.where(turns < 0, _turns_of(row, shared), turns)
     trained = row["mask"][:shared]
     at = np.flatnonzero(trained != due["mask"][:shared])
-    for first, length in consecutive(at, trained[at], turns[at]):
+    for first, length in rules.consecutive(at, trained[at], turns[at]):
         token = int(at[first])
         what = f"{word} does not train" if trained[token] else f"{word} trains"
         turn = int(turns[token]) if turns[token] >= 0 else None
-        yield f"{count(length)} that {what}", turn, token
+        yield f"{rules.count(length)} that {what}", turn, token
     if not (own and equal):
         return
     for column in _OTHERS:
@@ -405,5 +401,173 @@ def _turns_of(row: _Row, n: int) -> Longs:
     return found
 
 
-def _token(ids: Ints, at: int) -> str:
-    return f"token {ids[at]}" if at < len(ids) else "no token"
+_OF_VERIFY = ("reward", "sessions", "max_row_tokens", "weigh_by")
+
+
+def verify_file(
+    rows: str | os.PathLike[str],
+    turns: sources.Paths,
+    output: str | os.PathLike[str],
+    policy: str | Policy | None = None,
+    **options: Any,
+) -> dict[str, int]:
+    """Write the violations in files of rows, as `trajkit.verify` of the tables finds them.
+
+    Parameters
+    ----------
+    rows : path
+        A file or a directory of rows, of trajkit or another system. Without a session_id
+        they are compared with all turns, so these, and all turns, are read into memory.
+    turns : path
+        As for `trajkit.read_turns`.
+    output : path
+        The file of the violations, or a directory of parts, as for `trajkit.run`.
+        Violations of sessions as such (no turns, not contiguous) come first.
+    policy, **options
+        Of `trajkit.verify`; those of `trajkit.run` are about the turns. Rows of rejected
+        sessions are skipped.
+
+    Returns
+    -------
+    dict of str to int
+        ``turns``, ``violations``, and ``rejected`` if requested.
+
+    Raises
+    ------
+    FormatError, SchemaError, InvalidTurnsError, ArgumentError
+        As for `trajkit.verify` and `trajkit.run`. Without a policy there are no rows;
+        without a session_id they need a file as output, and no file of rejected sessions.
+    """
+    of_verify = {name: options.pop(name) for name in _OF_VERIFY if name in options}
+    judge = Judge.of(policy, **of_verify)
+    path, inputs = Path(rows), [sources.Input(Path(rows))]
+    index = file_tables.index_sessions(paths_in(path), None, None)
+    if not index.turns and judge.policy is None:
+        raise InvalidTurnsError(
+            f"{path}: no rows, nothing to do. With a policy, its rows are missing there"
+        )
+    if None in index.turns:
+        if len(index.turns) > 1:
+            raise SchemaError(
+                "session_id is null or no text in some rows: expected all or none"
+            )
+        if sources.is_parts(output) or options.get("rejected") is not None:
+            raise ArgumentError(
+                f"the rows of {path} have no session_id, so they are verified together: "
+                "pass a file as output, and no file for rejected sessions"
+            )
+        given = [*sources.turns_inputs(sources.paths_of(turns) or []), *inputs]
+        sources.check_outputs({"violations": (output, "violations")}, given)
+        names = {"format", "nonfinite_logprobs", "session_prefix"} & {*options}
+        table = file_tables.read_turns(turns, **{name: options[name] for name in names})
+        found = judge.found(any_rows(file_tables.read_any_rows(path)), table)
+        file_tables.write_table(found, output)
+        return {"turns": table.num_rows, "violations": found.num_rows}
+    watch = options.get("watch") or file_run.Watch()
+    with ExitStack() as stack:
+        reader = _RowReader(path, index, file_run.folder_of(output), stack)
+
+        def begins(turns: file_tables.SessionIndex, done: int) -> None:
+            watch.begins(turns, done)
+            reader.begin(turns, done)
+
+        def stage(turns: pa.Table) -> Mapping[str, file_run.Made]:
+            found = judge.found(reader.rows_of(turns), turns)
+            return {
+                "turns": turns,
+                "violations": chain(reader.faults, file_run.whole(found)),
+            }
+
+        job = {
+            "stage": "verify",
+            "rows": file_run.fingerprint([path], paths_in(path)),
+            "policy": None if judge.policy is None else asdict(judge.policy),
+            "reward": file_run.facts_digest(judge.facts),
+            "max_row_tokens": judge.cap,
+            "weigh_by": judge.weigh_by,
+        }
+        options |= {"watch": file_run.Watch(begins, watch.advances), "inputs": inputs}
+        return file_run.run(turns, stage, {"violations": output}, resume=job, **options)
+
+
+class _RowReader:
+    """The rows of files, read in step with the turns, and in their order.
+
+    Rows in another order are sorted in ``folder``. Temporary files are gone when the stack
+    ends.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        index: file_tables.SessionIndex,
+        folder: Path,
+        stack: ExitStack,
+    ) -> None:
+        self._path, self._index = path, index
+        self._folder, self._stack = folder, stack
+        self._ranks: dict[str | None, int] = {}
+        # violations of sessions as such
+        self.faults: Iterator[pa.RecordBatch] = iter([])
+        # rows of sessions that were read, by name
+        self._held: dict[str | None, pa.Table] = {}
+
+    def begin(self, turns: file_tables.SessionIndex, done: int) -> None:
+        ranks = self._ranks = {name: rank for rank, name in enumerate(turns.turns)}
+        known = [name for name in self._index.turns if name in ranks]
+        ordered = sorted(known, key=ranks.__getitem__)
+        # a run that continues has written these
+        if not done and (self._index.scattered or len(known) < len(self._index.turns)):
+            found = session_faults(self._batches(), ranks)
+            some = iter(lambda: list(islice(found, limits.VIOLATIONS)), [])
+            self.faults = (
+                b for v in some for b in rules.violations_table(v).to_batches()
+            )
+        rows = self._batches()
+        if self._index.scattered or known != ordered:
+            rows = self._sorted(ordered)
+        tables = map(file_tables.full, stages.whole_sessions(rows, "rows"))
+        first = next(tables, ROWS.empty_table())
+        self._empty = first.slice(0, 0)
+        sessions = stages.one_by_one(chain([first], tables))
+        self._sessions = ((name, own) for name, own in sessions if name in ranks)
+        self._next = next(self._sessions, None)
+
+    def rows_of(self, turns: pa.Table) -> pa.Table:
+        """The rows of the next sessions, or of some of the current ones."""
+        names, ranks = pc.unique(turns.column("session_id")).to_pylist(), self._ranks
+        if not names:
+            return self._empty
+        while self._next is not None and ranks[self._next[0]] <= ranks[names[-1]]:
+            name, rows = self._next
+            self._held[name] = rows
+            self._next = next(self._sessions, None)
+        held = self._held.items()
+        self._held = {one: own for one, own in held if ranks[one] >= ranks[names[0]]}
+        own = (self._held[name] for name in names if name in self._held)
+        return stages.concat([self._empty, *own])
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        rows = self._index.batch_rows
+        tables = file_tables.iter_tables(
+            self._path, batch_rows=rows, plan=file_tables.rows_plan
+        )
+        return numbered(batch for table in tables for batch in table.to_batches())
+
+    def _sorted(self, names: list[str | None]) -> Iterator[pa.RecordBatch]:
+        """The rows of these sessions in their order; within a session as stored."""
+        counts = {name: self._index.turns[name] for name in names}
+        buckets = file_tables.bucket_numbers(
+            file_tables.SessionIndex(counts, self._index.n_bytes)
+        )
+        wanted = pa.array(names, pa.string())
+        batches = (
+            batch.filter(pc.is_in(batch["session_id"].cast(pa.string()), wanted))
+            for batch in self._batches()
+        )
+        found = file_tables.grouped(batches, buckets, self._folder)
+        for tables in self._stack.enter_context(closing(found)):
+            table = stages.concat(tables)
+            ranks = [*map(self._ranks.__getitem__, table["session_id"].to_pylist())]
+            order = np.argsort(ranks, kind="stable")
+            yield from take_rows(table, pa.array(order)).to_batches()

@@ -27,8 +27,7 @@ from trajkit.analysis.tokenizer import Codec, Tokenizer, entry_bytes
 from trajkit.analysis.words import COUNT_WORDS, LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.errors import UnknownSessionError
 from trajkit.policies import Policy, rule_of
-from trajkit.rows.linearize import linearize, report
-from trajkit.rows.links import link
+from trajkit.rows.linearize import linearize, link, report
 from trajkit.schema import TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.columns import take_session, tuples
