@@ -1,6 +1,6 @@
 """Plant each fault in a copy of the tree, run the tests that should catch it, and say which.
 
-    python -m tests.faults                  all of them (about ten minutes of one core)
+    python -m tests.faults                  all of them
     python -m tests.faults --missed         those that the stored result does not call caught
     python -m tests.faults --untried        those that it does not have
     python -m tests.faults --only TEXT      those whose file or idea contains the text
