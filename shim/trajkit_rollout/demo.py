@@ -38,13 +38,14 @@ SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """Informs mini-swe-agent that the work is done."""
 
 
-def solve(tasks: Sequence[Task], odds: float) -> Policy:
+def solve(tasks: Sequence[Task], odds: float | None = None) -> Policy:
     """Return the embedded engine's policy that solves tasks with the probability ``odds``.
 
-    It looks at the files, writes the solution or not, looks again, and ends. Other prompts,
-    and those without a tool that runs a shell command, get a word.
+    Default: in every second session. It looks at the files, writes the solution or not,
+    looks again, and ends. Other prompts, and those without a tool that runs a shell
+    command, get a word.
     """
-    look = "git status --short"
+    look, turns = "git status --short", itertools.cycle([1.0, 0.0])
     known = [(task.prompt.strip(), _edit(task)) for task in tasks]
 
     def policy(prompt: str) -> list[Reply]:
@@ -61,7 +62,11 @@ def solve(tasks: Sequence[Task], odds: float) -> Policy:
         again = [" What did I change?\n", " Let me look once more.\n"]
         (write,) = acts(["This should mend it.\n"], [edit or look], shell)
         (leave,) = acts(["I find nothing wrong with it.\n"], [look], shell)
-        change = write._replace(weight=odds), leave._replace(weight=1 - odds)
+        step = min(embedded.n_responses(read), 3)
+        chance = odds
+        if chance is None:
+            chance = next(turns) if step == 1 else 1.0
+        change = write._replace(weight=chance), leave._replace(weight=1 - chance)
         end = [Reply(("That is all.",)), Reply((" I am done.",))]
         if any(SUBMIT in m.text for m in read):
             end = acts(["Done.\n\n"], [f"echo {SUBMIT}"], shell)
@@ -71,7 +76,7 @@ def solve(tasks: Sequence[Task], odds: float) -> Policy:
             acts(again, ["git diff"], shell),
             end,
         ]
-        return steps[min(embedded.n_responses(read), 3)]
+        return steps[step]
 
     return policy
 
@@ -80,27 +85,14 @@ def _edit(task: Task) -> str:
     """A command that writes the task's solution; empty: there is none."""
     if task.solution is None:
         return ""
-    texts = {}
+    lines = []
     with tarfile.open(fileobj=io.BytesIO(task.solution)) as tar:
         for entry in tar:
             if file := tar.extractfile(entry):
-                texts[entry.name.removeprefix("./")] = file.read().decode()
-    return "\n".join(
-        f"cat > {shlex.quote(name)} <<'END_OF_FILE'\n{text}END_OF_FILE"
-        for name, text in texts.items()
-    )
-
-
-def every_second(task: Task) -> Policy:
-    """Return the policy that solves the task in every second session."""
-    solves, leaves = solve([task], 1.0), solve([task], 0.0)
-    changes = itertools.cycle([solves, leaves])
-
-    def policy(prompt: str) -> Sequence[Reply]:
-        done = embedded.n_responses(embedded.messages(prompt))
-        return (next(changes) if done == 1 else solves)(prompt)
-
-    return policy
+                name = shlex.quote(entry.name.removeprefix("./"))
+                lines.append(f"cat > {name} <<'END_OF_FILE'")
+                lines.append(f"{file.read().decode()}END_OF_FILE")
+    return "\n".join(lines)
 
 
 def run_demo(
@@ -115,7 +107,7 @@ def run_demo(
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
     (task,) = read_tasks(Path(__file__).parent / "median")
-    engine = embedded.EmbeddedEngine(every_second(task), seed=seed)
+    engine = embedded.EmbeddedEngine(solve([task]), seed=seed)
     renderer = embedded_renderer()  # before the folder, for a package may be missing
     out = Path(out)
     log = TurnLog(out)

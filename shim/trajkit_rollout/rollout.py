@@ -405,8 +405,8 @@ class Rollouts:
         self._settings, self._out, self._on_end = settings, out, on_end
         self._hidden, self._live = (out, *hidden), Live()
         self._names = settings.resolve()[0].name, settings.sandbox
-        keys = "version", "harness", "sandbox"
-        self._run = dict(zip(keys, (2, *self._names), strict=True))
+        harness, sandbox = self._names
+        self._run = {"version": 2, "harness": harness, "sandbox": sandbox}
         self._digests = {task.id: task.digest() for task in tasks}
         # the sessions in starting order, and the last one of each sample of a task
         self._sessions: dict[str, Rollout] = {}

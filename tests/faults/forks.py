@@ -9,6 +9,7 @@ import json
 import os
 import select
 import signal
+import traceback
 import types
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def plant(place: Place, change: Change, number: int) -> None:
     assert source.count(change.old) == 1
     code = compile(source.replace(change.old, change.new), module.__file__, "exec")
     fresh = types.ModuleType(name)
-    fresh.__file__ = module.__file__
+    fresh.__file__, fresh.__package__ = module.__file__, module.__package__
     exec(code, vars(fresh))
     _transplant(vars(module), vars(fresh), name)
 
@@ -66,6 +67,11 @@ def _in_child(items, fault, number, pipe):
     """Never returns."""
     try:
         plant(*fault, number)
+    except BaseException:
+        # nothing was planted, so nothing was caught
+        traceback.print_exc()
+        os._exit(0)
+    try:
         for item in items:
             reports = runtestprotocol(item, log=False, nextitem=None)
             if any(report.failed for report in reports):

@@ -37,9 +37,9 @@ ROLLOUTS = (
             "if isinstance(value, bool):",
         ),
         (
-            "a folder cannot become a file",
-            "graded.sort(key=lambda name: after[name][0] != _REMOVED)",
-            "graded.sort()",
+            "what is refused is applied too",
+            'graded = [name for name in after if verdicts[name] != "refused"]',
+            "graded = [*after]",
         ),
     ),
     place(

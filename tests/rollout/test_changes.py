@@ -64,7 +64,13 @@ def test_files_and_packages_that_existed_are_graded(name):
             "SETUP.CFG",
             "TESTS/a",
         ),
-        *("pkg/\uff4ason.py", "pkg/\udcff.py", "pkg/a\n.py", "pkg/\u202egnp.py"),
+        *(
+            "pkg/TESTS/a.js",
+            "pkg/\uff4ason.py",
+            "pkg/\udcff.py",
+            "pkg/a\n.py",
+            "pkg/\u202egnp.py",
+        ),
     ],
 )
 def test_what_can_change_how_tests_run_is_refused(name):

@@ -22,7 +22,7 @@ from trajkit import cli
 from trajkit.cli import application
 from trajkit.policies import PRESETS
 from trajkit_rollout import demo as demo_package
-from trajkit_rollout.demo import SUBMIT, every_second, run_demo
+from trajkit_rollout.demo import SUBMIT, run_demo, solve
 from trajkit_rollout.settings import HARNESSES
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.engines.embedded import Special
@@ -258,7 +258,7 @@ HOW = ("user", f"Submit with {SUBMIT}")
 
 
 def test_every_second_session_gets_the_solution(tmp_path):
-    policy = every_second(TASK)
+    policy = solve([TASK])
     (edit,), (look,), (again,) = (policy(conversation(SEEN)) for _ in range(3))
     assert command(look) == "git status --short"
     assert edit == again

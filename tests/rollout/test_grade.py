@@ -51,9 +51,9 @@ def test_a_workspace_begins_with_the_same_commit_in_every_rollout(tmp_path):
 
 PYTEST = "python -m pytest -q"
 TESTS = """
-import pytest
+import os, pytest
 
-def test_a(): pass
+def test_a(): assert "BROKEN" not in os.environ
 def test_b(): raise AssertionError
 @pytest.mark.parametrize("x", ["x y"])
 def test_c(x): pass
@@ -84,6 +84,8 @@ def by_file(name, text):
         (by_names(["test_a", "test_b"]), 0.0),
         # one that did not run did not pass
         (by_names(["test_a", "test_b"], ["test_c[x y]", "gone"], partial=True), 0.5),
+        # one that fails in one of two runs did not pass
+        (by_names(["test_a"], command=f"BROKEN=1 {PYTEST}; {PYTEST}"), 0.0),
         ({"kind": "completed"}, 1.0),
         (by_file("reward.txt", "0.25"), 0.25),
         (by_file("reward.json", "1"), 1.0),

@@ -152,6 +152,9 @@ def test_files_go_in_and_come_out_byte_by_byte(box):
     assert box.get(f"{folder}/x/y.bin") == content
     assert box.exec([f"{folder}/run"], timeout_s=60).stdout == b"ran\n"
     assert box.get(f"{folder}/nothing") is None
+    # it may lead to what its reader does not expect
+    sh(box, "ln -s y.bin link", cwd=f"{folder}/x")
+    assert box.get(f"{folder}/x/link") is None
 
 
 def test_a_log_gets_both_streams_and_the_result_its_tail(box, tmp_path):

@@ -172,8 +172,11 @@ class SessionCalls:
 
     def _per_token(self, name: str, call: int, missing: int) -> Array:
         """The values of a list for all prompt tokens, those left out included."""
-        values = self.table.column(name)[call].values.fill_null(missing)
-        padding = int(self.n_prompt[call]) - len(values)
+        values, n = self.table.column(name)[call].values, int(self.n_prompt[call])
+        if values is None:
+            return np.full(n, missing)
+        values = values.fill_null(missing)
+        padding = n - len(values)
         return np.pad(np.asarray(values), (padding, 0), constant_values=missing)
 
     def _names(self, call: int) -> list[str | None] | None:
