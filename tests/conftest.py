@@ -76,6 +76,12 @@ def pytest_cmdline_main() -> Iterator[None]:
         reaper.communicate()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """With ``-n auto``: tests of servers and agents wait for a third of their time."""
+    return max(os.cpu_count() or 1, 1) * 3 // 2
+
+
 def other_versions() -> list[str]:
     """The installed packages of tests/pinned.txt that have another version there."""
     found = []

@@ -59,11 +59,12 @@ def test_every_turn_of_it_is_linked_to_the_one_before(line):
     assert set(drift["size"].to_pylist()) == {0}
 
 
-def test_a_line_of_refused_turns(line):
+def test_a_line_of_refused_turns():
     """Each prompt repeats all that came before, of which the first call alone counts."""
-    turns = line.turns("s")
+    n = 20_000  # each prompt is compared with the first call's: quadratic by its nature
+    turns = recorded_line(n).turns("s")
     at = turns.column_names.index("finish_reason")
-    turns = turns.set_column(at, turns.field(at), pa.repeat("length", N).cast("string"))
+    turns = turns.set_column(at, turns.field(at), pa.repeat("length", n).cast("string"))
     links = link_by(turns, parent_by="generations")
     assert set(links["parent"].slice(1).to_pylist()) == {0}
     assert set(links["link_reason"].slice(1).to_pylist()) == {"refused_truncated"}
@@ -110,25 +111,26 @@ def test_a_tree_of_messages_as_deep():
 @pytest.mark.parametrize("where", ["reply", "prompt"])
 def test_a_line_in_which_every_turn_drifts(route, where):
     """Each prompt drops the end of what was held: no path is the start of another."""
-    at = np.arange(N, dtype=np.int32)
+    n = 30_000  # each prompt is compared with others: quadratic by its nature
+    at = np.arange(n, dtype=np.int32)
     ids = pa.large_list(pa.int32())
     turns = pa.table(
         {
-            "session_id": pa.repeat("s", N),
+            "session_id": pa.repeat("s", n),
             "turn_index": at,
             "base_turn": pa.array(at - 1, mask=at == 0),
             "shared_length": np.where(at == 0, 0, 2 * at - (where == "prompt")),
             "suffix_ids": pa.repeat(
-                pa.scalar([8] if where == "reply" else [7, 7, 8], ids), N
+                pa.scalar([8] if where == "reply" else [7, 7, 8], ids), n
             ),
-            "output_ids": pa.repeat(pa.scalar([5, 6], ids), N),
+            "output_ids": pa.repeat(pa.scalar([5, 6], ids), n),
         }
     )
     links = link_by(turns, route)
     by_tokens = route == "messages" and where == "reply"
-    before = at - 1 if by_tokens else np.full(N, -1)
+    before = at - 1 if by_tokens else np.full(n, -1)
     assert links["parent"].fill_null(-1).to_numpy().tolist() == before.tolist()
-    assert links["order"].to_pylist() == list(range(N))
+    assert links["order"].to_pylist() == list(range(n))
 
 
 def test_as_many_siblings():
