@@ -334,9 +334,8 @@ def export(
     opt.print_result(written, f"{path}: {len(table)} rows for {to}", json)
 
 
-_WIDTH = 100
-# keys that no field reads
-_MOST_KEYS = 10
+# columns of a table, and lines about keys that no field reads
+_WIDTH, _MOST_KEYS = 100, 10
 
 
 def simulate(

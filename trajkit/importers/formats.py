@@ -421,11 +421,9 @@ class Table:
                 "mask" in path and isinstance(value, list) and len(value) in (n, whole)
             )
             if marks and n and not all(list_of(value)[-n:]):
-                text = (
-                    f"{path} marks some of its tokens, as sampled or as trained: "
-                    f"{map_option('output_mask', path)} takes it, if it says which were "
-                    "sampled"
-                )
+                text = f"{path} marks some of its tokens, as sampled or as trained: "
+                option = map_option("output_mask", path)
+                text += f"{option} takes it, if it says which were sampled"
                 found.remark("mask_unread", text)
                 fields["trainable"] = False
 
@@ -1492,10 +1490,8 @@ def unknown(head: Head) -> Exception:
     reason = f"lacks {', '.join(lacks)}" if lacks else "has values of other kinds"
     if "example_id" in value and {"completion", "trajectory"} & value.keys():
         text = f"{head.name} has results of verifiers: docs/import.md, 'Your own log', has "
-        lacks = (
-            "" if "trajectory" in value else ", which they lack, and so the token ids"
-        )
-        return FormatError(f"{text}the mapping of their list trajectory{lacks}")
+        more = "" if "trajectory" in value else ", which they lack"
+        return FormatError(f"{text}the mapping of their list trajectory{more}")
     return FormatError(
         f"{head.name} has an unknown format: its first record has the keys "
         f"{', '.join(value)}. It is most like {like} ({FORMATS[like].title}), but "

@@ -355,7 +355,7 @@ def unheeded(record: Mapping[str, Any], name: str) -> bool:
     stated = value if USAGE.fullmatch(word) else None
     stated = {name: value} if COUNT.fullmatch(word) else stated
     claims = claims_of(stated, name) if isinstance(stated, Mapping) else []
-    sizes = {target: record.get(target) for _, target, _ in claims}
+    sizes: dict[str, Any] = {target: record.get(target) for _, target, _ in claims}
     return any(
         type(n) is int and hasattr(sizes[target], "__len__") and n != len(sizes[target])
         for _, target, n in claims
