@@ -376,7 +376,7 @@ def test_facts_around_a_list_of_records(tmp_path):
     turns, report = tk.import_turns(tmp_path / "log.jsonl", map=fields)
     assert turns["reward"].to_pylist() == [1.0, 1.0]
     assert report["detail"].to_pylist() == [
-        "/uid of 2 records was not read: --map FIELD=/uid takes it"
+        "/uid of 2 records was not read: --map group_id=/uid takes it"
     ]
 
 

@@ -25,12 +25,7 @@ from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.columns import take_session, tuples
 from trajkit.tables.ragged import Array, Bools, Ints, Longs, positions
 from trajkit.turns.delta import expand
-from trajkit.turns.flat_buffers import (
-    aborted_calls,
-    flat_rows,
-    flat_turns,
-    sessions_of,
-)
+from trajkit.turns.flat_buffers import aborted_calls, flat_rows, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
 from trajkit.verification.foreign_rows import TOLERANCE, Sampled

@@ -104,24 +104,34 @@ def import_(
         )
     if report is not None:
         write_table(table, report)
-    kinds = pl.DataFrame(table).group_by("problem", "kept", maintain_order=True)
-    found = kinds.agg(
-        pl.len().alias("count"),
-        pl.format("{}, {}", "file", "place").first().alias("first"),
-        # a sentence, of the first record that has one
-        pl.col("detail").drop_nulls().first().fill_null(""),
+    # of keys that no field reads, a line each
+    key = pl.col("detail").str.extract(r"^(.*) of \d+ records was not").alias("key")
+    found = (
+        pl.DataFrame(table)
+        .group_by("problem", "kept", key, maintain_order=True)
+        .agg(
+            pl.len().alias("count"),
+            pl.format("{}, {}", "file", "place").first().alias("first"),
+            # a sentence, of the first record that has one
+            pl.col("detail").drop_nulls().first().fill_null(""),
+        )
     )
     text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"
     if len(found):
         record = pl.when("kept").then(pl.lit("kept")).otherwise(pl.lit("left out"))
         head = ("problem", "record", "count", "first", "detail")
-        text += f"\n\n{text_table(head, found.with_columns(kept=record).rows())}"
+        key = pl.col("key")
+        shown = found.filter(key.is_null() | (key.cum_count() <= _MOST_KEYS))
+        lines = shown.with_columns(record=record).select(head).rows()
+        text += f"\n\n{text_table(head, lines)}"
+        if n_more := len(found) - len(shown):
+            text += f"\nand {n_more} more keys that were not read: see --report FILE"
     if totals["turns"]:
         text += f"\n\nwritten to {out}"
     facts = {"output": out, **totals, "problems": found.to_dicts()}
     opt.print_result(facts, text, json)
     if not totals["turns"]:
-        left = found.filter(~pl.col("kept")).to_dicts()
+        left = found.filter(~pl.col("kept") & pl.col("key").is_null()).to_dicts()
         why = ", ".join(one["problem"] for one in left) or "no records"
         for one in left[:1]:
             why += f". {one['first']}: {one['detail'] or one['problem']}"
@@ -324,7 +334,8 @@ def export(
     opt.print_result(written, f"{path}: {len(table)} rows for {to}", json)
 
 
-_WIDTH = 100
+# columns of a table, and lines about keys that no field reads
+_WIDTH, _MOST_KEYS = 100, 10
 
 
 def simulate(

@@ -16,7 +16,7 @@ import re
 import warnings
 from base64 import b64decode, b64encode
 from bisect import bisect_right
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import date
@@ -437,6 +437,11 @@ def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]
             except UNREADABLE as error:  # the codec found a damaged file
                 raise FormatError(f"{name} cannot be decompressed: {error}") from None
             if number == 1:
+                if line.startswith((BOM_UTF16_BE, BOM_UTF16_LE)):
+                    raise FormatError(
+                        f"{name} is not UTF-8 but UTF-16, by its byte-order mark: convert "
+                        "it, as with iconv -f UTF-16 -t UTF-8"
+                    )
                 line = line.removeprefix(BOM_UTF8)
             complete = line.endswith(b"\n")
             if len(line) > most and not complete:

@@ -144,12 +144,7 @@ def object_of(value: object) -> Value:
 
 Placed: TypeAlias = tuple[str, Value | Finding]
 
-_MAGIC = {
-    b"\x80": "pickle",
-    b"PAR1": "rows",
-    b"ARROW1": "rows",
-    b"PK\3\4": "zip",
-}
+_MAGIC = {b"\x80": "pickle", b"PAR1": "rows", b"ARROW1": "rows", b"PK\3\4": "zip"}
 _CODECS: dict[bytes, Codec] = {
     b"\x1f\x8b": "jsonl.gz",
     b"\x28\xb5\x2f\xfd": "jsonl.zst",
@@ -480,9 +475,4 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
     return content
 
 
-_READERS = {
-    "json": _json,
-    "rows": _rows,
-    "pickle": _pickle,
-    "inspect": _inspect,
-}
+_READERS = {"json": _json, "rows": _rows, "pickle": _pickle, "inspect": _inspect}

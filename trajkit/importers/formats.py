@@ -42,9 +42,11 @@ from trajkit.turns.mapping import (
     Map,
     claims_of,
     logprobs_of,
+    map_option,
     parsed,
     read_map,
     reply_of,
+    reward_option,
     route,
     without_reply,
     word_of,
@@ -180,21 +182,21 @@ class Table:
                 "paths to change"
             )
         self.routes = {**_COMMON, **base.fields, **self.own}
-        self._each = given.each or base.each or ""
+        self.each = given.each or base.each or ""
         path, _, value = (given.only or base.only or "").partition("=")
         self._only = (route(path), value) if path else None
         parts = {part for one in self.routes.values() for part in one.parts()}
         self._known = {(part.keys, part.outer) for part in parts}
-        self._known.add(((self._each.partition(".")[0],), True))
-        # fields of the user's mapping that some record had
-        self.found: set[str] = set()
+        self._known.add(((self.each.partition(".")[0],), True))
+        # fields of the user's mapping that some record had, or lacked
+        self.found, self.lacked = set[str](), set[str]()
         with_ids = {"output_ids", "output_logprobs", "response"}
         self.has_ids = bool(format.calls or with_ids & self.routes.keys())
 
     def shape(self) -> Shape:
         """The long arrays of an object (see `trajkit.files.jsonl`)."""
         shape: dict[str, Any] = {**self.format.arrays}
-        prefix = [*_keys(self.format.unfold), *_keys(self._each)]
+        prefix = [*_keys(self.format.unfold), *_keys(self.each)]
         for target in _LONG.keys() & self.routes.keys():
             for part in self.routes[target].parts():
                 _put(shape, [*prefix, *part.keys], _LONG[target])
@@ -231,8 +233,8 @@ class Table:
             for where, values in self.format.calls(root):
                 yield self._filled(Finding(place + where, values["session_id"]), values)
             return
-        records = list(_elements(root, self._each, place))
-        if self.format.order and self._each:
+        records = list(_elements(root, self.each, place))
+        if self.format.order and self.each:
             order = route(self.format.order)
             records.sort(key=lambda pair: str(order.find(pair[1]) or ""))
         for where, record in records:
@@ -263,7 +265,7 @@ class Table:
         if self._only is not None:
             value = self._only[0].find(record, root)
             # an object without records may be one itself
-            alone = self._each and record is root and value is None
+            alone = self.each and record is root and value is None
             if str(value) != self._only[1] and not alone:
                 return
         self._session(found, record, root)
@@ -278,7 +280,6 @@ class Table:
         if self.format.alone and found.session is None and not found.run_keys:
             found.session = root["@name"]
         values = self._values(prepared, root)
-        self.found |= {name for name in self.own if values.get(name) is not None}
         response, apart = values.get("response"), "response" in self.routes
         if not apart or ("output_ids" in self.routes and not is_answer(response)):
             self._fill(found, values)
@@ -312,6 +313,8 @@ class Table:
             values[name] = parsed(values[name])
         if "prompt_messages" not in self.own:
             values["prompt_messages"] = list_of(values.get("prompt_messages")) or None
+        for name in self.own:
+            (self.lacked if values.get(name) is None else self.found).add(name)
         return values
 
     def _session(self, found: Finding, record: Value, root: Value) -> None:
@@ -321,7 +324,6 @@ class Table:
             if found.session is None:
                 text = f"its session is {value!r}: expected text or an integer"
                 raise Refused("unreadable", text)
-            self.found.add("session_id")
         elif "session_id" in self.own:
             raise Refused("no_session_id", f"it has no {self.own['session_id'].text}")
 
@@ -402,7 +404,7 @@ class Table:
                 "text_reply", "its reply is text: an assistant's message has it"
             )
         fields["prompt_messages"] = without_reply(fields, self.routes)
-        fields["reward"] = self._reward(found, self.format.reward(values.get("reward")))
+        fields["reward"] = self._reward(found, values.get("reward"))
         source = logprobs_of(values.get("output_logprobs"))
         output, logprobs, remarks = _aligned(values.get("output_ids"), source)
         fields["output_ids"], fields["output_logprobs"] = output, logprobs
@@ -419,21 +421,21 @@ class Table:
                 "mask" in path and isinstance(value, list) and len(value) in (n, whole)
             )
             if marks and n and not all(list_of(value)[-n:]):
-                text = (
-                    f"{path} marks some of its tokens, as sampled or as trained: --map "
-                    f"output_mask={path} takes it, if it says which were sampled"
-                )
+                text = f"{path} marks some of its tokens, as sampled or as trained: "
+                option = map_option("output_mask", path)
+                text += f"{option} takes it, if it says which were sampled"
                 found.remark("mask_unread", text)
                 fields["trainable"] = False
 
-    def _reward(self, found: Finding, value: Any) -> float | None:
+    def _reward(self, found: Finding, given: Any) -> float | None:
+        value = self.format.reward(given)
         number = number_of(value)
         if number is None and (not isinstance(value, list | dict | None) or value):
             path, text = self._text("reward").split("|")[0], repr(value)
             text = text if len(text) <= 60 else f"{text[:57]}..."
             text = f"{path} is {text}: expected a finite number"
-            if isinstance(value, dict):
-                text += f"; --map reward={path}.{next(iter(value))} takes a part of it"
+            option = reward_option(path, given, self.format.reward)
+            text += f"; {option} takes a part of it" if option else ""
             found.remark("reward_unread", text)
         return number
 
@@ -450,8 +452,9 @@ def _flag(value: object) -> bool | None:
 
 
 def _reason(value: object) -> str | None:
-    # SGLang's is an object with a type
-    return text_of(object_of(value).get("type", value))
+    # SGLang's is an object with a type; a sentence is the text of an error
+    text = text_of(object_of(value).get("type", value))
+    return None if text is None or re.search(r"\s", text) else text
 
 
 # the fields of a call that follow from one value each, and whether the report has a line
@@ -463,7 +466,7 @@ _CONVERTED: Mapping[str, tuple[Callable[[Any], object], bool]] = {
     **dict.fromkeys(("prompt_ids", "delta_ids"), (_same, False)),
     **dict.fromkeys(("prompt_messages", "turn_index"), (_same, False)),
     "trainable": (_flag, True),
-    "finish_reason": (_reason, False),
+    "finish_reason": (_reason, True),
     "response_message": (reply_of, True),
 }
 
@@ -1431,7 +1434,7 @@ def fitting(head: Head) -> list[Format]:
         if found := [one for one in several if not one.generic]:
             return found
     every = [one for one in _ALL if any(one in several for several in fits)]
-    return [] if _is_turn(values[0]) else every[:1]
+    return [] if all(map(_is_turn, values)) else every[:1]
 
 
 def _fits(format: Format, head: Head, value: Value | None) -> bool:
@@ -1464,7 +1467,10 @@ def unknown(head: Head) -> Exception:
         return InvalidTurnsError(f"{head.name}: no calls, nothing to do")
     value = head.values[0]
     if _is_turn(value):
-        return FormatError(f"{head.name} contains turns of trajkit: use read_turns")
+        return FormatError(
+            f"{head.name} contains turns of trajkit: use read_turns, or trajkit linearize, "
+            "simulate and check, which take it directly"
+        )
     own = read_map(FORMATS["records"].map).fields
     lacks = [
         f"{name} ({', '.join(own[name].text.split('|')[:3])}, ...)"
@@ -1482,14 +1488,18 @@ def unknown(head: Head) -> Exception:
     else:
         like = "records"
     reason = f"lacks {', '.join(lacks)}" if lacks else "has values of other kinds"
+    if "example_id" in value and {"completion", "trajectory"} & value.keys():
+        text = f"{head.name} has results of verifiers: docs/import.md, 'Your own log', has "
+        more = "" if "trajectory" in value else ", which they lack"
+        return FormatError(f"{text}the mapping of their list trajectory{more}")
     return FormatError(
         f"{head.name} has an unknown format: its first record has the keys "
         f"{', '.join(value)}. It is most like {like} ({FORMATS[like].title}), but "
         f"{reason}. Name its fields, as in --map session_id=PATH,prompt_ids=PATH,"
         "output_ids=PATH, or request=PATH,response=PATH for whole responses of an engine "
-        "(and each=PATH if the records are in a list of each object). Records without "
-        "token ids allow only the import of text (--from chat with --tokenizer): "
-        f"{_ENGINES}"
+        "(and each=PATH if the records are in a list of each object; docs/import.md, "
+        "'Your own log'). Records without token ids allow only the import of text (--from "
+        f"chat with --tokenizer): {_ENGINES}"
     )
 
 

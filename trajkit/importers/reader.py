@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,7 +37,7 @@ from trajkit.importers.formats import (
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 from trajkit.tables.stages import batches_in
-from trajkit.turns.mapping import MapLike, read_map
+from trajkit.turns.mapping import MapLike, hint_for, map_option, read_map
 from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
@@ -182,6 +183,8 @@ class _Import:
     indices: dict[tuple[str | None, str], str] = field(default_factory=dict)
     # by file, the session that is named after it
     names: dict[str, str] = field(default_factory=dict)
+    # of the mapping's fields, whether a record had it, or else what is wrong
+    mapped: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.map = None if self.map is None else read_map(self.map, TARGETS)
@@ -206,11 +209,20 @@ class _Import:
             )
             while batch := list(islice(taken, limits.IMPORTED_RECORDS)):
                 yield self.table(batch)
+            for error in filter(None, self.mapped.values()):
+                raise FormatError(error)
 
         return pieces()
 
     def report(self) -> pa.Table:
-        return pa.Table.from_pylist(self.lines, schema=IMPORT_REPORT)
+        # a record may have been left out after a line about what it lacks
+        left = {(one["file"], one["place"]) for one in self.lines if not one["kept"]}
+        lines = []
+        for one in self.lines:
+            lost = one["kept"] and (one["file"], one["place"]) in left
+            if not lost or one["problem"] == "unread":
+                lines.append({**one, "kept": one["kept"] and not lost})
+        return pa.Table.from_pylist(lines, schema=IMPORT_REPORT)
 
     def note(
         self, file: str, found: Finding, problem: str = "", text: str = ""
@@ -288,7 +300,7 @@ class _Import:
                 self.name(head, found, keyed)
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
-                unread[key] = first, count + 1
+                unread[key] = found if first.problem else first, count + 1
             _follow(found, paths, table)
             record = self.record(name, found)
             if record is None:
@@ -298,14 +310,22 @@ class _Import:
                 self.note(name, found, problem, detail)
             yield name, found, record
         for target, path in table.own.items():
-            if n_records and target not in table.found:
-                text = f"{name}: no record has {path.text} (map: {target}={path.text})"
-                raise FormatError(text)
+            text = f"{name}: no record has {path.text} (map: {target}={path.text})"
+            if n_records:
+                had = target in table.found
+                self.mapped[target] = "" if had else self.mapped.get(target, text)
+            if target in table.lacked and target in EXTRAS.names:
+                text = f"records without {path.text}: their {target} is null"
+                self.note(name, Finding("file"), "map_missing", text)
         if not n_records:
-            self.note(name, Finding("file", None, "empty", "it has no calls"))
+            way = table.each.replace(".", ".*.")
+            at = f" at each={table.each}, or is it each={way}?" if "." in way else ""
+            self.note(name, Finding("file", None, "empty", f"it has no calls{at}"))
         for key, (found, count) in unread.items():
-            text = f"{key} of {count} records was not read: --map FIELD={key} takes it"
-            self.note(name, found, "unread", text)
+            text = f"{key} of {count} records was not read"
+            if not found.problem:
+                text += hint_for(key, found.unread[key])
+                self.note(name, found, "unread", text)
 
     def name(self, head: Head, found: Finding, keyed: bool) -> None:
         """Name a session after its file, unless a key may name it."""
@@ -313,9 +333,9 @@ class _Import:
             listed = ", ".join(f"{key} ({one!r})" for key, one in keys.items())
             found.problem = "no_session_id"
             found.detail = (
-                f"no session_id, but {listed}: say which names the agent run, as in --map "
-                f"session_id={_run_key(keys)} (a+b: both; @file: one per file; "
-                "@name: one per record)"
+                f"no session_id, but {listed}: say which names the agent run, as in "
+                f"{map_option('session_id', _run_key(keys))} (a+b: both; @file: one per "
+                "file; @name: one per record)"
             )
             return
         if keyed:
@@ -359,11 +379,11 @@ class _Import:
             known[origin] += 1
         needed = {"prompt_ids": has_items, "output_ids": is_array}
         for target, is_there in needed.items():
-            if not found.problem and not is_there(fields.get(target)):
+            if not found.problem and not is_there(ids := fields.get(target)):
                 found.problem = f"no_{target}"
-                hint = f"--map {target}=PATH names them"
-                detail = f"{hint}, if it has them; {found.detail}"
-                found.detail = detail if found.detail else hint
+                hint = f"--map {target}=PATH names them, if it has them"
+                hint = f"its {target} are empty" if is_array(ids) else hint
+                found.detail = f"{hint}; {found.detail}".removesuffix("; ")
         if found.problem:
             return None
         found.detail = ""
@@ -442,11 +462,11 @@ def advised(path: str) -> str:
     except (ArgumentError, FormatError, OSError):
         return ""
     named = {key: one for call in calls for key, one in call.run_keys.items()}
-    option = f" --map session_id={_run_key(named)}" if named else ""
+    option = f" {map_option('session_id', _run_key(named))}" if named else ""
     option = option or (" --map FIELD=PATH,..." if not formats else "")
     return (
-        f"These are records of another system: trajkit import {path}{option} -o "
-        "log.parquet makes turns of them"
+        "These are records of another system: trajkit import "
+        f"{shlex.quote(path)}{option} -o log.parquet makes turns of them"
     )
 
 

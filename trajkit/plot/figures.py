@@ -55,9 +55,7 @@ Counts: TypeAlias = dict[str, npt.NDArray[np.int64]]
 
 
 def tokens(
-    turns: TableLike,
-    policy: str | Policy = "faithful",
-    session_id: str | None = None,
+    turns: TableLike, policy: str | Policy = "faithful", session_id: str | None = None
 ) -> Figure:
     """The tokens of each turn of a session: its prompt by role, its output by fate.
 

@@ -9,8 +9,9 @@ name of the file without its suffix.
 import json
 import os
 import re
+import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -65,6 +66,15 @@ COUNT = re.compile(
     rf"(?:n_|num_)?{SIDE}_tokens?(?:_(?:count|length|logprobs_length))?|tokens_{SIDE}"
 )
 USAGE = re.compile(r"(\w+_)?usage(_\w+)?|tokens?(_counts?)?")
+# fields that may take a key, by its words
+_TAKEN_BY = {
+    "output_mask": "masks?",
+    "reward": "rewards?|scores?|returns?",
+    "group_id": "groups?|uid",
+    "agent_id": "agent(_(id|name))?",
+    "trainable": "trainable",
+    "weight_version": "versions?",
+}
 _TYPED = ("stringValue", "intValue", "doubleValue", "boolValue")
 # settings of a mapping besides its fields
 _SETTINGS = ("format", "each", "only")
@@ -335,6 +345,54 @@ def claims_of(usage: Mapping[str, Any], name: str) -> list[tuple[str, str, objec
             within = key == name.rpartition(".")[2]
             found.append((name if within else f"{name}.{key}", target, stated))
     return found
+
+
+def unheeded(record: Mapping[str, Any], name: str) -> bool:
+    """Whether a key is a mask, or states other numbers of tokens than a call has."""
+    value, word = record[name], word_of(name)
+    if re.search("(^|_)masks?(_|$)", word):
+        return value is not None
+    stated = value if USAGE.fullmatch(word) else None
+    stated = {name: value} if COUNT.fullmatch(word) else stated
+    claims = claims_of(stated, name) if isinstance(stated, Mapping) else []
+    sizes: dict[str, Any] = {target: record.get(target) for _, target, _ in claims}
+    return any(
+        type(n) is int and hasattr(sizes[target], "__len__") and n != len(sizes[target])
+        for _, target, n in claims
+    )
+
+
+def map_option(field: str, path: str) -> str:
+    """The option of a command that maps a field; empty if no mapping has such a path."""
+    return "" if {*path} & {*",|+"} else f"--map {shlex.quote(f'{field}={path}')}"
+
+
+def hint_for(path: str, value: object) -> str:
+    """How a field takes a key that is not read; empty if none does."""
+    word = word_of(path)
+    words = (
+        x for x, one in _TAKEN_BY.items() if re.search(rf"(^|_)({one})(_|$)", word)
+    )
+    field = next(words, "")
+    if field == "reward":
+        option = reward_option(path, value)
+    else:
+        fits = isinstance(value, list) if field == "output_mask" else _is_text(value)
+        option = map_option(field, path) if field and fits else ""
+    return f": {option} takes it" if option else ""
+
+
+def reward_option(
+    path: str, value: object, number: Callable[[Any], object] = lambda value: value
+) -> str:
+    """The option that takes the first number in a value as the reward, or empty."""
+    own = number(value)
+    if isinstance(own, int | float) and not isinstance(own, bool):
+        return map_option("reward", path)
+    parts: dict[str, Any] = value if isinstance(value, dict) else {}
+    names = sorted(parts, key=lambda name: name != "value")
+    found = (reward_option(f"{path}.{name}", parts[name], number) for name in names)
+    return next(filter(None, found), "")
 
 
 def _is_text(value: object) -> bool:

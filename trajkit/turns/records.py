@@ -17,7 +17,7 @@ from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
 from trajkit.schema import TURNS
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.ragged import Bools, Floats, Ints, Ragged, offsets_of
-from trajkit.turns.mapping import MapLike, read_map
+from trajkit.turns.mapping import MapLike, read_map, unheeded
 from trajkit.turns.messages import (
     MessageBook,
     check_text,
@@ -389,6 +389,17 @@ def check_extra(name: object, what: str, record: Record | None = None) -> None:
             f"{what} {name!r} and no {near!r}: did you mean {near!r}? An extra column "
             "needs another name"
         )
+    if record is not None and unheeded(record, name):
+        keys = ", ".join(
+            f"{one!r}"
+            for one in record
+            if one not in FIELDS and isinstance(one, str) and unheeded(record, one)
+        )
+        raise InvalidTurnsError(
+            f"{what} {keys}, which turns do not read, and which says something else of its "
+            "tokens: trajkit import FILE -o log.parquet compares counts and reports masks "
+            "(--map output_mask=KEY takes one), or leave it out"
+        )
 
 
 def is_too_deep(value: object) -> bool:
@@ -572,7 +583,9 @@ def read_ids(values: object, what: str) -> Ints:
     for k in range(_core.unbox_ids(array, ids), len(array)):
         plain = _integer(array[k])
         if not 0 <= plain <= 0x7FFFFFFF:
-            raise InvalidTurnsError(f"{what}[{k}] is {array[k]!r}: {ID_RULE}")
+            several = isinstance(array[k], list | tuple | np.ndarray)
+            hint = "; this is a batch: pass one record per call" if several else ""
+            raise InvalidTurnsError(f"{what}[{k}] is {array[k]!r}: {ID_RULE}{hint}")
         ids[k] = plain
     return ids
 

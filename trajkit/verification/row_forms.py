@@ -4,6 +4,7 @@ A row is given as complete ids, or as a prompt and a response, with or without p
 mask that is shorter than the row is that of the row's end.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -126,9 +127,11 @@ def _fields(one: Any) -> dict[str, Any]:
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """The rows, with lists of numbers as arrays, without nulls."""
+    number = itertools.count()
+    of_tokens = {*WHOLE, *MASKS, *LOGPROBS, *(name for part in PARTS for name in part)}
     for batch in table.to_batches():
         for k in range(batch.num_rows):
-            row = {}
+            row, at = {}, next(number)
             for name in batch.schema.names:
                 value = batch.column(name)[k]
                 values: Any = getattr(value, "values", None)
@@ -140,6 +143,11 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
                     if pa.types.is_floating(values.type):
                         values = values.fill_null(float("nan"))
                     row[name] = values.to_numpy(zero_copy_only=False)
+                elif value.is_valid and name in of_tokens:
+                    raise SchemaError(
+                        f"row {at}: {name} has lists: expected the numbers of one row; "
+                        "write one row per sequence"
+                    )
             yield row
 
 
@@ -196,15 +204,26 @@ def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
     }
 
 
+def _flags(name: str, values: Array, number: int) -> Bools:
+    odd = values[(values != 0) & (values != 1)]
+    if len(odd):
+        raise SchemaError(
+            f"row {number}: {name} has {odd[0]:g}: expected 0 and 1. If these are weights, "
+            "pass which of them train: 1 where the weight is not 0"
+        )
+    return values.astype(np.bool_)
+
+
 def _mask(
     row: dict[str, Any], ids: Array, number: int, aligned: Callable[..., Array]
 ) -> Bools | None:
     mask: Bools
     for name in MASKS:
         if name in row:
-            return aligned(name).astype(np.bool_)
+            return _flags(name, aligned(name), number)
     if names := [name for name in (_COMPLETION, *_SAMPLED) if name in row]:
-        mask = np.all([aligned(name) != 0 for name in names], axis=0)
+        flags = [_flags(name, aligned(name), number) for name in names]
+        mask = np.all(flags, axis=0)
         return mask
     if "labels" in row:
         labels = aligned("labels", NOT_TRAINED)
