@@ -960,7 +960,7 @@ PYTHON = (
         ),
         (
             "an empty name of a run names nothing",
-            "if empty and EMPTY_RUN.fullmatch(name):",
+            "if empty and EMPTY_RUN.fullmatch(word_of(path)):",
             "if False:",
         ),
         (
@@ -975,8 +975,8 @@ PYTHON = (
         ),
         (
             "a mask that marks part of an output is passed over",
-            "if marks and n and not all(list_of(value)[-n:]):",
-            "if marks and n and not any(list_of(value)[-n:]):",
+            "if n and _marks_some(path, value, first, n):",
+            "if False:",
         ),
         (
             "the token that begins the next role ends no reply",

@@ -89,7 +89,7 @@ def test_each_key_that_no_field_reads_has_a_line(tmp_path, capsys):
         ("is_trainable", 1, "trainable=is_trainable"),
         ("policy_version", 3, "weight_version=policy_version"),
         ("response_mask", [1, 1, 1], "output_mask=response_mask"),
-        *((key, 1, None) for key in ("label", "advantage", "error", "loss")),
+        *((key, 1, None) for key in ("label", "advantage", "loss")),
         ("score", "good", None),
     ],
 )

@@ -213,15 +213,13 @@ def test_a_reward_that_changes_within_a_session_is_noted(tmp_path):
         ("success", True, "reward"),
         ("uid", "u", "group_id"),
         ("agent_name", "solver", "agent_id"),
-        ("response_mask", [1], "output_mask"),
+        ("response_mask", [1, 1], "output_mask"),
         ("is_trainable", 1, "trainable"),
         ("policy_version", 3, "weight_version"),
         ("advantage", -1.5, None),
         ("parent_id", "c1", None),
         ("routed_experts", [[1]], None),
-        ("error", "timeout", None),
         ("metadata", {"reward_model_score": 2}, "reward"),
-        ("extra", {"truncated": True}, None),
     ],
 )
 def test_a_fact_that_no_field_reads_has_one_line(tmp_path, key, value, target):

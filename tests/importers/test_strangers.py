@@ -55,7 +55,137 @@ def test_a_mask_of_a_choice_is_not_passed_over(tmp_path):
     assert problems(report) == []
 
 
+LONG = {**CALL, "token_ids": [3, 9, 4], "logprobs": [-0.5, -0.25, -0.125]}
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *({"is_generated": [1, 0, 1]}, {"is_env": [0, 1, 0]}, {"ignore": [0, 1, 0]}),
+        *({"lossMask": [1, 0, 1]}, {"loss_mask": [[1, 0, 1]]}, {"loss_mask": "101"}),
+        *({"m": "101"}, {"loss_mask": [1, 0]}, {"loss_mask": [1.0, 0.0, 1.0]}),
+        *({"labels": [3, -100, 4]}, {"masks": {"loss": [1, 0, 1]}}),
+        *({"loss_weights": [1, 0.5, 0]}, {"extra": {"x": {"loss_mask": [0, 1, 1]}}}),
+        *({"trainable_tokens": [True, False, True]}, {"a": {"b": [{"q": [0, 0, 1]}]}}),
+    ],
+)
+def test_whatever_marks_tokens_is_a_mask(tmp_path, beside):
+    turns, report = imported(tmp_path, [{**LONG, **beside}])
+    assert turns["trainable"].to_pylist() == [False]
+    assert "mask_unread" in problems(report)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *({"attention_mask": [1] * 5}, {"loss_mask": [0, 0, 1, 1, 1]}, {"x": [0, 1]}),
+        *(
+            {"labels": [-100, -100, 3, 9, 4]},
+            {"prompt_mask": [0, 0]},
+            {"labels": ["a"]},
+        ),
+        *({"image_sizes": [0, 1]}, {"token_level_rewards": [0, 0, 1]}),
+    ],
+)
+def test_other_lists_are_no_masks(tmp_path, beside):
+    turns, report = imported(tmp_path, [{**LONG, **beside}])
+    assert turns["trainable"].to_pylist() == [None]
+    assert "mask_unread" not in problems(report)
+
+
+# --- calls without a proper end
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *({"status": "aborted"}, {"stop_reason": "error"}, {"state": "CANCELLED"}),
+        *({"status": "timed out"}, {"error": "x"}, {"error": {"a": 1}}),
+        *({"truncated": True}, {"overlong": 1}, {"is_valid": False}),
+        {"metadata": {"status": "failed"}},
+    ],
+)
+def test_a_call_without_a_proper_end_does_not_train(tmp_path, beside):
+    turns, report = imported(tmp_path, [{**LONG, **beside}])
+    assert turns["trainable"].to_pylist() == [False]
+    assert problems(report) == ["aborted"]
+    turns, _ = imported(tmp_path, [{**LONG, **beside}], contradicted="train")
+    assert turns["trainable"].to_pylist() == [None]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *({"status": "completed"}, {"finish_reason": "abort"}, {"error": None}),
+        *({"success": False}, {"timeout": 1}, {"is_valid": True}, {"truncated": False}),
+    ],
+)
+def test_a_call_with_a_proper_end_trains(tmp_path, beside):
+    turns, report = imported(tmp_path, [{**LONG, **beside}])
+    assert turns["trainable"].to_pylist() == [None]
+    assert "aborted" not in problems(report)
+
+
 # --- names of runs
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(
+            "conv",
+            "ep",
+            "execution",
+            "case",
+            "sid",
+            "cid",
+            "ticket",
+            "path",
+            "key",
+            "odd",
+        ),
+        *("a.b.trajectory_id", "request.user", "request.prompt_cache_key"),
+    ],
+)
+def test_a_key_that_changes_where_prompts_start_over_names_runs(tmp_path, key):
+    calls = []
+    for name in ("r1", "r2"):
+        value = name
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        calls.append({**IDS, **value})
+    turns, report = imported(tmp_path, calls)
+    assert (turns.num_rows, problems(report)) == (0, ["no_session_id"] * 2)
+    assert f"{key} ('r1')" in report[0]["detail"]
+
+
+def test_what_changes_with_each_call_of_a_conversation_names_no_run(tmp_path):
+    after = {**IDS, "prompt_token_ids": [1, 2, 3, 4, 5]}
+    turns, _ = imported(tmp_path, [{**IDS, "nonce": "a"}, {**after, "nonce": "b"}])
+    assert turns["session_id"].to_pylist() == ["log"] * 2
+    turns, _ = imported(tmp_path, [{**IDS, "created_at": "a"}, {**IDS, "step_no": 2}])
+    assert turns["session_id"].to_pylist() == ["log"] * 2
+
+
+def test_two_names_of_ids_that_differ_are_refused(tmp_path):
+    turns, report = imported(tmp_path, [{**CALL, "output_ids": [3]}])
+    assert (turns.num_rows, problems(report)) == (0, ["unreadable"])
+    assert "token_ids and output_ids" in report[0]["detail"]
+
+
+def test_a_response_beside_its_session_is_read_whole(tmp_path):
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "5"}
+    meta["output_token_logprobs"] = [[-0.5, 3, None]]
+    answer = {"session_id": "s", "input_ids": [1], "output_ids": [3], "meta_info": meta}
+    turns, _ = imported(tmp_path, [answer])
+    assert turns["output_logprobs"].to_pylist() == [[-0.5]]
+    assert turns["finish_reason"].to_pylist() == ["stop"]
+    assert turns["weight_versions"].null_count == 0
+
+
+def test_a_single_call_whose_messages_end_with_the_reply_says_so(tmp_path):
+    _, report = imported(tmp_path, [{**CALL, "messages": [USER, REPLY]}])
+    assert problems(report) == ["no_reply"]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +345,9 @@ def test_records_in_lists_are_calls_with_a_mapping_everywhere(tmp_path):
         {"metrics": {"completion_tokens": 5}},
         {"tokens": {"output": 5}},
         {"token_usage": {"completion": 5}},
+        *({"completion_len": 5}, {"responseLength": 9}, {"prompt_eval_count": 7}),
+        *({"eval_count": 7}, {"numOutputTokens": 7}, {"stats": {"output_len": 9}}),
+        *({"usage": {"total_tokens": 9}}, {"completiontokens": 9}, {"PROMPT_LEN": 9}),
     ],
 )
 @pytest.mark.parametrize("kind", ["records", "openai", "langfuse"])
@@ -245,7 +378,8 @@ def test_numbers_of_tokens_are_compared_under_any_name(tmp_path, stated, kind):
         {"usage": {"output": 9, "unit": "CHARACTERS"}},
         {"usage": {"input": 1, "input_cached_tokens": 1}},
         {"usage": {"output": 1, "output_reasoning_tokens": 1}},
-        {"max_tokens": 9},
+        *({"max_tokens": 9}, {"max_output_tokens": 9}, {"completion_len": 2}),
+        *({"cached_prompt_tokens": 1}, {"total_tokens": 4}),
         {"completion_tokens": None},
         {"latency": 5, "usage": {"cost": 3}},
     ],
@@ -318,6 +452,15 @@ def test_a_trial_without_ids_says_how_to_record_them(tmp_path):
     _, report = tk.import_turns(tmp_path)
     assert report["problem"].to_pylist() == ["no_prompt_ids"]
     assert "collect_rollout_details" in report["detail"][0].as_py()
+    detail = trial()["agent_result"]["rollout_details"][0]
+    masked = {"rollout_details": [{**detail, "loss_mask": [[1, 0], [1]]}]}
+    changes = {"agent_result": None, "step_results": [{"agent_result": masked}]}
+    write_trial(tmp_path, None, verifier_result={"reward": 0}, **changes)
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["reward"].to_pylist() == [0.0] * 2
+    assert turns["trainable"].to_pylist() == [False, None]
+    write_trial(tmp_path, None, exception_info={"type": "E"})
+    assert tk.import_turns(tmp_path)[0]["trainable"].to_pylist() == [False] * 2
     write_trial(tmp_path, None, verifier_result={"rewards": {"a": 1, "b": 0}})
     turns, report = tk.import_turns(tmp_path)
     assert turns["reward"].null_count == 2

@@ -62,11 +62,15 @@ class Finding:
     # what it lacks if it is kept, with details
     remarks: list[tuple[str, str]] = field(default_factory=list)
     # what the source states about numbers of tokens: its name, "prompt_ids" or
-    # "output_ids", and the number
+    # "output_ids" ("ids": both), and the number
     claims: list[tuple[str, str, object]] = field(default_factory=list)
     # keys that may name the run, and keys that no field reads, with their values
     run_keys: Value = field(default_factory=dict)
     unread: Value = field(default_factory=dict)
+    # whatever is beside the call and may be a mask of its tokens
+    masks: Value = field(default_factory=dict)
+    # texts and numbers beside a call without a session
+    names: dict[str, str] = field(default_factory=dict)
     # of the request
     tools: object = None
     # tells apart the conversations of a file

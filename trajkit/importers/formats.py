@@ -32,14 +32,13 @@ from trajkit.importers.containers import (
     unless_empty,
 )
 from trajkit.turns.mapping import (
-    COUNT,
     EMPTY_RUN,
     NAMED,
     RUN,
-    SIDE,
     SPELLED,
     USAGE,
     Map,
+    Route,
     claims_of,
     logprobs_of,
     map_option,
@@ -90,6 +89,36 @@ _MATTERS = re.compile(
     r"teacher|entropies|entropy|images?|modal|mm|label|labels|success|resolved|"
     r"log_?probs?|kept_tokens|remove|loss|exceptions?)(_|$)"
 )
+# what marks tokens, by the end of its path; lists that mark none, whatever they have
+_MARKS = re.compile(
+    r"(^|_)(masks?|train\w*|ignored?|generated|sampled|is|weights?)(_|$)"
+)
+_MARKS_NONE = re.compile(
+    r"(^|_)(ids?|log_?probs?|rewards?|scores?|values|returns?|advantages?|entrop\w+|"
+    r"versions?|experts?|images?|positions?|tools|flags|bytes|top)(_|$)"
+)
+# how a source says that a call came to no proper end
+_ENDS = re.compile(
+    r"((call|finish|generation|request|response|rollout|run|sample|stop|trial)_)?"
+    r"(status|state|reason|outcome|level)"
+)
+BROKEN = re.compile(
+    r"(?i)(?!no)(.*[\W_])?(abort|error|cancel|time_?d?[\W_]?out|fail|crash|kill|interrupt)"
+)
+_ERROR = re.compile(
+    r"((call|request|response|run|rollout|trial)_)?(error|exception|failure)s?"
+    r"(_(info|message|msg|type))?"
+)
+_CUT_SHORT = re.compile(
+    r"((is|was|has)_)?(aborted|truncated|overlong|cancell?ed|time(d_|_)?out|failed|"
+    r"errored|crashed|interrupted)"
+)
+# what is of the request, or no fact of the call
+_NOT_BESIDE = {
+    *("request", "request_body", "transformed_request", "input", "messages", "tools"),
+    *("prompt_messages", "choices", "content", "logprobs", "message", "tool_calls"),
+    *("observation", "response_message", "completion"),
+}
 # the long arrays of a record
 _OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
 _OF_REQUEST = ("input_ids", "prompt", "prompt_token_ids", "token_ids")
@@ -280,6 +309,8 @@ class Table:
         if self.format.alone and found.session is None and not found.run_keys:
             found.session = root["@name"]
         values = self._values(prepared, root)
+        for name in {"prompt_ids", "output_ids"} & self.routes.keys() - self.own.keys():
+            _check_same(self.routes[name], prepared, root)
         response, apart = values.get("response"), "response" in self.routes
         if not apart or ("output_ids" in self.routes and not is_answer(response)):
             self._fill(found, values)
@@ -302,8 +333,9 @@ class Table:
             copy.claims += found.claims * (len(taken) == 1)
             masks = {at + path: mask for path, mask in one.pop("@masks", {}).items()}
             mask = kept.get("output_mask")
-            masks = masks if mask is None else {}
-            self._filled(copy, {**values, **one, **kept, "@unread": masks})
+            named = {k: v for k, v in masks.items() if "mask" in k and list_of(v)}
+            more = {"@masks": masks, "@unread": {} if mask is not None else named}
+            self._filled(copy, {**values, **one, **kept, **more})
             yield from [copy] if mask is None or copy.problem else _spans(copy, mask)
 
     def _values(self, record: Value, root: Value) -> Value:
@@ -361,19 +393,30 @@ class Table:
                 if not read and _MATTERS.search(name):
                     found.unread[slash + path] = value
             for path, value in everything.items():
-                name = word_of(path)
                 empty = found.session is None and _is_nothing(value)
-                if empty and EMPTY_RUN.fullmatch(name):
+                if empty and EMPTY_RUN.fullmatch(word_of(path)):
                     found.run_keys[slash + path] = value
-                side = USAGE.fullmatch(word_of(path.rpartition(".")[0]))
-                side = side and re.fullmatch(SIDE, name)
-                if outer is record and (side or COUNT.fullmatch(name)):
-                    if number_of(value) is not None:
-                        found.claims += claims_of(
-                            {path.rpartition(".")[2]: value}, path
-                        )
-                elif outer is record and USAGE.fullmatch(name):
-                    found.claims += claims_of(object_of(parsed(value)), path)
+            every = (
+                [*_within_reach(outer)] if outer is record else [*everything.items()]
+            )
+            mapped = {part.keys for one in self.own.values() for part in one.parts()}
+            for path, value in every:
+                keys = tuple(path.split("."))
+                taken = keys in mapped or path in self.format.knows
+                if len(keys) <= 2 and not taken and _is_broken(path, value):
+                    found.unread.pop(slash + path, None)
+                    text = repr(value)[:60]
+                    found.remark("aborted", f"{slash}{path} is {text}")
+            if outer is not record:
+                continue
+            found.masks = {k: v for k, v in every if isinstance(v, list | str) and v}
+            if found.session is None:
+                names = _names(outer)
+                found.names = {k: v for k, v in names if (*k.split("."),) not in mapped}
+            for path, value in [("", outer), *every]:
+                if isinstance(value, dict):
+                    only = bool(USAGE.fullmatch(word_of(path)))
+                    found.claims += claims_of(value, path, only=only)
 
     def _filled(self, found: Finding, values: Value) -> Finding:
         with found:
@@ -415,12 +458,10 @@ class Table:
         found.claims += claims_of(object_of(values.get("usage")), self._text("usage"))
         fields["weight_versions"] = _versions(found, values, n)
         prompt = fields["prompt_ids"]
-        whole = n + len(prompt) if is_array(prompt) else n
-        for path, value in found.unread.items():
-            marks = (
-                "mask" in path and isinstance(value, list) and len(value) in (n, whole)
-            )
-            if marks and n and not all(list_of(value)[-n:]):
+        first = len(prompt) if is_array(prompt) else 0
+        masks = {**found.masks, **found.unread, **values.get("@masks", {})}
+        for path, value in masks.items() if values.get("output_mask") is None else ():
+            if n and _marks_some(path, value, first, n):
                 text = f"{path} marks some of its tokens, as sampled or as trained: "
                 option = map_option("output_mask", path)
                 text += f"{option} takes it, if it says which were sampled"
@@ -600,10 +641,103 @@ def _all_beside(value: Value, depth: int = 0) -> Iterator[tuple[str, object]]:
             yield name, one
 
 
+def _within_reach(
+    value: Value, at: str = "", depth: int = 8
+) -> Iterator[tuple[str, Any]]:
+    """Everything beside a call, at any depth."""
+    for name, one in value.items():
+        path, found = f"{at}{name}", parsed(one)
+        yield path, found
+        if name in _NOT_BESIDE or not depth:
+            continue
+        if isinstance(found, dict):
+            yield from _within_reach(found, f"{path}.", depth - 1)
+        for k, inner in enumerate(list_of(found)[:_MOST_BESIDE]):
+            if isinstance(inner, dict):
+                yield from _within_reach(inner, f"{path}.{k}.", depth - 1)
+
+
+def _names(value: Value, at: str = "", depth: int = 3) -> Iterator[tuple[str, str]]:
+    """Texts and integers of a record that might name its run."""
+    for name, one in value.items():
+        path, text = f"{at}{name}", text_of(one)
+        if isinstance(one, dict) and depth > 1 and name != "response":
+            yield from _names(one, f"{path}.", depth - 1)
+        elif text and name[:1] != "@" and not _NO_NAME.search(word_of(path)):
+            yield path, text
+
+
+def _marks_some(path: str, value: Any, first: int, n: int) -> bool:
+    """Whether a value marks some ids of an output, or may do so: docs/import.md."""
+    while isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        (value,) = value
+    fits = has_items(value) and len(value) in (n, first + n)
+    name = word_of(path)
+    named = _MARKS.search(word_of("_".join(path.split(".")[-2:])))
+    if isinstance(value, str) and re.fullmatch("[01]+", value) and (named or n > 2):
+        value, fits = [*map(int, value)], len(value) in (n, first + n)
+    if name in _IDS or _MARKS_NONE.search(name) or not has_items(value):
+        return False
+    if {*map(type, value)} - {int, bool, float}:
+        return False
+    if "prompt" in name and len(value) == first and len({*value}) == 1:
+        return False
+    if -100 in value and (fits or named or "label" in name):
+        return not fits or -100 in value[-n:]
+    # weights of tokens; other numbers are anything
+    if {*value} - {0, 1} and not (named and fits):
+        return False
+    return bool(named or fits) and (not fits or any(one != 1 for one in value[-n:]))
+
+
+def _check_same(where: Route, record: Value, root: Value) -> None:
+    """Refuse a record that has other ids under another name of the same."""
+    known = [(part, part.find(record, root, None)) for part in where.parts()]
+    known = [(part, one) for part, one in known if has_items(one)]
+    for part, one in known[1:]:
+        if not np.array_equal(np.asarray(one), np.asarray(known[0][1])):
+            names = " and ".join(".".join(each.keys) for each in (known[0][0], part))
+            text = (
+                f"{names} are different ids: name those that count (--map FIELD=PATH)"
+            )
+            raise Refused("unreadable", text)
+
+
+def _is_broken(path: str, value: object) -> bool:
+    """Whether a key says that its call was aborted, failed, or was cut short."""
+    name = word_of(path)
+    if _ENDS.fullmatch(name):
+        # policies know the finish reason "abort"
+        known = value == "abort" and name.endswith("reason")
+        return isinstance(value, str) and not known and bool(BROKEN.match(value))
+    if _ERROR.fullmatch(name):
+        return not _is_empty(value) and str(value).lower() not in ("0", "none", "null")
+    if _CUT_SHORT.fullmatch(name):
+        return value is True or (value == 1 and "time" not in name)
+    return name in ("valid", "is_valid") and value in (False, 0) and value is not None
+
+
 def _is_empty(value: object) -> bool:
     sized = isinstance(value, str | list | dict | np.ndarray)
     return value is None or value is False or (sized and not len(value))  # type: ignore[arg-type]
 
+
+# what changes from call to call and names no run
+_NO_NAME = re.compile(
+    r"(^|_)(request|response|call|span|message|completion|step|turn|time\w*|date\w*|ts|"
+    r"at|created|started|ended|updated|start|end|latency|duration|elapsed|seconds|ms|ns|"
+    r"model|versions?|tokens?|counts?|len|length|n|num|rewards?|scores?|logprobs?|seed|"
+    r"reason|status|state|content|text|answer|output|usage|cost|price|size|temperature|"
+    r"top|max|min|prompt|input|query|reply|parent|returns?|advantages?|line|is|has|"
+    r"fingerprint|success|correct|trainable|label)(_|$)(?!cache_key)"
+)
+# the most objects of a list beside a call that are looked at
+_MOST_BESIDE = 64
+# names of ids
+_IDS = {
+    *("prompt", "tokens", *_OF_CHOICE),
+    *(SPELLED["prompt_ids"] + "|" + SPELLED["output_ids"]).split("|"),
+}
 
 # --- text
 
@@ -804,9 +938,8 @@ def _of_choice(request: Value, response: Value, choice: object) -> Value:
         "@remarks": remarks,
         "@claims": claims_of(meta, "meta_info"),
         "@masks": {
-            f"choices.{choice.get('index', 0)}.{k}": one
-            for k, one in choice.items()
-            if "mask" in k and list_of(one)
+            f"choices.{choice.get('index', 0)}.{path}": one
+            for path, one in (_within_reach(choice) if choice is not response else ())
         },
     }
 
@@ -958,12 +1091,26 @@ def _trial(result: Value, file: Path) -> Iterator[tuple[str, Value]]:
             copied = {"source": "agent", "@copied": "trajectory.json has its calls"}
             yield "", {**root, "steps": [copied]}
             return
-    details = list_of(object_of(result.get("agent_result")).get("rollout_details"))
+    results = [result, *map(object_of, list_of(result.get("step_results")))]
+    agents = (object_of(one.get("agent_result")) for one in results)
+    details = [one for agent in agents for one in list_of(agent.get("rollout_details"))]
     for k, detail in enumerate(map(object_of, details or [{}])):
-        names = ("prompt_token_ids", "completion_token_ids", "logprobs")
+        names: tuple[str, ...] = (
+            "prompt_token_ids",
+            "completion_token_ids",
+            "logprobs",
+        )
         lists = [list_of(detail.get(name)) for name in names]
+        # other lists of the calls, such as masks; what is not of each call is of all
+        n = max(map(len, lists))
+        rest = {k: v for k, v in detail.items() if k not in names}
+        others = [name for name, v in rest.items() if n and len(list_of(v)) == n]
+        names, lists = (*names, *others), [*lists, *map(rest.pop, others)]
         calls: list[Value] = [
-            {"source": "agent", "metrics": dict(zip(names, call, strict=True))}
+            {
+                "source": "agent",
+                "metrics": {**rest, **dict(zip(names, call, strict=True))},
+            }
             for call in zip_longest(*lists)
         ]
         # others than the first are of sub-agents, or follow a summary
@@ -974,10 +1121,11 @@ def _trial(result: Value, file: Path) -> Iterator[tuple[str, Value]]:
 
 def _of_trial(result: Value) -> Value:
     verifier = object_of(result.get("verifier_result"))
-    rewards = object_of(verifier.get("rewards"))
+    given = verifier.get("rewards")
+    rewards = verifier.get("reward") if given in (None, {}) else given
     found = {
         "group_id": result.get("task_name"),
-        "verifier_result": {"rewards": rewards.get("reward", rewards or None)},
+        "verifier_result": {"rewards": object_of(rewards).get("reward", rewards)},
         "exception_info": result.get("exception_info"),
     }
     return {name: one for name, one in found.items() if one is not None}
@@ -1196,6 +1344,9 @@ def _within(prefixes: str, paths: str) -> str:
 
 
 def _has_lists(value: Value) -> bool:
+    # a response of an engine has more than its ids
+    if list_of(value.get("choices")) or value.keys() >= {"output_ids", "meta_info"}:
+        return False
     return all(is_array(route(paths).find(value)) for paths in (_PROMPT, _OUTPUT))
 
 
@@ -1275,7 +1426,10 @@ _ALL = [
             finish_reason=finish_reason, trainable=trainable,
             group_id=group_index|group_id, weight_versions=weight_versions""",
         prepare=_slime,
-        knows=("index", "remove_sample", "response_length", "tokens", "label"),
+        knows=(
+            *("index", "remove_sample", "response_length", "tokens", "label"),
+            "status",
+        ),
     ),
     Format(
         "atif",

@@ -23,6 +23,7 @@ from trajkit.files.tables import TEMPORARY, gather, index_sessions, write_table
 from trajkit.importers import containers as read
 from trajkit.importers.containers import Finding, Head, has_items, is_array
 from trajkit.importers.formats import (
+    BROKEN,
     FORMATS,
     TARGETS,
     TURN,
@@ -59,6 +60,9 @@ TURNS_IMPORTED = pa.schema([*TURNS, *EXTRAS], metadata=TURNS.metadata)
 """The schema of imported turns."""
 
 Contradicted: TypeAlias = Literal["untrain", "train"]
+
+# calls of a file in which keys that name runs are looked for
+_MOST_COMPARED = 1000
 
 # decimals of rounded logprobs, the numbers beyond which they say nothing, and how many
 # values show it
@@ -280,8 +284,10 @@ class _Import:
         unread: dict[str, tuple[Finding, int]] = {}
         paths: dict[str, np.ndarray] = {}
         n_records, replies, silent = 0, dict[int, object](), set[str | None]()
-        begins = (one for value in head.values for one in table.calls("", value))
+        begins = [one for value in head.values for one in table.calls("", value)]
         keyed = format.calls is None and any(one.session for one in begins)
+        unnamed = not keyed and not any(one.run_keys for one in begins)
+        named = _runs(_records(head, table)) if unnamed else set[str]()
         if format.needs_reply and self.encoder is None:
             replies, silent = _find_replies(_records(head, table))
         for n_records, found in enumerate(_records(head, table), 1):
@@ -297,6 +303,8 @@ class _Import:
                 found.remark("no_reply", text)
             keyed = keyed or found.session is not None or bool(found.run_keys)
             if found.session is None and not found.problem:
+                own = found.names.items()
+                found.run_keys |= {key: one for key, one in own if key in named}
                 self.name(head, found, keyed)
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
@@ -396,14 +404,17 @@ class _Import:
         # sources repeat their counts
         distinct = {(one[1], repr(one[2])): one for one in reversed(found.claims)}
         for name, target, stated in distinct.values():
-            n = len(fields[target])
+            both = ("prompt_ids", "output_ids")
+            n = sum(len(fields[one]) for one in both if target in (one, "ids"))
             if isinstance(stated, bool) or stated not in (None, n):
                 text = f"{name} is {stated!r}, and the record has {n} {target}"
                 found.remark("usage_contradicts", text)
-        if (
-            "usage_contradicts" in dict(found.remarks)
-            and self.contradicted == "untrain"
-        ):
+        reason = fields.get("finish_reason")
+        broken = reason != "abort" and BROKEN.match(reason or "")
+        if broken and "aborted" not in dict(found.remarks):
+            found.remark("aborted", f"finish_reason is {reason!r}")
+        against = {"usage_contradicts", "aborted"} & dict(found.remarks).keys()
+        if against and self.contradicted == "untrain":
             fields["trainable"] = False
         if (reward := fields.get("reward")) is not None:
             first = self.rewards.setdefault(session, reward)
@@ -544,6 +555,29 @@ def _records(head: Head, table: Table) -> Iterator[Finding]:
             yield from table.calls(place, value)
 
 
+def _runs(calls: Iterable[Finding]) -> set[str]:
+    """The keys that may name runs: they change where prompts start over, and only there."""
+    prompts: list[bytes] = []
+    names: list[dict[str, str]] = []
+    changed, never = set[str](), set[str]()
+    good = (found for found in calls if not found.problem and found.session is None)
+    for found in islice(good, _MOST_COMPARED):
+        prompt, own = _ids(found, "prompt_ids").tobytes(), found.names
+        before = [k for k, one in enumerate(prompts) if one and prompt.startswith(one)]
+        before = [k for k in before if len(prompts[k]) < len(prompt)]
+        # those that it may continue have the most of its prompt
+        most = max((len(prompts[k]) for k in before), default=0)
+        nearest = [names[k] for k in before if len(prompts[k]) == most]
+        for key, one in own.items():
+            if nearest and all(each.get(key) != one for each in nearest):
+                never.add(key)
+            elif not nearest and names and names[-1].get(key, one) != one:
+                changed.add(key)
+        prompts.append(prompt)
+        names.append(own)
+    return changed - never
+
+
 def _find_replies(
     calls: Iterable[Finding],
 ) -> tuple[dict[int, object], set[str | None]]:
@@ -558,6 +592,8 @@ def _find_replies(
     # a length and a digest
     waiting: dict[Any, list[tuple[int, int, bytes]]] = defaultdict(list)
     n_calls, answered = Counter[str | None](), set[str | None]()
+    # sessions whose messages end with a reply
+    ended = set[str | None]()
     for number, found in enumerate(calls, 1):
         messages = found.fields.get("prompt_messages")
         if found.problem or not isinstance(messages, list):
@@ -581,6 +617,8 @@ def _find_replies(
                     several.remove(fits[0])
             digest.update(key)
         own = found.fields.get("response_message") is not None
+        if messages and messages[-1].get("role") == "assistant":
+            ended.add(session)
         if own:
             answered.add(session)
         # a text lacks what a message may have besides
@@ -588,7 +626,8 @@ def _find_replies(
             path = np.append(prompt, _ids(found, "output_ids"))
             call = number, len(path), _digest(path)
             waiting[session, digest.digest()].append(call)
-    return replies, {name for name, n in n_calls.items() if n > 1} - answered
+    silent = {name for name, n in n_calls.items() if n > 1 or name in ended}
+    return replies, silent - answered
 
 
 def _ids(found: Finding, name: str) -> np.ndarray:

@@ -60,10 +60,11 @@ NAMED = re.compile(
 EMPTY_RUN = re.compile(
     r"(agent_)?(session|trajectory|traj|rollout|run|episode|conversation)(_(id|uuid|key))?"
 )
-# a number of tokens that a source states
-SIDE = "(prompt|input|completion|output|response|generated|generation|candidates)"
+# a number of tokens that a source states: a side of the call with a measure
+SIDE = "(prompt|input|completion|output|response|generated|generation|candidates|eval)"
 COUNT = re.compile(
-    rf"(?:n_|num_)?{SIDE}_tokens?(?:_(?:count|length|logprobs_length))?|tokens_{SIDE}"
+    rf"(?=.*(?:len|tokens?|count|total))(?:n|num|number|of|the|ids?|tokens?|counts?|"
+    rf"len(?:gth)?|logprobs|(?=prompt_?eval)prompt_?eval|{SIDE[1:-1]}|total_?tokens?|_)+"
 )
 USAGE = re.compile(r"(\w+_)?usage(_\w+)?|tokens?(_counts?)?")
 # fields that may take a key, by its words
@@ -325,25 +326,38 @@ def word_of(path: str) -> str:
     return "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
 
 
-def claims_of(usage: Mapping[str, Any], name: str) -> list[tuple[str, str, object]]:
-    """The numbers of tokens that a usage states, as name, field and number."""
+def claims_of(
+    usage: Mapping[str, Any], name: str, *, only: bool = True
+) -> list[tuple[str, str, object]]:
+    """The numbers of tokens that a usage states, as name, field and number; ``only``: it
+    has nothing else.
+    """
     if str(usage.get("unit") or "tokens").lower() != "tokens":
         return []
-    words = {word_of(key): value for key, value in usage.items()}
+    words = {word_of(key): key for key in usage}
     # some sources take cached or reasoning tokens out of a number, beside which they stand
-    apart = [word for word, one in words.items() if type(one) is int and one]
+    apart = [
+        word for word, key in words.items() if type(usage[key]) is int and usage[key]
+    ]
     found = []
-    for word, stated in words.items():
-        counted = COUNT.fullmatch(word) or re.fullmatch(SIDE, word)
-        if stated is None or counted is None:
+    for word, key in words.items():
+        stated, bare = usage[key], only and re.fullmatch(SIDE, word)
+        is_number = type(stated) in (int, float)
+        if not (bare or COUNT.fullmatch(word)) or not (
+            is_number or (only and isinstance(stated, str | bool))
+        ):
             continue
-        side = next(filter(None, counted.groups()))
-        beside = ["cache"] * (side == "input") + [f"{side}_"] * (word == side)
+        sides = {"prompt"} if "prompt" in word else {*re.findall(SIDE, word)}
+        total = "total" in word
+        if len(sides) != (not total):
+            continue
+        side = "" if total else next(iter(sides))
+        beside = ["cache", "reasoning"] if total else ["cache"] * (side == "input")
+        beside += [f"{side}_"] * (word == side)
         if not any(part in one for part in beside for one in apart):
-            key = next(key for key in usage if word_of(key) == word)
             target = "prompt_ids" if side in ("prompt", "input") else "output_ids"
-            within = key == name.rpartition(".")[2]
-            found.append((name if within else f"{name}.{key}", target, stated))
+            where = name if key == name.rpartition(".")[2] else f"{name}.{key}"
+            found.append((where.lstrip("."), "ids" if total else target, stated))
     return found
 
 
