@@ -2,9 +2,10 @@
 
 Modules of the tests and of the workspace are found last, after those of Python. A test
 runner is started again by this program, which proves that it came to its end: the secret of
-the file ``nonce`` is taken before the first test is read, and put back with the results
-after the last one. Meanwhile only an audit hook has it, to which no frame and no module
-leads. Code in this process can still find it; see docs/sandboxes.md.
+the file ``nonce`` is taken before the first test is read. After the last one it signs the
+results, the next secret is made of it, and the process ends at once. Meanwhile only an audit
+hook has it, to which no frame and no module leads. Code in this process can still find it;
+see docs/sandboxes.md.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _begin() -> None:
-    with open(os.path.join(_HERE, "places")) as file:
-        tests, workspace = file.read().split("\n")
+    with open(os.path.join(_HERE, "places"), errors="surrogateescape") as file:
+        tests, workspace = file.read().split("\n")[:2]
     # sys.orig_argv is newer than some Pythons of images
     with open("/proc/self/cmdline", "rb") as file:
         arguments = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
@@ -201,6 +202,7 @@ def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
                 self.add(report, False)
 
     plugin = Plugin()
+    sys.audit("trajkit.watch", vars(Plugin))
     code = int(pytest.main(arguments, plugins=[plugin])) or int(plugin.ended)
     return code, results, _changed(plugin.before, plugin.after)
 
@@ -248,6 +250,7 @@ def _program(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
 
     # also of a program that ends with unittest.main()
     kind: Any = Result
+    sys.audit("trajkit.watch", vars(Result))
     unittest.TextTestRunner.resultclass = kind
     sys.argv, code, program = arguments, 0, os.path.realpath(arguments[0])
     sys.path += [os.path.dirname(program)] if sys.flags.isolated else places
@@ -275,8 +278,12 @@ def _program(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
     return code, results, _changed(before, after or _watched())
 
 
-def _keep(path: str) -> None:
-    """Take the secret, and have an audit hook write it with the results."""
+def _keep(path: str, files: list[str], reward: list[str]) -> None:
+    """Take the secret, and have an audit hook sign the results and end the process.
+
+    ``files`` must not be written meanwhile, nor ``reward``: it is told after the tests.
+    """
+    import hashlib
     import types
     from json.encoder import encode_basestring_ascii as quoted
 
@@ -284,49 +291,71 @@ def _keep(path: str) -> None:
         nonce = file.read()
     os.unlink(path)
     own, main, frame_of, opened = globals(), sys._getframe(1), sys._getframe, open
-    results_path = os.path.join(_HERE, "results")
-    functions = [
-        (name, value, value.__code__)
-        for name, value in own.items()
-        if isinstance(value, types.FunctionType)
-    ]
+    results_path, sha256, leave = os.path.join(_HERE, "results"), hashlib.sha256, os._exit
+    stat, plain = os.stat, types.FunctionType
+    functions: list[Any] = []
+
+    def state(name: str) -> object:
+        try:
+            found = stat(name)
+        except OSError:
+            return None
+        # no program can choose the time of a change
+        return found.st_ino, found.st_ctime_ns
+
+    def watch(owner: Any) -> None:
+        for name, value in list(owner.items()):
+            if isinstance(value, plain):
+                functions.append((owner, name, value, value.__code__))
+
+    states = [(name, state(name)) for name in [*files, *reward]]
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
         # calls no code of Python, which a module under test could exchange
+        if event == "trajkit.watch":
+            watch(given[0])
         if event != "trajkit.ended" or frame_of(1) is not main:
             return
         code, results, changed = given
-        for name, function, before in functions:
-            if own.get(name) is not function or function.__code__ is not before:
+        for owner, name, function, before in functions:
+            if owner.get(name) is not function or function.__code__ is not before:
                 changed = [*changed, f"trajkit.{name}"]
+        changed = [*changed, *[name for name, before in states if state(name) != before]]
         passed = [
             f"{quoted(k)}: {'true' if v else 'false'}" for k, v in results.items()
         ]
-        text = (
-            f'{{"code": {code}, "nonce": "{nonce}", "results": {{{", ".join(passed)}}}'
-        )
-        text += f', "changed": [{", ".join(map(quoted, changed))}]}}\n'
+        text = f'{{"code": {code}, "results": {{{", ".join(passed)}}}'
+        text += f', "changed": [{", ".join(map(quoted, changed))}]}}'
+        signature = sha256(f"{nonce}{text}{nonce}".encode("ascii")).hexdigest()
         with opened(results_path, "ab", 0) as file:
-            file.write(text.encode("ascii"))
+            file.write(f"{signature} {text}\n".encode("ascii"))
         with opened(path, "wb", 0) as file:
-            file.write(nonce.encode("ascii"))
+            file.write(sha256(f"next {nonce}".encode("ascii")).hexdigest().encode())
+        # no code that a module registered for the end runs
+        leave(code)
 
+    watch(own)
     sys.addaudithook(hook)
 
 
-def _main() -> int:
-    with open(os.path.join(_HERE, "places")) as file:
-        places = file.read().split("\n")
-    _keep(os.path.join(_HERE, "nonce"))
-    _, *given = sys.argv
+def _main() -> None:
+    with open(os.path.join(_HERE, "places"), errors="surrogateescape") as file:
+        tests, workspace, *names = file.read().split("\n")
+    places, (_, *given) = [tests, workspace], sys.argv
+    files = [os.path.join(tests, name) for name in names]
+    files += [os.path.join(_HERE, name) for name in ("sitecustomize.py", "places")]
+    logs = os.environ.get("LOGS", "")
+    reward = [os.path.join(logs, f"reward.{end}") for end in ("txt", "json")]
+    # a plain program may tell the reward itself
+    runner = given[0] in ("pytest", "unittest")
+    _keep(os.path.join(_HERE, "nonce"), files, reward if runner else [])
     pytest = given[0] == "pytest"
     run = _pytest(given[1:], places) if pytest else _program(given, places)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.audit("trajkit.ended", *run)
-    return int(run[0])
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    _main()
 _begin()
