@@ -186,9 +186,11 @@ def choose(
             first = 0
             while "/".join(parts[: first + 1]) in folders:
                 first += 1
-            risks += [] if covered(name) else [first]
-            stems = [part.partition(".")[0] for part in plain]
-            risks += [k for k in range(first, len(parts)) if stems[k] in known]
+            # inside a package a name hides none of Python's
+            if not covered(name):
+                stems = [part.partition(".")[0] for part in plain]
+                risks += [k for k in range(first, len(parts)) if stems[k] in known]
+                risks.append(first)
         return max(risks)
 
     verdicts = {}

@@ -37,6 +37,11 @@ ROLLOUTS = (
             "if isinstance(value, bool):",
         ),
         (
+            "a verifier is believed whose tests failed",
+            'if reward >= 1 and any(proof["code"] for proof in proofs):',
+            "if False:",
+        ),
+        (
             "a folder cannot become a file",
             "graded.sort(key=lambda name: after[name][0] != _REMOVED)",
             "graded.sort()",
