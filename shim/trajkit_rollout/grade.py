@@ -6,6 +6,7 @@ what of the patch counts (`choose`; docs/sandboxes.md has the rules). Outside of
 tests, and the program that runs them and proves that they came to their end (`grader`).
 """
 
+import hashlib
 import importlib
 import json
 import math
@@ -13,12 +14,14 @@ import os
 import posixpath
 import re
 import secrets
+import tarfile
 import tempfile
 import unicodedata
 from base64 import b64decode
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -183,9 +186,11 @@ def choose(
             first = 0
             while "/".join(parts[: first + 1]) in folders:
                 first += 1
-            risks += [] if covered(name) else [first]
-            stems = [part.partition(".")[0] for part in plain]
-            risks += [k for k in range(first, len(parts)) if stems[k] in known]
+            # inside a package a name hides none of Python's
+            if not covered(name):
+                stems = [part.partition(".")[0] for part in plain]
+                risks += [k for k in range(first, len(parts)) if stems[k] in known]
+                risks.append(first)
         return max(risks)
 
     verdicts = {}
@@ -272,7 +277,11 @@ def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
     for name in ("reward.txt", "reward.json"):
         text = sandbox.get(sandbox.map_path(f"{_LOGS}/{name}"))
         if text is not None:
-            return _reward(name, text.decode(errors="replace"))
+            reward = _reward(name, text.decode(errors="replace"))
+            if reward >= 1 and any(proof["code"] for proof in proofs):
+                reason = f"{name} is {reward:g}, but tests failed"
+                raise StageError("grade", reason)
+            return reward
     raise StageError("grade", f"the verifier wrote no reward: {done.summary}")
 
 
@@ -323,9 +332,11 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
     if task.tests is not None:
         sandbox.put(task.tests, tests)
         cwd = cwd if rules.kind in ("script", "reward_file") else tests
-    nonce = secrets.token_hex(16).encode()
-    found = f"{tests}\n{workspace.path}".encode()
-    own = {"sitecustomize.py": _GRADER, "nonce": nonce, "places": found}
+    nonce, names = secrets.token_hex(32), []
+    with tarfile.open(fileobj=BytesIO(task.tests or pack({}))) as tar:
+        names = [entry.name for entry in tar if entry.isfile()]
+    found = os.fsencode("\n".join((tests, workspace.path, *names)))
+    own = {"sitecustomize.py": _GRADER, "nonce": nonce.encode(), "places": found}
     sandbox.put(pack(own), places["grader"])
     own_text = rules.script if rules.kind == "script" else rules.command
     command = own_text or "bash {tests}/test.sh"
@@ -336,22 +347,31 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
     done = _exec(workspace, [*shell, *rules.plugins], command, cwd=cwd, env=env)
     if done.code in _NOT_RUN:
         raise StageError("grade", command, done.summary)
-    if sandbox.get(f"{places['grader']}/nonce") != nonce:
-        reason = "a test process ended before its tests did"
-        raise StageError("grade", command, reason, done.summary)
+    printed = sandbox.get(f"{places['grader']}/results") or b""
+    last = sandbox.get(f"{places['grader']}/nonce")
     try:
-        printed = sandbox.get(f"{places['grader']}/results") or b""
-        proofs = [json.loads(line) for line in printed.splitlines()]
+        proofs = []
+        for line in printed.decode("ascii").splitlines():
+            signature, _, text = line.partition(" ")
+            if signature != _sha256(f"{nonce}{text}{nonce}"):
+                raise ValueError
+            proofs.append(json.loads(text))
+            nonce = _sha256(f"next {nonce}")
         changed = [str(each) for proof in proofs for each in proof["changed"][:3]]
-        if any(proof["nonce"] != nonce.decode() for proof in proofs):
-            raise ValueError
     except (ValueError, TypeError, LookupError, RecursionError):
         raise StageError("grade", "the file of test results was changed") from None
+    if last != nonce.encode():
+        reason = "a test process ended before its tests did"
+        raise StageError("grade", command, reason, done.summary)
     if changed:
         raise StageError(
             "grade", command, f"changed while tests ran: {', '.join(changed)}"
         )
     return done, proofs
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _exec(

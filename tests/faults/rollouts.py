@@ -41,6 +41,11 @@ ROLLOUTS = (
             'graded = [name for name in after if verdicts[name] != "refused"]',
             "graded = [*after]",
         ),
+        (
+            "a verifier is believed whose tests failed",
+            'if reward >= 1 and any(proof["code"] for proof in proofs):',
+            "if False:",
+        ),
     ),
     place(
         "shim/trajkit_rollout/sandbox.py",

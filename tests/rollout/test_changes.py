@@ -24,6 +24,8 @@ def chosen(name, mode=NEW, target=None, editable=None):
     [
         *("it.py", "README", "src/b.js", "pkg/a.py", "pkg/new.py", "lib/new.py"),
         *("pkg/sub/new/deep.py", "pkg/data.json", "pkg/json.txt", "app/main.py"),
+        # inside a package, names of other modules hide none of them
+        *("pkg/json.py", "pkg/pytest/__init__.py", "pkg/os.cpython-311.so"),
     ],
 )
 def test_files_and_packages_that_existed_are_graded(name):
@@ -54,8 +56,6 @@ def test_files_and_packages_that_existed_are_graded(name):
         *("pkg/x.egg-info/entry_points.txt", "pkg/entry_points.txt", "pyvenv.cfg"),
         # hidden
         *(".env", ".gitattributes", ".pytest.ini", "pkg/.hidden/a.py", ".cargo/config"),
-        # names of other modules, also in a package
-        *("pkg/json.py", "pkg/pytest/__init__.py", "pkg/os.cpython-311.so"),
         # the same names as a careless reader sees them
         *(
             "Conftest.PY",
@@ -66,7 +66,7 @@ def test_files_and_packages_that_existed_are_graded(name):
         ),
         *(
             "pkg/TESTS/a.js",
-            "pkg/\uff4ason.py",
+            "\uff4ason.py",
             "pkg/\udcff.py",
             "pkg/a\n.py",
             "pkg/\u202egnp.py",
@@ -95,6 +95,7 @@ def test_a_removed_or_executable_file_is_like_any_other():
         ("**/b.js", "src/b.js", "graded"),
         ("**/b.js", "b.js", "graded"),
         ("pkg/**", "pkg/new/a.py", "graded"),
+        ("pkg/**", "pkg/json.py", "graded"),
         # a wildcard stands for no new module outside the packages, and for no name that
         # can change how tests run
         ("src/**", "src/new.py", "refused"),
@@ -103,12 +104,12 @@ def test_a_removed_or_executable_file_is_like_any_other():
         ("*", "new.py", "refused"),
         ("src/**", "src/conftest.py", "refused"),
         ("src/**", "src/x.dist-info/METADATA", "refused"),
-        ("pkg/**", "pkg/json.py", "refused"),
         ("tests/*", "tests/test_a.py", "refused"),
         # what is named is meant
         ("src/new.py", "src/new.py", "graded"),
         ("src/new/**", "src/new/deep/a.py", "graded"),
         ("src/new/**", "src/new/conftest.py", "refused"),
+        ("src/new/**", "src/new/json.py", "refused"),
         ("conftest.py", "conftest.py", "graded"),
         ("tests/data/**", "tests/data/a.txt", "graded"),
         ("tests/data/**", "tests/data/test_a.py", "refused"),

@@ -97,6 +97,14 @@ def test_a_reward_by_each_grader(tmp_path, rules, reward):
     assert graded(tmp_path, grade=rules, tests={"test_t.py": TESTS}) == reward
 
 
+def test_a_verifier_s_full_reward_is_not_believed_if_its_tests_failed(tmp_path):
+    command = f"{PYTEST} {{tests}}; echo 1 > {{logs}}/reward.txt"
+    rules = {"kind": "reward_file", "command": command}
+    assert graded(tmp_path, grade=rules, tests={"test_t.py": "def test(): pass"}) == 1.0
+    with pytest.raises(StageError, match=r"reward\.txt is 1, but tests failed"):
+        graded(tmp_path, grade=rules, tests={"test_t.py": TESTS})
+
+
 def test_a_session_that_was_cut_off_is_not_completed(tmp_path):
     assert graded(tmp_path, grade={"kind": "completed"}, finished=False) == 0.0
 

@@ -2,9 +2,10 @@
 
 Modules of the tests and of the workspace are found last, after those of Python. A test
 runner is started again by this program, which proves that it came to its end: the secret of
-the file ``nonce`` is taken before the first test is read, and put back with the results
-after the last one. Meanwhile only an audit hook has it, to which no frame and no module
-leads. Code in this process can still find it; see docs/sandboxes.md.
+the file ``nonce`` is taken before the first test is read. After the last one it signs the
+results, the next secret is made of it, and the process ends. Meanwhile only an audit
+hook has it, to which no frame and no module leads. Code in this process can still find it;
+see docs/sandboxes.md.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _begin() -> None:
-    with open(os.path.join(_HERE, "places")) as file:
-        tests, workspace = file.read().split("\n")
+    with open(os.path.join(_HERE, "places"), errors="surrogateescape") as file:
+        tests, workspace = file.read().split("\n")[:2]
     # sys.orig_argv is newer than some Pythons of images
     with open("/proc/self/cmdline", "rb") as file:
         arguments = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
@@ -55,8 +56,36 @@ def _begin() -> None:
         sys.path.append(os.path.dirname(script))
 
 
+# test runners, and what they and tests are made of
+_PARTS = ("ast", "contextlib", "functools", "json", "math", "re")
+_RUNNERS = ("unittest", "_pytest", "pluggy", "builtins", *_PARTS)
+_SKIPS = ("skip", "Skip", "xfail", "expectedFailure")
+
+
 def _is_runner(module: str) -> bool:
-    return module.partition(".")[0] in ("unittest", "_pytest", "pluggy", "builtins")
+    return module.partition(".")[0] in _RUNNERS
+
+
+def _is_test(file: str, places: list[str], program: str = "") -> bool:
+    """Whether a file is one of the tests: in the workspace, by its name."""
+    tests, workspace = (os.path.realpath(place) + os.sep for place in places)
+    *folders, name = os.path.realpath(file).split(os.sep)
+    if tests != workspace:
+        return os.path.realpath(file).startswith(tests)
+    named = name.startswith("test_") or name.endswith("_test.py")
+    return named or "tests" in folders or name == "conftest.py" or file == program
+
+
+def _text_of(module: str) -> str:
+    return _text(getattr(sys.modules.get(module), "__file__", None) or "")
+
+
+def _text(file: str) -> str:
+    try:
+        with open(file, encoding="utf-8", errors="replace") as text:
+            return text.read()
+    except (OSError, ValueError):
+        return ""
 
 
 def _watched(places: list[str] | None = None) -> dict[tuple[str, ...], Any]:
@@ -66,27 +95,31 @@ def _watched(places: list[str] | None = None) -> dict[tuple[str, ...], Any]:
     """
     import types
 
-    # a test may import it only after what it tests
-    __import__("unittest")
+    # a test may import them only after what it tests
+    for name in ("unittest", *_PARTS):
+        __import__(name)
 
     functions = (types.FunctionType, types.BuiltinFunctionType)
     kinds = (*functions, type, staticmethod, classmethod, property)
-    found = {}
+    found: dict[tuple[str, ...], Any] = {}
 
     def add(owner: Any, *key: str) -> None:
         for name, value in list(vars(owner).items()):
             if isinstance(value, kinds):
-                function = getattr(value, "__func__", value)
-                found[(*key, name)] = id(value), id(getattr(function, "__code__", None))
+                inner: Any = getattr(value, "__func__", value)
+                codes: list[int] = []
+                while inner is not None and len(codes) < 9:
+                    codes.append(id(getattr(inner, "__code__", None)))
+                    inner = getattr(inner, "__dict__", {}).get("__wrapped__")
+                found[(*key, name)] = id(value), *codes
+            elif isinstance(value, str) and key[0].startswith("unittest"):
+                found[(*key, name)] = (value,)
             if len(key) == 1 and isinstance(value, type) and value.__module__ == key[0]:
                 add(value, *key, name)
 
-    tests, workspace = places or ("", "")
     for name, module in list(sys.modules.items()):
-        folder, file = os.path.split(getattr(module, "__file__", None) or "")
-        inside = tests and f"{folder}/".startswith(f"{tests}/")
-        is_test = inside and (tests != workspace or file.startswith("test_"))
-        if is_test or _is_runner(name):
+        file = getattr(module, "__file__", None) or ""
+        if _is_runner(name) or (places and file and _is_test(file, places)):
             add(module, name)
     return found
 
@@ -96,6 +129,13 @@ def _add_tests(before: dict[Any, Any], places: list[str]) -> None:
     known = {key[0] for key in before}
     watched = _watched(places).items()
     before.update({key: value for key, value in watched if key[0] not in known})
+    # what a module of tests has, it names
+    for name in {key[0] for key, _ in watched} - known:
+        text, made = _text_of(name), ("import *", "globals()", "setattr(", "vars(")
+        for each, value in list(vars(sys.modules[name]).items()):
+            fine = each.startswith(("__", "@")) or isinstance(value, type(sys))
+            if not fine and not any(word in text for word in (each, *made)):
+                before[(name, each)] = ("not in the file",)
 
 
 def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
@@ -107,32 +147,74 @@ def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
         for key in after
         if key[:-1] in before and (_is_runner(key[0]) or hasattr(TestCase, key[-1]))
     }
-    return sorted(".".join(key) for key in keys if after.get(key) != before.get(key))
+    changed = [key for key in keys if after.get(key) != before.get(key)]
+    # a module of tests may exchange what it has
+    lines = {key[0]: _text_of(key[0]).splitlines() for key in changed}
+    return sorted(
+        ".".join(key)
+        for key in changed
+        if _is_runner(key[0])
+        or not any(" global " in f" {x}" and key[1] in x for x in lines[key[0]])
+    )
 
 
-def _raiser(error: BaseException | None, test: object, places: list[str]) -> str | None:
-    """The file of the workspace, no test, whose code raised an exception.
+def _says(
+    error: BaseException | None, words: tuple[str, ...], places: list[str], program: str
+) -> bool | None:
+    """Whether the line that led to an exception is one of the tests, and names one.
 
-    Or whose exception made a test skip itself.
+    None: no line outside of test runners did, but a decorator.
     """
-    tests, workspace = (os.path.realpath(place) + os.sep for place in places)
-    while error is not None:
+    last = None
+    while error is not None and last is None:
         trace = error.__traceback__
         while trace is not None:
-            name = trace.tb_frame.f_code.co_filename
-            file = os.path.realpath(name)
-            is_test = file == os.path.realpath(str(test)) or file.startswith(tests)
-            if tests == workspace and file != os.path.realpath(str(test)):
-                # an agent may not change helpers of tests
-                names = file[len(workspace) :].split(os.sep)
-                is_test = "tests" in names or "conftest.py" in names
-            # what exec runs may have any name
-            made = name.startswith("<") and not name.startswith("<frozen ")
-            if made or (file.startswith(workspace) and not is_test):
-                return name
+            names = trace.tb_frame.f_globals
+            # python -m unittest has another name than its package
+            name = str(names.get("__package__") or names.get("__name__"))
+            of_runner = _is_runner(name) or name in ("runpy", "pytest")
+            if not of_runner and names is not globals():
+                last = trace
             trace = trace.tb_next
-        error = None if isinstance(error, SystemExit) else error.__context__
-    return None
+        error = error.__context__
+    if last is None:
+        return None
+    file = last.tb_frame.f_code.co_filename
+    lines = _text(file).splitlines()[last.tb_lineno - 1 :]
+    line = lines[0] if lines else ""
+    return _is_test(file, places, program) and any(word in line for word in words)
+
+
+def _may_skip(error: BaseException | None, file: str, places: list[str]) -> bool:
+    said = _says(error, _SKIPS, places, file)
+    text = _text(file) + _text(os.path.join(places[0], "conftest.py"))
+    return any(word in text for word in _SKIPS) if said is None else said
+
+
+def _report_ends() -> None:
+    """Have unittest report what ended a test, even if what it tests hides that."""
+    from contextlib import contextmanager
+    from unittest import case
+
+    outcome: Any = case._Outcome  # type: ignore[attr-defined]
+    real = outcome.testPartExecutor
+
+    @contextmanager
+    def executor(self: Any, test: Any, *given: Any, **named: Any) -> Any:
+        with real(self, test, *given, **named):
+            try:
+                yield
+            except BaseException as error:
+                kind = type(getattr(test, "test_case", test))
+                if "expectedFailure" not in _text_of(kind.__module__):
+                    self.expecting_failure = False
+                stop = isinstance(error, case._ShouldStop)  # type: ignore[attr-defined]
+                if stop and not self.expecting_failure:
+                    raise AssertionError("ended by what it tests") from error
+                raise
+
+    outcome.testPartExecutor = executor
+    sys.audit("trajkit.watch", {"testPartExecutor": real.__wrapped__})
 
 
 # Each returns the exit code, results by name, and what was changed while tests ran.
@@ -146,8 +228,8 @@ def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
     class Plugin:
         # some of the plugins that load themselves change pytest, until its end
         before = after = _watched()
-        own = "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in os.environ
         ended = False
+        late: Any = None
 
         @pytest.hookimpl(trylast=True)
         def pytest_configure(self, config: Any) -> None:
@@ -155,6 +237,25 @@ def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
             sys.path += places
             self.root = str(getattr(config, "rootpath", None) or config.rootdir)
             self.before = _watched()
+            self.late = []
+
+        def pytest_plugin_registered(self, plugin: Any) -> None:
+            # from now on only those of pytest and of the tests
+            kind = type(plugin)
+            module = sys.modules.get(kind.__module__)
+            found: Any = module
+            for part in kind.__qualname__.split("."):
+                found = getattr(found, part, None)
+            known = found is kind
+            if kind is type(sys):
+                module, known = plugin, True
+            file = getattr(module, "__file__", None) or ""
+            outside = not os.path.realpath(file).startswith(
+                os.path.realpath(places[1]) + os.sep
+            )
+            known = known and file != "" and (outside or _is_test(file, places))
+            if self.late is not None and not known:
+                self.late.append(f"plugin {plugin!r:.80}")
 
         def pytest_collection_finish(self) -> None:
             _add_tests(self.before, places)
@@ -168,16 +269,22 @@ def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
             self.ended = True
 
         def judge(self, report: Any, item: Any, raised: Any) -> None:
-            test, error = getattr(item, "fspath", ""), raised and raised.value
-            raiser = report.outcome == "skipped" and _raiser(error, test, places)
-            if raiser:
-                report.outcome, report.longrepr = "failed", f"skipped by {raiser}"
+            if report.outcome != "skipped":
+                return
+            error, file = raised and raised.value, str(getattr(item, "fspath", ""))
+            # of an expected failure, a mark says so, not what was raised
+            marked = hasattr(report, "wasxfail")
+            if marked and not isinstance(error, pytest.xfail.Exception):
+                error = None
+            if not _may_skip(error, file, places):
+                report.outcome, report.longrepr = "failed", "skipped by what it tests"
                 vars(report).pop("wasxfail", None)
 
         @pytest.hookimpl(hookwrapper=True, tryfirst=True)
         def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
             raised = call.excinfo  # pytest replaces it by an exception of its own
-            self.judge((yield).get_result(), item, raised)
+            report = (yield).get_result()
+            self.judge(report, item, raised or call.excinfo)
 
         @pytest.hookimpl(hookwrapper=True, tryfirst=True)
         def pytest_make_collect_report(self, collector: Any) -> Any:
@@ -201,8 +308,11 @@ def _pytest(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
                 self.add(report, False)
 
     plugin = Plugin()
+    sys.audit("trajkit.watch", vars(Plugin))
     code = int(pytest.main(arguments, plugins=[plugin])) or int(plugin.ended)
-    return code, results, _changed(plugin.before, plugin.after)
+    code = code or int(not any(results.values()))
+    changed = _changed(plugin.before, plugin.after)
+    return code, results, [*changed, *(plugin.late or ())]
 
 
 def _program(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
@@ -225,11 +335,12 @@ def _program(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
 
         def addSkip(self, test: Any, reason: str) -> None:
             kind = type(getattr(test, "test_case", test))  # or that of a subtest
-            file = getattr(sys.modules.get(kind.__module__), "__file__", "")
-            raiser = _raiser(sys.exc_info()[1], file, places)
+            file = getattr(sys.modules.get(kind.__module__), "__file__", "") or ""
             # a module that was skipped as a whole does not say by whom
-            if raiser is not None or kind.__name__ == "ModuleSkipped":
-                self.failures.append((test, f"skipped by {raiser}: {reason}"))
+            if kind.__name__ == "ModuleSkipped" or not _may_skip(
+                sys.exc_info()[1], file, places
+            ):
+                self.failures.append((test, f"skipped by what it tests: {reason}"))
             super().addSkip(test, reason)
 
         def addSuccess(self, test: Any) -> None:
@@ -248,6 +359,7 @@ def _program(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
 
     # also of a program that ends with unittest.main()
     kind: Any = Result
+    sys.audit("trajkit.watch", vars(Result))
     unittest.TextTestRunner.resultclass = kind
     sys.argv, code, program = arguments, 0, os.path.realpath(arguments[0])
     sys.path += [os.path.dirname(program)] if sys.flags.isolated else places
@@ -259,9 +371,10 @@ def _program(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
             runpy.run_path(program, run_name="__main__")
     except SystemExit as end:
         # the program ended, but was it the program that ended it?
-        raiser = _raiser(end, program, places)
-        if raiser is not None and not end.code:
-            sys.exit(f"{raiser} ended the tests")
+        words = ("exit", "Exit", "main(") if results else ("exit", "Exit")
+        said = _says(end, words, places, program)
+        if not end.code and not (arguments[0] == "unittest" if said is None else said):
+            sys.exit("what is tested ended the tests")
         code = int(end.code is not None)
         if isinstance(end.code, int):
             # one of a class of its own may have two values
@@ -271,12 +384,17 @@ def _program(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
         traceback.print_exc()
         code = 1
     # before Python 3.12, no test at all is a success
-    code = code or int(arguments[0] == "unittest" and not results)
+    ran = results or arguments[0] == "unittest"
+    code = code or int(bool(ran) and not any(results.values()))
     return code, results, _changed(before, after or _watched())
 
 
-def _keep(path: str) -> None:
-    """Take the secret, and have an audit hook write it with the results."""
+def _keep(path: str, files: list[str], reward: list[str]) -> None:
+    """Take the secret, and have an audit hook sign the results and end the process.
+
+    ``files`` must not be written meanwhile, nor ``reward``: it is told after the tests.
+    """
+    import hashlib
     import types
     from json.encoder import encode_basestring_ascii as quoted
 
@@ -284,49 +402,79 @@ def _keep(path: str) -> None:
         nonce = file.read()
     os.unlink(path)
     own, main, frame_of, opened = globals(), sys._getframe(1), sys._getframe, open
-    results_path = os.path.join(_HERE, "results")
-    functions = [
-        (name, value, value.__code__)
-        for name, value in own.items()
-        if isinstance(value, types.FunctionType)
-    ]
+    results_path, sha256, leave = (
+        os.path.join(_HERE, "results"),
+        hashlib.sha256,
+        os._exit,
+    )
+    stat, plain = os.stat, types.FunctionType
+    functions: list[Any] = []
+
+    def state(name: str) -> object:
+        try:
+            found = stat(name)
+        except OSError:
+            return None
+        # no program can choose the time of a change
+        return found.st_ino, found.st_ctime_ns
+
+    def watch(owner: Any) -> None:
+        for name, value in list(owner.items()):
+            if isinstance(value, plain):
+                functions.append((owner, name, value, value.__code__))
+
+    states = [(name, state(name)) for name in [*files, *reward]]
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
         # calls no code of Python, which a module under test could exchange
+        if event == "trajkit.watch":
+            watch(given[0])
         if event != "trajkit.ended" or frame_of(1) is not main:
             return
         code, results, changed = given
-        for name, function, before in functions:
-            if own.get(name) is not function or function.__code__ is not before:
+        for owner, name, function, before in functions:
+            if owner.get(name) is not function or function.__code__ is not before:
                 changed = [*changed, f"trajkit.{name}"]
+        changed = [
+            *changed,
+            *[name for name, before in states if state(name) != before],
+        ]
         passed = [
             f"{quoted(k)}: {'true' if v else 'false'}" for k, v in results.items()
         ]
-        text = (
-            f'{{"code": {code}, "nonce": "{nonce}", "results": {{{", ".join(passed)}}}'
-        )
-        text += f', "changed": [{", ".join(map(quoted, changed))}]}}\n'
+        text = f'{{"code": {code}, "results": {{{", ".join(passed)}}}'
+        text += f', "changed": [{", ".join(map(quoted, changed))}]}}'
+        signature = sha256(f"{nonce}{text}{nonce}".encode("ascii")).hexdigest()
         with opened(results_path, "ab", 0) as file:
-            file.write(text.encode("ascii"))
+            file.write(f"{signature} {text}\n".encode("ascii"))
         with opened(path, "wb", 0) as file:
-            file.write(nonce.encode("ascii"))
+            file.write(sha256(f"next {nonce}".encode("ascii")).hexdigest().encode())
+        # no code that a module registered for the end runs
+        leave(code)
 
+    watch(own)
     sys.addaudithook(hook)
 
 
-def _main() -> int:
-    with open(os.path.join(_HERE, "places")) as file:
-        places = file.read().split("\n")
-    _keep(os.path.join(_HERE, "nonce"))
-    _, *given = sys.argv
+def _main() -> None:
+    with open(os.path.join(_HERE, "places"), errors="surrogateescape") as file:
+        tests, workspace, *names = file.read().split("\n")
+    places, (_, *given) = [tests, workspace], sys.argv
+    files = [os.path.join(tests, name) for name in names]
+    files += [os.path.join(_HERE, name) for name in ("sitecustomize.py", "places")]
+    logs = os.environ.get("LOGS", "")
+    reward = [os.path.join(logs, f"reward.{end}") for end in ("txt", "json")]
+    # a plain program may tell the reward itself
+    runner = given[0] in ("pytest", "unittest")
+    _keep(os.path.join(_HERE, "nonce"), files, reward if runner else [])
+    _report_ends()
     pytest = given[0] == "pytest"
     run = _pytest(given[1:], places) if pytest else _program(given, places)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.audit("trajkit.ended", *run)
-    return int(run[0])
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    _main()
 _begin()

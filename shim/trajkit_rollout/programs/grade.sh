@@ -10,6 +10,7 @@ for each; do
 done
 # a verifier chooses its plugins; those of the workspace are not found, since its folder is
 # added to the path only after plugins are loaded
+rm -rf "$LOGS/reward.txt" "$LOGS/reward.json"
 test $kind = reward_file || export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 if test $kind = script; then
   exec python -I "$GRADER/sitecustomize.py" "$TESTS/$command"
