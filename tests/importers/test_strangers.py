@@ -85,6 +85,7 @@ def test_whatever_marks_tokens_is_a_mask(tmp_path, beside):
             {"labels": ["a"]},
         ),
         *({"image_sizes": [0, 1]}, {"token_level_rewards": [0, 0, 1]}),
+        {"sampling_mask": [[3], [9, 4], []]},
     ],
 )
 def test_other_lists_are_no_masks(tmp_path, beside):

@@ -31,6 +31,7 @@ from trajkit.importers.containers import (
     time_of,
     unless_empty,
 )
+from trajkit.schema import PAYLOADS
 from trajkit.turns.mapping import (
     EMPTY_RUN,
     NAMED,
@@ -676,7 +677,7 @@ def _marks_some(path: str, value: Any, first: int, n: int) -> bool:
     named = _MARKS.search(word_of("_".join(path.split(".")[-2:])))
     if isinstance(value, str) and re.fullmatch("[01]+", value) and (named or n > 2):
         value, fits = [*map(int, value)], len(value) in (n, first + n)
-    if name in _IDS or _MARKS_NONE.search(name) or not has_items(value):
+    if name in {*_IDS, *PAYLOADS} or _MARKS_NONE.search(name) or not has_items(value):
         return False
     if {*map(type, value)} - {int, bool, float}:
         return False

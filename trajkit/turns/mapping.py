@@ -20,6 +20,7 @@ import numpy as np
 
 from trajkit._arguments import near_miss
 from trajkit.errors import ArgumentError
+from trajkit.schema import PAYLOADS
 
 SHORT = {"logprobs": "output_logprobs", "messages": "prompt_messages"}
 """Other names of fields."""
@@ -364,6 +365,8 @@ def claims_of(
 def unheeded(record: Mapping[str, Any], name: str) -> bool:
     """Whether a key is a mask, or states other numbers of tokens than a call has."""
     value, word = record[name], word_of(name)
+    if name in PAYLOADS:
+        return False
     if re.search("(^|_)masks?(_|$)", word):
         return value is not None
     stated = value if USAGE.fullmatch(word) else None
