@@ -186,9 +186,9 @@ def _says(
 
 
 def _may_skip(error: BaseException | None, file: str, places: list[str]) -> bool:
-    said = _says(error, _SKIPS, places, file)
+    named = _says(error, _SKIPS, places, file)
     text = _text(file) + _text(os.path.join(places[0], "conftest.py"))
-    return any(word in text for word in _SKIPS) if said is None else said
+    return any(word in text for word in _SKIPS) if named is None else named
 
 
 def _report_ends() -> None:
@@ -372,8 +372,10 @@ def _program(arguments: list[str], places: list[str]) -> tuple[Any, ...]:
     except SystemExit as end:
         # the program ended, but was it the program that ended it?
         words = ("exit", "Exit", "main(") if results else ("exit", "Exit")
-        said = _says(end, words, places, program)
-        if not end.code and not (arguments[0] == "unittest" if said is None else said):
+        named = _says(end, words, places, program)
+        if not end.code and not (
+            arguments[0] == "unittest" if named is None else named
+        ):
             sys.exit("what is tested ended the tests")
         code = int(end.code is not None)
         if isinstance(end.code, int):
