@@ -717,6 +717,14 @@ def test_a_damaged_pickle_is_refused(tmp_path, content):
         tk.import_turns(path)
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".pkl", ".eval", ".parquet"])
+def test_a_damaged_beginning_makes_a_binary_file_no_text(tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(b"\0K\3\4\n" + b"\xff\n" * 20)
+    with pytest.raises(FormatError, match=r"not a readable|not valid Parquet"):
+        tk.import_turns(path)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @in_files
 @given(at=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))

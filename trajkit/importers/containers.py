@@ -149,6 +149,14 @@ def object_of(value: object) -> Value:
 Placed: TypeAlias = tuple[str, Value | Finding]
 
 _MAGIC = {b"\x80": "pickle", b"PAR1": "rows", b"ARROW1": "rows", b"PK\3\4": "zip"}
+# files that are never text: one whose first bytes are damaged is no JSON
+_BINARY = {
+    ".pt": "pickle",
+    ".pkl": "pickle",
+    ".eval": "inspect",
+    ".parquet": "rows",
+    ".arrow": "rows",
+}
 _CODECS: dict[bytes, Codec] = {
     b"\x1f\x8b": "jsonl.gz",
     b"\x28\xb5\x2f\xfd": "jsonl.zst",
@@ -228,9 +236,10 @@ class Head:
 
 
 def head_of(file: Path, name: str = "") -> Head:
-    name, container = name or str(file), _by_magic(file, _MAGIC, "json")
+    name, suffix = name or str(file), file.suffix.lower()
+    container = _by_magic(file, _MAGIC, _BINARY.get(suffix, "json"))
     if container == "zip":
-        container = "inspect" if file.suffix.lower() == ".eval" else "pickle"
+        container = "inspect" if suffix == ".eval" else "pickle"
     if container == "pickle":
         return Head(name, file, container)
     good = (one for _, one in objects(file, container) if isinstance(one, dict))
@@ -313,7 +322,8 @@ def _whole(file: Path, codec: Codec, reader: Reader) -> Iterator[Placed]:
 
 
 def _rows(file: Path, shape: Shape) -> Iterator[Placed]:
-    kind: Codec = _by_magic(file, {b"PAR1": "parquet"}, "arrow")
+    usual: Codec = "parquet" if file.suffix.lower() == ".parquet" else "arrow"
+    kind: Codec = _by_magic(file, {b"PAR1": "parquet", b"ARROW1": "arrow"}, usual)
     batches = read_batches(file, kind, limits.IMPORTED_RECORDS)
     values = (value for batch in batches for value in batch.to_pylist())
     return (_placed(f"row {number}", value) for number, value in enumerate(values))

@@ -428,7 +428,7 @@ async def test_what_is_refused(start, kind, renderer, engine):
     assert gateway.turns() == []
 
 
-async def under_way(kind, gateway, engine, renderer):
+async def under_way(kind, gateway, engine, renderer, **limit):
     """A call that the server samples without an end."""
     # vLLM ends a reply at the ids that the gateway names, whatever it ignores
     never = dict.fromkeys(map(str, renderer.end_ids), -100.0)
@@ -436,7 +436,8 @@ async def under_way(kind, gateway, engine, renderer):
     session = await gateway.open(sampling={"extra": endless})
     before = await kind.n_sampled(engine)
     completions = session.openai.chat.completions
-    call = asyncio.create_task(completions.create(model="tiny", messages=[USER]))
+    asked = completions.create(model="tiny", messages=[USER], **limit)
+    call = asyncio.create_task(asked)
     async with asyncio.timeout(120):
         # tokens of earlier calls may be counted late
         while not (call.done() or await kind.n_running(engine)):
@@ -478,17 +479,20 @@ async def test_weights_that_change_in_the_middle_of_a_turn(
     # SGLang gets the same weights from the disk, vLLM others
     other = model if kind is SGLang else kind.make_model(tmp_path / "other", "1")
     old_reply = await greedy(engine)
-    # so many that it still runs when a busy server says so
-    n_tokens = 1000
-    limit = {"max_new_tokens": n_tokens, "directory": tmp_path / "run"}
-    gateway = await start(engine=engine, renderer=renderer, **limit)
-    call = await under_way(kind, gateway, engine, renderer)
-    await gateway.post("/engine/pause", timeout_s=300)
+    files = {"directory": tmp_path / "run"}
+    gateway = await start(engine=engine, renderer=renderer, **MOST, **files)
+    # so many that the call still runs when a busy server has paused
+    for n_tokens in (1000, 4000, 16000):
+        call = await under_way(kind, gateway, engine, renderer, max_tokens=n_tokens)
+        await gateway.post("/engine/pause", timeout_s=300)
+        if not call.done():
+            break
+        await gateway.post("/engine/resume")
     await gateway.post("/engine/update", model_path=other, weight_version="step-1")
     assert not call.done()
     await gateway.post("/engine/resume")
     await call
-    (turn,) = gateway.turns()
+    *_, turn = gateway.turns()
     changed = await greedy(engine) != old_reply
     # later tests find the server as it was
     await gateway.post("/engine/pause", timeout_s=300)
