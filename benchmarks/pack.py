@@ -36,13 +36,9 @@ from trajkit.packs.balancing import pack_pairs
 
 _SESSIONS = 16
 _KERNELS = (
-    "attach_rows",
-    "order_rows",
-    "cut_rows",
     "fill_packs",
     "count_edges",
     "fill_edges",
-    "segment_parents",
 )
 _RANKS = 4
 

@@ -4,6 +4,7 @@ Rows become a forest in pre-order, its trees are cut to size, and the parts fill
 """
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -15,7 +16,7 @@ import pyarrow as pa
 from trajkit import _arguments, _core
 from trajkit._arguments import check_choice, chosen_int, chosen_names
 from trajkit._kernel_names import PACK_ROW
-from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError, SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.learn.weights import trained_tokens
 from trajkit.schema import PACKS
@@ -301,9 +302,36 @@ def _in_pre_order(table: pa.Table, records: Records, same: Sequence[str]) -> Rec
         records["shared"][child] = np.minimum(records["shared"][child], agree)
     records["parent"][records["shared"] == 0] = -1
     records = _taken(records, np.flatnonzero(records["length"]))
-    _core.attach_rows(records)
-    children = np.lexsort((-records["shared"], records["parent"]))
-    return _taken(records, _core.order_rows(records, children))
+    _attach(records)
+    parents = records["parent"]
+    children = np.lexsort((-records["shared"], parents))
+    # those of row r are begin[r + 1]:begin[r + 2]; the roots come first
+    begin = np.searchsorted(parents[children], np.arange(-1, len(records) + 1)).tolist()
+    order: list[int] = []
+    ahead = children[: begin[1]][::-1].tolist()
+    while ahead:
+        order.append(row := ahead.pop())
+        if begin[row + 1] < begin[row + 2]:
+            ahead += children[begin[row + 1] : begin[row + 2]][::-1].tolist()
+    return _taken(records, np.array(order, np.int64))
+
+
+def _attach(records: Records) -> None:
+    """Make the parent of each row the one that has the last shared token as its own.
+
+    Before, a parent is an earlier row that has all of the shared tokens, and its own parent
+    may have supplied them.
+    """
+    parents, shared, length = (records[n] for n in ("parent", "shared", "length"))
+    most = np.minimum(length, np.where(parents >= 0, length[parents], 0))
+    bad = (shared > most) | (parents >= np.arange(len(records)))
+    for row in np.flatnonzero(bad)[:1].tolist():
+        raise LayoutError(
+            f"rows[{row}] takes {shared[row]} of {length[row]} tokens from row "
+            f"{parents[row]}, which must be an earlier row that has as many"
+        )
+    while len(up := np.flatnonzero((parents >= 0) & (shared <= shared[parents]))):
+        parents[up] = parents[parents[up]]
 
 
 def _agree(table: pa.Table, name: str, rows: Longs, others: Longs) -> Longs:
@@ -352,18 +380,13 @@ def _cut(
             "max_tokens, or cut such trees with oversize='repeat' or 'carry'"
         )
     if len(large) and oversize == "repeat":
-        n = len(records)
-        bad, begins = _core.cut_rows(records, max_tokens)
-        if bad >= 0:
+        for row in np.flatnonzero(records["length"] > max_tokens)[:1].tolist():
             raise InvalidTurnsError(
-                f"{place(table, int(records['line'][bad]))}: {records['length'][bad]} "
+                f"{place(table, int(records['line'][row]))}: {records['length'][row]} "
                 f"tokens, and max_tokens is {max_tokens}. Raise it, pack with "
                 "oversize='carry', or cut rows in linearize (max_row_tokens)"
             )
-        ends = [n]
-        while ends[-1]:
-            ends.append(int(begins[ends[-1]]))
-        starts = np.array(ends[::-1], np.int64)
+        starts = _parts(records, max_tokens)
     # A row whose parent is in an earlier part leaves the first row where it left its
     # parent, since pre-order goes from the deepest branch to the shallowest.
     first = np.repeat(starts[:-1], np.diff(starts))
@@ -372,6 +395,38 @@ def _cut(
     records["parent"][starts[:-1]] = -1
     records["shared"][starts[:-1]] = 0
     return starts
+
+
+def _parts(records: Records, limit: int) -> Longs:
+    """Where the parts of the trees begin that repeat the fewest tokens, and the end.
+
+    A part of the rows a..k has ``ends[k + 1] - ends[a] + shared[a]`` tokens, at most
+    ``limit``. Its size falls as a grows, so the rows at which it may begin are a window
+    that only moves on, and the queue has the window's candidates by rising cost.
+    """
+    shared, roots = records["shared"].tolist(), (records["parent"] < 0).tolist()
+    ends = offsets_of(records["length"] - records["shared"]).tolist()
+    # of each prefix of the rows: what the best parts repeat, and where the last one begins
+    cost, begin = [0], [0]
+    first, queue = 0, deque[tuple[int, int]]()
+    for row, root in enumerate(roots):
+        if root:
+            first = row
+            queue.clear()
+        repeated = cost[row] + shared[row]
+        while queue and queue[-1][0] > repeated:
+            queue.pop()
+        queue.append((repeated, row))
+        while ends[row + 1] - ends[first] + shared[first] > limit:
+            first += 1
+        while queue[0][1] < first:
+            queue.popleft()
+        cost.append(queue[0][0])
+        begin.append(queue[0][1])
+    starts = [len(roots)]
+    while starts[-1]:
+        starts.append(begin[starts[-1]])
+    return np.array(starts[::-1], np.int64)
 
 
 # ---
@@ -619,7 +674,7 @@ class _Packs:
         segments = np.searchsorted(at, self._offsets)
         first = np.repeat(self._offsets[:-1], np.diff(segments))
         starts = (at - first).astype(np.int32)
-        parents = _core.segment_parents(starts, self._ends[at], segments)
+        parents = _segment_parents(starts, self._ends[at], segments)
         # parts are in the order of the packs in which they end
         spread = 1 + self._last - self._first
         pack = positions(self._first, spread)
@@ -683,6 +738,21 @@ class _Packs:
             at = {"start": here - first, "stop": token - first}
             found[pack] = [*(found[pack] or ()), {**item, **at}]
         return found
+
+
+def _segment_parents(starts: Ints, ends: Ints, offsets: Longs) -> Ints:
+    """The segment that each one hangs on, counted within its pack; -1: none.
+
+    A segment begins, and the subtree of its tokens ends, at these positions of the pack;
+    those of pack k are ``offsets[k]:offsets[k + 1]``.
+    """
+    first = np.repeat(offsets[:-1], np.diff(offsets))
+    # none between this one and the segment is open where the segment begins
+    parents = np.arange(len(starts)) - 1
+    parents[parents < first] = -1
+    while len(closed := np.flatnonzero((ends[parents] <= starts) & (parents >= 0))):
+        parents[closed] = parents[parents[closed]]
+    return np.where(parents < 0, -1, parents - first).astype(np.int32)
 
 
 def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
