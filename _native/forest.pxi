@@ -1,21 +1,21 @@
-"""Longest common prefix of two arrays of token ids, in O(its length)."""
+"""Longest common prefix of two arrays, in O(its length)."""
 
-cdef enum:  # in tokens
-    NEAR = 256  # compared first: most arrays that differ do so at their start
+cdef enum:  # in bytes
+    NEAR = 1024  # compared first: most arrays that differ do so at their start
 
 
-cdef pos_t _lcp(const token_t* a, const token_t* b, pos_t n) noexcept nogil:
+cdef pos_t _same_bytes(const char* a, const char* b, pos_t n) noexcept nogil:
     """First index in [0, n) where a and b differ; n when they agree throughout."""
     cdef pos_t i = 0, block = min(n, NEAR), half
-    if memcmp(a, b, block * sizeof(token_t)) == 0:
+    if memcmp(a, b, block) == 0:
         i = block
         block = n - i
-        if memcmp(a + i, b + i, block * sizeof(token_t)) == 0:
+        if memcmp(a + i, b + i, block) == 0:
             return n
     # a[i:i + block] differs somewhere: halve it until the position is found
     while block > 16:
         half = block // 2
-        if memcmp(a + i, b + i, half * sizeof(token_t)) == 0:
+        if memcmp(a + i, b + i, half) == 0:
             i += half
             block -= half
         else:
@@ -23,6 +23,12 @@ cdef pos_t _lcp(const token_t* a, const token_t* b, pos_t n) noexcept nogil:
     while a[i] == b[i]:
         i += 1
     return i
+
+
+cdef inline pos_t _lcp(const token_t* a, const token_t* b, pos_t n) noexcept nogil:
+    """First index in [0, n) where the tokens of a and b differ; n when they agree."""
+    cdef pos_t size = sizeof(token_t)
+    return _same_bytes(<const char*>a, <const char*>b, n * size) // size
 
 
 def lcp(const token_t[::1] a not None, const token_t[::1] b not None):
@@ -42,24 +48,20 @@ def lcp(const token_t[::1] a not None, const token_t[::1] b not None):
 # records. Every call is a path: its prompt followed by its output. A node is a range of a path
 # that no call leaves or ends inside: it covers the positions ``start:stop``, and its tokens are
 # those of its ``source`` at these positions. Every path ends at the stop of a node. Calls are
-# inserted in order, each compared with the previous path, of which the cursor keeps a contiguous
-# copy. So comparing prompts costs O(prompt tokens) at the speed of memory, and everything else
-# O(new tokens + depth of the tree). In delta form there is little to compare, and the cursor
-# keeps no copy.
+# inserted in order, each from where it leaves the path of its base or, where all of its prompt
+# is stored, that of the call before it. So comparing prompts costs O(prompt tokens) at the speed
+# of memory, and everything else O(new tokens + nodes between the two ends).
 
 cdef enum:
     MAX_CALLS = (1 << 30) - 1  # of one table: two nodes each are numbered by int32
 
 
-cdef struct Cursor:
-    token_t* path             # tokens of the call inserted last, or NULL
-    pos_t path_len
-    pos_t path_room           # at least the length of every inserted call
-    int32_t* stack            # nodes from the root to the end of that path
-    int32_t depth
-    int32_t n_nodes           # the next unused node
+cdef struct Tree:             # the forest while it grows
+    const Call* calls
+    int32_t* ends             # per call: the node at whose stop its path ends
+    Node* nodes
     int64_t node_room
-    int64_t stack_room
+    int32_t n_nodes           # the next unused node
 
 
 cdef inline pos_t _held_len(const Call* call) noexcept nogil:
@@ -80,37 +82,22 @@ cdef inline token_t _token(const Call* call, pos_t position) noexcept nogil:
     return _tokens_at(call, position, &n)[0]
 
 
-cdef pos_t _match_run(
-    const Call* call, const token_t* run, pos_t start, pos_t stop
+cdef pos_t _match(
+    const Call* call, const Call* other, pos_t position, pos_t stop
 ) noexcept nogil:
-    """First position in [start, stop) where call departs from run; stop if it does not.
-
-    ``run[0]`` is at position ``start``.
-    """
-    cdef pos_t position = start, n, same
-    cdef const token_t* own
+    """First position, from this one up to stop, where the two paths differ; stop if none."""
+    cdef pos_t n, m, same
+    cdef const token_t* a
+    cdef const token_t* b
     while position < stop:
-        own = _tokens_at(call, position, &n)
-        n = min(n, stop - position)
-        same = _lcp(run + (position - start), own, n)
+        a = _tokens_at(call, position, &n)
+        b = _tokens_at(other, position, &m)
+        n = min(min(n, m), stop - position)
+        same = _lcp(a, b, n)
         position += same
         if same < n:
             break
     return position
-
-
-cdef pos_t _match(const Call* call, const Call* other, pos_t start, pos_t stop) noexcept nogil:
-    """First position in [start, stop) where the two paths differ; stop if they do not."""
-    cdef pos_t position = start, n, reached
-    cdef const token_t* run
-    while position < stop:
-        run = _tokens_at(other, position, &n)
-        n = min(position + n, stop)
-        reached = _match_run(call, run, position, n)
-        if reached < n:
-            return reached
-        position = n
-    return stop
 
 
 cdef void _copy(
@@ -127,85 +114,37 @@ cdef void _copy(
         start += n
 
 
-cdef void _push(Node* nodes, Cursor* cursor, int32_t node) noexcept nogil:
-    check_write("stack", cursor.depth, 1, cursor.stack_room)
-    nodes[node].slot = cursor.depth
-    cursor.stack[cursor.depth] = node
-    cursor.depth += 1
-
-
-cdef bint _on_stack(const Node* nodes, const Cursor* cursor, int32_t node) noexcept nogil:
-    cdef int32_t slot = nodes[node].slot
-    return 0 <= slot < cursor.depth and cursor.stack[slot] == node
-
-
 cdef int32_t _add_node(
-    Node* nodes, Cursor* cursor, int32_t parent, pos_t start, pos_t stop, int32_t source,
-    token_t first,
+    Tree* tree, int32_t parent, pos_t start, pos_t stop, int32_t source, token_t first
 ) noexcept nogil:
-    cdef int32_t node = cursor.n_nodes
-    check_write("nodes", node, 1, cursor.node_room)
-    cursor.n_nodes += 1
-    nodes[node].start = start
-    nodes[node].stop = stop
-    nodes[node].parent = parent
-    nodes[node].source = source
-    nodes[node].first = first
-    nodes[node].child = -1
-    nodes[node].sibling = -1
-    nodes[node].slot = -1
-    return node
+    cdef int32_t index = tree.n_nodes
+    cdef Node* node = &tree.nodes[index]
+    check_write("nodes", index, 1, tree.node_room)
+    tree.n_nodes += 1
+    node.start = start
+    node.stop = stop
+    node.parent = parent
+    node.source = source
+    node.first = first
+    node.child = -1
+    node.sibling = -1
+    return index
 
 
-cdef void _plant(Node* nodes, Cursor* cursor) noexcept nogil:
-    """Start a session: a root that ends at 0 and starts before it, the cursor on it."""
-    cursor.depth = 0
-    cursor.path_len = 0
-    _push(nodes, cursor, _add_node(nodes, cursor, -1, -1, 0, -1, -1))
+cdef int32_t _plant(Tree* tree) noexcept nogil:
+    """Start a session: a root that ends at 0 and starts before it."""
+    return _add_node(tree, -1, -1, 0, -1, -1)
 
 
-cdef void _move(
-    const Call* calls, Node* nodes, Cursor* cursor, int32_t end, pos_t length
-) noexcept nogil:
-    """Move the cursor to the first tokens of the path that ends at the stop of the node.
-
-    The path may be longer than the cursor has room for, ``length`` may not.
-    """
-    cdef int32_t meet, node, slot, n = 0
-    while nodes[end].start >= length:
-        end = nodes[end].parent
-    meet = node = end
-    while not _on_stack(nodes, cursor, meet):  # the root always is
-        meet = nodes[meet].parent
-        n += 1
-    slot = nodes[meet].slot + n
-    cursor.depth = slot + 1
-    check_write("stack", 0, cursor.depth, cursor.stack_room)
-    while node != meet:
-        cursor.stack[slot] = node
-        nodes[node].slot = slot
-        slot -= 1
-        if cursor.path != NULL:
-            check_write("path", 0, min(nodes[node].stop, length), cursor.path_room)
-            _copy(
-                &calls[nodes[node].source], cursor.path + nodes[node].start,
-                nodes[node].start, min(nodes[node].stop, length),
-            )
-        node = nodes[node].parent
-    cursor.path_len = length
-
-
-cdef int32_t _split(
-    const Call* calls, Node* nodes, Cursor* cursor, int32_t node, pos_t position
-) noexcept nogil:
-    """Cut the node on top of the stack at position; the new node above takes its place.
+cdef int32_t _split(Tree* tree, int32_t node, pos_t position) noexcept nogil:
+    """Cut a node at position; returns the new node above.
 
     The lower part keeps its number, so that paths that end at its stop still do.
     """
+    cdef Node* nodes = tree.nodes
     cdef int32_t above = nodes[node].parent, child = nodes[above].child, upper
     upper = _add_node(
-        nodes, cursor, above, nodes[node].start, position, nodes[node].source,
-        nodes[node].first,
+        tree, above, nodes[node].start, position, nodes[node].source, nodes[node].first
     )
     nodes[upper].sibling = nodes[node].sibling
     if child == node:
@@ -218,98 +157,68 @@ cdef int32_t _split(
     nodes[node].parent = upper
     nodes[node].sibling = -1
     nodes[node].start = position
-    nodes[node].first = _token(&calls[nodes[node].source], position)
-    cursor.depth -= 1
-    _push(nodes, cursor, upper)
+    nodes[node].first = _token(&tree.calls[nodes[node].source], position)
     return upper
 
 
-cdef int32_t _slot_of(const Node* nodes, const Cursor* cursor, pos_t position) noexcept nogil:
-    """The slot of the node of the cursor's path that contains a position, or ends there."""
-    cdef int32_t low = 0, high = cursor.depth - 1, middle
-    while low < high:
-        middle = (low + high) // 2
-        if nodes[cursor.stack[middle]].stop < position:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
 cdef pos_t _follow(
-    const Call* calls, const Node* nodes, const Cursor* cursor, const Call* call,
-    pos_t position, int32_t* end,
+    const Tree* tree, const Call* call, pos_t position, int32_t* end
 ) noexcept nogil:
     """How many of a call's first tokens an earlier path has; ``end`` is the last node with one.
 
-    The first ``position`` of them are those of the cursor's path.
+    The first ``position`` of them are those of the path to ``end``, as it comes.
     """
+    cdef const Node* nodes = tree.nodes
     cdef pos_t held_len = _held_len(call)
-    cdef int32_t slot = _slot_of(nodes, cursor, position), depth = cursor.depth
-    cdef int32_t node = cursor.stack[slot], child
+    cdef int32_t node = end[0]
     cdef token_t token
-    if position < nodes[node].stop:
+    while nodes[node].start >= position:
+        node = nodes[node].parent
+    while True:
+        end[0] = node
         position = _match(
-            call, &calls[nodes[node].source], position, min(nodes[node].stop, held_len)
+            call, &tree.calls[nodes[node].source], position, min(nodes[node].stop, held_len)
         )
-    while position == nodes[node].stop and position < held_len:
+        if position < nodes[node].stop or position == held_len:
+            return position
         token = _token(call, position)
-        slot += 1
-        child = cursor.stack[slot] if slot < depth else -1  # most calls continue that path
-        if child < 0 or nodes[child].first != token:
-            depth = 0
-            child = nodes[node].child
-            while child >= 0 and nodes[child].first != token:
-                child = nodes[child].sibling
-            if child < 0:
-                break
-        position = _match(
-            call, &calls[nodes[child].source], position, min(nodes[child].stop, held_len)
-        )
-        node = child
-    end[0] = node
-    return position
+        node = nodes[node].child
+        while node >= 0 and nodes[node].first != token:
+            node = nodes[node].sibling
+        if node < 0:
+            return position
 
 
 cdef void _insert(
-    const Call* calls, Node* nodes, Cursor* cursor, int32_t* ends, int32_t index,
-    pos_t* shared, int32_t* shared_with,
+    Tree* tree, int32_t index, int32_t before, int32_t root, pos_t* shared, int32_t* shared_with
 ) noexcept nogil:
-    """Add one call to the forest.
+    """Add one call to the forest. ``before`` is the one before it in its session, or -1.
 
-    ``ends[index]`` becomes the node at whose stop its path ends, ``shared`` the number of its
-    first tokens that an earlier path has, ``shared_with`` a call with these (-1: none). Adds
-    two nodes at most. The cursor has room for the call's path, which the caller checks.
+    ``shared`` becomes the number of its first tokens that an earlier path has, and
+    ``shared_with`` a call with these (-1: none). Adds two nodes at most.
     """
-    cdef const Call* call = &calls[index]
-    cdef pos_t held_len = _held_len(call), position = 0, kept
-    cdef int32_t node, leaf
+    cdef const Call* call = &tree.calls[index]
+    cdef const Call* previous = &tree.calls[before] if before >= 0 else NULL
+    cdef pos_t held_len = _held_len(call), position = 0
+    cdef int32_t node = root, leaf
 
     if call.base >= 0:
         position = call.own_start
-        _move(calls, nodes, cursor, ends[call.base], position)
-    elif cursor.path != NULL:
-        position = _match_run(call, cursor.path, 0, min(cursor.path_len, held_len))
-    kept = position  # the cursor's path has the tokens before it, and maybe none after it
-    position = _follow(calls, nodes, cursor, call, position, &node)
-    _move(calls, nodes, cursor, node, position)
-    if position < nodes[node].stop:
-        node = _split(calls, nodes, cursor, node, position)
+        node = tree.ends[call.base]
+    elif previous != NULL and previous.base < 0:
+        position = _match(call, previous, 0, min(held_len, _held_len(previous)))
+        node = tree.ends[before]
+    position = _follow(tree, call, position, &node)
+    if position < tree.nodes[node].stop:
+        node = _split(tree, node, position)
     shared[0] = position
-    shared_with[0] = nodes[node].source
+    shared_with[0] = tree.nodes[node].source
     if position < held_len:
-        leaf = _add_node(
-            nodes, cursor, node, position, held_len, index, _token(call, position)
-        )
-        nodes[leaf].sibling = nodes[node].child
-        nodes[node].child = leaf
-        _push(nodes, cursor, leaf)
+        leaf = _add_node(tree, node, position, held_len, index, _token(call, position))
+        tree.nodes[leaf].sibling = tree.nodes[node].child
+        tree.nodes[node].child = leaf
         node = leaf
-    ends[index] = node
-    if cursor.path != NULL:
-        check_write("path", kept, held_len - kept, cursor.path_room)
-        _copy(call, cursor.path + kept, kept, held_len)
-    cursor.path_len = held_len
+    tree.ends[index] = node
 
 
 cdef int64_t _first_bad_call(
@@ -391,41 +300,24 @@ cdef class CallForest:
 
     cdef _grow(self):
         """Insert the calls, in order."""
-        cdef:
-            int64_t n_calls = self.n_calls, s, i, deepest = 1
-            pos_t longest = 0
-            bint delta = False
-            Cursor cursor
+        cdef int64_t n_calls = self.n_calls, s, i
+        cdef int32_t root, before
+        cdef Tree tree
         cdef Node[::1] nodes = empty(2 * n_calls + self.n_sessions, DTYPES["Node"])
         cdef int32_t[::1] ends = empty(n_calls, "i4"), shared_with = empty(n_calls, "i4")
         cdef pos_t[::1] shared = empty(n_calls, "i8")
-        for s in range(self.n_sessions):
-            deepest = max(
-                deepest, 2 * (self.session_offsets[s + 1] - self.session_offsets[s]) + 1
-            )
-        for i in range(n_calls):
-            longest = max(longest, _held_len(&self.calls[i]))
-            delta = delta or self.calls[i].base >= 0
-        # In delta form calls are not compared with the previous path, so no copy is needed.
-        cdef token_t[::1] path = empty(0 if delta else longest, "i4")
-        cdef int32_t[::1] stack = empty(deepest, "i4")
-        memset(&cursor, 0, sizeof(Cursor))
-        cursor.path = &path[0] if path.shape[0] else NULL
-        cursor.path_room = longest
-        cursor.stack, cursor.stack_room = &stack[0], deepest
-        cursor.node_room = nodes.shape[0]
+        tree.n_nodes, tree.node_room = 0, nodes.shape[0]
         if n_calls:
+            tree.calls, tree.ends, tree.nodes = self.calls, &ends[0], &nodes[0]
+            self.ends, self.nodes = tree.ends, tree.nodes
             with nogil:
                 for s in range(self.n_sessions):
-                    _plant(&nodes[0], &cursor)
+                    root, before = _plant(&tree), -1
                     for i in range(self.session_offsets[s], self.session_offsets[s + 1]):
-                        _insert(
-                            self.calls, &nodes[0], &cursor, &ends[0], <int32_t>i, &shared[i],
-                            &shared_with[i],
-                        )
-            self.nodes, self.ends = &nodes[0], &ends[0]
-        self.n_nodes = cursor.n_nodes
-        self.arrays = shared.base, shared_with.base, nodes.base[: cursor.n_nodes], ends.base
+                        _insert(&tree, <int32_t>i, before, root, &shared[i], &shared_with[i])
+                        before = <int32_t>i
+        self.n_nodes = tree.n_nodes
+        self.arrays = shared.base, shared_with.base, nodes.base[: tree.n_nodes], ends.base
 
 
 cdef pos_t _shared(CallForest forest, int32_t held, int32_t call) noexcept nogil:
@@ -446,8 +338,8 @@ cdef pos_t _shared(CallForest forest, int32_t held, int32_t call) noexcept nogil
 # ---
 # A session that grows call by call: where a prompt leaves its paths, and what is new.
 #
-# Each call costs O(tokens of its prompt compared at the speed of memory + new tokens +
-# log(nodes on the path)).
+# Each call costs O(tokens of its prompt compared at the speed of memory + new tokens + nodes on
+# the path).
 
 cdef object _longer(object array, int64_t size):
     """A copy with room for more: it begins as the array does, and the rest is undefined."""
@@ -462,17 +354,13 @@ cdef class Growth:
     """The forest of a session's paths, grown call by call.
 
     A call is taken and then inserted; between the two nothing has changed, and it may be
-    refused. If calls have at most ``short`` tokens on average, a contiguous copy of the last
-    path costs less memory than their records and is compared in one pass.
+    refused.
     """
     cdef Call[::1] records
     cdef Node[::1] nodes
-    cdef int32_t[::1] stack
     cdef int32_t[::1] ends
-    cdef token_t[::1] path
     cdef readonly int64_t n_calls
-    cdef int64_t short
-    cdef Cursor cursor
+    cdef Tree tree
     # the call that was taken and not inserted, if there is one
     cdef bytes taken
     cdef Call call            # addresses and lengths of what the caller gave
@@ -480,11 +368,10 @@ cdef class Growth:
     cdef readonly int32_t base  # see `insert`
     cdef readonly object fault  # see `take`
 
-    def __cinit__(self, int64_t short):
-        self.n_calls, self.short = 0, short
-        memset(&self.cursor, 0, sizeof(Cursor))
+    def __cinit__(self):
+        memset(&self.tree, 0, sizeof(Tree))
         self.records, self.nodes = empty(0, DTYPES["Call"]), empty(0, DTYPES["Node"])
-        self.stack, self.ends = empty(0, "i4"), empty(0, "i4")
+        self.ends = empty(0, "i4")
 
     @property
     def calls(self):
@@ -493,34 +380,16 @@ cdef class Growth:
 
     cdef _make_room(self):
         """Make room for the call that was taken."""
-        cdef int64_t n = self.records.shape[0], wanted = _held_len(&self.call)
+        cdef int64_t n = self.records.shape[0]
         if self.n_calls < n:
-            if self.cursor.path != NULL and self.path.shape[0] < wanted:
-                self._hold_path(wanted)
             return
         n += n // 8 + 16
         # all or nothing, where memory is short
         records, nodes = _longer(self.records.base, n), _longer(self.nodes.base, 2 * n + 1)
-        stack, ends = _longer(self.stack.base, 2 * n + 1), _longer(self.ends.base, n)
-        self.records, self.nodes, self.stack, self.ends = records, nodes, stack, ends
-        self.cursor.node_room = self.cursor.stack_room = 2 * n + 1
-        self.cursor.stack = &self.stack[0]
-        self._hold_path(max(wanted, self.cursor.path_len))
-
-    cdef _hold_path(self, pos_t length):
-        """Keep a copy of the last path, with room for this length, or none if it is long."""
-        cdef int32_t end
-        self.cursor.path, self.cursor.path_room = NULL, 0
-        self.path = None
-        if length > self.short * self.records.shape[0]:
-            return
-        self.path = empty(length + length // 8 + 16, "i4")
-        self.cursor.path, self.cursor.path_room = &self.path[0], self.path.shape[0]
-        if self.n_calls:
-            end, self.cursor.depth = self.stack[self.cursor.depth - 1], 1  # only the root
-            _move(
-                &self.records[0], &self.nodes[0], &self.cursor, end, self.cursor.path_len
-            )
+        ends = _longer(self.ends.base, n)
+        self.records, self.nodes, self.ends = records, nodes, ends
+        self.tree.calls, self.tree.ends = &self.records[0], &self.ends[0]
+        self.tree.nodes, self.tree.node_room = &self.nodes[0], 2 * n + 1
 
     cdef pos_t _find(self) except -1:
         """How many of the call's prompt ids a path starts with; `base` is the first with them.
@@ -528,20 +397,13 @@ cdef class Growth:
         Of calls that have the complete prompt, it is the first of those that share the longest
         prefix of the output; -1: none shares a token.
         """
-        cdef pos_t position = 0
-        cdef int32_t node
+        cdef pos_t position
+        cdef int32_t node = 0  # the root
         self.base = -1
         if self.n_calls == 0 or self.call.prompt_len == 0:
             return 0
         with nogil:
-            if self.cursor.path != NULL:
-                position = _match_run(
-                    &self.call, self.cursor.path, 0,
-                    min(self.cursor.path_len, self.call.prompt_len),
-                )
-            position = _follow(
-                &self.records[0], &self.nodes[0], &self.cursor, &self.call, position, &node
-            )
+            position = _follow(&self.tree, &self.call, 0, &node)
         self.base = self.nodes[node].source
         return min(position, self.call.prompt_len)
 
@@ -626,11 +488,8 @@ cdef class Growth:
         self.records[index] = call[0]
         with nogil:
             if index == 0:
-                _plant(&self.nodes[0], &self.cursor)
-            _insert(
-                &self.records[0], &self.nodes[0], &self.cursor, &self.ends[0],
-                <int32_t>index, &reached, &had,
-            )
+                _plant(&self.tree)
+            _insert(&self.tree, <int32_t>index, -1, 0, &reached, &had)
         self.taken = None
         self.n_calls = index + 1
         return (
@@ -702,52 +561,35 @@ cdef void _copy_path(
             _copy(&forest.calls[nodes[end].source], ids + (low - start), low, high, uncached)
 
 
-def copy_path(
-    CallForest forest not None, int64_t call, int64_t start, token_t[::1] out not None
-):
-    """Copy as many tokens of a call's path (prompt, then output) from start on as fit ``out``."""
-    cdef int64_t n = out.shape[0], depth = 0
-    cdef int32_t node
-    if not 0 <= call < forest.n_calls:
-        raise LayoutError(f"call is {call}: expected one of {forest.n_calls}")
-    if not 0 <= start <= _held_len(&forest.calls[call]) - n:
-        raise LayoutError(
-            f"{n} tokens from {start} on: the path has {_held_len(&forest.calls[call])}"
-        )
-    node = forest.ends[call]
-    while node >= 0:
-        node = forest.nodes[node].parent
-        depth += 1
-    cdef int32_t[::1] chain = empty(depth, "i4")
-    if n:
-        with nogil:
-            _copy_path(
-                forest, forest.ends[call], start, start + n, &out[0], &chain[0], False
-            )
-
-
-def copy_prompts(
+def copy_ranges(
     CallForest forest not None,
+    const int64_t[::1] calls not None,
     const pos_t[::1] starts not None,
     const pos_t[::1] offsets not None,
     token_t[::1] out not None,
 ):
-    """Write ``starts[i]:`` of each call's prompt to ``out[offsets[i]:offsets[i + 1]]``."""
-    cdef int64_t n_calls = forest.n_calls, i
+    """Write what each call's path has from ``starts[i]`` on to ``out[offsets[i]:offsets[i + 1]]``."""
+    cdef int64_t n_ranges = calls.shape[0], i
     cdef pos_t n
-    _check_length("starts", starts.shape[0], n_calls)
-    _check_length("offsets", offsets.shape[0], n_calls + 1)
-    if offsets[0] != 0 or offsets[n_calls] > out.shape[0]:
+    _check_length("starts", starts.shape[0], n_ranges)
+    _check_length("offsets", offsets.shape[0], n_ranges + 1)
+    if offsets[0] != 0 or offsets[n_ranges] > out.shape[0]:
         raise LayoutError(f"offsets leave no room: {out.shape[0]} entries in all")
-    for i in range(n_calls):
-        n = forest.calls[i].prompt_len
-        if not 0 <= starts[i] <= n or offsets[i + 1] - offsets[i] != n - starts[i]:
-            raise LayoutError(f"offsets[{i}] does not fit the prompt of {n} from {starts[i]} on")
+    for i in range(n_ranges):
+        if not 0 <= calls[i] < forest.n_calls:
+            raise LayoutError(f"call is {calls[i]}: expected one of {forest.n_calls}")
+        n = offsets[i + 1] - offsets[i]
+        if n < 0 or not 0 <= starts[i] <= _held_len(&forest.calls[calls[i]]) - n:
+            raise LayoutError(
+                f"{n} tokens from {starts[i]} on: the path has "
+                f"{_held_len(&forest.calls[calls[i]])}"
+            )
     cdef int32_t[::1] chain = empty(forest.n_nodes, "i4")
     with nogil:
-        for i in range(n_calls):
-            n = forest.calls[i].prompt_len
-            if starts[i] < n:
+        for i in range(n_ranges):
+            n = offsets[i + 1] - offsets[i]
+            if n > 0:
                 _copy_path(
-                    forest, forest.ends[i], starts[i], n, &out[offsets[i]], &chain[0], False
+                    forest, forest.ends[calls[i]], starts[i], starts[i] + n, &out[offsets[i]],
+                    &chain[0], False,
                 )

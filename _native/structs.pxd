@@ -49,7 +49,6 @@ cdef struct Node:             # a range of a token path (forest.pxi)
     token_t first             # the token at start
     int32_t child             # the child added last, or -1
     int32_t sibling           # the next child of the same parent, or -1
-    int32_t slot              # position on the cursor's stack; stale for nodes that left it
 
 
 cdef struct Message:          # a node of the message tree (route.pxi)
@@ -109,8 +108,6 @@ cdef struct PackRow:          # a row on its way into a pack; addresses are of P
     pos_t base                # where its pack begins
     pos_t open                # of its own tokens, those from here on know where their subtree ends
     int32_t parent            # the row that supplies the tokens before its own, or -1
-    int32_t child             # the first child in the order of the packs, or -1
-    int32_t sibling           # the next child of the same parent, or -1
 
 
 cdef struct Choices:          # what the kernels of rows.pxi read of a policy

@@ -133,17 +133,10 @@ def json_shared(bytes text not None, Py_ssize_t at, bytes before not None, Py_ss
         raise LayoutError("a position is outside of its text")
     cdef const char* a = PyBytes_AS_STRING(text) + at
     cdef const char* b = PyBytes_AS_STRING(before) + start
-    cdef pos_t i = 0, block = 4096, n = min(stop - start, <Py_ssize_t>len(text) - at)
+    cdef pos_t n = min(stop - start, <Py_ssize_t>len(text) - at)
     with nogil:
-        while i < n:
-            block = min(block, n - i)
-            if memcmp(a + i, b + i, block) == 0:
-                i += block
-            elif block == 1:
-                break
-            else:
-                block //= 2
-    return i
+        n = _same_bytes(a, b, n)
+    return n
 
 
 def json_ids(bytes text not None, Py_ssize_t at, token_t[::1] out not None):

@@ -368,4 +368,10 @@ def test_paths_that_are_refused(call, start, size, match):
     forest = calls.forest
     out = np.empty(size, np.int32)
     with pytest.raises(LayoutError, match=match):
-        _core.copy_path(forest.paths, call, start, out)
+        _core.copy_ranges(
+            forest.paths,
+            np.array([call]),
+            np.array([start]),
+            np.array([0, size]),
+            out,
+        )

@@ -11,6 +11,25 @@ from tests.faults.rollouts import ROLLOUTS
 
 PYTHON = (
     _place(
+        "trajkit/packs/packing.py",
+        "tests/training/test_packs.py tests/training/test_packs_verify.py",
+        (
+            "a row that shares what its parent shares hangs on it",
+            "shared <= shared[parents]",
+            "shared < shared[parents]",
+        ),
+        (
+            "a segment hangs on one that ends where it starts",
+            "ends[parents] <= starts",
+            "ends[parents] < starts",
+        ),
+        (
+            "a part of a tree begins with the shallowest row",
+            "queue[-1][0] > repeated",
+            "queue[-1][0] < repeated",
+        ),
+    ),
+    _place(
         "trajkit/schema/engine.py",
         "tests/turns/test_validation.py tests/turns/test_images.py "
         "tests/turns/test_delta.py tests/rows/test_links.py "
@@ -1445,22 +1464,6 @@ NATIVE = (
         "_native/packs.pxi",
         "tests/training/test_packs.py tests/training/test_packs_verify.py",
         (
-            "a row that shares what its parent shares hangs on it",
-            "while p >= 0 and rows[r].shared <= rows[p].shared:",
-            "rows[r].shared < rows[p].shared",
-            "rows[r].shared <= rows[p].shared",
-        ),
-        (
-            "a segment hangs on one that ends where it starts",
-            "while p >= first and ends[p] <= starts[k]:",
-            "ends[p] < starts[k]",
-            "ends[p] <= starts[k]",
-        ),
-    ),
-    _place(
-        "_native/packs.pxi",
-        "tests/training/test_packs.py tests/training/test_packs_verify.py",
-        (
             "a null logprob of an edge is given",
             "given[stop + e] = 0",
             "",
@@ -1490,22 +1493,18 @@ NATIVE = (
     ),
     _place(
         "_native/forest.pxi",
-        "tests/recorder",
+        "tests/recorder tests/rows/test_twins.py",
         (
-            "the next node of the last path is followed, whatever its first token",
-            "if child < 0 or nodes[child].first != token:",
-            "nodes[child].first < -1",
-            "nodes[child].first != token",
+            "the first child is followed, whatever its first token",
+            "while node >= 0 and nodes[node].first != token:",
+            "nodes[node].first < -1",
+            "nodes[node].first != token",
         ),
-    ),
-    _place(
-        "_native/forest.pxi",
-        "tests/test_regressions.py",
         (
-            "the copy of the last path lacks what a call shares with another branch",
-            "kept = position  # the cursor's path has the tokens before it",
-            "(held_len if call.base >= 0 else position)",
-            "position",
+            "a call that leaves a path where a node begins is in that node",
+            "while nodes[node].start >= position:",
+            "nodes[node].start > position",
+            "nodes[node].start >= position",
         ),
     ),
 )

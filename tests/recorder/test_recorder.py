@@ -694,7 +694,7 @@ def inserted(paths):
 
 
 def test_a_call_is_taken_before_it_is_inserted():
-    paths = _core.Growth(16)
+    paths = _core.Growth()
     with pytest.raises(LayoutError, match="no call was taken"):
         inserted(paths)
     held = [taken(paths, [1], [2])]
@@ -720,7 +720,7 @@ def test_a_call_is_taken_before_it_is_inserted():
     ],
 )
 def test_what_a_call_brings_is_checked_where_it_is_held(values, fault):
-    paths = _core.Growth(16)
+    paths = _core.Growth()
     known = taken(paths, [7], [8])
     inserted(paths)
     prompt, output, logprobs = values
@@ -729,22 +729,6 @@ def test_what_a_call_brings_is_checked_where_it_is_held(values, fault):
     new = np.int32([*prompt[2 * (prompt[0] == 7) :], *output])
     assert held == new.tobytes() + np.float32(logprobs).tobytes()
     assert len(known) == 8
-
-
-@given(sessions(), st.integers(0, 3), st.integers(0, 3))
-def test_short_calls_are_placed_alike(turns, short, other):
-    """The path of the last call is kept contiguously, or not, from call to call."""
-    grown = _core.Growth(short), _core.Growth(other)
-    alive = []
-    for turn in turns:
-        ids = turn["prompt_ids"], turn["output_ids"]
-        held = [taken(one, *ids) for one in grown]
-        alive.append(held)
-        assert held[0] == held[1]
-        assert grown[0].base == grown[1].base
-        found = inserted(grown[0])
-        assert found == inserted(grown[1])
-        assert found[0] == grown[0].base
 
 
 # Messages that differ in the type of a number

@@ -60,14 +60,7 @@ def test_a_recorder_gives_the_rows_of_the_table(turns, choice, limit):
             )
 
 
-@few
-@given(many_calls, st.integers(0, 3), st.integers(0, 3))
-def test_calls_are_placed_alike_with_and_without_a_path(turns, short, other):
-    holds(test_recorder.test_short_calls_are_placed_alike, turns, short, other)
-
-
-def test_a_path_has_room_for_each_call_and_not_for_all_that_was_recorded():
-    """What a call has of a longer one before it is all that is copied of that."""
+def test_calls_that_begin_like_a_longer_one_share_what_they_have_of_it():
     recorder = tk.Recorder()
     recorder.record("s", prompt_ids=range(499), output_ids=[7])
     for k in range(15):

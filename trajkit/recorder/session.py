@@ -46,9 +46,6 @@ ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 """A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""
 
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
-# If calls add at most this many tokens each, a contiguous copy of the path costs less
-# memory than the records of the calls, and saves comparing them one by one.
-_SHORT = 16
 # those of `METADATA` whose rules need the call's ids
 _OF_IDS = METADATA[4:]
 
@@ -321,7 +318,7 @@ class Recording:
         # by call: its values of the columns `METADATA`
         self.metadata: list[tuple[object, ...]] = []
         # the forest of paths (turns.sessions.Forest), grown call by call
-        self.paths = _core.Growth(_SHORT)
+        self.paths = _core.Growth()
         self.message_log = MessageLog()
         self.extra = ExtraColumns(types)
 

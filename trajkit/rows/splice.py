@@ -144,7 +144,8 @@ def splice(sessions: Sessions, links: Records, policy: Policy) -> Spliced:
     low[placed[~linked[placed]]] = 0
     offsets = offsets_of(n_prompt - low)
     ids = np.empty(int(offsets[-1]), np.int32)
-    _core.copy_prompts(sessions.forest.paths, low, offsets, ids)
+    each = np.arange(len(links))
+    _core.copy_ranges(sessions.forest.paths, each, low, offsets, ids)
     prompts, outputs = Ragged(ids, offsets), Ragged.of(sessions.table["output_ids"], -1)
     ends = _ends_of_turn(sessions, before, placed, first, prompts, outputs, policy)
     starts = np.where(linked, np.where(ends >= 0, ends + low, -1), 0)

@@ -194,7 +194,8 @@ def _prompts_from(calls: Sessions, starts: Longs) -> pa.LargeListArray:
     """What each prompt has from a position on."""
     offsets = offsets_of(calls.calls["prompt_len"] - starts)
     ids = pooled(int(offsets[-1]), np.int32)
-    _core.copy_prompts(calls.forest.paths, starts, offsets, ids)
+    each = np.arange(calls.n_calls)
+    _core.copy_ranges(calls.forest.paths, each, starts, offsets, ids)
     return Ragged(ids, offsets).to_arrow()
 
 

@@ -85,7 +85,8 @@ class Forest:
     def ids(self, call: int, start: int, stop: int) -> Ints:
         """A copy of a range of a call's path."""
         ids = np.empty(stop - start, np.int32)
-        _core.copy_path(self.paths, call, start, ids)
+        bounds = np.array([0, stop - start])
+        _core.copy_ranges(self.paths, np.array([call]), np.array([start]), bounds, ids)
         return ids
 
 
