@@ -39,6 +39,7 @@ _KERNELS = (
     "fill_packs",
     "count_edges",
     "fill_edges",
+    "segment_parents",
 )
 _RANKS = 4
 

@@ -19,11 +19,6 @@ PYTHON = (
             "shared < shared[parents]",
         ),
         (
-            "a segment hangs on one that ends where it starts",
-            "ends[parents] <= starts",
-            "ends[parents] < starts",
-        ),
-        (
             "a part of a tree begins with the shallowest row",
             "queue[-1][0] > repeated",
             "queue[-1][0] < repeated",
@@ -1463,6 +1458,12 @@ NATIVE = (
     _place(
         "_native/packs.pxi",
         "tests/training/test_packs.py tests/training/test_packs_verify.py",
+        (
+            "a segment hangs on one that ends where it starts",
+            "while p >= first and ends[p] <= starts[k]:",
+            "ends[p] < starts[k]",
+            "ends[p] <= starts[k]",
+        ),
         (
             "a null logprob of an edge is given",
             "given[stop + e] = 0",

@@ -304,15 +304,15 @@ def _in_pre_order(table: pa.Table, records: Records, same: Sequence[str]) -> Rec
     records = _taken(records, np.flatnonzero(records["length"]))
     _attach(records)
     parents = records["parent"]
-    children = np.lexsort((-records["shared"], parents))
-    # those of row r are begin[r + 1]:begin[r + 2]; the roots come first
-    begin = np.searchsorted(parents[children], np.arange(-1, len(records) + 1)).tolist()
+    ranked = np.lexsort((-records["shared"], parents))[::-1]
+    # the children of row r, last to first, are end[r + 2]:end[r + 1]; the roots come last
+    lower = np.searchsorted(parents[ranked[::-1]], np.arange(-1, len(records) + 1))
+    end, children = (len(records) - lower).tolist(), ranked.tolist()
     order: list[int] = []
-    ahead = children[: begin[1]][::-1].tolist()
+    ahead = children[end[1] :]
     while ahead:
         order.append(row := ahead.pop())
-        if begin[row + 1] < begin[row + 2]:
-            ahead += children[begin[row + 1] : begin[row + 2]][::-1].tolist()
+        ahead += children[end[row + 2] : end[row + 1]]
     return _taken(records, np.array(order, np.int64))
 
 
@@ -674,7 +674,7 @@ class _Packs:
         segments = np.searchsorted(at, self._offsets)
         first = np.repeat(self._offsets[:-1], np.diff(segments))
         starts = (at - first).astype(np.int32)
-        parents = _segment_parents(starts, self._ends[at], segments)
+        parents = _core.segment_parents(starts, self._ends[at], segments)
         # parts are in the order of the packs in which they end
         spread = 1 + self._last - self._first
         pack = positions(self._first, spread)
@@ -738,21 +738,6 @@ class _Packs:
             at = {"start": here - first, "stop": token - first}
             found[pack] = [*(found[pack] or ()), {**item, **at}]
         return found
-
-
-def _segment_parents(starts: Ints, ends: Ints, offsets: Longs) -> Ints:
-    """The segment that each one hangs on, counted within its pack; -1: none.
-
-    A segment begins, and the subtree of its tokens ends, at these positions of the pack;
-    those of pack k are ``offsets[k]:offsets[k + 1]``.
-    """
-    first = np.repeat(offsets[:-1], np.diff(offsets))
-    # none between this one and the segment is open where the segment begins
-    parents = np.arange(len(starts)) - 1
-    parents[parents < first] = -1
-    while len(closed := np.flatnonzero((ends[parents] <= starts) & (parents >= 0))):
-        parents[closed] = parents[parents[closed]]
-    return np.where(parents < 0, -1, parents - first).astype(np.int32)
 
 
 def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
