@@ -1,5 +1,7 @@
 """Packs have every trained token once, in the context of its row."""
 
+from itertools import combinations, pairwise
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -18,6 +20,7 @@ from tests.oracles.packs import (
     rows_table,
 )
 from tests.strategies import runs
+from trajkit._kernel_names import PACK_ROW
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.packs import packing
 from trajkit.turns import content_ids, engine_ids
@@ -46,6 +49,35 @@ def rows(*lists, **columns):
 def fork():
     """A prompt of two tokens with two replies."""
     return rows([1, 2, 3, 4], [1, 2, 5, 6, 7])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=7),
+    st.integers(0, 6),
+)
+def test_the_parts_of_a_tree_repeat_the_fewest_tokens(sizes, more):
+    n, before = len(sizes), 0
+    records = np.zeros(n, PACK_ROW)
+    for row, (own, most) in enumerate(sizes):
+        shared = min(most, before)
+        before = shared + own
+        records["parent"][row] = row - 1 if shared else -1
+        records["shared"][row], records["length"][row] = shared, before
+    limit = int(records["length"].max()) + more
+    own, shared = records["length"] - records["shared"], records["shared"]
+    roots = {*np.flatnonzero(records["parent"] < 0).tolist()}
+
+    def fits(starts):
+        parts = pairwise([*starts, n])
+        return roots <= {*starts} and all(
+            shared[a] + own[a:b].sum() <= limit for a, b in parts
+        )
+
+    every = [[0, *rest] for k in range(n) for rest in combinations(range(1, n), k)]
+    *starts, end = packing._parts(records, limit).tolist()
+    assert end == n
+    assert fits(starts)
+    assert shared[starts].sum() == min(shared[cut].sum() for cut in every if fits(cut))
 
 
 @given(
