@@ -19,7 +19,7 @@ from trajkit.policies import Policy, Rewards
 from trajkit.schema import EMPTY_KINDS, RULES, SPAN_KINDS, VIOLATIONS
 from trajkit.schema.engine import Bools, Violation, as_lines, shown
 from trajkit.tables.canonical import Rows
-from trajkit.tables.ragged import Index, Ints, Longs, Ragged
+from trajkit.tables.ragged import Floats, Index, Ints, Longs, Ragged
 from trajkit.turns.flat_buffers import (
     FlatRows,
     Spans,
@@ -68,6 +68,8 @@ class Case:
     cap: int | None
     # SESSIONS of the sessions
     facts: pa.Table
+    # whether the rows have spans
+    own: bool
     found: list[Violation] = field(default_factory=list)
 
     def report(
@@ -171,8 +173,8 @@ class Case:
         if policy.keeps_all:
             return ("trained",)
         keeps = policy.keep_untrained and policy.keep_empty and not policy.max_rows
-        splices = policy.on_drift == "splice" and policy.places_all and keeps
-        return ("trained", "cut", "no_splice_point") if splices else ()
+        splices = self.own and policy.on_drift == "splice" and policy.places_all
+        return ("trained", "cut", "no_splice_point") if splices and keeps else ()
 
     @property
     def due(self) -> Bools:
@@ -225,9 +227,9 @@ def check_rows(case: Case, known: tuple[str, ...], weigh_by: str) -> None:
     trained = spans.take(np.flatnonzero(spans.kind == "trained"))
     _lengths(case)
     _span_tokens(case, spans)
-    _untrainable(case, spans)
-    _mask_and_logprobs(case, trained)
-    _each_once(case, spans)
+    untrainable(case, spans)
+    mask_and_logprobs(case, trained)
+    each_once(case, spans)
     _row_tokens(case, spans, trained)
     _turns_of_rows(case, spans)
     _order_and_prefixes(case)
@@ -293,8 +295,9 @@ def _well_formed(case: Case, spans: Spans) -> Spans:
 
 
 def _report_span(case: Case, spans: Spans, k: Index, rule: str, words: str) -> None:
+    name = f"spans[{spans.index[k]}]" if case.own else "the range"
     detail = (
-        f"spans[{spans.index[k]}] ({spans.start[k]}:{spans.stop[k]}, turn "
+        f"{name} ({spans.start[k]}:{spans.stop[k]}, turn "
         f"{spans.turn_index[k]}, output {spans.out_start[k]}:{spans.out_stop[k]}, "
         f"{spans.kind[k]}) {words}"
     )
@@ -318,7 +321,7 @@ def _span_tokens(case: Case, spans: Spans) -> None:
     )
 
 
-def _untrainable(case: Case, spans: Spans) -> None:
+def untrainable(case: Case, spans: Spans) -> None:
     outputs = case.turns.outputs
     start = outputs.offsets[spans.call]
 
@@ -336,7 +339,13 @@ def _untrainable(case: Case, spans: Spans) -> None:
         _report_span(case, spans, k, "untrainable", f"covers {what} that {words}")
 
 
-def _mask_and_logprobs(case: Case, trained: Spans) -> None:
+def no_logprob(logprobs: Floats) -> Bools:
+    """Where there is no logprob: other systems write 0.0 or NaN."""
+    nothing: Bools = (logprobs == 0) | np.isnan(logprobs)
+    return nothing
+
+
+def mask_and_logprobs(case: Case, trained: Spans) -> None:
     """The mask is true exactly for the tokens of trained spans. Logprobs are the engine's
     there, and null for all others.
     """
@@ -351,7 +360,8 @@ def _mask_and_logprobs(case: Case, trained: Spans) -> None:
     def of_mask(k: int, n: int) -> str:
         if is_trained[bad[k]]:
             return f"loss_mask is false for {count(n)} of a trained span"
-        return f"loss_mask is true for {count(n)} outside trained spans"
+        where = "outside trained spans" if case.own else "of no turn's output"
+        return f"loss_mask is true for {count(n)} {where}"
 
     case.report_tokens("mask", bad, of_mask, calls[bad])
     if policy is None or policy.missing_logprobs == "null_row":
@@ -361,8 +371,12 @@ def _mask_and_logprobs(case: Case, trained: Spans) -> None:
             nulled &= np.bincount(ids.owner, rows.given, len(ids)) == 0
         given &= ~nulled[ids.owner]
     # `_lengths` reports lists of another length
-    complete = np.repeat(rows.n_logprobs == ids.lengths, ids.lengths)
-    differ = (rows.given != given) | (given & (rows.logprobs != due))
+    has_list = rows.n_logprobs == ids.lengths if case.own else rows.n_logprobs > 0
+    complete, has = np.repeat(has_list, ids.lengths), rows.given
+    if not case.own:
+        complete &= is_trained
+        has = np.where(no_logprob(rows.logprobs), given, has)
+    differ = (has != given) | (given & (rows.logprobs != due))
     odd = np.flatnonzero(complete & differ)
 
     def of_logprobs(k: int, n: int) -> str:
@@ -375,7 +389,7 @@ def _mask_and_logprobs(case: Case, trained: Spans) -> None:
     case.report_tokens("logprob", odd, of_logprobs, calls[odd])
 
 
-def _each_once(case: Case, spans: Spans) -> None:
+def each_once(case: Case, spans: Spans) -> None:
     """A sampled token is trained or lost in one span at most, or in one of each row.
 
     Tokens that the policy promises to train, or to name as lost, are in such a span.
@@ -429,7 +443,7 @@ def _row_tokens(case: Case, spans: Spans, trained: Spans) -> None:
         if not own and case.may_splice:
             own = _spliced(case, row, spans)
         else:
-            _context(case, trained, np.flatnonzero(trained.row == row), in_context)
+            context(case, trained, np.flatnonzero(trained.row == row), in_context)
         if own:
             reason, due = case.rows.text("finish_reason", row), reasons[own[0]]
             if reason not in [reasons[call] for call in own]:
@@ -462,7 +476,7 @@ def _is_path(case: Case, row: Index, call: int) -> bool:
     return case.cap is not None and cuts_calls
 
 
-def _context(case: Case, trained: Spans, mine: Longs, in_context: Longs) -> None:
+def context(case: Case, trained: Spans, mine: Longs, in_context: Longs) -> None:
     sampled_at = case.turns.calls.calls["prompt_len"][trained.call] + trained.out_start
     for k in mine[in_context[mine] < (trained.stop - trained.start)[mine]]:
         row, call, start = trained.row[k], trained.call[k], trained.start[k]

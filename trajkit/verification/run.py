@@ -4,7 +4,14 @@ from __future__ import annotations  # a signature shows the words below
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Generator, Iterable, Iterator, Mapping
+from collections.abc import (
+    Collection,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -37,7 +44,7 @@ from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.turns.sessions import Sessions
 from trajkit.verification import rules
-from trajkit.verification.foreign_rows import foreign_rows, verify_located
+from trajkit.verification.foreign_rows import check_located, foreign_rows
 from trajkit.verification.row_forms import is_rows, plain_rows
 
 WeighBy: TypeAlias = Literal["token", "row", "rollout", "constant"]
@@ -254,12 +261,13 @@ class Judge:
                 self.policy,
                 self.cap,
                 self.facts.of_sessions(part),
+                own,
                 found,
             )
             if own:
                 rules.check_rows(case, self.known, self.weigh_by)
             else:
-                verify_located(case)
+                check_located(case)
             _compare(case, own=own)
         return rules.violations_table(found, names)
 
