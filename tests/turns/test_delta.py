@@ -209,7 +209,7 @@ NAMELESS = [message("u"), {**message("v"), "key": None}]
 LATE = "base_turn {} is not an earlier turn of the session"
 LENGTH = "shared_length is {}: expected 0 to {}, tokens of the base"
 MESSAGES = "shared_messages is {}: expected 0 to {}, messages of the base"
-AGAIN = "session 'a' comes back in table row 2 after another session began"
+AGAIN = "turn 1: the session began in table row 0 and comes back in row 2 after another"
 
 
 def shares(n, base=0):
@@ -240,31 +240,31 @@ def shares(n, base=0):
         ("turn 1: " + MESSAGES.format(1, 0), [FIRST, shares(1, base=None)]),
         ("turn 1: " + MESSAGES.format(-1, 2), [FIRST, shares(-1)]),
         (
-            "turn 1: suffix_ids contains a null; every id is needed",
+            "turn 1: suffix_ids[1] is null",
             [FIRST, turn(1, 0, 0, [1, None, 2])],
         ),
         (
-            "turn 1: output_ids contains a null; every id is needed",
+            "turn 1: output_ids[0] is null",
             [FIRST, turn(1, 0, 0, [1], output_ids=[None])],
         ),
         (
-            "turn 1: 2 logprobs for 1 output ids",
+            "turn 1: 2 output_logprobs for 1 output_ids",
             [FIRST, turn(1, 0, 0, [1], output_logprobs=[-0.5, -0.5])],
         ),
         (
-            "turn 1: 0 logprobs for 1 output ids",
+            "turn 1: 0 output_logprobs for 1 output_ids",
             [FIRST, turn(1, 0, 0, [1], output_logprobs=[])],
         ),
         (
-            "turn 1: a message has no key, which is needed to find parents",
+            "turn 1: suffix_messages[1] has no key",
             [FIRST, turn(1, 0, 0, [1], **talk(0, NAMELESS, None))],
         ),
         (
-            "turn 0: follows turn 0; turn_index must ascend",
+            "turn 0: turn_index is repeated within the session",
             [FIRST, turn(0, None, 0, [1])],
         ),
         (
-            "turn 3: follows turn 4; turn_index must ascend",
+            "turn 3: turn_index 3 follows 4: it must ascend",
             [turn(4, None, 0, [1]), turn(3, None, 0, [1])],
         ),
         (AGAIN, [FIRST, OTHER, turn(1, None, 0, [1])]),
@@ -303,12 +303,12 @@ FULL = {
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"prompt_ids": [1, None]}, "turn 1: prompt_ids contains a null; every id is"),
-        ({"output_ids": [None, 8]}, "turn 1: output_ids contains a null; every id is"),
-        ({"output_logprobs": [-0.5]}, "turn 1: 1 logprobs for 2 output ids"),
-        ({"messages": NAMELESS[1:]}, "turn 1: a message has no key, which is needed"),
-        ({"messages": [None]}, "turn 1: a message has no key, which is needed"),
-        ({"turn_index": 0}, "turn 0: follows turn 0; turn_index must ascend"),
+        ({"prompt_ids": [1, None]}, "turn 1: prompt_ids[1] is null"),
+        ({"output_ids": [None, 8]}, "turn 1: output_ids[0] is null"),
+        ({"output_logprobs": [-0.5]}, "turn 1: 1 output_logprobs for 2 output_ids"),
+        ({"messages": NAMELESS[1:]}, "turn 1: messages[0] has no key"),
+        ({"messages": [None]}, "turn 1: messages[0] is null"),
+        ({"turn_index": 0}, "turn 0: turn_index is repeated within the session"),
     ],
 )
 def test_what_is_no_table_of_full_turns_is_refused(more, said):

@@ -216,13 +216,14 @@ def lacks(structs: pa.StructArray, *names: str) -> Bools:
 
 def field_of(structs: pa.StructArray, name: str) -> pa.Array:
     """A field of structs, null where the struct is."""
+    if not structs.null_count:
+        return structs.field(name)
     return structs.flatten()[structs.type.get_field_index(name)]
 
 
 def fields_of(structs: pa.StructArray, *names: str) -> list[Rows]:
     """Fields of integers, -1 for null."""
-    found = (field_of(structs, name).fill_null(-1) for name in names)
-    return [np.asarray(one, np.int64) for one in found]
+    return [filled(field_of(structs, name), -1).astype(np.int64) for name in names]
 
 
 def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, Bools]:
@@ -275,6 +276,12 @@ def list_values(column: pa.ChunkedArray) -> pa.Array:
     if len(parts) == 1:
         return parts[0]
     return pa.concat_arrays([pa.array([], column.type.value_type), *parts])
+
+
+def filled(values: pa.Array, fill: object) -> Any:
+    """The values as an array of numpy, ``fill`` for null; not copied if there is none."""
+    values = values.fill_null(fill) if values.null_count else values
+    return values.to_numpy(zero_copy_only=False)
 
 
 def nulls(column: pa.ChunkedArray) -> Bools:
@@ -408,10 +415,14 @@ def _null(values: pa.Array) -> npt.ArrayLike:
     return values.is_null() if values.null_count else ()
 
 
+def _negative(ids: pa.Array) -> npt.ArrayLike:
+    # a minimum is found faster than written flags
+    numbers = filled(ids, 0)
+    return numbers < 0 if numbers.min(initial=0) < 0 else ()
+
+
 no_null = _elements(_null, "is null")
-no_negative = _elements(
-    lambda ids: np.asarray(ids.fill_null(0)) < 0, "is {}: token ids are not negative"
-)
+no_negative = _elements(_negative, "is {}: token ids are not negative")
 has_key = _elements(lambda of: _null(field_of(of, "key")), "has no key")
 has_role = _elements(lambda of: _null(field_of(of, "role")), "has no role")
 token_ids = (no_null, no_negative)
@@ -432,7 +443,7 @@ def logprobs(ids: str) -> Rule:
     def rule(name: str, table: pa.Table) -> Iterator[Fault]:
         yield from as_long_as(ids, name, "{} " + name, table)
         for start, ends, values in flat_chunks(table.column(name)):
-            numbers = values.fill_null(0.0).to_numpy()
+            numbers = filled(values, 0.0)
             for wrong, text in (
                 (np.isnan(numbers), _NO_NUMBER),
                 (numbers <= NO_LOGPROB, _NO_LOGPROB),
