@@ -694,3 +694,34 @@ def test_lists_of_other_values_under_the_names_of_attribution_are_unchanged(type
     assert delta["shared_length"].to_pylist() == [0, 3]
     assert delta.select(names).equals(turns.select(names))
     assert tk.expand(delta).equals(turns)
+
+
+def test_unknown_attribution_of_a_prompt_that_is_all_shared_stays_unknown():
+    turns = tk.from_records(
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": [3]}
+        for prompt in ([1, 2], [1, 2, 3])
+    )
+    lists = pa.array([[0, 1], None], pa.list_(pa.int32()))
+    turns = turns.append_column("prompt_message_index", lists)
+    delta = tk.compact(turns)
+    assert delta["suffix_ids"].to_pylist() == [[1, 2], []]
+    whole = tk.expand(delta)
+    assert whole.equals(turns)
+    # nothing is stored below the null
+    assert whole["prompt_message_index"].chunk(0).values.to_pylist() == [0, 1]
+
+
+def test_a_message_is_not_shared_with_a_base_that_has_another_body_of_it():
+    calls = ([1, 2], 1), ([9], 1.0), ([1, 2, 3], 1.0)
+    turns = tk.from_records(
+        {
+            "session_id": "s",
+            "prompt_ids": prompt,
+            "output_ids": [5],
+            "prompt_messages": [{"role": "user", "n": n}],
+        }
+        for prompt, n in calls
+    )
+    delta = tk.compact(turns)
+    assert delta["base_turn"].to_pylist() == [None, None, 0]
+    assert delta["shared_messages"].to_pylist() == [0, 0, 0]

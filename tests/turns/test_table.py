@@ -78,6 +78,6 @@ def test_that_a_session_comes_back_is_told_before_what_its_turns_lack():
     )
     with pytest.raises(
         tk.errors.InvalidTurnsError,
-        match="'a', turn 0: the session began in .* row 2 after another",
+        match="'a', turn 0: the session began in table row 0 and comes back in row 2",
     ):
         tk.linearize(pa.concat_tables([table, table]), "per_call")

@@ -345,11 +345,14 @@ def _numbers(fits: Callable[[Any], Bools], rule: str) -> Rule:
     return check
 
 
+def _is_share(values: Any) -> Bools:
+    share: Bools = (values >= 0) & (values <= 1)
+    return share
+
+
 finite = _numbers(np.isfinite, "expected a finite number or null")
 not_negative = _numbers(lambda values: values >= 0, "it must not be negative")
-is_share = _numbers(
-    lambda values: (values >= 0) & (values <= 1), "it is a share of the rollout"
-)
+is_share = _numbers(_is_share, "it is a share of the rollout")
 
 
 def differ(name: str, table: pa.Table) -> Iterator[Fault]:
