@@ -25,6 +25,8 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.files.tables import encoded
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
+from trajkit.turns.attribution import SessionCalls
+from trajkit.turns.sessions import Sessions
 
 ROUTES = ["messages", "tokens", "previous", "none"]
 
@@ -725,3 +727,15 @@ def test_a_message_is_not_shared_with_a_base_that_has_another_body_of_it():
     delta = tk.compact(turns)
     assert delta["base_turn"].to_pylist() == [None, None, 0]
     assert delta["shared_messages"].to_pylist() == [0, 0, 0]
+
+
+def test_messages_of_a_late_turn_are_read_through_a_long_chain_of_bases():
+    recorder, prompt, messages = tk.Recorder(), [1], []
+    for k in range(1200):
+        messages = [*messages, {"role": "user", "content": str(k)}]
+        recorder.record(
+            "a", prompt_ids=prompt, output_ids=[2], prompt_messages=messages
+        )
+        prompt = [*prompt, 2, 3]
+    calls = SessionCalls(Sessions.of(recorder.turns("a")))
+    assert len(calls.messages(1199)) == 1200

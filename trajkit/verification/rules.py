@@ -438,8 +438,12 @@ def _row_tokens(case: Case, spans: Spans, trained: Spans) -> None:
     numbers = case.turns.calls.turn_index
     for row in range(len(case.rows.ids)):
         named = case.rows.number("last_turn", row)
-        fits = [call for call in case.calls_of(row) if _is_path(case, row, call)]
-        own = [call for call in fits if named is None or numbers[call] == named]
+        calls = case.calls_of(row)
+        own = [
+            call
+            for call in calls
+            if named in (None, numbers[call]) and _is_path(case, row, call)
+        ]
         if not own and case.may_splice:
             own = _spliced(case, row, spans)
         else:
@@ -449,17 +453,17 @@ def _row_tokens(case: Case, spans: Spans, trained: Spans) -> None:
             if reason not in [reasons[call] for call in own]:
                 detail = f"finish_reason is {reason!r}, the last turn has {due!r}"
                 case.report("finish_reason", detail, row, own[0])
-        elif fits:
-            turn = numbers[fits[0]]
+        elif others := [call for call in calls if _is_path(case, row, call)]:
+            turn = numbers[others[0]]
             detail = f"last_turn is {named}, but turn {turn} has the row's tokens"
-            case.report("row_tokens", detail, row, fits[0])
+            case.report("row_tokens", detail, row, others[0])
         else:
             last = np.append(-1, spans.call[spans.row == row])[-1]
             detail = "the row is not the prompt and output of any turn"
             if case.may_splice:
                 detail += ", nor outputs joined by their prompts"
             ids = case.rows.ids[row]
-            shared = (case.turns.shared(ids, one) for one in case.calls_of(row))
+            shared = (case.turns.shared(ids, one) for one in calls)
             case.report("row_tokens", detail, row, last, max(shared, default=0))
 
 

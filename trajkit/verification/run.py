@@ -306,7 +306,7 @@ def _compare(case: rules.Case, *, own: bool) -> None:
     here, due = (_rows(one, named=named) for one in (case.rows, flat_rows(made)))
     wrong = {one.session_id for one in case.found}
     for name in [one for one in due | here if one not in wrong]:
-        for row, other in (_by_index if own else _by_tokens)(here[name], due[name]):
+        for row, other in _pairs(here[name], due[name], own=own):
             line: _Row = row or other or {}
             place = line["session_id"], line["row_index"]
             for detail, *where in _differences(row, other, word, own=own):
@@ -327,23 +327,24 @@ def _rows(rows: FlatRows, *, named: bool) -> dict[str | None, list[_Row]]:
     return found
 
 
-def _by_index(here: list[_Row], due: list[_Row]) -> list[_Pair]:
-    of_index = {row["row_index"]: row for row in due}
-    pairs: list[_Pair] = [(row, of_index.pop(row["row_index"], None)) for row in here]
-    return [*pairs, *((None, row) for row in of_index.values())]
+def _pairs(here: list[_Row], due: list[_Row], *, own: bool) -> list[_Pair]:
+    """Rows and those of the policy, by row_index; those of other systems by equal tokens,
+    else by the longest common prefix.
+    """
 
+    def key(row: _Row) -> object:
+        of_tokens = row["ids"].tobytes(), row["mask"].tobytes()
+        return row["row_index"] if own else of_tokens
 
-def _by_tokens(here: list[_Row], due: list[_Row]) -> list[_Pair]:
-    """Rows and those of the policy, by equal tokens, else by the longest common prefix."""
-    same = defaultdict(list)
+    waiting = defaultdict(list)
     for row in reversed(due):
-        same[row["ids"].tobytes(), row["mask"].tobytes()].append(row)
+        waiting[key(row)].append(row)
     pairs: list[_Pair] = []
     for row in here:
-        equal = same[row["ids"].tobytes(), row["mask"].tobytes()]
+        equal = waiting[key(row)]
         pairs.append((row, equal.pop() if equal else None))
-    rest = [row for rows in same.values() for row in rows]
-    for k, row in enumerate(here):
+    rest = [row for rows in waiting.values() for row in rows]
+    for k, row in enumerate([] if own else here):
         if pairs[k][1] is None:
             shared = [_core.lcp(row["ids"], one["ids"]) for one in rest]
             if any(shared):
