@@ -84,8 +84,8 @@ class Case:
         session = row_index = turn_index = None
         calls = self.turns.calls
         if row is not None:
-            session = self.rows.text("session_id", row)
-            row_index = self.rows.number("row_index", row)
+            session = self.rows.value("session_id", row)
+            row_index = self.rows.value("row_index", row)
         if call >= 0:
             turn_index = int(calls.turn_index[call])
             session = session or calls.ids[int(calls.session[call])].as_py()
@@ -364,7 +364,7 @@ def mask_and_logprobs(case: Case, trained: Spans) -> None:
         return f"loss_mask is true for {count(n)} {where}"
 
     case.report_tokens("mask", bad, of_mask, calls[bad])
-    if policy is None or policy.missing_logprobs == "null_row":
+    if case.own and (policy is None or policy.missing_logprobs == "null_row"):
         # a row without all of its logprobs may have none
         nulled = np.bincount(ids.owner[at], ~given[at], len(ids)) > 0
         if policy is None:
@@ -408,7 +408,8 @@ def each_once(case: Case, spans: Spans) -> None:
         if counted.kind[k] == "trained":
             start = case.turns.outputs.offsets[call] + counted.out_start[k]
             token += source[again[first]] - start
-        detail = f"{count(n)} that an earlier span trains or reports as lost"
+        where = "span trains or reports as lost" if case.own else "row trains"
+        detail = f"{count(n)} that an earlier {where}"
         case.report("trained_twice", detail, counted.row[k], call, token)
     not_trained(case, source[np.isin(counted.kind, case.accounts)[owner]])
 
@@ -437,7 +438,7 @@ def _row_tokens(case: Case, spans: Spans, trained: Spans) -> None:
     reasons = case.turns.calls.table.column("finish_reason").to_pylist()
     numbers = case.turns.calls.turn_index
     for row in range(len(case.rows.ids)):
-        named = case.rows.number("last_turn", row)
+        named = case.rows.value("last_turn", row)
         calls = case.calls_of(row)
         own = [
             call
@@ -449,7 +450,7 @@ def _row_tokens(case: Case, spans: Spans, trained: Spans) -> None:
         else:
             context(case, trained, np.flatnonzero(trained.row == row), in_context)
         if own:
-            reason, due = case.rows.text("finish_reason", row), reasons[own[0]]
+            reason, due = case.rows.value("finish_reason", row), reasons[own[0]]
             if reason not in [reasons[call] for call in own]:
                 detail = f"finish_reason is {reason!r}, the last turn has {due!r}"
                 case.report("finish_reason", detail, row, own[0])
@@ -519,7 +520,7 @@ def _spliced(case: Case, row: int, spans: Spans) -> list[int]:
         if not skips and not np.array_equal(text, due):
             return []
         end, before = stop, call
-    last = case.rows.number("last_turn", row)
+    last = case.rows.value("last_turn", row)
     if not order or order[-1] < 0 or last not in (None, numbers[-1]):
         return []
     ends = case.cap is not None or (end == len(ids) and before == order[-1])
@@ -568,7 +569,7 @@ def _turns_of_rows(case: Case, spans: Spans) -> None:
 def _unlisted(
     case: Case, row: int, listed: list[int], order: Longs, named: Longs
 ) -> Iterator[str]:
-    last = case.rows.number("last_turn", row)
+    last = case.rows.value("last_turn", row)
     if last is not None and listed[-1:] != [last]:
         yield f"do not end with last_turn {last}"
     rest = iter(order.tolist())
@@ -662,7 +663,7 @@ def _metadata(case: Case, known: tuple[str, ...]) -> None:
         if "group_id" not in known and group is None:
             group = groups[rows[0]]
         own = [rewards[row] for row in rows]
-        kinds = [case.rows.text("segment_kind", row) for row in rows]
+        kinds = [case.rows.value("segment_kind", row) for row in rows]
         tried = []
         for scheme in schemes:
             parts, whole = _parts(kinds, scheme), reward
