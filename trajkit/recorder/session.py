@@ -12,11 +12,10 @@ from trajkit import _core
 from trajkit._kernel_names import STOPS
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import TURNS, TURNS_DELTA
-from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB, checks_of
+from trajkit.schema.engine import ID_RULE, MAX_LOGPROB, NO_LOGPROB, checks_of
 from trajkit.tables.ragged import Ints, Records
 from trajkit.turns.messages import MessageLog, counts_of
 from trajkit.turns.records import (
-    ID_RULE,
     METADATA,
     Valid,
     check_depth,

@@ -43,6 +43,7 @@ _NO_LOGPROB = (
     "engines write this if they have no logprob for a token "
     "(nonfinite_logprobs='null' makes it null)"
 )
+ID_RULE = "token ids are integers in [0, 2**31)"
 POSITIVE = "a log-probability is at most 0 (1e-4 is tolerated for rounding)"
 
 
@@ -425,7 +426,7 @@ def _negative(ids: pa.Array) -> npt.ArrayLike:
 
 
 no_null = _elements(_null, "is null")
-no_negative = _elements(_negative, "is {}: token ids are not negative")
+no_negative = _elements(_negative, f"is {{}}: {ID_RULE}")
 has_key = _elements(lambda of: _null(field_of(of, "key")), "has no key")
 has_role = _elements(lambda of: _null(field_of(of, "role")), "has no role")
 token_ids = (no_null, no_negative)

@@ -15,6 +15,7 @@ from trajkit import _core
 from trajkit._arguments import check_choice, near_miss, plain_array, whole_number
 from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
 from trajkit.schema import TURNS
+from trajkit.schema.engine import ID_RULE
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.ragged import Bools, Floats, Ints, Ragged, offsets_of
 from trajkit.turns.mapping import MapLike, read_map, unheeded
@@ -47,7 +48,6 @@ _SPELLED = {name.replace("_", ""): name for name in FIELDS} | {
 
 MAX_DEPTH = 32
 """Maximum nesting depth of a value in an extra column."""
-ID_RULE = "token ids are integers in [0, 2**31)"
 _NO_IDS = np.empty(0, np.int32)
 
 
@@ -432,13 +432,8 @@ def _integer(value: object) -> int:
 
 
 def _required_ids(record: Record, name: str) -> Ints:
-    value = record.get(name)
-    if value is not None:
-        ids = read_ids(value, name)
-        if ids.min(initial=0) < 0:
-            at = int((ids < 0).argmax())
-            raise InvalidTurnsError(f"{name}[{at}] is {ids[at]}: {ID_RULE}")
-        return ids
+    if record.get(name) is not None:
+        return read_ids(record[name], name)
     found = f"the record has the keys {', '.join(map(str, record))}"
     if name in record:
         found = f"{name} is None"

@@ -143,7 +143,8 @@ def _of_turns(calls: Sessions, name: str) -> pa.Array:
     """The value of a column in the turns of each session; null if all are null."""
     fields = [SESSIONS.field("session_id"), SESSIONS.field(name)]
     schema = pa.schema(fields, SESSIONS.metadata)
-    lines = canonical(calls.table.select(["session_id", "turn_index", name]), schema)
+    lines = calls.table.select(["session_id", "turn_index", name])
+    lines = canonical(lines.replace_schema_metadata(None), schema)
     check_all(lines, checks_of(SESSIONS, (name,)))
     values = combined(lines.column(name))
     given = np.flatnonzero(values.is_valid())
