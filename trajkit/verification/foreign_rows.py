@@ -93,11 +93,11 @@ def _located(case: Case) -> Spans:
     groups = source - at, row_of, turns.outputs.owner[source], sampled.due[source]
     runs = np.array([*rules.consecutive(at, *groups)], np.int64).reshape(-1, 2)
     first, size = runs.T
-    row, call = row_of[first], turns.outputs.owner[source[first]]
-    begin = at[first] - offsets[row]
+    owner, call = row_of[first], turns.outputs.owner[source[first]]
+    begin = at[first] - offsets[owner]
     output_begin = source[first] - turns.outputs.offsets[call]
     return Spans(
-        *(row, begin, begin + size, call, output_begin, output_begin + size),
+        *(owner, begin, begin + size, call, output_begin, output_begin + size),
         kind=np.full(len(runs), "trained", np.object_),
         index=np.full(len(runs), -1),
         turn_index=turns.calls.turn_index[call].astype(np.int64),
