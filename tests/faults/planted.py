@@ -41,8 +41,8 @@ PYTHON = (
         ),
         (
             "an id of -1 is an id",
-            "np.asarray(ids.fill_null(0)) < 0",
-            "np.asarray(ids.fill_null(0)) < -1",
+            "numbers < 0 if numbers.min",
+            "numbers < -1 if numbers.min",
         ),
         (
             "a parent may be a negative turn",
@@ -207,8 +207,8 @@ PYTHON = (
         "tests/turns/test_validation.py tests/turns/test_images.py",
         (
             "a body in another session counts",
-            "of_session = session_numbers(table)[rows] * (len(numbers) + 1) + numbers",
-            "of_session = numbers",
+            "of_session = session_numbers(table)[rows] * (len(keys) + 1) + codes(keys)",
+            "of_session = codes(keys)",
         ),
         (
             "the role in a body is not compared",
@@ -817,6 +817,11 @@ PYTHON = (
             '(requests["n_keys"] != 0) | (requests["shared"] != 0)',
             '(requests["n_keys"] != 0)',
         ),
+        (
+            "NaN is a logprob",
+            "nothing: Bools = (logprobs == 0) | np.isnan(logprobs)",
+            "nothing: Bools = logprobs == 0",
+        ),
         ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
             "tokens without a logprob must train",
@@ -850,7 +855,7 @@ PYTHON = (
         ),
         (
             "a logprob may be where the engine gave none",
-            "differ = (rows.given != given) | (given & (rows.logprobs != due))",
+            "differ = (has != given) | (given & (rows.logprobs != due))",
             "differ = given & (rows.logprobs != due)",
         ),
         (
@@ -891,11 +896,6 @@ PYTHON = (
             "outputs are found between two ids",
             "if at % _ID_BYTES == 0:",
             "if at % 1 == 0:",
-        ),
-        (
-            "NaN is a logprob",
-            "nothing: Bools = (logprobs == 0) | np.isnan(logprobs)",
-            "nothing: Bools = logprobs == 0",
         ),
         (
             "a part of a reply counts before a complete one",
@@ -1057,7 +1057,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/recorder/session.py",
+        "trajkit/turns/messages.py",
         "tests/recorder/test_message_lists.py tests/recorder/test_recorder.py",
         (
             "the reply of a base is not shared",
@@ -1066,8 +1066,13 @@ PYTHON = (
         ),
         (
             "messages whose body is not the last of their key are shared",
-            "        if not respelled:\n            return n\n",
+            "        if not respelled or not n:\n            return n\n",
             "        return n\n",
+        ),
+        (
+            "a reply is not the last body of its key",
+            "[*one.own(), one.reply]",
+            "[*one.own()]",
         ),
         (
             "a message is not copied",
@@ -1082,11 +1087,6 @@ PYTHON = (
             "masks of calls are not checked",
             "for check in (*checks_of(TURNS, _OF_IDS), mm_items):",
             "for check in (mm_items,):",
-        ),
-        (
-            "a reply is not the last body of its key",
-            "[*one.own(), one.reply]",
-            "[*one.own()]",
         ),
     ),
     _place(

@@ -11,13 +11,12 @@ from hypothesis import example, given
 import trajkit as tk
 from tests.oracles.talk import Numbers
 from tests.strategies import NAN, heard_calls
-from trajkit.recorder.session import MessageLog
-from trajkit.turns.messages import message_key
+from trajkit.turns.messages import MessageLog, counts_of, message_key
 
 
 def suffixes_of(log):
     """The messages of each call that its base does not supply; None: no list of them."""
-    counts, numbers = log.suffixes(len(log.calls))
+    counts, numbers = counts_of(log.calls)
     lengths = counts[:, 1]
     stops = np.cumsum(np.maximum(lengths, 0))
     ends = zip(lengths, stops, strict=True)
@@ -52,7 +51,7 @@ def test_messages_are_numbered_and_shared_as_the_twin_does(calls):
         if counts:
             twin.add(*twin.read(messages, reply))
             bases.append(base)
-    shares, _, replies = talk.suffixes(len(bases))[0].T
+    shares, _, replies = counts_of(talk.calls[: len(bases)])[0].T
     replies = [None if reply < 0 else reply for reply in replies.tolist()]
     assert replies == twin.replies
     shared = [twin.shared(k, base) for k, base in enumerate(bases)]

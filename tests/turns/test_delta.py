@@ -25,6 +25,8 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.files.tables import encoded
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
+from trajkit.turns.attribution import SessionCalls
+from trajkit.turns.sessions import Sessions
 
 ROUTES = ["messages", "tokens", "previous", "none"]
 
@@ -209,7 +211,7 @@ NAMELESS = [message("u"), {**message("v"), "key": None}]
 LATE = "base_turn {} is not an earlier turn of the session"
 LENGTH = "shared_length is {}: expected 0 to {}, tokens of the base"
 MESSAGES = "shared_messages is {}: expected 0 to {}, messages of the base"
-AGAIN = "session 'a' comes back in table row 2 after another session began"
+AGAIN = "turn 1: the session began in table row 0 and comes back in row 2 after another"
 
 
 def shares(n, base=0):
@@ -240,31 +242,31 @@ def shares(n, base=0):
         ("turn 1: " + MESSAGES.format(1, 0), [FIRST, shares(1, base=None)]),
         ("turn 1: " + MESSAGES.format(-1, 2), [FIRST, shares(-1)]),
         (
-            "turn 1: suffix_ids contains a null; every id is needed",
+            "turn 1: suffix_ids[1] is null",
             [FIRST, turn(1, 0, 0, [1, None, 2])],
         ),
         (
-            "turn 1: output_ids contains a null; every id is needed",
+            "turn 1: output_ids[0] is null",
             [FIRST, turn(1, 0, 0, [1], output_ids=[None])],
         ),
         (
-            "turn 1: 2 logprobs for 1 output ids",
+            "turn 1: 2 output_logprobs for 1 output_ids",
             [FIRST, turn(1, 0, 0, [1], output_logprobs=[-0.5, -0.5])],
         ),
         (
-            "turn 1: 0 logprobs for 1 output ids",
+            "turn 1: 0 output_logprobs for 1 output_ids",
             [FIRST, turn(1, 0, 0, [1], output_logprobs=[])],
         ),
         (
-            "turn 1: a message has no key, which is needed to find parents",
+            "turn 1: suffix_messages[1] has no key",
             [FIRST, turn(1, 0, 0, [1], **talk(0, NAMELESS, None))],
         ),
         (
-            "turn 0: follows turn 0; turn_index must ascend",
+            "turn 0: turn_index is repeated within the session",
             [FIRST, turn(0, None, 0, [1])],
         ),
         (
-            "turn 3: follows turn 4; turn_index must ascend",
+            "turn 3: turn_index 3 follows 4: it must ascend",
             [turn(4, None, 0, [1]), turn(3, None, 0, [1])],
         ),
         (AGAIN, [FIRST, OTHER, turn(1, None, 0, [1])]),
@@ -303,12 +305,12 @@ FULL = {
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"prompt_ids": [1, None]}, "turn 1: prompt_ids contains a null; every id is"),
-        ({"output_ids": [None, 8]}, "turn 1: output_ids contains a null; every id is"),
-        ({"output_logprobs": [-0.5]}, "turn 1: 1 logprobs for 2 output ids"),
-        ({"messages": NAMELESS[1:]}, "turn 1: a message has no key, which is needed"),
-        ({"messages": [None]}, "turn 1: a message has no key, which is needed"),
-        ({"turn_index": 0}, "turn 0: follows turn 0; turn_index must ascend"),
+        ({"prompt_ids": [1, None]}, "turn 1: prompt_ids[1] is null"),
+        ({"output_ids": [None, 8]}, "turn 1: output_ids[0] is null"),
+        ({"output_logprobs": [-0.5]}, "turn 1: 1 output_logprobs for 2 output_ids"),
+        ({"messages": NAMELESS[1:]}, "turn 1: messages[0] has no key"),
+        ({"messages": [None]}, "turn 1: messages[0] is null"),
+        ({"turn_index": 0}, "turn 0: turn_index is repeated within the session"),
     ],
 )
 def test_what_is_no_table_of_full_turns_is_refused(more, said):
@@ -694,3 +696,46 @@ def test_lists_of_other_values_under_the_names_of_attribution_are_unchanged(type
     assert delta["shared_length"].to_pylist() == [0, 3]
     assert delta.select(names).equals(turns.select(names))
     assert tk.expand(delta).equals(turns)
+
+
+def test_unknown_attribution_of_a_prompt_that_is_all_shared_stays_unknown():
+    turns = tk.from_records(
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": [3]}
+        for prompt in ([1, 2], [1, 2, 3])
+    )
+    lists = pa.array([[0, 1], None], pa.list_(pa.int32()))
+    turns = turns.append_column("prompt_message_index", lists)
+    delta = tk.compact(turns)
+    assert delta["suffix_ids"].to_pylist() == [[1, 2], []]
+    whole = tk.expand(delta)
+    assert whole.equals(turns)
+    # nothing is stored below the null
+    assert whole["prompt_message_index"].chunk(0).values.to_pylist() == [0, 1]
+
+
+def test_a_message_is_not_shared_with_a_base_that_has_another_body_of_it():
+    calls = ([1, 2], 1), ([9], 1.0), ([1, 2, 3], 1.0)
+    turns = tk.from_records(
+        {
+            "session_id": "s",
+            "prompt_ids": prompt,
+            "output_ids": [5],
+            "prompt_messages": [{"role": "user", "n": n}],
+        }
+        for prompt, n in calls
+    )
+    delta = tk.compact(turns)
+    assert delta["base_turn"].to_pylist() == [None, None, 0]
+    assert delta["shared_messages"].to_pylist() == [0, 0, 0]
+
+
+def test_messages_of_a_late_turn_are_read_through_a_long_chain_of_bases():
+    recorder, prompt, messages = tk.Recorder(), [1], []
+    for k in range(1200):
+        messages = [*messages, {"role": "user", "content": str(k)}]
+        recorder.record(
+            "a", prompt_ids=prompt, output_ids=[2], prompt_messages=messages
+        )
+        prompt = [*prompt, 2, 3]
+    calls = SessionCalls(Sessions.of(recorder.turns("a")))
+    assert len(calls.messages(1199)) == 1200

@@ -253,3 +253,10 @@ def test_stored_tables_have_their_images(tmp_path):
         tk.write_turns(table, tmp_path / name)
         read = tk.read_turns(tmp_path / name)
         assert pa.table(read)["mm_items"] == table["mm_items"]
+
+
+def test_a_prompt_may_not_end_within_an_image():
+    ids = content_ids("image", HASHES[0], 3)[:2].tolist()
+    call = {"session_id": "a", "prompt_ids": [1, *ids], "output_ids": [2]}
+    with pytest.raises(InvalidTurnsError, match="is 1:4: expected tokens from 0 to 3"):
+        tk.from_records([{**call, "mm_items": [item(HASHES[0], 1, 3)]}])

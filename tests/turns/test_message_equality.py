@@ -240,3 +240,18 @@ def test_a_body_that_is_no_message_is_named(body, policy, name, said):
     said = f"session 's', turn 0: {said} has the body .* which is not a JSON object"
     with pytest.raises(InvalidTurnsError, match=said):
         tk.linearize(turns.set_column(at, turns.field(at), column), policy)
+
+
+@pytest.mark.parametrize("equality", ["strict", "role_content_only"])
+def test_an_empty_list_is_no_content(equality):
+    turns = tk.from_records(
+        {
+            "session_id": "a",
+            "prompt_ids": [1],
+            "output_ids": [2],
+            "prompt_messages": [{"role": "user", **content}],
+        }
+        for content in ({}, {"content": []}, {"content": ["x"]})
+    )
+    places = classify(Sessions.of(turns), equality).places.tolist()
+    assert places[0] == places[1] != places[2]

@@ -402,3 +402,17 @@ def test_spans_of_weights_may_be_empty():
 def test_no_logprobs_of_no_output_are_null():
     for none in ([], (), np.array([], np.float32), np.array([], np.float64), None):
         assert one(output_ids=[], output_logprobs=none)["output_logprobs"] is None
+
+
+def test_extra_columns_follow_their_turns_into_order():
+    turns = tk.from_records(
+        {
+            "session_id": "a",
+            "prompt_ids": [1],
+            "output_ids": [2],
+            "turn_index": k,
+            "x": k,
+        }
+        for k in (2, 0, 1)
+    )
+    assert turns["turn_index"].to_pylist() == turns["x"].to_pylist() == [0, 1, 2]

@@ -64,7 +64,7 @@ def test_a_fault_is_told_of_the_turn_that_has_it_whichever_part_it_is_in(threads
     place = table.column_names.index("turn_index")
     table = table.set_column(place, table.field(place), turn_index)
     parts = {"MIN_PART_TOKENS": 1, "PART_TOKENS": 1}
-    wrong = r"^session 'c', turn 1: follows turn 2; turn_index must ascend"
+    wrong = r"^session 'c', turn 1: turn_index 1 follows 2: it must ascend"
     with (
         mock.patch.multiple(limits, **parts),
         pytest.raises(tk.errors.InvalidTurnsError, match=wrong),
@@ -77,6 +77,7 @@ def test_that_a_session_comes_back_is_told_before_what_its_turns_lack():
         {"session_id": name, "prompt_ids": [1], "output_ids": [2]} for name in "ab"
     )
     with pytest.raises(
-        tk.errors.InvalidTurnsError, match="'a' comes back in table row 2"
+        tk.errors.InvalidTurnsError,
+        match="'a', turn 0: the session began in table row 0 and comes back in row 2",
     ):
         tk.linearize(pa.concat_tables([table, table]), "per_call")

@@ -548,3 +548,45 @@ def test_a_wrong_row_is_found_without_a_policy_too():
     assert {one["rule"] for one in tk.verify(rows, turns).to_pylist()} >= {"mask"}
     found = tk.verify(plain(rows), turns).to_pylist()
     assert [(one["token"], one["rule"]) for one in found] == [(0, "mask")]
+
+
+def test_a_row_without_its_last_token_is_no_path():
+    turns = tk.from_records([{**CLEAN[0], "trainable": False}])
+    row = tk.linearize(turns, tk.policy("strict", keep_untrained=True)).to_pylist()[0]
+    row["spans"] = []
+    for name in ("input_ids", "loss_mask", "logprobs"):
+        row[name].pop()
+    found = tk.verify(pa.Table.from_pylist([row], ROWS), turns).to_pylist()
+    assert ("row_tokens", 4) in [(one["rule"], one["token"]) for one in found]
+
+
+def test_the_turns_of_a_row_end_with_its_last():
+    turns = tk.from_records(CLEAN)
+    row = tk.linearize(turns, "strict").to_pylist()[0]
+    row["last_turn"] = 0
+    found = tk.verify(pa.Table.from_pylist([row], ROWS), turns).to_pylist()
+    assert "turns" in {one["rule"] for one in found}
+
+
+def test_a_request_whose_messages_the_base_has_is_routed():
+    reply = {"role": "assistant", "content": "x"}
+    calls = ([1, 2], [{"role": "user"}]), ([1, 2, 3, 4], [{"role": "user"}, reply])
+    delta = tk.compact(
+        tk.from_records(
+            {
+                "session_id": "s",
+                "prompt_ids": prompt,
+                "output_ids": [3, 9],
+                "prompt_messages": messages,
+                "response_message": reply,
+            }
+            for prompt, messages in calls
+        )
+    )
+    assert delta["suffix_messages"].to_pylist()[1] == []
+    policy = tk.policy("faithful", tie_break="first")
+    found = tk.verify(ROWS.empty_table(), delta, policy).to_pylist()
+    assert {(one["turn_index"], one["rule"]) for one in found} == {
+        (0, "not_trained"),
+        (1, "not_trained"),
+    }

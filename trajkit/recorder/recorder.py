@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from trajkit.errors import InvalidTurnsError, UnknownSessionError
 from trajkit.policies import Policy
-from trajkit.recorder.session import ChatMessage, Recording, Types, with_metadata
+from trajkit.recorder.session import Recording, Types, with_metadata
 from trajkit.rows.linearize import linearize, rows_and_report
-from trajkit.turns.messages import check_text
+from trajkit.turns.messages import ChatMessage, check_text
 from trajkit.turns.session_metadata import one_session
 
 

@@ -1,11 +1,9 @@
 """One session in progress, in compact form: new tokens, messages and columns only."""
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from threading import Lock
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -13,20 +11,11 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._kernel_names import STOPS
 from trajkit.errors import InvalidTurnsError
-from trajkit.schema import KEY_BYTES, TURNS, TURNS_DELTA
-from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB, checks_of
+from trajkit.schema import TURNS, TURNS_DELTA
+from trajkit.schema.engine import ID_RULE, MAX_LOGPROB, NO_LOGPROB, checks_of
 from trajkit.tables.ragged import Ints, Records
-from trajkit.turns.messages import (
-    Encoded,
-    MessageBook,
-    check_text,
-    comparable,
-    encode,
-    parse_json,
-    unequal_places,
-)
+from trajkit.turns.messages import MessageLog, counts_of
 from trajkit.turns.records import (
-    ID_RULE,
     METADATA,
     Valid,
     check_depth,
@@ -41,9 +30,6 @@ from trajkit.turns.records import (
     read_metadata,
 )
 from trajkit.turns.validation import mm_items
-
-ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
-"""A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""
 
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
 # those of `METADATA` whose rules need the call's ids
@@ -120,7 +106,7 @@ class ExtraColumns:
             raise InvalidTurnsError(
                 f"payloads has the key {name!r}, which is a column of the delta form"
             )
-        check_depth(name, value, "")
+        check_depth(name, value)
         try:
             stored = one_value(value)
             type_ = common_type((self.types.known.get(name, stored.type), stored.type))
@@ -163,147 +149,6 @@ def _unfit(name: str, error: Exception) -> InvalidTurnsError:
     )
 
 
-Numbers: TypeAlias = "array[int]"
-"""Messages by number."""
-
-Read: TypeAlias = tuple[Encoded, object]
-"""A message, and a copy that the caller cannot change, to compare others with."""
-
-ReadCall: TypeAlias = "tuple[Numbers, Numbers | None, dict[int, Read], Read | None]"
-"""The messages of a call that is not added yet: those of its base, with the reply; its own,
-where they are those (None: no list); the others, by place; and its reply."""
-
-
-class CallMessages(NamedTuple):
-    """The messages of a call."""
-
-    # None: no list
-    numbers: "Numbers | None"
-    # -1: none
-    reply: int
-    # leading messages that the messages and the reply of the base begin with
-    shared: int
-
-    def path(self) -> Numbers:
-        """The messages and the reply; empty for a call without a list."""
-        replied = self.numbers is not None and self.reply >= 0
-        return (self.numbers or array("i")) + array("i", [self.reply] * replied)
-
-    def own(self) -> memoryview:
-        return memoryview(self.numbers or array("i"))[self.shared :]
-
-
-@dataclass(slots=True)
-class MessageLog:
-    """The messages of a session's calls.
-
-    A message that occurred before is compared with a copy, as Python compares dicts, and
-    not encoded again.
-    """
-
-    # the distinct messages, with their numbers
-    book: MessageBook = field(default_factory=MessageBook)
-    # by number: a copy as `comparable`, or a pair of key and role
-    copies: list[object] = field(default_factory=list)
-    calls: list[CallMessages] = field(default_factory=list)
-
-    def read(
-        self, messages: object, response: object, base: int, n_calls: int
-    ) -> ReadCall:
-        """The messages of the next call, compared with those of its base or, without one,
-        of the last call.
-
-        Nothing changes until they are added.
-        """
-        numbers, others, known = None, {}, array("i")
-        if messages is not None:
-            if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-                raise InvalidTurnsError(
-                    f"prompt_messages is of type {type(messages).__name__}: expected a "
-                    "list of dicts"
-                )
-            listed, near = list(messages), base if base >= 0 else n_calls - 1
-            known = self.calls[near].path() if near >= 0 else known
-            places = unequal_places(listed, map(self.copies.__getitem__, known))
-            numbers = known[: len(listed)]
-            numbers.extend([-1] * (len(listed) - len(numbers)))
-            others = {i: _read(listed[i], f"prompt_messages[{i}]") for i in places}
-        reply = None if response is None else _read(response, "response_message")
-        return known if base >= 0 else array("i"), numbers, others, reply
-
-    def add(self, read: ReadCall, call: int) -> None:
-        """Add the messages of a call, in the place of one that was interrupted.
-
-        Those of earlier calls were added before.
-        """
-        base, numbers, others, response = read
-        for place, other in others.items():
-            numbers[place] = self._number(other)  # type: ignore[index]
-        reply, shared = -1 if response is None else self._number(response), 0
-        if numbers is not None:
-            shared = self._n_current(numbers, _core.lcp(numbers, base), call)
-        self.calls[call:] = [CallMessages(numbers, reply, shared)]
-
-    def suffixes(self, n_calls: int) -> tuple[Ints, Ints]:
-        """The messages that the base of each call does not supply.
-
-        First, of shape (n_calls, 3): how many the base supplies, how many it does not
-        (-1: the call has no list of messages), and the reply (-1: none). Then those it
-        does not, end to end.
-        """
-        calls = self.calls[:n_calls]
-        own = [one.own() for one in calls]
-        counts = [
-            (one.shared, -1 if one.numbers is None else len(mine), one.reply)
-            for one, mine in zip(calls, own, strict=True)
-        ]
-        numbers = np.frombuffer(b"".join(own), np.int32)
-        return np.array(counts, np.int32).reshape(-1, 3), numbers
-
-    def _n_current(self, numbers: Numbers, n: int, call: int) -> int:
-        """How many of the first n messages of a call have the body that is current.
-
-        A message without body refers to the last body that the session has for its key.
-        """
-        respelled = self.book.respelled
-        if not respelled:
-            return n
-        last: dict[int, int] = {}
-        for one in self.calls[:call]:
-            for number in [*one.own(), one.reply]:
-                last[respelled.get(number, number)] = number
-        current = (last.get(respelled.get(one, one), one) == one for one in numbers[:n])
-        return next((at for at, same in enumerate(current) if not same), n)
-
-    def _number(self, read: Read) -> int:
-        message, copy = read
-        number = self.book.add(message)
-        if number >= len(self.copies):
-            # without those of a call that was interrupted
-            self.copies += [*[None] * (number - len(self.copies)), copy]
-        return number
-
-
-def _read(message: object, where: str) -> Read:
-    if not isinstance(message, tuple):
-        encoded = encode(message, where)
-        try:
-            # so that key, body and copy agree, whatever the caller's code does
-            copy = parse_json(str(encoded.body))
-            return encoded, comparable(copy, encoded.is_plain)
-        except ValueError as error:
-            raise InvalidTurnsError(f"{where} is {error}") from None
-    if len(message) == 2:
-        key, role = message
-        if isinstance(key, bytes) and len(key) == KEY_BYTES and isinstance(role, str):
-            check_text(role, f"{where} role")
-            return Encoded(key, role, None, False), message
-    raise InvalidTurnsError(
-        f"{where} is {message!r}: expected a dict, or a pair of its "
-        f"{KEY_BYTES}-byte key and its role"
-    )
-
-
 class Recording:
     """One session in progress. The caller acquires the lock before it calls a method."""
 
@@ -335,12 +180,12 @@ class Recording:
         index = self.n_calls
         prompt = read_ids(call["prompt_ids"], "prompt_ids")
         output = read_ids(call["output_ids"], "output_ids")
-        logprobs, valid = read_logprobs(call["output_logprobs"], len(output), "")
+        logprobs, valid = read_logprobs(call["output_logprobs"], len(output))
         # the copy is checked, so that what is kept is what was checked
         taken = self.paths.take(prompt, output, logprobs, _LOWEST, _HIGHEST)
         if self.paths.fault is not None:
             raise _refusal(taken, *self.paths.fault)
-        metadata = read_metadata(call, "")
+        metadata = read_metadata(call)
         if any(one is not None for one in metadata[4:]):
             _check(prompt, output, metadata[4:])
         columns = self.extra.read(payloads)
@@ -364,7 +209,7 @@ class Recording:
         Later calls do not change it.
         """
         n_calls, calls = self.n_calls, self.paths.calls
-        counts, numbers = self.message_log.suffixes(n_calls)
+        counts, numbers = counts_of(self.message_log.calls[:n_calls])
         shared, lengths, replies = counts.T
         sessions = np.zeros(n_calls, np.int32)
         book = self.message_log.book

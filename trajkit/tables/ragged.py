@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit.schema.engine import codes as codes
+from trajkit.schema.engine import filled
 from trajkit.schema.engine import lengths as lengths
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -40,8 +41,7 @@ class Ragged:
         parts = [chunk.flatten() for chunk in chunks]
         values = combined(pa.chunked_array(parts, column.type.value_type))
         if fill is not None:
-            values = values.fill_null(fill) if values.null_count else values
-            values = values.to_numpy(zero_copy_only=False)
+            values = filled(values, fill)
         return cls(values, offsets_of(lengths(column)))
 
     def __len__(self) -> int:

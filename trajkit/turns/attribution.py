@@ -61,7 +61,8 @@ class SessionCalls:
         # tokens that a list may leave out
         self._shared = calls.calls["own_start"]
         self._stored = combined(calls.stored_messages)
-        self._messages: dict[int, Messages | None] = {}
+        # of the first calls
+        self._messages: list[Messages | None] = []
         self._parsed: dict[bytes, dict[str, Any]] = {}
 
     def __len__(self) -> int:
@@ -69,8 +70,8 @@ class SessionCalls:
 
     def messages(self, call: int) -> Messages | None:
         """The messages of the request; None if they are unknown or there are none."""
-        if call not in self._messages:
-            self._messages[call] = self._read_messages(call)
+        while len(self._messages) <= call:
+            self._messages.append(self._read_messages(len(self._messages)))
         return self._messages[call]
 
     def _read_messages(self, call: int) -> Messages | None:
@@ -84,7 +85,7 @@ class SessionCalls:
             n = self.table.column("shared_messages")[call].as_py() or 0
         if n:
             # a base without messages shares only its reply
-            base = self.messages(self._base[call]) or Messages(b"", [])
+            base = self._messages[self._base[call]] or Messages(b"", [])
             reply = self.table.column("response")[self._base[call]].as_py()
             shared = base.keys + (reply["key"] if reply else b"")
             keys = shared[: n * KEY_BYTES] + keys

@@ -7,12 +7,11 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.errors import InvalidTurnsError
 from trajkit.schema import KEY_BYTES, MESSAGE, SCHEMA_VERSION, TURNS, TURNS_DELTA
 from trajkit.schema.engine import field_of, session_numbers
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
-from trajkit.tables.canonical import TableLike, canonical, place, turns_schema
+from trajkit.tables.canonical import TableLike, canonical, turns_schema
 from trajkit.tables.columns import (
     Columns,
     check_no_clash,
@@ -39,7 +38,7 @@ from trajkit.turns.messages import (
     parse_json,
 )
 from trajkit.turns.records import as_turns
-from trajkit.turns.sessions import Sessions, unshared, with_current_keys
+from trajkit.turns.sessions import Sessions, refusal, unshared, with_current_keys
 
 
 @stage
@@ -236,11 +235,8 @@ def _full_columns(calls: Sessions) -> Columns:
         calls.table.column(name) for name in ("suffix_messages", "shared_messages")
     )
     lists, absent = Ragged.of(column), np.asarray(column.is_null())
-    for row in np.flatnonzero(absent != np.asarray(shares.is_null()))[:1]:
-        raise InvalidTurnsError(
-            f"{place(calls.table, int(row))}: shared_messages and suffix_messages are "
-            "null together"
-        )
+    for row in np.flatnonzero(absent != np.asarray(shares.is_null()))[:1].tolist():
+        raise refusal(calls.table, row)
     both = pa.concat_arrays([lists.values, combined(calls.table.column("response"))])
     # messages are numbered: first those that the turns store, then the replies
     numbers, n_stored, replied = (

@@ -118,17 +118,8 @@ class FlatRows:
     n_mask: Longs
     n_logprobs: Longs
 
-    def text(self, name: str, row: Index) -> str | None:
-        """A value of a column of strings; None without the column."""
-        value = self._value(name, row)
-        return None if value is None else str(value)
-
-    def number(self, name: str, row: Index) -> int | None:
-        """A value of a column of integers; None without the column."""
-        value = self._value(name, row)
-        return value if isinstance(value, int) else None
-
-    def _value(self, name: str, row: Index) -> Any:
+    def value(self, name: str, row: Index) -> Any:
+        """A value of a column; None without the column."""
         known = name in self.table.column_names
         return self.table.column(name)[int(row)].as_py() if known else None
 

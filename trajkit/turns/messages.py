@@ -15,6 +15,7 @@ computed once per distinct body, and the kernels compare the classes.
 
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -42,6 +43,8 @@ from trajkit.tables.ragged import (
 from trajkit.turns.sessions import Sessions
 
 Message: TypeAlias = dict[str, object]
+ChatMessage: TypeAlias = Message | tuple[bytes, str]
+"""A message as a dict, or as its key (`message_key`) and its role."""
 Projection: TypeAlias = Callable[[str], str]
 """Maps a body to a text that is equal if the messages are."""
 
@@ -304,6 +307,8 @@ class MessageBook:
     """Every distinct body of some calls, under a small id, in order of arrival."""
 
     messages: list[Encoded] = field(default_factory=list)
+    # by id: a copy as `comparable`, or a pair of key and role
+    copies: list[object] = field(default_factory=list)
     # ids by body, and by key and role
     _numbers: dict[object, int] = field(default_factory=dict)
     # the first id with a body, by key
@@ -311,12 +316,17 @@ class MessageBook:
     # ids of bodies whose key has another body as well, and the first id of that key
     respelled: dict[int, int] = field(default_factory=dict)
 
-    def add(self, message: Encoded) -> int:
-        """The id of a message; one with a body replaces one without."""
+    def add(self, message: Encoded, copy: object = None) -> int:
+        """The id of a message; one with a body replaces one without.
+
+        ``copy`` is what others are compared with.
+        """
         pair, body = (message.key, message.role), message.body
         number = self._numbers.get(pair if body is None else body, -1)
         if number < 0:
             number = len(self.messages)
+            # in the place of one that was interrupted
+            self.copies[number:] = [copy]
             self.messages.append(message)
             self._numbers[pair] = number
             if body is not None:
@@ -378,6 +388,147 @@ class MessageBook:
         ]
         mask = pa.array(absent) if absent.any() else None
         return pa.StructArray.from_arrays(fields, fields=list(MESSAGE), mask=mask)
+
+
+Numbers: TypeAlias = "array[int]"
+"""Messages by number."""
+
+Read: TypeAlias = tuple[Encoded, object]
+"""A message, and a copy that the caller cannot change, to compare others with."""
+
+ReadCall: TypeAlias = "tuple[Numbers, Numbers | None, dict[int, Read], Read | None]"
+"""The messages of a call that is not added yet: those of its base, with the reply; its own,
+where they are those (None: no list); the others, by place; and its reply."""
+
+
+class CallMessages(NamedTuple):
+    """The messages of a call."""
+
+    # None: no list
+    numbers: "Numbers | None"
+    # -1: none
+    reply: int
+    # leading messages that the messages and the reply of the base begin with
+    shared: int
+
+    def path(self) -> Numbers:
+        """The messages and the reply; empty for a call without a list."""
+        replied = self.numbers is not None and self.reply >= 0
+        return (self.numbers or array("i")) + array("i", [self.reply] * replied)
+
+    def own(self) -> memoryview:
+        return memoryview(self.numbers or array("i"))[self.shared :]
+
+
+def counts_of(calls: Sequence[CallMessages]) -> tuple[Ints, Ints]:
+    """The messages that the base of each call does not supply.
+
+    First, of shape (n_calls, 3): how many the base supplies, how many it does not
+    (-1: the call has no list of messages), and the reply (-1: none). Then those it
+    does not, end to end.
+    """
+    own = [one.own() for one in calls]
+    counts = [
+        (one.shared, -1 if one.numbers is None else len(mine), one.reply)
+        for one, mine in zip(calls, own, strict=True)
+    ]
+    return np.array(counts, np.int32).reshape(-1, 3), np.frombuffer(
+        b"".join(own), np.int32
+    )
+
+
+def not_listed(messages: object) -> InvalidTurnsError:
+    return InvalidTurnsError(
+        f"prompt_messages is of type {type(messages).__name__}: expected a list of dicts"
+    )
+
+
+@dataclass(slots=True)
+class MessageLog:
+    """The messages of a session's calls.
+
+    A message that occurred before is compared with a copy, as Python compares dicts, and
+    not encoded again.
+    """
+
+    # the distinct messages, with their numbers; sessions may have one book together
+    book: MessageBook = field(default_factory=MessageBook)
+    # whether a pair of key and role is a message
+    takes_pairs: bool = True
+    calls: list[CallMessages] = field(default_factory=list)
+
+    def read(
+        self, messages: object, response: object, base: int, n_calls: int
+    ) -> ReadCall:
+        """The messages of the next call, compared with those of its base or, without one,
+        of the last call.
+
+        Nothing changes until they are added.
+        """
+        numbers, others, known = None, {}, array("i")
+        if messages is not None:
+            if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+                raise not_listed(messages)
+            listed, near = list(messages), base if base >= 0 else n_calls - 1
+            known = self.calls[near].path() if near >= 0 else known
+            copies = map(self.book.copies.__getitem__, known)
+            places = unequal_places(listed, copies)
+            numbers = known[: len(listed)]
+            numbers.extend([-1] * (len(listed) - len(numbers)))
+            others = {i: self._read(listed[i], f"prompt_messages[{i}]") for i in places}
+        reply = None if response is None else self._read(response, "response_message")
+        return known if base >= 0 else array("i"), numbers, others, reply
+
+    def add(self, read: ReadCall, call: int) -> None:
+        """Add the messages of a call, in the place of one that was interrupted.
+
+        Those of earlier calls were added before.
+        """
+        base, numbers, others, response = read
+        for place, other in others.items():
+            numbers[place] = self.book.add(*other)  # type: ignore[index]
+        reply, shared = -1 if response is None else self.book.add(*response), 0
+        if numbers is not None:
+            shared = self._n_current(numbers, _core.lcp(numbers, base), call)
+        self.calls[call:] = [CallMessages(numbers, reply, shared)]
+
+    def _n_current(self, numbers: Numbers, n: int, call: int) -> int:
+        """How many of the first n messages of a call have the body that is current.
+
+        A message without body refers to the last body that the session has for its key.
+        """
+        respelled = self.book.respelled
+        if not respelled or not n:
+            return n
+        last: dict[int, int] = {}
+        for one in self.calls[:call]:
+            for number in [*one.own(), one.reply]:
+                last[respelled.get(number, number)] = number
+        current = (last.get(respelled.get(one, one), one) == one for one in numbers[:n])
+        return next((at for at, same in enumerate(current) if not same), n)
+
+    def _read(self, message: object, where: str) -> Read:
+        if not (self.takes_pairs and isinstance(message, tuple)):
+            encoded = encode(message, where)
+            try:
+                # so that key, body and copy agree, whatever the caller's code does
+                copy = parse_json(str(encoded.body))
+                return encoded, comparable(copy, encoded.is_plain)
+            except ValueError as error:
+                raise InvalidTurnsError(f"{where} is {error}") from None
+        if len(message) == 2:
+            key, role = message
+            if (
+                isinstance(key, bytes)
+                and len(key) == KEY_BYTES
+                and isinstance(role, str)
+            ):
+                check_text(role, f"{where} role")
+                return Encoded(key, role, None, False), message
+        raise InvalidTurnsError(
+            f"{where} is {message!r}: expected a dict, or a pair of its "
+            f"{KEY_BYTES}-byte key and its role"
+        )
 
 
 def with_equality(calls: Sessions, equality: MessageEquality) -> Sessions:

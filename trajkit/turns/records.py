@@ -3,7 +3,7 @@
 import reprlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,15 +15,16 @@ from trajkit import _core
 from trajkit._arguments import check_choice, near_miss, plain_array, whole_number
 from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
 from trajkit.schema import TURNS
+from trajkit.schema.engine import ID_RULE
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.ragged import Bools, Floats, Ints, Ragged, offsets_of
 from trajkit.turns.mapping import MapLike, read_map, unheeded
 from trajkit.turns.messages import (
     MessageBook,
+    MessageLog,
     check_text,
-    comparable,
-    encode,
-    unequal_places,
+    counts_of,
+    not_listed,
 )
 from trajkit.turns.validation import Nonfinite, check_turns
 
@@ -47,7 +48,6 @@ _SPELLED = {name.replace("_", ""): name for name in FIELDS} | {
 
 MAX_DEPTH = 32
 """Maximum nesting depth of a value in an extra column."""
-ID_RULE = "token ids are integers in [0, 2**31)"
 _NO_IDS = np.empty(0, np.int32)
 
 
@@ -66,8 +66,7 @@ def from_records(
     ----------
     records : iterable of dict
         With the keys below, of which the first three are required. Others become extra
-        columns; an array of several dimensions becomes a nested list. Messages must not
-        change while the records are read.
+        columns; an array of several dimensions becomes a nested list.
 
         - ``session_id``: the agent run; an integer becomes its text
         - ``prompt_ids``, ``output_ids``: a list, tuple, range, or one-dimensional array or
@@ -162,10 +161,9 @@ def as_turns(turns: TableLike | list[Record], unread: Collection[str] = ()) -> p
 class _Session:
     number: int
     name: str
-    # of the previous call: its messages as `comparable`, and their ids
+    messages: MessageLog
+    # of the previous call
     turn_index: int = -1
-    messages: list[object] = field(default_factory=list)
-    message_ids: Ints = field(default_factory=lambda: _NO_IDS)
 
 
 class _Call(NamedTuple):
@@ -178,10 +176,9 @@ class _Call(NamedTuple):
     output_ids: Any
     output_logprobs: Any
     valid: Any
-    # ids in the book; a reply of -1 is none
-    messages: Any
-    reply: Any
     metadata: Any
+    # a `CallMessages`
+    messages: Any
 
 
 class _Batch:
@@ -212,24 +209,19 @@ class _Batch:
         ]
         session = self._session(record, number)
         turn_index = _turn_index(record, session)
-        where = f"session {session.name!r}, turn {turn_index}: "
-        prompt, output = (_required_ids(record, name, where) for name in _TOKENS[:2])
-        logprobs, valid = read_logprobs(
-            record.get("output_logprobs"), len(output), where
-        )
-        call = _Call(
-            session.number,
-            turn_index,
-            prompt.tobytes(),
-            output.tobytes(),
-            None if logprobs is None else logprobs.tobytes(),
-            valid,
-            *self._messages(record, session, where),
-            read_metadata(record, where),
-        )
+        try:
+            call = _Call(
+                session.number, turn_index, *_columns(record, session.messages)
+            )
+            extras = [
+                name
+                for name in extras
+                if self._takes(name, check_depth, name, record[name])
+            ]
+        except InvalidTurnsError as error:
+            where = f"session {session.name!r}, turn {turn_index}"
+            raise InvalidTurnsError(f"{where}: {error}") from None
         for name in extras:
-            if not self._takes(name, check_depth, name, record[name], where):
-                continue
             column = self.extras.setdefault(name, [])
             column.extend([None] * (len(self.calls) - len(column)))
             column.append(record[name])
@@ -260,50 +252,20 @@ class _Batch:
             )
         if name not in self.sessions:
             check_text(name, f"record {number}: session_id")
-            self.sessions[name] = _Session(len(self.sessions), name)
+            log = MessageLog(self.book, takes_pairs=False)
+            self.sessions[name] = _Session(len(self.sessions), name, log)
         return self.sessions[name]
-
-    def _messages(
-        self, record: Record, session: _Session, where: str
-    ) -> tuple[Ints | None, int]:
-        messages, response = (record.get(name) for name in _MESSAGES)
-        ids, reply = None, -1
-        if messages is not None:
-            if not isinstance(messages, (list, tuple)):
-                raise InvalidTurnsError(
-                    f"{where}prompt_messages is of type {type(messages).__name__}: "
-                    "expected a list of dicts"
-                )
-            # most messages are those of the session's previous call
-            n, compared = len(messages), session.messages
-            ids = np.full(n, -1, np.int32)
-            ids[: len(compared)] = session.message_ids[:n]
-            others = unequal_places(messages, compared)
-            compared = [*compared[:n], *[None] * (n - len(compared))]
-            for i in others:
-                message = encode(messages[i], f"{where}prompt_messages[{i}]")
-                ids[i] = self.book.add(message)
-                compared[i] = comparable(messages[i], message.is_plain)
-            session.messages, session.message_ids = compared, ids
-        if response is not None:
-            reply = self.book.add(encode(response, f"{where}response_message"))
-        return ids, reply
 
     def table(self) -> pa.Table:
         n = len(self.calls)
         order = sorted(range(n), key=[call[:2] for call in self.calls].__getitem__)
         in_order = [self.calls[k] for k in order]
-        of = _Call(*zip(*in_order, strict=True)) if n else _Call(*[()] * 9)
+        of = _Call(*zip(*in_order, strict=True)) if n else _Call(*[()] * 8)
         numbers = np.array(of.session, np.int32)
         names = pa.array([*self.sessions], pa.string())
-        messages, response = self.book.columns(
-            np.concatenate([_NO_IDS, *(ids for ids in of.messages if ids is not None)]),
-            np.array(
-                [-1 if ids is None else len(ids) for ids in of.messages], np.int64
-            ),
-            np.array(of.reply, np.int32),
-            numbers,
-        )
+        counts, listed = counts_of(of.messages)
+        _, lengths, replies = counts.T
+        messages, response = self.book.columns(listed, lengths, replies, numbers)
         columns = {
             "session_id": names.take(pa.array(numbers)),
             "turn_index": pa.array(of.turn_index, pa.int32()),
@@ -324,6 +286,20 @@ class _Batch:
         schema = pa.schema([*TURNS, *more], metadata=TURNS.metadata)
         arrays = [*(columns[name] for name in TURNS.names), *extras.values()]
         return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _columns(record: Record, log: MessageLog) -> tuple[object, ...]:
+    """The values of a call in the order of `_Call`."""
+    prompt, output = (_required_ids(record, name) for name in _TOKENS[:2])
+    logprobs, valid = read_logprobs(record.get("output_logprobs"), len(output))
+    messages, response = (record.get(name) for name in _MESSAGES)
+    if not isinstance(messages, list | tuple | None):
+        raise not_listed(messages)
+    n_calls = len(log.calls)
+    log.add(log.read(messages, response, -1, n_calls), n_calls)
+    of_logprobs = None if logprobs is None else logprobs.tobytes()
+    ids = prompt.tobytes(), output.tobytes()
+    return *ids, of_logprobs, valid, read_metadata(record), log.calls[-1]
 
 
 def _extra(name: str, values: list[object]) -> pa.Array:
@@ -426,11 +402,11 @@ def _children(value: object) -> Iterable[object]:
     return values if nested else ()
 
 
-def check_depth(name: str, value: object, where: str) -> None:
+def check_depth(name: str, value: object) -> None:
     """Raise InvalidTurnsError if the value of an extra column is nested too deep."""
     if is_too_deep(value):
         raise InvalidTurnsError(
-            f"{where}the value of {name!r} is nested deeper than {MAX_DEPTH} levels: "
+            f"the value of {name!r} is nested deeper than {MAX_DEPTH} levels: "
             "leave it out, or store it as text"
         )
 
@@ -455,27 +431,22 @@ def _integer(value: object) -> int:
         return -1
 
 
-def _required_ids(record: Record, name: str, where: str) -> Ints:
-    value = record.get(name)
-    if value is not None:
-        ids = read_ids(value, f"{where}{name}")
-        if ids.min(initial=0) < 0:
-            at = int((ids < 0).argmax())
-            raise InvalidTurnsError(f"{where}{name}[{at}] is {ids[at]}: {ID_RULE}")
-        return ids
+def _required_ids(record: Record, name: str) -> Ints:
+    if record.get(name) is not None:
+        return read_ids(record[name], name)
     found = f"the record has the keys {', '.join(map(str, record))}"
     if name in record:
         found = f"{name} is None"
-    raise InvalidTurnsError(f"{where}{found}: expected {name}, a list of token ids")
+    raise InvalidTurnsError(f"{found}: expected {name}, a list of token ids")
 
 
-def read_metadata(record: Record, where: str) -> tuple[object, ...]:
+def read_metadata(record: Record) -> tuple[object, ...]:
     """The values of `METADATA` of a call, in the types of their columns."""
     values: list[object] = []
     for name in METADATA:
         value = record.get(name)
         if value is not None:
-            value = _read_value(value, f"{where}{name}", TURNS.field(name).type)
+            value = _read_value(value, name, TURNS.field(name).type)
         elif name == "use_tool" and name not in record:
             response = record.get("response_message")
             value = isinstance(response, dict) and bool(response.get("tool_calls"))
@@ -615,9 +586,7 @@ def lcp(a: object, b: object) -> int:
         raise ArgumentError(str(error)) from None
 
 
-def read_logprobs(
-    values: object, n_outputs: int, where: str
-) -> tuple[Floats | None, Valid]:
+def read_logprobs(values: object, n_outputs: int) -> tuple[Floats | None, Valid]:
     """The logprobs of a call, and which are not null.
 
     None for None and for an empty list. Raises InvalidTurnsError if they are not numbers,
@@ -627,13 +596,12 @@ def read_logprobs(
         return None, None
     if _is_flat(values, np.float32) and len(values) == n_outputs > 0:  # type: ignore[arg-type]
         return values, None  # type: ignore[return-value]
-    what = f"{where}output_logprobs"
+    what = "output_logprobs"
     array = _as_array(values, what, "numbers")
     if len(array) == 0:
         return None, None
     if len(array) != n_outputs:
-        words = f"{where}{len(array)} logprobs for {n_outputs} output ids"
-        raise InvalidTurnsError(words)
+        raise InvalidTurnsError(f"{len(array)} logprobs for {n_outputs} output ids")
     if isinstance(array, list):
         numbers, valid = np.empty(n_outputs, np.float32), np.empty(n_outputs, np.uint8)
         for k in range(_core.unbox_logprobs(array, numbers, valid), n_outputs):

@@ -10,12 +10,13 @@ import pyarrow as pa
 from trajkit._arguments import arrow_source
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
-from trajkit.schema.engine import repeated
+from trajkit.schema.engine import checks_of
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical
 from trajkit.tables.columns import take_rows
 from trajkit.tables.ragged import Bools, codes, combined
 from trajkit.turns.sessions import Sessions
+from trajkit.turns.validation import check_all, check_table
 
 Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None
 """One reward for all sessions, one by session_id, or a ``sessions`` table."""
@@ -92,7 +93,9 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
                 "session. The columns reward and group_id of turns count without it"
             )
         # extra columns are not carried into the report
-        table = _checked(canonical(given, SESSIONS).select(SESSIONS.names))
+        table = check_table(
+            canonical(given, SESSIONS).select(SESSIONS.names), "sessions"
+        )
         stated = [n for n in OF_TURNS if table.column(n).null_count < len(table)]
         return SessionFacts(None, table, tuple(stated))
     if not isinstance(reward, Mapping):
@@ -103,7 +106,7 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
             raise ArgumentError(f"reward has the key {name!r}: expected session ids")
     rewards = [_number(r, f"session {name!r}: ") for name, r in reward.items()]
     batch = _sessions(pa.array([*reward], pa.string()), pa.array(rewards, pa.float64()))
-    return SessionFacts(None, _checked(pa.Table.from_batches([batch])), ("reward",))
+    return SessionFacts(None, pa.Table.from_batches([batch]), ("reward",))
 
 
 def _is_table(reward: object) -> bool:
@@ -138,14 +141,12 @@ def _sessions(ids: pa.Array, rewards: pa.Array) -> pa.RecordBatch:
 
 def _of_turns(calls: Sessions, name: str) -> pa.Array:
     """The value of a column in the turns of each session; null if all are null."""
-    column, wanted = calls.table.column(name), SESSIONS.field(name)
-    schema = pa.schema([SESSIONS.field("session_id"), wanted], SESSIONS.metadata)
-    ids = calls.table.column("session_id")
-    lines = canonical(pa.table({"session_id": ids, name: column}), schema)
+    fields = [SESSIONS.field("session_id"), SESSIONS.field(name)]
+    schema = pa.schema(fields, SESSIONS.metadata)
+    lines = calls.table.select(["session_id", "turn_index", name])
+    lines = canonical(lines.replace_schema_metadata(None), schema)
+    check_all(lines, checks_of(SESSIONS, (name,)))
     values = combined(lines.column(name))
-    for at in _not_finite(values)[:1]:
-        rule = "expected a finite number or null"
-        raise InvalidTurnsError(f"{calls.place(at)}: reward is {values[at]}: {rule}")
     given = np.flatnonzero(values.is_valid())
     found, first = np.unique(calls.session[given], return_index=True)
     source = np.full(len(calls.ids), -1)
@@ -161,14 +162,6 @@ def _of_turns(calls: Sessions, name: str) -> pa.Array:
             "rename the column and use spread_rewards)"
         )
     return own
-
-
-def _not_finite(values: pa.Array | pa.ChunkedArray) -> list[int]:
-    """The rows of rewards that are neither finite nor null."""
-    if not pa.types.is_floating(values.type):
-        return []
-    bad = pc.invert(pc.is_finite(values)).fill_null(False)
-    return np.flatnonzero(bad).tolist()
 
 
 def _number(reward: object, where: str) -> float | None:
@@ -198,17 +191,3 @@ def last_lines(table: pa.Table) -> pa.Table:
 
 def errored(facts: pa.RecordBatch) -> Bools:
     return np.asarray(facts.column("error").is_valid())
-
-
-def _checked(table: pa.Table) -> pa.Table:
-    ids, rewards = table.column("session_id"), table.column("reward")
-    for at in np.flatnonzero(repeated(codes(ids)))[:1].tolist():
-        raise InvalidTurnsError(
-            f"session {ids[at].as_py()!r} has several lines in sessions: expected one"
-        )
-    for at in _not_finite(rewards)[:1]:
-        raise InvalidTurnsError(
-            f"session {ids[at].as_py()!r}: reward {rewards[at]}: expected a finite "
-            "number or null"
-        )
-    return table

@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._kernel_names import CALL, REQUEST, numbers
+from trajkit._kernel_names import CALL, REQUEST
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.schema.engine import checks_of
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import canonical, has_old_keys, place, turns_schema
@@ -40,25 +41,6 @@ _MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
 _DELTA_COLUMNS = ("base_turn", "shared_length", "shared_messages")
 _COLUMNS = tuple(n for n in _core.ENUMS["TurnColumn"] if n not in _DELTA_COLUMNS)
 _DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
-# The error texts of the faults that the kernel reports. A column's name is replaced by its
-# value or, if that is a list, by its length.
-_FAULTS = {
-    "none": "",
-    "own_null": "{own} contains a null; every id is needed",
-    "out_null": "output_ids contains a null; every id is needed",
-    "logprobs": "{output_logprobs} logprobs for {output_ids} output ids",
-    "key": "a message has no key, which is needed to find parents",
-    "order": "follows turn {before}; turn_index must ascend within a session",
-    "base": "base_turn {base_turn} is not an earlier turn of the session",
-    "shared": "shared_length is {shared_length}: expected 0 to {most}, tokens of the base",
-    "shared_messages": "shared_messages is {shared_messages}: expected 0 to {most}, "
-    "messages of the base",
-    "mask_length": "{output_mask} elements of output_mask for {output_ids} output ids",
-    "mask_null": "output_mask contains a null; expected true or false for every output id",
-}
-_TEXT_OF_FAULT = {
-    number: _FAULTS[name] for name, number in numbers("TurnFault", [*_FAULTS]).items()
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +120,11 @@ class Sessions:
             names = [_DELTA_NAMES.get(name, name) for name in _COLUMNS]
             names += _DELTA_COLUMNS
         columns = table.select(names).__arrow_c_stream__()
-        fault, row, most = _core.read_columns(
+        fault, row, _ = _core.read_columns(
             columns, offsets, turn_index, calls, requests
         )
         if fault:
-            words = _fault(table, row, fault, most)
-            raise InvalidTurnsError(f"{place(table, row)}: {words}")
+            raise refusal(table, row)
         return cls(table, ids, offsets, turn_index, calls, requests)
 
     def __len__(self) -> int:
@@ -309,23 +290,17 @@ def _session_ids(table: pa.Table) -> tuple[pa.Array, Longs]:
     if len(starts) > len(ids):
         # numbers count up in order of first use
         at = int(np.argmax(numbers[starts] != np.arange(len(starts))))
-        raise InvalidTurnsError(
-            f"session {ids[int(numbers[starts[at]])].as_py()!r} comes back in table row "
-            f"{starts[at]} after another session began: the rows of a session must be "
-            "contiguous. Sort them first: turns.sort_by([('session_id', 'ascending'), "
-            "('turn_index', 'ascending')])"
-        )
+        raise refusal(table, int(starts[at]))
     return ids, starts
 
 
-def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
-    text, names = _TEXT_OF_FAULT[fault], table.column_names
-    values = {name: table.column(name)[row] for name in names if f"{{{name}}}" in text}
-    fields = {
-        name: len(value) if hasattr(value, "__len__") else value
-        for name, value in values.items()
-    }
-    # further columns may have these names
-    fields["own"] = "suffix_ids" if "suffix_ids" in names else "prompt_ids"
-    fields["before"], fields["most"] = table.column("turn_index")[row - 1], most
-    return text.format(**fields)
+def refusal(table: pa.Table, row: int) -> InvalidTurnsError:
+    """The error for the first row that the door refuses, by the rule that it breaks."""
+    before = table.slice(0, row + 1)
+    for check in checks_of(turns_schema(table.column_names)):
+        for rows, explain in check(before):
+            for at in np.flatnonzero(rows == row)[:1].tolist():
+                return InvalidTurnsError(f"{place(table, row)}: {explain(at)}")
+    return InvalidTurnsError(
+        f"{place(table, row)}: the turn does not fit the ones before"
+    )

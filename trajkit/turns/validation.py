@@ -5,9 +5,11 @@ bodies, which need more, are here.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Literal, TypeAlias
 
 import numpy as np
+import orjson
 import pyarrow as pa
 
 from trajkit import schema
@@ -62,6 +64,8 @@ _SCHEMAS: dict[str, pa.Schema] = {
     name: getattr(schema, name.upper())
     for name in ("sessions", "links", "drift", "report", "rows")
 }
+# levels of JSON that every parser reads
+_SHALLOW = 100
 # Columns of rows that packs rely on.
 _LAYOUT = (
     *("session_id", "row_index", "loss_mask"),
@@ -354,26 +358,27 @@ def message_bodies(table: pa.Table) -> Iterator[Fault]:
     names = ("messages", "suffix_messages")
     stored = next(name for name in names if name in table.column_names)
     lists, replies = Ragged.of(table.column(stored)), combined(table.column("response"))
-    # every message in session order, those of a turn before its reply
     messages = pa.concat_arrays([lists.values, replies])
+    keys, roles, texts = (field_of(messages, one) for one in ("key", "role", "body"))
+    # every message in session order, those of a turn before its reply
     rows = np.append(lists.owner, np.arange(len(replies)))
     order = np.argsort(rows, kind="stable")
     order = order[np.asarray(messages.is_valid())[order]]
-    rows, messages = rows[order], messages.take(pa.array(order))
-    keys, roles, texts = (field_of(messages, one) for one in ("key", "role", "body"))
-    numbers, bodies = codes(keys), codes(texts)
-    of_session = session_numbers(table)[rows] * (len(numbers) + 1) + numbers
-    given = np.flatnonzero(texts.is_valid())
+    of_session = session_numbers(table)[rows] * (len(keys) + 1) + codes(keys)
+    rows, of_session, bodies = rows[order], of_session[order], codes(texts)[order]
+    given = np.flatnonzero(np.asarray(texts.is_valid())[order])
     lacking = np.setdiff1d(np.unique(of_session, return_index=True)[1], given)
     _, first, which = np.unique(
         of_session[given], return_index=True, return_inverse=True
     )
-    earlier = given[first[which]]
+    text_of = dict(
+        zip(given.tolist(), texts.take(order[given]).to_pylist(), strict=True)
+    )
+    changed = np.flatnonzero(bodies[given] != bodies[given[first[which]]])
     differ = [
         at
-        for at, other in zip(given, earlier, strict=True)
-        if bodies[at] != bodies[other]
-        and not _is_same(texts[at].as_py(), texts[other].as_py())
+        for at, other in zip(given[changed], given[first[which]][changed], strict=True)
+        if not _is_same(text_of[at], text_of[other])
     ]
     for bad_ones, words in (
         (
@@ -388,10 +393,12 @@ def message_bodies(table: pa.Table) -> Iterator[Fault]:
         ),
     ):
         at = np.asarray(bad_ones, np.int64)
-        shown = [keys[int(k)].as_py().hex() for k in at]
+        shown = [keys[int(k)].as_py().hex() for k in order[at]]
         yield fault(rows[at], f"the message with the key {{}} {words}", shown)
-    faults = ((at, _body_fault(texts[at].as_py(), roles[at].as_py())) for at in given)
-    bad = {int(at): words for at, words in faults if words is not None}
+    roles_of = roles.take(order[given]).to_pylist()
+    pairs = zip(text_of.items(), roles_of, strict=True)
+    found = ((at, _body_fault(text, role)) for (at, text), role in pairs)
+    bad = {at: words for at, words in found if words is not None}
     yield fault(rows[np.array([*bad], np.int64)], "{}", [*bad.values()])
 
 
@@ -402,10 +409,18 @@ def _is_same(body: str, other: str) -> bool:
         return False
 
 
+def _parsed(body: str) -> object:
+    """As `parse_json`, but large integers may become floats."""
+    if body.count("{") + body.count("[") < _SHALLOW:
+        with suppress(orjson.JSONDecodeError):  # NaN, or lone surrogates
+            return orjson.loads(body)
+    return parse_json(body)
+
+
 def _body_fault(body: str, role: str) -> str | None:
     shown = body if len(body) <= 60 else f"{body[:57]}..."
     try:
-        message = parse_json(body)
+        message = _parsed(body)
     except ValueError as error:
         return f"the message body {shown!r} is not JSON: {error}"
     if not isinstance(message, dict):

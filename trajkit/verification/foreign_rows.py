@@ -4,7 +4,7 @@ First, each turn is searched after its complete prompt. Trained tokens that this
 explain are then searched anywhere in the row, after the last tokens of a prompt.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,8 +16,9 @@ from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import canonical
 from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Floats, Ints, Longs
-from trajkit.turns.flat_buffers import TurnTokens
-from trajkit.verification.rules import Case, count, not_trained
+from trajkit.turns.flat_buffers import Spans, TurnTokens
+from trajkit.verification import rules
+from trajkit.verification.rules import Case, no_logprob
 
 FOREIGN = pa.schema(
     [
@@ -62,69 +63,46 @@ def foreign_rows(table: pa.Table, first: int = 0) -> pa.Table:
     return table
 
 
-def verify_located(case: Case) -> None:
+def check_located(case: Case) -> None:
     """Check rows without spans: every masked token must belong to a turn's output."""
-    rows, turns, offsets = case.rows, case.turns, case.rows.ids.offsets
     _lengths(case)
+    trained = _located(case)
+    rules.mask_and_logprobs(case, trained)
+    rules.untrainable(case, trained)
+    rules.each_once(case, trained)
+    if not case.may_splice:
+        in_context = trained.in_context(case.rows.ids, case.turns)
+        rules.context(case, trained, np.arange(len(trained)), in_context)
+
+
+def _located(case: Case) -> Spans:
+    """The trained tokens that a turn sampled, as spans that may or may not be trained."""
+    rows, turns, offsets = case.rows, case.turns, case.rows.ids.offsets
     sampled = Sampled(turns, case.may_train)
-    source, again = np.full((2, len(rows.mask)), -1)
-    in_context = np.zeros(len(rows.mask), np.bool_)
+    source = np.full(len(rows.mask), -1)
     for row, (start, stop) in enumerate(pairwise(offsets.tolist())):
         part, all_calls = slice(start, stop), range(len(turns.outputs))
         calls = case.calls_of(row) if case.session[row] >= 0 else all_calls
-        mask = rows.mask[part]
         logprobs = rows.logprobs[part] if rows.n_logprobs[row] else None
-        found = sampled.find(rows.ids[row], calls, mask, logprobs)
-        source[part], in_context[part], _ = found
-        at = start + np.flatnonzero(mask & (source[part] >= 0))
-        again[at] = sampled.train(row, source[at])
-    at = np.flatnonzero(rows.mask)
+        source[part], _, _ = sampled.find(
+            rows.ids[row], calls, rows.mask[part], logprobs
+        )
+        sampled.train(row, source[part][rows.mask[part] & (source[part] >= 0)])
+    at = np.flatnonzero(rows.mask & (source >= 0))
     source, row_of = source[at], rows.ids.owner[at]
-    known, call = source >= 0, np.append(turns.outputs.owner, -1)[source]
-
-    def report(rule: str, wrong: Bools, words: Callable[[int, int], str]) -> None:
-        which = np.flatnonzero(wrong)
-        case.report_tokens(
-            rule, at[which], lambda k, n: words(int(which[k]), n), call[which]
-        )
-
-    report(
-        "mask",
-        ~known,
-        lambda _, n: f"loss_mask is true for {count(n)} of no turn's output",
+    groups = source - at, row_of, turns.outputs.owner[source], sampled.due[source]
+    runs = np.array([*rules.consecutive(at, *groups)], np.int64).reshape(-1, 2)
+    first, size = runs.T
+    owner, call = row_of[first], turns.outputs.owner[source[first]]
+    begin = at[first] - offsets[owner]
+    output_begin = source[first] - turns.outputs.offsets[call]
+    return Spans(
+        *(owner, begin, begin + size, call, output_begin, output_begin + size),
+        kind=np.full(len(runs), "trained", np.object_),
+        index=np.full(len(runs), -1),
+        turn_index=turns.calls.turn_index[call].astype(np.int64),
+        broken=np.zeros(len(runs), np.bool_),
     )
-    report(
-        "untrainable",
-        ~sampled.due[source],
-        lambda _, n: f"{count(n)} that may not be trained",
-    )
-    here, due = rows.logprobs[at], np.append(turns.logprobs, 0)[source]
-    given = np.append(turns.given, False)[source]
-    wrong = np.where(given, here != due, rows.given[at] & ~_none(here))
-    report(
-        "logprob",
-        known & (rows.n_logprobs[row_of] > 0) & wrong,
-        lambda k, n: (
-            f"{count(n)}: the first has {here[k]}, expected "
-            f"{due[k] if given[k] else 'null'}, the engine's"
-        ),
-    )
-    if case.policy is not None and case.policy.train_in != "every":
-        report(
-            "trained_twice",
-            again[at] >= 0,
-            lambda _, n: f"{count(n)} that an earlier row trains",
-        )
-    moved = np.flatnonzero(known & ~in_context[at] & (not case.may_splice))
-    _, first = np.unique([row_of[moved], call[moved]], axis=1, return_index=True)
-    for k in moved[first]:
-        token = at[k] - offsets[row_of[k]]
-        start = token - (source[k] - turns.outputs.offsets[call[k]])
-        n_prompt = len(turns.prompts[call[k]])
-        detail = f"trained at {start}, sampled at {n_prompt} or after other tokens"
-        case.report("context", detail, row_of[k], call[k], token)
-    if case.accounts == ("trained",):
-        not_trained(case, np.flatnonzero(sampled.trained_by[:-1] >= 0))
 
 
 class _Place(NamedTuple):
@@ -200,7 +178,7 @@ class Sampled:
             if logprobs is not None and trained.any():
                 here, due = logprobs[start:stop], turns.logprobs[mine]
                 near = np.abs(here - due) <= TOLERANCE * np.maximum(1, np.abs(due))
-                good = np.where(turns.given[mine], near, _none(here))
+                good = np.where(turns.given[mine], near, no_logprob(here))
                 wrong = 1 - float(good[trained].mean())
             n_due = int(self.due[mine].sum())
             again = bool((self.trained_by[mine] >= 0).any())
@@ -213,12 +191,6 @@ class Sampled:
                 first = turns.outputs.offsets[place.call]
                 here[free] = np.arange(first, first + len(here))[free]
                 placed.add(place.call)
-
-
-def _none(logprobs: Floats) -> Bools:
-    """Where there is no logprob: other systems write 0.0 or NaN."""
-    nothing: Bools = (logprobs == 0) | np.isnan(logprobs)
-    return nothing
 
 
 def _elsewhere(turns: TurnTokens, ids: Ints, call: int) -> Iterator[_Place]:

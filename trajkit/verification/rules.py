@@ -19,7 +19,7 @@ from trajkit.policies import Policy, Rewards
 from trajkit.schema import EMPTY_KINDS, RULES, SPAN_KINDS, VIOLATIONS
 from trajkit.schema.engine import Bools, Violation, as_lines, shown
 from trajkit.tables.canonical import Rows
-from trajkit.tables.ragged import Index, Ints, Longs, Ragged
+from trajkit.tables.ragged import Floats, Index, Ints, Longs, Ragged
 from trajkit.turns.flat_buffers import (
     FlatRows,
     Spans,
@@ -68,6 +68,8 @@ class Case:
     cap: int | None
     # SESSIONS of the sessions
     facts: pa.Table
+    # whether the rows have spans
+    own: bool
     found: list[Violation] = field(default_factory=list)
 
     def report(
@@ -82,8 +84,8 @@ class Case:
         session = row_index = turn_index = None
         calls = self.turns.calls
         if row is not None:
-            session = self.rows.text("session_id", row)
-            row_index = self.rows.number("row_index", row)
+            session = self.rows.value("session_id", row)
+            row_index = self.rows.value("row_index", row)
         if call >= 0:
             turn_index = int(calls.turn_index[call])
             session = session or calls.ids[int(calls.session[call])].as_py()
@@ -171,8 +173,8 @@ class Case:
         if policy.keeps_all:
             return ("trained",)
         keeps = policy.keep_untrained and policy.keep_empty and not policy.max_rows
-        splices = policy.on_drift == "splice" and policy.places_all and keeps
-        return ("trained", "cut", "no_splice_point") if splices else ()
+        splices = self.own and policy.on_drift == "splice" and policy.places_all
+        return ("trained", "cut", "no_splice_point") if splices and keeps else ()
 
     @property
     def due(self) -> Bools:
@@ -225,9 +227,9 @@ def check_rows(case: Case, known: tuple[str, ...], weigh_by: str) -> None:
     trained = spans.take(np.flatnonzero(spans.kind == "trained"))
     _lengths(case)
     _span_tokens(case, spans)
-    _untrainable(case, spans)
-    _mask_and_logprobs(case, trained)
-    _each_once(case, spans)
+    untrainable(case, spans)
+    mask_and_logprobs(case, trained)
+    each_once(case, spans)
     _row_tokens(case, spans, trained)
     _turns_of_rows(case, spans)
     _order_and_prefixes(case)
@@ -293,8 +295,9 @@ def _well_formed(case: Case, spans: Spans) -> Spans:
 
 
 def _report_span(case: Case, spans: Spans, k: Index, rule: str, words: str) -> None:
+    name = f"spans[{spans.index[k]}]" if case.own else "the range"
     detail = (
-        f"spans[{spans.index[k]}] ({spans.start[k]}:{spans.stop[k]}, turn "
+        f"{name} ({spans.start[k]}:{spans.stop[k]}, turn "
         f"{spans.turn_index[k]}, output {spans.out_start[k]}:{spans.out_stop[k]}, "
         f"{spans.kind[k]}) {words}"
     )
@@ -318,7 +321,7 @@ def _span_tokens(case: Case, spans: Spans) -> None:
     )
 
 
-def _untrainable(case: Case, spans: Spans) -> None:
+def untrainable(case: Case, spans: Spans) -> None:
     outputs = case.turns.outputs
     start = outputs.offsets[spans.call]
 
@@ -336,7 +339,13 @@ def _untrainable(case: Case, spans: Spans) -> None:
         _report_span(case, spans, k, "untrainable", f"covers {what} that {words}")
 
 
-def _mask_and_logprobs(case: Case, trained: Spans) -> None:
+def no_logprob(logprobs: Floats) -> Bools:
+    """Where there is no logprob: other systems write 0.0 or NaN."""
+    nothing: Bools = (logprobs == 0) | np.isnan(logprobs)
+    return nothing
+
+
+def mask_and_logprobs(case: Case, trained: Spans) -> None:
     """The mask is true exactly for the tokens of trained spans. Logprobs are the engine's
     there, and null for all others.
     """
@@ -351,18 +360,23 @@ def _mask_and_logprobs(case: Case, trained: Spans) -> None:
     def of_mask(k: int, n: int) -> str:
         if is_trained[bad[k]]:
             return f"loss_mask is false for {count(n)} of a trained span"
-        return f"loss_mask is true for {count(n)} outside trained spans"
+        where = "outside trained spans" if case.own else "of no turn's output"
+        return f"loss_mask is true for {count(n)} {where}"
 
     case.report_tokens("mask", bad, of_mask, calls[bad])
-    if policy is None or policy.missing_logprobs == "null_row":
+    if case.own and (policy is None or policy.missing_logprobs == "null_row"):
         # a row without all of its logprobs may have none
         nulled = np.bincount(ids.owner[at], ~given[at], len(ids)) > 0
         if policy is None:
             nulled &= np.bincount(ids.owner, rows.given, len(ids)) == 0
         given &= ~nulled[ids.owner]
     # `_lengths` reports lists of another length
-    complete = np.repeat(rows.n_logprobs == ids.lengths, ids.lengths)
-    differ = (rows.given != given) | (given & (rows.logprobs != due))
+    has_list = rows.n_logprobs == ids.lengths if case.own else rows.n_logprobs > 0
+    complete, has = np.repeat(has_list, ids.lengths), rows.given
+    if not case.own:
+        complete &= is_trained
+        has = np.where(no_logprob(rows.logprobs), given, has)
+    differ = (has != given) | (given & (rows.logprobs != due))
     odd = np.flatnonzero(complete & differ)
 
     def of_logprobs(k: int, n: int) -> str:
@@ -375,7 +389,7 @@ def _mask_and_logprobs(case: Case, trained: Spans) -> None:
     case.report_tokens("logprob", odd, of_logprobs, calls[odd])
 
 
-def _each_once(case: Case, spans: Spans) -> None:
+def each_once(case: Case, spans: Spans) -> None:
     """A sampled token is trained or lost in one span at most, or in one of each row.
 
     Tokens that the policy promises to train, or to name as lost, are in such a span.
@@ -394,7 +408,8 @@ def _each_once(case: Case, spans: Spans) -> None:
         if counted.kind[k] == "trained":
             start = case.turns.outputs.offsets[call] + counted.out_start[k]
             token += source[again[first]] - start
-        detail = f"{count(n)} that an earlier span trains or reports as lost"
+        where = "span trains or reports as lost" if case.own else "row trains"
+        detail = f"{count(n)} that an earlier {where}"
         case.report("trained_twice", detail, counted.row[k], call, token)
     not_trained(case, source[np.isin(counted.kind, case.accounts)[owner]])
 
@@ -423,29 +438,33 @@ def _row_tokens(case: Case, spans: Spans, trained: Spans) -> None:
     reasons = case.turns.calls.table.column("finish_reason").to_pylist()
     numbers = case.turns.calls.turn_index
     for row in range(len(case.rows.ids)):
-        named = case.rows.number("last_turn", row)
-        fits = [call for call in case.calls_of(row) if _is_path(case, row, call)]
-        own = [call for call in fits if named is None or numbers[call] == named]
+        named = case.rows.value("last_turn", row)
+        calls = case.calls_of(row)
+        own = [
+            call
+            for call in calls
+            if named in (None, numbers[call]) and _is_path(case, row, call)
+        ]
         if not own and case.may_splice:
             own = _spliced(case, row, spans)
         else:
-            _context(case, trained, np.flatnonzero(trained.row == row), in_context)
+            context(case, trained, np.flatnonzero(trained.row == row), in_context)
         if own:
-            reason, due = case.rows.text("finish_reason", row), reasons[own[0]]
+            reason, due = case.rows.value("finish_reason", row), reasons[own[0]]
             if reason not in [reasons[call] for call in own]:
                 detail = f"finish_reason is {reason!r}, the last turn has {due!r}"
                 case.report("finish_reason", detail, row, own[0])
-        elif fits:
-            turn = numbers[fits[0]]
+        elif others := [call for call in calls if _is_path(case, row, call)]:
+            turn = numbers[others[0]]
             detail = f"last_turn is {named}, but turn {turn} has the row's tokens"
-            case.report("row_tokens", detail, row, fits[0])
+            case.report("row_tokens", detail, row, others[0])
         else:
             last = np.append(-1, spans.call[spans.row == row])[-1]
             detail = "the row is not the prompt and output of any turn"
             if case.may_splice:
                 detail += ", nor outputs joined by their prompts"
             ids = case.rows.ids[row]
-            shared = (case.turns.shared(ids, one) for one in case.calls_of(row))
+            shared = (case.turns.shared(ids, one) for one in calls)
             case.report("row_tokens", detail, row, last, max(shared, default=0))
 
 
@@ -462,7 +481,7 @@ def _is_path(case: Case, row: Index, call: int) -> bool:
     return case.cap is not None and cuts_calls
 
 
-def _context(case: Case, trained: Spans, mine: Longs, in_context: Longs) -> None:
+def context(case: Case, trained: Spans, mine: Longs, in_context: Longs) -> None:
     sampled_at = case.turns.calls.calls["prompt_len"][trained.call] + trained.out_start
     for k in mine[in_context[mine] < (trained.stop - trained.start)[mine]]:
         row, call, start = trained.row[k], trained.call[k], trained.start[k]
@@ -501,7 +520,7 @@ def _spliced(case: Case, row: int, spans: Spans) -> list[int]:
         if not skips and not np.array_equal(text, due):
             return []
         end, before = stop, call
-    last = case.rows.number("last_turn", row)
+    last = case.rows.value("last_turn", row)
     if not order or order[-1] < 0 or last not in (None, numbers[-1]):
         return []
     ends = case.cap is not None or (end == len(ids) and before == order[-1])
@@ -550,7 +569,7 @@ def _turns_of_rows(case: Case, spans: Spans) -> None:
 def _unlisted(
     case: Case, row: int, listed: list[int], order: Longs, named: Longs
 ) -> Iterator[str]:
-    last = case.rows.number("last_turn", row)
+    last = case.rows.value("last_turn", row)
     if last is not None and listed[-1:] != [last]:
         yield f"do not end with last_turn {last}"
     rest = iter(order.tolist())
@@ -644,7 +663,7 @@ def _metadata(case: Case, known: tuple[str, ...]) -> None:
         if "group_id" not in known and group is None:
             group = groups[rows[0]]
         own = [rewards[row] for row in rows]
-        kinds = [case.rows.text("segment_kind", row) for row in rows]
+        kinds = [case.rows.value("segment_kind", row) for row in rows]
         tried = []
         for scheme in schemes:
             parts, whole = _parts(kinds, scheme), reward

@@ -4,11 +4,19 @@ from __future__ import annotations  # a signature shows the words below
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import (
+    Collection,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
@@ -36,7 +44,7 @@ from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.turns.sessions import Sessions
 from trajkit.verification import rules
-from trajkit.verification.foreign_rows import foreign_rows, verify_located
+from trajkit.verification.foreign_rows import check_located, foreign_rows
 from trajkit.verification.row_forms import is_rows, plain_rows
 
 WeighBy: TypeAlias = Literal["token", "row", "rollout", "constant"]
@@ -253,12 +261,13 @@ class Judge:
                 self.policy,
                 self.cap,
                 self.facts.of_sessions(part),
+                own,
                 found,
             )
             if own:
                 rules.check_rows(case, self.known, self.weigh_by)
             else:
-                verify_located(case)
+                check_located(case)
             _compare(case, own=own)
         return rules.violations_table(found, names)
 
@@ -297,7 +306,7 @@ def _compare(case: rules.Case, *, own: bool) -> None:
     here, due = (_rows(one, named=named) for one in (case.rows, flat_rows(made)))
     wrong = {one.session_id for one in case.found}
     for name in [one for one in due | here if one not in wrong]:
-        for row, other in (_by_index if own else _by_tokens)(here[name], due[name]):
+        for row, other in _pairs(here[name], due[name], own=own):
             line: _Row = row or other or {}
             place = line["session_id"], line["row_index"]
             for detail, *where in _differences(row, other, word, own=own):
@@ -318,23 +327,24 @@ def _rows(rows: FlatRows, *, named: bool) -> dict[str | None, list[_Row]]:
     return found
 
 
-def _by_index(here: list[_Row], due: list[_Row]) -> list[_Pair]:
-    of_index = {row["row_index"]: row for row in due}
-    pairs: list[_Pair] = [(row, of_index.pop(row["row_index"], None)) for row in here]
-    return [*pairs, *((None, row) for row in of_index.values())]
+def _pairs(here: list[_Row], due: list[_Row], *, own: bool) -> list[_Pair]:
+    """Rows and those of the policy, by row_index; those of other systems by equal tokens,
+    else by the longest common prefix.
+    """
 
+    def key(row: _Row) -> object:
+        of_tokens = row["ids"].tobytes(), row["mask"].tobytes()
+        return row["row_index"] if own else of_tokens
 
-def _by_tokens(here: list[_Row], due: list[_Row]) -> list[_Pair]:
-    """Rows and those of the policy, by equal tokens, else by the longest common prefix."""
-    same = defaultdict(list)
+    waiting = defaultdict(list)
     for row in reversed(due):
-        same[row["ids"].tobytes(), row["mask"].tobytes()].append(row)
+        waiting[key(row)].append(row)
     pairs: list[_Pair] = []
     for row in here:
-        equal = same[row["ids"].tobytes(), row["mask"].tobytes()]
+        equal = waiting[key(row)]
         pairs.append((row, equal.pop() if equal else None))
-    rest = [row for rows in same.values() for row in rows]
-    for k, row in enumerate(here):
+    rest = [row for rows in waiting.values() for row in rows]
+    for k, row in enumerate([] if own else here):
         if pairs[k][1] is None:
             shared = [_core.lcp(row["ids"], one["ids"]) for one in rest]
             if any(shared):
@@ -465,18 +475,19 @@ def verify_file(
         return {"turns": table.num_rows, "violations": found.num_rows}
     watch = options.get("watch") or file_run.Watch()
     with ExitStack() as stack:
-        reader = _RowReader(path, index, file_run.folder_of(output), stack)
+        store = _RowStore(path, index, file_run.folder_of(output), stack)
+        faults: Iterator[pa.RecordBatch] = iter([])
 
         def begins(turns: file_tables.SessionIndex, done: int) -> None:
+            nonlocal faults
             watch.begins(turns, done)
-            reader.begin(turns, done)
+            if not done:  # a run that continues has written these
+                faults = store.faults(turns.turns)
 
         def stage(turns: pa.Table) -> Mapping[str, file_run.Made]:
-            found = judge.found(reader.rows_of(turns), turns)
-            return {
-                "turns": turns,
-                "violations": chain(reader.faults, file_run.whole(found)),
-            }
+            names = pc.unique(turns.column("session_id")).to_pylist()
+            found = judge.found(store.rows_of(names), turns)
+            return {"turns": turns, "violations": chain(faults, file_run.whole(found))}
 
         job = {
             "stage": "verify",
@@ -490,12 +501,8 @@ def verify_file(
         return file_run.run(turns, stage, {"violations": output}, resume=job, **options)
 
 
-class _RowReader:
-    """The rows of files, read in step with the turns, and in their order.
-
-    Rows in another order are sorted in ``folder``. Temporary files are gone when the stack
-    ends.
-    """
+class _RowStore:
+    """The rows of files, in a temporary file from which each session is read by itself."""
 
     def __init__(
         self,
@@ -505,47 +512,20 @@ class _RowReader:
         stack: ExitStack,
     ) -> None:
         self._path, self._index = path, index
-        self._folder, self._stack = folder, stack
-        self._ranks: dict[str | None, int] = {}
-        # violations of sessions as such
-        self.faults: Iterator[pa.RecordBatch] = iter([])
-        # rows of sessions that were read, by name
-        self._held: dict[str | None, pa.Table] = {}
-
-    def begin(self, turns: file_tables.SessionIndex, done: int) -> None:
-        ranks = self._ranks = {name: rank for rank, name in enumerate(turns.turns)}
-        known = [name for name in self._index.turns if name in ranks]
-        ordered = sorted(known, key=ranks.__getitem__)
-        # a run that continues has written these
-        if not done and (self._index.scattered or len(known) < len(self._index.turns)):
-            found = session_faults(self._batches(), ranks)
-            some = iter(lambda: list(islice(found, limits.VIOLATIONS)), [])
-            self.faults = (
-                b for v in some for b in rules.violations_table(v).to_batches()
-            )
-        rows = self._batches()
-        if self._index.scattered or known != ordered:
-            rows = self._sorted(ordered)
-        tables = map(file_tables.full, stages.whole_sessions(rows, "rows"))
-        first = next(tables, ROWS.empty_table())
-        self._empty = first.slice(0, 0)
-        sessions = stages.one_by_one(chain([first], tables))
-        self._sessions = ((name, own) for name, own in sessions if name in ranks)
-        self._next = next(self._sessions, None)
-
-    def rows_of(self, turns: pa.Table) -> pa.Table:
-        """The rows of the next sessions, or of some of the current ones."""
-        names, ranks = pc.unique(turns.column("session_id")).to_pylist(), self._ranks
-        if not names:
-            return self._empty
-        while self._next is not None and ranks[self._next[0]] <= ranks[names[-1]]:
-            name, rows = self._next
-            self._held[name] = rows
-            self._next = next(self._sessions, None)
-        held = self._held.items()
-        self._held = {one: own for one, own in held if ranks[one] >= ranks[names[0]]}
-        own = (self._held[name] for name in names if name in self._held)
-        return stages.concat([self._empty, *own])
+        self._file = stack.enter_context(
+            TemporaryFile(prefix=file_tables.TEMPORARY, dir=folder)
+        )
+        # by session: where each run of its rows is in the file, a stream of its own
+        self._starts: dict[str | None, list[int]] = defaultdict(list)
+        self._empty = ROWS.empty_table()
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        for batch in self._batches():
+            table = pa.Table.from_batches([batch])
+            self._empty = file_tables.full(table.slice(0, 0))
+            for name, rows in stages.one_by_one([table]):
+                self._starts[name].append(self._file.tell())
+                with pa.ipc.new_stream(self._file, rows.schema, options=options) as one:
+                    one.write_table(rows)
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         rows = self._index.batch_rows
@@ -554,20 +534,21 @@ class _RowReader:
         )
         return numbered(batch for table in tables for batch in table.to_batches())
 
-    def _sorted(self, names: list[str | None]) -> Iterator[pa.RecordBatch]:
-        """The rows of these sessions in their order; within a session as stored."""
-        counts = {name: self._index.turns[name] for name in names}
-        buckets = file_tables.bucket_numbers(
-            file_tables.SessionIndex(counts, self._index.n_bytes)
-        )
-        wanted = pa.array(names, pa.string())
-        batches = (
-            batch.filter(pc.is_in(batch["session_id"].cast(pa.string()), wanted))
-            for batch in self._batches()
-        )
-        found = file_tables.grouped(batches, buckets, self._folder)
-        for tables in self._stack.enter_context(closing(found)):
-            table = stages.concat(tables)
-            ranks = [*map(self._ranks.__getitem__, table["session_id"].to_pylist())]
-            order = np.argsort(ranks, kind="stable")
-            yield from take_rows(table, pa.array(order)).to_batches()
+    def faults(self, known: Collection[str | None]) -> Iterator[pa.RecordBatch]:
+        """Violations of sessions as such; ``known`` have turns."""
+        if not self._index.scattered and self._starts.keys() <= {*known}:
+            return
+        found = session_faults(self._batches(), known)
+        while some := [*islice(found, limits.VIOLATIONS)]:
+            yield from rules.violations_table(some).to_batches()
+
+    def rows_of(self, names: list[str | None]) -> pa.Table:
+        """The rows of these sessions, in their order; within a session as stored."""
+        return stages.concat([self._empty, *map(self._session, names)])
+
+    def _session(self, name: str | None) -> pa.Table:
+        tables = []
+        for start in self._starts.get(name, ()):
+            self._file.seek(start)
+            tables.append(pa.ipc.open_stream(self._file).read_all())
+        return file_tables.full(stages.concat(tables)) if tables else self._empty
