@@ -116,8 +116,9 @@ def runs_of(folder, *names, session="0"):
 
 
 def test_a_session_that_starts_over_in_a_second_file_is_an_error(tmp_path, capsys):
+    out, tmp_path = tmp_path / "out.parquet", tmp_path / "log"
     runs_of(tmp_path, "a/log", "b/log", "c")
-    a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out.parquet"
+    a, b = tmp_path / "a", tmp_path / "b"
     words = (
         r"session '0' is in .*a/log\.jsonl and in .*b/log\.jsonl.*--session-prefix file"
     )
@@ -155,6 +156,7 @@ def test_a_copy_of_a_log_starts_over(tmp_path):
             tk.import_turns(tmp_path, **options)
     with pytest.raises(ArgumentError, match="is given twice"):
         tk.import_turns([tmp_path / "a.jsonl"] * 2)
+    (tmp_path / "a.jsonl.gz").unlink()
     with pytest.raises(ArgumentError, match="is given twice"):
         tk.import_turns([tmp_path, tmp_path / "a.jsonl"])
 

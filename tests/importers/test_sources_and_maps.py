@@ -367,7 +367,7 @@ def test_facts_around_a_list_of_records(tmp_path):
     step = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5]}
     run = {"trajectory_id": "t", "reward": 1.0, "uid": "u", "steps": [step, step]}
     foreign.write_lines(tmp_path / "log.jsonl", [run])
-    with pytest.raises(FormatError, match="each=PATH"):
+    with pytest.raises(FormatError, match="each=steps"):
         tk.import_turns(tmp_path / "log.jsonl")
     turns, report = tk.import_turns(tmp_path / "log.jsonl", map="each=steps")
     assert turns.num_rows == 0
