@@ -121,8 +121,10 @@ def write_openai(folder, records, shape="vllm chat"):
 
 
 def write_polar(folder, records, shape="vllm chat"):
+    names = list(dict.fromkeys(record["session_id"] for record in records))
     for number, record in enumerate(records):
-        within = folder / "task_t" / "sessions" / f"s{number % 3}" / "completions"
+        session = f"s{names.index(record['session_id']):02}"
+        within = folder / "task_t" / "sessions" / session / "completions"
         within.mkdir(parents=True, exist_ok=True)
         one = polar_completion(record, number, shape)
         (within / f"{number:04}-{one['completion_id']}.json").write_text(

@@ -957,9 +957,9 @@ PYTHON = (
             "if len(several) > 2:",
         ),
         (
-            "a session in two files is no finding",
-            "if origin not in known and origin != earliest:",
-            "if not known:",
+            "calls of a second file may start over",
+            'session if self.session_prefix != "no" else None',
+            "None",
         ),
     ),
     _place(
@@ -973,11 +973,6 @@ PYTHON = (
             "yield from _trajectories(root)",
         ),
         (
-            "an empty name of a run names nothing",
-            "if empty and EMPTY_RUN.fullmatch(word_of(path)):",
-            "if False:",
-        ),
-        (
             "logprobs of other ids are taken",
             "if len(logprobs) == len(listed) and (ids is None or ids == listed):",
             "if len(logprobs) == len(listed):",
@@ -989,7 +984,7 @@ PYTHON = (
         ),
         (
             "a mask that marks part of an output is passed over",
-            "if n and _marks_some(path, value, first, n):",
+            "if n and marks_tokens(path, value, first, n):",
             "if False:",
         ),
         (
@@ -1014,13 +1009,26 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/importers/containers.py",
-        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
+        "trajkit/turns/keys.py",
+        "tests/importers/test_strangers.py",
+        (
+            "an empty name of a run names nothing",
+            "bool(EMPTY_RUN.fullmatch(word))",
+            "False",
+        ),
+    ),
+    _place(
+        "trajkit/files/pickles.py",
+        "tests/importers/test_importers.py",
         (
             "a tensor begins a byte too late",
             "start = offset * storage.itemsize",
             "start = offset * storage.itemsize + 1",
         ),
+    ),
+    _place(
+        "trajkit/importers/containers.py",
+        "tests/importers/test_importers.py tests/importers/test_nothing_lost.py",
         (
             "what is unread counts for every choice",
             "unread=self.unread if first else {},",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.strategies import call_lines
 from trajkit import _core
-from trajkit.errors import LayoutError, TrajkitError
+from trajkit.errors import FormatError, LayoutError, TrajkitError
 from trajkit.files import jsonl
 from trajkit.files.jsonl import _CALL, EACH, IDS, ITEMS, Reader, calls, lines
 from trajkit.turns.messages import parse_json
@@ -135,3 +135,26 @@ def test_a_place_outside_of_the_text_is_refused():
         _core.json_shared(b"[]", 0, b"[]", 1, 3)
     with pytest.raises(LayoutError):
         _core.json_ids(b"[]", 3, np.empty(1, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"session_id": "a", "session_id": "b", "prompt_ids": [1]}', "session_id"),
+        ('{"prompt_ids": [1], "x": 1, "prompt_ids": [2]}', "prompt_ids"),
+        ('{"x": [1.5], "x": 3}', "x"),
+    ],
+)
+def test_a_key_that_stands_twice_is_an_error(tmp_path, text, key):
+    words = f"the key '{key}' is there twice"
+    with pytest.raises(ValueError, match=words):
+        Reader(_CALL).read(text.encode())
+    path = tmp_path / "log.jsonl"
+    path.write_text(
+        '{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}\n' + text + "\n"
+    )
+    with pytest.raises(FormatError, match=f"log.jsonl, line 2: {words}"):
+        tk.read_turns(path)
+    turns, report = tk.import_turns(path, "records")
+    assert turns.num_rows == 1
+    assert words in report["detail"].to_pylist()[-1]

@@ -136,15 +136,12 @@ def test_formats_carry_calls(fresh, name, records):
     if not records:
         return
     write(folder, records)
-    if name == "polar":
-        # a session's files lie together
-        records = [record for s in range(3) for record in records[s::3]]
     turns, report = tk.import_turns(folder)
     same(turns, records, names)
     silent = [one["output_logprobs"] for one in records if one["output_ids"]]
     lines = [problem for _, problem, _ in problems(report)]
     assert lines.count("no_logprobs") == sum(None in (one or [None]) for one in silent)
-    notes = {"session_in_two_files", "reply_of_a_request", "no_reply"}
+    notes = {"reply_of_a_request", "no_reply"}
     assert set(lines) <= {"no_logprobs", *notes}
     if "sglang" in name:
         assert turns["weight_versions"].to_pylist() == [

@@ -9,6 +9,7 @@ import pytest
 import trajkit as tk
 from tests import foreign
 from tests.importers.test_importers import NODE, PAGE, RECORD, REPLY
+from trajkit.cli import BAD_DATA, main
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.importers.reader import rounded
 from trajkit.turns import tools_key
@@ -105,39 +106,94 @@ def test_two_files_of_one_name_are_two_sessions(tmp_path):
     assert turns["session_id"].to_pylist() == ["log", str(tmp_path / "b" / "log.jsonl")]
 
 
-def test_a_session_of_two_files_is_left_out_of_the_second(tmp_path):
-    for name in ("a/log", "b/log", "c"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        foreign.write_lines(tmp_path / f"{name}.jsonl", [line(session_id=0)] * 2)
-    turns, report = tk.import_turns(tmp_path)
-    assert turns["session_id"].to_pylist() == ["0"] * 2
-    assert report["problem"].to_pylist() == ["session_in_two_files"] * 4
-    assert not any(report["kept"].to_pylist())
-    for detail, place in zip(
-        report["detail"].to_pylist()[::2], ("folder", "file"), strict=True
+def runs_of(folder, *names, session="0"):
+    """Logs of two calls each, of sessions that begin with other prompts."""
+    for k, name in enumerate(names):
+        path = folder / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        calls = [{**RECORD, "prompt_ids": ids} for ids in ([k, 9], [k, 9, 3, 4, 5])]
+        foreign.write_lines(path, [line(session_id=session, record=r) for r in calls])
+
+
+def test_a_session_that_starts_over_in_a_second_file_is_an_error(tmp_path, capsys):
+    out, tmp_path = tmp_path / "out.parquet", tmp_path / "log"
+    runs_of(tmp_path, "a/log", "b/log", "c")
+    a, b = tmp_path / "a", tmp_path / "b"
+    words = (
+        r"session '0' is in .*a/log\.jsonl and in .*b/log\.jsonl.*--session-prefix file"
+    )
+    for source in (tmp_path, [a, b], f"{tmp_path}/*/log.jsonl", [a / "log.jsonl", b]):
+        with pytest.raises(InvalidTurnsError, match=words):
+            tk.import_turns(source)
+    assert main(["import", str(tmp_path), "-o", str(out)]) == BAD_DATA
+    assert "--session-prefix file" in capsys.readouterr().err
+    assert not out.exists()
+    names = ["a/log/0", "b/log/0", "c/0"]
+    argv = ["import", str(tmp_path), "-o", str(out), "--session-prefix", "file"]
+    assert main(argv) == 0
+    assert tk.read_turns(out)["session_id"].unique().to_pylist() == names
+    for options, expected in (
+        ({"session_prefix": "file"}, names),
+        ({"session_prefix": "folder"}, ["a/0", "b/0", f"{tmp_path.name}/0"]),
+        ({"session_prefix": "no"}, ["0"]),
+        (
+            {"map": "session_id=@folder+@file+session_id"},
+            ["a/log/0", "b/log/0", f"{tmp_path.name}/c/0"],
+        ),
     ):
-        assert str(tmp_path / "a" / "log.jsonl") in detail
-        assert f"--map session_id=@{place}+session_id" in detail
-        assert "if they are one, join the files" in detail
-    turns, report = tk.import_turns(tmp_path, map="session_id=@folder+@file+session_id")
-    names = ["a/log/0", "b/log/0", f"{tmp_path.name}/c/0"]
-    assert turns["session_id"].unique().to_pylist() == names
+        turns, report = tk.import_turns(tmp_path, **options)
+        assert turns["session_id"].unique().to_pylist() == expected
+        assert (turns.num_rows, report.num_rows) == (6, 0)
+
+
+def test_a_copy_of_a_log_starts_over(tmp_path):
+    runs_of(tmp_path, "a")
+    text = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text, mtime=0))
+    # with one prefix for both, their sessions are one, too
+    for options in ({}, {"session_prefix": "file"}, {"session_prefix": "folder"}):
+        with pytest.raises(InvalidTurnsError, match=r"a\.jsonl and in .*a\.jsonl\.gz"):
+            tk.import_turns(tmp_path, **options)
+    with pytest.raises(ArgumentError, match="is given twice"):
+        tk.import_turns([tmp_path / "a.jsonl"] * 2)
+    (tmp_path / "a.jsonl.gz").unlink()
+    with pytest.raises(ArgumentError, match="is given twice"):
+        tk.import_turns([tmp_path, tmp_path / "a.jsonl"])
+
+
+def test_a_session_may_go_on_in_a_second_file(tmp_path):
+    """A retry of a later call goes on, too; that of the first one may be another run."""
+    prompts = [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
+    calls = [line(session_id="s", record={**RECORD, "prompt_ids": p}) for p in prompts]
+    foreign.write_lines(tmp_path / "a.jsonl", calls[:2])
+    foreign.write_lines(tmp_path / "b.jsonl", calls[2:])
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["prompt_ids"].to_pylist() == prompts
     assert report.num_rows == 0
+    foreign.write_lines(tmp_path / "b.jsonl", calls[:1])
+    with pytest.raises(InvalidTurnsError, match="its calls start over there"):
+        tk.import_turns(tmp_path)
 
 
-def test_calls_with_an_index_or_a_file_of_their_own_may_be_in_several_files(tmp_path):
+def test_calls_with_an_index_may_be_in_any_file(tmp_path):
     for k, name in enumerate("ab"):
         calls = [line(run=0, turn=2 * k + i) for i in range(2)]
         foreign.write_lines(tmp_path / f"{name}.jsonl", calls)
     turns, report = tk.import_turns(tmp_path, map="session_id=run,turn_index=turn")
     assert turns["turn_index"].to_pylist() == [0, 1, 2, 3]
-    assert report["problem"].unique().to_pylist() == ["session_in_two_files"]
-    (tmp_path / "calls").mkdir()
-    for k in range(3):
-        foreign.write_lines(tmp_path / "calls" / f"{k}.jsonl", [line(session_id=0)])
-    turns, report = tk.import_turns(tmp_path / "calls")
-    assert turns["session_id"].to_pylist() == ["0"] * 3
-    assert report["kept"].to_pylist() == [True] * 2
+    assert report.num_rows == 0
+
+
+def test_files_of_one_call_are_of_one_run_in_their_folder(tmp_path):
+    foreign.write_polar(tmp_path / "one", [RECORD] * 3)
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["turn_index"].to_pylist() == [0, 1, 2]
+    assert report.num_rows == 0
+    foreign.write_polar(tmp_path / "two", [RECORD])
+    with pytest.raises(InvalidTurnsError, match=r"one/.*two/.*'folder'"):
+        tk.import_turns(tmp_path)
+    turns, _ = tk.import_turns(tmp_path, session_prefix="folder")
+    assert len(turns["session_id"].unique()) == 2
 
 
 def test_what_several_runs_may_be_about_is_not_advised_as_their_name(tmp_path):
@@ -409,9 +465,9 @@ def test_what_a_trainer_wrote_into_a_trace_has_a_line(tmp_path):
     trace = {"id": "s", "task": {}, "nodes": nodes, "errors": [{"type": "E"}]}
     _, report = imported(tmp_path, [trace])
     assert [row["detail"].split()[0] for row in report] == [
-        "trace.errors",
-        "nodes.advantages",
-        "nodes.entropies",
+        "/errors",
+        "advantages",
+        "entropies",
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import trajkit as tk
 from tests import foreign
-from tests.importers.test_importers import RECORD
+from tests.importers.test_importers import NODE, RECORD, REPLY
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 
@@ -367,7 +367,7 @@ def test_facts_around_a_list_of_records(tmp_path):
     step = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5]}
     run = {"trajectory_id": "t", "reward": 1.0, "uid": "u", "steps": [step, step]}
     foreign.write_lines(tmp_path / "log.jsonl", [run])
-    with pytest.raises(FormatError, match="each=PATH"):
+    with pytest.raises(FormatError, match="each=steps"):
         tk.import_turns(tmp_path / "log.jsonl")
     turns, report = tk.import_turns(tmp_path / "log.jsonl", map="each=steps")
     assert turns.num_rows == 0
@@ -480,10 +480,72 @@ def test_messages_that_no_request_repeats_are_left_out(tmp_path):
     assert (turns["messages"].null_count, found) == (0, [])
 
 
-def test_a_format_with_rules_of_its_own_takes_no_paths(tmp_path):
-    foreign.write_graphs(tmp_path, [("s", [])])
-    with pytest.raises(ArgumentError, match="verifiers is read by its own rules"):
-        tk.import_turns(tmp_path, map="reward=rewards.a.score")
+def test_a_mapping_changes_fields_of_a_graph_of_messages(tmp_path):
+    nodes = [NODE, REPLY]
+    foreign.write_graphs(tmp_path, [("s", nodes)])
+    for path, reward in (
+        ("/rewards", 2.0),
+        ("/rewards.a", 1.0),
+        ("/rewards.a.score", 0.5),
+    ):
+        turns, report = tk.import_turns(tmp_path, map=f"reward={path}")
+        assert turns["reward"].to_pylist() == [reward]
+        assert report.num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        *(("@file", "log"), ("@folder", None), ("@name", "log.jsonl, line 1, item 0")),
+        *(("/@name", "log.jsonl, line 1"), ("@file+/run", "log/5")),
+    ],
+)
+def test_names_of_files_are_paths_of_every_mapping(tmp_path, path, name):
+    step = {"prompt_ids": [1], "output_ids": [2]}
+    foreign.write_lines(tmp_path / "log.jsonl", [{"run": 5, "steps": [step]}])
+    fields, name = f"each=steps,session_id={path}", name or tmp_path.name
+    turns, _ = tk.import_turns(tmp_path, map=fields)
+    assert turns["session_id"].to_pylist() == [name]
+    assert tk.read_turns(tmp_path, map=fields)["session_id"].to_pylist() == [name]
+    (tmp_path / "map.toml").write_text(
+        f'each = "steps"\n[fields]\nsession_id = "{path}"\n'
+    )
+    turns = tk.read_turns(tmp_path / "log.jsonl", map=tmp_path / "map.toml")
+    assert turns["session_id"].to_pylist() == [name]
+
+
+def test_every_file_has_its_name_in_a_mapping(tmp_path):
+    call = {"session_id": "0", "prompt_ids": [1], "output_ids": [2]}
+    for name in "ab":
+        foreign.write_lines(tmp_path / f"{name}.jsonl", [call])
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    turns = tk.read_turns(paths, map="session_id=@file+session_id")
+    assert turns["session_id"].to_pylist() == ["a/0", "b/0"]
+    with pytest.raises(InvalidTurnsError, match=r"a\.jsonl and in .*b\.jsonl"):
+        tk.read_turns(paths, map="session_id=session_id")
+
+
+def test_records_in_memory_have_a_place_and_no_file():
+    call = {"prompt_ids": [1], "output_ids": [2]}
+    turns = tk.from_records([call, call], map="session_id=@name")
+    assert turns["session_id"].to_pylist() == ["record 0", "record 1"]
+    for path in ("@file", "@folder"):
+        with pytest.raises(InvalidTurnsError, match="no session_id"):
+            tk.from_records([call], map=f"session_id={path}")
+
+
+@pytest.mark.parametrize("each", ["trajectories.*.steps", "trajectories.*"])
+def test_lists_in_lists_are_records_everywhere(tmp_path, each):
+    call = {"session_id": "s", "prompt_ids": [1], "output_ids": [2]}
+    inner = {"steps": [call]} if "steps" in each else call
+    run = {"trajectories": [inner, inner]}
+    foreign.write_lines(tmp_path / "log.jsonl", [run])
+    for turns in (
+        tk.import_turns(tmp_path / "log.jsonl", map=f"each={each}")[0],
+        tk.read_turns(tmp_path / "log.jsonl", map=f"each={each}"),
+        tk.from_records([run], map=f"each={each}"),
+    ):
+        assert turns["output_ids"].to_pylist() == [[2], [2]]
 
 
 def test_a_session_of_an_odd_type_around_odd_records(tmp_path):

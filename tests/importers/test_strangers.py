@@ -9,7 +9,7 @@ from tests import foreign
 from tests.importers.test_importers import RECORD
 from tests.importers.test_nothing_lost import imported, line, problems
 from trajkit.cli import main
-from trajkit.errors import LeftOutWarning
+from trajkit.errors import FormatError, InvalidTurnsError, LeftOutWarning
 
 IDS = {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "logprobs": [-0.5, -0.25]}
 CALL = {"session_id": "s", **IDS}
@@ -193,7 +193,7 @@ def test_a_single_call_whose_messages_end_with_the_reply_says_so(tmp_path):
     "key",
     [
         *("id", "agent_id", "uuid", "worker", "rank", "worker_id", "workerRank", "pid"),
-        *("sim_uuid", "guid", "env_idx", "actor", "seed", "client_id", "host"),
+        *("sim_uuid", "guid", "env_idx", "actor", "seed", "client_id", "host", "name"),
     ],
 )
 @pytest.mark.parametrize("value", [7, "ä-7"])
@@ -566,3 +566,61 @@ def test_an_error_in_a_row_names_file_and_line(tmp_path, capsys, row):
     )
     assert main(["check", str(rows), str(log)]) in (1, 3)
     assert f"{rows}, line 2: " in capsys.readouterr().err
+
+
+# --- what a stranger would ask next
+
+
+@pytest.mark.parametrize("key", ["trajectory_id", "rollout_id", "run_id", "episode"])
+def test_a_run_beside_a_session_has_a_line(tmp_path, key):
+    lines = [{**CALL, "prompt_token_ids": [k, 9], key: f"r{k}"} for k in range(3)]
+    turns, report = imported(tmp_path, lines)
+    assert turns["session_id"].to_pylist() == ["s"] * 3
+    assert problems(report) == ["unread"]
+    assert f"--map session_id={key} takes it" in report[0]["detail"]
+
+
+def test_integers_and_texts_name_the_same_sessions(tmp_path):
+    calls = [
+        {**CALL, "session_id": name, "prompt_token_ids": ids}
+        for name, ids in ((1, [1, 2]), ("1", [1, 2, 3, 4, 5]))
+    ]
+    own = [
+        {"session_id": c["session_id"], "prompt_ids": [1], "output_ids": [2]}
+        for c in calls
+    ]
+    for turns in (imported(tmp_path, calls)[0], tk.from_records(own)):
+        assert turns["session_id"].to_pylist() == ["1", "1"]
+        assert turns["turn_index"].to_pylist() == [0, 1]
+
+
+def test_an_error_of_a_server_is_named(tmp_path):
+    failed = {"session_id": "s", "request": {"messages": [USER]}}
+    failed["response"] = {"error": {"message": "no memory"}}
+    turns, report = imported(tmp_path, [line(session_id="s"), failed])
+    assert turns.num_rows == 1
+    assert problems(report) == ["unreadable"]
+    assert "the response is an error" in report[0]["detail"]
+    assert "no memory" in report[0]["detail"]
+
+
+def test_a_mask_of_the_prompt_is_not_advised_as_that_of_the_output(tmp_path):
+    _, report = imported(tmp_path, [{**CALL, "prompt_mask": [0, 0]}])
+    assert problems(report) == ["unread"]
+    assert "--map" not in report[0]["detail"]
+
+
+def test_the_list_of_records_is_named(tmp_path):
+    run = {"run": {"id": 1}, "calls": [IDS], "score": 0.5}
+    foreign.write_lines(tmp_path / "log.jsonl", [run])
+    with pytest.raises(FormatError, match="and each=calls if the records"):
+        tk.import_turns(tmp_path / "log.jsonl")
+    fields = "each=calls,session_id=/run.id,reward=/score"
+    turns, _ = tk.import_turns(tmp_path / "log.jsonl", map=fields)
+    assert turns["reward"].to_pylist() == [0.5]
+
+
+def test_a_log_of_damaged_lines_says_why(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"a": \n[1]\n')
+    with pytest.raises(InvalidTurnsError, match=r"no calls.*\(line 1: "):
+        tk.import_turns(tmp_path / "log.jsonl")

@@ -153,13 +153,18 @@ def test_conversations_of_other_formats_are_text(tmp_path):
     assert turns.num_rows == 2
 
 
-def test_a_repeated_id_of_two_transcripts_is_noted(tmp_path):
+def test_a_repeated_id_of_two_transcripts_is_left_out(tmp_path):
     made, _ = tokenizer(CHATML)
     messages = [{"role": role, "content": text} for role, text in SAID[:2]]
     lines = [{"id": 0, "messages": messages}] * 2
     foreign.write_lines(tmp_path / "sft.jsonl", lines)
-    _, report = tk.import_turns(tmp_path, tokenizer=made)
-    assert report["problem"].to_pylist().count("session_in_two_files") == 1
+    turns, report = tk.import_turns(tmp_path, tokenizer=made)
+    assert turns.num_rows == 1
+    (left,) = [one for one in report.to_pylist() if not one["kept"]]
+    assert (left["place"][:6], left["problem"]) == ("line 2", "repeated_session")
+    assert "--map session_id=@name" in left["detail"]
+    turns, _ = tk.import_turns(tmp_path, tokenizer=made, map="session_id=@name")
+    assert len(turns["session_id"].unique()) == 2
 
 
 def test_a_tokenizer_without_a_template_is_one_error(tmp_path):

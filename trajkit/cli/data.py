@@ -28,6 +28,7 @@ from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
 from trajkit.files.jsonl import row_placed
 from trajkit.files.run import Watch, facts_digest
+from trajkit.files.sources import SessionPrefix
 from trajkit.files.tables import iter_tables, log_files, read_any_rows, write_table
 from trajkit.importers import FORMATS, TARGETS
 from trajkit.importers.containers import SUFFIXES
@@ -60,6 +61,7 @@ def import_(
     chat_template: Annotated[str | None, opt.TOKENIZER] = None,
     contradicted: Literal["untrain", "train"] = "untrain",
     nonfinite_logprobs: Literal["raise", "null"] = "raise",
+    session_prefix: SessionPrefix | None = None,
     report: Annotated[str | None, opt.Writes("report")] = None,
     json: opt.Json = False,
     no_clobber: opt.NoClobber = False,
@@ -83,6 +85,8 @@ def import_(
         Whether a turn trains whose usage states other numbers of tokens than it has ids.
     nonfinite_logprobs
         Invalid logprobs (NaN, -9999): leave their record out, or make them null.
+    session_prefix
+        As for other commands: what to put before each session id.
     report
         Write the report to this file: a line per record and problem.
     """
@@ -100,6 +104,7 @@ def import_(
             tokenizer=chat,
             contradicted=contradicted,
             nonfinite_logprobs=nonfinite_logprobs,
+            session_prefix=session_prefix,
             watch=Watch(lambda index, done: bar.begin(index.n_turns), bar.advance),
         )
     if report is not None:
@@ -598,7 +603,7 @@ def any_rows(path: str) -> object:
         with np.load(path) as arrays:
             return dict(arrays)
     if name.endswith((".pt", ".pkl", ".pickle")):
-        from trajkit.importers.containers import load
+        from trajkit.files.pickles import load
 
         value: Any = load(Path(path))
         return value.get("samples", value) if isinstance(value, dict) else value

@@ -118,6 +118,10 @@ class _OddError(ValueError):
     """The text does not fit the shape: Python's parser takes it."""
 
 
+class _RepeatedKeyError(ValueError):
+    """An object has a key twice, which would take one of two values for the other."""
+
+
 class Reader:
     """Parses texts of one shape, one after another."""
 
@@ -131,16 +135,23 @@ class Reader:
         self._cut: Iterator[_Cut] = iter([])
 
     def read(self, line: bytes) -> object:
-        """The value of a JSON text, as ``json.loads`` but with numpy arrays."""
+        """The value of a JSON text, as ``json.loads`` but with numpy arrays.
+
+        A key that stands twice in an object on the way to the shape's arrays is an error.
+        """
         self._pieces, self._at, self._arrays = [], 0, []
         # invalid JSON, a NaN, or nested too deep: parse the text again
-        with suppress(ValueError, RecursionError):
+        try:
             self._value(line, _past_space(line, 0), self._places)
             if self._arrays:
                 self._cut = iter(self._arrays)
                 rest = b"".join((*self._pieces, line[self._at :])).decode()
                 value: object = self._decoder.decode(rest)
                 return value
+        except _RepeatedKeyError:
+            raise
+        except (ValueError, RecursionError):
+            pass
         return parse_json(line.decode())
 
     def _take(self, _: str) -> _Cut:
@@ -170,7 +181,7 @@ class Reader:
         at = _past_space(line, at)
         if line[at : at + 1] == closing:
             return at + 1
-        more = True
+        more, names = True, set[bytes]()
         while more:
             name = _EACH
             if closing == b"}":
@@ -178,6 +189,9 @@ class Reader:
                 if key is None:
                     raise _OddError
                 name, at = key[1], key.end()
+                if name in names:
+                    raise _RepeatedKeyError(f"the key {name.decode()!r} is there twice")
+                names.add(name)
             at, more = _next(line, self._value(line, at, within.get(name)), closing)
         return at
 

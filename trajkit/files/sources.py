@@ -54,20 +54,26 @@ def paths_of(source: object) -> list[Path] | None:
         given = source
     if not all(isinstance(one, str | os.PathLike) for one in given):
         return None
-    found: dict[Path, Path] = {}
+    found: list[Path] = []
     for text in map(os.fspath, given):
         matches = [text]
         if not os.path.lexists(text) and glob.has_magic(text):
             matches = sorted(glob.glob(text, recursive=True))
         if not matches:
             raise FileNotFoundError(errno.ENOENT, "no file has such a name", text)
-        for path in map(Path, matches):
-            if path.resolve() in found:
-                raise ArgumentError(
-                    f"{path} is given twice, so its lines would count twice"
-                )
-            found[path.resolve()] = path
-    return [*found.values()]
+        found += map(Path, matches)
+    check_distinct(found, set())
+    return found
+
+
+def check_distinct(files: Iterable[Path], seen: set[Path]) -> None:
+    """Add files to those that were seen; raise ArgumentError if one is there already."""
+    for file in files:
+        if file.resolve() in seen:
+            raise ArgumentError(
+                f"{file} is given twice, so its lines would count twice"
+            )
+        seen.add(file.resolve())
 
 
 def is_address(source: object) -> bool:
@@ -184,44 +190,48 @@ class Naming(NamedTuple):
         extends that of an earlier call, as each request of a conversation does. Calls with
         a ``turn_index`` have their place by it.
         """
-        # the last file of each session, and hashes of its prompts by their bytes
-        seen: dict[str, tuple[Path, dict[int, set[int]]]] = {}
+        files_of = Continuations()
         for file, records in files:
             prefix = self.prefix(file)
             for record in records:
                 name = record.get("session_id")
                 if isinstance(name, str):
-                    if self.mode is None and len(files) > 1:
-                        _continue(seen, file, name, record)
-                    record = (
-                        {**record, "session_id": prefix + name} if prefix else record
-                    )
+                    name = prefix + name
+                    if self.mode != "no" and len(files) > 1:
+                        files_of.check(name, str(file), record)
+                    record = {**record, "session_id": name} if prefix else record
                 yield record
 
 
-def _continue(
-    seen: dict[str, tuple[Path, dict[int, set[int]]]],
-    file: Path,
-    name: str,
-    record: jsonl.Record,
-) -> None:
-    """Note a call of a session that is in this file; refuse it if it starts over."""
-    try:
-        prompt = np.asarray(record.get("prompt_ids"), np.int64).tobytes()
-    except (TypeError, ValueError, OverflowError):
-        return  # reading the turns reports it
-    last, prompts = seen.get(name, (file, {}))
-    extends = last == file or any(
-        0 < size < len(prompt) and hash(prompt[:size]) in known
-        for size, known in prompts.items()
-    )
-    if not extends and record.get("turn_index") is None:
-        raise _reused(name, last, file, "its calls start over there")
-    prompts.setdefault(len(prompt), set()).add(hash(prompt))
-    seen[name] = file, prompts
+class Continuations:
+    """The files that sessions were in so far, and their prompts."""
+
+    def __init__(self) -> None:
+        # the last file of each session, and hashes of its prompts by their bytes
+        self._seen: dict[str, tuple[str, dict[int, set[int]]]] = {}
+
+    def check(self, name: str, file: str, record: Mapping[str, object]) -> None:
+        """Note a call of a session that is in this file; raise if it starts over there.
+
+        It continues if its prompt extends that of an earlier call, as each request of a
+        conversation does, or if it has a turn_index.
+        """
+        try:
+            prompt = np.asarray(record.get("prompt_ids"), np.int64).tobytes()
+        except (TypeError, ValueError, OverflowError):
+            return  # reading the turns reports it
+        last, prompts = self._seen.get(name, (file, {}))
+        extends = last == file or any(
+            0 < size < len(prompt) and hash(prompt[:size]) in known
+            for size, known in prompts.items()
+        )
+        if not extends and record.get("turn_index") is None:
+            raise _reused(name, last, file, "its calls start over there")
+        prompts.setdefault(len(prompt), set()).add(hash(prompt))
+        self._seen[name] = file, prompts
 
 
-def _reused(name: str, first: Path, second: Path, why: str) -> InvalidTurnsError:
+def _reused(name: str, first: object, second: object, why: str) -> InvalidTurnsError:
     return InvalidTurnsError(
         f"session {name!r} is in {first} and in {second}, and {why}: if these are two "
         "sessions, pass --session-prefix file (session_prefix='file' in Python; 'folder' "

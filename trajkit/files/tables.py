@@ -14,12 +14,13 @@ import os
 import reprlib
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,6 @@ from trajkit.files.formats import (
     is_json,
     name_of,
     paths_in,
-    without_suffix,
 )
 from trajkit.files.jsonl import LINE, Record
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS, engine
@@ -63,7 +63,7 @@ from trajkit.tables.columns import (
 from trajkit.tables.ragged import Longs, Ragged, offsets_of, positions, runs_of
 from trajkit.turns import validation
 from trajkit.turns.amendments import Amendments
-from trajkit.turns.mapping import Map, MapLike, read_map
+from trajkit.turns.mapping import Map, MapLike, Names, names_of, read_map
 from trajkit.turns.records import collected, from_records
 from trajkit.turns.session_metadata import last_lines
 from trajkit.turns.sessions import with_current_keys
@@ -101,7 +101,7 @@ def parts_of(
     format: Format | None,
     plan: Plan | None = None,
     batch_rows: int | None = None,
-    of_lines: Callable[[Path | BinaryIO, Format], Iterator[Record]] | None = None,
+    of_lines: Callable[[Path | BinaryIO, Format], Iterator[Any]] | None = None,
 ) -> Iterator[tuple[Path, pa.Table | Iterator[Record]]]:
     """Tables as stored, with their files; ``batch_rows`` of Parquet, or a row group.
 
@@ -201,6 +201,7 @@ def log_files(
         turns += own
         amendments += files.get("amendments", [])
     if len(turns) > 1:
+        sources.check_distinct(turns, set())
         turns.sort(key=lambda file: is_json(format_of(file, format)))
     return turns, amendments
 
@@ -916,16 +917,24 @@ def read_turns(
         own = read_map(map)
         naming = sources.Naming.of(sources.paths_of(local) or [], session_prefix)
         files: list[tuple[Path, Iterable[Record]]] = []
-        for file, part in parts_of(local, format, of_lines=jsonl.lines):
-            objects = part.to_pylist() if isinstance(part, pa.Table) else part
-            stem = without_suffix(file).name if file.name else None
-            files.append((file, _calls(own, objects, stem)))
+        rows: dict[Path, Iterator[int]] = defaultdict(itertools.count)
+        for file, part in parts_of(local, format, of_lines=jsonl.numbered_lines):
+            kind, objects = "line", cast(Iterable[tuple[int, Record]], part)
+            if isinstance(part, pa.Table):
+                kind, objects = "row", zip(rows[file], part.to_pylist(), strict=False)
+            files.append((file, _calls(own, objects, file, kind)))
         return collected(naming.records(files), nonfinite_logprobs, mapped=True)
 
 
-def _calls(own: Map, objects: Iterable[Record], stem: str | None) -> Iterator[Record]:
-    for one in objects:
-        yield from own.renamed(one, stem)
+def _calls(
+    own: Map, objects: Iterable[tuple[int, Record]], file: Path, kind: str
+) -> Iterator[Record]:
+    for number, one in objects:
+        place = f"{kind} {number}"
+        names: Names = {"@name": place, "/@name": place}
+        if file.name:
+            names = names_of(file, place)
+        yield from own.renamed(one, names)
 
 
 def scan_turns(

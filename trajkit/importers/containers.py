@@ -1,20 +1,16 @@
 """The files of a source, the objects in them, and what is found: calls, and why not."""
 
-import io
 import os
-import pickle
 import struct
 import tempfile
 import zipfile
 import zlib
 from codecs import BOM_UTF8
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +27,7 @@ from trajkit.files.jsonl import (
     max_line_bytes,
     split_lines,
 )
+from trajkit.files.pickles import load
 from trajkit.files.sources import fetched, is_address, paths_of
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE
@@ -134,10 +131,6 @@ def is_array(value: object) -> bool:
     return isinstance(value, list | np.ndarray)
 
 
-def has_items(value: object) -> bool:
-    return isinstance(value, list | tuple | np.ndarray) and len(value) > 0
-
-
 def list_of(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
@@ -172,21 +165,32 @@ SUFFIXES = (
 _MOST_SHOWN = 8
 
 
-def files_of(source: Any) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
-    """Each path or address of a source, whether it is a directory, and its files.
-
-    Files have a name, for the report, and a path. Temporary copies last for one step.
-    """
+def listed(source: Any) -> list[Any]:
+    """The paths and addresses of a source."""
     single = isinstance(source, str | os.PathLike | bytes | dict)
-    listed = list(source) if isinstance(source, Iterable) and not single else [source]
-    for one in listed:
+    found = list(source) if isinstance(source, Iterable) and not single else [source]
+    for one in found:
         if not isinstance(one, str | os.PathLike):
             kind = type(one).__name__
             raise ArgumentError(
                 f"source is, or has, a {kind}: expected a path, or paths"
             )
-    paths_of([one for one in listed if not is_address(one)])
-    return (found for one in listed for found in _files_of(os.fspath(one)))
+    return found
+
+
+def path_of(name: str | os.PathLike[str]) -> Path:
+    """A path, or what an address has after its scheme."""
+    path, is_there, within = os.fspath(name).partition("://")
+    return Path(f"/{within.lstrip('/')}") if is_there else Path(path)
+
+
+def files_of(sources: list[Any]) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
+    """Each path or address of a source, whether it is a directory, and its files.
+
+    Files have a name, for the report, and a path. Temporary copies last for one step.
+    """
+    paths_of([one for one in sources if not is_address(one)])
+    return (found for one in sources for found in _files_of(os.fspath(one)))
 
 
 def _files_of(text: str) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
@@ -229,10 +233,8 @@ class Head:
     values: tuple[Value, ...] = ()
     # why it could not be read
     trouble: str = ""
-
-    @property
-    def stem(self) -> str:
-        return Path(_unpacked(self.file.name)).stem or self.file.name
+    # the first value that is no object
+    odd: str = ""
 
 
 def head_of(file: Path, name: str = "") -> Head:
@@ -242,9 +244,16 @@ def head_of(file: Path, name: str = "") -> Head:
         container = "inspect" if suffix == ".eval" else "pickle"
     if container == "pickle":
         return Head(name, file, container)
-    good = (one for _, one in objects(file, container) if isinstance(one, dict))
+    values, odd = list[Value](), ""
     try:
-        return Head(name, file, container, tuple(islice(good, _MOST_SHOWN)))
+        for place, one in objects(file, container):
+            if isinstance(one, dict):
+                values.append(one)
+            elif not odd:
+                odd = f"{place}: {one.detail}"
+            if len(values) == _MOST_SHOWN:
+                break
+        return Head(name, file, container, tuple(values), odd=odd)
     except FormatError as error:
         return Head(name, file, container, trouble=str(error))
 
@@ -341,106 +350,6 @@ def _pickle(file: Path, shape: Shape) -> Iterator[Placed]:
             own = text_of(sample.get("rollout_id")) or text_of(sample.get("index"))
             sample = {**sample, "@session": f"{step}/{own or k}"}
         yield _placed(f"sample {k}", sample)
-
-
-# --- pickles, and files of torch.save, read without calling what they name: tensors and
-# arrays become numpy arrays, anything else an `Unknown`. torch is not needed
-
-_STORAGES = {
-    "ByteStorage": "u1",
-    "CharStorage": "i1",
-    "ShortStorage": "<i2",
-    "IntStorage": "<i4",
-    "LongStorage": "<i8",
-    "BoolStorage": "?",
-    "HalfStorage": "<f2",
-    "FloatStorage": "<f4",
-    "DoubleStorage": "<f8",
-}
-
-
-class Unknown:
-    """An object of any other class."""
-
-    def __init__(self, *given: object, **named: object) -> None:
-        pass
-
-    def _ignore(self, *given: object) -> None:
-        pass
-
-    __setstate__ = __setitem__ = append = extend = add = _ignore
-
-
-def load(file: Path) -> object:
-    """The value in a file of ``torch.save`` (its zip form) or of ``pickle.dump``."""
-    try:
-        if not zipfile.is_zipfile(file):
-            with file.open("rb") as opened:
-                return _Unpickler(opened, None).load()
-        with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-            (top,) = (name for name in names if name.endswith("/data.pkl"))
-            folder = top.removesuffix("data.pkl")
-            order = f"{folder}byteorder"
-            if order in names and archive.read(order) != b"little":
-                raise FormatError(f"{file}: it is not little-endian")
-            values = io.BytesIO(archive.read(top))
-            return _Unpickler(
-                values, lambda key: archive.read(f"{folder}data/{key}")
-            ).load()
-    # damaged opcodes and zip fields can raise almost anything
-    except Exception as error:
-        # raised above, or the file cannot be opened
-        if isinstance(error, FormatError) or getattr(error, "filename", None):
-            raise
-        text = str(error) or type(error).__name__
-        raise FormatError(f"{file}: not a readable pickle: {text}") from None
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BinaryIO, storage: Callable[[str], bytes] | None) -> None:
-        super().__init__(file)
-        self._storage = storage
-
-    def find_class(self, module: str, name: str) -> object:
-        if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            return name
-        return _KNOWN.get((module, name), Unknown)
-
-    def persistent_load(self, pid: object) -> object:
-        if self._storage is None or not isinstance(pid, tuple) or len(pid) < 3:
-            raise pickle.UnpicklingError(f"{pid!r} is not a storage")
-        _, type_, key, *_ = pid
-        if type_ not in _STORAGES:
-            return Unknown()
-        return np.frombuffer(self._storage(str(key)), _STORAGES[type_])
-
-
-class _Rebuild:
-    """torch's ``_rebuild_tensor_v2``, which a pickle may call, and use in no other way.
-
-    A tensor is a view of a storage, with strides in items.
-    """
-
-    def __call__(
-        self, storage: object, offset: int, size: Any, stride: Any, *_: object
-    ) -> object:
-        if not isinstance(storage, np.ndarray):
-            return Unknown()
-        steps = [step * storage.itemsize for step in stride]
-        start = offset * storage.itemsize
-        # numpy refuses what is beyond the storage
-        return np.ndarray(size, storage.dtype, storage, start, steps).copy()
-
-    def __setstate__(self, state: object) -> None:
-        raise pickle.UnpicklingError("a function has no state")
-
-
-_KNOWN: dict[tuple[str, str], object] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): tuple,
-    ("torch._utils", "_rebuild_tensor_v2"): _Rebuild(),
-}
 
 
 # --- Inspect's zip files

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby, islice, zip_longest
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -22,7 +22,6 @@ from trajkit.importers.containers import (
     Head,
     Refused,
     Value,
-    has_items,
     is_array,
     list_of,
     number_of,
@@ -31,25 +30,36 @@ from trajkit.importers.containers import (
     time_of,
     unless_empty,
 )
-from trajkit.schema import PAYLOADS
-from trajkit.turns.mapping import (
-    EMPTY_RUN,
-    NAMED,
-    RUN,
+from trajkit.turns.keys import (
+    MATTERS,
+    NO_NAME,
     SPELLED,
     USAGE,
-    Map,
-    Route,
     claims_of,
+    has_items,
+    is_broken,
+    is_empty,
+    is_nothing,
+    marks_tokens,
+    names_run,
+    word_of,
+)
+from trajkit.turns.mapping import (
+    Map,
+    Names,
+    Route,
+    by_key,
+    elements,
+    keys_of,
     logprobs_of,
     map_option,
+    names_of,
     parsed,
     read_map,
     reply_of,
     reward_option,
     route,
     without_reply,
-    word_of,
 )
 from trajkit.turns.records import from_records
 
@@ -84,42 +94,13 @@ _ASIDE = (
     *("attributes", "headers", "sent_headers", "context", "non_tensor_batch"),
     *("metrics", "tokens", "extra_fields"),
 )
-_MATTERS = re.compile(
-    r"(^|_)(rewards?|scores?|returns?|advantages?|groups?|uid|masks?|weights?|parents?|"
-    r"trainable|versions?|error|errors|truncated|aborted|agent|turn|step|experts?|"
-    r"teacher|entropies|entropy|images?|modal|mm|label|labels|success|resolved|"
-    r"log_?probs?|kept_tokens|remove|loss|exceptions?)(_|$)"
-)
-# what marks tokens, by the end of its path; lists that mark none, whatever they have
-_MARKS = re.compile(
-    r"(^|_)(masks?|train\w*|ignored?|generated|sampled|is|weights?)(_|$)"
-)
-_MARKS_NONE = re.compile(
-    r"(^|_)(ids?|log_?probs?|rewards?|scores?|values|returns?|advantages?|entrop\w+|"
-    r"versions?|experts?|images?|positions?|tools|flags|bytes|top)(_|$)"
-)
-# how a source says that a call came to no proper end
-_ENDS = re.compile(
-    r"((call|finish|generation|request|response|rollout|run|sample|stop|trial)_)?"
-    r"(status|state|reason|outcome|level)"
-)
-BROKEN = re.compile(
-    r"(?i)(?!no)(.*[\W_])?(abort|error|cancel|time_?d?[\W_]?out|fail|crash|kill|interrupt)"
-)
-_ERROR = re.compile(
-    r"((call|request|response|run|rollout|trial)_)?(error|exception|failure)s?"
-    r"(_(info|message|msg|type))?"
-)
-_CUT_SHORT = re.compile(
-    r"((is|was|has)_)?(aborted|truncated|overlong|cancell?ed|time(d_|_)?out|failed|"
-    r"errored|crashed|interrupted)"
-)
 # what is of the request, or no fact of the call
 _NOT_BESIDE = {
     *("request", "request_body", "transformed_request", "input", "messages", "tools"),
     *("prompt_messages", "choices", "content", "logprobs", "message", "tool_calls"),
     *("observation", "response_message", "completion"),
 }
+_REQUESTS = ("request", "request_body", "transformed_request", "input")
 # the long arrays of a record
 _OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
 _OF_REQUEST = ("input_ids", "prompt", "prompt_token_ids", "token_ids")
@@ -175,9 +156,7 @@ class Format:
     roots: Callable[[Value, Path], Iterable[tuple[str, Value]]] = lambda root, _: [
         ("", root)
     ]
-    # for formats with rules instead of paths: places and calls (see `Table._fill`) of an
-    # object, and its long arrays
-    calls: Callable[[Value], Iterable[tuple[str, Value]]] | None = None
+    # long arrays that no path of the mapping has
     arrays: Shape = field(default_factory=dict)
     # the path by which records of the mapping's `each` are sorted
     order: str = ""
@@ -191,6 +170,8 @@ class Format:
     alone: bool = False
     # the number, if there is one, in what its records have as reward
     reward: Callable[[Any], object] = lambda value: value
+    # files in one folder are of one run, in the order of their names
+    by_folder: bool = False
     # how many choices of a response are calls; None: all
     most_choices: int | None = None
     # keys that are known and need no line
@@ -206,27 +187,21 @@ class Table:
         self.format, self._encoder, self._head = format, encoder, head
         given, base = given or Map({}), read_map(format.map or "each=")
         self.own = given.fields
-        if self.own and format.calls:
-            raise ArgumentError(
-                f"map: the format {format.name} is read by its own rules, and has no "
-                "paths to change"
-            )
         self.routes = {**_COMMON, **base.fields, **self.own}
-        self.each = given.each or base.each or ""
-        path, _, value = (given.only or base.only or "").partition("=")
-        self._only = (route(path), value) if path else None
+        each, only = given.each or base.each or "", given.only or base.only
+        self.map = Map(self.routes, each=each, only=only)
         parts = {part for one in self.routes.values() for part in one.parts()}
         self._known = {(part.keys, part.outer) for part in parts}
-        self._known.add(((self.each.partition(".")[0],), True))
+        self._known.add(((each.partition(".")[0],), True))
         # fields of the user's mapping that some record had, or lacked
         self.found, self.lacked = set[str](), set[str]()
         with_ids = {"output_ids", "output_logprobs", "response"}
-        self.has_ids = bool(format.calls or with_ids & self.routes.keys())
+        self.has_ids = bool(with_ids & self.routes.keys())
 
     def shape(self) -> Shape:
         """The long arrays of an object (see `trajkit.files.jsonl`)."""
         shape: dict[str, Any] = {**self.format.arrays}
-        prefix = [*_keys(self.format.unfold), *_keys(self.each)]
+        prefix = [*keys_of(self.format.unfold), *keys_of(self.map.each or "")]
         for target in _LONG.keys() & self.routes.keys():
             for part in self.routes[target].parts():
                 _put(shape, [*prefix, *part.keys], _LONG[target])
@@ -235,70 +210,62 @@ class Table:
         return shape
 
     def calls(self, place: str, value: Value) -> Iterator[Finding]:
-        for where, root in _elements(value, self.format.unfold, place):
+        for where, root in elements(value, self.format.unfold, place):
             if not isinstance(root, dict):
                 yield Finding(where, None, "unreadable", _not_object(root))
                 continue
             for below, one in self.format.roots(root, self._head.file):
-                at = where + below
-                # a path may name the object or its folder: /@name
-                file = self._head.file
-                own = {"@name": f"{file.name}, {at}", "@folder": file.parent.name}
-                named = {**one, **own}
-                calls = list(self._calls(at, named)) if self.has_ids else []
-                # text for supervised training
-                if self._encoder is not None and not any(map(_has_ids, calls)):
-                    if self.format.talk is not None:
-                        calls = list(self._talk(at, named))
-                    else:
-                        for call in calls:
-                            self._encoder.encode(call)
+                yield from self._of_root(where + below, one)
+
+    def _of_root(self, place: str, root: Value) -> Iterator[Finding]:
+        calls = list(self._calls(place, root)) if self.has_ids else []
+        # text for supervised training
+        if self._encoder is not None and not any(map(_has_ids, calls)):
+            if self.format.talk is not None:
+                calls = list(self._talk(place, root))
+            else:
                 for call in calls:
-                    if not call.problem:
-                        call.detail = self.format.ids
-                yield from calls
+                    self._encoder.encode(call)
+        for call in calls:
+            if not call.problem:
+                call.detail = self.format.ids
+        yield from calls
 
     def _calls(self, place: str, root: Value) -> Iterator[Finding]:
-        if self.format.calls is not None:
-            for where, values in self.format.calls(root):
-                yield self._filled(Finding(place + where, values["session_id"]), values)
-            return
-        records = list(_elements(root, self.each, place))
-        if self.format.order and self.each:
+        records = list(self.map.records(root, place))
+        if self.format.order and self.map.each:
             order = route(self.format.order)
             records.sort(key=lambda pair: str(order.find(pair[1]) or ""))
         for where, record in records:
             found = Finding(where)
             with found:
-                yield from [*self._record(found, record, root)]
+                names = names_of(self._head.file, where, place)
+                yield from [*self._record(found, record, root, names)]
             if found.problem:
                 yield found
 
     def _talk(self, place: str, root: Value) -> Iterator[Finding]:
         """The replies of a conversation, as text."""
-        found = Finding(place, origin=place)
+        found = Finding(place, origin=f", {place}")
         with found:
-            self._session(found, root, root)
+            names = names_of(self._head.file, place)
+            self._session(found, root, root, names)
             self._beside(found, root, root)
-            self._fill(found, self._values(root, root))
+            self._fill(found, self._values(root, root, names))
             found.tools = root.get("tools")
             messages = self.format.talk(root)  # type: ignore[misc]
             yield from self._encoder.replies(found, messages)  # type: ignore[union-attr]
         if found.problem:
             yield found
 
-    def _record(self, found: Finding, record: object, root: Value) -> Iterator[Finding]:
+    def _record(
+        self, found: Finding, record: object, root: Value, names: Names
+    ) -> Iterator[Finding]:
         """The calls of a record: each choice of a response, or each span of a mask."""
         if not isinstance(record, dict):
-            self._session(found, {}, root)
+            self._session(found, {}, root, names)
             raise Refused("unreadable", _not_object(record))
-        if self._only is not None:
-            value = self._only[0].find(record, root)
-            # an object without records may be one itself
-            alone = self.each and record is root and value is None
-            if str(value) != self._only[1] and not alone:
-                return
-        self._session(found, record, root)
+        self._session(found, record, root, names)
         if "request_id" in self.routes:
             named = self.routes["request_id"].find(record, root)
             found.fields["request_id"] = text_of(named)
@@ -308,8 +275,8 @@ class Table:
         root = prepared if record is root else root
         self._beside(found, prepared, root)
         if self.format.alone and found.session is None and not found.run_keys:
-            found.session = root["@name"]
-        values = self._values(prepared, root)
+            found.session = names["/@name"]
+        values = self._values(prepared, root, names)
         for name in {"prompt_ids", "output_ids"} & self.routes.keys() - self.own.keys():
             _check_same(self.routes[name], prepared, root)
         response, apart = values.get("response"), "response" in self.routes
@@ -321,13 +288,15 @@ class Table:
             streamed = str(response).lstrip().startswith("data:")
             text = _STREAMED if streamed else "no request, or no response"
             raise Refused("unreadable", text)
+        if error := object_of(response).get("error"):
+            raise Refused("unreadable", f"the response is an error: {repr(error)[:60]}")
         # what a mapping names counts before what a response has
         first = {*self.own, "request_id", "model", "prompt_messages"}
         kept = {name: values[name] for name in first if values.get(name) is not None}
         choices = _choices(object_of(values.get("request")), response)
         taken = [*islice(choices, self.format.most_choices)]
         parts = self.routes["response"].parts()
-        has = (part for part in parts if part.find(prepared, root, None) is not None)
+        has = (part for part in parts if part.find(prepared, root, {}) is not None)
         at = f"{'.'.join(next(has).keys)}.".removeprefix("@self.")
         for suffix, one in taken:
             copy = found.copy(suffix, first=not suffix)
@@ -339,9 +308,9 @@ class Table:
             self._filled(copy, {**values, **one, **kept, **more})
             yield from [copy] if mask is None or copy.problem else _spans(copy, mask)
 
-    def _values(self, record: Value, root: Value) -> Value:
-        stem, routes = self._head.stem, self.routes.items()
-        values = {name: one.find(record, root, stem) for name, one in routes}
+    def _values(self, record: Value, root: Value, names: Names) -> Value:
+        routes = self.routes.items()
+        values = {name: one.find(record, root, names) for name, one in routes}
         for name in _STRUCTURED & values.keys():
             values[name] = parsed(values[name])
         if "prompt_messages" not in self.own:
@@ -350,9 +319,9 @@ class Table:
             (self.lacked if values.get(name) is None else self.found).add(name)
         return values
 
-    def _session(self, found: Finding, record: Value, root: Value) -> None:
-        value = self.routes["session_id"].find(record, root, self._head.stem)
-        if not _is_nothing(value):
+    def _session(self, found: Finding, record: Value, root: Value, at: Names) -> None:
+        value = self.routes["session_id"].find(record, root, at)
+        if not is_nothing(value):
             found.session = text_of(value)
             if found.session is None:
                 text = f"its session is {value!r}: expected text or an integer"
@@ -361,63 +330,42 @@ class Table:
             raise Refused("no_session_id", f"it has no {self.own['session_id'].text}")
 
     def _beside(self, found: Finding, record: Value, root: Value) -> None:
-        """Keep what may name the run, and what no field reads."""
-        single = root is record
-        for outer in (record,) if single else (root, record):
-            slash = "" if outer is record else "/"
-            known = [k for k, out in self._known if single or out == bool(slash)]
-            everything = dict(_all_beside(outer))
-            aside = {
-                path: one for path, one in everything.items() if not _is_empty(one)
-            }
-            named = dict(aside)
-            for name in ("request", "request_body", "input"):
-                facts = object_of(object_of(outer.get(name)).get("metadata"))
-                named |= {f"{name}.metadata.{key}": one for key, one in facts.items()}
-            for name, facts in outer.items():
-                if isinstance(facts, dict) and name not in (*_ASIDE, *_LONG):
-                    for key, one in facts.items():
-                        both = f"{name}_{key}", f"{key}" if "_" in f"{key}" else ""
-                        if any(map(RUN.fullmatch, both)):
-                            named.setdefault(f"{name}.{key}", one)
-            for path, value in named.items():
-                name, keys = word_of(path), tuple(path.split("."))
-                read = any(keys[: len(k)] == k or k[: len(keys)] == keys for k in known)
-                # a response has an id itself
-                own = path in aside and not (path == "id" and is_answer(outer))
-                ways = RUN.fullmatch(name), RUN.fullmatch("_".join(keys[-2:]))
-                names_run = any(ways) or (own and NAMED.fullmatch(name))
-                names_run = names_run and not (self.format.alone and read)
-                if found.session is None and names_run and text_of(value):
-                    found.run_keys[slash + path] = value
-                read = read or path not in aside or path in self.format.knows
-                if not read and _MATTERS.search(name):
-                    found.unread[slash + path] = value
-            for path, value in everything.items():
-                empty = found.session is None and _is_nothing(value)
-                if empty and EMPTY_RUN.fullmatch(word_of(path)):
-                    found.run_keys[slash + path] = value
-            every = (
-                [*_within_reach(outer)] if outer is record else [*everything.items()]
-            )
-            mapped = {part.keys for one in self.own.values() for part in one.parts()}
-            for path, value in every:
+        """Keep what may name the run, what no field reads, masks and numbers of tokens."""
+        mapped = {part.keys for one in self.own.values() for part in one.parts()}
+        found.claims += claims_of(record, "", only=False)
+        for outer in (record,) if root is record else (root, record):
+            known = [
+                k
+                for k, of_root in self._known
+                if root is record or of_root == (outer is root)
+            ]
+            for path, value, aside, beside in _facts(outer, whole=outer is record):
+                at, word = "/" * (outer is not record) + path, word_of(path)
                 keys = tuple(path.split("."))
                 taken = keys in mapped or path in self.format.knows
-                if len(keys) <= 2 and not taken and _is_broken(path, value):
-                    found.unread.pop(slash + path, None)
-                    text = repr(value)[:60]
-                    found.remark("aborted", f"{slash}{path} is {text}")
-            if outer is not record:
-                continue
-            found.masks = {k: v for k, v in every if isinstance(v, list | str) and v}
-            if found.session is None:
-                names = _names(outer)
-                found.names = {k: v for k, v in names if (*k.split("."),) not in mapped}
-            for path, value in [("", outer), *every]:
-                if isinstance(value, dict):
-                    only = bool(USAGE.fullmatch(word_of(path)))
+                # a response has an id itself
+                own = path == "id" and is_answer(outer)
+                own = own or (self.format.alone and _is_read(keys, known))
+                if found.session is None and not own:
+                    if names_run(keys, word, value, aside):
+                        found.run_keys[at] = value
+                if beside and len(keys) <= 2 and not taken and is_broken(path, value):
+                    found.remark("aborted", f"{at} is {repr(value)[:60]}")
+                elif aside and not taken and not is_empty(value):
+                    if MATTERS.search(word) and not _is_read(keys, known):
+                        found.unread[at] = value
+                if outer is not record:
+                    continue
+                if beside and isinstance(value, list | str) and value:
+                    found.masks[path] = value
+                elif beside and isinstance(value, dict):
+                    only = bool(USAGE.fullmatch(word))
                     found.claims += claims_of(value, path, only=only)
+                single = not any(map(str.isdecimal, keys)) and "response" not in keys
+                if found.session is None and len(keys) <= 3 and keys not in mapped:
+                    text = text_of(value) if single else None
+                    if text and not NO_NAME.search(word):
+                        found.names[path] = text
 
     def _filled(self, found: Finding, values: Value) -> Finding:
         with found:
@@ -438,7 +386,7 @@ class Table:
         for name, (convert, is_noted) in _CONVERTED.items():
             value = values.get(name)
             fields[name] = convert(value)
-            if is_noted and fields[name] is None and not _is_empty(value):
+            if is_noted and fields[name] is None and not is_empty(value):
                 found.unread[self._text(name)] = value
         if (
             isinstance(values.get("response_message"), str)
@@ -462,7 +410,7 @@ class Table:
         first = len(prompt) if is_array(prompt) else 0
         masks = {**found.masks, **found.unread, **values.get("@masks", {})}
         for path, value in masks.items() if values.get("output_mask") is None else ():
-            if n and _marks_some(path, value, first, n):
+            if n and marks_tokens(path, value, first, n):
                 text = f"{path} marks some of its tokens, as sampled or as trained: "
                 option = map_option("output_mask", path)
                 text += f"{option} takes it, if it says which were sampled"
@@ -511,10 +459,6 @@ _CONVERTED: Mapping[str, tuple[Callable[[Any], object], bool]] = {
     "finish_reason": (_reason, True),
     "response_message": (reply_of, True),
 }
-
-
-def _is_nothing(value: object) -> bool:
-    return isinstance(value, str | None) and not value
 
 
 def _has_ids(found: Finding) -> bool:
@@ -596,30 +540,6 @@ def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
         yield one
 
 
-def _elements(value: object, path: str, place: str) -> Iterator[tuple[str, object]]:
-    """The values at a path with "*" for the elements of lists; without it, the value."""
-    found = [(place, value)]
-    for key in _keys(path):
-        deeper: list[tuple[str, object]] = []
-        for where, within in found:
-            if key == EACH:
-                several = enumerate(list_of(within))
-                deeper += [(f"{where}, item {k}", one) for k, one in several]
-            elif isinstance(within, dict) and key in within:
-                deeper.append((where, within[key]))
-            elif within is value:
-                # an object that is a record itself
-                yield place, value
-                return
-        found = deeper
-    yield from found
-
-
-def _keys(path: str) -> list[str]:
-    keys = path.split(".") if path else []
-    return [*keys, EACH] if keys and keys[-1] != EACH else keys
-
-
 def _put(shape: dict[str, Any], keys: list[str], kind: Any) -> None:
     for key in keys[:-1]:
         shape = shape.setdefault(key, {})
@@ -632,68 +552,44 @@ def _put(shape: dict[str, Any], keys: list[str], kind: Any) -> None:
         shape.setdefault(keys[-1], kind)
 
 
-def _all_beside(value: Value, depth: int = 0) -> Iterator[tuple[str, object]]:
-    """The keys of a record and of the objects beside its call, with values."""
-    for name, one in value.items():
-        if name in _ASIDE and isinstance(one, dict) and depth < len(_ASIDE):
-            for inner, within in _all_beside(one, depth + 1):
-                yield f"{name}.{inner}", within
-        else:
-            yield name, one
-
-
-def _within_reach(
-    value: Value, at: str = "", depth: int = 8
-) -> Iterator[tuple[str, Any]]:
-    """Everything beside a call, at any depth."""
+def _facts(
+    value: Value,
+    at: str = "",
+    *,
+    aside: bool = True,
+    beside: bool = True,
+    whole: bool = True,
+) -> Iterator[tuple[str, Any, bool, bool]]:
+    """Paths and values of a record (not ``whole``: its facts alone), whether a value is a
+    fact of the run, at the top or in an object of facts, and whether it is beside the call.
+    """
     for name, one in value.items():
         path, found = f"{at}{name}", parsed(one)
-        yield path, found
-        if name in _NOT_BESIDE or not depth:
+        # a request has such objects, too
+        near = aside or at[:-1] in _REQUESTS
+        facts = near and name in _ASIDE and isinstance(found, dict)
+        yield path, found, aside and not facts, beside
+        below = beside and name not in _NOT_BESIDE
+        if path.count(".") > _MOST_DEEP:
             continue
-        if isinstance(found, dict):
-            yield from _within_reach(found, f"{path}.", depth - 1)
-        for k, inner in enumerate(list_of(found)[:_MOST_BESIDE]):
+        if isinstance(found, dict) and (
+            facts or (whole and (below or path in _REQUESTS))
+        ):
+            yield from _facts(found, f"{path}.", aside=facts, beside=below, whole=whole)
+        for k, inner in enumerate(
+            list_of(found)[:_MOST_BESIDE] if whole and below else []
+        ):
             if isinstance(inner, dict):
-                yield from _within_reach(inner, f"{path}.{k}.", depth - 1)
+                yield from _facts(inner, f"{path}.{k}.", aside=False)
 
 
-def _names(value: Value, at: str = "", depth: int = 3) -> Iterator[tuple[str, str]]:
-    """Texts and integers of a record that might name its run."""
-    for name, one in value.items():
-        path, text = f"{at}{name}", text_of(one)
-        if isinstance(one, dict) and depth > 1 and name != "response":
-            yield from _names(one, f"{path}.", depth - 1)
-        elif text and name[:1] != "@" and not _NO_NAME.search(word_of(path)):
-            yield path, text
-
-
-def _marks_some(path: str, value: Any, first: int, n: int) -> bool:
-    """Whether a value marks some ids of an output, or may do so: docs/import.md."""
-    while isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
-        (value,) = value
-    fits = has_items(value) and len(value) in (n, first + n)
-    name = word_of(path)
-    named = _MARKS.search(word_of("_".join(path.split(".")[-2:])))
-    if isinstance(value, str) and re.fullmatch("[01]+", value) and (named or n > 2):
-        value, fits = [*map(int, value)], len(value) in (n, first + n)
-    if name in {*_IDS, *PAYLOADS} or _MARKS_NONE.search(name) or not has_items(value):
-        return False
-    if {*map(type, value)} - {int, bool, float}:
-        return False
-    if "prompt" in name and len(value) == first and len({*value}) == 1:
-        return False
-    if -100 in value and (fits or named or "label" in name):
-        return not fits or -100 in value[-n:]
-    # weights of tokens; other numbers are anything
-    if {*value} - {0, 1} and not (named and fits):
-        return False
-    return bool(named or fits) and (not fits or any(one != 1 for one in value[-n:]))
+def _is_read(keys: tuple[str, ...], known: list[tuple[str, ...]]) -> bool:
+    return any(keys[: len(one)] == one or one[: len(keys)] == keys for one in known)
 
 
 def _check_same(where: Route, record: Value, root: Value) -> None:
     """Refuse a record that has other ids under another name of the same."""
-    known = [(part, part.find(record, root, None)) for part in where.parts()]
+    known = [(part, part.find(record, root, {})) for part in where.parts()]
     known = [(part, one) for part, one in known if has_items(one)]
     for part, one in known[1:]:
         if not np.array_equal(np.asarray(one), np.asarray(known[0][1])):
@@ -704,42 +600,8 @@ def _check_same(where: Route, record: Value, root: Value) -> None:
             raise Refused("unreadable", text)
 
 
-def _is_broken(path: str, value: object) -> bool:
-    """Whether a key says that its call was aborted, failed, or was cut short."""
-    name = word_of(path)
-    if _ENDS.fullmatch(name):
-        # policies know the finish reason "abort"
-        known = value == "abort" and name.endswith("reason")
-        return isinstance(value, str) and not known and bool(BROKEN.match(value))
-    if _ERROR.fullmatch(name):
-        return not _is_empty(value) and str(value).lower() not in ("0", "none", "null")
-    if _CUT_SHORT.fullmatch(name):
-        return value is True or (value == 1 and "time" not in name)
-    return name in ("valid", "is_valid") and value in (False, 0) and value is not None
-
-
-def _is_empty(value: object) -> bool:
-    sized = isinstance(value, str | list | dict | np.ndarray)
-    return value is None or value is False or (sized and not len(value))  # type: ignore[arg-type]
-
-
-# what changes from call to call and names no run
-_NO_NAME = re.compile(
-    r"(^|_)(request|response|call|span|message|completion|step|turn|time\w*|date\w*|ts|"
-    r"at|created|started|ended|updated|start|end|latency|duration|elapsed|seconds|ms|ns|"
-    r"model|versions?|tokens?|counts?|len|length|n|num|rewards?|scores?|logprobs?|seed|"
-    r"reason|status|state|content|text|answer|output|usage|cost|price|size|temperature|"
-    r"top|max|min|prompt|input|query|reply|parent|returns?|advantages?|line|is|has|"
-    r"fingerprint|success|correct|trainable|label)(_|$)(?!cache_key)"
-)
 # the most objects of a list beside a call that are looked at
 _MOST_BESIDE = 64
-# names of ids
-_IDS = {
-    *("prompt", "tokens", *_OF_CHOICE),
-    *(SPELLED["prompt_ids"] + "|" + SPELLED["output_ids"]).split("|"),
-}
-
 # --- text
 
 _Talk: TypeAlias = list[dict[str, Any]]
@@ -940,7 +802,8 @@ def _of_choice(request: Value, response: Value, choice: object) -> Value:
         "@claims": claims_of(meta, "meta_info"),
         "@masks": {
             f"choices.{choice.get('index', 0)}.{path}": one
-            for path, one in (_within_reach(choice) if choice is not response else ())
+            for path, one, _, beside in _facts({} if choice is response else choice)
+            if beside
         },
     }
 
@@ -995,8 +858,8 @@ _CUT = {"__truncated", "_truncated_keys_omitted"}
 
 
 def _polar(record: Value) -> Value:
-    pending: list[object] = [dict.fromkeys(record)]
-    pending += map(record.get, ("transformed_request", "request", "response"))
+    parts = map(record.get, ("transformed_request", "request", "response"))
+    pending: list[object] = [dict.fromkeys(record), *parts]
     while pending:
         within = pending.pop()
         if not _CUT.isdisjoint(object_of(within)):
@@ -1095,25 +958,18 @@ def _trial(result: Value, file: Path) -> Iterator[tuple[str, Value]]:
     results = [result, *map(object_of, list_of(result.get("step_results")))]
     agents = (object_of(one.get("agent_result")) for one in results)
     details = [one for agent in agents for one in list_of(agent.get("rollout_details"))]
+    listed = ("prompt_token_ids", "completion_token_ids", "logprobs")
     for k, detail in enumerate(map(object_of, details or [{}])):
-        names: tuple[str, ...] = (
-            "prompt_token_ids",
-            "completion_token_ids",
-            "logprobs",
-        )
-        lists = [list_of(detail.get(name)) for name in names]
-        # other lists of the calls, such as masks; what is not of each call is of all
-        n = max(map(len, lists))
-        rest = {k: v for k, v in detail.items() if k not in names}
-        others = [name for name, v in rest.items() if n and len(list_of(v)) == n]
-        names, lists = (*names, *others), [*lists, *map(rest.pop, others)]
-        calls: list[Value] = [
-            {
-                "source": "agent",
-                "metrics": {**rest, **dict(zip(names, call, strict=True))},
-            }
-            for call in zip_longest(*lists)
-        ]
+        lists = {name: v for name, v in detail.items() if isinstance(v, list)}
+        n = max((len(lists.get(name, ())) for name in listed), default=0)
+        # what is not of each call, such as a mask of all tokens, is of all
+        of_calls = {
+            name: [*v, *[None] * (n - len(v))]
+            for name, v in lists.items()
+            if len(v) == n or name in listed
+        }
+        rows = ({**detail, **{x: v[j] for x, v in of_calls.items()}} for j in range(n))
+        calls: list[Value] = [{"source": "agent", "metrics": one} for one in rows]
         # others than the first are of sub-agents, or follow a summary
         agent = {"@agent": f"{info.get('name')}, segment {k}"} if k else {}
         calls = calls or [{"source": "agent"}]
@@ -1162,62 +1018,32 @@ def _score(value: Any) -> Any:
     return float(value) if isinstance(value, bool) else value
 
 
-_SPAN_USAGE = {
-    name: route(f"attributes.gen_ai.usage.{name}")
-    for name in ("input_tokens", "output_tokens", "prompt_tokens", "completion_tokens")
-}
-_OPERATION = route("attributes.gen_ai.operation.name")
-
-
 def _span(record: Value) -> Value | None:
-    """A span of a model's call; None for any other."""
-    named = record.get("attributes")
-    names = [object_of(one).get("key") for one in list_of(named)] or object_of(named)
-    marks = ("gen_ai." in str(name)[:7] or "token_ids" in str(name) for name in names)
+    """A span of a model's call, with its attributes as an object; None for any other."""
+    named = by_key(record.get("attributes"))
+    marks = ("gen_ai." in str(name)[:7] or "token_ids" in str(name) for name in named)
     others = ("execute_tool", "invoke_agent", "create_agent")
-    if not any(marks) or _OPERATION.find(record) in others:
+    if not any(marks) or named.get("gen_ai.operation.name") in others:
         return None
-    return {
-        **record,
-        "usage": {name: one.find(record) for name, one in _SPAN_USAGE.items()},
-    }
+    return {**record, "attributes": named}
 
 
-# per sampled token of a node, by the orchestrator and the trainer
-_TRAINER = (
-    *("advantages", "reference_logprobs", "trainer_logprobs", "entropies"),
-    *("loss_weights", "routed_experts", "sampling_mask", "kept_tokens"),
-    "multi_modal_data",
-)
 _NO_IDS = np.empty(0, np.int32)
 
 
-def _nodes(trace: Value) -> Iterator[tuple[str, Value]]:
-    """The calls of a trace of verifiers or prime-rl, a graph of messages.
+def _graph(trace: Value, _: Path) -> Iterator[tuple[str, Value]]:
+    """A trace of verifiers or prime-rl, a graph of messages, with its calls.
 
     A node has a message and the ids that it adds. A sampled node is a call, and the ids on
     the path to it are its prompt.
     """
-    if not isinstance(trace.get("nodes"), list):
-        refused = "unreadable", "its nodes are not a list"
-        yield "", {"session_id": None, "@refused": refused}
-    agent, task = object_of(trace.get("agent")), object_of(trace.get("task"))
-    reward, remarks = _sum_of(object_of(trace.get("rewards")))
-    common = {
-        "session_id": text_of(trace.get("id")),
-        "agent_id": text_of(agent.get("name")),
-        "group_id": text_of(task.get("key")) or text_of(task.get("hash")),
-        "trainable": False if agent.get("trainable") is False else None,
-        "reward": reward,
-        "@remarks": remarks,
-    }
-    # once for the trace
-    unread = {"trace.errors": True} if trace.get("errors") else {}
-    nodes = list(map(object_of, list_of(trace.get("nodes"))))
+    listed = trace.get("nodes")
+    nodes = list(map(object_of, list_of(listed)))
     recorded = map(object_of, list_of(trace.get("calls")))
     of_node = {call["node"]: call for call in recorded if type(call.get("node")) is int}
     # ids on the path to each node, including it; None if they are unknown
     paths: list[np.ndarray | None] = []
+    calls: Value = {}
     for k, node in enumerate(nodes):
         above = _above(nodes, k)
         before = paths[above[0]] if above else None
@@ -1229,31 +1055,19 @@ def _nodes(trace: Value) -> Iterator[tuple[str, Value]]:
         known = before is not None and isinstance(ids, np.ndarray)
         known = known and (len(ids) > 0 or not reply)
         paths.append(np.concatenate([before, ids]) if known else None)
-        if node.get("sampled") is not True:
-            continue
-        unread |= {f"nodes.{name}": True for name in _TRAINER if node.get(name)}
-        call = of_node.get(k, {})
-        time = object_of(call.get("time"))
-        # a root has the tools of its requests, from 0.4.0 on
-        tools = nodes[above[-1] if above else k].get("tools")
-        values = {
-            **common,
-            "prompt_messages": [nodes[at].get("message") for at in reversed(above)],
-            "response_message": node.get("message"),
-            "finish_reason": call.get("finish_reason") or node.get("finish_reason"),
-            "model": call.get("model"),
-            "started_at": time.get("start"),
-            "ended_at": time.get("end"),
-            "tools": trace.get("tools") if tools is None else tools,
-            "usage": _all_prompt(object_of(call.get("usage"))),
-            "@unread": unread,
-        }
-        try:
-            values |= _of_node(node, before, ids)
-        except Refused as refused:
-            values["@refused"] = refused.args
-        unread = {}
-        yield f", node {k}", values
+        if node.get("sampled") is True:
+            call = of_node.get(k, {})
+            # a root has the tools of its requests, from 0.4.0 on
+            tools = nodes[above[-1] if above else k].get("tools")
+            calls[f"node {k}"] = {
+                **node,
+                "call": {**call, "usage": _all_prompt(object_of(call.get("usage")))},
+                "prompt_messages": [nodes[at].get("message") for at in reversed(above)],
+                "tools": trace.get("tools") if tools is None else tools,
+                "@before": before,
+                "token_ids": ids,
+            }
+    yield "", {**trace, "@calls": calls if isinstance(listed, list) else [listed]}
 
 
 def _above(nodes: list[Value], k: int) -> list[int]:
@@ -1265,13 +1079,15 @@ def _above(nodes: list[Value], k: int) -> list[int]:
     return found
 
 
-def _of_node(node: Value, before: np.ndarray | None, ids: object) -> Value:
+def _of_node(node: Value) -> Value:
     """Prompt, output and logprobs; the node's mask marks sampled ids."""
+    node = dict(node)
+    before, ids, listed = (node.pop(x, None) for x in ("@before", "token_ids", "mask"))
     if not isinstance(ids, np.ndarray):
         raise Refused("unreadable", "token_ids are not ids")
     if before is None:
         raise Refused("no_prompt_ids", "a message before it has no ids")
-    listed = list_of(node.get("mask"))
+    listed = list_of(listed)
     if not all(isinstance(flag, int) for flag in listed):
         raise Refused("unreadable", "a mask that is not of booleans")
     if len(listed) != len(ids):
@@ -1282,9 +1098,9 @@ def _of_node(node: Value, before: np.ndarray | None, ids: object) -> Value:
         text = "its sampled ids are not at the end of its token_ids"
         raise Refused("unreadable", text)
     return {
+        **node,
         "prompt_ids": np.concatenate([before, ids[:start]]),
         "output_ids": ids[start:] if start < len(ids) else None,
-        "output_logprobs": node.get("logprobs"),
     }
 
 
@@ -1296,19 +1112,18 @@ def _all_prompt(usage: Value) -> Value:
     return {**usage, "prompt_tokens": sum(counts)}
 
 
-def _sum_of(rewards: Value) -> tuple[float | None, list[tuple[str, str]]]:
-    """The sum of a trace's weighted rewards; None, and a remark, if one is missing."""
+def _sum_of(rewards: Any) -> Any:
+    """The sum of a trace's weighted rewards; the rewards if one of them is no number."""
     total = 0.0
-    for name, reward in rewards.items():
+    several = {"": rewards} if "score" in object_of(rewards) else object_of(rewards)
+    for reward in several.values():
         # earlier versions have the weighted number
         parts = reward if isinstance(reward, dict) else {"score": reward}
-        score = number_of(parts.get("score"))
-        weight = number_of(parts.get("weight", 1.0))
+        score, weight = number_of(parts.get("score")), number_of(parts.get("weight", 1))
         if score is None or weight is None:
-            text = f"rewards.{name} is {reward!r}: expected a score and a weight"
-            return None, [("reward_unread", text)]
+            return rewards
         total += score * weight
-    return total if rewards else None, []
+    return total if several else rewards
 
 
 def _talk_at(*names: str) -> Callable[[Value], object]:
@@ -1375,6 +1190,7 @@ _ALL = [
             request_id=completion_id, started_at=started_at, ended_at=timestamp""",
         order="timestamp+completion_id",
         prepare=_polar,
+        by_folder=True,
         # the agent received only the first choice
         most_choices=1,
         ids=_ENGINES,
@@ -1413,8 +1229,17 @@ _ALL = [
         "verifiers",
         "traces of verifiers",
         keys=("nodes task",),
-        calls=_nodes,
+        roots=_graph,
         arrays={"nodes": {EACH: {"token_ids": IDS}}},
+        map="""each=@calls, session_id=/id, agent_id=/agent.name,
+            group_id=/task.key|/task.hash, trainable=/agent.trainable, reward=/rewards,
+            prompt_ids=prompt_ids, output_ids=output_ids, output_logprobs=logprobs,
+            prompt_messages=prompt_messages, response_message=message, tools=tools,
+            finish_reason=call.finish_reason|finish_reason, model=call.model,
+            started_at=call.time.start, ended_at=call.time.end, usage=call.usage""",
+        prepare=_of_node,
+        reward=_sum_of,
+        knows=("version", "parent"),
         ids='verifiers records token ids for clients of type "renderer" or "train"; its '
         "evaluations through other endpoints have text only",
     ),
@@ -1445,6 +1270,7 @@ _ALL = [
             usage=metrics, reward=/verifier_result.rewards|/extra.reward|/reward,
             started_at=started_at, ended_at=timestamp""",
         prepare=_atif,
+        by_folder=True,
         knows=("step_id", "schema_version"),
         ids="Harbor's agents write them with collect_rollout_details=true (--agent-kwarg), "
         f"if the engine returns them: {_ENGINES}",
@@ -1533,7 +1359,7 @@ _ALL = [
             attributes.gen_ai.completion_token_ids|attributes.gen_ai.response_token_ids,
             output_logprobs={_within("attributes.", f"{_LOGPROBS}|gen_ai.logprobs")},
             finish_reason=attributes.gen_ai.response.finish_reasons.0,
-            usage=usage, reward=attributes.reward""",
+            reward=attributes.reward""",
         prepare=_span,
         ids="the conventions of OpenTelemetry for gen_ai have no token ids: set the span's "
         f"attributes prompt_token_ids and response_token_ids, and {_ENGINES}",
@@ -1619,7 +1445,8 @@ def unknown(head: Head) -> Exception:
     if head.trouble:
         return FormatError(head.trouble)
     if not any(head.values) and head.container in ("json", "rows"):
-        return InvalidTurnsError(f"{head.name}: no calls, nothing to do")
+        odd = f" ({head.odd})" if head.odd else ""
+        return InvalidTurnsError(f"{head.name}: no calls, nothing to do{odd}")
     value = head.values[0]
     if _is_turn(value):
         return FormatError(
@@ -1627,6 +1454,8 @@ def unknown(head: Head) -> Exception:
             "simulate and check, which take it directly"
         )
     own = read_map(FORMATS["records"].map).fields
+    inner = [key for key, one in value.items() if list_of(one) and object_of(one[0])]
+    each = inner[0] if len(inner) == 1 else "PATH"
     lacks = [
         f"{name} ({', '.join(own[name].text.split('|')[:3])}, ...)"
         for name in ("prompt_ids", "output_ids")
@@ -1652,7 +1481,7 @@ def unknown(head: Head) -> Exception:
         f"{', '.join(value)}. It is most like {like} ({FORMATS[like].title}), but "
         f"{reason}. Name its fields, as in --map session_id=PATH,prompt_ids=PATH,"
         "output_ids=PATH, or request=PATH,response=PATH for whole responses of an engine "
-        "(and each=PATH if the records are in a list of each object; docs/import.md, "
+        f"(and each={each} if the records are in a list of each object; docs/import.md, "
         "'Your own log'). Records without token ids allow only the import of text (--from "
         f"chat with --tokenizer): {_ENGINES}"
     )

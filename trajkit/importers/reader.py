@@ -18,12 +18,19 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files.run import Watch, folder_of, run
-from trajkit.files.sources import check_outputs, inputs_of, is_parts
+from trajkit.files.sources import (
+    Continuations,
+    Naming,
+    SessionPrefix,
+    check_distinct,
+    check_outputs,
+    inputs_of,
+    is_parts,
+)
 from trajkit.files.tables import TEMPORARY, gather, index_sessions, write_table
 from trajkit.importers import containers as read
-from trajkit.importers.containers import Finding, Head, has_items, is_array
+from trajkit.importers.containers import Finding, Head, is_array
 from trajkit.importers.formats import (
-    BROKEN,
     FORMATS,
     TARGETS,
     TURN,
@@ -38,7 +45,8 @@ from trajkit.importers.formats import (
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 from trajkit.tables.stages import batches_in
-from trajkit.turns.mapping import MapLike, hint_for, map_option, read_map
+from trajkit.turns.keys import BROKEN, has_items
+from trajkit.turns.mapping import MapLike, hint_for, map_option, read_map, stem_of
 from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
@@ -83,6 +91,7 @@ def import_turns(
     tokenizer: ChatTokenizer | None = None,
     contradicted: Contradicted = "untrain",
     nonfinite_logprobs: Nonfinite = "raise",
+    session_prefix: SessionPrefix | None = None,
 ) -> tuple[pa.Table, pa.Table]:
     """Turns from the records of another system, and a report of their problems.
 
@@ -107,6 +116,9 @@ def import_turns(
     nonfinite_logprobs : {"raise", "null"}
         A record with a logprob that is NaN, infinite, or -9999 or less is left out
         ("invalid"), or these logprobs become null.
+    session_prefix : {"file", "folder", "no"}, optional
+        What to put before session ids, as for `trajkit.read_turns`. Without it, a session
+        whose calls start over in another file is an error.
 
     Returns
     -------
@@ -120,10 +132,13 @@ def import_turns(
     ------
     FormatError
         The format of a file is unknown, ambiguous or another than the given one.
+    InvalidTurnsError
+        Calls of a session start over in another file.
     ArgumentError
         An argument has the wrong type or value.
     """
-    found = _Import(format, map, tokenizer, contradicted, nonfinite_logprobs)
+    options = tokenizer, contradicted, nonfinite_logprobs, session_prefix
+    found = _Import(format, map, *options)
     turns = gather(pa.concat_tables(found.tables(source)), "turn_index")
     return turns, found.report()
 
@@ -152,8 +167,8 @@ def import_file(
     found = _Import(format, **options)
     if is_parts(output):
         raise FormatError(f"{output} is a directory: pass a file")
-    tables = found.tables(source)
-    sources = [source] if isinstance(source, str | os.PathLike) else source
+    sources = read.listed(source)
+    tables = found.tables(sources)
     check_outputs(
         {"output": (output, "turns")}, inputs_of(sources, None, read.SUFFIXES)
     )
@@ -175,13 +190,12 @@ class _Import:
     tokenizer: ChatTokenizer | None = None
     contradicted: Contradicted = "untrain"
     nonfinite_logprobs: Nonfinite = "raise"
+    session_prefix: SessionPrefix | None = None
     lines: list[dict[str, object]] = field(default_factory=list)
-    # of each session: its next number, the places that it was in, its first reward
+    # of each session: its next number, the files that it was in, its first reward
     numbers: Counter[str | None] = field(default_factory=Counter)
-    # of each session the calls by their file
-    origins: dict[str | None, Counter[str]] = field(
-        default_factory=lambda: defaultdict(Counter)
-    )
+    files: Continuations = field(default_factory=Continuations)
+    seen: set[Path] = field(default_factory=set)
     rewards: dict[str | None, object] = field(default_factory=dict)
     # places by session and a turn_index that the source gives
     indices: dict[tuple[str | None, str], str] = field(default_factory=dict)
@@ -201,14 +215,16 @@ class _Import:
 
     def tables(self, source: Sources) -> Iterator[pa.Table]:
         """The turns, of which the first table has none; sessions are not grouped."""
-        files = read.files_of(source)
+        listed = read.listed(source)
+        files = read.files_of(listed)
+        self.naming = Naming.of(list(map(read.path_of, listed)), self.session_prefix)
 
         def pieces() -> Iterator[pa.Table]:
             yield TURNS_IMPORTED.empty_table()
             taken = (
                 one
-                for name, is_folder, listed in files
-                for head, format in self.recognised(name, is_folder, listed)
+                for name, is_folder, own in files
+                for head, format in self.recognised(name, is_folder, own)
                 for one in self.of_file(head, format)
             )
             while batch := list(islice(taken, limits.IMPORTED_RECORDS)):
@@ -244,6 +260,7 @@ class _Import:
         self, source: str, is_folder: bool, files: list[tuple[str, Path]]
     ) -> Iterator[tuple[Head, Format]]:
         """The files to read, each with its format."""
+        check_distinct([file for _, file in files], self.seen)
         heads = [read.head_of(file, name) for name, file in files]
         own = [self.fitting(head) for head in heads]
         if self.format != "auto" and not is_folder:
@@ -285,11 +302,12 @@ class _Import:
         paths: dict[str, np.ndarray] = {}
         n_records, replies, silent = 0, dict[int, object](), set[str | None]()
         begins = [one for value in head.values for one in table.calls("", value)]
-        keyed = format.calls is None and any(one.session for one in begins)
+        keyed = any(one.session for one in begins)
         unnamed = not keyed and not any(one.run_keys for one in begins)
         named = _runs(_records(head, table)) if unnamed else set[str]()
         if format.needs_reply and self.encoder is None:
             replies, silent = _find_replies(_records(head, table))
+        each, prefix = table.map.each or "", self.naming.prefix(read.path_of(name))
         for n_records, found in enumerate(_records(head, table), 1):
             fields = found.fields
             if n_records in replies:
@@ -306,11 +324,13 @@ class _Import:
                 own = found.names.items()
                 found.run_keys |= {key: one for key, one in own if key in named}
                 self.name(head, found, keyed)
+            if found.session is not None:
+                found.session = prefix + found.session
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
                 unread[key] = found if first.problem else first, count + 1
             _follow(found, paths, table)
-            record = self.record(name, found)
+            record = self.record(name, found, format)
             if record is None:
                 self.note(name, found)
                 continue
@@ -326,8 +346,8 @@ class _Import:
                 text = f"records without {path.text}: their {target} is null"
                 self.note(name, Finding("file"), "map_missing", text)
         if not n_records:
-            way = table.each.replace(".", ".*.")
-            at = f" at each={table.each}, or is it each={way}?" if "." in way else ""
+            way = each.replace(".", ".*.")
+            at = f" at each={each}, or is it each={way}?" if "." in way else ""
             self.note(name, Finding("file", None, "empty", f"it has no calls{at}"))
         for key, (found, count) in unread.items():
             text = f"{key} of {count} records was not read"
@@ -351,40 +371,20 @@ class _Import:
             found.detail = "no session_id, which other records of the file have"
             return
         is_first = head.name not in self.names
-        taken = head.stem in self.names.values()
-        own = self.names.setdefault(head.name, head.name if taken else head.stem)
+        stem = stem_of(head.file)
+        taken = stem in self.names.values()
+        own = self.names.setdefault(head.name, head.name if taken else stem)
         found.session = own
         if is_first:
             text = "no key of the records names a run: its session has the file's name"
             self.note(head.name, found, "no_session_id", text)
 
-    def record(self, file: str, found: Finding) -> Record | None:
+    def record(self, file: str, found: Finding, format: Format) -> Record | None:
         """The record for `from_records`; None, with a problem set, if it is left out."""
         fields, session = found.fields, found.session
         number = self.numbers[session]
-        if session is not None:
-            # a record that is left out has a number, too, which leaves a gap
-            self.numbers[session] += 1
-            origin = f"{file}, {found.origin}" if found.origin else file
-            known = self.origins[session]
-            earliest = next(iter(known), origin)
-            if origin not in known and origin != earliest:
-                route = None if self.map is None else self.map.fields.get("session_id")
-                key = "session_id" if route is None else route.text
-                part = (
-                    "@folder" if Path(earliest).name == Path(origin).name else "@file"
-                )
-                text = (
-                    f"the session is in {earliest}, too: if these are two runs, --map "
-                    f"session_id={part}+{key} tells them apart"
-                )
-                # where each call has a file, the files are in order
-                if known[earliest] > 1 and fields.get("turn_index") is None:
-                    found.problem = found.problem or "session_in_two_files"
-                    found.detail = f"{text}; if they are one, join the files"
-                    return None
-                found.remark("session_in_two_files", text)
-            known[origin] += 1
+        # a record that is left out has a number, too, which leaves a gap
+        self.numbers[session] += 1
         needed = {"prompt_ids": has_items, "output_ids": is_array}
         for target, is_there in needed.items():
             if not found.problem and not is_there(ids := fields.get(target)):
@@ -392,6 +392,17 @@ class _Import:
                 hint = f"--map {target}=PATH names them, if it has them"
                 hint = f"its {target} are empty" if is_array(ids) else hint
                 found.detail = f"{hint}; {found.detail}".removesuffix("; ")
+        origin = str(Path(file).parent) if format.by_folder else file
+        compared = session if self.session_prefix != "no" else None
+        if compared is not None and not found.problem:
+            try:
+                self.files.check(compared, f"{origin}{found.origin}", fields)
+            except InvalidTurnsError:
+                if not found.origin:
+                    raise
+                found.problem = "repeated_session"
+                text = "an earlier conversation has its session, too: --map "
+                found.detail = f"{text}session_id=@name makes a session of each"
         if found.problem:
             return None
         found.detail = ""

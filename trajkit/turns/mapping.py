@@ -2,8 +2,9 @@
 
 A path has the keys on the way to a value, with dots between them: ``choices.0.token_ids``.
 ``a|b`` is the first of two that a record has, ``a+b`` is both as one text, ``a/b``. A path
-that begins with a slash begins at the object around the record, and ``@file`` is the
-name of the file without its suffix.
+that begins with a slash begins at the object around the record. ``@file`` is the name of
+the file without its suffix, ``@folder`` that of its folder, and ``@name`` the place of the
+record: ``log.jsonl, line 3``.
 """
 
 import json
@@ -14,72 +15,49 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from trajkit._arguments import near_miss
 from trajkit.errors import ArgumentError
-from trajkit.schema import PAYLOADS
+from trajkit.turns.keys import SPELLED, is_name, word_of
 
 SHORT = {"logprobs": "output_logprobs", "messages": "prompt_messages"}
 """Other names of fields."""
 
-SPELLED = {
-    "session_id": "session_id|metadata.session_id|extra.session_id",
-    "prompt_ids": "prompt_token_ids|prompt_ids|input_token_ids|prompt_tokens|input_ids|"
-    "input_tokens",
-    "output_ids": "output_token_ids|completion_token_ids|response_token_ids|"
-    "generation_token_ids|generated_token_ids|token_ids|output_ids|completion_ids|"
-    "response_ids|output_tokens|completion_tokens|response_tokens",
-    "output_logprobs": "output_logprobs|completion_logprobs|response_logprobs|"
-    "generation_log_probs|output_token_logprobs|rollout_log_probs|token_logprobs|"
-    "logprobs|log_probs|old_log_probs|logprob",
-    "prompt_messages": "prompt_messages|messages",
-    "response_message": "response_message|message|response|completion",
-    "finish_reason": "finish_reason|stop_reason",
-}
-"""Where records of any system may have fields that no mapping names."""
-
-_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
-RUN = re.compile(
-    r"(x_)?((agent|parent|root|task|source|user)_)?(session|trajectory|traj|rollout|run|"
-    r"episode|conversation|conv|thread|trace|task|sample|instance|attempt|trial|"
-    r"example|chat|dialog|dialogue|problem|question|prompt|group|env|game|user|job|"
-    r"workflow|experiment)(_(id|ids|uid|uuid|name|key|index|idx|no|num|number|hash))"
-    r"|index|idx|session|trajectory|rollout|run|episode|trial|attempt|seed"
-)
-# any other key beside a call that names something, but for parts of a call
-NAMED = re.compile(
-    r"(?!(.*_)?(request|req|response|call|span|parent|message|msg|completion|model|step|"
-    r"turn|event|observation|tool|policy|checkpoint|adapter|project|organization)_)"
-    r"(\w+_)?(id|uid|uuid|guid|((agent|worker|actor|thread|process|slot|replica|host|node|"
-    r"machine|client|player|env|gpu)(_(name|key|index|idx|no|num|number|rank))?)|rank|"
-    r"pid|hostname)"
-)
-# keys that name a run even if they are empty
-EMPTY_RUN = re.compile(
-    r"(agent_)?(session|trajectory|traj|rollout|run|episode|conversation)(_(id|uuid|key))?"
-)
-# a number of tokens that a source states: a side of the call with a measure
-SIDE = "(prompt|input|completion|output|response|generated|generation|candidates|eval)"
-COUNT = re.compile(
-    rf"(?=.*(?:len|tokens?|count|total))(?:n|num|number|of|the|ids?|tokens?|counts?|"
-    rf"len(?:gth)?|logprobs|(?=prompt_?eval)prompt_?eval|{SIDE[1:-1]}|total_?tokens?|_)+"
-)
-USAGE = re.compile(r"(\w+_)?usage(_\w+)?|tokens?(_counts?)?")
 # fields that may take a key, by its words
 _TAKEN_BY = {
-    "output_mask": "masks?",
-    "reward": "rewards?|scores?|returns?",
+    "output_mask": "(?<!prompt_)masks?",
+    "reward": "rewards?|scores?|returns?|ret",
     "group_id": "groups?|uid",
     "agent_id": "agent(_(id|name))?",
     "trainable": "trainable",
     "weight_version": "versions?",
+    "session_id": "(trajectory|traj|rollout|run|episode)(_(id|uid|uuid|key))?",
 }
 _TYPED = ("stringValue", "intValue", "doubleValue", "boolValue")
 # settings of a mapping besides its fields
 _SETTINGS = ("format", "each", "only")
+
+
+Names: TypeAlias = Mapping[str, str]
+"""``@file``, ``@folder`` and ``@name`` of a record; after a slash, of what is around it."""
+
+
+def stem_of(file: Path) -> str:
+    """The name of a file without its suffixes."""
+    name = file.name.removesuffix(".gz").removesuffix(".zst")
+    return Path(name).stem or file.name
+
+
+def names_of(file: Path, place: str, around: str = "") -> Names:
+    """The names of a record at a place in a file, and of the object around it."""
+    own = {"@file": stem_of(file), "@folder": file.absolute().parent.name}
+    own["@name"] = f"{file.name}, {place}"
+    outer = own | {"@name": f"{file.name}, {around or place}"}
+    return own | {f"/{name}": text for name, text in outer.items()}
 
 
 class Part(NamedTuple):
@@ -88,10 +66,10 @@ class Part(NamedTuple):
     keys: tuple[str, ...]
     outer: bool = False
 
-    def find(self, record: object, outer: object, file: str | None) -> object:
+    def find(self, record: object, outer: object, names: Names) -> object:
         """The value at the path; None if there is none."""
-        if self.keys == ("@file",):
-            return file
+        if self.keys[0] in ("@file", "@folder", "@name"):
+            return names.get("/" * self.outer + self.keys[0])
         source = outer if self.outer else record
         return source if self.keys == ("@self",) else _find(source, self.keys)
 
@@ -103,21 +81,49 @@ class Route(NamedTuple):
     ways: tuple[tuple[Part, ...], ...]
 
     def find(
-        self, record: object, outer: object = None, file: str | None = None
+        self, record: object, outer: object = None, names: Names = MappingProxyType({})
     ) -> object:
         """The value of the first path that a record has; None without one."""
         for parts in self.ways:
-            values = [part.find(record, outer, file) for part in parts]
+            values = [part.find(record, outer, names) for part in parts]
             if len(values) == 1:
                 if values[0] is not None:
                     return values[0]
-            elif all(_is_text(value) for value in values):
+            elif all(is_name(value) for value in values):
                 return "/".join(map(str, values))
         return None
 
     def parts(self) -> Iterator[Part]:
         """All of its paths."""
         return (part for parts in self.ways for part in parts)
+
+
+def elements(value: Any, path: str, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Places and values at a path with "*" for the elements of lists; an object without
+    the path, or any value of an empty path, is one itself.
+    """
+    found = [(place, value)]
+    for key in keys_of(path):
+        deeper: list[tuple[str, Any]] = []
+        for where, within in found:
+            if key == "*":
+                several = enumerate(within if isinstance(within, list) else ())
+                if isinstance(within, dict):
+                    deeper += [(f"{where}, {k}", one) for k, one in within.items()]
+                deeper += [(f"{where}, item {k}", one) for k, one in several]
+            elif isinstance(within, Mapping) and key in within:
+                deeper.append((where, within[key]))
+            elif within is value:
+                yield place, value
+                return
+        found = deeper
+    yield from found
+
+
+def keys_of(path: str) -> list[str]:
+    """The keys of the path of a list's elements."""
+    keys = path.split(".") if path else []
+    return [*keys, "*"] if keys and keys[-1] != "*" else keys
 
 
 def route(text: object) -> Route:
@@ -147,18 +153,29 @@ class Map:
     # "path=value": the records that are calls
     only: str | None = None
 
-    def renamed(
-        self, record: Mapping[str, object], file: str | None = None
-    ) -> Iterator[dict[str, object]]:
+    def records(self, root: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+        """Places and records of an object: those at ``each`` that ``only`` selects.
+
+        An object without the list is a record itself.
+        """
+        path, _, wanted = (self.only or "").partition("=")
+        only = route(path) if path else None
+        for where, one in elements(root, self.each or "", place):
+            value = only.find(one, root) if only else wanted
+            alone = self.each and one is root and value is None
+            if str(value) == wanted or alone or not isinstance(one, Mapping):
+                yield where, one
+
+    def renamed(self, record: object, names: Names) -> Iterator[Any]:
         """The calls of a record, with their values under the names of the fields."""
         known = {**{name: route(text) for name, text in SPELLED.items()}, **self.fields}
-        only, _, value = (self.only or "").partition("=")
-        listed = _find(record, tuple(self.each.split("."))) if self.each else [record]
-        for one in listed if isinstance(listed, list) else [record]:
-            if only and str(route(only).find(one, record)) != value:
+        for where, one in self.records(record):
+            if not isinstance(one, Mapping) or not isinstance(record, Mapping):
+                yield one
                 continue
+            here = {**names, "@name": f"{names['@name']}{where}"}
             found = {
-                name: parsed(way.find(one, record, file)) for name, way in known.items()
+                name: parsed(way.find(one, record, here)) for name, way in known.items()
             }
             if type(found["session_id"]) is int:
                 found["session_id"] = str(found["session_id"])
@@ -173,7 +190,7 @@ class Map:
                 *(part.keys[0] for name in found for part in known[name].parts()),
                 *(self.each or "").split(".")[:1],
             }
-            own = {**record, **(one if isinstance(one, Mapping) else {})}
+            own = {**record, **one}
             yield {name: v for name, v in own.items() if name not in used} | found
 
 
@@ -322,63 +339,6 @@ def _spelled(token: object) -> int | None:
     return int(found[1]) if found else None
 
 
-def word_of(path: str) -> str:
-    """The last key of a path in lower case, with underscores between its words."""
-    return "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
-
-
-def claims_of(
-    usage: Mapping[str, Any], name: str, *, only: bool = True
-) -> list[tuple[str, str, object]]:
-    """The numbers of tokens that a usage states, as name, field and number; ``only``: it
-    has nothing else.
-    """
-    if str(usage.get("unit") or "tokens").lower() != "tokens":
-        return []
-    words = {word_of(key): key for key in usage}
-    # some sources take cached or reasoning tokens out of a number, beside which they stand
-    apart = [
-        word for word, key in words.items() if type(usage[key]) is int and usage[key]
-    ]
-    found = []
-    for word, key in words.items():
-        stated, bare = usage[key], only and re.fullmatch(SIDE, word)
-        is_number = type(stated) in (int, float)
-        if not (bare or COUNT.fullmatch(word)) or not (
-            is_number or (only and isinstance(stated, str | bool))
-        ):
-            continue
-        sides = {"prompt"} if "prompt" in word else {*re.findall(SIDE, word)}
-        total = "total" in word
-        if len(sides) != (not total):
-            continue
-        side = "" if total else next(iter(sides))
-        beside = ["cache", "reasoning"] if total else ["cache"] * (side == "input")
-        beside += [f"{side}_"] * (word == side)
-        if not any(part in one for part in beside for one in apart):
-            target = "prompt_ids" if side in ("prompt", "input") else "output_ids"
-            where = name if key == name.rpartition(".")[2] else f"{name}.{key}"
-            found.append((where.lstrip("."), "ids" if total else target, stated))
-    return found
-
-
-def unheeded(record: Mapping[str, Any], name: str) -> bool:
-    """Whether a key is a mask, or states other numbers of tokens than a call has."""
-    value, word = record[name], word_of(name)
-    if name in PAYLOADS:
-        return False
-    if re.search("(^|_)masks?(_|$)", word):
-        return value is not None
-    stated = value if USAGE.fullmatch(word) else None
-    stated = {name: value} if COUNT.fullmatch(word) else stated
-    claims = claims_of(stated, name) if isinstance(stated, Mapping) else []
-    sizes: dict[str, Any] = {target: record.get(target) for _, target, _ in claims}
-    return any(
-        type(n) is int and hasattr(sizes[target], "__len__") and n != len(sizes[target])
-        for _, target, n in claims
-    )
-
-
 def map_option(field: str, path: str) -> str:
     """The option of a command that maps a field; empty if no mapping has such a path."""
     return "" if {*path} & {*",|+"} else f"--map {shlex.quote(f'{field}={path}')}"
@@ -394,7 +354,7 @@ def hint_for(path: str, value: object) -> str:
     if field == "reward":
         option = reward_option(path, value)
     else:
-        fits = isinstance(value, list) if field == "output_mask" else _is_text(value)
+        fits = isinstance(value, list) if field == "output_mask" else is_name(value)
         option = map_option(field, path) if field and fits else ""
     return f": {option} takes it" if option else ""
 
@@ -412,11 +372,6 @@ def reward_option(
     return next(filter(None, found), "")
 
 
-def _is_text(value: object) -> bool:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return is_number or (isinstance(value, str) and bool(value))
-
-
 def _find(value: object, keys: tuple[str, ...]) -> object:
     if not keys:
         return value
@@ -431,9 +386,7 @@ def _find(value: object, keys: tuple[str, ...]) -> object:
             at = int(keys[0][:9])
             inside = -len(value) <= at < len(value)
             return _find(value[at], keys[1:]) if inside else None
-        # the attributes of OpenTelemetry's JSON, a list of keys and typed values
-        pairs = [one for one in value if isinstance(one, dict) and "key" in one]
-        value = {str(one["key"]): _typed(one.get("value")) for one in pairs}
+        value = by_key(value)
     if isinstance(value, dict):
         # names may contain dots themselves, as those of OpenTelemetry do
         for n in range(1, len(keys) + 1):
@@ -441,6 +394,15 @@ def _find(value: object, keys: tuple[str, ...]) -> object:
             if found is not None:
                 return found
     return None
+
+
+def by_key(value: object) -> dict[str, Any]:
+    """Attributes of OpenTelemetry: an object, or a list of keys and typed values."""
+    if isinstance(value, dict):
+        return value
+    listed = value if isinstance(value, list) else []
+    pairs = [one for one in listed if isinstance(one, dict) and "key" in one]
+    return {str(one["key"]): _typed(one.get("value")) for one in pairs}
 
 
 def _typed(value: object) -> object:

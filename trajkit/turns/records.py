@@ -18,7 +18,8 @@ from trajkit.schema import TURNS
 from trajkit.schema.engine import ID_RULE
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.ragged import Bools, Floats, Ints, Ragged, offsets_of
-from trajkit.turns.mapping import MapLike, read_map, unheeded
+from trajkit.turns.keys import unheeded
+from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import (
     MessageBook,
     MessageLog,
@@ -119,8 +120,8 @@ def from_records(
     own = read_map(map)
     calls = (
         call
-        for one in records
-        for call in (own.renamed(one) if isinstance(one, Mapping) else [one])
+        for k, one in enumerate(records)
+        for call in own.renamed(one, {"@name": f"record {k}", "/@name": f"record {k}"})
     )
     return collected(calls, nonfinite_logprobs, mapped=True)
 

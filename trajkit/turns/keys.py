@@ -1,0 +1,224 @@
+"""What keys beside a call mean by their names: runs, masks, numbers of tokens, failures.
+
+Sources name these in many ways. What a key means decides whether its value may be passed
+over; it never becomes part of a turn without a mapping (`trajkit.turns.mapping`).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from trajkit.schema import PAYLOADS
+
+SPELLED = {
+    "session_id": "session_id|metadata.session_id|extra.session_id",
+    "prompt_ids": "prompt_token_ids|prompt_ids|input_token_ids|prompt_tokens|input_ids|"
+    "input_tokens",
+    "output_ids": "output_token_ids|completion_token_ids|response_token_ids|"
+    "generation_token_ids|generated_token_ids|token_ids|output_ids|completion_ids|"
+    "response_ids|output_tokens|completion_tokens|response_tokens",
+    "output_logprobs": "output_logprobs|completion_logprobs|response_logprobs|"
+    "generation_log_probs|output_token_logprobs|rollout_log_probs|token_logprobs|"
+    "logprobs|log_probs|old_log_probs|logprob",
+    "prompt_messages": "prompt_messages|messages",
+    "response_message": "response_message|message|response|completion",
+    "finish_reason": "finish_reason|stop_reason",
+}
+"""Where records of any system may have fields that no mapping names."""
+
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+RUN = re.compile(
+    r"(x_)?((agent|parent|root|task|source|user)_)?(session|trajectory|traj|rollout|run|"
+    r"episode|conversation|conv|thread|trace|task|sample|instance|attempt|trial|"
+    r"example|chat|dialog|dialogue|problem|question|prompt|group|env|game|user|job|"
+    r"workflow|experiment)(_(id|ids|uid|uuid|name|key|index|idx|no|num|number|hash))"
+    r"|index|idx|session|trajectory|rollout|run|episode|trial|attempt|seed|name"
+)
+# any other key beside a call that names something, but for parts of a call
+NAMED = re.compile(
+    r"(?!(.*_)?(request|req|response|call|span|parent|message|msg|completion|model|step|"
+    r"turn|event|observation|tool|policy|checkpoint|adapter|project|organization)_)"
+    r"(\w+_)?(id|uid|uuid|guid|((agent|worker|actor|thread|process|slot|replica|host|node|"
+    r"machine|client|player|env|gpu)(_(name|key|index|idx|no|num|number|rank))?)|rank|"
+    r"pid|hostname)"
+)
+# keys that name a run even if they are empty
+EMPTY_RUN = re.compile(
+    r"(agent_)?(session|trajectory|traj|rollout|run|episode|conversation)(_(id|uuid|key))?"
+)
+# a number of tokens that a source states: a side of the call with a measure
+SIDE = "(prompt|input|completion|output|response|generated|generation|candidates|eval)"
+COUNT = re.compile(
+    rf"(?=.*(?:len|tokens?|count|total))(?:n|num|number|of|the|ids?|tokens?|counts?|"
+    rf"len(?:gth)?|logprobs|(?=prompt_?eval)prompt_?eval|{SIDE[1:-1]}|total_?tokens?|_)+"
+)
+USAGE = re.compile(r"(\w+_)?usage(_\w+)?|tokens?(_counts?)?")
+MATTERS = re.compile(
+    r"(^|_)(rewards?|scores?|returns?|ret|advantages?|groups?|uid|masks?|weights?|parents?|"
+    r"trainable|versions?|error|errors|truncated|aborted|agent|turn|step|experts?|"
+    r"teacher|entropies|entropy|images?|modal|mm|label|labels|success|resolved|"
+    r"log_?probs?|kept_tokens|remove|loss|exceptions?|trajectory|traj|rollout|run|"
+    r"episode)(_|$)"
+)
+# what marks tokens, by the end of its path; lists that mark none, whatever they have
+_MARKS = re.compile(
+    r"(^|_)(masks?|train\w*|ignored?|generated|sampled|is|weights?)(_|$)"
+)
+_MARKS_NONE = re.compile(
+    r"(^|_)(ids?|log_?probs?|rewards?|scores?|values|returns?|advantages?|entrop\w+|"
+    r"versions?|experts?|images?|positions?|tools|flags|bytes|top)(_|$)"
+)
+# how a source says that a call came to no proper end
+_ENDS = re.compile(
+    r"((call|finish|generation|request|response|rollout|run|sample|stop|trial)_)?"
+    r"(status|state|reason|outcome|level)"
+)
+BROKEN = re.compile(
+    r"(?i)(?!no)(.*[\W_])?(abort|error|cancel|time_?d?[\W_]?out|fail|crash|kill|interrupt)"
+)
+_ERROR = re.compile(
+    r"((call|request|response|run|rollout|trial)_)?(error|exception|failure)s?"
+    r"(_(info|message|msg|type))?"
+)
+_CUT_SHORT = re.compile(
+    r"((is|was|has)_)?(aborted|truncated|overlong|cancell?ed|time(d_|_)?out|failed|"
+    r"errored|crashed|interrupted)"
+)
+# what changes from call to call and names no run
+NO_NAME = re.compile(
+    r"(^|_)(request|response|call|span|message|completion|step|turn|time\w*|date\w*|ts|"
+    r"at|created|started|ended|updated|start|end|latency|duration|elapsed|seconds|ms|ns|"
+    r"model|versions?|tokens?|counts?|len|length|n|num|rewards?|scores?|logprobs?|seed|"
+    r"reason|status|state|content|text|answer|output|usage|cost|price|size|temperature|"
+    r"top|max|min|prompt|input|query|reply|parent|returns?|advantages?|line|is|has|"
+    r"fingerprint|success|correct|trainable|label)(_|$)(?!cache_key)"
+)
+# names of ids
+_IDS = {
+    *("prompt", "tokens"),
+    *(SPELLED["prompt_ids"] + "|" + SPELLED["output_ids"]).split("|"),
+}
+
+
+def word_of(path: str) -> str:
+    """The last key of a path in lower case, with underscores between its words."""
+    return "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
+
+
+def claims_of(
+    usage: Mapping[str, Any], name: str, *, only: bool = True
+) -> list[tuple[str, str, object]]:
+    """The numbers of tokens that a usage states, as name, field and number; ``only``: it
+    has nothing else.
+    """
+    if str(usage.get("unit") or "tokens").lower() != "tokens":
+        return []
+    words = {word_of(key): key for key in usage}
+    # some sources take cached or reasoning tokens out of a number, beside which they stand
+    apart = [
+        word for word, key in words.items() if type(usage[key]) is int and usage[key]
+    ]
+    found = []
+    for word, key in words.items():
+        stated, bare = usage[key], only and re.fullmatch(SIDE, word)
+        is_number = type(stated) in (int, float)
+        if not (bare or COUNT.fullmatch(word)) or not (
+            is_number or (only and isinstance(stated, str | bool))
+        ):
+            continue
+        sides = {"prompt"} if "prompt" in word else {*re.findall(SIDE, word)}
+        total = "total" in word
+        if len(sides) != (not total):
+            continue
+        side = "" if total else next(iter(sides))
+        beside = ["cache", "reasoning"] if total else ["cache"] * (side == "input")
+        beside += [f"{side}_"] * (word == side)
+        if not any(part in one for part in beside for one in apart):
+            target = "prompt_ids" if side in ("prompt", "input") else "output_ids"
+            where = name if key == name.rpartition(".")[2] else f"{name}.{key}"
+            found.append((where.lstrip("."), "ids" if total else target, stated))
+    return found
+
+
+def unheeded(record: Mapping[str, Any], name: str) -> bool:
+    """Whether a key is a mask, or states other numbers of tokens than a call has."""
+    value, word = record[name], word_of(name)
+    if name in PAYLOADS:
+        return False
+    if re.search("(^|_)masks?(_|$)", word):
+        return value is not None
+    stated = value if USAGE.fullmatch(word) else None
+    stated = {name: value} if COUNT.fullmatch(word) else stated
+    claims = claims_of(stated, name) if isinstance(stated, Mapping) else []
+    sizes: dict[str, Any] = {target: record.get(target) for _, target, _ in claims}
+    return any(
+        type(n) is int and hasattr(sizes[target], "__len__") and n != len(sizes[target])
+        for _, target, n in claims
+    )
+
+
+def names_run(keys: tuple[str, ...], word: str, value: object, aside: bool) -> bool:
+    """Whether a key may name the run of its call."""
+    if not is_name(value):
+        return aside and is_nothing(value) and bool(EMPTY_RUN.fullmatch(word))
+    both = RUN.fullmatch("_".join(keys[-2:])) if len(keys) <= 2 or aside else None
+    if aside:
+        return bool(both or RUN.fullmatch(word) or NAMED.fullmatch(word))
+    return bool(both or (len(keys) == 2 and "_" in word and RUN.fullmatch(word)))
+
+
+def marks_tokens(path: str, value: Any, first: int, n: int) -> bool:
+    """Whether a value marks some ids of an output, or may do so: docs/import.md."""
+    while isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        (value,) = value
+    fits = has_items(value) and len(value) in (n, first + n)
+    name = word_of(path)
+    named = _MARKS.search(word_of("_".join(path.split(".")[-2:])))
+    if isinstance(value, str) and re.fullmatch("[01]+", value) and (named or n > 2):
+        value, fits = [*map(int, value)], len(value) in (n, first + n)
+    if name in {*_IDS, *PAYLOADS} or _MARKS_NONE.search(name) or not has_items(value):
+        return False
+    if {*map(type, value)} - {int, bool, float}:
+        return False
+    if "prompt" in name and len(value) == first and len({*value}) == 1:
+        return False
+    if -100 in value and (fits or named or "label" in name):
+        return not fits or -100 in value[-n:]
+    # weights of tokens; other numbers are anything
+    if {*value} - {0, 1} and not (named and fits):
+        return False
+    return bool(named or fits) and (not fits or any(one != 1 for one in value[-n:]))
+
+
+def is_broken(path: str, value: object) -> bool:
+    """Whether a key says that its call was aborted, failed, or was cut short."""
+    name = word_of(path)
+    if _ENDS.fullmatch(name):
+        # policies know the finish reason "abort"
+        known = value == "abort" and name.endswith("reason")
+        return isinstance(value, str) and not known and bool(BROKEN.match(value))
+    if _ERROR.fullmatch(name):
+        return not is_empty(value) and str(value).lower() not in ("0", "none", "null")
+    if _CUT_SHORT.fullmatch(name):
+        return value is True or (value == 1 and "time" not in name)
+    return name in ("valid", "is_valid") and value in (False, 0) and value is not None
+
+
+def is_empty(value: object) -> bool:
+    sized = isinstance(value, str | list | dict | np.ndarray)
+    return value is None or value is False or (sized and not len(value))  # type: ignore[arg-type]
+
+
+def is_nothing(value: object) -> bool:
+    return isinstance(value, str | None) and not value
+
+
+def has_items(value: object) -> bool:
+    return isinstance(value, list | tuple | np.ndarray) and len(value) > 0
+
+
+def is_name(value: object) -> bool:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return is_number or (isinstance(value, str) and bool(value))
