@@ -91,14 +91,14 @@
     Object.keys(other).length > 0 && unfold(Object.keys(other).join(", "), h("pre", {}, json(other))),
   ];
 
-  const leaves = (value) => (value instanceof Object ? Object.values(value).flatMap(leaves) : [String(value ?? "")]);
+  const strings = (value) => (value instanceof Object ? Object.values(value).flatMap(strings) : [String(value ?? "")]);
 
   // Whether a reader of a message sees a word, in lower case, whatever is folded.
   TK.messageHas = (body, word) => {
     const { reasoning, content, calls, other } = read(body);
     const seen = content.map((one) => textOf(one) ?? (one?.image_url ? "" : one));
     const given = calls.map(([name, value]) => [name, Object.entries(objectOf(value) ?? { "": value })]);
-    return leaves([reasoning, seen, given, other]).some((text) => text.toLowerCase().includes(word));
+    return strings([reasoning, seen, given, other]).some((text) => text.toLowerCase().includes(word));
   };
 
   // What the policy does with the tokens of a reply, and the drift of the prompts that follow.
