@@ -384,22 +384,28 @@ def _reasons_of_turns(
     n_outputs = dict(zip(keys, outputs, strict=True))
     found = named_drift(table, links, tokenizer).to_pylist()
     drift = {(line["session_id"], line["turn_index"]): line for line in found}
+    columns = "session_id", "turn_index", "label", "evidence"
+    labelled = tuples(label_branches(table, links), *columns)
+    branches = {(name, turn): words for name, turn, *words in labelled}
     seen: set[tuple[str, int]] = set()
     rows = linearize(table, policy)
-    columns = tuples(rows, "session_id", "row_index", "turns", "spans")
-    for name, index, turns, spans in columns:
+    made = tuples(rows, "session_id", "row_index", "turns", "spans")
+    for name, index, turns, spans in made:
         # the first turn that no earlier row of the session has, or the last
         turn = next((one for one in turns if (name, one) not in seen), turns[-1])
         seen.update((name, one) for one in turns)
         parent, kind = known[name, turn]
+        label, evidence = branches.get((name, turn), ("", ""))
         if parent is None and turn == firsts[name]:
             opened_by, reason = "no_parent", "it is the session's first turn"
+        elif label in SENT_AGAIN and (
+            parent is None or drift[name, turn]["cause"] == label
+        ):
+            opened_by = "no_parent" if parent is None else "branch"
+            reason = f"it is a {label}: {evidence}"
         elif parent is None:
             words = _NO_PARENT.get(kind, f"it has no parent ({kind})")
             opened_by, reason = "no_parent", words
-        elif (cause := drift[name, turn]["cause"]) in SENT_AGAIN:
-            words = f"it is a {cause}: its prompt ends on turn {parent}'s path"
-            opened_by, reason = "branch", words
         elif drift[name, turn]["size"]:
             words = _drift_text(drift[name, turn], n_outputs[name, parent])
             opened_by, reason = "drift", words
