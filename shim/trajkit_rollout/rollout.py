@@ -539,7 +539,7 @@ class Rollouts:
             futures = [pool.submit(self._one, perform, *each) for each in self.todo]
             for future in as_completed(futures):
                 ended.append(future.result())
-                progress.advance(1)
+                progress.count(1)
         return ended
 
     def self_test(self) -> Iterator[Rollout]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -701,3 +702,75 @@ def test_every_command_reads_what_is_at_an_address(tmp_path, capsys):
     absent = (tmp_path / "absent.parquet").as_uri()
     assert cli.main(["show", absent]) == cli.BAD_FILE
     assert f"{absent}: no such file" in capsys.readouterr().err
+
+
+# a prompt that is sent again, before and after its reply was continued, and one that drifts
+SENT_AGAIN = [
+    ([1, 2, 3], [4, 5]),
+    ([1, 2, 3], [6, 7]),
+    ([1, 2, 3, 6, 7, 8], [9]),
+    ([1, 2, 3, 6], [11]),
+    ([1, 2, 3, 12], [13]),
+]
+
+
+@pytest.mark.parametrize("policy", ["faithful", "trl"])
+def test_a_prompt_that_is_sent_again_has_one_name_in_all_commands(
+    tmp_path, capsys, policy
+):
+    records = (
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": output}
+        for prompt, output in SENT_AGAIN
+    )
+    log, out = str(write(tmp_path / "log.jsonl", *records)), tmp_path / "drift.parquet"
+    turns = tk.read_turns(log)
+    links = tk.link(turns, policy)
+    labels = tk.analysis.label_branches(turns, links).to_pylist()
+    labels = {line["turn_index"]: line["label"] for line in labels}
+    again = {
+        line["turn_index"]: labels[line["turn_index"]]
+        for line in tk.classify_drift(turns, links).to_pylist()
+        if line["cause"] == "truncated"
+        and labels.get(line["turn_index"]) in ("retry", "rollback")
+    }
+    assert again
+    printed = {}
+    for command in ("drift", "tree", "why"):
+        argv = [command, log, "--policy", policy]
+        assert cli.main(argv + ["-o", str(out)] * (command == "drift")) == cli.DONE
+        printed[command] = capsys.readouterr().out
+    stored = {
+        line["turn_index"]: line["cause"] for line in pl.read_parquet(out).to_dicts()
+    }
+    tree = {
+        line.split(":")[0].split()[-1]: line for line in printed["tree"].splitlines()
+    }
+    for turn, label in again.items():
+        assert stored[turn] == label
+        assert f" {label} " in printed["drift"]
+        assert f", {label}" in tree[str(turn)]
+        assert "drift" not in tree[str(turn)]
+        opens = f"opens at turn {turn}: "
+        if opens in printed["why"]:
+            assert f"{opens}it is a {label}: " in printed["why"]
+
+
+@pytest.mark.parametrize("command", ["show", "why"])
+def test_arrays_of_a_trainer_are_rows(tmp_path, capsys, command):
+    path = tmp_path / "batch.npz"
+    ids, mask = np.array([[1, 2, 3]]), np.array([[0, 0, 1]])
+    np.savez(path, input_ids=ids, loss_mask=mask)
+    assert cli.main([command, str(path)]) == cli.DONE
+    assert "1 t" in capsys.readouterr().out
+    path.write_bytes(b"no archive")
+    assert cli.main([command, str(path)]) == cli.BAD_FILE
+    assert f"{path}: not a readable .npz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", ["show", "why", "tree", "drift", "simulate", "view"]
+)
+def test_a_missing_file_is_not_called_damaged(tmp_path, capsys, command):
+    path = tmp_path / "absent.parquet"
+    assert cli.main([command, str(path)]) == cli.BAD_FILE
+    assert f"{path}: No such file" in capsys.readouterr().err

@@ -89,8 +89,8 @@ PYTHON = (
         ),
         (
             "a retry is drift",
-            'cause != "truncated" or labels.get((name, turn)) not in _SENT_AGAIN',
-            "True",
+            "labels.get((name, turn), causes[k])",
+            "causes[k]",
         ),
     ),
     _place(
@@ -1167,8 +1167,8 @@ PYTHON = (
         "tests/cli/test_cli.py tests/cli/test_files.py",
         (
             "a finding has the tokens before it",
-            'path_tokens=pl.col("path_stop") - pl.col("path_start"),',
-            'path_tokens=pl.col("path_stop"),',
+            'path_tokens=(pl.col("path_stop") - pl.col("path_start")).sum(),',
+            'path_tokens=pl.col("path_stop").sum(),',
         ),
         (
             "check ends with 0 where rows are wrong",
@@ -1184,7 +1184,6 @@ PYTHON = (
             "sorted(names, key=draw.__getitem__)[:sample]",
             "names[:sample]",
         ),
-        ("a word is a pattern", "word.lower(), literal=True", "word.lower()"),
     ),
     _place(
         "trajkit/view/pages.py",

@@ -138,14 +138,8 @@ def test_a_session_is_made_for_its_request(turns):
         assert b'"label":"strict"' in gzip.decompress(content)
 
 
-def found(server, word):
-    path = f"{urlsplit(server.url).path}api/search?word={quote_plus(word)}"
-    status, content = ask(server, path)
-    assert status == 200
-    return json.loads(gzip.decompress(content))
-
-
-def test_the_server_finds_words_of_messages(tmp_path):
+@pytest.mark.browser
+def test_the_served_page_finds_what_a_reader_sees(tab, tmp_path):
     path = tmp_path / "turns.jsonl"
     ask_ = {"role": "user", "content": "Wie spät ist es?"}
     reply = {"role": "assistant", "content": "Noon."}
@@ -154,11 +148,12 @@ def test_the_server_finds_words_of_messages(tmp_path):
         {**CALLS[0], "session_id": "b"},
     ]
     path.write_text("".join(json.dumps(call) + "\n" for call in calls))
-    with serving(path) as server:
-        assert found(server, "SPÄT") == found(server, "noon") == ["a"]
-        assert found(server, "midnight") == found(server, ".*") == []
-    with serving(path, text=False) as server:
-        assert found(server, "noon") == []
+    found = {"spät": ["a"], "noon": ["a"], "midnight": [], ".*": [], "content": []}
+    for text in (True, False):
+        with serving(path, text=text) as server:
+            for word, names in found.items():
+                tab.open(f"{server.url}#f={quote_plus(word)}")
+                assert tab.texts("#side .line bdi") == (names if text else [])
 
 
 def test_follow_needs_the_server(turns, tmp_path):

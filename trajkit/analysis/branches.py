@@ -9,11 +9,13 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.analysis.drift import classify_drift, codes, turn_lines
+from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.analysis.words import count
 from trajkit.rows.linearize import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
+from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike
-from trajkit.tables.columns import tuples
+from trajkit.tables.columns import tuples, with_column
 from trajkit.tables.ragged import Records
 from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
@@ -23,9 +25,11 @@ from trajkit.turns.sessions import Sessions
 OPENING_TOKENS = 32
 """Leading tokens that the prompts of one agent have in common."""
 
-_SENT_AGAIN = ("retry", "rollback")
+SENT_AGAIN = ("retry", "rollback")
+"""Labels of prompts that end on an earlier path."""
+
 _LABEL = ("session_id", "turn_index", "label")
-_DRIFT = ("session_id", "turn_index", "size", "cause")
+_CAUSE = ("session_id", "turn_index", "cause")
 
 
 @stage
@@ -65,20 +69,33 @@ def label_branches(turns: TableLike, links: Source) -> pa.Table:
 label_branches_batches = label_branches.batches
 
 
-def drifted(turns: pa.Table, links: pa.Table) -> pa.Table:
-    """The lines of `trajkit.classify_drift` of the prompts that drift.
+def named_drift(
+    turns: pa.Table, links: pa.Table, tokenizer: Tokenizer | None = None
+) -> pa.Table:
+    """`trajkit.classify_drift`, with the label of a prompt that is sent again as its cause.
 
-    One that is sent again, in a retry or a rollback, ends on the path of its parent and
-    differs from nothing.
+    Such a prompt, a retry or a rollback, ends on the path of its parent: it is no drift.
     """
-    drift, branches = classify_drift(turns, links), label_branches(turns, links)
-    labels = {(name, turn): label for name, turn, label in tuples(branches, *_LABEL)}
-    drifts = [
-        size > 0
-        and (cause != "truncated" or labels.get((name, turn)) not in _SENT_AGAIN)
-        for name, turn, size, cause in tuples(drift, *_DRIFT)
-    ]
-    return drift.filter(pa.array(drifts, pa.bool_()))
+    drift = plain = classify_drift(turns, links)
+    if tokenizer is not None:
+        drift = classify_drift(turns, links, tokenizer=tokenizer)
+    labels = {
+        (name, turn): label
+        for name, turn, label in tuples(label_branches(turns, links), *_LABEL)
+        if label in SENT_AGAIN
+    }
+    causes = drift["cause"].to_pylist()
+    for k, (name, turn, cause) in enumerate(tuples(plain, *_CAUSE)):
+        if cause == "truncated":
+            causes[k] = labels.get((name, turn), causes[k])
+    return with_column(drift, "cause", pa.array(causes).dictionary_encode())
+
+
+def drifted(turns: pa.Table, links: pa.Table) -> pa.Table:
+    """The lines of `named_drift` of prompts that drift."""
+    drift = named_drift(turns, links)
+    clean = pa.array(["clean", *SENT_AGAIN])
+    return drift.filter(pc.invert(pc.is_in(drift["cause"].cast(pa.string()), clean)))
 
 
 def _branches(calls: Sessions, links: Records) -> Iterator[tuple[Any, ...]]:

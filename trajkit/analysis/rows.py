@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.analysis.branches import label_branches
-from trajkit.analysis.drift import classify_drift
+from trajkit.analysis.branches import SENT_AGAIN, drifted, label_branches, named_drift
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.analysis.words import LOSS_GROUPS, count
@@ -266,7 +265,8 @@ class _Check:
             turn, of = int(calls.turn_index[call]), count(len(self.outputs[call]))
             name = calls.ids[int(calls.session[call])].as_py()
             place = {"session_id": name, "turn_index": turn, "tokens": n}
-            kind, words = "in_no_row", f"{n} of {of} of turn {turn} are in no row"
+            verb = "is" if n == 1 else "are"
+            kind, words = "in_no_row", f"{n} of {of} of turn {turn} {verb} in no row"
             if row[k] >= 0:
                 kind, words = "masked_out", f"does not train {n} of {of} of turn {turn}"
                 place |= {"row": int(row[k]), "token": int(token[k])}
@@ -382,18 +382,27 @@ def _reasons_of_turns(
     known = dict(zip(keys, tuples(links, "parent", "link_reason"), strict=True))
     outputs = pc.list_value_length(table["output_ids"]).to_pylist()
     n_outputs = dict(zip(keys, outputs, strict=True))
-    found = classify_drift(table, links, tokenizer=tokenizer).to_pylist()
+    found = named_drift(table, links, tokenizer).to_pylist()
     drift = {(line["session_id"], line["turn_index"]): line for line in found}
+    columns = "session_id", "turn_index", "label", "evidence"
+    labelled = tuples(label_branches(table, links), *columns)
+    branches = {(name, turn): words for name, turn, *words in labelled}
     seen: set[tuple[str, int]] = set()
     rows = linearize(table, policy)
-    columns = tuples(rows, "session_id", "row_index", "turns", "spans")
-    for name, index, turns, spans in columns:
+    made = tuples(rows, "session_id", "row_index", "turns", "spans")
+    for name, index, turns, spans in made:
         # the first turn that no earlier row of the session has, or the last
         turn = next((one for one in turns if (name, one) not in seen), turns[-1])
         seen.update((name, one) for one in turns)
         parent, kind = known[name, turn]
+        label, evidence = branches.get((name, turn), ("", ""))
         if parent is None and turn == firsts[name]:
             opened_by, reason = "no_parent", "it is the session's first turn"
+        elif label in SENT_AGAIN and (
+            parent is None or drift[name, turn]["cause"] == label
+        ):
+            opened_by = "no_parent" if parent is None else "branch"
+            reason = f"it is a {label}: {evidence}"
         elif parent is None:
             words = _NO_PARENT.get(kind, f"it has no parent ({kind})")
             opened_by, reason = "no_parent", words
@@ -478,11 +487,8 @@ def _texts(table: pa.Table, links: pa.Table) -> dict[int, str]:
     if "started_by_turn" in table.column_names:
         for turn, starter in tuples(table, "turn_index", "started_by_turn"):
             texts[turn] += f", started by turn {starter}" * (starter is not None)
-    drift = "turn_index", "size", "lcp", "cause", "tokens_after_drift"
-    for turn, size, lcp, cause, after in tuples(classify_drift(table, links), *drift):
-        if size:
-            texts[turn] += (
-                f", drift at token {lcp:,} ({cause.replace('_', ' ')}, {after:,} sampled "
-                "tokens after it)"
-            )
+    drift = "turn_index", "lcp", "cause", "tokens_after_drift"
+    for turn, lcp, cause, after in tuples(drifted(table, links), *drift):
+        words = f"{cause.replace('_', ' ')}, {count(after, 'sampled token')} after it"
+        texts[turn] += f", drift at token {lcp:,} ({words})"
     return texts

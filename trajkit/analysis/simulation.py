@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import chosen_int
-from trajkit.analysis.drift import classify_drift
+from trajkit.analysis.branches import drifted
 from trajkit.errors import ArgumentError, LeftOutWarning, MissingBodyError, SchemaError
 from trajkit.packs.balancing import pack_pairs
 from trajkit.packs.packing import pack
@@ -234,8 +234,8 @@ def metrics(
             f"the report counts {n['turns']:,} turns, and the table has "
             f"{table.num_rows:,}: pass the report of these turns"
         )
-    drift = classify_drift(table, link(table, policy))
-    drifts = drift.filter(pc.greater(drift["size"], 0))
+    links = link(table, policy)
+    drifts, n_linked = drifted(table, links), len(links) - links["parent"].null_count
     causes = Counter(drifts["cause"].to_pylist())
     rewards, outputs = counted["reward"], pa.array(calls.calls["out_len"])
     several = counted.select(["group_id", "reward"]).drop_null().group_by("group_id")
@@ -257,7 +257,7 @@ def metrics(
         "rows/count": n["rows"],
         "rows/per_session": _ratio(n["rows"], n_sessions),
         "drift/turns": drifts.num_rows,
-        "drift/turn_share": _ratio(drifts.num_rows, drift.num_rows),
+        "drift/turn_share": _ratio(drifts.num_rows, n_linked),
         "drift/tokens_at_stake": pc.sum(drifts["tokens_after_drift"]).as_py() or 0,
         **{f"drift/{cause}_turns": causes[cause] for cause in CAUSES[1:]},
         "reward/mean": pc.mean(rewards).as_py(),

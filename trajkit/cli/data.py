@@ -12,28 +12,30 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import polars as pl
+import polars.selectors as cs
 import pyarrow as pa
 from cyclopts import Parameter
 
 import trajkit as tk
 from trajkit import errors
+from trajkit.analysis.branches import SENT_AGAIN, named_drift
 from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
 from trajkit.analysis.tokenizer import Codec
 from trajkit.analysis.words import COUNT_WORDS, LOSS_GROUPS, LOSS_WORDS, count
 from trajkit.cli import BAD_DATA, DONE
 from trajkit.cli import options as opt
 from trajkit.cli.screen import Progress, share, text_table, visible
-from trajkit.cli.view import marked
+from trajkit.cli.view import any_rows, marked
 from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
 from trajkit.files.jsonl import row_placed
 from trajkit.files.run import Watch, facts_digest
 from trajkit.files.sources import SessionPrefix
-from trajkit.files.tables import iter_tables, log_files, read_any_rows, write_table
+from trajkit.files.tables import iter_tables, log_files, write_table
 from trajkit.importers import FORMATS, TARGETS
 from trajkit.importers.containers import SUFFIXES
 from trajkit.policies import ALIASES
-from trajkit.schema import LOSSES
+from trajkit.schema import FINDINGS, LOSSES
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
 from trajkit.verification.row_forms import plain_rows
@@ -105,7 +107,7 @@ def import_(
             contradicted=contradicted,
             nonfinite_logprobs=nonfinite_logprobs,
             session_prefix=session_prefix,
-            watch=Watch(lambda index, done: bar.begin(index.n_turns), bar.advance),
+            watch=Watch(lambda index, done: bar.begin(index.n_turns), bar.count),
         )
     if report is not None:
         write_table(table, report)
@@ -339,6 +341,8 @@ def export(
     opt.print_result(written, f"{path}: {len(table)} rows for {to}", json)
 
 
+_TURN = ("session_id", "turn_index")
+
 # columns of a table, and lines about keys that no field reads
 _WIDTH, _MOST_KEYS = 100, 10
 
@@ -471,26 +475,23 @@ def drift(
     each cause is shown. --out gets a line per turn.
     """
     chosen, loaded = opt.one_policy(policy), opt.chosen_tokenizer(tokenizer, source)
-    sums: Counter[str] = Counter()
-    groups, causes = list[pl.DataFrame](), list[pl.DataFrame]()
-    examples: dict[str, dict[str, Any]] = {}
+    sums, groups, causes = Counter[str](), list[pl.DataFrame](), list[pl.DataFrame]()
 
     def stage(turns: pa.Table) -> dict[str, pa.Table]:
         links = tk.link(turns, chosen)
-        table = tk.classify_drift(turns, links, tokenizer=loaded)
+        table = named_drift(turns, links, loaded)
+        lines = _summable(table)
         if loaded is not None:
-            found = tk.analysis.explain_drift(turns, links, loaded)
-            causes.append(_by_cause(found))
-            for one in found.to_pylist():
-                examples.setdefault(one["cause"], one)
-        lines = pl.DataFrame(table).select(
-            pl.col("region", "cause").cast(pl.String),
-            turns=pl.lit(1),
-            tokens_beyond=pl.col("size").cast(pl.Int64),
-            tokens_after_drift=pl.col("tokens_after_drift").cast(pl.Int64),
+            found = _summable(tk.analysis.explain_drift(turns, links, loaded))
+            drifts = lines.filter(~pl.col("cause").is_in(SENT_AGAIN))
+            causes.append(_by_cause(found.join(drifts, _TURN, "semi")))
+        counts = lines.group_by("region", "cause").agg(
+            turns=pl.len(),
+            tokens_beyond=pl.col("size").sum(),
+            tokens_after_drift=pl.col("tokens_after_drift").sum(),
         )
         # last, because a session that was refused would be counted twice
-        groups.append(_summed([lines], "region", "cause"))
+        groups.append(counts)
         sums.update(
             sessions=len(turns["session_id"].unique()),
             turns=turns.num_rows,
@@ -501,9 +502,10 @@ def drift(
         return {"drift": table}
 
     totals = job.run("drift", source, stage, {"drift": out} if out else {})
-    by = _summed(groups, "region", "cause").sort(
-        "tokens_after_drift", "turns", descending=True, maintain_order=True
-    )
+    keys = ["region", "cause"]
+    by = pl.concat(groups).group_by(keys).sum()
+    order = ["tokens_after_drift", "turns", *keys]
+    by = by.sort(order, descending=[True, True, False, False])
     head = ("region", "cause", "turns", "tokens beyond", "tokens at stake")
     text = (
         f"sessions {sums['sessions']:,}; {sums['turns_compared']:,} of {sums['turns']:,} "
@@ -513,7 +515,10 @@ def drift(
     )
     facts = {"policy": asdict(chosen), **sums, "groups": by.to_dicts()}
     if loaded is not None:
-        found = _summed(causes, "cause").sort(
+        several = pl.concat(causes).group_by("cause", maintain_order=True)
+        found = several.agg(cs.integer().sum(), pl.col("example").first())
+        examples = dict(found.select("cause", "example").rows())
+        found = found.drop("example").sort(
             "findings", "cause", descending=[True, False]
         )
         facts |= {"causes": found.to_dicts(), "examples": examples}
@@ -527,19 +532,22 @@ def drift(
     job.print(totals, facts, text)
 
 
-def _summed(parts: list[pl.DataFrame], *keys: str) -> pl.DataFrame:
-    return pl.concat(parts).group_by(keys, maintain_order=True).sum()
-
-
-def _by_cause(findings: pa.Table) -> pl.DataFrame:
-    lines = pl.DataFrame(findings).select(
-        pl.col("cause").cast(pl.String),
-        findings=pl.lit(1),
-        turns=pl.struct("session_id", "turn_index", "cause").is_first_distinct(),
-        path_tokens=pl.col("path_stop") - pl.col("path_start"),
-        prompt_tokens=pl.col("prompt_stop") - pl.col("prompt_start"),
+def _summable(table: pa.Table) -> pl.DataFrame:
+    """A table without categories, whose integers are wide enough for sums."""
+    return pl.DataFrame(table).cast(
+        {cs.integer(): pl.Int64, cs.categorical(): pl.String}
     )
-    return _summed([lines.with_columns(pl.exclude("cause").cast(pl.Int64))], "cause")
+
+
+def _by_cause(findings: pl.DataFrame) -> pl.DataFrame:
+    """Counts of findings, and the first one, by cause."""
+    return findings.group_by("cause", maintain_order=True).agg(
+        findings=pl.len(),
+        turns=pl.struct(_TURN).n_unique(),
+        path_tokens=(pl.col("path_stop") - pl.col("path_start")).sum(),
+        prompt_tokens=(pl.col("prompt_stop") - pl.col("prompt_start")).sum(),
+        example=pl.struct(*FINDINGS.names).first(),
+    )
 
 
 RIGHT = ("trains", "session_without_rows")
@@ -594,20 +602,6 @@ def check(
     )
     opt.print_result({"wrong": wrong, "lines": lines}, text, json)
     return BAD_DATA if wrong else DONE
-
-
-def any_rows(path: str) -> object:
-    """The rows of a file, as its format has them."""
-    name = path.lower()
-    if name.endswith(".npz"):
-        with np.load(path) as arrays:
-            return dict(arrays)
-    if name.endswith((".pt", ".pkl", ".pickle")):
-        from trajkit.files.pickles import load
-
-        value: Any = load(Path(path))
-        return value.get("samples", value) if isinstance(value, dict) else value
-    return read_any_rows(path)
 
 
 def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) -> str:

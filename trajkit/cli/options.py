@@ -45,7 +45,7 @@ from trajkit.files.tables import Log, SessionIndex, sessions_below
 from trajkit.importers.formats import ChatTokenizer
 from trajkit.importers.reader import advised
 from trajkit.policies import ALIASES, NAMED_CHOICES, PRESETS, RULES, rule_of
-from trajkit.tables.columns import take_session
+from trajkit.tables.columns import take_session, tuples
 from trajkit.turns.validation import reject_turns
 
 # transformers would advise to install PyTorch, which is not needed here
@@ -141,30 +141,38 @@ class Reading:
         table = pa.concat_tables([*self.pieces(source)], promote_options="default")
         return table if session is None else take_session(table, session)
 
-    def pieces(self, source: Paths, *, empty: bool = False) -> Iterator[pa.Table]:
-        """`turns` in tables of complete sessions. With ``empty``, there may be no call."""
+    def pieces(
+        self, source: Paths, left_out: list[str] | None = None, *, empty: bool = False
+    ) -> Iterator[pa.Table]:
+        """`turns` in tables of complete sessions; ``left_out`` gets the ids of the others.
+
+        With ``empty``, there may be no call.
+        """
         prefix, nonfinite = self.session_prefix, self.nonfinite_logprobs
         log = Log(source, None, nonfinite, reject=True, session_prefix=prefix)
         index = log.index()
         if not index.n_turns and not empty:
             raise nothing(source)
-        n_good, rejected = 0, list[dict[str, str]]()
+        n_good, rejected = 0, dict[str, str]()
         with Progress("read", "turns") as bar:
             bar.begin(index.n_turns)
             for piece in log.pieces(index):
                 good, bad = reject_turns(piece.turns, nonfinite, bodies=True)
-                rejected += [*piece.rejected.to_pylist(), *bad.to_pylist()]
+                for table in (piece.rejected, bad):
+                    rejected.update(tuples(table, "session_id", "reason"))
                 n_good += good.num_rows
-                bar.advance(piece.n_turns)
+                bar.count(piece.n_turns)
                 yield good
-        for k, one in enumerate(rejected):
-            reason = InvalidTurnsError(one["reason"])
+        for k, (name, text) in enumerate(rejected.items()):
+            reason = InvalidTurnsError(text)
             # the files are searched for the lines of the first few
             reason = log.placed(reason) if k < 10 else reason
             if not n_good:
                 raise reason
-            words = f"session {one['session_id']!r} is left out: {reason}"
+            words = f"session {name!r} is left out: {reason}"
             warnings.warn(words, LeftOutWarning, stacklevel=2)
+        if left_out is not None:
+            left_out += rejected
 
 
 READING = Reading()
@@ -208,7 +216,7 @@ class Job(Reading):
                 rejected=self.rejected,
                 nonfinite_logprobs=self.nonfinite_logprobs,
                 session_prefix=self.session_prefix,
-                watch=Watch(begins, bar.advance),
+                watch=Watch(begins, bar.count),
                 **more,
             )
 
@@ -360,6 +368,10 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                 # an import fetches its own, because it takes other files of a directory
                 if mark.kind != "records":
                     paths = [*map(str, stack.enter_context(local_files(paths)))]
+                # a missing file is no damaged one; of tokenizers, their reader says more
+                if mark.kind not in ("records", "tokenizer"):
+                    for path in paths_of(paths) or []:
+                        path.stat()
                 of_turns = mark.kind in ("turns", "sessions")
                 logs += paths if mark.kind == "turns" else []
                 other = inputs_of(paths, None, mark.suffixes)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Console
@@ -84,7 +84,7 @@ class Screen:
                 lead = " " * len(lead)
 
 
-class Progress:
+class Progress(Bar):
     """A bar on stderr, if that is a terminal; it is erased at the end.
 
     ``unit`` names what is counted, in the plural. Without a count, the bar only moves.
@@ -93,7 +93,7 @@ class Progress:
     def __init__(self, label: str, unit: str = "") -> None:
         done = TextColumn(f"{{task.completed:,.0f}} {unit}")
         counted = (TaskProgressColumn(), done, TimeRemainingColumn(compact=True))
-        self._bar = Bar(
+        super().__init__(
             TextColumn(label),
             BarColumn(),
             *(counted if unit else ()),
@@ -103,19 +103,12 @@ class Progress:
             redirect_stderr=False,
             disable=not sys.stderr.isatty(),
         )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._only = self.add_task("", total=None)
 
     def begin(self, total: int, done: int = 0) -> None:
         """Start to count to ``total``; ``done`` were counted in an earlier run."""
-        self._bar.reset(self._task, total=total, completed=done)
+        self.reset(self._only, total=total, completed=done)
 
-    def advance(self, n: int) -> None:
+    def count(self, n: int) -> None:
         """Count ``n`` more as done."""
-        self._bar.advance(self._task, n)
+        self.advance(self._only, n)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 import pyarrow as pa
@@ -18,18 +19,15 @@ from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.analysis.words import count
 from trajkit.cli import options as opt
 from trajkit.cli.screen import Fragment, Progress, Screen, visible
-from trajkit.errors import ArgumentError
+from trajkit.errors import ArgumentError, FormatError
 from trajkit.files.arrow import table_kind
 from trajkit.files.formats import format_of, paths_in, replacing
-from trajkit.files.sources import Paths, paths_of
+from trajkit.files.sources import paths_of
 from trajkit.files.tables import iter_tables, log_files, read_any_rows
 from trajkit.schema import EMPTY_KINDS, SESSIONS
 from trajkit.tables.columns import take_session, tuples
 from trajkit.turns.sessions import Sessions
 from trajkit.verification import row_forms
-
-# tokens of an example of drift: at both ends of the span, and around it
-_MAX_TOKENS, _AROUND = 12, 3
 
 
 def show(
@@ -63,10 +61,7 @@ def show(
     loaded = opt.chosen_tokenizer(tokenizer, source)
     codec = None if loaded is None else Codec(loaded)
     shown = _View(Screen(), codec, None if unfold else context)
-    if is_rows(source):
-        rows = read_any_rows(source)
-        if not {"input_ids", "loss_mask"} <= {*rows.column_names}:
-            rows = row_forms.plain_rows(rows).drop_columns("padding")
+    if (rows := rows_in(source)) is not None:
         if session is not None:
             rows = take_session(rows, session, "rows")
         shown.rows(rows, row)
@@ -88,14 +83,44 @@ def show(
             shown.screen.print()
 
 
-def is_rows(source: Paths) -> bool:
-    """Whether the first file has rows and not turns."""
+def rows_in(source: list[str]) -> pa.Table | None:
+    """The rows of a file, or of a directory; None if it has turns.
+
+    Those of a trainer get the names of ours.
+    """
     first = (paths_of(source) or [])[0]
     if first.is_dir():
         kinds = {table_kind(file, format_of(file)) for file in paths_in(first)}
-        return "rows" in kinds and not kinds & {"turns", None}
-    table = next(iter_tables(first, batch_rows=1), None)
-    return table is not None and row_forms.is_rows(table.column_names)
+        found = "rows" in kinds and not kinds & {"turns", None}
+    elif not (found := first.suffix.lower() in _ARRAYS):
+        table = next(iter_tables(first, batch_rows=1), None)
+        found = table is not None and row_forms.is_rows(table.column_names)
+    if not found:
+        return None
+    rows, own = any_rows(source[0]), {"input_ids", "loss_mask"}
+    if isinstance(rows, pa.Table) and own <= {*rows.column_names}:
+        return rows
+    return row_forms.plain_rows(rows).drop_columns("padding")
+
+
+_ARRAYS = (".npz", ".pt", ".pkl", ".pickle")
+
+
+def any_rows(path: str) -> object:
+    """The rows of a file, as its format has them."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in _ARRAYS:
+        return read_any_rows(path)
+    if suffix == ".npz":
+        try:
+            with np.load(path) as arrays:
+                return dict(arrays)
+        except (EOFError, ValueError, TypeError, BadZipFile) as error:
+            raise FormatError(f"{path}: not a readable .npz: {error}") from error
+    from trajkit.files.pickles import load
+
+    value: Any = load(Path(path))
+    return value.get("samples", value) if isinstance(value, dict) else value
 
 
 def _each_session(turns: pa.Table) -> Iterator[pa.Table]:
@@ -211,18 +236,12 @@ def _parts(
 
 def marked(codec: Codec, ids: Ids, start: int, stop: int) -> str:
     """Tokens ``start:stop`` in brackets, with some before and after, one by one."""
-
-    def texts(ids: Ids) -> list[str]:
-        return [visible(codec.exact(ids[k : k + 1])) for k in range(len(ids))]
-
-    inside = ids[start:stop]
-    shown = texts(inside[:_MAX_TOKENS])
-    if len(inside) > 2 * _MAX_TOKENS:
-        shown.append(f"... {count(len(inside) - 2 * _MAX_TOKENS)} ...")
-    shown += texts(inside[_MAX_TOKENS:][-_MAX_TOKENS:])
-    before = texts(ids[max(start - _AROUND, 0) : start])
-    after = texts(ids[stop : stop + _AROUND])
-    return "·".join([*before, f"[{'|'.join(shown)}]", *after])
+    around = [ids[max(start - 3, 0) : start], ids[start:stop], ids[stop : stop + 3]]
+    before, inside, after = (
+        [visible(codec.exact(run[k : k + 1])) for k in range(len(run))]
+        for run in around
+    )
+    return "·".join([*before, f"[{'|'.join(inside)}]", *after])
 
 
 def why(
@@ -241,8 +260,7 @@ def why(
     that turn leaves the path of its parent, and what the row trains and loses. Of rows,
     without their turns: where each leaves an earlier row.
     """
-    if is_rows(source):
-        table = read_any_rows(source)
+    if (table := rows_in(source)) is not None:
         if "spans" in table.column_names:
             table = tk.read_rows(source)
         if session is not None:
@@ -414,9 +432,11 @@ class Run:
         """The turns of the chosen sessions, and the table of these sessions."""
         from trajkit.view.tables import selected
 
-        pieces = self.reading.pieces(self.source, empty=self.follow)
+        left_out = list[str]()
+        pieces = self.reading.pieces(self.source, left_out, empty=self.follow)
         batches = (batch for piece in pieces for batch in piece.to_batches())
-        turns, self.n_sessions = selected(batches, **self.choice)
+        turns, n_good = selected(batches, **self.choice)
+        self.n_sessions = n_good + len(left_out)
         prefix = self.reading.session_prefix
         known = opt.known_sessions(self.sessions, self.source, prefix)
         if known is None:

@@ -566,10 +566,11 @@ resync_path, resync_prompt, resync_length int32? (not_negative): where path and 
     again: path[resync_path:][:resync_length] == prompt[resync_prompt:][:resync_length].
     null: nowhere
 tokens_after_drift int32 (not_negative): sampled tokens of the path at or beyond lcp
-cause name? (causes)
+cause name? (causes): CAUSES, with a tokenizer TEXT_CAUSES. `trajkit drift`: retry or
+    rollback, where a prompt is sent again
 """,
     regions=one_of(REGIONS),
-    causes=one_of((*CAUSES, *TEXT_CAUSES)),
+    causes=one_of((*CAUSES, *TEXT_CAUSES, "retry", "rollback")),
 )
 """One row per turn with a parent: how its prompt departs from the parent's path."""
 

@@ -25,7 +25,7 @@ from trajkit.policies import Policy
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.columns import take_session
 from trajkit.turns.records import as_turns
-from trajkit.view.tables import ViewTables, find_violations, packed
+from trajkit.view.tables import ViewTables, find_violations, messages_of, packed
 
 _NAMES = "dom data policies drift forest tokens conversation compare run app"
 SCRIPTS = ["vendor/flechette.min.js", *(f"{name}.js" for name in _NAMES.split())]
@@ -202,12 +202,12 @@ class LiveRun:
                     return packed({**index, **live, "version": self._loaded})
                 case "vocabulary":
                     return packed(self._of_run(policies).vocabulary())
-                case "search":
-                    tables = self._of_run(tuple(self.policies))
-                    return packed(tables.search(query["word"][0]))
-                case "session":
+                case "messages" | "session":
                     turns = take_session(self._turns, query["id"][0])
-                    return self._tables(policies, turns).chunk(query["id"][0])
+                    if name == "session":
+                        return self._tables(policies, turns).chunk(query["id"][0])
+                    text = self.options.get("text", True)
+                    return packed(messages_of(turns, text)["messages"])
         raise KeyError(name)
 
     def _refresh(self, version: str) -> None:

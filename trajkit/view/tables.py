@@ -33,7 +33,6 @@ from trajkit.tables import lazy_compute as pc
 from trajkit.tables.columns import take_session, tuples
 from trajkit.tables.stages import whole_sessions
 from trajkit.turns.delta import compact
-from trajkit.turns.session_metadata import session_facts
 from trajkit.verification.run import verify
 
 # columns of turns that go into a chunk as they are, and those that the page shows as text
@@ -165,37 +164,33 @@ class ViewTables:
         """The list of sessions. Lists per policy are in the policies' order."""
         n_output = pl.col("output_ids").list.len()
         n_path = pl.col("shared_length") + pl.col("suffix_ids").list.len() + n_output
-        names = ["session_id", "shared_length", "suffix_ids", "output_ids"]
-        ids = pa.array(self.session_ids, pa.string())
-        facts = pl.DataFrame(session_facts(None, self.sessions).of(ids))
-        drift = self._table("drift", 0).group_by("session_id")
+        logprob = pl.col("output_logprobs").explode().cast(pl.Float64).mean()
+        names = "session_id shared_length suffix_ids output_ids output_logprobs".split()
         reports = [self._table("report", k) for k in range(len(self.policies))]
-        lines = (
-            pl.DataFrame(self.turns.select([*names, "output_logprobs"]))
-            .group_by(id="session_id", maintain_order=True)
-            .agg(
-                turns=pl.len(),
-                sampled=n_output.sum(),
-                context=n_path.max(),
-                logprob=pl.col("output_logprobs").explode().cast(pl.Float64).mean(),
-            )
-            .join(
-                drift.agg(drifts=pl.len(), at_stake=pl.col("tokens_after_drift").sum()),
-                left_on="id",
-                right_on="session_id",
-                how="left",
-                maintain_order="left",
-            )
+        drifts, found = Counter(self._table("drift", 0)["session_id"]), self.violations
+        of_turns = (
+            pl.DataFrame(self.turns.select(names))
+            .group_by("session_id", maintain_order=True)
+            .agg(context=n_path.max(), logprob=logprob)
         )
-        if self.violations is not None:
-            found = [len(self.violations.get(name, ())) for name in self.session_ids]
-            lines = lines.with_columns(pl.Series("violations", found))
-        return lines.with_columns(
-            pl.when(pl.col("logprob").is_finite()).then("logprob"),
-            pl.col("drifts", "at_stake").fill_null(0),
-            facts["reward"],
-            facts["error"],
-            group=facts["group_id"],
+        return reports[0].select(
+            "turns",
+            "reward",
+            "error",
+            id="session_id",
+            group="group_id",
+            sampled="tokens_sampled",
+            context=of_turns["context"],
+            logprob=pl.when(of_turns["logprob"].is_finite()).then(of_turns["logprob"]),
+            drifts=pl.Series(
+                [drifts[name] for name in self.session_ids], dtype=pl.Int64
+            ),
+            violations=pl.Series(
+                [
+                    None if found is None else len(found.get(name, ()))
+                    for name in self.session_ids
+                ]
+            ),
             trained=pl.concat_list([one["tokens_trained"] for one in reports]),
             rows=pl.concat_list([one["rows"] for one in reports]),
         )
@@ -232,7 +227,7 @@ class ViewTables:
                 self._lists(of_links, k, session_id) for k in range(len(self._links))
             ],
             "turns": turns.select(shown).to_pydict(),
-            **_messages(turns, self.text),
+            **messages_of(turns, self.text),
             "violations": found,
         }
         # times are texts
@@ -244,16 +239,6 @@ class ViewTables:
             writer.write_table(table)
         content = struct.pack("<I", len(head)) + head + sink.getvalue().to_pybytes()
         return gzip.compress(content, mtime=0)
-
-    def search(self, word: str) -> list[str]:
-        """The sessions one of whose messages contains a word, in either case."""
-        if not self.text:
-            return []
-        names = ["session_id", "suffix_messages", "response"]
-        turns = pl.DataFrame(self.turns.select(names)).explode("suffix_messages")
-        texts = pl.col(names[1:]).struct.field("body").str.to_lowercase()
-        hits = pl.any_horizontal(texts.str.contains(word.lower(), literal=True))
-        return turns.filter(hits)["session_id"].unique(maintain_order=True).to_list()
 
     def vocabulary(self) -> dict[str, Any] | None:
         """The text of every token that occurs; None without a tokenizer or text."""
@@ -314,19 +299,18 @@ def find_violations(
         k = numbers.get((line["session_id"], line["row_index"]))
         shown: dict[str, Any] = {"ids": None}
         if k is not None and len(own) < _N_VIOLATIONS:
-            ids, mask = rows["input_ids"][k].values, rows["loss_mask"][k].values
-            token = line["token"] or 0
-            start, stop = max(token - _AROUND, 0), min(token + _AROUND + 1, len(ids))
+            ids, mask = (rows[name][k].values for name in ("input_ids", "loss_mask"))
             # a mask may cover the response only
-            shift = len(ids) - len(mask)
-            bits = mask[max(start - shift, 0) : max(stop - shift, 0)].to_pylist()
-            bits = [False] * (stop - start - len(bits)) + [*map(bool, bits)]
-            shown = {"start": start, "ids": ids[start:stop].to_pylist(), "mask": bits}
+            bits = np.pad(np.array(mask, np.bool_), (len(ids) - len(mask), 0))
+            first = max((line["token"] or 0) - _AROUND, 0)
+            around = slice(first, first + 2 * _AROUND + 1)
+            shown = {"start": first, "ids": ids[around].to_pylist()}
+            shown["mask"] = bits[around].tolist()
         own.append(line | shown)
     return found
 
 
-def _messages(turns: pa.Table, text: bool) -> dict[str, list[Any]]:
+def messages_of(turns: pa.Table, text: bool) -> dict[str, list[Any]]:
     """The distinct messages of a session, and the numbers of those of each turn.
 
     A message is its role and its JSON, which is null if unknown or not wanted.

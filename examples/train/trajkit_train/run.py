@@ -57,7 +57,7 @@ def run_train(
 
         def ended(futures: list[Future[T]]) -> list[T]:
             for future in futures:
-                future.add_done_callback(lambda _: progress.advance(1))
+                future.add_done_callback(lambda _: progress.count(1))
             return [future.result() for future in futures]
 
         progress.begin(len(seeds) + len(runs))

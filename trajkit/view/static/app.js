@@ -95,11 +95,10 @@
   const fail = (error) => TK.replace(status, `This page failed: ${error.message}`);
 
   const sessionNumber = () => app.index.sessions.id.indexOf(app.state.s);
-  TK.policyNumber = () =>
-    Math.max(
-      0,
-      app.index.policies.findIndex((one) => one.policy === app.state.p),
-    );
+  TK.policyNumber = () => {
+    const number = app.index.policies.findIndex((one) => one.policy === app.state.p);
+    return Math.max(0, number);
+  };
 
   async function open(number) {
     TK.replace(status, "opening");
@@ -184,11 +183,7 @@
         h("h2", {}, h("bdi", {}, session.id)),
         h("p", { class: "note" }, facts.filter(Boolean).join(" \u00b7 ")),
       ),
-      TK.policyTable(
-        [line(view)],
-        view.label,
-        (label) => app.go({ p: label }),
-      ),
+      TK.policyTable([line(view)], view.label, (label) => app.go({ p: label })),
       h(
         "details",
         { class: "all-policies", open: app.unfolded, ontoggle: (event) => (app.unfolded = event.target.open) },

@@ -32,29 +32,35 @@
 
   const json = (value) => folded(typeof value === "string" ? value : JSON.stringify(value, null, 2));
 
+  // An object, or that of a JSON text; null if it is none.
+  const objectOf = (value) => {
+    try {
+      const read = typeof value === "string" ? JSON.parse(value) : value;
+      return read instanceof Object && !Array.isArray(read) ? read : null;
+    } catch {
+      return null;
+    }
+  };
+
   // The arguments of a tool call, a text with its own lines each. What is not a JSON object is
   // shown as it was sampled.
   const callArguments = (value) => {
-    let read = value;
-    if (typeof value === "string")
-      try {
-        read = JSON.parse(value);
-      } catch {
-        read = null;
-      }
-    if (read === null || typeof read !== "object" || Array.isArray(read)) return h("pre", {}, json(value));
-    return h(
-      "dl",
-      { class: "arguments" },
-      Object.entries(read).map(([name, one]) => [h("dt", {}, h("bdi", {}, name)), h("dd", {}, h("pre", {}, json(one)))]),
-    );
+    const named = objectOf(value);
+    if (named === null) return h("pre", {}, json(value));
+    const lines = Object.entries(named).map(([name, one]) => [h("dt", {}, h("bdi", {}, name)), h("dd", {}, h("pre", {}, json(one)))]);
+    return h("dl", { class: "arguments" }, lines);
+  };
+
+  // The text of a part of a message's content; null if it is an image or unknown.
+  const textOf = (one) => {
+    const text = typeof one === "string" ? one : (one?.text ?? one?.content);
+    return typeof text === "string" && /text$/.test(one.type ?? "text") ? text : null;
   };
 
   // A part of a message's content: text, an image, or what the page does not know, as JSON.
   const part = (one) => {
-    if (typeof one === "string") return h("div", { class: "words" }, folded(one));
-    const text = one?.text ?? one?.content;
-    if (typeof text === "string" && /text$/.test(one.type ?? "text")) return h("div", { class: "words" }, folded(text));
+    const text = textOf(one);
+    if (text !== null) return h("div", { class: "words" }, folded(text));
     const url = one?.image_url?.url ?? one?.image_url;
     if (typeof url === "string" && IMAGE.test(url)) return h("img", { src: url, alt: "image of the message", class: "thumbnail" });
     if (typeof url === "string") return h("div", { class: "note" }, "image ", h("bdi", {}, url.slice(0, 100)));
@@ -64,33 +70,35 @@
   const KNOWN = ["role", "content", "tool_calls", "tool_call_id", "name"];
   const REASONING = ["reasoning_content", "reasoning", "thinking"];
 
-  const parts = (message) => {
-    const content = message.content ?? [];
+  // A message in its parts: reasoning, content, calls, and fields that the page does not know.
+  const read = (body) => {
+    const message = objectOf(body) ?? { content: body };
     const reasoning = REASONING.map((name) => message[name]).find((text) => typeof text === "string" && text !== "");
+    const other = Object.entries(message).filter(([name, one]) => !KNOWN.includes(name) && !(REASONING.includes(name) && one === reasoning));
     const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
-    const other = Object.keys(message).filter((name) => !KNOWN.includes(name) && !(REASONING.includes(name) && message[name] === reasoning));
-    return [
-      reasoning && unfold("reasoning", h("pre", {}, folded(reasoning))),
-      (Array.isArray(content) ? content : [content]).filter((one) => one !== "").map(part),
-      calls.map((call) =>
-        h(
-          "div",
-          { class: "tool-call" },
-          h("b", {}, h("bdi", {}, call?.function?.name ?? call?.name ?? "call")),
-          callArguments(call?.function?.arguments ?? call?.arguments ?? call),
-        ),
-      ),
-      other.length > 0 && unfold(other.join(", "), h("pre", {}, json(Object.fromEntries(other.map((name) => [name, message[name]]))))),
-    ];
+    return {
+      reasoning,
+      content: [message.content ?? []].flat().filter((one) => one !== ""),
+      calls: calls.map((call) => [call?.function?.name ?? call?.name ?? "call", call?.function?.arguments ?? call?.arguments ?? call]),
+      other: Object.fromEntries(other),
+    };
   };
 
-  const read = (body) => {
-    try {
-      const message = JSON.parse(body);
-      return message !== null && typeof message === "object" && !Array.isArray(message) ? message : { content: String(body) };
-    } catch {
-      return { content: body };
-    }
+  const parts = ({ reasoning, content, calls, other }) => [
+    reasoning && unfold("reasoning", h("pre", {}, folded(reasoning))),
+    content.map(part),
+    calls.map(([name, value]) => h("div", { class: "tool-call" }, h("b", {}, h("bdi", {}, name)), callArguments(value))),
+    Object.keys(other).length > 0 && unfold(Object.keys(other).join(", "), h("pre", {}, json(other))),
+  ];
+
+  const strings = (value) => (value instanceof Object ? Object.values(value).flatMap(strings) : [String(value ?? "")]);
+
+  // Whether a reader of a message sees a word, in lower case, whatever is folded.
+  TK.messageHas = (body, word) => {
+    const { reasoning, content, calls, other } = read(body);
+    const seen = content.map((one) => textOf(one) ?? (one?.image_url ? "" : one));
+    const given = calls.map(([name, value]) => [name, Object.entries(objectOf(value) ?? { "": value })]);
+    return strings([reasoning, seen, given, other]).some((text) => text.toLowerCase().includes(word));
   };
 
   // What the policy does with the tokens of a reply, and the drift of the prompts that follow.

@@ -51,18 +51,16 @@
     },
     session: async (number, id, policies, run) =>
       new TK.Session(await (TK.live ? fetched("session", query(policies, { id, run })) : embedded(`session-${run}-${number}`))),
-    // Numbers of the sessions whose messages contain a word. `goOn(done, all)` says whether the
-    // result is still wanted; null if not.
+    // Numbers of the sessions in whose messages a reader sees a word. `goOn(done, all)` says
+    // whether the result is still wanted; null if not.
     search: async (word, run, ids, goOn) => {
-      if (TK.live) {
-        const found = new Set(json(await fetched("search", query([], { word, run }))));
-        return new Set([...ids.keys()].filter((k) => found.has(ids[k])));
-      }
       const found = new Set();
-      for (const k of ids.keys()) {
+      for (const [k, id] of ids.entries()) {
         if (!goOn(k, ids.length)) return null;
-        const { head } = opened(await embedded(`session-${run}-${k}`));
-        if (head.messages.some(([, body]) => body?.toLowerCase().includes(word))) found.add(k);
+        const messages = TK.live
+          ? json(await fetched("messages", query([], { id, run })))
+          : opened(await embedded(`session-${run}-${k}`)).head.messages;
+        if (messages.some(([, body]) => body !== null && TK.messageHas(body, word))) found.add(k);
       }
       return found;
     },
