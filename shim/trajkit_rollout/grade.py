@@ -39,7 +39,7 @@ AGENT_ENV = {**_IDENTITY, "GIT_CONFIG_NOSYSTEM": "1", "PYTHONDONTWRITEBYTECODE":
 
 LINK = "120000"
 """Git's mode of a symbolic link."""
-_REPOSITORY, _REMOVED = "160000", "000000"
+_REPOSITORY = "160000"
 
 # names of files, whichever folder they are in: settings of Python, of other languages
 # and of build tools; tests
@@ -56,6 +56,7 @@ test_*.py *_test.py test.py tests.py *_test.go *_spec.rb
 # names of folders; hidden ones are risky too
 _FOLDERS = ("tests", "__tests__", "__pycache__", "*.dist-info", "*.egg-info", "*.egg")
 _ROOT_FOLDERS = ("test", "spec", "specs", "testing")
+_VARIABLE = re.compile(r"\$\{(\w+)(:-(.*))?\}", re.DOTALL)
 _WILDCARDS = {"*": "[^/]*", "?": "[^/]"}
 # what Python can import
 _MODULES = (".py", ".pyc", ".so", ".pyd", ".pth", ".zip")
@@ -94,10 +95,12 @@ class Workspace:
             self.shell("setup", setup.command, setup.timeout_s)
         self._start = self._git("init").decode().strip()
 
-    def shell(self, stage: str, command: str, timeout_s: float) -> None:
+    def shell(
+        self, stage: str, command: str, timeout_s: float, env: Mapping[str, str] = {}
+    ) -> None:
         """Run a command of the task in the workspace."""
-        shell = ["sh", "-c", command]
-        done = self.sandbox.exec(shell, timeout_s=timeout_s, cwd=self.path)
+        shell, place = ["sh", "-c", command], self.path
+        done = self.sandbox.exec(shell, timeout_s=timeout_s, cwd=place, env=env)
         if done.code != 0:
             raise StageError(stage, done.summary)
 
@@ -125,9 +128,7 @@ class Workspace:
         before = os.fsdecode(self._git("list")).split("\0")[:-1]
         modules = self._git("modules").decode(errors="replace").split()
         verdicts = choose(changes, before, modules, self.task.editable)
-        # what is removed first: a folder may become a file, and a file a folder
         graded = [name for name in after if verdicts[name] != "refused"]
-        graded.sort(key=lambda name: after[name][0] != _REMOVED)
         lines = ("{} {}\t{}\0".format(*after[name], name) for name in graded)
         if graded:
             self._git("take", os.fsencode("".join(lines)))
@@ -342,7 +343,7 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
     command = own_text or "bash {tests}/test.sh"
     for key, place in places.items():
         command = command.replace(f"{{{key}}}", place)
-    env = {key.upper(): place for key, place in places.items()}
+    env = _variables(rules.env) | {k.upper(): place for k, place in places.items()}
     shell = ["sh", "-c", program("grade.sh"), "sh", rules.kind, command]
     done = _exec(workspace, [*shell, *rules.plugins], command, cwd=cwd, env=env)
     if done.code in _NOT_RUN:
@@ -368,6 +369,18 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
             "grade", command, f"changed while tests ran: {', '.join(changed)}"
         )
     return done, proofs
+
+
+def _variables(given: Mapping[str, str]) -> dict[str, str]:
+    """The values of a task's variables, by the rule of Harbor's ``verifier.env``."""
+    values = {}
+    for name, text in given.items():
+        found = _VARIABLE.fullmatch(text)
+        value = os.environ.get(found[1], found[3]) if found else text
+        if value is None:
+            raise StageError("grade", f"{name} = {text!r}, which is not set here")
+        values[name] = value
+    return values
 
 
 def _sha256(text: str) -> str:

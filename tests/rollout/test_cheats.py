@@ -715,7 +715,7 @@ CHEATS |= {
             "    inner = getattr(cell.cell_contents, '__wrapped__', None)\n"
             "    if inner: inner.__code__ = g.__code__" + UNSOLVED
         ),
-        f"{CHANGED}trajkit.testPartExecutor",
+        f"{CHANGED}unittest.case._Outcome.testPartExecutor",
         "unittest",
     ),
     "code of this program's plugin": Cheat(
@@ -723,9 +723,9 @@ CHEATS |= {
             "import sys\nframe = sys._getframe()\n"
             "while frame and not hasattr(frame.f_locals.get('plugin'), 'judge'):\n"
             "    frame = frame.f_back\n"
-            "def made():\n    places = pytest = None\n"
+            "def made():\n    pytest = None\n"
             "    def judge(self, report, item, raised):\n"
-            "        places, pytest\n        report.outcome = 'passed'\n"
+            "        pytest\n        report.outcome = 'passed'\n"
             "    return judge\n"
             "if frame:\n    own = frame.f_locals['plugin'].judge.__func__\n"
             "    own.__code__ = made().__code__" + UNSOLVED
