@@ -19,6 +19,7 @@ import tempfile
 import unicodedata
 from base64 import b64decode
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from io import BytesIO
@@ -257,6 +258,16 @@ def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
     if rules.kind == "swebench":
         return _by_swebench(workspace, patch)
     done, proofs = _run(workspace)
+    idle = [proof for proof in proofs if {*proof["results"].values()} == {None}]
+    if any(proof["code"] == 0 for proof in idle):
+        # tests that all skip themselves do so without the agent's changes, too
+        name = f"{sandbox.spec.name}-base"
+        with type(sandbox)(replace(sandbox.spec, name=name)) as fresh:
+            base = Workspace(workspace.task, fresh)
+            base.prepare()
+            known = [proof["results"] for proof in _run(base)[1]]
+        for proof in idle:
+            proof["code"] = proof["code"] or int(proof["results"] not in known)
     if rules.kind == "command":
         # it succeeded, and so did each test runner
         return float(done.code == 0 and all(proof["code"] == 0 for proof in proofs))
@@ -322,7 +333,7 @@ def _by_swebench(workspace: Workspace, patch: bytes) -> float:
     return float(report["resolved"])
 
 
-def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
+def _run(workspace: Workspace) -> tuple[CommandResult, list[dict[str, Any]]]:
     """Run the task's grader; return how it ended, and what test runners proved."""
     sandbox, task, rules = workspace.sandbox, workspace.task, workspace.task.grade
     given = {"tests": "/tests", "grader": "/trajkit", "logs": _LOGS}

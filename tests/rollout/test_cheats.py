@@ -42,6 +42,7 @@ SKIPS = {
     "    def test_b(self):\n        with self.subTest():\n"
     "            self.skipTest('here')\n",
 }
+SKIPPED_MODULE = "import unittest\nraise unittest.SkipTest('here')\n"
 # imports what it tests, and is read before the test that fails
 FIRST = "import it\ndef test_a(): assert True\n"
 FIRST_CASE = """\
@@ -770,6 +771,41 @@ CHEATS |= {
         )
         for grader in ("two files", "two files of unittest", "two runs")
     },
+    "failures that are taken back": Cheat(
+        module(
+            "import sys\ndef f():\n    frame = sys._getframe()\n"
+            "    while frame and 'session' not in frame.f_locals:\n"
+            "        frame = frame.f_back\n"
+            "    session = frame.f_locals['session']\n"
+            "    kind = type(session)\n"
+            "    session.__class__ = type('Session', (kind,), {'testsfailed': property("
+            "lambda self: 0, lambda self, value: None)})\n    return 0"
+        )
+    ),
+    "failures that are taken back, unittest": Cheat(
+        module(
+            "import sys\ndef f():\n    frame = sys._getframe()\n"
+            "    while 'result' not in frame.f_locals:\n        frame = frame.f_back\n"
+            "    result = frame.f_locals['result']\n"
+            "    class Never(list):\n        def append(self, value): pass\n"
+            "    result.failures = result.errors = Never()\n    return 0"
+        ),
+        grader="unittest",
+    ),
+    "a plugin of the workspace that loads itself": Cheat(
+        "mkdir extra-1.dist-info; cd extra-1.dist-info; "
+        "printf 'Metadata-Version: 2.1\\nName: extra\\nVersion: 1\\n' > METADATA; "
+        "printf '[pytest11]\\nextra = extra_plugin\\n' > entry_points.txt; cd ..; "
+        "echo 'def pytest_pyfunc_call(pyfuncitem): return True' > extra_plugin.py",
+        "graded, but it can change how tests run: extra_plugin.py",
+        "verifier",
+        {"editable": ["**"]},
+    ),
+    "compiled files": Cheat(
+        "mkdir -p pkg/__pycache__; echo 1 > pkg/__pycache__/a.pyc; "
+        "cp pkg/__pycache__/a.pyc pkg/__pycache__/b.pyc",
+        "not graded: 2 files in __pycache__",
+    ),
     "the program of the second run": Cheat(
         module(
             "import os\nname = os.environ['GRADER'] + '/sitecustomize.py'\n"
@@ -832,6 +868,7 @@ def test_the_same_graders_reward_the_work(tmp_path, capsys, grader):
     tests, grade = GRADERS[grader]
     if grader in (*SKIPS, "verifier", "inside"):
         tests = {**tests, "test_skip.py": SKIPS.get(grader, SKIPS["pytest"])}
+        tests["test_skipped.py"] = SKIPPED_MODULE
     task = {"id": "t", "prompt": "p", "workspace": BEFORE, "tests": tests}
     tasks, out = tmp_path / "tasks.jsonl", tmp_path / "run"
     tasks.write_text(json.dumps({**task, "grade": grade}))

@@ -293,14 +293,14 @@ def _plugin() -> type:
             self.judge(report, collector, report.call.excinfo)
 
         def pytest_runtest_logreport(self, report: Any) -> None:
-            # an expected failure is no pass
-            passed = report.outcome == "passed" and not hasattr(report, "wasxfail")
-            failed = report.outcome == "failed"
-            if failed or (passed and report.when == "call"):
+            passed = {"passed": True, "failed": False}.get(report.outcome)
+            if passed and hasattr(report, "wasxfail"):
+                passed = None
+            if report.when == "call" or not passed:
                 # as `pytest -rA` prints it
                 file, colons, rest = report.nodeid.partition("::")
                 name = os.path.relpath(os.path.join(self.root, file)) + colons + rest
-                sys.audit("trajkit.result", name, not failed)
+                sys.audit("trajkit.result", name, passed)
 
         def pytest_collectreport(self, report: Any) -> None:
             if report.outcome == "failed":
@@ -337,10 +337,11 @@ def _result() -> type:
         def addSkip(self, test: Any, reason: str) -> None:
             kind = type(getattr(test, "test_case", test))  # or that of a subtest
             file = _file_of(sys.modules.get(kind.__module__))
-            if not _may_skip(sys.exc_info()[1], file):
+            fine = _may_skip(sys.exc_info()[1], file)
+            if not fine:
                 self.failures.append((test, f"skipped by what it tests: {reason}"))
-                sys.audit("trajkit.result", test.id(), False)
             super().addSkip(test, reason)
+            sys.audit("trajkit.result", test.id(), None if fine else False)
 
         def addSuccess(self, test: Any) -> None:
             super().addSuccess(test)
@@ -416,7 +417,7 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
     os.unlink(path)
     main, frame_of, stat, leave = sys._getframe(1), sys._getframe, os.stat, os._exit
     opened, sha256, plain = open, hashlib.sha256, types.FunctionType
-    results: dict[str, bool] = {}
+    results: dict[str, bool | None] = {}  # None: skipped, or failed as expected
     changed: list[str] = []
 
     def state(name: str) -> object:
@@ -437,12 +438,14 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
             name, passed = given
             if type(name) is not str:
                 name, passed = "a test without a name", False
-            results[name] = passed is True and results.get(name, True)
+            if results.get(name) is not False and passed is not None:
+                results[name] = passed is True
+            results.setdefault(name, None)
         if event == "trajkit.changed":
             changed.append(given[0] if type(given[0]) is str else "something")
         if event != "trajkit.ended" or frame_of(1) is not main:
             return
-        code, must_pass = given
+        code, must_run = given
         changed.extend(
             [f"trajkit.{name}" for owner, name, v in values if owner.get(name) is not v]
             + [
@@ -452,9 +455,10 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
             ]
             + [name for name, before in states if state(name) != before]
         )
-        fine = True in results.values() or not (must_pass or results)
-        code = code or int(False in results.values() or not fine)
-        told = [f"{quoted(k)}: {'true' if v else 'false'}" for k, v in results.items()]
+        failed = False in results.values() or (must_run and not results)
+        code = code or int(failed)
+        words = {True: "true", False: "false", None: "null"}
+        told = [f"{quoted(name)}: {words[v]}" for name, v in results.items()]
         text = f'{{"code": {code}, "results": {{{", ".join(told)}}}'
         text += f', "changed": [{", ".join(map(quoted, changed))}]}}'
         signature = sha256(f"{nonce}{text}{nonce}".encode("ascii")).hexdigest()
