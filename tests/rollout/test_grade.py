@@ -128,9 +128,7 @@ def test_a_task_s_variables_are_those_of_the_process_that_grades(tmp_path, monke
     command = "test \"$A $B $C\" = 'a b c x${A}'"
     assert graded(tmp_path, grade={"command": command, "env": given}) == 1.0
     rules = {"command": "true", "env": {"A": "${TRAJKIT_OTHER}"}}
-    with pytest.raises(
-        StageError, match="which is not set here"
-    ):
+    with pytest.raises(StageError, match="which is not set here"):
         graded(tmp_path, grade=rules)
 
 

@@ -22,6 +22,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 with open(os.path.join(_HERE, "places"), errors="surrogateescape") as _file:
     # two folders, and the files of the first one
     _TESTS, _WORKSPACE, *_NAMES = _file.read().split("\n")
+_tell = sys.audit  # the hook of `_keep`
 
 # test runners, and what they and tests are made of
 _PARTS = ("ast", "contextlib", "functools", "json", "math", "re")
@@ -162,7 +163,7 @@ def _compare(before: dict[Any, Any], after: dict[Any, Any]) -> None:
         lines = _text_of(key[0]).splitlines()
         declared = any(" global " in f" {x}" and key[1] in x for x in lines)
         if _is_runner(key[0]) or not declared:
-            sys.audit("trajkit.changed", ".".join(key))
+            _tell("trajkit.changed", ".".join(key))
 
 
 def _says(
@@ -255,7 +256,7 @@ def _plugin() -> type:
             file = _file_of(module)
             outside = _is_test(file) or not _is_inside(file, _WORKSPACE)
             if self.before and not (found is kind and file and outside):
-                sys.audit("trajkit.changed", f"plugin {plugin!r:.80}")
+                _tell("trajkit.changed", f"plugin {plugin!r:.80}")
 
         def pytest_collection_finish(self) -> None:
             _add_tests(self.before)
@@ -300,7 +301,7 @@ def _plugin() -> type:
                 # as `pytest -rA` prints it
                 file, colons, rest = report.nodeid.partition("::")
                 name = os.path.relpath(os.path.join(self.root, file)) + colons + rest
-                sys.audit("trajkit.result", name, passed)
+                _tell("trajkit.result", name, passed)
 
         def pytest_collectreport(self, report: Any) -> None:
             if report.outcome == "failed":
@@ -315,7 +316,7 @@ def _run_pytest(kind: Any, arguments: list[str]) -> int:
     plugin = kind()
     code = int(pytest.main(arguments[1:], plugins=[plugin])) or int(plugin.ended)
     if plugin.before:
-        sys.audit("trajkit.changed", "the end of pytest")
+        _tell("trajkit.changed", "the end of pytest")
     return code
 
 
@@ -341,24 +342,24 @@ def _result() -> type:
             if not fine:
                 self.failures.append((test, f"skipped by what it tests: {reason}"))
             super().addSkip(test, reason)
-            sys.audit("trajkit.result", test.id(), None if fine else False)
+            _tell("trajkit.result", test.id(), None if fine else False)
 
         def addSuccess(self, test: Any) -> None:
             super().addSuccess(test)
-            sys.audit("trajkit.result", test.id(), True)
+            _tell("trajkit.result", test.id(), True)
 
         def addFailure(self, test: Any, err: Any) -> None:
             super().addFailure(test, err)
-            sys.audit("trajkit.result", test.id(), False)
+            _tell("trajkit.result", test.id(), False)
 
         def addError(self, test: Any, err: Any) -> None:
             super().addError(test, err)
-            sys.audit("trajkit.result", test.id(), False)
+            _tell("trajkit.result", test.id(), False)
 
         def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
             super().addSubTest(test, subtest, err)
             if err is not None:
-                sys.audit("trajkit.result", test.id(), False)
+                _tell("trajkit.result", test.id(), False)
 
     return Result
 
@@ -431,21 +432,42 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
     states = [(name, state(name)) for name in files]
     values = [(owner, *item) for owner in owners for item in owner.items()]
     codes = [(v, name, v.__code__) for _, name, v in values if type(v) is plain]
+    own = {id(code) for _, _, code in codes}
+
+    events = (
+        "trajkit.result",
+        "trajkit.changed",
+        "trajkit.ended",
+        "sys._current_frames",
+    )
+    whole = True
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
-        # calls no code of Python, which a module under test could exchange
-        if event == "trajkit.result":
-            name, passed = given
-            if type(name) is not str:
-                name, passed = "a test without a name", False
-            if results.get(name) is not False and passed is not None:
-                results[name] = passed is True
-            results.setdefault(name, None)
-        if event == "trajkit.changed":
-            changed.append(given[0] if type(given[0]) is str else "something")
-        if event != "trajkit.ended" or frame_of(1) is not main:
+        # It calls no code of Python, which a module under test could exchange, and raises
+        # nothing: a traceback, or a look at this frame, would lead to the secret.
+        nonlocal whole
+        if event not in events:
             return
-        code, must_run = given
+        before, whole = whole, False
+        try:
+            if event == "sys._current_frames":
+                changed.append(event)
+            elif id(frame_of(1).f_code) not in own:
+                changed.append("a result that another program told")
+            elif event == "trajkit.changed":
+                changed.append("".join(given))
+            elif event == "trajkit.result":
+                name, passed = "".join(given[:1]), given[1]
+                if results.get(name) is not False and passed is not None:
+                    results[name] = passed is True
+                results.setdefault(name, None)
+            elif frame_of(1) is main:
+                end(before, *given)
+            whole = before
+        except BaseException:
+            return
+
+    def end(whole: bool, code: int, must_run: bool) -> None:
         changed.extend(
             [f"trajkit.{name}" for owner, name, v in values if owner.get(name) is not v]
             + [
@@ -454,6 +476,7 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
                 if v.__code__ is not before
             ]
             + [name for name, before in states if state(name) != before]
+            + ["trajkit.results"] * (not whole)
         )
         failed = False in results.values() or (must_run and not results)
         code = code or int(failed)
@@ -487,7 +510,7 @@ def _main() -> None:
     code = _run_pytest(kind, given) if of_pytest else _run_program(kind, given)
     sys.stdout.flush()
     sys.stderr.flush()
-    sys.audit("trajkit.ended", code, runner)
+    _tell("trajkit.ended", code, runner)
 
 
 if __name__ == "__main__":
