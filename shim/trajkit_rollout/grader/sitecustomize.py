@@ -72,7 +72,10 @@ def _is_runner(module: str) -> bool:
 
 
 def _is_inside(file: str, folder: str) -> bool:
-    return os.path.realpath(file).startswith(os.path.realpath(folder) + os.sep)
+    # that of code without a file is <string>
+    return file[:1] != "<" and os.path.realpath(file).startswith(
+        os.path.realpath(folder) + os.sep
+    )
 
 
 def _is_test(file: str, program: str = "") -> bool:
