@@ -317,6 +317,8 @@ def _run_pytest(kind: Any, arguments: list[str]) -> int:
     import pytest
 
     plugin = kind()
+    # plugins may come with the tests, if these are not in the workspace
+    sys.path += [_TESTS] * (_TESTS != _WORKSPACE)
     code = int(pytest.main(arguments[1:], plugins=[plugin]))
     if plugin.before:
         _tell("trajkit.changed", "the end of pytest")
