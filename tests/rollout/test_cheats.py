@@ -811,6 +811,22 @@ CHEATS |= {
         ),
         CHANGED,
     ),
+    "a watcher that is sent away": Cheat(
+        module(
+            "import sys\ndef f():\n    frame = sys._getframe()\n"
+            "    while frame and 'session' not in frame.f_locals:\n"
+            "        frame = frame.f_back\n"
+            "    session = frame.f_locals['session']\n"
+            "    session.__class__ = type('Session', (type(session),), {'testsfailed': "
+            "property(lambda self: 0, lambda self, value: None)})\n"
+            "    manager = session.config.pluginmanager\n"
+            "    for each in list(manager.get_plugins()):\n"
+            "        if hasattr(each, 'judge'):\n"
+            "            each.before.clear()\n"
+            "            manager.unregister(each)\n    return 0"
+        ),
+        grader="two files",
+    ),
     "another way to tell": Cheat(
         module(
             "import sys\nreal = sys.audit\ndef tell(event, *given):\n"

@@ -261,8 +261,10 @@ def _plugin() -> type:
             if self.before and not (found is kind and file and outside):
                 _tell("trajkit.changed", f"plugin {plugin!r:.80}")
 
-        def pytest_collection_finish(self) -> None:
+        def pytest_collection_finish(self, session: Any) -> None:
             _add_tests(self.before)
+            for item in session.items:
+                _tell("trajkit.collected", self.name_of(item))
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_unconfigure(self) -> None:
@@ -272,6 +274,11 @@ def _plugin() -> type:
         def pytest_keyboard_interrupt(self) -> None:
             # also by pytest.exit
             _tell("trajkit.result", "the end of all tests", False)
+
+        def name_of(self, item: Any) -> str:
+            # as `pytest -rA` prints it
+            file, colons, rest = str(item.nodeid).partition("::")
+            return os.path.relpath(os.path.join(self.root, file)) + colons + rest
 
         def judge(self, report: Any, item: Any, raised: Any) -> None:
             if report.outcome != "skipped":
@@ -301,10 +308,7 @@ def _plugin() -> type:
             if passed and hasattr(report, "wasxfail"):
                 passed = None
             if report.when == "call" or not passed:
-                # as `pytest -rA` prints it
-                file, colons, rest = report.nodeid.partition("::")
-                name = os.path.relpath(os.path.join(self.root, file)) + colons + rest
-                _tell("trajkit.result", name, passed)
+                _tell("trajkit.result", self.name_of(report), passed)
 
         def pytest_collectreport(self, report: Any) -> None:
             if report.outcome == "failed":
@@ -425,6 +429,7 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
     opened, sha256, plain = open, hashlib.sha256, types.FunctionType
     results: dict[str, bool | None] = {}  # None: skipped, or failed as expected
     changed: list[str] = []
+    collected: set[str] = set()
 
     def state(name: str) -> object:
         try:
@@ -439,12 +444,8 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
     codes = [(v, name, v.__code__) for _, name, v in values if type(v) is plain]
     own = {id(code) for _, _, code in codes}
 
-    events = (
-        "trajkit.result",
-        "trajkit.changed",
-        "trajkit.ended",
-        "sys._current_frames",
-    )
+    told = ("result", "changed", "collected", "ended")
+    events = ("sys._current_frames", *(f"trajkit.{event}" for event in told))
     whole = True
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
@@ -461,6 +462,8 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
                 changed.append("a result that another program told")
             elif event == "trajkit.changed":
                 changed.append("".join(given))
+            elif event == "trajkit.collected":
+                collected.add("".join(given))
             elif event == "trajkit.result":
                 name, passed = "".join(given[:1]), given[1]
                 if results.get(name) is not False and passed is not None:
@@ -484,6 +487,8 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
             + ["trajkit.results"] * (not whole)
         )
         failed = False in results.values() or (must_run and not results)
+        # one that was not run is no success
+        failed = failed or bool(collected - results.keys())
         code = code or int(failed)
         words = {True: "true", False: "false", None: "null"}
         told = [f"{quoted(name)}: {words[v]}" for name, v in results.items()]
