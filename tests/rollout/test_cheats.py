@@ -780,7 +780,8 @@ CHEATS |= {
             "    kind = type(session)\n"
             "    session.__class__ = type('Session', (kind,), {'testsfailed': property("
             "lambda self: 0, lambda self, value: None)})\n    return 0"
-        )
+        ),
+        grader="two files",
     ),
     "failures that are taken back, unittest": Cheat(
         module(
@@ -790,7 +791,7 @@ CHEATS |= {
             "    class Never(list):\n        def append(self, value): pass\n"
             "    result.failures = result.errors = Never()\n    return 0"
         ),
-        grader="unittest",
+        grader="two files of unittest",
     ),
     "a result that no test had": Cheat(
         module(
