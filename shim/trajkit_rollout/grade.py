@@ -19,6 +19,7 @@ import tempfile
 import unicodedata
 from base64 import b64decode
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from io import BytesIO
@@ -39,7 +40,7 @@ AGENT_ENV = {**_IDENTITY, "GIT_CONFIG_NOSYSTEM": "1", "PYTHONDONTWRITEBYTECODE":
 
 LINK = "120000"
 """Git's mode of a symbolic link."""
-_REPOSITORY, _REMOVED = "160000", "000000"
+_REPOSITORY = "160000"
 
 # names of files, whichever folder they are in: settings of Python, of other languages
 # and of build tools; tests
@@ -56,6 +57,7 @@ test_*.py *_test.py test.py tests.py *_test.go *_spec.rb
 # names of folders; hidden ones are risky too
 _FOLDERS = ("tests", "__tests__", "__pycache__", "*.dist-info", "*.egg-info", "*.egg")
 _ROOT_FOLDERS = ("test", "spec", "specs", "testing")
+_VARIABLE = re.compile(r"\$\{(\w+)(:-(.*))?\}", re.DOTALL)
 _WILDCARDS = {"*": "[^/]*", "?": "[^/]"}
 # what Python can import
 _MODULES = (".py", ".pyc", ".so", ".pyd", ".pth", ".zip")
@@ -94,10 +96,12 @@ class Workspace:
             self.shell("setup", setup.command, setup.timeout_s)
         self._start = self._git("init").decode().strip()
 
-    def shell(self, stage: str, command: str, timeout_s: float) -> None:
+    def shell(
+        self, stage: str, command: str, timeout_s: float, env: Mapping[str, str] = {}
+    ) -> None:
         """Run a command of the task in the workspace."""
-        shell = ["sh", "-c", command]
-        done = self.sandbox.exec(shell, timeout_s=timeout_s, cwd=self.path)
+        shell, place = ["sh", "-c", command], self.path
+        done = self.sandbox.exec(shell, timeout_s=timeout_s, cwd=place, env=env)
         if done.code != 0:
             raise StageError(stage, done.summary)
 
@@ -125,9 +129,7 @@ class Workspace:
         before = os.fsdecode(self._git("list")).split("\0")[:-1]
         modules = self._git("modules").decode(errors="replace").split()
         verdicts = choose(changes, before, modules, self.task.editable)
-        # what is removed first: a folder may become a file, and a file a folder
         graded = [name for name in after if verdicts[name] != "refused"]
-        graded.sort(key=lambda name: after[name][0] != _REMOVED)
         lines = ("{} {}\t{}\0".format(*after[name], name) for name in graded)
         if graded:
             self._git("take", os.fsencode("".join(lines)))
@@ -256,6 +258,16 @@ def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
     if rules.kind == "swebench":
         return _by_swebench(workspace, patch)
     done, proofs = _run(workspace)
+    idle = [proof for proof in proofs if {*proof["results"].values()} == {None}]
+    if any(proof["code"] == 0 for proof in idle):
+        # tests that all skip themselves do so without the agent's changes, too
+        name = f"{sandbox.spec.name}-base"
+        with type(sandbox)(replace(sandbox.spec, name=name)) as fresh:
+            base = Workspace(workspace.task, fresh)
+            base.prepare()
+            known = [proof["results"] for proof in _run(base)[1]]
+        for proof in idle:
+            proof["code"] = proof["code"] or int(proof["results"] not in known)
     if rules.kind == "command":
         # it succeeded, and so did each test runner
         return float(done.code == 0 and all(proof["code"] == 0 for proof in proofs))
@@ -321,7 +333,7 @@ def _by_swebench(workspace: Workspace, patch: bytes) -> float:
     return float(report["resolved"])
 
 
-def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
+def _run(workspace: Workspace) -> tuple[CommandResult, list[dict[str, Any]]]:
     """Run the task's grader; return how it ended, and what test runners proved."""
     sandbox, task, rules = workspace.sandbox, workspace.task, workspace.task.grade
     given = {"tests": "/tests", "grader": "/trajkit", "logs": _LOGS}
@@ -342,7 +354,7 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
     command = own_text or "bash {tests}/test.sh"
     for key, place in places.items():
         command = command.replace(f"{{{key}}}", place)
-    env = {key.upper(): place for key, place in places.items()}
+    env = _variables(rules.env) | {k.upper(): place for k, place in places.items()}
     shell = ["sh", "-c", program("grade.sh"), "sh", rules.kind, command]
     done = _exec(workspace, [*shell, *rules.plugins], command, cwd=cwd, env=env)
     if done.code in _NOT_RUN:
@@ -368,6 +380,18 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Mapping[str, Any]]]:
             "grade", command, f"changed while tests ran: {', '.join(changed)}"
         )
     return done, proofs
+
+
+def _variables(given: Mapping[str, str]) -> dict[str, str]:
+    """The values of a task's variables, by the rule of Harbor's ``verifier.env``."""
+    values = {}
+    for name, text in given.items():
+        found = _VARIABLE.fullmatch(text)
+        value = os.environ.get(found[1], found[3]) if found else text
+        if value is None:
+            raise StageError("grade", f"{name} = {text!r}, which is not set here")
+        values[name] = value
+    return values
 
 
 def _sha256(text: str) -> str:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,16 +27,9 @@ from trajkit.cli.screen import Progress, visible
 from trajkit.errors import ArgumentError, FormatError
 from trajkit.files.tables import write_table
 from trajkit.schema import SESSIONS
+from trajkit_rollout import sandbox as sandboxes
 from trajkit_rollout.grade import AGENT_ENV, AgentError, StageError, Workspace, grade
-from trajkit_rollout.sandbox import (
-    LimitError,
-    Sandbox,
-    SandboxError,
-    SandboxSpec,
-    clear,
-    pack,
-    remove,
-)
+from trajkit_rollout.sandbox import LimitError, Sandbox, SandboxError, SandboxSpec, pack
 from trajkit_rollout.settings import Settings
 from trajkit_rollout.tasks import Task
 from trajkit_shim.client import GatewayClient
@@ -48,6 +41,7 @@ _LOG = logging.getLogger(__name__)
 _CALLBACK_SECONDS, _PAUSES_SECONDS = 10.0, (0.5, 2.0, 0.0)
 # workers that may die during one rollout, before that is its error
 _MAX_DEATHS, _MAX_FINDINGS = 3, 100
+_COMPILED = "/__pycache__/"
 # prefixes of the expected errors of a rollout
 _STAGES: dict[type[Exception], str] = {StageError: "", SandboxError: "sandbox: "}
 _STAGES |= {GatewayError: "gateway: ", ConnectionError: "gateway: "}
@@ -112,35 +106,6 @@ class Stopped(Exception):
     """The run ends, so this rollout has no result."""
 
 
-class Live:
-    """The sandboxes of a run that exist, which the end of the run stops."""
-
-    def __init__(self) -> None:
-        self.stopping, self._sandboxes = threading.Event(), set[Sandbox]()
-
-    @contextmanager
-    def started(self, sandbox: Sandbox) -> Iterator[Sandbox]:
-        """Start a sandbox for the ``with`` block. Raises `Stopped`."""
-        # before the check: either the end of the run finds it, or the check finds the end
-        self._sandboxes.add(sandbox)
-        try:
-            if self.stopping.is_set():
-                raise Stopped
-            with sandbox:
-                yield sandbox
-        finally:
-            self._sandboxes.discard(sandbox)
-
-    def stop(self) -> None:
-        """Stop all sandboxes; no other one starts."""
-        self.stopping.set()
-        for sandbox in list(self._sandboxes):
-            try:
-                sandbox.stop()
-            except Exception:
-                _LOG.exception("sandbox %s", sandbox.spec.name)
-
-
 def run_task(
     task: Task,
     settings: Settings,
@@ -149,7 +114,7 @@ def run_task(
     *,
     token: str = "",
     rollout: Rollout | None = None,
-    live: Live | None = None,
+    stopping: threading.Event | None = None,
 ) -> Rollout:
     """Have an agent work on a task, and grade what it did, in any process.
 
@@ -168,8 +133,8 @@ def run_task(
         The admin token of the gateways, where URLs are given.
     rollout
         The row to fill in. Default: a new one, with a session id of its own.
-    live
-        The run whose end stops it; it then raises `Stopped`.
+    stopping
+        Once it is set, the rollout ends and raises `Stopped`.
     """
     if rollout is None:
         name = f"{task.id}.0.{secrets.token_hex(8)}"
@@ -182,7 +147,8 @@ def run_task(
                 ray = importlib.import_module("ray")
                 url = url.replace(_NODE, ray.util.get_node_ip_address())
             gateway = stack.enter_context(GatewayClient(url, token))
-        Attempt(task, settings, rollout, out, live or Live()).run(gateway)
+        stopping = stopping or threading.Event()
+        Attempt(task, settings, rollout, out, stopping).run(gateway)
     return rollout
 
 
@@ -194,11 +160,11 @@ class Attempt:
     settings: Settings
     rollout: Rollout
     out: Path
-    live: Live
+    stopping: threading.Event
 
     def run(self, gateway: GatewayClient) -> None:
         """Run it to a reward or an error. Raises `Stopped`."""
-        clock, rollout, stopping = time.monotonic(), self.rollout, self.live.stopping
+        clock, rollout, stopping = time.monotonic(), self.rollout, self.stopping
         try:
             self._work(gateway)
         except Exception as error:
@@ -226,7 +192,7 @@ class Attempt:
                 patch = workspace.diff()
             except (AgentError, SandboxError) as error:
                 # without a turn there is nothing to train
-                if self.live.stopping.is_set() or not rollout.turns:
+                if self.stopping.is_set() or not rollout.turns:
                     raise
                 fault = error
         # the agent, its processes and everything that they could write are gone
@@ -296,10 +262,14 @@ class Attempt:
                 verdicts = copy.apply(patch)
                 for verdict, text in _FINDINGS.items():
                     names = [name for name, v in verdicts.items() if v == verdict]
-                    if len(names) > _MAX_FINDINGS:
-                        names[_MAX_FINDINGS:] = [f"{len(names):,} files in all"]
+                    shown = [name for name in names if _COMPILED not in f"/{name}"]
+                    # a program that ran leaves many
+                    if n_compiled := len(names) - len(shown):
+                        shown.append(f"{n_compiled:,} files in __pycache__")
+                    if len(shown) > _MAX_FINDINGS:
+                        shown[_MAX_FINDINGS:] = [f"{len(names):,} files in all"]
                     # names and output may be any bytes
-                    rollout.findings += [visible(f"{text}: {name}") for name in names]
+                    rollout.findings += [visible(f"{text}: {name}") for name in shown]
                 caused = any(verdict != "refused" for verdict in verdicts.values())
                 finished = rollout.agent_end == "finished"
                 rollout.reward = grade(copy, patch, finished=finished)
@@ -310,7 +280,7 @@ class Attempt:
                 _LOG.exception("sandbox of %s", rollout.session_id)
                 return
             caused = caused or isinstance(error, AgentError | LimitError)
-            if self.live.stopping.is_set() or not caused:
+            if self.stopping.is_set() or not caused:
                 raise
             reason = error
         # unless no sandbox starts here any more, the agent's changes are the reason
@@ -330,15 +300,11 @@ class Attempt:
             folder = sandbox.map_path("/solution") if task.solve else workspace.path
             sandbox.put(task.solution, folder)
             solve = task.solve.replace("{solution}", folder)
-            workspace.shell("self-test", solve, task.agent.timeout_s)
+            workspace.shell("self-test", solve, task.agent.timeout_s, AGENT_ENV)
             return workspace.diff()
 
-    def sandbox(self, name: str) -> AbstractContextManager[Sandbox]:
-        """Create a sandbox for the ``with`` block."""
-        return self.live.started(self.made(name))
-
-    def made(self, name: str) -> Sandbox:
-        """Return a sandbox that was not started."""
+    def sandbox(self, name: str) -> Sandbox:
+        """Return a sandbox, which starts as a context manager."""
         task, settings = self.task, self.settings
         _, kind, options = settings.resolve()
         spec = SandboxSpec(
@@ -353,6 +319,7 @@ class Attempt:
             build=task.build,
             plain=task.plain,
             places=task.places,
+            stopping=self.stopping,
         )
         return kind(spec)
 
@@ -368,13 +335,13 @@ class Callback:
             self._url = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise ArgumentError(f"--callback {url!r}: {error}") from error
-        self._client = httpx.Client(timeout=_CALLBACK_SECONDS, trust_env=False)
         self.missed = 0
 
     def __call__(self, rollout: Rollout) -> None:
         for pause in _PAUSES_SECONDS:
             with suppress(httpx.HTTPError):
-                if self._client.post(self._url, json=asdict(rollout)).is_success:
+                options: Any = {"timeout": _CALLBACK_SECONDS, "trust_env": False}
+                if httpx.post(self._url, json=asdict(rollout), **options).is_success:
                     return
             time.sleep(pause)
         self.missed += 1
@@ -403,7 +370,7 @@ class Rollouts:
         hidden: Sequence[Path] = (),
     ) -> None:
         self._settings, self._out, self._on_end = settings, out, on_end
-        self._hidden, self._live = (out, *hidden), Live()
+        self._hidden, self._stopping = (out, *hidden), threading.Event()
         self._names = settings.resolve()[0].name, settings.sandbox
         harness, sandbox = self._names
         self._run = {"version": 2, "harness": harness, "sandbox": sandbox}
@@ -417,22 +384,22 @@ class Rollouts:
         with ExitStack() as stack:
             stack.callback(self._file.close)
             self._load(out / "rollouts.log")
-            clear(out / "sandboxes")  # left by a killed run
+            sandboxes.clear(out / "sandboxes")  # left by a killed run
             stack.pop_all()
         # group by group, so that the first groups are complete early
         wanted = [(t, sample) for t in tasks for sample in range(settings.repeat)]
         # unfinished rollouts, and the number of those that earlier calls finished
-        retry = settings.retry_failed
-        over = {
-            key
-            for key, last in self._last.items()
-            if last.seconds is not None and not (retry and last.error is not None)
-        }
-        self.todo = [each for each in wanted if (each[0].id, each[1]) not in over]
+        self.todo = [each for each in wanted if not self._is_over(*each)]
         self.before = len(wanted) - len(self.todo)
         if not self.todo:
             # the last call may have been killed before it did so
             self._write_table()
+
+    def _is_over(self, task: Task, sample: int) -> bool:
+        last = self._last.get((task.id, sample))
+        if last is None or last.seconds is None:
+            return False
+        return last.error is None or not self._settings.retry_failed
 
     def _load(self, path: Path) -> None:
         try:
@@ -497,7 +464,7 @@ class Rollouts:
             for attempt in attempts:
                 # one that cannot be made is the error of its rollout
                 with suppress(SandboxError):
-                    loose |= dict.fromkeys(attempt.made("try").loose)
+                    loose |= dict.fromkeys(attempt.sandbox("try").loose)
             notes = sandbox.exposes, *loose
             return "; ".join(filter(None, notes)) or None
 
@@ -521,9 +488,8 @@ class Rollouts:
                 client = stack.enter_context(GatewayClient(gateways, token))
                 client.models()
                 own: dict[str, Any] = {"settings": self._settings, "out": self._out}
-                perform: _Perform = partial(
-                    run_task, gateway=client, live=self._live, **own
-                )
+                own |= {"gateway": client, "stopping": self._stopping}
+                perform: _Perform = partial(run_task, **own)
             else:
                 cluster = importlib.import_module("ray")
                 if not cluster.is_initialized():
@@ -535,7 +501,7 @@ class Rollouts:
             # each of these runs at the end, in reverse order, also if another one fails
             stack.callback(self._write_table)
             stack.callback(pool.shutdown, cancel_futures=True)
-            stack.callback(self._live.stop)
+            stack.callback(self._stopping.set)
             futures = [pool.submit(self._one, perform, *each) for each in self.todo]
             for future in as_completed(futures):
                 ended.append(future.result())
@@ -556,7 +522,7 @@ class Rollouts:
 
     def _unlogged(self, task: Task, sample: int, name: str) -> Attempt:
         rollout = Rollout(f"{task.id}.{name}", task.id, *self._names, sample)
-        return Attempt(task, self._settings, rollout, self._out, self._live)
+        return Attempt(task, self._settings, rollout, self._out, self._stopping)
 
     def __enter__(self) -> Self:
         return self
@@ -564,11 +530,11 @@ class Rollouts:
     def __exit__(self, *_: object) -> None:
         self._file.close()
         with suppress(OSError):
-            remove(self._out / "sandboxes")
+            sandboxes.remove(self._out / "sandboxes")
 
     def _one(self, perform: _Perform, task: Task, sample: int) -> Rollout:
         for _ in range(_MAX_DEATHS):
-            if self._live.stopping.is_set():
+            if self._stopping.is_set():
                 raise Stopped
             last = self._last.get((task.id, sample))
             attempt = 1 if last is None else last.attempt + 1
@@ -592,7 +558,7 @@ class Rollouts:
         import ray
         from ray.exceptions import RayError, RayTaskError
 
-        remote = ray.remote(max_retries=0)(run_task)
+        remote: Any = ray.remote(max_retries=0)(run_task)
         files = {task.id: ray.put(task) for task, _ in self.todo}
         given = self._settings, urls, self._out
 
@@ -603,7 +569,7 @@ class Rollouts:
             job = start.remote(files[task.id], *given, token=token, rollout=rollout)
             try:
                 while not ray.wait([job], timeout=1.0)[0]:
-                    if self._live.stopping.is_set():
+                    if self._stopping.is_set():
                         ray.cancel(job, force=True)
                         raise Stopped
                 ended: Rollout = ray.get(job)

@@ -22,6 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -117,14 +118,15 @@ class SandboxSpec:
     build: str | None = None
     plain: bool = False
     places: Words = ()
+    # once it is set, the running command ends, and no other one starts
+    stopping: threading.Event = field(default_factory=threading.Event)
 
 
 class Sandbox(ABC):
     """One environment with files and processes of its own.
 
-    As a context manager it starts and stops. `stop` may be called on another thread than
-    `exec`; it ends the running command. All methods raise `SandboxError`, and so does the
-    constructor if a tool is missing, an option unknown, or a limit cannot be enforced.
+    As a context manager it starts and stops. All methods raise `SandboxError`, and so does
+    the constructor if a tool is missing, an option unknown, or a limit cannot be enforced.
     """
 
     kind: ClassVar[str]
@@ -158,8 +160,6 @@ class Sandbox(ABC):
                     raise SandboxError(rule)
                 self.loose = (*self.loose, rule)
         self._max_bytes = (spec.limits.disk_mb or 1024) << 20  # of a command's output
-        self._stopped = threading.Event()
-        self._removing = threading.Lock()
 
     @abstractmethod
     def start(self) -> None:
@@ -170,18 +170,11 @@ class Sandbox(ABC):
         """Run one command; ``options`` are ``timeout_s``, ``stdin`` and ``log``."""
 
     @abstractmethod
-    def _remove(self) -> None:
-        """Remove everything, if there is anything; one thread at a time calls it."""
-
     def stop(self) -> None:
         """End all processes and remove everything. Idempotent."""
-        self._stopped.set()
-        # the end of a run stops sandboxes that their own threads stop too
-        with self._removing:
-            self._remove()
 
     def _check(self) -> None:
-        if self._stopped.is_set():
+        if self.spec.stopping.is_set():
             raise SandboxError("the sandbox was stopped")
 
     def hide(self, paths: Iterable[Path]) -> None:
@@ -249,6 +242,7 @@ class Sandbox(ABC):
 
     def __enter__(self) -> Self:
         try:
+            self._check()
             self.start()
         except BaseException:
             # a part of it may be missing
@@ -509,7 +503,7 @@ class LocalSandbox(Sandbox):
         holder = self._holder
         _end(_local("end", f"{holder.pid}") if holder else killing(self.spec.name))
 
-    def _remove(self) -> None:
+    def stop(self) -> None:
         if self._holder is not None:
             # it ends with its input, when all processes of its namespace have ended
             self._holder.communicate()
@@ -657,7 +651,7 @@ class ContainerSandbox(Sandbox):
             self._client("exec", *killing(self.spec.name))
         return done
 
-    def _remove(self) -> None:
+    def stop(self) -> None:
         if self._exists:
             done = self._client("remove")
             with suppress(OSError):
@@ -765,13 +759,19 @@ class E2BSandbox(Sandbox):
     ) -> int | None:
         more |= {"timeout": math.ceil(seconds), "user": "root"}
         try:
-            return int(box.commands.run(script, **more).exit_code)
+            with ThreadPoolExecutor(1) as pool:
+                job = pool.submit(box.commands.run, script, **more)
+                while not wait([job], _LOOK_SECONDS).done:
+                    if self.spec.stopping.is_set():
+                        # that ends the command
+                        self.stop()
+            return int(job.result().exit_code)
         except self._e2b.TimeoutException:
             return None
         except self._e2b.CommandExitException as error:
             return int(error.exit_code)
 
-    def _remove(self) -> None:
+    def stop(self) -> None:
         # its lifetime may have ended
         with _failing("e2b", Exception), suppress(self._e2b.NotFoundException):
             if self._box is not None:

@@ -61,6 +61,8 @@ class Grade:
     in_workspace: bool = False  # copy the tests over the workspace, and run there
     plugins: tuple[str, ...] = ()  # of pytest, as its option ``-p`` takes them
     timeout_s: float = 300.0
+    # variables; ``${NAME}`` and ``${NAME:-default}`` are those of the process that grades
+    env: Mapping[str, str] = field(default_factory=dict)
     fail_to_pass: tuple[str, ...] = ()  # for ``tests``: the tests that must pass
     pass_to_pass: tuple[str, ...] = ()
     partial: bool = False  # for ``tests``: the reward is the share that passes
@@ -205,12 +207,16 @@ def _files(value: object, where: str) -> bytes:
     """Texts by path, or the archive of a folder."""
     if isinstance(value, bytes):
         return value
-    texts = as_object(value, where).items()
-    return pack({n: as_text(text, f"{where}.{n}").encode() for n, text in texts})
+    return pack({name: text.encode() for name, text in _texts(value, where).items()})
 
 
 def _names(value: object, where: str) -> tuple[str, ...]:
     return tuple(json_input.list_of(as_text)(value, where))
+
+
+def _texts(value: object, where: str) -> dict[str, str]:
+    given = as_object(value, where).items()
+    return {name: as_text(text, f"{where}.{name}") for name, text in given}
 
 
 _positive = partial(json_input.as_number, minimum=1e-3, maximum=1e9)
@@ -224,6 +230,7 @@ _READERS: Mapping[Any, Callable[[object, str], object]] = {
     tuple[str, ...]: _names,
     tuple[str, ...] | None: _names,
     Mapping[str, object]: as_object,
+    Mapping[str, str]: _texts,
     bytes | None: _files,
 }
 
@@ -263,7 +270,7 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
     workdir, copies = _read_dockerfile(text)
     memory = environment.get("memory_mb", environment.get("memory"))
     limits = {"memory_mb": _mib(memory), "cpus": environment.get("cpus")}
-    seconds = verifier.get("timeout_sec", 600.0)
+    grade = {"kind": "reward_file", "timeout_s": verifier.get("timeout_sec", 600.0)}
     own: dict[str, Any] = {
         "id": re.sub(r"[^A-Za-z0-9_-]", "-", folder.name),
         "prompt": (folder / "instruction.md").read_text(encoding="utf-8"),
@@ -273,7 +280,7 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
         "solve": "bash {solution}/solve.sh",
         "editable": ["**"],
         "agent": {"timeout_s": agent.get("timeout_sec", 1800.0)},
-        "grade": {"kind": "reward_file", "timeout_s": seconds},
+        "grade": {**grade, "env": verifier.get("env", {})},
         "limits": {name: value for name, value in limits.items() if value is not None},
     }
     if image is not None:

@@ -42,6 +42,16 @@ ROLLOUTS = (
             "graded = [*after]",
         ),
         (
+            "a run that skips all tests after the changes is believed",
+            'proof["code"] = proof["code"] or int(proof["results"] not in known)',
+            'proof["code"] = proof["code"]',
+        ),
+        (
+            "a variable that is not set is empty",
+            "value = os.environ.get(found[1], found[3]) if found else text",
+            'value = os.environ.get(found[1], found[3] or "") if found else text',
+        ),
+        (
             "a verifier is believed whose tests failed",
             'if reward >= 1 and any(proof["code"] for proof in proofs):',
             "if False:",

@@ -79,7 +79,9 @@ def test_a_harbor_task_is_read(tmp_path):
     assert (task.limits.memory_mb, task.limits.cpus) == (2048, 1.0)
     image = 'docker_image = "someone/image:1"\ncpus = 1\n'
     toml = HARBOR["task.toml"].replace("cpus = 1\n", image)
+    toml = f'{toml}[verifier.env]\nJUDGE = "${{JUDGE_KEY:-none}}"\n'
     (task,) = read_tasks(harbor(tmp_path / "other", **{"task.toml": toml}))
+    assert task.grade.env == {"JUDGE": "${JUDGE_KEY:-none}"}
     assert (task.image, task.build, task.plain) == ("someone/image:1", None, False)
 
 

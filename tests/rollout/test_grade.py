@@ -105,6 +105,33 @@ def test_a_verifier_s_full_reward_is_not_believed_if_its_tests_failed(tmp_path):
         graded(tmp_path, grade=rules, tests={"test_t.py": TESTS})
 
 
+CONDITIONAL = """
+import pytest, it
+
+@pytest.mark.skipif(it.f != 1, reason="f")
+def test_f(): assert it.f == 2
+"""
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_run_that_skips_all_did_so_before_the_changes(tmp_path, value):
+    fields = {"tests": {"test_it.py": CONDITIONAL}, "grade": {"command": PYTEST}}
+    patch = HUNK.format("it.py", "it.py").replace("same", f"f = {value}").encode()
+    files = {"workspace": {"it.py": f"f = {value}\n"}}
+    changed = patch.replace(b"+changed", b"+f = 3")
+    assert graded(tmp_path, patch=changed, **files, **fields) == float(value == 0)
+
+
+def test_a_task_s_variables_are_those_of_the_process_that_grades(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAJKIT_GIVEN", "a b")
+    given = {"A": "${TRAJKIT_GIVEN}", "B": "${TRAJKIT_OTHER:-c}", "C": "x${A}"}
+    command = "test \"$A $B $C\" = 'a b c x${A}'"
+    assert graded(tmp_path, grade={"command": command, "env": given}) == 1.0
+    rules = {"command": "true", "env": {"A": "${TRAJKIT_OTHER}"}}
+    with pytest.raises(StageError, match="which is not set here"):
+        graded(tmp_path, grade=rules)
+
+
 def test_a_session_that_was_cut_off_is_not_completed(tmp_path):
     assert graded(tmp_path, grade={"kind": "completed"}, finished=False) == 0.0
 

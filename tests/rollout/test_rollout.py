@@ -740,8 +740,8 @@ class StuckSandbox(LocalSandbox):
     kind = "stuck"
     stuck = "trajkit-a.", "-agent"
 
-    def _remove(self):
-        super()._remove()
+    def stop(self):
+        super().stop()
         begin, end = self.stuck
         if self.spec.name.startswith(begin) and self.spec.name.endswith(end):
             raise SandboxError("it is stuck")
