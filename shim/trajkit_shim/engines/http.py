@@ -217,7 +217,7 @@ class HttpEngine(ABC):
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; requested once."""
         asked = self._asked
-        if asked is None or (asked.done() and asked.exception()):
+        if asked is None or (asked.done() and (asked.cancelled() or asked.exception())):
             asked = self._asked = asyncio.create_task(self._describe(self._servers[0]))
         # those who wait share the answer, also if the first one leaves
         return await asyncio.shield(asked)
