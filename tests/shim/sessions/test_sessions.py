@@ -14,6 +14,7 @@ import trajkit as tk
 from tests.shim.clients import USER, OnSocket
 from tests.shim.fakes import Held, ScriptedEngine, cases, fails, sampled
 from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.sessions import sessions as sessions_module
 from trajkit_shim.sessions.sessions import Session, SessionOptions, SessionStore
 
@@ -200,13 +201,13 @@ async def test_an_ended_session_is_released(start, how):
     """Its connections stay open, and one of its calls failed."""
     clock, engine = Clock(), ScriptedEngine("a", EngineError("no"))
     gateway = await start(engine=engine, clock=clock, place=OnSocket)
-    session = await gateway.open(session_id="released", ttl_seconds=10)
-    await session.ask()
+    session = await gateway.open(ttl_seconds=10)
+    await session.ask(f"released by {how}")
     await session.error(502)
     sessions = (x for x in gc.get_objects() if isinstance(x, Session))
-    (opened,) = (each for each in sessions if each.session_id == "released")
-    kept = [weakref.ref(each) for each in (opened.conversation, *opened.answers)]
-    assert len(kept) == 2
+    (opened,) = (each for each in sessions if each.session_id == session.id)
+    (answer,), logged = map(weakref.ref, opened.answers), {*opened.conversation.logged}
+    assert logged
     if how == "idle":
         clock.advance(10)
     else:
@@ -214,7 +215,9 @@ async def test_an_ended_session_is_released(start, how):
     clock.advance(0)  # it forgets cancelled timers
     gc.collect()
     shown = await gateway.get("/prompts")
-    assert [each() for each in kept] == [None, None]
+    alive = (x for x in gc.get_objects() if isinstance(x, Conversation))
+    assert logged not in [each.logged for each in alive]
+    assert answer() is None
     assert (opened.calls, opened.requests, shown["cache_bytes"]) == ({}, {}, 0)
 
 
