@@ -87,11 +87,7 @@ def run(kills: int, seed: int, directory: Path) -> Iterator[Outcome]:
             for k in range(first, min(first + _KILLS_PER_RUN, kills)):
                 # each kill's moment is its own, whatever came before
                 draw = random.Random(f"{seed} {k}")
-                options = {
-                    "max_file_bytes": draw.choice([1 << 14, 1 << 16, 1 << 22]),
-                    "fsync": draw.random() < 0.25,
-                    "form": form,
-                }
+                options = {"fsync": draw.random() < 0.25, "form": form}
                 left = [name for name in told.replies if name not in told.finished]
                 again = [f"{name}~" for name in left if f"{name}~" not in told.replies]
                 before = told.n_replies

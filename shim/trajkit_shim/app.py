@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import islice
 from typing import TypeAlias, cast
 from urllib.parse import urlsplit
 
@@ -33,16 +32,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trajkit_shim import json_input as read
 from trajkit_shim.call import Call, Gateway, Options
 from trajkit_shim.chat.request import parse_client_sampling, parse_fixed
-from trajkit_shim.delivery import Delivery, json_response, unless_left, watched
+from trajkit_shim.delivery import Delivery, json_response, watched
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
 from trajkit_shim.json_input import Fields, Json
-from trajkit_shim.pauses import MODES, Mode
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.base import Verb, WireProtocol
 from trajkit_shim.protocols.openai import OPENAI_CHAT
-from trajkit_shim.sessions.sessions import FILTERS, LIMITS, Outcome, SessionOptions
+from trajkit_shim.sessions.sessions import LIMITS, Outcome, SessionOptions
 from trajkit_shim.sessions.turn_log import TurnLog
 
 KEY_HEADER, TOKEN_HEADER = "x-session-key", "x-admin-token"
@@ -240,7 +238,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
 
     def health(*_: object) -> Json:
         state = "draining" if store.draining else "ok"
-        state = state if pause.mode is None else "paused"
+        state = "paused" if pause.paused else state
         return {"status": state, "sessions": store.counts()}
 
     async def prompts(*_: object) -> Json:
@@ -269,16 +267,6 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         named = {"session_id": opened.session_id, "api_key": opened.api_key}
         return {**named, "base_url": base_url}
 
-    def listed(request: Request, _: Fields) -> Json:
-        # of a query every value is a text
-        asked = Fields({"limit": "100", **request.query_params})
-        asked.only({"limit", *FILTERS})
-        limit = str(asked.json.pop("limit"))
-        wanted = {name: asked.text(name) for name in asked.json}
-        if not limit.isdecimal() or len(limit) > 9:
-            asked.refuse("limit", f"{limit!r}: not a number of sessions")
-        return {"sessions": [*islice(store.matching(wanted), int(limit))]}
-
     async def finish(request: Request, body: Fields) -> Json:
         wait, outcome = _wait(body), _outcome(body)
         return await store.finish(_name(request), "finish", wait, outcome)
@@ -287,10 +275,8 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         await store.drain(_wait(body, 60.0))
         return {**store.counts()}
 
-    async def pause_engine(request: Request, body: Fields) -> Json:
-        seconds, wait = _wait(body, 600.0, "timeout_s"), _wait(body, 60.0)
-        mode = cast("Mode", body.one_of("mode", MODES, "keep"))
-        await unless_left(request, pause.pause(seconds, mode, wait_seconds=wait))
+    async def pause_engine(_: Request, body: Fields) -> Json:
+        await pause.pause(_wait(body, 600.0, "timeout_s"))
         return pause.describe()
 
     async def update(_: Request, body: Fields) -> Json:
@@ -308,13 +294,12 @@ def _other_routes(gateway: Gateway) -> list[Route]:
     # with the fields of the body, if there may be one; None: for everybody
     table: list[tuple[str, str, Handler, str | None]] = [
         ("POST", "/sessions", open_one, opening),
-        ("GET", "/sessions", listed, ""),
-        ("GET", session, lambda r, _: store.describe(_name(r)), ""),
+        ("GET", session, lambda r, _: store.find(_name(r)).describe(), ""),
         ("POST", f"{session}/finish", finish, ending),
         ("POST", f"{session}/drop", lambda r, _: store.drop(_name(r)), ""),
         ("POST", "/admin/drain", drain, "wait_seconds"),
         ("GET", "/engine", lambda *_: pause.describe(), ""),
-        ("POST", "/engine/pause", pause_engine, "timeout_s mode wait_seconds"),
+        ("POST", "/engine/pause", pause_engine, "timeout_s"),
         ("POST", "/engine/update", update, "model_path weight_version"),
         ("POST", "/engine/resume", resume, ""),
         ("GET", "/", health, None),

@@ -83,8 +83,6 @@ class Options:
     admin_token: str | None = None  # required for the trainer's routes
     # names that clients use for this machine, besides addresses and private names
     hosts: Collection[str] = ()
-    # how long a call waits for the end of a pause before it is rejected with 503
-    pause_wait_seconds: float = 300.0
     # ended sessions to remember: their calls are answered with 410, later with 401
     max_ended_sessions: int = 10_000
     # measures idle sessions and how old answers are; default: the event loop
@@ -102,8 +100,7 @@ class Gateway:
         options: Options,
     ) -> None:
         self.engine, self.log, self.options = engine, log, options
-        # every call passes it on the way to the engine
-        self.pause = Pause(engine, wait_seconds=options.pause_wait_seconds)
+        self.pause = Pause(engine)
         self._n_bytes = 0  # of the bodies of requests at work
         self.cache_budget = Budget(options.cache_bytes)
         self.sessions = SessionStore(
@@ -216,7 +213,7 @@ class Call:
     def begin(self) -> PendingReply:
         """Return the pending reply that a retry asks for again, or begin one.
 
-        Raises `GatewayError`: the session may make no more calls, or the log is full.
+        Raises `GatewayError`: the session may make no more calls.
         """
         session = self._session
         if session.options.replay or is_retry(self._headers):
@@ -224,9 +221,6 @@ class Call:
             if pending := session.again(self._digest):
                 session.counts.replayed += 1
                 return pending
-        if self._gateway.log.full:
-            message = "the log is full: it has reached its maximum size"
-            raise GatewayError(message, 507, code="log_full")
         session.admit()
         pending = PendingReply(self._run, session.amend, self._digest)
         session.calls[pending] = None
@@ -258,8 +252,7 @@ class Call:
                 session_id=session.session_id,
                 images=self._pixels,
             )
-            generate = partial(gateway.engine.generate, request)
-            sample = await gateway.pause.sample(generate)
+            sample = await gateway.engine.generate(request)
             checks.check_sample(sample, self._ids, sampling, self._info)
             reply = await self._reply(sample, sampling)
             message = chats.canonical_reply(reply)
@@ -422,7 +415,7 @@ class Call:
             self._caller,
         )
         # closing the session cancelled the work
-        if session.closed:
+        if session.ended_by is not None:
             raise closed_error(session.session_id)
         # of earlier turns; a full disk may have room again
         session.write_amendments()

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from trajkit_shim.engines.embedded import Policy
     from trajkit_shim.prompting.render import ChatRenderer
     from trajkit_shim.replies import ReplyParser
-    from trajkit_shim.workers import Place
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 """A number of at least one."""
@@ -143,8 +142,6 @@ def serve(
     admin_token: str | None = None,
     allow_host: list[str] | None = None,
     fsync: bool = False,
-    file_bytes: Count = 1 << 30,
-    log_bytes: Count | None = None,
     workers: Count = 1,
     drain_seconds: float = 30,
     engine: EngineOptions | None = None,
@@ -182,10 +179,6 @@ def serve(
         networks; may be repeated.
     fsync
         Write each turn to disk (fsync) before it is answered.
-    file_bytes
-        Maximum size of one file of the log.
-    log_bytes
-        Maximum size of all turns; calls beyond it are rejected.
     workers
         Gateways in processes of their own, on ports from --port on. POST /sessions, at any
         of them, answers with the base_url of the one that owns the session.
@@ -228,36 +221,31 @@ def _say(text: str) -> None:
 def _work(
     arguments: SimpleNamespace,
     listener: "socket.socket",
-    place: "Place | None" = None,
     say: Callable[[str], object] = _say,
+    worker: int | None = None,
+    urls: Sequence[str] = (),
 ) -> None:
-    """Run a gateway until a stop signal. ``place``: it is one of several workers."""
+    """Run a gateway until a stop signal; one of several workers has a number."""
     from trajkit_shim.prompting.prompts import Prompts
     from trajkit_shim.serve import serve as run_server
     from trajkit_shim.serve import url_of
     from trajkit_shim.workers import Worker
 
-    attributed, limit = not arguments.no_attribution, arguments.log_bytes
-    log = {
-        "form": arguments.log,
-        "fsync": arguments.fsync,
-        "max_file_bytes": arguments.file_bytes,
-        "max_total_bytes": limit and limit // arguments.workers,
-        "attributed": attributed,
-        "worker": place and place.index,
-    }
+    attributed = not arguments.no_attribution
+    log = {"form": arguments.log, "fsync": arguments.fsync, "worker": worker}
     options = {
         "attributed": attributed,
         "prompts": arguments.prompts,
         "admin_token": arguments.admin_token or None,
         "hosts": arguments.allow_host or [],
     }
+    log["attributed"] = attributed
     made = engine_app(arguments, arguments.out, log, **options)
     with terminable(), made as (app, renderer):
         where: dict[str, Any] = {"url": url_of(listener)}
         where |= {"openai_base_url": f"{where['url']}/v1", "turns": str(arguments.out)}
-        if place is not None:
-            app, where["workers"] = Worker(app, place), " ".join(place.urls)
+        if worker is not None:
+            app, where["workers"] = Worker(app, worker, urls), " ".join(urls)
         built = Prompts(renderer, arguments.prompts)
         if arguments.json:
             say(json.dumps({**where, "prompts": built.describe()}) + "\n")
@@ -292,16 +280,14 @@ def engine_app(
     """
     from trajkit_shim.app import create_app
     from trajkit_shim.call import Options
-    from trajkit_shim.engines import embedded, http
-    from trajkit_shim.engines.checks import check_engine
-    from trajkit_shim.engines.model_config import config_number, vocab_size
+    from trajkit_shim.engines import embedded
     from trajkit_shim.prompting.render import embedded_renderer, load_renderer
-    from trajkit_shim.replies import FORMS, FormParser, ReplyParser, form_of, tags_of
+    from trajkit_shim.replies import FORMS, FormParser, form_of, tags_of
     from trajkit_shim.sessions.turn_log import TurnLog
 
-    variables = _variables(arguments.chat_template_kwargs)
     model, name = arguments.model or arguments.launch, arguments.parser
-    template, parser = arguments.chat_template, None
+    template = arguments.chat_template
+    options["variables"] = _variables(arguments.chat_template_kwargs)
     engine: Engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
     renderer, has_server = embedded_renderer(), arguments.engine != "embedded"
     with ExitStack() as stack:
@@ -315,49 +301,53 @@ def engine_app(
                     trust_remote_code=arguments.trust_remote_code,
                     late_system=arguments.late_system,
                 )
+                make_engine = _engine_of(arguments, model)
             if name != _ENGINE:
                 form = form_of(renderer) if name is None else FORMS.get(name)
                 parser = FormParser(form, tags_of(renderer.chat_template))
-            images = _image_options(arguments)
-            if has_server:
-                experts, vllm = arguments.routed_experts, arguments.engine == "vllm"
-                make_engine = partial(
-                    http.VLLMEngine if vllm else http.SGLangEngine,
-                    vocab_size=vocab_size(model),
-                    check_prompts=arguments.check_prompts,
-                    experts_per_token=config_number(model, _EXPERTS)
-                    if experts
-                    else None,
-                    sampling_masks=arguments.sampling_masks,
-                )
+                options["reply_parser"] = parser
+            options |= _image_options(arguments)
         except ArgumentError:
             raise
         except ValueError as error:
             raise FormatError(f"{model}: {error}") from error
         if has_server:
             launch_server(arguments, stack)
-            # connections belong to the event loop that opened them
-            urls = arguments.engine_url
-            served = {url: asyncio.run(check_engine(make_engine(url))) for url in urls}
-            if len(set(served.values())) > 1:
-                raise ConnectionError(f"the servers of --engine-url differ: {served}")
-            engine = make_engine(*served)
-        reply_parser: ReplyParser = parser or _engine_parser(arguments.engine_url[0])
+            engine = _checked(make_engine, arguments.engine_url)
+        if name == _ENGINE:
+            options["reply_parser"] = asyncio.run(_own_parser(arguments.engine_url[0]))
         payloads = {n: vars(arguments)[n] for n in ("routed_experts", "sampling_masks")}
-        app = create_app(
-            engine,
-            renderer,
-            TurnLog(out, images="image_limits" in images, **payloads, **log),
-            Options(
-                past=arguments.past_reasoning,
-                variables=variables,
-                train_side_calls=arguments.train_side_calls,
-                reply_parser=reply_parser,
-                **images,
-                **options,
-            ),
-        )
-        yield app, renderer
+        turn_log = TurnLog(out, images="image_limits" in options, **payloads, **log)
+        options["past"] = arguments.past_reasoning
+        options["train_side_calls"] = arguments.train_side_calls
+        yield create_app(engine, renderer, turn_log, Options(**options)), renderer
+
+
+def _engine_of(arguments: SimpleNamespace, model: str) -> "Callable[..., Engine]":
+    """What makes the engine of some servers; raises `ValueError`."""
+    from trajkit_shim.engines import http
+    from trajkit_shim.engines.model_config import config_number
+
+    classes = {"vllm": http.VLLMEngine, "sglang": http.SGLangEngine}
+    experts = config_number(model, _EXPERTS) if arguments.routed_experts else None
+    return partial(
+        classes[arguments.engine],
+        vocab_size=config_number(model, "vocab_size"),
+        check_prompts=arguments.check_prompts,
+        experts_per_token=experts,
+        sampling_masks=arguments.sampling_masks,
+    )
+
+
+def _checked(make_engine: "Callable[..., Engine]", urls: Sequence[str]) -> "Engine":
+    """The engine of these servers, each of which was tried; raises `ConnectionError`."""
+    from trajkit_shim.engines.checks import check_engine
+
+    # connections belong to the event loop that opened them
+    served = {url: asyncio.run(check_engine(make_engine(url))) for url in urls}
+    if len(set(served.values())) > 1:
+        raise ConnectionError(f"the servers of --engine-url differ: {served}")
+    return make_engine(*served)
 
 
 def check(arguments: SimpleNamespace) -> None:
@@ -401,9 +391,8 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
         if model is None:
             return {}
         import_module("PIL")
-    limits = ImageLimits(max_total_bytes=getattr(arguments, "log_bytes", None))
     # a client sends the images of a conversation with every request
-    return {"images": model, "image_limits": limits, "max_body_bytes": 64 << 20}
+    return {"images": model, "image_limits": ImageLimits(), "max_body_bytes": 64 << 20}
 
 
 def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
@@ -438,22 +427,23 @@ def _variables(given: str | None) -> dict[str, Any]:
     return variables
 
 
-def _engine_parser(url: str) -> "ReplyParser":
+async def _own_parser(url: str) -> "ReplyParser":
     """The parsers of the engine's server; raises `ConnectionError` if it has none."""
-    import httpx
-
+    from trajkit_shim.engines.http import EngineClient
+    from trajkit_shim.errors import EngineError
     from trajkit_shim.replies import SGLangParser
 
-    where = f"--parser {_ENGINE}: the SGLang server at {url}"
+    where, server = f"--parser {_ENGINE}", EngineClient("SGLang", url)
     try:
-        answer = httpx.get(f"{url}/server_info", timeout=60, trust_env=False)
-        info = answer.raise_for_status().json()
-        names = info.get("tool_call_parser"), info.get("reasoning_parser")
-    except (httpx.HTTPError, AttributeError, ValueError) as error:
+        info = await server.get("/server_info")
+    except EngineError as error:
         raise ConnectionError(f"{where}: {error}") from error
+    finally:
+        await server.close()
+    names = info.get("tool_call_parser"), info.get("reasoning_parser")
     if not any(names):
         rule = "started with neither --tool-call-parser nor --reasoning-parser"
-        raise ConnectionError(f"{where} was {rule}")
+        raise ConnectionError(f"{where}: the SGLang server at {url} was {rule}")
     return SGLangParser(url, *names)
 
 

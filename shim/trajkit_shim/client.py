@@ -7,7 +7,7 @@ gateway or several, for example one per node, and treat them as one.
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
@@ -107,31 +107,22 @@ class AsyncGatewayClient:
         """Return what a gateway knows of a session."""
         return await self._of_session("GET", session_id)
 
-    async def pause(self, seconds: float = 600.0, mode: str = "keep") -> None:
-        """Pause the engines until `resume`.
-
-        ``mode``: what happens to running calls. ``keep``: they wait at the engine and
-        continue; ``wait``: they finish first; ``abort``: they are sampled again.
+    async def pause(self, seconds: float = 600.0) -> None:
+        """Pause the engines until `resume`; running calls wait there and continue.
 
         The pause is a lease of ``seconds``, which this client renews. It ends by itself
-        if the client's process dies. If a gateway fails, none stays paused, but one that
-        refuses (409) because it has a pause with another mode keeps that pause.
+        if the client's process dies. If a gateway fails, none stays paused.
         """
-        body: dict[str, Any] = {"timeout_s": seconds, "mode": mode}
-        paused = self.urls
+        body: Json = {"timeout_s": seconds}
         try:
-            answers = await self._answers("/engine/pause", body)
-            paused = [u for u, a in answers.items() if getattr(a, "status", 0) != 409]
-            _raise_first(answers.values())
+            await self._ask_all("/engine/pause", body)
         except BaseException:
-            if len(paused) == len(self.urls):
-                await self._stop_renewing()
             with suppress(Exception):
-                await asyncio.shield(self._answers("/engine/resume", {}, urls=paused))
+                await asyncio.shield(self.resume())
             raise
         await self._stop_renewing()
         self._lost = None
-        self._renewing = asyncio.create_task(self._renew(body))
+        self._renewing = asyncio.create_task(self._renew(body, seconds / _RENEWALS))
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights while paused, and name them ``version``.
@@ -142,13 +133,12 @@ class AsyncGatewayClient:
         if self._lost is not None:
             raise self._lost
         body: Json = {"model_path": path, "weight_version": version}
-        answers = await self._answers("/engine/update", body, _UPDATE_SECONDS)
-        _raise_first(answers.values())
+        await self._ask_all("/engine/update", body, _UPDATE_SECONDS)
 
     async def resume(self) -> None:
         """End the pause. A gateway that fails to resume does so when its lease ends."""
         await self._stop_renewing()
-        _raise_first((await self._answers("/engine/resume", {})).values())
+        await self._ask_all("/engine/resume", {})
 
     async def close(self) -> None:
         """Close the connections; a pause then ends with its lease."""
@@ -181,11 +171,11 @@ class AsyncGatewayClient:
             self._owners.pop(session_id, None)
         return answer
 
-    async def _renew(self, lease: dict[str, Any]) -> None:
+    async def _renew(self, lease: Json, seconds: float) -> None:
         while True:
-            await asyncio.sleep(lease["timeout_s"] / _RENEWALS)
+            await asyncio.sleep(seconds)
             try:
-                _raise_first((await self._answers("/engine/pause", lease)).values())
+                await self._ask_all("/engine/pause", lease)
             except (GatewayError, ConnectionError) as error:
                 self._lost = error
 
@@ -195,18 +185,14 @@ class AsyncGatewayClient:
             await asyncio.wait([self._renewing])
             self._renewing = None
 
-    async def _answers(
-        self,
-        path: str,
-        body: Json,
-        seconds: float = _ANSWER_SECONDS,
-        urls: Sequence[str] | None = None,
-    ) -> dict[str, object]:
-        """Return each gateway's answer or exception, by URL; ``urls``: default all."""
-        urls = self.urls if urls is None else urls
-        asked = [self._ask(url, "POST", path, body, seconds) for url in urls]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        return dict(zip(urls, answers, strict=True))
+    async def _ask_all(
+        self, path: str, body: Json, seconds: float = _ANSWER_SECONDS
+    ) -> None:
+        """Send a request to all gateways; raise the first error once all answered."""
+        asked = [self._ask(url, "POST", path, body, seconds) for url in self.urls]
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
 
     async def _ask(
         self,
@@ -235,12 +221,6 @@ class AsyncGatewayClient:
             shown = f"{answer.status_code} {answer.text[:400]}"
             raise ConnectionError(f"{where}: it answered {shown}") from error
         raise GatewayError(f"{where}: {message}", answer.status_code, code=code)
-
-
-def _raise_first(answers: Iterable[object]) -> None:
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
 
 
 def _blocking(

@@ -12,12 +12,12 @@ and from then on keep-alive events. The reply comes in one burst. Later errors a
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
@@ -38,7 +38,6 @@ _STREAM_HEADERS = {
 # a client that does not read
 _PIECE_BYTES = 1 << 16
 
-T = TypeVar("T")
 Amend: TypeAlias = Callable[[list[int], str, bool | None], None]
 """Writes an amendment: indices of turns, its reason, and whether they are trainable
 (None: as each turn itself states)."""
@@ -131,23 +130,6 @@ async def watched(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
-
-
-async def unless_left(request: Request, work: Awaitable[T]) -> T:
-    """Return a client's work, but cancel it if the client disconnects meanwhile.
-
-    The request's body must have been read. Raises `ClientDisconnect` in that case.
-    """
-    task = asyncio.ensure_future(work)
-    async with watched(request.receive) as left:
-        try:
-            await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-    if task.cancelled():
-        raise ClientDisconnect
-    return task.result()
 
 
 class Delivery:

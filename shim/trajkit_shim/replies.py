@@ -31,7 +31,7 @@ from trajkit_shim.chat.request import (
     ToolCall,
     function_of,
 )
-from trajkit_shim.engines.http import Connections, EngineClient, reading
+from trajkit_shim.engines.http import EngineClient, reading
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.render import ChatRenderer, Ids
@@ -484,8 +484,7 @@ class SGLangParser(ReplyParser):
     """
 
     def __init__(self, base_url: str, calls: str | None, thoughts: str | None) -> None:
-        self._connections, self._names = Connections(), (calls, thoughts)
-        self._server = EngineClient("SGLang", base_url, self._connections)
+        self._server, self._names = EngineClient("SGLang", base_url), (calls, thoughts)
 
     async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
         (parser, thoughts), ask = self._names, self._server.post
@@ -516,7 +515,7 @@ class SGLangParser(ReplyParser):
         return Parsed(parts=tuple(parts), sampled=text, reasoning=reasoning)
 
     async def close(self) -> None:
-        await self._connections.close()
+        await self._server.close()
 
 
 def _is_object(text: Any) -> bool:

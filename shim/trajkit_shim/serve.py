@@ -94,12 +94,17 @@ def is_loopback(host: str) -> bool:
 
 # how soon after a request the end of its client's sending side belongs to it
 _WITH_REQUEST_SECONDS = 0.05
-_PROBES = (
-    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
-    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
-    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
-    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
-)
+# a host that is gone is noticed within 30 seconds; not every system has every option
+_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_PROBES |= {"TCP_USER_TIMEOUT": 30_000}
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the system probe a connection, also while nothing is sent on it."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class _Connection(H11Protocol):
@@ -137,10 +142,8 @@ class _Connection(H11Protocol):
         if late or self.cycle is None or self.cycle.response_complete:
             return None
         self._half_closed = True
-        connection = self.transport.get_extra_info("socket")
-        for level, name, value in _PROBES:
-            if connection is not None and hasattr(socket, name):
-                connection.setsockopt(level, getattr(socket, name), value)
+        if connection := self.transport.get_extra_info("socket"):
+            keep_alive(connection)
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:

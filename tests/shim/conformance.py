@@ -63,7 +63,6 @@ refused by the engine | 400 | engine_error {_INVALID} engine_error INVALID_ARGUM
 the engine fails | 502 | engine_error api_error engine_error UNAVAILABLE
 the engine cuts the call short | 503 | \
 engine_error overloaded_error engine_error UNAVAILABLE
-a pause that does not end | 503 | paused overloaded_error paused UNAVAILABLE
 a fault of the gateway | 500 | internal_error api_error internal_error INTERNAL
 """)
 }
@@ -72,7 +71,6 @@ a fault of the gateway | 500 | internal_error api_error internal_error INTERNAL
 BEFORE, MIDDLE, SENDING = "before its answer", "in mid-stream", "while it is answered"
 _CLOSED = f"session_closed {_INVALID} session_closed FAILED_PRECONDITION"
 _LATE = f"session_closed {_INVALID} invalid_prompt FAILED_PRECONDITION"
-_AGAIN = "the turn, sampled again | stop end_turn completed STOP"
 # What becomes of a call that is cut off, by what does it and when: what is in the log, and
 # what its client is told. None: there is nobody to tell.
 CUTS = {
@@ -87,8 +85,6 @@ its session is dropped | {BEFORE} | nothing | {_CLOSED}
 its session is dropped | {MIDDLE} | nothing | {_LATE}
 the gateway is drained | {BEFORE} | nothing | {_CLOSED}
 the gateway is drained | {MIDDLE} | nothing | {_LATE}
-a pause that aborts | {BEFORE} | {_AGAIN}
-a pause that aborts | {MIDDLE} | {_AGAIN}
 the engine fails | {MIDDLE} | nothing | engine_error api_error server_error UNAVAILABLE
 the engine cuts the call short | {MIDDLE} | context only | \
 engine_error overloaded_error server_error UNAVAILABLE

@@ -326,21 +326,18 @@ class Threaded(Held):
 
 
 class Updatable(ScriptedEngine):
-    """Notes what it is told to do. ``fails``: by the name of what fails, or hangs."""
+    """Notes what it is told to do. ``fails``: by the name of what fails."""
 
     def __init__(self, *script: Scripted) -> None:
         super().__init__(*script)
         self.told: list[tuple[object, ...]] = []
-        self.fails: dict[str, object] = {}
+        self.fails: dict[str, Exception] = {}
         self._noted = queue.SimpleQueue()
 
     async def _note(self, *what: object) -> None:
         self.told.append(what)
         self._noted.put(what)
-        failure = self.fails.get(what[0])
-        if failure == "hangs":
-            await asyncio.Event().wait()
-        elif failure is not None:
+        if failure := self.fails.get(what[0]):
             raise failure
 
     pause = partialmethod(_note, "pause")

@@ -153,16 +153,3 @@ async def test_one_gateway_that_cannot_pause_leaves_none_paused(tmp_path):
             with pytest.raises(GatewayError, match="lost"):
                 await client.update_weights("/new", "step-1")
             assert UPDATE not in one.told
-
-
-def test_a_refused_pause_ends_no_other_pause(tmp_path):
-    with (
-        gateways(tmp_path, Updatable(), Updatable()) as urls,
-        GatewayClient(urls[0]) as first,
-        GatewayClient(urls) as second,
-    ):
-        first.pause(60, "wait")
-        with pytest.raises(GatewayError, match="a pause with mode 'wait'") as caught:
-            second.pause(60, "keep")
-        modes = [processes.get(f"{url}/engine").json()["mode"] for url in urls]
-    assert (caught.value.status, modes) == (409, ["wait", None])

@@ -116,7 +116,7 @@ async def test_a_call_that_fails(start, name, stream, case, word):
     context = 20 if case == "a prompt that is too long" else 2000
     script = [FAILING[case]] if case in FAILING else []
     engine = ScriptedEngine(*script, context=context)
-    gateway = await start(engine=engine, max_body_bytes=4000, pause_wait_seconds=0.0)
+    gateway = await start(engine=engine, max_body_bytes=4000)
     limits = {
         "no turn left": {"max_turns": 1},
         "no token left": {"max_output_tokens": 6},
@@ -131,8 +131,6 @@ async def test_a_call_that_fails(start, name, stream, case, word):
         sent = driver.image()
     elif case == "a body that is too long":
         sent = driver.user("x" * 4000)
-    elif case == "a pause that does not end":
-        await gateway.post("/engine/pause", mode="wait")
     elif case in limits:
         await driver.ask(driver.client(session), sent, stream=stream)
         before = 1
@@ -154,10 +152,7 @@ async def test_a_call_that_fails(start, name, stream, case, word):
 async def cut(session, what, stalled):
     """What cuts the session's call off, its client apart."""
     post = session.gateway.admin.post
-    if what == "a pause that aborts":
-        await post("/engine/pause", json={"mode": "abort"})
-        await post("/engine/resume")
-    elif what == "the gateway is drained":
+    if what == "the gateway is drained":
         await post("/admin/drain", json={"wait_seconds": 0})
     elif "the engine" in what:
         stalled.release.set()

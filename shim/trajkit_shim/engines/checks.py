@@ -7,7 +7,7 @@ part of it may belong to another call, or be lost.
 """
 
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -67,16 +67,21 @@ def check_sampling(
 def accept(
     request: base.EngineRequest,
     server: str,
-    said: Mapping[str, Any],
-    experts: npt.NDArray[np.int16] | None = None,
+    *,
+    request_id: object,
+    output_ids: object,
+    scored: Sequence[tuple[Any, object]],
+    finish_reason: Any,
+    counts: Mapping[str, Any],
+    mask: Any,
+    prompt_ids: object,
+    spans: Any,
 ) -> base.Sample:
     """Return the sample of a server's answer, or raise `EngineError`.
 
-    ``said``: the answer's ``request_id``, which must be the request's, ``output_ids``,
-    ``logprobs``, each with its id, ``finish_reason`` (a text or null), ``counts`` of
-    tokens, which must be those that were sent and came (``total_tokens`` may be missing),
-    ``mask``, ``prompt_ids``, and the ``spans`` of weight versions, which are unknown if
-    one is null. A number of cached tokens that is impossible is unknown.
+    ``scored`` has each logprob with its id. ``counts`` of tokens must be those that were
+    sent and came (``total_tokens`` may be missing); an impossible number of cached tokens
+    is unknown. Weight versions (``spans``) are unknown if one is null.
     """
 
     def need(fits: bool, what: str, value: object, rule: str) -> None:
@@ -91,33 +96,44 @@ def accept(
         need(fits, what, values, "expected a list of integers")
         return np.array(values, np.int32)
 
-    own, request_id = request.request_id, said["request_id"]
+    own = request.request_id
     need(request_id == own, "request id", request_id, f"the request's is {own!r}")
-    finish, counts = said["finish_reason"], said["counts"]
-    worded = finish is None or (isinstance(finish, str) and finish != "")
-    need(worded, "finish_reason", finish, "expected a text or null")
-    ids = as_ids("output ids", said["output_ids"])
+    worded = finish_reason is None or (isinstance(finish_reason, str) and finish_reason)
+    need(bool(worded), "finish_reason", finish_reason, "expected a text or null")
+    ids = as_ids("output ids", output_ids)
     n_prompt, n_output = len(request.prompt_ids), len(ids)
-    counted = {"prompt_tokens": n_prompt, "completion_tokens": n_output}
+    expected = {"prompt_tokens": n_prompt, "completion_tokens": n_output}
     if counts.get("total_tokens") is not None:
-        counted["total_tokens"] = n_prompt + n_output
-    for name, number in counted.items():
-        given = counts.get(name)
-        same = type(given) is int and given == number
-        need(same, name, given, f"{number} were counted")
-    spans = list[base.WeightSpan]()
-    for span in said["spans"] or ():
+        expected["total_tokens"] = n_prompt + n_output
+    for name, number in expected.items():
+        count = counts.get(name)
+        same = type(count) is int and count == number
+        need(same, name, count, f"{number} were counted")
+    if len(scored) != n_output:
+        pairs = f"{len(scored)} logprobs for {n_output} output ids"
+        raise EngineError(f"the {server} server gave {pairs}")
+    for i, ((logprob, label), token) in enumerate(
+        zip(scored, ids.tolist(), strict=True)
+    ):
+        # True is no number; JSON has null for a number that is not finite
+        finite = logprob is not None and (
+            type(logprob) is not float or isfinite(logprob)
+        )
+        where = f"logprob {i}"
+        if type(label) is not int or label != token:
+            message = f"{where} is of token {label!r}, not {token}"
+            raise EngineError(f"the {server} server's {message}")
+        need(finite, where, logprob, "the engine's logits were not finite")
+        need(type(logprob) in (int, float), where, logprob, "expected a number")
+    versions = list[base.WeightSpan]()
+    for span in spans or ():
         version, ends = span["version"], [span["start"], span["end"]]
         is_text = version is None or isinstance(version, str)
         need(is_text, "weight version", version, "expected a text or null")
         numbers = as_ids("weight version's range", ends).tolist()
-        spans.append(base.WeightSpan(version, *numbers))
-    known = all(span.version is not None for span in spans)
-    cached, mask, consumed = (
-        counts.get("cached_tokens"),
-        said["mask"],
-        said["prompt_ids"],
-    )
+        versions.append(base.WeightSpan(version, *numbers))
+    known = all(span.version is not None for span in versions)
+    cached = counts.get("cached_tokens")
     possible = type(cached) is int and 0 <= cached <= n_prompt
     listed = mask is None or isinstance(mask, list)
     need(listed, "sampling mask", mask, "expected a list of lists of integers")
@@ -125,35 +141,14 @@ def accept(
         as_ids("sampling mask", allowed)
     return base.Sample(
         output_ids=ids,
-        output_logprobs=_logprobs(said["logprobs"], ids.tolist(), server),
-        finish_reason=finish,
-        weight_versions=tuple(spans) if known else (),
+        output_logprobs=np.array([logprob for logprob, _ in scored], np.float32),
+        finish_reason=finish_reason,
+        weight_versions=tuple(versions) if known else (),
         cached_tokens=cached if possible else None,
         prompt_tokens=n_prompt,
-        prompt_ids=None if consumed is None else as_ids("prompt ids", consumed),
-        routed_experts=experts,
+        prompt_ids=None if prompt_ids is None else as_ids("prompt ids", prompt_ids),
         sampling_mask=mask,
     )
-
-
-def _logprobs(
-    scored: list[tuple[Any, object]], ids: list[int], server: str
-) -> npt.NDArray[np.float32]:
-    if len(scored) != len(ids):
-        counts = f"{len(scored)} logprobs for {len(ids)} output ids"
-        raise EngineError(f"the {server} server gave {counts}")
-    for i, ((logprob, label), token) in enumerate(zip(scored, ids, strict=True)):
-        fault, of = None, f"of token {token} is {logprob!r}"
-        # True is no number; JSON has null for a number that is not finite
-        if type(label) is not int or label != token:
-            fault = f"is of token {label!r}, not {token}"
-        elif logprob is None or (type(logprob) is float and not isfinite(logprob)):
-            fault = f"{of}: the engine's logits were not finite"
-        elif type(logprob) not in (int, float):
-            fault = f"{of}: expected a number"
-        if fault is not None:
-            raise EngineError(f"the {server} server's logprob {i} {fault}")
-    return np.array([logprob for logprob, _ in scored], np.float32)
 
 
 def check_sample(
@@ -190,8 +185,7 @@ def _faults(
     if len(ids) > sampling.max_new_tokens:
         yield f"{len(ids)} output ids, but {sampling.max_new_tokens} were asked for"
     yield from _outside(ids, info, "output_ids")
-    early = (_first(ids[:-1] == token) for token in sampling.stop_token_ids)
-    end = min((at for at in early if at is not None), default=None)
+    end = _first(np.isin(ids[:-1], sampling.stop_token_ids))
     if end is not None and not sampling.extra.get("ignore_eos"):
         yield f"{len(ids) - end - 1} ids after {ids[end]}, which ends a reply"
     logprobs = sample.output_logprobs
@@ -201,20 +195,19 @@ def _faults(
     if logprobs is not None:
         i = _first(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
         if i is not None:
-            wrong = (
-                f"output_logprobs[{i}] = {logprobs[i]}, which is not a log-probability"
-            )
-            yield f"{wrong}: it is above 0, or says that one is missing or not finite"
+            wrong = f"{logprobs[i]}, which is not a log-probability"
+            rule = "it is above 0, or says that one is missing or not finite"
+            yield f"output_logprobs[{i}] = {wrong}: {rule}"
     spans = [(span.start, span.stop) for span in sample.weight_versions]
     ends = [0, *sorted(stop for _, stop in spans)]
     if spans and (spans != [*pairwise(ends)] or ends[-1] != len(ids)):
         shown = ", ".join(f"{start}:{stop}" for start, stop in spans)
         rule = "they must cover each id once"
         yield f"weight versions that cover {shown} of {len(ids)} output ids: {rule}"
-    for place, allowed in enumerate(mask or ()):
-        yield from _outside(np.asarray(allowed), info, f"sampling_mask[{place}]")
-        if ids[place] not in allowed:
-            yield f"sampling_mask[{place}], which lacks {ids[place]}, which was drawn"
+    for i, allowed in enumerate(mask or ()):
+        yield from _outside(np.asarray(allowed), info, f"sampling_mask[{i}]")
+        if ids[i] not in allowed:
+            yield f"sampling_mask[{i}], which lacks {ids[i]}, which was drawn"
 
 
 def _outside(

@@ -8,15 +8,14 @@ import asyncio
 import base64
 import io
 import json
-import re
 import socket
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import aiohttp
 import numpy as np
@@ -27,33 +26,25 @@ from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample, Samplin
 from trajkit_shim.engines.checks import accept
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
+from trajkit_shim.serve import keep_alive
 
 # A long reply takes minutes; a running server accepts a connection at once.
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=1800.0)
 # The servers close an idle connection after 5 seconds (uvicorn), and a call that is sent
 # at that moment is lost.
 _IDLE_SECONDS = 3.0
-# TCP keep-alive: a dead host is noticed within 30 s, also during a long generation. Not
-# every system has every option.
-_KEEP_ALIVE = (
-    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
-    (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
-    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
-    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
-    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
-    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 30_000),
-)
 # statuses of a server that are the client's fault, or that pass; others are 502
 _SHOWN = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}
 # raised by a reply with missing, mistyped or too large fields
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
+T = TypeVar("T")
+
 
 def _open_socket(address: tuple[Any, ...]) -> socket.socket:
     opened = socket.socket(*address[:3])
-    for level, name, value in _KEEP_ALIVE:
-        if hasattr(socket, name):
-            opened.setsockopt(level, getattr(socket, name), value)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(opened)
     return opened
 
 
@@ -84,62 +75,33 @@ def reading(server: str, what: str) -> Iterator[None]:
         raise EngineError(message, answered=200) from error
 
 
-class Connections:
-    """The connections of one engine. They belong to the event loop that uses them."""
-
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
-
-    def session(self) -> aiohttp.ClientSession:
-        """Return the session, which the first call opens; `EngineError` once closed."""
-        if self._closed:
-            raise EngineError("the connections to the engine are closed", 503)
-        if self._session is None:
-            # sessions bound the number of concurrent calls, so the pool does not
-            connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_open_socket
-            )
-            self._session = aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT)
-        return self._session
-
-    async def close(self) -> None:
-        self._closed = True
-        if self._session is not None:
-            await self._session.close()
-
-
 class EngineClient:
-    """One server or router; ``name`` is its name in error messages.
+    """The connections to one server; ``name`` is its name in error messages.
 
-    ``hints`` say what a server needs that answers 404 at a path. `get` and `post` raise
-    `EngineError`: 400 if the server rejects the request, 5xx if it fails, cannot be
-    reached, or does not return what is expected.
+    They belong to the event loop of the first request. ``hints`` say what a server needs
+    that answers 404 at a path. `get` and `post` raise `EngineError`: 400 if the server
+    rejects the request, 5xx if it fails, cannot be reached, or does not return what is
+    expected.
     """
 
     def __init__(
-        self,
-        name: str,
-        base_url: str,
-        connections: Connections,
-        hints: Mapping[str, str] = MappingProxyType({}),
+        self, name: str, base_url: str, hints: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        self.name, self.base_url = name, base_url.rstrip("/")
-        self._connections, self._hints = connections, hints
+        self.name, self.base_url, self._hints = name, base_url.rstrip("/"), hints
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def get(self, path: str) -> dict[str, Any]:
         return await self.post(path, None)
 
-    async def post(
-        self, path: str, body: Json | None, headers: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
+    async def post(self, path: str, body: Json | None) -> dict[str, Any]:
         """Send a request and return the JSON object of its answer."""
         try:
-            async with self._connections.session().request(
+            async with self.session().request(
                 "GET" if body is None else "POST",
                 self.base_url + path,
                 data=None if body is None else _encoded(body),
-                headers={"Content-Type": "application/json", **(headers or {})},
+                headers={"Content-Type": "application/json"},
                 allow_redirects=False,
             ) as answer:
                 text = await answer.read()
@@ -158,14 +120,32 @@ class EngineClient:
                 parts = text.replace(b"\r\n", b"\n").split(b"\n\n")
                 events = [part[5:] for part in parts if part[:5] == b"data:"]
                 if len(events) != 2 or events[1].strip() != b"[DONE]":
-                    asked = "but one reply was asked for"
-                    raise ValueError(f"{len(events)} events, {asked}")
+                    raise ValueError(
+                        f"{len(events)} events, but one reply was asked for"
+                    )
                 text = events[0]
             # some paths have no body
             value = _decoded(text or b"{}")
             if not isinstance(value, dict):
                 raise ValueError(f"{value!r} is no object")
             return value
+
+    def session(self) -> aiohttp.ClientSession:
+        """Return the session, which the first call opens; `EngineError` once closed."""
+        if self._closed:
+            raise EngineError("the connections to the engine are closed", 503)
+        if self._session is None:
+            # sessions bound the number of concurrent calls, so the pool does not
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_open_socket
+            )
+            self._session = aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT)
+        return self._session
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
 
     def _error(self, status: int, text: str, path: str) -> EngineError:
         """The error of an answer: its message, or else the beginning of its text."""
@@ -181,6 +161,11 @@ class EngineClient:
         return EngineError(reason, _SHOWN.get(status, 502), answered=status)
 
 
+async def _done(large: object, work: Callable[[], T]) -> T:
+    """Do some work, in a thread if it is ``large``."""
+    return await asyncio.to_thread(work) if large else work()
+
+
 _NO_TEXT_CUT = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
 
 
@@ -190,8 +175,8 @@ class HttpEngine(ABC):
     Parameters
     ----------
     *base_urls : str
-        Server or router, for example ``http://127.0.0.1:30000``. With several servers
-        of one model, each session stays on one of them.
+        Servers of one model, for example ``http://127.0.0.1:30000``. Each session stays on
+        one of them.
     vocab_size : int
         Of the model. The servers do not report it, and an id outside it can crash them.
     check_prompts, sampling_masks : bool
@@ -223,25 +208,19 @@ class HttpEngine(ABC):
         self.sampling_masks = sampling_masks
         self._vocab_size, self._check_prompts = vocab_size, check_prompts
         self._experts_per_token = experts_per_token
-        self._connections = Connections()
-        self._servers = [self._server(url) for url in base_urls]
+        self._servers = [
+            EngineClient(self.server_name, url, self.hints) for url in base_urls
+        ]
         self._asked: asyncio.Task[EngineInfo] | None = None
         self._aborts = set[asyncio.Task[None]]()
 
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; requested once."""
-        if self._asked is None:
-            self._asked = asyncio.create_task(self._ask_info())
-            self._asked.add_done_callback(self._forget_failure)
+        asked = self._asked
+        if asked is None or (asked.done() and (asked.cancelled() or asked.exception())):
+            asked = self._asked = asyncio.create_task(self._describe(self._servers[0]))
         # those who wait share the answer, also if the first one leaves
-        return await asyncio.shield(self._asked)
-
-    def _forget_failure(self, asked: asyncio.Task[EngineInfo]) -> None:
-        if asked.cancelled() or asked.exception():
-            self._asked = None
-
-    async def _ask_info(self) -> EngineInfo:
-        return await self._describe((await self._members())[0])
+        return await asyncio.shield(asked)
 
     async def _describe(self, server: EngineClient) -> EngineInfo:
         served = await server.get("/v1/models")
@@ -258,42 +237,38 @@ class HttpEngine(ABC):
         place = zlib.crc32(request.session_id.encode()) % len(self._servers)
         server = self._servers[place]
         await self.info()
-        if request.images:
-            # megabytes to encode
-            body, headers = await asyncio.to_thread(self._body, request)
-        else:
-            body, headers = self._body(request)
+        # images are megabytes to encode
+        body = await _done(request.images, lambda: self._body(request))
         try:
-            reply = await server.post(self.generate_path, body, headers)
+            reply = await server.post(self.generate_path, body)
         except (asyncio.CancelledError, EngineError) as error:
             # a server behind a proxy would continue to sample
             if getattr(error, "answered", None) is None:
                 await self._abort(server, request.request_id)
             raise
-        if self._experts_per_token is not None:
-            # about ten million numbers for a long call
-            return await asyncio.to_thread(self._read, reply, request)
-        return self._read(reply, request)
+        # experts are about ten million numbers for a long call
+        return await _done(self._experts_per_token, lambda: self._read(reply, request))
 
     def _read(self, reply: Mapping[str, Any], request: EngineRequest) -> Sample:
-        name, experts = self.server_name, None
-        with reading(name, f"reply to {self.generate_path}"):
-            part, said = self._answer(reply, request)
+        experts, per_token = None, self._experts_per_token
+        with reading(self.server_name, f"reply to {self.generate_path}"):
+            part, fields = self._fields(reply, request)
             consumed = reply.get("prompt_token_ids")
             if consumed is None and (self._check_prompts or request.images):
                 raise ValueError("no prompt_token_ids, which were asked for")
-            said |= {"prompt_ids": consumed, "spans": part.get("weight_versions")}
-            if (per_token := self._experts_per_token) is not None:
-                n_tokens = len(request.prompt_ids) + len(said["output_ids"])
+            if per_token is not None:
+                n_tokens = len(request.prompt_ids) + len(fields["output_ids"])
                 packed = part.get("routed_experts")
-                experts = read_experts(name, packed, n_tokens, per_token)
-            return accept(request, name, said, experts)
+                experts = read_experts(self.server_name, packed, n_tokens, per_token)
+            fields |= {"prompt_ids": consumed, "spans": part.get("weight_versions")}
+            sample = accept(request, self.server_name, **fields)
+            return replace(sample, routed_experts=experts)
 
     async def pause(self) -> None:
-        await self._order(*self.pause_order)
+        await self._tell_all(*self.pause_order)
 
     async def resume(self) -> None:
-        await self._order(*self.resume_order)
+        await self._tell_all(*self.resume_order)
 
     async def close(self) -> None:
         if self._asked is not None:
@@ -301,17 +276,18 @@ class HttpEngine(ABC):
             await asyncio.wait([self._asked])
         if self._aborts:
             await asyncio.wait(self._aborts)
-        await self._connections.close()
+        for server in self._servers:
+            await server.close()
 
     @abstractmethod
-    def _body(self, request: EngineRequest) -> tuple[Json, dict[str, str]]:
-        """The body and the headers of a call."""
+    def _body(self, request: EngineRequest) -> Json:
+        """The body of a call."""
 
     @abstractmethod
-    def _answer(
+    def _fields(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The part of a reply about the sample, and what `accept` needs of it."""
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """The part of a reply about the sample, and what `accept` takes from it."""
 
     @abstractmethod
     def _abort_order(self, request_id: str) -> tuple[str, Json]:
@@ -330,17 +306,10 @@ class HttpEngine(ABC):
         task.add_done_callback(self._aborts.discard)
         await asyncio.shield(task)
 
-    async def _members(self) -> Sequence[EngineClient]:
-        """The servers of the model; at least one."""
-        return self._servers
-
-    def _server(self, url: str) -> EngineClient:
-        return EngineClient(self.server_name, url, self._connections, self.hints)
-
-    async def _order(self, path: str, body: Json) -> None:
+    async def _tell_all(self, path: str, body: Json) -> None:
         """Have all servers do something; return once each has answered or failed."""
 
-        async def order(server: EngineClient) -> None:
+        async def tell(server: EngineClient) -> None:
             answer = await server.post(path, body)
             # SGLang's word for it; vLLM has the status
             if answer.get("success", True) is not True:
@@ -348,8 +317,8 @@ class HttpEngine(ABC):
                 what = f"{body.get('model_path', '')}: {answer.get('message')}"
                 raise EngineError(f"the {self.server_name} {where} {what}")
 
-        orders = map(order, await self._members())
-        for failed in await asyncio.gather(*orders, return_exceptions=True):
+        answers = map(tell, self._servers)
+        for failed in await asyncio.gather(*answers, return_exceptions=True):
             if failed is not None:
                 raise failed
 
@@ -361,12 +330,12 @@ class HttpEngine(ABC):
         if sampling.structural_tag is not None:
             # both servers take its JSON as a text
             values["structural_tag"] = json.dumps(sampling.structural_tag)
-        given = {
+        named = {
             self.renamed.get(name, name): value
             for name, value in values.items()
             if value is not None
         }
-        return {**sampling.extra, **given, **self.as_sampled}
+        return {**sampling.extra, **named, **self.as_sampled}
 
 
 def read_experts(
@@ -377,31 +346,30 @@ def read_experts(
     The result has shape (n_tokens - 1, n_layers, per_token), for ``n_tokens`` of prompt
     and output. Raises `EngineError` or `ValueError`.
     """
+    where = f"the {server} server gave"
     if not isinstance(packed, str):
         needs = "a mixture-of-experts model and --enable-return-routed-experts"
-        raise EngineError(
-            f"the {server} server gave no routed_experts: it needs {needs}"
-        )
+        raise EngineError(f"{where} no routed_experts: it needs {needs}")
     data, rows = base64.b64decode(packed, validate=True), n_tokens - 1
-    if server == "vLLM":
-        found = np.load(io.BytesIO(data), allow_pickle=False)
+    if server == VLLMEngine.server_name:
+        experts = np.load(io.BytesIO(data), allow_pickle=False)
     else:
-        found = np.frombuffer(data, "<i4")
-        if rows * per_token and not len(found) % (rows * per_token):
-            found = found.reshape(rows, -1, per_token)
-    maximum, fault = np.iinfo(np.int16).max, None
-    if found.ndim != 3 or not found.size or found.shape[::2] != (rows, per_token):
-        fault = f"of shape {found.shape} for {rows} tokens with {per_token} a layer"
-    elif found.dtype.kind not in "iu" or found.min() < 0 or found.max() > maximum:
-        values = f"{found.dtype} in [{found.min()}, {found.max()}]"
-        fault = f"that are {values}: expected integers in [0, {maximum}]"
-    if fault is not None:
-        raise EngineError(f"the {server} server gave routed experts {fault}")
-    return np.asarray(found, np.int16)
+        experts = np.frombuffer(data, "<i4")
+        if rows * per_token and not len(experts) % (rows * per_token):
+            experts = experts.reshape(rows, -1, per_token)
+    maximum, shape = np.iinfo(np.int16).max, experts.shape
+    if experts.ndim != 3 or not experts.size or shape[::2] != (rows, per_token):
+        fault = f"of shape {shape} for {rows} tokens with {per_token} a layer"
+        raise EngineError(f"{where} routed experts {fault}")
+    if experts.dtype.kind not in "iu" or experts.min() < 0 or experts.max() > maximum:
+        values = f"{experts.dtype} in [{experts.min()}, {experts.max()}]"
+        rule = f"expected integers in [0, {maximum}]"
+        raise EngineError(f"{where} routed experts that are {values}: {rule}")
+    return np.asarray(experts, np.int16)
 
 
 class SGLangEngine(HttpEngine):
-    """SGLang servers of one model, or a router; for the parameters see `HttpEngine`.
+    """SGLang servers of one model; for the parameters see `HttpEngine`.
 
     Logprobs are those of the distribution that was sampled from. If the sampling
     parameters cut off its tail, the server is asked for the logprobs after the cut. A
@@ -421,33 +389,14 @@ class SGLangEngine(HttpEngine):
 
     async def update_weights(self, path: str, version: str) -> None:
         body: Json = {"model_path": path, "weight_version": version}
-        await self._order("/update_weights_from_disk", {**body, "flush_cache": True})
+        await self._tell_all("/update_weights_from_disk", {**body, "flush_cache": True})
 
     async def _describe(self, server: EngineClient) -> EngineInfo:
         model = await server.get("/model_info")
         self._preferred = model.get("preferred_sampling_params") or {}
         return await super()._describe(server)
 
-    async def _members(self) -> Sequence[EngineClient]:
-        """See `HttpEngine`. A router passes on only calls, but lists its servers."""
-        urls: list[str] = []
-        for server in self._servers:
-            try:
-                listed = await server.get("/workers")
-            except EngineError as error:
-                # a server has no such path; one that cannot be reached fails later
-                if error.answered not in (None, 404, 405):
-                    raise
-                urls.append(server.base_url)
-                continue
-            with reading("SGLang", "/workers"):
-                # http://host:30000@1 is one of the ranks of a server
-                urls += [re.sub(r"@\d+$", "", w["url"]) for w in listed["workers"]]
-        if not urls:
-            raise EngineError("the SGLang router has no server", 503)
-        return [self._server(url) for url in dict.fromkeys(urls)]
-
-    def _body(self, request: EngineRequest) -> tuple[Json, dict[str, str]]:
+    def _body(self, request: EngineRequest) -> Json:
         params, images = self._params(request.sampling), request.images
         # the server expands one id per image
         keep = np.ones(len(request.prompt_ids), np.bool_)
@@ -471,12 +420,11 @@ class SGLangEngine(HttpEngine):
                 f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
                 for image in images
             ]
-        # lets a router keep a session on one prefix cache
-        return body, {"X-SMG-Routing-Key": request.session_id}
+        return body
 
-    def _answer(
+    def _fields(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
         meta, mask = reply["meta_info"], None
         scored = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
         if self._cuts(self._params(request.sampling)):
@@ -490,7 +438,7 @@ class SGLangEngine(HttpEngine):
         return meta, {
             "request_id": meta.get("id"),
             "output_ids": reply["output_ids"],
-            "logprobs": scored,
+            "scored": scored,
             "finish_reason": None if finish is None else finish["type"],
             "counts": meta,
             "mask": mask,
@@ -517,7 +465,7 @@ _DEVELOPING = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
 class VLLMEngine(HttpEngine):
-    """vLLM servers of one model, or a router; for the parameters see `HttpEngine`.
+    """vLLM servers of one model; for the parameters see `HttpEngine`.
 
     Start the server with ``--enable-scale-out``, which adds the endpoint, and with
     ``--logprobs-mode processed_logprobs``: without it, logprobs are from before
@@ -555,9 +503,9 @@ class VLLMEngine(HttpEngine):
         load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         bodies: tuple[Json, ...] = (load, {}, {"new_version": version})
         for order in zip(self._updates, bodies, strict=True):
-            await self._order(*order)
+            await self._tell_all(*order)
 
-    def _body(self, request: EngineRequest) -> tuple[Json, dict[str, str]]:
+    def _body(self, request: EngineRequest) -> Json:
         # explicit, so that none of these comes from the model's generation config
         params: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
         params |= {"min_p": 0.0, **self._params(request.sampling)}
@@ -578,13 +526,11 @@ class VLLMEngine(HttpEngine):
         }
         if self._check_prompts:
             body["return_token_ids"] = True
-        # for routers: a session stays on one prefix cache, a request keeps its id
-        heads = {"X-Session-ID": request.session_id, "X-Request-Id": request.request_id}
-        return body, heads
+        return body
 
-    def _answer(
+    def _fields(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
         choices, usage = reply["choices"], reply["usage"]
         if [choice["index"] for choice in choices] != [0]:
             asked = "but the one with index 0 was asked for"
@@ -599,7 +545,7 @@ class VLLMEngine(HttpEngine):
         return choice, {
             "request_id": request_id,
             "output_ids": choice["token_ids"],
-            "logprobs": [(entry["logprob"], _token_of(entry)) for entry in scored],
+            "scored": [(entry["logprob"], _token_of(entry)) for entry in scored],
             "finish_reason": choice["finish_reason"],
             "counts": {**usage, "cached_tokens": details.get("cached_tokens")},
             "mask": mask,

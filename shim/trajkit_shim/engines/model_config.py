@@ -16,8 +16,3 @@ def config_number(model_dir: str | Path, *names: str) -> int:
             if isinstance(settings.get(name), int):
                 return int(settings[name])
     raise ValueError(f"{model_dir}/config.json has no {' or '.join(names)}")
-
-
-def vocab_size(model_dir: str | Path) -> int:
-    """Return the size of a model's embedding table; raises as `config_number`."""
-    return config_number(model_dir, "vocab_size")

@@ -1,7 +1,7 @@
 """Sessions: who may call, how often, what was recorded before, and how they end.
 
 Everything runs on the event loop's thread, so code that does not await is atomic for
-other calls. An ended session leaves a small record; the oldest records are dropped.
+other calls. The sessions that ended last are remembered, without what their calls need.
 """
 
 import asyncio
@@ -21,16 +21,13 @@ from trajkit_shim.delivery import KEPT, PendingReply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.conversation import Conversation, Known
-from trajkit_shim.sessions.turn_log import LogFullError, TurnLog
+from trajkit_shim.sessions.turn_log import TurnLog
 
 MAX_OUTCOME = 1 << 18
 """Maximum length of a session's metadata as JSON, together with its error."""
 
 MAX_CALLS = 512
 """Maximum number of calls of one session at once."""
-
-FILTERS = ("status", "ended_by", "group_id")
-"""Fields by which sessions can be listed."""
 
 LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_tokens")
 """Limits of a session: answered calls, tokens of all its prompts and of all its outputs,
@@ -93,19 +90,46 @@ class Counts:
     sampling_overruled: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Record:
-    """The kept data of a session, open or ended."""
+def _as_json(value: object) -> str:
+    """Return JSON that UTF-8 can encode: half of a surrogate pair is escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value)
 
-    session_id: str
-    api_key: str  # secret; names the session in calls
-    options: SessionOptions
-    outcome: Outcome = field(
-        default_factory=lambda: Outcome(reward=None, error=None, metadata={})
-    )
-    counts: Counts = field(default_factory=Counts)
-    ended_by: EndedBy | None = None
-    written: bool = False  # the latest line in the log is up to date
+
+class Session:
+    """One agent run: the calls with its key.
+
+    A running call is only in ``calls``. It changes the counts when it is recorded. Once
+    the session has ended (``ended_by``), it records no more turns.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        options: SessionOptions,
+        log: TurnLog,
+        clock: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.session_id, self.options = session_id, options
+        self.api_key = f"tk-{secrets.token_hex(16)}"  # secret; names it in calls
+        self.outcome = Outcome(reward=None, error=None, metadata={})
+        self.counts = Counts()
+        self.ended_by: EndedBy | None = None
+        self.closing = False  # accepts no new calls
+        # that run, the latest last; a set has no order
+        self.calls: dict[PendingReply, None] = {}
+        # its latest recorded calls
+        self.answers: deque[PendingReply] = deque(maxlen=KEPT)
+        self.conversation = Conversation(counts=self.counts.echo)
+        # a future per open request, done when its response is sent; the task that serves it
+        self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
+        self._log, self._clock = log, clock
+        # amendments that could not be written yet, in order
+        self._unwritten: list[tuple[list[int], str, bool | None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._active_at = clock.time()
+
+    # The trainer's view
 
     def updated(self, fields: Outcome) -> Outcome:
         """Return the outcome with these fields and merged metadata, if not too long."""
@@ -119,60 +143,33 @@ class Record:
         return new
 
     def describe(self) -> dict[str, object]:
-        """Return the session for ``GET /sessions/{id}``, without calls."""
+        """Return the session for ``GET /sessions/{id}``."""
+        status = "closing" if self.closing else "open"
         return {
             "session_id": self.session_id,
-            "status": "open" if self.ended_by is None else "closed",
+            "status": status if self.ended_by is None else "closed",
             "ended_by": self.ended_by,
             **vars(self.counts),
-            "in_flight": 0,
+            "in_flight": len(self.calls),
             **{name: self.options.limits.get(name) for name in LIMITS},
             "ttl_seconds": self.options.ttl_seconds,
             "group_id": self.options.group_id,
             **self.outcome,
         }
 
-    def line(self) -> dict[str, object]:
-        """Return the session as a line of `sessions.turn_log.SESSION_LINES`."""
+    def write(self) -> None:
+        """Write a line of `sessions.turn_log.SESSION_LINES`; raises `GatewayError`."""
         texts = {"metadata": self.outcome["metadata"], "ignored": self.counts.ignored}
         written = {name: _as_json(value) for name, value in texts.items()}
-        return {**self.describe(), **written, "written_at": datetime.now(UTC)}
+        with writing("the session"):
+            line = {**self.describe(), **written, "written_at": datetime.now(UTC)}
+            self._log.write_session(line)
 
-
-def _as_json(value: object) -> str:
-    """Return JSON that UTF-8 can encode: half of a surrogate pair is escaped."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text.isprintable() else json.dumps(value)
-
-
-class Session:
-    """One open agent run: the calls with its id.
-
-    A running call is only in ``calls``. It changes the counts when it is recorded.
-    """
-
-    def __init__(
-        self, record: Record, clock: asyncio.AbstractEventLoop, log: TurnLog
-    ) -> None:
-        self.record, self.clock, self.log = record, clock, log
-        self.session_id, self.options = record.session_id, record.options
-        self.api_key, self.counts = record.api_key, record.counts
-        self.closing = False  # accepts no new calls
-        self.closed = False  # records no more turns
-        # that run, the latest last; a set has no order
-        self.calls: dict[PendingReply, None] = {}
-        # its latest recorded calls
-        self.answers: deque[PendingReply] = deque(maxlen=KEPT)
-        # amendments that could not be written yet, in order
-        self._unwritten: list[tuple[list[int], str, bool | None]] = []
-        self.conversation = Conversation(counts=record.counts.echo)
-        # a future per open request, done when its response is sent; the task that serves it
-        self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
-        self.timer: asyncio.TimerHandle | None = None
-        self.active_at = clock.time()
+    # Calls
 
     def check_open(self) -> None:
-        if self.closing or self.closed:
+        """Raise a 410 if the session takes no new calls."""
+        if self.closing or self.ended_by is not None:
             raise closed_error(self.session_id)
 
     def check_limit(self, name: str, needed: int) -> int | None:
@@ -195,6 +192,7 @@ class Session:
         return left
 
     def admit(self) -> None:
+        """Raise `GatewayError` if the session may make no further call now."""
         self.check_open()
         if len(self.calls) >= MAX_CALLS:
             message = f"{MAX_CALLS} calls of the session are running"
@@ -227,7 +225,7 @@ class Session:
         """Write the amendments that could not be written before; raises `GatewayError`."""
         while self._unwritten:
             with writing("an amendment"):
-                self.log.amend(self.session_id, *self._unwritten[0])
+                self._log.amend(self.session_id, *self._unwritten[0])
             del self._unwritten[0]
 
     @contextmanager
@@ -235,13 +233,43 @@ class Session:
         """Serve a request in this context."""
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.requests[answered] = asyncio.current_task()
-        self.active_at = self.clock.time()
+        self._active_at = self._clock.time()
         try:
             yield
         finally:
             del self.requests[answered]
-            self.active_at = self.clock.time()
+            self._active_at = self._clock.time()
             answered.set_result(None)
+
+    # Its end
+
+    def end_if_idle(self, ttl: float, end: "partial[None]") -> None:
+        """Call ``end`` if the session has been idle for ``ttl`` seconds, or look later."""
+        busy = self.requests or self.closing
+        idle = 0.0 if busy else self._clock.time() - self._active_at
+        if idle >= ttl:
+            # it does not end before they are written
+            with suppress(GatewayError):
+                self.write_amendments()
+                end()
+            idle = 0.0
+        if self.ended_by is None:
+            look = partial(self.end_if_idle, ttl, end)
+            self._timer = self._clock.call_later(ttl - idle, look)
+
+    def end(self, how: EndedBy) -> None:
+        """End the calls, and forget what they need."""
+        self.ended_by = how
+        if self._timer is not None:
+            self._timer.cancel()
+        self.conversation.close()
+        # running calls find an empty one, which keeps nothing
+        self.conversation = Conversation()
+        self.conversation.close()
+        # break the cycle of references between answers and session
+        self.answers.clear()
+        for call in self.calls:
+            call.end(closed_error(self.session_id))
 
 
 class SessionStore:
@@ -260,8 +288,8 @@ class SessionStore:
     ) -> None:
         self._log, self._clock, self._max_ended = log, clock, max_ended
         self._open: dict[str, Session] = {}
-        self._ended: OrderedDict[str, Record] = OrderedDict()
-        self._ids: dict[str, str] = {}  # of open and ended sessions, by API key
+        self._ended: OrderedDict[str, Session] = OrderedDict()
+        self._by_key: dict[str, Session] = {}  # open and ended ones
         # of ended and forgotten sessions
         self._past_turns = 0
         # hashes of the ids of forgotten sessions; an id would take three times as much
@@ -285,76 +313,37 @@ class SessionStore:
         if known or hash(session_id) in self._forgotten:
             message = f"session {session_id!r} was opened before"
             raise GatewayError(message, 409, code="session_exists", param="session_id")
-        options, api_key = options or SessionOptions(), f"tk-{secrets.token_hex(16)}"
-        record = Record(session_id=session_id, api_key=api_key, options=options)
-        record.outcome = record.updated(outcome or {})
-        self._write(record)
-        clock = self._clock or asyncio.get_running_loop()
-        self._open[session_id] = session = Session(record, clock, self._log)
-        self._ids[api_key] = session_id
+        options, clock = options or SessionOptions(), self._clock
+        clock = clock or asyncio.get_running_loop()
+        session = Session(session_id, options, self._log, clock)
+        session.outcome = session.updated(outcome or {})
+        session.write()
+        self._open[session_id] = self._by_key[session.api_key] = session
         if options.ttl_seconds is not None:
-            self._close_if_idle(session, options.ttl_seconds)
+            end = partial(self.end, session, "idle")
+            session.end_if_idle(options.ttl_seconds, end)
         return session
-
-    def _close_if_idle(self, session: Session, ttl: float) -> None:
-        """Close a session that has been idle for ``ttl`` seconds, or look again later."""
-        busy = session.requests or session.closing
-        idle = 0.0 if busy else session.clock.time() - session.active_at
-        if idle >= ttl:
-            # it does not end before they are written
-            with suppress(GatewayError):
-                session.write_amendments()
-                self.end(session, "idle")
-            idle = 0.0
-        if not session.closed:
-            look = partial(self._close_if_idle, session, ttl)
-            session.timer = session.clock.call_later(ttl - idle, look)
 
     def _check_draining(self) -> None:
         if self.draining:
             raise GatewayError("the gateway is shutting down", 503, code="draining")
 
-    def _write(self, record: Record) -> None:
-        """Write a session's line unless the latest one is up to date."""
-        if not record.written:
-            with writing("the session"):
-                self._log.write_session(record.line())
-            record.written = True
-
-    def record(self, session_id: str) -> Record:
-        """Return the record of a session, open or ended, or raise a 404."""
-        if session_id in self._open:
-            return self._open[session_id].record
-        if session_id not in self._ended:
+    def find(self, session_id: str) -> Session:
+        """Return a session, open or ended, or raise a 404."""
+        session = self._open.get(session_id) or self._ended.get(session_id)
+        if session is None:
             message = f"no session {session_id!r}"
             raise GatewayError(message, 404, code="session_not_found")
-        return self._ended[session_id]
-
-    def describe(self, session_id: str) -> dict[str, object]:
-        """Return the session for ``GET /sessions/{id}``."""
-        shown, session = self.record(session_id).describe(), self._open.get(session_id)
-        if session is not None:
-            shown["in_flight"] = len(session.calls)
-            shown["status"] = "closing" if session.closing else "open"
-        return shown
-
-    def matching(self, wanted: Mapping[str, str]) -> Iterator[dict[str, object]]:
-        """Yield the sessions with the given values of `FILTERS`, open ones first."""
-        for session_id in [*self._open, *self._ended]:
-            shown = self.describe(session_id)
-            if all(shown[name] == value for name, value in wanted.items()):
-                yield shown
+        return session
 
     def authorise(self, claims: Iterable[str]) -> Session:
         """Return the open session of the first claim that is a session's key."""
-        session_id = next((self._ids[key] for key in claims if key in self._ids), None)
-        if session_id is None:
+        known = (self._by_key[key] for key in claims if key in self._by_key)
+        session = next(known, None)
+        if session is None:
             message = "no such session: send the api_key of POST /sessions as API key, "
             message += "as header x-session-key, or as path prefix /s/{api_key}"
             raise GatewayError(message, 401, code="invalid_api_key")
-        session = self._open.get(session_id)
-        if session is None:
-            raise closed_error(session_id)
         session.check_open()
         self._check_draining()
         return session
@@ -362,28 +351,21 @@ class SessionStore:
     def end(self, session: Session, how: EndedBy) -> None:
         """End a session now and cancel its calls, so that no more turns are recorded.
 
-        Idempotent. It has ended even if its line cannot be written (`GatewayError`).
+        A session that has ended is only written, or becomes a dropped one. It has ended
+        even if its line cannot be written (`GatewayError`).
         """
-        if session.closed:
-            return
-        session.closed = True
-        if session.timer is not None:
-            session.timer.cancel()
-        record = session.record
-        record.ended_by, record.written = how, False
-        session.conversation.close()
-        # break the cycle of references between answers and session
-        session.answers.clear()
-        for call in session.calls:
-            call.end(closed_error(session.session_id))
-        del self._open[session.session_id]
-        self._ended[session.session_id] = record
-        self._past_turns += record.counts.turns
+        name = session.session_id
+        if session.ended_by is None:
+            session.end(how)
+            self._ended[name] = self._open.pop(name)
+            self._past_turns += session.counts.turns
+        elif how == "drop":
+            session.ended_by = how
         while len(self._ended) > self._max_ended:
             name, oldest = self._ended.popitem(last=False)
-            del self._ids[oldest.api_key]
+            del self._by_key[oldest.api_key]
             self._forgotten.add(hash(name))
-        self._write(record)
+        session.write()
 
     async def _stop(self, session: Session, how: EndedBy) -> None:
         """End a session; wait until its requests are answered, some seconds each."""
@@ -408,10 +390,9 @@ class SessionStore:
         Running calls are cancelled after ``wait_seconds``; new ones are rejected meanwhile.
         ``how`` is ignored if the session has ended before.
         """
-        record, fields = self.record(session_id), fields or {}
-        record.updated(fields)  # raises before the session closes
-        session = self._open.get(session_id)
-        if session is not None:
+        session, fields = self.find(session_id), fields or {}
+        session.updated(fields)  # raises before the session closes
+        if session.ended_by is None:
             session.closing = True
             await _over(session.requests, wait_seconds)
             try:
@@ -420,26 +401,20 @@ class SessionStore:
                 # turns would be trained whose answer no client has received
                 session.closing = False
                 raise
-        record.outcome = record.updated(fields)
-        record.written &= not fields
-        if session is not None:
-            await self._stop(session, how)
-        self._write(record)
-        return record.describe()
+        session.outcome = session.updated(fields)
+        await self._stop(session, how)
+        return session.describe()
 
     async def drop(self, session_id: str) -> dict[str, object]:
         """End a session and exclude all its turns so far from training."""
-        record = self.record(session_id)
-        if session_id in self._open:
-            await self._stop(self._open[session_id], "drop")
-        if turns := range(record.counts.dropped, record.counts.turns):
+        session = self.find(session_id)
+        await self._stop(session, "drop")
+        counts = session.counts
+        if turns := range(counts.dropped, counts.turns):
             with writing("the amendment of the dropped turns"):
                 self._log.amend(session_id, turns, "dropped", False)
-            record.counts.dropped = turns.stop
-        if record.ended_by != "drop":
-            record.ended_by, record.written = "drop", False
-        self._write(record)
-        return record.describe()
+            counts.dropped = turns.stop
+        return session.describe()
 
     async def drain(self, wait_seconds: float) -> None:
         """Accept no more sessions and calls; end all sessions after ``wait_seconds``."""
@@ -477,9 +452,6 @@ def writing(what: str) -> Iterator[None]:
     """Write to the log in this context; an `OSError` becomes a `GatewayError`."""
     try:
         yield
-    except LogFullError as error:
-        message = f"the log is full: {error}"
-        raise GatewayError(message, 507, code="log_full") from error
     except OSError as error:
         message = f"{what} could not be written: {error}"
         raise GatewayError(message, 500, code="log_failed") from error

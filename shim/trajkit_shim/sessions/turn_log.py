@@ -6,11 +6,9 @@ that was never acknowledged. Whether an answer arrived is written to a second st
 """
 
 import errno
-import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -103,133 +101,97 @@ SESSION_LINES = pa.schema(
 one for each end or later update; the last line counts."""
 
 
-class LogFullError(OSError):
-    """The log has reached its maximum size."""
+_STEMS = "turns", "amendments", "sessions"
 
 
 class AppendLog:
-    """A series of Arrow IPC streams: ``STEM-00000.arrows``, ``STEM-00001.arrows``, ...
+    """An Arrow IPC stream in a file that grows by a batch at a time.
 
-    The parameters are those of `TurnLog`. A batch that is larger than ``max_file_bytes``
-    gets a file of its own. Raises `FileExistsError`: there is a file of the series.
+    ``fsync``: also write each batch to disk. Raises `FileExistsError`.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        stem: str,
-        schema: pa.Schema,
-        *,
-        fsync: bool = False,
-        max_file_bytes: int | None = None,
-        max_total_bytes: int | None = None,
-    ) -> None:
-        self._directory, self._stem, self._fsync = directory, stem, fsync
-        self._head = schema.serialize()
-        self._max_file_bytes = max_file_bytes or math.inf
-        self.max_total_bytes = max_total_bytes or math.inf
+    def __init__(self, path: Path, columns: pa.Schema, *, fsync: bool = False) -> None:
+        self.path, self._fsync = path, fsync
+        self._head = columns.serialize()
         self._file: int | None = None
-        self._sizes: list[int] = []  # bytes of each file
+        self._size = 0  # bytes of the file
         self._closed = False
-        directory.mkdir(parents=True, exist_ok=True)
-        first = self.path_of(0)
-        if first.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(first))
-
-    def path_of(self, number: int) -> Path:
-        return self._directory / f"{self._stem}-{number:05d}.arrows"
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self._sizes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
     def append(self, batch: pa.Buffer) -> None:
         """Write a serialized batch; on return the operating system has it.
 
-        Raises `LogFullError`: the log would exceed its maximum size. `OSError`: the batch
-        could not be written. The files are unchanged.
+        Raises `OSError`: the batch could not be written, and the file is unchanged.
         """
         if self._closed:
-            raise OSError(errno.EBADF, f"the {self._stem} are closed")
-        total, size = self.total_bytes + batch.size, sum(self._sizes[-1:])
-        rolls = size > self._head.size and size + batch.size > self._max_file_bytes
-        if rolls or not size:
-            total += self._head.size + (len(END_OF_STREAM) if rolls else 0)
-        if total > self.max_total_bytes:
-            limit = f"the limit is {self.max_total_bytes}"
-            message = f"the {self._stem} would take {total} bytes; {limit}"
-            raise LogFullError(errno.ENOSPC, message)
-        if rolls or not size:
-            self.start()
-        assert self._file is not None
-        self._check_file(self._file)
-        self._write(self._file, batch, self._sizes[-1])
-        self._sizes[-1] += batch.size
-
-    def _check_file(self, file: int) -> None:
-        """Raise `OSError` if another program removed, replaced or changed the file."""
-        path, own = self.path_of(len(self._sizes) - 1), os.fstat(file)
-        size = self._sizes[-1]
-        reason = None
-        if not path.exists():
-            reason = "it was removed"
-        elif not os.path.samestat(path.stat(), own):
-            reason = "another file is in its place"
-        elif own.st_size != size:
-            reason = f"it has {own.st_size} bytes, but {size} were written"
-        if reason is not None:
-            message = f"another program changed the log: {reason}"
-            raise OSError(errno.EIO, message, str(path))
+            raise OSError(errno.EBADF, "the log is closed", str(self.path))
+        self.start()
+        self._check_file()
+        self._write(batch)
 
     def start(self) -> None:
-        """Create the next file, then end the one before; done by `append` if needed."""
-        path = self.path_of(len(self._sizes))
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        """Create the file if there is none; done by `append` if needed."""
+        if self._file is not None:
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self._file = os.open(self.path, flags, 0o644)
         try:
-            self._write(file, self._head, 0)
+            self._write(self._head)
             if self._fsync:
                 # the file's name must survive a crash as well
-                folder = os.open(self._directory, os.O_RDONLY)
+                folder = os.open(self.path.parent, os.O_RDONLY)
                 try:
                     os.fsync(folder)
                 finally:
                     os.close(folder)
         except OSError:
-            os.close(file)
-            path.unlink()
+            os.close(self._file)
+            self._file = None
+            self.path.unlink()
             raise
-        self._finish()
-        self._file = file
-        self._sizes.append(self._head.size)
 
     def close(self) -> None:
         self._closed = True
-        self._finish()
-
-    def _finish(self) -> None:
         if self._file is not None:
-            # a stream without an end marker is complete too
+            # A stream without an end marker is complete, too. Its batches were written
+            # before; some file systems fail here.
             with suppress(OSError):
-                self._write(self._file, END_OF_STREAM, self._sizes[-1])
-                self._sizes[-1] += len(END_OF_STREAM)
+                self._write(END_OF_STREAM)
             file, self._file = self._file, None
-            # its batches were written before; some file systems fail here
             with suppress(OSError):
                 os.close(file)
 
-    def _write(self, file: int, data: pa.Buffer | bytes, begin: int) -> None:
-        """Write at the end of a file, which is at ``begin``, or leave it as it was."""
-        left = memoryview(data)
+    def _check_file(self) -> None:
+        """Raise `OSError` if another program removed, replaced or changed the file."""
+        assert self._file is not None
+        own, reason = os.fstat(self._file), None
+        if not self.path.exists():
+            reason = "it was removed"
+        elif not os.path.samestat(self.path.stat(), own):
+            reason = "another file is in its place"
+        elif own.st_size != self._size:
+            reason = f"it has {own.st_size} bytes, but {self._size} were written"
+        if reason is not None:
+            message = f"another program changed the log: {reason}"
+            raise OSError(errno.EIO, message, str(self.path))
+
+    def _write(self, data: pa.Buffer | bytes) -> None:
+        """Write at the end of the file, or leave it as it was."""
+        assert self._file is not None
+        rest = memoryview(data)
         try:
-            while left:
-                left = left[os.write(file, left) :]
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
             if self._fsync:
-                os.fsync(file)
+                os.fsync(self._file)
         except OSError:
             # half a batch would hide all later ones from readers
-            os.ftruncate(file, begin)
-            os.lseek(file, begin, os.SEEK_SET)
+            os.ftruncate(self._file, self._size)
+            os.lseek(self._file, self._size, os.SEEK_SET)
             raise
+        self._size += len(data) if isinstance(data, bytes) else data.size
 
 
 class TurnLog:
@@ -243,11 +205,10 @@ class TurnLog:
 
     ``form``: ``delta`` stores only what each prompt adds to an earlier turn of its
     session. ``fsync``: also write each turn to disk, so that it survives a crash of the
-    machine; all calls wait for it. ``max_file_bytes`` limits one file,
-    ``max_total_bytes`` all files of turns. ``routed_experts``, ``sampling_masks``,
-    ``attributed`` and ``images`` add columns (`EXPERTS`, `MASK`,
-    `trajkit.schema.ATTRIBUTION`, ``mm_items``). ``worker`` is in the names of the files,
-    for several logs in one directory.
+    machine; all calls wait for it. ``routed_experts``, ``sampling_masks``, ``attributed``
+    and ``images`` add columns (`EXPERTS`, `MASK`, `trajkit.schema.ATTRIBUTION`,
+    ``mm_items``). ``worker`` is in the names of the files, for several logs in one
+    directory.
     """
 
     def __init__(
@@ -256,8 +217,6 @@ class TurnLog:
         *,
         form: LogForm = "full",
         fsync: bool = False,
-        max_file_bytes: int | None = 1 << 30,
-        max_total_bytes: int | None = None,
         routed_experts: bool = False,
         sampling_masks: bool = False,
         attributed: bool = True,
@@ -274,21 +233,14 @@ class TurnLog:
         kept = [each for each in (*columns, MASK) if each.name not in self._left_out]
         self._columns = pa.struct(kept)
         kept += [EXPERTS] if routed_experts else []
-        new_log = partial(
-            AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
+        schemas = pa.schema(kept, columns.metadata), schema.AMENDMENTS, SESSION_LINES
+        end = "00000" if worker is None else f"{worker}-00000"
+        self._turns, self._amendments, self._sessions = (
+            AppendLog(self.directory / f"{stem}-{end}.arrows", columns, fsync=fsync)
+            for stem, columns in zip(_STEMS, schemas, strict=True)
         )
-        end = "" if worker is None else f"-{worker}"
-        columns, limit = pa.schema(kept, columns.metadata), max_total_bytes
-        self._turns = new_log(f"turns{end}", columns, max_total_bytes=limit)
-        self._amendments = new_log(f"amendments{end}", schema.AMENDMENTS)
-        self._sessions = new_log(f"sessions{end}", SESSION_LINES)
         self._turns.start()
-        self.path = self._turns.path_of(0)
-
-    @property
-    def full(self) -> bool:
-        """Whether no further turn can be written."""
-        return self._turns.total_bytes >= self._turns.max_total_bytes
+        self.path = self._turns.path
 
     def append(
         self, turn: Mapping[str, Any], turn_index: int, bodies: set[bytes]
@@ -300,7 +252,7 @@ class TurnLog:
         with that turn (`trajkit.schema.TURNS_DELTA`). ``prompt_message_index`` may lack
         the prompt's first tokens: turns that it extends have those. ``bodies``: keys of
         the messages of the session whose bodies the log has; those of the turn are
-        added. Raises as `AppendLog.append`.
+        added. Raises `OSError`: the turn could not be written; the log is unchanged.
         """
         for name, option in self._left_out.items():
             if turn.get(name) is not None:
@@ -346,18 +298,14 @@ class TurnLog:
         self, session_id: str, turns: Sequence[int], reason: str, trainable: bool | None
     ) -> None:
         """Write what became known of turns: `trajkit.schema.AMENDMENTS`."""
-        names, told = schema.AMENDMENTS.names, (reason, trainable)
-        self._write(
-            self._amendments,
-            schema.AMENDMENTS,
-            [dict(zip(names, (session_id, n, *told), strict=True)) for n in turns],
-        )
+        columns = schema.AMENDMENTS
+        lines = [(session_id, turn, reason, trainable) for turn in turns]
+        rows = [dict(zip(columns.names, line, strict=True)) for line in lines]
+        self._amendments.append(pa.RecordBatch.from_pylist(rows, columns).serialize())
 
     def write_session(self, line: Mapping[str, object]) -> None:
-        self._write(self._sessions, SESSION_LINES, [line])
-
-    def _write(self, log: AppendLog, columns: pa.Schema, lines: list[Any]) -> None:
-        log.append(pa.RecordBatch.from_pylist(lines, columns).serialize())
+        batch = pa.RecordBatch.from_pylist([line], SESSION_LINES)
+        self._sessions.append(batch.serialize())
 
     def close(self) -> None:
         for log in (self._turns, self._amendments, self._sessions):

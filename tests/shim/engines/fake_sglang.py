@@ -50,9 +50,6 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/model_info":
             info = {"served_model_name": options.served_model_name}
             self.answer(info | {"weight_version": state["version"]})
-        elif self.path == "/workers":
-            # it is no router
-            self.answer({"detail": "Not Found"}, 404)
         else:
             self.answer(state)
 

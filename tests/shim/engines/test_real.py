@@ -8,11 +8,10 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -45,7 +44,7 @@ from trajkit_shim.chat.images import load_image_model
 from trajkit_shim.engines.base import PromptImage, Sampling
 from trajkit_shim.engines.checks import check_engine
 from trajkit_shim.engines.launch import running_server, sglang_server
-from trajkit_shim.engines.model_config import vocab_size
+from trajkit_shim.engines.model_config import config_number
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import load_renderer
 from trajkit_shim.replies import FORMS, FormParser, SGLangParser
@@ -246,7 +245,9 @@ def unreasoned(model):
 
 
 def client_of(kind, url, model, **options):
-    return ENGINES[kind.mark](url, vocab_size=vocab_size(model), **options)
+    return ENGINES[kind.mark](
+        url, vocab_size=config_number(model, "vocab_size"), **options
+    )
 
 
 @pytest.fixture
@@ -560,35 +561,8 @@ def test_a_launched_server_ends_with_the_gateway(tmp_path, model):
     assert "Uvicorn running" in (tmp_path / "run" / "engine.log").read_text()
 
 
-@contextmanager
-def router(urls, log):
-    """The address of SGLang's router, which gives the servers new sessions in turn."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as other,
-    ):
-        port, metrics = one.getsockname()[1], other.getsockname()[1]
-    command = [SGLang.python, "-m", "sglang_router.launch_router"]
-    command += ["--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--policy", "manual", "--assignment-mode", "min_group"]
-    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    url, n_workers = f"http://127.0.0.1:{port}", 0
-    try:
-        while n_workers < len(urls):
-            assert process.poll() is None, log.read_text()
-            with suppress(httpx.TransportError):
-                answer = httpx.get(f"{url}/workers", trust_env=False)
-                n_workers = answer.json()["total"]
-        yield url
-    finally:
-        process.kill()
-        process.wait()
-
-
 @only(SGLang)
-async def test_a_router_keeps_sessions_on_a_server_and_all_servers_are_updated(
+async def test_a_session_stays_on_a_server_and_all_servers_are_updated(
     kind, model, tmp_path
 ):
     """Of two servers, whose weights have different names."""
@@ -598,8 +572,8 @@ async def test_a_router_keeps_sessions_on_a_server_and_all_servers_are_updated(
             (tmp_path / name).mkdir()
             served = kind.served(model, tmp_path / name, "--weight-version", name)
             urls.append(stack.enter_context(served))
-        url = stack.enter_context(router(urls, tmp_path / "router.log"))
-        engine = client_of(kind, url, model)
+        vocab_size = config_number(model, "vocab_size")
+        engine = ENGINES[kind.mark](*urls, vocab_size=vocab_size)
 
         async def versions():
             """The name of the weights that sampled a call of each of eight sessions."""

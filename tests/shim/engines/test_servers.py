@@ -37,7 +37,7 @@ from trajkit_shim.engines.base import (
     WeightSpan,
 )
 from trajkit_shim.engines.checks import check_engine, check_prompt
-from trajkit_shim.engines.http import Connections, read_experts
+from trajkit_shim.engines.http import EngineClient, read_experts
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -493,7 +493,7 @@ AS_SAMPLED = {"skip_special_tokens": False, "spaces_between_special_tokens": Fal
 AS_VLLM = {"n": 1, "logprobs": 0, "include_stop_str_in_output": True, **AS_SAMPLED}
 UNSHAPED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 SHAPED = {"temperature": 0.5, "stop": ["\n"], "stop_token_ids": [2]}
-# of each server: a plain request, the parameters of a shaped one, and a header
+# of each server: a plain request, and the parameters of a shaped one
 SENT = {
     "sglang": (
         {
@@ -507,7 +507,6 @@ SENT = {
             "return_logprob": True,
         },
         SHAPED | {"sampling_seed": 7, "structural_tag": TAG, "min_p": 0.0},
-        ("x-smg-routing-key", "s1"),
     ),
     "vllm": (
         {
@@ -518,14 +517,13 @@ SENT = {
             "reasoning_ended": True,
         },
         SHAPED | {"seed": 7, "structured_outputs": {"structural_tag": TAG}},
-        ("x-session-id", "s1"),
     ),
 }
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 async def test_what_is_sent(kind):
-    plain, shaped, (header, value) = SENT[kind]
+    plain, shaped = SENT[kind]
     double = Double(kind, "basic", "basic")
     changes = {"temperature": 0.5, "stop": ("\n",), "stop_token_ids": (2,), "seed": 7}
     # what is as sampled is no choice
@@ -534,10 +532,9 @@ async def test_what_is_sent(kind):
         await sample(engine)
         tag = {"type": "structural_tag"}
         await sample(engine, structural_tag=tag, extra=extra, **changes)
-    (first, heads), (second, _) = double.calls
+    (first, _), (second, _) = double.calls
     assert first == plain
     assert second["sampling_params"] == plain["sampling_params"] | shaped
-    assert heads[header] == value
 
 
 async def test_recorded_replies():
@@ -689,65 +686,19 @@ async def test_an_engine_that_falls_silent_is_given_up(monkeypatch):
 
 async def test_connections_to_an_engine_notice_that_it_is_gone():
     """Its machine sends nothing then, and does not close them either."""
-    connections = Connections()
     # the answer has begun, so that its connection is held
     begun = web.Response(headers={"Content-Length": "1"})
     async with Double("sglang", begun).listening() as url:
-        async with connections.session().post(f"{url}/generate") as answer:
+        server = EngineClient("SGLang", url)
+        async with server.session().post(f"{url}/generate") as answer:
             own = answer.connection.transport.get_extra_info("socket")
             assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
             answer.close()
-        await connections.close()
+        await server.close()
 
 
 # Several servers
-
-
-@pytest.mark.parametrize(
-    "listed", [["{one}", "{two}"], ["{one}@0", "{one}@1", "{two}"]]
-)
-async def test_calls_go_to_the_router_and_pauses_to_its_servers(listed):
-    """A router that was started with ``--dp-aware`` lists each rank of a server."""
-    one, two = (Double("sglang", pause_generation={}) for _ in range(2))
-    async with one.listening() as first, two.listening() as second:
-        urls = [url.format(one=first, two=second) for url in listed]
-        workers = {"workers": [{"url": url} for url in urls]}
-        router = Double("sglang", "basic", workers=workers)
-        async with router.engine() as engine:
-            await sample(engine)
-            await engine.pause()
-    assert len(router.calls) == 1
-    assert router.counted() == {"/workers": 2}
-    asked = ("/model_info", "/v1/models", "/pause_generation")
-    assert one.counted() == dict.fromkeys(asked, 1)
-    assert two.counted() == {"/pause_generation": 1}
-
-
-@pytest.mark.parametrize(
-    ("workers", "match"),
-    [
-        ({"workers": []}, "the SGLang router has no server"),
-        ({"workers": None}, "/workers cannot be read"),
-        ({"workers": ["a"]}, "/workers cannot be read"),
-        ({"workers": [{"url": 1}]}, "/workers cannot be read"),
-        ({}, "/workers cannot be read"),
-        ([], "is no object"),
-        (
-            {"workers": [{"url": "grpc://one:1"}]},
-            "cannot be reached: NonHttpUrl.* grpc://one:1",
-        ),
-        (503, "answered 503"),
-    ],
-)
-async def test_a_router_whose_servers_are_unknown(workers, match):
-    """It is not taken for a server."""
-    answer = web.json_response(workers, status=503 if workers == 503 else 200)
-    router = Double("sglang", workers=answer)
-    async with router.engine() as engine:
-        with pytest.raises(EngineError, match=match):
-            await engine.pause()
-    assert router.counted() == {"/workers": 1}
 
 
 async def test_a_session_stays_on_one_of_several_servers():
@@ -786,7 +737,7 @@ async def test_pausing_and_updating_sglang():
         with pytest.raises(EngineError, match="from_disk /bad: no such directory"):
             await engine.update_weights("/bad", "step-2")
         await engine.resume()
-    assert [order for order in double.asked if order[0] != "/workers"] == [
+    assert double.asked == [
         (f"/{pause}", {"mode": "retract"}),
         update("step-1", "/new"),
         update("step-2", "/bad"),

@@ -1,6 +1,5 @@
 """Replies: what each form takes for a call, grammars, and the parsers of a server."""
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -655,9 +654,9 @@ async def test_the_parsers_that_a_server_was_started_with(parser):
     async with double.listening() as url:
         if parser is None:
             with pytest.raises(ConnectionError, match="neither --tool-call-parser"):
-                await asyncio.to_thread(cli._engine_parser, url)
+                await cli._own_parser(url)
         else:
-            made = await asyncio.to_thread(cli._engine_parser, url)
+            made = await cli._own_parser(url)
             assert made._names == (parser, None)
 
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ from trajkit_shim.sessions.turn_log import (
     END_OF_STREAM,
     LOG_SCHEMA,
     AppendLog,
-    LogFullError,
     TurnLog,
 )
 
@@ -162,7 +160,7 @@ def test_a_short_write_is_finished(tmp_path, monkeypatch):
     log.close()
 
 
-# Files that roll
+# What a disk does
 
 
 def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, monkeypatch):
@@ -177,70 +175,36 @@ def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, monkeypatch
             flushed.append((path.name, path.stat().st_size))
         fsync(file)
 
-    log = TurnLog(tmp_path / "sizes")
-    for k in range(2):
-        log.append(turn(), k, set())
-    two = log._turns.total_bytes
-    log.close()
     monkeypatch.setattr(os, "fsync", noted)
-    log = TurnLog(tmp_path, max_file_bytes=two, fsync=True)
+    log = TurnLog(tmp_path, fsync=True)
 
-    def check(name, *, new):
+    def check(stem, *, new):
+        name = f"{stem}-00000.arrows"
         assert flushed[-1] == (name, (tmp_path / name).stat().st_size)
         # the folder was flushed once the new file was in it
         assert not new or any(name in names for names in flushed)
         flushed.clear()
 
-    for k in range(5):
+    for k in range(2):
         log.append(turn(), k, set())
-        check(f"turns-0000{k // 2}.arrows", new=k in (2, 4))
+        check("turns", new=k == 0)
     log.amend("s", [0], "dropped", False)
-    check("amendments-00000.arrows", new=True)
+    check("amendments", new=True)
     log.close()
 
 
-def test_the_log_rolls_by_bytes(tmp_path):
-    log = TurnLog(tmp_path / "one")
-    log.append(turn(), 0, set())
-    head = log._turns.total_bytes
-    log.append(turn(), 1, set())
-    most = head + 2 * (log._turns.total_bytes - head)
-    log.close()
-    log = TurnLog(tmp_path / "two", max_file_bytes=most)
-    for k in range(6):
-        # one is longer than a file may be: alone in one
-        long = {"prompt_ids": np.arange(most, dtype=np.int32)} if k == 4 else {}
-        log.append(turn(**long), k, set())
-    total = log._turns.total_bytes
-    log.close()
-    files = sorted((tmp_path / "two").iterdir())
-    assert [file.name for file in files] == [f"turns-0000{k}.arrows" for k in range(4)]
-    assert [read_log(file).num_rows for file in files] == [3, 1, 1, 1]
-    # each ends as a stream does
-    assert all(file.read_bytes().endswith(END_OF_STREAM) for file in files)
-    sizes = [file.stat().st_size for file in files]
-    assert sum(sizes) == total + len(END_OF_STREAM)
-    assert indices(tmp_path / "two") == list(range(6))
-
-
-def test_a_log_that_cannot_roll_stays_as_it_was(tmp_path, monkeypatch):
-    log = TurnLog(tmp_path, max_file_bytes=1)
-    log.append(turn(), 0, set())
-    before = log.path.read_bytes()
+def test_a_log_that_cannot_begin_leaves_no_file(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", FULL)
         with pytest.raises(OSError, match="No space left"):
-            log.append(turn(), 1, set())
-    assert [file.name for file in tmp_path.iterdir()] == [log.path.name]
-    assert log.path.read_bytes() == before
-    log.append(turn(), 1, set())
-    log.close()
-    assert indices(tmp_path) == [0, 1]
+            TurnLog(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    TurnLog(tmp_path).close()
 
 
-def test_a_full_file_that_does_not_close_does_not_stop_the_log(tmp_path, monkeypatch):
+def test_a_log_that_does_not_close_has_all_its_turns(tmp_path, monkeypatch):
     """Some network file systems report a full disk there, after all was written."""
-    log = TurnLog(tmp_path, max_file_bytes=1)
+    log = TurnLog(tmp_path)
     log.append(turn(), 0, set())
     close = os.close
 
@@ -250,42 +214,19 @@ def test_a_full_file_that_does_not_close_does_not_stop_the_log(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("trajkit_shim.sessions.turn_log.os.close", failing)
-        log.append(turn(), 1, set())
-    log.append(turn(), 2, set())
-    log.close()
-    assert indices(tmp_path) == [0, 1, 2]
+        log.close()
+    assert log.path.read_bytes().endswith(END_OF_STREAM)
+    assert indices(tmp_path) == [0]
 
 
 def test_a_full_disk_does_not_keep_a_journal_open(tmp_path, monkeypatch):
-    journal = AppendLog(tmp_path, "x", schema.AMENDMENTS)
+    journal = AppendLog(tmp_path / "x", schema.AMENDMENTS)
     journal.start()
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", FULL)
         journal.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
-
-
-def fill(log):
-    for k in count():
-        log.append(turn(), k, set())
-
-
-def test_a_log_has_no_more_bytes_than_it_may(tmp_path):
-    log = TurnLog(tmp_path, max_total_bytes=10_000, max_file_bytes=1)
-    assert not log.full
-    with pytest.raises(LogFullError, match="the limit is 10000"):
-        fill(log)
-    # what becomes known of the turns is written all the same
-    log.amend("s", [0], "dropped", False)
-    total = log._turns.total_bytes
-    log.close()
-    turns = [path for path in tmp_path.iterdir() if path.name.startswith("turns")]
-    # the last stream has its end now
-    on_disk = sum(path.stat().st_size for path in turns) - len(END_OF_STREAM)
-    assert 5_000 < on_disk == total <= 10_000
-    trainable = tk.read_turns(tmp_path)["trainable"].to_pylist()
-    assert trainable == [False] + [True] * (len(turns) - 1)
 
 
 def test_a_closed_log_takes_nothing(tmp_path, log):
