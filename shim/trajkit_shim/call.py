@@ -63,8 +63,8 @@ class Options:
     # bytes of all requests' bodies at once; beyond it requests get 503
     max_work_bytes: int = 4 << 30
     max_messages: int = 10_000
-    # how the model takes images; or whether they are refused or replaced by a text
-    images: media.NoImages | media.ImageModel = "refuse"
+    # how the model takes images; None: they are refused
+    images: media.ImageModel | None = None
     image_limits: media.ImageLimits | None = None
     # how long a streaming client waits for its first event, and between keep-alive events
     ping_seconds: float = 10.0
@@ -114,15 +114,12 @@ class Gateway:
         self.images = media.ImageStore(
             log.directory / "images", options.image_limits, fsync=log.fsync
         )
-        self.image_policy: media.Images = self.images.limits
-        places = None
-        if not isinstance(options.images, media.ImageModel):
-            self.image_policy = options.images
-        elif getattr(engine, "takes_images", False) and log.images:
+        places, takes = None, getattr(engine, "takes_images", False) and log.images
+        if options.images is not None:
+            if not takes:
+                what = f"{type(engine).__name__} or the log"
+                raise ValueError(f"{what} takes no images")
             places = media.ImagePlaces(options.images, self.images)
-        else:
-            what = f"{type(engine).__name__} or the log"
-            raise ValueError(f"{what} takes no images")
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
         self.reply_parser = options.reply_parser or replies.FormParser(
             replies.form_of(renderer), replies.tags_of(renderer.chat_template)
@@ -166,10 +163,10 @@ class Call:
     async def read(self, data: bytes) -> None:
         """Read the request's body; raises `GatewayError`."""
         gateway, session, protocol = self._gateway, self._session, self._protocol
-        self._is_short, policy = len(data) <= _SHORT, gateway.image_policy
+        self._is_short, places = len(data) <= _SHORT, gateway.prompts.places
         digest = blake2b(f"{protocol.name} {self._verb}\0".encode(), digest_size=16)
         # images are taken from each request
-        listed = protocol.listed if isinstance(policy, str) else ""
+        listed = protocol.listed if places is None else ""
         bodies = session.conversation.bodies
 
         def parse() -> tuple[Json, Body]:
@@ -177,18 +174,19 @@ class Call:
             return parse_body(data, protocol.name, listed, bodies)
 
         value, body = await _done(parse, at_once=len(data) <= _PARSED)
-        read = partial(protocol.read, value, policy, body.elements)
+        limits = None if places is None else gateway.images.limits
+        read = partial(protocol.read, value, limits, body.elements)
         # images are decoded
-        few = body.n_new <= _READ_VALUES and isinstance(policy, str)
+        few = body.n_new <= _READ_VALUES and places is None
         chat = await _done(read, at_once=few)
         limit = gateway.options.max_messages
         if len(chat.messages) > limit:
             message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
-        if not isinstance(policy, str):
+        if places is not None:
             chat = replace(chat, images=gateway.images.take(chat.images))
         self.chat = replace(chat, stream=True) if self._verb == "stream" else chat
-        self._body = body if listed else None
+        self._body = body
         self._digest = digest.digest()
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's

@@ -221,8 +221,8 @@ def as_number(value: object, where: str, *, minimum: float, maximum: float) -> f
 class Reading:
     """What comes up while one request is read."""
 
-    # what to do with images, and those that were taken (`chat.images`)
-    image_policy: Any = "refuse"
+    # which images are taken, if any, and those that were (`chat.images`)
+    image_limits: Any = None
     # fields that are not counted
     silent: Collection[str] = ()
     # known elements of its list that is read by `Fields.each`, which adds the others

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import orjson
 
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import Images
+from trajkit_shim.chat.images import ImageLimits
 from trajkit_shim.chat.request import ChatRequest, Reply, ToolCall
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
@@ -67,14 +67,15 @@ class WireProtocol:
     def read(
         self,
         body: Json,
-        images: Images = "refuse",
+        limits: ImageLimits | None = None,
         known: list[Element] | None = None,
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`.
 
-        ``known``: the first elements of its list ``listed``; gets the others.
+        ``limits``: of images; None: they are refused. ``known``: the first elements of
+        its list ``listed``; gets the others.
         """
-        reading = Reading(images, _SILENT, [] if known is None else known)
+        reading = Reading(limits, _SILENT, [] if known is None else known)
         fields = Fields(body, reading=reading)
         fields.get_text("model")
         request = self.parse(fields)
