@@ -16,8 +16,8 @@ GATEWAY = (
         _PROMPTS,
         (
             "a reply is restored whatever the arguments of its calls",
-            'same = _same_json(str(one["arguments"]), str(other["arguments"]))',
-            "same = True",
+            "        and _same_json(one.arguments, other.arguments)\n",
+            "",
         ),
         (
             "a reply is restored whatever its reasoning",
@@ -68,7 +68,7 @@ GATEWAY = (
         ),
         (
             "a call of another reply may be this one",
-            '(one["id"] == other["id"] or one["id"] not in taken)',
+            "(one.call_id == other.call_id or one.call_id not in taken)",
             "True",
         ),
         (
@@ -480,8 +480,8 @@ GATEWAY = (
         ),
         (
             "reasoning that is sent back is lost",
-            'canonical["reasoning_content"] = thought',
-            "pass",
+            'thought = thought if isinstance(thought, str) else ""',
+            'thought = ""',
         ),
     ),
     place(
@@ -699,8 +699,8 @@ GATEWAY = (
         ("large integers are rounded", "raise OverflowError", "pass"),
         (
             "what is kept of a body is not counted",
-            "n_values = n_known + n_new",
-            "n_values = n_new",
+            "n_values += _count({**value",
+            "n_values = _count({**value",
         ),
     ),
     place(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import islice, takewhile, zip_longest
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
@@ -243,11 +243,11 @@ class Conversation:
             for request in self._requests
             if not any(p.known and p.before == node.position for p in request.places)
         ]
-        for call in _calls(node.message):
-            prompt = _prompt(str(chat.function_of(call)["arguments"]))
+        for call in chat.calls_of(node.message):
+            prompt = _prompt(call.arguments)
             started: Json = {
                 "started_by_turn": node.turn,
-                "started_by_call": call["id"],
+                "started_by_call": call.call_id,
             }
             if len(prompt) >= _SHORTEST:
                 self._starts.append((prompt, node.agent_id, started))
@@ -420,11 +420,11 @@ def _joined(messages: list[Json]) -> Json:
     """Join assistant messages into one."""
     if len(messages) == 1:
         return messages[0]
-    return chat.assistant_message(
-        "".join(str(message["content"]) for message in messages),
-        "".join(str(message.get("reasoning_content") or "") for message in messages),
-        [call for message in messages for call in _calls(message)],
-    )
+    parts = list[chat.Spoken]()
+    for message in messages:
+        parts.append(chat.Thought(str(message.get("reasoning_content") or "")))
+        parts += [str(message["content"]), *chat.calls_of(message)]
+    return chat.assistant_message(parts)
 
 
 def _is_same(sent: Json, reply: Json, siblings: list[Node]) -> bool:
@@ -438,19 +438,16 @@ def _is_same(sent: Json, reply: Json, siblings: list[Node]) -> bool:
     )
     if texts[0][0] != texts[0][1] or (thought[0] and thought[0] != thought[1]):
         return False
-    taken = {call["id"] for node in siblings for call in _calls(node.message)}
-    sent_calls, calls = _calls(sent), _calls(reply)
-    return len(sent_calls) == len(calls) and all(
-        (one["id"] == other["id"] or one["id"] not in taken)
-        and _is_same_call(one, other)
-        for one, other in zip(sent_calls, calls, strict=True)
+    taken = {call.call_id for n in siblings for call in chat.calls_of(n.message)}
+    pairs = [*zip_longest(chat.calls_of(sent), chat.calls_of(reply))]
+    return all(
+        one is not None
+        and other is not None
+        and one.name == other.name
+        and (one.call_id == other.call_id or one.call_id not in taken)
+        and _same_json(one.arguments, other.arguments)
+        for one, other in pairs
     )
-
-
-def _is_same_call(sent: Json, call: Json) -> bool:
-    one, other = chat.function_of(sent), chat.function_of(call)
-    same = _same_json(str(one["arguments"]), str(other["arguments"]))
-    return same and one["name"] == other["name"]
 
 
 def _is_result(message: Json) -> bool:
@@ -470,8 +467,8 @@ def _in_order(
     ``index``: of the first result. An equal result that is sent again stays: Gemini CLI
     0.61 does that in a session that it resumes.
     """
-    sent_ids = (str(call["id"]) for message in sent for call in _calls(message))
-    calls = dict(zip(sent_ids, _calls(reply), strict=True))
+    sent_ids = (c.call_id for message in sent for c in chat.calls_of(message))
+    calls = dict(zip(sent_ids, chat.calls_of(reply), strict=True))
     by_call: dict[str, list[Json]] = {}
     for i, result in enumerate(results, index):
         sent_id = str(result.get("tool_call_id"))
@@ -479,7 +476,7 @@ def _in_order(
             known = ", ".join(calls) or "none"
             rule = f"no call of the reply before it has this id (its calls: {known})"
             _refuse_result(i, result, rule)
-        own = {**result, "tool_call_id": calls[sent_id]["id"]}
+        own = {**result, "tool_call_id": calls[sent_id].call_id}
         same = by_call.setdefault(sent_id, [])
         if same and own != same[0]:
             _refuse_result(i, result, "another result, with other content, has this id")
@@ -491,19 +488,13 @@ def _in_order(
             )
             _refuse_result(index, results[0], rule)
         for result in by_call[sent_id]:
-            yield result, str(chat.function_of(call)["name"])
+            yield result, call.name
 
 
 def _refuse_result(index: int, result: Json, rule: str) -> NoReturn:
     where = f"messages[{index}].tool_call_id"
     message = f"{where}: {result.get('tool_call_id')!r}: {rule}"
     raise GatewayError(message, code="unanswered_call", param=where)
-
-
-def _calls(message: Json) -> list[Json]:
-    calls = message.get("tool_calls", [])
-    assert isinstance(calls, list)
-    return calls
 
 
 def _prompt(arguments: str) -> str:

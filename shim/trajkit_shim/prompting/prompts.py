@@ -25,7 +25,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
 from os.path import commonprefix
@@ -69,8 +69,8 @@ _digest = partial(blake2b, digest_size=16)
 
 
 def _reply(content: str, thought: str = "", *, calls: bool = False) -> Json:
-    call = chat.tool_call("call00000", "probe", '{"reply": "betaword"}')
-    return chat.assistant_message(content, thought, [call] if calls else [])
+    call = chat.ToolCall("probe", '{"reply": "betaword"}', "call00000")
+    return chat.assistant_message([chat.Thought(thought), content, *[call] * calls])
 
 
 # replies of several kinds and lengths, the last word of each, and what follows them
@@ -539,13 +539,9 @@ class _Call:
 
 def _stand_in(message: Json, word: str) -> Json:
     """A reply of which only the names and ids of calls are real."""
-    given: Any = message.get("tool_calls") or ()
     arguments = f'{{"reply": "{word}"}}'
-    calls = [
-        chat.tool_call(call["id"], call["function"]["name"], arguments)
-        for call in given
-    ]
-    return chat.assistant_message(word, calls=calls)
+    calls = (replace(call, arguments=arguments) for call in chat.calls_of(message))
+    return chat.assistant_message([word, *calls])
 
 
 Spans: TypeAlias = list[tuple[int, int, int]]

@@ -19,7 +19,7 @@ from tests.shim.fakes import (
     user,
 )
 from tests.strategies import client_habits, reply_texts
-from trajkit_shim.chat.request import Usage, canonical_reply, make_reply
+from trajkit_shim.chat.request import Usage, make_reply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.protocols.base import encode
@@ -232,7 +232,7 @@ def test_every_reply_is_known_again(name, text, thought, habits):
     body = json.loads(encode(protocol.write(reply, SimpleNamespace(namespaces={}))))
     if "numbers" in habits:
         body = json.loads(json.dumps(body), parse_float=javascript)
-    recorded = canonical_reply(reply)
+    recorded = reply.message
     request = protocol.read(ECHOES[name](body, habits))
     messages, known = restored(book_with(recorded), *request.messages[:-1])
     assert messages == [USER, recorded]

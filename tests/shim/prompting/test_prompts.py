@@ -31,7 +31,7 @@ from tests.shim.fakes import (
     user,
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
-from trajkit_shim.chat.request import Usage, canonical_reply, make_reply
+from trajkit_shim.chat.request import Usage, make_reply
 from trajkit_shim.engines.embedded import EmbeddedEngine
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.prompting.conversation import START, Budget
@@ -158,7 +158,7 @@ class Conversation:
         text = self.renderer.decode(ids, ended=ended)
         opened = opens_reasoning(self.renderer, self.prompt.ids)
         parsed = parse_reply(text, self.tools, opened=opened)
-        message = canonical_reply(make_reply(parsed, "stop", model="m", usage=USAGE))
+        message = make_reply(parsed, "stop", model="m", usage=USAGE).message
         remember(
             *(self.session, self.restored.position, message, self.budget),
             ids=np.concatenate([self.prompt.ids, ids]),
