@@ -28,7 +28,7 @@ from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json, parse_body
 from trajkit_shim.pauses import Pause
 from trajkit_shim.prompting.conversation import Budget, Node, next_position
-from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts, hashed
+from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols.base import Verb, WireProtocol
 from trajkit_shim.sessions.client_identity import identify
@@ -402,7 +402,7 @@ class Call:
             "message_tool_names": names if options.attributed else None,
             "prompt_built": prompt.built,
             "render_reason": prompt.reason,
-            "prompt_digest": prompt.hasher.digest(),
+            "prompt_digest": prompt.digest,
             "mm_items": self._images or None,
         }
 
@@ -412,20 +412,19 @@ class Call:
         Raises `EngineError` if the engine did not complete the reply.
         """
         session, prompt, restored = self._session, self._prompt, self._restored
-        counts, conversation, caller = (
-            session.counts,
-            session.conversation,
-            self._caller,
-        )
+        counts, conversation = session.counts, session.conversation
         # closing the session cancelled the work
         if session.closed:
             raise closed_error(session.session_id)
         # of earlier turns; a full disk may have room again
         session.write_amendments()
-        named = caller.harness is not None
-        agents = caller.agent_id, caller.parent_agent_id
-        turn |= conversation.started_by(restored, *agents, named=named)
-        turn["delta"] = conversation.delta(restored, prompt.ids, prompt.base)
+        turn |= conversation.started_by(
+            restored,
+            self._caller.agent_id,
+            self._caller.parent_agent_id,
+            named=self._caller.harness is not None,
+        )
+        turn["delta"] = conversation.delta(restored, prompt.ids)
         with writing("the turn"):
             self._gateway.log.append(turn, counts.turns, conversation.logged)
         n_output = len(sample.output_ids)
@@ -455,7 +454,6 @@ class Call:
             turn=pending.turn,
             agent_id=self._caller.agent_id,
             own_ids=np.concatenate([prompt.ids, ids]),
-            hasher=hashed(ids, prompt.hasher),
             between=prompt.between,
             offered=prompt.offered,
             closed=len(ids) > 0 and int(ids[-1]) in self._renderer.end_ids,

@@ -49,6 +49,8 @@ _SHORTEST = 12
 _OVERHEAD = 1024
 # copies of the text of a request that is kept: as it came, as JSON, as rendered
 _COPIES = 3
+# messages besides calls, and texts between them, in which a reply may come back
+_TEXTS = 4
 # requests that are kept: an agent's sub-agents converse at the same time
 _KEPT = 4
 
@@ -69,7 +71,6 @@ class Node:
     offered: bytes  # digest of the offered tools and the template's variables
     closed: bool  # the output ends with an end-of-message token
     base: "Node | None" = None  # the turn whose ids it extends
-    hasher: Any = None  # of the ids (`prompting.prompts.Prompt`)
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +225,10 @@ class Conversation:
     ) -> tuple[Node | None, list[Json]]:
         """The reply that the messages at an index are, and these messages."""
         nodes = [*self._nodes.get(position, {}).values()]
-        run = [*takewhile(_is_reply, islice(messages, index, None))]
+        # at most as many as a reply has parts; clients may send thousands
+        n_calls = max((len(chat.calls_of(node.message)) for node in nodes), default=0)
+        run = islice(messages, index, index + 2 * n_calls + _TEXTS)
+        run = [*takewhile(_is_reply, run)]
         for n in range(len(run), 0, -1):
             sent = _joined(run[:n])
             equal = [node for node in nodes if node.message == sent]
@@ -275,21 +279,20 @@ class Conversation:
                 self.counts[place.known] += 1
 
     def delta(
-        self, restored: RestoredRequest, prompt_ids: Ids, base: Node | None = None
+        self, restored: RestoredRequest, prompt_ids: Ids
     ) -> tuple[int | None, int, int]:
         """Return an earlier turn, and how many ids and messages a prompt shares with it.
 
         It is the latest turn with the most of the request's messages; None: there is none
-        (`trajkit.schema.TURNS_DELTA`). ``base``: the prompt begins with its ids.
+        (`trajkit.schema.TURNS_DELTA`).
         """
         after = START
         path = [START, *(place.position for place in restored.places)]
         for n_messages, position in reversed([*enumerate(path)]):
             if nodes := self._nodes.get(position):
                 node = nodes.get(after) or [*nodes.values()][-1]
-                ids, n_ids = node.own_ids, 0
-                if ids is not None:
-                    n_ids = len(ids) if node is base else _n_common(ids, prompt_ids)
+                ids = node.own_ids
+                n_ids = 0 if ids is None else _n_common(ids, prompt_ids)
                 if n_ids:
                     return node.turn, n_ids, n_messages + (node.after == after)
             after = position

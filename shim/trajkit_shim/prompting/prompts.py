@@ -100,19 +100,16 @@ class Prompt:
     # the template's text between the replies; None: no later prompt may extend this one
     between: bytes | None
     offered: bytes  # digest of tools and variables
-    hasher: Any  # BLAKE2b (16 bytes) of the ids as little-endian int32
 
     @property
     def built(self) -> Mode:
         """How."""
         return "append" if self.reason in (None, "end_token") else "render"
 
-
-def hashed(ids: Ids, before: Any = None) -> Any:
-    """Return the BLAKE2b of ids; ``before``: of those before them."""
-    hasher = _digest() if before is None else before.copy()
-    hasher.update(ids.astype("<i4", copy=False).tobytes())
-    return hasher
+    @property
+    def digest(self) -> bytes:
+        """The BLAKE2b digest (16 bytes) of the ids as little-endian int32."""
+        return _digest(self.ids.astype("<i4", copy=False).data).digest()
 
 
 class Between(NamedTuple):
@@ -330,15 +327,15 @@ class _Call:
             found = self._extension(base, n_known)
         if base is None or ids is None or isinstance(found, str):
             reason = reason or (found if isinstance(found, str) else None)
-            ids, base, hasher, last = np.empty(0, np.int32), None, None, None
+            ids, base, last = np.empty(0, np.int32), None, None
             text, n_known, opaque = self._text(), 0, set()
         else:
             whole, between = found
-            start, hasher, last = len(between.head), base.hasher, between.digest
+            start, last = len(between.head), between.digest
             ended = self.renderer.text_of_id.get(int(ids[-1]))
             if self.skeleton.opens_next and between.head[between.end_at :] != ended:
                 # the reply stopped at the start of a message of another role
-                ids, start, base, hasher = ids[:-1], between.end_at, None, None
+                ids, start, base = ids[:-1], between.end_at, None
                 reason = reason or "end_token"
             text = whole[start:]
         encoded = self.renderer.encode(text, max_tokens)
@@ -355,7 +352,6 @@ class _Call:
             message_index=index,
             between=last or (self._digest() if appending else None),
             offered=self.offered.digest,
-            hasher=hashed(encoded.ids, hasher or hashed(ids)),
         )
 
     def _base(self) -> tuple[int, Node | None, Reason | None]:

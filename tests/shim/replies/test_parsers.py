@@ -30,7 +30,6 @@ from trajkit_shim.replies import (
     UnknownFormError,
     form_of,
     grammar,
-    parse,
 )
 
 pytestmark = pytest.mark.anyio
@@ -78,7 +77,7 @@ def test_a_reply_of_a_family(name, reply):
     opened = not seed and END_THINK in text and THINK not in text
     tags = THOUGHTS[0] if seed else (THINK, END_THINK)
     form = FORMS.get(FORM_OF.get(name))
-    found = parse(text, form, DATA["tools"], opened=opened, tags=tags)
+    found = FormParser(form, tags).read(text, DATA["tools"], opened=opened)
     assert not found.ill_formed
     assert squeezed(found.reasoning) == squeezed(reply["reasoning"])
     assert squeezed(found.text) == squeezed(reply["text"])
@@ -99,7 +98,7 @@ def test_half_of_a_call_is_ill_formed_text(form):
         text = text[text.index("<|channel|>commentary to=") :]
     start = FORMS[form].starts.search(text)
     cut = text[start.start() : (start.end() + len(text)) // 2]
-    found = parse(f"So: {cut}", FORMS[form], DATA["tools"], opened=False)
+    found = FormParser(FORMS[form]).read(f"So: {cut}", DATA["tools"], opened=False)
     assert found.calls == []
     assert found.ill_formed or form in ("pythonic", "plain-json")
     assert squeezed(found.text).startswith("So:")
