@@ -496,8 +496,8 @@ class FormParser(ReplyParser):
         found.append(rest[offset:])
         parts = list[Spoken]()
         for kind, group in groupby(filter(None, found), type):
-            each = [*group]
-            parts += ["".join(map(str, each))] if kind is str else each
+            each: list[Any] = [*group]
+            parts += ["".join(each)] if kind is str else each
         # white space after a call is text only if no other call follows
         frames = range(1, len(parts) - 1)
         shown = (

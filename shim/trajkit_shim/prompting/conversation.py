@@ -227,8 +227,8 @@ class Conversation:
         nodes = [*self._nodes.get(position, {}).values()]
         # at most as many as a reply has parts; clients may send thousands
         n_calls = max((len(chat.calls_of(node.message)) for node in nodes), default=0)
-        run = islice(messages, index, index + 2 * n_calls + _TEXTS)
-        run = [*takewhile(_is_reply, run)]
+        most = index + 2 * n_calls + _TEXTS
+        run = [*takewhile(_is_reply, islice(messages, index, most))]
         for n in range(len(run), 0, -1):
             sent = _joined(run[:n])
             equal = [node for node in nodes if node.message == sent]
