@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice, takewhile, zip_longest
+from sys import getsizeof
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
@@ -210,7 +211,7 @@ class Conversation:
             for result, tool in _in_order(results, sent, place.message, index):
                 restored.add(result, index).tool = str(result.get("name") or tool)
             index += len(results)
-        texts = sum(len(place.logged.body) for place in restored.places)
+        texts = sum(getsizeof(place.logged.body) for place in restored.places)
         restored.n_bytes = _COPIES * texts + _OVERHEAD * len(restored.places)
         restored.n_bytes += 2 * body.n_bytes if body is not None else 0
         if keep:
