@@ -226,8 +226,10 @@ class Conversation:
     ) -> tuple[Node | None, list[Json]]:
         """The reply that the messages at an index are, and these messages."""
         nodes = [*self._nodes.get(position, {}).values()]
+        if not nodes:
+            return None, messages[index : index + 1]
         # at most as many as a reply has parts; clients may send thousands
-        n_calls = max((len(chat.calls_of(node.message)) for node in nodes), default=0)
+        n_calls = max(len(chat.calls_of(node.message)) for node in nodes)
         most = index + 2 * n_calls + _TEXTS
         run = [*takewhile(_is_reply, islice(messages, index, most))]
         for n in range(len(run), 0, -1):
