@@ -25,19 +25,19 @@ from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.delivery import PendingReply, is_retry
 from trajkit_shim.engines import base, checks
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.json_input import Body, Json, parse_body
+from trajkit_shim.json_input import Json, parse_body
 from trajkit_shim.pauses import Pause
 from trajkit_shim.prompting.conversation import Budget, Node, next_position
-from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts, hashed
+from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols.base import Verb, WireProtocol
 from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error, writing
 from trajkit_shim.sessions.turn_log import TurnLog
 
-# Bytes of a body that are rendered, or parsed, and the values that are read, in less time
-# than a switch of threads takes. More would delay every other call.
-_SHORT, _PARSED, _READ_VALUES = 32 << 10, 512 << 10, 1000
+# Bytes of a body that are read and rendered in less time than a switch of threads takes.
+# More would delay every other call.
+_SHORT = 32 << 10
 
 # what the log has of a sample under the same name
 _SAMPLED = "output_ids output_logprobs finish_reason cached_tokens routed_experts "
@@ -63,8 +63,8 @@ class Options:
     # bytes of all requests' bodies at once; beyond it requests get 503
     max_work_bytes: int = 4 << 30
     max_messages: int = 10_000
-    # how the model takes images; or whether they are refused or replaced by a text
-    images: media.NoImages | media.ImageModel = "refuse"
+    # how the model takes images; None: they are refused
+    images: media.ImageModel | None = None
     image_limits: media.ImageLimits | None = None
     # how long a streaming client waits for its first event, and between keep-alive events
     ping_seconds: float = 10.0
@@ -111,15 +111,12 @@ class Gateway:
         self.images = media.ImageStore(
             log.directory / "images", options.image_limits, fsync=log.fsync
         )
-        self.image_policy: media.Images = self.images.limits
-        places = None
-        if not isinstance(options.images, media.ImageModel):
-            self.image_policy = options.images
-        elif getattr(engine, "takes_images", False) and log.images:
+        places, takes = None, getattr(engine, "takes_images", False) and log.images
+        if options.images is not None:
+            if not takes:
+                what = f"{type(engine).__name__} or the log"
+                raise ValueError(f"{what} takes no images")
             places = media.ImagePlaces(options.images, self.images)
-        else:
-            what = f"{type(engine).__name__} or the log"
-            raise ValueError(f"{what} takes no images")
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
         self.reply_parser = options.reply_parser or replies.FormParser(
             replies.form_of(renderer), replies.tags_of(renderer.chat_template)
@@ -163,30 +160,28 @@ class Call:
     async def read(self, data: bytes) -> None:
         """Read the request's body; raises `GatewayError`."""
         gateway, session, protocol = self._gateway, self._session, self._protocol
-        self._is_short, policy = len(data) <= _SHORT, gateway.image_policy
-        digest = blake2b(f"{protocol.name} {self._verb}\0".encode(), digest_size=16)
+        self._is_short, takes_images = len(data) <= _SHORT, gateway.prompts.places
+        limits = gateway.images.limits if takes_images else None
+        head = f"{protocol.name} {self._verb}\0".encode()
         # images are taken from each request
-        listed = protocol.listed if isinstance(policy, str) else ""
+        listed = "" if takes_images else protocol.listed
         bodies = session.conversation.bodies
 
-        def parse() -> tuple[Json, Body]:
-            digest.update(data)
-            return parse_body(data, protocol.name, listed, bodies)
+        def read() -> ChatRequest:
+            self._digest = blake2b(head + data, digest_size=16).digest()
+            value, self._body = parse_body(data, protocol.name, listed, bodies)
+            return protocol.read(value, limits, self._body.elements)
 
-        value, body = await _done(parse, at_once=len(data) <= _PARSED)
-        read = partial(protocol.read, value, policy, body.elements)
-        # images are decoded
-        few = body.n_new <= _READ_VALUES and isinstance(policy, str)
-        chat = await _done(read, at_once=few)
+        chat = await _done(read, at_once=self._is_short and not takes_images)
         limit = gateway.options.max_messages
         if len(chat.messages) > limit:
             message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
-        if not isinstance(policy, str):
-            chat = replace(chat, images=gateway.images.take(chat.images))
-        self.chat = replace(chat, stream=True) if self._verb == "stream" else chat
-        self._body = body if listed else None
-        self._digest = digest.digest()
+        self.chat = replace(
+            chat,
+            stream=chat.stream or self._verb == "stream",
+            images=gateway.images.take(chat.images),
+        )
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
         asked = chat.thinking.resolve(self._renderer.variables, chat.ignored)
@@ -255,17 +250,11 @@ class Call:
             sample = await gateway.engine.generate(request)
             checks.check_sample(sample, self._ids, sampling, self._info)
             reply = await self._reply(sample, sampling)
-            message = chats.canonical_reply(reply)
-            logged = chats.logged_message(message)
-            turn = self._turn(reply, sample)
-            turn |= {"sampling": json.dumps(sampling.values(), sort_keys=True)}
-            # of a reply that was broken off: no client will send it back
-            turn |= {"response": logged if sample.complete else None}
-            turn |= {"ended_at": datetime.now(UTC)}
+            turn = self._turn(reply, sample, sampling)
             await gateway.images.write(self.chat.images)
-            self._record(turn, sample)
             # does not await since, so no other call interferes
-            self._remember(pending, sample, message, logged.key)
+            self._record(turn, sample)
+            self._remember(pending, reply, sample)
             session.counts.sampling_overruled.update(overruled)
         except GatewayError as error:
             session.counts.failed += error.status >= 500
@@ -356,7 +345,7 @@ class Call:
         n_output, n_reasoning = len(sample.output_ids), 0
         if parsed.reasoning is not None:
             n_reasoning = n_output
-            if parsed.sampled:
+            if len(parsed.parts) > 1:
                 # None if the end of reasoning is spelled with other tokens
                 n_reasoning = self._renderer.end_of_reasoning(sample.output_ids) or 0
         return chats.make_reply(
@@ -374,12 +363,16 @@ class Call:
             stop_sequence=stop,
         )
 
-    def _turn(self, reply: Reply, sample: base.Sample) -> dict[str, object]:
+    def _turn(
+        self, reply: Reply, sample: base.Sample, sampling: base.Sampling
+    ) -> dict[str, object]:
         """What is logged of the call, but for what other calls decide."""
         prompt, options = self._prompt, self._gateway.options
         names = self._restored.tool_names[prompt.n_known :]
         untrained = self._caller.is_side_call and not options.train_side_calls
         spans = [span._asdict() for span in sample.weight_versions]
+        # of a reply that was broken off: no client will send it back
+        response = chats.logged_message(reply.message) if sample.complete else None
         return {
             "session_id": self._session.session_id,
             "request_id": self._request_id,
@@ -387,11 +380,14 @@ class Call:
             "prompt_ids": prompt.ids,
             **{name: getattr(sample, name) for name in _SAMPLED.split()},
             "messages": self._restored.logged,
+            "response": response,
+            "sampling": json.dumps(sampling.values(), sort_keys=True),
             "use_tool": bool(reply.calls),
             "ill_formed": reply.ill_formed,
             "trainable": sample.complete and not untrained,
             "weight_versions": spans or None,
             "started_at": self._started_at,
+            "ended_at": datetime.now(UTC),
             "protocol": self._protocol.name,
             "tools_key": self._restored.offered.key,
             **self._caller._asdict(),
@@ -399,7 +395,7 @@ class Call:
             "message_tool_names": names if options.attributed else None,
             "prompt_built": prompt.built,
             "render_reason": prompt.reason,
-            "prompt_digest": prompt.hasher.digest(),
+            "prompt_digest": prompt.digest,
             "mm_items": self._images or None,
         }
 
@@ -409,20 +405,19 @@ class Call:
         Raises `EngineError` if the engine did not complete the reply.
         """
         session, prompt, restored = self._session, self._prompt, self._restored
-        counts, conversation, caller = (
-            session.counts,
-            session.conversation,
-            self._caller,
-        )
+        counts, conversation = session.counts, session.conversation
         # closing the session cancelled the work
         if session.ended_by is not None:
             raise closed_error(session.session_id)
         # of earlier turns; a full disk may have room again
         session.write_amendments()
-        named = caller.harness is not None
-        agents = caller.agent_id, caller.parent_agent_id
-        turn |= conversation.started_by(restored, *agents, named=named)
-        turn["delta"] = conversation.delta(restored, prompt.ids, prompt.base)
+        turn |= conversation.started_by(
+            restored,
+            self._caller.agent_id,
+            self._caller.parent_agent_id,
+            named=self._caller.harness is not None,
+        )
+        turn["delta"] = conversation.delta(restored, prompt.ids)
         with writing("the turn"):
             self._gateway.log.append(turn, counts.turns, conversation.logged)
         n_output = len(sample.output_ids)
@@ -439,19 +434,19 @@ class Call:
             raise EngineError(f"{after}, {reason}", 503)
 
     def _remember(
-        self, pending: PendingReply, sample: base.Sample, message: Json, key: bytes
+        self, pending: PendingReply, reply: Reply, sample: base.Sample
     ) -> None:
         """Let later requests go on from the turn that was recorded last."""
         prompt, ids, counts = self._prompt, sample.output_ids, self._session.counts
         pending.turn, position = counts.turns - 1, self._restored.position
+        message = reply.message
         node = Node(
             message=message,
             position=position,
-            after=next_position(position, key),
+            after=next_position(position, chats.logged_message(message).key),
             turn=pending.turn,
             agent_id=self._caller.agent_id,
             own_ids=np.concatenate([prompt.ids, ids]),
-            hasher=hashed(ids, prompt.hasher),
             between=prompt.between,
             offered=prompt.offered,
             closed=len(ids) > 0 and int(ids[-1]) in self._renderer.end_ids,

@@ -105,7 +105,7 @@ class EngineOptions:
         server; none: calls stay text.
     images
         auto: accept images if the model takes them (only with SGLang), else reject requests
-        with images; refuse: reject them; omit: replace each image by a text.
+        with images; refuse: reject them.
     """
 
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
@@ -125,7 +125,7 @@ class EngineOptions:
     past_reasoning: Literal["auto", "sampled", "template"] = "auto"
     trust_remote_code: bool = False
     parser: Annotated[str | None, Parameter(name=("--parser", "--tool-form"))] = None
-    images: Literal["auto", "refuse", "omit"] = "auto"
+    images: Literal["auto", "refuse"] = "auto"
 
 
 # The command
@@ -380,9 +380,7 @@ def check(arguments: SimpleNamespace) -> None:
 
 def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
     """The options of the app for images."""
-    if arguments.images != "auto":
-        return {"images": arguments.images}
-    if arguments.engine != "sglang":
+    if arguments.images != "auto" or arguments.engine != "sglang":
         return {}
     from trajkit_shim.chat.images import ImageLimits, load_image_model
 

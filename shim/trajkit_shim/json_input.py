@@ -71,8 +71,7 @@ class Body(NamedTuple):
 
     protocol: str
     elements: list[Element]  # of its list that `Fields.each` reads
-    n_new: int  # values that it does not share with an earlier one
-    n_values: int  # at most all
+    n_values: int  # at most
     n_bytes: int  # about what they take
 
 
@@ -84,7 +83,7 @@ def parse_body(
     These are the elements with which a list of ``earlier`` bodies of the same protocol
     begins, too.
     """
-    known, n_known = list[Element](), 0
+    known, n_values = list[Element](), 0
     try:
         value = orjson.loads(data)
         given: Any = value.get(listed) if isinstance(value, dict) else None
@@ -93,15 +92,14 @@ def parse_body(
             differing = (i for i, (item, other) in pairs if item != other.json)
             n_same = next(differing, min(len(given), len(body.elements)))
             if n_same > len(known) and body.protocol == protocol:
-                known, n_known = body.elements[:n_same], body.n_values
-        n_new = _count({**value, listed: given[len(known) :]} if known else value)
+                known, n_values = body.elements[:n_same], body.n_values
+        n_values += _count({**value, listed: given[len(known) :]} if known else value)
     # it takes no half of a pair, and rounds large integers, which are compared no more
     except (ValueError, OverflowError):
         value, protocol, known = _decoded(data), "", []
-        n_new = _count(value, exact=True)
-    n_values = n_known + n_new
+        n_values = _count(value, exact=True)
     n_bytes = len(data) + _VALUE_BYTES * n_values
-    return value, Body(protocol, known, n_new, n_values, n_bytes)
+    return value, Body(protocol, known, n_values, n_bytes)
 
 
 def _decoded(data: bytes) -> Any:
@@ -221,8 +219,8 @@ def as_number(value: object, where: str, *, minimum: float, maximum: float) -> f
 class Reading:
     """What comes up while one request is read."""
 
-    # what to do with images, and those that were taken (`chat.images`)
-    image_policy: Any = "refuse"
+    # which images are taken, if any, and those that were (`chat.images`)
+    image_limits: Any = None
     # fields that are not counted
     silent: Collection[str] = ()
     # known elements of its list that is read by `Fields.each`, which adds the others

@@ -28,6 +28,8 @@ from trajkit_shim.chat.request import (
     ANY_OBJECT,
     ChatRequest,
     Parsed,
+    Spoken,
+    Thought,
     ToolCall,
     function_of,
 )
@@ -473,7 +475,51 @@ class FormParser(ReplyParser):
         self.form = form if form is not None and form.begin else None
 
     async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
-        return parse(text, self._form, tools, opened=opened, tags=self._tags)
+        return self.read(text, tools, opened=opened)
+
+    def read(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
+        """Parse a complete reply.
+
+        White space between two calls is dropped. Without form or tools calls are text.
+        """
+        thought, rest = self._without_reasoning(text, opened)
+        found, ill_formed, offset = list[Spoken](), False, 0
+        calls = self._form if tools is not None else None
+        while calls is not None and (begun := calls.starts.search(rest, offset)):
+            read, stop = calls.read(rest, begun.start(), tools or ()), begun.start()
+            if read is None:
+                # only the marker is text; a call may follow it
+                ill_formed, stop = True, max(begun.end(), stop + 1)
+                read = [], stop
+            found += [rest[offset:stop], *read[0]]
+            offset = read[1]
+        found.append(rest[offset:])
+        parts = list[Spoken]()
+        for kind, group in groupby(filter(None, found), type):
+            each: list[Any] = [*group]
+            parts += ["".join(each)] if kind is str else each
+        # white space after a call is text only if no other call follows
+        frames = range(1, len(parts) - 1)
+        shown = (
+            part
+            for i, part in enumerate(parts)
+            if i not in frames or not isinstance(part, str) or part.strip(_SPACE)
+        )
+        thought = thought.strip(_SPACE)
+        return Parsed(
+            parts=(*[Thought(thought)] * bool(thought), *shown), ill_formed=ill_formed
+        )
+
+    def _without_reasoning(self, text: str, opened: bool) -> tuple[str, str]:
+        if self._form is not None and self._form.split:
+            return self._form.split(text)
+        start, end = self._tags
+        begun = text.lstrip(_SPACE)
+        if not opened and not begun.startswith(start):
+            return "", text
+        begun = text if opened else begun.removeprefix(start)
+        inside, closed, rest = begun.partition(end)
+        return inside, rest.lstrip("\n") if closed else ""
 
 
 class SGLangParser(ReplyParser):
@@ -508,11 +554,10 @@ class SGLangParser(ReplyParser):
             calls = [("", None)]
         # no protocol can send other arguments
         if not all(_is_object(arguments) for _, arguments in calls):
-            return Parsed(parts=(text,) if text else (), sampled=text, ill_formed=True)
-        parts: list[Any] = [*filter(None, [answer.get("normal_text")])]
-        parts += [ToolCall(*call) for call in calls]
-        reasoning = str(thought) if thought else None
-        return Parsed(parts=tuple(parts), sampled=text, reasoning=reasoning)
+            return Parsed(parts=(text,) if text else (), ill_formed=True)
+        parts: list[Spoken] = [Thought(str(thought))] if thought else []
+        parts += filter(None, [answer.get("normal_text")])
+        return Parsed(parts=(*parts, *(ToolCall(*call) for call in calls)))
 
     async def close(self) -> None:
         await self._server.close()
@@ -523,61 +568,6 @@ def _is_object(text: Any) -> bool:
     with suppress(*_NO_CALL):
         return isinstance(_DECODER.decode(text), dict)
     return False
-
-
-def parse(
-    text: str,
-    form: ToolForm | None,
-    tools: Tools | None,
-    *,
-    opened: bool,
-    tags: tuple[str, str] = TAGS,
-) -> Parsed:
-    """Parse a complete reply.
-
-    White space between two calls is dropped. Without form or tools calls are text too.
-    """
-    split = form and form.split
-    thought, rest = split(text) if split else _without_reasoning(text, tags, opened)
-    found, ill_formed, offset = list[str | ToolCall](), False, 0
-    calls = form if tools is not None else None
-    while calls is not None and (begun := calls.starts.search(rest, offset)):
-        read, stop = calls.read(rest, begun.start(), tools or ()), begun.start()
-        if read is None:
-            # only the marker is text; a call may follow it
-            ill_formed, stop = True, max(begun.end(), stop + 1)
-            read = [], stop
-        found += [rest[offset:stop], *read[0]]
-        offset = read[1]
-    found.append(rest[offset:])
-    parts: list[Any] = []
-    for kind, group in groupby(filter(None, found), type):
-        each = [*group]
-        parts += ["".join(map(str, each))] if kind is str else each
-    # white space after a call is text only if no other call follows
-    frames = range(1, len(parts) - 1)
-    shown = (p for i, p in enumerate(parts) if i not in frames or _is_shown(p))
-    return Parsed(
-        parts=tuple(shown),
-        sampled=rest,
-        ill_formed=ill_formed,
-        reasoning=thought.strip(_SPACE) or None,
-    )
-
-
-def _is_shown(part: str | ToolCall) -> bool:
-    return isinstance(part, ToolCall) or bool(part.strip(_SPACE))
-
-
-def _without_reasoning(
-    text: str, tags: tuple[str, str], opened: bool
-) -> tuple[str, str]:
-    begun = text.lstrip(_SPACE)
-    if not opened and not begun.startswith(tags[0]):
-        return "", text
-    begun = text if opened else begun.removeprefix(tags[0])
-    inside, closed, rest = begun.partition(tags[1])
-    return inside, rest.lstrip("\n") if closed else ""
 
 
 # Required replies

@@ -38,7 +38,7 @@ from trajkit_shim.prompting.render import (
     ModelTokenizer,
     embedded_renderer,
 )
-from trajkit_shim.replies import FORMS, parse
+from trajkit_shim.replies import FORMS, FormParser
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -118,7 +118,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 def parse_reply(text, tools=(), form=FORMS["hermes"], *, opened=False):
     """A reply by the gateway's own parser."""
-    return parse(text, form, tools, opened=opened)
+    return FormParser(form).read(text, tools, opened=opened)
 
 
 def engine_request(prompt_ids: Any, **changes: Any) -> EngineRequest:

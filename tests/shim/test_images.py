@@ -229,7 +229,7 @@ async def test_another_image_in_its_place_is_another_prompt(opened):
     other = drawn("PNG", (80, 100), (10, 10, 200))
     await session.look(other, said("red"), PNG)
     turns = session.gateway.table()
-    assert turns["render_reason"].to_pylist() == ["opening", "moved"]
+    assert turns["render_reason"].to_pylist() == ["opening", "unknown_reply"]
     first, second = engine_ids(turns)["prompt_ids"].to_pylist()
     assert second[: len(first)] == first
     begin = turns["mm_items"][0][0]["start"].as_py()

@@ -23,7 +23,7 @@ from hashlib import sha256
 from itertools import groupby, pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -39,7 +39,6 @@ from trajkit_shim.json_input import Fields, Json, as_list, refuse
 KIND = "image"
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 """The formats that are accepted, as Pillow names them; media types have these names."""
-OMITTED_IMAGE = "[image omitted]"
 
 # what kinds of parts that a model would have to see or hear have in their names
 _MEDIA = ("image", "audio", "video", "file", "document")
@@ -61,14 +60,6 @@ class ImageLimits:
     max_images: int = 100  # of one prompt
     max_request_bytes: int = 64 << 20  # of all images that one request brings
     max_total_bytes: int | None = None  # of the store
-
-
-NoImages: TypeAlias = Literal["refuse", "omit"]
-"""What to do with images if a model takes none: reject them with 400, or replace each by
-`OMITTED_IMAGE`."""
-
-Images: TypeAlias = NoImages | ImageLimits
-"""The same, or which images are taken."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -95,8 +86,6 @@ def read_parts(fields: Fields, name: str, readers: Readers) -> list[Any]:
         kind = part.name("type")
         if kind in readers:
             found.append(readers[kind](part))
-        elif "image" in kind and part.reading.image_policy == "omit":
-            found.append(OMITTED_IMAGE)
         elif any(word in kind for word in _MEDIA):
             refuse_content(part, "type", kind)
         else:
@@ -106,14 +95,12 @@ def read_parts(fields: Fields, name: str, readers: Readers) -> list[Any]:
 
 
 def read_image(part: Fields, url: str, name: str = "type", kind: object = None) -> Part:
-    """Read, omit or refuse an image, whose data URL is in a field of a part.
+    """Read or refuse an image, whose data URL is in a field of a part.
 
     ``kind``: of the image (default: what the field has). Raises as `open_image`.
     """
-    policy = part.reading.image_policy
-    if policy == "omit":
-        return OMITTED_IMAGE
-    if policy == "refuse":
+    limits = part.reading.image_limits
+    if limits is None:
         refuse_content(part, name, part.peek(name) if kind is None else kind)
     found = _DATA_URL.match(url)
     if found is None:
@@ -124,7 +111,7 @@ def read_image(part: Fields, url: str, name: str = "type", kind: object = None) 
     # or not even ASCII
     except ValueError as error:
         part.refuse(name, f"the image is not base64: {error}", "invalid_image")
-    image = open_image(data, part.at(name), policy)
+    image = open_image(data, part.at(name), limits)
     part.reading.images.append(image)
     return {"type": "image", "sha256": image.name}
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from trajkit.turns.messages import message_record
 from trajkit_shim.chat.images import Image, Part, joined
@@ -61,12 +61,47 @@ def logged_message(message: Json) -> LoggedMessage:
     return LoggedMessage(key, str(message["role"]), body)
 
 
-def assistant_message(
-    content: str, reasoning: str = "", calls: Sequence[Json] = ()
-) -> Json:
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The reasoning of a reply."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call of a reply."""
+
+    name: str
+    arguments: str  # JSON text, as sampled if the model writes JSON
+    call_id: str = ""  # the model's own, or given when the reply is complete
+
+    @property
+    def json(self) -> Json:
+        """The call in a canonical message."""
+        function: Json = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+Spoken: TypeAlias = Thought | str | ToolCall
+"""A part of an assistant's message: reasoning, a text or a call."""
+
+
+def assistant_message(parts: Iterable[Spoken]) -> Json:
+    """Return the canonical message of an assistant's reasoning, texts and calls."""
+    given = list(parts)
+    content = "".join(part for part in given if isinstance(part, str))
+    thought = "".join(part.text for part in given if isinstance(part, Thought))
+    calls = [part.json for part in given if isinstance(part, ToolCall)]
     message: Json = {"role": "assistant", "content": content}
-    message |= {"reasoning_content": reasoning} if reasoning else {}
-    return message | ({"tool_calls": [*calls]} if calls else {})
+    message |= {"reasoning_content": thought} if thought else {}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def calls_of(message: Json) -> list[ToolCall]:
+    """Return the calls of a canonical message."""
+    given: Any = message.get("tool_calls", ())
+    return [ToolCall(**call["function"], call_id=call["id"]) for call in given]
 
 
 def tool_message(call_id: str, parts: Iterable[Part], *, failed: bool = False) -> Json:
@@ -91,11 +126,6 @@ def user_messages(parts: Iterable[Part]) -> list[Json]:
 def system_message(text: str | None) -> list[Json]:
     """Return the message of a system prompt in a field of its own, if it has text."""
     return [{"role": "system", "content": text}] if text else []
-
-
-def tool_call(call_id: str, name: str, arguments: str) -> Json:
-    function: Json = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
 
 
 def function_tool(name: str, description: str | None, parameters: object) -> Json:
@@ -330,23 +360,16 @@ class Usage:
         return self.prompt_tokens + self.output_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One tool call of a reply."""
-
-    name: str
-    arguments: str  # JSON text, as sampled if the model writes JSON
-    call_id: str = ""  # the model's own, or given when the reply is complete
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
     """What a parser finds in a reply."""
 
-    parts: tuple[str | ToolCall, ...]  # text and calls in sampled order; no empty text
-    sampled: str  # the text of all parts as sampled
+    parts: tuple[Spoken, ...]  # in sampled order; no empty text
     ill_formed: bool = False
-    reasoning: str | None = None  # None: the reply has no reasoning
+
+    @property
+    def reasoning(self) -> str | None:
+        return next((p.text for p in self.parts if isinstance(p, Thought)), None)
 
     @property
     def text(self) -> str:
@@ -375,6 +398,17 @@ class Reply(Parsed):
             return "cut" if self.cut else "calls"
         return "end" if self.stop_sequence is None else "stop_sequence"
 
+    @property
+    def message(self) -> Json:
+        """The canonical message that the next request should contain."""
+        return assistant_message(self.parts)
+
+    @property
+    def blocks(self) -> list[Spoken]:
+        """Its parts; at least one. White space alone is none: clients reject it."""
+        shown = (p for p in self.parts if not isinstance(p, str) or p.strip())
+        return [*shown] or [self.text]
+
 
 def make_reply(
     parsed: Parsed,
@@ -398,9 +432,3 @@ def make_reply(
             parts[number] = replace(part, call_id=call_id)
     found = {**vars(parsed), "parts": tuple(parts), "cut": finish == "length"}
     return Reply(**found, **rest, reply_id=reply_id, created=int(time.time()))
-
-
-def canonical_reply(reply: Reply) -> Json:
-    """Return the reply as the canonical message that the next request should contain."""
-    calls = [tool_call(call.call_id, call.name, call.arguments) for call in reply.calls]
-    return assistant_message(reply.text, reply.reasoning or "", calls)

@@ -1,6 +1,6 @@
 """The conversations of one session: a map from a position to the replies sampled there.
 
-A position is a digest of all messages before it. By it a client's assistant message is
+A position is a digest of all messages before it. There a client's assistant message is
 found again, which may differ from what was sampled: numbers in tool arguments respelled,
 reasoning removed, white space trimmed, one reply split into two messages, text after a call
 moved before it. What was sampled is restored. A message that is not recognized stays as the
@@ -17,9 +17,9 @@ import operator
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import islice, takewhile, zip_longest
 from sys import getsizeof
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -48,8 +48,10 @@ _STARTS, _LONGEST = 256, 1 << 16
 _SHORTEST = 12
 # bytes of a node or a place besides ids and texts
 _OVERHEAD = 1024
-# copies of the texts of a request that is kept: as it came, as JSON, as rendered
+# copies of the text of a request that is kept: as it came, as JSON, as rendered
 _COPIES = 3
+# messages besides calls, and texts between them, in which a reply may come back
+_TEXTS = 4
 # requests that are kept: an agent's sub-agents converse at the same time
 _KEPT = 4
 
@@ -70,7 +72,6 @@ class Node:
     offered: bytes  # digest of the offered tools and the template's variables
     closed: bool  # the output ends with an end-of-message token
     base: "Node | None" = None  # the turn whose ids it extends
-    hasher: Any = None  # of the ids (`prompting.prompts.Prompt`)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,14 +83,12 @@ class Place:
     before: bytes
     position: bytes  # after it
     index: int  # of the first message that was sent for it
-    n_bytes: int  # about those of the messages up to this one
     known: Known | None = None  # None: not an assistant's
+    node: Node | None = None  # the reply that it is
     # the tool whose output it is; None: not a tool's, or unknown
     tool: str | None = None
-    node: Node | None = None  # the reply that was sampled at this very position
-    key: bytes | str = b""  # what else could find a reply
     # what `prompting.prompts` makes of it
-    forms: dict[str, Any] = field(default_factory=dict)
+    forms: dict[bool, Json] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +102,7 @@ class RestoredRequest:
     # of an earlier request
     rendered: Any = None
     offered: Any = None
+    n_bytes: int = 0  # about what it takes, some of it shared with other requests
 
     @property
     def messages(self) -> list[Json]:
@@ -122,36 +122,19 @@ class RestoredRequest:
         return self.places[-1].position if self.places else START
 
     @property
-    def replies(self) -> Iterator[int]:
-        """The indices of its assistant messages, the last first."""
-        return (i for i in reversed(range(len(self.places))) if self.places[i].known)
-
-    @property
     def sampled(self) -> list[int]:
         """The indices of the session's replies."""
-        known = ("as_sent", "restored")
-        return [i for i, place in enumerate(self.places) if place.known in known]
+        return [i for i, place in enumerate(self.places) if place.node]
 
-    @property
-    def n_bytes(self) -> int:
-        """About how many bytes it takes, some of them shared with other requests."""
-        return (
-            _COPIES * (self.places[-1].n_bytes if self.places else 0)
-            + (self.offered.n_bytes if self.offered else 0)
-            + (self.body.n_bytes if self.body else 0)
-        )
-
-    def add(self, message: Json, index: int, known: Known | None = None) -> Place:
+    def add(self, message: Json, index: int, *, own: bool = False) -> Place:
+        """Add a message; ``own``: it is a reply, which may have half a character."""
         record = chat.logged_message(message)
-        # what was sampled may have half a character
-        if known in (None, "new") and "\\ud" in record.body:
+        if not own and "\\ud" in record.body:
             message = without_halves(message)
             record = chat.logged_message(message)
         before = self.position
         after = next_position(before, record.key)
-        size = getsizeof(record.body) + _OVERHEAD
-        size += self.places[-1].n_bytes if self.places else 0
-        place = Place(message, record, before, after, index, size, known)
+        place = Place(message, record, before, after, index)
         self.places.append(place)
         return place
 
@@ -166,10 +149,8 @@ class Conversation:
     counts: Counter[Known] = field(default_factory=Counter)
     # keys of the messages whose body is in the log
     logged: set[bytes] = field(default_factory=set)
-    # by position; for histories that changed, by the ids of their calls, and of replies
-    # without calls by their text
-    _nodes: dict[bytes | str, list[Node]] = field(default_factory=dict)
-    _in_order: list[Node] = field(default_factory=list)
+    # by the position before and after
+    _nodes: dict[bytes, dict[bytes, Node]] = field(default_factory=dict)
     _counted: set[bytes] = field(default_factory=set)
     # calls that may start an agent: their prompt, the agent that called, and the columns
     _starts: deque[tuple[str, str | None, Json]] = field(
@@ -197,17 +178,18 @@ class Conversation:
         tool results do not answer the calls before them.
         """
         earlier, n_same = RestoredRequest(), 0
-        for other in reversed(self._requests):
-            n = _n_same(other.sent, messages)
-            if n > n_same:
+        for other in self._requests:
+            if (n := _n_same(other.sent, messages)) >= n_same:
                 earlier, n_same = other, n
-        old, index = earlier.places, 0
-        # up to a reply: what is before it does not depend on what follows
-        n_known = next((n for n in earlier.replies if _begins(old, n, n_same)), 0)
-        if n_known:
-            index = old[n_known].index
-        places = old[:n_known]
-        restored = replace(earlier, sent=messages, body=body, places=places)
+        n_known = _n_known(earlier.places, n_same)
+        index = earlier.places[n_known].index if n_known else 0
+        restored = RestoredRequest(
+            messages,
+            body,
+            earlier.places[:n_known],
+            earlier.rendered,
+            earlier.offered,
+        )
         while index < len(messages):
             message = messages[index]
             if message["role"] == "tool":
@@ -217,16 +199,21 @@ class Conversation:
                 restored.add(message, index)
                 index += 1
                 continue
-            node, n_sent, known = self._recognized(messages, index, restored.position)
-            place = restored.add(node.message if node else message, index, known)
-            place.node = node if node and node.position == place.before else None
-            place.key = b"" if place.node else _keys(message)[0]
-            calls = _called(messages[index : index + n_sent], place.message)
-            index += n_sent
+            node, sent = self._recognized(messages, index, restored.position)
+            if node is not None:
+                message = node.message
+            place = restored.add(message, index, own=node is not None)
+            place.node, place.known = node, "new"
+            if node is not None:
+                place.known = "as_sent" if sent == [message] else "restored"
+            index += len(sent)
             results = [*takewhile(_is_result, islice(messages, index, None))]
-            for result, tool in _in_order(results, calls, index) if results else ():
+            for result, tool in _in_order(results, sent, place.message, index):
                 restored.add(result, index).tool = str(result.get("name") or tool)
             index += len(results)
+        texts = sum(getsizeof(place.logged.body) for place in restored.places)
+        restored.n_bytes = _COPIES * texts + _OVERHEAD * len(restored.places)
+        restored.n_bytes += 2 * body.n_bytes if body is not None else 0
         if keep:
             # an earlier state of the same conversation is not needed
             goes_on = 2 * n_same >= len(earlier.sent)
@@ -234,25 +221,40 @@ class Conversation:
             self._requests = [*kept[1 - _KEPT :], restored]
         return restored
 
+    def _recognized(
+        self, messages: list[Json], index: int, position: bytes
+    ) -> tuple[Node | None, list[Json]]:
+        """The reply that the messages at an index are, and these messages."""
+        nodes = [*self._nodes.get(position, {}).values()]
+        if not nodes:
+            return None, messages[index : index + 1]
+        # at most as many as a reply has parts; clients may send thousands
+        n_calls = max(len(chat.calls_of(node.message)) for node in nodes)
+        most = index + 2 * n_calls + _TEXTS
+        run = [*takewhile(_is_reply, islice(messages, index, most))]
+        for n in range(len(run), 0, -1):
+            sent = _joined(run[:n])
+            equal = [node for node in nodes if node.message == sent]
+            for node in equal or nodes:
+                if equal or _is_same(sent, node.message, nodes):
+                    return node, run[:n]
+        return None, run[:1]
+
     def add(self, node: Node, budget: "Budget") -> None:
         """Store a reply that was recorded."""
-        keys = {node.position, *_keys(node.message)}
-        for key in keys:
-            alike = self._nodes.setdefault(key, [])
-            places = (node.position, node.after)
-            same = [i for i, n in enumerate(alike) if (n.position, n.after) == places]
-            # the same reply to the same messages: the latest turn counts
-            if same:
-                alike[same[0]] = node
-            else:
-                alike.append(node)
-        self._in_order.append(node)
-        self._requests = [_before(each, keys) for each in self._requests]
-        for call in _calls(node.message):
-            prompt = _prompt(str(chat.function_of(call)["arguments"]))
+        # the same reply to the same messages: the latest turn counts
+        self._nodes.setdefault(node.position, {})[node.after] = node
+        # what they know of this position is out of date
+        self._requests = [
+            request
+            for request in self._requests
+            if not any(p.known and p.before == node.position for p in request.places)
+        ]
+        for call in chat.calls_of(node.message):
+            prompt = _prompt(call.arguments)
             started: Json = {
                 "started_by_turn": node.turn,
-                "started_by_call": call["id"],
+                "started_by_call": call.call_id,
             }
             if len(prompt) >= _SHORTEST:
                 self._starts.append((prompt, node.agent_id, started))
@@ -271,30 +273,29 @@ class Conversation:
 
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a recorded request, each position once."""
-        for i in restored.replies:
-            known, position = restored.places[i].known, restored.places[i].position
-            if known is None or position in self._counted:
-                # earlier messages were counted with an earlier request
-                break
-            self._counted.add(position)
-            self.counts[known] += 1
+        for place in reversed(restored.places):
+            if place.known is not None:
+                if place.position in self._counted:
+                    # earlier messages were counted with an earlier request
+                    break
+                self._counted.add(place.position)
+                self.counts[place.known] += 1
 
     def delta(
-        self, restored: RestoredRequest, prompt_ids: Ids, base: Node | None = None
+        self, restored: RestoredRequest, prompt_ids: Ids
     ) -> tuple[int | None, int, int]:
         """Return an earlier turn, and how many ids and messages a prompt shares with it.
 
         It is the latest turn with the most of the request's messages; None: there is none
-        (`trajkit.schema.TURNS_DELTA`). ``base``: the prompt begins with its ids.
+        (`trajkit.schema.TURNS_DELTA`).
         """
-        after: bytes | None = None
+        after = START
         path = [START, *(place.position for place in restored.places)]
         for n_messages, position in reversed([*enumerate(path)]):
             if nodes := self._nodes.get(position):
-                node = next((n for n in nodes if n.after == after), nodes[-1])
-                ids, n_ids = node.own_ids, 0
-                if ids is not None:
-                    n_ids = len(ids) if node is base else _n_common(ids, prompt_ids)
+                node = nodes.get(after) or [*nodes.values()][-1]
+                ids = node.own_ids
+                n_ids = 0 if ids is None else _n_common(ids, prompt_ids)
                 if n_ids:
                     return node.turn, n_ids, n_messages + (node.after == after)
             after = position
@@ -336,18 +337,25 @@ class Conversation:
         return self._started.get(agent, {})
 
     @property
+    def _all(self) -> Iterator[Node]:
+        return (node for nodes in self._nodes.values() for node in nodes.values())
+
+    @property
     def n_bytes(self) -> int:
         """About how many bytes its ids and the requests that are kept take."""
-        ids = (node.own_ids for node in self._in_order if node.own_ids is not None)
-        own = sum(each.nbytes for each in ids if each.base is None)
-        requests = sum(each.n_bytes for each in self._requests)
-        return own + _OVERHEAD * len(self._in_order) + requests
+        n_bytes = sum(each.n_bytes for each in self._requests)
+        for node in self._all:
+            ids = node.own_ids
+            n_bytes += _OVERHEAD
+            n_bytes += ids.nbytes if ids is not None and ids.base is None else 0
+        return n_bytes
 
     def release(self) -> None:
         """Drop the ids and the requests; the replies are still recognized."""
         self._requests = []
-        for node in self._in_order:
-            node.own_ids = None
+        for node in self._all:
+            # a base may be of a reply that was sampled again
+            node.own_ids = node.base = None
 
     def close(self) -> None:
         """Drop the ids and the requests of a session that has ended."""
@@ -355,48 +363,6 @@ class Conversation:
         self.release()
         if self._budget is not None:
             self._budget.uncount(self)
-
-    def _recognized(
-        self, messages: list[Json], index: int, position: bytes
-    ) -> tuple[Node | None, int, Known]:
-        """The reply that the messages at an index are, and how many of them."""
-        run = [*takewhile(_is_reply, islice(messages, index, None))]
-        tried = [(n, position) for n in range(len(run), 0, -1)]
-        # earlier messages may have changed; then nothing tells different replies apart
-        for n, key in (*tried, (1, _keys(run[0])[0])):
-            sent = _joined(run[:n])
-            alike = self._alike(sent, key)
-            apart = any(node.message != alike[0].message for node in alike)
-            if alike and (key == position or not apart):
-                as_sent = n == 1 and alike[0].message == sent
-                return alike[0], n, "as_sent" if as_sent else "restored"
-        return None, 1, "new"
-
-    def _alike(self, sent: Json, key: bytes | str) -> list[Node]:
-        """The replies with a key that a message may be; the equal one if there is one."""
-        nodes = self._nodes.get(key, [])
-        equal = [node for node in nodes if node.message == sent]
-        return equal[:1] or [node for node in nodes if self._same(sent, node.message)]
-
-    def _same(self, sent: Json, reply: Json) -> bool:
-        """Whether a message has the content of a reply, maybe without its reasoning."""
-        thought, *texts = (
-            [chat.squeezed(message.get(name) or "") for message in (sent, reply)]
-            for name in ("reasoning_content", "content")
-        )
-        if texts[0][0] != texts[0][1] or (thought[0] and thought[0] != thought[1]):
-            return False
-        sent_calls, calls = _calls(sent), _calls(reply)
-        return len(sent_calls) == len(calls) and all(
-            map(self._same_call, sent_calls, calls)
-        )
-
-    def _same_call(self, sent: Json, call: Json) -> bool:
-        if sent["id"] != call["id"] and str(sent["id"]) in self._nodes:
-            return False
-        one, other = chat.function_of(sent), chat.function_of(call)
-        same = _same_json(str(one["arguments"]), str(other["arguments"]))
-        return same and one["name"] == other["name"]
 
 
 class Budget:
@@ -430,18 +396,15 @@ def next_position(position: bytes, key: bytes) -> bytes:
     return blake2b(position + key, digest_size=16).digest()
 
 
-def _begins(places: list[Place], at: int, n_same: int) -> bool:
-    """Whether a place begins a run of replies, within the first messages."""
-    return at > 0 and places[at].index < n_same and not places[at - 1].known
+def _n_known(places: list[Place], n_same: int) -> int:
+    """How many places stay where only some first messages come again.
 
-
-def _before(request: RestoredRequest, keys: set[bytes | str]) -> RestoredRequest:
-    """The start of a request, up to what a new reply with these keys may be."""
-    for at, place in enumerate(request.places):
-        if place.known and (place.before in keys or place.key in keys):
-            sent, places = request.sent[: place.index], request.places[:at]
-            return replace(request, sent=sent, places=places)
-    return request
+    They end before a reply, because what that is depends on the messages that follow.
+    """
+    for n in range(len(places) - 1, 0, -1):
+        if places[n].known and not places[n - 1].known and places[n].index < n_same:
+            return n
+    return 0
 
 
 def _n_same(one: Sequence[object], other: Sequence[object]) -> int:
@@ -463,21 +426,34 @@ def _joined(messages: list[Json]) -> Json:
     """Join assistant messages into one."""
     if len(messages) == 1:
         return messages[0]
-    return chat.assistant_message(
-        "".join(str(message["content"]) for message in messages),
-        "".join(str(message.get("reasoning_content") or "") for message in messages),
-        [call for message in messages for call in _calls(message)],
-    )
+    parts = list[chat.Spoken]()
+    for message in messages:
+        parts.append(chat.Thought(str(message.get("reasoning_content") or "")))
+        parts += [str(message["content"]), *chat.calls_of(message)]
+    return chat.assistant_message(parts)
 
 
-def _called(sent: list[Json], message: Json) -> dict[str, tuple[str, str]]:
-    """Map the ids of calls in the client's messages to the calls' own ids and tools."""
-    ids = (str(call["id"]) for each in sent for call in _calls(each))
-    own = (
-        (str(call["id"]), str(chat.function_of(call)["name"]))
-        for call in _calls(message)
+def _is_same(sent: Json, reply: Json, siblings: list[Node]) -> bool:
+    """Whether a message has the content of a reply, maybe without its reasoning.
+
+    ``siblings``: the replies that were sampled there, whose calls differ by their ids.
+    """
+    thought, *texts = (
+        [chat.squeezed(message.get(name) or "") for message in (sent, reply)]
+        for name in ("reasoning_content", "content")
     )
-    return dict(zip(ids, own, strict=True))
+    if texts[0][0] != texts[0][1] or (thought[0] and thought[0] != thought[1]):
+        return False
+    taken = {call.call_id for n in siblings for call in chat.calls_of(n.message)}
+    pairs = [*zip_longest(chat.calls_of(sent), chat.calls_of(reply))]
+    return all(
+        one is not None
+        and other is not None
+        and one.name == other.name
+        and (one.call_id == other.call_id or one.call_id not in taken)
+        and _same_json(one.arguments, other.arguments)
+        for one, other in pairs
+    )
 
 
 def _is_result(message: Json) -> bool:
@@ -489,14 +465,16 @@ def _is_reply(message: Json) -> bool:
 
 
 def _in_order(
-    results: list[Json], calls: dict[str, tuple[str, str]], index: int
-) -> list[tuple[Json, str]]:
-    """Return results in the order of their calls, with the calls' own ids and tools.
+    results: list[Json], sent: list[Json], reply: Json, index: int
+) -> Iterator[tuple[Json, str]]:
+    """Yield results in the order of their calls, with the calls' own ids and tools.
 
-    ``calls``: own ids and tools by the client's ids. ``index``: of the first result.
-    An equal result that is sent again stays: Gemini CLI 0.61 does that in a session
-    that it resumes.
+    ``sent``: the client's messages for the ``reply``, whose calls may have other ids.
+    ``index``: of the first result. An equal result that is sent again stays: Gemini CLI
+    0.61 does that in a session that it resumes.
     """
+    sent_ids = (c.call_id for message in sent for c in chat.calls_of(message))
+    calls = dict(zip(sent_ids, chat.calls_of(reply), strict=True))
     by_call: dict[str, list[Json]] = {}
     for i, result in enumerate(results, index):
         sent_id = str(result.get("tool_call_id"))
@@ -504,37 +482,25 @@ def _in_order(
             known = ", ".join(calls) or "none"
             rule = f"no call of the reply before it has this id (its calls: {known})"
             _refuse_result(i, result, rule)
-        own = {**result, "tool_call_id": calls[sent_id][0]}
+        own = {**result, "tool_call_id": calls[sent_id].call_id}
         same = by_call.setdefault(sent_id, [])
         if same and own != same[0]:
             _refuse_result(i, result, "another result, with other content, has this id")
         same.append(own)
-    for sent_id in calls:
+    for sent_id, call in calls.items() if results else ():
         if sent_id not in by_call:
             rule = (
                 f"the call {sent_id!r} of the same reply has no result right after it"
             )
             _refuse_result(index, results[0], rule)
-    return [(r, tool) for sent_id, (_, tool) in calls.items() for r in by_call[sent_id]]
+        for result in by_call[sent_id]:
+            yield result, call.name
 
 
 def _refuse_result(index: int, result: Json, rule: str) -> NoReturn:
     where = f"messages[{index}].tool_call_id"
     message = f"{where}: {result.get('tool_call_id')!r}: {rule}"
     raise GatewayError(message, code="unanswered_call", param=where)
-
-
-def _keys(message: Json) -> list[bytes | str]:
-    """What finds a reply whose position is unknown."""
-    calls = [str(call["id"]) for call in _calls(message)]
-    text = chat.squeezed(message["content"]).encode(errors="surrogatepass")
-    return [*calls] or [blake2b(text, digest_size=16).digest()]
-
-
-def _calls(message: Json) -> list[Json]:
-    calls = message.get("tool_calls", [])
-    assert isinstance(calls, list)
-    return calls
 
 
 def _prompt(arguments: str) -> str:

@@ -7,9 +7,8 @@ text after a reply depends on the reply is tried out once for each set of templa
 variables (`Skeleton`). How a prompt is built:
 
 1. The session's conversation restores the request's replies (`prompting.conversation`).
-2. The base is the last reply that was sampled at this very position, with the same tools
-   and variables, if it ended by itself and its ids are in memory. Of a changed history it
-   is the last turn before the change.
+2. The base is the last of them, if it had the same tools and variables, ended by itself
+   and its ids are in memory. Of a changed history it is the last turn before the change.
 3. The template has to be one that may be extended for the roles of what follows the base.
 4. The text between the replies before the base has to be what it was, by its digest.
 5. At a user's message the template decides: if its own text of the base's turn is no longer
@@ -26,7 +25,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
 from os.path import commonprefix
@@ -53,7 +52,7 @@ Role: TypeAlias = Literal["user", "tool"]
 """Of the message before or after a reply. System messages count as a user's."""
 
 Reason: TypeAlias = (
-    Literal["chosen", "opening", "unknown_reply", "moved", "released", "tools"]
+    Literal["chosen", "opening", "unknown_reply", "released", "tools"]
     | Literal["unclosed", "template", "end_token"]
     | Literal["rewritten", "reasoning", "unended", "hidden"]
 )
@@ -61,8 +60,6 @@ Reason: TypeAlias = (
 
 # sets of variables whose probe is kept; clients choose them
 _KEPT = 64
-# about what objects of JSON take, for each character that spells them
-_BYTES_PER_CHARACTER = 12
 _USER: Json = {"role": "user", "content": "questionword"}
 _RESULT = chat.tool_message("call00000", ["outcomeword"])
 _NEXT: Mapping[Role, Json] = {"user": _USER, "tool": _RESULT}
@@ -72,8 +69,8 @@ _digest = partial(blake2b, digest_size=16)
 
 
 def _reply(content: str, thought: str = "", *, calls: bool = False) -> Json:
-    call = chat.tool_call("call00000", "probe", '{"reply": "betaword"}')
-    return chat.assistant_message(content, thought, [call] if calls else [])
+    call = chat.ToolCall("probe", '{"reply": "betaword"}', "call00000")
+    return chat.assistant_message([chat.Thought(thought), content, *[call] * calls])
 
 
 # replies of several kinds and lengths, the last word of each, and what follows them
@@ -103,19 +100,16 @@ class Prompt:
     # the template's text between the replies; None: no later prompt may extend this one
     between: bytes | None
     offered: bytes  # digest of tools and variables
-    hasher: Any  # BLAKE2b (16 bytes) of the ids as little-endian int32
 
     @property
     def built(self) -> Mode:
         """How."""
         return "append" if self.reason in (None, "end_token") else "render"
 
-
-def hashed(ids: Ids, before: Any = None) -> Any:
-    """Return the BLAKE2b of ids; ``before``: of those before them."""
-    hasher = _digest() if before is None else before.copy()
-    hasher.update(ids.astype("<i4", copy=False).tobytes())
-    return hasher
+    @property
+    def digest(self) -> bytes:
+        """The BLAKE2b digest (16 bytes) of the ids as little-endian int32."""
+        return _digest(self.ids.astype("<i4", copy=False).data).digest()
 
 
 class Between(NamedTuple):
@@ -135,7 +129,6 @@ class Offered(NamedTuple):
     tools: list[Json] | None  # as the template takes them
     variables: Json
     key: str  # `trajkit.turns.tools_key`
-    n_bytes: int  # about what they take
 
 
 class Skeleton:
@@ -304,12 +297,8 @@ class Prompts:
         digest = _digest(spelled).digest()
         if restored.offered is None or restored.offered.digest != digest:
             as_text, key = self.renderer.as_text, tools_key(tools or [])
-            size = _BYTES_PER_CHARACTER * len(spelled)
-            texts = as_text(tools), as_text(given)
-            restored.offered, restored.rendered = (
-                Offered(digest, *texts, key, size),
-                None,
-            )
+            restored.offered = Offered(digest, as_text(tools), as_text(given), key)
+            restored.rendered = None
         call = _Call(self, restored, self.skeleton(given, tools=tools is not None))
         return call.build(attributed, max_tokens)
 
@@ -332,32 +321,28 @@ class _Call:
         n_known, base, reason = self._base() if appending else (0, None, "chosen")
         # another session's turn may release them meanwhile
         ids = None if base is None else base.own_ids
-        opaque = [i for i in self.sampled if i < n_known]
+        opaque = {*self.sampled}
         found: tuple[str, Between] | Reason = "released"
         if base is not None and ids is not None:
-            found = self._extension(base, n_known, opaque)
+            found = self._extension(base, n_known)
         if base is None or ids is None or isinstance(found, str):
             reason = reason or (found if isinstance(found, str) else None)
-            ids, base, hasher, last = np.empty(0, np.int32), None, None, None
-            text, start, n_known, opaque = self._text(), 0, 0, []
+            ids, base, last = np.empty(0, np.int32), None, None
+            text, n_known, opaque = self._text(), 0, set()
         else:
-            text, between = found
-            start, hasher, last = len(between.head), base.hasher, between.digest
+            whole, between = found
+            start, last = len(between.head), between.digest
             ended = self.renderer.text_of_id.get(int(ids[-1]))
             if self.skeleton.opens_next and between.head[between.end_at :] != ended:
                 # the reply stopped at the start of a message of another role
-                ids, start, base, hasher = ids[:-1], between.end_at, None, None
+                ids, start, base = ids[:-1], between.end_at, None
                 reason = reason or "end_token"
-        encoded = self.renderer.encode(text[start:], max_tokens)
+            text = whole[start:]
+        encoded = self.renderer.encode(text, max_tokens)
         if images is not None:
             shown = self.restored.messages[n_known:]
             encoded = Encoded(*images.expand(encoded.ids, encoded.offsets, shown))
-        index = None
-        if attributed:
-            index = self._attribute(n_known, text, start, encoded, opaque)
-        # replies that were recognized at another position are written out here
-        if appending and (last is None or opaque != self.sampled):
-            last = self._digest()
+        index = self._attribute(n_known, text, encoded, opaque) if attributed else None
         return Prompt(
             ids=np.concatenate([ids, encoded.ids]),
             reason=reason,
@@ -365,22 +350,18 @@ class _Call:
             n_base=len(ids),
             n_known=n_known,
             message_index=index,
-            between=last,
+            between=last or (self._digest() if appending else None),
             offered=self.offered.digest,
-            hasher=hashed(encoded.ids, hasher or hashed(ids)),
         )
 
     def _base(self) -> tuple[int, Node | None, Reason | None]:
         """How many messages are extended, their turn, and why not all of them."""
-        reason: Reason | None = None
-        last = next(self.restored.replies, None)
-        if last is None:
+        replies = [place for place in self.places if place.known]
+        if not replies:
             return 0, None, "opening"
-        if self.places[last].node is None:
-            # if messages before it changed, the last reply before the change is extended
-            reason = "unknown_reply" if self.places[last].known == "new" else "moved"
-            last = next((i for i in self.restored.replies if self.places[i].node), last)
-        node = self.places[last].node
+        # if messages before it changed, the last reply before the change is extended
+        reason: Reason | None = None if replies[-1].node else "unknown_reply"
+        node = self.places[self.sampled[-1]].node if self.sampled else None
         if node is None:
             return 0, None, reason
         faults: dict[Reason, bool] = {
@@ -391,35 +372,34 @@ class _Call:
         for fault, present in faults.items():
             if present:
                 return 0, None, reason or fault
-        return last + 1, node, reason
+        return self.sampled[-1] + 1, node, reason
 
     def _text(self, stop: int | None = None, opaque: Collection[int] = ()) -> str:
         """The template's text of the first messages, with stand-ins for some replies."""
-        hidden = {*opaque}
         places = enumerate(self.places[:stop])
-        return self._render([self._form(i, i in hidden) for i, _ in places])
+        return self._render([self._form(i, hidden=i in opaque) for i, _ in places])
 
-    def _form(self, index: int, hidden: bool) -> Json:
+    def _form(self, index: int, *, hidden: bool) -> Json:
         """A message as the template takes it, or a stand-in; made once for its place."""
-        place, kind = self.places[index], "hidden" if hidden else "shown"
-        form: Json | None = place.forms.get(kind)
+        place = self.places[index]
+        form = place.forms.get(hidden)
         if form is None:
             message = place.message
             if hidden:
                 message = _stand_in(message, self._word(index))
-            form = place.forms[kind] = self._shape(index, message)
+            form = place.forms[hidden] = self._shape(index, message)
         return form
 
     def _shape(self, index: int, message: Json) -> Json:
-        sampled = self.places[index].known not in (None, "new")
+        sampled = self.places[index].node is not None
         return self.renderer.shape(message, sampled=sampled)
 
     def _word(self, index: int) -> str:
         return f"{self.prompts.word}{self.places[index].position.hex()};"
 
-    def _between(self, text: str, opaque: Sequence[int]) -> Between | Reason:
-        """Find what a text has between the stand-ins, which ascend."""
-        positions = [self.places[i].position for i in opaque]
+    def _between(self, text: str) -> Between | Reason:
+        """Find what a text has between the stand-ins of all sampled replies."""
+        positions = [self.places[i].position for i in self.sampled]
         known: Between | None = self.restored.rendered
         if known is None or not (
             known.positions == positions[: len(known.positions)]
@@ -427,7 +407,7 @@ class _Call:
         ):
             known = Between("", 0, [], _digest(), b"")
         hasher, end_at, start = known.hasher.copy(), known.end_at, len(known.head)
-        new = [(i, self._word(i)) for i in opaque[len(known.positions) :]]
+        new = [(i, self._word(i)) for i in self.sampled[len(known.positions) :]]
         at, firsts = start, list[int]()
         for _, word in new:
             at = text.find(word, at)
@@ -461,20 +441,18 @@ class _Call:
     def _digest(self) -> bytes | None:
         """The digest of the text between all replies, if they can be told apart."""
         with suppress(TemplateError):
-            found = self._between(self._text(opaque=self.sampled), self.sampled)
+            found = self._between(self._text(opaque={*self.sampled}))
             return found.digest if isinstance(found, Between) else None
         return None
 
-    def _extension(
-        self, base: Node, n_known: int, opaque: Sequence[int]
-    ) -> tuple[str, Between] | Reason:
-        """The text with stand-ins up to a base, or why it may not be extended."""
+    def _extension(self, base: Node, n_known: int) -> tuple[str, Between] | Reason:
+        """The text with stand-ins, or why the turn of a base may not be extended."""
         extends, n = self.skeleton.extends, len(self.places)
         roles = {self._role(i) for i in range(n_known, n)} or {"user"}
         if base.between is None or any(extends[role] for role in roles):
             return "template"
-        text = self._text(opaque=opaque)
-        found = self._between(text, opaque)
+        text = self._text(opaque={*self.sampled})
+        found = self._between(text)
         if isinstance(found, str):
             return found
         if found.hasher.digest() != base.between:
@@ -500,31 +478,30 @@ class _Call:
         return None if thought in chat.squeezed(shown) else "reasoning"
 
     def _attribute(
-        self, first: int, text: str, start: int, encoded: Encoded, opaque: list[int]
+        self, first: int, text: str, encoded: Encoded, opaque: Collection[int]
     ) -> Ids | None:
-        """The message, from ``first`` on, that each token of a text after ``start`` shows.
+        """The message, from ``first`` on, that each token of a text shows.
 
         The messages are rendered again with a mark before and after each content. If
         removing the marks yields the same text, they give the position of each content,
         and the tokenizer's offsets its tokens. -1: a token of no message. None: it cannot
         be told.
         """
-        plain = self.renderer.without_mark
         # mostly the same follows the first messages and the last reply alone
         roles = [place.message["role"] for place in self.places[:first]]
         n_first = roles.index("user") + 1 if "user" in roles else 0
-        head, before = sorted({*range(n_first), first - 1} - {-1}), 0
-        spans = self._spans(head, first, opaque, plain(text[start:]))
+        head = sorted({*range(n_first), first - 1} - {-1})
+        text = self.renderer.without_mark(text)
+        spans = self._spans(head, first, opaque, text)
         if spans is None and first:
-            spans = self._spans(range(first), first, opaque, plain(text))
-            before = len(plain(text[:start]))
+            spans = self._spans(range(first), first, opaque, text)
         if spans is None:
             return None
         index = np.full(len(encoded.ids), -1, np.int32)
         owners, starts, stops = np.array(spans, np.int64).reshape(-1, 3).T
         # offsets ascend, but the tokens of one character have equal offsets
-        firsts = np.searchsorted(encoded.offsets[:, 0], starts - before)
-        lasts = np.searchsorted(encoded.offsets[:, 1], stops - before, side="right")
+        firsts = np.searchsorted(encoded.offsets[:, 0], starts)
+        lasts = np.searchsorted(encoded.offsets[:, 1], stops, side="right")
         for i, begin, end in zip(owners, firsts, lasts, strict=True):
             index[begin:end] = i
         return index
@@ -534,11 +511,11 @@ class _Call:
     ) -> "Spans | None":
         """The spans of the messages from ``first`` on in a text, found with marks.
 
-        It is what the messages of ``head`` and those have as text, or the end of that.
-        None: it is not.
+        What the messages of ``head`` and those have as text ends with it. None: it does
+        not.
         """
-        hidden, name = {*opaque}, self.prompts.mark
-        forms = [self._form(i, i in hidden) for i in head]
+        name = self.prompts.mark
+        forms = [self._form(i, hidden=i in opaque) for i in head]
         for inside_space in (False, True):
             new = [
                 self._shape(
@@ -550,10 +527,7 @@ class _Call:
             with suppress(TemplateError):
                 shown = self.renderer.without_mark(self._render([*forms, *new]))
                 clean, found = _without_marks(shown, name)
-                whole = len(head) == first
-                if found is not None and (
-                    clean == text if whole else clean.endswith(text)
-                ):
+                if found is not None and clean.endswith(text):
                     n = len(clean) - len(text)
                     return [(i, begin - n, end - n) for i, begin, end in found]
         return None
@@ -561,13 +535,9 @@ class _Call:
 
 def _stand_in(message: Json, word: str) -> Json:
     """A reply of which only the names and ids of calls are real."""
-    given: Any = message.get("tool_calls") or ()
     arguments = f'{{"reply": "{word}"}}'
-    calls = [
-        chat.tool_call(call["id"], call["function"]["name"], arguments)
-        for call in given
-    ]
-    return chat.assistant_message(word, calls=calls)
+    calls = (replace(call, arguments=arguments) for call in chat.calls_of(message))
+    return chat.assistant_message([word, *calls])
 
 
 Spans: TypeAlias = list[tuple[int, int, int]]

@@ -30,9 +30,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from trajkit_shim.chat.request import (
+    Thought,
+    ToolCall,
     assistant_message,
     function_tool,
-    tool_call,
     tool_message,
 )
 from trajkit_shim.engines.checks import too_long
@@ -338,8 +339,8 @@ class ChatRenderer:
             return ""
 
         def calling(call_id: str, content: str = "", thought: str = "") -> str:
-            call = tool_call(call_id, "probe", arguments)
-            reply = assistant_message(content, thought, [call])
+            call = ToolCall("probe", arguments, call_id)
+            reply = assistant_message([Thought(thought), content, call])
             return shown(reply, tool_message(call_id, ["tool"]))
 
         text = calling("call00000", "lead")
@@ -354,13 +355,13 @@ class ChatRenderer:
         self._one_text_beside_calls = bool(text) and not both
         # reasoning is a part of the content
         if "'thinking'" in self.chat_template:
-            thinks = assistant_message("text", "lead3")
+            thinks = assistant_message([Thought("lead3"), "text"])
             apart = "lead3" in shown(thinks)
             self._takes_chunks = True
             self._takes_chunks = not apart and "lead3" in shown(thinks)
         # a system message is allowed after other messages
         system: Json = {"role": "system", "content": "lead2"}
-        late = shown(assistant_message("lead"), system, user)
+        late = shown(assistant_message(["lead"]), system, user)
         self.takes_late_system = "lead2" in late
 
     def shows_tools(self) -> bool:

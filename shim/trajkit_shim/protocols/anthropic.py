@@ -7,11 +7,11 @@ from typing import Any
 
 from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.request import Reply, ToolCall
+from trajkit_shim.chat.request import Reply, Spoken, Thought, ToolCall
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Fields, Json, as_object
 from trajkit_shim.protocols import base
-from trajkit_shim.protocols.base import Block, Thought, WireProtocol
+from trajkit_shim.protocols.base import WireProtocol
 
 # Start of a line that Claude Code puts before its system prompt, for its provider. It
 # differs between conversations (version 2.1.197).
@@ -65,7 +65,7 @@ def _read(message: Fields) -> list[Json]:
         return [{"role": "system", "content": _system(message, "content")}]
     if role == "user":
         return chat.user_messages(images.read_parts(message, "content", _USER))
-    return [base.assistant(images.read_parts(message, "content", _ASSISTANT))]
+    return [chat.assistant_message(images.read_parts(message, "content", _ASSISTANT))]
 
 
 def _system(fields: Fields, name: str) -> str:
@@ -90,9 +90,9 @@ def _image(block: Fields) -> images.Part:
     return images.read_image(block, f"data:{kind};base64,{data}")
 
 
-def _tool_use(block: Fields) -> Json:
+def _tool_use(block: Fields) -> ToolCall:
     given = json.dumps(block.need("input", as_object), ensure_ascii=False)
-    return chat.tool_call(block.text("id"), block.name("name"), given)
+    return ToolCall(block.name("name"), given, block.text("id"))
 
 
 # what a system prompt may have, a tool's result, a user's message and an assistant's
@@ -115,7 +115,7 @@ def _write(reply: Reply, _: chat.ChatRequest) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": reply.model,
-        "content": [_block(block) for block in base.blocks(reply)],
+        "content": [_block(block) for block in reply.blocks],
         "stop_reason": reasons.get(reply.ending, reply.ending),
         "stop_sequence": reply.stop_sequence if stopped else None,
         "usage": {
@@ -127,7 +127,7 @@ def _write(reply: Reply, _: chat.ChatRequest) -> dict[str, Any]:
     }
 
 
-def _block(block: Block) -> dict[str, Any]:
+def _block(block: Spoken) -> dict[str, Any]:
     if isinstance(block, str):
         return {"type": "text", "text": block}
     if isinstance(block, ToolCall):

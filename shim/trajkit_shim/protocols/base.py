@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 import orjson
 
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import Images
-from trajkit_shim.chat.request import ChatRequest, Reply, ToolCall
+from trajkit_shim.chat.images import ImageLimits
+from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Element,
@@ -67,14 +67,15 @@ class WireProtocol:
     def read(
         self,
         body: Json,
-        images: Images = "refuse",
+        limits: ImageLimits | None = None,
         known: list[Element] | None = None,
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`.
 
-        ``known``: the first elements of its list ``listed``; gets the others.
+        ``limits``: of images; None: they are refused. ``known``: the first elements of
+        its list ``listed``; gets the others.
         """
-        reading = Reading(images, _SILENT, [] if known is None else known)
+        reading = Reading(limits, _SILENT, [] if known is None else known)
         fields = Fields(body, reading=reading)
         fields.get_text("model")
         request = self.parse(fields)
@@ -213,41 +214,10 @@ def words_for(error: GatewayError, which: int, too_long: str) -> tuple[str, str]
     return words[which], long or error.message
 
 
-# The blocks of a reply
-
-
-@dataclass(frozen=True, slots=True)
-class Thought:
-    """The reasoning of a reply."""
-
-    text: str
-
-
-Block: TypeAlias = Thought | str | ToolCall
+# Events
 
 SIGNATURE = base64.b64encode(b"trajkit").decode()
 """What protocols with signed reasoning get as signature."""
-
-
-def blocks(reply: Reply) -> list[Block]:
-    """Return reasoning, texts and calls, in order; at least one block.
-
-    White space alone is none, because clients reject it.
-    """
-    thought = [] if reply.reasoning is None else [Thought(reply.reasoning)]
-    parts = (p for p in reply.parts if isinstance(p, ToolCall) or p.strip())
-    return [*thought, *parts] or [reply.text]
-
-
-def assistant(parts: Iterable[Thought | str | Json]) -> Json:
-    """Return the canonical message of an assistant's reasoning, texts and calls."""
-    given = list(parts)
-    return chat.assistant_message(
-        "".join(part for part in given if isinstance(part, str)),
-        "".join(part.text for part in given if isinstance(part, Thought)),
-        [part for part in given if isinstance(part, dict)],
-    )
-
 
 # the fields of messages, blocks and items that a stream fills
 _EMPTY: Json = {
@@ -262,9 +232,6 @@ _EMPTY: Json = {
 def begun(value: dict[str, Any]) -> dict[str, Any]:
     """Return a JSON object before a stream fills it."""
     return {name: _EMPTY.get(name, filled) for name, filled in value.items()}
-
-
-# JSON and events
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import Any
 
 from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.request import Reply, ToolCall
+from trajkit_shim.chat.request import Reply, Spoken, Thought, ToolCall
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Fields, Json, as_list, as_object, refuse
 from trajkit_shim.protocols import base
-from trajkit_shim.protocols.base import Block, Thought, Verb, WireProtocol
+from trajkit_shim.protocols.base import Verb, WireProtocol
 
 _LIMITS: dict[str, str | None] = {
     "max_tokens": "maxOutputTokens",
@@ -77,32 +77,32 @@ def _parse(fields: Fields) -> chat.ChatRequest:
 
 def _messages(contents: Iterable[Fields]) -> list[Json]:
     messages: list[Json] = []
-    waiting: list[Json] = []  # calls of the latest reply without a result
+    waiting: list[ToolCall] = []  # calls of the latest reply without a result
     for content in contents:
         has_role = content.json.get("role") is not None
         roles, parts = ("user", "function", "model"), content.objects("parts")
         if has_role and base.known_role(content, roles) == "model":
             made = [_model_part(part, i) for i, part in enumerate(parts, 1)]
-            waiting = [part for part in made if isinstance(part, dict)]
-            messages.append(base.assistant(made))
+            waiting = [part for part in made if isinstance(part, ToolCall)]
+            messages.append(chat.assistant_message(made))
         else:
             messages += chat.user_messages(_user_part(p, waiting) for p in parts)
     return messages
 
 
-def _model_part(part: Fields, index: int) -> Thought | str | Json:
+def _model_part(part: Fields, index: int) -> Spoken:
     if part.peek("functionCall") is not None:
         call = part.object("functionCall")
         name, call_id = call.name("name"), call.get_text("id")
         # clients may omit ids
         call_id = f"{name}-{index}" if call_id is None else call_id
         args = json.dumps(call.get_object("args") or {}, ensure_ascii=False)
-        return chat.tool_call(call_id, name, args)
+        return ToolCall(name, args, call_id)
     text = _text(part)
     return Thought(text) if part.peek("thought") else text
 
 
-def _user_part(part: Fields, waiting: list[Json]) -> images.Part:
+def _user_part(part: Fields, waiting: list[ToolCall]) -> images.Part:
     if part.peek("functionResponse") is not None:
         return _result(part.object("functionResponse"), waiting)
     for name, where in (("inlineData", "data"), ("fileData", "fileUri")):
@@ -116,14 +116,14 @@ def _user_part(part: Fields, waiting: list[Json]) -> images.Part:
     return _text(part)
 
 
-def _result(result: Fields, waiting: list[Json]) -> Json:
+def _result(result: Fields, waiting: list[ToolCall]) -> Json:
     name, call_id = result.name("name"), result.get_text("id")
     if call_id is None:
-        calls = [call for call in waiting if chat.function_of(call)["name"] == name]
+        calls = [call for call in waiting if call.name == name]
         if not calls:
             refuse(result.path, f"there is no call of {name!r} without a result")
         waiting.remove(calls[0])
-        call_id = str(calls[0]["id"])
+        call_id = calls[0].call_id
     given = result.need("response", as_object)
     # its only text, or its JSON
     texts = [given.get(name) for name in ("output", "result", "error")]
@@ -173,7 +173,7 @@ def _write(reply: Reply, _: chat.ChatRequest) -> Json:
     if usage.reasoning_tokens:
         counts["thoughtsTokenCount"] = usage.reasoning_tokens
     candidate: Json = {
-        "content": {"role": "model", "parts": [*map(_part, base.blocks(reply))]},
+        "content": {"role": "model", "parts": [*map(_part, reply.blocks)]},
         "finishReason": "MAX_TOKENS" if reply.cut else "STOP",
         "index": 0,
     }
@@ -185,7 +185,7 @@ def _write(reply: Reply, _: chat.ChatRequest) -> Json:
     }
 
 
-def _part(block: Block) -> Json:
+def _part(block: Spoken) -> Json:
     if isinstance(block, ToolCall):
         args = base.RawJson(block.arguments)
         return {"functionCall": {"id": block.call_id, "name": block.name, "args": args}}

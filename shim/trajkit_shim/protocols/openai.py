@@ -9,15 +9,15 @@ import base64
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.request import ChatRequest, Reply, ToolCall
+from trajkit_shim.chat.request import ChatRequest, Reply, Spoken, Thought, ToolCall
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import Fields, Json, as_flag, as_name
 from trajkit_shim.protocols import base
-from trajkit_shim.protocols.base import Thought, WireProtocol, known_role
+from trajkit_shim.protocols.base import WireProtocol, known_role
 
 _ROLES = ("system", "developer", "user", "tool", "assistant")
 _SYSTEM = {"developer": "system"}
@@ -110,27 +110,26 @@ def canonical_message(message: Fields) -> Json:
         content = images.read_parts(message, "content", readers)
     elif role != "assistant":
         message.refuse("content", f"missing in a {role} message")
-    canonical: Json = {"role": _SYSTEM.get(role, role)}
-    canonical["content"] = images.joined(content)
-    if message.peek("name") is not None:
-        canonical["name"] = message.text("name")
-    if role == "tool":
-        canonical["tool_call_id"] = message.text("tool_call_id")
+    text = images.joined(content)
+    canonical: Json = {"role": _SYSTEM.get(role, role), "content": text}
     if role == "assistant":
         # as SGLang, vLLM and OpenRouter name it
         named = message.peek("reasoning_content"), message.peek("reasoning")
         thought = named[0] or named[1]
-        if isinstance(thought, str) and thought:
-            canonical["reasoning_content"] = thought
-        if calls := [_called(call) for call in message.objects("tool_calls")]:
-            canonical["tool_calls"] = calls
+        thought = thought if isinstance(thought, str) else ""
+        calls = map(_called, message.objects("tool_calls"))
+        canonical = chat.assistant_message([Thought(thought), str(text), *calls])
+    if role == "tool":
+        canonical["tool_call_id"] = message.text("tool_call_id")
+    if message.peek("name") is not None:
+        canonical["name"] = message.text("name")
     return canonical
 
 
-def _called(call: Fields) -> Json:
+def _called(call: Fields) -> ToolCall:
     call_id, function = call.text("id"), call.object("function")
     arguments = function.get_text("arguments") or ""
-    return chat.tool_call(call_id, function.name("name"), arguments)
+    return ToolCall(function.name("name"), arguments, call_id)
 
 
 _CHAT_TEXTS: images.Readers = {"text": partial(Fields.text, name="text")}
@@ -142,16 +141,8 @@ _CHAT_PARTS: images.Readers = {
 
 def _write_chat(reply: Reply, _: ChatRequest) -> Json:
     message: Json = {"role": "assistant", "content": reply.text, "refusal": None}
-    if reply.reasoning is not None:
-        message["reasoning_content"] = reply.reasoning
-    if reply.calls:
-        message["tool_calls"] = _calls(reply)
-    body = _body(reply, "chat.completion", "message", message)
+    body = _body(reply, "chat.completion", "message", message | reply.message)
     return {**body, "usage": _chat_usage(reply.usage)}
-
-
-def _calls(reply: Reply) -> list[Json]:
-    return [chat.tool_call(c.call_id, c.name, c.arguments) for c in reply.calls]
 
 
 def _body(reply: Reply, kind: str, name: str, value: Json, last: bool = True) -> Json:
@@ -173,8 +164,8 @@ def _chunks(reply: Reply, request: ChatRequest, _: int) -> Iterator[Json]:
     texts = {"reasoning_content": reply.reasoning, "content": reply.text}
     deltas: list[Json] = [{"role": "assistant", "content": ""}]
     deltas += [{name: text} for name, text in texts.items() if text]
-    for index, call in enumerate(_calls(reply)):
-        deltas.append({"tool_calls": [{"index": index, **call}]})
+    for index, call in enumerate(reply.calls):
+        deltas.append({"tool_calls": [{"index": index, **call.json}]})
     for delta in deltas:
         yield made(delta, last=False) | usage
     yield made({}) | usage
@@ -217,8 +208,6 @@ _PACKED = "trajkit1."
 # Codex does not retry after this and invalid_prompt
 _TOO_LONG = "context_length_exceeded"
 
-_Part: TypeAlias = Thought | str | Json
-
 
 def _parse_responses(fields: Fields) -> ChatRequest:
     if fields.peek("previous_response_id") is not None:
@@ -256,7 +245,7 @@ def _messages(fields: Fields) -> list[Json]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     # a turn's parts become a message once they are complete
-    found: list[Json | list[_Part]] = []
+    found: list[Json | list[Spoken]] = []
     for read in fields.each("input", _item):
         turn = found[-1] if found else None
         if not isinstance(read, list):
@@ -269,14 +258,14 @@ def _messages(fields: Fields) -> list[Json]:
             turn += read
     if not found:
         fields.refuse("input", "no message of a kind that is known here")
-    return [base.assistant(e) if isinstance(e, list) else e for e in found]
+    return [chat.assistant_message(e) if isinstance(e, list) else e for e in found]
 
 
-def _thoughts(parts: list[_Part]) -> list[bool]:
+def _thoughts(parts: list[Spoken]) -> list[bool]:
     return [isinstance(part, Thought) for part in parts]
 
 
-def _item(item: Fields) -> Json | list[_Part] | None:
+def _item(item: Fields) -> Json | list[Spoken] | None:
     """A message, parts of the assistant's, or None: an item that is not known here."""
     kind = as_name(item.json.get("type", "message"), item.at("type"))
     if kind not in _ITEMS:
@@ -291,7 +280,7 @@ def _item(item: Fields) -> Json | list[_Part] | None:
     if kind == "function_call":
         name, namespace = item.name("name"), item.get("namespace", as_name)
         name = f"{namespace}__{name}" if namespace else name
-        return [chat.tool_call(item.text("call_id"), name, item.text("arguments"))]
+        return [ToolCall(name, item.text("arguments"), item.text("call_id"))]
     role = known_role(item, [each for each in _ROLES if each != "tool"])
     readers = _PARTS if role == "user" else _TEXTS
     parts = images.read_parts(item, "content", readers)
@@ -371,7 +360,7 @@ def _outcome(reply: Reply, request: ChatRequest) -> dict[str, Any]:
 
 def _items(reply: Reply, request: ChatRequest) -> list[dict[str, Any]]:
     """The output items of a complete reply, which has a text or a call."""
-    blocks = base.blocks(reply)
+    blocks = reply.blocks
     if isinstance(blocks[-1], Thought):
         blocks.append(reply.text)
     items, item = list[dict[str, Any]](), dict[str, Any]()

@@ -31,7 +31,7 @@ from tests.shim.fakes import (
     user,
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
-from trajkit_shim.chat.request import Usage, canonical_reply, make_reply
+from trajkit_shim.chat.request import Usage, make_reply
 from trajkit_shim.engines.embedded import EmbeddedEngine
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.prompting.conversation import START, Budget
@@ -158,7 +158,7 @@ class Conversation:
         text = self.renderer.decode(ids, ended=ended)
         opened = opens_reasoning(self.renderer, self.prompt.ids)
         parsed = parse_reply(text, self.tools, opened=opened)
-        message = canonical_reply(make_reply(parsed, "stop", model="m", usage=USAGE))
+        message = make_reply(parsed, "stop", model="m", usage=USAGE).message
         remember(
             *(self.session, self.restored.position, message, self.budget),
             ids=np.concatenate([self.prompt.ids, ids]),
@@ -271,8 +271,8 @@ def test_why_a_request_is_rendered():
         ("opening", [user("u")], [TOOL]),
         ("tools", [*messages, NEXT], None),
         ("tools", [*messages, NEXT], [renamed]),
-        ("moved", [other, asked, reply, NEXT], [TOOL]),
-        ("moved", [system, user("you"), reply, NEXT], [TOOL]),
+        ("unknown_reply", [other, asked, reply, NEXT], [TOOL]),
+        ("unknown_reply", [system, user("you"), reply, NEXT], [TOOL]),
         ("unknown_reply", [system, asked, said("No."), NEXT], [TOOL]),
         ("unknown_reply", [*messages, NEXT, said("No."), NEXT], [TOOL]),
     ):
@@ -286,7 +286,7 @@ def test_the_last_turn_before_an_edit_is_extended():
     n_first = len(conversation.prompt.ids)
     messages = conversation.turn([*messages, user("and?"), user("so?")], "later")
     edited = [*messages[:2], user("and then?"), *messages[3:], NEXT]
-    assert conversation.reason(edited) == "moved"
+    assert conversation.reason(edited) == "unknown_reply"
     prompt = conversation.prompt
     assert (prompt.built, prompt.n_known) == ("render", 2)
     assert prompt.n_base > n_first
@@ -493,8 +493,8 @@ def test_a_session_that_grows_needs_memory_for_its_longest_path():
 def test_the_session_that_was_idle_longest_is_released():
     budget, sessions = Budget(30_000), [Session() for _ in range(3)]
     nodes = [
-        remember(session, START, said(), budget, ids=np.zeros(2000, "i4"))
-        for session in (*sessions, sessions[0])
+        remember(session, START, said(text), budget, ids=np.zeros(2000, "i4"))
+        for session, text in zip((*sessions, sessions[0]), "abcd", strict=True)
     ]
     assert [node.own_ids is not None for node in nodes] == [True, False, True, True]
     assert budget.n_bytes <= 30_000

@@ -29,7 +29,6 @@ from trajkit_shim.replies import (
     UnknownFormError,
     form_of,
     grammar,
-    parse,
 )
 
 pytestmark = pytest.mark.anyio
@@ -77,7 +76,7 @@ def test_a_reply_of_a_family(name, reply):
     opened = not seed and END_THINK in text and THINK not in text
     tags = THOUGHTS[0] if seed else (THINK, END_THINK)
     form = FORMS.get(FORM_OF.get(name))
-    found = parse(text, form, DATA["tools"], opened=opened, tags=tags)
+    found = FormParser(form, tags).read(text, DATA["tools"], opened=opened)
     assert not found.ill_formed
     assert squeezed(found.reasoning) == squeezed(reply["reasoning"])
     assert squeezed(found.text) == squeezed(reply["text"])
@@ -98,7 +97,7 @@ def test_half_of_a_call_is_ill_formed_text(form):
         text = text[text.index("<|channel|>commentary to=") :]
     start = FORMS[form].starts.search(text)
     cut = text[start.start() : (start.end() + len(text)) // 2]
-    found = parse(f"So: {cut}", FORMS[form], DATA["tools"], opened=False)
+    found = FormParser(FORMS[form]).read(f"So: {cut}", DATA["tools"], opened=False)
     assert found.calls == []
     assert found.ill_formed or form in ("pythonic", "plain-json")
     assert squeezed(found.text).startswith("So:")
@@ -161,7 +160,6 @@ def test_no_text_is_lost(form, shards):
     # it does not begin with reasoning
     text = "".join(["a", *shards])
     parsed = parse_reply(text, (), FORMS[form])
-    assert parsed.sampled == text
     at = 0
     for part in parsed.parts:
         if isinstance(part, str):
@@ -270,8 +268,7 @@ def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
 @pytest.mark.parametrize("tools", [None, []])
 def test_reasoning(text, opened, reasoning, rest, tools):
     parsed = parse_reply(text, tools, opened=opened)
-    assert (parsed.reasoning, parsed.sampled) == (reasoning, rest)
-    assert parsed.text == rest
+    assert (parsed.reasoning, parsed.text) == (reasoning, rest)
 
 
 # Values without quotes
