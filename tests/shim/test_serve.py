@@ -610,7 +610,7 @@ def test_stopping_answers_the_calls_under_way(served, tmp_path):
 def test_a_body_that_is_much_too_long_gets_its_answer(served):
     with served("hello") as url:
         key = opened(url)
-        long = {"messages": [{**USER, "content": "a" * (200 << 20)}]}
+        long = {"messages": [{**USER, "content": "a" * (40 << 20)}]}
         for _ in range(2):
             answer = post(url + PATHS["openai_chat"], long, **{"x-session-key": key})
             assert answer.status_code == 413
