@@ -131,7 +131,7 @@ def test_a_lost_reply_may_begin_with_tokens_that_have_no_logprob(absorb, keep_he
         first = {
             "prompt_ids": [1, 2],
             "output_ids": [3, 4, 5],
-            "output_logprobs": given,
+            "output_logprobs": logprobs,
         }
         second = {"prompt_ids": prompt, "output_ids": [7], "output_logprobs": [-0.5]}
         records += [shared | first, shared | second]
