@@ -1,5 +1,6 @@
 """The plain-Python rules that the benchmarks time give what the systems' own code gives."""
 
+from functools import cache
 from operator import itemgetter
 from unittest import mock
 
@@ -118,10 +119,10 @@ def test_the_rows_of_golden_sessions(name):
     compare()
 
 
-@pytest.mark.parametrize("policy", TWINS)
-def test_generated_sessions(policy):
-    """Of calls as the systems know them: messages, all logprobs or none, none aborted."""
-    turns = [
+@cache
+def calls_of_systems():
+    """Calls as the systems know them: messages, all logprobs or none, none aborted."""
+    return [
         {
             **one,
             "trainable": None,
@@ -135,6 +136,11 @@ def test_generated_sessions(policy):
         for one in generated_runs(1000, seed=2)
         if one["prompt_messages"]
     ]
+
+
+@pytest.mark.parametrize("policy", TWINS)
+def test_generated_sessions(policy):
+    turns = calls_of_systems()
     expected = [
         row for session in by_session(turns).values() for row in TWINS[policy](session)
     ]
@@ -214,7 +220,7 @@ def verl(calls):
 def test_rules_that_have_another_name_here(name, rule):
     """On tokens alone."""
     differ = 0
-    for session in by_session(generated_runs(300)).values():
+    for session in by_session(generated_runs(100)).values():
         names = ("session_id", "prompt_ids", "output_ids")
         turns = tk.from_records([{key: turn[key] for key in names} for turn in session])
         found = tk.linearize(turns, name)
