@@ -8,14 +8,11 @@ from collections import OrderedDict
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from itertools import pairwise
-from random import Random
 
 import numpy as np
 import pyarrow as pa
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-
-from tests.fuzz.sessions import session
 
 fewer_examples = settings(max_examples=max(settings().max_examples // 3, 8))
 """For a property that runs under many parameters, or goes over every policy."""
@@ -306,14 +303,56 @@ few = settings(
 """For properties of `many_calls`: each example is large, and a seed does not shrink."""
 
 many_calls = st.integers(0, 2**32 - 1).map(lambda seed: many_calls_of(seed))
-"""One session of 40 to 300 calls, as `tests.fuzz` draws them."""
+"""One session of 40 to 300 calls."""
 
 
 def many_calls_of(seed):
-    """A session of 40 to 300 calls, with paths of 1 to about 800 tokens."""
-    draw = Random(seed)
-    turns = session(draw, draw.randint(40, 300))
-    return [{"turn_index": k, **turn} for k, turn in enumerate(turns)]
+    """A session of 40 to 300 calls, with paths of 1 to about 700 tokens.
+
+    Most calls continue the call before. The others continue an old call, share only the
+    head of one (a rollback), or begin anew with a short or a long prompt. Messages and
+    tokens of a call share about as much of the same earlier call.
+    """
+    rng = np.random.default_rng(seed)
+    turns = []
+    longest = int(rng.choice([30, 700]))
+    for index in range(int(rng.integers(40, 301))):
+        prompt, sent = [], []
+        event = rng.choice(["continue", "old", "head", "short", "long"], p=EVENT_SHARES)
+        if turns and event in ("continue", "old", "head"):
+            known = turns[-1] if event == "continue" else turns[rng.integers(index)]
+            prompt = [*known["prompt_ids"], *known["output_ids"]]
+            sent = [*known["prompt_messages"], known["response_message"]]
+            kept = rng.random() if event == "head" or len(prompt) > longest else 1
+            prompt = prompt[: round(kept * len(prompt))]
+            sent = sent[: round(kept * len(sent))]
+        n_new = longest if event == "long" else 3
+        prompt += rng.integers(0, 4, rng.integers(prompt == [], n_new + 1)).tolist()
+        sent.append({"role": "user", "content": "abc"[rng.integers(3)]})
+        output = rng.integers(0, 4, rng.integers(5)).tolist()
+        numbers = (-rng.integers(0, 64, len(output)) / 8).tolist()
+        logprobs = [None, numbers, numbers, [None, *numbers][: len(output)]]
+        turns.append(
+            {
+                "turn_index": index,
+                "prompt_messages": sent,
+                "response_message": {
+                    "role": "assistant",
+                    "content": "xy"[rng.integers(2)],
+                },
+                "prompt_ids": prompt,
+                "output_ids": output,
+                "output_logprobs": logprobs[rng.integers(4)],
+                "finish_reason": ["stop", "length", "abort"][rng.integers(3)],
+                "ill_formed": bool(rng.integers(2)),
+                "trainable": [None, None, True, False][rng.integers(4)],
+            }
+        )
+    return turns
+
+
+EVENT_SHARES = [0.6, 0.12, 0.12, 0.13, 0.03]
+"""How often a call of `many_calls` continues the last one, and so on."""
 
 
 @st.composite
