@@ -22,9 +22,28 @@ def golden(name):
         return [json.loads(line) for line in lines]
 
 
-def golden_name(session):
-    """What pytest shows for a session."""
-    return f"{session['profile']}-{session['seed']}"
+def for_each(sessions):
+    """A test of one session is run for each; the traceback of a failure names it.
+
+    pytest would take longer to list a thousand tests than they take.
+    """
+    assert sessions
+
+    def over_all(test):
+        def run():
+            for session in sessions:
+                try:
+                    test(session)
+                except BaseException as error:
+                    error.add_note(
+                        f"golden session {session['profile']}-{session['seed']}"
+                    )
+                    raise
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return run
+
+    return over_all
 
 
 def slime_sessions():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import conftest
+from tests.faults.__main__ import misfits
 
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
@@ -74,3 +75,8 @@ def test_wheels_classifiers_and_workflow_name_the_same_pythons():
     listed = ", ".join(f'"3.{m}"' for m in minors)
     assert f"python: [{listed}]" in workflow
     assert PYPROJECT["project"]["requires-python"] == f">=3.{minors[0]}"
+
+
+def test_planted_faults_have_a_place():
+    """`python -m tests.faults` plants them and runs their tests."""
+    assert [*misfits()] == []

@@ -19,11 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from tests.faults.planted import NATIVE, Change, Place, all_faults
+from tests.faults.planted import ROOT, Fault, all_faults
 
-ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).with_name("result.txt")
 _SELECTED = """
 cdef int FAULT = -1
@@ -35,29 +35,27 @@ def select_fault(int number):
 """
 _AFTER = "\nfrom trajkit.errors import InvalidTurnsError, LayoutError\n"  # of core.pyx
 
-Planted = tuple[Place, Change]
-
 
 def misfits() -> Iterator[str]:
     """What is wrong with the list itself."""
-    for place, change in all_faults():
-        path = ROOT / place.file
-        n = path.read_text().count(change.old) if path.exists() else 0
+    for fault in all_faults():
+        path = ROOT / fault.file
+        n = path.read_text().count(fault.old) if path.exists() else 0
         if n != 1:
-            yield f"{place.file}: {change.old!r} occurs {n} times"
-        if change.within and change.old.count(change.within) != 1:
-            yield f"{place.file}: {change.within!r} is not once in {change.old!r}"
-        for test in place.tests:
-            if not (ROOT / test).exists():
-                yield f"{place.file}: no tests {test}"
+            yield f"{fault.file}: {fault.old!r} occurs {n} times"
+        if fault.within and fault.old.count(fault.within) != 1:
+            yield f"{fault.file}: {fault.within!r} is not once in {fault.old!r}"
+        for test in fault.tests:
+            if not (ROOT / test.partition(":")[0]).exists():
+                yield f"{fault.file}: no tests {test}"
 
 
-def switched(text: str, change: Change, number: int) -> str:
+def switched(text: str, fault: Fault, number: int) -> str:
     """The text of a kernel with a fault that is selected by its number."""
-    if change.within:
-        choice = f"(({change.new}) if FAULT == {number} else ({change.within}))"
-        return text.replace(change.old, change.old.replace(change.within, choice))
-    return text.replace(change.old, f"if FAULT != {number}: {change.old}")
+    if fault.within:
+        choice = f"(({fault.new}) if FAULT == {number} else ({fault.within}))"
+        return text.replace(fault.old, fault.old.replace(fault.within, choice))
+    return text.replace(fault.old, f"if FAULT != {number}: {fault.old}")
 
 
 def copied(folder: Path) -> None:
@@ -74,25 +72,25 @@ def copied(folder: Path) -> None:
 
 def build_kernels(folder: Path) -> None:
     """One extension with all faults of kernels."""
-    for number, (place, change) in enumerate(all_faults()):
-        if place in NATIVE:
-            path = folder / place.file
-            path.write_text(switched(path.read_text(), change, number))
+    for number, fault in enumerate(all_faults()):
+        if fault.of_kernel:
+            path = folder / fault.file
+            path.write_text(switched(path.read_text(), fault, number))
     core = folder / "_native" / "core.pyx"
     core.write_text(core.read_text().replace(_AFTER, _AFTER + _SELECTED))
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
     subprocess.run(command, cwd=folder, check=True)
 
 
-def tried(chosen: list[Planted]) -> Iterator[tuple[Planted, str | None]]:
+def tried(chosen: list[Fault]) -> Iterator[tuple[Fault, str | None]]:
     """Each fault, with the test that caught it."""
     faults = all_faults()
     numbers = [faults.index(one) for one in chosen]
-    tests = sorted({test for place, _ in chosen for test in place.tests})
+    tests = sorted({test.partition(":")[0] for one in chosen for test in one.tests})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copied(folder)
-        if any(place in NATIVE for place, _ in chosen):
+        if any(fault.of_kernel for fault in chosen):
             build_kernels(folder)
         found = folder / "found.jsonl"
         found.touch()
@@ -121,17 +119,18 @@ def tried(chosen: list[Planted]) -> Iterator[tuple[Planted, str | None]]:
                 time.sleep(0.5)
 
 
-def line(fault: Planted, caught: str | None) -> str:
-    place, change = fault
+def line(fault: Fault, caught: str | None) -> str:
     what = "NOT CAUGHT" if caught is None else f"caught by {caught}"
-    return f"{place.file}: {change.idea}: {what}"
+    return f"{fault.name}: {what}"
 
 
 def stored() -> dict[str, str]:
-    """The lines of the stored result, by what they begin with."""
+    """The lines of the stored result, by the names of their faults."""
     lines = RESULT.read_text().splitlines() if RESULT.exists() else []
-    names = [line(one, None).removesuffix("NOT CAUGHT") for one in all_faults()]
-    return {name: text for name in names for text in lines if text.startswith(name)}
+    names = [fault.name for fault in all_faults()]
+    return {
+        name: text for name in names for text in lines if text.startswith(f"{name}: ")
+    }
 
 
 def main() -> int:
@@ -145,25 +144,22 @@ def main() -> int:
     print(*wrong, sep="\n", end="\n" * bool(wrong))
     if wrong or options.check:
         return 2 if wrong else 0
+    known = stored()
     chosen = [
-        (place, change)
-        for place, change in all_faults()
-        if options.only in f"{place.file}: {change.idea}"
+        fault
+        for fault in all_faults()
+        if options.only in fault.name
+        and (fault.needs is None or find_spec(fault.needs))
+        and not (options.missed and "caught by" in known.get(fault.name, ""))
+        and not (options.untried and fault.name in known)
     ]
-    if options.missed:
-        known = stored()
-        begins = {one: line(one, None).removesuffix("NOT CAUGHT") for one in chosen}
-        chosen = [
-            one for one in chosen if "caught by" not in known.get(begins[one], "")
-        ]
     missed = 0
-    for one, caught in tried(chosen):
+    for fault, caught in tried(chosen):
         missed += caught is None
-        print(line(one, caught), flush=True)
-        results = stored()
-        results[line(one, None).removesuffix("NOT CAUGHT")] = line(one, caught)
-        order = [line(each, None).removesuffix("NOT CAUGHT") for each in all_faults()]
-        RESULT.write_text("".join(f"{results[n]}\n" for n in order if n in results))
+        print(line(fault, caught), flush=True)
+        results = stored() | {fault.name: line(fault, caught)}
+        order = [results[one.name] for one in all_faults() if one.name in results]
+        RESULT.write_text("".join(f"{text}\n" for text in order))
     print(f"{len(chosen) - missed} of {len(chosen)} caught")
     return 1 if missed else 0
 

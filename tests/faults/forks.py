@@ -16,23 +16,23 @@ from pathlib import Path
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.faults.planted import NATIVE, Change, Place, all_faults
+from tests.faults.planted import Fault, all_faults
 from trajkit import _core
 
 _SECONDS = 900  # a fault may keep a kernel from ending
 _PLAIN = (int, float, str, bytes, tuple, frozenset)
 
 
-def plant(place: Place, change: Change, number: int) -> None:
+def plant(fault: Fault, number: int) -> None:
     """Put a fault into this process."""
-    if place in NATIVE:
+    if fault.of_kernel:
         _core.select_fault(number)
         return
-    name = place.file.removesuffix(".py").removeprefix("shim/").replace("/", ".")
+    name = fault.file.removesuffix(".py").removeprefix("shim/").replace("/", ".")
     module = importlib.import_module(name)
     source = Path(module.__file__).read_text()
-    assert source.count(change.old) == 1
-    code = compile(source.replace(change.old, change.new), module.__file__, "exec")
+    assert source.count(fault.old) == 1
+    code = compile(source.replace(fault.old, fault.new), module.__file__, "exec")
     fresh = types.ModuleType(name)
     fresh.__file__, fresh.__package__ = module.__file__, module.__package__
     exec(code, vars(fresh))
@@ -66,7 +66,7 @@ def _function(value):
 def _in_child(items, fault, number, pipe):
     """Never returns."""
     try:
-        plant(*fault, number)
+        plant(fault, number)
     except BaseException:
         # nothing was planted, so nothing was caught
         traceback.print_exc()
@@ -106,15 +106,15 @@ def pytest_runtestloop(session):
     numbers = json.loads(os.environ["TRAJKIT_FAULTS"])
     with open(os.environ["TRAJKIT_FOUND"], "a") as out:
         for number in numbers:
-            place, change = all_faults()[number]
+            fault = all_faults()[number]
             items = [
                 item
-                for test in place.tests
+                for path, _, word in (test.partition(":") for test in fault.tests)
                 for item in session.items
-                if item.nodeid.partition("::")[0] == test
-                or item.nodeid.startswith(f"{test}/")
+                if item.nodeid.startswith((f"{path}::", f"{path}/"))
+                and word in item.nodeid
             ]
-            assert items, place.tests
-            found = _first_failure(items, (place, change), number)
+            assert items, fault.tests
+            found = _first_failure(items, fault, number)
             print(json.dumps([number, found]), file=out, flush=True)
     return True

@@ -1,89 +1,46 @@
 """The faults of rollouts (`shim/trajkit_rollout`)."""
 
-from tests.faults.form import place
-
-ROLLOUTS = (
-    place(
-        "shim/trajkit_rollout/grade.py",
-        "tests/rollout/test_changes.py tests/rollout/test_grade.py",
-        (
-            "a link may lead out of the workspace",
-            "if mode == _REPOSITORY or (mode == LINK and _leaves(name, target)):",
-            "if mode == _REPOSITORY:",
-        ),
-        (
-            "a new module may have a name that Python knows",
-            "risks += [k for k in range(first, len(parts)) if stems[k] in known]",
-            "risks += []",
-        ),
-        (
-            "a wildcard names a risky file",
-            "names[: k + 1] == parts[: k + 1] and pattern.fullmatch(name)",
-            "pattern.fullmatch(name)",
-        ),
-        (
-            "a folder is told by its case",
-            "(k < last and _like(part, _FOLDERS))",
-            "(k < last and _like(parts[k], _FOLDERS))",
-        ),
-        (
-            "one passed result of several is enough",
-            "passed = dict(results).keys() - {name for name, fine in results if not fine}",
-            "passed = {name for name, fine in results if fine}",
-        ),
-        (
-            "a reward may be infinite",
-            "if isinstance(value, bool) or not math.isfinite(value):",
-            "if isinstance(value, bool):",
-        ),
-        (
-            "what is refused is applied too",
-            'graded = [name for name in after if verdicts[name] != "refused"]',
-            "graded = [*after]",
-        ),
-        (
-            "a run that skips all tests after the changes is believed",
-            'proof["code"] = proof["code"] or int(proof["results"] not in known)',
-            'proof["code"] = proof["code"]',
-        ),
-        (
-            "a variable that is not set is empty",
-            "value = os.environ.get(found[1], found[3]) if found else text",
-            'value = os.environ.get(found[1], found[3] or "") if found else text',
-        ),
-        (
-            "a verifier is believed whose tests failed",
-            'if reward >= 1 and any(proof["code"] for proof in proofs):',
-            "if False:",
-        ),
-    ),
-    place(
-        "shim/trajkit_rollout/sandbox.py",
-        "tests/rollout/test_sandbox.py tests/rollout/test_attacks.py",
-        (
-            "what contains a visible folder may be hidden",
-            "if hidden.is_relative_to(each) or each.is_relative_to(hidden):",
-            "if hidden.is_relative_to(each):",
-        ),
-        (
-            "a place may be in another one",
-            "if not _PLACE.fullmatch(place) or len(around) > 1:",
-            "if not _PLACE.fullmatch(place):",
-        ),
-        (
-            "output is not limited",
-            "if len(data) > room:",
-            "if False:",
-        ),
-        (
-            "a limit that cannot be enforced is dropped",
-            "if not spec.places:",
-            "if False:",
-        ),
-        (
-            "a file of the sandbox may be a link",
-            "test -f {where} && ! test -L {where} && ",
-            "test -f {where} && ",
-        ),
-    ),
-)
+ROLLOUTS = r"""
+shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade
+    a link may lead out of the workspace
+        |if mode == _REPOSITORY or (mode == LINK and _leaves(name, target)):|
+        -> |if mode == _REPOSITORY:|
+    a new module may have a name that Python knows
+        |risks += [k for k in range(first, len(parts)) if stems[k] in known]|
+        -> |risks += []|
+    a wildcard names a risky file
+        |names[: k + 1] == parts[: k + 1] and pattern.fullmatch(name)|
+        -> |pattern.fullmatch(name)|
+    a folder is told by its case
+        |(k < last and _like(part, _FOLDERS))| -> |(k < last and _like(parts[k], _FOLDERS))|
+    one passed result of several is enough
+        |passed = dict(results).keys() - {name for name, fine in results if not fine}|
+        -> |passed = {name for name, fine in results if fine}|
+    a reward may be infinite
+        |if isinstance(value, bool) or not math.isfinite(value):|
+        -> |if isinstance(value, bool):|
+    what is refused is applied too
+        |graded = [name for name in after if verdicts[name] != "refused"]|
+        -> |graded = [*after]|
+    a run that skips all tests after the changes is believed
+        |proof["code"] = proof["code"] or int(proof["results"] not in known)|
+        -> |proof["code"] = proof["code"]|
+    a variable that is not set is empty
+        |value = os.environ.get(found[1], found[3]) if found else text|
+        -> |value = os.environ.get(found[1], found[3] or "") if found else text|
+    a verifier is believed whose tests failed
+        |if reward >= 1 and any(proof["code"] for proof in proofs):| -> |if False:|
+shim/trajkit_rollout/sandbox.py: rollout/test_sandbox rollout/test_attacks
+    what contains a visible folder may be hidden
+        |if hidden.is_relative_to(each) or each.is_relative_to(hidden):|
+        -> |if hidden.is_relative_to(each):|
+    a place may be in another one
+        |if not _PLACE.fullmatch(place) or len(around) > 1:|
+        -> |if not _PLACE.fullmatch(place):|
+    output is not limited
+        |if len(data) > room:| -> |if False:|
+    a limit that cannot be enforced is dropped
+        |if not spec.places:| -> |if False:|
+    a file of the sandbox may be a link
+        |test -f {where} && ! test -L {where} && | -> |test -f {where} && |
+"""

@@ -587,8 +587,10 @@ def as_text(violations):
     return sorted(map(json.dumps, violations))
 
 
-@pytest.mark.parametrize("order", ["as written", "sessions mixed", "rows mixed"])
-@pytest.mark.parametrize("turns_order", [list, scattered])
+@pytest.mark.parametrize(
+    ("turns_order", "order"),
+    [(list, "as written"), (scattered, "sessions mixed"), (scattered, "rows mixed")],
+)
 @pytest.mark.parametrize(
     ("kind", "suffix_"),
     [

@@ -452,7 +452,7 @@ POLARS = {
     "arrows": (pl.read_ipc_stream, pl.DataFrame.write_ipc_stream),
 }
 
-in_files = settings(max_examples=20, deadline=None)
+in_files = settings(max_examples=settings.default.max_examples // 3)
 """Every example writes files."""
 
 small = st.sampled_from([1, 40, 1 << 20])

@@ -423,17 +423,11 @@ def test_a_turn_without_flags_is_refused(columns, match):
     [
         pytest.param({"tool_names": []}, id="no tools"),
         pytest.param({"tool_names": {}}, id="no tools in a mapping"),
-        pytest.param({"tool_names": "bash"}, id="one name"),
-        pytest.param({"tool_names": [1]}, id="no name"),
         pytest.param({"roles": []}, id="no roles"),
         pytest.param({"roles": ["user"], "tool_names": ["bash"]}, id="tools of none"),
-        pytest.param({"alpha": -1.0}, id="negative"),
         pytest.param({"alpha": float("nan")}, id="not a number"),
         pytest.param({"alpha": True}, id="a bool"),
         pytest.param({"roles": {"tool": float("inf")}}, id="infinite"),
-        pytest.param({"roles": 5}, id="roles that are none"),
-        pytest.param({"tool_names": 5}, id="tools that are none"),
-        pytest.param({"missing": "drop"}, id="missing"),
     ],
 )
 def test_choices_that_are_refused(options):

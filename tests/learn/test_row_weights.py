@@ -10,7 +10,7 @@ import trajkit as tk
 from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, joined, tensor
 from tests.made_tables import by_session, linearized, turns_table
-from tests.strategies import END, STARTS, runs
+from tests.strategies import END, STARTS, fewer_examples, runs
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import REPORT
 
@@ -71,6 +71,7 @@ def loss_over_rollouts(turns, rewards, scores):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("policy", KEEPS_ALL)
+@fewer_examples
 @given(runs(max_sessions=2, max_turns=4), st.randoms(use_true_random=False))
 def test_the_loss_over_rows_is_that_of_the_rollouts(policy, library, turns, random):
     turns = with_logprobs(turns)

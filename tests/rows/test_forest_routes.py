@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.golden_sessions import golden, golden_name
+from tests.golden_sessions import delivered, for_each, golden
 from tests.made_tables import linearized, link_by, turns_table
 from tests.oracles import forests as reference_forests
 from tests.oracles import rows as reference
@@ -83,11 +83,7 @@ def nemo_chains(links, rows):
         yield chain
 
 
-@pytest.mark.parametrize(
-    "session",
-    [one for one in golden("nemo") if "error" not in one["expected"]],
-    ids=golden_name,
-)
+@for_each(delivered("nemo"))
 def test_golden_nemo(session):
     turns, expected = nemo_turns(session), session["expected"]
     merging = session["knobs"]["builder"] == "prefix_merging"
@@ -294,7 +290,7 @@ STATUS = {
 }
 
 
-@pytest.mark.parametrize("session", golden("miles_v2"), ids=golden_name)
+@for_each(golden("miles_v2"))
 def test_golden_miles(session):
     turns, expected = miles_turns(session), session["expected"]
     policy, limit = miles_policy(session), session["knobs"]["max_seq_len"]

@@ -12,8 +12,8 @@ from tests.golden_sessions import (
     errored_interleave_sessions,
     expected_interleave,
     expected_slime,
+    for_each,
     golden,
-    golden_name,
     interleave_sessions,
     slime_sessions,
 )
@@ -37,7 +37,7 @@ def recorded(session):
     return tk.from_records({"session_id": "s", **turn} for turn in session["turns"])
 
 
-@pytest.mark.parametrize("session", slime_sessions(), ids=golden_name)
+@for_each(slime_sessions())
 def test_slime(session):
     rows, report = linearized(
         recorded(session),
@@ -53,7 +53,7 @@ def test_slime(session):
     assert report["rows_cut"].to_pylist() == [left_out]
 
 
-@pytest.mark.parametrize("session", interleave_sessions(), ids=golden_name)
+@for_each(interleave_sessions())
 def test_strict(session):
     rows = tk.linearize(recorded(session), policy="interleave")
     expected = as_float32(expected_interleave(session))
@@ -61,7 +61,7 @@ def test_strict(session):
     assert rows.num_rows == len(expected)
 
 
-@pytest.mark.parametrize("session", delivered("trl"), ids=golden_name)
+@for_each(delivered("trl"))
 def test_trl(session):
     """TRL's masks and logprobs are as long as its rows."""
     threshold = session["knobs"]["fork_threshold_tokens"]
@@ -98,7 +98,7 @@ def skyrl_policy(session):
     return tk.policy("skyrl", missing_logprobs=missing)
 
 
-@pytest.mark.parametrize("session", golden("skyrl"), ids=golden_name)
+@for_each(golden("skyrl"))
 def test_skyrl(session):
     """Every field, whatever the knobs, and an error where the peer has one."""
     turns, policy = skyrl_turns(session), skyrl_policy(session)
@@ -134,7 +134,7 @@ def test_skyrl(session):
             assert here == np.array(peer["logprobs"], np.float32).tolist()
 
 
-@pytest.mark.parametrize("session", errored_interleave_sessions(), ids=golden_name)
+@for_each(errored_interleave_sessions())
 def test_strict_on_rollouts_that_failed(session):
     """The peer clears its masks, and keeps logprobs that trajkit has no place for."""
     facts = pa.table({"session_id": ["s"], "error": [session["knobs"]["error"]]})
@@ -159,7 +159,7 @@ def test_every_session_is_there():
     assert len(interleave_sessions()) == 139
 
 
-@pytest.mark.parametrize("session", slime_sessions(), ids=golden_name)
+@for_each(slime_sessions())
 def test_slime_in_closed_form(session):
     rows, report = reference.linearize(
         session["turns"],
@@ -173,23 +173,7 @@ def test_slime_in_closed_form(session):
     assert report["rows_cut"] == left_out
 
 
-@pytest.mark.parametrize("session", slime_sessions(), ids=golden_name)
-def test_slime_by_state_machine(session):
-    rows = reference.slime_by_state_machine(
-        session["turns"],
-        fork_threshold=session["knobs"]["fork_threshold"],
-        max_row_tokens=cap(session),
-    )
-    kept = [row for row in rows if row["response_length"] > 0]
-    expected, left_out = expected_slime(session)
-    assert comparable(kept, expected) == expected
-    assert len(rows) - len(kept) == left_out
-    assert [row["response_length"] for row in rows] == [
-        row["response_length"] for row in session["expected"]["rows"]
-    ]
-
-
-@pytest.mark.parametrize("session", interleave_sessions(), ids=golden_name)
+@for_each(interleave_sessions())
 def test_strict_by_twin(session):
     rows, _ = reference.linearize(session["turns"], "strict")
     expected = expected_interleave(session)

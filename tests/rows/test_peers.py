@@ -1,5 +1,6 @@
 """The plain-Python rules that the benchmarks time give what the systems' own code gives."""
 
+from functools import cache
 from operator import itemgetter
 from unittest import mock
 
@@ -10,7 +11,7 @@ from benchmarks.data import SHAPES, SMALL, as_parsed, rollout
 from benchmarks.forks import FORKS, forking
 from benchmarks.policies import TWINS, difference
 from tests.generated import generated_runs
-from tests.golden_sessions import delivered, golden, golden_name, interleave_sessions
+from tests.golden_sessions import delivered, for_each, golden, interleave_sessions
 from tests.made_tables import by_session, turns_table
 from tests.oracles import (
     peers_chains,
@@ -95,34 +96,33 @@ def at_full_length(row):
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "session"),
-    [
-        pytest.param(name, session, id=f"{name}-{golden_name(session)}")
-        for name, (sessions, _) in SYSTEMS.items()
-        for session in sessions
-    ],
-)
-def test_the_rows_of_golden_sessions(name, session):
-    expected = [at_full_length(row) for row in session["expected"]["rows"]]
-    rows = SYSTEMS[name][1](session)
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_rows_of_golden_sessions(name):
+    sessions, rule = SYSTEMS[name]
     names = ["tokens", "loss_mask", "logprobs", "prompt_length"]
     if name == "miles":  # the peer keeps the logprobs of what another row trains
         names.remove("logprobs")
     if name in ("trl", "slime", "strict", "segments", "nemo"):
         names.remove("prompt_length")
-    found, due = (
-        [{key: row[key] for key in names} for row in some] for some in (rows, expected)
-    )
-    if name == "nemo":
-        found, due = sorted(found, key=str), sorted(due, key=str)
-    assert found == due
+
+    @for_each(sessions)
+    def compare(session):
+        expected = [at_full_length(row) for row in session["expected"]["rows"]]
+        found, due = (
+            [{key: row[key] for key in names} for row in some]
+            for some in (rule(session), expected)
+        )
+        if name == "nemo":
+            found, due = sorted(found, key=str), sorted(due, key=str)
+        assert found == due
+
+    compare()
 
 
-@pytest.mark.parametrize("policy", TWINS)
-def test_generated_sessions(policy):
-    """Of calls as the systems know them: messages, all logprobs or none, none aborted."""
-    turns = [
+@cache
+def calls_of_systems():
+    """Calls as the systems know them: messages, all logprobs or none, none aborted."""
+    return [
         {
             **one,
             "trainable": None,
@@ -136,6 +136,11 @@ def test_generated_sessions(policy):
         for one in generated_runs(1000, seed=2)
         if one["prompt_messages"]
     ]
+
+
+@pytest.mark.parametrize("policy", TWINS)
+def test_generated_sessions(policy):
+    turns = calls_of_systems()
     expected = [
         row for session in by_session(turns).values() for row in TWINS[policy](session)
     ]
@@ -215,7 +220,7 @@ def verl(calls):
 def test_rules_that_have_another_name_here(name, rule):
     """On tokens alone."""
     differ = 0
-    for session in by_session(generated_runs(300)).values():
+    for session in by_session(generated_runs(100)).values():
         names = ("session_id", "prompt_ids", "output_ids")
         turns = tk.from_records([{key: turn[key] for key in names} for turn in session])
         found = tk.linearize(turns, name)

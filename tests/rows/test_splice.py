@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 import trajkit as tk
-from tests.golden_sessions import delivered, golden, golden_name
+from tests.golden_sessions import delivered, for_each, golden
 from tests.made_tables import (
     linearized,
     link_by,
@@ -206,7 +206,7 @@ def test_every_golden_session_is_there():
     assert len(golden("polar")) == len(delivered("polar")) == 150
 
 
-@pytest.mark.parametrize("session", golden("polar"), ids=golden_name)
+@for_each(golden("polar"))
 def test_rows_are_polar_s(session):
     rows, report = linearized(recorded(session), tk.policy("polar", **knobs(session)))
     expected = [
@@ -234,7 +234,7 @@ def test_rows_are_polar_s(session):
     assert session["expected"]["status"] == "COMPLETED"
 
 
-@pytest.mark.parametrize("session", golden("polar"), ids=golden_name)
+@for_each(golden("polar"))
 def test_turns_and_messages_of_rows_are_polar_s(session):
     """Read off links, rows and turns; a turn that sampled nothing leaves no piece."""
     table = recorded(session)

@@ -12,6 +12,7 @@ from tests.strategies import (
     chosen_policies,
     delegating_sessions,
     ends_of_turn,
+    fewer_examples,
     forest_policies,
     growing_prompts,
     masked,
@@ -131,6 +132,7 @@ LEFT_OUT = {"session_id", "started_at", *schema.ROUTING.names} - {"turn_index"}
 
 
 @pytest.mark.parametrize("case", CASES)
+@fewer_examples  # and `tests.fuzz forms`
 @given(data=st.data(), limit=row_limits, threads=st.integers(1, 3))
 def test_every_form_gives_the_rows_of_the_table(case, data, limit, threads):
     drawn, policies = CASES[case]

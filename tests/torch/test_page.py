@@ -1,17 +1,18 @@
-"""The page on torch runs, public functions say what they take, planted faults fit."""
+"""The page on torch runs, public functions say what they take."""
 
 import inspect
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import trajkit.torch
-from tests.faults_export import ROOT
-from tests.torch.faults import FAULTS
 from tests.torch.test_varlen import flash_attn_varlen_func
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_snippets_of_the_page_train(capsys, monkeypatch):
@@ -40,12 +41,3 @@ def test_public_names_are_documented(name):
             assert re.search(
                 rf"^(?:[\w*]+, )*\*{{0,2}}{parameter}\b", text, re.MULTILINE
             )
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2].strip())
-def test_planted_faults_have_a_place(fault):
-    """`python -m tests.torch.faults` plants them and runs the tests."""
-    path, right, wrong, tests = fault
-    assert (ROOT / "trajkit" / path).read_text("utf-8").count(right) == 1
-    assert wrong != right
-    assert (ROOT / tests.split()[0]).exists()

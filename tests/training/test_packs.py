@@ -364,13 +364,9 @@ def test_rows_without_their_parent_are_refused():
     [
         (ArgumentError, "align=3 does not divide max_tokens=8", {"align": 3}),
         (ArgumentError, "layout='trees': did you mean 'tree'", {"layout": "trees"}),
-        (ArgumentError, "share='all'", {"share": "all"}),
-        (ArgumentError, "oversize='cut'", {"oversize": "cut"}),
-        (ArgumentError, "reduce='max'", {"reduce": "max"}),
         (ArgumentError, "max_tokens=0", {"max_tokens": 0}),
         (ArgumentError, "positions are of 32 bits", {"max_tokens": 2**31}),
         (SchemaError, "columns has 'weight', but packs have", {"columns": ["weight"]}),
-        (ArgumentError, "columns='reward': expected a seq", {"columns": "reward"}),
         (SchemaError, "same has 'rewards': rows have no", {"same": ["rewards"]}),
         (SchemaError, "columns has 'x': rows have no", {"columns": ["x"]}),
     ],

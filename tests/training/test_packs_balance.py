@@ -138,7 +138,5 @@ def test_what_cannot_be_balanced_is_refused():
         tk.balance(packs.slice(1), 2)
     with pytest.raises(ArgumentError, match="ranks=0"):
         tk.balance(packs, 0)
-    with pytest.raises(ArgumentError, match="method='kk'"):
-        tk.balance(packs, 2, method="kk")
     with pytest.raises(ArgumentError, match="cost=-1: expected a finite number"):
         tk.balance(packs, 2, cost=(1, -1))

@@ -1,4 +1,4 @@
-"""Sessions of 100,000 turns: nothing recurses, nothing is quadratic in turns.
+"""Sessions of 50,000 turns: nothing recurses, nothing is quadratic in turns.
 
 Lengths in tokens are another matter: each prompt is looked at once, whole.
 """
@@ -10,7 +10,7 @@ import pytest
 import trajkit as tk
 from tests.made_tables import link_by
 
-N = 100_000
+N = 50_000
 
 
 def recorded_line(n_turns):
@@ -61,7 +61,7 @@ def test_every_turn_of_it_is_linked_to_the_one_before(line):
 
 def test_a_line_of_refused_turns():
     """Each prompt repeats all that came before, of which the first call alone counts."""
-    n = 20_000  # each prompt is compared with the first call's: quadratic by its nature
+    n = 10_000  # each prompt is compared with the first call's: quadratic by its nature
     turns = recorded_line(n).turns("s")
     at = turns.column_names.index("finish_reason")
     turns = turns.set_column(at, turns.field(at), pa.repeat("length", n).cast("string"))
@@ -111,7 +111,7 @@ def test_a_tree_of_messages_as_deep():
 @pytest.mark.parametrize("where", ["reply", "prompt"])
 def test_a_line_in_which_every_turn_drifts(route, where):
     """Each prompt drops the end of what was held: no path is the start of another."""
-    n = 30_000  # each prompt is compared with others: quadratic by its nature
+    n = 10_000  # each prompt is compared with others: quadratic by its nature
     at = np.arange(n, dtype=np.int32)
     ids = pa.large_list(pa.int32())
     turns = pa.table(

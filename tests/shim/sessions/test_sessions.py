@@ -221,10 +221,10 @@ async def test_an_ended_session_is_released(start, how):
     assert (opened.calls, opened.requests, shown["cache_bytes"]) == ({}, {}, 0)
 
 
-def test_a_hundred_thousand_sessions_leave_little_behind():
+def test_sessions_that_ended_leave_little_behind():
     lines, options = Lines(max_ended=100), SessionOptions(ttl_seconds=60.0)
     store, keys = lines.store, []
-    for k in range(100_000):
+    for k in range(15_000):
         session = store.open(f"s{k}", options)
         keys.append(session.api_key)
         session.conversation.logged.add(b"key")
@@ -238,16 +238,16 @@ def test_a_hundred_thousand_sessions_leave_little_behind():
     assert lines.clock.arranged == []
     assert len(store._open) == 0
     assert len(store._ended) == len(store._by_key) == 100
-    counts = {"open": 0, "closed": 100_000, "forgotten": 99_900, "in_flight": 0}
-    assert store.counts() == {**counts, "turns": 100_000}
-    assert sum(map(sys.getsizeof, [store._forgotten, *store._forgotten])) < 8 << 20
+    counts = {"open": 0, "closed": 15_000, "forgotten": 14_900, "in_flight": 0}
+    assert store.counts() == {**counts, "turns": 15_000}
+    assert sum(map(sys.getsizeof, [store._forgotten, *store._forgotten])) < 80 * 15_000
     # the last ones are known to be closed, older ones are unknown
     for key, status in ((keys[-1], 410), (keys[0], 401)):
         with pytest.raises(GatewayError) as caught:
             store.authorise([key])
         assert caught.value.status == status
     # but none is opened twice: its turns would run into those in the log
-    for known in ("s0", "s99899", "s99999"):
+    for known in ("s0", "s14899", "s14999"):
         with pytest.raises(GatewayError, match="opened before"):
             store.open(known)
 
