@@ -63,7 +63,18 @@ def compare(reader, texts):
     for text in texts:
         expected = outcome(lambda text=text: parse_json(text.decode()))
         found = outcome(lambda text=text: reader.read(text))
-        assert plain(found) == plain(expected)
+        assert plain(found) == plain(expected) or repeats_a_key(text, found)
+
+
+def repeats_a_key(text, found):
+    """Whether a reader names a repeated key of a text that has one, or that is no JSON."""
+    objects = []
+    try:
+        json.loads(text, object_pairs_hook=objects.append)
+        twice = any(len(dict(pairs)) < len(pairs) for pairs in objects)
+    except ValueError:
+        twice = True
+    return twice and isinstance(found, tuple) and "is there twice" in found[1]
 
 
 @given(st.lists(call_lines(), max_size=6))
@@ -71,7 +82,8 @@ def test_a_log_gives_the_same_turns_and_the_same_errors_either_way(texts):
     log = b"\n".join([*texts, b""])
     with mock.patch.multiple(jsonl, _WORTH=0, _KEPT=2):
         fast = read(log, calls)
-    assert fast == read(log, lines)
+    refused = any(repeats_a_key(text, fast) for text in texts)
+    assert fast == read(log, lines) or refused
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1), st.sampled_from([",", ", "]))
