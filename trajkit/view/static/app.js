@@ -95,10 +95,7 @@
   const fail = (error) => TK.replace(status, `This page failed: ${error.message}`);
 
   const sessionNumber = () => app.index.sessions.id.indexOf(app.state.s);
-  TK.policyNumber = () => {
-    const number = app.index.policies.findIndex((one) => one.policy === app.state.p);
-    return Math.max(0, number);
-  };
+  TK.policyNumber = () => Math.max(0, app.index.policies.findIndex((one) => one.policy === app.state.p));
 
   async function open(number) {
     TK.replace(status, "opening");
