@@ -38,7 +38,7 @@ TURNS = tk.from_records(CALLS)
 IDS = [10, 11, 20, 21, 22, 30, 31, 23, 24]
 MASK = [0, 0, 1, 1, 1, 0, 0, 1, 1]
 LOGPROBS = [-1.0, -2.0, -3.0, 0.0, 0.0, -0.5, -0.25]
-FINE = ("trains", "session_without_rows")
+FINE = ("trains", "unknown_session", "session_without_rows")
 NOTHING = [(0, 0, 2, "masked_out", 3), (0, 1, 7, "masked_out", 2)]
 
 
@@ -135,6 +135,62 @@ def test_turns_that_may_not_be_trained():
     turns = tk.from_records([{**CALLS[0], "trainable": False}, CALLS[1]])
     assert wrong(one(), turns) == [(0, None, 2, "untrainable", 3)]
     assert wrong(one([0] * 7 + [1, 1]), turns) == []
+
+
+OUT_OF_CONTEXT = [(0, turn, None, "out_of_context", n) for turn, n in ((0, 3), (1, 2))]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"attention_mask": [[1] * 10]}],
+)
+@pytest.mark.parametrize("token", [10, 9])
+def test_a_token_before_the_prompt_is_no_padding(token, more):
+    """A second BOS, or another token, that no call saw."""
+    rows = one([0, *MASK], [token, *IDS], **more)
+    assert wrong(rows) == OUT_OF_CONTEXT
+    rows = one([1, *MASK], [token, *IDS], **more)
+    assert wrong(rows) == [*OUT_OF_CONTEXT, (0, None, 0, "not_sampled", 1)]
+
+
+def test_padding_is_several_equal_tokens_that_nothing_trains_or_says_are_real():
+    ids = [0, 0, *IDS]
+    assert wrong(one([0, 0, *MASK], ids)) == []
+    found = wrong(one([0, 1, *MASK], ids))
+    assert found == [*OUT_OF_CONTEXT, (0, None, 1, "not_sampled", 1)]
+    assert wrong(one([0, 0, *MASK], ids, attention_mask=[[1] * 11])) == OUT_OF_CONTEXT
+    one_pad = one([0, *MASK], [0, *IDS], attention_mask=[[0] + [1] * 9])
+    assert wrong(one_pad) == []
+
+
+# --- sessions that rows name, and packed rows
+
+TWO = tk.from_records(
+    [*CALLS, {"session_id": "t", "prompt_ids": [10, 11], "output_ids": [40, 41]}]
+)
+
+
+def test_a_row_that_names_another_session():
+    found = lines(one(session_id=["t"]), TWO)
+    assert found[0]["kind"] == "other_session"
+    assert found[0]["detail"] == "it names session 't', and its tokens are of 's'"
+    assert [line["kind"] for line in found[1:]] == [
+        *("trains", "trains", "session_without_rows")
+    ]
+
+
+def test_a_row_that_names_no_session_of_the_log_is_found_all_the_same():
+    found = lines(one(session_id=["x"]))
+    assert [line["kind"] for line in found] == ["trains", "trains", "unknown_session"]
+    assert (
+        "1 row names a session that the log does not have, such as 'x'"
+        in (found[2]["detail"])
+    )
+
+
+def test_a_packed_row_is_named():
+    rows = one([*MASK, 0, 0, 1, 1], [*IDS, 10, 11, 40, 41])
+    assert wrong(rows, TWO) == [(0, None, 9, "several_sequences", 2)]
 
 
 # --- logprobs
@@ -250,6 +306,48 @@ def test_positions_count_padding(form):
             {"input_ids": [[1, 2]], "labels": [[-100, 7]]},
             r"labels\[1\] is 7, which is nei",
         ),
+        (one(labels=[[-100] * 9]), "loss_mask and labels contradict .* token 2"),
+        (one(response_mask=[[0, 0]]), "loss_mask and response_mask contradict"),
+        (one(completion_mask=[[0] * 7]), "loss_mask and completion_mask contradict"),
+        (
+            one(attention_mask=[[1] * 8 + [0]]),
+            "loss_mask and attention_mask contradict each other at token 8",
+        ),
+        (
+            [{"tokens": IDS, "response_length": 5, "loss_mask": MASK[2:]}],
+            "loss_mask and response_length contradict",
+        ),
+        (one(tokens=[[5, 5, 5]]), "input_ids has other ids than tokens"),
+        (
+            one(position_ids=[[0, 1, 2, 3, 4, 0, 1, 2, 3]]),
+            "position_ids start again at token 5: the row has several sequences",
+        ),
+        (one(attention_mask=[[1] * 5 + [2] * 4]), r"attention_mask\[5\] is 2"),
+        ([{"prompts": "a", "responses": "b", "response_mask": [1]}], "prompts is 'a'"),
+        ([{"input_ids": "a b", "loss_mask": [1]}], "input_ids is 'a b': expected"),
+        ([{"input_ids": [1.5], "loss_mask": [1]}], r"input_ids is \[1.5\]: expected"),
+        ([{"input_ids": [2**31], "loss_mask": [1]}], "input_ids is .*of 32 bits"),
+        (
+            [{"input_ids": IDS, "loss_mask": "000111"}],
+            "loss_mask is '000111': expected",
+        ),
+        ([{"input_ids": IDS, "loss_mask": 1}], "loss_mask is 1: expected a list"),
+        ([{"input_ids": [1], "loss_mask": ["1"]}], r"loss_mask is \['1'\]: expected"),
+        ([{"input_ids": [1], "labels": "x"}], "labels is 'x': expected a list"),
+        (
+            [{"tokens": [1], "response_length": "x"}],
+            "response_length is 'x': expected the number",
+        ),
+        (
+            {
+                "prompt_ids": [[1]],
+                "completion_ids": [[2]],
+                "completion_mask": [[1]],
+                "prompt_mask": [[1, 1]],
+            },
+            "prompt_mask has 2 values for 1 token of its part",
+        ),
+        (one(row_index=["x"]), "row_index is 'x': expected an integer"),
         (17, "rows of type int"),
         ([], "rows is an empty list"),
     ],
@@ -257,6 +355,22 @@ def test_positions_count_padding(form):
 def test_other_rows_are_refused(rows, said):
     with pytest.raises(SchemaError, match=said):
         tk.check_rows(rows, TURNS)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"labels": [IDS]},  # every token is a target; the mask says which count
+        {"completion_mask": [[1] * 7]},
+        {"prompts": ["text"], "responses": ["text"]},
+        {"prompts": [IDS[:2]], "responses": [IDS[2:]]},
+        {"labels": [3]},
+        {"response_length": [7]},
+        {"position_ids": [[*range(9)]]},
+    ],
+)
+def test_columns_beside_a_mask_that_do_not_contradict_it(more):
+    assert wrong(one(**more)) == []
 
 
 def test_rows_name_no_session_and_yet_are_found_in_the_right_one():

@@ -616,7 +616,9 @@ def test_check_names_a_shifted_mask(tmp_path, capsys):
     )
     code, out = checked(tmp_path, capsys, right)
     assert code == cli.DONE
-    assert out.startswith("rows 1, tokens trained 4; turns 2, tokens sampled 4\n")
+    assert out.startswith(
+        "rows 1, tokens trained 4 (loss_mask); turns 2, tokens sampled 4\n"
+    )
     assert "0    s               trains 3 of 3 tokens of turn 0\n" in out
     assert out.endswith("right: every trained token was sampled, and trains once\n")
     table = tmp_path / "found.parquet"
@@ -654,8 +656,53 @@ def test_check_shows_few_lines_of_many_rows(tmp_path, capsys):
     rows = [{"input_ids": ROW, "loss_mask": [0, 0, 1, 1, 1, 1, 1]}] * 50
     code, out = checked(tmp_path, capsys, write(tmp_path / "rows.jsonl", *rows))
     assert code == cli.BAD_DATA
-    assert len(out.splitlines()) <= 20
+    assert len(out.splitlines()) <= 21
+    assert "and 47 more rows, in the table of --out\n" in out
     assert ["not", "sampled", "50", "50"] in [line.split() for line in out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"input_ids": ROW, "loss_mask": None}, "expected a mask, one of loss_mask"),
+        ({"input_ids": [ROW], "loss_mask": [RIGHT]}, "input_ids has lists"),
+        ({"input_ids": ROW, "loss_mask": "[1,2]"}, "loss_mask is '[1,2]': expected"),
+    ],
+)
+def test_rows_with_odd_values_are_refused(tmp_path, capsys, row, said):
+    rows = write(tmp_path / "rows.jsonl", row)
+    log = write(tmp_path / "log.jsonl", *CHECKED)
+    for argv in (["check", rows, log], ["show", rows], ["why", rows]):
+        assert cli.main([*map(str, argv)]) == cli.BAD_DATA
+        err = capsys.readouterr().err
+        assert "rows.jsonl, line 1: row 0" in err
+        assert said in err
+
+
+def test_check_counts_padding_in_positions(tmp_path, capsys):
+    wrong = [*RIGHT[:5], 1, 1]
+    row = {"input_ids": [0, *ROW], "loss_mask": [0, *wrong]}
+    rows = write(tmp_path / "rows.jsonl", {**row, "attention_mask": [0] + [1] * 7})
+    out = checked(tmp_path, capsys, rows)[1]
+    assert "0    s        6      trains 1 token that nobody sampled: 30\n" in out
+
+
+def test_simulate_names_systems_as_they_were_given(tmp_path, capsys):
+    log = str(write(tmp_path / "log.jsonl", *CHECKED))
+    names = ["verl", "areal", "rllm"]
+    options = [text for name in names for text in ("--policy", name)]
+    assert cli.main(["simulate", log, *options]) == cli.DONE
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[4:7]] == names
+    assert "same rule" not in out
+
+
+@pytest.mark.parametrize("command", ["check", "verify"])
+def test_commands_without_a_policy_say_so(capsys, command):
+    assert cli.main(["help", command]) == cli.DONE
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "(default: faithful)" not in out
+    assert "(default: rows of any policy)" in out
 
 
 def test_check_shows_the_text_of_a_finding(tmp_path, capsys):

@@ -439,6 +439,13 @@ trajkit/importers/containers.py: importers/test_importers importers/test_nothing
 trajkit/analysis/rows.py: analysis/test_row_check analysis/test_row_reasons
     equal tokens before a row are no padding
         |for k in (0, run - 1, run) if k >= 0| -> |for k in (0,)|
+    a token before the prompt is padding
+        |or dropped < 2 or| -> |or|
+    trained padding is left out
+        |or mask[:dropped].any():| -> |:|
+    packed rows are one sequence
+        |if (stop := self._packed(ids, mask & (source < 0))) is not None:|
+        -> |if (stop := None) is not None:|
     what a policy loses is missing
         |due[positions(self.outputs.offsets[lost] + start, stop - start)] = False|
         -> |due[positions(self.outputs.offsets[lost] + start, stop - start)] = True|
@@ -486,6 +493,9 @@ trajkit/cli/options.py: cli/test_files cli/test_cli
         |clobber=not any(given)| -> |clobber=True|
     a threshold that the policy ignores is taken
         |if "fork_threshold" in choices and not _forks(policy):| -> |if False:|
+trajkit/verification/row_forms.py: analysis/test_row_check
+    columns may contradict each other
+        |            if len(wrong):\n                raise _contradiction| -> |            if False:\n                raise _contradiction|
 trajkit/cli/data.py: cli/test_cli cli/test_files
     a finding has the tokens before it
         |path_tokens=(pl.col("path_stop") - pl.col("path_start")).sum(),|

@@ -115,6 +115,8 @@ class _Check:
         # what lines about the current row have; the sessions that have a row
         self.place: dict[str, Any] = {}
         self.seen: set[str] = set()
+        # the sessions that rows name and the log does not have, by row
+        self.unknown: list[str] = []
 
     def add(self, kind: str, detail: str, **more: Any) -> None:
         self.lines.append({"kind": kind, "detail": detail, **self.place, **more})
@@ -126,20 +128,21 @@ class _Check:
             return
         self.place, name = {"row": row}, given["session_id"].as_py()
         named = name in self.sessions
-        sessions, dropped = ([self.sessions[name]], 0) if named else self._like(ids)
-        ids, mask, best = ids[dropped:], mask[dropped:], None
+        if name is not None and not named:
+            self.unknown.append(name)
+        sessions, dropped = self._like(ids)
+        if given["padding_known"].as_py() or dropped < 2 or mask[:dropped].any():
+            dropped = 0  # these are no padding, and calls did not see them
+        ids, mask = ids[dropped:], mask[dropped:]
         first = given["padding"].as_py() + dropped
-        for session in sessions:
-            calls = self.turns.calls_of(session)
-            source, in_context, begins = self.sampled.find(
-                ids, calls, mask, everywhere=True
-            )
-            there = source >= 0
-            # of equal sessions, one that no earlier row trains
-            again = self.sampled.trained_by[source[there]] >= 0
-            rank = int((mask & there).sum()), -int(again.sum())
-            if begins and (best is None or rank > best[0]):
-                best = rank, session, source, in_context
+        best = self._best(ids, mask, [self.sessions[name]] if named else sessions)
+        if named and (best is None or best[0][0] < mask.sum()):
+            other = self._best(ids, mask, sessions)
+            if other is not None and (best is None or other[0][0] > best[0][0]):
+                best = other
+                theirs = self.turns.calls.ids[best[1]].as_py()
+                words = f"it names session {name!r}, and its tokens are of {theirs!r}"
+                self.add("other_session", words, tokens=best[0][0])
         if best is None:
             n, where = int(mask.sum()), f" of session {name!r}" if named else ""
             words = f"{count(n)} trained, and no turn{where} begins like it"
@@ -148,6 +151,15 @@ class _Check:
         _, session, source, in_context = best
         self.place["session_id"] = name = self.turns.calls.ids[session].as_py()
         self.seen.add(name)
+        if (stop := self._packed(ids, mask & (source < 0))) is not None:
+            words = (
+                f"another sequence begins at token {first + stop}: split packed rows, "
+                "since a row is compared as one sequence"
+            )
+            n = int(mask[stop:].sum())
+            self.add("several_sequences", words, token=first + stop, tokens=n)
+            ids, mask = ids[:stop], mask[:stop]
+            source, in_context = source[:stop], in_context[:stop]
         sampled, may = source >= 0, self.may[source]
         shift = _shift_of(mask, sampled & may)
         moved = _shifted(mask, shift)
@@ -177,10 +189,37 @@ class _Check:
             logprobs = given["logprobs"].values.fill_null(np.nan).to_numpy()[dropped:]
             self._logprobs(logprobs, source, np.flatnonzero(trained), first)
 
-    def _like(self, ids: Ints) -> tuple[list[int], int]:
-        """The sessions of the paths that share most with a row, and tokens to leave out.
+    def _best(
+        self, ids: Ints, mask: Bools, sessions: list[int]
+    ) -> tuple[tuple[int, int], int, Longs, Bools] | None:
+        """Of sessions, the one that sampled most of what a row trains, and where."""
+        best = None
+        for session in sessions:
+            calls = self.turns.calls_of(session)
+            source, in_context, begins = self.sampled.find(
+                ids, calls, mask, everywhere=True
+            )
+            there = source >= 0
+            # of equal sessions, one that no earlier row trains
+            again = self.sampled.trained_by[source[there]] >= 0
+            rank = int((mask & there).sum()), -int(again.sum())
+            if begins and (best is None or rank > best[0]):
+                best = rank, session, source, in_context
+        return best
 
-        Equal tokens at its start are padding if paths share more without them.
+    def _packed(self, ids: Ints, unknown: Bools) -> int | None:
+        """Where a path begins inside a row that has the next trained, unknown token."""
+        at = np.flatnonzero(unknown)
+        for begin in np.flatnonzero(ids[1:] == ids[0])[:_MOST_SESSIONS] + 1:
+            later = at[at > begin]
+            if len(later) and self._nearest(ids[begin:])[0] > later[0] - begin:
+                return int(begin)
+        return None
+
+    def _like(self, ids: Ints) -> tuple[list[int], int]:
+        """The sessions of the paths that share most with a row, and tokens before those.
+
+        Equal tokens at its start may be padding if paths share more without them.
         """
         run = int(np.argmax(ids != ids[0]))
         tries = [(k, *self._nearest(ids[k:])) for k in (0, run - 1, run) if k >= 0]
@@ -252,6 +291,13 @@ class _Check:
     def absent(self) -> None:
         self.place = {}
         calls, owner = self.turns.calls, self.owner
+        if self.unknown:
+            n, name = len(self.unknown), self.unknown[0]
+            words = (
+                f"{count(n, 'row')} name{'s' * (n == 1)} a session that the log does not "
+                f"have, such as {name!r}: found by tokens alone"
+            )
+            self.add("unknown_session", words)
         without = np.array([name not in self.seen for name in self.sessions], np.bool_)
         without_rows = without[calls.session[owner]]
         if without.any():

@@ -25,10 +25,9 @@ from trajkit.analysis.words import COUNT_WORDS, LOSS_GROUPS, LOSS_WORDS, count
 from trajkit.cli import BAD_DATA, DONE
 from trajkit.cli import options as opt
 from trajkit.cli.screen import Progress, share, text_table, visible
-from trajkit.cli.view import any_rows, marked
+from trajkit.cli.view import marked, rows_of_trainer
 from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
-from trajkit.files.jsonl import row_placed
 from trajkit.files.run import Watch, facts_digest
 from trajkit.files.sources import SessionPrefix
 from trajkit.files.tables import iter_tables, log_files, write_table
@@ -38,7 +37,6 @@ from trajkit.policies import ALIASES
 from trajkit.schema import FINDINGS, LOSSES
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
-from trajkit.verification.row_forms import plain_rows
 from trajkit.verification.run import verify_file
 
 
@@ -389,6 +387,11 @@ def simulate(
 
     totals = job.run("simulate", source, stage, {})
     table = counts.table()
+    if policy:
+        # a system's rule has the name that was given, not that of an equal preset
+        pairs = zip(opt.many_policies(policy), table["policy"].to_pylist(), strict=True)
+        names = [text if text in ALIASES else name for text, name in pairs]
+        table = table.set_column(0, table.schema.field("policy"), pa.array(names))
     cheapest = cheapest_lossless(table)
     facts = {"cheapest": cheapest, "policies": table.to_pylist()}
     job.print(totals, facts, describe(table, cheapest, wide=wide))
@@ -550,7 +553,8 @@ def _by_cause(findings: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-RIGHT = ("trains", "session_without_rows")
+_NOTES = ("unknown_session", "session_without_rows")
+RIGHT = ("trains", *_NOTES)
 """Lines that are no finding."""
 
 # of the first wrong rows, and of each of them, the lines that are shown
@@ -563,7 +567,7 @@ def check(
     /,
     *,
     out: Annotated[str | None, opt.FILE, opt.Writes("row_checks")] = None,
-    policy: opt.PolicyOption = None,
+    policy: opt.MaybePolicyOption = None,
     tokenizer: opt.TokenizerPath = None,
     reading: opt.Reading = opt.READING,
     json: opt.Json = False,
@@ -580,36 +584,34 @@ def check(
     """
     chosen = opt.maybe_policy(policy)
     loaded = opt.chosen_tokenizer(tokenizer, turns)
-    try:
-        table = plain_rows(any_rows(rows))
-    except (errors.FormatError, errors.SchemaError) as error:
-        raise type(error)(row_placed(rows, str(error))) from None
+    given, table = rows_of_trainer(rows)
     if not table.num_rows:
         raise opt.nothing(rows, "rows")
     calls = reading.turns(turns)
     with Progress("comparing rows with the log"):
-        found = tk.check_rows(table, calls, chosen)
+        found = tk.check_rows(given, calls, chosen)
     if out is not None:
         write_table(found, out)
     lines = found.to_pylist()
     wrong = any(line["kind"] not in RIGHT for line in lines)
     trained = sum(map(sum, table["loss_mask"].to_pylist()))
     sampled = sum(map(len, calls["output_ids"]))
+    masks = table["mask_of"].unique().to_pylist()
     text = (
-        f"rows {table.num_rows:,}, tokens trained {trained:,}; "
+        f"rows {table.num_rows:,}, tokens trained {trained:,} ({', '.join(masks)}); "
         f"turns {calls.num_rows:,}, tokens sampled {sampled:,}\n\n"
         + _findings(table, lines, None if loaded is None else Codec(loaded))
     )
-    opt.print_result({"wrong": wrong, "lines": lines}, text, json)
+    opt.print_result({"wrong": wrong, "masks": masks, "lines": lines}, text, json)
     return BAD_DATA if wrong else DONE
 
 
 def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) -> str:
     """The findings of the first wrong rows, then the number of each kind."""
     wrong = [line for line in lines if line["kind"] not in RIGHT]
-    of_rows = [line for line in lines if line["kind"] != RIGHT[1]]
-    shown = []
-    for row in [*dict.fromkeys(one["row"] for one in wrong or lines)][:_MOST_ROWS]:
+    of_rows = [line for line in lines if line["kind"] not in _NOTES]
+    shown, places = [], [*dict.fromkeys(one["row"] for one in wrong or of_rows)]
+    for row in places[:_MOST_ROWS]:
         own = [one for one in of_rows if one["row"] == row]
         own.sort(key=lambda one: one["kind"] in RIGHT)
         for one in own[:_MOST_LINES]:
@@ -619,12 +621,16 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
                 start = token - rows["padding"][row].as_py()
                 stop = start + min(one["tokens"], 8)
                 words += f"  {marked(codec, ids, start, stop)}"
-            places = (one[name] for name in ("row", "session_id", "token"))
-            texts = ["" if place is None else visible(str(place)) for place in places]
+            cells = (one[name] for name in ("row", "session_id", "token"))
+            texts = ["" if cell is None else visible(str(cell)) for cell in cells]
             shown.append([*texts, words])
         if (n_more := len(own) - _MOST_LINES) > 0:
             shown.append(["", "", "", f"and {n_more} more, in the table of --out"])
-    shown += [["", "", "", one["detail"]] for one in lines if one["kind"] == RIGHT[1]]
+    # what no row has is in the last place, of None
+    if (n_more := sum(row is not None for row in places[_MOST_ROWS:])) > 0:
+        words = f"and {count(n_more, 'more row')}, in the table of --out"
+        shown.append(["", "", "", words])
+    shown += [["", "", "", one["detail"]] for one in lines if one["kind"] in _NOTES]
     found = text_table(("row", "session", "token", "finding"), shown)
     if not wrong:
         return f"{found}\n\nright: every trained token was sampled, and trains once"
@@ -642,7 +648,7 @@ def verify(
     /,
     *,
     out: Annotated[str | None, opt.PARTS, opt.Writes("violations")] = None,
-    policy: opt.PolicyOption = None,
+    policy: opt.MaybePolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
     max_row_tokens: opt.MaxRowTokens = None,

@@ -457,7 +457,9 @@ _MANY = (
     f"{_HELP}. May be repeated; --set and --fork-threshold belong to the --policy before "
     "them (default: all policies)"
 )
+_MAYBE = f"{_HELP} (default: rows of any policy)"
 PolicyOption = Annotated[list[str] | None, _OPTIONS]
+MaybePolicyOption = Annotated[list[str] | None, _OPTIONS, Parameter(help=_MAYBE)]
 PoliciesOption = Annotated[list[str] | None, _OPTIONS, Parameter(help=_MANY)]
 
 

@@ -19,12 +19,14 @@ from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.analysis.words import count
 from trajkit.cli import options as opt
 from trajkit.cli.screen import Fragment, Progress, Screen, visible
-from trajkit.errors import ArgumentError, FormatError
+from trajkit.errors import ArgumentError, FormatError, SchemaError
 from trajkit.files.arrow import table_kind
 from trajkit.files.formats import format_of, paths_in, replacing
+from trajkit.files.jsonl import row_placed
 from trajkit.files.sources import paths_of
 from trajkit.files.tables import iter_tables, log_files, read_any_rows
 from trajkit.schema import EMPTY_KINDS, SESSIONS
+from trajkit.tables.canonical import canonical_rows
 from trajkit.tables.columns import take_session, tuples
 from trajkit.turns.sessions import Sessions
 from trajkit.verification import row_forms
@@ -97,10 +99,22 @@ def rows_in(source: list[str]) -> pa.Table | None:
         found = table is not None and row_forms.is_rows(table.column_names)
     if not found:
         return None
-    rows, own = any_rows(source[0]), {"input_ids", "loss_mask"}
-    if isinstance(rows, pa.Table) and own <= {*rows.column_names}:
-        return rows
-    return row_forms.plain_rows(rows).drop_columns("padding")
+    rows = any_rows(source[0])
+    if isinstance(rows, pa.Table) and "spans" in rows.column_names:
+        return canonical_rows(rows)
+    return rows_of_trainer(source[0])[1].select(row_forms.TOKENS)
+
+
+def rows_of_trainer(path: str) -> tuple[object, pa.Table]:
+    """The rows of a file as it has them, and as `row_forms.PLAIN`.
+
+    Errors name the file, and the line if it has lines.
+    """
+    try:
+        rows = any_rows(path)
+        return rows, row_forms.plain_rows(rows)
+    except (FormatError, SchemaError) as error:
+        raise type(error)(row_placed(path, str(error))) from None
 
 
 _ARRAYS = (".npz", ".pt", ".pkl", ".pickle")
