@@ -123,6 +123,16 @@ def test_the_exact_sibling_is_preferred():
         assert restored(book, USER, said(text)) == ([USER, said(text)], ["as_sent"])
 
 
+def test_of_replies_that_look_alike_it_is_the_latest():
+    """The client may never have got the first one, and asked again."""
+    replies = first, second = thinking("a", "x"), thinking("a", "y")
+    for latest in (second, first):
+        # one that is sampled again is the latest, too
+        book = book_with(*replies, latest)
+        assert restored(book, USER, said("a")) == ([USER, latest], ["restored"])
+        assert restored(book, USER, first) == ([USER, first], ["as_sent"])
+
+
 def test_the_place_tells_replies_apart():
     book, other = book_with(said("Done")), user("another")
     remember(book, book.restore([other]).position, said("Done\n"))
