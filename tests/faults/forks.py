@@ -11,6 +11,7 @@ import select
 import signal
 import traceback
 import types
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,29 @@ def plant(fault: Fault, number: int) -> None:
         return
     name = fault.file.removesuffix(".py").removeprefix("shim/").replace("/", ".")
     module = importlib.import_module(name)
-    source = Path(module.__file__).read_text()
-    assert source.count(fault.old) == 1
-    code = compile(source.replace(fault.old, fault.new), module.__file__, "exec")
+    # its file has the fault already
+    code = compile(Path(module.__file__).read_text(), module.__file__, "exec")
     fresh = types.ModuleType(name)
     fresh.__file__, fresh.__package__ = module.__file__, module.__package__
     exec(code, vars(fresh))
     _transplant(vars(module), vars(fresh), name)
+
+
+@contextmanager
+def in_file(fault: Fault, number: int):
+    """Have a fault in its file, too, for the processes that tests start."""
+    path = Path(fault.file)
+    text = path.read_text()
+    if not fault.of_kernel:
+        assert text.count(fault.old) == 1
+        path.write_text(text.replace(fault.old, fault.new))
+        # no compiled file is of this time
+        os.utime(path, (number, number))
+    try:
+        yield
+    finally:
+        if not fault.of_kernel:
+            path.write_text(text)
 
 
 def _transplant(old, new, module):
@@ -115,6 +132,7 @@ def pytest_runtestloop(session):
                 and word in item.nodeid
             ]
             assert items, fault.tests
-            found = _first_failure(items, fault, number)
+            with in_file(fault, number):
+                found = _first_failure(items, fault, number)
             print(json.dumps([number, found]), file=out, flush=True)
     return True
