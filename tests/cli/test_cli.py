@@ -172,6 +172,9 @@ def refusing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "garbage.parquet").write_bytes(b"garbage")
     (tmp_path / "bad.json").write_text("{}")
+    # a wrong option is found before a file is read
+    for name in ("in", "s.jsonl"):
+        (tmp_path / name).write_bytes(b"garbage")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "strange.parquet")
     table = tk.from_records(CALLS[:1])
     pq.write_table(pa.concat_tables([table, table]), tmp_path / "twice.parquet")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.shim.clients import USER
 from tests.shim.fakes import Updatable, cases, until
 from trajkit_shim.engines.base import UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
@@ -103,6 +104,6 @@ async def test_calls_reach_an_engine_that_is_paused(start, engine):
     session = await gateway.open()
     await gateway.post("/engine/pause")
     assert (await gateway.get("/healthz"))["status"] == "paused"
-    assert (await session.ask())["content"] == "a"
+    assert (await session.ask(USER))["content"] == "a"
     await gateway.post("/engine/resume")
     assert (await gateway.get("/healthz"))["status"] == "ok"
