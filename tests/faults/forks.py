@@ -66,18 +66,21 @@ def _transplant(old, new, module):
         elif isinstance(value, _PLAIN) and before != value and isinstance(old, dict):
             old[name] = value
         else:
-            before, value = _function(before), _function(value)
-            if before is not None and value is not None and value.__module__ == module:
-                before.__code__ = value.__code__
-                before.__defaults__ = value.__defaults__
-                before.__kwdefaults__ = value.__kwdefaults__
+            both = zip(_functions(before), _functions(value), strict=False)
+            for one, other in both:
+                if other.__module__ == module:
+                    one.__code__ = other.__code__
+                    one.__defaults__ = other.__defaults__
+                    one.__kwdefaults__ = other.__kwdefaults__
 
 
-def _function(value):
-    for name in ("__wrapped__", "__func__", "fget", "func"):
-        if not isinstance(value, types.FunctionType) and hasattr(value, name):
-            value = getattr(value, name)
-    return value if isinstance(value, types.FunctionType) else None
+def _functions(value):
+    """The function that a value is or has, and those around which it is made."""
+    while value is not None:
+        if isinstance(value, types.FunctionType):
+            yield value
+        names = ("__wrapped__", "__func__", "fget", "func")
+        value = next((getattr(value, n) for n in names if hasattr(value, n)), None)
 
 
 def _in_child(items, fault, number, pipe):
