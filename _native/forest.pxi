@@ -568,7 +568,7 @@ def copy_ranges(
     const pos_t[::1] offsets not None,
     token_t[::1] out not None,
 ):
-    """Write what each call's path has from ``starts[i]`` on to ``out[offsets[i]:offsets[i + 1]]``."""
+    """Write the ids of each call's path, from ``starts[i]`` on, to ``out`` at ``offsets[i]``."""
     cdef int64_t n_ranges = calls.shape[0], i
     cdef pos_t n
     _check_length("starts", starts.shape[0], n_ranges)

@@ -169,8 +169,10 @@ class Call:
 
         def read() -> ChatRequest:
             self._digest = blake2b(head + data, digest_size=16).digest()
-            value, self._body = parse_body(data, protocol.name, listed, bodies)
-            return protocol.read(value, limits, self._body.elements)
+            value, body = parse_body(data, protocol.name, listed, bodies)
+            # the bytes of images are not kept
+            self._body = body if listed else None
+            return protocol.read(value, limits, body.elements)
 
         chat = await _done(read, at_once=self._is_short and not takes_images)
         limit = gateway.options.max_messages

@@ -90,6 +90,9 @@ class Worker:
             owner = self._owners.get(str(session_id))
             if owner is None:
                 states = await self._ask_all(request, b"", "GET", "/healthz")
+                for state in states:
+                    if state.status_code >= 400:
+                        return state
                 loads = [_json(state)["sessions"]["open"] for state in states]
                 owner = loads.index(min(loads))
             answer = await self._ask(owner, request, body)
@@ -124,7 +127,8 @@ class Worker:
     ) -> Response:
         """Pass a request on to a worker, as its client would reach it, or send another."""
         host, url = request.url.hostname or "127.0.0.1", self._urls[index]
-        kept = ("authorization", "x-admin-token", "content-type")
+        # with an origin it is a web page's, which the worker refuses
+        kept = ("authorization", "x-admin-token", "content-type", "origin")
         heads = {k: v for k, v in request.headers.items() if k in kept}
         host = f"[{host}]" if ":" in host else host
         heads["host"] = f"{host}:{urlsplit(url).port}"

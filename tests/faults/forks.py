@@ -11,6 +11,7 @@ import select
 import signal
 import traceback
 import types
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,29 @@ def plant(fault: Fault, number: int) -> None:
         return
     name = fault.file.removesuffix(".py").removeprefix("shim/").replace("/", ".")
     module = importlib.import_module(name)
-    source = Path(module.__file__).read_text()
-    assert source.count(fault.old) == 1
-    code = compile(source.replace(fault.old, fault.new), module.__file__, "exec")
+    # its file has the fault already
+    code = compile(Path(module.__file__).read_text(), module.__file__, "exec")
     fresh = types.ModuleType(name)
     fresh.__file__, fresh.__package__ = module.__file__, module.__package__
     exec(code, vars(fresh))
     _transplant(vars(module), vars(fresh), name)
+
+
+@contextmanager
+def in_file(fault: Fault, number: int):
+    """Have a fault in its file, too, for the processes that tests start."""
+    path = Path(fault.file)
+    text = path.read_text()
+    if not fault.of_kernel:
+        assert text.count(fault.old) == 1
+        path.write_text(text.replace(fault.old, fault.new))
+        # no compiled file is of this time
+        os.utime(path, (number, number))
+    try:
+        yield
+    finally:
+        if not fault.of_kernel:
+            path.write_text(text)
 
 
 def _transplant(old, new, module):
@@ -49,18 +66,21 @@ def _transplant(old, new, module):
         elif isinstance(value, _PLAIN) and before != value and isinstance(old, dict):
             old[name] = value
         else:
-            before, value = _function(before), _function(value)
-            if before is not None and value is not None and value.__module__ == module:
-                before.__code__ = value.__code__
-                before.__defaults__ = value.__defaults__
-                before.__kwdefaults__ = value.__kwdefaults__
+            both = zip(_functions(before), _functions(value), strict=False)
+            for one, other in both:
+                if other.__module__ == module:
+                    one.__code__ = other.__code__
+                    one.__defaults__ = other.__defaults__
+                    one.__kwdefaults__ = other.__kwdefaults__
 
 
-def _function(value):
-    for name in ("__wrapped__", "__func__", "fget", "func"):
-        if not isinstance(value, types.FunctionType) and hasattr(value, name):
-            value = getattr(value, name)
-    return value if isinstance(value, types.FunctionType) else None
+def _functions(value):
+    """The function that a value is or has, and those around which it is made."""
+    while value is not None:
+        if isinstance(value, types.FunctionType):
+            yield value
+        names = ("__wrapped__", "__func__", "fget", "func")
+        value = next((getattr(value, n) for n in names if hasattr(value, n)), None)
 
 
 def _in_child(items, fault, number, pipe):
@@ -115,6 +135,7 @@ def pytest_runtestloop(session):
                 and word in item.nodeid
             ]
             assert items, fault.tests
-            found = _first_failure(items, fault, number)
+            with in_file(fault, number):
+                found = _first_failure(items, fault, number)
             print(json.dumps([number, found]), file=out, flush=True)
     return True

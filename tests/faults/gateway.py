@@ -33,6 +33,8 @@ shim/trajkit_shim/prompting/conversation.py: shim/prompting shim/test_app
     a position does not depend on what was before
         |return blake2b(position + key, digest_size=16).digest()|
         -> |return blake2b(key, digest_size=16).digest()|
+    of replies that look alike the first counts
+        |{}).values()][::-1]| -> |{}).values()]|
 shim/trajkit_shim/prompting/prompts.py: shim/prompting shim/test_app
     text before the replies may be rewritten
         |if found.hasher.digest() != base.between:| -> |if False:|
@@ -92,6 +94,9 @@ shim/trajkit_shim/call.py: shim/test_app shim/protocols shim/test_conformance sh
         |"trainable": sample.complete and not untrained| -> |"trainable": sample.complete|
     a client of a session with fixed sampling may require a form
         |required = replace(required, **free)| -> |pass|
+shim/trajkit_shim/call.py: shim/test_images
+    bytes of images stay in memory
+        |body if listed else None| -> |body|
 shim/trajkit_shim/app.py: shim/test_app shim/test_serve shim/sessions
     web pages may call
         |if "origin" in headers:| -> |if False:|
@@ -122,6 +127,9 @@ shim/trajkit_shim/sessions/sessions.py: shim/sessions shim/test_app shim/test_de
         -> |            try:\n                pass\n            except GatewayError:\n                # turns|
     a session's end does not end its calls
         |call.end(closed_error(self.session_id))| -> |pass|
+    a session ends without the amendments of its end
+        |        session.write_amendments()\n\n    async def finish|
+        -> |\n    async def finish|
     metadata is replaced, not merged
         |{**self.outcome["metadata"], **fields.get("metadata", {})}|
         -> |{**fields.get("metadata", {})}|
@@ -282,6 +290,8 @@ shim/trajkit_shim/json_input.py: shim/protocols shim/test_conformance shim/test_
 shim/trajkit_shim/workers.py: shim/test_serve
     all sessions are the first worker's
         |owner = loads.index(min(loads))| -> |owner = 0|
+    a web page may ask another worker
+        |"content-type", "origin")| -> |"content-type")|
     one worker is drained
         |answers = await self._ask_all(request, body)|
         -> |answers = [await self._ask(0, request, body)]|

@@ -381,14 +381,12 @@ def test_a_session_with_two_sub_agents_at_once_that_is_resumed(tmp_path, name, t
     # the template omits what was thought before the user spoke
     forgets = bool(thought) and not client.rewrites
     n_turns = 11 if name == "codex" else 9
-    counts = {
-        "unknown_reply" if client.greets else "opening": 3,
-        "moved": int(client.rewrites),
-        "reasoning": int(forgets),
-    }
-    counts["append"] = n_turns - sum(counts.values())
+    counts = Counter({"unknown_reply" if client.greets else "opening": 3})
+    counts.update(unknown_reply=client.rewrites, reasoning=int(forgets))
+    counts["append"] = n_turns - counts.total()
     assert shown["prompts"] == {reason: n for reason, n in counts.items() if n}
-    assert shown["echo"]["new"] == (3 if client.greets else 0)
+    # greetings, and the replies after the change
+    assert shown["echo"]["new"] == 3 * client.greets + 4 * client.rewrites
     assert len(turns) == n_turns
     assert roots(turns) == 3 + client.rewrites
     assert all(turn["trainable"] for turn in turns)

@@ -1,6 +1,7 @@
 """`GatewayClient` against gateways that listen on sockets."""
 
 import asyncio
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -106,6 +107,15 @@ def test_sessions_are_spread_over_gateways_and_found_again(tmp_path):
 
 
 UPDATE = ("update", "/new", "step-1")
+
+
+@pytest.mark.anyio
+async def test_sessions_that_are_opened_at_once_are_spread_too(tmp_path):
+    with gateways(tmp_path, ScriptedEngine(), ScriptedEngine()) as urls:
+        async with AsyncGatewayClient(urls) as client:
+            opened = await asyncio.gather(*(client.open() for _ in range(6)))
+    places = Counter(session.base_url for session in opened)
+    assert places == dict.fromkeys(urls, 3)
 
 
 def test_new_weights_at_all_gateways(tmp_path):

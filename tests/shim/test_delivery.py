@@ -251,6 +251,22 @@ async def test_a_session_ends_once_its_amendments_are_written(session, monkeypat
     assert logged(session) == [LOST]
 
 
+@pytest.mark.parametrize("how", ["finish", "drop"])
+async def test_an_answer_that_is_lost_at_the_end_is_written(session, monkeypatch, how):
+    monkeypatch.setattr("trajkit_shim.sessions.sessions._GRACE_SECONDS", 0.01)
+    line = Line(session)
+    entered = stuck(line)
+    call = asyncio.create_task(line.ask())
+    await entered.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(session.gateway.log, "amend", fails(*FULL))
+        error = (await session.end(how, 500))["error"]
+        assert "an amendment could not be written" in error["message"]
+    await asyncio.gather(call, return_exceptions=True)
+    await session.end(how)
+    assert logged(session) == [LOST if how == "finish" else (False, "dropped")]
+
+
 async def test_no_amendment_that_could_not_be_written_is_forgotten(
     session, monkeypatch
 ):

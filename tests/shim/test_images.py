@@ -187,6 +187,15 @@ async def test_a_conversation_with_images_is_appended_and_is_one_row(opened, for
     assert all(indices is not None for indices in shown)
 
 
+async def test_the_bytes_of_images_do_not_stay_in_memory(opened):
+    session = await opened("red")
+    url = f"data:image/png;base64,{base64.b64encode(PNG + bytes(1 << 20)).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    await session.post(messages=[{"role": "user", "content": [part]}])
+    shown = await session.gateway.get("/prompts")
+    assert shown["cache_bytes"] < 1 << 16
+
+
 async def test_the_limit_of_images_is_that_of_the_complete_prompt(opened):
     session = await opened("red", limits={"max_images": 1})
     await session.look(PNG)

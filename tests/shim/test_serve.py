@@ -410,7 +410,12 @@ def test_openings_that_are_refused_and_one_id_at_once(tmp_path):
             ):
                 stranger.open("a")
             assert caught.value.status == 401
-        # the refused one left no trace
+            # what a web page may send through the browser of somebody
+            for path in ("sessions", "admin/drain"):
+                for head in ({"origin": "http://evil.example"}, {"host": "evil.org"}):
+                    answer = post(f"{url}/{path}", {}, **ADMIN, **head)
+                    assert answer.status_code == 403, answer.text
+        # the refused ones left no trace
         clients[0].open("a")
         with pytest.raises(GatewayError, match="max_turns"):
             clients[0].open("b", max_turns=-1)

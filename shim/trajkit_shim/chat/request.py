@@ -418,17 +418,22 @@ def make_reply(
     short_ids: bool = False,
     **rest: Any,
 ) -> Reply:
-    """Build the reply to a client, with an id for each call that has none.
+    """Build the reply to a client, with an id for each call that has none of its own.
 
     ``finish``: the engine's finish reason. ``short_ids``: of nine letters and digits,
     which some templates want. ``rest``: the other fields of `Reply`.
     """
     reply_id, parts = uuid.uuid4().hex, list(parsed.parts)
+    # a model may sample one id twice, but results are told apart by it
+    taken = {""}
     for number, part in enumerate(parts):
-        if isinstance(part, ToolCall) and not part.call_id:
+        if not isinstance(part, ToolCall):
+            continue
+        if part.call_id in taken:
             call_id = f"{call_prefix}{reply_id[:20]}{number:04}"
             if short_ids:
                 call_id = blake2b(f"{reply_id}{number}".encode()).hexdigest()[:9]
             parts[number] = replace(part, call_id=call_id)
+        taken.add(part.call_id)
     found = {**vars(parsed), "parts": tuple(parts), "cut": finish == "length"}
     return Reply(**found, **rest, reply_id=reply_id, created=int(time.time()))

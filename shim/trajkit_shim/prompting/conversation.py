@@ -149,7 +149,7 @@ class Conversation:
     counts: Counter[Known] = field(default_factory=Counter)
     # keys of the messages whose body is in the log
     logged: set[bytes] = field(default_factory=set)
-    # by the position before and after
+    # by the position before and after; of one position, in the order of turns
     _nodes: dict[bytes, dict[bytes, Node]] = field(default_factory=dict)
     _counted: set[bytes] = field(default_factory=set)
     # calls that may start an agent: their prompt, the agent that called, and the columns
@@ -225,7 +225,8 @@ class Conversation:
         self, messages: list[Json], index: int, position: bytes
     ) -> tuple[Node | None, list[Json]]:
         """The reply that the messages at an index are, and these messages."""
-        nodes = [*self._nodes.get(position, {}).values()]
+        # the latest first: an earlier one may have been lost on its way
+        nodes = [*self._nodes.get(position, {}).values()][::-1]
         if not nodes:
             return None, messages[index : index + 1]
         # at most as many as a reply has parts; clients may send thousands
@@ -242,8 +243,10 @@ class Conversation:
 
     def add(self, node: Node, budget: "Budget") -> None:
         """Store a reply that was recorded."""
-        # the same reply to the same messages: the latest turn counts
-        self._nodes.setdefault(node.position, {})[node.after] = node
+        # the same reply to the same messages: the latest turn counts, and is the last
+        alike = self._nodes.setdefault(node.position, {})
+        alike.pop(node.after, None)
+        alike[node.after] = node
         # what they know of this position is out of date
         self._requests = [
             request

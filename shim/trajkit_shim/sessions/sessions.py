@@ -368,7 +368,10 @@ class SessionStore:
         session.write()
 
     async def _stop(self, session: Session, how: EndedBy) -> None:
-        """End a session; wait until its requests are answered, some seconds each."""
+        """End a session; wait until its requests are answered, some seconds each.
+
+        Raises `GatewayError` also if it could not be written that answers were lost.
+        """
         try:
             self.end(session, how)
         finally:
@@ -377,6 +380,7 @@ class SessionStore:
                 if task is not None:
                     task.cancel()
             await _over(session.requests, _GRACE_SECONDS)
+        session.write_amendments()
 
     async def finish(
         self,

@@ -158,6 +158,7 @@ class AppendLog:
             # A stream without an end marker is complete, too. Its batches were written
             # before; some file systems fail here.
             with suppress(OSError):
+                self._check_file()
                 self._write(END_OF_STREAM)
             file, self._file = self._file, None
             with suppress(OSError):

@@ -19,7 +19,7 @@ from tests.shim.fakes import (
     user,
 )
 from tests.strategies import client_habits, reply_texts
-from trajkit_shim.chat.request import Usage, make_reply
+from trajkit_shim.chat.request import Parsed, ToolCall, Usage, make_reply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.protocols.base import encode
@@ -121,6 +121,16 @@ def test_the_exact_sibling_is_preferred():
     book = book_with(said("x"), said(" x"), said("x "))
     for text in ("x", " x", "x "):
         assert restored(book, USER, said(text)) == ([USER, said(text)], ["as_sent"])
+
+
+def test_of_replies_that_look_alike_it_is_the_latest():
+    """The client may never have got the first one, and asked again."""
+    replies = first, second = thinking("a", "x"), thinking("a", "y")
+    for latest in (second, first):
+        # one that is sampled again is the latest, too
+        book = book_with(*replies, latest)
+        assert restored(book, USER, said("a")) == ([USER, latest], ["restored"])
+        assert restored(book, USER, first) == ([USER, first], ["as_sent"])
 
 
 def test_the_place_tells_replies_apart():
@@ -242,6 +252,16 @@ def test_every_reply_is_known_again(name, text, thought, habits):
 # Results
 
 CALLS = calling("", "{}", "{}", ids=["x", "y"])
+
+
+def test_results_of_calls_with_one_sampled_id_are_told_apart():
+    parts = (ToolCall("f", "{}", "x"), ToolCall("f", "{}", "x"), ToolCall("f", "{}"))
+    reply = make_reply(Parsed(parts=parts), "stop", model="m", usage=USAGE)
+    ids = [call.call_id for call in reply.calls]
+    assert ids[0] == "x"
+    results = [tool(call_id, f"{n}") for n, call_id in enumerate(ids)]
+    sent = [USER, reply.message, *results]
+    assert book_with(reply.message).restore(sent).messages == sent
 
 
 def test_results_come_in_the_order_of_their_calls():

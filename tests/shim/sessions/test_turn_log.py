@@ -286,6 +286,10 @@ def test_a_log_that_another_program_changes_takes_no_turn(log, change, says):
             log.append(turn(), number, written)
     # its amendments are another file
     log.amend("s", [0], "dropped", False)
+    # nor does its end go there, behind a gap
+    left = log.path.exists() and log.path.read_bytes()
+    log.close()
+    assert left == (log.path.exists() and log.path.read_bytes())
 
 
 def test_the_log_can_be_imported_without_linux_s_socket_options():
