@@ -821,3 +821,18 @@ def test_a_missing_file_is_not_called_damaged(tmp_path, capsys, command):
     path = tmp_path / "absent.parquet"
     assert cli.main([command, str(path)]) == cli.BAD_FILE
     assert f"{path}: No such file" in capsys.readouterr().err
+
+
+# --- logs of other systems
+
+
+@pytest.mark.parametrize("log", ["odd.jsonl", "od[d].jsonl"])
+@pytest.mark.parametrize("command", ["check r.parquet LOG", "view LOG -o x.html"])
+def test_a_log_of_another_system_comes_with_what_imports_it(
+    place, capsys, command, log
+):
+    write(place / "odd.jsonl", {"run_id": "a", "prompt_ids": [1], "output_ids": [3]})
+    assert cli.main(command.replace("LOG", log).split()) == cli.BAD_DATA
+    said = capsys.readouterr().err
+    assert "odd.jsonl, line 1: record 0: no session_id, only run_id" in said
+    assert "trajkit import odd.jsonl --map session_id=run_id" in said

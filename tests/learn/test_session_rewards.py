@@ -95,13 +95,13 @@ def test_arguments_that_agree_complete_what_turns_state(given, rewards, groups):
             {"reward": [0.5, 1.0, None]},
             {},
             InvalidTurnsError,
-            "session 'a', turn 1: reward is 1.0, and 0.5 in turn 0: a session has one",
+            "session 'a', turn 1: reward is 1.0, and 0.5 in turn 0: .*spread_rewards",
         ),
         (
             {"group_id": ["g", "h", None]},
             {},
             InvalidTurnsError,
-            "session 'a', turn 1: group_id is h, and g in turn 0",
+            "group_id is h, and g in turn 0: a session has one group_id. Tasks .*--map",
         ),
         (
             {"reward": [0.5, None, 1.0]},

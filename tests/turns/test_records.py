@@ -416,3 +416,80 @@ def test_extra_columns_follow_their_turns_into_order():
         for k in (2, 0, 1)
     )
     assert turns["turn_index"].to_pylist() == turns["x"].to_pylist() == [0, 1, 2]
+
+
+# --- keys that turns do not read
+
+MARKS = {"output_ids": [3, 4, 5], "output_logprobs": None}
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *({"is_model_token": [1, 0, 1]}, {"generated": [True, False, True]}),
+        *({"labels": [-100, -100, 3, -100, 5]}, {"loss_weights": [1.0, 0.0, 0.5]}),
+        *({"train_on": (1, 0, 1)}, {"sampled": np.array([True, False, True])}),
+        *({"loss_mask": [1, 1, 1]}, {"info": {"train_on": [1, 0, 1]}}),
+    ],
+)
+def test_a_key_that_marks_part_of_an_output_is_refused(beside):
+    with pytest.raises(
+        InvalidTurnsError, match=r"record 0 .* marks part .*output_mask"
+    ):
+        one(**MARKS, **beside)
+    if "loss_mask" not in beside:
+        assert one(**MARKS, **beside, trainable=False)["trainable"] is False
+        one(**MARKS, **beside, output_mask=[1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("status", "aborted"), ("error", {"message": "boom"}), ("truncated", True)),
+        *(("finish_reason", "error"), ("stop_reason", "timeout"), ("valid", False)),
+        ("metadata", {"status": "failed"}),
+    ],
+)
+def test_a_call_without_a_proper_end_is_refused_unless_it_says_if_it_trains(key, value):
+    with pytest.raises(InvalidTurnsError, match=f"{key}.* aborted, .*trainable"):
+        one(**{key: value})
+    for trains in (True, False):
+        assert one(**{key: value}, trainable=trains)["trainable"] is trains
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *({"status": "done"}, {"error": None}, {"error": 0.0}, {"truncated": False}),
+        *({"finish_reason": "abort"}, {"finish_reason": "repetition"}),
+        *({"rewards": [0, 1]}, {"sizes": [7, 9]}, {"labels": [-100, -100, 3, 4]}),
+        *({"tools": {"status": "failed"}}, {"usage": {"completion_tokens": 2}}),
+    ],
+)
+def test_other_keys_are_extra_columns(beside):
+    assert one(**beside)["trainable"] is None
+
+
+def test_counts_in_an_object_are_compared():
+    with pytest.raises(InvalidTurnsError, match=r"'metadata.usage'.*other numbers"):
+        one(metadata={"usage": {"completion_tokens": 3}})
+
+
+@pytest.mark.parametrize("key", ["run_id", "trajectory_id", "worker", "rollout"])
+def test_a_key_that_names_several_runs_of_a_session_is_refused(key):
+    first, second = {**CALL, key: "r"}, {**CALL, key: "q"}
+    match = f"'a', turn 1: {key} is 'q', and 'r' in an .*session_id=session_id.{key}"
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.from_records([first, second])
+    # a mapping says what the sessions are
+    assert tk.from_records([first, second], map="session_id=session_id").num_rows == 2
+    assert tk.from_records([first, {**second, "session_id": "b"}]).num_rows == 2
+    assert tk.from_records([first, {**CALL, key: "r"}, CALL]).num_rows == 3
+
+
+def test_a_key_that_changes_within_a_conversation_names_no_run():
+    after = {**CALL, "prompt_ids": [1, 2, 3, 4, 5], "run_id": "q"}
+    calls = [{**CALL, "run_id": "r"}, after, {**CALL, "run_id": "s"}]
+    assert tk.from_records(calls).num_rows == 3
+    calls = [{**CALL, "agent_id": "r"}, {**CALL, "agent_id": "q"}]
+    assert tk.from_records(calls).num_rows == 2

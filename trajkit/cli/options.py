@@ -373,7 +373,8 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                     for path in paths_of(paths) or []:
                         path.stat()
                 of_turns = mark.kind in ("turns", "sessions")
-                logs += paths if mark.kind == "turns" else []
+                files = turns_inputs(paths) if mark.kind == "turns" else []
+                logs += [str(file[0]) for file in files]
                 other = inputs_of(paths, None, mark.suffixes)
                 inputs += turns_inputs(paths) if of_turns else other
             values[name] = paths if isinstance(given, list) else paths[0]

@@ -11,7 +11,6 @@ files ("buckets") with few enough sessions to fit in memory (`grouped`).
 
 import itertools
 import os
-import reprlib
 import tempfile
 import warnings
 from collections import defaultdict
@@ -795,10 +794,8 @@ class Log:
         for record in records:
             sessions.setdefault(_session_of(record), []).append(record)
         if None in sessions:
-            odd = sessions[None][0].get("session_id")
-            raise InvalidTurnsError(
-                f"session_id is {reprlib.repr(odd)}: there is no session to reject"
-            )
+            # there is no session to reject: its first call says what is wrong
+            return from_records(sessions[None][:1])
         if len(sessions) > 1:
             return stages.concat(map(self._from_records, sessions.values()))
         [(name, lines)] = sessions.items()

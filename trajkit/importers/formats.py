@@ -33,6 +33,7 @@ from trajkit.importers.containers import (
 from trajkit.turns.keys import (
     MATTERS,
     NO_NAME,
+    NOT_BESIDE,
     SPELLED,
     USAGE,
     claims_of,
@@ -94,12 +95,6 @@ _ASIDE = (
     *("attributes", "headers", "sent_headers", "context", "non_tensor_batch"),
     *("metrics", "tokens", "extra_fields"),
 )
-# what is of the request, or no fact of the call
-_NOT_BESIDE = {
-    *("request", "request_body", "transformed_request", "input", "messages", "tools"),
-    *("prompt_messages", "choices", "content", "logprobs", "message", "tool_calls"),
-    *("observation", "response_message", "completion"),
-}
 _REQUESTS = ("request", "request_body", "transformed_request", "input")
 # the long arrays of a record
 _OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
@@ -569,7 +564,7 @@ def _facts(
         near = aside or at[:-1] in _REQUESTS
         facts = near and name in _ASIDE and isinstance(found, dict)
         yield path, found, aside and not facts, beside
-        below = beside and name not in _NOT_BESIDE
+        below = beside and name not in NOT_BESIDE
         if path.count(".") > _MOST_DEEP:
             continue
         if isinstance(found, dict) and (

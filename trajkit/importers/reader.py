@@ -48,7 +48,7 @@ from trajkit.tables.stages import batches_in
 from trajkit.turns.keys import BROKEN, has_items
 from trajkit.turns.mapping import MapLike, hint_for, map_option, read_map, stem_of
 from trajkit.turns.messages import message_key, tools_key
-from trajkit.turns.records import Record, from_records
+from trajkit.turns.records import Record, collected
 from trajkit.turns.validation import Nonfinite
 
 _Taken: TypeAlias = tuple[str, Finding, Record]
@@ -451,7 +451,7 @@ class _Import:
         """The turns of records; records that break a rule are noted instead."""
         records = (record for _, _, record in batch)
         try:
-            table = from_records(records, nonfinite_logprobs=self.nonfinite_logprobs)
+            table = collected(records, self.nonfinite_logprobs, checked=True)
         except InvalidTurnsError as error:
             if len(batch) == 1:
                 ((file, found, _),) = batch

@@ -5,7 +5,8 @@ over; it never becomes part of a turn without a mapping (`trajkit.turns.mapping`
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -82,9 +83,15 @@ _ERROR = re.compile(
     r"((call|request|response|run|rollout|trial)_)?(error|exception|failure)s?"
     r"(_(info|message|msg|type))?"
 )
+_NO_ERRORS = ("0", "0.0", "none", "null")
 _CUT_SHORT = re.compile(
     r"((is|was|has)_)?(aborted|truncated|overlong|cancell?ed|time(d_|_)?out|failed|"
     r"errored|crashed|interrupted)"
+)
+# keys beside a session_id that name a run, too
+OF_RUN = re.compile(
+    "(trajectory|traj|rollout|run|episode|attempt|trial|worker)"
+    "(_(id|uid|uuid|key|name|rank|index|idx|no|num|number))?"
 )
 # what changes from call to call and names no run
 NO_NAME = re.compile(
@@ -102,6 +109,15 @@ _IDS = {
 }
 
 
+# objects beside a call that are of its request, or no fact of the call
+NOT_BESIDE = {
+    *("request", "request_body", "transformed_request", "input", "messages", "tools"),
+    *("prompt_messages", "choices", "content", "logprobs", "message", "tool_calls"),
+    *("observation", "response_message", "completion"),
+}
+
+
+@lru_cache(1 << 12)
 def word_of(path: str) -> str:
     """The last key of a path in lower case, with underscores between its words."""
     return "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
@@ -142,21 +158,63 @@ def claims_of(
     return found
 
 
-def unheeded(record: Mapping[str, Any], name: str) -> bool:
-    """Whether a key is a mask, or states other numbers of tokens than a call has."""
-    value, word = record[name], word_of(name)
-    if name in PAYLOADS:
-        return False
-    if re.search("(^|_)masks?(_|$)", word):
-        return value is not None
-    stated = value if USAGE.fullmatch(word) else None
-    stated = {name: value} if COUNT.fullmatch(word) else stated
-    claims = claims_of(stated, name) if isinstance(stated, Mapping) else []
-    sizes: dict[str, Any] = {target: record.get(target) for _, target, _ in claims}
-    return any(
-        type(n) is int and hasattr(sizes[target], "__len__") and n != len(sizes[target])
-        for _, target, n in claims
-    )
+def unheeded(record: Mapping[str, Any], name: str) -> tuple[str, str]:
+    """A key of a record, or of an object in it, that says what turns do not read, and
+    what it says of the call (a key of `UNHEEDED`); both are empty if there is none.
+    """
+    value = record[name]
+    if name in PAYLOADS or value is None:
+        return "", ""
+    if re.search("(^|_)masks?(_|$)", word_of(name)):
+        return name, "marks"
+    sizes = {ids: _size(record.get(ids)) for ids in ("prompt_ids", "output_ids")}
+    n_prompt, n_output = sizes.values()
+    trainable = record.get("trainable")
+    is_masked = trainable is False or record.get("output_mask") is not None
+    for path, one in _beside(name, value):
+        word = word_of(path)
+        stated = {path: one} if COUNT.fullmatch(word) else None
+        stated = one if USAGE.fullmatch(word) else stated
+        for _, ids, n in claims_of(stated, path) if isinstance(stated, Mapping) else ():
+            if type(n) is int and sizes.get(ids, n) not in (None, n):
+                return path, "counts"
+        if trainable is None and is_broken(path, one):
+            return path, "ends"
+        if n_output and not is_masked:
+            if marks_tokens(path, one, n_prompt or 0, n_output):
+                return path, "marks"
+    return "", ""
+
+
+_IMPORT = "trajkit import FILE -o log.parquet --map"
+UNHEEDED = {
+    "marks": "marks part of its output: name it output_mask if it is true for what the "
+    f"model sampled ({_IMPORT} output_mask={{path}} does), or set trainable to false",
+    "counts": "states other numbers of tokens than it has: correct or remove it "
+    f"({_IMPORT} session_id=session_id makes such calls context)",
+    "ends": "says that the call was aborted, failed or was cut short: set trainable to "
+    f"false, or to true if it may train ({_IMPORT} session_id=session_id makes such "
+    "calls context)",
+}
+"""What a key that turns do not read says of its call, and what to do."""
+
+
+def _beside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value beside a call, and those of an object of facts; arrays are lists."""
+    yield name, plain(value)
+    if isinstance(value, Mapping) and name not in NOT_BESIDE:
+        yield from ((f"{name}.{key}", plain(one)) for key, one in value.items())
+
+
+def _size(value: Any) -> int | None:
+    return len(value) if hasattr(value, "__len__") else None
+
+
+def plain(value: Any) -> Any:
+    """Lists for arrays, tensors and tuples, and Python's numbers for their scalars."""
+    if isinstance(value, tuple):
+        return [*value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def names_run(keys: tuple[str, ...], word: str, value: object, aside: bool) -> bool:
@@ -200,7 +258,7 @@ def is_broken(path: str, value: object) -> bool:
         known = value == "abort" and name.endswith("reason")
         return isinstance(value, str) and not known and bool(BROKEN.match(value))
     if _ERROR.fullmatch(name):
-        return not is_empty(value) and str(value).lower() not in ("0", "none", "null")
+        return not is_empty(value) and str(value).lower() not in _NO_ERRORS
     if _CUT_SHORT.fullmatch(name):
         return value is True or (value == 1 and "time" not in name)
     return name in ("valid", "is_valid") and value in (False, 0) and value is not None

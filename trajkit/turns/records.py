@@ -4,7 +4,9 @@ import reprlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
+from functools import lru_cache
+from itertools import islice
+from operator import index, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,7 +20,7 @@ from trajkit.schema import TURNS
 from trajkit.schema.engine import ID_RULE
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.ragged import Bools, Floats, Ints, Ragged, offsets_of
-from trajkit.turns.keys import unheeded
+from trajkit.turns.keys import BROKEN, OF_RUN, UNHEEDED, is_name, unheeded, word_of
 from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import (
     MessageBook,
@@ -50,6 +52,10 @@ _SPELLED = {name.replace("_", ""): name for name in FIELDS} | {
 MAX_DEPTH = 32
 """Maximum nesting depth of a value in an extra column."""
 _NO_IDS = np.empty(0, np.int32)
+# the usual reasons, and the one that policies know
+_ENDS = {"stop", "length", "tool_calls", "abort"}
+# calls of a session whose prompts are compared with one another
+_MOST_COMPARED = 256
 
 
 def from_records(
@@ -67,14 +73,17 @@ def from_records(
     ----------
     records : iterable of dict
         With the keys below, of which the first three are required. Others become extra
-        columns; an array of several dimensions becomes a nested list.
+        columns; an array of several dimensions becomes a nested list. Keys that mark part
+        of the output, say that the call failed, state other numbers of tokens, or name
+        several runs of a session are errors (docs/data.md).
 
         - ``session_id``: the agent run; an integer becomes its text
         - ``prompt_ids``, ``output_ids``: a list, tuple, range, or one-dimensional array or
           buffer of integers in [0, 2**31), not bools
         - ``output_logprobs``: one float or None per output id. Missing, None or empty: the
           engine gave none. Values up to 1e-4 (rounding) are accepted and not clipped
-        - ``finish_reason``: the engine's own word
+        - ``finish_reason``: the engine's own word. One of a failed call, such as
+          ``error``, needs ``trainable``; policies know ``abort``
         - ``ill_formed``: whether the reply has a tool call that could not be parsed
         - ``prompt_messages``: the request's chat messages, a list of dicts. Missing or
           None: the turn is routed by tokens
@@ -127,10 +136,17 @@ def from_records(
 
 
 def collected(
-    records: Iterable[Record], nonfinite_logprobs: Nonfinite, *, mapped: bool = False
+    records: Iterable[Record],
+    nonfinite_logprobs: Nonfinite,
+    *,
+    mapped: bool = False,
+    checked: bool = False,
 ) -> pa.Table:
-    """Turns from calls; ``mapped``: what can be no column is left out with a warning."""
-    batch = _Batch(mapped)
+    """Turns from calls; ``mapped``: what can be no column is left out with a warning.
+
+    ``checked``: an import has told what the other keys say of the calls.
+    """
+    batch = _Batch(mapped, checked)
     for number, record in enumerate(records):
         try:
             batch.add(record, number)
@@ -139,6 +155,8 @@ def collected(
                 f"record {number}, session {reprlib.repr(record.get('session_id'))}: a "
                 "value is nested too deep"
             ) from None
+    if not mapped and not checked:
+        batch.check_runs()
     table = batch.table()
     if batch.left_out:
         keys = ", ".join(f"{name!r}" for name in batch.left_out)
@@ -185,7 +203,8 @@ class _Call(NamedTuple):
 class _Batch:
     """The calls so far, in order of arrival, and their extra columns."""
 
-    def __init__(self, mapped: bool = False) -> None:
+    def __init__(self, mapped: bool = False, checked: bool = False) -> None:
+        self.checked = checked
         # with a mapping, keys that can be no column are left out, as by an import
         self.mapped = mapped
         self.left_out: dict[object, None] = {}
@@ -205,12 +224,19 @@ class _Batch:
             for name in record
             if name not in FIELDS
             and self._takes(
-                name, check_extra, name, f"record {number} has the key", record
+                name,
+                check_extra,
+                name,
+                f"record {number} has the key",
+                record,
+                self.checked,
             )
         ]
         session = self._session(record, number)
         turn_index = _turn_index(record, session)
         try:
+            if not self.checked:
+                _check_end(record)
             call = _Call(
                 session.number, turn_index, *_columns(record, session.messages)
             )
@@ -257,6 +283,28 @@ class _Batch:
             self.sessions[name] = _Session(len(self.sessions), name, log)
         return self.sessions[name]
 
+    def check_runs(self) -> None:
+        """Raise if a key names several runs in a session.
+
+        It changes where prompts start over, and stays where one continues another.
+        """
+        names = [*self.sessions]
+        for key in filter(lambda key: OF_RUN.fullmatch(word_of(key)), self.extras):
+            sessions: dict[int, list[tuple[object, _Call]]] = {}
+            for value, call in zip(self.extras[key], self.calls, strict=False):
+                if is_name(value):
+                    sessions.setdefault(call.session, []).append((value, call))
+            several = [one for one in sessions.values() if len({v for v, _ in one}) > 1]
+            if changes := _changes(several):
+                (value, call), other = changes[0]
+                raise InvalidTurnsError(
+                    f"session {names[call.session]!r}, turn {call.turn_index}: {key} is "
+                    f"{value!r}, and {other!r} in an earlier turn, which its prompt does "
+                    f"not continue. If {key} names runs, trajkit import FILE -o "
+                    f"log.parquet --map session_id=session_id+{key} makes a session of "
+                    "each, and session_id=session_id makes them one"
+                )
+
     def table(self) -> pa.Table:
         n = len(self.calls)
         order = sorted(range(n), key=[call[:2] for call in self.calls].__getitem__)
@@ -287,6 +335,42 @@ class _Batch:
         schema = pa.schema([*TURNS, *more], metadata=TURNS.metadata)
         arrays = [*(columns[name] for name in TURNS.names), *extras.values()]
         return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _changes(
+    sessions: Iterable[Iterable[tuple[object, _Call]]],
+) -> list[tuple[tuple[object, _Call], object]]:
+    """The calls that start over with another value of a key, and the value before; empty
+    if the key changes where a prompt continues an earlier one, too.
+    """
+    changes = []
+    for calls in sessions:
+        before: list[tuple[object, _Call]] = []
+        for value, call in islice(calls, _MOST_COMPARED):
+            ids = call.prompt_ids
+            continued = [
+                (len(one.prompt_ids), other)
+                for other, one in before
+                if 0 < len(one.prompt_ids) < len(ids) and ids.startswith(one.prompt_ids)
+            ]
+            # those that it may continue have the most of its prompt
+            most = max(continued, default=(0,), key=itemgetter(0))[0]
+            if continued and (most, value) not in continued:
+                return []
+            if before and not continued and all(other != value for other, _ in before):
+                changes.append(((value, call), before[-1][0]))
+            before.append((value, call))
+    return changes
+
+
+def _check_end(record: Record) -> None:
+    """Raise for the finish reason of a failed call, if nothing says whether it trains."""
+    reason = record.get("finish_reason")
+    if isinstance(reason, str) and reason not in _ENDS and BROKEN.match(reason):
+        if record.get("trainable") is None:
+            raise InvalidTurnsError(
+                f"finish_reason is {reason!r}, which {UNHEEDED['ends']}"
+            )
 
 
 def _columns(record: Record, log: MessageLog) -> tuple[object, ...]:
@@ -349,7 +433,9 @@ def concat_values(arrays: Sequence[pa.Array], type_: pa.DataType) -> pa.Array:
     )
 
 
-def check_extra(name: object, what: str, record: Record | None = None) -> None:
+def check_extra(
+    name: object, what: str, record: Record | None = None, checked: bool = False
+) -> None:
     """Raise unless an extra column of turns may have this name."""
     if not isinstance(name, str):
         raise InvalidTurnsError(f"{what} {name!r}: expected a name")
@@ -360,23 +446,23 @@ def check_extra(name: object, what: str, record: Record | None = None) -> None:
     meant = _SPELLED.get(name.replace("_", "").lower())
     if meant is not None:
         raise InvalidTurnsError(f"{what} {name!r}: spell it {meant!r}")
-    near = None if record is None else near_miss(name, FIELDS)
+    near = None if record is None else _near_field(name)
     if near is not None and near not in (record or ()):
         raise InvalidTurnsError(
             f"{what} {name!r} and no {near!r}: did you mean {near!r}? An extra column "
             "needs another name"
         )
-    if record is not None and unheeded(record, name):
-        keys = ", ".join(
-            f"{one!r}"
-            for one in record
-            if one not in FIELDS and isinstance(one, str) and unheeded(record, one)
-        )
+    path, says = ("", "") if record is None or checked else unheeded(record, name)
+    if says:
+        said = UNHEEDED[says].format(path=path)
         raise InvalidTurnsError(
-            f"{what} {keys}, which turns do not read, and which says something else of its "
-            "tokens: trajkit import FILE -o log.parquet compares counts and reports masks "
-            "(--map output_mask=KEY takes one), or leave it out"
+            f"{what} {path!r}, which no field reads, and which {said}"
         )
+
+
+@lru_cache(1 << 10)
+def _near_field(name: str) -> str | None:
+    return near_miss(name, FIELDS)
 
 
 def is_too_deep(value: object) -> bool:

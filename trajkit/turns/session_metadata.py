@@ -23,6 +23,14 @@ Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None
 
 # columns of sessions that turns may have
 OF_TURNS = ("reward", "group_id")
+# what to do if one differs within a session
+_ADVICE = {
+    "reward": "For a reward per turn, linearize turns.drop_columns('reward'), and give "
+    "turns.select(['session_id', 'turn_index', 'reward']) to "
+    "trajkit.learn.spread_rewards(rows, 'per_turn', turn_rewards=...)",
+    "group_id": "Tasks have sessions of their own: trajkit import FILE -o log.parquet "
+    "--map session_id=session_id+group_id makes a session of each",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +166,7 @@ def _of_turns(calls: Sessions, name: str) -> pa.Array:
         one = int(source[calls.session[other]])
         raise InvalidTurnsError(
             f"{calls.place(other)}: {name} is {values[other]}, and {values[one]} in turn "
-            f"{calls.turn_index[one]}: a session has one {name} (for a reward per turn, "
-            "rename the column and use spread_rewards)"
+            f"{calls.turn_index[one]}: a session has one {name}. {_ADVICE[name]}"
         )
     return own
 
