@@ -1,4 +1,4 @@
-"""Runs in one session, calls that are there twice, the order of calls, and skipped files."""
+"""Runs of one session, repeated calls, the order of calls, and skipped files."""
 
 import json
 
