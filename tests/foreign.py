@@ -456,7 +456,7 @@ def write_otel(folder, records):
         }
         if record.get("output_logprobs") is not None:
             named["logprobs"] = record["output_logprobs"]
-        spans.append(span("chat", named))
+        spans.append({**span("chat", named), "spanId": f"s{len(spans)}"})
     export = {"resourceSpans": [{"scopeSpans": [{"scope": {}, "spans": spans}]}]}
     write_lines(folder / "traces.jsonl", [export])
 

@@ -75,7 +75,8 @@ def test_the_mapping_names_the_run(tmp_path):
         ("@file", ["log"]),
         ("@file+index", ["log/0", "log/1", "log/2", "log/3"]),
     ):
-        turns, _ = imported(tmp_path, lines, map={"session_id": path})
+        several = {"agent_id": "uid"} if path in ("run.id", "@file") else {}
+        turns, _ = imported(tmp_path, lines, map={"session_id": path, **several})
         assert turns["session_id"].unique().to_pylist() == names
 
 

@@ -35,7 +35,9 @@ def test_only_a_mapping_takes_a_mask(tmp_path, name, mask):
     assert turns["output_ids"].to_pylist() == [[3, 4]]
     assert turns["trainable"].to_pylist() == [False]
     assert problems(report) == ["mask_unread", "unread"]
-    assert f"--map output_mask={name} takes it" in report[0]["detail"]
+    option = f"--map output_mask={name} takes it"
+    # one that marks the prompt, too, is none of the output
+    assert (option in report[0]["detail"]) == (mask[0] == 0)
     taken, report = imported(tmp_path, [{**CALL, **value}], map=f"output_mask={name}")
     assert "mask_unread" not in problems(report)
     if len(mask) == 2:
@@ -572,10 +574,11 @@ def test_an_error_in_a_row_names_file_and_line(tmp_path, capsys, row):
 
 
 @pytest.mark.parametrize("key", ["trajectory_id", "rollout_id", "run_id", "episode"])
-def test_a_run_beside_a_session_has_a_line(tmp_path, key):
+def test_a_run_beside_a_session_stops_or_has_a_line(tmp_path, key):
     lines = [{**CALL, "prompt_token_ids": [k, 9], key: f"r{k}"} for k in range(3)]
-    turns, report = imported(tmp_path, lines)
-    assert turns["session_id"].to_pylist() == ["s"] * 3
+    with pytest.raises(FormatError, match=f"--map session_id={key}.session_id"):
+        imported(tmp_path, lines)
+    _turns, report = imported(tmp_path, lines[:1])
     assert problems(report) == ["unread"]
     assert f"--map session_id={key} takes it" in report[0]["detail"]
 

@@ -33,6 +33,7 @@ from trajkit.files.sources import SessionPrefix
 from trajkit.files.tables import iter_tables, log_files, write_table
 from trajkit.importers import FORMATS, TARGETS
 from trajkit.importers.containers import SUFFIXES
+from trajkit.importers.reader import UNTRAINED
 from trajkit.policies import ALIASES
 from trajkit.schema import FINDINGS, LOSSES
 from trajkit.turns.mapping import merged_map
@@ -123,7 +124,10 @@ def import_(
     )
     text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"
     if len(found):
+        context = ["mask_unread"] if contradicted == "train" else [*UNTRAINED]
         record = pl.when("kept").then(pl.lit("kept")).otherwise(pl.lit("left out"))
+        is_context = pl.col("kept") & pl.col("problem").is_in(context)
+        record = pl.when(is_context).then(pl.lit("context only")).otherwise(record)
         head = ("problem", "record", "count", "first", "detail")
         key = pl.col("key")
         shown = found.filter(key.is_null() | (key.cum_count() <= _MOST_KEYS))

@@ -1,6 +1,7 @@
 """The files of a source, the objects in them, and what is found: calls, and why not."""
 
 import os
+import re
 import struct
 import tempfile
 import zipfile
@@ -196,19 +197,18 @@ def files_of(sources: list[Any]) -> Iterator[tuple[str, bool, list[tuple[str, Pa
 def _files_of(text: str) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
     if is_address(text):
         with tempfile.TemporaryDirectory() as folder:
-            copies = fetched(text, Path(folder), _is_listed)
+            copies = fetched(text, Path(folder), is_listed)
             name = text.partition("://")[2]
             yield text, len(copies) != 1 or not copies[0][0].endswith(name), copies
         return
-    for path in paths_of(text) or ():
+    for path in sorted(paths_of(text) or (), key=_natural):
         path.stat()  # the same error in every format if it is missing
         files = [path]
         if path.is_dir():
             files = [
                 file
-                for file in sorted(path.rglob("*"))
-                if _is_listed(file.name)
-                and file.is_file()
+                for file in sorted(path.rglob("*"), key=_natural)
+                if file.is_file()
                 and not any(p.startswith(".") for p in file.relative_to(path).parts)
             ]
         yield str(path), path.is_dir(), [(str(file), file) for file in files]
@@ -218,8 +218,15 @@ def _unpacked(name: str) -> str:
     return name.removesuffix(".gz").removesuffix(".zst")
 
 
-def _is_listed(name: str) -> bool:
+def is_listed(name: str, file: Path | None = None) -> bool:
+    """Whether a file of a directory may contain records, by its name."""
     return name.lower().endswith(SUFFIXES)
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Orders paths with the numbers in their names as numbers."""
+    parts = re.findall("([0-9]{1,18})|([^0-9]+)", str(path))
+    return [(int(digits or 0), text) for digits, text in parts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

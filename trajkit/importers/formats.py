@@ -93,7 +93,14 @@ _STRUCTURED = {
 _ASIDE = (
     *("metadata", "meta", "extra", "extra_info", "extra_body", "info", "tags"),
     *("attributes", "headers", "sent_headers", "context", "non_tensor_batch"),
-    *("metrics", "tokens", "extra_fields"),
+    *("metrics", "tokens", "extra_fields", "eval", "evaluation"),
+)
+# keys in which runs of one name may differ: where and when they were made
+_MANY = re.compile(
+    r"^(?!agent|parent|group)(\w+_)?(uid|worker|actor|rank|pid|host(name)?|epoch|iteration|"
+    r"iter|seed|session|trajectory|traj|rollout|run|episode|trial|attempt|task|sample|"
+    r"instance|example|problem|question|conversation|thread|trace)"
+    r"(_(id|uid|uuid|key|index|idx|no|num|number|rank|name))?$"
 )
 _REQUESTS = ("request", "request_body", "transformed_request", "input")
 # the long arrays of a record
@@ -344,7 +351,8 @@ class Table:
                 if found.session is None and not own:
                     if names_run(keys, word, value, aside):
                         found.run_keys[at] = value
-                if beside and len(keys) <= 2 and not taken and is_broken(path, value):
+                broken = is_broken(path, value) or _failed(keys, word, value)
+                if beside and len(keys) <= 2 and not taken and broken:
                     found.remark("aborted", f"{at} is {repr(value)[:60]}")
                 elif aside and not taken and not is_empty(value):
                     if MATTERS.search(word) and not _is_read(keys, known):
@@ -357,10 +365,12 @@ class Table:
                     only = bool(USAGE.fullmatch(word))
                     found.claims += claims_of(value, path, only=only)
                 single = not any(map(str.isdecimal, keys)) and "response" not in keys
-                if found.session is None and len(keys) <= 3 and keys not in mapped:
+                if len(keys) <= 3 and keys not in mapped:
                     text = text_of(value) if single else None
-                    if text and not NO_NAME.search(word):
-                        found.names[path] = text
+                    several = text and _MANY.search(word) and not _is_read(keys, known)
+                    named = several if found.session is not None else text
+                    if named and not NO_NAME.search(word):
+                        found.names[path] = str(text)
 
     def _filled(self, found: Finding, values: Value) -> Finding:
         with found:
@@ -406,9 +416,11 @@ class Table:
         masks = {**found.masks, **found.unread, **values.get("@masks", {})}
         for path, value in masks.items() if values.get("output_mask") is None else ():
             if n and marks_tokens(path, value, first, n):
-                text = f"{path} marks some of its tokens, as sampled or as trained: "
+                text = f"{path} marks some of its tokens, as sampled or as trained"
                 option = map_option("output_mask", path)
-                text += f"{option} takes it, if it says which were sampled"
+                # others mark the contrary, or padding
+                if option and _is_taken(path, value, first, n):
+                    text += f": {option} takes it, if it says which were sampled"
                 found.remark("mask_unread", text)
                 fields["trainable"] = False
 
@@ -426,6 +438,15 @@ class Table:
 
     def _text(self, name: str) -> str:
         return self.routes[name].text if name in self.routes else name
+
+
+def _is_taken(path: str, value: object, first: int, n: int) -> bool:
+    """Whether an output_mask may have these values."""
+    if not isinstance(value, list) or {*map(str, value)} - {"0", "1", "True", "False"}:
+        return False
+    contrary = re.search("ignore|attention|pad|special|drop|skip", path.lower())
+    fits = len(value) == n or (len(value) == first + n and not any(value[:first]))
+    return fits and not contrary
 
 
 def _same(value: object) -> object:
@@ -576,6 +597,15 @@ def _facts(
         ):
             if isinstance(inner, dict):
                 yield from _facts(inner, f"{path}.{k}.", aside=False)
+
+
+def _failed(keys: tuple[str, ...], word: str, value: object) -> bool:
+    """Whether a key says that its call failed, or is not to be trained."""
+    if "status" in "_".join(keys[-2:]).lower() and word.endswith(("code", "status")):
+        http, span = number_of(value) or 0, ("status", "code")
+        failed = value in (2, "STATUS_CODE_ERROR") and keys[-2:] == span
+        return failed or 400 <= http < 600
+    return word in ("train", "is_train") and _flag(value) is False
 
 
 def _is_read(keys: tuple[str, ...], known: list[tuple[str, ...]]) -> bool:
@@ -901,6 +931,8 @@ def _slime(record: Value) -> Value:
 
 
 def _atif(record: Value) -> Value | None:
+    if version := record.get("@version"):
+        raise Refused("other_version", f"schema_version {version}: expected ATIF-v1")
     if refused := record.get("@copied"):
         raise Refused("copied", refused)
     if record.get("is_copied_context") is True:
@@ -913,8 +945,12 @@ def _atif(record: Value) -> Value | None:
 
 def _atif_roots(root: Value, file: Path) -> Iterator[tuple[str, Value]]:
     """The trajectories of a file of Harbor; rewards are in the result of their trial."""
+    version = str(root.get("schema_version", ""))
     if "steps" not in root:
         yield from _trial(root, file)
+        return
+    if not re.match(r"(ATIF-v1\.|ATIF$|$)", version):
+        yield "", {**root, "steps": [{"source": "agent", "@version": version}]}
         return
     folders = (file.parent, file.parent.parent)
     results = [object_of(_json_at(folder / "result.json")) for folder in folders]
@@ -1020,7 +1056,12 @@ def _span(record: Value) -> Value | None:
     others = ("execute_tool", "invoke_agent", "create_agent")
     if not any(marks) or named.get("gen_ai.operation.name") in others:
         return None
-    return {**record, "attributes": named}
+    times = (record.get(f"{name}TimeUnixNano") for name in ("start", "end"))
+    start, end = (
+        int(str(t)) / 1e9 if re.fullmatch("[0-9]{1,20}", str(t)) else None
+        for t in times
+    )
+    return {**record, "attributes": named, "@start": start, "@end": end}
 
 
 _NO_IDS = np.empty(0, np.int32)
@@ -1354,6 +1395,7 @@ _ALL = [
             attributes.gen_ai.completion_token_ids|attributes.gen_ai.response_token_ids,
             output_logprobs={_within("attributes.", f"{_LOGPROBS}|gen_ai.logprobs")},
             finish_reason=attributes.gen_ai.response.finish_reasons.0,
+            started_at=@start|start_time|startTime, ended_at=@end|end_time|endTime,
             reward=attributes.reward""",
         prepare=_span,
         ids="the conventions of OpenTelemetry for gen_ai have no token ids: set the span's "

@@ -44,9 +44,9 @@ from trajkit.importers.formats import (
 )
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
-from trajkit.tables.stages import batches_in
-from trajkit.turns.keys import BROKEN, has_items
-from trajkit.turns.mapping import MapLike, hint_for, map_option, read_map, stem_of
+from trajkit.tables.stages import batches_in, session_ends
+from trajkit.turns.keys import BROKEN, has_items, word_of
+from trajkit.turns.mapping import MapLike, hint_for, read_map, stem_of
 from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, collected
 from trajkit.turns.validation import Nonfinite
@@ -72,10 +72,19 @@ Contradicted: TypeAlias = Literal["untrain", "train"]
 # calls of a file in which keys that name runs are looked for
 _MOST_COMPARED = 1000
 
+# remarks by which a turn is context only; ids of a prompt that no output repeats by chance
+UNTRAINED = {"usage_contradicts", "aborted", "prompt_in_output", "mask_unread"}
+_REPEATED = 8
+
 # decimals of rounded logprobs, the numbers beyond which they say nothing, and how many
 # values show it
 _ROUNDED = ((4, 100.0, 1), (5, 10.0, 3), (6, 1.0, 8))
 
+# what runs are about, or where they are made: numbers of runs may start over in each
+_ABOUT = re.compile(
+    r"(uid|worker|actor|rank|task|group|problem|question|prompt|example|instance|sample)"
+    r"(_(id|uid|key|name|index|idx|rank))?"
+)
 # names of one run, and not of what several may be about
 _OF_A_RUN = re.compile(
     "(?i)(^|[._/-])(session|traj|rollout|run|episode|conv|thread|trace|trial|attempt|"
@@ -140,7 +149,7 @@ def import_turns(
     options = tokenizer, contradicted, nonfinite_logprobs, session_prefix
     found = _Import(format, map, *options)
     turns = gather(pa.concat_tables(found.tables(source)), "turn_index")
-    return turns, found.report()
+    return found.in_time(turns), found.report()
 
 
 def import_file(
@@ -177,7 +186,7 @@ def import_file(
         write_table(batches_in(tables), path)
         index = index_sessions([path], "arrows")
         if index.turns:
-            run(path, lambda turns: turns, output, watch=watch)
+            run(path, found.in_time, output, watch=watch)
     return {"sessions": len(index.turns), "turns": index.n_turns}, found.report()
 
 
@@ -192,13 +201,20 @@ class _Import:
     nonfinite_logprobs: Nonfinite = "raise"
     session_prefix: SessionPrefix | None = None
     lines: list[dict[str, object]] = field(default_factory=list)
-    # of each session: its next number, the files that it was in, its first reward
+    # of each session: its next number, the files that it was in, first reward and group
     numbers: Counter[str | None] = field(default_factory=Counter)
     files: Continuations = field(default_factory=Continuations)
     seen: set[Path] = field(default_factory=set)
     rewards: dict[str | None, object] = field(default_factory=dict)
+    groups: dict[str | None, object] = field(default_factory=dict)
     # places by session and a turn_index that the source gives
     indices: dict[tuple[str | None, str], str] = field(default_factory=dict)
+    # which keys change where prompts of a session start over
+    starts: "_Starts" = field(default_factory=lambda: _Starts())
+    # places by digests of calls with a request_id
+    calls: dict[bytes, str] = field(default_factory=dict)
+    # the error of the first empty file
+    nothing: Exception | None = None
     # by file, the session that is named after it
     names: dict[str, str] = field(default_factory=dict)
     # of the mapping's fields, whether a record had it, or else what is wrong
@@ -229,8 +245,11 @@ class _Import:
             )
             while batch := list(islice(taken, limits.IMPORTED_RECORDS)):
                 yield self.table(batch)
-            for error in filter(None, self.mapped.values()):
-                raise FormatError(error)
+            for error in (*filter(None, self.mapped.values()), self.starts.error()):
+                if error:
+                    raise FormatError(error)
+            if self.nothing is not None and not self.numbers:
+                raise self.nothing
 
         return pieces()
 
@@ -260,6 +279,12 @@ class _Import:
         self, source: str, is_folder: bool, files: list[tuple[str, Path]]
     ) -> Iterator[tuple[Head, Format]]:
         """The files to read, each with its format."""
+        for name, _ in (one for one in files if is_folder and not read.is_listed(*one)):
+            text = (
+                "its name has none of the known ends: name the file itself to read it"
+            )
+            self.note(name, Finding("file", None, "other_file", text))
+        files = [one for one in files if not is_folder or read.is_listed(*one)]
         check_distinct([file for _, file in files], self.seen)
         heads = [read.head_of(file, name) for name, file in files]
         own = [self.fitting(head) for head in heads]
@@ -272,6 +297,10 @@ class _Import:
             raise FormatError(f"{source} {text}")
         if not names:
             errors = [unknown(head) for head in heads if head.values or not is_folder]
+            if not is_folder and not heads[0].file.stat().st_size:
+                self.note(source, Finding("file", None, "other_file", "it is empty"))
+                self.nothing = self.nothing or errors[0]
+                return
             if not is_folder:
                 raise errors[0]
             kind = self.format if self.format != "auto" else "known"
@@ -281,7 +310,8 @@ class _Import:
             if formats:
                 yield head, formats[0]
             else:
-                self.note(head.name, Finding("file", None, "other_file", head.trouble))
+                text = head.trouble or "it is empty" * (not head.file.stat().st_size)
+                self.note(head.name, Finding("file", None, "other_file", text))
 
     def fitting(self, head: Head) -> list[Format]:
         own = fitting(head)
@@ -305,6 +335,7 @@ class _Import:
         keyed = any(one.session for one in begins)
         unnamed = not keyed and not any(one.run_keys for one in begins)
         named = _runs(_records(head, table)) if unnamed else set[str]()
+        way, followed = table.routes["session_id"].text, "session_id" in table.own
         if format.needs_reply and self.encoder is None:
             replies, silent = _find_replies(_records(head, table))
         each, prefix = table.map.each or "", self.naming.prefix(read.path_of(name))
@@ -326,6 +357,9 @@ class _Import:
                 self.name(head, found, keyed)
             if found.session is not None:
                 found.session = prefix + found.session
+                if (followed or format.generic) and not found.problem:
+                    at = f"{name}, {found.place}"
+                    self.starts.add(found, at, way.split("|")[0])
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
                 unread[key] = found if first.problem else first, count + 1
@@ -352,7 +386,9 @@ class _Import:
         for key, (found, count) in unread.items():
             text = f"{key} of {count} records was not read"
             if not found.problem:
-                text += hint_for(key, found.unread[key])
+                text += hint_for(key, value := found.unread[key])
+                if followed and isinstance(value, int):
+                    text = text.replace("session_id=", f"session_id={way}+")
                 self.note(name, found, "unread", text)
 
     def name(self, head: Head, found: Finding, keyed: bool) -> None:
@@ -362,7 +398,8 @@ class _Import:
             found.problem = "no_session_id"
             found.detail = (
                 f"no session_id, but {listed}: say which names the agent run, as in "
-                f"{map_option('session_id', _run_key(keys))} (a+b: both; @file: one per "
+                f"--map session_id={shlex.quote(_run_key(keys))} (a+b: both; @file: one "
+                "per "
                 "file; @name: one per record)"
             )
             return
@@ -392,6 +429,8 @@ class _Import:
                 hint = f"--map {target}=PATH names them, if it has them"
                 hint = f"its {target} are empty" if is_array(ids) else hint
                 found.detail = f"{hint}; {found.detail}".removesuffix("; ")
+                if (lost := fields.get("reward")) is not None:
+                    found.detail += f"; its reward {lost} is not read"
         origin = str(Path(file).parent) if format.by_folder else file
         compared = session if self.session_prefix != "no" else None
         if compared is not None and not found.problem:
@@ -403,6 +442,7 @@ class _Import:
                 found.problem = "repeated_session"
                 text = "an earlier conversation has its session, too: --map "
                 found.detail = f"{text}session_id=@name makes a session of each"
+        self.repeated(found, f"{file}, {found.place}")
         if found.problem:
             return None
         found.detail = ""
@@ -424,7 +464,11 @@ class _Import:
         broken = reason != "abort" and BROKEN.match(reason or "")
         if broken and "aborted" not in dict(found.remarks):
             found.remark("aborted", f"finish_reason is {reason!r}")
-        against = {"usage_contradicts", "aborted"} & dict(found.remarks).keys()
+        prompt, output = _ids(found, "prompt_ids"), _ids(found, "output_ids")
+        if len(prompt) >= _REPEATED and np.array_equal(output[: len(prompt)], prompt):
+            text = f"its output begins with its whole prompt of {len(prompt)} ids"
+            found.remark("prompt_in_output", text)
+        against = (UNTRAINED - {"mask_unread"}) & dict(found.remarks).keys()
         if against and self.contradicted == "untrain":
             fields["trainable"] = False
         if (reward := fields.get("reward")) is not None:
@@ -432,6 +476,11 @@ class _Import:
             if first != reward:
                 text = f"{reward}, after {first} in the same session"
                 found.remark("reward_varies", text)
+        if (group := fields.get("group_id")) is not None:
+            first = self.groups.setdefault(session, group)
+            if first != group:
+                text = f"{group!r}, after {first!r} in the same session"
+                found.remark("group_varies", text)
         if (index := fields.get("turn_index")) is not None:
             key, place = (session, repr(index)), f"{file}, {found.place}"
             if key in self.indices:
@@ -446,6 +495,40 @@ class _Import:
         if "response_message" not in record:
             record["use_tool"] = None
         return {**record, "session_id": session}
+
+    def repeated(self, found: Finding, place: str) -> None:
+        """Leave out a call that its session has had with the same id, ids and logprobs."""
+        fields, own = found.fields, found.fields.get("request_id")
+        if found.problem or own is None:
+            return
+        # choices of one response may have the same ids
+        choice = found.place.partition("choice ")[2]
+        logprobs = np.asarray(fields.get("output_logprobs"), object).tolist()
+        ids = (_digest(_ids(found, name)) for name in ("prompt_ids", "output_ids"))
+        key = blake2b(
+            repr((found.session, own, choice, *ids, logprobs)).encode()
+        ).digest()
+        first = self.calls.setdefault(key, place)
+        if first != place:
+            found.problem = "copied"
+            found.detail = f"{first} has the same ids, logprobs and request_id {own!r}"
+
+    def in_time(self, turns: pa.Table) -> pa.Table:
+        """Sessions by the start times of their calls, if all have one and no turn_index."""
+        numbers = turns.column("turn_index").to_numpy().copy()
+        times = turns.column("started_at").cast(pa.int64())
+        given = {session for session, _ in self.indices}
+        names, ends = turns.column("session_id"), session_ends(turns).tolist()
+        for start, stop in zip([0, *ends], ends, strict=False):
+            own = times.slice(start, stop - start)
+            if own.null_count or names[start].as_py() in given:
+                continue
+            order = np.argsort(own.to_numpy(), kind="stable")
+            numbers[start + order] = np.sort(numbers[start:stop])
+        at = turns.schema.get_field_index("turn_index")
+        field = turns.schema.field(at)
+        turns = turns.set_column(at, field, pa.array(numbers, field.type))
+        return gather(turns, "turn_index")
 
     def table(self, batch: list[_Taken]) -> pa.Table:
         """The turns of records; records that break a rule are noted instead."""
@@ -484,7 +567,7 @@ def advised(path: str) -> str:
     except (ArgumentError, FormatError, OSError):
         return ""
     named = {key: one for call in calls for key, one in call.run_keys.items()}
-    option = f" {map_option('session_id', _run_key(named))}" if named else ""
+    option = f" --map session_id={shlex.quote(_run_key(named))}" if named else ""
     option = option or (" --map FIELD=PATH,..." if not formats else "")
     return (
         "These are records of another system: trajkit import "
@@ -493,8 +576,12 @@ def advised(path: str) -> str:
 
 
 def _run_key(keys: Mapping[str, object]) -> str:
-    filled = (key for key, one in keys.items() if one not in (None, ""))
-    return next(filter(_OF_A_RUN.search, filled), "KEY")
+    filled = [key for key, one in keys.items() if one not in (None, "")]
+    own = next(filter(_OF_A_RUN.search, filled), "KEY")
+    about = [key for key in filled if key != own and _ABOUT.fullmatch(word_of(key))]
+    # a number may start over in each task
+    is_number = str(keys.get(own)).isdecimal()
+    return f"{about[0]}+{own}" if about and is_number else own
 
 
 def _check_logprobs(found: Finding) -> None:
@@ -567,26 +654,51 @@ def _records(head: Head, table: Table) -> Iterator[Finding]:
 
 
 def _runs(calls: Iterable[Finding]) -> set[str]:
-    """The keys that may name runs: they change where prompts start over, and only there."""
-    prompts: list[bytes] = []
-    names: list[dict[str, str]] = []
-    changed, never = set[str](), set[str]()
+    """The keys that may name the runs of calls without a session."""
+    starts = _Starts()
     good = (found for found in calls if not found.problem and found.session is None)
     for found in islice(good, _MOST_COMPARED):
+        starts.add(found)
+    return {key for key, _ in starts.changed} - starts.never
+
+
+class _Starts:
+    """Keys that change where prompts of a session start over, and only there."""
+
+    def __init__(self) -> None:
+        # names of calls by session, and size and hash of the prompt; those of the last
+        self.known: dict[Any, dict[int, dict[int, list[Any]]]] = defaultdict(dict)
+        self.last: dict[Any, dict[str, str]] = {}
+        # keys, with their sessions, and what is wrong; keys that name no run
+        self.changed: dict[tuple[str, str | None], str] = {}
+        self.never = set[str]()
+
+    def add(self, found: Finding, place: str = "", path: str = "") -> None:
         prompt, own = _ids(found, "prompt_ids").tobytes(), found.names
-        before = [k for k, one in enumerate(prompts) if one and prompt.startswith(one)]
-        before = [k for k in before if len(prompts[k]) < len(prompt)]
+        known = self.known[found.session]
+        last = self.last.get(found.session, own)
+        nearest: list[dict[str, str]] = []
         # those that it may continue have the most of its prompt
-        most = max((len(prompts[k]) for k in before), default=0)
-        nearest = [names[k] for k in before if len(prompts[k]) == most]
+        for size in sorted(known, reverse=True) if own != last else ():
+            if 0 < size < len(prompt) and not nearest:
+                nearest = known[size].get(hash(prompt[:size]), [])
         for key, one in own.items():
             if nearest and all(each.get(key) != one for each in nearest):
-                never.add(key)
-            elif not nearest and names and names[-1].get(key, one) != one:
-                changed.add(key)
-        prompts.append(prompt)
-        names.append(own)
-    return changed - never
+                self.never.add(key)
+            elif not nearest and last.get(key, one) != one:
+                self.changed.setdefault(
+                    (key, found.session),
+                    f"{place}: session {found.session!r} starts over where {key} changes "
+                    f"from {last[key]!r} to {one!r}: --map session_id={key}+{path} makes "
+                    f"a session of each, --map agent_id={key} one of several agents",
+                )
+        known.setdefault(len(prompt), {}).setdefault(hash(prompt), []).append(own)
+        self.last[found.session] = own
+
+    def error(self) -> str:
+        """What is wrong with the first session that has several runs; or empty."""
+        items = self.changed.items()
+        return next((text for key, text in items if key[0] not in self.never), "")
 
 
 def _find_replies(

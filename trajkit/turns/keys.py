@@ -61,7 +61,7 @@ MATTERS = re.compile(
     r"trainable|versions?|error|errors|truncated|aborted|agent|turn|step|experts?|"
     r"teacher|entropies|entropy|images?|modal|mm|label|labels|success|resolved|"
     r"log_?probs?|kept_tokens|remove|loss|exceptions?|trajectory|traj|rollout|run|"
-    r"episode)(_|$)"
+    r"episode|correct|passed|done|finished|completed)(_|$)"
 )
 # what marks tokens, by the end of its path; lists that mark none, whatever they have
 _MARKS = re.compile(
