@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trajkit.schema import PAYLOADS
+from trajkit.schema import ATTRIBUTION, PAYLOADS
 
 SPELLED = {
     "session_id": "session_id|metadata.session_id|extra.session_id",
@@ -163,8 +163,10 @@ def unheeded(record: Mapping[str, Any], name: str) -> tuple[str, str]:
     what it says of the call (a key of `UNHEEDED`); both are empty if there is none.
     """
     value = record[name]
-    if name in PAYLOADS or value is None:
+    if name in (*PAYLOADS, *ATTRIBUTION.names, "attribution") or value is None:
         return "", ""
+    # a list with a start
+    is_payload = f"{name}_start" in record
     if re.search("(^|_)masks?(_|$)", word_of(name)):
         return name, "marks"
     sizes = {ids: _size(record.get(ids)) for ids in ("prompt_ids", "output_ids")}
@@ -180,7 +182,9 @@ def unheeded(record: Mapping[str, Any], name: str) -> tuple[str, str]:
                 return path, "counts"
         if trainable is None and is_broken(path, one):
             return path, "ends"
-        if n_output and not is_masked:
+        # an extra column of other names may have any numbers
+        named = _mask_word(path) or (has_items(one) and -100 in one)
+        if named and n_output and not (is_masked or is_payload):
             if marks_tokens(path, one, n_prompt or 0, n_output):
                 return path, "marks"
     return "", ""
@@ -227,13 +231,17 @@ def names_run(keys: tuple[str, ...], word: str, value: object, aside: bool) -> b
     return bool(both or (len(keys) == 2 and "_" in word and RUN.fullmatch(word)))
 
 
+def _mask_word(path: str) -> bool:
+    return bool(_MARKS.search(word_of("_".join(path.split(".")[-2:]))))
+
+
 def marks_tokens(path: str, value: Any, first: int, n: int) -> bool:
     """Whether a value marks some ids of an output, or may do so: docs/import.md."""
     while isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         (value,) = value
     fits = has_items(value) and len(value) in (n, first + n)
     name = word_of(path)
-    named = _MARKS.search(word_of("_".join(path.split(".")[-2:])))
+    named = _mask_word(path)
     if isinstance(value, str) and re.fullmatch("[01]+", value) and (named or n > 2):
         value, fits = [*map(int, value)], len(value) in (n, first + n)
     if name in {*_IDS, *PAYLOADS} or _MARKS_NONE.search(name) or not has_items(value):
