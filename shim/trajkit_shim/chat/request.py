@@ -405,7 +405,7 @@ class Reply(Parsed):
 
     @property
     def blocks(self) -> list[Spoken]:
-        """Its parts; at least one. White space alone is none: clients reject it."""
+        """Its parts, at least one. White space alone is no part: clients reject it."""
         shown = (p for p in self.parts if not isinstance(p, str) or p.strip())
         return [*shown] or [self.text]
 
@@ -424,7 +424,7 @@ def make_reply(
     which some templates want. ``rest``: the other fields of `Reply`.
     """
     reply_id, parts = uuid.uuid4().hex, list(parsed.parts)
-    # a model may sample one id twice, but results are told apart by it
+    # a model may sample one id twice, but results name their call by it
     taken = {""}
     for number, part in enumerate(parts):
         if not isinstance(part, ToolCall):
