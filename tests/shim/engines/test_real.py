@@ -11,7 +11,7 @@ import signal
 import subprocess
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -96,11 +96,27 @@ class Server:
         return path
 
     @classmethod
+    @contextmanager
     def served(cls, model, directory, *arguments, **variables):
-        """The URL of a server of a model; its log is in the directory."""
+        """The URL of a server of a model; its log is in the directory.
+
+        A server that hangs while it starts (SGLang has done so) is started once more.
+        """
         command, own = cls.command(model, [*cls.arguments, *arguments])
         log = directory / "engine.log"
-        return running_server(command, own | variables, log, start_seconds=300)
+        with ExitStack() as stack:
+            for seconds in (100, 150):
+                server = running_server(
+                    command, own | variables, log, start_seconds=seconds
+                )
+                try:
+                    url = stack.enter_context(server)
+                except ConnectionError as error:
+                    failure = error
+                    continue
+                yield url
+                return
+        raise failure
 
 
 class SGLang(Server):
