@@ -8,9 +8,10 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -31,17 +32,19 @@ from trajkit.importers.containers import (
     unless_empty,
 )
 from trajkit.turns.keys import (
+    EMPTY_RUN,
     MATTERS,
     NO_NAME,
     NOT_BESIDE,
     SPELLED,
-    USAGE,
     claims_of,
     has_items,
     is_broken,
     is_empty,
+    is_name,
     is_nothing,
     marks_tokens,
+    meaning_of,
     names_run,
     word_of,
 )
@@ -121,7 +124,7 @@ _OF_ANSWER = read_map("""
     prompt_ids=choice.input_token_ids|choice.prompt_token_ids|response.prompt_token_ids|
     request.input_ids|request.prompt|request.prompt_token_ids|request.token_ids,
     output_ids=choice.token_ids|choice.response_token_ids|response.token_ids|
-    response.output_ids,
+    response.output_ids, usage=usage,
     finish_reason=choice.finish_reason|choice.meta_info.finish_reason,
     prompt_messages=request.messages, response_message=choice.message,
     tools=request.tools, model=response.model,
@@ -130,6 +133,8 @@ _OF_ANSWER = read_map("""
     response.metadata.weight_version,
     weight_versions=choice.weight_versions|choice.meta_info.weight_versions|
     response.metadata.weight_versions""").fields
+# where SGLang has logprobs
+_NATIVE = "output_token_logprobs"
 _STREAMED = "a part of a stream: log the complete response"
 
 
@@ -180,6 +185,22 @@ class Format:
     knows: tuple[str, ...] = ()
 
 
+class _Key(NamedTuple):
+    """What a table makes of a key beside a call, by its path."""
+
+    keys: tuple[str, ...]
+    word: str
+    # a field has its value; the mapping or the format knows it
+    is_read: bool
+    is_known: bool
+    # it may name the run of the call, and names it even if it is empty
+    names_run: bool
+    names_empty: bool
+    # it may tell runs apart; also those that have one name
+    tells: bool
+    tells_more: bool
+
+
 class Table:
     """A format with a user's mapping: reads the objects of a file."""
 
@@ -193,12 +214,35 @@ class Table:
         each, only = given.each or base.each or "", given.only or base.only
         self.map = Map(self.routes, each=each, only=only)
         parts = {part for one in self.routes.values() for part in one.parts()}
-        self._known = {(part.keys, part.outer) for part in parts}
-        self._known.add(((each.partition(".")[0],), True))
+        self._read = {(part.keys, part.outer) for part in parts}
+        self._read.add(((each.partition(".")[0],), True))
+        mapped = {part.keys for one in self.own.values() for part in one.parts()}
+        self._known = mapped | {(name,) for name in format.knows}
+        # the same few keys are beside every call
+        self._key = cache(self._key_of)
         # fields of the user's mapping that some record had, or lacked
         self.found, self.lacked = set[str](), set[str]()
         with_ids = {"output_ids", "output_logprobs", "response"}
         self.has_ids = bool(with_ids & self.routes.keys())
+
+    def _key_of(self, path: str, aside: bool, of_root: bool | None) -> _Key:
+        """What the path of a record is, or of the object around it; None: both are one."""
+        keys, word = tuple(path.split(".")), word_of(path)
+        known = (k for k, outer in self._read if of_root is None or outer is of_root)
+        is_read = any(keys[: len(k)] == k or k[: len(keys)] == keys for k in known)
+        is_known = keys in self._known
+        single = not any(map(str.isdecimal, keys)) and "response" not in keys
+        tells = single and len(keys) <= 3 and not is_known and not NO_NAME.search(word)
+        return _Key(
+            keys=keys,
+            word=word,
+            is_read=is_read,
+            is_known=is_known,
+            names_run=names_run(keys, aside),
+            names_empty=aside and bool(EMPTY_RUN.fullmatch(word)),
+            tells=tells,
+            tells_more=tells and not is_read and bool(_MANY.search(word)),
+        )
 
     def shape(self) -> Shape:
         """The long arrays of an object (see `trajkit.files.jsonl`)."""
@@ -213,11 +257,14 @@ class Table:
 
     def calls(self, place: str, value: Value) -> Iterator[Finding]:
         for where, root in elements(value, self.format.unfold, place):
-            if not isinstance(root, dict):
-                yield Finding(where, None, "unreadable", _not_object(root))
-                continue
-            for below, one in self.format.roots(root, self._head.file):
-                yield from self._of_root(where + below, one)
+            found = Finding(where)
+            with found:
+                if not isinstance(root, dict):
+                    raise Refused("unreadable", _not_object(root))
+                for below, one in self.format.roots(root, self._head.file):
+                    yield from self._of_root(where + below, one)
+            if found.problem:
+                yield found
 
     def _of_root(self, place: str, root: Value) -> Iterator[Finding]:
         calls = list(self._calls(place, root)) if self.has_ids else []
@@ -264,13 +311,9 @@ class Table:
         self, found: Finding, record: object, root: Value, names: Names
     ) -> Iterator[Finding]:
         """The calls of a record: each choice of a response, or each span of a mask."""
+        self._session(found, object_of(record), root, names)
         if not isinstance(record, dict):
-            self._session(found, {}, root, names)
             raise Refused("unreadable", _not_object(record))
-        self._session(found, record, root, names)
-        if "request_id" in self.routes:
-            named = self.routes["request_id"].find(record, root)
-            found.fields["request_id"] = text_of(named)
         prepared = self.format.prepare(record)
         if prepared is None:
             return
@@ -292,22 +335,25 @@ class Table:
             raise Refused("unreadable", text)
         if error := object_of(response).get("error"):
             raise Refused("unreadable", f"the response is an error: {repr(error)[:60]}")
-        # what a mapping names counts before what a response has
-        first = {*self.own, "request_id", "model", "prompt_messages"}
-        kept = {name: values[name] for name in first if values.get(name) is not None}
-        choices = _choices(object_of(values.get("request")), response)
-        taken = [*islice(choices, self.format.most_choices)]
         parts = self.routes["response"].parts()
         has = (part for part in parts if part.find(prepared, root, {}) is not None)
         at = f"{'.'.join(next(has).keys)}.".removeprefix("@self.")
-        for suffix, one in taken:
+        yield from self._answers(found, values, at)
+
+    def _answers(self, found: Finding, values: Value, at: str) -> Iterator[Finding]:
+        """The calls of a response, whose path is ``at``."""
+        # what a mapping names counts before what a response has
+        first = {*self.own, "request_id", "model", "prompt_messages"}
+        kept = {name: values[name] for name in first if values.get(name) is not None}
+        choices = _choices(object_of(values.get("request")), values["response"])
+        taken = [*islice(choices, self.format.most_choices)]
+        mask = kept.get("output_mask")
+        for suffix, around in taken:
             copy = found.copy(suffix, first=not suffix)
             copy.claims += found.claims * (len(taken) == 1)
-            masks = {at + path: mask for path, mask in one.pop("@masks", {}).items()}
-            mask = kept.get("output_mask")
-            named = {k: v for k, v in masks.items() if "mask" in k and list_of(v)}
-            more = {"@masks": masks, "@unread": {} if mask is not None else named}
-            self._filled(copy, {**values, **one, **kept, **more})
+            with copy:
+                own = _of_choice(copy, around, at, masked=mask is not None)
+                self._fill(copy, {**values, **own, **kept})
             yield from [copy] if mask is None or copy.problem else _spans(copy, mask)
 
     def _values(self, record: Value, root: Value, names: Names) -> Value:
@@ -333,87 +379,68 @@ class Table:
 
     def _beside(self, found: Finding, record: Value, root: Value) -> None:
         """Keep what may name the run, what no field reads, masks and numbers of tokens."""
-        mapped = {part.keys for one in self.own.values() for part in one.parts()}
         found.claims += claims_of(record, "", only=False)
         for outer in (record,) if root is record else (root, record):
-            known = [
-                k
-                for k, of_root in self._known
-                if root is record or of_root == (outer is root)
-            ]
+            of_root = None if root is record else outer is root
+            slash, is_response = "/" * (outer is not record), is_answer(outer)
             for path, value, aside, beside in _facts(outer, whole=outer is record):
-                at, word = "/" * (outer is not record) + path, word_of(path)
-                keys = tuple(path.split("."))
-                taken = keys in mapped or path in self.format.knows
+                key, at = self._key(path, aside, of_root), f"{slash}{path}"
                 # a response has an id itself
-                own = path == "id" and is_answer(outer)
-                own = own or (self.format.alone and _is_read(keys, known))
+                own = path == "id" and is_response
+                own = own or (self.format.alone and key.is_read)
                 if found.session is None and not own:
-                    if names_run(keys, word, value, aside):
+                    empty = key.names_empty and is_nothing(value)
+                    if empty or (key.names_run and is_name(value)):
                         found.run_keys[at] = value
-                broken = is_broken(path, value) or _failed(keys, word, value)
-                if beside and len(keys) <= 2 and not taken and broken:
+                broken = is_broken(path, value) or _failed(key, value)
+                if beside and len(key.keys) <= 2 and not key.is_known and broken:
                     found.remark("aborted", f"{at} is {repr(value)[:60]}")
-                elif aside and not taken and not is_empty(value):
-                    if MATTERS.search(word) and not _is_read(keys, known):
+                elif aside and not (key.is_known or key.is_read or is_empty(value)):
+                    if MATTERS.search(key.word):
                         found.unread[at] = value
                 if outer is not record:
                     continue
                 if beside and isinstance(value, list | str) and value:
                     found.masks[path] = value
                 elif beside and isinstance(value, dict):
-                    only = bool(USAGE.fullmatch(word))
+                    only = meaning_of(path).is_usage
                     found.claims += claims_of(value, path, only=only)
-                single = not any(map(str.isdecimal, keys)) and "response" not in keys
-                if len(keys) <= 3 and keys not in mapped:
-                    text = text_of(value) if single else None
-                    several = text and _MANY.search(word) and not _is_read(keys, known)
-                    named = several if found.session is not None else text
-                    if named and not NO_NAME.search(word):
-                        found.names[path] = str(text)
-
-    def _filled(self, found: Finding, values: Value) -> Finding:
-        with found:
-            self._fill(found, values)
-        return found
+                tells = key.tells if found.session is None else key.tells_more
+                if tells and (text := text_of(value)):
+                    found.names[path] = text
 
     def _fill(self, found: Finding, values: Value) -> None:
         """Make the fields of a call from the values of a mapping.
 
-        Besides these, there may be ``@refused``, a problem and its detail, and what a
-        `Finding` has as ``@remarks``, ``@claims`` and ``@unread``.
+        Without ``output_logprobs``, there may be several ``@sources`` of them.
         """
-        found.remarks += values.get("@remarks", ())
-        found.unread = {**found.unread, **values.get("@unread", {})}
-        if "@refused" in values:
-            raise Refused(*values["@refused"])
         fields = found.fields
         for name, (convert, is_noted) in _CONVERTED.items():
             value = values.get(name)
             fields[name] = convert(value)
             if is_noted and fields[name] is None and not is_empty(value):
                 found.unread[self._text(name)] = value
-        if (
-            isinstance(values.get("response_message"), str)
-            and fields["response_message"]
-        ):
-            found.remark(
-                "text_reply", "its reply is text: an assistant's message has it"
-            )
+        reply = values.get("response_message")
+        if reply and isinstance(reply, str):
+            text = "its reply is text: an assistant's message has it"
+            found.remark("text_reply", text)
         fields["prompt_messages"] = without_reply(fields, self.routes)
-        fields["reward"] = self._reward(found, values.get("reward"))
-        source = logprobs_of(values.get("output_logprobs"))
-        output, logprobs, remarks = _aligned(values.get("output_ids"), source)
+        fields["reward"] = reward = self._reward(found, values.get("reward"))
+        if reward is not None:
+            found.names = {**found.names, "reward": str(reward)}
+        given = values.get("output_logprobs")
+        sources = values.get("@sources", ()) if given is None else [given]
+        known = map(logprobs_of, sources)
+        output, logprobs, remarks = _aligned(values.get("output_ids"), *known)
         fields["output_ids"], fields["output_logprobs"] = output, logprobs
         n = len(output) if is_array(output) else 0
         found.remarks += remarks
         found.tools = values.get("tools")
-        found.claims += values.get("@claims", ())
         found.claims += claims_of(object_of(values.get("usage")), self._text("usage"))
         fields["weight_versions"] = _versions(found, values, n)
         prompt = fields["prompt_ids"]
         first = len(prompt) if is_array(prompt) else 0
-        masks = {**found.masks, **found.unread, **values.get("@masks", {})}
+        masks = {**found.masks, **found.unread}
         for path, value in masks.items() if values.get("output_mask") is None else ():
             if n and marks_tokens(path, value, first, n):
                 text = f"{path} marks some of its tokens, as sampled or as trained"
@@ -599,17 +626,13 @@ def _facts(
                 yield from _facts(inner, f"{path}.{k}.", aside=False)
 
 
-def _failed(keys: tuple[str, ...], word: str, value: object) -> bool:
+def _failed(key: _Key, value: object) -> bool:
     """Whether a key says that its call failed, or is not to be trained."""
-    if "status" in "_".join(keys[-2:]).lower() and word.endswith(("code", "status")):
-        http, span = number_of(value) or 0, ("status", "code")
-        failed = value in (2, "STATUS_CODE_ERROR") and keys[-2:] == span
-        return failed or 400 <= http < 600
-    return word in ("train", "is_train") and _flag(value) is False
-
-
-def _is_read(keys: tuple[str, ...], known: list[tuple[str, ...]]) -> bool:
-    return any(keys[: len(one)] == one or one[: len(keys)] == keys for one in known)
+    last = key.keys[-2:]
+    if key.word.endswith(("code", "status")) and "status" in "_".join(last).lower():
+        failed = value in (2, "STATUS_CODE_ERROR") and last == ("status", "code")
+        return failed or 400 <= (number_of(value) or 0) < 600
+    return key.word in ("train", "is_train") and _flag(value) is False
 
 
 def _check_same(where: Route, record: Value, root: Value) -> None:
@@ -775,7 +798,7 @@ def is_answer(value: object) -> bool:
 
 
 def _choices(request: Value, response: object) -> Iterator[tuple[str, Value]]:
-    """A suffix of the place, and the values, of each choice of a response.
+    """A suffix of the place, and request, response, choice and usage, of each choice.
 
     SGLang answers ``n`` samples, or a list of prompts, with a list.
     """
@@ -791,13 +814,12 @@ def _choices(request: Value, response: object) -> Iterator[tuple[str, Value]]:
         answer = object_of(one)
         choices = answer.get("choices")
         choices = (choices or [{}]) if isinstance(choices, list) else [one]
-        made = [_of_choice(request, answer, choice) for choice in choices]
-        if len(made) == 1:  # of several, nothing says how often the prompt counts
-            usage = object_of(answer.get("usage"))
-            made[0]["@claims"] = [*made[0]["@claims"], *claims_of(usage, "usage")]
+        # of several, nothing says how often the prompt counts
+        usage = answer.get("usage") if len(choices) == 1 else None
+        around = {"request": request, "response": answer, "usage": usage}
         place = f", choice {k}" if k else ""
-        for j, values in enumerate(made):
-            yield f"{place}, choice {j}" if j else place, values
+        for j, choice in enumerate(choices):
+            yield f"{place}, choice {j}" if j else place, {**around, "choice": choice}
 
 
 def _is_chunk(answer: object) -> bool:
@@ -807,29 +829,25 @@ def _is_chunk(answer: object) -> bool:
     return unfinished or any("delta" in object_of(choice) for choice in choices)
 
 
-def _of_choice(request: Value, response: Value, choice: object) -> Value:
+def _of_choice(found: Finding, around: Value, at: str, *, masked: bool) -> Value:
+    """The values of a choice; what is beside its ids goes to the call."""
+    choice = around["choice"]
     if not isinstance(choice, dict):
-        refused = "unreadable", "an answer, or a choice of it, is not an object"
-        return {"@refused": refused, "@claims": [], "@remarks": []}
-    around = {"request": request, "response": response, "choice": choice}
-    values = {name: one.find(around) for name, one in _OF_ANSWER.items()}
+        raise Refused("unreadable", "an answer, or a choice of it, is not an object")
     meta = object_of(choice.get("meta_info"))
-    entries = {"content": meta.get("output_token_logprobs")}
-    sources = logprobs_of(choice.get("logprobs")), logprobs_of(entries)
-    output, logprobs, remarks = _aligned(values["output_ids"], *sources)
+    found.claims += claims_of(meta, "meta_info")
+    if choice is not around["response"] and not masked:
+        place = f"{at}choices.{choice.get('index', 0)}."
+        masks = {f"{place}{path}": one for path, one, _, near in _facts(choice) if near}
+        found.masks = {**found.masks, **masks}
+        named = {path: v for path, v in masks.items() if "mask" in path and list_of(v)}
+        found.unread = {**found.unread, **named}
+    values: Value = {name: one.find(around) for name, one in _OF_ANSWER.items()}
     return {
         **values,
         "prompt_messages": unless_empty(values["prompt_messages"]),
-        "output_ids": output,
-        "output_logprobs": logprobs,
-        "usage": None,
-        "@remarks": remarks,
-        "@claims": claims_of(meta, "meta_info"),
-        "@masks": {
-            f"choices.{choice.get('index', 0)}.{path}": one
-            for path, one, _, beside in _facts({} if choice is response else choice)
-            if beside
-        },
+        "output_logprobs": None,
+        "@sources": [choice.get("logprobs"), {"content": meta.get(_NATIVE)}],
     }
 
 
@@ -931,10 +949,6 @@ def _slime(record: Value) -> Value:
 
 
 def _atif(record: Value) -> Value | None:
-    if version := record.get("@version"):
-        raise Refused("other_version", f"schema_version {version}: expected ATIF-v1")
-    if refused := record.get("@copied"):
-        raise Refused("copied", refused)
     if record.get("is_copied_context") is True:
         raise Refused("copied", "it was copied from an earlier trajectory")
     calls = record.get("llm_call_count", 1)
@@ -950,8 +964,7 @@ def _atif_roots(root: Value, file: Path) -> Iterator[tuple[str, Value]]:
         yield from _trial(root, file)
         return
     if not re.match(r"(ATIF-v1\.|ATIF$|$)", version):
-        yield "", {**root, "steps": [{"source": "agent", "@version": version}]}
-        return
+        raise Refused("other_version", f"schema_version {version}: expected ATIF-v1")
     folders = (file.parent, file.parent.parent)
     results = [object_of(_json_at(folder / "result.json")) for folder in folders]
     result = next((one for one in results if "verifier_result" in one), {})
@@ -983,9 +996,7 @@ def _trial(result: Value, file: Path) -> Iterator[tuple[str, Value]]:
         beside = object_of(_json_at(folder / "trajectory.json"))
         steps = map(object_of, list_of(beside.get("steps")))
         if any(object_of(x.get("metrics")).get("completion_token_ids") for x in steps):
-            copied = {"source": "agent", "@copied": "trajectory.json has its calls"}
-            yield "", {**root, "steps": [copied]}
-            return
+            raise Refused("copied", "trajectory.json has its calls")
     results = [result, *map(object_of, list_of(result.get("step_results")))]
     agents = (object_of(one.get("agent_result")) for one in results)
     details = [one for agent in agents for one in list_of(agent.get("rollout_details"))]

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -49,6 +49,7 @@ from trajkit.turns.keys import BROKEN, has_items, word_of
 from trajkit.turns.mapping import MapLike, hint_for, read_map, stem_of
 from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, collected
+from trajkit.turns.runs import Starts
 from trajkit.turns.validation import Nonfinite
 
 _Taken: TypeAlias = tuple[str, Finding, Record]
@@ -69,11 +70,14 @@ TURNS_IMPORTED = pa.schema([*TURNS, *EXTRAS], metadata=TURNS.metadata)
 
 Contradicted: TypeAlias = Literal["untrain", "train"]
 
-# calls of a file in which keys that name runs are looked for
+# calls of a file in which keys that may name runs are looked for
 _MOST_COMPARED = 1000
 
 # remarks by which a turn is context only; ids of a prompt that no output repeats by chance
-UNTRAINED = {"usage_contradicts", "aborted", "prompt_in_output", "mask_unread"}
+UNTRAINED = {
+    *("usage_contradicts", "aborted", "prompt_in_output", "repeated_call"),
+    "mask_unread",
+}
 _REPEATED = 8
 
 # decimals of rounded logprobs, the numbers beyond which they say nothing, and how many
@@ -201,17 +205,17 @@ class _Import:
     nonfinite_logprobs: Nonfinite = "raise"
     session_prefix: SessionPrefix | None = None
     lines: list[dict[str, object]] = field(default_factory=list)
-    # of each session: its next number, the files that it was in, first reward and group
+    # of each session: its next number, the files that it was in, and by field its first
+    # reward and group
     numbers: Counter[str | None] = field(default_factory=Counter)
     files: Continuations = field(default_factory=Continuations)
+    firsts: dict[tuple[str | None, str], object] = field(default_factory=dict)
     seen: set[Path] = field(default_factory=set)
-    rewards: dict[str | None, object] = field(default_factory=dict)
-    groups: dict[str | None, object] = field(default_factory=dict)
     # places by session and a turn_index that the source gives
     indices: dict[tuple[str | None, str], str] = field(default_factory=dict)
     # which keys change where prompts of a session start over
-    starts: "_Starts" = field(default_factory=lambda: _Starts())
-    # places by digests of calls with a request_id
+    starts: Starts = field(default_factory=Starts)
+    # places by digests of calls
     calls: dict[bytes, str] = field(default_factory=dict)
     # the error of the first empty file
     nothing: Exception | None = None
@@ -232,26 +236,26 @@ class _Import:
     def tables(self, source: Sources) -> Iterator[pa.Table]:
         """The turns, of which the first table has none; sessions are not grouped."""
         listed = read.listed(source)
-        files = read.files_of(listed)
         self.naming = Naming.of(list(map(read.path_of, listed)), self.session_prefix)
-
-        def pieces() -> Iterator[pa.Table]:
-            yield TURNS_IMPORTED.empty_table()
-            taken = (
-                one
-                for name, is_folder, own in files
-                for head, format in self.recognised(name, is_folder, own)
-                for one in self.of_file(head, format)
+        yield TURNS_IMPORTED.empty_table()
+        taken = (
+            one
+            for name, is_folder, own in read.files_of(listed)
+            for head, format in self.recognised(name, is_folder, own)
+            for one in self.of_file(head, format)
+        )
+        while batch := list(islice(taken, limits.IMPORTED_RECORDS)):
+            yield self.table(batch)
+        for error in filter(None, self.mapped.values()):
+            raise FormatError(error)
+        for key, session, (place, path), before, now in self.starts.changes():
+            raise FormatError(
+                f"{place}: session {session!r} starts over where {key} changes from "
+                f"{before!r} to {now!r}: --map session_id={key}+{path} makes a session of "
+                f"each, --map agent_id={key} one of several agents"
             )
-            while batch := list(islice(taken, limits.IMPORTED_RECORDS)):
-                yield self.table(batch)
-            for error in (*filter(None, self.mapped.values()), self.starts.error()):
-                if error:
-                    raise FormatError(error)
-            if self.nothing is not None and not self.numbers:
-                raise self.nothing
-
-        return pieces()
+        if self.nothing is not None and not self.numbers:
+            raise self.nothing
 
     def report(self) -> pa.Table:
         # a record may have been left out after a line about what it lacks
@@ -279,14 +283,14 @@ class _Import:
         self, source: str, is_folder: bool, files: list[tuple[str, Path]]
     ) -> Iterator[tuple[Head, Format]]:
         """The files to read, each with its format."""
-        for name, _ in (one for one in files if is_folder and not read.is_listed(*one)):
+        named = [one for one in files if not is_folder or read.is_listed(one[0])]
+        for name, _ in (one for one in files if one not in named):
             text = (
                 "its name has none of the known ends: name the file itself to read it"
             )
-            self.note(name, Finding("file", None, "other_file", text))
-        files = [one for one in files if not is_folder or read.is_listed(*one)]
-        check_distinct([file for _, file in files], self.seen)
-        heads = [read.head_of(file, name) for name, file in files]
+            self.skip(name, text)
+        check_distinct([file for _, file in named], self.seen)
+        heads = [read.head_of(file, name) for name, file in named]
         own = [self.fitting(head) for head in heads]
         if self.format != "auto" and not is_folder:
             own = [[FORMATS[self.format]]]
@@ -295,23 +299,23 @@ class _Import:
             listed = ", ".join(names)
             text = f"fits several formats, {listed}: pass one of them as the format"
             raise FormatError(f"{source} {text}")
-        if not names:
-            errors = [unknown(head) for head in heads if head.values or not is_folder]
-            if not is_folder and not heads[0].file.stat().st_size:
-                self.note(source, Finding("file", None, "other_file", "it is empty"))
-                self.nothing = self.nothing or errors[0]
-                return
-            if not is_folder:
-                raise errors[0]
+        if not names and is_folder:
             kind = self.format if self.format != "auto" else "known"
-            first = f": {errors[0]}" if errors else ""
+            first = next((f": {unknown(head)}" for head in heads if head.values), "")
             raise FormatError(f"{source} contains no file of a {kind} format{first}")
         for head, formats in zip(heads, own, strict=True):
+            is_empty = not head.file.stat().st_size
             if formats:
                 yield head, formats[0]
-            else:
-                text = head.trouble or "it is empty" * (not head.file.stat().st_size)
-                self.note(head.name, Finding("file", None, "other_file", text))
+                continue
+            if not is_folder:
+                self.nothing = self.nothing or unknown(head)
+                if not is_empty:
+                    raise unknown(head)
+            self.skip(head.name, head.trouble or "it is empty" * is_empty)
+
+    def skip(self, file: str, why: str) -> None:
+        self.note(file, Finding("file", None, "other_file", why))
 
     def fitting(self, head: Head) -> list[Format]:
         own = fitting(head)
@@ -331,10 +335,9 @@ class _Import:
         unread: dict[str, tuple[Finding, int]] = {}
         paths: dict[str, np.ndarray] = {}
         n_records, replies, silent = 0, dict[int, object](), set[str | None]()
-        begins = [one for value in head.values for one in table.calls("", value)]
-        keyed = any(one.session for one in begins)
-        unnamed = not keyed and not any(one.run_keys for one in begins)
-        named = _runs(_records(head, table)) if unnamed else set[str]()
+        begins = (one for value in head.values for one in table.calls("", value))
+        # a file without sessions is read for names of runs before it is imported
+        named = _runs(chain(begins, _records(head, table)))
         way, followed = table.routes["session_id"].text, "session_id" in table.own
         if format.needs_reply and self.encoder is None:
             replies, silent = _find_replies(_records(head, table))
@@ -350,16 +353,19 @@ class _Import:
                     "response_message=PATH; messages.-1 if they end with it)"
                 )
                 found.remark("no_reply", text)
-            keyed = keyed or found.session is not None or bool(found.run_keys)
+            if (found.session is not None or found.run_keys) and name in self.names:
+                raise FormatError(
+                    f"{name}, {found.place} names its run, and no record before it does: "
+                    "--map session_id=PATH names those of all (@file: one per file)"
+                )
             if found.session is None and not found.problem:
-                own = found.names.items()
-                found.run_keys |= {key: one for key, one in own if key in named}
-                self.name(head, found, keyed)
+                self.name(head, found, named)
             if found.session is not None:
                 found.session = prefix + found.session
                 if (followed or format.generic) and not found.problem:
-                    at = f"{name}, {found.place}"
-                    self.starts.add(found, at, way.split("|")[0])
+                    place = f"{name}, {found.place}", way.split("|")[0]
+                    prompt = _array(found, "prompt_ids").tobytes()
+                    self.starts.add(found.session, prompt, found.names, place)
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
                 unread[key] = found if first.problem else first, count + 1
@@ -391,28 +397,30 @@ class _Import:
                     text = text.replace("session_id=", f"session_id={way}+")
                 self.note(name, found, "unread", text)
 
-    def name(self, head: Head, found: Finding, keyed: bool) -> None:
-        """Name a session after its file, unless a key may name it."""
+    def name(self, head: Head, found: Finding, named: set[str] | None) -> None:
+        """Name a session after its file, unless one of the ``named`` keys may name it.
+
+        None: other records of the file have a session, or a key that may name it.
+        """
+        own = found.names.items()
+        found.run_keys |= {key: one for key, one in own if key in (named or ())}
         if keys := found.run_keys:
             listed = ", ".join(f"{key} ({one!r})" for key, one in keys.items())
             found.problem = "no_session_id"
             found.detail = (
                 f"no session_id, but {listed}: say which names the agent run, as in "
                 f"--map session_id={shlex.quote(_run_key(keys))} (a+b: both; @file: one "
-                "per "
-                "file; @name: one per record)"
+                "per file; @name: one per record)"
             )
-            return
-        if keyed:
+        elif named is None:
             found.problem = "no_session_id"
-            found.detail = "no session_id, which other records of the file have"
-            return
-        is_first = head.name not in self.names
-        stem = stem_of(head.file)
-        taken = stem in self.names.values()
-        own = self.names.setdefault(head.name, head.name if taken else stem)
-        found.session = own
-        if is_first:
+            found.detail = "no name of its run, which other records of the file have"
+        elif head.name in self.names:
+            found.session = self.names[head.name]
+        else:
+            stem = stem_of(head.file)
+            is_taken = stem in self.names.values()
+            self.names[head.name] = found.session = head.name if is_taken else stem
             text = "no key of the records names a run: its session has the file's name"
             self.note(head.name, found, "no_session_id", text)
 
@@ -422,8 +430,7 @@ class _Import:
         number = self.numbers[session]
         # a record that is left out has a number, too, which leaves a gap
         self.numbers[session] += 1
-        needed = {"prompt_ids": has_items, "output_ids": is_array}
-        for target, is_there in needed.items():
+        for target, is_there in (("prompt_ids", has_items), ("output_ids", is_array)):
             if not found.problem and not is_there(ids := fields.get(target)):
                 found.problem = f"no_{target}"
                 hint = f"--map {target}=PATH names them, if it has them"
@@ -464,23 +471,19 @@ class _Import:
         broken = reason != "abort" and BROKEN.match(reason or "")
         if broken and "aborted" not in dict(found.remarks):
             found.remark("aborted", f"finish_reason is {reason!r}")
-        prompt, output = _ids(found, "prompt_ids"), _ids(found, "output_ids")
+        prompt, output = (_array(found, name) for name in ("prompt_ids", "output_ids"))
         if len(prompt) >= _REPEATED and np.array_equal(output[: len(prompt)], prompt):
             text = f"its output begins with its whole prompt of {len(prompt)} ids"
             found.remark("prompt_in_output", text)
         against = (UNTRAINED - {"mask_unread"}) & dict(found.remarks).keys()
         if against and self.contradicted == "untrain":
             fields["trainable"] = False
-        if (reward := fields.get("reward")) is not None:
-            first = self.rewards.setdefault(session, reward)
-            if first != reward:
-                text = f"{reward}, after {first} in the same session"
-                found.remark("reward_varies", text)
-        if (group := fields.get("group_id")) is not None:
-            first = self.groups.setdefault(session, group)
-            if first != group:
-                text = f"{group!r}, after {first!r} in the same session"
-                found.remark("group_varies", text)
+        for name in ("reward", "group_id"):
+            if (value := fields.get(name)) is not None:
+                first = self.firsts.setdefault((session, name), value)
+                if first != value:
+                    text = f"{value!r}, after {first!r} in the same session"
+                    found.remark(f"{name.removesuffix('_id')}_varies", text)
         if (index := fields.get("turn_index")) is not None:
             key, place = (session, repr(index)), f"{file}, {found.place}"
             if key in self.indices:
@@ -497,21 +500,28 @@ class _Import:
         return {**record, "session_id": session}
 
     def repeated(self, found: Finding, place: str) -> None:
-        """Leave out a call that its session has had with the same id, ids and logprobs."""
-        fields, own = found.fields, found.fields.get("request_id")
-        if found.problem or own is None:
+        """Leave out a call that its session has had with the same id, ids and logprobs.
+
+        Without a request_id it may have been sampled twice: it has a line.
+        """
+        own, output = found.fields.get("request_id"), _array(found, "output_ids")
+        if found.problem or (own is None and not len(output)):
             return
         # choices of one response may have the same ids
         choice = found.place.partition("choice ")[2]
-        logprobs = np.asarray(fields.get("output_logprobs"), object).tolist()
-        ids = (_digest(_ids(found, name)) for name in ("prompt_ids", "output_ids"))
-        key = blake2b(
-            repr((found.session, own, choice, *ids, logprobs)).encode()
-        ).digest()
-        first = self.calls.setdefault(key, place)
-        if first != place:
+        logprobs = _array(found, "output_logprobs", np.float64)
+        arrays = (_array(found, "prompt_ids"), output, logprobs)
+        facts = repr((found.session, own, choice, *map(len, arrays))).encode()
+        digest = blake2b(facts, digest_size=16)
+        for one in arrays:
+            digest.update(one.tobytes())
+        first = self.calls.setdefault(digest.digest(), place)
+        if first != place and own is not None:
             found.problem = "copied"
             found.detail = f"{first} has the same ids, logprobs and request_id {own!r}"
+        elif first != place:
+            text = f"{first} has the same ids and logprobs, and none has a request_id"
+            found.remark("repeated_call", text)
 
     def in_time(self, turns: pa.Table) -> pa.Table:
         """Sessions by the start times of their calls, if all have one and no turn_index."""
@@ -653,52 +663,15 @@ def _records(head: Head, table: Table) -> Iterator[Finding]:
             yield from table.calls(place, value)
 
 
-def _runs(calls: Iterable[Finding]) -> set[str]:
-    """The keys that may name the runs of calls without a session."""
-    starts = _Starts()
-    good = (found for found in calls if not found.problem and found.session is None)
-    for found in islice(good, _MOST_COMPARED):
-        starts.add(found)
-    return {key for key, _ in starts.changed} - starts.never
-
-
-class _Starts:
-    """Keys that change where prompts of a session start over, and only there."""
-
-    def __init__(self) -> None:
-        # names of calls by session, and size and hash of the prompt; those of the last
-        self.known: dict[Any, dict[int, dict[int, list[Any]]]] = defaultdict(dict)
-        self.last: dict[Any, dict[str, str]] = {}
-        # keys, with their sessions, and what is wrong; keys that name no run
-        self.changed: dict[tuple[str, str | None], str] = {}
-        self.never = set[str]()
-
-    def add(self, found: Finding, place: str = "", path: str = "") -> None:
-        prompt, own = _ids(found, "prompt_ids").tobytes(), found.names
-        known = self.known[found.session]
-        last = self.last.get(found.session, own)
-        nearest: list[dict[str, str]] = []
-        # those that it may continue have the most of its prompt
-        for size in sorted(known, reverse=True) if own != last else ():
-            if 0 < size < len(prompt) and not nearest:
-                nearest = known[size].get(hash(prompt[:size]), [])
-        for key, one in own.items():
-            if nearest and all(each.get(key) != one for each in nearest):
-                self.never.add(key)
-            elif not nearest and last.get(key, one) != one:
-                self.changed.setdefault(
-                    (key, found.session),
-                    f"{place}: session {found.session!r} starts over where {key} changes "
-                    f"from {last[key]!r} to {one!r}: --map session_id={key}+{path} makes "
-                    f"a session of each, --map agent_id={key} one of several agents",
-                )
-        known.setdefault(len(prompt), {}).setdefault(hash(prompt), []).append(own)
-        self.last[found.session] = own
-
-    def error(self) -> str:
-        """What is wrong with the first session that has several runs; or empty."""
-        items = self.changed.items()
-        return next((text for key, text in items if key[0] not in self.never), "")
+def _runs(calls: Iterable[Finding]) -> set[str] | None:
+    """Keys that may name the runs of calls; None if one has a session, or a name of it."""
+    starts = Starts()
+    for found in islice(calls, _MOST_COMPARED):
+        if found.session is not None or found.run_keys:
+            return None
+        if not found.problem:
+            starts.add(None, _array(found, "prompt_ids").tobytes(), found.names)
+    return {change.key for change in starts.changes()}
 
 
 def _find_replies(
@@ -725,7 +698,7 @@ def _find_replies(
             keys = [*map(message_key, messages)]
         except (ArgumentError, InvalidTurnsError):
             continue  # reading the turns reports it
-        session, prompt = found.session, _ids(found, "prompt_ids")
+        session, prompt = found.session, _array(found, "prompt_ids")
         n_calls[session] += 1
         digest = blake2b()
         for message, key in zip(messages, keys, strict=True):
@@ -746,19 +719,19 @@ def _find_replies(
             answered.add(session)
         # a text lacks what a message may have besides
         if not own or "text_reply" in dict(found.remarks):
-            path = np.append(prompt, _ids(found, "output_ids"))
+            path = np.append(prompt, _array(found, "output_ids"))
             call = number, len(path), _digest(path)
             waiting[session, digest.digest()].append(call)
     silent = {name for name, n in n_calls.items() if n > 1 or name in ended}
     return replies, silent - answered
 
 
-def _ids(found: Finding, name: str) -> np.ndarray:
-    """Ids of a call; none if its values are no ids."""
+def _array(found: Finding, name: str, type: type = np.int64) -> np.ndarray:
+    """Numbers of a call; none if its values are something else."""
     try:
-        return np.asarray(found.fields.get(name), np.int64).reshape(-1)
+        return np.asarray(found.fields.get(name), type).reshape(-1)
     except (TypeError, ValueError, OverflowError):
-        return np.empty(0, np.int64)
+        return np.empty(0, type)
 
 
 def _digest(ids: np.ndarray) -> bytes:
