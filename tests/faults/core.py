@@ -395,9 +395,16 @@ trajkit/analysis/drift.py: analysis/test_drift_findings
         |return _squeezed(_in_json(head[::-1] + text + rest))|
         -> |return _squeezed(_in_json(text))|
 trajkit/importers/reader.py: importers/test_nothing_lost importers/test_sources_and_maps
-        importers/test_importers importers/test_strangers
+        importers/test_importers importers/test_strangers importers/test_runs_and_order
     a record without a session beside others has the file's
-        |        if keyed:| -> |        if False:|
+        |        elif named is None:| -> |        elif False:|
+    a call that comes twice without a request id trains twice
+        |if found.problem or (own is None and not len(output)):|
+        -> |if found.problem or own is None:|
+    a turn_index tells no equal calls apart
+        |index = None if own else found.fields.get("turn_index")| -> |index = None|
+    a name of a run that comes late is passed over
+        |or found.run_keys) and name in self.names:| -> |or found.run_keys) and False:|
     a turn whose usage contradicts trains
         |self.contradicted == "untrain"| -> |self.contradicted == "train"|
     a record that is left out has no number
@@ -408,7 +415,7 @@ trajkit/importers/reader.py: importers/test_nothing_lost importers/test_sources_
         |session if self.session_prefix != "no" else None| -> |None|
 trajkit/importers/formats.py: importers/test_nothing_lost importers/test_sources_and_maps
         importers/test_importers importers/test_text importers/test_recorded
-        importers/test_strangers
+        importers/test_strangers importers/test_runs_and_order
     a trial's reward stays in its result
         |yield from _trajectories({**_of_trial(result), **root})|
         -> |yield from _trajectories(root)|
@@ -416,7 +423,7 @@ trajkit/importers/formats.py: importers/test_nothing_lost importers/test_sources
         |if len(logprobs) == len(listed) and (ids is None or ids == listed):|
         -> |if len(logprobs) == len(listed):|
     a response counts before a mapping
-        |{**values, **one, **kept, | -> |{**values, **kept, **one, |
+        |{**values, **own, **kept})| -> |{**values, **kept, **own})|
     a mask that marks part of an output is passed over
         |if n and marks_tokens(path, value, first, n):| -> |if False:|
     the token that begins the next role ends no reply
@@ -424,18 +431,32 @@ trajkit/importers/formats.py: importers/test_nothing_lost importers/test_sources
     a capture of a newer version is read
         |not 1 <= version <= _NEWEST_GYM:| -> |not 1 <= version:|
     sampled ids are anywhere in a node
-        |if not all(listed[start:]):| -> |if not any(listed[start:]):|
+        |if not all(mask[start:]):| -> |if not any(mask[start:]):|
     cached tokens are none of a prompt
         |usage.get("cached_input_tokens") or 0]| -> |0]|
-trajkit/turns/keys.py: importers/test_strangers
     an empty name of a run names nothing
-        |bool(EMPTY_RUN.fullmatch(word))| -> |False|
+        |names_empty=aside and bool(EMPTY_RUN.fullmatch(word)),| -> |names_empty=False,|
+    rewards tell no runs apart
+        |found.names = {**found.names, "reward": str(reward)}| -> |pass|
+    a span has the versions of its row
+        |one.fields["weight_versions"] = _between(versions, start, stop)|
+        -> |one.fields["weight_versions"] = versions|
+trajkit/turns/runs.py: importers/test_runs_and_order
+    a line without a prompt starts a run over
+        |        if not prompt:| -> |        if False:|
+    values that a later call lacks are forgotten
+        |        last.update(names)| -> |        self._last[session] = dict(names)|
+    a key that changes within a conversation names runs
+        |self._never.add(key)| -> |pass|
 trajkit/files/pickles.py: importers/test_importers
     a tensor begins a byte too late
         |start = offset * storage.itemsize| -> |start = offset * storage.itemsize + 1|
 trajkit/importers/containers.py: importers/test_importers importers/test_nothing_lost
+        importers/test_sources_and_maps
     what is unread counts for every choice
         |unread=self.unread if first else {},| -> |unread=self.unread,|
+    skipped files of an address have no line
+        |for one in taken if not taken[one]]| -> |for one in taken if False]|
 trajkit/analysis/rows.py: analysis/test_row_check analysis/test_row_reasons
     equal tokens before a row are no padding
         |for k in (0, run - 1, run) if k >= 0| -> |for k in (0,)|

@@ -52,6 +52,14 @@ def test_counts_that_fit_and_other_keys_are_extra_columns():
     assert {"usage", "completion_tokens", "step"} <= {*turns.column_names}
 
 
+def test_each_value_of_a_key_counts():
+    fine = {**OWN, "prompt_ids": [7], "status": "ok", "completion_tokens": 3}
+    for extra in ({"status": "failed"}, {"completion_tokens": 9}):
+        (key,) = extra
+        with pytest.raises(InvalidTurnsError, match=f"record 1 has the key '{key}'"):
+            tk.from_records([fine, {**fine, **extra}])
+
+
 def test_turns_need_no_import(tmp_path, capsys):
     path = written(tmp_path, OWN)
     assert main(["import", str(path), "-o", str(tmp_path / "t.parquet")]) == 3

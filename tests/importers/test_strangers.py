@@ -224,13 +224,6 @@ def test_names_of_calls_name_no_run(tmp_path, key):
     assert turns["session_id"].to_pylist() == ["log"]
 
 
-def test_records_without_a_session_beside_others_are_left_out(tmp_path):
-    for lines in ([IDS, CALL], [CALL, IDS], [IDS] * 9 + [CALL, IDS]):
-        turns, report = imported(tmp_path, lines)
-        assert "no_session_id" in problems(report)
-        assert turns["session_id"].to_pylist().count("s") == 1
-
-
 # --- messages and replies
 
 
@@ -537,6 +530,14 @@ def test_a_command_on_a_raw_log_says_how_to_import_it(tmp_path, capsys):
     )
     assert main(["simulate", str(path)]) == 1
     assert "trajkit import" not in capsys.readouterr().err
+    # of two files, the advice is about that of the error
+    other = tmp_path / "other.jsonl"
+    foreign.write_lines(other, [{**IDS, "run_id": "r"}])
+    for logs, n_advised in (((path, other), 0), ((other, path), 1)):
+        assert main(["simulate", *map(str, logs)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"trajkit: {logs[0]}, line 1: ")
+        assert said.count("trajkit import") == n_advised
 
 
 def test_the_hint_for_a_logprob_is_an_option(tmp_path, capsys):

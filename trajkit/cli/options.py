@@ -384,7 +384,9 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
         try:
             code = command(*bound.args, **bound.kwargs)
         except tk.TrajkitError as error:
-            found = map(advised, filter(os.path.isfile, logs))
+            # of several logs, the one that the error names
+            named = [log for log in logs if log in str(error)] or logs
+            found = map(advised, filter(os.path.isfile, named))
             advice = next(filter(None, found), "")
             if isinstance(error, ArgumentError) or not advice:
                 raise

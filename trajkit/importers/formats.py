@@ -7,9 +7,9 @@ where each endpoint of vLLM and SGLang puts them.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from itertools import groupby, islice
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
-from trajkit.files.jsonl import EACH, IDS, ITEMS, Shape
+from trajkit.files.jsonl import IDS, ITEMS, Shape
 from trajkit.importers.containers import (
     Finding,
     Head,
@@ -31,6 +31,7 @@ from trajkit.importers.containers import (
     time_of,
     unless_empty,
 )
+from trajkit.turns import mapping
 from trajkit.turns.keys import (
     EMPTY_RUN,
     MATTERS,
@@ -48,23 +49,7 @@ from trajkit.turns.keys import (
     names_run,
     word_of,
 )
-from trajkit.turns.mapping import (
-    Map,
-    Names,
-    Route,
-    by_key,
-    elements,
-    keys_of,
-    logprobs_of,
-    map_option,
-    names_of,
-    parsed,
-    read_map,
-    reply_of,
-    reward_option,
-    route,
-    without_reply,
-)
+from trajkit.turns.mapping import Map, Names, Route, elements, route
 from trajkit.turns.records import from_records
 
 Source: TypeAlias = tuple[list[Any] | None, list[Any]]
@@ -106,21 +91,21 @@ _MANY = re.compile(
     r"(_(id|uid|uuid|key|index|idx|no|num|number|rank|name))?$"
 )
 _REQUESTS = ("request", "request_body", "transformed_request", "input")
-# the long arrays of a record
-_OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
-_OF_REQUEST = ("input_ids", "prompt", "prompt_token_ids", "token_ids")
-_RESPONSE: Shape = {
-    **dict.fromkeys(("prompt_token_ids", "token_ids", "output_ids"), IDS),
-    "choices": {EACH: dict.fromkeys(_OF_CHOICE, IDS)},
-}
-_LONG: Mapping[str, Any] = {
-    **dict.fromkeys(("prompt_ids", "output_ids", "delta_ids"), IDS),
-    "prompt_messages": ITEMS,
-    "request": {"messages": ITEMS, **dict.fromkeys(_OF_REQUEST, IDS)},
-    "response": {**_RESPONSE, EACH: _RESPONSE},
+# paths of the long arrays in a field
+_OF_RESPONSE = (
+    *("prompt_token_ids", "token_ids", "output_ids", "choices.*.prompt_token_ids"),
+    *("choices.*.input_token_ids", "choices.*.token_ids"),
+    "choices.*.response_token_ids",
+)
+_LONG: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("prompt_ids", "output_ids", "delta_ids", "prompt_messages"), ("",)
+    ),
+    "request": ("messages", "input_ids", "prompt", "prompt_token_ids", "token_ids"),
+    "response": (*_OF_RESPONSE, *(f"*.{path}" for path in _OF_RESPONSE)),
 }
 # where a choice of a response has what
-_OF_ANSWER = read_map("""
+_OF_ANSWER = mapping.read_map("""
     prompt_ids=choice.input_token_ids|choice.prompt_token_ids|response.prompt_token_ids|
     request.input_ids|request.prompt|request.prompt_token_ids|request.token_ids,
     output_ids=choice.token_ids|choice.response_token_ids|response.token_ids|
@@ -154,25 +139,21 @@ class Format:
     # whether an object with these keys has the format
     test: Callable[[Value], bool] = lambda value: True
     # the containers that it may be in
-    containers: tuple[str, ...] = ("json", "rows")
+    containers: str = "json rows"
     # takes what no other format does
     generic: bool = False
-    # path of the objects in a larger one; "*" is each element of a list
-    unfold: str = ""
     # the objects in an object, with places
     roots: Callable[[Value, Path], Iterable[tuple[str, Value]]] = lambda root, _: [
         ("", root)
     ]
-    # long arrays that no path of the mapping has
-    arrays: Shape = field(default_factory=dict)
+    # the path of ids that the mapping does not name
+    array: str = ""
     # the path by which records of the mapping's `each` are sorted
     order: str = ""
     # changes a record, refuses it, or passes over it (None)
     prepare: Callable[[Value], Value | None] = lambda record: record
     # the conversation of an object, for formats of text
     talk: Callable[[Value], object] | None = None
-    # its records may have the messages of requests without replies
-    needs_reply: bool = False
     # a record is a run, if none of its keys may name one
     alone: bool = False
     # the number, if there is one, in what its records have as reward
@@ -182,7 +163,7 @@ class Format:
     # how many choices of a response are calls; None: all
     most_choices: int | None = None
     # keys that are known and need no line
-    knows: tuple[str, ...] = ()
+    knows: str = ""
 
 
 class _Key(NamedTuple):
@@ -208,7 +189,7 @@ class Table:
         self, format: Format, given: Map | None, encoder: "Encoder | None", head: Head
     ) -> None:
         self.format, self._encoder, self._head = format, encoder, head
-        given, base = given or Map({}), read_map(format.map or "each=")
+        given, base = given or Map({}), mapping.read_map(format.map or "each=")
         self.own = given.fields
         self.routes = {**_COMMON, **base.fields, **self.own}
         each, only = given.each or base.each or "", given.only or base.only
@@ -217,9 +198,9 @@ class Table:
         self._read = {(part.keys, part.outer) for part in parts}
         self._read.add(((each.partition(".")[0],), True))
         mapped = {part.keys for one in self.own.values() for part in one.parts()}
-        self._known = mapped | {(name,) for name in format.knows}
+        self._known = mapped | {(name,) for name in format.knows.split()}
         # the same few keys are beside every call
-        self._key = cache(self._key_of)
+        self._key = lru_cache(1 << 12)(self._key_of)
         # fields of the user's mapping that some record had, or lacked
         self.found, self.lacked = set[str](), set[str]()
         with_ids = {"output_ids", "output_logprobs", "response"}
@@ -246,31 +227,33 @@ class Table:
 
     def shape(self) -> Shape:
         """The long arrays of an object (see `trajkit.files.jsonl`)."""
-        shape: dict[str, Any] = {**self.format.arrays}
-        prefix = [*keys_of(self.format.unfold), *keys_of(self.map.each or "")]
-        for target in _LONG.keys() & self.routes.keys():
-            for part in self.routes[target].parts():
-                _put(shape, [*prefix, *part.keys], _LONG[target])
+        shape: dict[str, Any] = {}
+        prefix = mapping.keys_of(self.map.each or "")
+        if self.format.array:
+            _put(shape, self.format.array.split("."), IDS)
+        for target, paths in _LONG.items():
+            parts = self.routes[target].parts() if target in self.routes else ()
+            for part, path in product(parts, paths):
+                keys = [*part.keys, *filter(None, path.split("."))]
+                kind = ITEMS if "messages" in (path or target) else IDS
+                _put(shape, [*prefix, *keys], kind)
                 if part.outer:
-                    _put(shape, list(part.keys), _LONG[target])
+                    _put(shape, keys, kind)
         return shape
 
     def calls(self, place: str, value: Value) -> Iterator[Finding]:
-        for where, root in elements(value, self.format.unfold, place):
-            found = Finding(where)
-            with found:
-                if not isinstance(root, dict):
-                    raise Refused("unreadable", _not_object(root))
-                for below, one in self.format.roots(root, self._head.file):
-                    yield from self._of_root(where + below, one)
-            if found.problem:
-                yield found
+        found = Finding(place)
+        with found:
+            for where, root in self.format.roots(value, self._head.file):
+                yield from self._of_root(place + where, root)
+        if found.problem:
+            yield found
 
     def _of_root(self, place: str, root: Value) -> Iterator[Finding]:
         calls = list(self._calls(place, root)) if self.has_ids else []
         # text for supervised training
         if self._encoder is not None and not any(map(_has_ids, calls)):
-            if self.format.talk is not None:
+            if self.format.talk is not None and isinstance(root, dict):
                 calls = list(self._talk(place, root))
             else:
                 for call in calls:
@@ -288,7 +271,7 @@ class Table:
         for where, record in records:
             found = Finding(where)
             with found:
-                names = names_of(self._head.file, where, place)
+                names = mapping.names_of(self._head.file, where, place)
                 yield from [*self._record(found, record, root, names)]
             if found.problem:
                 yield found
@@ -297,7 +280,7 @@ class Table:
         """The replies of a conversation, as text."""
         found = Finding(place, origin=f", {place}")
         with found:
-            names = names_of(self._head.file, place)
+            names = mapping.names_of(self._head.file, place)
             self._session(found, root, root, names)
             self._beside(found, root, root)
             self._fill(found, self._values(root, root, names))
@@ -313,7 +296,7 @@ class Table:
         """The calls of a record: each choice of a response, or each span of a mask."""
         self._session(found, object_of(record), root, names)
         if not isinstance(record, dict):
-            raise Refused("unreadable", _not_object(record))
+            raise Refused(_not_object(record))
         prepared = self.format.prepare(record)
         if prepared is None:
             return
@@ -332,9 +315,9 @@ class Table:
         if not isinstance(response, dict | list):
             streamed = str(response).lstrip().startswith("data:")
             text = _STREAMED if streamed else "no request, or no response"
-            raise Refused("unreadable", text)
+            raise Refused(text)
         if error := object_of(response).get("error"):
-            raise Refused("unreadable", f"the response is an error: {repr(error)[:60]}")
+            raise Refused(f"the response is an error: {repr(error)[:60]}")
         parts = self.routes["response"].parts()
         has = (part for part in parts if part.find(prepared, root, {}) is not None)
         at = f"{'.'.join(next(has).keys)}.".removeprefix("@self.")
@@ -360,7 +343,7 @@ class Table:
         routes = self.routes.items()
         values = {name: one.find(record, root, names) for name, one in routes}
         for name in _STRUCTURED & values.keys():
-            values[name] = parsed(values[name])
+            values[name] = mapping.parsed(values[name])
         if "prompt_messages" not in self.own:
             values["prompt_messages"] = list_of(values.get("prompt_messages")) or None
         for name in self.own:
@@ -372,10 +355,9 @@ class Table:
         if not is_nothing(value):
             found.session = text_of(value)
             if found.session is None:
-                text = f"its session is {value!r}: expected text or an integer"
-                raise Refused("unreadable", text)
+                raise Refused(f"its session is {value!r}: expected text or an integer")
         elif "session_id" in self.own:
-            raise Refused("no_session_id", f"it has no {self.own['session_id'].text}")
+            raise Refused(f"it has no {self.own['session_id'].text}", "no_session_id")
 
     def _beside(self, found: Finding, record: Value, root: Value) -> None:
         """Keep what may name the run, what no field reads, masks and numbers of tokens."""
@@ -415,6 +397,7 @@ class Table:
         Without ``output_logprobs``, there may be several ``@sources`` of them.
         """
         fields = found.fields
+        fields |= {name: values.get(name) for name in _PLAIN}
         for name, (convert, is_noted) in _CONVERTED.items():
             value = values.get(name)
             fields[name] = convert(value)
@@ -424,13 +407,13 @@ class Table:
         if reply and isinstance(reply, str):
             text = "its reply is text: an assistant's message has it"
             found.remark("text_reply", text)
-        fields["prompt_messages"] = without_reply(fields, self.routes)
+        fields["prompt_messages"] = mapping.without_reply(fields, self.routes)
         fields["reward"] = reward = self._reward(found, values.get("reward"))
         if reward is not None:
             found.names = {**found.names, "reward": str(reward)}
         given = values.get("output_logprobs")
         sources = values.get("@sources", ()) if given is None else [given]
-        known = map(logprobs_of, sources)
+        known = map(mapping.logprobs_of, sources)
         output, logprobs, remarks = _aligned(values.get("output_ids"), *known)
         fields["output_ids"], fields["output_logprobs"] = output, logprobs
         n = len(output) if is_array(output) else 0
@@ -444,7 +427,7 @@ class Table:
         for path, value in masks.items() if values.get("output_mask") is None else ():
             if n and marks_tokens(path, value, first, n):
                 text = f"{path} marks some of its tokens, as sampled or as trained"
-                option = map_option("output_mask", path)
+                option = mapping.map_option("output_mask", path)
                 # others mark the contrary, or padding
                 if option and _is_taken(path, value, first, n):
                     text += f": {option} takes it, if it says which were sampled"
@@ -458,7 +441,7 @@ class Table:
             path, text = self._text("reward").split("|")[0], repr(value)
             text = text if len(text) <= 60 else f"{text[:57]}..."
             text = f"{path} is {text}: expected a finite number"
-            option = reward_option(path, given, self.format.reward)
+            option = mapping.reward_option(path, given, self.format.reward)
             text += f"; {option} takes a part of it" if option else ""
             found.remark("reward_unread", text)
         return number
@@ -476,10 +459,6 @@ def _is_taken(path: str, value: object, first: int, n: int) -> bool:
     return fits and not contrary
 
 
-def _same(value: object) -> object:
-    return value
-
-
 def _flag(value: object) -> bool | None:
     return bool(value) if type(value) in (bool, int) and value in (0, 1) else None
 
@@ -490,17 +469,17 @@ def _reason(value: object) -> str | None:
     return None if text is None or re.search(r"\s", text) else text
 
 
-# the fields of a call that follow from one value each, and whether the report has a line
-# if the value is of another kind
+# the fields of a call that are the values themselves
+_PLAIN = ("prompt_ids", "delta_ids", "prompt_messages", "turn_index")
+# those that follow from one value each, and whether the report has a line if the value is
+# of another kind
 _CONVERTED: Mapping[str, tuple[Callable[[Any], object], bool]] = {
     **dict.fromkeys(("agent_id", "group_id", "request_id", "model"), (text_of, True)),
     **dict.fromkeys(("parent", "parent_resolution"), (text_of, False)),
     **dict.fromkeys(("started_at", "ended_at"), (time_of, False)),
-    **dict.fromkeys(("prompt_ids", "delta_ids"), (_same, False)),
-    **dict.fromkeys(("prompt_messages", "turn_index"), (_same, False)),
     "trainable": (_flag, True),
     "finish_reason": (_reason, True),
-    "response_message": (reply_of, True),
+    "response_message": (mapping.reply_of, True),
 }
 
 
@@ -519,27 +498,37 @@ def _versions(found: Finding, values: Value, n: int) -> list[Value] | None:
     given: Any = values.get("weight_versions")
     given = list(given) if n and has_items(given) else []
     if given and all(isinstance(one, dict) for one in given):
-        ends = (one.get("end", one.get("stop")) for one in given)
-        places = [(one.get("version"), one.get("start")) for one in given]
-        return [_piece(*place, end) for place, end in zip(places, ends, strict=True)]
-    names = sorted({str(text_of(one)) for one in given})
-    if len(names) > 1:
-        found.remark("versions_unplaced", ", ".join(names))
+        return [
+            {"version": text_of(one.get("version")), "start": one.get("start")}
+            | {"stop": one.get("end", one.get("stop"))}
+            for one in given
+        ]
+    several = sorted({str(text_of(one)) for one in given})
+    if len(several) > 1:
+        found.remark("versions_unplaced", ", ".join(several))
         return None
     version = given[0] if given else version
-    if not isinstance(version, list):
-        version = [] if text_of(version) is None else [version] * n
     # one per token
-    pieces, start = [], 0
-    for name, run in groupby(map(text_of, version if len(version) == n else ())):
+    listed = version if isinstance(version, list) else [version] * n
+    pieces, start = list[Value](), 0
+    for name, run in groupby(map(text_of, listed if len(listed) == n else ())):
         stop = start + len(list(run))
-        pieces.append(_piece(name, start, stop))
+        pieces.append({"version": name, "start": start, "stop": stop})
         start = stop
-    return pieces or None
+    return pieces if any(piece["version"] for piece in pieces) else None
 
 
-def _piece(version: object, start: object, stop: object) -> Value:
-    return {"version": text_of(version), "start": start, "stop": stop}
+def _between(pieces: list[Value], start: int, stop: int) -> list[Value]:
+    """The pieces of versions in a range, counted from its start."""
+    try:
+        shared = [
+            (one, max(one["start"], start), min(one["stop"], stop)) for one in pieces
+        ]
+    except TypeError:
+        raise Refused("its weight_versions have no places") from None
+    return [
+        {**one, "start": a - start, "stop": b - start} for one, a, b in shared if a < b
+    ]
 
 
 def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
@@ -551,15 +540,14 @@ def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
         return
     listed = mask.tolist() if isinstance(mask, np.ndarray) else mask
     if not isinstance(listed, list) or any(flag not in (0, 1) for flag in listed):
-        raise Refused("unreadable", "a mask that is not of 0 and 1")
+        raise Refused("a mask that is not of 0 and 1")
     flags, first = np.array(listed, np.bool_), len(prompt)
     if len(flags) == first + len(output) and not flags[:first].any():
         flags = flags[first:]
     if len(flags) != len(output):
-        text = f"a mask of {len(flags)} for {len(output)} output ids"
-        raise Refused("unreadable", text)
+        raise Refused(f"a mask of {len(flags)} for {len(output)} output ids")
     if len(output) and not flags.any():
-        raise Refused("no_output_ids", "its mask is empty")
+        raise Refused("its mask is empty", "no_output_ids")
     if flags.all():
         yield found
         return
@@ -576,54 +564,42 @@ def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
             **dict.fromkeys(("response_message", "prompt_messages")),
         }
         if versions is not None:
-            whole = _piece(versions[0]["version"], 0, stop - start)
-            one.fields["weight_versions"] = [whole]
+            one.fields["weight_versions"] = _between(versions, start, stop)
         if stop < len(output):
             one.fields["finish_reason"] = None
         yield one
 
 
-def _put(shape: dict[str, Any], keys: list[str], kind: Any) -> None:
+def _put(shape: dict[str, Any], keys: list[str], kind: str) -> None:
     for key in keys[:-1]:
         shape = shape.setdefault(key, {})
         if not isinstance(shape, dict):
             return
-    old = shape.get(keys[-1])
-    if isinstance(kind, dict) and (old is None or isinstance(old, dict)):
-        shape[keys[-1]] = {**kind, **(old or {})}
-    elif not isinstance(kind, dict):
-        shape.setdefault(keys[-1], kind)
+    shape.setdefault(keys[-1], kind)
 
 
 def _facts(
-    value: Value,
-    at: str = "",
-    *,
-    aside: bool = True,
-    beside: bool = True,
-    whole: bool = True,
+    value: Value, at: str = "", aside: bool = True, beside: bool = True, *, whole: bool
 ) -> Iterator[tuple[str, Any, bool, bool]]:
     """Paths and values of a record (not ``whole``: its facts alone), whether a value is a
     fact of the run, at the top or in an object of facts, and whether it is beside the call.
     """
     for name, one in value.items():
-        path, found = f"{at}{name}", parsed(one)
+        path, found = f"{at}{name}", mapping.parsed(one)
         # a request has such objects, too
         near = aside or at[:-1] in _REQUESTS
         facts = near and name in _ASIDE and isinstance(found, dict)
         yield path, found, aside and not facts, beside
         below = beside and name not in NOT_BESIDE
+        inside = whole and (below or path in _REQUESTS)
         if path.count(".") > _MOST_DEEP:
             continue
-        if isinstance(found, dict) and (
-            facts or (whole and (below or path in _REQUESTS))
-        ):
-            yield from _facts(found, f"{path}.", aside=facts, beside=below, whole=whole)
-        for k, inner in enumerate(
-            list_of(found)[:_MOST_BESIDE] if whole and below else []
-        ):
+        if isinstance(found, dict) and (facts or inside):
+            yield from _facts(found, f"{path}.", facts, below, whole=whole)
+        listed = list_of(found)[:_MOST_BESIDE] if whole and below else []
+        for k, inner in enumerate(listed):
             if isinstance(inner, dict):
-                yield from _facts(inner, f"{path}.{k}.", aside=False)
+                yield from _facts(inner, f"{path}.{k}.", aside=False, whole=True)
 
 
 def _failed(key: _Key, value: object) -> bool:
@@ -642,10 +618,7 @@ def _check_same(where: Route, record: Value, root: Value) -> None:
     for part, one in known[1:]:
         if not np.array_equal(np.asarray(one), np.asarray(known[0][1])):
             names = " and ".join(".".join(each.keys) for each in (known[0][0], part))
-            text = (
-                f"{names} are different ids: name those that count (--map FIELD=PATH)"
-            )
-            raise Refused("unreadable", text)
+            raise Refused(f"{names} differ: --map FIELD=PATH names the ids that count")
 
 
 # the most objects of a list beside a call that are looked at
@@ -694,13 +667,11 @@ class Encoder:
         roles = [one.get("role") for one in messages]
         replies = [k for k, role in enumerate(roles) if role == "assistant"]
         if not replies:
-            raise Refused("no_output_ids", "it has no reply")
+            raise Refused("it has no reply", "no_output_ids")
         for k in replies:
             one = found.copy(f", message {k}", first=k == replies[0])
-            one.fields |= {
-                "prompt_messages": messages[:k],
-                "response_message": messages[k],
-            }
+            said = {"prompt_messages": messages[:k], "response_message": messages[k]}
+            one.fields |= said
             self.encode(one, messages[k + 1 : k + 2])
             yield one
 
@@ -712,14 +683,14 @@ class Encoder:
             before = found.fields.get("prompt_messages")
             reply = found.fields.get("response_message")
             if not isinstance(before, list) or not before:
-                raise Refused("no_prompt_ids", "no message comes before it")
+                raise Refused("no message comes before it", "no_prompt_ids")
             if not isinstance(reply, dict):
-                raise Refused("no_output_ids", "it has no reply")
+                raise Refused("it has no reply", "no_output_ids")
             prompt = self._text(before, found, asks=True)
             complete = self._text([*before, reply], found)
             if not complete.startswith(prompt):
                 text = "with the reply, the template renders another prompt"
-                raise Refused("not_a_prefix", text)
+                raise Refused(text, "not_a_prefix")
             output = self._codec.ids(complete[len(prompt) :])
             end = self._end_token([*before, reply], found, following)
             # what the source counted are other tokens
@@ -784,7 +755,7 @@ class Encoder:
             made = self._tokenizer.apply_chat_template(talk, tokenize=False, **options)
         # a template may raise an error of jinja2, or anything in its filters
         except Exception as error:
-            raise Refused("refused", str(error)) from None
+            raise Refused(str(error), "refused") from None
         return str(made)
 
 
@@ -804,7 +775,7 @@ def _choices(request: Value, response: object) -> Iterator[tuple[str, Value]]:
     """
     listed = response if isinstance(response, list) else [response]
     if any(map(_is_chunk, listed)):
-        raise Refused("unreadable", _STREAMED)
+        raise Refused(_STREAMED)
     prompts = list_of(request.get("input_ids"))
     for k, one in enumerate(listed):
         if prompts and isinstance(prompts[0], list):
@@ -833,12 +804,13 @@ def _of_choice(found: Finding, around: Value, at: str, *, masked: bool) -> Value
     """The values of a choice; what is beside its ids goes to the call."""
     choice = around["choice"]
     if not isinstance(choice, dict):
-        raise Refused("unreadable", "an answer, or a choice of it, is not an object")
+        raise Refused("an answer, or a choice of it, is not an object")
     meta = object_of(choice.get("meta_info"))
     found.claims += claims_of(meta, "meta_info")
     if choice is not around["response"] and not masked:
         place = f"{at}choices.{choice.get('index', 0)}."
-        masks = {f"{place}{path}": one for path, one, _, near in _facts(choice) if near}
+        facts = _facts(choice, whole=True)
+        masks = {f"{place}{path}": one for path, one, _, near in facts if near}
         found.masks = {**found.masks, **masks}
         named = {path: v for path, v in masks.items() if "mask" in path and list_of(v)}
         found.unread = {**found.unread, **named}
@@ -886,12 +858,8 @@ _ENGINES = (
 _PROMPT, _OUTPUT = SPELLED["prompt_ids"], SPELLED["output_ids"]
 _LOGPROBS = SPELLED["output_logprobs"]
 _NOT_CHAT = ("response", "nodes", "trajectory", "trace_id", "choices", "steps")
-_ROLES = {
-    "system": "system",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant"), "assistant"),
-    "tool": "tool",
-}
+_ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
+_ROLES |= {"human": "user", "gpt": "assistant"}
 # trajectories within trajectories
 _MOST_DEEP = 32
 
@@ -906,7 +874,7 @@ def _polar(record: Value) -> Value:
     while pending:
         within = pending.pop()
         if not _CUT.isdisjoint(object_of(within)):
-            raise Refused("truncated", "Polar truncates fields larger than a mebibyte")
+            raise Refused("Polar truncates fields larger than a mebibyte", "truncated")
         pending += object_of(within).values() or list_of(within)
     return record
 
@@ -919,10 +887,10 @@ def _gym(record: Value) -> Value:
     version = record.get("schema_version", _NEWEST_GYM)
     if type(version) is not int or not 1 <= version <= _NEWEST_GYM:
         text = f"schema_version {version}: expected 1 to {_NEWEST_GYM}"
-        raise Refused("other_version", text)
+        raise Refused(text, "other_version")
     if "staging_key" in record:
         text = "its token ids are in another store (staging_key)"
-        raise Refused("no_prompt_ids", text)
+        raise Refused(text, "no_prompt_ids")
     if record.get("prompt_is_delta") is not True:
         return record
     return {**record, "prompt_token_ids": None, "delta": record.get("prompt_token_ids")}
@@ -933,12 +901,12 @@ _STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
 def _slime(record: Value) -> Value:
-    tokens, length = record.get("tokens"), record.get("response_length")
-    if not isinstance(tokens, list | np.ndarray):
-        raise Refused("no_prompt_ids", "no tokens")
+    tokens: Any = record.get("tokens")
+    length = record.get("response_length")
+    if not is_array(tokens):
+        raise Refused("no tokens", "no_prompt_ids")
     if type(length) is not int or not 0 <= length <= len(tokens):
-        text = f"response_length {length!r} of {len(tokens)} tokens"
-        raise Refused("unreadable", text)
+        raise Refused(f"response_length {length!r} of {len(tokens)} tokens")
     return {
         **record,
         "prompt_ids": tokens[: len(tokens) - length],
@@ -950,10 +918,10 @@ def _slime(record: Value) -> Value:
 
 def _atif(record: Value) -> Value | None:
     if record.get("is_copied_context") is True:
-        raise Refused("copied", "it was copied from an earlier trajectory")
+        raise Refused("it was copied from an earlier trajectory", "copied")
     calls = record.get("llm_call_count", 1)
     if type(calls) is int and calls > 1:
-        raise Refused("unreadable", f"it sums up {calls} calls (llm_call_count)")
+        raise Refused(f"it sums up {calls} calls (llm_call_count)")
     return None if type(calls) is int and calls == 0 else record
 
 
@@ -964,7 +932,7 @@ def _atif_roots(root: Value, file: Path) -> Iterator[tuple[str, Value]]:
         yield from _trial(root, file)
         return
     if not re.match(r"(ATIF-v1\.|ATIF$|$)", version):
-        raise Refused("other_version", f"schema_version {version}: expected ATIF-v1")
+        raise Refused(f"schema_version {version}: expected ATIF-v1", "other_version")
     folders = (file.parent, file.parent.parent)
     results = [object_of(_json_at(folder / "result.json")) for folder in folders]
     result = next((one for one in results if "verifier_result" in one), {})
@@ -996,7 +964,7 @@ def _trial(result: Value, file: Path) -> Iterator[tuple[str, Value]]:
         beside = object_of(_json_at(folder / "trajectory.json"))
         steps = map(object_of, list_of(beside.get("steps")))
         if any(object_of(x.get("metrics")).get("completion_token_ids") for x in steps):
-            raise Refused("copied", "trajectory.json has its calls")
+            raise Refused("trajectory.json has its calls", "copied")
     results = [result, *map(object_of, list_of(result.get("step_results")))]
     agents = (object_of(one.get("agent_result")) for one in results)
     details = [one for agent in agents for one in list_of(agent.get("rollout_details"))]
@@ -1062,16 +1030,14 @@ def _score(value: Any) -> Any:
 
 def _span(record: Value) -> Value | None:
     """A span of a model's call, with its attributes as an object; None for any other."""
-    named = by_key(record.get("attributes"))
+    named = mapping.by_key(record.get("attributes"))
     marks = ("gen_ai." in str(name)[:7] or "token_ids" in str(name) for name in named)
     others = ("execute_tool", "invoke_agent", "create_agent")
     if not any(marks) or named.get("gen_ai.operation.name") in others:
         return None
-    times = (record.get(f"{name}TimeUnixNano") for name in ("start", "end"))
-    start, end = (
-        int(str(t)) / 1e9 if re.fullmatch("[0-9]{1,20}", str(t)) else None
-        for t in times
-    )
+    times = (str(record.get(f"{name}TimeUnixNano")) for name in ("start", "end"))
+    known = (int(t) if re.fullmatch("[0-9]{1,20}", t) else None for t in times)
+    start, end = (None if ns is None else ns / 1e9 for ns in known)
     return {**record, "attributes": named, "@start": start, "@end": end}
 
 
@@ -1088,28 +1054,31 @@ def _graph(trace: Value, _: Path) -> Iterator[tuple[str, Value]]:
     nodes = list(map(object_of, list_of(listed)))
     recorded = map(object_of, list_of(trace.get("calls")))
     of_node = {call["node"]: call for call in recorded if type(call.get("node")) is int}
-    # ids on the path to each node, including it; None if they are unknown
-    paths: list[np.ndarray | None] = []
+    # of each node, the ids (None: unknown) and the messages on the path to it, and the
+    # tools of its root, which has those of its requests from 0.4.0 on
+    paths: list[tuple[np.ndarray | None, list[object], object]] = []
     calls: Value = {}
     for k, node in enumerate(nodes):
-        above = _above(nodes, k)
-        before = paths[above[0]] if above else None
-        before = _NO_IDS if node.get("parent") is None else before
+        parent, message = node.get("parent"), node.get("message")
+        before, messages, tools = None, list[object](), node.get("tools")
+        if parent is None:
+            before = _NO_IDS
+        elif isinstance(parent, int) and 0 <= parent < k:
+            before, messages, tools = paths[parent]
         given = unless_empty(node.get("token_ids"))
         ids = _NO_IDS if given is None else given
         # the ids of a reply without ids cannot be known
-        reply = object_of(node.get("message")).get("role") == "assistant"
+        reply = object_of(message).get("role") == "assistant"
         known = before is not None and isinstance(ids, np.ndarray)
         known = known and (len(ids) > 0 or not reply)
-        paths.append(np.concatenate([before, ids]) if known else None)
+        path = np.concatenate([before, ids]) if known else None
+        paths.append((path, [*messages, message], tools))
         if node.get("sampled") is True:
             call = of_node.get(k, {})
-            # a root has the tools of its requests, from 0.4.0 on
-            tools = nodes[above[-1] if above else k].get("tools")
             calls[f"node {k}"] = {
                 **node,
                 "call": {**call, "usage": _all_prompt(object_of(call.get("usage")))},
-                "prompt_messages": [nodes[at].get("message") for at in reversed(above)],
+                "prompt_messages": messages,
                 "tools": trace.get("tools") if tools is None else tools,
                 "@before": before,
                 "token_ids": ids,
@@ -1117,35 +1086,23 @@ def _graph(trace: Value, _: Path) -> Iterator[tuple[str, Value]]:
     yield "", {**trace, "@calls": calls if isinstance(listed, list) else [listed]}
 
 
-def _above(nodes: list[Value], k: int) -> list[int]:
-    found = []
-    at = nodes[k].get("parent")
-    while isinstance(at, int) and 0 <= at < k:
-        found.append(at)
-        k, at = at, nodes[at].get("parent")
-    return found
-
-
 def _of_node(node: Value) -> Value:
     """Prompt, output and logprobs; the node's mask marks sampled ids."""
-    node = dict(node)
-    before, ids, listed = (node.pop(x, None) for x in ("@before", "token_ids", "mask"))
+    before, ids, mask = node["@before"], node["token_ids"], list_of(node.get("mask"))
     if not isinstance(ids, np.ndarray):
-        raise Refused("unreadable", "token_ids are not ids")
+        raise Refused("token_ids are not ids")
     if before is None:
-        raise Refused("no_prompt_ids", "a message before it has no ids")
-    listed = list_of(listed)
-    if not all(isinstance(flag, int) for flag in listed):
-        raise Refused("unreadable", "a mask that is not of booleans")
-    if len(listed) != len(ids):
-        text = f"a mask of {len(listed)} for {len(ids)} token_ids"
-        raise Refused("unreadable", text)
-    start = len(ids) - sum(map(bool, listed))
-    if not all(listed[start:]):
-        text = "its sampled ids are not at the end of its token_ids"
-        raise Refused("unreadable", text)
+        raise Refused("a message before it has no ids", "no_prompt_ids")
+    if not all(isinstance(flag, int) for flag in mask):
+        raise Refused("a mask that is not of booleans")
+    if len(mask) != len(ids):
+        raise Refused(f"a mask of {len(mask)} for {len(ids)} token_ids")
+    start = len(ids) - sum(map(bool, mask))
+    if not all(mask[start:]):
+        raise Refused("its sampled ids are not at the end of its token_ids")
+    read = ("@before", "token_ids", "mask")
     return {
-        **node,
+        **{name: one for name, one in node.items() if name not in read},
         "prompt_ids": np.concatenate([before, ids[:start]]),
         "output_ids": ids[start:] if start < len(ids) else None,
     }
@@ -1179,8 +1136,7 @@ def _talk_at(*names: str) -> Callable[[Value], object]:
     def messages(root: Value) -> object:
         listed = next((root[name] for name in names if name in root), None)
         if not isinstance(listed, list):
-            text = f"its messages are a {type(listed).__name__}, not a list"
-            raise Refused("unreadable", text)
+            raise Refused(f"its messages are a {type(listed).__name__}, not a list")
         return [_message(k, one) for k, one in enumerate(listed)]
 
     return messages
@@ -1188,16 +1144,15 @@ def _talk_at(*names: str) -> Callable[[Value], object]:
 
 def _message(k: int, one: object) -> Value:
     if not isinstance(one, dict):
-        text = f"message {k} is a {type(one).__name__}, not an object"
-        raise Refused("unreadable", text)
+        raise Refused(f"message {k} is a {type(one).__name__}, not an object")
     if "from" in one and "role" not in one:
         role = _ROLES.get(str(one["from"]))
         if role is None:
             text = f"message {k} is from {one['from']!r}: expected one of "
-            raise Refused("unreadable", text + ", ".join(_ROLES))
+            raise Refused(text + ", ".join(_ROLES))
         return {"role": role, "content": one.get("value")}
     if not isinstance(one.get("role"), str):
-        raise Refused("unreadable", f"message {k} has no role")
+        raise Refused(f"message {k} has no role")
     return one
 
 
@@ -1252,7 +1207,7 @@ _ALL = [
             parent=parent_call_id, parent_resolution=parent_resolution,
             delta_ids=delta""",
         prepare=_gym,
-        knows=("schema_version", "fingerprint_version", "parent_resolution_reason"),
+        knows="schema_version fingerprint_version parent_resolution_reason",
     ),
     Format(
         "rllm",
@@ -1277,7 +1232,7 @@ _ALL = [
         "traces of verifiers",
         keys=("nodes task",),
         roots=_graph,
-        arrays={"nodes": {EACH: {"token_ids": IDS}}},
+        array="nodes.*.token_ids",
         map="""each=@calls, session_id=/id, agent_id=/agent.name,
             group_id=/task.key|/task.hash, trainable=/agent.trainable, reward=/rewards,
             prompt_ids=prompt_ids, output_ids=output_ids, output_logprobs=logprobs,
@@ -1285,24 +1240,22 @@ _ALL = [
             finish_reason=call.finish_reason|finish_reason, model=call.model,
             started_at=call.time.start, ended_at=call.time.end, usage=call.usage""",
         prepare=_of_node,
+        alone=True,
         reward=_sum_of,
-        knows=("version", "parent"),
+        knows="version parent",
         ids='verifiers records token ids for clients of type "renderer" or "train"; its '
         "evaluations through other endpoints have text only",
     ),
     Format(
         "slime",
         "a dump of slime's --save-debug-rollout-data",
-        containers=("pickle",),
+        containers="pickle",
         map="""session_id=@session, prompt_ids=prompt_ids, output_ids=output_ids,
             output_logprobs=rollout_log_probs, output_mask=loss_mask,
             finish_reason=finish_reason, trainable=trainable,
             group_id=group_index|group_id, weight_versions=weight_versions""",
         prepare=_slime,
-        knows=(
-            *("index", "remove_sample", "response_length", "tokens", "label"),
-            "status",
-        ),
+        knows="index remove_sample response_length tokens label status",
     ),
     Format(
         "atif",
@@ -1317,8 +1270,9 @@ _ALL = [
             usage=metrics, reward=/verifier_result.rewards|/extra.reward|/reward,
             started_at=started_at, ended_at=timestamp""",
         prepare=_atif,
+        alone=True,
         by_folder=True,
-        knows=("step_id", "schema_version"),
+        knows="step_id schema_version",
         ids="Harbor's agents write them with collect_rollout_details=true (--agent-kwarg), "
         f"if the engine returns them: {_ENGINES}",
     ),
@@ -1326,12 +1280,13 @@ _ALL = [
         "inspect",
         "an Inspect log",
         keys=("eval samples", "epoch events", "epoch messages"),
-        containers=("inspect", "json"),
-        unfold="samples",
+        containers="inspect json",
+        roots=lambda log, _: elements(log, "samples"),
         map="""each=events, only=event=model, session_id=/uuid|/id+/epoch, group_id=/id,
             agent_id=role, model=model, reward=/scores|/score, request=call.request,
             response=call.response|output, started_at=timestamp, ended_at=completed""",
         reward=_score,
+        alone=True,
         talk=_talk_at("messages"),
         ids=f"with token ids only where the provider's raw response has them: {_ENGINES}",
     ),
@@ -1394,7 +1349,7 @@ _ALL = [
             "trace_id span_id",
             "context attributes kind",
         ),
-        unfold="resourceSpans.*.scopeSpans.*.spans",
+        roots=lambda export, _: elements(export, "resourceSpans.*.scopeSpans.*.spans"),
         map=f"""
             session_id=attributes.session.id|attributes.gen_ai.conversation.id|
             attributes.langfuse.session.id|rollout_id|traceId|trace_id|context.trace_id,
@@ -1417,7 +1372,6 @@ _ALL = [
         "records with token ids at their top",
         test=_has_lists,
         generic=True,
-        needs_reply=True,
         map=f"""session_id={SPELLED["session_id"]}, prompt_ids={_PROMPT},
             output_ids={_OUTPUT}, output_logprobs={_LOGPROBS}, output_mask=output_mask,
             prompt_messages={SPELLED["prompt_messages"]},
@@ -1501,7 +1455,7 @@ def unknown(head: Head) -> Exception:
             f"{head.name} contains turns of trajkit: use read_turns, or trajkit linearize, "
             "simulate and check, which take it directly"
         )
-    own = read_map(FORMATS["records"].map).fields
+    own = mapping.read_map(FORMATS["records"].map).fields
     inner = [key for key, one in value.items() if list_of(one) and object_of(one[0])]
     each = inner[0] if len(inner) == 1 else "PATH"
     lacks = [
@@ -1515,10 +1469,10 @@ def unknown(head: Head) -> Exception:
         for keys in map(str.split, one.keys)
     )
     n_same, _, like, keys = max(near, key=lambda each: each[:2])
-    if n_same and len(lacks) == 2:
-        lacks = [name for name in keys if name not in value]
-    else:
+    if not n_same or len(lacks) < 2:
         like = "records"
+    else:
+        lacks = [name for name in keys if name not in value]
     reason = f"lacks {', '.join(lacks)}" if lacks else "has values of other kinds"
     if "example_id" in value and {"completion", "trajectory"} & value.keys():
         text = f"{head.name} has results of verifiers: docs/import.md, 'Your own log', has "

@@ -29,21 +29,12 @@ from trajkit.files.sources import (
 )
 from trajkit.files.tables import TEMPORARY, gather, index_sessions, write_table
 from trajkit.importers import containers as read
-from trajkit.importers.containers import Finding, Head, is_array
-from trajkit.importers.formats import (
-    FORMATS,
-    TARGETS,
-    TURN,
-    ChatTokenizer,
-    Encoder,
-    Format,
-    Table,
-    fitting,
-    text_only,
-    unknown,
-)
+from trajkit.importers import formats
+from trajkit.importers.containers import Finding, Head, Refused, is_array
+from trajkit.importers.formats import FORMATS, Encoder, Format, Table
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
+from trajkit.tables.columns import with_column
 from trajkit.tables.stages import batches_in, session_ends
 from trajkit.turns.keys import BROKEN, has_items, word_of
 from trajkit.turns.mapping import MapLike, hint_for, read_map, stem_of
@@ -73,11 +64,10 @@ Contradicted: TypeAlias = Literal["untrain", "train"]
 # calls of a file in which keys that may name runs are looked for
 _MOST_COMPARED = 1000
 
-# remarks by which a turn is context only; ids of a prompt that no output repeats by chance
-UNTRAINED = {
-    *("usage_contradicts", "aborted", "prompt_in_output", "repeated_call"),
-    "mask_unread",
-}
+# remarks by which a turn is context only, unless it is to train, and in any case
+_CONTRADICTED = {"usage_contradicts", "aborted", "prompt_in_output", "repeated_call"}
+UNTRAINED = {*_CONTRADICTED, "mask_unread"}
+# ids of a prompt that no output repeats by chance
 _REPEATED = 8
 
 # decimals of rounded logprobs, the numbers beyond which they say nothing, and how many
@@ -101,7 +91,7 @@ def import_turns(
     format: str = "auto",
     *,
     map: MapLike | None = None,
-    tokenizer: ChatTokenizer | None = None,
+    tokenizer: formats.ChatTokenizer | None = None,
     contradicted: Contradicted = "untrain",
     nonfinite_logprobs: Nonfinite = "raise",
     session_prefix: SessionPrefix | None = None,
@@ -200,7 +190,7 @@ class _Import:
 
     format: str
     map: Any = None
-    tokenizer: ChatTokenizer | None = None
+    tokenizer: formats.ChatTokenizer | None = None
     contradicted: Contradicted = "untrain"
     nonfinite_logprobs: Nonfinite = "raise"
     session_prefix: SessionPrefix | None = None
@@ -225,7 +215,7 @@ class _Import:
     mapped: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.map = None if self.map is None else read_map(self.map, TARGETS)
+        self.map = None if self.map is None else read_map(self.map, formats.TARGETS)
         if self.map is not None and self.map.format and self.format == "auto":
             self.format = self.map.format
         check_choice("format", self.format, ("auto", *FORMATS))
@@ -285,40 +275,38 @@ class _Import:
         """The files to read, each with its format."""
         named = [one for one in files if not is_folder or read.is_listed(one[0])]
         for name, _ in (one for one in files if one not in named):
-            text = (
-                "its name has none of the known ends: name the file itself to read it"
-            )
-            self.skip(name, text)
+            self.skip(name, "its name has none of the known ends: name it to read it")
         check_distinct([file for _, file in named], self.seen)
         heads = [read.head_of(file, name) for name, file in named]
         own = [self.fitting(head) for head in heads]
         if self.format != "auto" and not is_folder:
             own = [[FORMATS[self.format]]]
-        names = sorted({one.name for formats in own for one in formats})
+        names = sorted({one.name for fits in own for one in fits})
         if len(names) > 1:
             listed = ", ".join(names)
             text = f"fits several formats, {listed}: pass one of them as the format"
             raise FormatError(f"{source} {text}")
         if not names and is_folder:
             kind = self.format if self.format != "auto" else "known"
-            first = next((f": {unknown(head)}" for head in heads if head.values), "")
+            begun = [head for head in heads if head.values]
+            first = f": {formats.unknown(begun[0])}" if begun else ""
             raise FormatError(f"{source} contains no file of a {kind} format{first}")
-        for head, formats in zip(heads, own, strict=True):
+        for head, fits in zip(heads, own, strict=True):
             is_empty = not head.file.stat().st_size
-            if formats:
-                yield head, formats[0]
+            if fits:
+                yield head, fits[0]
                 continue
             if not is_folder:
-                self.nothing = self.nothing or unknown(head)
+                self.nothing = self.nothing or formats.unknown(head)
                 if not is_empty:
-                    raise unknown(head)
+                    raise formats.unknown(head)
             self.skip(head.name, head.trouble or "it is empty" * is_empty)
 
     def skip(self, file: str, why: str) -> None:
         self.note(file, Finding("file", None, "other_file", why))
 
     def fitting(self, head: Head) -> list[Format]:
-        own = fitting(head)
+        own = formats.fitting(head)
         if self.format != "auto":
             named = FORMATS[self.format]
             # a mapping may name any keys
@@ -331,7 +319,7 @@ class _Import:
         """The records that become turns, numbered, with the name of the file."""
         name, table = head.name, Table(format, self.map, self.encoder, head)
         if not table.has_ids and (self.encoder is None or format.talk is None):
-            raise FormatError(f"{name}: {text_only(format)}")
+            raise FormatError(f"{name}: {formats.text_only(format)}")
         unread: dict[str, tuple[Finding, int]] = {}
         paths: dict[str, np.ndarray] = {}
         n_records, replies, silent = 0, dict[int, object](), set[str | None]()
@@ -339,7 +327,7 @@ class _Import:
         # a file without sessions is read for names of runs before it is imported
         named = _runs(chain(begins, _records(head, table)))
         way, followed = table.routes["session_id"].text, "session_id" in table.own
-        if format.needs_reply and self.encoder is None:
+        if format is FORMATS["records"] and self.encoder is None:
             replies, silent = _find_replies(_records(head, table))
         each, prefix = table.map.each or "", self.naming.prefix(read.path_of(name))
         for n_records, found in enumerate(_records(head, table), 1):
@@ -449,7 +437,8 @@ class _Import:
                 found.problem = "repeated_session"
                 text = "an earlier conversation has its session, too: --map "
                 found.detail = f"{text}session_id=@name makes a session of each"
-        self.repeated(found, f"{file}, {found.place}")
+        place = f"{file}, {found.place}"
+        self.repeated(found, place)
         if found.problem:
             return None
         found.detail = ""
@@ -475,7 +464,7 @@ class _Import:
         if len(prompt) >= _REPEATED and np.array_equal(output[: len(prompt)], prompt):
             text = f"its output begins with its whole prompt of {len(prompt)} ids"
             found.remark("prompt_in_output", text)
-        against = (UNTRAINED - {"mask_unread"}) & dict(found.remarks).keys()
+        against = _CONTRADICTED & dict(found.remarks).keys()
         if against and self.contradicted == "untrain":
             fields["trainable"] = False
         for name in ("reward", "group_id"):
@@ -485,14 +474,13 @@ class _Import:
                     text = f"{value!r}, after {first!r} in the same session"
                     found.remark(f"{name.removesuffix('_id')}_varies", text)
         if (index := fields.get("turn_index")) is not None:
-            key, place = (session, repr(index)), f"{file}, {found.place}"
-            if key in self.indices:
+            first = self.indices.setdefault((session, repr(index)), place)
+            if first != place:
                 raise FormatError(
                     f"{place}: session {session!r} has turn_index {index!r} twice, "
-                    f"first in {self.indices[key]}: if each agent counts its own steps, "
-                    "leave turn_index out of the map: the order of the records counts"
+                    f"first in {first}: if each agent counts its own steps, leave "
+                    "turn_index out of the map: the order of the records counts"
                 )
-            self.indices[key] = place
         record: dict[str, Any] = {"turn_index": number, "sampled": True}
         record |= {name: value for name, value in fields.items() if value is not None}
         if "response_message" not in record:
@@ -511,7 +499,8 @@ class _Import:
         choice = found.place.partition("choice ")[2]
         logprobs = _array(found, "output_logprobs", np.float64)
         arrays = (_array(found, "prompt_ids"), output, logprobs)
-        facts = repr((found.session, own, choice, *map(len, arrays))).encode()
+        index = None if own else found.fields.get("turn_index")
+        facts = repr((found.session, own, index, choice, *map(len, arrays))).encode()
         digest = blake2b(facts, digest_size=16)
         for one in arrays:
             digest.update(one.tobytes())
@@ -535,10 +524,8 @@ class _Import:
                 continue
             order = np.argsort(own.to_numpy(), kind="stable")
             numbers[start + order] = np.sort(numbers[start:stop])
-        at = turns.schema.get_field_index("turn_index")
-        field = turns.schema.field(at)
-        turns = turns.set_column(at, field, pa.array(numbers, field.type))
-        return gather(turns, "turn_index")
+        ordered = with_column(turns, "turn_index", pa.array(numbers, pa.int32()))
+        return gather(ordered, "turn_index")
 
     def table(self, batch: list[_Taken]) -> pa.Table:
         """The turns of records; records that break a rule are noted instead."""
@@ -567,18 +554,18 @@ def advised(path: str) -> str:
     """How to import a file of records; empty if it has turns, or nothing."""
     try:
         head = read.head_of(Path(path))
-        formats = fitting(head)
-        keys = {*head.values[0]} if head.values else TURN
-        own = keys >= TURN or {"suffix_ids", "input_ids"} & keys
-        if own or (not formats and "session_id" in keys):
+        fits = formats.fitting(head)
+        keys = {*head.values[0]} if head.values else formats.TURN
+        own = keys >= formats.TURN or {"suffix_ids", "input_ids"} & keys
+        if own or (not fits and "session_id" in keys):
             return ""
-        table = Table([*formats, FORMATS["records"]][0], None, None, head)
+        table = Table([*fits, FORMATS["records"]][0], None, None, head)
         calls = [one for value in head.values for one in table.calls("", value)]
     except (ArgumentError, FormatError, OSError):
         return ""
     named = {key: one for call in calls for key, one in call.run_keys.items()}
-    option = f" --map session_id={shlex.quote(_run_key(named))}" if named else ""
-    option = option or (" --map FIELD=PATH,..." if not formats else "")
+    option = "" if fits else " --map FIELD=PATH,..."
+    option = f" --map session_id={shlex.quote(_run_key(named))}" if named else option
     return (
         "These are records of another system: trajkit import "
         f"{shlex.quote(path)}{option} -o log.parquet makes turns of them"
@@ -605,21 +592,17 @@ def _check_logprobs(found: Finding) -> None:
             found.remark("no_logprobs")
     elif isinstance(logprobs, list) and (n_absent := logprobs.count(None)):
         found.remark("no_logprobs", f"for {n_absent} of {n} output ids")
-    if decimals := rounded(logprobs):
+    if decimals := rounded(_array(found, "output_logprobs", np.float64)):
         text = f"they have at most {decimals} decimals: ratios to them are inexact"
         found.remark("rounded_logprobs", text)
 
 
-def rounded(logprobs: object) -> int:
+def rounded(values: np.ndarray) -> int:
     """The decimals to which logprobs were rounded; 0: they were not, as far as is known.
 
     Engines compute in float32: values with few decimals that are not numbers of float32
     were rounded afterwards.
     """
-    try:
-        values = np.asarray(logprobs, np.float64).reshape(-1)
-    except (TypeError, ValueError, OverflowError):
-        return 0
     values = values[np.isfinite(values) & (np.abs(values) < _ROUNDED[0][1])]
     exact = values.astype(np.float32) == values
     for decimals, below, least in _ROUNDED:
@@ -637,19 +620,19 @@ def _follow(found: Finding, paths: dict[str, np.ndarray], table: Table) -> None:
     if "delta_ids" not in table.routes:
         return
     if delta is not None and not found.problem:
-        before = paths.get(str(parent))
-        if before is None:
-            found.problem = "no_parent"
-            found.detail = f"its prompt continues {parent!r}, which has no path"
-        elif not is_array(delta):
-            found.problem = "unreadable"
-            kind = type(delta).__name__
-            found.detail = f"what follows its parent is a {kind}, not a list"
-        elif isinstance(delta, list) and delta:
-            # `from_records` reports the value that is not an id
-            fields["prompt_ids"] = [*before.tolist(), *delta]
-        else:
-            fields["prompt_ids"] = np.append(before, delta).astype(np.int32)
+        with found:
+            before, kind = paths.get(str(parent)), type(delta).__name__
+            if before is None:
+                text = f"its prompt continues {parent!r}, which has no path"
+                raise Refused(text, "no_parent")
+            if not is_array(delta):
+                text = f"what follows its parent is a {kind}, not a list"
+                raise Refused(text)
+            if isinstance(delta, list) and delta:
+                # `from_records` reports the value that is not an id
+                fields["prompt_ids"] = [*before.tolist(), *delta]
+            else:
+                fields["prompt_ids"] = np.append(before, delta).astype(np.int32)
     path: list[Any] = [fields.get("prompt_ids"), fields.get("output_ids")]
     if all(isinstance(ids, np.ndarray) for ids in path):
         paths[str(fields.get("request_id"))] = np.concatenate(path)
