@@ -87,32 +87,6 @@ def test_each_key_that_no_field_reads_has_a_line(tmp_path, capsys):
     assert "--report" in said
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "advice"),
-    [
-        ("score", 0.5, "reward=score"),
-        ("scores", {"x": "t", "a b": 1}, "'reward=scores.a b'"),
-        ("uid", "u", "group_id=uid"),
-        ("agent_name", "solver", "agent_id=agent_name"),
-        ("is_trainable", 1, "trainable=is_trainable"),
-        ("policy_version", 3, "weight_version=policy_version"),
-        ("response_mask", [1, 1, 1], "output_mask=response_mask"),
-        *((key, 1, None) for key in ("label", "advantage", "loss")),
-        ("score", "good", None),
-    ],
-)
-def test_only_a_field_that_exists_is_advised(tmp_path, key, value, advice):
-    path = written(tmp_path, {**LOG, key: value})
-    (line,) = tk.import_turns(path, map="session_id=session_id")[1].to_pylist()[1:]
-    assert line["problem"] == "unread"
-    assert f"{key} of 1 records was not read" in line["detail"]
-    assert ("--map" in line["detail"]) == (advice is not None)
-    if advice:
-        assert f"--map {advice} takes it" in line["detail"]
-        words = shlex.split(line["detail"].partition("--map ")[2])
-        tk.import_turns(path, map=words[0])
-
-
 def test_a_text_of_an_error_is_no_finish_reason(tmp_path):
     path = written(tmp_path, {**LOG, "error": "the server closed the connection"})
     turns, report = tk.import_turns(path, map="finish_reason=error")

@@ -119,13 +119,8 @@ def test_a_directory_lists_the_files_that_it_skips(tmp_path):
         assert skipped == (whole if source == tmp_path else {"empty.jsonl"})
 
 
-@pytest.mark.parametrize(
-    "fact", [{"status_code": 429}, {"http_status": 500}, {"train": False}]
-)
-def test_a_failed_call_is_context_only(tmp_path, capsys, fact):
-    turns, report = imported(tmp_path, [{**CALL, **fact}])
-    assert turns["trainable"].to_pylist() == [False]
-    assert next(iter(fact)) in report[0]["detail"]
+def test_a_failed_call_is_shown_as_context(tmp_path, capsys):
+    foreign.write_lines(tmp_path / "log.jsonl", [{**CALL, "status_code": 429}])
     path = str(tmp_path / "log.jsonl")
     assert main(["import", path, "--map", MAP, "-o", str(tmp_path / "t.parquet")]) == 0
     assert "context only" in capsys.readouterr().out
