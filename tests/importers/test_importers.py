@@ -464,7 +464,7 @@ def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
             log_line(response={"choices": [7]}),
             log_line(response="no"),
             log_line(session_id=None),
-            log_line(record={"output_logprobs": None}),
+            log_line(record={"output_ids": [5], "output_logprobs": None}),
             log_line()[:-3],
         ],
     )

@@ -189,33 +189,27 @@ def files_of(sources: list[Any]) -> Iterator[tuple[str, bool, list[tuple[str, Pa
     Files have a name, for the report, and a path. Temporary copies last for one step.
     """
     paths_of([one for one in sources if not is_address(one)])
-    return (found for one in sources for found in _files_of(os.fspath(one)))
+    for text in map(os.fspath, sources):
+        if is_address(text):
+            with tempfile.TemporaryDirectory() as folder:
+                yield text, *_fetched(text, Path(folder))
+            continue
+        for path in sorted(paths_of(text) or (), key=_natural):
+            path.stat()  # the same error in every format if it is missing
+            below = path.rglob("*") if path.is_dir() else ()
+            seen = [one for one in below if "/." not in f"/{one.relative_to(path)}"]
+            files = sorted(filter(Path.is_file, seen), key=_natural)
+            files = files if path.is_dir() else [path]
+            yield str(path), path.is_dir(), [(str(file), file) for file in files]
 
 
-def _files_of(text: str) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
-    if is_address(text):
-        with tempfile.TemporaryDirectory() as folder:
-            taken = dict[str, bool]()
-            copies = fetched(
-                text, Path(folder), lambda one: taken.setdefault(one, is_listed(one))
-            )
-            scheme, _, name = text.partition("://")
-            is_folder = len(copies) != 1 or not copies[0][0].endswith(name)
-            skipped = [f"{scheme}://{one}" for one in taken if not taken[one]]
-            yield text, is_folder, [*copies, *((one, Path(one)) for one in skipped)]
-        return
-    for path in sorted(paths_of(text) or (), key=_natural):
-        path.stat()  # the same error in every format if it is missing
-        files = [path]
-        if path.is_dir():
-            below = (one for one in path.rglob("*") if one.is_file())
-            seen = (
-                one
-                for one in below
-                if "/." not in f"/{one.relative_to(path).as_posix()}"
-            )
-            files = sorted(seen, key=_natural)
-        yield str(path), path.is_dir(), [(str(file), file) for file in files]
+def _fetched(address: str, folder: Path) -> tuple[bool, list[tuple[str, Path]]]:
+    taken = dict[str, bool]()
+    copies = fetched(address, folder, lambda x: taken.setdefault(x, is_listed(x)))
+    scheme, _, name = address.partition("://")
+    is_folder = len(copies) != 1 or not copies[0][0].endswith(name)
+    skipped = [f"{scheme}://{one}" for one in taken if not taken[one]]
+    return is_folder, [*copies, *((one, Path(one)) for one in skipped)]
 
 
 def is_listed(name: str) -> bool:

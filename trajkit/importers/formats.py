@@ -6,7 +6,9 @@ where each endpoint of vLLM and SGLang puts them.
 
 import json
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, islice, product
@@ -51,9 +53,6 @@ from trajkit.turns.keys import (
 )
 from trajkit.turns.mapping import Map, Names, Route, elements, route
 from trajkit.turns.records import from_records
-
-Source: TypeAlias = tuple[list[Any] | None, list[Any]]
-"""Ids (None: unknown) and their logprobs."""
 
 TARGETS = (
     *("session_id", "turn_index", "agent_id", "group_id", "reward", "request_id"),
@@ -352,11 +351,10 @@ class Table:
 
     def _session(self, found: Finding, record: Value, root: Value, at: Names) -> None:
         value = self.routes["session_id"].find(record, root, at)
-        if not is_nothing(value):
-            found.session = text_of(value)
-            if found.session is None:
-                raise Refused(f"its session is {value!r}: expected text or an integer")
-        elif "session_id" in self.own:
+        found.session = text_of(value)
+        if found.session is None and not is_nothing(value):
+            raise Refused(f"its session is {value!r}: expected text or an integer")
+        if found.session is None and "session_id" in self.own:
             raise Refused(f"it has no {self.own['session_id'].text}", "no_session_id")
 
     def _beside(self, found: Finding, record: Value, root: Value) -> None:
@@ -413,11 +411,9 @@ class Table:
             found.names = {**found.names, "reward": str(reward)}
         given = values.get("output_logprobs")
         sources = values.get("@sources", ()) if given is None else [given]
-        known = map(mapping.logprobs_of, sources)
-        output, logprobs, remarks = _aligned(values.get("output_ids"), *known)
+        output, logprobs = _aligned(found, values.get("output_ids"), sources)
         fields["output_ids"], fields["output_logprobs"] = output, logprobs
         n = len(output) if is_array(output) else 0
-        found.remarks += remarks
         found.tools = values.get("tools")
         found.claims += claims_of(object_of(values.get("usage")), self._text("usage"))
         fields["weight_versions"] = _versions(found, values, n)
@@ -438,9 +434,8 @@ class Table:
         value = self.format.reward(given)
         number = number_of(value)
         if number is None and (not isinstance(value, list | dict | None) or value):
-            path, text = self._text("reward").split("|")[0], repr(value)
-            text = text if len(text) <= 60 else f"{text[:57]}..."
-            text = f"{path} is {text}: expected a finite number"
+            path = self._text("reward").split("|")[0]
+            text = f"{path} is {reprlib.repr(value)}: expected a finite number"
             option = mapping.reward_option(path, given, self.format.reward)
             text += f"; {option} takes a part of it" if option else ""
             found.remark("reward_unread", text)
@@ -721,26 +716,26 @@ class Encoder:
     ) -> int | None:
         """The token with which the template ends a reply, or else begins the next role."""
         short = [{"role": role, "content": "x"} for role in ("user", "assistant")]
-        try:
-            asked = self._text(short[:1], found, asks=True)
-            said = self._text(short, found)
-        except Refused:
-            asked = said = ""
-        closing = said.removeprefix(asked).partition("x")[2]
-        if said.startswith(asked) and closing.strip():
+        closing = self._more(short[:1], short, found, asks=True).partition("x")[2]
+        if closing.strip():
             return self._marker(closing.lstrip())
         role = "tool" if talk[-1].get("tool_calls") else "user"
         following = following or [{"role": role, "content": "x"}]
         # what a later message makes of a reply may differ: of its reasoning, above all
         for messages in (talk, short):
-            try:
-                text = self._text(messages, found)
-                longer = self._text([*messages, *following], found)
-            except Refused:
-                continue
-            if longer.startswith(text):
-                return self._marker(longer[len(text) :])
+            if more := self._more(messages, [*messages, *following], found):
+                return self._marker(more)
         return None
+
+    def _more(
+        self, talk: _Talk, longer: _Talk, found: Finding, *, asks: bool = False
+    ) -> str:
+        """The text with which a longer talk goes on; empty if it changes the shorter."""
+        try:
+            text, whole = self._text(talk, found, asks=asks), self._text(longer, found)
+        except Refused:
+            return ""
+        return whole.removeprefix(text) if whole.startswith(text) else ""
 
     def _marker(self, text: str) -> int | None:
         """The first token of a text, if it is a special token or an added one."""
@@ -824,27 +819,28 @@ def _of_choice(found: Finding, around: Value, at: str, *, masked: bool) -> Value
 
 
 def _aligned(
-    output: Any, *sources: Source | None
-) -> tuple[Any, list[Any] | None, list[tuple[str, str]]]:
-    """An output, the logprobs that belong to it, and the remark if none does.
+    found: Finding, output: Any, sources: Iterable[object]
+) -> tuple[Any, list[Any] | None]:
+    """An output, and the logprobs that belong to it.
 
     Without an output, logprobs that name every id are a source of ids, too.
     """
-    known = [one for one in sources if one is not None]
+    given = map(mapping.logprobs_of, sources)
+    known = [one for one in given if one is not None]
     if output is None:
-        ids, logprobs = next((one for one in known if one[0] is not None), (None, None))
-        return ids, logprobs, []
+        return next((one for one in known if one[0] is not None), (None, None))
     if not known or not is_array(output):
-        return output, None, []
+        return output, None
     listed = output.tolist() if isinstance(output, np.ndarray) else output
     for ids, logprobs in known:
         if len(logprobs) == len(listed) and (ids is None or ids == listed):
-            return output, logprobs, []
+            return output, logprobs
     n = len(known[0][1])
     text = f"{n} logprobs for {len(listed)} output ids"
     if n == len(listed):
         text = "they belong to other ids than the output"
-    return output, None, [("logprobs_unaligned", text)]
+    found.remark("logprobs_unaligned", text)
+    return output, None
 
 
 # --- the formats
@@ -1019,12 +1015,8 @@ def _score(value: Any) -> Any:
         given = object_of(next(iter(given.values())))
     value = given.get("value", value)
     if isinstance(value, str):
-        if (number := _GRADES.get(value, _GRADES.get(value.lower()))) is not None:
-            return number
-        try:
-            return float(value)
-        except ValueError:
-            return value
+        with suppress(ValueError):
+            return float(_GRADES.get(value, _GRADES.get(value.lower(), value)))
     return float(value) if isinstance(value, bool) else value
 
 
@@ -1088,7 +1080,8 @@ def _graph(trace: Value, _: Path) -> Iterator[tuple[str, Value]]:
 
 def _of_node(node: Value) -> Value:
     """Prompt, output and logprobs; the node's mask marks sampled ids."""
-    before, ids, mask = node["@before"], node["token_ids"], list_of(node.get("mask"))
+    before, ids = node.get("@before"), node.get("token_ids")
+    mask = list_of(node.get("mask"))
     if not isinstance(ids, np.ndarray):
         raise Refused("token_ids are not ids")
     if before is None:
@@ -1435,11 +1428,9 @@ TURN = {"session_id", "prompt_ids", "output_ids"}
 def _is_turn(value: Value | None) -> bool:
     if value is None or not TURN <= value.keys():
         return False
-    try:
-        from_records([value])
-    except InvalidTurnsError:
-        return False
-    return True
+    with suppress(InvalidTurnsError):
+        return len(from_records([value])) == 1
+    return False
 
 
 def unknown(head: Head) -> Exception:

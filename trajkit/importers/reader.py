@@ -668,8 +668,8 @@ def _find_replies(
     """
     replies: dict[int, object] = {}
     # calls without a reply by session and digest of the messages: number, and the path as
-    # a length and a digest
-    waiting: dict[Any, list[tuple[int, int, bytes]]] = defaultdict(list)
+    # a length and a hash
+    waiting: dict[Any, list[tuple[int, int, int]]] = defaultdict(list)
     n_calls, answered = Counter[str | None](), set[str | None]()
     # sessions whose messages end with a reply
     ended = set[str | None]()
@@ -689,7 +689,9 @@ def _find_replies(
                 several = waiting[session, digest.digest()]
                 fits = several
                 if len(several) > 1:
-                    fits = [c for c in several if _digest(prompt[: c[1]]) == c[2]]
+                    fits = [
+                        c for c in several if hash(prompt[: c[1]].tobytes()) == c[2]
+                    ]
                 if len(fits) == 1:
                     replies[fits[0][0]] = message
                     answered.add(session)
@@ -703,7 +705,7 @@ def _find_replies(
         # a text lacks what a message may have besides
         if not own or "text_reply" in dict(found.remarks):
             path = np.append(prompt, _array(found, "output_ids"))
-            call = number, len(path), _digest(path)
+            call = number, len(path), hash(path.tobytes())
             waiting[session, digest.digest()].append(call)
     silent = {name for name, n in n_calls.items() if n > 1 or name in ended}
     return replies, silent - answered
@@ -715,7 +717,3 @@ def _array(found: Finding, name: str, type: type = np.int64) -> np.ndarray:
         return np.asarray(found.fields.get(name), type).reshape(-1)
     except (TypeError, ValueError, OverflowError):
         return np.empty(0, type)
-
-
-def _digest(ids: np.ndarray) -> bytes:
-    return blake2b(ids.tobytes()).digest()
