@@ -397,7 +397,7 @@ trajkit/analysis/drift.py: analysis/test_drift_findings
 trajkit/importers/reader.py: importers/test_nothing_lost importers/test_sources_and_maps
         importers/test_importers importers/test_strangers importers/test_runs_and_order
     a record without a session beside others has the file's
-        |        elif named is None:| -> |        elif False:|
+        |        elif named is None or named:| -> |        elif False:|
     a call that comes twice without a request id trains twice
         |if found.problem or (own is None and not len(output)):|
         -> |if found.problem or own is None:|
@@ -441,6 +441,9 @@ trajkit/importers/formats.py: importers/test_nothing_lost importers/test_sources
     a span has the versions of its row
         |one.fields["weight_versions"] = _between(versions, start, stop)|
         -> |one.fields["weight_versions"] = versions|
+trajkit/cli/options.py: importers/test_strangers
+    advice is about any of several files
+        |[log for log in logs if log in str(error)]| -> |[]|
 trajkit/turns/runs.py: importers/test_runs_and_order
     a line without a prompt starts a run over
         |        if not prompt:| -> |        if False:|

@@ -33,8 +33,16 @@ def test_a_key_that_changes_where_prompts_start_over_stops_the_import(tmp_path, 
 
 def test_a_key_that_changes_within_a_conversation_stops_nothing(tmp_path):
     longer = {"prompt_token_ids": [1, 2, 3, 4], "worker": 1}
-    turns, _ = imported(tmp_path, [{**CALL, "worker": 0}, {**CALL, **longer}])
-    assert len(turns) == 2
+    other = {**CALL, "prompt_token_ids": [7, 8], "worker": 2}
+    turns, _ = imported(tmp_path, [{**CALL, "worker": 0}, {**CALL, **longer}, other])
+    assert len(turns) == 3
+
+
+def test_lines_that_are_no_calls_name_no_runs(tmp_path):
+    ends = [{"done": word, "prompt_token_ids": []} for word in ("half", "all")]
+    lines = [{"prompt_token_ids": [1, 2], "token_ids": [3]}, *ends]
+    turns, _ = imported(tmp_path, lines, None)
+    assert turns["session_id"].to_pylist() == ["log"]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +72,8 @@ AGAIN = {"prompt_token_ids": [7, 8], "token_ids": [3]}
     [
         # a line that ends a run, or the file, is no call that starts over
         [{**IDS, "conv": "a"}, {"done": False}, {**AGAIN, "conv": "b"}, {"done": True}],
+        # a call in between that names nothing
+        [{**IDS, "conv": "a"}, {**IDS, "token_ids": [5]}, {**AGAIN, "conv": "b"}],
         # samples of one prompt
         [{**IDS, "reward": reward} for reward in (0.0, 1.0)],
         [{**IDS, "i": k} for k in range(2)],

@@ -400,7 +400,7 @@ class _Import:
                 f"--map session_id={shlex.quote(_run_key(keys))} (a+b: both; @file: one "
                 "per file; @name: one per record)"
             )
-        elif named is None:
+        elif named is None or named:
             found.problem = "no_session_id"
             found.detail = "no name of its run, which other records of the file have"
         elif head.name in self.names:
