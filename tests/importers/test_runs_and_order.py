@@ -72,8 +72,8 @@ AGAIN = {"prompt_token_ids": [7, 8], "token_ids": [3]}
     [
         # a line that ends a run, or the file, is no call that starts over
         [{**IDS, "conv": "a"}, {"done": False}, {**AGAIN, "conv": "b"}, {"done": True}],
-        # a call in between that names nothing
-        [{**IDS, "conv": "a"}, {**IDS, "token_ids": [5]}, {**AGAIN, "conv": "b"}],
+        # calls in between that name nothing
+        [{**IDS, "conv": "a"}, *[IDS] * 9, {**AGAIN, "conv": "b"}],
         # samples of one prompt
         [{**IDS, "reward": reward} for reward in (0.0, 1.0)],
         [{**IDS, "i": k} for k in range(2)],
