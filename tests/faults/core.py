@@ -315,7 +315,7 @@ trajkit/files/tables.py: files/test_run
     a run that continues leaves out its first turns twice
         |skip = max(skip - table.num_rows, 0)| -> |skip = max(skip, 0)|
     a session that appears while a log is grouped has no words
-        |if name not in buckets:| -> |if name is None:|
+        |if name not in groups:| -> |if name is None:|
     a session whose lines are no turns is rejected for its nulls
         |self._misread.pop(line["session_id"], line["reason"])| -> |line["reason"]|
 trajkit/files/arrow.py: files/test_damage
