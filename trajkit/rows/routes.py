@@ -34,7 +34,7 @@ from trajkit.turns.sessions import Forest, Sessions
 
 Route: TypeAlias = Callable[[Sessions, Forest, Policy], Records]
 
-REASONS = numbers("LinkReason", LINK_REASONS)
+REASONS = numbers("REASON_", LINK_REASONS)
 """The number of each link reason in a record."""
 
 
