@@ -338,9 +338,9 @@ def _whole_sessions(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     return stages.whole_sessions(batches, "rows")
 
 
-def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
+def read_any_rows(source: Source) -> pa.Table:
     """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
-    tables = [*iter_tables(source, format=format, plan=rows_plan)]
+    tables = [*iter_tables(source, plan=rows_plan)]
     return full(stages.concat(tables) if tables else ROWS.empty_table())
 
 
