@@ -30,6 +30,7 @@ from trajkit.turns.messages import message_record
 from trajkit_shim.chat.images import Image, Part, joined
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.json_input import (
+    Elements,
     Fields,
     Json,
     Reader,
@@ -222,14 +223,14 @@ class ChatRequest:
     thinking: Thinking = field(default_factory=Thinking)
     # end a stream with token counts (OpenAI Chat Completions)
     include_usage: bool = False
-    # types of tools that only a provider can run; they are not shown to the model
-    left_out: Sequence[str] = ()
     # the client's (namespace, name) of each tool whose name for the model combines both
     # (OpenAI Responses)
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     images: Sequence[Image] = ()  # of the messages
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
+    # what its messages were read as, for later requests of its session
+    elements: Elements = field(default_factory=dict)
     # of a stream whose events name it before there is a reply
     stream_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -83,10 +83,9 @@ class Counts:
         default_factory=lambda: Counter(dict.fromkeys(get_args(Known), 0))
     )
     token_counts: int = 0  # requests for the number of tokens of a prompt
-    # over all recorded calls: fields and values of requests that have no effect, offered
-    # tools that only a provider can run, and sampling parameters that were overruled
+    # over all recorded calls: fields and values of requests that have no effect, and
+    # sampling parameters that were overruled
     ignored: Counter[str] = field(default_factory=Counter)
-    tools_left_out: Counter[str] = field(default_factory=Counter)
     sampling_overruled: Counter[str] = field(default_factory=Counter)
 
 

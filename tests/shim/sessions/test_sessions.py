@@ -445,8 +445,7 @@ async def test_half_a_surrogate_pair_in_a_name_is_shown_to_the_trainer(start):
     answer = await gateway.http.post(path, content=body)
     assert answer.status_code == 200, answer.text
     ended = await session.end(reward=1)
-    assert ended["ignored"] == {"a\ud800": 1}
-    assert ended["tools_left_out"] == {"b\ud800": 1}
+    assert ended["ignored"] == {"a\ud800": 1, "tools[].type=b\ud800": 1}
 
 
 @cases(
