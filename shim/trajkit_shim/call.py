@@ -322,7 +322,7 @@ class Call:
             structural_tag=replies.grammar(
                 replace(self.chat, required=required),
                 self._gateway.reply_parser.form,
-                fixed.extra,
+                fixed.get("extra", {}),
                 opened=self._opened,
                 reasons=replies.THINK in self._renderer.chat_template,
             ),

@@ -45,7 +45,7 @@ _GRACE_SECONDS = 5.0
 class SessionOptions:
     """The options of a session, set when it is opened."""
 
-    fixed: SamplingParams = field(default_factory=SamplingParams)
+    fixed: SamplingParams = field(default_factory=dict)
     # what the client may set (`chat.request.CLIENT`)
     client_sampling: frozenset[str] = frozenset()
     limits: Mapping[str, int | None] = field(default_factory=dict)  # by `LIMITS`
@@ -330,6 +330,9 @@ class SessionStore:
     def find(self, session_id: str) -> Session:
         """Return a session, open or ended, or raise a 404."""
         session = self._open.get(session_id) or self._ended.get(session_id)
+        if session is None and hash(session_id) in self._forgotten:
+            message = f"session {session_id!r} ended, and its record is no longer kept"
+            raise GatewayError(message, 410, code="session_closed")
         if session is None:
             message = f"no session {session_id!r}"
             raise GatewayError(message, 404, code="session_not_found")

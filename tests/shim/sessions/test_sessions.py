@@ -250,6 +250,11 @@ def test_sessions_that_ended_leave_little_behind():
     for known in ("s0", "s14899", "s14999"):
         with pytest.raises(GatewayError, match="opened before"):
             store.open(known)
+    # which another worker has to know
+    for name, status in (("s0", 410), ("s15000", 404)):
+        with pytest.raises(GatewayError) as caught:
+            store.find(name)
+        assert caught.value.status == status
 
 
 async def test_a_session_whose_line_cannot_be_written_is_not_opened(start, monkeypatch):
