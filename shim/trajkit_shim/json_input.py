@@ -3,13 +3,12 @@
 import json
 import math
 import re
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import (
     AsyncIterator,
     Callable,
     Collection,
     Iterator,
-    Mapping,
     Sequence,
 )
 from contextlib import suppress
@@ -78,7 +77,7 @@ class Element(NamedTuple):
     ignored: Counter[str]  # what of it had no effect
 
 
-Elements: TypeAlias = Mapping[tuple[str, bytes], Element]
+Elements: TypeAlias = dict[bytes, Element]
 """Elements by protocol and JSON: later requests with the same do not read it again."""
 
 
@@ -204,7 +203,7 @@ class Reading:
     silent: Collection[str] = ()
     protocol: str = ""
     # what `Fields.each` reads, and what it read for earlier requests
-    elements: dict[tuple[str, bytes], Element] = field(default_factory=dict)
+    elements: Elements = field(default_factory=dict)
     earlier: Sequence[Elements] = ()
     images: list[Any] = field(default_factory=list)
     # fields and values that have no effect, and how often they were given
@@ -215,16 +214,13 @@ class Reading:
         if where in self.ignored or len(self.ignored) < _MOST_IGNORED:
             self.ignored[where[:_LONGEST_IGNORED]] += times
 
-    def key(self, item: object) -> tuple[str, bytes] | None:
-        """Return the key of an element, or None if it is read each time.
-
-        Images are taken from each request.
-        """
+    def key(self, item: object) -> bytes:
+        """Return the key of an element; empty: it is read each time, as images are."""
         # half a character, or an integer beyond 64 bits
         with suppress(TypeError):
             if self.image_limits is None:
-                return self.protocol, orjson.dumps(item)
-        return None
+                return self.protocol.encode() + orjson.dumps(item)
+        return b""
 
     def count_unread(self, first: int = 0) -> None:
         """Count the fields that nobody read, but none without a content."""
@@ -343,11 +339,10 @@ class Fields:
         given, reading, results = self.need(name, as_list), self.reading, list[T]()
         if not given:
             self.refuse(name, "an empty list")
+        known = ChainMap(reading.elements, *reading.earlier)
         for i, item in enumerate(given):
-            key, element = reading.key(item), None
-            if key is not None:
-                every = (reading.elements, *reading.earlier)
-                element = next((each[key] for each in every if key in each), None)
+            key = reading.key(item)
+            element = known.get(key)
             if element is None:
                 where, first = f"{self.at(name)}[{i}]", len(reading.opened)
                 others, reading.ignored = reading.ignored, Counter()
@@ -355,8 +350,8 @@ class Fields:
                 reading.count_unread(first)
                 element = Element(result, reading.ignored)
                 reading.ignored = others
-            if key is not None:
-                reading.elements[key] = element
+            if key:
+                known[key] = element
             results.append(element.result)
             for where, times in element.ignored.items():
                 reading.ignore(where, times)

@@ -284,9 +284,9 @@ shim/trajkit_shim/json_input.py: shim/protocols shim/test_conformance shim/test_
     ignored fields are counted without limit
         |if where in self.ignored or len(self.ignored) < _MOST_IGNORED:| -> |if True:|
     all messages are read as the first
-        |return self.protocol, orjson.dumps(item)| -> |return self.protocol, b""|
+        |.encode() + orjson.dumps(item)| -> |.encode()|
     what another protocol read is known
-        |return self.protocol, orjson.dumps(item)| -> |return "", orjson.dumps(item)|
+        |return self.protocol.encode() + orjson.dumps(item)| -> |return orjson.dumps(item)|
     large integers are rounded
         |raise OverflowError| -> |pass|
 shim/trajkit_shim/workers.py: shim/test_serve

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice, takewhile, zip_longest
 from sys import getsizeof
-from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
@@ -173,7 +172,7 @@ class Conversation:
     def restore(
         self,
         messages: list[Json],
-        elements: Elements = MappingProxyType({}),
+        elements: Elements | None = None,
         *,
         keep: bool = True,
     ) -> RestoredRequest:
@@ -190,7 +189,7 @@ class Conversation:
         index = earlier.places[n_known].index if n_known else 0
         restored = RestoredRequest(
             messages,
-            elements,
+            elements or {},
             earlier.places[:n_known],
             earlier.rendered,
             earlier.offered,
@@ -218,7 +217,7 @@ class Conversation:
             index += len(results)
         texts = sum(getsizeof(place.logged.body) for place in restored.places)
         restored.n_bytes = _COPIES * texts + _OVERHEAD * len(restored.places)
-        restored.n_bytes += sum(len(written) for _, written in elements)
+        restored.n_bytes += sum(map(len, restored.elements))
         if keep:
             # an earlier state of the same conversation is not needed
             goes_on = 2 * n_same >= len(earlier.sent)
