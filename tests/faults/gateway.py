@@ -17,6 +17,8 @@ shim/trajkit_shim/prompting/conversation.py: shim/prompting shim/test_app
         |if sent_id not in by_call:| -> |if False:|
     a call may have two results
         |if same and own != same[0]:| -> |if False:|
+    what a request was read from is not counted
+        |restored.n_bytes += sum(map(len, restored.elements))| -> |pass|
     a message is known by its place alone
         | and places[n].index < n_same:| -> |:|
     half a character ends the session
