@@ -38,7 +38,7 @@ TURNS = tk.from_records(CALLS)
 IDS = [10, 11, 20, 21, 22, 30, 31, 23, 24]
 MASK = [0, 0, 1, 1, 1, 0, 0, 1, 1]
 LOGPROBS = [-1.0, -2.0, -3.0, 0.0, 0.0, -0.5, -0.25]
-FINE = ("trains", "unknown_session", "session_without_rows")
+FINE = ("trains", "unread_mask", "unknown_session", "session_without_rows")
 NOTHING = [(0, 0, 2, "masked_out", 3), (0, 1, 7, "masked_out", 2)]
 
 
@@ -161,6 +161,33 @@ def test_padding_is_several_equal_tokens_that_nothing_trains_or_says_are_real():
     assert wrong(one([0, 0, *MASK], ids, attention_mask=[[1] * 11])) == OUT_OF_CONTEXT
     one_pad = one([0, *MASK], [0, *IDS], attention_mask=[[0] + [1] * 9])
     assert wrong(one_pad) == []
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        # of a reply: what follows was sampled after another token
+        (
+            3,
+            [
+                *((0, 0, None, "out_of_context", 1), (0, 1, None, "out_of_context", 2)),
+                *((0, None, 3, "not_sampled", 1), (None, 0, None, "in_no_row", 1)),
+            ],
+        ),
+        (1, OUT_OF_CONTEXT),  # of the prompt
+    ],
+)
+def test_one_replaced_token_is_one_that_nobody_sampled(at, expected):
+    assert wrong(one(ids=[*IDS[:at], 99, *IDS[at + 1 :]])) == expected
+
+
+@pytest.mark.parametrize("table", [pa.table, lambda rows: pa.table(rows).to_pylist()])
+def test_a_mask_that_was_not_read_is_named(table):
+    """Of any form, if its name is that of a mask."""
+    rows = table(one(train_mask=[MASK], masked_ids=[MASK], advantage=[[0.5]]))
+    assert wrong(rows) == []
+    (detail,) = (x["detail"] for x in lines(rows) if x["kind"] == "unread_mask")
+    assert detail.startswith("1 row has 'train_mask', which was not read")
 
 
 # --- sessions that rows name, and packed rows
@@ -426,6 +453,10 @@ def test_rows_of_equal_sessions_are_told_apart():
         ("a", "trains"),
         ("b", "trains"),
     ]
+    many = tk.from_records([{"session_id": f"{k}", **call} for k in range(40)])
+    rows = {"input_ids": [[1, 2, 3, 4]] * 40, "loss_mask": [[0, 0, 1, 1]] * 40}
+    assert wrong(rows, many) == []
+    rows = {name: values[:2] for name, values in rows.items()}
     shifted = {**rows, "loss_mask": [[0, 1, 1, 0]] * 2}
     kinds = tk.check_rows(shifted, turns)["kind"].to_pylist()
     assert kinds == ["trains", "mask_shifted"] * 2

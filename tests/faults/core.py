@@ -438,11 +438,17 @@ trajkit/importers/containers.py: importers/test_importers importers/test_nothing
         |unread=self.unread if first else {},| -> |unread=self.unread,|
 trajkit/analysis/rows.py: analysis/test_row_check analysis/test_row_reasons
     equal tokens before a row are no padding
-        |for k in (0, run - 1, run) if k >= 0| -> |for k in (0,)|
+        |for k in starts]| -> |for k in (0,)]|
     a token before the prompt is padding
         |or dropped < 2 or| -> |or|
     trained padding is left out
         |or mask[:dropped].any():| -> |:|
+    of equal sessions the first ones are tried for every row
+        |(session in self.seen, session))| -> |session)|
+    a row is of no session if one of its tokens was replaced
+        |if 2 * same.sum() > len(ids):| -> |if False:|
+    masks that were not read have no line
+        |self.unread.update(given["unread"].as_py())| -> |pass|
     packed rows are one sequence
         |if (stop := self._packed(ids, mask & (source < 0))) is not None:|
         -> |if (stop := None) is not None:|

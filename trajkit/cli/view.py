@@ -102,17 +102,16 @@ def rows_in(source: list[str]) -> pa.Table | None:
     rows = any_rows(source[0])
     if isinstance(rows, pa.Table) and "spans" in rows.column_names:
         return canonical_rows(rows)
-    return rows_of_trainer(source[0])[1].select(row_forms.TOKENS)
+    return rows_of_trainer(source[0]).select(row_forms.TOKENS)
 
 
-def rows_of_trainer(path: str) -> tuple[object, pa.Table]:
-    """The rows of a file as it has them, and as `row_forms.PLAIN`.
+def rows_of_trainer(path: str) -> pa.Table:
+    """The rows of a file as `row_forms.PLAIN`.
 
     Errors name the file, and the line if it has lines.
     """
     try:
-        rows = any_rows(path)
-        return rows, row_forms.plain_rows(rows)
+        return row_forms.plain_rows(any_rows(path))
     except (FormatError, SchemaError) as error:
         raise type(error)(row_placed(path, str(error))) from None
 

@@ -446,6 +446,7 @@ in_no_row: Sampled tokens that no row has.
 not_found: No turn begins like the row.
 other_session: The row names a session, and its tokens are another's.
 several_sequences: Another sequence begins inside the row, which is packed.
+unread_mask: Rows have a column that is named as a mask, and was not read. Nothing is wrong.
 unknown_session: Rows name sessions that the turns do not have, and are found by their \
 tokens. Nothing is wrong.
 session_without_rows: Sessions of the turns that have no row. Nothing is wrong.
