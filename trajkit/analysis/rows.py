@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import takewhile
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -76,19 +76,6 @@ def check_rows(
         check.row(row, {name: plain[name][row] for name in plain.column_names})
     check.absent()
     return pa.Table.from_pylist(check.lines, ROW_CHECKS)
-
-
-class _Found(NamedTuple):
-    """A session that has a row's tokens."""
-
-    # the trained tokens that it sampled; whether it is the one that the row names; minus
-    # those that an earlier row trains
-    rank: tuple[int, bool, int]
-    session: int
-    # by token of the row: the sampled token that it is, or -1; whether its context is
-    # what it was sampled after
-    source: Longs
-    in_context: Bools
 
 
 class _Check:
@@ -207,9 +194,13 @@ class _Check:
 
     def _best(
         self, ids: Ints, mask: Bools, sessions: list[int], own: int | None
-    ) -> _Found | None:
-        """Of sessions and the one that a row names, what sampled most of what it trains."""
-        found = list[_Found]()
+    ) -> tuple[tuple[int, bool, int], int, Longs, Bools] | None:
+        """Of sessions and the one that a row names, what sampled most of what it trains.
+
+        It comes after its rank, whose first number that is, and with what `Sampled.find`
+        says of the row.
+        """
+        found: list[Any] = []
         for session in dict.fromkeys([*sessions, *([] if own is None else [own])]):
             calls = self.turns.calls_of(session)
             source, in_context, begins = self.sampled.find(
@@ -222,7 +213,7 @@ class _Check:
             again = self.sampled.trained_by[source[there]] >= 0
             rank = int((mask & there).sum()), session == own, -int(again.sum())
             if begins or there.any():
-                found.append(_Found(rank, session, source, in_context))
+                found.append((rank, session, source, in_context))
         return max(found, key=itemgetter(0), default=None)
 
     def _in_place(self, ids: Ints, calls: range) -> Longs:
@@ -372,9 +363,8 @@ def _ids(key: bytes) -> Ints:
 
 def _shifted(mask: Bools, shift: int) -> Bools:
     """The mask moved to the right by ``shift`` tokens."""
-    moved = np.roll(mask, shift)
-    moved[slice(shift) if shift >= 0 else slice(len(mask) + shift, None)] = False
-    return moved
+    room = abs(shift)
+    return np.pad(mask, room)[room - shift :][: len(mask)]
 
 
 def _shift_of(mask: Bools, due: Bools) -> int:
@@ -429,9 +419,8 @@ def why(
         lines = _reasons_of_rows(plain_rows(table))
     else:
         lines = _reasons_of_turns(as_turns(table), named_policy(policy), tokenizer)
-    names = ROW_REASONS.names
-    found = [dict(zip(names, line, strict=True)) for line in lines]
-    return pa.Table.from_pylist(found, ROW_REASONS)
+    found = (dict(zip(ROW_REASONS.names, line, strict=True)) for line in lines)
+    return pa.Table.from_pylist([*found], ROW_REASONS)
 
 
 def _reasons_of_rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
