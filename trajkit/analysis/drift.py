@@ -48,7 +48,7 @@ _MOST_PIECES = 64
 _COARSE = {"white_space": _CLOSER_RUNS, "reasoning_dropped": _CLOSER_RUNS[:1]}
 # JSON is not searched in messages with more tokens.
 _LONG_MESSAGE = 1 << 14
-# Tokens read before and after a span: enough for a split character or word.
+# Tokens read before and after a span: enough for a split word.
 _NEIGHBOURS = 4
 
 _REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
@@ -235,14 +235,9 @@ class _Side:
         self._objects: tuple[int, list[tuple[int, int, str]]] = (-1, [])
 
     def text(self, start: int, stop: int) -> str:
-        """The text of these tokens, with U+FFFD for a part of a character."""
-        at = slice(self._at[start], self._at[stop])
-        return self._bytes[at].decode("utf-8", "replace")
-
-    def wide_text(self, start: int, stop: int) -> str:
-        """The text including neighbours, which may complete a split character."""
-        end = min(stop + _NEIGHBOURS, len(self.ids))
-        return self.text(max(start - _NEIGHBOURS, 0), end)
+        """The text of these tokens, with ``\\xe2`` for a byte of a split character."""
+        own = self._bytes[self._at[start] : self._at[stop]]
+        return own.decode("utf-8", "backslashreplace")
 
     def plain(self, start: int, stop: int) -> str:
         """The text without special tokens and white space."""
@@ -341,9 +336,6 @@ def _text_cause(path: _Side, prompt: _Side, stretch: _Stretch) -> str | None:
     was, now = path.text(*old), prompt.text(*new)
     other_specials = path.specials(*old) != prompt.specials(*new)
     ordinary = not path.specials(*old) and not other_specials
-    if "\ufffd" in was + now:
-        # The neighbours have the rest of a split character.
-        was, now, ordinary = path.wide_text(*old), prompt.wide_text(*new), False
     if was == now:
         return "special_tokens" if other_specials else "same_text"
     if other_specials and path.plain(*old) == prompt.plain(*new):

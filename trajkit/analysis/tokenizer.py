@@ -26,7 +26,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 class Tokenizer(Protocol):
     """A tokenizer of transformers, a ``tokenizers.Tokenizer``, or a similar object.
 
-    ``encode`` returns ids, or an object with an attribute ``ids``.
+    ``encode`` returns ids, or an object with an attribute ``ids``. Tokens that are parts of
+    a character are told apart if there is a method ``id_to_token`` or
+    ``convert_ids_to_tokens``.
     """
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> object:
