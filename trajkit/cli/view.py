@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +22,7 @@ from trajkit.errors import ArgumentError, FormatError, SchemaError
 from trajkit.files.arrow import table_kind
 from trajkit.files.formats import format_of, paths_in, replacing
 from trajkit.files.jsonl import row_placed
+from trajkit.files.pickles import ARRAYS, read_arrays
 from trajkit.files.sources import paths_of
 from trajkit.files.tables import iter_tables, log_files, read_any_rows
 from trajkit.schema import EMPTY_KINDS, SESSIONS
@@ -94,7 +94,7 @@ def rows_in(source: list[str]) -> pa.Table | None:
     if first.is_dir():
         kinds = {table_kind(file, format_of(file)) for file in paths_in(first)}
         found = "rows" in kinds and not kinds & {"turns", None}
-    elif not (found := first.suffix.lower() in _ARRAYS):
+    elif not (found := first.suffix.lower() in ARRAYS):
         table = next(iter_tables(first, batch_rows=1), None)
         found = table is not None and row_forms.is_rows(table.column_names)
     if not found:
@@ -116,24 +116,10 @@ def rows_of_trainer(path: str) -> pa.Table:
         raise type(error)(row_placed(path, str(error))) from None
 
 
-_ARRAYS = (".npz", ".pt", ".pkl", ".pickle")
-
-
 def any_rows(path: str) -> object:
     """The rows of a file, as its format has them."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in _ARRAYS:
-        return read_any_rows(path)
-    if suffix == ".npz":
-        try:
-            with np.load(path) as arrays:
-                return dict(arrays)
-        except (EOFError, ValueError, TypeError, BadZipFile) as error:
-            raise FormatError(f"{path}: not a readable .npz: {error}") from error
-    from trajkit.files.pickles import load
-
-    value: Any = load(Path(path))
-    return value.get("samples", value) if isinstance(value, dict) else value
+    is_arrays = Path(path).suffix.lower() in ARRAYS
+    return read_arrays(Path(path)) if is_arrays else read_any_rows(path)
 
 
 def _each_session(turns: pa.Table) -> Iterator[pa.Table]:
@@ -156,8 +142,6 @@ class _View:
 
     def rows(self, rows: pa.Table, index: int | None) -> None:
         """Print rows, or one of them."""
-        if "row_index" not in rows.column_names:
-            rows = rows.append_column("row_index", pa.array(range(rows.num_rows)))
         names = rows["row_index"].to_pylist()
         if index is not None and index not in names:
             n = rows.num_rows

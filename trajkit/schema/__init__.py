@@ -17,6 +17,7 @@ from trajkit.schema.engine import (
     defined,
     described,
     every_token_counted,
+    meanings,
     one_of,
     spans_in_order,
     struct,
@@ -186,31 +187,31 @@ reward float64?: null: unscorable, never 0
 """)
 """A reward per turn, as `trajkit.learn.spread_rewards` takes it."""
 
-LOSSES = defined("""Reasons why no row trains a sampled token.
+LOSS_MEANINGS = meanings("""Reasons why no row trains a sampled token, as people read them.
 
-absorbed: Its row continued after drift with the next prompt's ids in its place.
-rewritten: A later request showed another message in its place, and the turn left the tree.
-cut: It is beyond ``max_row_tokens`` of its row.
-untrainable: The turn has ``trainable = false``, or its session ended in an error.
-unrouted: The turn has an empty list of messages, which message routing skips (unless
-    ``tie_break="tokens"``, as in ``faithful``).
-restarted: A later prompt of the row departs inside the prompt that opened the row. The row
-    restarts there and loses what it had.
-over_max_rows: Its row exceeds the policy's ``max_rows``.
-aborted: The turn's finish_reason is ``abort``, and the policy does not train such turns.
-masked: The turn's ``output_mask`` is false for it.
-no_logprob: It has no logprob, and the policy trains no token without one.
-no_splice_point: The prompt of its turn, or of an earlier turn in the chain, has no end of
-    turn at which a spliced row could continue; the row ended there.
-quarantined: Every chain with its turn contains a quarantined turn (see `LINK_REASONS`).
-not_selected: It is only in chains that the policy's ``row_selection`` omits.
-refused: Its messages continue a turn whose tokens its prompt does not continue (see
-    `LINK_REASONS`).
-retried: Nothing continues its turn, and a later turn has the same parent.
+absorbed: Its row continued with the next prompt's ids instead: drift, or a call that
+    was tried again.
+rewritten: A later request showed another message in its place.
+cut: It is beyond max_row_tokens.
+untrainable: Its turn has trainable = false, or its session ended in an error.
+unrouted: Its call has no messages, and the policy compares messages.
+restarted: A later prompt changed the row's first prompt, so the row was begun again.
+over_max_rows: Its row is beyond the policy's max_rows.
+aborted: Its call was aborted.
+masked: The turn's output_mask excludes it.
+no_logprob: It has no logprob, and the policy needs one.
+no_splice_point: Its row ended before it: a prompt has no end of turn from which to
+    continue.
+quarantined: Every chain with its call has a call that could continue two others, or a
+    retry.
+not_selected: Its chain is not among those that become rows.
+refused: The prompt of its call does not continue the tokens of the parent.
+retried: Its call was tried again later, and its own reply was not used.
 
 A token that may not be trained at all counts as untrainable, aborted, masked or no_logprob,
 in this order, before any other reason.
 """)
+LOSSES = (*LOSS_MEANINGS,)
 
 _LOST = "\n".join(f"lost_{reason} int64" for reason in LOSSES)
 
