@@ -91,7 +91,9 @@ class _Check:
         links = find_links(calls, calls.forest, named_policy("strict"))
         parent = links["parent"][links["parent"] >= 0]
         ends = np.setdiff1d(np.arange(calls.n_calls), parent)
-        self.paths = sorted((_key(self.path(k)), int(calls.session[k])) for k in ends)
+        self.paths = sorted(
+            (_key(self.turns.path(k)), int(calls.session[k])) for k in ends
+        )
         may = calls.calls["trainable"].astype(np.bool_)
         if policy is None or not policy.train_aborted:
             may &= ~aborted_calls(calls)
@@ -123,9 +125,6 @@ class _Check:
 
     def add(self, kind: str, detail: str, **more: Any) -> None:
         self.lines.append({"kind": kind, "detail": detail, **self.place, **more})
-
-    def path(self, call: int) -> Ints:
-        return np.append(self.turns.prompts[call], self.outputs[call])
 
     def row(self, row: int, given: dict[str, Any]) -> None:
         ids = given["input_ids"].values.to_numpy()
@@ -220,7 +219,7 @@ class _Check:
         """The sampled tokens at the same places of a path, of which a few were replaced."""
         for call in calls:
             if self.turns.path_len(call) == len(ids):
-                path = self.path(call)
+                path = self.turns.path(call)
                 same = path == ids
                 if 2 * same.sum() > len(ids):
                     source = self.sampled.find(path, calls, np.zeros_like(same))[0]

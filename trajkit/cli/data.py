@@ -461,8 +461,8 @@ def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
     if same:
         yield f"same rule: {'; '.join(same)}"
     shown = [line["policy"] for line in policies]
-    for x in ALIASES.keys() - {*shown}:
-        if label(ALIASES[x]) == x and ALIASES[x].name in shown:
+    for x in ALIASES:
+        if x not in shown and label(ALIASES[x]) == x and ALIASES[x].name in shown:
             yield f"--policy {x} has a rule of its own, a choice of {ALIASES[x].name}'s"
 
 

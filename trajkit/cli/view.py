@@ -123,8 +123,8 @@ def any_rows(path: str) -> object:
 
 
 def _each_session(turns: pa.Table) -> Iterator[pa.Table]:
-    located = Sessions.of(turns)
-    return (located.part(k, k + 1).table for k in range(len(located)))
+    sessions = Sessions.of(turns)
+    return (sessions.part(k, k + 1).table for k in range(len(sessions)))
 
 
 @dataclass(slots=True)
@@ -347,9 +347,7 @@ def view(
 
     texts = opt.many_policies(policy)
     policies = [*map(opt.policy_of, texts)]
-    ids = None if session is None else session.split(",")
-    choice: dict[str, Any] = {"ids": ids, "sample": sample}
-    if None not in choice.values():
+    if None not in (session, sample):
         raise ArgumentError("--session and --sample: only one of them is allowed")
     if out is not None:
         _check_suffix(out, "a page", "html", "htm")
@@ -357,10 +355,11 @@ def view(
             raise ArgumentError("--follow needs the server: leave out --out")
     elif print:
         raise ArgumentError("--print makes a file: give it a name with --out")
+    choice = {"ids": session and session.split(","), "sample": sample}
     runs = [Run(source, sessions, reading, choice, follow)]
     runs += [Run([one], None, reading, choice) for one in [against] if one]
-    shown: dict[str, Any] = {"tokenizer": opt.chosen_tokenizer(tokenizer, source)}
-    shown["text"] = not no_text
+    loaded = opt.chosen_tokenizer(tokenizer, source)
+    shown: dict[str, Any] = {"tokenizer": loaded, "text": not no_text}
     # as stored: rows of other systems have few columns, and verify judges them
     table = None if rows is None else read_any_rows(rows)
     if out is None:
@@ -386,8 +385,8 @@ def view(
             **shown,
         )
         draft.write_text(html, encoding="utf-8")
-    all_text = "the text of all messages; --no-text leaves it out"
-    text = "token ids and numbers, no text" if no_text else all_text
+    text = "the text of all messages; --no-text leaves it out"
+    text = "token ids and numbers, no text" if no_text else text
     opt.print_text(
         f"{len(turns['session_id'].unique()):,} of {count(runs[0].n_sessions, 'session')}, "
         f"{count(turns.num_rows, 'turn')}\ncontains {text}\n"

@@ -47,6 +47,9 @@ class TurnTokens:
         n = _core.lcp(ids, prompt)
         return n if n < len(prompt) else n + _core.lcp(ids[n:], self.outputs[call])
 
+    def path(self, call: Index) -> Ints:
+        return np.append(self.prompts[int(call)], self.outputs[call])
+
     def path_len(self, call: Index) -> int:
         record = self.calls.calls[call]
         return int(record["prompt_len"] + record["out_len"])
