@@ -449,6 +449,21 @@ trajkit/analysis/rows.py: analysis/test_row_check analysis/test_row_reasons
         |if 2 * same.sum() > len(ids):| -> |if False:|
     masks that were not read have no line
         |self.unread.update(given["unread"].as_py())| -> |pass|
+    a row may name another session than that of its tokens
+        |if own not in (None, session):| -> |if False:|
+    tokens may train twice
+        |if len(twice) and not self.repeats:| -> |if False:|
+    tokens may train after other tokens
+        |if beyond and not self.splices:| -> |if False:|
+    tokens that a row masks out are in no row
+        |if row[k] >= 0:| -> |if False:|
+    turns that may not be trained are due
+        |self.may = np.append(may[self.owner] & self.turns.unmasked, True)|
+        -> |self.may = np.append(self.turns.unmasked, True)|
+    sessions that the log lacks are not counted
+        |self.unknown += [name] * (own is None and name is not None)| -> |pass|
+    wrong logprobs are none
+        |self.add("logprobs", words, token=first + int(at[k]), tokens=n)| -> |pass|
     packed rows are one sequence
         |if (stop := self._packed(ids, mask & (source < 0))) is not None:|
         -> |if (stop := None) is not None:|

@@ -39,7 +39,6 @@ tail_changed: The last reply came back changed. => Give the model's tokenizer: t
 diverged: Prompt and path do not agree again. => Look at the agent: it replaced its history,
     or another conversation has the same beginning.
 """)
-
 MENDS = {cause: text.split(" => ") for cause, text in _MENDS.items()}
 """Cause of drift (`trajkit.schema.TEXT_CAUSES`, and ``CAUSES``, which ids show) to what
 happened and what to change."""
@@ -61,7 +60,6 @@ _LOSSES = {
     "refused": ("no_row", "#00634a"),
     "retried": ("no_row", "#66c9ab"),
 }
-
 LOSS_WORDS = {
     name: (group, LOSS_MEANINGS[name]) for name, (group, _) in _LOSSES.items()
 }

@@ -352,8 +352,11 @@ def _token_columns(turns: pa.Table) -> pa.Table:
 
 def rule_in_words(policy: Policy) -> str:
     """What a policy does where a prompt drifts, in a few sentences."""
-    if policy.parent_by in ("none", "generations"):
-        return f"A call continues: {rule_of(policy, 'parent_by')}"
+    if policy.parent_by == "none":
+        return "Every call is a row."
+    if policy.parent_by == "generations":
+        n = policy.fork_threshold
+        return f"A call is refused if its prompt drifts by {n:,} or more tokens."
     rule = rule_of(policy, "on_drift")
     more = " No token of a reply that drifted is then trained." * policy.absorbs
     if policy.absorbs and policy.keep_prefix:
