@@ -588,7 +588,7 @@ cause name
 path_start, path_stop int32: tokens of the parent's path ...
 prompt_start, prompt_stop int32: ... and the prompt's tokens in their place. Between
     findings, and from the last finding to the end of the path, both have the same tokens
-path_text, prompt_text text: text with special tokens; a byte of a split character is ``\\xe2``
+path_text, prompt_text text: with special tokens; a byte of a split character is ``\\xe2``
 """)
 """Each span where a prompt departs from the parent's path, with its cause."""
 
