@@ -462,11 +462,32 @@ trajkit/importers/containers.py: importers/test_importers importers/test_nothing
         |for one in taken if not taken[one]]| -> |for one in taken if False]|
 trajkit/analysis/rows.py: analysis/test_row_check analysis/test_row_reasons
     equal tokens before a row are no padding
-        |for k in (0, run - 1, run) if k >= 0| -> |for k in (0,)|
+        |for k in starts]| -> |for k in (0,)]|
     a token before the prompt is padding
         |or dropped < 2 or| -> |or|
     trained padding is left out
         |or mask[:dropped].any():| -> |:|
+    of equal sessions the first ones are tried for every row
+        |(session in self.seen, session))| -> |session)|
+    a row is of no session if one of its tokens was replaced
+        |if 2 * same.sum() > len(ids):| -> |if False:|
+    masks that were not read have no line
+        |self.unread.update(given["unread"].as_py())| -> |pass|
+    a row may name another session than that of its tokens
+        |if own not in (None, session):| -> |if False:|
+    tokens may train twice
+        |if len(twice) and not self.repeats:| -> |if False:|
+    tokens may train after other tokens
+        |if beyond and not self.splices:| -> |if False:|
+    tokens that a row masks out are in no row
+        |if row[k] >= 0:| -> |if False:|
+    turns that may not be trained are due
+        |self.may = np.append(may[self.owner] & self.turns.unmasked, True)|
+        -> |self.may = np.append(self.turns.unmasked, True)|
+    sessions that the log lacks are not counted
+        |self.unknown += [name] * (own is None and name is not None)| -> |pass|
+    wrong logprobs are none
+        |self.add("logprobs", words, token=first + int(at[k]), tokens=n)| -> |pass|
     packed rows are one sequence
         |if (stop := self._packed(ids, mask & (source < 0))) is not None:|
         -> |if (stop := None) is not None:|
