@@ -7,12 +7,12 @@ is named by the findings of its rollout.
 import json
 import sys
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
 from tests.rollout.test_rollout import AGENT, command, run, sessions
 from tests.rollout.test_sandbox import ISOLATED
-from trajkit.cli import DONE
 
 BEFORE = {"it.py": "def f():\n    return 0\n", "pkg/__init__.py": "", "src/a.txt": "a"}
 TEST = "from it import f\n\ndef test_f():\n    assert f() == 1\n"
@@ -438,9 +438,6 @@ CHEATS = {
         ),
         "cannot be graded",
     ),
-    "the parent is killed": Cheat(
-        module("import os; os.kill(os.getppid(), 9); os._exit(0)"), "cannot be graded"
-    ),
     "an extension module before the source": Cheat(
         "cp it.py it.abi3.so; echo > it.cpython-311-x86_64-linux-gnu.so",
         "not graded: it.abi3.so",
@@ -863,12 +860,32 @@ CHEATS |= {
 }
 
 
+# what gets the reward of each grader: a new module inside a package
+SOLUTION = "printf 'from pkg.types import f\\n' > it.py; "
+SOLUTION += "printf 'def f():\\n    return 1\\n' > pkg/types.py"
+SOLVED = {f"solved, {grader}": Cheat(SOLUTION, grader=grader) for grader in GRADERS}
+
+
+TRIED = CHEATS | SOLVED
+# of one run: all of them take longer than a test may
+MANY = 50
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """The sessions of all cheats, by name."""
+    """A function from a name to its session; its run has others, too."""
     if not ISOLATED:
         pytest.skip("bubblewrap does not work here")
-    place = tmp_path_factory.mktemp("cheats")
+
+    @cache
+    def lines(n):
+        names = list(TRIED)[n * MANY : n * MANY + MANY]
+        return run_of(names, tmp_path_factory.mktemp("cheats"))
+
+    return lambda name: lines(list(TRIED).index(name) // MANY)[name]
+
+
+def run_of(names, place):
     out, tasks, lines = place / "run", place / "tasks.jsonl", []
     values = {
         "{version}": f"{sys.version_info[0]}.{sys.version_info[1]}",
@@ -878,8 +895,13 @@ def ended(tmp_path_factory):
     }
     agent = place / "bin" / "cheat.sh"
     agent.parent.mkdir()
-    for k, (name, cheat) in enumerate(CHEATS.items()):
+    for k, name in enumerate(names):
+        cheat = TRIED[name]
         tests, grade = GRADERS[cheat.grader]
+        if name in SOLVED and cheat.grader in (*SKIPS, "verifier", "inside"):
+            # and tests that skip themselves
+            skips = SKIPS.get(cheat.grader, SKIPS["pytest"])
+            tests = {**tests, "test_skip.py": skips, "test_skipped.py": SKIPPED_MODULE}
         task = {"id": f"t{k}", "prompt": f"{name} t{k}", "workspace": BEFORE}
         task |= {"tests": tests, "grade": grade, "agent": {"timeout_s": 60}}
         lines.append(json.dumps({**task, **(cheat.more or {})}))
@@ -894,33 +916,19 @@ def ended(tmp_path_factory):
     argv = command(tasks, out, "--parallel", "3", "--untrusted", agent=f"sh {agent}")
     run([*argv, "--path", str(agent.parent)])
     found = {line["group_id"]: line for line in sessions(out).values()}
-    return {name: found[f"t{k}"] for k, name in enumerate(CHEATS)}
+    return {name: found[f"t{k}"] for k, name in enumerate(names)}
 
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_cheat_gets_no_reward_and_is_found(ended, name):
-    line, finding = ended[name], CHEATS[name].finding
+    line, finding = ended(name), CHEATS[name].finding
     assert (line["error"], line["reward"]) == (None, 0.0)
     if finding is not None:
         assert any(finding in found for found in line["findings"]), line["findings"]
     assert all(found.isprintable() for found in line["findings"])
 
 
-@pytest.mark.parametrize("grader", GRADERS)
-def test_the_same_graders_reward_the_work(tmp_path, capsys, grader):
-    """With new modules inside a package, and tests that skip themselves."""
-    if not ISOLATED:
-        pytest.skip("bubblewrap does not work here")
-    tests, grade = GRADERS[grader]
-    if grader in (*SKIPS, "verifier", "inside"):
-        tests = {**tests, "test_skip.py": SKIPS.get(grader, SKIPS["pytest"])}
-        tests["test_skipped.py"] = SKIPPED_MODULE
-    task = {"id": "t", "prompt": "p", "workspace": BEFORE, "tests": tests}
-    tasks, out = tmp_path / "tasks.jsonl", tmp_path / "run"
-    tasks.write_text(json.dumps({**task, "grade": grade}))
-    solve = "printf 'from pkg.types import f\\n' > it.py; "
-    solve += "printf 'def f():\\n    return 1\\n' > pkg/types.py; "
-    agent = f"{solve}TASK_PROMPT=hello {AGENT}"
-    assert run(command(tasks, out, "--untrusted", agent=agent)) == DONE
-    (line,) = sessions(out).values()
-    assert (line["reward"], line["findings"]) == (1.0, [])
+@pytest.mark.parametrize("name", SOLVED)
+def test_the_same_graders_reward_the_work(ended, name):
+    line = ended(name)
+    assert (line["error"], line["reward"], line["findings"]) == (None, 1.0, [])
