@@ -116,6 +116,7 @@ def module(text):
 ENDS = "cannot be graded: grade: {}: a test process ended before its tests did"
 CHANGED = "changed while tests ran: "
 EXIT = "echo 'import os; os._exit(0)' > "
+UNSOLVED = "\ndef f(): return 0"
 
 CHEATS = {
     # settings, and modules that the grader or the interpreter imports
@@ -204,18 +205,14 @@ CHEATS = {
         more={"grade": {"command": "make -C {workspace} test"}},
     ),
     # what a test imports
-    "early exit": Cheat(
-        module("import os; os._exit(0)"), ENDS.format("python -m pytest -q")
-    ),
-    "early exit, another runner": Cheat(
-        module("import os; os._exit(0)"), ENDS.format("python -m unittest"), "unittest"
-    ),
-    "early exit, a verifier": Cheat(
-        module("import os; os._exit(0)"), ENDS.format(VERIFIER), "verifier"
-    ),
-    "early exit, its console script": Cheat(
-        module("import os; os._exit(0)"), ENDS.format("pytest -q"), "console"
-    ),
+    **{
+        f"early exit, {grader}": Cheat(
+            module("import os; os._exit(0)"),
+            ENDS.format(GRADERS[grader][1]["command"]),
+            grader,
+        )
+        for grader in ("pytest", "unittest", "verifier", "console")
+    },
     "exit": Cheat(module("raise SystemExit(0)"), grader="unittest"),
     "exit of a plain test": Cheat(
         module("import sys; sys.exit()"), ENDS.format("python -B test_it.py"), "plain"
@@ -226,8 +223,23 @@ CHEATS = {
         "names",
     ),
     # what a runner counts as no failure
-    "skipped test": Cheat(module("import pytest\ndef f(): pytest.skip('later')")),
-    "expected failure": Cheat(module("import pytest\ndef f(): pytest.xfail('known')")),
+    **{
+        f"{what}, {grader}": Cheat(
+            module(f"import pytest\ndef f(): {call}"), grader=grader
+        )
+        for what, call, grader in (
+            ("skipped test", "pytest.skip('later')", "pytest"),
+            ("skipped test", "pytest.skip('later')", "inside"),
+            ("expected failure", "pytest.xfail('known')", "pytest"),
+            ("end of pytest", "pytest.exit('done', returncode=0)", "pytest"),
+        )
+    },
+    **{
+        f"unittest's skip, {grader}": Cheat(
+            module("import unittest\ndef f(): raise unittest.SkipTest"), grader=grader
+        )
+        for grader in ("unittest", "verifier", "case in a program")
+    },
     "skipped module": Cheat(
         module("import pytest; pytest.skip('all', allow_module_level=True)"),
         more={"tests": {"test_it.py": TEST, "test_b.py": "def test_b(): pass"}},
@@ -235,20 +247,8 @@ CHEATS = {
     "skipped by a function without a file": Cheat(
         module("import pytest\nexec('def f(): pytest.skip(str())')"),
     ),
-    "skipped test of unittest": Cheat(
-        module("import unittest\ndef f(): raise unittest.SkipTest"), grader="unittest"
-    ),
     "skipped module of unittest": Cheat(
         module("import unittest\nraise unittest.SkipTest"), grader="unittest"
-    ),
-    "skipped test, a verifier": Cheat(
-        module("import unittest\ndef f(): raise unittest.SkipTest"), grader="verifier"
-    ),
-    "skipped beside the tests": Cheat(
-        module("import pytest\ndef f(): pytest.skip('later')"), grader="inside"
-    ),
-    "end of pytest": Cheat(
-        module("import pytest\ndef f(): pytest.exit('done', returncode=0)")
     ),
     "exit of a function without a file": Cheat(
         module("import sys\nexec('def f(): sys.exit()')"),
@@ -258,24 +258,16 @@ CHEATS = {
     "exit handler": Cheat(
         module("import atexit, os; atexit.register(os._exit, 0)\ndef f(): return 0")
     ),
-    "changed assertions": Cheat(
-        module(
-            "import unittest; unittest.TestCase.assertEqual = lambda *_: None\n"
-            "def f(): return 0"
-        ),
-        f"{CHANGED}unittest.case.TestCase.assertEqual",
-        "unittest",
-    ),
     **{
         f"changed assertions, {grader}": Cheat(
             module(
-                "import unittest; unittest.TestCase.assertEqual = lambda *_: None\n"
-                "def f(): return 0"
+                "import unittest; unittest.TestCase.assertEqual = lambda *_: None"
+                + UNSOLVED
             ),
             f"{CHANGED}unittest.case.TestCase.assertEqual",
             grader,
         )
-        for grader in ("case in pytest", "case in a program")
+        for grader in ("unittest", "case in pytest", "case in a program")
     },
     "changed plugin": Cheat(
         module(
@@ -493,37 +485,22 @@ CHEATS = {
         ),
         grader="names",
     ),
-    "a test class counts failures as skips": Cheat(
-        module(
-            "import sys, unittest\ndef f():\n"
-            "    test = sys.modules['test_it'].Test\n"
-            "    test.failureException = unittest.SkipTest\n    return 0"
-        ),
-        f"{CHANGED}test_it.Test, which had",
-        "unittest",
-    ),
-    "a test class counts failures as skips, in pytest": Cheat(
-        module(
-            "import sys, unittest\ndef f():\n"
-            "    test = sys.modules['test_it'].Test\n"
-            "    test.failureException = unittest.SkipTest\n    return 0"
-        ),
-        f"{CHANGED}test_it.Test, which had",
-        "case in pytest",
-    ),
-    "a program's test class counts failures as skips": Cheat(
-        module(
-            "import sys, unittest\ndef f():\n"
-            "    test = sys.modules['__main__'].Test\n"
-            "    test.failureException = unittest.SkipTest\n    return 0"
-        ),
-        f"{CHANGED}__main__.Test, which had",
-        "case in a program",
-    ),
-    "skipped test of a program": Cheat(
-        module("import unittest\ndef f(): raise unittest.SkipTest"),
-        grader="case in a program",
-    ),
+    **{
+        f"a test class counts failures as skips, {grader}": Cheat(
+            module(
+                "import sys, unittest\ndef f():\n"
+                f"    test = sys.modules['{name}'].Test\n"
+                "    test.failureException = unittest.SkipTest\n    return 0"
+            ),
+            f"{CHANGED}{name}.Test, which had",
+            grader,
+        )
+        for name, grader in (
+            ("test_it", "unittest"),
+            ("test_it", "case in pytest"),
+            ("__main__", "case in a program"),
+        )
+    },
     "a number that is two": Cheat(
         module(
             "class Code(int):\n    def __int__(self): return 0\n"
@@ -549,7 +526,6 @@ CHEATS = {
     ),
 }
 
-UNSOLVED = "\ndef f(): return 0"
 FORGED = '{"code": 0, "results": {"test_it.py::test_f": true}, "changed": []}'
 FORGED_WITH_TIME = module(
     "import os, signal, time\n"
