@@ -28,8 +28,6 @@ from trajkit_rollout.tasks import read_tasks, task_files
 from trajkit_shim import cli as options
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from trajkit_rollout.rollout import Rollouts
 
 _SETTINGS, _ENGINE = Settings(), options.EngineOptions()
@@ -90,7 +88,7 @@ def rollout(
     """
     given = SimpleNamespace(**{**locals(), **vars(settings), **vars(engine)})
     with options.needs_extra("shim"):
-        from trajkit_rollout.rollout import Callback, Rollouts, sessions_table
+        from trajkit_rollout.rollout import Callback, Rollouts
     token = admin_token or os.environ.get(options.ADMIN_TOKEN)
     complete = self_test or (settings.harness and out)
     faults = {
@@ -142,7 +140,7 @@ def rollout(
         "seconds": time.monotonic() - began,
         "rollouts": [asdict(rollout) for rollout in ended],
     }
-    _print(facts, _described(facts, sessions_table(ended)), as_json=json)
+    _print(facts, _described(facts), as_json=json)
     return BAD_DATA if errors else DONE
 
 
@@ -194,18 +192,18 @@ def _print(facts: dict[str, Any], text: str, *, as_json: bool) -> None:
     sys.stdout.write(f"{json.dumps(facts) if as_json else text}\n")
 
 
-def _described(facts: dict[str, Any], sessions: "pa.Table") -> str:
-    counted = [("reward", "count"), ("reward", "mean"), ("turns", "sum")]
-    groups = sessions.group_by("group_id").aggregate([([], "count_all"), *counted])
-    columns = (column.to_pylist() for column in groups.sort_by("group_id"))
-    lines = [
-        (task, n, graded, "" if mean is None else f"{mean:.2f}", turns or 0)
-        for task, n, graded, mean, turns in zip(*columns, strict=True)
-    ]
-    found = Counter(
-        each for names in sessions["findings"].to_pylist() for each in names
-    )
-    whys = [*facts["failures"].items(), *found.most_common()]
+def _described(facts: dict[str, Any]) -> str:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    whys = Counter(facts["failures"])
+    for rollout in facts["rollouts"]:
+        groups.setdefault(rollout["group_id"], []).append(rollout)
+        whys.update(rollout["findings"])
+    lines = []
+    for task, ended in sorted(groups.items()):
+        rewards = [r["reward"] for r in ended if r["reward"] is not None]
+        mean = f"{fmean(rewards):.2f}" if rewards else ""
+        turns = sum(r["turns"] or 0 for r in ended)
+        lines.append((task, len(ended), len(rewards), mean, turns))
     head = ("task", "rollouts", "graded", "mean reward", "turns")
     counts = (
         f"rollouts {facts['over']:,} ({facts['over_before']:,} finished before), graded "
@@ -214,7 +212,7 @@ def _described(facts: dict[str, Any], sessions: "pa.Table") -> str:
     )
     tables = [
         text_table(head, lines) if lines else "",
-        text_table(("failure or finding", "rollouts"), whys) if whys else "",
+        text_table(("failure or finding", "rollouts"), [*whys.items()]) if whys else "",
     ]
     end = f"sessions  {shlex.quote(facts['sessions'])}"
     return "\n\n".join(filter(None, [counts, *tables, end]))
