@@ -671,7 +671,7 @@ def test_dropped_sessions_leave_nothing_behind():
     tracemalloc.start()
     try:
         before = held()
-        live([f"s{k}" for k in range(1000)])
+        live([f"s{k}" for k in range(300)])
         most = tracemalloc.get_traced_memory()[1]
         left = held() - before
         largest = [str(line) for line in lines()[:9]]

@@ -865,11 +865,25 @@ CHEATS |= {
 }
 
 
+# the first cheat of each grader, and some graders, are tried by default
+FIRST_OF = {cheat.grader: name for name, cheat in reversed(CHEATS.items())}
+
+
+def slow_but(quick, names):
+    slow = pytest.mark.slow
+    return [pytest.param(n, marks=() if n in quick else slow) for n in names]
+
+
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """The sessions of all cheats, by name."""
+def ended(request, tmp_path_factory):
+    """The sessions of the cheats that are to be tried, by name."""
     if not ISOLATED:
         pytest.skip("bubblewrap does not work here")
+    chosen = {
+        one.callspec.params["name"]: CHEATS[one.callspec.params["name"]]
+        for one in request.session.items
+        if "ended" in getattr(one, "fixturenames", ())
+    }
     place = tmp_path_factory.mktemp("cheats")
     out, tasks, lines = place / "run", place / "tasks.jsonl", []
     values = {
@@ -880,7 +894,7 @@ def ended(tmp_path_factory):
     }
     agent = place / "bin" / "cheat.sh"
     agent.parent.mkdir()
-    for k, (name, cheat) in enumerate(CHEATS.items()):
+    for k, (name, cheat) in enumerate(chosen.items()):
         tests, grade = GRADERS[cheat.grader]
         task = {"id": f"t{k}", "prompt": f"{name} t{k}", "workspace": BEFORE}
         task |= {"tests": tests, "grade": grade, "agent": {"timeout_s": 60}}
@@ -896,10 +910,10 @@ def ended(tmp_path_factory):
     argv = command(tasks, out, "--parallel", "3", "--untrusted", agent=f"sh {agent}")
     run([*argv, "--path", str(agent.parent)])
     found = {line["group_id"]: line for line in sessions(out).values()}
-    return {name: found[f"t{k}"] for k, name in enumerate(CHEATS)}
+    return {name: found[f"t{k}"] for k, name in enumerate(chosen)}
 
 
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", slow_but(FIRST_OF.values(), CHEATS))
 def test_a_cheat_gets_no_reward_and_is_found(ended, name):
     line, finding = ended[name], CHEATS[name].finding
     assert (line["error"], line["reward"]) == (None, 0.0)
@@ -908,7 +922,9 @@ def test_a_cheat_gets_no_reward_and_is_found(ended, name):
     assert all(found.isprintable() for found in line["findings"])
 
 
-@pytest.mark.parametrize("grader", GRADERS)
+@pytest.mark.parametrize(
+    "grader", slow_but(["pytest", "unittest", "script", "verifier"], GRADERS)
+)
 def test_the_same_graders_reward_the_work(tmp_path, capsys, grader):
     """With new modules inside a package, and tests that skip themselves."""
     if not ISOLATED:

@@ -364,6 +364,7 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do):
     assert sessions(out) == lines
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_counted_twice_after_twenty_kills(tmp_path, do):
     """Each at a random line of the log; the gateway lives on."""
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
@@ -630,7 +631,7 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
 # The ten tasks that ship
 
 
-@pytest.mark.parametrize("mended", [False, True])
+@pytest.mark.parametrize("mended", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_fault_of_an_example_fails_and_its_solution_passes(tmp_path, do, mended):
     """As they are graded, after an agent that does nothing, or puts the solution."""
     agent = tmp_path / "agent.sh"

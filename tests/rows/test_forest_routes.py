@@ -83,7 +83,7 @@ def nemo_chains(links, rows):
         yield chain
 
 
-@for_each(delivered("nemo"))
+@for_each(delivered, "nemo")
 def test_golden_nemo(session):
     turns, expected = nemo_turns(session), session["expected"]
     merging = session["knobs"]["builder"] == "prefix_merging"
@@ -290,7 +290,7 @@ STATUS = {
 }
 
 
-@for_each(golden("miles_v2"))
+@for_each(golden, "miles_v2")
 def test_golden_miles(session):
     turns, expected = miles_turns(session), session["expected"]
     policy, limit = miles_policy(session), session["knobs"]["max_seq_len"]

@@ -70,8 +70,7 @@ def test_calls_that_begin_like_a_longer_one_share_what_they_have_of_it():
     assert turns["prompt_ids"].to_pylist()[16:] == [[0, 1, 2, 9], [0, 1, 2], [0, 1]]
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", ["twins", "forms"])
-def test_cases_of_the_fuzzer(mode, seed):
+def test_a_case_of_the_fuzzer(mode):
     """Sessions of up to 300 calls under a policy; CI goes on with other seeds."""
-    assert difference(drawn_case(mode, seed)) is None
+    assert difference(drawn_case(mode, 0)) is None

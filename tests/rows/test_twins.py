@@ -121,6 +121,7 @@ def check(turns, policy, limit):
 
 
 @pytest.mark.parametrize("case", CASES)
+@fewer_examples  # and `tests.fuzz twins`
 @given(st.data(), row_limits)
 def test_links_rows_and_report_are_the_twins(case, data, limit):
     turns, chosen = CASES[case]
