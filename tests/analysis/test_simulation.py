@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from benchmarks.data import SMALL, quoted, rollout
-from tests.generated import generated_runs
+from tests.fuzz.sessions import generated_runs
 from tests.made_tables import by_session, linearized, link_by, turns_table
 from tests.oracles.rows import held
 from tests.strategies import row_limits, runs

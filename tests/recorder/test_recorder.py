@@ -21,7 +21,6 @@ from tests.made_tables import by_session, link_by, policy_of, turns_table
 from tests.oracles import rows as reference
 from tests.strategies import (
     further_columns,
-    masked,
     policies,
     row_limits,
     runs,
@@ -47,7 +46,7 @@ def record(recorder, turn):
     return recorder.record(turn.get("session_id", "s"), **fields)
 
 
-@given(masked(sessions()), policies, row_limits)
+@given(sessions(names=["output_mask"]), policies, row_limits)
 def test_rows_are_the_tables_after_every_call(turns, choice, limit):
     turns = recordable(turns)
     recorder = tk.Recorder()

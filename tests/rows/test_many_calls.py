@@ -35,14 +35,14 @@ def recorded(turns):
 
 
 @few
-@given(many_calls)
+@given(many_calls())
 def test_a_recorder_keeps_what_it_is_given(turns):
     holds(test_recorder.test_each_call_is_placed_on_arrival, turns)
     assert recorded(turns).turns("s") == tk.compact(turns_table(turns))
 
 
 @few
-@given(many_calls, policies, limits)
+@given(many_calls(), policies, limits)
 def test_a_recorder_gives_the_rows_of_the_table(turns, choice, limit):
     """Also where they are asked for while the session grows."""
     recorder = tk.Recorder()

@@ -29,7 +29,6 @@ from tests.strategies import (
     runs,
     sessions,
     thresholds,
-    versioned,
 )
 from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.schema import DRIFT, REPORT, ROWS
@@ -41,7 +40,7 @@ def by_twin(turns, choice, limit=None):
     return reference.linearize(turns, name, threshold, limit)
 
 
-@given(sessions() | versioned(sessions()), policies, row_limits)
+@given(sessions() | sessions(names=["weight_versions"]), policies, row_limits)
 @example(SAME_ANSWER_TWICE, ("slime", 1024), None)
 @example(SAME_ANSWER_TWICE, ("strict", 1024), None)
 @example(SAME_ANSWER_TWICE, ("slime", 1024), 2)
