@@ -27,7 +27,7 @@ def test_a_fault_is_found_made_small_and_stored(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fuzz, "REGRESSIONS", tmp_path)
     monkeypatch.setattr(tk, "compact", faulty)
     monkeypatch.setitem(fuzz._AT_ONCE, "forms", 10)
-    assert fuzz.run("forms", 3, 30, 60) > 0
+    assert fuzz.run("forms", 3, 30, 600) > 0
     assert "forms seed" in capsys.readouterr().out
     for path in tmp_path.iterdir():
         case = fuzz.Case.read(path)

@@ -20,7 +20,7 @@ import pytest
 
 import trajkit as tk
 from tests.made_tables import linearized
-from tests.rollout.test_sandbox import ISOLATED, marked
+from tests.rollout.test_sandbox import ISOLATED, goes_on, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_rollout.demo import solve
@@ -236,7 +236,7 @@ def test_an_agent_whose_time_is_up_is_graded_on_what_it_left(tmp_path, do):
         b={"grade": {"kind": "completed"}},
     )
     out = tmp_path / "run"
-    code, _ = do(command(tasks, out, *QUICK, "--timeout", "3", manners="hang"))
+    code, _ = do(command(tasks, out, *QUICK, "--timeout", "8", manners="hang"))
     assert code == DONE
     found = {s["group_id"]: s for s in sessions(out).values()}
     assert {s["agent_end"] for s in found.values()} == {"timed_out"}
@@ -301,7 +301,7 @@ def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
                 and len(of_log(out)[1]) >= ended
                 and logged(out) >= turns
             ):
-                assert runner.poll() is None
+                assert goes_on(runner)
             runner.send_signal(by)
             runner.wait(60)
         finally:
@@ -390,7 +390,7 @@ def test_nothing_is_lost_or_counted_twice_after_twenty_kills(tmp_path, do):
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             ) as runner:
-                while runner.poll() is None:
+                while goes_on(runner):
                     if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
                         runner.kill()
                 kills += 1
