@@ -18,7 +18,7 @@ from tests.golden_sessions import (
     slime_sessions,
 )
 from tests.made_tables import linearized
-from tests.oracles import rows as reference
+from tests.oracles.policies import twins_of
 from trajkit.errors import InvalidTurnsError
 
 
@@ -161,12 +161,9 @@ def test_every_session_is_there():
 
 @for_each(slime_sessions)
 def test_slime_in_closed_form(session):
-    rows, report = reference.linearize(
-        session["turns"],
-        "slime",
-        fork_threshold=session["knobs"]["fork_threshold"],
-        max_row_tokens=cap(session),
-    )
+    policy = tk.policy("slime", fork_threshold=session["knobs"]["fork_threshold"])
+    twins = twins_of(session["turns"], policy, cap(session))
+    rows, (report,) = twins["rows"], twins["report"]
     expected, left_out = expected_slime(session)
     assert comparable(rows, expected) == expected
     assert len(rows) == len(expected)
@@ -175,6 +172,6 @@ def test_slime_in_closed_form(session):
 
 @for_each(interleave_sessions)
 def test_strict_by_twin(session):
-    rows, _ = reference.linearize(session["turns"], "strict")
+    rows = twins_of(session["turns"], tk.policy("strict"))["rows"]
     expected = expected_interleave(session)
     assert comparable(rows, expected) == expected

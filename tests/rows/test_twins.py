@@ -70,6 +70,10 @@ CASES = {
         dressed(sessions),
         policies("slime", parent_by=routes, fork_threshold=thresholds),
     ),
+    "plain": (
+        dressed(sessions),
+        st.sampled_from(["slime", "strict", "per_call"]).map(tk.policy),
+    ),
     "choices": (dressed(sessions) | dressed(runs), any_policy),
     "graph": (sessions() | runs() | with_tools, st.just(tk.policy("graph"))),
     "tools": (
