@@ -1,7 +1,6 @@
 """``trajkit rollout``."""
 
 import json
-import multiprocessing
 import os
 import secrets
 import shlex
@@ -9,8 +8,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
-from trajkit.cli import BAD_DATA, BAD_FILE, DONE
+from trajkit.cli import BAD_DATA, DONE
 from trajkit.cli.screen import text_table
 from trajkit.errors import ArgumentError
 from trajkit_rollout.settings import Settings
@@ -147,52 +146,34 @@ def rollout(
     return BAD_DATA if errors else DONE
 
 
-# in a process of its own, which the rollouts cannot slow down
 @contextmanager
 def _gateway(arguments: SimpleNamespace) -> Iterator[str]:
+    """Run a gateway in a process of its own, which the rollouts cannot slow down."""
+    from trajkit_shim.workers import children
+
     # next to those of earlier calls
     logs = arguments.out / "turns"
     logs.mkdir(exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    given = (far, arguments, logs / f"{len(list(logs.iterdir())):03d}")
-    process = context.Process(target=_serve, args=given)
-    process.start()
-    far.close()
-    try:
-        answer = near.recv()
-        if isinstance(answer, BaseException):
-            raise answer
-        yield answer
-    except EOFError:
-        raise SystemExit(BAD_FILE) from None
-    finally:
-        # it ends with this end of the pipe
-        near.close()
-        process.join()
+    job = arguments, logs / f"{len(list(logs.iterdir())):03d}"
+    with children("the gateway", _serve, [job]) as (gateway,):
+        yield gateway.received()
 
 
-def _serve(parent: Any, arguments: SimpleNamespace, log: Path) -> None:
+def _serve(arguments: SimpleNamespace, say: Callable[[str], None], log: Path) -> None:
     from trajkit_rollout.demo import solve
     from trajkit_shim.serve import running
 
-    # its parent ends it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     given = {
         "policy": solve(arguments.tasks, arguments.odds),
         "seed": arguments.seed,
         "admin_token": arguments.admin_token,
         "hosts": [urlsplit(arguments.gateway_url or "").hostname or ""],
     }
-    try:
-        with ExitStack() as stack:
-            made = options.engine_app(arguments, log, {}, **given)
-            app, _ = stack.enter_context(made)
-            parent.send(stack.enter_context(running(app, arguments.host)))
-            with suppress(EOFError):
-                parent.recv()
-    except Exception as error:
-        parent.send(error)
+    with options.terminable(), ExitStack() as stack:
+        app, _ = stack.enter_context(options.engine_app(arguments, log, {}, **given))
+        say(stack.enter_context(running(app, arguments.host)))
+        # its parent ends it
+        signal.pause()
 
 
 def _self_test(rollouts: "Rollouts", *, as_json: bool) -> int:

@@ -145,8 +145,6 @@ trajkit/turns/delta.py: turns/test_delta files/test_run
         |(roles.max(initial=0) + 1) + roles| -> |(roles.max(initial=0) + 1)|
     messages whose body is another one are shared
         |    numbers += np.append(current.places, current.replies)\n| -> ||
-    a reply counts without a list of messages
-        |np.logical_and(known, reply)| -> |reply|
 trajkit/turns/session_metadata.py: rows/test_rows learn/test_session_rewards
     a reward of None does not contradict the turns
         |same = pc.equal(own, given).fill_null(False)|
@@ -176,7 +174,9 @@ trajkit/turns/flat_buffers.py: rows/test_policies rows/test_rows rows/test_twins
         -> |now = aborted_calls(calls)|
     turns of context need logprobs
         |missing * (calls.calls["trainable"] != 0)| -> |missing|
-trajkit/turns/messages.py: turns/test_message_equality rows/test_graph rows/test_twins
+trajkit/turns/messages.py: turns/test_message_equality rows/test_graph rows/test_twins turns/test_delta
+    a reply counts without a list of messages
+        |(requests["n_keys"] >= 0) & (requests["reply_key"] != 0)| -> |requests["reply_key"] != 0|
     an empty tool_call_id is a missing one
         |(name == "content" and value == "")| -> |value == ""|
     reasoning of a user counts
@@ -315,7 +315,7 @@ trajkit/files/tables.py: files/test_run
     a run that continues leaves out its first turns twice
         |skip = max(skip - table.num_rows, 0)| -> |skip = max(skip, 0)|
     a session that appears while a log is grouped has no words
-        |if name not in buckets:| -> |if name is None:|
+        |if name not in groups:| -> |if name is None:|
     a session whose lines are no turns is rejected for its nulls
         |self._misread.pop(line["session_id"], line["reason"])| -> |line["reason"]|
 trajkit/files/arrow.py: files/test_damage

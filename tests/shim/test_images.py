@@ -279,7 +279,6 @@ async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened,
         "bytes": (None, {"max_bytes": 99}, "image_too_large"),
         "pixels": (None, {"max_pixels": 99}, "image_too_large"),
         "count": (None, {"max_images": 0}, "too_many_images"),
-        "total": (None, {"max_total_bytes": 9}, "log_full"),
         "request": (None, {"max_request_bytes": 9}, "image_too_large"),
         "base64": ("data:image/png;base64,?", {}, "invalid_image"),
         "not-ascii": ("data:image/png;base64,é", {}, "invalid_image"),
@@ -292,7 +291,7 @@ async def test_what_is_refused(opened, url, limits, code):
     session, message = await opened(limits=limits), asking(PNG)
     if url is not None:
         message["content"][1]["image_url"]["url"] = url
-    await session.refused(507 if code == "log_full" else 400, code, message)
+    await session.refused(400, code, message)
     assert (session.seen, session.stored()) == ([], [])
 
 
@@ -354,13 +353,13 @@ async def test_images_are_not_written_on_the_event_loop(opened, monkeypatch):
     assert session.stored() == [name_of(PNG)]
 
 
-async def test_requests_with_the_same_new_image(tmp_path):
-    # a second file, or the same one counted twice, would exceed the limit
-    limits = ImageLimits(max_total_bytes=len(PNG))
-    store = ImageStore(tmp_path / "images", limits)
-    image = open_image(PNG, "here", limits)
+async def test_requests_with_the_same_new_image(tmp_path, monkeypatch):
+    written, store = [], ImageStore(tmp_path / "images")
+    watch_files(monkeypatch, lambda: written.append(1))
+    image = open_image(PNG, "here", store.limits)
     await asyncio.gather(*(store.write([image, image]) for _ in range(2)))
     assert [file.name for file in store.directory.iterdir()] == [image.name]
+    assert written == [1]
     assert (store.directory / image.name).read_bytes() == PNG
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arguments import chosen_int
-from trajkit._kernel_names import numbers
+from trajkit._kernel_names import members, numbers
 from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.rows.linearize import read_linked
 from trajkit.schema import CAUSES, DRIFT, FINDINGS, REGIONS, TEXT_CAUSES
@@ -32,11 +32,11 @@ _Stretch: TypeAlias = tuple[int, int, int, int]
 _Cause: TypeAlias = tuple[str | None, _Stretch]
 
 # the columns that the kernel fills, in its order (_native/drift.pxi)
-_DESCRIBED = tuple(_core.ENUMS["DriftLine"])
+_DESCRIBED = tuple(members("DRIFT_"))
 _RESYNC = ("resync_path", "resync_prompt", "resync_length")
-numbers("Region", REGIONS)
-numbers("Cause", CAUSES)
-numbers("Difference", ("path_start", "path_stop", "prompt_start", "prompt_stop"))
+numbers("REGION_", REGIONS)
+numbers("CAUSE_", CAUSES)
+numbers("DIFFERENCE_", ("path_start", "path_stop", "prompt_start", "prompt_stop"))
 
 MIN_RUN = 8
 """Contiguous tokens that path and prompt must have in common to agree again."""
