@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, settings
 
 from trajkit import _core
 
-_PROFILES = {"quick": 25, "dev": 35, "ci": 300, "thorough": 5000}
+_PROFILES = {"quick": 25, "ci": 300, "thorough": 5000}
 """Examples of a property, by the value of TRAJKIT_HYPOTHESIS."""
 
-_profile = os.environ.get("TRAJKIT_HYPOTHESIS", "dev")
+_profile = os.environ.get("TRAJKIT_HYPOTHESIS", "quick")
 for _name, _examples in _PROFILES.items():
     settings.register_profile(
         _name,
@@ -80,6 +80,16 @@ def pytest_cmdline_main() -> Iterator[None]:
 def pytest_xdist_auto_num_workers() -> int:
     """With ``-n auto``: tests of servers and agents wait for a third of their time."""
     return max(os.cpu_count() or 1, 1) * 3 // 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """A worker gets a run of tests: those of a module share what it makes once."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def other_versions() -> list[str]:

@@ -5,6 +5,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parent / "golden"
 
 # how the segments rule names the end of a segment, in our words
@@ -22,16 +24,24 @@ def golden(name):
         return [json.loads(line) for line in lines]
 
 
-def for_each(sessions):
-    """A test of one session is run for each; the traceback of a failure names it.
+STEPS = pytest.mark.parametrize(
+    "step", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 
-    pytest would take longer to list a thousand tests than they take.
+
+def for_each(read, *names):
+    """A test of a session that ``read(*names)`` gives: every seventh, slowly all.
+
+    The traceback of a failure names the session. pytest would take longer to list a
+    thousand tests than they take.
     """
-    assert sessions
 
     def over_all(test):
-        def run():
-            for session in sessions:
+        @STEPS
+        def run(step):
+            sessions = read(*names)
+            assert sessions
+            for session in sessions[::step]:
                 try:
                     test(session)
                 except BaseException as error:

@@ -8,11 +8,14 @@ from collections import OrderedDict
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pyarrow as pa
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
+
+from tests.fuzz.sessions import END, Style, numbered, session
 
 fewer_examples = settings(max_examples=max(settings().max_examples // 3, 8))
 """For a property that runs under many parameters, or goes over every policy."""
@@ -31,20 +34,7 @@ def _indices(n):
     return st.integers(0, n - 1)
 
 
-# What a chat template puts around a body of small ids.
-END = 9
-STARTS = {"system": 10, "user": 11, "tool": 12, "assistant": 13}
-
-tokens = st.integers(0, 3)
-bodies = st.lists(tokens, max_size=3)
-token_lists = st.lists(tokens, max_size=12)
-logprobs = st.integers(-64, 0).map(lambda eighths: eighths / 8)  # exact in float32
-finish_reasons = st.sampled_from(
-    ["stop", "stop", "tool_calls", "length", "abort", None]
-)
-
-# Arguments that Python calls equal (1, 1.0, True) and one that it does not.
-arguments = st.sampled_from([{"a": 1}, {"a": 1.0}, {"a": True}, {"a": "1"}, {}])
+token_lists = st.lists(st.integers(0, 3), max_size=12)
 
 thresholds = st.sampled_from([1024, 3, 2, 1, 0, -1])
 """fork_threshold: small enough to matter for outputs of a few tokens."""
@@ -68,232 +58,27 @@ def prefix_pairs(draw):
     return a, b
 
 
-@cache
-def _logprob_lists(n):
-    return (
-        st.none()
-        | st.just([])
-        | st.lists(logprobs, min_size=n, max_size=n)
-        | st.lists(logprobs | st.none(), min_size=n, max_size=n)
-    )
-
-
-@cache
-@st.composite
-def replies(draw):
-    """An engine's output: ids, logprobs, finish_reason and the flags."""
-    finish_reason = draw(finish_reasons)
-    output = draw(bodies)
-    if output and finish_reason != "length":
-        output = [*output, END]
-    return {
-        "output_ids": output,
-        "output_logprobs": draw(_logprob_lists(len(output))),
-        "finish_reason": finish_reason,
-        "ill_formed": pick(draw, [False, False, True, None]),
-        "trainable": pick(draw, [None] * 6 + [True, False]),
-    }
+seeds = st.integers(0, 2**32 - 1)
 
 
 @st.composite
-def masked(draw, drawn):
-    """Turns of a strategy, some with an output_mask."""
-    turns = draw(drawn)
-    for turn in turns:
-        n = len(turn["output_ids"])
-        mask = st.lists(st.booleans(), min_size=n, max_size=n)
-        turn["output_mask"] = draw(st.none() | mask)
-    return turns
+def sessions(draw, max_turns=8, names=(), **style):
+    """One session: a list of turns in commit order (`tests.fuzz.sessions`).
 
-
-@st.composite
-def turn_numbers(draw, n):
-    """n ascending values of turn_index, with gaps: ``[0, 1, 4]``."""
-    steps = [pick(draw, [1, 1, 1, 2, 5]) for _ in range(n)]
-    first = pick(draw, [0, 0, 3])
-    return [first + sum(steps[:i]) for i in range(n)]
-
-
-def rendered(role, body):
-    return [STARTS[role], *body, END]
-
-
-def text_of(body):
-    return " ".join(map(str, body))
-
-
-@cache
-@st.composite
-def messages(draw, role):
-    """A message and the ids that a template makes of it."""
-    body = draw(bodies)
-    return {"role": role, "content": text_of(body)}, rendered(role, body)
-
-
-def echo_of(draw, reply):
-    """The reply as a message, None where the gateway could not tell."""
-    message = {"role": "assistant", "content": text_of(reply["output_ids"])}
-    kind = pick(draw, ["text"] * 4 + ["call"] * 3 + ["none"])
-    if kind == "call":
-        call = {"function": {"name": "bash", "arguments": draw(arguments)}}
-        message["tool_calls"] = [call]
-    return None if kind == "none" else message
-
-
-DRIFTS = ("tail changed", "head dropped", "middle edited", "truncated", "grown")
-
-
-def drifted(draw, ids):
-    """The ids of a message as they come back when the template renders it anew."""
-    start, body = ids[:1], ids[1:]
-    kind = pick(draw, DRIFTS)
-    cut = draw(st.integers(0, len(body)))
-    if kind == "tail changed":
-        return [*start, *body[:-2], *draw(bodies), END]
-    if kind == "head dropped":
-        return [*start, *body[cut:]]
-    if kind == "middle edited":
-        return [*start, *body[:cut], draw(tokens), *body[cut + 1 :]]
-    if kind == "truncated":
-        return [*start, *body[:cut]]
-    return [*start, *body[:cut], *draw(bodies), *body[cut:]]
-
-
-EVENTS = (
-    *["go on"] * 8,
-    *["drift of the last reply"] * 4,
-    *["drift of an earlier reply"] * 2,
-    "drift",
-    "rewrite of the last reply",
-    "rewrite",
-    "rollback",
-    "compaction",
-    "sub-agent",
-    "sibling conversation",
-)
-
-
-@st.composite
-def agent_sessions(draw, max_turns=8):
-    """Agents that send their whole conversation at each call, and what goes wrong.
-
-    A conversation is a list of (message, ids). Each turn one of them speaks, after an
-    event; a reply that its agent never gets leaves the conversation as it was, so that
-    its next call is a retry.
+    ``names``: fields beyond the plain ones. A failing session is made smaller by calls.
     """
-    opening = [draw(messages("system")), draw(messages("user"))]
-    conversations = [opening]
-    turns = []
-    for turn_index in draw(turn_numbers(draw(st.integers(1, max_turns)))):
-        which = draw(st.integers(0, len(conversations) - 1))
-        talk = list(conversations[which])
-        event = pick(draw, EVENTS)
-        ours = [k for k, (said, _) in enumerate(talk) if said["role"] == "assistant"]
-        k = draw(st.integers(0, len(talk) - 1))
-        if event.endswith("the last reply") and ours:
-            k = ours[-1]
-        if event.endswith("an earlier reply") and ours:
-            k = pick(draw, ours)
-        message, ids = talk[k]
-        if event.startswith("drift"):
-            talk[k] = message, drifted(draw, ids)
-        elif event.startswith("rewrite"):
-            ids = drifted(draw, ids) if draw(st.booleans()) else ids
-            talk[k] = {**message, "content": "*"}, ids
-        elif event == "rollback":
-            talk = talk[: k + 1]
-        elif event == "compaction":
-            talk = [talk[0], draw(messages("user")), *talk[k + 1 :]]
-        elif event == "sub-agent":
-            talk = [draw(messages("system")), draw(messages("user"))]
-            conversations.append(talk)
-            which = len(conversations) - 1
-        elif event == "sibling conversation":
-            conversations.append(talk)
-
-        reply = draw(replies())
-        echo = echo_of(draw, reply)
-        prompt = [i for _, ids in talk for i in ids] + [STARTS["assistant"]]
-        sent = [message for message, _ in talk]
-        turns.append(
-            {
-                "turn_index": turn_index,
-                "prompt_messages": draw(
-                    st.sampled_from([sent] * 16 + [None, None, []])
-                ),
-                "response_message": echo,
-                "prompt_ids": pick(draw, [prompt] * 15 + [[]]),
-                **reply,
-            }
-        )
-        if pick(draw, [True] * 5 + [False]):
-            said = echo or {"role": "assistant", "content": "?"}
-            ids = [STARTS["assistant"], *reply["output_ids"]]
-            if ids[-1] != END:
-                ids = [*ids, *pick(draw, [[], [END]])]
-            role = pick(draw, ["tool", "user"])
-            talk = [*talk, (said, ids), draw(messages(role))]
-        conversations[which] = talk
-    return turns
+    n = draw(st.integers(1, max_turns))
+    random = Random(draw(seeds))
+    return numbered(random, session(random, n, **style), names)
 
 
-# A handful of messages, so that paths through the tree meet again and again.
-few_replies = st.sampled_from(
-    [
-        {"role": "assistant", "content": "x"},
-        {"role": "assistant", "content": "y"},
-        {"role": "assistant", "content": None},
-        {"role": "assistant", "tool_calls": [{"arguments": {"a": 1}}]},
-        {"role": "assistant", "tool_calls": [{"arguments": {"a": True}}]},
-    ]
-)
-few_messages = few_replies | st.sampled_from(
-    [
-        {"role": "user", "content": "u"},
-        {"role": "user", "content": "v"},
-        {"role": "tool", "content": "x"},
-    ]
-)
+def delegating_sessions(max_turns=10, names=()):
+    """Agents that call tools and send out sub-agents."""
+    return sessions(max_turns, names, calling=0.5, answering=0.3)
 
 
-@st.composite
-def wild_sessions(draw, max_turns=8):
-    """Turns whose messages and tokens start like earlier ones, each for itself.
-
-    Nothing keeps the two in step, so this reaches what no agent does: a generated
-    ancestor whose tokens are another conversation's, prompts that shrink, outputs that
-    stand elsewhere.
-    """
-    turns = []
-    for turn_index in draw(turn_numbers(draw(st.integers(1, max_turns)))):
-        reply = draw(replies())
-        prompt = []
-        sent = []
-        if turns:
-            known = pick(draw, turns)
-            prompt = [*known["prompt_ids"], *known["output_ids"]]
-            prompt = prompt[: draw(st.integers(0, len(prompt)) | st.just(len(prompt)))]
-            known = pick(draw, [known, pick(draw, turns)])
-            sent = list(known["prompt_messages"] or [])
-            if known["response_message"] is not None:
-                sent.append(known["response_message"])
-            sent = sent[: draw(st.integers(0, len(sent)) | st.just(len(sent)))]
-        sent = [*sent, *draw(st.lists(few_messages, min_size=not sent, max_size=2))]
-        turns.append(
-            {
-                "turn_index": turn_index,
-                "prompt_messages": pick(draw, [sent] * 8 + [None, []]),
-                "response_message": draw(few_replies | st.none()),
-                "prompt_ids": [*prompt, *draw(bodies)],
-                **reply,
-            }
-        )
-    return turns
-
-
-def sessions(max_turns=8):
-    """One session: a list of turns in commit order."""
-    return agent_sessions(max_turns) | wild_sessions(max_turns)
+DRESS = ("output_mask", "weight_versions")
+"""Fields that a session may have or not."""
 
 
 few = settings(
@@ -302,74 +87,32 @@ few = settings(
 )
 """For properties of `many_calls`: each example is large, and a seed does not shrink."""
 
-many_calls = st.integers(0, 2**32 - 1).map(lambda seed: many_calls_of(seed))
-"""One session of 40 to 300 calls."""
 
-
-def many_calls_of(seed):
-    """A session of 40 to 300 calls, with paths of 1 to about 700 tokens.
-
-    Most calls continue the call before. The others continue an old call, share only the
-    head of one (a rollback), or begin anew with a short or a long prompt. Messages and
-    tokens of a call share about as much of the same earlier call.
-    """
-    rng = np.random.default_rng(seed)
-    turns = []
-    longest = int(rng.choice([30, 700]))
-    for index in range(int(rng.integers(40, 301))):
-        prompt, sent = [], []
-        event = rng.choice(["continue", "old", "head", "short", "long"], p=EVENT_SHARES)
-        if turns and event in ("continue", "old", "head"):
-            known = turns[-1] if event == "continue" else turns[rng.integers(index)]
-            prompt = [*known["prompt_ids"], *known["output_ids"]]
-            sent = [*known["prompt_messages"], known["response_message"]]
-            kept = rng.random() if event == "head" or len(prompt) > longest else 1
-            prompt = prompt[: round(kept * len(prompt))]
-            sent = sent[: round(kept * len(sent))]
-        n_new = longest if event == "long" else 3
-        prompt += rng.integers(0, 4, rng.integers(prompt == [], n_new + 1)).tolist()
-        sent.append({"role": "user", "content": "abc"[rng.integers(3)]})
-        output = rng.integers(0, 4, rng.integers(5)).tolist()
-        numbers = (-rng.integers(0, 64, len(output)) / 8).tolist()
-        logprobs = [None, numbers, numbers, [None, *numbers][: len(output)]]
-        turns.append(
-            {
-                "turn_index": index,
-                "prompt_messages": sent,
-                "response_message": {
-                    "role": "assistant",
-                    "content": "xy"[rng.integers(2)],
-                },
-                "prompt_ids": prompt,
-                "output_ids": output,
-                "output_logprobs": logprobs[rng.integers(4)],
-                "finish_reason": ["stop", "length", "abort"][rng.integers(3)],
-                "ill_formed": bool(rng.integers(2)),
-                "trainable": [None, None, True, False][rng.integers(4)],
-            }
-        )
-    return turns
-
-
-EVENT_SHARES = [0.6, 0.12, 0.12, 0.13, 0.03]
-"""How often a call of `many_calls` continues the last one, and so on."""
+@st.composite
+def many_calls(draw):
+    """One session of 40 to 300 calls, as a recorder takes and numbers them."""
+    longest = draw(st.sampled_from([30, 400]))
+    random = Random(draw(seeds))
+    turns = session(random, draw(st.integers(40, 300)), longest=longest)
+    return [
+        {**turn, "turn_index": k, "prompt_ids": turn["prompt_ids"] or [0]}
+        for k, turn in enumerate(numbered(random, turns))
+    ]
 
 
 @st.composite
-def runs(draw, max_sessions=4, max_turns=5):
+def runs(draw, max_sessions=4, max_turns=5, names=()):
     """Several sessions whose calls came in interleaved: turns that name their session.
 
     The turns of each session are in commit order.
     """
-    waiting = [
-        [{"session_id": f"s{k}", **turn} for turn in session]
-        for k, session in enumerate(
-            draw(st.lists(sessions(max_turns), min_size=1, max_size=max_sessions))
-        )
-    ]
-    order = [k for k, session in enumerate(waiting) for _ in session]
-    waiting = [iter(session) for session in waiting]
-    return [next(waiting[k]) for k in draw(st.permutations(order))]
+    drawn = draw(
+        st.lists(sessions(max_turns, names), min_size=1, max_size=max_sessions)
+    )
+    waiting = {f"s{k}": iter(turns) for k, turns in enumerate(drawn)}
+    order = [f"s{k}" for k, turns in enumerate(drawn) for _ in turns]
+    Random(draw(seeds)).shuffle(order)
+    return [{"session_id": name, **next(waiting[name])} for name in order]
 
 
 # Messages and records
@@ -451,133 +194,6 @@ def chosen_policies(draw):
     return name, choices
 
 
-# Agents that send out sub-agents (tests/oracles/segments.py)
-
-DISPATCHING = ("Task", "Agent")
-tool_names = st.sampled_from(["Task", "Task", "Agent", "bash"])
-ASKED = (
-    *["go on"] * 8,
-    *["drift"] * 3,
-    "rewrite",
-    "rollback",
-    "compaction",
-    "unsaid",
-    "by tokens",
-    "nothing",
-)
-
-
-@st.composite
-def asked(draw, reply, number):
-    """The reply as a message that may call tools, in either form, and the calls' ids."""
-    text = text_of(reply["output_ids"])
-    names = draw(st.lists(tool_names, max_size=2))
-    # few ids, so that old results answer new calls
-    ids = [
-        pick(draw, [f"c{number}-{k}", f"c{number}-{k}", "c"]) for k in range(len(names))
-    ]
-    given = list(zip(names, ids, strict=True))
-    if not names:
-        return pick(draw, [{"role": "assistant", "content": text}, None]), []
-    if draw(st.booleans()):
-        calls = [
-            {
-                "id": one,
-                "function": {"name": name, "arguments": draw(arguments)},
-            }
-            for name, one in given
-        ]
-        if pick(draw, [False] * 7 + [True]):
-            del calls[-1]["id"]
-        return {"role": "assistant", "content": text, "tool_calls": calls}, given
-    blocks = [
-        {"type": "tool_use", "id": one, "name": name, "input": {}}
-        for name, one in given
-    ]
-    said = [{"type": "text", "text": text}, *blocks]
-    return {"role": "assistant", "content": said}, given
-
-
-@st.composite
-def results(draw, ids):
-    """Messages that answer some tool calls, with their tokens: in either form."""
-    if not ids or pick(draw, [False] * 4 + [True]):
-        return [draw(messages("user"))]
-    if draw(st.booleans()):
-        told = []
-        for one in ids:
-            message, shown = draw(messages("tool"))
-            told.append(({**message, "tool_call_id": one}, shown))
-        return told
-    _, shown = draw(messages("user"))
-    blocks = [{"type": "tool_result", "tool_use_id": one} for one in ids]
-    if draw(st.booleans()):
-        blocks[-1]["cache_control"] = {"type": "ephemeral"}
-    return [({"role": "user", "content": blocks}, shown)]
-
-
-@st.composite
-def delegating_sessions(draw, max_turns=10):
-    """A main agent and those that it sends out, nested and side by side.
-
-    Each agent has its conversation, as in `agent_sessions`, and the tool calls that it
-    waits for. A sub-agent starts with messages of its own, or with those of its sender.
-    """
-    agents = [[[draw(messages("system")), draw(messages("user"))], []]]
-    turns = []
-    for number in range(draw(st.integers(1, max_turns))):
-        which = draw(st.integers(0, len(agents) - 1) | st.sampled_from([0, -1]))
-        talk, waiting = agents[which]
-        talk = list(talk)
-        if waiting and pick(draw, [True, True, False]):
-            talk += draw(results(draw(st.permutations(waiting))))
-            waiting = []
-        event = pick(draw, ASKED)
-        k = draw(st.integers(0, len(talk) - 1) | st.just(len(talk) - 1))
-        message, ids = talk[k]
-        if event == "drift":
-            talk[k] = message, drifted(draw, ids)
-        elif event == "rewrite":
-            # the same but for what the equality leaves out, or a number's type
-            told = draw(
-                st.sampled_from(
-                    [
-                        {**message, "content": "*"},
-                        {**message, "cache_control": {}},
-                        {**message, "n": 1},
-                        {**message, "n": 1.0},
-                    ]
-                )
-            )
-            talk[k] = told, ids
-        elif event == "rollback":
-            talk = talk[: k + 1]
-        elif event == "compaction":
-            talk = [talk[0], draw(messages("user"))]
-        reply = draw(replies())
-        said, calls = draw(asked(reply, number))
-        sent = [message for message, _ in talk]
-        turns.append(
-            {
-                "prompt_messages": {"by tokens": None, "nothing": []}.get(event, sent),
-                "response_message": said,
-                "prompt_ids": [i for _, ids in talk for i in ids]
-                + [STARTS["assistant"]],
-                **reply,
-            }
-        )
-        if event != "unsaid" and said is not None:
-            talk = [*talk, (said, [STARTS["assistant"], *reply["output_ids"]])]
-            waiting = [one for _, one in calls]
-            for name, _ in calls:
-                if name in DISPATCHING and len(agents) < 4:
-                    opening = [draw(messages("system")), draw(messages("user"))]
-                    opening = pick(draw, [opening] * 4 + [list(talk)])
-                    agents.append([opening, []])
-        agents[which] = [talk, waiting]
-    return turns
-
-
 # Payloads
 
 
@@ -590,68 +206,46 @@ def payload_lists(draw, turn):
     return None if n is None else draw(st.lists(pairs, min_size=n, max_size=n))
 
 
-# What comes back of a run of tokens: pieces of it, among others.
-few_ids = st.lists(st.integers(0, 3), max_size=12)
-
-
 @st.composite
 def runs_apart(draw):
     """Two token lists, the second with stretches of the first left out or replaced."""
-    a = draw(few_ids)
+    a = draw(token_lists)
     b, at = [], 0
     while at < len(a):
         kept = draw(st.integers(0, len(a) - at))
         b += a[at : at + kept] + draw(st.lists(st.integers(0, 3), max_size=3))
         at += kept + draw(st.integers(1, 4))
-    return a, b + draw(few_ids)
+    return a, b + draw(token_lists)
 
 
 # Rows that are spliced
 
 
 @st.composite
-def growing_prompts(draw, max_turns=8):
+def growing_prompts(draw, max_turns=8, names=()):
     """One session whose prompts grow out of earlier prompts, whatever was sampled.
 
     Equal prompts (retries), empty ones, tails without an end of turn, or with one of
     several ids that may be one, outputs that are empty or do not end their turn.
     """
-    ids = tokens | st.just(END)
+    n = draw(st.integers(1, max_turns))
+    random = Random(draw(seeds))
+    style = Style(random, n_ids=4)
     turns = []
-    for turn_index in draw(turn_numbers(draw(st.integers(1, max_turns)))):
-        reply = draw(replies())
-        known = pick(draw, [None, *turns, *turns[-1:], *turns[-1:]])
-        prompt = []
+    for _ in range(n):
+        known = random.choice([None, *turns, *turns[-1:], *turns[-1:]])
+        prompt = style.ids(3)
         if known is not None:
-            prompt = list(known["prompt_ids"])
-            said = list(known["output_ids"])
-            tail = draw(st.lists(ids, max_size=4))
-            prompt += draw(
-                st.sampled_from(
-                    [
-                        [],
-                        tail,
-                        [*said, *tail],
-                        [*said, END, *tail],
-                        [*said[:-1], END, *tail],
-                        [*tail, END, 2],
-                    ]
-                )
-            )
-        turns.append(
-            {
-                "turn_index": turn_index,
-                "prompt_messages": None,
-                "response_message": None,
-                "prompt_ids": prompt or draw(bodies),
-                **reply,
-                "output_ids": [
-                    *reply["output_ids"][:-1],
-                    *(draw(ids) for _ in reply["output_ids"][-1:]),
-                ],
-            }
-        )
-    return turns
+            said = known["output_ids"]
+            tail = [*style.ids(2), *random.choice([[], [END]]), *style.ids(2)]
+            endings = [[], tail, [*said, *tail], [*said, END, *tail]]
+            endings += [[*said[:-1], END, *tail], [*tail, END, 2]]
+            prompt = known["prompt_ids"] + random.choice(endings)
+        output = [*style.ids(3), *random.choice([[], [END]])]
+        said = {"prompt_messages": None, "response_message": None}
+        ids = {"prompt_ids": prompt, "output_ids": output}
+        turns.append({**said, **ids, **style.facts(len(output))})
+    return numbered(random, turns, names)
 
 
 ends_of_turn = st.sampled_from([END, END, None, None, 0, 7])
@@ -665,36 +259,28 @@ client_habits = st.sets(st.sampled_from(["no reasoning", "blocks", "numbers"]))
 # Calls whose order does not count
 
 
-@st.composite
-def named_sessions(draw, max_turns=8, *, unique=False):
-    """A session whose calls have a request_id and a started_at, or None.
+NAMES = ("request_id", "started_at")
 
-    ``unique``: every call has its own. Small vocabularies make many calls equal, and
-    some retries and copies are added.
-    """
-    turns = draw(sessions(max_turns))
-    for k in draw(st.lists(st.integers(0, len(turns) - 1), max_size=3)):
-        again = dict(turns[k])
-        if draw(st.booleans()):
-            again.update(draw(replies()))
-        turns.insert(draw(st.integers(0, len(turns))), again)
-    n = len(turns)
-    if unique:
-        names = draw(st.permutations([f"r{k}" for k in range(n)]))
-    else:
-        some = st.sampled_from(["a", "b", "ab", "", None])
-        names = draw(st.lists(some, min_size=n, max_size=n))
-    times = st.sampled_from([0.0, 1.0, 2.0, *([] if unique else [None])])
+
+def named_sessions(max_turns=8, names=()):
+    """Sessions most of whose calls have a request_id and a started_at, few of them own."""
+    return sessions(max_turns, (*NAMES, *names), named=0.9)
+
+
+@st.composite
+def uniquely_named(draw, max_turns=8):
+    """Sessions each of whose calls has a request_id of its own, and a started_at."""
+    turns = draw(sessions(max_turns, NAMES, named=1))
+    names = draw(st.permutations([f"r{k}" for k in range(len(turns))]))
     return [
-        {**turn, "turn_index": index, "request_id": name, "started_at": draw(times)}
-        for turn, index, name in zip(turns, draw(turn_numbers(n)), names, strict=True)
+        {**turn, "request_id": name} for turn, name in zip(turns, names, strict=True)
     ]
 
 
 @st.composite
 def recorded_sessions(draw, max_turns=7):
     """Named calls with recorded parents, of which some are wrong or missing."""
-    turns = draw(named_sessions(max_turns, unique=True))
+    turns = draw(uniquely_named(max_turns))
     names = st.sampled_from([*(turn["request_id"] for turn in turns), "missing"])
     scored = draw(st.none() | st.integers(0, len(turns) - 1))
     kinds = ["root", "unresolved", "resolved", "resolved", "begun", "begun", None]
@@ -961,13 +547,6 @@ def weight_versions(draw, turn):
         for start, stop in pairwise([0, *cuts, n])
     ]
     return draw(st.sampled_from([None, pieces]))
-
-
-@st.composite
-def versioned(draw, drawn):
-    """Turns of a strategy, some with weight_versions."""
-    turns = draw(drawn)
-    return [{**turn, "weight_versions": draw(weight_versions(turn))} for turn in turns]
 
 
 @st.composite

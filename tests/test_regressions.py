@@ -27,7 +27,7 @@ def test_a_fault_is_found_made_small_and_stored(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fuzz, "REGRESSIONS", tmp_path)
     monkeypatch.setattr(tk, "compact", faulty)
     monkeypatch.setitem(fuzz._AT_ONCE, "forms", 10)
-    assert fuzz.run("forms", 3, 30, 60) > 0
+    assert fuzz.run("forms", 3, 30, 600) > 0
     assert "forms seed" in capsys.readouterr().out
     for path in tmp_path.iterdir():
         case = fuzz.Case.read(path)
@@ -40,9 +40,10 @@ def test_a_fault_is_found_made_small_and_stored(tmp_path, monkeypatch, capsys):
 def some_turns(**fields):
     """Two calls of a session, of which the second continues the first."""
     known = fuzz.drawn_case("twins", 0).turns[0]
-    first = {**known, "prompt_ids": [1], "output_ids": [2, 3], **fields}
+    first = {**known, "prompt_ids": [1], "output_ids": [2, 3]}
     first |= {"output_mask": None, "weight_versions": None, "trainable": None}
     first |= {"prompt_messages": None, "response_message": None}
+    first |= {"finish_reason": "stop", **fields}
     return [first, {**first, "turn_index": 9, "prompt_ids": [1, 2, 3, 4]}]
 
 
@@ -71,7 +72,7 @@ def test_wrong_payloads_are_found(monkeypatch):
 @pytest.mark.parametrize("mode", ["twins", "forms"])
 def test_a_missing_logprob_that_is_not_refused_is_found(mode, monkeypatch):
     choices = {"missing_logprobs": "raise"}
-    turns = some_turns(output_logprobs=[-1.0, None], finish_reason="stop")
+    turns = some_turns(output_logprobs=[-1.0, None])
     case = fuzz.Case(mode, "faithful", choices, None, 0, turns)
     assert fuzz.difference(case) is None
     monkeypatch.setattr(linearize, "check_logprobs", lambda *_: None)

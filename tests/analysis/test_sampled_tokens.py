@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.generated import generated_runs
+from tests.fuzz.sessions import generated_runs
 from tests.made_tables import linearized, turns_table
 from tests.strategies import (
     chosen_policies,
@@ -109,7 +109,7 @@ def test_lines_add_up_to_the_report(turns, policies, data):
 
 
 @few
-@given(many_calls, PRESET)
+@given(many_calls(), PRESET)
 def test_long_sessions(turns, name):
     check(turns_table(turns), name)
 

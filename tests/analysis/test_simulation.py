@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from benchmarks.data import SMALL, quoted, rollout
-from tests.generated import generated_runs
+from tests.fuzz.sessions import generated_runs
 from tests.made_tables import by_session, linearized, link_by, turns_table
 from tests.oracles.rows import held
 from tests.strategies import row_limits, runs
@@ -82,6 +82,7 @@ def test_the_simulation_counts_what_the_tables_hold(turns, name, limit, pad):
         assert line[counted] == sum(report[counted].to_pylist()), counted
 
 
+@settings(max_examples=8)
 @given(st.integers(0, 999), st.sampled_from([5, 100]))
 def test_the_simulation_counts_packs(seed, size):
     turns = generated_runs(4, seed, max_turns=5)

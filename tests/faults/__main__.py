@@ -97,7 +97,6 @@ def tried(chosen: list[Fault]) -> Iterator[tuple[Fault, str | None]]:
         roots = (folder, folder / "shim", folder / "examples" / "train")
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(map(str, roots)),
-            "TRAJKIT_HYPOTHESIS": "quick",
             "TRAJKIT_FAULTS": json.dumps(numbers),
             "TRAJKIT_FOUND": str(found),
         }

@@ -22,6 +22,7 @@ COLUMNS = ("prefix", "prefix_start", "sample")
 def columns(delta: pa.Table, turns: list[Turn], seed: int) -> dict[str, list[Any]]:
     """The payload columns of turns, given their delta form, by name."""
     found: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    samples = []
     for shared, turn in zip(delta["shared_length"].to_pylist(), turns, strict=True):
         path = turn["prompt_ids"] + turn["output_ids"]
         draw = Random(f"{seed} {path}")
@@ -31,7 +32,10 @@ def columns(delta: pa.Table, turns: list[Turn], seed: int) -> dict[str, list[Any
             [element(path[: k + 1]) for k in range(start, len(path))]
         )
         found["prefix_start"].append(start)
+        samples.append(sample)
         found["sample"].append(None if draw.random() < 0.2 else sample)
+    if turns and not any(found["sample"]):  # a recorder makes no column of nothing
+        found["sample"][0] = samples[0]
     return found
 
 

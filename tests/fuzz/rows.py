@@ -369,7 +369,7 @@ def _by_chance(
     return None if made == whole else "delta by chance: other rows or another report"
 
 
-def reduced(case: Case, seconds: float = 60) -> Case:
+def reduced(case: Case, seconds: float = 300) -> Case:
     """The case with as much left out as lets it differ, in so many seconds."""
     end = time.monotonic() + seconds
 

@@ -1,9 +1,10 @@
-"""Random sessions and policies for `tests.fuzz`, from a seed.
+"""Random sessions and policies from a seed, for `tests.fuzz` and `tests.strategies`.
 
 Vocabularies are tiny and messages few, so that prefixes collide, replies are equal and
 one reply opens another. Turns are dicts as `tests.oracles.rows` reads them.
 """
 
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -18,7 +19,6 @@ _EVENTS = {
     "continue": 50,
     "old": 8,
     "head": 8,
-    "drift": 12,
     "retry": 6,
     "again": 3,
     "short": 6,
@@ -38,22 +38,59 @@ def n_calls(draw: Random, longest: int) -> int:
     return draw.randint(1, most)
 
 
-def session(draw: Random, n: int) -> list[Turn]:
-    """One session of n calls, in the order in which they were recorded."""
-    style = _Style(draw)
+def session(draw: Random, n: int, **style: object) -> list[Turn]:
+    """One session of n calls, in the order in which they were recorded.
+
+    ``style``: attributes of `Style` that are not drawn.
+    """
+    shared = Style(draw, **style)
     turns: list[Turn] = []
     for _ in range(n):
-        turns.append(style.turn(turns))
+        turns.append(shared.turn(turns))
     return turns
 
 
-class _Style:
+PLAIN = (
+    *("prompt_messages", "response_message", "prompt_ids", "output_ids"),
+    *("output_logprobs", "finish_reason", "ill_formed", "trainable"),
+)
+
+
+def numbered(
+    draw: Random, turns: Iterable[Turn], names: tuple[str, ...] = ()
+) -> list[Turn]:
+    """The turns with ascending numbers, with gaps, and those of their fields that tests of
+    single properties want: `PLAIN` and ``names``."""
+    index = draw.choice([0, 0, 3]) - 1
+    found = []
+    for turn in turns:
+        index += draw.choice([1, 1, 1, 2, 5])
+        found.append(
+            {"turn_index": index} | {name: turn[name] for name in (*PLAIN, *names)}
+        )
+    return found
+
+
+def generated_runs(
+    n_sessions: int, seed: int = 0, max_turns: int = 6, **style: object
+) -> list[Turn]:
+    """Turns of sessions ``g0``, ``g1``, ..., of up to so many calls each."""
+    draw = Random(seed)
+    return [
+        {"session_id": f"g{k}", **one}
+        for k in range(n_sessions)
+        for one in numbered(draw, session(draw, draw.randint(1, max_turns), **style))
+    ]
+
+
+class Style:
     """What the calls of one session have in common."""
 
-    def __init__(self, draw: Random) -> None:
+    def __init__(self, draw: Random, **given: object) -> None:
         self.draw = draw
         self.n_ids = draw.choice([2, 4, 4, 50])
         self.longest = draw.choice([6, 30, 30, 400])
+        self.drifting = draw.choice([12, 40, 80])
         # shares of calls without messages, without logprobs, with a mask, ...
         self.untold = draw.choice([0.0, 0.0, 0.05, 0.5, 1.0])
         self.unknown = draw.choice([0.0, 0.3, 1.0])
@@ -66,8 +103,10 @@ class _Style:
         self.tools = draw.choice(
             ["", "", "x", "xy"]
         )  # keys of the tools that are offered
-        self.calling = draw.choice([0.0, 0.0, 0.3])
+        self.answering, self.calling = draw.choice([(0.0, 0.1), (0.0, 0.1), (0.3, 0.3)])
+        self.odd = 0.1  # messages with a number of several types, or a mark of a cache
         self.contents = draw.choices(_CONTENTS, k=draw.randint(1, 4))
+        vars(self).update(given)
 
     def ids(self, most: int) -> list[int]:
         draw = self.draw
@@ -76,11 +115,11 @@ class _Style:
     def message(self, roles: tuple[str, ...]) -> Turn:
         draw = self.draw
         said: Turn = {"role": draw.choice(roles), "content": draw.choice(self.contents)}
-        if draw.random() < 0.1:
+        if draw.random() < self.odd:
             said["n"] = draw.choice([1, 1.0, True, {"cache_control": 1}])
-        if draw.random() < 0.05:
+        if draw.random() < self.odd / 2:
             said["cache_control"] = {"type": "ephemeral"}
-        if draw.random() < self.calling:
+        if draw.random() < self.answering:
             answered = f"c{draw.randrange(2)}"
             if draw.random() < 0.5:
                 said |= {"role": "tool", "tool_call_id": answered}
@@ -99,7 +138,7 @@ class _Style:
         said: Turn = {"role": "assistant", "content": draw.choice(self.contents)}
         if draw.random() < 0.1:
             said["reasoning_content"] = draw.choice(["", "r", None])
-        if draw.random() < max(self.calling, 0.1):
+        if draw.random() < self.calling:
             name, number = draw.choice(_TOOLS), draw.choice(_NUMBERS)
             call: Turn = {"function": {"name": name, "arguments": number}}
             if draw.random() < 0.8:
@@ -118,6 +157,8 @@ class _Style:
         draw = self.draw
         low = min(opening, len(ids)) if draw.random() < 0.8 else 0
         start = draw.randint(low, len(ids))
+        if draw.random() < 0.2:  # a template leaves out the head of a reply
+            return [*ids[:low], *ids[start:]]
         stop = draw.choice(
             [start, min(start + 1, len(ids)), draw.randint(start, len(ids))]
         )
@@ -125,8 +166,9 @@ class _Style:
 
     def turn(self, turns: list[Turn]) -> Turn:
         draw = self.draw
+        shares = {**_EVENTS, "drift": self.drifting}
         event = (
-            draw.choices(list(_EVENTS), list(_EVENTS.values()))[0] if turns else "short"
+            draw.choices(list(shares), list(shares.values()))[0] if turns else "short"
         )
         prompt: list[int] = []
         sent: list[Turn] = []
@@ -163,7 +205,7 @@ class _Style:
             ]
         if draw.random() < 0.02:
             prompt = []
-        output = self.ids(draw.choice([0, 1, 2, 4, 4, 30]))
+        output = self.ids(draw.choice([0, 1, 2, 4, 4, 12, 30]))
         if output and draw.random() < 0.6:
             output.append(END)
         n = len(output)
@@ -205,7 +247,9 @@ class _Style:
             "weight_versions": pieces,
             "tools_key": draw.choice(self.tools) if self.tools else None,
             "step": draw.randrange(3) if draw.random() < self.stepped else None,
-            "request_id": draw.choice("abcd") if draw.random() < self.named else None,
+            "request_id": draw.choice(["a", "b", "ab", ""])
+            if draw.random() < self.named
+            else None,
             "started_at": draw.choice([0.0, 1.0, 2.0])
             if draw.random() < self.named
             else None,

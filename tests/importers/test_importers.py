@@ -128,7 +128,7 @@ TRIPS = {
 
 
 @pytest.mark.parametrize("name", TRIPS)
-@in_files
+@settings(in_files, max_examples=12)
 @given(records=runs())
 def test_formats_carry_calls(fresh, name, records):
     write, kind, names = TRIPS[name]
@@ -1007,7 +1007,7 @@ def survives(path, name):
 
 
 @pytest.mark.parametrize("name", JSON)
-@settings(in_files, max_examples=120)
+@settings(in_files, max_examples=40)
 @given(data=st.data())
 def test_one_odd_value_never_ends_an_import(fresh, name, data):
     folder = fresh()

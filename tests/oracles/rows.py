@@ -35,12 +35,6 @@ def is_trainable(turn):
     return turn.get("trainable") is not False
 
 
-def may_train(turn, policy):
-    """Whether a policy of `linearize` trains the turn: the native rule takes no abort."""
-    aborted = policy == "per_call" and turn.get("finish_reason") == "abort"
-    return is_trainable(turn) and not aborted
-
-
 def uses_tool(turn):
     return bool((turn.get("response_message") or {}).get("tool_calls"))
 
@@ -423,22 +417,6 @@ def cause_of(turn, start, size, region, run, min_run):
 # --- which turns make one row
 
 
-@dataclass
-class Segment:
-    """A run of turns that makes one row.
-
-    ``owned``: turns whose output this row is the one to train. ``absorbed``: turns
-    whose output the next turn of the run replaced.
-    """
-
-    turns: list[int]
-    owned: set[int]
-    absorbed: set[int]
-    truncated: bool
-    use_tool: bool
-    ill_formed: bool
-
-
 def flags(turns, chain):
     """truncated, use_tool and ill_formed of a run of turns."""
     return {
@@ -448,186 +426,7 @@ def flags(turns, chain):
     }
 
 
-def slime_segments(turns, fork_threshold):
-    """slime's rule in closed form: no builder, only pairs of turns."""
-    root, _ = message_tree(turns, fork_threshold)
-    claimed = set()
-    segments = []
-    for chain in chains(root):
-        owned = set(chain) - claimed
-        claimed |= owned
-        runs = []
-        for a, b in zip([None, *chain], chain, strict=False):
-            if a is not None:
-                shared = lcp(held(turns[a]), turns[b]["prompt_ids"])
-                if shared == len(held(turns[a])):
-                    runs[-1][0].append(b)
-                    continue
-                if (
-                    shared >= len(turns[a]["prompt_ids"])
-                    and len(turns[b]["output_ids"]) < fork_threshold
-                ):
-                    runs[-1][0].append(b)
-                    runs[-1][1].add(a)
-                    continue
-            runs.append(([b], set()))
-        for run, absorbed in runs:
-            segments.append(
-                Segment(run, owned & set(run), absorbed, **flags(turns, chain))
-            )
-    return segments
-
-
-def strict_segments(turns):
-    """prime-rl's rule: any drift opens a new row."""
-    runs = []
-    for i, one in enumerate(token_links(turns)):
-        if one.parent is None:
-            runs.append([i])
-        else:
-            next(run for run in runs if run[-1] == one.parent).append(i)
-    return [Segment(run, set(run), set(), **flags(turns, run)) for run in runs]
-
-
-def per_call_segments(turns):
-    """Each call makes a row of its own."""
-    return [Segment([i], {i}, set(), **flags(turns, [i])) for i in range(len(turns))]
-
-
 # --- rows
-
-
-def linearize(turns, policy, fork_threshold=DEFAULT_THRESHOLD, max_row_tokens=None):
-    """The rows of one session and its line of the report, as lists and dicts.
-
-    ``rows`` have the columns of ``schema.ROWS`` that the turns decide; ``report`` has
-    the counts of ``schema.REPORT``.
-    """
-    if policy == "slime":
-        segments = slime_segments(turns, fork_threshold)
-        links = message_tree(turns, fork_threshold)[1]
-    elif policy == "strict":
-        segments = strict_segments(turns)
-        links = token_links(turns)
-    elif policy == "per_call":
-        segments = per_call_segments(turns)
-        links = [Link(order=i) for i in range(len(turns))]
-    else:
-        raise ValueError(policy)
-
-    limit = float("inf") if max_row_tokens is None else max_row_tokens
-    said = turns
-    turns = [{**turn, "trainable": may_train(turn, policy)} for turn in turns]
-    rows = []
-    rows_untrained = 0
-    rows_cut = 0
-    trained = dict.fromkeys(range(len(turns)), 0)
-    absorbed = set()
-    for segment in segments:
-        absorbed |= segment.absorbed & segment.owned
-        if policy == "slime" and not trains_something(turns, segment):
-            rows_untrained += 1
-            continue
-        length = len(held(turns[segment.turns[-1]]))
-        prompt_length = len(turns[segment.turns[0]]["prompt_ids"])
-        if limit < length and limit <= prompt_length:
-            rows_cut += 1
-            continue
-        rows.append(row_of(turns, segment, limit))
-        position = {name: i for i, name in enumerate(turn_indices(turns))}
-        for span in rows[-1]["spans"]:
-            if span["kind"] == "trained":
-                trained[position[span["turn_index"]]] += span["stop"] - span["start"]
-
-    mask_sum = sum(sum(row["loss_mask"]) for row in rows)
-    for k, row in enumerate(rows):
-        row["row_index"] = k
-        row["rollout_mask_sum"] = mask_sum
-        row["row_weight"] = sum(row["loss_mask"]) / mask_sum if mask_sum else None
-        shared = [lcp(before["input_ids"], row["input_ids"]) for before in rows[:k]]
-        row["shared_length"] = max(shared, default=0)
-        row["parent_row"] = (
-            shared.index(row["shared_length"]) if row["shared_length"] else None
-        )
-
-    report = {
-        "turns": len(turns),
-        "rows": len(rows),
-        "rows_untrained": rows_untrained,
-        "rows_cut": rows_cut,
-        "tokens_sampled": sum(len(turn["output_ids"]) for turn in turns),
-        "tokens_trained": mask_sum,
-        "tokens_duplicated": sum(
-            span["stop"] - span["start"]
-            for row in rows
-            for span in row["spans"]
-            if span["kind"] == "duplicate"
-        ),
-        "tokens_forward": sum(len(row["input_ids"]) for row in rows),
-        "tokens_forward_shared": sum(
-            len(row["input_ids"]) - row["shared_length"] for row in rows
-        ),
-        "lost_absorbed": 0,
-        "lost_rewritten": 0,
-        "lost_cut": 0,
-        "lost_untrainable": 0,
-        "lost_unrouted": 0,
-        "lost_aborted": 0,
-        "lost_no_logprob": 0,
-    }
-    for i, turn in enumerate(turns):
-        if not is_trainable(said[i]):
-            reason = "untrainable"
-        elif not is_trainable(turn):
-            reason = "aborted"
-        elif links[i].why == "unrouted":
-            reason = "unrouted"
-        elif links[i].rewritten_by is not None:
-            reason = "rewritten"
-        elif i in absorbed:
-            reason = "absorbed"
-        else:
-            reason = "cut"
-        report[f"lost_{reason}"] += len(turn["output_ids"]) - trained[i]
-    return rows, report
-
-
-def trains_something(turns, segment):
-    """Whether a token of the uncut row would be under its mask."""
-    return any(
-        is_trainable(turns[i]) and turns[i]["output_ids"]
-        for i in segment.owned - segment.absorbed
-    )
-
-
-def row_of(turns, segment, limit, spans=None):
-    """The row of a segment, cut to its first ``limit`` tokens; spans: None, all pieces."""
-    last = turns[segment.turns[-1]]
-    tokens = held(last)
-    tokens = tokens[: min(len(tokens), limit)]
-    mask = [False] * len(tokens)
-    logprobs = [None] * len(tokens)
-    spans = spans_of(turns, segment, limit) if spans is None else spans
-    turn_of = dict(zip(turn_indices(turns), turns, strict=True))
-    for span in spans:
-        if span["kind"] == "trained":
-            given = logprobs_of(turn_of[span["turn_index"]])
-            for k in range(span["stop"] - span["start"]):
-                mask[span["start"] + k] = True
-                logprobs[span["start"] + k] = given[span["output_start"] + k]
-    return {
-        "input_ids": tokens,
-        "prompt_length": len(turns[segment.turns[0]]["prompt_ids"]),
-        "loss_mask": mask,
-        "logprobs": logprobs,
-        "spans": spans,
-        "finish_reason": last.get("finish_reason"),
-        "truncated": segment.truncated,
-        "use_tool": segment.use_tool,
-        "ill_formed": segment.ill_formed,
-        "turns": [turn_indices(turns)[i] for i in segment.turns],
-        "weight_versions": row_versions(turn_of, spans),
-    }
 
 
 def row_versions(turn_of, spans):
@@ -641,45 +440,6 @@ def row_versions(turn_of, spans):
             if any(piece["start"] <= k < piece["stop"] for k in inside):
                 known.append(piece["version"])
     return {"first": known[0], "last": known[-1]} if known else None
-
-
-def spans_of(turns, segment, limit):
-    """The pieces of a row, in the order of its turns (see ``schema.SPAN_KINDS``)."""
-    spans = []
-    for i in segment.turns:
-        n = len(turns[i]["output_ids"])
-        place = len(turns[i]["prompt_ids"])
-        if n == 0:
-            continue
-        # what may not be trained is nobody's to lose: it leaves no empty piece
-        claimed = i in segment.owned and is_trainable(turns[i])
-        if i in segment.absorbed:
-            if claimed:
-                spans.append((min(place, limit), 0, i, 0, n, "absorbed"))
-            continue
-        if not is_trainable(turns[i]):
-            kind = "untrainable"
-        elif claimed:
-            kind = "trained"
-        else:
-            kind = "duplicate"
-        kept = max(0, min(n, limit - place))
-        if kept:
-            spans.append((place, kept, i, 0, kept, kind))
-        if kept < n and claimed:
-            spans.append((limit, 0, i, kept, n, "cut"))
-    names = turn_indices(turns)
-    return [
-        {
-            "start": start,
-            "stop": start + length,
-            "turn_index": names[i],
-            "output_start": output_start,
-            "output_stop": output_stop,
-            "kind": kind,
-        }
-        for start, length, i, output_start, output_stop, kind in spans
-    ]
 
 
 # --- what a model was shown, and learns

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.generated import generated_runs
+from tests.fuzz.sessions import generated_runs
 from tests.made_tables import linearized, turns_table
 from trajkit.analysis.words import OUTPUTS, ROLES, TIMES
 from trajkit.cli import main

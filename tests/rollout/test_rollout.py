@@ -20,7 +20,7 @@ import pytest
 
 import trajkit as tk
 from tests.made_tables import linearized
-from tests.rollout.test_sandbox import ISOLATED, marked
+from tests.rollout.test_sandbox import ISOLATED, goes_on, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_rollout.demo import solve
@@ -253,7 +253,7 @@ def test_an_agent_whose_time_is_up_is_graded_on_what_it_left(tmp_path, do):
         b={"grade": {"kind": "completed"}},
     )
     out = tmp_path / "run"
-    code, _ = do(command(tasks, out, *QUICK, "--timeout", "3", manners="hang"))
+    code, _ = do(command(tasks, out, *QUICK, "--timeout", "8", manners="hang"))
     assert code == DONE
     found = {s["group_id"]: s for s in sessions(out).values()}
     assert {s["agent_end"] for s in found.values()} == {"timed_out"}
@@ -318,7 +318,7 @@ def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
                 and len(of_log(out)[1]) >= ended
                 and logged(out) >= turns
             ):
-                assert runner.poll() is None
+                assert goes_on(runner)
             runner.send_signal(by)
             runner.wait(60)
         finally:
@@ -381,6 +381,7 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do):
     assert sessions(out) == lines
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_counted_twice_after_twenty_kills(tmp_path, do):
     """Each at a random line of the log; the gateway lives on."""
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
@@ -406,7 +407,7 @@ def test_nothing_is_lost_or_counted_twice_after_twenty_kills(tmp_path, do):
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             ) as runner:
-                while runner.poll() is None:
+                while goes_on(runner):
                     if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
                         runner.kill()
                 kills += 1
@@ -647,7 +648,7 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
 # The ten tasks that ship
 
 
-@pytest.mark.parametrize("mended", [False, True])
+@pytest.mark.parametrize("mended", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_fault_of_an_example_fails_and_its_solution_passes(tmp_path, do, mended):
     """As they are graded, after an agent that does nothing, or puts the solution."""
     agent = tmp_path / "agent.sh"

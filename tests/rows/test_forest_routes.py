@@ -13,9 +13,7 @@ from tests.made_tables import linearized, link_by, turns_table
 from tests.oracles import forests as reference_forests
 from tests.oracles import rows as reference
 from tests.rows.test_twins import RETRIED
-from tests.strategies import (
-    named_sessions,
-)
+from tests.strategies import named_sessions, uniquely_named
 from trajkit.errors import InvalidTurnsError, SchemaError
 
 emits = st.sampled_from(["all", "main"])
@@ -83,7 +81,7 @@ def nemo_chains(links, rows):
         yield chain
 
 
-@for_each(delivered("nemo"))
+@for_each(delivered, "nemo")
 def test_golden_nemo(session):
     turns, expected = nemo_turns(session), session["expected"]
     merging = session["knobs"]["builder"] == "prefix_merging"
@@ -149,7 +147,7 @@ def test_the_golden_session_without_logprobs_has_none_here():
     assert all(not session["turns"][i]["output_logprobs"] for i in missing)
 
 
-@given(st.data(), named_sessions(unique=True), emits)
+@given(st.data(), uniquely_named(), emits)
 def test_nemo_does_not_ask_for_the_order_of_calls(data, turns, emit):
     policy = tk.policy("nemo", row_selection=emit)
     shuffled = [
@@ -290,7 +288,7 @@ STATUS = {
 }
 
 
-@for_each(golden("miles_v2"))
+@for_each(golden, "miles_v2")
 def test_golden_miles(session):
     turns, expected = miles_turns(session), session["expected"]
     policy, limit = miles_policy(session), session["knobs"]["max_seq_len"]

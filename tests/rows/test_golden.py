@@ -18,7 +18,7 @@ from tests.golden_sessions import (
     slime_sessions,
 )
 from tests.made_tables import linearized
-from tests.oracles import rows as reference
+from tests.oracles.policies import twins_of
 from trajkit.errors import InvalidTurnsError
 
 
@@ -37,7 +37,7 @@ def recorded(session):
     return tk.from_records({"session_id": "s", **turn} for turn in session["turns"])
 
 
-@for_each(slime_sessions())
+@for_each(slime_sessions)
 def test_slime(session):
     rows, report = linearized(
         recorded(session),
@@ -53,7 +53,7 @@ def test_slime(session):
     assert report["rows_cut"].to_pylist() == [left_out]
 
 
-@for_each(interleave_sessions())
+@for_each(interleave_sessions)
 def test_strict(session):
     rows = tk.linearize(recorded(session), policy="interleave")
     expected = as_float32(expected_interleave(session))
@@ -61,7 +61,7 @@ def test_strict(session):
     assert rows.num_rows == len(expected)
 
 
-@for_each(delivered("trl"))
+@for_each(delivered, "trl")
 def test_trl(session):
     """TRL's masks and logprobs are as long as its rows."""
     threshold = session["knobs"]["fork_threshold_tokens"]
@@ -98,7 +98,7 @@ def skyrl_policy(session):
     return tk.policy("skyrl", missing_logprobs=missing)
 
 
-@for_each(golden("skyrl"))
+@for_each(golden, "skyrl")
 def test_skyrl(session):
     """Every field, whatever the knobs, and an error where the peer has one."""
     turns, policy = skyrl_turns(session), skyrl_policy(session)
@@ -134,7 +134,7 @@ def test_skyrl(session):
             assert here == np.array(peer["logprobs"], np.float32).tolist()
 
 
-@for_each(errored_interleave_sessions())
+@for_each(errored_interleave_sessions)
 def test_strict_on_rollouts_that_failed(session):
     """The peer clears its masks, and keeps logprobs that trajkit has no place for."""
     facts = pa.table({"session_id": ["s"], "error": [session["knobs"]["error"]]})
@@ -159,22 +159,19 @@ def test_every_session_is_there():
     assert len(interleave_sessions()) == 139
 
 
-@for_each(slime_sessions())
+@for_each(slime_sessions)
 def test_slime_in_closed_form(session):
-    rows, report = reference.linearize(
-        session["turns"],
-        "slime",
-        fork_threshold=session["knobs"]["fork_threshold"],
-        max_row_tokens=cap(session),
-    )
+    policy = tk.policy("slime", fork_threshold=session["knobs"]["fork_threshold"])
+    twins = twins_of(session["turns"], policy, cap(session))
+    rows, (report,) = twins["rows"], twins["report"]
     expected, left_out = expected_slime(session)
     assert comparable(rows, expected) == expected
     assert len(rows) == len(expected)
     assert report["rows_cut"] == left_out
 
 
-@for_each(interleave_sessions())
+@for_each(interleave_sessions)
 def test_strict_by_twin(session):
-    rows, _ = reference.linearize(session["turns"], "strict")
+    rows = twins_of(session["turns"], tk.policy("strict"))["rows"]
     expected = expected_interleave(session)
     assert comparable(rows, expected) == expected

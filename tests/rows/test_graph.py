@@ -127,3 +127,10 @@ def test_reasoning_counts_of_the_assistant_alone():
             turn([U, {**first, "reasoning_content": "b"}, A, V], None, [1, 2, 3], [4]),
         ]
         assert tk.linearize(turns_table(turns), "graph").num_rows == rows, role
+
+
+def test_of_equal_paths_the_last_is_continued():
+    turns = [turn([U], A, [1], [2]), turn([U], A, [1], [2])]
+    turns.append(turn([U, A, V], B, [1, 2, 3], [4]))
+    links = tk.link(turns_table(turns), "graph")
+    assert links["parent"].to_pylist() == [None, None, 1]

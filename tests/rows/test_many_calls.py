@@ -35,14 +35,14 @@ def recorded(turns):
 
 
 @few
-@given(many_calls)
+@given(many_calls())
 def test_a_recorder_keeps_what_it_is_given(turns):
     holds(test_recorder.test_each_call_is_placed_on_arrival, turns)
     assert recorded(turns).turns("s") == tk.compact(turns_table(turns))
 
 
 @few
-@given(many_calls, policies, limits)
+@given(many_calls(), policies, limits)
 def test_a_recorder_gives_the_rows_of_the_table(turns, choice, limit):
     """Also where they are asked for while the session grows."""
     recorder = tk.Recorder()
@@ -70,8 +70,7 @@ def test_calls_that_begin_like_a_longer_one_share_what_they_have_of_it():
     assert turns["prompt_ids"].to_pylist()[16:] == [[0, 1, 2, 9], [0, 1, 2], [0, 1]]
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", ["twins", "forms"])
-def test_cases_of_the_fuzzer(mode, seed):
+def test_a_case_of_the_fuzzer(mode):
     """Sessions of up to 300 calls under a policy; CI goes on with other seeds."""
-    assert difference(drawn_case(mode, seed)) is None
+    assert difference(drawn_case(mode, 0)) is None

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.made_tables import (
     by_session,
-    dicts,
     linearized,
     link_by,
     policy_of,
     turns_table,
 )
-from tests.oracles import rows as reference
 from tests.rows.test_twins import SAME_ANSWER_TWICE
 from tests.strategies import (
     long_runs,
@@ -29,30 +27,10 @@ from tests.strategies import (
     runs,
     sessions,
     thresholds,
-    versioned,
 )
 from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.schema import DRIFT, REPORT, ROWS
 from trajkit.tables import limits
-
-
-def by_twin(turns, choice, limit=None):
-    name, threshold = choice
-    return reference.linearize(turns, name, threshold, limit)
-
-
-@given(sessions() | versioned(sessions()), policies, row_limits)
-@example(SAME_ANSWER_TWICE, ("slime", 1024), None)
-@example(SAME_ANSWER_TWICE, ("strict", 1024), None)
-@example(SAME_ANSWER_TWICE, ("slime", 1024), 2)
-def test_rows_and_report_are_the_twins(turns, choice, limit):
-    rows, report = linearized(
-        turns_table(turns), policy_of(choice), max_row_tokens=limit
-    )
-    expected, expected_report = by_twin(turns, choice, limit)
-    assert dicts(rows, expected) == expected
-    assert rows.num_rows == len(expected)
-    assert dicts(report, [expected_report]) == [expected_report]
 
 
 def with_dirty_memory():

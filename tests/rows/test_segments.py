@@ -31,7 +31,7 @@ def tools_of(session):
     return tuple(session["knobs"]["dispatch_tools"])
 
 
-@for_each(segment_sessions())
+@for_each(segment_sessions)
 def test_golden_rows(session):
     policy = tk.policy("segments", dispatch_tools=tools_of(session))
     reward = session["knobs"]["reward"]
@@ -47,7 +47,7 @@ def test_golden_rows(session):
     assert tk.verify(rows, table, policy, reward=reward).num_rows == 0
 
 
-@for_each(segment_sessions())
+@for_each(segment_sessions)
 def test_golden_segments(session):
     """Which turns each segment has, those dropped too, and what each turn was taken for."""
     links = link_by(told(session), "agents", dispatch_tools=tools_of(session))
@@ -74,7 +74,7 @@ def test_golden_segments(session):
     ]
 
 
-@for_each(segment_sessions())
+@for_each(segment_sessions)
 def test_golden_twin(session):
     turns = with_call_ids(session["turns"])
     reward = session["knobs"]["reward"]

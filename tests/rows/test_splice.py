@@ -206,7 +206,7 @@ def test_every_golden_session_is_there():
     assert len(golden("polar")) == len(delivered("polar")) == 150
 
 
-@for_each(golden("polar"))
+@for_each(golden, "polar")
 def test_rows_are_polar_s(session):
     rows, report = linearized(recorded(session), tk.policy("polar", **knobs(session)))
     expected = [
@@ -234,7 +234,7 @@ def test_rows_are_polar_s(session):
     assert session["expected"]["status"] == "COMPLETED"
 
 
-@for_each(golden("polar"))
+@for_each(golden, "polar")
 def test_turns_and_messages_of_rows_are_polar_s(session):
     """Read off links, rows and turns; a turn that sampled nothing leaves no piece."""
     table = recorded(session)

@@ -8,6 +8,7 @@ import trajkit as tk
 from tests.against_twins import difference
 from tests.made_tables import by_session, in_delta_form, linearized, turns_table
 from tests.strategies import (
+    DRESS,
     END,
     chosen_policies,
     delegating_sessions,
@@ -15,14 +16,12 @@ from tests.strategies import (
     fewer_examples,
     forest_policies,
     growing_prompts,
-    masked,
     named_sessions,
     recorded_sessions,
     row_limits,
     runs,
     sessions,
     thresholds,
-    versioned,
 )
 from trajkit import schema
 
@@ -32,18 +31,13 @@ def policies(name, **choices):
     return st.fixed_dictionaries(choices).map(lambda one: tk.policy(name, **one))
 
 
-def dressed(drawn):
+def dressed(drawn, **options):
     """Sessions, some with masks and weight versions."""
-    return drawn | versioned(masked(drawn))
+    return drawn(**options) | drawn(names=DRESS, **options)
 
 
-@st.composite
-def with_tools(draw):
-    """Sessions whose requests offer one of two lists of tools, or an unknown one."""
-    keys = draw(st.sampled_from([["x"], ["x", "y"], ["x", "x", None]]))
-    return [
-        {**turn, "tools_key": draw(st.sampled_from(keys))} for turn in draw(sessions())
-    ]
+# their requests offer one of two lists of tools, or an unknown one
+with_tools = sessions(names=["tools_key"], tools=["x", "y", None])
 
 
 @st.composite
@@ -73,19 +67,23 @@ trims = st.sampled_from([1, 2, 3, 1, 0, 5])
 
 CASES = {
     "routes": (
-        dressed(sessions()),
+        dressed(sessions),
         policies("slime", parent_by=routes, fork_threshold=thresholds),
     ),
-    "choices": (dressed(sessions()) | runs() | masked(runs()), any_policy),
-    "graph": (sessions() | runs() | with_tools(), st.just(tk.policy("graph"))),
+    "plain": (
+        dressed(sessions),
+        st.sampled_from(["slime", "strict", "per_call"]).map(tk.policy),
+    ),
+    "choices": (dressed(sessions) | dressed(runs), any_policy),
+    "graph": (sessions() | runs() | with_tools, st.just(tk.policy("graph"))),
     "tools": (
-        with_tools(),
+        with_tools,
         st.sampled_from(["graph", "faithful", "slime"]).map(
             lambda name: tk.policy(name, compare_tools=True)
         ),
     ),
     "nemo": (
-        dressed(named_sessions()) | recorded_sessions(),
+        dressed(named_sessions) | recorded_sessions(),
         policies("nemo", row_selection=st.sampled_from(["all", "main"])),
     ),
     "forests": (
@@ -93,18 +91,18 @@ CASES = {
         forest_policies().map(lambda one: tk.policy("nemo", **one)),
     ),
     "miles": (
-        dressed(named_sessions()),
+        dressed(named_sessions),
         policies("miles", message_equality=equalities, fork_threshold=trims),
     ),
     "segments": (
-        dressed(delegating_sessions() | sessions()),
+        dressed(delegating_sessions) | dressed(sessions),
         policies(
             "segments",
             max_rows=st.none() | st.integers(1, 3),
             rewards=st.sampled_from(["uniform", "copy", "final_only"]),
         ),
     ),
-    "polar": (dressed(growing_prompts() | sessions()) | some_runs(), polar),
+    "polar": (dressed(growing_prompts) | dressed(sessions) | some_runs(), polar),
 }
 
 
@@ -121,6 +119,7 @@ def check(turns, policy, limit):
 
 
 @pytest.mark.parametrize("case", CASES)
+@fewer_examples  # and `tests.fuzz twins`
 @given(st.data(), row_limits)
 def test_links_rows_and_report_are_the_twins(case, data, limit):
     turns, chosen = CASES[case]

@@ -290,7 +290,7 @@ async def test_the_last_client_that_leaves_ends_the_work(start):
     call = asyncio.create_task(session.ask())
     await held.entered.wait()
     call.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await held.cancelled.wait()
     await asyncio.gather(call, return_exceptions=True)
     assert session.gateway.turns() == []
@@ -309,7 +309,7 @@ async def test_an_amendment_is_written_before_the_next_turn(session, monkeypatch
 
 async def joined(session):
     """Return when one request has joined the call of another."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (await session.shown())["replayed"] == 0:
             await asyncio.sleep(0)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.generated import generated_runs
+from tests.fuzz.sessions import generated_runs
 from tests.made_tables import linearized, streamed, turns_table
 from tests.strategies import fewer_examples, pick, runs
 from trajkit import schema

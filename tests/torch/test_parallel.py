@@ -3,7 +3,6 @@
 import datetime
 import functools
 import os
-import socket
 import traceback
 
 import pytest
@@ -39,14 +38,14 @@ def alone(model):
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
+def two_ranks(tmp_path_factory):
     """What each piece of work said in two processes that see each other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    started = [context.Process(target=_rank, args=(k, port, queue)) for k in range(2)]
+    started = [
+        context.Process(target=_rank, args=(k, meeting, queue)) for k in range(2)
+    ]
     for process in started:
         process.start()
     results = [queue.get() for _ in started]
@@ -55,12 +54,17 @@ def two_ranks():
     return {name: [result[name] for result in results] for name in WORK}
 
 
-def _rank(rank, port, queue):
+def _rank(rank, meeting, queue):
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in place.items()}
     # a rank that waits for one that failed gives up
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=meeting.as_uri(),
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=300),
+    )
     results = {}
     for name, work in WORK.items():
         try:

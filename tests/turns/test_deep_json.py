@@ -11,34 +11,35 @@ import trajkit as tk
 from tests.made_tables import link_by
 
 N = 50_000
+IDS = pa.large_list(pa.int32())
 
 
-def recorded_line(n_turns):
+def line_of(n_turns):
     """A session in which each call continues the last by one token, one token is new.
 
-    Call k has the prompt ``0 1 ... 2k`` and the output ``2k + 1``.
+    Call k has the prompt ``0 1 ... 2k`` and the output ``2k + 1``. In delta form: whole
+    prompts would be quadratic.
     """
-    tokens = np.arange(2 * n_turns, dtype=np.int32)
-    recorder = tk.Recorder()
-    for k in range(n_turns):
-        recorder.record(
-            "s",
-            prompt_ids=tokens[: 2 * k + 1],
-            output_ids=tokens[2 * k + 1 : 2 * k + 2],
-            output_logprobs=np.full(1, -0.5, np.float32),
-            finish_reason="stop",
-        )
-    return recorder
-
-
-@pytest.fixture(scope="module")
-def line():
-    return recorded_line(N)
+    at = np.arange(n_turns, dtype=np.int32)
+    return pa.table(
+        {
+            "session_id": pa.repeat("s", n_turns),
+            "turn_index": at,
+            "base_turn": pa.array(at - 1, mask=at == 0),
+            "shared_length": 2 * at,
+            "suffix_ids": pa.array((2 * at)[:, None].tolist(), IDS),
+            "output_ids": pa.array((2 * at + 1)[:, None].tolist(), IDS),
+            "output_logprobs": pa.repeat(
+                pa.scalar([-0.5], pa.large_list(pa.float32())), n_turns
+            ),
+            "finish_reason": pa.repeat("stop", n_turns),
+        }
+    )
 
 
 @pytest.mark.parametrize("policy", ["slime", "strict"])
-def test_a_clean_session_is_one_row(line, policy):
-    rows = line.rows("s", policy)
+def test_a_clean_session_is_one_row(policy):
+    rows = tk.linearize(line_of(N), policy)
     assert rows.num_rows == 1
     ids = rows["input_ids"].combine_chunks().flatten().to_numpy()
     mask = rows["loss_mask"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
@@ -49,8 +50,26 @@ def test_a_clean_session_is_one_row(line, policy):
     assert len(rows["spans"][0]) == N
 
 
-def test_every_turn_of_it_is_linked_to_the_one_before(line):
-    turns = line.turns("s")
+def test_a_recorder_keeps_it_in_that_form():
+    n = 3_000  # each prompt is compared with what is held: quadratic by its nature
+    tokens = np.arange(2 * n, dtype=np.int32)
+    recorder = tk.Recorder()
+    for k in range(n):
+        recorder.record(
+            "s",
+            prompt_ids=tokens[: 2 * k + 1],
+            output_ids=tokens[2 * k + 1 : 2 * k + 2],
+            output_logprobs=np.full(1, -0.5, np.float32),
+            finish_reason="stop",
+        )
+    whole = line_of(n)
+    turns = recorder.turns("s")
+    assert turns.select(whole.column_names).to_pydict() == whole.to_pydict()
+    assert recorder.rows("s", "slime") == tk.linearize(whole, "slime")
+
+
+def test_every_turn_of_it_is_linked_to_the_one_before():
+    turns = line_of(N)
     links = tk.link(turns)
     assert links["parent"].slice(1).to_pylist() == list(range(N - 1))
     assert links["order"].to_pylist() == list(range(N))
@@ -62,7 +81,7 @@ def test_every_turn_of_it_is_linked_to_the_one_before(line):
 def test_a_line_of_refused_turns():
     """Each prompt repeats all that came before, of which the first call alone counts."""
     n = 10_000  # each prompt is compared with the first call's: quadratic by its nature
-    turns = recorded_line(n).turns("s")
+    turns = line_of(n)
     at = turns.column_names.index("finish_reason")
     turns = turns.set_column(at, turns.field(at), pa.repeat("length", n).cast("string"))
     links = link_by(turns, parent_by="generations")
@@ -72,7 +91,7 @@ def test_a_line_of_refused_turns():
 
 def test_per_call_rows_share_their_prefixes():
     n = 300  # rows are as long as their prompts: this is quadratic by its nature
-    rows = recorded_line(n).rows("s", "per_call")
+    rows = tk.linearize(line_of(n), "per_call")
     assert rows["parent_row"].to_pylist() == [None, *range(n - 1)]
     assert rows["shared_length"].to_pylist() == [0, *range(2, 2 * n, 2)]
 
@@ -113,7 +132,6 @@ def test_a_line_in_which_every_turn_drifts(route, where):
     """Each prompt drops the end of what was held: no path is the start of another."""
     n = 10_000  # each prompt is compared with others: quadratic by its nature
     at = np.arange(n, dtype=np.int32)
-    ids = pa.large_list(pa.int32())
     turns = pa.table(
         {
             "session_id": pa.repeat("s", n),
@@ -121,9 +139,9 @@ def test_a_line_in_which_every_turn_drifts(route, where):
             "base_turn": pa.array(at - 1, mask=at == 0),
             "shared_length": np.where(at == 0, 0, 2 * at - (where == "prompt")),
             "suffix_ids": pa.repeat(
-                pa.scalar([8] if where == "reply" else [7, 7, 8], ids), n
+                pa.scalar([8] if where == "reply" else [7, 7, 8], IDS), n
             ),
-            "output_ids": pa.repeat(pa.scalar([5, 6], ids), n),
+            "output_ids": pa.repeat(pa.scalar([5, 6], IDS), n),
         }
     )
     links = link_by(turns, route)

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 import trajkit as tk
-from tests.generated import generated_runs
+from tests.fuzz.sessions import generated_runs
 from tests.made_tables import by_session, turns_table
 from trajkit.policies import PRESETS
 from trajkit.schema import EMPTY_KINDS, ROWS

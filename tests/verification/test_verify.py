@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.generated import generated_runs
+from tests.fuzz.sessions import generated_runs
 from tests.made_tables import linearized, turns_table
 from tests.strategies import row_limits, runs, thresholds
 from tests.verification.mutations import (

@@ -144,6 +144,7 @@ def test_a_session_that_is_left_out_is_counted(tmp_path, capsys):
     assert "1 of 2 sessions, 1 turn" in said.out
 
 
+@pytest.mark.slow
 def test_a_page_of_24_rollouts_is_below_8_megabytes():
     rollouts = data.mixed(24)
     tables = [
