@@ -205,38 +205,19 @@ async def test_what_is_refused(kind, name, value, match):
     assert await refused(kind, with_field(kind, name, value), match) == 502
 
 
-@cases(
-    "kind, change, match",
-    {
-        "a total that is not the sum": (
-            "vllm",
-            lambda reply: reply["usage"].update(total_tokens=15),
-            "total_tokens is 15: 16 were counted",
-        ),
-        "SGLang with vLLM's prefix": (
-            "sglang",
-            lambda reply: reply["meta_info"].update(id=PREFIX + "r1"),
-            "request id",
-        ),
-        # vLLM's choices
-        **{
-            f"choices {indices}": (
-                "vllm",
-                lambda reply, indices=indices: reply.update(
-                    choices=[{**reply["choices"][0], "index": i} for i in indices]
-                ),
-                "the one with index 0 was asked for",
-            )
-            for indices in ([], [1], [0, 0], [0, 1])
-        },
-    },
-)
-async def test_what_one_server_may_answer_and_is_refused(kind, change, match):
-    assert await refused(kind, changed(kind, change), match) == 502
-
-
-async def test_a_request_id_of_vllm_without_its_prefix():
+async def test_what_one_server_may_answer():
+    match = "total_tokens is 15: 16 were counted"
+    wrong = changed("vllm", lambda reply: reply["usage"].update(total_tokens=15))
+    await refused("vllm", wrong, match)
+    # the prefix of ids is vLLM's, and may be missing
+    other = with_field("sglang", "request_id", PREFIX + "r1")
+    await refused("sglang", other, "request id")
     assert (await read("vllm", with_field("vllm", "request_id", "r1"))).complete
+    for indices in ([], [1], [0, 0], [0, 1]):
+        reply = answered("vllm")
+        (choice,) = reply["choices"]
+        reply["choices"] = [{**choice, "index": i} for i in indices]
+        await refused("vllm", reply, "the one with index 0 was asked for")
 
 
 @EACH
@@ -717,65 +698,61 @@ async def test_a_session_stays_on_one_of_several_servers():
 # Weights
 
 
-async def test_pausing_and_updating_sglang():
-    pause, resume = "pause_generation", "continue_generation"
-    disk = "update_weights_from_disk"
-
-    async def answer(body):
-        success = "bad" not in str(body)
-        return {"success": success, "message": "no such directory"}
-
-    def update(version, path):
-        fields = {"weight_version": version, "model_path": path, "flush_cache": True}
-        return f"/{disk}", fields
-
-    double = Double("sglang", **dict.fromkeys((disk, pause, resume), answer))
-    async with double.engine() as engine:
-        assert isinstance(engine, UpdatableEngine)
-        await engine.pause()
-        await engine.update_weights("/new", "step-1")
-        with pytest.raises(EngineError, match="from_disk /bad: no such directory"):
-            await engine.update_weights("/bad", "step-2")
-        await engine.resume()
-    assert double.asked == [
-        (f"/{pause}", {"mode": "retract"}),
-        update("step-1", "/new"),
-        update("step-2", "/bad"),
-        (f"/{resume}", {}),
-    ]
-
-
-async def test_pausing_and_updating_vllm():
-    names = ("pause", "resume", "collective_rpc", "reset_prefix_cache")
-    paths = {name: {"status": "ok"} for name in names}
-    renamed = VLLM["update_weight_version"]["reply"]
-    double = Double("vllm", **paths, update_weight_version=renamed)
-    async with double.engine() as engine:
-        assert isinstance(engine, UpdatableEngine)
-        await engine.pause()
-        await engine.update_weights("/new", "step-1")
-        await engine.resume()
-    load = {"method": "reload_weights", "kwargs": {"weights_path": "/new"}}
-    assert double.asked == [
+LOAD = {"weight_version": "step-1", "model_path": "/new", "flush_cache": True}
+RELOAD = {"method": "reload_weights", "kwargs": {"weights_path": "/new"}}
+# what each server is asked at a pause, an update and the end of the pause
+PAUSING = {
+    "sglang": [
+        ("/pause_generation", {"mode": "retract"}),
+        ("/update_weights_from_disk", LOAD),
+        ("/continue_generation", {}),
+    ],
+    "vllm": [
         ("/pause?mode=keep", {}),
-        ("/collective_rpc", load),
+        ("/collective_rpc", RELOAD),
         ("/reset_prefix_cache", {}),
         ("/update_weight_version", {"new_version": "step-1"}),
         ("/resume", {}),
-    ]
+    ],
+}
 
 
-async def test_what_vllm_cannot_update():
-    async with Double("vllm").engine() as engine:
-        with pytest.raises(EngineError, match="start it with VLLM_SERVER_DEV_MODE=1"):
-            await engine.pause()
-    failed = web.json_response({"error": {"message": "no such folder"}}, status=500)
-    double = Double("vllm", collective_rpc=failed)
+@EACH
+async def test_pausing_and_updating(kind):
+    names = [path[1:].partition("?")[0] for path, _ in PAUSING[kind]]
+    paths = {name: {"success": True} for name in names}
+    if kind == "vllm":
+        paths["update_weight_version"] = VLLM["update_weight_version"]["reply"]
+    double = Double(kind, **paths)
+    async with double.engine() as engine:
+        assert isinstance(engine, UpdatableEngine)
+        await engine.pause()
+        await engine.update_weights("/new", "step-1")
+        await engine.resume()
+    assert double.asked == PAUSING[kind]
+
+
+@cases(
+    "kind, path, answer",
+    {
+        "SGLang": ("sglang", "update_weights_from_disk", (200, {"success": False})),
+        "vLLM": ("vllm", "collective_rpc", (500, {})),
+    },
+)
+async def test_weights_that_cannot_be_loaded_get_no_name(kind, path, answer):
+    status, body = answer
+    body |= {"message": "no such folder"}
+    double = Double(kind, **{path: web.json_response(body, status=status)})
     async with double.engine() as engine:
         with pytest.raises(EngineError, match="no such folder"):
             await engine.update_weights("/bad", "step-2")
-    # weights that cannot be loaded get no name
-    assert double.counted() == {"/collective_rpc": 1}
+    assert double.counted() == {f"/{path}": 1}
+
+
+async def test_a_vllm_that_cannot_be_paused():
+    async with Double("vllm").engine() as engine:
+        with pytest.raises(EngineError, match="start it with VLLM_SERVER_DEV_MODE=1"):
+            await engine.pause()
 
 
 # Images and payloads
@@ -872,41 +849,39 @@ def packed(server, experts):
     return base64.b64encode(flat).decode()
 
 
-@pytest.mark.parametrize("server", ["SGLang", "vLLM"])
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (lambda experts: experts, None),
-        (lambda experts: experts[:-1], r"for 15 tokens with 3 a layer"),
-        (lambda experts: experts[:, :0], "of shape"),
-        (lambda experts: experts - 1, r"in \[-1, 88\]: expected integers"),
-        (lambda experts: experts + 2**15, "expected integers in"),
-    ],
-)
-def test_experts_as_servers_pack_them(server, change, match):
-    text = packed(server, change(EXPERTS.astype(np.int32)))
-    if match is None:
-        found = read_experts(server, text, 16, 3)
-        assert (found.dtype, found.tolist()) == (np.int16, EXPERTS.tolist())
-    else:
-        with pytest.raises(EngineError, match=match):
-            read_experts(server, text, 16, 3)
+SERVERS = ("SGLang", "vLLM")
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_experts_as_servers_pack_them(server):
+    found = read_experts(server, packed(server, EXPERTS), 16, 3)
+    assert (found.dtype, found.tolist()) == (np.int16, EXPERTS.tolist())
 
 
 @pytest.mark.parametrize(
-    ("text", "match"),
+    ("server", "text", "match"),
     [
-        (packed("vLLM", np.zeros((15, 6), np.uint8)), r"shape \(15, 6\)"),
-        (packed("vLLM", np.zeros((15, 2, 3))), "experts that are float64"),
-        (packed("vLLM", np.array([[[{}]]], object)), "allow_pickle"),
-        ("====", "[Pp]adding|data"),
-        ("AAAA", "EOF|pickle|empty"),
-        (7, "gave no routed_experts"),
+        *(
+            (server, packed(server, experts), match)
+            for server in SERVERS
+            for experts, match in (
+                (EXPERTS[:-1], r"for 15 tokens with 3 a layer"),
+                (EXPERTS[:, :0], "of shape"),
+                (EXPERTS - 1, r"in \[-1, 88\]: expected integers"),
+                (EXPERTS + 2**15, "expected integers in"),
+            )
+        ),
+        ("vLLM", packed("vLLM", np.zeros((15, 6), np.uint8)), r"shape \(15, 6\)"),
+        ("vLLM", packed("vLLM", np.zeros((15, 2, 3))), "experts that are float64"),
+        ("vLLM", packed("vLLM", np.array([[[{}]]], object)), "allow_pickle"),
+        ("vLLM", "====", "[Pp]adding|data"),
+        ("vLLM", "AAAA", "EOF|pickle|empty"),
+        ("vLLM", 7, "gave no routed_experts"),
     ],
 )
-def test_experts_that_cannot_be(text, match):
+def test_experts_that_cannot_be(server, text, match):
     with pytest.raises((EngineError, ValueError), match=match):
-        read_experts("vLLM", text, 16, 3)
+        read_experts(server, text, 16, 3)
 
 
 class RoutingEngine(ScriptedEngine):
