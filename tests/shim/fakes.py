@@ -102,7 +102,9 @@ def sampled_call(name: str = "bash", arguments: str = '{"command":  "ls"}') -> s
 
 
 @contextmanager
-def raises(error: type[Exception], match: str, **fields: object) -> Iterator[None]:
+def raises(
+    error: type[Exception], match: str | None = None, **fields: object
+) -> Iterator[None]:
     """Check that an error is raised in these words, and with these fields."""
     with pytest.raises(error, match=match) as caught:
         yield

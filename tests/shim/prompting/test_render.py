@@ -408,13 +408,3 @@ def test_the_error_of_a_text_that_is_too_long_does_not_keep_its_encoding():
         for value in frame.f_locals.values()
     ]
     assert not [value for value in kept if isinstance(value, Encoding)]
-
-
-def test_a_template_may_want_short_ids_of_calls():
-    check = (
-        "{%- for m in messages %}{%- for c in m.tool_calls or [] %}"
-        "{%- if c.id | length != 9 %}{{- raise_exception('id') }}{%- endif %}"
-        "{%- endfor %}{%- endfor %}"
-    )
-    assert byte_renderer(check + AS_STRING).short_call_ids
-    assert not byte_renderer(AS_STRING).short_call_ids
