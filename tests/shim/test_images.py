@@ -73,13 +73,10 @@ class Seeing(Session):
     def says(self, *replies):
         """Script the engine's replies: texts, or ids."""
         renderer, engine = self.gateway.renderer, self.gateway.engine
-        for reply in replies:
-            ids = (
-                renderer.encode(reply).ids.tolist() if isinstance(reply, str) else reply
-            )
+        for ids in replies:
+            ids = renderer.encode(ids).ids if isinstance(ids, str) else ids
             ids = np.array([*ids, renderer.end_ids[0]], np.int32)
-            scores = np.full(len(ids), -0.5, np.float32)
-            given = {"output_logprobs": scores, "weight_versions": ()}
+            given = {"output_logprobs": None, "weight_versions": ()}
             engine.script.append(sampled("", output_ids=ids, **given))
 
     async def look(self, *messages, status=200, name="openai_chat", **fields):
@@ -196,13 +193,6 @@ async def test_the_bytes_of_images_do_not_stay_in_memory(opened):
     assert shown["cache_bytes"] < 1 << 16
 
 
-async def test_the_limit_of_images_is_that_of_the_complete_prompt(opened):
-    session = await opened("red", limits={"max_images": 1})
-    await session.look(PNG)
-    message = await session.refused(400, "too_many_images", PNG, said("red"), JPEG)
-    assert message == "2 images; the limit is 1"
-
-
 NUMBERED = r"""
 {%- set n = namespace(images=0) -%}
 {%- for m in messages -%}
@@ -257,19 +247,15 @@ async def test_a_tool_s_result_may_be_an_image(opened):
     assert image.data == JPEG
 
 
-async def test_the_name_of_the_token_in_a_text_is_no_image(opened):
-    session = await opened("hm")
-    await session.look(asking(PNG, text="<|image_pad|>"))
+async def test_the_token_of_an_image_in_a_text_and_in_a_reply(opened, model):
+    session = await opened([load_image_model(model).token_id], "x")
+    asked = asking(PNG, text="<|image_pad|>")
+    message = (await session.look(asked)).json()["choices"][0]["message"]
     ((image,),) = session.seen
     prompt = session.gateway.engine.prompts[0]
     text = session.gateway.renderer.decode(prompt, ended=False)
     assert text.count("<|image_pad|>") == 1 + image.stop - image.start
-
-
-async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened, model):
-    session = await opened([load_image_model(model).token_id], "x")
-    message = (await session.look(PNG)).json()["choices"][0]["message"]
-    sent = [PNG, message, saying("openai_chat", "and?")]
+    sent = [asked, message, saying("openai_chat", "and?")]
     await session.refused(400, "image_token_sampled", *sent)
 
 
@@ -278,7 +264,7 @@ async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened,
     {
         "bytes": (None, {"max_bytes": 99}, "image_too_large"),
         "pixels": (None, {"max_pixels": 99}, "image_too_large"),
-        "count": (None, {"max_images": 0}, "too_many_images"),
+        "count": (None, {"max_images": 1}, "too_many_images"),
         "total": (None, {"max_total_bytes": 9}, "log_full"),
         "request": (None, {"max_request_bytes": 9}, "image_too_large"),
         "base64": ("data:image/png;base64,?", {}, "invalid_image"),
@@ -289,10 +275,12 @@ async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened,
     },
 )
 async def test_what_is_refused(opened, url, limits, code):
+    """The limit of images is that of the complete prompt."""
     session, message = await opened(limits=limits), asking(PNG)
     if url is not None:
         message["content"][1]["image_url"]["url"] = url
-    await session.refused(507 if code == "log_full" else 400, code, message)
+    sent = [JPEG, said("red")] if code == "too_many_images" else []
+    await session.refused(507 if code == "log_full" else 400, code, *sent, message)
     assert (session.seen, session.stored()) == ([], [])
 
 
