@@ -12,11 +12,10 @@ from jinja2 import Environment
 
 from tests.shim.clients import TOOLS, USER
 from tests.shim.engines.double import Double
-from tests.shim.fakes import byte_renderer, cases, parse_reply, sampled_call
-from tests.shim.fakes import sampled_call as block
+from tests.shim.fakes import byte_renderer, cases, parse_reply, raises, sampled_call
 from tests.strategies import call_shards, good_calls, plain_texts, typed_calls
 from trajkit_shim import cli
-from trajkit_shim.chat.request import ChatRequest, Required, SamplingParams, ToolCall
+from trajkit_shim.chat.request import ChatRequest, Required, SamplingParams
 from trajkit_shim.cli import EngineOptions
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.replies import (
@@ -206,36 +205,31 @@ async def test_the_gateway_reads_the_form_of_its_template(start, options):
 # Hermes
 
 
-def call(name="bash", arguments="{}"):
-    return block(name, arguments)
+def call(name="bash"):
+    return sampled_call(name, "{}")
+
+
+ORDERED = (
+    '<tool_call>{"arguments":{"x":"</tool_call>"},"id":[1],"name":"f"}</tool_call>'
+)
 
 
 @cases(
-    "text, shown, calls, ill_formed",
+    "text, shown, calls",
     {
-        "white space around calls": (f"\n{call()}\n", "\n\n", "bash", False),
-        "an escaped name": (call("café"), "", "café", False),
-        "a call after a marker that opens none": (
-            f"<tool_call> {call()}",
-            *("<tool_call> ", "bash", True),
-        ),
+        "an escaped name": (call("café"), "", "café"),
+        "an end in a string, and fields in another order": (ORDERED, "", "f"),
+        "a marker that opens none": (f"<tool_call> {call()}", "<tool_call> ", "bash"),
         "white space beside a broken call is kept": (
             f"{call('a')}\n<tool_call>no\n{call('b')}",
-            *("\n<tool_call>no\n", "ab", True),
+            *("\n<tool_call>no\n", "ab"),
         ),
-        "end": ("a </tool_call> b", "a </tool_call> b", "", False),
     },
 )
-def test_text_around_calls(text, shown, calls, ill_formed):
+def test_text_around_calls(text, shown, calls):
     parsed = parse_reply(text)
-    assert (parsed.text, parsed.ill_formed) == (shown, ill_formed)
+    assert (parsed.text, parsed.ill_formed) == (shown, bool(shown))
     assert "".join(each.name for each in parsed.calls) == calls
-
-
-def test_an_end_marker_inside_a_string_and_fields_in_another_order():
-    arguments = '{"x":"</tool_call>"}'
-    text = f'<tool_call>{{"arguments":{arguments},"id":[1],"name":"f"}}</tool_call>'
-    assert parse_reply(text).parts == (ToolCall("f", arguments),)
 
 
 @given(st.lists(st.tuples(plain_texts, good_calls)), plain_texts)
@@ -247,7 +241,7 @@ def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
     parsed = parse_reply(text)
     assert parsed.text == "".join([*kept, last])
     assert not parsed.ill_formed
-    rebuilt = [block(each.name, each.arguments) for each in parsed.calls]
+    rebuilt = [sampled_call(each.name, each.arguments) for each in parsed.calls]
     assert rebuilt == [call for _, call in pairs]
 
 
@@ -556,9 +550,8 @@ def test_reasoning_comes_first():
     },
 )
 def test_what_is_refused(case, message):
-    with pytest.raises(GatewayError, match=message) as caught:
+    with raises(GatewayError, message, status=400):
         made(**case)
-    assert caught.value.status == 400
 
 
 WRITTEN = {
@@ -580,31 +573,17 @@ def test_a_call_that_matches_its_tag_is_read(name):
 # The parsers of an SGLang server
 
 # numbers and white space that no JSON library writes so
-ARGUMENTS = '{"n":  1.50e1}'
-CALL = sampled_call("f", ARGUMENTS)
+CALL = sampled_call("f", '{"n":  1.50e1}')
 REPLY = f"<think>\nhm\n</think>\n\nLook.\n{CALL}"
 OFFERED = TOOLS["openai_chat"]
 BOTH = ("qwen25", "qwen3")
 CALLS_ONLY = ("qwen25", None)
 
 
-async def separated(body):
-    found = parse_reply(body["text"], None)
-    rest = body["text"].rpartition("</think>")[2]
-    return {"reasoning_text": found.reasoning or "", "text": rest.strip()}
-
-
-async def called(body):
-    found = parse_reply(body["text"], body["tools"])
-    calls = [
-        {"name": c.name, "parameters": json.dumps(json.loads(c.arguments))}
-        for c in found.calls
-    ]
-    return {"normal_text": found.text.strip(), "calls": calls}
-
-
 def server(**paths):
     """As real ones it drops white space and writes arguments anew (0.5.23)."""
+    separated = {"reasoning_text": "hm", "text": CALL}
+    called = {"normal_text": "", "calls": [{"name": "f", "parameters": '{"n": 15.0}'}]}
     found = {"separate_reasoning": separated, "parse_function_call": called, **paths}
     return Double("sglang", **found)
 
@@ -641,7 +620,7 @@ async def test_a_server_is_asked_for_what_it_has(names, asked):
     assert bool(found.calls) == (names[0] is not None)
     # no tools: no calls are looked for
     double = server()
-    assert (await parsed(double, CALL, None, names=names)).parts == (CALL,)
+    assert (await parsed(double, CALL, None, names=names)).calls == []
     assert "/parse_function_call" not in double.counted()
 
 
