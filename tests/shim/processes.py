@@ -57,9 +57,9 @@ def launched(python, tmp_path, *arguments, **options):
 
 
 @contextmanager
-def serving(directory, *options, code=COMMAND, after=(), **environment):
+def serving(directory, *options, code=COMMAND, after=(), port=0, **environment):
     """The process of ``trajkit serve``, in a group of its own as a shell starts it."""
-    argv = ["serve", "--out", str(directory / "run"), "--port", "0", "--json"]
+    argv = ["serve", "--out", str(directory / "run"), f"--port={port}", "--json"]
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code, *argv, *options, *after],
         env=os.environ | ENVIRONMENT | environment,
