@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partialmethod
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -182,15 +181,6 @@ def load_tokenizer() -> Any:
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
     )
-
-
-def save_tokenizer(folder: Path, template: str | None = None) -> None:
-    """Write the embedded engine's tokenizer into a model directory."""
-    tokenizer, own = chat_files()
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": END, "chat_template": template or own}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def byte_renderer(template: str = AS_STRING) -> ChatRenderer:

@@ -182,7 +182,7 @@ def test_a_model_whose_calls_no_parser_knows(
 ):
     monkeypatch.chdir(tmp_path)
     model = model_directory(tmp_path / "model", OFFERS)
-    code, error = command(*GONE, str(model), *options.split())
+    code, error = command(*GONE, model, *options.split())
     assert code == cli.BAD_FILE
     assert says in error
     assert len(error.strip().splitlines()) == 1
