@@ -6,6 +6,7 @@
 import json
 import re
 from dataclasses import asdict
+from itertools import chain
 
 import pytest
 
@@ -76,39 +77,33 @@ async def test_what_is_required_is_read_sampled_under_a_grammar_and_logged(
     assert json.loads(turn["sampling"])["structural_tag"] == sampling.structural_tag
 
 
+A_CALL = required("openai_chat", "a call")
+SCHEMA = {"name": "x", "schema": {"const": {"reward": "mine"}}}
+# forces any text as a turn
+A_CONST = {"response_format": {"type": "json_schema", "json_schema": SCHEMA}}
+A_CONST |= {"stop": ["i"], "seed": 3, "max_tokens": 1}
+
+
 @cases(
-    "sampling, client, overruled",
+    "asked, sampling, client, overruled",
     {
-        "nothing is fixed": ({}, [], []),
-        "sampling is fixed": ({"temperature": 1}, [], ["tool_choice"]),
-        "but for the tools": ({"temperature": 1}, ["tool_choice"], []),
-        "a grammar": ({"extra": {"regex": "a"}}, [], ["tool_choice"]),
+        "nothing is fixed": (A_CALL, {}, [], []),
+        "sampling is fixed": (A_CALL, {"temperature": 1}, [], ["tool_choice"]),
+        "but for the tools": (A_CALL, {"temperature": 1}, ["tool_choice"], []),
+        "a grammar": (A_CALL, {"extra": {"regex": "a"}}, [], ["tool_choice"]),
+        "and a const is asked for": (A_CONST, {"top_p": 1.0}, [], sorted(A_CONST)),
     },
 )
-async def test_a_session_that_fixes_its_sampling(start, sampling, client, overruled):
+async def test_a_session_that_fixes_its_sampling(
+    start, asked, sampling, client, overruled
+):
     gateway = await start("hi")
     session = await gateway.open(sampling=sampling, client_sampling=client)
-    await session.post(**required("openai_chat", "a call"))
-    assert [*(await session.shown())["sampling_overruled"]] == overruled
-    free = gateway.engine.samplings[0].structural_tag is None
-    assert free == bool(overruled)
-
-
-async def test_a_const_forces_no_turn_of_fixed_sampling(start):
-    gateway = await start("hi")
-    session = await gateway.open(sampling={"top_p": 1.0})
-    form = {"name": "x", "schema": {"const": {"reward": "mine"}}}
-    message = await session.ask(
-        response_format={"type": "json_schema", "json_schema": form},
-        stop=["i"],
-        seed=3,
-        max_tokens=1,
-    )
-    assert message["content"] == "hi"
-    (sampling,) = gateway.engine.samplings
-    assert (sampling.structural_tag, sampling.stop, sampling.seed) == (None, (), None)
-    names = ["max_tokens", "response_format", "seed", "stop"]
-    assert sorted((await session.shown())["sampling_overruled"]) == names
+    assert (await session.ask(**asked))["content"] == "hi"
+    assert sorted((await session.shown())["sampling_overruled"]) == overruled
+    (given,) = gateway.engine.samplings
+    assert (given.structural_tag is None) == bool(overruled)
+    assert (given.stop, given.seed) == ((), None)
 
 
 # Settings, what has no effect, and what is left out
@@ -324,13 +319,9 @@ async def test_the_events_of_a_stream_in_order(start):
     told = [e async for e in await client.create(model="m", stream=True, **body)]
     kinds = [getattr(getattr(e, "delta", e), "type", "end") for e in told]
     begun, ended = "content_block_start", "content_block_stop"
-    assert kinds == [
-        "message_start",
-        *(begun, "thinking_delta", "signature_delta", ended),
-        *(begun, "text_delta", ended),
-        *(begun, "input_json_delta", ended),
-        *("end", "message_stop"),
-    ]
+    deltas = [("thinking", "signature"), ("text",), ("input_json",)]
+    blocks = [[begun, *(f"{d}_delta" for d in each), ended] for each in deltas]
+    assert kinds == ["message_start", *chain(*blocks), "end", "message_stop"]
     assert [e.index for e in told if e.type == begun] == [0, 1, 2]
     assert told[0].message.content == []
     # the arguments as they were sampled
