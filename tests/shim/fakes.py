@@ -4,12 +4,14 @@ import asyncio
 import json
 import os
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partialmethod
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -181,6 +183,27 @@ def load_tokenizer() -> Any:
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
     )
+
+
+def write_processor(directory: Path) -> None:
+    """Write a tokenizer with places for images, and the processor of a Qwen2.5-VL."""
+    shown = "<|vision_start|><|image_pad|><|vision_end|>"
+    tokenizer, part = load_tokenizer(), "{{- part.text -}}"
+    image = f'{{{{- "{shown}" if part.type == "image" else part.text -}}}}'
+    tokenizer.add_tokens([*re.findall("<.*?>", shown), "<|video_pad|>"], True)
+    assert part in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(part, image)
+    tokenizer.save_pretrained(directory)
+    settings = {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    }
+    path = Path(directory, "preprocessor_config.json")
+    path.write_text(json.dumps(settings), "utf-8")
 
 
 def byte_renderer(template: str = AS_STRING) -> ChatRenderer:

@@ -15,8 +15,14 @@ from transformers import AutoImageProcessor, AutoProcessor
 
 import trajkit as tk
 from tests.shim.clients import FIELDS, NAMES, Session, image_part, saying
-from tests.shim.fakes import ScriptedEngine, cases, fails, said, sampled
-from tests.shim.sglang_cpu.make_vision_model import write_processor
+from tests.shim.fakes import (
+    ScriptedEngine,
+    cases,
+    fails,
+    said,
+    sampled,
+    write_processor,
+)
 from trajkit.turns import engine_ids
 from trajkit_shim.chat.images import (
     ImageLimits,

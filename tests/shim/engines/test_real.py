@@ -32,6 +32,7 @@ from tests.shim.fakes import (
     load_tokenizer,
     raises,
     tool,
+    write_processor,
 )
 from tests.shim.processes import (
     chat,
@@ -43,7 +44,6 @@ from tests.shim.processes import (
     stop,
     until_ended,
 )
-from tests.shim.sglang_cpu.make_vision_model import write_processor
 from tests.shim.test_images import JPEG, PNG, asking, drawn
 from trajkit import cli
 from trajkit.turns import engine_ids
@@ -90,14 +90,14 @@ class Server:
     arguments = ("--served-model-name", "tiny")
 
     @classmethod
-    def make_model(cls, directory, *given, script="make_model.py", prepare=None):
+    def make_model(cls, directory, *given, prepare=write_tokenizer):
         """Make a random model; return its directory.
 
         The environment of a server lacks modules that write a tokenizer.
         """
         path = str(directory / "model")
-        (prepare or write_tokenizer)(path)
-        script = str(HERE / "sglang_cpu" / script)
+        prepare(path)
+        script = str(HERE / "sglang_cpu" / "make_model.py")
         subprocess.run([cls.python, script, path, *given], check=True, timeout=120)
         return path
 
@@ -590,9 +590,7 @@ COLOURS = {"sampling": {"extra": {"regex": r"(red|green|blue)"}}}
 def vision(kind, tmp_path_factory):
     """A model that takes images, and the URL of its server."""
     directory = tmp_path_factory.mktemp("vision")
-    model = kind.make_model(
-        directory, script="make_vision_model.py", prepare=write_processor
-    )
+    model = kind.make_model(directory, "0", "vision", prepare=write_processor)
     with pytest.MonkeyPatch.context() as patch:
         # the stand-in for triton compiles nothing
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
