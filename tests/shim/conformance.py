@@ -236,6 +236,9 @@ class Responses(Driver):
         if reply.status == "failed":
             # the one failure that is told in the stream, where the status is gone
             raise Failure(400, reply.error.code, reply.error.message)
+        if reply.status == "incomplete":
+            assert reply.incomplete_details.reason == "max_output_tokens"
+            assert reply.output[-1].status == "incomplete"
         thoughts = [i.content[0].text for i in reply.output if i.type == "reasoning"]
         calls = [item for item in reply.output if item.type == "function_call"]
         return Answer(
