@@ -105,11 +105,10 @@ async def test_an_incomplete_reply_is_context_only(start, reason):
 async def test_the_name_of_a_session_is_used_once(start):
     gateway = await start()
     session = await gateway.open(session_id="mine", metadata={"task": 3**50})
-    await gateway.post("/sessions", 409, session_id="mine")
-    assert (await session.end())["status"] == "closed"
-    await gateway.post("/sessions", 409, session_id="mine")
+    for how in ("finish", "drop"):
+        await gateway.post("/sessions", 409, session_id="mine")
+        assert (await session.end(how))["metadata"] == {"task": 3**50}
     assert session.key not in (await session.error(410))["message"]
-    assert (await session.shown())["metadata"] == {"task": 3**50}
     assert (await gateway.http.get("/sessions/other")).status_code == 404
 
 

@@ -95,6 +95,10 @@ class Seeing(Session):
         assert error["code"] == code
         return error["message"]
 
+    def prompt_text(self):
+        prompt = self.gateway.engine.prompts[-1]
+        return self.gateway.renderer.decode(prompt, ended=False)
+
     @property
     def seen(self):
         """The images of each call."""
@@ -192,9 +196,7 @@ async def test_a_conversation_with_images_is_appended_and_is_one_row(opened, for
 
 async def test_the_bytes_of_images_do_not_stay_in_memory(opened):
     session = await opened("red")
-    url = f"data:image/png;base64,{base64.b64encode(PNG + bytes(1 << 20)).decode()}"
-    part = {"type": "image_url", "image_url": {"url": url}}
-    await session.post(messages=[{"role": "user", "content": [part]}])
+    await session.look(PNG + bytes(1 << 20))
     shown = await session.gateway.get("/prompts")
     assert shown["cache_bytes"] < 1 << 16
 
@@ -203,14 +205,12 @@ NUMBERED = r"""
 {%- set n = namespace(images=0) -%}
 {%- for m in messages -%}
     {{- "<|im_start|>" ~ m.role ~ "\n" -}}
-    {%- if m.content is string -%}{{- m.content -}}{%- else -%}
-        {%- for part in m.content -%}
-            {%- if part.type == "text" -%}{{- part.text -}}{%- else -%}
-                {%- set n.images = n.images + 1 -%}
-                {{- n.images ~ ": <|image_pad|>" -}}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
+    {%- for part in ([m.content] if m.content is string else m.content) -%}
+        {%- if part is string or part.type == "text" -%}{{- part.text or part -}}
+        {%- else -%}
+            {%- set n.images = n.images + 1 -%}{{- n.images ~ ": <|image_pad|>" -}}
+        {%- endif -%}
+    {%- endfor -%}
     {{- "<|im_end|>\n" -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<|im_start|>assistant\n" -}}{%- endif -%}
@@ -223,15 +223,12 @@ async def test_a_template_that_numbers_the_images(opened):
     await session.look(PNG, said("red"), JPEG)
     reasons = session.gateway.table()["render_reason"].to_pylist()
     assert reasons == ["opening", None]
-    prompt = session.gateway.engine.prompts[1]
-    text = session.gateway.renderer.decode(prompt, ended=False)
-    assert "What is it?2: <|image_pad|>" in text
+    assert "What is it?2: <|image_pad|>" in session.prompt_text()
 
 
 async def test_another_image_in_its_place_is_another_prompt(opened):
-    session = await opened("red", "blue")
+    session, other = await opened("red", "blue"), drawn("PNG", (80, 100), (10, 10, 200))
     await session.look(PNG)
-    other = drawn("PNG", (80, 100), (10, 10, 200))
     await session.look(other, said("red"), PNG)
     turns = session.gateway.table()
     assert turns["render_reason"].to_pylist() == ["opening", "unknown_reply"]
@@ -258,9 +255,8 @@ async def test_the_token_of_an_image_in_a_text_and_in_a_reply(opened, model):
     asked = asking(PNG, text="<|image_pad|>")
     message = (await session.look(asked)).json()["choices"][0]["message"]
     ((image,),) = session.seen
-    prompt = session.gateway.engine.prompts[0]
-    text = session.gateway.renderer.decode(prompt, ended=False)
-    assert text.count("<|image_pad|>") == 1 + image.stop - image.start
+    n_pads = session.prompt_text().count("<|image_pad|>")
+    assert n_pads == 1 + image.stop - image.start
     sent = [asked, message, saying("openai_chat", "and?")]
     await session.refused(400, "image_token_sampled", *sent)
 
@@ -338,17 +334,10 @@ def watch_files(monkeypatch, called):
     monkeypatch.setattr(Path, "open", watched)
 
 
-async def test_images_are_not_written_on_the_event_loop(opened, monkeypatch):
-    threads, session = [], await opened("red", "still red")
+async def test_requests_with_the_same_new_image(tmp_path, monkeypatch):
+    """It is written once, and not on the event loop."""
+    threads = []
     watch_files(monkeypatch, lambda: threads.append(threading.current_thread()))
-    for _ in range(2):
-        await session.look(PNG)
-    (thread,) = threads
-    assert thread is not threading.current_thread()
-    assert session.stored() == [name_of(PNG)]
-
-
-async def test_requests_with_the_same_new_image(tmp_path):
     # a second file, or the same one counted twice, would exceed the limit
     limits = ImageLimits(max_total_bytes=len(PNG))
     store = ImageStore(tmp_path / "images", limits)
@@ -356,6 +345,8 @@ async def test_requests_with_the_same_new_image(tmp_path):
     await asyncio.gather(*(store.write([image, image]) for _ in range(2)))
     assert [file.name for file in store.directory.iterdir()] == [image.name]
     assert (store.directory / image.name).read_bytes() == PNG
+    (thread,) = threads
+    assert thread is not threading.current_thread()
 
 
 @pytest.mark.parametrize("broken", ["write", "replace", "log"])

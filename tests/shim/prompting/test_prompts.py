@@ -324,6 +324,7 @@ def test_a_template_that_moves_tools():
             "hidden",
         ),
     ],
+    ids=["the text before", "an end", "the reply"],
 )
 def test_a_template_that_shows_its_whims_later(old, new, expected):
     # the digest notices it, whatever the template makes of replies
