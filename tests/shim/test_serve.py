@@ -622,10 +622,11 @@ def test_the_loop_is_asyncio_and_any_is_served(tmp_path, monkeypatch, kind):
     """An old uvicorn leaves the choice of the loop to the process."""
     pytest.importorskip("uvloop")
     app, loops = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path)), []
+    config = partial(serve.uvicorn.Config, loop=kind)
     if kind is not None:
-        chosen = partial(serve.uvicorn.Config, loop=kind)
-        own = lambda *given, loop=None, **options: chosen(*given, **options)  # noqa: E731
-        monkeypatch.setattr(serve.uvicorn, "Config", own)
+        monkeypatch.setattr(
+            serve.uvicorn, "Config", lambda *given, loop, **more: config(*given, **more)
+        )
 
     async def seen(scope, receive, send):
         loops.append(type(asyncio.get_running_loop()).__module__)
