@@ -147,23 +147,22 @@ async def test_sessions_that_are_refused(start, param, value):
     assert answer["error"]["param"] == (f"{param}[0]" if value == ["n"] else param)
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "words"),
-    [
-        ("GET", "/v1/chat/completions", 405, {"error"}),
-        ("GET", "/v1/nothing", 404, {"error"}),
-        ("GET", "/v1/messages", 405, {"type", "error"}),
-        ("POST", "/v1/messages/batches", 404, {"type", "error"}),
-        ("POST", "/s/a/v1beta/models/x:embedContent", 404, {"error"}),
-        ("POST", "/v1/responses/r/cancel", 404, {"error"}),
-        ("GET", "/v1/models/x", 404, {"error"}),
-        ("POST", "/nothing", 404, {"error"}),
-    ],
-)
-async def test_paths_that_nothing_answers(start, method, path, status, words):
-    reply = await (await start()).http.request(method, path)
-    assert (reply.status_code, set(reply.json())) == (status, words)
-    assert ("status" in reply.json()["error"]) == ("v1beta" in path)
+async def test_paths_that_nothing_answers(start):
+    gateway = await start()
+    for method, path, status in (
+        ("GET", "/v1/chat/completions", 405),
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/messages", 405),
+        ("POST", "/v1/messages/batches", 404),
+        ("POST", "/s/a/v1beta/models/x:embedContent", 404),
+        ("POST", "/v1/responses/r/cancel", 404),
+        ("GET", "/v1/models/x", 404),
+        ("POST", "/nothing", 404),
+    ):
+        reply = await gateway.http.request(method, path)
+        words = {"error", *(["type"] if "messages" in path else [])}
+        assert (reply.status_code, {*reply.json()}) == (status, words)
+        assert ("status" in reply.json()["error"]) == ("v1beta" in path)
 
 
 async def test_calls_get_ids_that_the_template_takes(start):

@@ -362,7 +362,8 @@ async def test_a_retry_does_not_join_a_call_that_is_being_cancelled(start):
     first = asyncio.create_task(session.ask())
     await until(lambda: gateway.engine.requests)
     first.cancel()
-    await cancelled.wait()
+    async with asyncio.timeout(10):
+        await cancelled.wait()
     second = asyncio.create_task(session.ask(headers=RETRY))
     while len(gateway.engine.requests) == 1 and not (await session.shown())["replayed"]:
         await asyncio.sleep(0)

@@ -414,20 +414,18 @@ async def test_a_server_that_is_not_there(kind):
 # Prompts for an engine, and what it must sample before anyone is served
 
 
+NOTHING = {"finish_reason": "length", "weight_versions": ()}
+SCORED = {"output_logprobs": sampled("abc").output_logprobs}
+
+
 @cases(
     "reply, says",
     {
         "serves": ("a", None),
         "fails": (EngineError("gone"), "does not work: gone"),
         "no logprobs": (sampled("a", output_logprobs=None), "no logprobs"),
-        "no ids": (
-            sampled("", finish_reason="length", weight_versions=()),
-            "no output ids",
-        ),
-        "too many logprobs": (
-            sampled("a", output_logprobs=sampled("abc").output_logprobs),
-            "4 logprobs for 2",
-        ),
+        "no ids": (sampled("", **NOTHING), "no output ids"),
+        "too many logprobs": (sampled("a", **SCORED), "4 logprobs for 2"),
     },
 )
 async def test_the_check_of_an_engine(reply, says):
