@@ -279,6 +279,17 @@ async def test_no_amendment_that_could_not_be_written_is_forgotten(session):
     assert logged(session) == [LOST, LOST]
 
 
+async def test_the_last_client_that_leaves_ends_the_work(start):
+    held = Held("a")
+    session = await (await start(held)).open()
+    call = await held.holds(session.ask())
+    call.cancel()
+    async with asyncio.timeout(10):
+        await held.cancelled.wait()
+    await asyncio.gather(call, return_exceptions=True)
+    assert session.gateway.turns() == []
+
+
 async def test_an_amendment_is_written_before_the_next_turn(session):
     with full_disk(session):
         await Line(session, lost_after=1).ask()
@@ -362,8 +373,7 @@ async def test_a_retry_does_not_join_a_call_that_is_being_cancelled(start):
     first = asyncio.create_task(session.ask())
     await until(lambda: gateway.engine.requests)
     first.cancel()
-    async with asyncio.timeout(10):
-        await cancelled.wait()
+    await cancelled.wait()
     second = asyncio.create_task(session.ask(headers=RETRY))
     while len(gateway.engine.requests) == 1 and not (await session.shown())["replayed"]:
         await asyncio.sleep(0)
