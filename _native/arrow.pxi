@@ -24,28 +24,18 @@ cdef struct ArrowArrayStream:
     void (*release)(ArrowArrayStream*) noexcept
     void* private_data
 
-cdef enum:  # trajkit.turns.calls._COLUMNS, then _DELTA_COLUMNS
-    COL_TURN, COL_OWN, COL_OUT, COL_LOGPROBS, COL_FINISH, COL_MESSAGES, COL_RESPONSE
-    COL_USE_TOOL, COL_ILL_FORMED, COL_TRAINABLE, COL_MASK
-    N_COLS
-    COL_BASE = N_COLS, COL_SHARED, COL_SHARED_MESSAGES  # of the delta form
-    N_DELTA_COLS
+cpdef enum:  # those of the delta form last (trajkit.turns.sessions)
+    COL_TURN_INDEX, COL_PROMPT_IDS, COL_OUTPUT_IDS, COL_OUTPUT_LOGPROBS, COL_FINISH_REASON
+    COL_MESSAGES, COL_RESPONSE, COL_USE_TOOL, COL_ILL_FORMED, COL_TRAINABLE, COL_OUTPUT_MASK
+    COL_BASE_TURN, COL_SHARED_LENGTH, COL_SHARED_MESSAGES
+
+cdef enum:
+    N_COLS = COL_BASE_TURN
+    N_DELTA_COLS = COL_SHARED_MESSAGES + 1
 
 cdef enum:  # the fields of a message
     FIELD_KEY, FIELD_ROLE, FIELD_BODY
     N_FIELDS
-
-cdef enum:  # what may be wrong with a turn; trajkit.turns.calls has the words
-    FAULT_NONE, FAULT_OWN_NULL, FAULT_OUT_NULL, FAULT_LOGPROBS, FAULT_KEY, FAULT_ORDER
-    FAULT_BASE, FAULT_SHARED, FAULT_SHARED_MESSAGES, FAULT_MASK_LENGTH, FAULT_MASK_NULL
-
-ENUMS["TurnColumn"] = _numbers(
-    "turn_index prompt_ids output_ids output_logprobs finish_reason messages response use_tool "
-    "ill_formed trainable output_mask base_turn shared_length shared_messages"
-)
-ENUMS["TurnFault"] = _numbers(
-    "none own_null out_null logprobs key order base shared shared_messages mask_length mask_null"
-)
 
 
 cdef struct Run:              # one element of a list column
@@ -115,35 +105,35 @@ cdef inline uint8_t _stop(const ArrowArray* array, int64_t i) noexcept nogil:
     return STOP_ABORT if _is_word(array, i, b"abort", 5) else STOP_OTHER
 
 
-cdef int _read_turn(
+cdef bint _read_turn(
     const ArrowArray* const* columns, int64_t i, Call* call, Request* request
 ) noexcept nogil:
-    """One turn of a batch; the records come as zeros."""
+    """Read one turn of a batch, whose records come as zeros; whether it fits the schema."""
     cdef const ArrowArray* lists
     cdef const ArrowArray* items
     cdef const ArrowArray* field
     cdef int64_t within
     cdef Run run
 
-    lists = columns[COL_OWN]
+    lists = columns[COL_PROMPT_IDS]
     run = _run(lists, i)
     if not _all_valid(lists.children[0], run):
-        return FAULT_OWN_NULL
+        return False
     call.own = _at(lists.children[0], run.start, sizeof(token_t))
     call.prompt_len = run.n
 
-    lists = columns[COL_OUT]
+    lists = columns[COL_OUTPUT_IDS]
     run = _run(lists, i)
     if not _all_valid(lists.children[0], run):
-        return FAULT_OUT_NULL
+        return False
     call.out = _at(lists.children[0], run.start, sizeof(token_t))
     call.out_len = run.n
 
-    lists = columns[COL_LOGPROBS]
+    lists = columns[COL_OUTPUT_LOGPROBS]
     if _is_valid(lists, i):
         run = _run(lists, i)
         if run.n != call.out_len:
-            return FAULT_LOGPROBS
+            return False
         if run.n > 0:
             items = lists.children[0]
             call.logprobs = _at(items, run.start, sizeof(float))
@@ -151,19 +141,19 @@ cdef int _read_turn(
                 call.valid = <int64_t><intptr_t>items.buffers[0]
                 call.valid_bit = items.offset + run.start
 
-    call.stop = _stop(columns[COL_FINISH], i)
+    call.stop = _stop(columns[COL_FINISH_REASON], i)
     call.use_tool = _flag(columns[COL_USE_TOOL], i, False)
     call.ill_formed = _flag(columns[COL_ILL_FORMED], i, False)
     call.trainable = _flag(columns[COL_TRAINABLE], i, True)
 
-    lists = columns[COL_MASK]
+    lists = columns[COL_OUTPUT_MASK]
     if _is_valid(lists, i):
         run = _run(lists, i)
         if run.n != call.out_len:
-            return FAULT_MASK_LENGTH
+            return False
         items = lists.children[0]
         if not _all_valid(items, run):
-            return FAULT_MASK_NULL
+            return False
         if run.n > 0:
             call.mask = <int64_t><intptr_t>items.buffers[1]
             call.mask_bit = items.offset + run.start
@@ -175,10 +165,10 @@ cdef int _read_turn(
         items = lists.children[0]
         within = run.start + items.offset  # a struct's children do not know its offset
         if not _all_valid(items, run):
-            return FAULT_KEY
+            return False
         run.start = within
         if not _all_valid(items.children[FIELD_KEY], run):
-            return FAULT_KEY
+            return False
         request.n_keys = run.n
         request.keys = _at(items.children[FIELD_KEY], within, KEY_BYTES)
         field = items.children[FIELD_ROLE]
@@ -191,7 +181,7 @@ cdef int _read_turn(
         request.reply_key = _at(items.children[FIELD_KEY], within, KEY_BYTES)
         field = items.children[FIELD_ROLE]
         request.reply_is_assistant = _is_word(field, within, b"assistant", 9)
-    return FAULT_NONE
+    return True
 
 
 cdef int64_t _find_turn(
@@ -210,37 +200,35 @@ cdef int64_t _find_turn(
     return -1
 
 
-cdef int _read_base(
+cdef bint _read_base(
     const ArrowArray* const* columns, int64_t i, const int32_t* turn_index, int64_t start,
-    int64_t row, Call* calls, Request* requests, int64_t* most,
+    int64_t row, Call* calls, Request* requests,
 ) noexcept nogil:
-    """What a turn in delta form shares with an earlier one of its session, start:row.
+    """Read what a turn in delta form shares with an earlier one of its session, start:row.
 
-    If the turn claims more than the base has, ``most`` is what the base has.
+    Returns whether that one has it.
     """
     cdef Call* call = &calls[row]
     cdef Request* request = &requests[row]
     cdef int64_t base = -1, held = 0, shown = 0
-    if _is_valid(columns[COL_BASE], i):
-        base = _find_turn(turn_index, start, row, _int32(columns[COL_BASE], i))
+    if _is_valid(columns[COL_BASE_TURN], i):
+        base = _find_turn(turn_index, start, row, _int32(columns[COL_BASE_TURN], i))
         if base < 0:
-            return FAULT_BASE
+            return False
         held = calls[base].prompt_len + calls[base].out_len
         if requests[base].n_keys >= 0:
             shown = requests[base].shared + requests[base].n_keys
             shown += requests[base].reply_key != 0
     call.base = <int32_t>base
-    call.own_start = _int32(columns[COL_SHARED], i)
+    call.own_start = _int32(columns[COL_SHARED_LENGTH], i)
     if not 0 <= call.own_start <= held:
-        most[0] = held
-        return FAULT_SHARED
+        return False
     call.prompt_len += call.own_start
     if request.n_keys >= 0 and _is_valid(columns[COL_SHARED_MESSAGES], i):
         request.shared = _int32(columns[COL_SHARED_MESSAGES], i)
         if not 0 <= request.shared <= shown:
-            most[0] = shown
-            return FAULT_SHARED_MESSAGES
-    return FAULT_NONE
+            return False
+    return True
 
 
 cdef bint _is_batch(const ArrowArray* batch):
@@ -249,42 +237,41 @@ cdef bint _is_batch(const ArrowArray* batch):
     cdef int column
     if batch.n_children not in (N_COLS, N_DELTA_COLS) or batch.offset != 0:
         return False
-    for column in (COL_OWN, COL_OUT, COL_LOGPROBS, COL_MESSAGES, COL_MASK):
+    for column in (
+        COL_PROMPT_IDS, COL_OUTPUT_IDS, COL_OUTPUT_LOGPROBS, COL_MESSAGES, COL_OUTPUT_MASK
+    ):
         if batch.children[column].n_children != 1:
             return False
     message = batch.children[COL_MESSAGES].children[0]
     return message.n_children == N_FIELDS and batch.children[COL_RESPONSE].n_children == N_FIELDS
 
 
-cdef int _read_batch(
+cdef bint _read_batch(
     const ArrowArray* batch, int64_t* row, const int64_t** session, int32_t* turn_index,
-    Call* calls, Request* requests, int64_t* most,
+    Call* calls, Request* requests,
 ) noexcept nogil:
-    """The turns of a batch, from row on; row is left at the turn that has a fault.
+    """Read the turns of a batch, from row on; row is left at the one that does not fit.
 
-    ``session`` points at the first turn of the session of row, the next of which follows;
-    ``most`` is for the fault, see `_read_base`.
+    ``session`` points at the first turn of the session of row, the next of which follows.
     """
     cdef const ArrowArray* const* columns = <const ArrowArray* const*>batch.children
     cdef int64_t i, start
-    cdef int fault
     for i in range(batch.length):
         while row[0] >= session[0][1]:
             session[0] += 1
         start = session[0][0]
-        turn_index[row[0]] = _int32(columns[COL_TURN], i)
+        turn_index[row[0]] = _int32(columns[COL_TURN_INDEX], i)
         if row[0] > start and turn_index[row[0]] <= turn_index[row[0] - 1]:
-            return FAULT_ORDER
+            return False
         calls[row[0]].base = -1
-        fault = _read_turn(columns, i, &calls[row[0]], &requests[row[0]])
-        if fault == FAULT_NONE and batch.n_children == N_DELTA_COLS:
-            fault = _read_base(
-                columns, i, turn_index, start, row[0], calls, requests, most
-            )
-        if fault != FAULT_NONE:
-            return fault
+        if not _read_turn(columns, i, &calls[row[0]], &requests[row[0]]):
+            return False
+        if batch.n_children == N_DELTA_COLS and not _read_base(
+            columns, i, turn_index, start, row[0], calls, requests
+        ):
+            return False
         row[0] += 1
-    return FAULT_NONE
+    return True
 
 
 cdef bint _next_batch(ArrowArrayStream* stream, ArrowArray* batch) except -1:
@@ -301,18 +288,17 @@ def read_columns(
     Call[::1] calls not None,
     Request[::1] requests not None,
 ):
-    """Fill the records of all turns; return (fault, row, most), or (0, -1, 0) for none.
+    """Fill the records of all turns; return the first that does not fit its table, or -1.
 
     ``table`` is an "arrow_array_stream" capsule of the columns turn_index, the ids that the
     turn brings itself, output_ids, output_logprobs, finish_reason, the messages that it brings
     itself, response, use_tool, ill_formed, trainable, output_mask, and in delta form base_turn,
     shared_length, shared_messages, of the types of `trajkit.schema`. Its buffers must outlive
-    the records, which must come as zeros. ``most`` is the largest valid value, for the error's
-    text.
+    the records, which must come as zeros.
     """
     cdef:
-        int64_t row = 0, most = 0, n = calls.shape[0]
-        int fault = FAULT_NONE
+        int64_t row = 0, n = calls.shape[0]
+        bint fits = True
         ArrowArrayStream* stream
         ArrowArray batch
         const int64_t* session
@@ -322,7 +308,7 @@ def read_columns(
     _check_length("turn_index", turn_index.shape[0], n)
     _check_length("requests", requests.shape[0], n)
     session = &session_offsets[0]
-    while fault == FAULT_NONE and _next_batch(stream, &batch):
+    while fits and _next_batch(stream, &batch):
         try:
             if not _is_batch(&batch):
                 raise LayoutError("a batch is no struct of the columns of turns")
@@ -330,11 +316,9 @@ def read_columns(
                 raise LayoutError(f"calls has {n} entries, more are needed")
             if batch.length:
                 with nogil:
-                    fault = _read_batch(
-                        &batch, &row, &session, &turn_index[0], &calls[0], &requests[0], &most
+                    fits = _read_batch(
+                        &batch, &row, &session, &turn_index[0], &calls[0], &requests[0]
                     )
         finally:
             batch.release(&batch)
-    if fault == FAULT_NONE:
-        row = -1
-    return fault, row, most
+    return -1 if fits else row

@@ -16,7 +16,6 @@ from libc.stdint cimport (
 from libc.string cimport memchr, memcmp, memcpy, memset
 
 from structs cimport (
-    STOP_ABORT, STOP_LENGTH, STOP_OTHER,
     Call, Choices, Link, Message, Node, PackRow, Request, Row, pos_t, token_t
 )
 
@@ -50,16 +49,9 @@ cdef extern from *:
 
 BUILD = TRAJKIT_BUILD.decode("ascii")
 
-# By enum: the number of each name. Python looks them up by name (trajkit/_kernel_names.py).
-ENUMS = {}
+cpdef enum:  # why an output ended
+    STOP_OTHER, STOP_LENGTH, STOP_ABORT
 
-
-cdef dict _numbers(str names):
-    """The names of an enum, in its order, with their numbers."""
-    return {name: number for number, name in enumerate(names.split())}
-
-
-ENUMS["Stop"] = _numbers("other length abort")
 
 cdef Call _call
 cdef Request _request

@@ -4,23 +4,16 @@ Fills a line per column of the drift table from the links, whose ``lcp`` is know
 O(n log n) in the tokens of path and prompt beyond the lcp, and O(calls) for its ancestors.
 """
 
-cdef enum:  # trajkit.schema.REGIONS
+cpdef enum:  # trajkit.schema.REGIONS
     REGION_NONE, REGION_LAST_REPLY, REGION_EARLIER_REPLY, REGION_PROMPT
 
-cdef enum:  # trajkit.analysis.drift.DESCRIBED: the lines of describe_drift's out
+cpdef enum:  # the lines of describe_drift's out (trajkit.analysis.drift)
     DRIFT_REGION, DRIFT_RESYNC_PATH, DRIFT_RESYNC_PROMPT, DRIFT_RESYNC_LENGTH
     DRIFT_TOKENS_AFTER_DRIFT, DRIFT_CAUSE
-    N_DRIFT_LINES
 
-cdef enum:  # trajkit.schema.CAUSES
+cpdef enum:  # trajkit.schema.CAUSES
     CAUSE_CLEAN, CAUSE_TRUNCATED, CAUSE_HEAD_DROPPED, CAUSE_MIDDLE_EDITED
     CAUSE_TAIL_CHANGED, CAUSE_DIVERGED
-
-ENUMS["Region"] = _numbers("none last_reply earlier_reply prompt")
-ENUMS["Cause"] = _numbers("clean truncated head_dropped middle_edited tail_changed diverged")
-ENUMS["DriftLine"] = _numbers(
-    "region resync_path resync_prompt resync_length tokens_after_drift cause"
-)
 
 
 cdef struct Windows:          # the runs of one length in a sequence, found by their tokens
@@ -229,7 +222,7 @@ def describe_drift(
     cdef DriftFinder finder
 
     _check_length("links", links.shape[0], n_calls)
-    _check_length("out", out.shape[0], N_DRIFT_LINES)
+    _check_length("out", out.shape[0], DRIFT_CAUSE + 1)
     _check_length("out", out.shape[1], n_calls)
     _check_parents(forest, links)
     if min_run < 1:
@@ -269,12 +262,9 @@ cdef enum:
     # that occurs in two messages does not lead from one into the other.
     BORDER = 64
 
-cdef enum:  # trajkit.analysis.drift.Stretch: the columns of align's out
+cpdef enum:  # the columns of align's out (trajkit.analysis.drift.Stretch)
     DIFFERENCE_PATH_START, DIFFERENCE_PATH_STOP
     DIFFERENCE_PROMPT_START, DIFFERENCE_PROMPT_STOP
-    DIFFERENCE_WIDTH
-
-ENUMS["Difference"] = _numbers("path_start path_stop prompt_start prompt_stop")
 
 
 cdef struct Sides:            # the two sequences, and the positions of each run in a
@@ -409,7 +399,7 @@ def align(
     _check_length("borders_a", borders_a.shape[0], n_a + 1)
     _check_length("borders_b", borders_b.shape[0], n_b + 1)
     _check_length("out", out.shape[0], n_a + 1)
-    _check_length("out", out.shape[1], DIFFERENCE_WIDTH)
+    _check_length("out", out.shape[1], DIFFERENCE_PROMPT_STOP + 1)
     if run < 1:
         raise LayoutError(f"run is {run}: expected 1 or more")
     if n_a == 0:

@@ -1,18 +1,12 @@
 """Links between calls: why a call has its parent, and what its prompt shares with that call."""
 
-cdef enum:  # trajkit.schema.LINK_REASONS
+cpdef enum:  # trajkit.schema.LINK_REASONS
     REASON_ROOT, REASON_MESSAGES, REASON_REWRITE, REASON_TOKENS, REASON_PREVIOUS
     REASON_UNROUTED, REASON_HISTORY_REPLACED, REASON_PROMPTS
     REASON_AMBIGUOUS, REASON_SUPERSEDED, REASON_UNRESOLVED_KEPT, REASON_UNRESOLVED
     REASON_UNRESOLVED_AMBIGUOUS, REASON_CHAIN_QUARANTINED, REASON_EMPTY
     REASON_RECORDED, REASON_NO_PARENT
     REASON_REFUSED_TOKENS, REASON_REFUSED_TRUNCATED, REASON_RETRIED
-
-ENUMS["LinkReason"] = _numbers(
-    "root messages rewrite tokens previous unrouted history_replaced prompts ambiguous superseded "
-    "unresolved_kept unresolved unresolved_ambiguous chain_quarantined empty recorded no_parent "
-    "refused_tokens refused_truncated retried"
-)
 
 
 cdef int32_t _prompt_node(CallForest forest, int32_t call) noexcept nogil:
@@ -151,10 +145,8 @@ cdef class TokenIndex:
 # of keys compared + nodes of the forest); where calls have no messages, as above,
 # and O(calls of the session) after a rewritten call.
 
-cdef enum:  # trajkit.policies.TieBreak
+cpdef enum:  # trajkit.policies.TieBreak
     TIE_BREAK_FIRST, TIE_BREAK_TOKENS, TIE_BREAK_FULL_PATH
-
-ENUMS["TieBreak"] = _numbers("first tokens full_path")
 
 cdef enum:
     KEY_BYTES = 16

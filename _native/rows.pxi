@@ -13,21 +13,20 @@ cdef enum:  # what drift does to the row that the parent ended
     DRIFT_FORKS
     DRIFT_RESTARTS              # the row starts over; its earlier outputs are lost
 
-cdef enum:  # trajkit.policies.OnDrift, but "splice" (trajkit.rows.splice)
+cpdef enum:  # trajkit.policies.OnDrift, but "splice" (trajkit.rows.splice)
     ON_DRIFT_FORK, ON_DRIFT_ABSORB_SHORT_REPLY, ON_DRIFT_ABSORB_SHORT_DRIFT
     ON_DRIFT_ABSORB_ANY
 
 cdef enum:
     NEVER = 0x7FFFFFFFFFFFFFFF  # a position beyond every row
 
-cdef enum:  # trajkit.policies.TrainIn
+cpdef enum:  # trajkit.policies.TrainIn
     TRAIN_IN_FIRST, TRAIN_IN_EARLIEST, TRAIN_IN_EVERY
 
-cdef enum:  # trajkit.schema.SPAN_KINDS, but the last
+cpdef enum:  # trajkit.schema.SPAN_KINDS, but the last
     SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
-    N_SPAN_KINDS
 
-cdef enum:  # trajkit.rows.plan.COUNTS, the columns of trajkit.schema.REPORT from turns on
+cpdef enum:  # the columns of trajkit.schema.REPORT from turns on
     REPORT_TURNS, REPORT_ROWS, REPORT_ROWS_UNTRAINED, REPORT_ROWS_CUT
     REPORT_ROWS_OVER_MAX_ROWS
     REPORT_TOKENS_SAMPLED, REPORT_TOKENS_TRAINED, REPORT_TOKENS_DUPLICATED
@@ -43,19 +42,10 @@ cdef enum:  # trajkit.rows.plan.COUNTS, the columns of trajkit.schema.REPORT fro
     REPORT_ROWS_NO_SPLICE_POINT, REPORT_TURNS_NO_SPLICE_POINT
     REPORT_TURNS_BY_TOKENS    # filled by the caller, who knows the route
     REPORT_ROOTS, REPORT_TURNS_QUARANTINED, REPORT_TURNS_UNRESOLVED
-    REPORT_WIDTH
 
-ENUMS["OnDrift"] = _numbers("fork absorb_short_reply absorb_short_drift absorb_any")
-ENUMS["TrainIn"] = _numbers("first earliest every")
-ENUMS["SpanKind"] = _numbers("trained duplicate absorbed cut untrainable")
-ENUMS["ReportCount"] = _numbers(
-    "turns rows rows_untrained rows_cut rows_over_max_rows tokens_sampled tokens_trained "
-    "tokens_duplicated tokens_forward tokens_forward_shared lost_absorbed lost_rewritten lost_cut "
-    "lost_untrainable lost_unrouted lost_restarted lost_over_max_rows lost_aborted lost_masked "
-    "lost_no_logprob lost_no_splice_point lost_quarantined lost_not_selected lost_refused "
-    "lost_retried rows_no_splice_point turns_no_splice_point turns_by_tokens roots "
-    "turns_quarantined turns_unresolved"
-)
+cdef enum:
+    N_SPAN_KINDS = SPAN_UNTRAINABLE + 1
+    N_COUNTS = REPORT_TURNS_UNRESOLVED + 1
 
 cdef enum:  # bits of Plan.flags
     CALL_USE_TOOL = 1         # the call or one above it in its chain
@@ -665,7 +655,7 @@ def plan_rows(
     plan.drift_actions, plan.flags = empty(n_calls, "u1"), empty(n_calls, "u1")
     plan.first_row_of_node = full(forest.n_nodes, -1, "i4")
     plan.rows, plan.n_rows = empty(n_calls, DTYPES["Row"]), 0
-    cdef int64_t[:, ::1] report = zeros((forest.n_sessions, <int>REPORT_WIDTH), "i8")
+    cdef int64_t[:, ::1] report = zeros((forest.n_sessions, <int>N_COUNTS), "i8")
     with nogil:
         for s in range(forest.n_sessions):
             _plan_session(plan, <int32_t>s, &report[s, 0])
@@ -678,11 +668,11 @@ def plan_rows(
 # Fills tokens, mask, logprobs, validity and spans from the calls' paths and the plan, in
 # O(tokens and spans written + calls in the rows).
 
-cdef enum:  # the lines of spans: the fields of trajkit.schema.SPAN but kind
+cpdef enum:  # the lines of spans: the fields of trajkit.schema.SPAN but kind
     LINE_START, LINE_STOP, LINE_TURN_INDEX, LINE_OUTPUT_START, LINE_OUTPUT_STOP
-    N_LINES
 
-ENUMS["SpanLine"] = _numbers("start stop turn_index output_start output_stop")
+cdef enum:
+    N_LINES = LINE_OUTPUT_STOP + 1
 
 
 cdef struct Columns:          # of rows, as far as they are written

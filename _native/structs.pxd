@@ -9,10 +9,6 @@ ctypedef int32_t token_t  # a vocabulary id, as the tokenizer emits it
 ctypedef int64_t pos_t    # a position in, or a length of, a run of tokens
 
 
-cdef enum:  # trajkit._kernel_names.STOPS
-    STOP_OTHER, STOP_LENGTH, STOP_ABORT
-
-
 cdef struct Call:             # one model call; addresses are of buffers that Python holds
     int64_t own               # the call's own prompt ids
     pos_t own_start           # what its base supplies: own is prompt[own_start:]
@@ -26,7 +22,7 @@ cdef struct Call:             # one model call; addresses are of buffers that Py
     int64_t mask_bit          # position of the first of them in the bitmap
     int32_t base              # the call whose path supplies the first own_start ids, or -1
     uint8_t trainable
-    uint8_t stop              # why the output ended: STOP_*
+    uint8_t stop              # why the output ended: Stop
     uint8_t use_tool
     uint8_t ill_formed
 

@@ -22,9 +22,6 @@ BUILD: str
 # by the name of the struct
 DTYPES: dict[str, np.dtype[np.void]]
 
-# by enum: the number of each name (in the file of the enum)
-ENUMS: dict[str, dict[str, int]]
-
 # forest.pxi
 def lcp(a: _I32 | array[int], b: _I32 | array[int]) -> int: ...
 
@@ -44,7 +41,7 @@ def read_columns(
     turn_index: _I32,
     calls: _Records,
     requests: _Records,
-) -> tuple[int, int, int]: ...
+) -> int: ...
 
 # forest.pxi
 @final

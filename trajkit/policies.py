@@ -34,10 +34,10 @@ RowSelection: TypeAlias = Literal["all", "main"]
 RowOrder: TypeAlias = Literal["turn", "prompt"]
 TruncateAt: TypeAlias = Literal["tokens", "calls"]
 
-DRIFT_ACTIONS = numbers("OnDrift", get_args(OnDrift)[:-1])
+DRIFT_ACTIONS = numbers("ON_DRIFT_", get_args(OnDrift)[:-1])
 """What kernels do at drift; rows are spliced before (trajkit.rows.splice)."""
-TIE_BREAKS = numbers("TieBreak", get_args(TieBreak))
-TRAINING_ROWS = numbers("TrainIn", get_args(TrainIn))
+TIE_BREAKS = numbers("TIE_BREAK_", get_args(TieBreak))
+TRAINING_ROWS = numbers("TRAIN_IN_", get_args(TrainIn))
 """The kernels' numbers of these choices, by name."""
 
 _LAST_TOKEN = 2**31 - 1

@@ -1,7 +1,6 @@
 """``trajkit rollout``."""
 
 import json
-import multiprocessing
 import os
 import secrets
 import shlex
@@ -9,8 +8,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
-from trajkit.cli import BAD_DATA, BAD_FILE, DONE
+from trajkit.cli import BAD_DATA, DONE
 from trajkit.cli.screen import text_table
 from trajkit.errors import ArgumentError
 from trajkit_rollout.settings import Settings
@@ -29,8 +28,6 @@ from trajkit_rollout.tasks import read_tasks, task_files
 from trajkit_shim import cli as options
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from trajkit_rollout.rollout import Rollouts
 
 _SETTINGS, _ENGINE = Settings(), options.EngineOptions()
@@ -91,7 +88,7 @@ def rollout(
     """
     given = SimpleNamespace(**{**locals(), **vars(settings), **vars(engine)})
     with options.needs_extra("shim"):
-        from trajkit_rollout.rollout import Callback, Rollouts, sessions_table
+        from trajkit_rollout.rollout import Callback, Rollouts
     token = admin_token or os.environ.get(options.ADMIN_TOKEN)
     complete = self_test or (settings.harness and out)
     faults = {
@@ -143,56 +140,38 @@ def rollout(
         "seconds": time.monotonic() - began,
         "rollouts": [asdict(rollout) for rollout in ended],
     }
-    _print(facts, _described(facts, sessions_table(ended)), as_json=json)
+    _print(facts, _described(facts), as_json=json)
     return BAD_DATA if errors else DONE
 
 
-# in a process of its own, which the rollouts cannot slow down
 @contextmanager
 def _gateway(arguments: SimpleNamespace) -> Iterator[str]:
+    """Run a gateway in a process of its own, which the rollouts cannot slow down."""
+    from trajkit_shim.workers import children
+
     # next to those of earlier calls
     logs = arguments.out / "turns"
     logs.mkdir(exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    given = (far, arguments, logs / f"{len(list(logs.iterdir())):03d}")
-    process = context.Process(target=_serve, args=given)
-    process.start()
-    far.close()
-    try:
-        answer = near.recv()
-        if isinstance(answer, BaseException):
-            raise answer
-        yield answer
-    except EOFError:
-        raise SystemExit(BAD_FILE) from None
-    finally:
-        # it ends with this end of the pipe
-        near.close()
-        process.join()
+    job = arguments, logs / f"{len(list(logs.iterdir())):03d}"
+    with children("the gateway", _serve, [job]) as (gateway,):
+        yield gateway.received()
 
 
-def _serve(parent: Any, arguments: SimpleNamespace, log: Path) -> None:
+def _serve(arguments: SimpleNamespace, say: Callable[[str], None], log: Path) -> None:
     from trajkit_rollout.demo import solve
     from trajkit_shim.serve import running
 
-    # its parent ends it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     given = {
         "policy": solve(arguments.tasks, arguments.odds),
         "seed": arguments.seed,
         "admin_token": arguments.admin_token,
         "hosts": [urlsplit(arguments.gateway_url or "").hostname or ""],
     }
-    try:
-        with ExitStack() as stack:
-            made = options.engine_app(arguments, log, {}, **given)
-            app, _ = stack.enter_context(made)
-            parent.send(stack.enter_context(running(app, arguments.host)))
-            with suppress(EOFError):
-                parent.recv()
-    except Exception as error:
-        parent.send(error)
+    with options.terminable(), ExitStack() as stack:
+        app, _ = stack.enter_context(options.engine_app(arguments, log, {}, **given))
+        say(stack.enter_context(running(app, arguments.host)))
+        # its parent ends it
+        signal.pause()
 
 
 def _self_test(rollouts: "Rollouts", *, as_json: bool) -> int:
@@ -213,18 +192,18 @@ def _print(facts: dict[str, Any], text: str, *, as_json: bool) -> None:
     sys.stdout.write(f"{json.dumps(facts) if as_json else text}\n")
 
 
-def _described(facts: dict[str, Any], sessions: "pa.Table") -> str:
-    counted = [("reward", "count"), ("reward", "mean"), ("turns", "sum")]
-    groups = sessions.group_by("group_id").aggregate([([], "count_all"), *counted])
-    columns = (column.to_pylist() for column in groups.sort_by("group_id"))
-    lines = [
-        (task, n, graded, "" if mean is None else f"{mean:.2f}", turns or 0)
-        for task, n, graded, mean, turns in zip(*columns, strict=True)
-    ]
-    found = Counter(
-        each for names in sessions["findings"].to_pylist() for each in names
-    )
-    whys = [*facts["failures"].items(), *found.most_common()]
+def _described(facts: dict[str, Any]) -> str:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    whys = Counter(facts["failures"])
+    for rollout in facts["rollouts"]:
+        groups.setdefault(rollout["group_id"], []).append(rollout)
+        whys.update(rollout["findings"])
+    lines = []
+    for task, ended in sorted(groups.items()):
+        rewards = [r["reward"] for r in ended if r["reward"] is not None]
+        mean = f"{fmean(rewards):.2f}" if rewards else ""
+        turns = sum(r["turns"] or 0 for r in ended)
+        lines.append((task, len(ended), len(rewards), mean, turns))
     head = ("task", "rollouts", "graded", "mean reward", "turns")
     counts = (
         f"rollouts {facts['over']:,} ({facts['over_before']:,} finished before), graded "
@@ -233,7 +212,7 @@ def _described(facts: dict[str, Any], sessions: "pa.Table") -> str:
     )
     tables = [
         text_table(head, lines) if lines else "",
-        text_table(("failure or finding", "rollouts"), whys) if whys else "",
+        text_table(("failure or finding", "rollouts"), [*whys.items()]) if whys else "",
     ]
     end = f"sessions  {shlex.quote(facts['sessions'])}"
     return "\n\n".join(filter(None, [counts, *tables, end]))

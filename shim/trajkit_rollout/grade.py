@@ -17,6 +17,7 @@ import secrets
 import tarfile
 import tempfile
 import unicodedata
+from ast import literal_eval
 from base64 import b64decode
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -25,9 +26,15 @@ from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from trajkit_rollout.sandbox import CommandResult, Sandbox, pack, program
+from trajkit_rollout.sandbox import (
+    CommandResult,
+    Sandbox,
+    SandboxError,
+    pack,
+    program,
+)
 from trajkit_rollout.tasks import Task
 
 _GIT_SECONDS = 300.0
@@ -64,6 +71,9 @@ _MODULES = (".py", ".pyc", ".so", ".pyd", ".pth", ".zip")
 
 # exit codes of a shell that cannot run or find a command, or is killed
 _NOT_RUN = (126, 127, -9)
+_MAX_DOUBTS = 9
+# what is odd in the tests without an agent's changes, by kind of sandbox and task
+_BASES: dict[tuple[str, str], set[str]] = {}
 _TESTBED, _LOGS = "/testbed", "/logs/verifier"
 _GRADER = files(__package__).joinpath("grader/sitecustomize.py").read_bytes()
 
@@ -77,6 +87,27 @@ class StageError(Exception):
 
 class AgentError(StageError):
     """A stage failed, and only what the agent did can be the reason."""
+
+
+class TaskError(StageError):
+    """A stage failed, and what the agent did cannot be the reason."""
+
+
+class Proof(NamedTuple):
+    """What one test runner told."""
+
+    code: int
+    # names of tests, those in ``skipped`` also if they failed as expected
+    passed: list[str]
+    failed: list[str]
+    skipped: list[str]
+    changed: list[str]  # what was exchanged while it ran
+
+    @property
+    def doubts(self) -> set[str]:
+        """What may have kept tests from failing."""
+        skipped = {f"skipped: {name}" for name in self.skipped}
+        return skipped | {f"changed while tests ran: {name}" for name in self.changed}
 
 
 class Workspace:
@@ -252,32 +283,56 @@ def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
 
     ``workspace``: a fresh copy with the changes. ``finished``: the agent ended by itself.
     """
-    rules, sandbox = workspace.task.grade, workspace.sandbox
+    rules = workspace.task.grade
     if rules.kind == "completed":
         return float(finished)
     if rules.kind == "swebench":
         return _by_swebench(workspace, patch)
     done, proofs = _run(workspace)
-    idle = [proof for proof in proofs if {*proof["results"].values()} == {None}]
-    if any(proof["code"] == 0 for proof in idle):
-        # tests that all skip themselves do so without the agent's changes, too
+    if any(proof.changed for proof in proofs):
+        _compare_with_base(workspace, proofs)
+    reward = _reward_of(workspace, done, proofs)
+    # of the tests that a task names, one that was skipped has not passed
+    if reward > 0 and rules.kind != "tests":
+        _compare_with_base(workspace, proofs)
+    return reward
+
+
+def _compare_with_base(workspace: Workspace, proofs: Sequence[Proof]) -> None:
+    """Raise `AgentError` for what does not happen without the agent's changes, too."""
+    task, sandbox = workspace.task, workspace.sandbox
+    doubts = {doubt for proof in proofs for doubt in proof.doubts}
+    key = sandbox.kind, replace(task, prompt="").digest()
+    if doubts and key not in _BASES:
         name = f"{sandbox.spec.name}-base"
-        with type(sandbox)(replace(sandbox.spec, name=name)) as fresh:
-            base = Workspace(workspace.task, fresh)
-            base.prepare()
-            known = [proof["results"] for proof in _run(base)[1]]
-        for proof in idle:
-            proof["code"] = proof["code"] or int(proof["results"] not in known)
+        try:
+            with type(sandbox)(replace(sandbox.spec, name=name)) as fresh:
+                base = Workspace(task, fresh)
+                base.prepare()
+                known = {doubt for proof in _run(base)[1] for doubt in proof.doubts}
+        except (StageError, SandboxError) as error:
+            raise TaskError("grade", f"on the base commit: {error}") from error
+        _BASES[key] = known
+    if doubts and (doubts := doubts - _BASES[key]):
+        shown = "; ".join(sorted(doubts)[:_MAX_DOUBTS])
+        raise AgentError("grade", f"not without the agent's changes: {shown}")
+
+
+def _reward_of(
+    workspace: Workspace, done: CommandResult, proofs: Sequence[Proof]
+) -> float:
+    rules, sandbox = workspace.task.grade, workspace.sandbox
     if rules.kind == "command":
         # it succeeded, and so did each test runner
-        return float(done.code == 0 and all(proof["code"] == 0 for proof in proofs))
+        return float(done.code == 0 and all(proof.code == 0 for proof in proofs))
     if rules.kind == "tests":
-        results = [each for proof in proofs for each in proof["results"].items()]
-        if not results:
+        passed = {name for proof in proofs for name in proof.passed}
+        others = {name for proof in proofs for name in proof.failed + proof.skipped}
+        if not passed | others:
             reason = f"no result of pytest or unittest: {done.summary}"
             raise StageError("grade", reason)
         # one with several results passed if all of them did
-        passed = dict(results).keys() - {name for name, fine in results if not fine}
+        passed -= others
         wanted = rules.fail_to_pass + rules.pass_to_pass
         share = fmean(name in passed for name in wanted)
         return share if rules.partial else float(share == 1.0)
@@ -290,7 +345,7 @@ def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
         text = sandbox.get(sandbox.map_path(f"{_LOGS}/{name}"))
         if text is not None:
             reward = _reward(name, text.decode(errors="replace"))
-            if reward >= 1 and any(proof["code"] for proof in proofs):
+            if reward >= 1 and any(proof.code for proof in proofs):
                 reason = f"{name} is {reward:g}, but tests failed"
                 raise StageError("grade", reason)
             return reward
@@ -333,7 +388,7 @@ def _by_swebench(workspace: Workspace, patch: bytes) -> float:
     return float(report["resolved"])
 
 
-def _run(workspace: Workspace) -> tuple[CommandResult, list[dict[str, Any]]]:
+def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof]]:
     """Run the task's grader; return how it ended, and what test runners proved."""
     sandbox, task, rules = workspace.sandbox, workspace.task, workspace.task.grade
     given = {"tests": "/tests", "grader": "/trajkit", "logs": _LOGS}
@@ -361,24 +416,19 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[dict[str, Any]]]:
         raise StageError("grade", command, done.summary)
     printed = sandbox.get(f"{places['grader']}/results") or b""
     last = sandbox.get(f"{places['grader']}/nonce")
+    proofs = []
     try:
-        proofs = []
         for line in printed.decode("ascii").splitlines():
             signature, _, text = line.partition(" ")
             if signature != _sha256(f"{nonce}{text}{nonce}"):
                 raise ValueError
-            proofs.append(json.loads(text))
+            proofs.append(Proof(*literal_eval(text)))
             nonce = _sha256(f"next {nonce}")
-        changed = [str(each) for proof in proofs for each in proof["changed"][:3]]
-    except (ValueError, TypeError, LookupError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise StageError("grade", "the file of test results was changed") from None
     if last != nonce.encode():
         reason = "a test process ended before its tests did"
         raise StageError("grade", command, reason, done.summary)
-    if changed:
-        raise StageError(
-            "grade", command, f"changed while tests ran: {', '.join(changed)}"
-        )
     return done, proofs
 
 

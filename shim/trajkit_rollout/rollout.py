@@ -28,7 +28,14 @@ from trajkit.errors import ArgumentError, FormatError
 from trajkit.files.tables import write_table
 from trajkit.schema import SESSIONS
 from trajkit_rollout import sandbox as sandboxes
-from trajkit_rollout.grade import AGENT_ENV, AgentError, StageError, Workspace, grade
+from trajkit_rollout.grade import (
+    AGENT_ENV,
+    AgentError,
+    StageError,
+    TaskError,
+    Workspace,
+    grade,
+)
 from trajkit_rollout.sandbox import LimitError, Sandbox, SandboxError, SandboxSpec, pack
 from trajkit_rollout.settings import Settings
 from trajkit_rollout.tasks import Task
@@ -280,12 +287,13 @@ class Attempt:
                 _LOG.exception("sandbox of %s", rollout.session_id)
                 return
             caused = caused or isinstance(error, AgentError | LimitError)
-            if self.stopping.is_set() or not caused:
+            if self.stopping.is_set() or not caused or isinstance(error, TaskError):
                 raise
             reason = error
-        # unless no sandbox starts here any more, the agent's changes are the reason
-        with self.sandbox(f"{rollout.session_id}-again") as sandbox:
-            Workspace(self.task, sandbox).prepare()
+        if not isinstance(reason, AgentError):
+            # unless no sandbox starts here any more, the agent's changes are the reason
+            with self.sandbox(f"{rollout.session_id}-again") as sandbox:
+                Workspace(self.task, sandbox).prepare()
         rollout.findings.append(visible(f"cannot be graded: {reason}"))
         rollout.reward = 0.0
 

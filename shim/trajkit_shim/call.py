@@ -25,7 +25,7 @@ from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.delivery import PendingReply, is_retry
 from trajkit_shim.engines import base, checks
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.json_input import Json, parse_body
+from trajkit_shim.json_input import Json, parse_object
 from trajkit_shim.pauses import Pause
 from trajkit_shim.prompting.conversation import Budget, Node, next_position
 from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
@@ -163,16 +163,11 @@ class Call:
         self._is_short, takes_images = len(data) <= _SHORT, gateway.prompts.places
         limits = gateway.images.limits if takes_images else None
         head = f"{protocol.name} {self._verb}\0".encode()
-        # images are taken from each request
-        listed = "" if takes_images else protocol.listed
-        bodies = session.conversation.bodies
+        earlier = session.conversation.elements
 
         def read() -> ChatRequest:
             self._digest = blake2b(head + data, digest_size=16).digest()
-            value, body = parse_body(data, protocol.name, listed, bodies)
-            # the bytes of images are not kept
-            self._body = body if listed else None
-            return protocol.read(value, limits, body.elements)
+            return protocol.read(parse_object(data), limits, earlier)
 
         chat = await _done(read, at_once=self._is_short and not takes_images)
         limit = gateway.options.max_messages
@@ -271,7 +266,7 @@ class Call:
             self._renderer.check_length(last, max_tokens)
         # the request's messages, with the session's replies restored
         self._restored = self._session.conversation.restore(
-            self.chat.messages, self._body, keep=keep
+            self.chat.messages, self.chat.elements, keep=keep
         )
         return self._gateway.prompts.build(
             self._restored,
@@ -327,7 +322,7 @@ class Call:
             structural_tag=replies.grammar(
                 replace(self.chat, required=required),
                 self._gateway.reply_parser.form,
-                fixed.extra,
+                fixed.get("extra", {}),
                 opened=self._opened,
                 reasons=replies.THINK in self._renderer.chat_template,
             ),
@@ -457,5 +452,4 @@ class Call:
         self._session.conversation.add(node, self._gateway.cache_budget)
         self._session.remember(pending)
         counts.answered += 1
-        counts.tools_left_out.update(self.chat.left_out)
         counts.ignored.update(self.chat.ignored)

@@ -3,8 +3,15 @@
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections import ChainMap, Counter
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
@@ -21,9 +28,6 @@ Reader: TypeAlias = Callable[[object, str], T]
 # different ignored fields that are counted, and the length of their names
 _MOST_IGNORED = 100
 _LONGEST_IGNORED = 100
-
-# about what a value of JSON takes
-_VALUE_BYTES = 100
 
 # code that walks a body may recurse
 MAX_DEPTH = 100
@@ -55,51 +59,26 @@ def parse_object(body: bytes) -> Json:
     It must be UTF-8, and its numbers finite. Its texts may have halves of surrogate pairs,
     which a model can sample within JSON, and clients send back.
     """
-    return parse_body(body)[0]
+    try:
+        value = orjson.loads(body)
+        _check(value)
+    # it takes no half of a pair, and rounds large integers
+    except (ValueError, OverflowError):
+        value = _decoded(body)
+        _check(value, exact=True)
+    checked: Json = value
+    return checked
 
 
 class Element(NamedTuple):
-    """An element of a body's list: its JSON, and what it was read as."""
+    """What an element of a request's list was read as."""
 
-    json: object
     result: Any
     ignored: Counter[str]  # what of it had no effect
 
 
-class Body(NamedTuple):
-    """What was read of a request's body, for later ones that begin like it."""
-
-    protocol: str
-    elements: list[Element]  # of its list that `Fields.each` reads
-    n_values: int  # at most
-    n_bytes: int  # about what they take
-
-
-def parse_body(
-    data: bytes, protocol: str = "", listed: str = "", earlier: Iterable[Body] = ()
-) -> tuple[Json, Body]:
-    """Return the object in a body, and what is known of its list ``listed``.
-
-    These are the elements with which a list of ``earlier`` bodies of the same protocol
-    begins, too.
-    """
-    known, n_values = list[Element](), 0
-    try:
-        value = orjson.loads(data)
-        given: Any = value.get(listed) if isinstance(value, dict) else None
-        for body in earlier if isinstance(given, list) else ():
-            pairs = enumerate(zip(given, body.elements, strict=False))
-            differing = (i for i, (item, other) in pairs if item != other.json)
-            n_same = next(differing, min(len(given), len(body.elements)))
-            if n_same > len(known) and body.protocol == protocol:
-                known, n_values = body.elements[:n_same], body.n_values
-        n_values += _count({**value, listed: given[len(known) :]} if known else value)
-    # it takes no half of a pair, and rounds large integers, which are compared no more
-    except (ValueError, OverflowError):
-        value, protocol, known = _decoded(data), "", []
-        n_values = _count(value, exact=True)
-    n_bytes = len(data) + _VALUE_BYTES * n_values
-    return value, Body(protocol, known, n_values, n_bytes)
+Elements: TypeAlias = dict[bytes, Element]
+"""Elements by protocol and JSON: later requests with the same do not read it again."""
 
 
 def _decoded(data: bytes) -> Any:
@@ -111,23 +90,22 @@ def _decoded(data: bytes) -> Any:
         raise GatewayError("the body is nested too deep") from error
 
 
-def _count(value: object, *, exact: bool = False) -> int:
-    """Count the values of a body, which has to be an object that is not nested too deep.
+def _check(value: object, *, exact: bool = False) -> None:
+    """Refuse a body that is no object, or is nested too deep.
 
-    Raises `OverflowError` if one may be a rounded integer, unless all are ``exact``.
+    Raises `OverflowError` if it may have a rounded integer, unless all are ``exact``.
     """
     if not isinstance(value, dict):
         raise GatewayError(f"the body is {_kind(value)}, not a JSON object")
-    level, n_values = list[Any]([value]), 0
+    level = list[Any]([value])
     for _ in range(MAX_DEPTH):
         inner = (v.values() if isinstance(v, dict) else v for v in level)
         items = [*chain.from_iterable(inner)]
         if not exact and any(abs(v) >= 2.0**63 for v in items if isinstance(v, float)):
             raise OverflowError
-        n_values += len(items)
         level = [item for item in items if isinstance(item, (dict, list))]
         if not level:
-            return n_values
+            return
     raise GatewayError(f"the body is nested deeper than {MAX_DEPTH} levels")
 
 
@@ -223,8 +201,10 @@ class Reading:
     image_limits: Any = None
     # fields that are not counted
     silent: Collection[str] = ()
-    # known elements of its list that is read by `Fields.each`, which adds the others
-    elements: list[Element] = field(default_factory=list)
+    protocol: str = ""
+    # what `Fields.each` reads, and what it read for earlier requests
+    elements: Elements = field(default_factory=dict)
+    earlier: Sequence[Elements] = ()
     images: list[Any] = field(default_factory=list)
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
@@ -233,6 +213,14 @@ class Reading:
     def ignore(self, where: str, times: int = 1) -> None:
         if where in self.ignored or len(self.ignored) < _MOST_IGNORED:
             self.ignored[where[:_LONGEST_IGNORED]] += times
+
+    def key(self, item: object) -> bytes:
+        """Return the key of an element; empty: it is read each time, as images are."""
+        # half a character, or an integer beyond 64 bits
+        with suppress(TypeError):
+            if self.image_limits is None:
+                return self.protocol.encode() + orjson.dumps(item)
+        return b""
 
     def count_unread(self, first: int = 0) -> None:
         """Count the fields that nobody read, but none without a content."""
@@ -273,6 +261,11 @@ class Fields:
         """Count a field, or one of its values, that has no effect."""
         where = re.sub(r"\[\d+\]", "[]", self.at(name))
         self.reading.ignore(f"{where}={value}" if value else where)
+
+    def leave_out(self, kind: str) -> None:
+        """Count the object, as one of a kind that has no effect."""
+        self.ignore("type", kind)
+        self.whole()
 
     def only(self, known: Collection[str]) -> None:
         """Refuse a field that is not null and not ``known``."""
@@ -343,18 +336,23 @@ class Fields:
 
         ``read`` must not depend on anything but the object.
         """
-        given, reading = self.need(name, as_list), self.reading
+        given, reading, results = self.need(name, as_list), self.reading, list[T]()
         if not given:
             self.refuse(name, "an empty list")
-        n_known = len(reading.elements)
-        for i, item in enumerate(given[n_known:], n_known):
-            where, first = f"{self.at(name)}[{i}]", len(reading.opened)
-            others, reading.ignored = reading.ignored, Counter()
-            result = read(Fields(as_object(item, where), where, reading))
-            reading.count_unread(first)
-            reading.elements.append(Element(item, result, reading.ignored))
-            reading.ignored = others
-        for element in reading.elements:
+        known = ChainMap(reading.elements, *reading.earlier)
+        for i, item in enumerate(given):
+            key = reading.key(item)
+            element = known.get(key)
+            if element is None:
+                where, first = f"{self.at(name)}[{i}]", len(reading.opened)
+                others, reading.ignored = reading.ignored, Counter()
+                result = read(Fields(as_object(item, where), where, reading))
+                reading.count_unread(first)
+                element = Element(result, reading.ignored)
+                reading.ignored = others
+            if key:
+                known[key] = element
+            results.append(element.result)
             for where, times in element.ignored.items():
                 reading.ignore(where, times)
-        return [element.result for element in reading.elements]
+        return results

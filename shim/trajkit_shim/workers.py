@@ -12,12 +12,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 from starlette.requests import ClientDisconnect, Request
@@ -43,8 +42,6 @@ class Worker:
 
     def __init__(self, app: ASGIApp, index: int, urls: Sequence[str]) -> None:
         self._app, self._index, self._urls = app, index, urls
-        # only of the first worker: the owner of each session
-        self._owners: dict[str, int] = {}
         self._opening = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,43 +59,45 @@ class Worker:
 
     async def _answer(self, request: Request) -> Response | None:
         """The answer of other workers; None if this one answers."""
-        asked, path = (request.method, request.url.path), request.url.path
-        name = path.removeprefix("/sessions/").partition("/")[0]
-        # another path, or an unknown session, is the first worker's to refuse
-        owner = 0 if self._index else self._owners.get(name, 0)
-        orders = {
-            ("POST", "/sessions"): self._open,
-            ("POST", "/admin/drain"): self._drain,
-        }
-        order = None if self._index else orders.get(asked)
-        own = order is None and owner == self._index
-        if own or _FROM_FIRST in request.headers:
+        path, first = request.url.path, self._index == 0
+        if _FROM_FIRST in request.headers or (first and path.startswith("/engine")):
             return None
         body = await read_body(request.stream(), Options().max_body_bytes)
-        if order is not None:
-            return await order(request, body)
-        return await self._ask(owner, request, body)
+        if not first:
+            return await self._ask(0, request, body)
+        if (request.method, path) == ("POST", "/sessions"):
+            return await self._open(request, body)
+        if path.startswith("/admin"):
+            return await self._drain(request, body)
+        return await self._owner(request, body)
 
     async def _open(self, request: Request, body: bytes) -> Response:
         """Open a session at the worker with the fewest open ones."""
-        session_id = None
-        with suppress(ValueError, AttributeError):
-            session_id = json.loads(body).get("session_id")
+        path = ""
+        with suppress(AttributeError, TypeError, ValueError):
+            path = f"/sessions/{quote(json.loads(body).get('session_id'), safe='')}"
         # one after the other: an id is never opened twice, and counts are exact
         async with self._opening:
-            # if it is known, its owner says that it was opened before
-            owner = self._owners.get(str(session_id))
-            if owner is None:
-                states = await self._ask_all(request, b"", "GET", "/healthz")
-                for state in states:
-                    if state.status_code >= 400:
-                        return state
-                loads = [_json(state)["sessions"]["open"] for state in states]
-                owner = loads.index(min(loads))
-            answer = await self._ask(owner, request, body)
-            if answer.status_code == 200:
-                self._owners[_json(answer)["session_id"]] = owner
-            return answer
+            states = await self._ask_all(request, b"", "GET", "/healthz")
+            for state in states:
+                if state.status_code >= 400:
+                    return state
+            loads = [_json(state)["sessions"]["open"] for state in states]
+            owners = [loads.index(min(loads))]
+            if path:
+                found = await self._ask_all(request, b"", "GET", path)
+                # it says that the id was used before, or that the token is missing
+                known = [i for i, each in enumerate(found) if each.status_code != 404]
+                owners = known or owners
+            return await self._ask(owners[0], request, body)
+
+    async def _owner(self, request: Request, body: bytes) -> Response:
+        """The answer of the worker that knows a session, or that none does."""
+        for index in range(len(self._urls)):
+            answer = await self._ask(index, request, body)
+            if answer.status_code != 404:
+                break
+        return answer
 
     async def _drain(self, request: Request, body: bytes) -> Response:
         """Drain all workers; return the first error, or the sums of their counts."""
@@ -168,57 +167,71 @@ def run_workers(
     interrupt, which the workers get as SIGTERM; a second one is passed on, too. An error
     of a worker is raised. `ConnectionError`: a worker ended; then the others are ended.
     """
-    context = multiprocessing.get_context("spawn")
-    processes, pipes = list[Any](), list[Connection]()
     urls = [url_of(listener) for listener in listeners]
+    jobs = [(listener, index, urls) for index, listener in enumerate(listeners)]
+    with suppress(KeyboardInterrupt), children("worker {}", work, jobs) as workers:
+        for listener in listeners:
+            listener.close()
+        texts = [worker.received() for worker in workers]
+        on_ready(texts[0])
+        sentinels = [worker.process.sentinel for worker in workers]
+        workers[sentinels.index(wait(sentinels)[0])].received()
+
+
+class Child(NamedTuple):
+    """A process that works for this one."""
+
+    name: str
+    process: Any
+    pipe: Connection
+
+    def received(self) -> Any:
+        """Return what it says; raises its error, or `ConnectionError` if it ended."""
+        try:
+            answer = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self.process.join()
+            ended = f"{self.name} ended with exit code {self.process.exitcode}"
+            raise ConnectionError(ended) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@contextmanager
+def children(
+    name: str, work: Callable[..., None], jobs: Iterable[tuple[Any, ...]]
+) -> Iterator[list[Child]]:
+    """Run ``work``, a picklable function, in a process for each job.
+
+    It gets the first part of its job, a function that says something to this process, and
+    the rest. At the end of the ``with`` block, and if this process is gone, the children
+    get SIGTERM, and a further one for each interrupt.
+    """
+    context, made = multiprocessing.get_context("spawn"), list[Child]()
     try:
-        for index, listener in enumerate(listeners):
+        for number, (first, *rest) in enumerate(jobs):
             ours, theirs = context.Pipe()
-            arguments = work, listener, index, urls, theirs
+            arguments = work, theirs, first, *rest
             process = context.Process(target=_run, args=arguments)
             process.start()
             theirs.close()
-            listener.close()
-            processes.append(process)
-            pipes.append(ours)
-        texts = [*map(_received, count(), processes, pipes)]
-        on_ready(texts[0])
-        sentinels = [process.sentinel for process in processes]
-        index = sentinels.index(wait(sentinels)[0])
-        _received(index, processes[index], pipes[index])
-    except KeyboardInterrupt:
-        pass
+            made.append(Child(name.format(number), process, ours))
+        yield made
     finally:
-        while any(process.is_alive() for process in processes):
-            for process in processes:
-                process.terminate()
+        while any(child.process.is_alive() for child in made):
+            for child in made:
+                child.process.terminate()
             # a further interrupt makes them end at once
             with suppress(KeyboardInterrupt):
-                for process in processes:
-                    process.join()
-
-
-def _received(index: int, process: Any, pipe: Connection) -> str:
-    """The text that a worker sends; raises its error if it failed or ended instead."""
-    try:
-        answer = pipe.recv()
-    except (EOFError, ConnectionError):
-        process.join()
-        ended = f"worker {index} ended with exit code {process.exitcode}"
-        raise ConnectionError(ended) from None
-    if isinstance(answer, Exception):
-        raise answer
-    return str(answer)
+                for child in made:
+                    child.process.join()
 
 
 def _run(
-    work: Work,
-    listener: socket.socket,
-    index: int,
-    urls: Sequence[str],
-    pipe: Connection,
+    work: Callable[..., None], pipe: Connection, first: object, *rest: object
 ) -> None:
-    """In a worker's process: work until SIGTERM, or until the parent is gone."""
+    """In a child: work until SIGTERM, or until the parent is gone."""
     # an interrupt of the terminal is for the parent
     os.setpgrp()
 
@@ -229,7 +242,7 @@ def _run(
 
     threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
     try:
-        work(listener, pipe.send, index, urls)
+        work(first, pipe.send, *rest)
     except KeyboardInterrupt:
         pass
     except Exception as error:

@@ -38,7 +38,7 @@ TURNS = tk.from_records(CALLS)
 IDS = [10, 11, 20, 21, 22, 30, 31, 23, 24]
 MASK = [0, 0, 1, 1, 1, 0, 0, 1, 1]
 LOGPROBS = [-1.0, -2.0, -3.0, 0.0, 0.0, -0.5, -0.25]
-FINE = ("trains", "unknown_session", "session_without_rows")
+FINE = ("trains", "unread_mask", "unknown_session", "session_without_rows")
 NOTHING = [(0, 0, 2, "masked_out", 3), (0, 1, 7, "masked_out", 2)]
 
 
@@ -70,74 +70,80 @@ def test_a_right_mask_says_which_turn_trains_what():
     assert {line["session_id"] for line in lines(one())} == {"s"}
 
 
+LONG = [*range(100, 130)]
+OF_LONG = tk.from_records(
+    [{"session_id": "a", "prompt_ids": LONG, "output_ids": [1, 2, 3]}]
+)
+CONTEXT_ONLY = tk.from_records([{**CALLS[0], "trainable": False}, CALLS[1]])
+OUT_OF_CONTEXT = [(0, turn, None, "out_of_context", n) for turn, n in ((0, 3), (1, 2))]
+LOST = [(None, 1, None, "in_no_row", 2)]
+
+
+def replaced(at):
+    return one(ids=[*IDS[:at], 99, *IDS[at + 1 :]])
+
+
 @pytest.mark.parametrize(
-    ("mask", "expected"),
+    ("rows", "expected", "turns"),
     [
-        ([*MASK[1:], 0], [(0, None, 1, "mask_shifted", 4)]),
+        # of the mask, a value is in the wrong place
+        (one([*MASK[1:], 0]), [(0, None, 1, "mask_shifted", 4)], TURNS),
         (
-            [0, *MASK[:-1]],
+            one([0, *MASK[:-1]]),
             [(0, None, 3, "mask_shifted", 4), (0, 1, 8, "masked_out", 1)],
+            TURNS,
         ),
-        ([*MASK[2:], 0, 0], [(0, None, 0, "mask_shifted", 8)]),
-        ([0, 0, 1, 1, 1, 1, 1, 1, 1], [(0, None, 5, "not_sampled", 2)]),
-        ([0, 1, 1, 1, 1, 0, 0, 1, 1], [(0, None, 1, "not_sampled", 1)]),
-        ([0, 0, 1, 1, 0, 0, 0, 1, 1], [(0, 0, 4, "masked_out", 1)]),
-        ([0, 0, 1, 1, 1, 0, 0, 0, 0], [(0, 1, 7, "masked_out", 2)]),
-        ([0] * 9, NOTHING),
-        ([1] * 9, [(0, None, at, "not_sampled", 2) for at in (0, 5)]),
+        (one([*MASK[2:], 0, 0]), [(0, None, 0, "mask_shifted", 8)], TURNS),
+        (one([0, 0, *[1] * 7]), [(0, None, 5, "not_sampled", 2)], TURNS),
+        (one([0, 1, *MASK[2:]]), [(0, None, 1, "not_sampled", 1)], TURNS),
+        (one([0, 0, 1, 1, 0, *MASK[5:]]), [(0, 0, 4, "masked_out", 1)], TURNS),
+        (one([*MASK[:5], *[0] * 4]), [(0, 1, 7, "masked_out", 2)], TURNS),
+        (one([0] * 9), NOTHING, TURNS),
+        (one([1] * 9), [(0, None, at, "not_sampled", 2) for at in (0, 5)], TURNS),
+        # a shift would leave nothing
+        (
+            one([*[0] * 11, 1], [*IDS, 40, 41, 42]),
+            [(0, None, 11, "not_sampled", 1), *NOTHING],
+            TURNS,
+        ),
+        # the row ends early
+        (one(MASK[:5], IDS[:5]), LOST, TURNS),
+        (one(MASK[:4], IDS[:4]), [(None, 0, None, "in_no_row", 1), *LOST], TURNS),
+        (
+            {"input_ids": [IDS, IDS], "loss_mask": [MASK, MASK]},
+            [(1, 0, None, "trained_twice", 3), (1, 1, None, "trained_twice", 2)],
+            TURNS,
+        ),
+        (one([0, 1], [5, 6]), [(0, None, None, "not_found", 1)], TURNS),
+        (one(), [(0, None, None, "not_found", 5)], TURNS.slice(0, 0)),
+        # after other tokens than it was sampled after
+        (
+            one([0] * 30 + [1] * 3, [LONG[0], 999, *LONG[2:], 1, 2, 3]),
+            [(0, 0, None, "out_of_context", 3)],
+            OF_LONG,
+        ),
+        # one token of a reply, or of the prompt, was replaced
+        (
+            replaced(3),
+            [
+                *((0, 0, None, "out_of_context", 1), (0, 1, None, "out_of_context", 2)),
+                *((0, None, 3, "not_sampled", 1), (None, 0, None, "in_no_row", 1)),
+            ],
+            TURNS,
+        ),
+        (replaced(1), OUT_OF_CONTEXT, TURNS),
+        (one(), [(0, None, 2, "untrainable", 3)], CONTEXT_ONLY),
+        (one([0] * 7 + [1, 1]), [], CONTEXT_ONLY),
     ],
 )
-def test_a_wrong_mask_is_named(mask, expected):
-    assert wrong(one(mask)) == expected
+def test_what_is_wrong_has_a_name_and_a_place(rows, expected, turns):
+    assert wrong(rows, turns) == expected
 
 
-def test_a_mask_that_a_shift_would_empty_is_not_shifted():
-    found = wrong(one([*[0] * 11, 1], [*IDS, 40, 41, 42]))
-    assert found == [(0, None, 11, "not_sampled", 1), *NOTHING]
-
-
-def test_what_no_row_has_is_missing():
-    assert wrong(one(MASK[:5], IDS[:5])) == [(None, 1, None, "in_no_row", 2)]
-    assert wrong(one(MASK[:4], IDS[:4])) == [
-        (None, 0, None, "in_no_row", 1),
-        (None, 1, None, "in_no_row", 2),
-    ]
-
-
-def test_tokens_that_two_rows_train():
-    rows = {"input_ids": [IDS, IDS], "loss_mask": [MASK, MASK]}
-    assert wrong(rows) == [
-        (1, 0, None, "trained_twice", 3),
-        (1, 1, None, "trained_twice", 2),
-    ]
-
-
-def test_a_row_that_is_of_no_turn():
-    found = wrong(one([0, 1], [5, 6]))
-    assert found == [(0, None, None, "not_found", 1)]
+def test_a_row_that_was_not_found_names_its_session():
     assert lines(one([0, 1], [5, 6]))[1]["kind"] == "session_without_rows"
-    assert wrong(one(), TURNS.slice(0, 0)) == [(0, None, None, "not_found", 5)]
     named = one(session_id=["s"], ids=[5, 6], mask=[0, 1])
     assert "of session 's'" in lines(named)[0]["detail"]
-
-
-def test_a_reply_after_other_tokens_is_out_of_context():
-    long = list(range(100, 130))
-    turns = tk.from_records(
-        [{"session_id": "a", "prompt_ids": long, "output_ids": [1, 2, 3]}]
-    )
-    ids = [long[0], 999, *long[2:], 1, 2, 3]
-    found = wrong(one([0] * 30 + [1] * 3, ids), turns)
-    assert found == [(0, 0, None, "out_of_context", 3)]
-
-
-def test_turns_that_may_not_be_trained():
-    turns = tk.from_records([{**CALLS[0], "trainable": False}, CALLS[1]])
-    assert wrong(one(), turns) == [(0, None, 2, "untrainable", 3)]
-    assert wrong(one([0] * 7 + [1, 1]), turns) == []
-
-
-OUT_OF_CONTEXT = [(0, turn, None, "out_of_context", n) for turn, n in ((0, 3), (1, 2))]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +167,15 @@ def test_padding_is_several_equal_tokens_that_nothing_trains_or_says_are_real():
     assert wrong(one([0, 0, *MASK], ids, attention_mask=[[1] * 11])) == OUT_OF_CONTEXT
     one_pad = one([0, *MASK], [0, *IDS], attention_mask=[[0] + [1] * 9])
     assert wrong(one_pad) == []
+
+
+@pytest.mark.parametrize("table", [pa.table, lambda rows: pa.table(rows).to_pylist()])
+def test_a_mask_that_was_not_read_is_named(table):
+    """Of any form, if its name is that of a mask."""
+    rows = table(one(train_mask=[MASK], masked_ids=[MASK], advantage=[[0.5]]))
+    assert wrong(rows) == []
+    (detail,) = (x["detail"] for x in lines(rows) if x["kind"] == "unread_mask")
+    assert detail.startswith("1 row has 'train_mask', which was not read")
 
 
 # --- sessions that rows name, and packed rows
@@ -426,6 +441,10 @@ def test_rows_of_equal_sessions_are_told_apart():
         ("a", "trains"),
         ("b", "trains"),
     ]
+    many = tk.from_records([{"session_id": f"{k}", **call} for k in range(40)])
+    rows = {"input_ids": [[1, 2, 3, 4]] * 40, "loss_mask": [[0, 0, 1, 1]] * 40}
+    assert wrong(rows, many) == []
+    rows = {name: values[:2] for name, values in rows.items()}
     shifted = {**rows, "loss_mask": [[0, 1, 1, 0]] * 2}
     kinds = tk.check_rows(shifted, turns)["kind"].to_pylist()
     assert kinds == ["trains", "mask_shifted"] * 2

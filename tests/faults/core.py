@@ -145,8 +145,6 @@ trajkit/turns/delta.py: turns/test_delta files/test_run
         |(roles.max(initial=0) + 1) + roles| -> |(roles.max(initial=0) + 1)|
     messages whose body is another one are shared
         |    numbers += np.append(current.places, current.replies)\n| -> ||
-    a reply counts without a list of messages
-        |np.logical_and(known, reply)| -> |reply|
 trajkit/turns/session_metadata.py: rows/test_rows learn/test_session_rewards
     a reward of None does not contradict the turns
         |same = pc.equal(own, given).fill_null(False)|
@@ -176,7 +174,9 @@ trajkit/turns/flat_buffers.py: rows/test_policies rows/test_rows rows/test_twins
         -> |now = aborted_calls(calls)|
     turns of context need logprobs
         |missing * (calls.calls["trainable"] != 0)| -> |missing|
-trajkit/turns/messages.py: turns/test_message_equality rows/test_graph rows/test_twins
+trajkit/turns/messages.py: turns/test_message_equality rows/test_graph rows/test_twins turns/test_delta
+    a reply counts without a list of messages
+        |(requests["n_keys"] >= 0) & (requests["reply_key"] != 0)| -> |requests["reply_key"] != 0|
     an empty tool_call_id is a missing one
         |(name == "content" and value == "")| -> |value == ""|
     reasoning of a user counts
@@ -315,7 +315,7 @@ trajkit/files/tables.py: files/test_run
     a run that continues leaves out its first turns twice
         |skip = max(skip - table.num_rows, 0)| -> |skip = max(skip, 0)|
     a session that appears while a log is grouped has no words
-        |if name not in buckets:| -> |if name is None:|
+        |if name not in groups:| -> |if name is None:|
     a session whose lines are no turns is rejected for its nulls
         |self._misread.pop(line["session_id"], line["reason"])| -> |line["reason"]|
 trajkit/files/arrow.py: files/test_damage
@@ -395,9 +395,16 @@ trajkit/analysis/drift.py: analysis/test_drift_findings
         |return _squeezed(_in_json(head[::-1] + text + rest))|
         -> |return _squeezed(_in_json(text))|
 trajkit/importers/reader.py: importers/test_nothing_lost importers/test_sources_and_maps
-        importers/test_importers importers/test_strangers
+        importers/test_importers importers/test_strangers importers/test_runs_and_order
     a record without a session beside others has the file's
-        |        if keyed:| -> |        if False:|
+        |        elif named is None or named:| -> |        elif False:|
+    a call that comes twice without a request id trains twice
+        |if found.problem or (own is None and not len(output)):|
+        -> |if found.problem or own is None:|
+    a turn_index tells no equal calls apart
+        |index = None if own else found.fields.get("turn_index")| -> |index = None|
+    a name of a run that comes late is passed over
+        |or found.run_keys) and name in self.names:| -> |or found.run_keys) and False:|
     a turn whose usage contradicts trains
         |self.contradicted == "untrain"| -> |self.contradicted == "train"|
     a record that is left out has no number
@@ -408,7 +415,7 @@ trajkit/importers/reader.py: importers/test_nothing_lost importers/test_sources_
         |session if self.session_prefix != "no" else None| -> |None|
 trajkit/importers/formats.py: importers/test_nothing_lost importers/test_sources_and_maps
         importers/test_importers importers/test_text importers/test_recorded
-        importers/test_strangers
+        importers/test_strangers importers/test_runs_and_order
     a trial's reward stays in its result
         |yield from _trajectories({**_of_trial(result), **root})|
         -> |yield from _trajectories(root)|
@@ -416,7 +423,7 @@ trajkit/importers/formats.py: importers/test_nothing_lost importers/test_sources
         |if len(logprobs) == len(listed) and (ids is None or ids == listed):|
         -> |if len(logprobs) == len(listed):|
     a response counts before a mapping
-        |{**values, **one, **kept, | -> |{**values, **kept, **one, |
+        |{**values, **own, **kept})| -> |{**values, **kept, **own})|
     a mask that marks part of an output is passed over
         |if n and marks_tokens(path, value, first, n):| -> |if False:|
     the token that begins the next role ends no reply
@@ -424,25 +431,63 @@ trajkit/importers/formats.py: importers/test_nothing_lost importers/test_sources
     a capture of a newer version is read
         |not 1 <= version <= _NEWEST_GYM:| -> |not 1 <= version:|
     sampled ids are anywhere in a node
-        |if not all(listed[start:]):| -> |if not any(listed[start:]):|
+        |if not all(mask[start:]):| -> |if not any(mask[start:]):|
     cached tokens are none of a prompt
         |usage.get("cached_input_tokens") or 0]| -> |0]|
-trajkit/turns/keys.py: importers/test_strangers
     an empty name of a run names nothing
-        |bool(EMPTY_RUN.fullmatch(word))| -> |False|
+        |names_empty=aside and bool(EMPTY_RUN.fullmatch(word)),| -> |names_empty=False,|
+    rewards tell no runs apart
+        |found.names = {**found.names, "reward": str(reward)}| -> |pass|
+    a span has the versions of its row
+        |one.fields["weight_versions"] = _between(versions, start, stop)|
+        -> |one.fields["weight_versions"] = versions|
+trajkit/cli/options.py: importers/test_strangers
+    advice is about any of several files
+        |[log for log in logs if log in str(error)]| -> |[]|
+trajkit/turns/runs.py: importers/test_runs_and_order
+    a line without a prompt starts a run over
+        |        if not prompt:| -> |        if False:|
+    values that a later call lacks are forgotten
+        |        last.update(names)| -> |        self._last[session] = dict(names)|
+    a key that changes within a conversation names runs
+        |self._never.add(key)| -> |pass|
 trajkit/files/pickles.py: importers/test_importers
     a tensor begins a byte too late
         |start = offset * storage.itemsize| -> |start = offset * storage.itemsize + 1|
 trajkit/importers/containers.py: importers/test_importers importers/test_nothing_lost
+        importers/test_sources_and_maps
     what is unread counts for every choice
         |unread=self.unread if first else {},| -> |unread=self.unread,|
+    skipped files of an address have no line
+        |for one in taken if not taken[one]]| -> |for one in taken if False]|
 trajkit/analysis/rows.py: analysis/test_row_check analysis/test_row_reasons
     equal tokens before a row are no padding
-        |for k in (0, run - 1, run) if k >= 0| -> |for k in (0,)|
+        |for k in starts]| -> |for k in (0,)]|
     a token before the prompt is padding
         |or dropped < 2 or| -> |or|
     trained padding is left out
         |or mask[:dropped].any():| -> |:|
+    of equal sessions the first ones are tried for every row
+        |(session in self.seen, session))| -> |session)|
+    a row is of no session if one of its tokens was replaced
+        |if 2 * same.sum() > len(ids):| -> |if False:|
+    masks that were not read have no line
+        |self.unread.update(given["unread"].as_py())| -> |pass|
+    a row may name another session than that of its tokens
+        |if own not in (None, session):| -> |if False:|
+    tokens may train twice
+        |if len(twice) and not self.repeats:| -> |if False:|
+    tokens may train after other tokens
+        |if beyond and not self.splices:| -> |if False:|
+    tokens that a row masks out are in no row
+        |if row[k] >= 0:| -> |if False:|
+    turns that may not be trained are due
+        |self.may = np.append(may[self.owner] & self.turns.unmasked, True)|
+        -> |self.may = np.append(self.turns.unmasked, True)|
+    sessions that the log lacks are not counted
+        |self.unknown += [name] * (own is None and name is not None)| -> |pass|
+    wrong logprobs are none
+        |self.add("logprobs", words, token=first + int(at[k]), tokens=n)| -> |pass|
     packed rows are one sequence
         |if (stop := self._packed(ids, mask & (source < 0))) is not None:|
         -> |if (stop := None) is not None:|

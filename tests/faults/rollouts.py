@@ -1,7 +1,7 @@
 """The faults of rollouts (`shim/trajkit_rollout`)."""
 
 ROLLOUTS = r"""
-shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade
+shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade rollout/test_rollout:base_commit
     a link may lead out of the workspace
         |if mode == _REPOSITORY or (mode == LINK and _leaves(name, target)):|
         -> |if mode == _REPOSITORY:|
@@ -14,22 +14,23 @@ shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade
     a folder is told by its case
         |(k < last and _like(part, _FOLDERS))| -> |(k < last and _like(parts[k], _FOLDERS))|
     one passed result of several is enough
-        |passed = dict(results).keys() - {name for name, fine in results if not fine}|
-        -> |passed = {name for name, fine in results if fine}|
+        |passed -= others| -> |passed -= set()|
     a reward may be infinite
         |if isinstance(value, bool) or not math.isfinite(value):|
         -> |if isinstance(value, bool):|
     what is refused is applied too
         |graded = [name for name in after if verdicts[name] != "refused"]|
         -> |graded = [*after]|
-    a run that skips all tests after the changes is believed
-        |proof["code"] = proof["code"] or int(proof["results"] not in known)|
-        -> |proof["code"] = proof["code"]|
+    a test that is skipped after the changes is believed
+        |if doubts and (doubts := doubts - _BASES[key]):| -> |if False:|
+    a base commit that cannot be graded is the agent's fault
+        |raise TaskError("grade", f"on the base commit: {error}")|
+        -> |raise AgentError("grade", f"on the base commit: {error}")|
     a variable that is not set is empty
         |value = os.environ.get(found[1], found[3]) if found else text|
         -> |value = os.environ.get(found[1], found[3] or "") if found else text|
     a verifier is believed whose tests failed
-        |if reward >= 1 and any(proof["code"] for proof in proofs):| -> |if False:|
+        |if reward >= 1 and any(proof.code for proof in proofs):| -> |if False:|
 shim/trajkit_rollout/sandbox.py: rollout/test_sandbox rollout/test_attacks
     what contains a visible folder may be hidden
         |if hidden.is_relative_to(each) or each.is_relative_to(hidden):|

@@ -102,10 +102,10 @@ def write_log(records, path):
 def test_scattered_sessions_are_gathered(tmp_path, request, suffix_):
     log = tmp_path / f"log.{suffix_}"
     write_log(scattered(some_sessions()), log)
-    for n_buckets in (1, 3):  # all in memory, or through temporary files
+    for n_groups in (1, 3):  # read back in one, or in several
         index = index_sessions(paths_in(log), None)
         assert index.scattered is not None
-        assert min(len({*tables.bucket_numbers(index).values()}), 3) == n_buckets
+        assert min(len({*index.groups().values()}), 3) == n_groups
         got = pa.Table.from_batches(tk.scan_turns(log, folder=tmp_path))
         assert got.equals(tk.read_turns(log))
         assert os.listdir(tmp_path) == [log.name]

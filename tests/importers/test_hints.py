@@ -52,6 +52,14 @@ def test_counts_that_fit_and_other_keys_are_extra_columns():
     assert {"usage", "completion_tokens", "step"} <= {*turns.column_names}
 
 
+def test_each_value_of_a_key_counts():
+    fine = {**OWN, "prompt_ids": [7], "status": "ok", "completion_tokens": 3}
+    for extra in ({"status": "failed"}, {"completion_tokens": 9}):
+        (key,) = extra
+        with pytest.raises(InvalidTurnsError, match=f"record 1 has the key '{key}'"):
+            tk.from_records([fine, {**fine, **extra}])
+
+
 def test_turns_need_no_import(tmp_path, capsys):
     path = written(tmp_path, OWN)
     assert main(["import", str(path), "-o", str(tmp_path / "t.parquet")]) == 3
@@ -77,32 +85,6 @@ def test_each_key_that_no_field_reads_has_a_line(tmp_path, capsys):
     assert said.count(" was not read") == 10
     assert "4 more keys" in said
     assert "--report" in said
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "advice"),
-    [
-        ("score", 0.5, "reward=score"),
-        ("scores", {"x": "t", "a b": 1}, "'reward=scores.a b'"),
-        ("uid", "u", "group_id=uid"),
-        ("agent_name", "solver", "agent_id=agent_name"),
-        ("is_trainable", 1, "trainable=is_trainable"),
-        ("policy_version", 3, "weight_version=policy_version"),
-        ("response_mask", [1, 1, 1], "output_mask=response_mask"),
-        *((key, 1, None) for key in ("label", "advantage", "loss")),
-        ("score", "good", None),
-    ],
-)
-def test_only_a_field_that_exists_is_advised(tmp_path, key, value, advice):
-    path = written(tmp_path, {**LOG, key: value})
-    (line,) = tk.import_turns(path, map="session_id=session_id")[1].to_pylist()[1:]
-    assert line["problem"] == "unread"
-    assert f"{key} of 1 records was not read" in line["detail"]
-    assert ("--map" in line["detail"]) == (advice is not None)
-    if advice:
-        assert f"--map {advice} takes it" in line["detail"]
-        words = shlex.split(line["detail"].partition("--map ")[2])
-        tk.import_turns(path, map=words[0])
 
 
 def test_a_text_of_an_error_is_no_finish_reason(tmp_path):

@@ -141,7 +141,7 @@ def test_formats_carry_calls(fresh, name, records):
     silent = [one["output_logprobs"] for one in records if one["output_ids"]]
     lines = [problem for _, problem, _ in problems(report)]
     assert lines.count("no_logprobs") == sum(None in (one or [None]) for one in silent)
-    notes = {"reply_of_a_request", "no_reply"}
+    notes = {"reply_of_a_request", "no_reply", "repeated_call"}
     assert set(lines) <= {"no_logprobs", *notes}
     if "sglang" in name:
         assert turns["weight_versions"].to_pylist() == [
@@ -198,7 +198,9 @@ def test_graphs_of_verifiers(fresh, graph):
     foreign.write_graphs(folder, [("s", nodes)])
     turns, report = tk.import_turns(folder)
     same(turns, calls)
-    assert problems(report) == ([] if calls else [("file", "empty", False)])
+    # siblings may be equal
+    found = [one for one in problems(report) if one[1] != "repeated_call"]
+    assert found == ([] if calls else [("file", "empty", False)])
     assert set(turns["reward"].to_pylist()) <= {2.0}
     assert set(turns["group_id"].to_pylist()) <= {"k"}
 
@@ -442,7 +444,7 @@ def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
     no_prompt = foreign.chat_response(RECORD) | {"prompt_token_ids": None}
     unlike = foreign.chat_response(RECORD)
     unlike["choices"][0]["logprobs"]["content"][0]["token"] = "token_id:9"
-    short = foreign.completion_response(RECORD)
+    short = foreign.completion_response({**RECORD, "output_ids": [3, 5]})
     short["choices"][0]["logprobs"]["token_logprobs"] = [-1.0]
     turns, found = damaged(
         tmp_path,
@@ -462,7 +464,7 @@ def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
             log_line(response={"choices": [7]}),
             log_line(response="no"),
             log_line(session_id=None),
-            log_line(record={"output_logprobs": None}),
+            log_line(record={"output_ids": [5], "output_logprobs": None}),
             log_line()[:-3],
         ],
     )
@@ -618,7 +620,7 @@ def test_damaged_graphs(tmp_path):
         reply(parent=99),
         reply(parent=-9),
         reply(logprobs=[]),
-        reply(logprobs=[-1.0, -1.0]),
+        reply(token_ids=[2, 4], logprobs=[-1.0, -1.0]),
         7,
         *({**NODE, "token_ids": odd} for odd in ({"a": 1}, "ids", 5)),
         *(reply(parent=parent) for parent in (13, 14, 15)),
@@ -637,7 +639,7 @@ def test_damaged_graphs(tmp_path):
         ("line 1, node 11", "logprobs_unaligned", True),
         *((f"line 1, node {k}", "no_prompt_ids", False) for k in (16, 17, 18)),
     ]
-    assert turns["output_ids"].to_pylist() == [[3]] * 3
+    assert turns["output_ids"].to_pylist() == [[3], [3], [4]]
 
 
 def test_damaged_dumps(tmp_path):
@@ -883,7 +885,7 @@ def test_several_answers_to_one_native_request(tmp_path):
     turns, found = damaged(tmp_path, "log.jsonl", lines)
     assert turns["prompt_ids"].to_pylist() == [[1, 2]] * 3 + [[5], [1, 2]]
     assert [ids[0] for ids in turns["output_ids"].to_pylist()] == [3, 4, 3, 4, 3]
-    assert [line for line in found if line[1] != "logprobs_unaligned"] == [
+    assert [line for line in found if not line[2]] == [
         ("line 3", "no_prompt_ids", False),
         ("line 3, choice 1", "no_prompt_ids", False),
         ("line 4, choice 1", "unreadable", False),
@@ -910,8 +912,8 @@ def test_a_message_that_is_none_is_named(tmp_path):
     _, report = tk.import_turns(tmp_path / "x.jsonl", "chat", tokenizer=Letters())
     assert report["problem"].to_pylist() == ["unreadable"] * 4
     assert report["detail"].to_pylist() == [
-        "message 1 is from 'observation': expected one of system, human, user, gpt, "
-        "assistant, tool",
+        "message 1 is from 'observation': expected one of system, user, assistant, "
+        "tool, human, gpt",
         "message 1 has no role",
         "message 0 is a str, not an object",
         "its messages are a dict, not a list",
@@ -949,7 +951,7 @@ def test_a_file_that_its_codec_cannot_read_is_named_as_that(tmp_path):
 
 
 def test_a_mark_of_the_order_of_bytes_is_passed_over(tmp_path):
-    lines = [b"\xef\xbb\xbf" + log_line(), log_line()]
+    lines = [b"\xef\xbb\xbf" + log_line(), log_line(record={"request_id": "r"})]
     (tmp_path / "log.jsonl").write_bytes(b"\r\n".join(lines))
     (tmp_path / "one.json").write_bytes(lines[0])
     for name, n_turns in (("log.jsonl", 2), ("one.json", 1)):

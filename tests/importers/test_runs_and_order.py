@@ -6,8 +6,10 @@ import pytest
 
 import trajkit as tk
 from tests import foreign
+from tests.importers.test_importers import NODE, RECORD, REPLY
 from trajkit.cli import main
 from trajkit.errors import FormatError
+from trajkit.importers import reader
 
 CALL = {"trajectory_id": 0, "prompt_token_ids": [1, 2], "token_ids": [3]}
 MAP = "session_id=trajectory_id"
@@ -31,8 +33,16 @@ def test_a_key_that_changes_where_prompts_start_over_stops_the_import(tmp_path, 
 
 def test_a_key_that_changes_within_a_conversation_stops_nothing(tmp_path):
     longer = {"prompt_token_ids": [1, 2, 3, 4], "worker": 1}
-    turns, _ = imported(tmp_path, [{**CALL, "worker": 0}, {**CALL, **longer}])
-    assert len(turns) == 2
+    other = {**CALL, "prompt_token_ids": [7, 8], "worker": 2}
+    turns, _ = imported(tmp_path, [{**CALL, "worker": 0}, {**CALL, **longer}, other])
+    assert len(turns) == 3
+
+
+def test_lines_that_are_no_calls_name_no_runs(tmp_path):
+    ends = [{"done": word, "prompt_token_ids": []} for word in ("half", "all")]
+    lines = [{"prompt_token_ids": [1, 2], "token_ids": [3]}, *ends]
+    turns, _ = imported(tmp_path, lines, None)
+    assert turns["session_id"].to_pylist() == ["log"]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +61,51 @@ def test_a_number_beside_a_mapped_key_is_advised_with_it(tmp_path):
     lines = [{"uid": "t", "rollout_idx": 0, "prompt_ids": [1], "response_ids": [3]}]
     _, report = imported(tmp_path, lines, "session_id=uid")
     assert "--map session_id=uid+rollout_idx takes it" in json.dumps(report)
+
+
+IDS = {"prompt_token_ids": [1, 2], "token_ids": [3]}
+AGAIN = {"prompt_token_ids": [7, 8], "token_ids": [3]}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        # a line that ends a run, or the file, is no call that starts over
+        [{**IDS, "conv": "a"}, {"done": False}, {**AGAIN, "conv": "b"}, {"done": True}],
+        # calls in between that name nothing
+        [{**IDS, "conv": "a"}, *[IDS] * 9, {**AGAIN, "conv": "b"}],
+        # samples of one prompt
+        [{**IDS, "reward": reward} for reward in (0.0, 1.0)],
+        [{**IDS, "i": k} for k in range(2)],
+        # a key that the first records lack
+        [IDS, {**AGAIN, "trajectory_id": "r"}],
+        [IDS] * 9 + [{**AGAIN, "session_id": "s"}, IDS],
+        [IDS, {"trajectory_id": "r", "error": "x"}],
+    ],
+)
+def test_no_session_is_invented_where_records_name_runs(tmp_path, lines):
+    turns, report = imported(tmp_path, lines, None)
+    assert "log" not in turns["session_id"].to_pylist()
+    assert "no_session_id" in [one["problem"] for one in report if not one["kept"]]
+
+
+def test_a_name_of_a_run_that_comes_late_stops_the_import(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "_MOST_COMPARED", 9)
+    lines = [IDS] * 9 + [{**AGAIN, "trajectory_id": "r"}]
+    with pytest.raises(FormatError, match=r"line 10 names its run.*--map session_id"):
+        imported(tmp_path, lines, None)
+
+
+@pytest.mark.parametrize("writer", [foreign.write_graphs, foreign.write_inspect])
+def test_a_trace_without_an_id_is_a_run_of_its_own(tmp_path, writer):
+    nodes = [NODE, REPLY]
+    if writer == foreign.write_graphs:
+        writer(tmp_path, [(None, nodes), (None, nodes)])
+    else:
+        sample = foreign.inspect_sample(None, [RECORD]) | {"uuid": None}
+        foreign.write_lines(tmp_path / "log.jsonl", [sample] * 2)
+    turns, _ = tk.import_turns(tmp_path)
+    assert len(turns["session_id"].unique()) == 2
 
 
 def test_a_session_of_two_groups_has_a_line(tmp_path):
@@ -74,13 +129,8 @@ def test_a_directory_lists_the_files_that_it_skips(tmp_path):
         assert skipped == (whole if source == tmp_path else {"empty.jsonl"})
 
 
-@pytest.mark.parametrize(
-    "fact", [{"status_code": 429}, {"http_status": 500}, {"train": False}]
-)
-def test_a_failed_call_is_context_only(tmp_path, capsys, fact):
-    turns, report = imported(tmp_path, [{**CALL, **fact}])
-    assert turns["trainable"].to_pylist() == [False]
-    assert next(iter(fact)) in report[0]["detail"]
+def test_a_failed_call_is_shown_as_context(tmp_path, capsys):
+    foreign.write_lines(tmp_path / "log.jsonl", [{**CALL, "status_code": 429}])
     path = str(tmp_path / "log.jsonl")
     assert main(["import", path, "--map", MAP, "-o", str(tmp_path / "t.parquet")]) == 0
     assert "context only" in capsys.readouterr().out
@@ -110,6 +160,24 @@ def test_a_request_that_is_there_twice_is_left_out(tmp_path):
     assert len(turns) == 1
     assert [one["problem"] for one in report] == ["copied"]
     assert "line 1" in report[0]["detail"]
+
+
+@pytest.mark.parametrize("logprobs", [[-0.5], None])
+def test_a_call_that_comes_twice_without_a_request_id_trains_once(tmp_path, logprobs):
+    call = {**CALL, "logprobs": logprobs, "step": 0}
+    others = [{**call, "token_ids": [4]}, {**call, "trajectory_id": 1}]
+    lines = [call, *others, {**call, "step": 1}]
+    turns, report = imported(tmp_path, lines)
+    assert turns["trainable"].to_pylist() == [None, None, False, None]
+    (told,) = [one for one in report if one["problem"] == "repeated_call"]
+    assert (told["place"], told["kept"]) == ("line 4", True)
+    assert "line 1 has the same ids" in told["detail"]
+    foreign.write_lines(tmp_path / "log.jsonl", lines)
+    turns, _ = tk.import_turns(tmp_path, map=MAP, contradicted="train")
+    assert turns["trainable"].null_count == 4
+    # numbers of the source say that these are two
+    turns, _ = imported(tmp_path, [call, lines[-1]], f"{MAP},turn_index=step")
+    assert turns["trainable"].null_count == 2
 
 
 def test_an_output_with_its_prompt_does_not_train(tmp_path):

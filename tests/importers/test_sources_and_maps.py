@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -165,6 +166,32 @@ def test_a_toml_file_describes_a_format(tmp_path):
             tk.import_turns(path, map=tmp_path / "map.toml")
 
 
+def test_the_page_s_mapping_of_verifiers_results(tmp_path):
+    """As verifiers 0.2.0 saves them with the state's column ``trajectory``."""
+    page = Path("docs/import.md").read_text("utf-8")
+    text = page.partition('```toml\neach = "trajectory"')[2].partition("```")[0]
+    (tmp_path / "map.toml").write_text(f'each = "trajectory"{text}')
+    tokens = {"prompt_ids": [1, 2], "prompt_mask": [0, 0], "completion_ids": [3, 4]}
+    tokens |= {"completion_mask": [1, 1], "completion_logprobs": [-0.5, -0.25]}
+    tokens |= {"overlong_prompt": False, "is_truncated": False, "routed_experts": None}
+    user, reply = RECORD["prompt_messages"], RECORD["response_message"]
+    step = {"prompt": user, "completion": [reply], "response": {}, "tokens": tokens}
+    step |= {"reward": 1.0, "advantage": None, "is_truncated": False, "extras": {}}
+    result = {"example_id": 3, "prompt": user, "completion": [reply], "reward": 1.0}
+    result["trajectory"] = [{**step, "trajectory_id": "f00d"}]
+    foreign.write_lines(tmp_path / "results.jsonl", [result])
+    turns, report = tk.import_turns(
+        tmp_path / "results.jsonl", map=tmp_path / "map.toml"
+    )
+    (turn,) = turns.to_pylist()
+    assert (turn["session_id"], turn["group_id"], turn["reward"]) == ("f00d", "3", 1.0)
+    assert (turn["prompt_ids"], turn["output_ids"]) == ([1, 2], [3, 4])
+    assert (turn["output_logprobs"], turn["trainable"]) == ([-0.5, -0.25], None)
+    assert report["detail"].to_pylist() == [
+        "tokens.prompt_mask of 1 records was not read"
+    ]
+
+
 def test_a_mapping_names_whole_responses(tmp_path):
     value = {"sid": 3, "q": foreign.request(RECORD, "vllm chat")}
     value["answer"] = {"raw": foreign.chat_response(RECORD)}
@@ -225,7 +252,7 @@ def test_records_of_a_dataset_take_a_mapping():
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize("name", ["log.json", "log.jsonl", "log.ndjson", "log.txt"])
 def test_json_is_lines_or_an_array_under_any_name(tmp_path, name, indent):
-    lines = [foreign.plain_record(RECORD)] * 2
+    lines = [{**foreign.plain_record(RECORD), "request_id": k} for k in range(2)]
     for text in (
         json.dumps(lines, indent=indent),
         "".join(f"{json.dumps(one)}\n" for one in lines),
@@ -263,9 +290,13 @@ def test_addresses_of_fsspec():
     try:
         turns, report = tk.import_turns("memory://runs/a.jsonl")
         assert turns["session_id"].to_pylist() == ["a.jsonl"]
-        for many in ("memory://runs", "memory://runs/*.jsonl"):
-            turns, _ = tk.import_turns(many)
+        for many, skipped in (
+            ("runs", ["memory:///runs/notes.md"]),
+            ("runs/*.jsonl", []),
+        ):
+            turns, report = tk.import_turns(f"memory://{many}")
             assert turns["session_id"].to_pylist() == ["a.jsonl", "b.jsonl"]
+            assert report["file"].to_pylist() == skipped
         system.pipe("/runs/a.jsonl", b'{"request": {}, "response": "x"}\n')
         _, report = tk.import_turns("memory://runs/a.jsonl")
         assert report["file"].to_pylist() == ["memory:///runs/a.jsonl"]
@@ -365,7 +396,8 @@ def test_a_part_of_a_stream_is_no_reply(tmp_path, response):
 
 def test_facts_around_a_list_of_records(tmp_path):
     step = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5]}
-    run = {"trajectory_id": "t", "reward": 1.0, "uid": "u", "steps": [step, step]}
+    steps = [step, {**step, "completion_ids": [3]}]
+    run = {"trajectory_id": "t", "reward": 1.0, "uid": "u", "steps": steps}
     foreign.write_lines(tmp_path / "log.jsonl", [run])
     with pytest.raises(FormatError, match="each=steps"):
         tk.import_turns(tmp_path / "log.jsonl")

@@ -10,6 +10,7 @@ from tests.importers.test_importers import RECORD
 from tests.importers.test_nothing_lost import imported, line, problems
 from trajkit.cli import main
 from trajkit.errors import FormatError, InvalidTurnsError, LeftOutWarning
+from trajkit.importers.reader import UNTRAINED
 
 IDS = {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "logprobs": [-0.5, -0.25]}
 CALL = {"session_id": "s", **IDS}
@@ -60,9 +61,13 @@ def test_a_mask_of_a_choice_is_not_passed_over(tmp_path):
 LONG = {**CALL, "token_ids": [3, 9, 4], "logprobs": [-0.5, -0.25, -0.125]}
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
+def counts(*names):
+    return [{name: 9} for name in names]
+
+
+# what stands beside a call, by the finding that it makes
+BESIDE = {
+    "mask_unread": [
         *({"is_generated": [1, 0, 1]}, {"is_env": [0, 1, 0]}, {"ignore": [0, 1, 0]}),
         *({"lossMask": [1, 0, 1]}, {"loss_mask": [[1, 0, 1]]}, {"loss_mask": "101"}),
         *({"m": "101"}, {"loss_mask": [1, 0]}, {"loss_mask": [1.0, 0.0, 1.0]}),
@@ -70,66 +75,82 @@ LONG = {**CALL, "token_ids": [3, 9, 4], "logprobs": [-0.5, -0.25, -0.125]}
         *({"loss_weights": [1, 0.5, 0]}, {"extra": {"x": {"loss_mask": [0, 1, 1]}}}),
         *({"trainable_tokens": [True, False, True]}, {"a": {"b": [{"q": [0, 0, 1]}]}}),
     ],
-)
-def test_whatever_marks_tokens_is_a_mask(tmp_path, beside):
-    turns, report = imported(tmp_path, [{**LONG, **beside}])
-    assert turns["trainable"].to_pylist() == [False]
-    assert "mask_unread" in problems(report)
-
-
-@pytest.mark.parametrize(
-    "beside",
-    [
-        *({"attention_mask": [1] * 5}, {"loss_mask": [0, 0, 1, 1, 1]}, {"x": [0, 1]}),
-        *(
-            {"labels": [-100, -100, 3, 9, 4]},
-            {"prompt_mask": [0, 0]},
-            {"labels": ["a"]},
-        ),
-        *({"image_sizes": [0, 1]}, {"token_level_rewards": [0, 0, 1]}),
-        {"sampling_mask": [[3], [9, 4], []]},
-    ],
-)
-def test_other_lists_are_no_masks(tmp_path, beside):
-    turns, report = imported(tmp_path, [{**LONG, **beside}])
-    assert turns["trainable"].to_pylist() == [None]
-    assert "mask_unread" not in problems(report)
-
-
-# --- calls without a proper end
-
-
-@pytest.mark.parametrize(
-    "beside",
-    [
+    "aborted": [
         *({"status": "aborted"}, {"stop_reason": "error"}, {"state": "CANCELLED"}),
         *({"status": "timed out"}, {"error": "x"}, {"error": {"a": 1}}),
-        *({"truncated": True}, {"overlong": 1}, {"is_valid": False}),
-        {"metadata": {"status": "failed"}},
+        *({"truncated": True}, {"overlong": 1}, {"is_valid": False}, {"train": False}),
+        *({"metadata": {"status": "failed"}}, {"status_code": 429}),
+        {"http_status": 500},
     ],
-)
-def test_a_call_without_a_proper_end_does_not_train(tmp_path, beside):
-    turns, report = imported(tmp_path, [{**LONG, **beside}])
-    assert turns["trainable"].to_pylist() == [False]
-    assert problems(report) == ["aborted"]
-    turns, _ = imported(tmp_path, [{**LONG, **beside}], contradicted="train")
-    assert turns["trainable"].to_pylist() == [None]
+    "usage_contradicts": [
+        {"usage": {"output": 5, "input": 2, "unit": "TOKENS"}},
+        *({"usageDetails": {"output": 5, "input": 2}}, {"usage_details": {"input": 9}}),
+        *({"usage": {"completionTokens": 5}}, {"usage": '{"completion_tokens": 5}'}),
+        *({"usage": {"promptTokenCount": 9}}, {"metadata": {"outputTokens": 5}}),
+        *({"metrics": {"completion_tokens": 5}}, {"tokens": {"output": 5}}),
+        *({"token_usage": {"completion": 5}}, {"stats": {"output_len": 9}}),
+        *({"usage": {"total_tokens": 9}}, {"usage": {"completion_tokens": "3"}}),
+        *counts("completion_tokens", "prompt_tokens", "n_output_tokens", "eval_count"),
+        *counts("num_prompt_tokens", "completion_len", "responseLength", "PROMPT_LEN"),
+        *counts("prompt_eval_count", "numOutputTokens", "completiontokens"),
+    ],
+    "": [
+        *({"attention_mask": [1] * 5}, {"loss_mask": [0, 0, 1, 1, 1]}, {"x": [0, 1]}),
+        *({"labels": [-100, -100, 3, 9, 4]}, {"prompt_mask": [0, 0]}),
+        *({"image_sizes": [0, 1]}, {"token_level_rewards": [0, 0, 1]}),
+        *({"labels": ["a"]}, {"sampling_mask": [[3], [9, 4], []]}),
+        *({"status": "completed"}, {"finish_reason": "abort"}, {"error": None}),
+        *({"success": False}, {"timeout": 1}, {"is_valid": True}, {"truncated": False}),
+        {"error": None, "truncated": False, "mask": [], "labels": {}, "agent": ""},
+        *({"usage": {"output": 3, "input": 2}}, {"usage": {"total_tokens": 5}}),
+        *({"usage": {"output": 9, "unit": "CHARACTERS"}}, {"usage": None}),
+        # what sources count without cached or reasoning tokens
+        {"usage": {"input": 1, "input_cached_tokens": 1}},
+        {"usage": {"output": 1, "output_reasoning_tokens": 1}},
+        {"usage": {"input_tokens": 1, "cache_read_input_tokens": 1}},
+        *counts("max_tokens", "max_output_tokens"),
+        *({"completion_len": 3}, {"cached_prompt_tokens": 1}, {"total_tokens": 5}),
+        *({"completion_tokens": None}, {"completion_tokens": 3.0}),
+        {"latency": 5, "usage": {"cost": 3, "prompt_tokens": None}},
+    ],
+}
+CASES = [(problem, one) for problem, several in BESIDE.items() for one in several]
+
+
+def of_format(kind, beside):
+    """A record of a format, with the tokens of `LONG`, and what is beside it."""
+    if kind == "records":
+        return {**LONG, **beside}
+    if kind == "openai":
+        ids = {"prompt_ids": [1, 2], "output_ids": [3, 9, 4]}
+        return line(session_id="s", record={**ids, "output_logprobs": None}, **beside)
+    call = {"traceId": "t", "type": "GENERATION", "input": [], **beside}
+    return {**call, "metadata": {**LONG, **beside.get("metadata", {})}}
 
 
 @pytest.mark.parametrize(
-    "beside",
+    ("kind", "problem", "beside"),
     [
-        *({"status": "completed"}, {"finish_reason": "abort"}, {"error": None}),
-        *({"success": False}, {"timeout": 1}, {"is_valid": True}, {"truncated": False}),
+        *(("records", *case) for case in CASES),
+        *((kind, *case) for kind in ("openai", "langfuse") for case in CASES[::3]),
     ],
 )
-def test_a_call_with_a_proper_end_trains(tmp_path, beside):
-    turns, report = imported(tmp_path, [{**LONG, **beside}])
-    assert turns["trainable"].to_pylist() == [None]
-    assert "aborted" not in problems(report)
+def test_what_stands_beside_a_call(tmp_path, kind, problem, beside):
+    call = of_format(kind, beside)
+    for option in ("untrain", "train"):
+        turns, report = imported(tmp_path, [call], contradicted=option)
+        assert UNTRAINED & {*problems(report)} == {problem} - {""}
+        context = problem == "mask_unread" or (problem and option == "untrain")
+        assert turns["trainable"].to_pylist() == [False if context else None]
 
 
 # --- names of runs
+
+
+def at(path, value):
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
 
 
 @pytest.mark.parametrize(
@@ -145,18 +166,13 @@ def test_a_call_with_a_proper_end_trains(tmp_path, beside):
             "ticket",
             "path",
             "key",
-            "odd",
+            "i",
         ),
         *("a.b.trajectory_id", "request.user", "request.prompt_cache_key"),
     ],
 )
 def test_a_key_that_changes_where_prompts_start_over_names_runs(tmp_path, key):
-    calls = []
-    for name in ("r1", "r2"):
-        value = name
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        calls.append({**IDS, **value})
+    calls = [{**IDS, **at(key, name)} for name in ("r1", "r2")]
     turns, report = imported(tmp_path, calls)
     assert (turns.num_rows, problems(report)) == (0, ["no_session_id"] * 2)
     assert f"{key} ('r1')" in report[0]["detail"]
@@ -192,43 +208,42 @@ def test_a_single_call_whose_messages_end_with_the_reply_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key",
+    ("key", "value"),
     [
-        *("id", "agent_id", "uuid", "worker", "rank", "worker_id", "workerRank", "pid"),
-        *("sim_uuid", "guid", "env_idx", "actor", "seed", "client_id", "host", "name"),
+        *(
+            (key, 7)
+            for key in ("id", "agent_id", "uuid", "worker", "rank", "worker_id")
+        ),
+        *((key, "ä-7") for key in ("workerRank", "pid", "sim_uuid", "guid", "env_idx")),
+        *((key, 0) for key in ("actor", "seed", "client_id", "host", "name")),
+        *((key, "r") for key in ("trajectory_id", "runId", "episode_id", "task_id")),
+        *(("conversation_id", "c"), ("metadata.trajectory_id", "r"), ("run.id", 3)),
+        *(("extra.sample_index", 4), ("headers.X-Session-ID", "s")),
+        *(("request.metadata.thread_id", "x"), ("ids.trajectory_id", "r")),
+        *((key, None) for key in ("session_id", "metadata.session_id", "runId")),
+        *((key, "") for key in ("session_id", "metadata.session_id", "trajectory_id")),
     ],
 )
-@pytest.mark.parametrize("value", [7, "ä-7"])
 def test_any_name_beside_a_call_stops_the_import(tmp_path, key, value):
-    for call in (line(), IDS):
-        turns, report = imported(tmp_path, [{**call, key: value}] * 2)
+    beside = at(key, value)
+    call = line() | beside if "request." not in key else line(**beside)
+    for one in (call, {**IDS, **beside}):
+        if one is call and "request" in beside:
+            one["request"] = {"messages": [], **beside["request"]}
+        turns, report = imported(tmp_path, [one] * 2)
         assert turns.num_rows == 0
-        assert "no_session_id" in problems(report)
+        assert problems(report)[:2] == ["no_session_id"] * 2
         assert f"{key} ({value!r})" in report[0]["detail"]
-        turns, _ = imported(tmp_path, [{**call, key: value}], map=f"session_id={key}")
-        assert turns["session_id"].to_pylist() == [str(value)]
-
-
-@pytest.mark.parametrize("key", ["session_id", "metadata", "trajectory_id", "runId"])
-@pytest.mark.parametrize("empty", [None, ""])
-def test_an_empty_name_of_a_run_stops_the_import(tmp_path, key, empty):
-    value = {"session_id": empty} if key == "metadata" else empty
-    turns, report = imported(tmp_path, [{**IDS, key: value}] * 2)
-    assert (turns.num_rows, problems(report)) == (0, ["no_session_id"] * 2)
-    assert f"({empty!r})" in report[0]["detail"]
+        assert "--map session_id=" in report[0]["detail"]
+        if value not in (None, ""):
+            turns, _ = imported(tmp_path, [one], map=f"session_id={key}")
+            assert turns["session_id"].to_pylist() == [str(value)]
 
 
 @pytest.mark.parametrize("key", ["request_id", "model_id", "step_id", "parent_id"])
 def test_names_of_calls_name_no_run(tmp_path, key):
     turns, _ = imported(tmp_path, [{**IDS, key: "x"}])
     assert turns["session_id"].to_pylist() == ["log"]
-
-
-def test_records_without_a_session_beside_others_are_left_out(tmp_path):
-    for lines in ([IDS, CALL], [CALL, IDS], [IDS] * 9 + [CALL, IDS]):
-        turns, report = imported(tmp_path, lines)
-        assert "no_session_id" in problems(report)
-        assert turns["session_id"].to_pylist().count("s") == 1
 
 
 # --- messages and replies
@@ -326,70 +341,6 @@ def test_records_in_lists_are_calls_with_a_mapping_everywhere(tmp_path):
         assert table["output_ids"].to_pylist() == [[3, 4]] * 2
     table = tk.read_turns(tmp_path / "log.jsonl", map="each=steps,session_id=@file")
     assert table["session_id"].to_pylist() == ["log"] * 3
-
-
-# --- numbers of tokens under any name
-
-
-@pytest.mark.parametrize(
-    "stated",
-    [
-        {"usage": {"output": 5, "input": 2, "unit": "TOKENS"}},
-        {"usageDetails": {"output": 5, "input": 2}},
-        {"usage_details": {"input": 9}},
-        {"usage": {"completionTokens": 5}},
-        {"usage": '{"completion_tokens": 5}'},
-        {"usage": {"promptTokenCount": 9}},
-        {"completion_tokens": 5},
-        {"prompt_tokens": 9},
-        {"n_output_tokens": 5},
-        {"num_prompt_tokens": 9},
-        {"metadata": {"outputTokens": 5}},
-        {"metrics": {"completion_tokens": 5}},
-        {"tokens": {"output": 5}},
-        {"token_usage": {"completion": 5}},
-        *({"completion_len": 5}, {"responseLength": 9}, {"prompt_eval_count": 7}),
-        *({"eval_count": 7}, {"numOutputTokens": 7}, {"stats": {"output_len": 9}}),
-        *({"usage": {"total_tokens": 9}}, {"completiontokens": 9}, {"PROMPT_LEN": 9}),
-    ],
-)
-@pytest.mark.parametrize("kind", ["records", "openai", "langfuse"])
-def test_numbers_of_tokens_are_compared_under_any_name(tmp_path, stated, kind):
-    call = {
-        "records": CALL,
-        "openai": line(session_id="s"),
-        "langfuse": {
-            "traceId": "t",
-            "type": "GENERATION",
-            "input": [],
-            "metadata": IDS,
-        },
-    }[kind]
-    if kind == "langfuse":
-        stated = {**stated, "metadata": {**IDS, **stated.get("metadata", {})}}
-    turns, report = imported(tmp_path, [{**call, **stated}])
-    assert problems(report).count("usage_contradicts") == 1
-    assert turns["trainable"].to_pylist() == [False]
-    turns, _ = imported(tmp_path, [{**call, **stated}], contradicted="train")
-    assert turns["trainable"].to_pylist() == [None]
-
-
-@pytest.mark.parametrize(
-    "stated",
-    [
-        {"usage": {"output": 2, "input": 2}},
-        {"usage": {"output": 9, "unit": "CHARACTERS"}},
-        {"usage": {"input": 1, "input_cached_tokens": 1}},
-        {"usage": {"output": 1, "output_reasoning_tokens": 1}},
-        *({"max_tokens": 9}, {"max_output_tokens": 9}, {"completion_len": 2}),
-        *({"cached_prompt_tokens": 1}, {"total_tokens": 4}),
-        {"completion_tokens": None},
-        {"latency": 5, "usage": {"cost": 3}},
-    ],
-)
-def test_other_numbers_are_no_contradiction(tmp_path, stated):
-    _, report = imported(tmp_path, [{**CALL, **stated}])
-    assert problems(report) == []
 
 
 # --- Harbor's trials
@@ -537,6 +488,14 @@ def test_a_command_on_a_raw_log_says_how_to_import_it(tmp_path, capsys):
     )
     assert main(["simulate", str(path)]) == 1
     assert "trajkit import" not in capsys.readouterr().err
+    # of two files, the advice is about that of the error
+    other = tmp_path / "other.jsonl"
+    foreign.write_lines(other, [{**IDS, "run_id": "r"}])
+    for logs, n_advised in (((path, other), 0), ((other, path), 1)):
+        assert main(["simulate", *map(str, logs)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"trajkit: {logs[0]}, line 1: ")
+        assert said.count("trajkit import") == n_advised
 
 
 def test_the_hint_for_a_logprob_is_an_option(tmp_path, capsys):

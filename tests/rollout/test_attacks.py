@@ -165,15 +165,22 @@ def wins(box, script, found):
     return sh(box, f"{{ {script}; }} && echo && echo won").stdout.endswith(b"\nwon\n")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture(scope="module", params=KINDS)
+def tried(request, tmp_path_factory):
+    """A kind of sandbox, one of it, and what is to be attacked."""
+    place = tmp_path_factory.mktemp("attacks")
+    with target(place) as found, box_of(request.param, place) as box:
+        yield request.param, box, found
+
+
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_stopped(tmp_path, name, kind):
+def test_an_attack_is_stopped(tried, name):
+    kind, box, found = tried
     attack = ATTACKS[name]
     if kind not in attack.stops:
         pytest.skip(f"{kind} does not stop it")
-    with target(tmp_path) as found, box_of(kind, tmp_path) as box:
-        assert not wins(box, attack.script, found)
-        assert (found["host"] / "secret").read_text() == "s3cret"
+    assert not wins(box, attack.script, found)
+    assert (found["host"] / "secret").read_text() == "s3cret"
 
 
 @pytest.mark.parametrize("name", [n for n, a in ATTACKS.items() if a.harmless])

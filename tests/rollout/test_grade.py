@@ -114,12 +114,18 @@ def test_f(): assert it.f == 2
 
 
 @pytest.mark.parametrize("value", [0, 1])
-def test_a_run_that_skips_all_did_so_before_the_changes(tmp_path, value):
+def test_a_test_that_is_skipped_is_skipped_on_the_base_commit_too(tmp_path, value):
     fields = {"tests": {"test_it.py": CONDITIONAL}, "grade": {"command": PYTEST}}
+    fields["workspace"] = {"it.py": f"f = {value}\n"}
     patch = HUNK.format("it.py", "it.py").replace("same", f"f = {value}").encode()
-    files = {"workspace": {"it.py": f"f = {value}\n"}}
-    changed = patch.replace(b"+changed", b"+f = 3")
-    assert graded(tmp_path, patch=changed, **files, **fields) == float(value == 0)
+    patch = patch.replace(b"+changed", b"+f = 3")
+    if value == 0:
+        assert graded(tmp_path, patch=patch, **fields) == 1.0
+        return
+    with pytest.raises(
+        AgentError, match=r"not without .* skipped: test_it\.py::test_f"
+    ):
+        graded(tmp_path, patch=patch, **fields)
 
 
 def test_a_task_s_variables_are_those_of_the_process_that_grades(tmp_path, monkeypatch):

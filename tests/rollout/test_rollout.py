@@ -219,6 +219,23 @@ def test_a_failure_that_changes_may_have_caused_is_a_reward_of_zero(
     assert found.startswith(f"cannot be graded: {finding}")
 
 
+ENDLESS_BEFORE = """
+import os, pathlib, pytest, time
+
+if "yes" not in pathlib.Path(os.environ["WORKSPACE"], "a.txt").read_text():
+    time.sleep(600)
+def test_f(): pytest.skip()
+"""
+
+
+def test_a_base_commit_that_cannot_be_graded_is_not_the_agent_s_fault(roll):
+    grade = {"command": "python -m pytest -q", "timeout_s": 6}
+    fields = {"tests": {"test_a.py": ENDLESS_BEFORE}, "grade": grade}
+    code, _, line = roll(fields)
+    assert (code, line["reward"]) == (BAD_DATA, None)
+    assert re.match("grade: on the base commit: .*: timed out after 6 s", line["error"])
+
+
 @pytest.mark.parametrize("solved", [True, False])
 def test_what_a_harness_left_when_it_failed_is_graded(roll, solved):
     """Its model got all its answers, and may have ended the harness itself."""

@@ -9,6 +9,7 @@ import trajkit as tk
 from tests.made_tables import dicts, link_by, turns_table
 from tests.oracles import rows as reference
 from trajkit import _core
+from trajkit._kernel_names import members
 from trajkit.errors import LayoutError, PolicyError
 from trajkit.policies import ParentBy
 from trajkit.rows.linearize import find_links
@@ -279,7 +280,7 @@ def test_kernels_refuse_links_that_lead_outside(change, match):
     if "parent" in change:
         with pytest.raises(LayoutError, match=match):
             _core.measure_links(forest.paths, links)
-    out = np.zeros((len(_core.ENUMS["DriftLine"]), len(links)), np.int64)
+    out = np.zeros((len(members("DRIFT_")), len(links)), np.int64)
     with pytest.raises(LayoutError, match=match):
         _core.describe_drift(forest.paths, links, 8, out)
 

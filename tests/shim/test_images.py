@@ -267,7 +267,6 @@ async def test_the_token_of_an_image_in_a_text_and_in_a_reply(opened, model):
         "bytes": (None, {"max_bytes": 99}, "image_too_large"),
         "pixels": (None, {"max_pixels": 99}, "image_too_large"),
         "count": (None, {"max_images": 1}, "too_many_images"),
-        "total": (None, {"max_total_bytes": 9}, "log_full"),
         "request": (None, {"max_request_bytes": 9}, "image_too_large"),
         "base64": ("data:image/png;base64,?", {}, "invalid_image"),
         "not-ascii": ("data:image/png;base64,é", {}, "invalid_image"),
@@ -282,7 +281,7 @@ async def test_what_is_refused(opened, url, limits, code):
     if url is not None:
         message["content"][1]["image_url"]["url"] = url
     sent = [JPEG, said("red")] if code == "too_many_images" else []
-    await session.refused(507 if code == "log_full" else 400, code, *sent, message)
+    await session.refused(400, code, *sent, message)
     assert (session.seen, session.stored()) == ([], [])
 
 
@@ -338,10 +337,8 @@ async def test_requests_with_the_same_new_image(tmp_path, monkeypatch):
     """It is written once, and not on the event loop."""
     threads = []
     watch_files(monkeypatch, lambda: threads.append(threading.current_thread()))
-    # a second file, or the same one counted twice, would exceed the limit
-    limits = ImageLimits(max_total_bytes=len(PNG))
-    store = ImageStore(tmp_path / "images", limits)
-    image = open_image(PNG, "here", limits)
+    store = ImageStore(tmp_path / "images")
+    image = open_image(PNG, "here", store.limits)
     await asyncio.gather(*(store.write([image, image]) for _ in range(2)))
     assert [file.name for file in store.directory.iterdir()] == [image.name]
     assert (store.directory / image.name).read_bytes() == PNG

@@ -17,12 +17,12 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arguments import chosen_int
-from trajkit._kernel_names import numbers
+from trajkit._kernel_names import members, numbers
 from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.rows.linearize import read_linked
 from trajkit.schema import CAUSES, DRIFT, FINDINGS, REGIONS, TEXT_CAUSES
 from trajkit.tables.canonical import TableLike
-from trajkit.tables.ragged import Longs, Records
+from trajkit.tables.ragged import Longs, Records, offsets_of
 from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
@@ -32,11 +32,11 @@ _Stretch: TypeAlias = tuple[int, int, int, int]
 _Cause: TypeAlias = tuple[str | None, _Stretch]
 
 # the columns that the kernel fills, in its order (_native/drift.pxi)
-_DESCRIBED = tuple(_core.ENUMS["DriftLine"])
+_DESCRIBED = tuple(members("DRIFT_"))
 _RESYNC = ("resync_path", "resync_prompt", "resync_length")
-numbers("Region", REGIONS)
-numbers("Cause", CAUSES)
-numbers("Difference", ("path_start", "path_stop", "prompt_start", "prompt_stop"))
+numbers("REGION_", REGIONS)
+numbers("CAUSE_", CAUSES)
+numbers("DIFFERENCE_", ("path_start", "path_stop", "prompt_start", "prompt_stop"))
 
 MIN_RUN = 8
 """Contiguous tokens that path and prompt must have in common to agree again."""
@@ -48,7 +48,7 @@ _MOST_PIECES = 64
 _COARSE = {"white_space": _CLOSER_RUNS, "reasoning_dropped": _CLOSER_RUNS[:1]}
 # JSON is not searched in messages with more tokens.
 _LONG_MESSAGE = 1 << 14
-# Tokens read before and after a span: enough for a split character or word.
+# Tokens read before and after a span: enough for a split word.
 _NEIGHBOURS = 4
 
 _REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
@@ -225,32 +225,24 @@ class _Side:
     """The tokens of one side, path or prompt, as text."""
 
     def __init__(self, codec: Codec, ids: Ids) -> None:
-        self.ids, self._codec = ids, codec
-        self.special = codec.special(ids)
+        self.ids, self.special = ids, codec.special(ids)
         # number of special tokens before each position, shape (n_ids + 1,)
         self.borders = np.append(0, np.cumsum(self.special)).astype(np.int32)
         self._ends = np.append(np.flatnonzero(self.special), len(ids))
-        # the start of a message, a position in it, and the text between
-        self._read = 0, 0, ""
+        pieces = [*map(codec.data, ids.tolist())]
+        self._bytes, self._at = b"".join(pieces), offsets_of([*map(len, pieces)])
+        # the start of a message, and its objects
         self._objects: tuple[int, list[tuple[int, int, str]]] = (-1, [])
 
     def text(self, start: int, stop: int) -> str:
-        """The text that these tokens add to the tokens before them."""
-        lead = self.ids[max(start - _NEIGHBOURS, 0) : start]
-        head = self._codec.text(lead)
-        with_lead = self._codec.text(np.concatenate([lead, self.ids[start:stop]]))
-        # A character may be split between lead and span.
-        if with_lead.startswith(head):
-            return with_lead[len(head) :]
-        return self._codec.text(self.ids[start:stop])
-
-    def wide_text(self, start: int, stop: int) -> str:
-        """The text including neighbours, which may complete a split character."""
-        start = max(start - _NEIGHBOURS, 0)
-        return self._codec.text(self.ids[start : stop + _NEIGHBOURS])
+        """The text of these tokens, with ``\\xe2`` for a byte of a split character."""
+        own = self._bytes[self._at[start] : self._at[stop]]
+        return own.decode("utf-8", "backslashreplace")
 
     def plain(self, start: int, stop: int) -> str:
-        return _squeezed(self._codec.text(self.ids[start:stop], plain=True))
+        """The text without special tokens and white space."""
+        kept = start + np.flatnonzero(~self.special[start:stop])
+        return _squeezed("".join(self.text(at, at + 1) for at in kept.tolist()))
 
     def specials(self, start: int, stop: int) -> list[int]:
         found: list[int] = self.ids[start:stop][self.special[start:stop]].tolist()
@@ -263,19 +255,14 @@ class _Side:
     def whole_words(self, start: int, stop: int, text: str) -> str:
         """A span's text in JSON's notation, with the rest of words that it cuts."""
         tail = self.before(start)[: -_NEIGHBOURS * 16 : -1]
-        after = self.text(stop, stop + _NEIGHBOURS)
+        after = self.text(stop, min(stop + _NEIGHBOURS, len(self.ids)))
         words = [_WORD.match(one) for one in (tail, after)]
         head, rest = (one[0] if one else "" for one in words)
         return _squeezed(_in_json(head[::-1] + text + rest))
 
     def before(self, place: int) -> str:
-        """The text of a message up to a position; decoded once if positions ascend."""
-        start = self._message(place)[0]
-        first, read, text = self._read
-        if first != start or read > place:
-            read, text = start, ""
-        self._read = start, place, text + self.text(read, place)
-        return self._read[2]
+        """The text of a message up to a position."""
+        return self.text(self._message(place)[0], place)
 
     def objects(self, place: int) -> list[tuple[int, int, str]]:
         """The `json_objects` in the message of the token at this position."""
@@ -349,9 +336,6 @@ def _text_cause(path: _Side, prompt: _Side, stretch: _Stretch) -> str | None:
     was, now = path.text(*old), prompt.text(*new)
     other_specials = path.specials(*old) != prompt.specials(*new)
     ordinary = not path.specials(*old) and not other_specials
-    if "\ufffd" in was + now:
-        # The neighbours have the rest of a split character.
-        was, now, ordinary = path.wide_text(*old), prompt.wide_text(*new), False
     if was == now:
         return "special_tokens" if other_specials else "same_text"
     if other_specials and path.plain(*old) == prompt.plain(*new):
@@ -368,7 +352,7 @@ def _text_cause(path: _Side, prompt: _Side, stretch: _Stretch) -> str | None:
     if not still and answer == other:
         return "reasoning_dropped" if reasoned else "template"
     if ordinary and was.startswith(now) and path.ends_message(old[1]):
-        end = prompt.text(new[1], new[1] + 1)
+        end = prompt.text(new[1], min(new[1] + 1, len(prompt.ids)))
         if prompt.ends_message(new[1]):
             # Sampled text may have been read as the end of the message.
             return "special_tokens" if end and end in was else "truncated"

@@ -14,11 +14,11 @@ from trajkit import _core
 from trajkit.analysis.branches import SENT_AGAIN, drifted, label_branches, named_drift
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.analysis.words import LOSS_GROUPS, count
+from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, count
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.rows.linearize import linearize, link
-from trajkit.schema import ROW_CHECKS, ROW_REASONS
+from trajkit.rows.linearize import find_links, linearize, link
+from trajkit.schema import EMPTY_KINDS, ROW_CHECKS, ROW_REASONS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.columns import take_session, tuples
@@ -31,7 +31,7 @@ from trajkit.verification.foreign_rows import TOLERANCE, Sampled
 from trajkit.verification.row_forms import is_rows, plain_rows
 from trajkit.verification.rules import consecutive, longest_shared
 
-# sessions of equal beginning that are tried for a row, among so many turns on either side
+# sessions of equal beginning that are tried for a row, among so many paths on either side
 _MOST_SESSIONS, _NEAR = 32, 4096
 # by how many tokens a mask or logprobs may be shifted
 _SHIFTS = (-1, 1, -2, 2)
@@ -86,10 +86,13 @@ class _Check:
         self.turns = flat_turns(calls)
         self.outputs, self.owner = self.turns.outputs, self.turns.outputs.owner
         self.sessions = {name: k for k, name in enumerate(calls.ids.to_pylist())}
-        # the paths as bytes that compare like their tokens, and their sessions
+        # paths that no later prompt of the session begins with, as bytes that compare
+        # like their tokens, and their sessions
+        links = find_links(calls, calls.forest, named_policy("strict"))
+        parent = links["parent"][links["parent"] >= 0]
+        ends = np.setdiff1d(np.arange(calls.n_calls), parent)
         self.paths = sorted(
-            (_key(np.append(prompt, self.outputs[k])), int(calls.session[k]))
-            for k, prompt in enumerate(self.turns.prompts)
+            (_key(self.turns.path(k)), int(calls.session[k])) for k in ends
         )
         may = calls.calls["trainable"].astype(np.bool_)
         if policy is None or not policy.train_aborted:
@@ -114,9 +117,11 @@ class _Check:
         self.lines: list[dict[str, Any]] = []
         # what lines about the current row have; the sessions that have a row
         self.place: dict[str, Any] = {}
-        self.seen: set[str] = set()
-        # the sessions that rows name and the log does not have, by row
+        self.seen: set[int] = set()
+        # by row: the sessions that rows name and the log does not have; the masks that
+        # were not read
         self.unknown: list[str] = []
+        self.unread = Counter[str]()
 
     def add(self, kind: str, detail: str, **more: Any) -> None:
         self.lines.append({"kind": kind, "detail": detail, **self.place, **more})
@@ -127,30 +132,27 @@ class _Check:
         if not len(ids):
             return
         self.place, name = {"row": row}, given["session_id"].as_py()
-        named = name in self.sessions
-        if name is not None and not named:
-            self.unknown.append(name)
+        self.unread.update(given["unread"].as_py())
+        own = self.sessions.get(name)
+        self.unknown += [name] * (own is None and name is not None)
         sessions, dropped = self._like(ids)
         if given["padding_known"].as_py() or dropped < 2 or mask[:dropped].any():
             dropped = 0  # these are no padding, and calls did not see them
         ids, mask = ids[dropped:], mask[dropped:]
         first = given["padding"].as_py() + dropped
-        best = self._best(ids, mask, [self.sessions[name]] if named else sessions)
-        if named and (best is None or best[0][0] < mask.sum()):
-            other = self._best(ids, mask, sessions)
-            if other is not None and (best is None or other[0][0] > best[0][0]):
-                best = other
-                theirs = self.turns.calls.ids[best[1]].as_py()
-                words = f"it names session {name!r}, and its tokens are of {theirs!r}"
-                self.add("other_session", words, tokens=best[0][0])
+        best = self._best(ids, mask, sessions, own)
         if best is None:
-            n, where = int(mask.sum()), f" of session {name!r}" if named else ""
+            n, where = int(mask.sum()), f" of session {name!r}" * (own is not None)
             words = f"{count(n)} trained, and no turn{where} begins like it"
             self.add("not_found", words, tokens=n)
             return
-        _, session, source, in_context = best
-        self.place["session_id"] = name = self.turns.calls.ids[session].as_py()
-        self.seen.add(name)
+        (n, _, _), session, source, in_context = best
+        theirs = self.turns.calls.ids[session].as_py()
+        if own not in (None, session):
+            words = f"it names session {name!r}, and its tokens are of {theirs!r}"
+            self.add("other_session", words, tokens=n)
+        self.place["session_id"] = theirs
+        self.seen.add(session)
         if (stop := self._packed(ids, mask & (source < 0))) is not None:
             words = (
                 f"another sequence begins at token {first + stop}: split packed rows, "
@@ -190,22 +192,39 @@ class _Check:
             self._logprobs(logprobs, source, np.flatnonzero(trained), first)
 
     def _best(
-        self, ids: Ints, mask: Bools, sessions: list[int]
-    ) -> tuple[tuple[int, int], int, Longs, Bools] | None:
-        """Of sessions, the one that sampled most of what a row trains, and where."""
-        best = None
-        for session in sessions:
+        self, ids: Ints, mask: Bools, sessions: list[int], own: int | None
+    ) -> tuple[tuple[int, bool, int], int, Longs, Bools] | None:
+        """Of sessions and the one that a row names, what sampled most of what it trains.
+
+        It comes after its rank, whose first number that is, and with what `Sampled.find`
+        says of the row.
+        """
+        found: list[Any] = []
+        for session in dict.fromkeys([*sessions, *([] if own is None else [own])]):
             calls = self.turns.calls_of(session)
             source, in_context, begins = self.sampled.find(
                 ids, calls, mask, everywhere=True
             )
+            if (mask & (source < 0)).any():
+                source = np.where(source < 0, self._in_place(ids, calls), source)
             there = source >= 0
             # of equal sessions, one that no earlier row trains
             again = self.sampled.trained_by[source[there]] >= 0
-            rank = int((mask & there).sum()), -int(again.sum())
-            if begins and (best is None or rank > best[0]):
-                best = rank, session, source, in_context
-        return best
+            rank = int((mask & there).sum()), session == own, -int(again.sum())
+            if begins or there.any():
+                found.append((rank, session, source, in_context))
+        return max(found, key=itemgetter(0), default=None)
+
+    def _in_place(self, ids: Ints, calls: range) -> Longs:
+        """The sampled tokens at the same places of a path, of which a few were replaced."""
+        for call in calls:
+            if self.turns.path_len(call) == len(ids):
+                path = self.turns.path(call)
+                same = path == ids
+                if 2 * same.sum() > len(ids):
+                    source = self.sampled.find(path, calls, np.zeros_like(same))[0]
+                    return np.where(same, source, -1)
+        return np.full(len(ids), -1)
 
     def _packed(self, ids: Ints, unknown: Bools) -> int | None:
         """Where a path begins inside a row that has the next trained, unknown token."""
@@ -222,24 +241,29 @@ class _Check:
         Equal tokens at its start may be padding if paths share more without them.
         """
         run = int(np.argmax(ids != ids[0]))
-        tries = [(k, *self._nearest(ids[k:])) for k in (0, run - 1, run) if k >= 0]
+        starts = dict.fromkeys((0, max(run - 1, 0), run))
+        tries = [(k, *self._nearest(ids[k:])) for k in starts]
         dropped, _, sessions = max(tries, key=itemgetter(1))
         return sessions, dropped
 
     def _nearest(self, ids: Ints) -> tuple[int, list[int]]:
-        """How many tokens some paths share with a row, and the first of their sessions."""
+        """How many tokens some paths share with a row, and their first sessions, those
+        without a row before others.
+        """
         key = _key(ids)
         at = bisect_left(self.paths, key, key=itemgetter(0))
         before, after = self.paths[max(at - _NEAR, 0) : at], self.paths[at : at + _NEAR]
         shared = [_core.lcp(_ids(key), _ids(p)) for p, _ in before[-1:] + after[:1]]
-        most = max(shared, default=0)
+        if not (most := max(shared, default=0)):
+            return 0, []
         head = key[: most * ids.itemsize]
         found = {
             session
             for paths in (reversed(before), after)
             for _, session in takewhile(lambda path: path[0].startswith(head), paths)
         }
-        return most, sorted(found)[:_MOST_SESSIONS] if most else []
+        tried = sorted(found, key=lambda session: (session in self.seen, session))
+        return most, tried[:_MOST_SESSIONS]
 
     def _trains(self, row: int, source: Longs, in_context: Bools, shift: int) -> None:
         """Which turn trains what, and what an earlier row trains too."""
@@ -249,17 +273,19 @@ class _Check:
         for call in dict.fromkeys(owner.tolist()):
             mine, of = owner == call, count(len(self.outputs[call]))
             turn, n = int(self.turns.calls.turn_index[call]), int(mine.sum())
-            words = f"trains {n} of {of} of turn {turn}{note}"
-            self.add("trains", words, turn_index=turn, tokens=n)
             twice = again[mine & (again >= 0)]
+            beyond = int((mine & ~in_context).sum())
+            lines = [("trains", n, f"trains {n} of {of} of turn {turn}{note}")]
             if len(twice) and not self.repeats:
-                n = len(twice)
-                words = f"{count(n)} of turn {turn} that row {twice[0]} trains too"
-                self.add("trained_twice", words, turn_index=turn, tokens=n)
-            n = int((mine & ~in_context).sum())
-            if n and not self.splices:
-                words = f"{count(n)} of turn {turn} after other tokens than it saw"
-                self.add("out_of_context", words, turn_index=turn, tokens=n)
+                words = (
+                    f"{count(len(twice))} of turn {turn} that row {twice[0]} trains too"
+                )
+                lines.append(("trained_twice", len(twice), words))
+            if beyond and not self.splices:
+                words = f"{count(beyond)} of turn {turn} after other tokens than it saw"
+                lines.append(("out_of_context", beyond, words))
+            for kind, n, words in lines:
+                self.add(kind, words, turn_index=turn, tokens=n)
 
     def _logprobs(self, logprobs: Array, source: Longs, at: Longs, first: int) -> None:
         """Logprobs that are not the engine's, or those of a token before or after."""
@@ -289,8 +315,15 @@ class _Check:
         self.add("logprobs", words, token=first + int(at[k]), tokens=n)
 
     def absent(self) -> None:
+        """What rows have that was not read, and what no row trains."""
         self.place = {}
         calls, owner = self.turns.calls, self.owner
+        for name, n in self.unread.items():
+            words = (
+                f"{count(n, 'row')} ha{'s' if n == 1 else 've'} {name!r}, which was not "
+                "read: if the trainer reads it, name it loss_mask"
+            )
+            self.add("unread_mask", words)
         if self.unknown:
             n, name = len(self.unknown), self.unknown[0]
             words = (
@@ -298,7 +331,7 @@ class _Check:
                 f"have, such as {name!r}: found by tokens alone"
             )
             self.add("unknown_session", words)
-        without = np.array([name not in self.seen for name in self.sessions], np.bool_)
+        without = ~np.isin(np.arange(len(calls)), [*self.seen])
         without_rows = without[calls.session[owner]]
         if without.any():
             words = f"{int(without.sum())} of {len(without)} sessions have no row"
@@ -329,9 +362,8 @@ def _ids(key: bytes) -> Ints:
 
 def _shifted(mask: Bools, shift: int) -> Bools:
     """The mask moved to the right by ``shift`` tokens."""
-    moved = np.roll(mask, shift)
-    moved[slice(shift) if shift >= 0 else slice(len(mask) + shift, None)] = False
-    return moved
+    room = abs(shift)
+    return np.pad(mask, room)[room - shift :][: len(mask)]
 
 
 def _shift_of(mask: Bools, due: Bools) -> int:
@@ -347,11 +379,6 @@ def _shift_of(mask: Bools, due: Bools) -> int:
 _NO_PARENT = {
     "history_replaced": "its request does not extend its agent's history",
     "root": "no earlier turn matches its request",
-}
-_LOSSES = {
-    "absorbed": LOSS_GROUPS["drift"],
-    "cut": "beyond max_row_tokens",
-    "no_splice_point": "after the row's end",
 }
 
 
@@ -391,9 +418,8 @@ def why(
         lines = _reasons_of_rows(plain_rows(table))
     else:
         lines = _reasons_of_turns(as_turns(table), named_policy(policy), tokenizer)
-    names = ROW_REASONS.names
-    found = [dict(zip(names, line, strict=True)) for line in lines]
-    return pa.Table.from_pylist(found, ROW_REASONS)
+    found = (dict(zip(ROW_REASONS.names, line, strict=True)) for line in lines)
+    return pa.Table.from_pylist([*found], ROW_REASONS)
 
 
 def _reasons_of_rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
@@ -461,11 +487,11 @@ def _reasons_of_turns(
         n = Counter[str]()
         for span in spans:
             n[span["kind"]] += span["output_stop"] - span["output_start"]
-        lost = [kind for kind in _LOSSES if n[kind]]
-        losses = ", ".join(f"{count(n[kind])} {_LOSSES[kind]}" for kind in lost)
+        lost = [kind for kind in EMPTY_KINDS if n[kind]]
+        losses = (f"{count(n[x])} {LOSS_GROUPS[LOSS_WORDS[x][0]]}" for x in lost)
         sentence = (
             f"row {index} opens at turn {turn}: {reason}. It trains "
-            f"{count(n['trained'])}{'; ' if lost else ''}{losses}."
+            f"{'; '.join([count(n['trained']), *losses])}."
         )
         numbers = n["trained"], sum(n[kind] for kind in lost)
         yield name, index, turn, parent, opened_by, *numbers, sentence

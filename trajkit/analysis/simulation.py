@@ -82,7 +82,7 @@ def simulate(
         policies,
         pad_to,
         pack_tokens,
-        sessions,
+        sessions=sessions,
         max_row_tokens=max_row_tokens,
         threads=threads,
     )
@@ -100,15 +100,14 @@ class Simulation:
         policies: Policies = None,
         pad_to: int | None = None,
         pack_tokens: int | None = None,
-        sessions: TableLike | None = None,
         **options: Any,
     ) -> None:
         for name, value in (("pad_to", pad_to), ("pack_tokens", pack_tokens)):
             if value is not None:
                 chosen_int(name, value, 1)
         self._optional, self._pad_to, self._pack = policies is None, pad_to, pack_tokens
-        facts = session_facts(None, sessions).table
-        self._options: Any = {"sessions": facts, **options}
+        facts = session_facts(None, options.get("sessions")).table
+        self._options: Any = {**options, "sessions": facts}
         self._totals = [(one, Counter[str]()) for one in chosen_policies(policies)]
 
     def add(self, turns: pa.Table) -> None:

@@ -26,7 +26,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 class Tokenizer(Protocol):
     """A tokenizer of transformers, a ``tokenizers.Tokenizer``, or a similar object.
 
-    ``encode`` returns ids, or an object with an attribute ``ids``.
+    ``encode`` returns ids, or an object with an attribute ``ids``. Tokens that are parts of
+    a character are told apart if there is a method ``id_to_token`` or
+    ``convert_ids_to_tokens``.
     """
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> object:
@@ -57,7 +59,7 @@ class Codec:
         names = ("id_to_token", "convert_ids_to_tokens")
         methods = (getattr(tokenizer, name, None) for name in names)
         self._shows = next(filter(None, methods), None)
-        self.entry = cache(self._entry)
+        self.entry, self.data = cache(self._entry), cache(self._data)
         self._is_special = cache(
             lambda token: bool(
                 self.text([token]) and not self.text([token], plain=True)
@@ -88,13 +90,27 @@ class Codec:
         text = self.text(ids)
         if "\ufffd" not in text:
             return text
-        names = [self.entry(token) or self.text([token]) for token in ids.tolist()]
-        given = b"".join(
-            entry_bytes(name) or name.replace("\u2581", " ").encode() for name in names
-        )
+        given = b"".join(map(self.data, ids.tolist()))
         if given.decode("utf-8", "replace") != text:
             return text
         return given.decode("utf-8", "backslashreplace")
+
+    def piece(self, token: int) -> str | bytes:
+        """The text of a token, or its bytes if it begins or ends inside a character."""
+        text, entry = self.text([token]), self.entry(token) or ""
+        if "\ufffd" in text and (raw := entry_bytes(entry)):
+            return raw
+        # SentencePiece writes a space as U+2581, and drops it at the start of a text
+        spaced = entry.replace("\u2581", " ")
+        return spaced if spaced.lstrip(" ") == text.lstrip(" ") else text
+
+    def _data(self, token: int) -> bytes:
+        """The bytes of a token that follows another, which may begin with a space."""
+        piece, twice = self.piece(token), self.text([token, token])
+        if isinstance(piece, bytes):
+            return piece
+        once = self.text([token])
+        return (twice[len(once) :] if twice.startswith(once) else piece).encode()
 
     def _entry(self, token: int) -> str | None:
         """The vocabulary's entry for an id; None if the tokenizer does not show it."""

@@ -36,6 +36,7 @@ from trajkit.importers.containers import SUFFIXES
 from trajkit.importers.reader import UNTRAINED
 from trajkit.policies import ALIASES
 from trajkit.schema import FINDINGS, LOSSES
+from trajkit.tables import lazy_compute as pc
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
 from trajkit.verification.run import verify_file
@@ -460,8 +461,8 @@ def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
     if same:
         yield f"same rule: {'; '.join(same)}"
     shown = [line["policy"] for line in policies]
-    for x in ALIASES.keys() - {*shown}:
-        if label(ALIASES[x]) == x and ALIASES[x].name in shown:
+    for x in ALIASES:
+        if x not in shown and label(ALIASES[x]) == x and ALIASES[x].name in shown:
             yield f"--policy {x} has a rule of its own, a choice of {ALIASES[x].name}'s"
 
 
@@ -557,7 +558,7 @@ def _by_cause(findings: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-_NOTES = ("unknown_session", "session_without_rows")
+_NOTES = ("unread_mask", "unknown_session", "session_without_rows")
 RIGHT = ("trains", *_NOTES)
 """Lines that are no finding."""
 
@@ -588,17 +589,17 @@ def check(
     """
     chosen = opt.maybe_policy(policy)
     loaded = opt.chosen_tokenizer(tokenizer, turns)
-    given, table = rows_of_trainer(rows)
+    table = rows_of_trainer(rows)
     if not table.num_rows:
         raise opt.nothing(rows, "rows")
     calls = reading.turns(turns)
     with Progress("comparing rows with the log"):
-        found = tk.check_rows(given, calls, chosen)
+        found = tk.check_rows(table, calls, chosen)
     if out is not None:
         write_table(found, out)
     lines = found.to_pylist()
     wrong = any(line["kind"] not in RIGHT for line in lines)
-    trained = sum(map(sum, table["loss_mask"].to_pylist()))
+    trained = pc.sum(pc.list_flatten(table["loss_mask"])).as_py() or 0
     sampled = sum(map(len, calls["output_ids"]))
     masks = table["mask_of"].unique().to_pylist()
     text = (

@@ -372,11 +372,11 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                 if mark.kind not in ("records", "tokenizer"):
                     for path in paths_of(paths) or []:
                         path.stat()
-                of_turns = mark.kind in ("turns", "sessions")
-                files = turns_inputs(paths) if mark.kind == "turns" else []
-                logs += [str(file[0]) for file in files]
-                other = inputs_of(paths, None, mark.suffixes)
-                inputs += turns_inputs(paths) if of_turns else other
+                files = inputs_of(paths, None, mark.suffixes)
+                if mark.kind in ("turns", "sessions"):
+                    files = turns_inputs(paths)
+                logs += [str(file.path) for file in files if mark.kind == "turns"]
+                inputs += files
             values[name] = paths if isinstance(given, list) else paths[0]
         given = [bound.arguments.get("no_clobber")]
         given += [getattr(one, "no_clobber", False) for one in bound.arguments.values()]
@@ -384,7 +384,9 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
         try:
             code = command(*bound.args, **bound.kwargs)
         except tk.TrajkitError as error:
-            found = map(advised, filter(os.path.isfile, logs))
+            # of several logs, the one that the error names
+            named = [log for log in logs if log in str(error)] or logs
+            found = map(advised, filter(os.path.isfile, named))
             advice = next(filter(None, found), "")
             if isinstance(error, ArgumentError) or not advice:
                 raise

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +22,7 @@ from trajkit.errors import ArgumentError, FormatError, SchemaError
 from trajkit.files.arrow import table_kind
 from trajkit.files.formats import format_of, paths_in, replacing
 from trajkit.files.jsonl import row_placed
+from trajkit.files.pickles import ARRAYS, read_arrays
 from trajkit.files.sources import paths_of
 from trajkit.files.tables import iter_tables, log_files, read_any_rows
 from trajkit.schema import EMPTY_KINDS, SESSIONS
@@ -94,7 +94,7 @@ def rows_in(source: list[str]) -> pa.Table | None:
     if first.is_dir():
         kinds = {table_kind(file, format_of(file)) for file in paths_in(first)}
         found = "rows" in kinds and not kinds & {"turns", None}
-    elif not (found := first.suffix.lower() in _ARRAYS):
+    elif not (found := first.suffix.lower() in ARRAYS):
         table = next(iter_tables(first, batch_rows=1), None)
         found = table is not None and row_forms.is_rows(table.column_names)
     if not found:
@@ -102,44 +102,29 @@ def rows_in(source: list[str]) -> pa.Table | None:
     rows = any_rows(source[0])
     if isinstance(rows, pa.Table) and "spans" in rows.column_names:
         return canonical_rows(rows)
-    return rows_of_trainer(source[0])[1].select(row_forms.TOKENS)
+    return rows_of_trainer(source[0]).select(row_forms.TOKENS)
 
 
-def rows_of_trainer(path: str) -> tuple[object, pa.Table]:
-    """The rows of a file as it has them, and as `row_forms.PLAIN`.
+def rows_of_trainer(path: str) -> pa.Table:
+    """The rows of a file as `row_forms.PLAIN`.
 
     Errors name the file, and the line if it has lines.
     """
     try:
-        rows = any_rows(path)
-        return rows, row_forms.plain_rows(rows)
+        return row_forms.plain_rows(any_rows(path))
     except (FormatError, SchemaError) as error:
         raise type(error)(row_placed(path, str(error))) from None
 
 
-_ARRAYS = (".npz", ".pt", ".pkl", ".pickle")
-
-
 def any_rows(path: str) -> object:
     """The rows of a file, as its format has them."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in _ARRAYS:
-        return read_any_rows(path)
-    if suffix == ".npz":
-        try:
-            with np.load(path) as arrays:
-                return dict(arrays)
-        except (EOFError, ValueError, TypeError, BadZipFile) as error:
-            raise FormatError(f"{path}: not a readable .npz: {error}") from error
-    from trajkit.files.pickles import load
-
-    value: Any = load(Path(path))
-    return value.get("samples", value) if isinstance(value, dict) else value
+    is_arrays = Path(path).suffix.lower() in ARRAYS
+    return read_arrays(Path(path)) if is_arrays else read_any_rows(path)
 
 
 def _each_session(turns: pa.Table) -> Iterator[pa.Table]:
-    located = Sessions.of(turns)
-    return (located.part(k, k + 1).table for k in range(len(located)))
+    sessions = Sessions.of(turns)
+    return (sessions.part(k, k + 1).table for k in range(len(sessions)))
 
 
 @dataclass(slots=True)
@@ -157,8 +142,6 @@ class _View:
 
     def rows(self, rows: pa.Table, index: int | None) -> None:
         """Print rows, or one of them."""
-        if "row_index" not in rows.column_names:
-            rows = rows.append_column("row_index", pa.array(range(rows.num_rows)))
         names = rows["row_index"].to_pylist()
         if index is not None and index not in names:
             n = rows.num_rows
@@ -364,9 +347,7 @@ def view(
 
     texts = opt.many_policies(policy)
     policies = [*map(opt.policy_of, texts)]
-    ids = None if session is None else session.split(",")
-    choice: dict[str, Any] = {"ids": ids, "sample": sample}
-    if None not in choice.values():
+    if None not in (session, sample):
         raise ArgumentError("--session and --sample: only one of them is allowed")
     if out is not None:
         _check_suffix(out, "a page", "html", "htm")
@@ -374,10 +355,11 @@ def view(
             raise ArgumentError("--follow needs the server: leave out --out")
     elif print:
         raise ArgumentError("--print makes a file: give it a name with --out")
+    choice = {"ids": session and session.split(","), "sample": sample}
     runs = [Run(source, sessions, reading, choice, follow)]
     runs += [Run([one], None, reading, choice) for one in [against] if one]
-    shown: dict[str, Any] = {"tokenizer": opt.chosen_tokenizer(tokenizer, source)}
-    shown["text"] = not no_text
+    loaded = opt.chosen_tokenizer(tokenizer, source)
+    shown: dict[str, Any] = {"tokenizer": loaded, "text": not no_text}
     # as stored: rows of other systems have few columns, and verify judges them
     table = None if rows is None else read_any_rows(rows)
     if out is None:
@@ -403,8 +385,8 @@ def view(
             **shown,
         )
         draft.write_text(html, encoding="utf-8")
-    all_text = "the text of all messages; --no-text leaves it out"
-    text = "token ids and numbers, no text" if no_text else all_text
+    text = "the text of all messages; --no-text leaves it out"
+    text = "token ids and numbers, no text" if no_text else text
     opt.print_text(
         f"{len(turns['session_id'].unique()):,} of {count(runs[0].n_sessions, 'session')}, "
         f"{count(turns.num_rows, 'turn')}\ncontains {text}\n"

@@ -32,6 +32,7 @@ from trajkit.files.arrow import key_batches, table_kind
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.columns import with_column
 from trajkit.turns.records import from_records
+from trajkit.turns.runs import Prompts
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A path, or a list of paths."""
@@ -207,8 +208,8 @@ class Continuations:
     """The files that sessions were in so far, and their prompts."""
 
     def __init__(self) -> None:
-        # the last file of each session, and hashes of its prompts by their bytes
-        self._seen: dict[str, tuple[str, dict[int, set[int]]]] = {}
+        # the last file of each session, and its prompts
+        self._seen: dict[str, tuple[str, Prompts]] = {}
 
     def check(self, name: str, file: str, record: Mapping[str, object]) -> None:
         """Note a call of a session that is in this file; raise if it starts over there.
@@ -220,14 +221,11 @@ class Continuations:
             prompt = np.asarray(record.get("prompt_ids"), np.int64).tobytes()
         except (TypeError, ValueError, OverflowError):
             return  # reading the turns reports it
-        last, prompts = self._seen.get(name, (file, {}))
-        extends = last == file or any(
-            0 < size < len(prompt) and hash(prompt[:size]) in known
-            for size, known in prompts.items()
-        )
-        if not extends and record.get("turn_index") is None:
-            raise _reused(name, last, file, "its calls start over there")
-        prompts.setdefault(len(prompt), set()).add(hash(prompt))
+        last, prompts = self._seen.get(name, (file, Prompts()))
+        if last != file and not prompts.extended(prompt):
+            if record.get("turn_index") is None:
+                raise _reused(name, last, file, "its calls start over there")
+        prompts.add(prompt)
         self._seen[name] = file, prompts
 
 

@@ -5,8 +5,8 @@ or by `format`. Readers apply the rules of `trajkit.validate`, except those on m
 bodies and empty prompts, and make the turns of each session contiguous.
 
 Logs larger than memory are scanned for session ids and turn numbers alone, which are small
-(`index_sessions`). If sessions are scattered, the turns are then written once to temporary
-files ("buckets") with few enough sessions to fit in memory (`grouped`).
+(`index_sessions`). If sessions are scattered, the turns are then written once to a
+temporary file, from which they are read session by session (`SessionStore`).
 """
 
 import itertools
@@ -14,8 +14,8 @@ import os
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -59,7 +59,15 @@ from trajkit.tables.columns import (
     take_values,
     tuples,
 )
-from trajkit.tables.ragged import Longs, Ragged, offsets_of, positions, runs_of
+from trajkit.tables.ragged import (
+    Longs,
+    Ragged,
+    codes,
+    combined,
+    offsets_of,
+    positions,
+    runs_of,
+)
 from trajkit.turns import validation
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import Map, MapLike, Names, names_of, read_map
@@ -330,9 +338,9 @@ def _whole_sessions(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     return stages.whole_sessions(batches, "rows")
 
 
-def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
+def read_any_rows(source: Source) -> pa.Table:
     """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
-    tables = [*iter_tables(source, format=format, plan=rows_plan)]
+    tables = [*iter_tables(source, plan=rows_plan)]
     return full(stages.concat(tables) if tables else ROWS.empty_table())
 
 
@@ -589,14 +597,20 @@ class SessionIndex:
         rows = self.n_turns * limits.READ_BYTES // max(self.n_bytes, 1)
         return min(max(rows, limits.MIN_READ_ROWS), limits.MAX_READ_ROWS)
 
+    def groups(self) -> dict[str | None, int]:
+        """The group of each session: consecutive ones of about `limits.BUCKET_BYTES`."""
+        each = self.n_bytes / max(self.n_turns, 1)
+        ends = np.cumsum([*self.turns.values()])
+        groups = ((ends - 1) * each // limits.BUCKET_BYTES).astype(np.int64)
+        return dict(zip(self.turns, groups.tolist(), strict=True))
+
     def add(self, ids: pa.Array, index: Longs | None) -> None:
         """Count turns that follow the ones counted before.
 
         ``index`` are their turn numbers; None: unknown, or assigned by the reader.
         """
         # null counts as a name
-        codes = ids.dictionary_encode("encode").indices.to_numpy()
-        edges = np.flatnonzero(np.diff(codes, prepend=-1, append=-1))
+        edges = np.flatnonzero(np.diff(codes(ids), prepend=-1, append=-1))
         for start, stop in pairwise(edges.tolist()):
             name = ids[start].as_py()
             before = self.turns.get(name, 0)
@@ -733,21 +747,33 @@ class Log:
         return with_current_keys(good), pa.Table.from_pylist(lines, validation.REJECTED)
 
     def _sessions(self, index: SessionIndex) -> Generator[pa.Table, None, None]:
-        buckets = bucket_numbers(index)
-        if index.turns and index.scattered is None:
+        if not index.turns:
+            whole = [*self._tables(None)] or [TURNS.empty_table()]
+            yield gather(stages.concat(whole), "turn_index")
+        elif index.scattered is None:
             tables = self._tables(index.batch_rows)
             yield from stages.whole_sessions(
                 batch
                 for table in tables
                 for batch in table.combine_chunks().to_batches()
             )
-        elif any(buckets.values()):
-            with closing(grouped(self._spilled(), buckets, self._folder)) as found:
-                for stored in found:
-                    yield gather(stages.concat(self._of_bucket(stored)), "turn_index")
-        else:  # everything fits in memory
-            whole = [*self._tables(None)] or [TURNS.empty_table()]
-            yield gather(stages.concat(whole), "turn_index")
+        else:
+            groups = index.groups()
+
+            def group_of(name: str | None) -> int:
+                if name not in groups:
+                    raise FormatError(
+                        f"session {name!r} was not there when the files were first read: "
+                        "they changed since. Try again when nothing writes to them"
+                    )
+                return groups[name]
+
+            with ExitStack() as stack:
+                batches = self._spilled()
+                store = SessionStore(batches, group_of, self._folder, stack)
+                for group in sorted({*groups.values()} & store.starts.keys()):
+                    tables = self._of_group(store.tables(group))
+                    yield gather(stages.concat(tables), "turn_index")
 
     def _stored(
         self, batch_rows: int | None, of_lines: Any = jsonl.calls
@@ -804,7 +830,7 @@ class Log:
         return pa.table({**nothing, "session_id": [name] * len(lines)})
 
     def _spilled(self) -> Iterator[pa.RecordBatch]:
-        """The turns as buckets store them: lines of JSON beside their session."""
+        """The turns as they are stored: lines of JSON beside their session."""
         for part in self._stored(limits.MIN_READ_ROWS, jsonl.calls_with_lines):
             if isinstance(part, pa.Table):
                 yield from part.to_batches()
@@ -814,7 +840,7 @@ class Log:
                 texts = pa.array([one[LINE] for one in some], pa.large_binary())
                 yield pa.record_batch([names, texts], ["session_id", LINE])
 
-    def _of_bucket(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    def _of_group(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         for table in tables:
             if LINE not in table.column_names:
                 yield self._typed(table)
@@ -945,8 +971,7 @@ def scan_turns(
     """The turns of files batch by batch, as `trajkit.read_turns` returns them.
 
     Memory is bounded by a few batches and the largest session. If sessions are scattered
-    or turns out of order, all turns are first written to temporary files, grouped by
-    session.
+    or turns out of order, all turns are first written to a temporary file.
 
     Parameters
     ----------
@@ -955,7 +980,7 @@ def scan_turns(
     format, nonfinite_logprobs, session_prefix
         As for `trajkit.read_turns`, and so are the errors.
     folder : path, optional
-        Where temporary files of about the size of the turns as Arrow are made. None:
+        Where a temporary file of about the size of the turns as Arrow is made. None:
         the system's directory for temporary files.
 
     Yields
@@ -979,62 +1004,60 @@ def scan_turns(
     return batches()
 
 
-def bucket_numbers(index: SessionIndex) -> dict[str | None, int]:
-    """The bucket of each session: consecutive sessions of about `limits.BUCKET_BYTES`."""
-    room = max(limits.BUCKET_BYTES, index.n_bytes // limits.MAX_BUCKETS)
-    ends = np.cumsum(np.fromiter(index.turns.values(), np.int64, len(index.turns)))
-    each = index.n_bytes / max(index.n_turns, 1)
-    numbers = ((ends - 1) * each).astype(np.int64) // room
-    return dict(zip(index.turns, numbers.tolist(), strict=True))
+class SessionStore:
+    """Tables in a temporary file, from which complete sessions are read.
 
+    The file is in ``folder`` until the stack closes. Sessions for which ``key_of`` returns
+    one key are read together. Batches may have different columns.
+    """
 
-def grouped(
-    batches: Iterable[pa.RecordBatch],
-    buckets: Mapping[str | None, int],
-    folder: str | os.PathLike[str] | None,
-) -> Generator[Iterator[pa.Table], None, None]:
-    """The tables of one bucket after another, through temporary files in ``folder``."""
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
+    def __init__(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        key_of: Callable[[str | None], Hashable],
+        folder: str | os.PathLike[str] | None,
+        stack: ExitStack,
+    ) -> None:
+        self._file = stack.enter_context(
+            tempfile.TemporaryFile(prefix=TEMPORARY, dir=folder)
+        )
+        # by key, where the streams of its rows begin
+        self.starts: dict[Hashable, list[int]] = defaultdict(list)
+        self.empty = pa.table({})
         for table in _blocks(batches):
-            ids = table.column("session_id").combine_chunks().cast(pa.string())
-            ids = ids.dictionary_encode("encode")
-            names = ids.dictionary.to_pylist()
-            for name in names:
-                if name not in buckets:
-                    raise FormatError(
-                        f"session {name!r} was not there when the files were first read: "
-                        "they changed since. Try again when nothing writes to them"
-                    )
-            numbers = np.array([buckets[name] for name in names], np.int64)
-            of_row = numbers[ids.indices.to_numpy()]
-            for number in np.unique(of_row).tolist():
-                rows = take_rows(table, pa.array(np.flatnonzero(of_row == number)))
-                # streams that were appended are read as one
-                with (
-                    Path(root, f"{number:08d}").open("ab") as file,
-                    pa.ipc.new_stream(file, rows.schema, options=options) as writer,
-                ):
-                    writer.write_table(rows)
-            del table, rows
-        for path in sorted(Path(root).iterdir()):
-            found = arrow.read_batches(path, "arrows", None)
-            yield (pa.Table.from_batches([batch]) for batch in found)
-            path.unlink()
+            names = combined(table.column("session_id").cast(pa.string()))
+            names = names.dictionary_encode("encode")
+            keys = [*map(key_of, names.dictionary.to_pylist())]
+            ranks = {key: rank for rank, key in enumerate(dict.fromkeys(keys))}
+            rank_of = np.array([*map(ranks.__getitem__, keys)], np.int64)
+            rank = rank_of[names.indices.to_numpy()]
+            order = pa.array(np.argsort(rank, kind="stable"))
+            table = take_rows(table.combine_chunks(), order)
+            self.empty = table.slice(0, 0)
+            ends = np.cumsum(np.bincount(rank)).tolist()
+            for key, start, stop in zip(ranks, [0, *ends], ends, strict=False):
+                self.starts[key].append(self._file.tell())
+                with pa.ipc.new_stream(self._file, table.schema) as stream:
+                    stream.write_table(table.slice(start, stop - start))
+            del table
+
+    def tables(self, key: Hashable) -> Iterator[pa.Table]:
+        """The rows of the sessions with a key, in the order in which they came."""
+        for start in self.starts.get(key, ()):
+            self._file.seek(start)
+            yield pa.ipc.open_stream(self._file).read_all()
 
 
 def _blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Batches of one schema as tables of about `limits.SPILL_BYTES`, in one chunk each:
-    taking rows of several would concatenate them for each bucket.
-    """
+    """Batches of one schema as tables of about `limits.SPILL_BYTES`."""
     some: list[pa.RecordBatch] = []
     n_bytes = 0
     for batch in batches:
         if some and (n_bytes >= limits.SPILL_BYTES or batch.schema != some[0].schema):
-            yield pa.Table.from_batches(some).combine_chunks()
+            yield pa.Table.from_batches(some)
             some, n_bytes = [], 0
         some.append(batch)
         n_bytes += batch.nbytes
         del batch
     if some:
-        yield pa.Table.from_batches(some).combine_chunks()
+        yield pa.Table.from_batches(some)

@@ -19,7 +19,7 @@ import pyarrow as pa
 from trajkit.errors import ArgumentError, FormatError
 from trajkit.files.arrow import read_batches
 from trajkit.files.formats import Format as Codec
-from trajkit.files.formats import open_input
+from trajkit.files.formats import is_one_value, kind_of, open_input
 from trajkit.files.jsonl import (
     EACH,
     MAX_LINE_BYTES,
@@ -38,7 +38,7 @@ Value: TypeAlias = dict[str, Any]
 
 
 class Refused(Exception):
-    """A record is left out; the arguments are the problem and the detail."""
+    """A record is left out; the arguments are the detail, and the problem."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Finding:
 
     def __exit__(self, kind: object, error: object, trace: object) -> bool:
         if isinstance(error, Refused):
-            self.problem, self.detail = (*error.args, "")[:2]
+            self.detail, self.problem = (*error.args, "unreadable")[:2]
         return isinstance(error, Refused)
 
 
@@ -145,11 +145,9 @@ Placed: TypeAlias = tuple[str, Value | Finding]
 _MAGIC = {b"\x80": "pickle", b"PAR1": "rows", b"ARROW1": "rows", b"PK\3\4": "zip"}
 # files that are never text: one whose first bytes are damaged is no JSON
 _BINARY = {
-    ".pt": "pickle",
-    ".pkl": "pickle",
     ".eval": "inspect",
-    ".parquet": "rows",
-    ".arrow": "rows",
+    **dict.fromkeys((".pt", ".pkl"), "pickle"),
+    **dict.fromkeys((".parquet", ".arrow"), "rows"),
 }
 _CODECS: dict[bytes, Codec] = {
     b"\x1f\x8b": "jsonl.gz",
@@ -191,34 +189,30 @@ def files_of(sources: list[Any]) -> Iterator[tuple[str, bool, list[tuple[str, Pa
     Files have a name, for the report, and a path. Temporary copies last for one step.
     """
     paths_of([one for one in sources if not is_address(one)])
-    return (found for one in sources for found in _files_of(os.fspath(one)))
+    for text in map(os.fspath, sources):
+        if is_address(text):
+            with tempfile.TemporaryDirectory() as folder:
+                yield text, *_fetched(text, Path(folder))
+            continue
+        for path in sorted(paths_of(text) or (), key=_natural):
+            path.stat()  # the same error in every format if it is missing
+            below = path.rglob("*") if path.is_dir() else ()
+            seen = [one for one in below if "/." not in f"/{one.relative_to(path)}"]
+            files = sorted(filter(Path.is_file, seen), key=_natural)
+            files = files if path.is_dir() else [path]
+            yield str(path), path.is_dir(), [(str(file), file) for file in files]
 
 
-def _files_of(text: str) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
-    if is_address(text):
-        with tempfile.TemporaryDirectory() as folder:
-            copies = fetched(text, Path(folder), is_listed)
-            name = text.partition("://")[2]
-            yield text, len(copies) != 1 or not copies[0][0].endswith(name), copies
-        return
-    for path in sorted(paths_of(text) or (), key=_natural):
-        path.stat()  # the same error in every format if it is missing
-        files = [path]
-        if path.is_dir():
-            files = [
-                file
-                for file in sorted(path.rglob("*"), key=_natural)
-                if file.is_file()
-                and not any(p.startswith(".") for p in file.relative_to(path).parts)
-            ]
-        yield str(path), path.is_dir(), [(str(file), file) for file in files]
+def _fetched(address: str, folder: Path) -> tuple[bool, list[tuple[str, Path]]]:
+    taken = dict[str, bool]()
+    copies = fetched(address, folder, lambda x: taken.setdefault(x, is_listed(x)))
+    scheme, _, name = address.partition("://")
+    is_folder = len(copies) != 1 or not copies[0][0].endswith(name)
+    skipped = [f"{scheme}://{one}" for one in taken if not taken[one]]
+    return is_folder, [*copies, *((one, Path(one)) for one in skipped)]
 
 
-def _unpacked(name: str) -> str:
-    return name.removesuffix(".gz").removesuffix(".zst")
-
-
-def is_listed(name: str, file: Path | None = None) -> bool:
+def is_listed(name: str) -> bool:
     """Whether a file of a directory may contain records, by its name."""
     return name.lower().endswith(SUFFIXES)
 
@@ -249,20 +243,18 @@ def head_of(file: Path, name: str = "") -> Head:
     container = _by_magic(file, _MAGIC, _BINARY.get(suffix, "json"))
     if container == "zip":
         container = "inspect" if suffix == ".eval" else "pickle"
-    if container == "pickle":
-        return Head(name, file, container)
-    values, odd = list[Value](), ""
+    values, odd, trouble = list[Value](), "", ""
     try:
-        for place, one in objects(file, container):
+        for place, one in objects(file, container) if container != "pickle" else ():
             if isinstance(one, dict):
                 values.append(one)
             elif not odd:
                 odd = f"{place}: {one.detail}"
             if len(values) == _MOST_SHOWN:
                 break
-        return Head(name, file, container, tuple(values), odd=odd)
     except FormatError as error:
-        return Head(name, file, container, trouble=str(error))
+        values, trouble = [], str(error)
+    return Head(name, file, container, tuple(values), trouble, odd)
 
 
 def _by_magic(file: Path, kinds: dict[bytes, Any], default: Any) -> Any:
@@ -303,7 +295,8 @@ def _json(file: Path, shape: Shape) -> Iterator[Placed]:
         whole = isinstance(reader.read(first), list)
     except ValueError:
         # a value over several lines, or a damaged line
-        whole = _unpacked(file.name.lower()).endswith(".json") or first in (b"[", b"{")
+        kind = kind_of(file)
+        whole = (kind is not None and is_one_value(kind)) or first in (b"[", b"{")
     if whole:
         yield from _whole(file, codec, reader)
         return
@@ -331,10 +324,9 @@ def _whole(file: Path, codec: Codec, reader: Reader) -> Iterator[Placed]:
     except (ValueError, *UNREADABLE) as error:
         yield _bad("file", str(error))
         return
-    if isinstance(value, list):
-        yield from (_placed(f"item {k}", item) for k, item in enumerate(value))
-    else:
-        yield _placed("file", value)
+    listed = value if isinstance(value, list) else [value]
+    for k, item in enumerate(listed):
+        yield _placed(f"item {k}" if listed is value else "file", item)
 
 
 def _rows(file: Path, shape: Shape) -> Iterator[Placed]:

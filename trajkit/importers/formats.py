@@ -6,17 +6,20 @@ where each endpoint of vLLM and SGLang puts them.
 
 import json
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import groupby, islice
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, islice, product
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
-from trajkit.files.jsonl import EACH, IDS, ITEMS, Shape
+from trajkit.files.jsonl import IDS, ITEMS, Shape
 from trajkit.importers.containers import (
     Finding,
     Head,
@@ -30,42 +33,26 @@ from trajkit.importers.containers import (
     time_of,
     unless_empty,
 )
+from trajkit.turns import mapping
 from trajkit.turns.keys import (
+    EMPTY_RUN,
     MATTERS,
     NO_NAME,
     NOT_BESIDE,
     SPELLED,
-    USAGE,
     claims_of,
     has_items,
     is_broken,
     is_empty,
+    is_name,
     is_nothing,
     marks_tokens,
+    meaning_of,
     names_run,
     word_of,
 )
-from trajkit.turns.mapping import (
-    Map,
-    Names,
-    Route,
-    by_key,
-    elements,
-    keys_of,
-    logprobs_of,
-    map_option,
-    names_of,
-    parsed,
-    read_map,
-    reply_of,
-    reward_option,
-    route,
-    without_reply,
-)
+from trajkit.turns.mapping import Map, Names, Route, elements, route
 from trajkit.turns.records import from_records
-
-Source: TypeAlias = tuple[list[Any] | None, list[Any]]
-"""Ids (None: unknown) and their logprobs."""
 
 TARGETS = (
     *("session_id", "turn_index", "agent_id", "group_id", "reward", "request_id"),
@@ -103,25 +90,25 @@ _MANY = re.compile(
     r"(_(id|uid|uuid|key|index|idx|no|num|number|rank|name))?$"
 )
 _REQUESTS = ("request", "request_body", "transformed_request", "input")
-# the long arrays of a record
-_OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
-_OF_REQUEST = ("input_ids", "prompt", "prompt_token_ids", "token_ids")
-_RESPONSE: Shape = {
-    **dict.fromkeys(("prompt_token_ids", "token_ids", "output_ids"), IDS),
-    "choices": {EACH: dict.fromkeys(_OF_CHOICE, IDS)},
-}
-_LONG: Mapping[str, Any] = {
-    **dict.fromkeys(("prompt_ids", "output_ids", "delta_ids"), IDS),
-    "prompt_messages": ITEMS,
-    "request": {"messages": ITEMS, **dict.fromkeys(_OF_REQUEST, IDS)},
-    "response": {**_RESPONSE, EACH: _RESPONSE},
+# paths of the long arrays in a field
+_OF_RESPONSE = (
+    *("prompt_token_ids", "token_ids", "output_ids", "choices.*.prompt_token_ids"),
+    *("choices.*.input_token_ids", "choices.*.token_ids"),
+    "choices.*.response_token_ids",
+)
+_LONG: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("prompt_ids", "output_ids", "delta_ids", "prompt_messages"), ("",)
+    ),
+    "request": ("messages", "input_ids", "prompt", "prompt_token_ids", "token_ids"),
+    "response": (*_OF_RESPONSE, *(f"*.{path}" for path in _OF_RESPONSE)),
 }
 # where a choice of a response has what
-_OF_ANSWER = read_map("""
+_OF_ANSWER = mapping.read_map("""
     prompt_ids=choice.input_token_ids|choice.prompt_token_ids|response.prompt_token_ids|
     request.input_ids|request.prompt|request.prompt_token_ids|request.token_ids,
     output_ids=choice.token_ids|choice.response_token_ids|response.token_ids|
-    response.output_ids,
+    response.output_ids, usage=usage,
     finish_reason=choice.finish_reason|choice.meta_info.finish_reason,
     prompt_messages=request.messages, response_message=choice.message,
     tools=request.tools, model=response.model,
@@ -130,6 +117,8 @@ _OF_ANSWER = read_map("""
     response.metadata.weight_version,
     weight_versions=choice.weight_versions|choice.meta_info.weight_versions|
     response.metadata.weight_versions""").fields
+# where SGLang has logprobs
+_NATIVE = "output_token_logprobs"
 _STREAMED = "a part of a stream: log the complete response"
 
 
@@ -149,25 +138,21 @@ class Format:
     # whether an object with these keys has the format
     test: Callable[[Value], bool] = lambda value: True
     # the containers that it may be in
-    containers: tuple[str, ...] = ("json", "rows")
+    containers: str = "json rows"
     # takes what no other format does
     generic: bool = False
-    # path of the objects in a larger one; "*" is each element of a list
-    unfold: str = ""
     # the objects in an object, with places
     roots: Callable[[Value, Path], Iterable[tuple[str, Value]]] = lambda root, _: [
         ("", root)
     ]
-    # long arrays that no path of the mapping has
-    arrays: Shape = field(default_factory=dict)
+    # the path of ids that the mapping does not name
+    array: str = ""
     # the path by which records of the mapping's `each` are sorted
     order: str = ""
     # changes a record, refuses it, or passes over it (None)
     prepare: Callable[[Value], Value | None] = lambda record: record
     # the conversation of an object, for formats of text
     talk: Callable[[Value], object] | None = None
-    # its records may have the messages of requests without replies
-    needs_reply: bool = False
     # a record is a run, if none of its keys may name one
     alone: bool = False
     # the number, if there is one, in what its records have as reward
@@ -177,7 +162,23 @@ class Format:
     # how many choices of a response are calls; None: all
     most_choices: int | None = None
     # keys that are known and need no line
-    knows: tuple[str, ...] = ()
+    knows: str = ""
+
+
+class _Key(NamedTuple):
+    """What a table makes of a key beside a call, by its path."""
+
+    keys: tuple[str, ...]
+    word: str
+    # a field has its value; the mapping or the format knows it
+    is_read: bool
+    is_known: bool
+    # it may name the run of the call, and names it even if it is empty
+    names_run: bool
+    names_empty: bool
+    # it may tell runs apart; also those that have one name
+    tells: bool
+    tells_more: bool
 
 
 class Table:
@@ -187,43 +188,71 @@ class Table:
         self, format: Format, given: Map | None, encoder: "Encoder | None", head: Head
     ) -> None:
         self.format, self._encoder, self._head = format, encoder, head
-        given, base = given or Map({}), read_map(format.map or "each=")
+        given, base = given or Map({}), mapping.read_map(format.map or "each=")
         self.own = given.fields
         self.routes = {**_COMMON, **base.fields, **self.own}
         each, only = given.each or base.each or "", given.only or base.only
         self.map = Map(self.routes, each=each, only=only)
         parts = {part for one in self.routes.values() for part in one.parts()}
-        self._known = {(part.keys, part.outer) for part in parts}
-        self._known.add(((each.partition(".")[0],), True))
+        self._read = {(part.keys, part.outer) for part in parts}
+        self._read.add(((each.partition(".")[0],), True))
+        mapped = {part.keys for one in self.own.values() for part in one.parts()}
+        self._known = mapped | {(name,) for name in format.knows.split()}
+        # the same few keys are beside every call
+        self._key = lru_cache(1 << 12)(self._key_of)
         # fields of the user's mapping that some record had, or lacked
         self.found, self.lacked = set[str](), set[str]()
         with_ids = {"output_ids", "output_logprobs", "response"}
         self.has_ids = bool(with_ids & self.routes.keys())
 
+    def _key_of(self, path: str, aside: bool, of_root: bool | None) -> _Key:
+        """What the path of a record is, or of the object around it; None: both are one."""
+        keys, word = tuple(path.split(".")), word_of(path)
+        known = (k for k, outer in self._read if of_root is None or outer is of_root)
+        is_read = any(keys[: len(k)] == k or k[: len(keys)] == keys for k in known)
+        is_known = keys in self._known
+        single = not any(map(str.isdecimal, keys)) and "response" not in keys
+        tells = single and len(keys) <= 3 and not is_known and not NO_NAME.search(word)
+        return _Key(
+            keys=keys,
+            word=word,
+            is_read=is_read,
+            is_known=is_known,
+            names_run=names_run(keys, aside),
+            names_empty=aside and bool(EMPTY_RUN.fullmatch(word)),
+            tells=tells,
+            tells_more=tells and not is_read and bool(_MANY.search(word)),
+        )
+
     def shape(self) -> Shape:
         """The long arrays of an object (see `trajkit.files.jsonl`)."""
-        shape: dict[str, Any] = {**self.format.arrays}
-        prefix = [*keys_of(self.format.unfold), *keys_of(self.map.each or "")]
-        for target in _LONG.keys() & self.routes.keys():
-            for part in self.routes[target].parts():
-                _put(shape, [*prefix, *part.keys], _LONG[target])
+        shape: dict[str, Any] = {}
+        prefix = mapping.keys_of(self.map.each or "")
+        if self.format.array:
+            _put(shape, self.format.array.split("."), IDS)
+        for target, paths in _LONG.items():
+            parts = self.routes[target].parts() if target in self.routes else ()
+            for part, path in product(parts, paths):
+                keys = [*part.keys, *filter(None, path.split("."))]
+                kind = ITEMS if "messages" in (path or target) else IDS
+                _put(shape, [*prefix, *keys], kind)
                 if part.outer:
-                    _put(shape, list(part.keys), _LONG[target])
+                    _put(shape, keys, kind)
         return shape
 
     def calls(self, place: str, value: Value) -> Iterator[Finding]:
-        for where, root in elements(value, self.format.unfold, place):
-            if not isinstance(root, dict):
-                yield Finding(where, None, "unreadable", _not_object(root))
-                continue
-            for below, one in self.format.roots(root, self._head.file):
-                yield from self._of_root(where + below, one)
+        found = Finding(place)
+        with found:
+            for where, root in self.format.roots(value, self._head.file):
+                yield from self._of_root(place + where, root)
+        if found.problem:
+            yield found
 
     def _of_root(self, place: str, root: Value) -> Iterator[Finding]:
         calls = list(self._calls(place, root)) if self.has_ids else []
         # text for supervised training
         if self._encoder is not None and not any(map(_has_ids, calls)):
-            if self.format.talk is not None:
+            if self.format.talk is not None and isinstance(root, dict):
                 calls = list(self._talk(place, root))
             else:
                 for call in calls:
@@ -241,7 +270,7 @@ class Table:
         for where, record in records:
             found = Finding(where)
             with found:
-                names = names_of(self._head.file, where, place)
+                names = mapping.names_of(self._head.file, where, place)
                 yield from [*self._record(found, record, root, names)]
             if found.problem:
                 yield found
@@ -250,7 +279,7 @@ class Table:
         """The replies of a conversation, as text."""
         found = Finding(place, origin=f", {place}")
         with found:
-            names = names_of(self._head.file, place)
+            names = mapping.names_of(self._head.file, place)
             self._session(found, root, root, names)
             self._beside(found, root, root)
             self._fill(found, self._values(root, root, names))
@@ -264,13 +293,9 @@ class Table:
         self, found: Finding, record: object, root: Value, names: Names
     ) -> Iterator[Finding]:
         """The calls of a record: each choice of a response, or each span of a mask."""
+        self._session(found, object_of(record), root, names)
         if not isinstance(record, dict):
-            self._session(found, {}, root, names)
-            raise Refused("unreadable", _not_object(record))
-        self._session(found, record, root, names)
-        if "request_id" in self.routes:
-            named = self.routes["request_id"].find(record, root)
-            found.fields["request_id"] = text_of(named)
+            raise Refused(_not_object(record))
         prepared = self.format.prepare(record)
         if prepared is None:
             return
@@ -289,32 +314,35 @@ class Table:
         if not isinstance(response, dict | list):
             streamed = str(response).lstrip().startswith("data:")
             text = _STREAMED if streamed else "no request, or no response"
-            raise Refused("unreadable", text)
+            raise Refused(text)
         if error := object_of(response).get("error"):
-            raise Refused("unreadable", f"the response is an error: {repr(error)[:60]}")
-        # what a mapping names counts before what a response has
-        first = {*self.own, "request_id", "model", "prompt_messages"}
-        kept = {name: values[name] for name in first if values.get(name) is not None}
-        choices = _choices(object_of(values.get("request")), response)
-        taken = [*islice(choices, self.format.most_choices)]
+            raise Refused(f"the response is an error: {repr(error)[:60]}")
         parts = self.routes["response"].parts()
         has = (part for part in parts if part.find(prepared, root, {}) is not None)
         at = f"{'.'.join(next(has).keys)}.".removeprefix("@self.")
-        for suffix, one in taken:
+        yield from self._answers(found, values, at)
+
+    def _answers(self, found: Finding, values: Value, at: str) -> Iterator[Finding]:
+        """The calls of a response, whose path is ``at``."""
+        # what a mapping names counts before what a response has
+        first = {*self.own, "request_id", "model", "prompt_messages"}
+        kept = {name: values[name] for name in first if values.get(name) is not None}
+        choices = _choices(object_of(values.get("request")), values["response"])
+        taken = [*islice(choices, self.format.most_choices)]
+        mask = kept.get("output_mask")
+        for suffix, around in taken:
             copy = found.copy(suffix, first=not suffix)
             copy.claims += found.claims * (len(taken) == 1)
-            masks = {at + path: mask for path, mask in one.pop("@masks", {}).items()}
-            mask = kept.get("output_mask")
-            named = {k: v for k, v in masks.items() if "mask" in k and list_of(v)}
-            more = {"@masks": masks, "@unread": {} if mask is not None else named}
-            self._filled(copy, {**values, **one, **kept, **more})
+            with copy:
+                own = _of_choice(copy, around, at, masked=mask is not None)
+                self._fill(copy, {**values, **own, **kept})
             yield from [copy] if mask is None or copy.problem else _spans(copy, mask)
 
     def _values(self, record: Value, root: Value, names: Names) -> Value:
         routes = self.routes.items()
         values = {name: one.find(record, root, names) for name, one in routes}
         for name in _STRUCTURED & values.keys():
-            values[name] = parsed(values[name])
+            values[name] = mapping.parsed(values[name])
         if "prompt_messages" not in self.own:
             values["prompt_messages"] = list_of(values.get("prompt_messages")) or None
         for name in self.own:
@@ -323,101 +351,79 @@ class Table:
 
     def _session(self, found: Finding, record: Value, root: Value, at: Names) -> None:
         value = self.routes["session_id"].find(record, root, at)
-        if not is_nothing(value):
-            found.session = text_of(value)
-            if found.session is None:
-                text = f"its session is {value!r}: expected text or an integer"
-                raise Refused("unreadable", text)
-        elif "session_id" in self.own:
-            raise Refused("no_session_id", f"it has no {self.own['session_id'].text}")
+        found.session = text_of(value)
+        if found.session is None and not is_nothing(value):
+            raise Refused(f"its session is {value!r}: expected text or an integer")
+        if found.session is None and "session_id" in self.own:
+            raise Refused(f"it has no {self.own['session_id'].text}", "no_session_id")
 
     def _beside(self, found: Finding, record: Value, root: Value) -> None:
         """Keep what may name the run, what no field reads, masks and numbers of tokens."""
-        mapped = {part.keys for one in self.own.values() for part in one.parts()}
         found.claims += claims_of(record, "", only=False)
         for outer in (record,) if root is record else (root, record):
-            known = [
-                k
-                for k, of_root in self._known
-                if root is record or of_root == (outer is root)
-            ]
+            of_root = None if root is record else outer is root
+            slash, is_response = "/" * (outer is not record), is_answer(outer)
             for path, value, aside, beside in _facts(outer, whole=outer is record):
-                at, word = "/" * (outer is not record) + path, word_of(path)
-                keys = tuple(path.split("."))
-                taken = keys in mapped or path in self.format.knows
+                key, at = self._key(path, aside, of_root), f"{slash}{path}"
                 # a response has an id itself
-                own = path == "id" and is_answer(outer)
-                own = own or (self.format.alone and _is_read(keys, known))
+                own = path == "id" and is_response
+                own = own or (self.format.alone and key.is_read)
                 if found.session is None and not own:
-                    if names_run(keys, word, value, aside):
+                    empty = key.names_empty and is_nothing(value)
+                    if empty or (key.names_run and is_name(value)):
                         found.run_keys[at] = value
-                broken = is_broken(path, value) or _failed(keys, word, value)
-                if beside and len(keys) <= 2 and not taken and broken:
+                broken = is_broken(path, value) or _failed(key, value)
+                if beside and len(key.keys) <= 2 and not key.is_known and broken:
                     found.remark("aborted", f"{at} is {repr(value)[:60]}")
-                elif aside and not taken and not is_empty(value):
-                    if MATTERS.search(word) and not _is_read(keys, known):
+                elif aside and not (key.is_known or key.is_read or is_empty(value)):
+                    if MATTERS.search(key.word):
                         found.unread[at] = value
                 if outer is not record:
                     continue
                 if beside and isinstance(value, list | str) and value:
                     found.masks[path] = value
                 elif beside and isinstance(value, dict):
-                    only = bool(USAGE.fullmatch(word))
+                    only = meaning_of(path).is_usage
                     found.claims += claims_of(value, path, only=only)
-                single = not any(map(str.isdecimal, keys)) and "response" not in keys
-                if len(keys) <= 3 and keys not in mapped:
-                    text = text_of(value) if single else None
-                    several = text and _MANY.search(word) and not _is_read(keys, known)
-                    named = several if found.session is not None else text
-                    if named and not NO_NAME.search(word):
-                        found.names[path] = str(text)
-
-    def _filled(self, found: Finding, values: Value) -> Finding:
-        with found:
-            self._fill(found, values)
-        return found
+                tells = key.tells if found.session is None else key.tells_more
+                if tells and (text := text_of(value)):
+                    found.names[path] = text
 
     def _fill(self, found: Finding, values: Value) -> None:
         """Make the fields of a call from the values of a mapping.
 
-        Besides these, there may be ``@refused``, a problem and its detail, and what a
-        `Finding` has as ``@remarks``, ``@claims`` and ``@unread``.
+        Without ``output_logprobs``, there may be several ``@sources`` of them.
         """
-        found.remarks += values.get("@remarks", ())
-        found.unread = {**found.unread, **values.get("@unread", {})}
-        if "@refused" in values:
-            raise Refused(*values["@refused"])
         fields = found.fields
+        fields |= {name: values.get(name) for name in _PLAIN}
         for name, (convert, is_noted) in _CONVERTED.items():
             value = values.get(name)
             fields[name] = convert(value)
             if is_noted and fields[name] is None and not is_empty(value):
                 found.unread[self._text(name)] = value
-        if (
-            isinstance(values.get("response_message"), str)
-            and fields["response_message"]
-        ):
-            found.remark(
-                "text_reply", "its reply is text: an assistant's message has it"
-            )
-        fields["prompt_messages"] = without_reply(fields, self.routes)
-        fields["reward"] = self._reward(found, values.get("reward"))
-        source = logprobs_of(values.get("output_logprobs"))
-        output, logprobs, remarks = _aligned(values.get("output_ids"), source)
+        reply = values.get("response_message")
+        if reply and isinstance(reply, str):
+            text = "its reply is text: an assistant's message has it"
+            found.remark("text_reply", text)
+        fields["prompt_messages"] = mapping.without_reply(fields, self.routes)
+        fields["reward"] = reward = self._reward(found, values.get("reward"))
+        if reward is not None:
+            found.names = {**found.names, "reward": str(reward)}
+        given = values.get("output_logprobs")
+        sources = values.get("@sources", ()) if given is None else [given]
+        output, logprobs = _aligned(found, values.get("output_ids"), sources)
         fields["output_ids"], fields["output_logprobs"] = output, logprobs
         n = len(output) if is_array(output) else 0
-        found.remarks += remarks
         found.tools = values.get("tools")
-        found.claims += values.get("@claims", ())
         found.claims += claims_of(object_of(values.get("usage")), self._text("usage"))
         fields["weight_versions"] = _versions(found, values, n)
         prompt = fields["prompt_ids"]
         first = len(prompt) if is_array(prompt) else 0
-        masks = {**found.masks, **found.unread, **values.get("@masks", {})}
+        masks = {**found.masks, **found.unread}
         for path, value in masks.items() if values.get("output_mask") is None else ():
             if n and marks_tokens(path, value, first, n):
                 text = f"{path} marks some of its tokens, as sampled or as trained"
-                option = map_option("output_mask", path)
+                option = mapping.map_option("output_mask", path)
                 # others mark the contrary, or padding
                 if option and _is_taken(path, value, first, n):
                     text += f": {option} takes it, if it says which were sampled"
@@ -428,10 +434,9 @@ class Table:
         value = self.format.reward(given)
         number = number_of(value)
         if number is None and (not isinstance(value, list | dict | None) or value):
-            path, text = self._text("reward").split("|")[0], repr(value)
-            text = text if len(text) <= 60 else f"{text[:57]}..."
-            text = f"{path} is {text}: expected a finite number"
-            option = reward_option(path, given, self.format.reward)
+            path = self._text("reward").split("|")[0]
+            text = f"{path} is {reprlib.repr(value)}: expected a finite number"
+            option = mapping.reward_option(path, given, self.format.reward)
             text += f"; {option} takes a part of it" if option else ""
             found.remark("reward_unread", text)
         return number
@@ -449,10 +454,6 @@ def _is_taken(path: str, value: object, first: int, n: int) -> bool:
     return fits and not contrary
 
 
-def _same(value: object) -> object:
-    return value
-
-
 def _flag(value: object) -> bool | None:
     return bool(value) if type(value) in (bool, int) and value in (0, 1) else None
 
@@ -463,17 +464,17 @@ def _reason(value: object) -> str | None:
     return None if text is None or re.search(r"\s", text) else text
 
 
-# the fields of a call that follow from one value each, and whether the report has a line
-# if the value is of another kind
+# the fields of a call that are the values themselves
+_PLAIN = ("prompt_ids", "delta_ids", "prompt_messages", "turn_index")
+# those that follow from one value each, and whether the report has a line if the value is
+# of another kind
 _CONVERTED: Mapping[str, tuple[Callable[[Any], object], bool]] = {
     **dict.fromkeys(("agent_id", "group_id", "request_id", "model"), (text_of, True)),
     **dict.fromkeys(("parent", "parent_resolution"), (text_of, False)),
     **dict.fromkeys(("started_at", "ended_at"), (time_of, False)),
-    **dict.fromkeys(("prompt_ids", "delta_ids"), (_same, False)),
-    **dict.fromkeys(("prompt_messages", "turn_index"), (_same, False)),
     "trainable": (_flag, True),
     "finish_reason": (_reason, True),
-    "response_message": (reply_of, True),
+    "response_message": (mapping.reply_of, True),
 }
 
 
@@ -492,27 +493,37 @@ def _versions(found: Finding, values: Value, n: int) -> list[Value] | None:
     given: Any = values.get("weight_versions")
     given = list(given) if n and has_items(given) else []
     if given and all(isinstance(one, dict) for one in given):
-        ends = (one.get("end", one.get("stop")) for one in given)
-        places = [(one.get("version"), one.get("start")) for one in given]
-        return [_piece(*place, end) for place, end in zip(places, ends, strict=True)]
-    names = sorted({str(text_of(one)) for one in given})
-    if len(names) > 1:
-        found.remark("versions_unplaced", ", ".join(names))
+        return [
+            {"version": text_of(one.get("version")), "start": one.get("start")}
+            | {"stop": one.get("end", one.get("stop"))}
+            for one in given
+        ]
+    several = sorted({str(text_of(one)) for one in given})
+    if len(several) > 1:
+        found.remark("versions_unplaced", ", ".join(several))
         return None
     version = given[0] if given else version
-    if not isinstance(version, list):
-        version = [] if text_of(version) is None else [version] * n
     # one per token
-    pieces, start = [], 0
-    for name, run in groupby(map(text_of, version if len(version) == n else ())):
+    listed = version if isinstance(version, list) else [version] * n
+    pieces, start = list[Value](), 0
+    for name, run in groupby(map(text_of, listed if len(listed) == n else ())):
         stop = start + len(list(run))
-        pieces.append(_piece(name, start, stop))
+        pieces.append({"version": name, "start": start, "stop": stop})
         start = stop
-    return pieces or None
+    return pieces if any(piece["version"] for piece in pieces) else None
 
 
-def _piece(version: object, start: object, stop: object) -> Value:
-    return {"version": text_of(version), "start": start, "stop": stop}
+def _between(pieces: list[Value], start: int, stop: int) -> list[Value]:
+    """The pieces of versions in a range, counted from its start."""
+    try:
+        shared = [
+            (one, max(one["start"], start), min(one["stop"], stop)) for one in pieces
+        ]
+    except TypeError:
+        raise Refused("its weight_versions have no places") from None
+    return [
+        {**one, "start": a - start, "stop": b - start} for one, a, b in shared if a < b
+    ]
 
 
 def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
@@ -524,15 +535,14 @@ def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
         return
     listed = mask.tolist() if isinstance(mask, np.ndarray) else mask
     if not isinstance(listed, list) or any(flag not in (0, 1) for flag in listed):
-        raise Refused("unreadable", "a mask that is not of 0 and 1")
+        raise Refused("a mask that is not of 0 and 1")
     flags, first = np.array(listed, np.bool_), len(prompt)
     if len(flags) == first + len(output) and not flags[:first].any():
         flags = flags[first:]
     if len(flags) != len(output):
-        text = f"a mask of {len(flags)} for {len(output)} output ids"
-        raise Refused("unreadable", text)
+        raise Refused(f"a mask of {len(flags)} for {len(output)} output ids")
     if len(output) and not flags.any():
-        raise Refused("no_output_ids", "its mask is empty")
+        raise Refused("its mask is empty", "no_output_ids")
     if flags.all():
         yield found
         return
@@ -549,67 +559,51 @@ def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
             **dict.fromkeys(("response_message", "prompt_messages")),
         }
         if versions is not None:
-            whole = _piece(versions[0]["version"], 0, stop - start)
-            one.fields["weight_versions"] = [whole]
+            one.fields["weight_versions"] = _between(versions, start, stop)
         if stop < len(output):
             one.fields["finish_reason"] = None
         yield one
 
 
-def _put(shape: dict[str, Any], keys: list[str], kind: Any) -> None:
+def _put(shape: dict[str, Any], keys: list[str], kind: str) -> None:
     for key in keys[:-1]:
         shape = shape.setdefault(key, {})
         if not isinstance(shape, dict):
             return
-    old = shape.get(keys[-1])
-    if isinstance(kind, dict) and (old is None or isinstance(old, dict)):
-        shape[keys[-1]] = {**kind, **(old or {})}
-    elif not isinstance(kind, dict):
-        shape.setdefault(keys[-1], kind)
+    shape.setdefault(keys[-1], kind)
 
 
 def _facts(
-    value: Value,
-    at: str = "",
-    *,
-    aside: bool = True,
-    beside: bool = True,
-    whole: bool = True,
+    value: Value, at: str = "", aside: bool = True, beside: bool = True, *, whole: bool
 ) -> Iterator[tuple[str, Any, bool, bool]]:
     """Paths and values of a record (not ``whole``: its facts alone), whether a value is a
     fact of the run, at the top or in an object of facts, and whether it is beside the call.
     """
     for name, one in value.items():
-        path, found = f"{at}{name}", parsed(one)
+        path, found = f"{at}{name}", mapping.parsed(one)
         # a request has such objects, too
         near = aside or at[:-1] in _REQUESTS
         facts = near and name in _ASIDE and isinstance(found, dict)
         yield path, found, aside and not facts, beside
         below = beside and name not in NOT_BESIDE
+        inside = whole and (below or path in _REQUESTS)
         if path.count(".") > _MOST_DEEP:
             continue
-        if isinstance(found, dict) and (
-            facts or (whole and (below or path in _REQUESTS))
-        ):
-            yield from _facts(found, f"{path}.", aside=facts, beside=below, whole=whole)
-        for k, inner in enumerate(
-            list_of(found)[:_MOST_BESIDE] if whole and below else []
-        ):
+        if isinstance(found, dict) and (facts or inside):
+            yield from _facts(found, f"{path}.", facts, below, whole=whole)
+        listed = list_of(found)[:_MOST_BESIDE] if whole and below else []
+        for k, inner in enumerate(listed):
             if isinstance(inner, dict):
-                yield from _facts(inner, f"{path}.{k}.", aside=False)
+                yield from _facts(inner, f"{path}.{k}.", aside=False, whole=True)
 
 
-def _failed(keys: tuple[str, ...], word: str, value: object) -> bool:
+def _failed(key: _Key, value: object) -> bool:
     """Whether a key says that its call failed, or is not to be trained."""
-    if "status" in "_".join(keys[-2:]).lower() and word.endswith(("code", "status")):
-        http, span = number_of(value) or 0, ("status", "code")
-        failed = value in (2, "STATUS_CODE_ERROR") and keys[-2:] == span
-        return failed or 400 <= http < 600
-    return word in ("train", "is_train") and _flag(value) is False
-
-
-def _is_read(keys: tuple[str, ...], known: list[tuple[str, ...]]) -> bool:
-    return any(keys[: len(one)] == one or one[: len(keys)] == keys for one in known)
+    last = key.keys[-2:]
+    if key.word.endswith(("code", "status")) and "status" in "_".join(last).lower():
+        failed = value in (2, "STATUS_CODE_ERROR") and last == ("status", "code")
+        return failed or 400 <= (number_of(value) or 0) < 600
+    return key.word in ("train", "is_train") and _flag(value) is False
 
 
 def _check_same(where: Route, record: Value, root: Value) -> None:
@@ -619,10 +613,7 @@ def _check_same(where: Route, record: Value, root: Value) -> None:
     for part, one in known[1:]:
         if not np.array_equal(np.asarray(one), np.asarray(known[0][1])):
             names = " and ".join(".".join(each.keys) for each in (known[0][0], part))
-            text = (
-                f"{names} are different ids: name those that count (--map FIELD=PATH)"
-            )
-            raise Refused("unreadable", text)
+            raise Refused(f"{names} differ: --map FIELD=PATH names the ids that count")
 
 
 # the most objects of a list beside a call that are looked at
@@ -671,13 +662,11 @@ class Encoder:
         roles = [one.get("role") for one in messages]
         replies = [k for k, role in enumerate(roles) if role == "assistant"]
         if not replies:
-            raise Refused("no_output_ids", "it has no reply")
+            raise Refused("it has no reply", "no_output_ids")
         for k in replies:
             one = found.copy(f", message {k}", first=k == replies[0])
-            one.fields |= {
-                "prompt_messages": messages[:k],
-                "response_message": messages[k],
-            }
+            said = {"prompt_messages": messages[:k], "response_message": messages[k]}
+            one.fields |= said
             self.encode(one, messages[k + 1 : k + 2])
             yield one
 
@@ -689,14 +678,14 @@ class Encoder:
             before = found.fields.get("prompt_messages")
             reply = found.fields.get("response_message")
             if not isinstance(before, list) or not before:
-                raise Refused("no_prompt_ids", "no message comes before it")
+                raise Refused("no message comes before it", "no_prompt_ids")
             if not isinstance(reply, dict):
-                raise Refused("no_output_ids", "it has no reply")
+                raise Refused("it has no reply", "no_output_ids")
             prompt = self._text(before, found, asks=True)
             complete = self._text([*before, reply], found)
             if not complete.startswith(prompt):
                 text = "with the reply, the template renders another prompt"
-                raise Refused("not_a_prefix", text)
+                raise Refused(text, "not_a_prefix")
             output = self._codec.ids(complete[len(prompt) :])
             end = self._end_token([*before, reply], found, following)
             # what the source counted are other tokens
@@ -727,26 +716,26 @@ class Encoder:
     ) -> int | None:
         """The token with which the template ends a reply, or else begins the next role."""
         short = [{"role": role, "content": "x"} for role in ("user", "assistant")]
-        try:
-            asked = self._text(short[:1], found, asks=True)
-            said = self._text(short, found)
-        except Refused:
-            asked = said = ""
-        closing = said.removeprefix(asked).partition("x")[2]
-        if said.startswith(asked) and closing.strip():
+        closing = self._more(short[:1], short, found, asks=True).partition("x")[2]
+        if closing.strip():
             return self._marker(closing.lstrip())
         role = "tool" if talk[-1].get("tool_calls") else "user"
         following = following or [{"role": role, "content": "x"}]
         # what a later message makes of a reply may differ: of its reasoning, above all
         for messages in (talk, short):
-            try:
-                text = self._text(messages, found)
-                longer = self._text([*messages, *following], found)
-            except Refused:
-                continue
-            if longer.startswith(text):
-                return self._marker(longer[len(text) :])
+            if more := self._more(messages, [*messages, *following], found):
+                return self._marker(more)
         return None
+
+    def _more(
+        self, talk: _Talk, longer: _Talk, found: Finding, *, asks: bool = False
+    ) -> str:
+        """The text with which a longer talk goes on; empty if it changes the shorter."""
+        try:
+            text, whole = self._text(talk, found, asks=asks), self._text(longer, found)
+        except Refused:
+            return ""
+        return whole.removeprefix(text) if whole.startswith(text) else ""
 
     def _marker(self, text: str) -> int | None:
         """The first token of a text, if it is a special token or an added one."""
@@ -761,7 +750,7 @@ class Encoder:
             made = self._tokenizer.apply_chat_template(talk, tokenize=False, **options)
         # a template may raise an error of jinja2, or anything in its filters
         except Exception as error:
-            raise Refused("refused", str(error)) from None
+            raise Refused(str(error), "refused") from None
         return str(made)
 
 
@@ -775,13 +764,13 @@ def is_answer(value: object) -> bool:
 
 
 def _choices(request: Value, response: object) -> Iterator[tuple[str, Value]]:
-    """A suffix of the place, and the values, of each choice of a response.
+    """A suffix of the place, and request, response, choice and usage, of each choice.
 
     SGLang answers ``n`` samples, or a list of prompts, with a list.
     """
     listed = response if isinstance(response, list) else [response]
     if any(map(_is_chunk, listed)):
-        raise Refused("unreadable", _STREAMED)
+        raise Refused(_STREAMED)
     prompts = list_of(request.get("input_ids"))
     for k, one in enumerate(listed):
         if prompts and isinstance(prompts[0], list):
@@ -791,13 +780,12 @@ def _choices(request: Value, response: object) -> Iterator[tuple[str, Value]]:
         answer = object_of(one)
         choices = answer.get("choices")
         choices = (choices or [{}]) if isinstance(choices, list) else [one]
-        made = [_of_choice(request, answer, choice) for choice in choices]
-        if len(made) == 1:  # of several, nothing says how often the prompt counts
-            usage = object_of(answer.get("usage"))
-            made[0]["@claims"] = [*made[0]["@claims"], *claims_of(usage, "usage")]
+        # of several, nothing says how often the prompt counts
+        usage = answer.get("usage") if len(choices) == 1 else None
+        around = {"request": request, "response": answer, "usage": usage}
         place = f", choice {k}" if k else ""
-        for j, values in enumerate(made):
-            yield f"{place}, choice {j}" if j else place, values
+        for j, choice in enumerate(choices):
+            yield f"{place}, choice {j}" if j else place, {**around, "choice": choice}
 
 
 def _is_chunk(answer: object) -> bool:
@@ -807,54 +795,52 @@ def _is_chunk(answer: object) -> bool:
     return unfinished or any("delta" in object_of(choice) for choice in choices)
 
 
-def _of_choice(request: Value, response: Value, choice: object) -> Value:
+def _of_choice(found: Finding, around: Value, at: str, *, masked: bool) -> Value:
+    """The values of a choice; what is beside its ids goes to the call."""
+    choice = around["choice"]
     if not isinstance(choice, dict):
-        refused = "unreadable", "an answer, or a choice of it, is not an object"
-        return {"@refused": refused, "@claims": [], "@remarks": []}
-    around = {"request": request, "response": response, "choice": choice}
-    values = {name: one.find(around) for name, one in _OF_ANSWER.items()}
+        raise Refused("an answer, or a choice of it, is not an object")
     meta = object_of(choice.get("meta_info"))
-    entries = {"content": meta.get("output_token_logprobs")}
-    sources = logprobs_of(choice.get("logprobs")), logprobs_of(entries)
-    output, logprobs, remarks = _aligned(values["output_ids"], *sources)
+    found.claims += claims_of(meta, "meta_info")
+    if choice is not around["response"] and not masked:
+        place = f"{at}choices.{choice.get('index', 0)}."
+        facts = _facts(choice, whole=True)
+        masks = {f"{place}{path}": one for path, one, _, near in facts if near}
+        found.masks = {**found.masks, **masks}
+        named = {path: v for path, v in masks.items() if "mask" in path and list_of(v)}
+        found.unread = {**found.unread, **named}
+    values: Value = {name: one.find(around) for name, one in _OF_ANSWER.items()}
     return {
         **values,
         "prompt_messages": unless_empty(values["prompt_messages"]),
-        "output_ids": output,
-        "output_logprobs": logprobs,
-        "usage": None,
-        "@remarks": remarks,
-        "@claims": claims_of(meta, "meta_info"),
-        "@masks": {
-            f"choices.{choice.get('index', 0)}.{path}": one
-            for path, one, _, beside in _facts({} if choice is response else choice)
-            if beside
-        },
+        "output_logprobs": None,
+        "@sources": [choice.get("logprobs"), {"content": meta.get(_NATIVE)}],
     }
 
 
 def _aligned(
-    output: Any, *sources: Source | None
-) -> tuple[Any, list[Any] | None, list[tuple[str, str]]]:
-    """An output, the logprobs that belong to it, and the remark if none does.
+    found: Finding, output: Any, sources: Iterable[object]
+) -> tuple[Any, list[Any] | None]:
+    """An output, and the logprobs that belong to it.
 
     Without an output, logprobs that name every id are a source of ids, too.
     """
-    known = [one for one in sources if one is not None]
+    given = map(mapping.logprobs_of, sources)
+    known = [one for one in given if one is not None]
     if output is None:
-        ids, logprobs = next((one for one in known if one[0] is not None), (None, None))
-        return ids, logprobs, []
+        return next((one for one in known if one[0] is not None), (None, None))
     if not known or not is_array(output):
-        return output, None, []
+        return output, None
     listed = output.tolist() if isinstance(output, np.ndarray) else output
     for ids, logprobs in known:
         if len(logprobs) == len(listed) and (ids is None or ids == listed):
-            return output, logprobs, []
+            return output, logprobs
     n = len(known[0][1])
     text = f"{n} logprobs for {len(listed)} output ids"
     if n == len(listed):
         text = "they belong to other ids than the output"
-    return output, None, [("logprobs_unaligned", text)]
+    found.remark("logprobs_unaligned", text)
+    return output, None
 
 
 # --- the formats
@@ -868,12 +854,8 @@ _ENGINES = (
 _PROMPT, _OUTPUT = SPELLED["prompt_ids"], SPELLED["output_ids"]
 _LOGPROBS = SPELLED["output_logprobs"]
 _NOT_CHAT = ("response", "nodes", "trajectory", "trace_id", "choices", "steps")
-_ROLES = {
-    "system": "system",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant"), "assistant"),
-    "tool": "tool",
-}
+_ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
+_ROLES |= {"human": "user", "gpt": "assistant"}
 # trajectories within trajectories
 _MOST_DEEP = 32
 
@@ -888,7 +870,7 @@ def _polar(record: Value) -> Value:
     while pending:
         within = pending.pop()
         if not _CUT.isdisjoint(object_of(within)):
-            raise Refused("truncated", "Polar truncates fields larger than a mebibyte")
+            raise Refused("Polar truncates fields larger than a mebibyte", "truncated")
         pending += object_of(within).values() or list_of(within)
     return record
 
@@ -901,10 +883,10 @@ def _gym(record: Value) -> Value:
     version = record.get("schema_version", _NEWEST_GYM)
     if type(version) is not int or not 1 <= version <= _NEWEST_GYM:
         text = f"schema_version {version}: expected 1 to {_NEWEST_GYM}"
-        raise Refused("other_version", text)
+        raise Refused(text, "other_version")
     if "staging_key" in record:
         text = "its token ids are in another store (staging_key)"
-        raise Refused("no_prompt_ids", text)
+        raise Refused(text, "no_prompt_ids")
     if record.get("prompt_is_delta") is not True:
         return record
     return {**record, "prompt_token_ids": None, "delta": record.get("prompt_token_ids")}
@@ -915,12 +897,12 @@ _STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
 def _slime(record: Value) -> Value:
-    tokens, length = record.get("tokens"), record.get("response_length")
-    if not isinstance(tokens, list | np.ndarray):
-        raise Refused("no_prompt_ids", "no tokens")
+    tokens: Any = record.get("tokens")
+    length = record.get("response_length")
+    if not is_array(tokens):
+        raise Refused("no tokens", "no_prompt_ids")
     if type(length) is not int or not 0 <= length <= len(tokens):
-        text = f"response_length {length!r} of {len(tokens)} tokens"
-        raise Refused("unreadable", text)
+        raise Refused(f"response_length {length!r} of {len(tokens)} tokens")
     return {
         **record,
         "prompt_ids": tokens[: len(tokens) - length],
@@ -931,15 +913,11 @@ def _slime(record: Value) -> Value:
 
 
 def _atif(record: Value) -> Value | None:
-    if version := record.get("@version"):
-        raise Refused("other_version", f"schema_version {version}: expected ATIF-v1")
-    if refused := record.get("@copied"):
-        raise Refused("copied", refused)
     if record.get("is_copied_context") is True:
-        raise Refused("copied", "it was copied from an earlier trajectory")
+        raise Refused("it was copied from an earlier trajectory", "copied")
     calls = record.get("llm_call_count", 1)
     if type(calls) is int and calls > 1:
-        raise Refused("unreadable", f"it sums up {calls} calls (llm_call_count)")
+        raise Refused(f"it sums up {calls} calls (llm_call_count)")
     return None if type(calls) is int and calls == 0 else record
 
 
@@ -950,8 +928,7 @@ def _atif_roots(root: Value, file: Path) -> Iterator[tuple[str, Value]]:
         yield from _trial(root, file)
         return
     if not re.match(r"(ATIF-v1\.|ATIF$|$)", version):
-        yield "", {**root, "steps": [{"source": "agent", "@version": version}]}
-        return
+        raise Refused(f"schema_version {version}: expected ATIF-v1", "other_version")
     folders = (file.parent, file.parent.parent)
     results = [object_of(_json_at(folder / "result.json")) for folder in folders]
     result = next((one for one in results if "verifier_result" in one), {})
@@ -983,9 +960,7 @@ def _trial(result: Value, file: Path) -> Iterator[tuple[str, Value]]:
         beside = object_of(_json_at(folder / "trajectory.json"))
         steps = map(object_of, list_of(beside.get("steps")))
         if any(object_of(x.get("metrics")).get("completion_token_ids") for x in steps):
-            copied = {"source": "agent", "@copied": "trajectory.json has its calls"}
-            yield "", {**root, "steps": [copied]}
-            return
+            raise Refused("trajectory.json has its calls", "copied")
     results = [result, *map(object_of, list_of(result.get("step_results")))]
     agents = (object_of(one.get("agent_result")) for one in results)
     details = [one for agent in agents for one in list_of(agent.get("rollout_details"))]
@@ -1040,27 +1015,21 @@ def _score(value: Any) -> Any:
         given = object_of(next(iter(given.values())))
     value = given.get("value", value)
     if isinstance(value, str):
-        if (number := _GRADES.get(value, _GRADES.get(value.lower()))) is not None:
-            return number
-        try:
-            return float(value)
-        except ValueError:
-            return value
+        with suppress(ValueError):
+            return float(_GRADES.get(value, _GRADES.get(value.lower(), value)))
     return float(value) if isinstance(value, bool) else value
 
 
 def _span(record: Value) -> Value | None:
     """A span of a model's call, with its attributes as an object; None for any other."""
-    named = by_key(record.get("attributes"))
+    named = mapping.by_key(record.get("attributes"))
     marks = ("gen_ai." in str(name)[:7] or "token_ids" in str(name) for name in named)
     others = ("execute_tool", "invoke_agent", "create_agent")
     if not any(marks) or named.get("gen_ai.operation.name") in others:
         return None
-    times = (record.get(f"{name}TimeUnixNano") for name in ("start", "end"))
-    start, end = (
-        int(str(t)) / 1e9 if re.fullmatch("[0-9]{1,20}", str(t)) else None
-        for t in times
-    )
+    times = (str(record.get(f"{name}TimeUnixNano")) for name in ("start", "end"))
+    known = (int(t) if re.fullmatch("[0-9]{1,20}", t) else None for t in times)
+    start, end = (None if ns is None else ns / 1e9 for ns in known)
     return {**record, "attributes": named, "@start": start, "@end": end}
 
 
@@ -1077,28 +1046,31 @@ def _graph(trace: Value, _: Path) -> Iterator[tuple[str, Value]]:
     nodes = list(map(object_of, list_of(listed)))
     recorded = map(object_of, list_of(trace.get("calls")))
     of_node = {call["node"]: call for call in recorded if type(call.get("node")) is int}
-    # ids on the path to each node, including it; None if they are unknown
-    paths: list[np.ndarray | None] = []
+    # of each node, the ids (None: unknown) and the messages on the path to it, and the
+    # tools of its root, which has those of its requests from 0.4.0 on
+    paths: list[tuple[np.ndarray | None, list[object], object]] = []
     calls: Value = {}
     for k, node in enumerate(nodes):
-        above = _above(nodes, k)
-        before = paths[above[0]] if above else None
-        before = _NO_IDS if node.get("parent") is None else before
+        parent, message = node.get("parent"), node.get("message")
+        before, messages, tools = None, list[object](), node.get("tools")
+        if parent is None:
+            before = _NO_IDS
+        elif isinstance(parent, int) and 0 <= parent < k:
+            before, messages, tools = paths[parent]
         given = unless_empty(node.get("token_ids"))
         ids = _NO_IDS if given is None else given
         # the ids of a reply without ids cannot be known
-        reply = object_of(node.get("message")).get("role") == "assistant"
+        reply = object_of(message).get("role") == "assistant"
         known = before is not None and isinstance(ids, np.ndarray)
         known = known and (len(ids) > 0 or not reply)
-        paths.append(np.concatenate([before, ids]) if known else None)
+        path = np.concatenate([before, ids]) if known else None
+        paths.append((path, [*messages, message], tools))
         if node.get("sampled") is True:
             call = of_node.get(k, {})
-            # a root has the tools of its requests, from 0.4.0 on
-            tools = nodes[above[-1] if above else k].get("tools")
             calls[f"node {k}"] = {
                 **node,
                 "call": {**call, "usage": _all_prompt(object_of(call.get("usage")))},
-                "prompt_messages": [nodes[at].get("message") for at in reversed(above)],
+                "prompt_messages": messages,
                 "tools": trace.get("tools") if tools is None else tools,
                 "@before": before,
                 "token_ids": ids,
@@ -1106,35 +1078,24 @@ def _graph(trace: Value, _: Path) -> Iterator[tuple[str, Value]]:
     yield "", {**trace, "@calls": calls if isinstance(listed, list) else [listed]}
 
 
-def _above(nodes: list[Value], k: int) -> list[int]:
-    found = []
-    at = nodes[k].get("parent")
-    while isinstance(at, int) and 0 <= at < k:
-        found.append(at)
-        k, at = at, nodes[at].get("parent")
-    return found
-
-
 def _of_node(node: Value) -> Value:
     """Prompt, output and logprobs; the node's mask marks sampled ids."""
-    node = dict(node)
-    before, ids, listed = (node.pop(x, None) for x in ("@before", "token_ids", "mask"))
+    before, ids = node.get("@before"), node.get("token_ids")
+    mask = list_of(node.get("mask"))
     if not isinstance(ids, np.ndarray):
-        raise Refused("unreadable", "token_ids are not ids")
+        raise Refused("token_ids are not ids")
     if before is None:
-        raise Refused("no_prompt_ids", "a message before it has no ids")
-    listed = list_of(listed)
-    if not all(isinstance(flag, int) for flag in listed):
-        raise Refused("unreadable", "a mask that is not of booleans")
-    if len(listed) != len(ids):
-        text = f"a mask of {len(listed)} for {len(ids)} token_ids"
-        raise Refused("unreadable", text)
-    start = len(ids) - sum(map(bool, listed))
-    if not all(listed[start:]):
-        text = "its sampled ids are not at the end of its token_ids"
-        raise Refused("unreadable", text)
+        raise Refused("a message before it has no ids", "no_prompt_ids")
+    if not all(isinstance(flag, int) for flag in mask):
+        raise Refused("a mask that is not of booleans")
+    if len(mask) != len(ids):
+        raise Refused(f"a mask of {len(mask)} for {len(ids)} token_ids")
+    start = len(ids) - sum(map(bool, mask))
+    if not all(mask[start:]):
+        raise Refused("its sampled ids are not at the end of its token_ids")
+    read = ("@before", "token_ids", "mask")
     return {
-        **node,
+        **{name: one for name, one in node.items() if name not in read},
         "prompt_ids": np.concatenate([before, ids[:start]]),
         "output_ids": ids[start:] if start < len(ids) else None,
     }
@@ -1168,8 +1129,7 @@ def _talk_at(*names: str) -> Callable[[Value], object]:
     def messages(root: Value) -> object:
         listed = next((root[name] for name in names if name in root), None)
         if not isinstance(listed, list):
-            text = f"its messages are a {type(listed).__name__}, not a list"
-            raise Refused("unreadable", text)
+            raise Refused(f"its messages are a {type(listed).__name__}, not a list")
         return [_message(k, one) for k, one in enumerate(listed)]
 
     return messages
@@ -1177,16 +1137,15 @@ def _talk_at(*names: str) -> Callable[[Value], object]:
 
 def _message(k: int, one: object) -> Value:
     if not isinstance(one, dict):
-        text = f"message {k} is a {type(one).__name__}, not an object"
-        raise Refused("unreadable", text)
+        raise Refused(f"message {k} is a {type(one).__name__}, not an object")
     if "from" in one and "role" not in one:
         role = _ROLES.get(str(one["from"]))
         if role is None:
             text = f"message {k} is from {one['from']!r}: expected one of "
-            raise Refused("unreadable", text + ", ".join(_ROLES))
+            raise Refused(text + ", ".join(_ROLES))
         return {"role": role, "content": one.get("value")}
     if not isinstance(one.get("role"), str):
-        raise Refused("unreadable", f"message {k} has no role")
+        raise Refused(f"message {k} has no role")
     return one
 
 
@@ -1241,7 +1200,7 @@ _ALL = [
             parent=parent_call_id, parent_resolution=parent_resolution,
             delta_ids=delta""",
         prepare=_gym,
-        knows=("schema_version", "fingerprint_version", "parent_resolution_reason"),
+        knows="schema_version fingerprint_version parent_resolution_reason",
     ),
     Format(
         "rllm",
@@ -1266,7 +1225,7 @@ _ALL = [
         "traces of verifiers",
         keys=("nodes task",),
         roots=_graph,
-        arrays={"nodes": {EACH: {"token_ids": IDS}}},
+        array="nodes.*.token_ids",
         map="""each=@calls, session_id=/id, agent_id=/agent.name,
             group_id=/task.key|/task.hash, trainable=/agent.trainable, reward=/rewards,
             prompt_ids=prompt_ids, output_ids=output_ids, output_logprobs=logprobs,
@@ -1274,24 +1233,22 @@ _ALL = [
             finish_reason=call.finish_reason|finish_reason, model=call.model,
             started_at=call.time.start, ended_at=call.time.end, usage=call.usage""",
         prepare=_of_node,
+        alone=True,
         reward=_sum_of,
-        knows=("version", "parent"),
+        knows="version parent",
         ids='verifiers records token ids for clients of type "renderer" or "train"; its '
         "evaluations through other endpoints have text only",
     ),
     Format(
         "slime",
         "a dump of slime's --save-debug-rollout-data",
-        containers=("pickle",),
+        containers="pickle",
         map="""session_id=@session, prompt_ids=prompt_ids, output_ids=output_ids,
             output_logprobs=rollout_log_probs, output_mask=loss_mask,
             finish_reason=finish_reason, trainable=trainable,
             group_id=group_index|group_id, weight_versions=weight_versions""",
         prepare=_slime,
-        knows=(
-            *("index", "remove_sample", "response_length", "tokens", "label"),
-            "status",
-        ),
+        knows="index remove_sample response_length tokens label status",
     ),
     Format(
         "atif",
@@ -1306,8 +1263,9 @@ _ALL = [
             usage=metrics, reward=/verifier_result.rewards|/extra.reward|/reward,
             started_at=started_at, ended_at=timestamp""",
         prepare=_atif,
+        alone=True,
         by_folder=True,
-        knows=("step_id", "schema_version"),
+        knows="step_id schema_version",
         ids="Harbor's agents write them with collect_rollout_details=true (--agent-kwarg), "
         f"if the engine returns them: {_ENGINES}",
     ),
@@ -1315,12 +1273,13 @@ _ALL = [
         "inspect",
         "an Inspect log",
         keys=("eval samples", "epoch events", "epoch messages"),
-        containers=("inspect", "json"),
-        unfold="samples",
+        containers="inspect json",
+        roots=lambda log, _: elements(log, "samples"),
         map="""each=events, only=event=model, session_id=/uuid|/id+/epoch, group_id=/id,
             agent_id=role, model=model, reward=/scores|/score, request=call.request,
             response=call.response|output, started_at=timestamp, ended_at=completed""",
         reward=_score,
+        alone=True,
         talk=_talk_at("messages"),
         ids=f"with token ids only where the provider's raw response has them: {_ENGINES}",
     ),
@@ -1383,7 +1342,7 @@ _ALL = [
             "trace_id span_id",
             "context attributes kind",
         ),
-        unfold="resourceSpans.*.scopeSpans.*.spans",
+        roots=lambda export, _: elements(export, "resourceSpans.*.scopeSpans.*.spans"),
         map=f"""
             session_id=attributes.session.id|attributes.gen_ai.conversation.id|
             attributes.langfuse.session.id|rollout_id|traceId|trace_id|context.trace_id,
@@ -1406,7 +1365,6 @@ _ALL = [
         "records with token ids at their top",
         test=_has_lists,
         generic=True,
-        needs_reply=True,
         map=f"""session_id={SPELLED["session_id"]}, prompt_ids={_PROMPT},
             output_ids={_OUTPUT}, output_logprobs={_LOGPROBS}, output_mask=output_mask,
             prompt_messages={SPELLED["prompt_messages"]},
@@ -1470,11 +1428,9 @@ TURN = {"session_id", "prompt_ids", "output_ids"}
 def _is_turn(value: Value | None) -> bool:
     if value is None or not TURN <= value.keys():
         return False
-    try:
-        from_records([value])
-    except InvalidTurnsError:
-        return False
-    return True
+    with suppress(InvalidTurnsError):
+        return len(from_records([value])) == 1
+    return False
 
 
 def unknown(head: Head) -> Exception:
@@ -1490,7 +1446,7 @@ def unknown(head: Head) -> Exception:
             f"{head.name} contains turns of trajkit: use read_turns, or trajkit linearize, "
             "simulate and check, which take it directly"
         )
-    own = read_map(FORMATS["records"].map).fields
+    own = mapping.read_map(FORMATS["records"].map).fields
     inner = [key for key, one in value.items() if list_of(one) and object_of(one[0])]
     each = inner[0] if len(inner) == 1 else "PATH"
     lacks = [
@@ -1504,10 +1460,10 @@ def unknown(head: Head) -> Exception:
         for keys in map(str.split, one.keys)
     )
     n_same, _, like, keys = max(near, key=lambda each: each[:2])
-    if n_same and len(lacks) == 2:
-        lacks = [name for name in keys if name not in value]
-    else:
+    if not n_same or len(lacks) < 2:
         like = "records"
+    else:
+        lacks = [name for name in keys if name not in value]
     reason = f"lacks {', '.join(lacks)}" if lacks else "has values of other kinds"
     if "example_id" in value and {"completion", "trajectory"} & value.keys():
         text = f"{head.name} has results of verifiers: docs/import.md, 'Your own log', has "

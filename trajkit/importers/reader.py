@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -29,26 +29,18 @@ from trajkit.files.sources import (
 )
 from trajkit.files.tables import TEMPORARY, gather, index_sessions, write_table
 from trajkit.importers import containers as read
-from trajkit.importers.containers import Finding, Head, is_array
-from trajkit.importers.formats import (
-    FORMATS,
-    TARGETS,
-    TURN,
-    ChatTokenizer,
-    Encoder,
-    Format,
-    Table,
-    fitting,
-    text_only,
-    unknown,
-)
+from trajkit.importers import formats
+from trajkit.importers.containers import Finding, Head, Refused, is_array
+from trajkit.importers.formats import FORMATS, Encoder, Format, Table
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
+from trajkit.tables.columns import with_column
 from trajkit.tables.stages import batches_in, session_ends
 from trajkit.turns.keys import BROKEN, has_items, word_of
 from trajkit.turns.mapping import MapLike, hint_for, read_map, stem_of
 from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, collected
+from trajkit.turns.runs import Starts
 from trajkit.turns.validation import Nonfinite
 
 _Taken: TypeAlias = tuple[str, Finding, Record]
@@ -69,11 +61,13 @@ TURNS_IMPORTED = pa.schema([*TURNS, *EXTRAS], metadata=TURNS.metadata)
 
 Contradicted: TypeAlias = Literal["untrain", "train"]
 
-# calls of a file in which keys that name runs are looked for
+# calls of a file in which keys that may name runs are looked for
 _MOST_COMPARED = 1000
 
-# remarks by which a turn is context only; ids of a prompt that no output repeats by chance
-UNTRAINED = {"usage_contradicts", "aborted", "prompt_in_output", "mask_unread"}
+# remarks by which a turn is context only, unless it is to train, and in any case
+_CONTRADICTED = {"usage_contradicts", "aborted", "prompt_in_output", "repeated_call"}
+UNTRAINED = {*_CONTRADICTED, "mask_unread"}
+# ids of a prompt that no output repeats by chance
 _REPEATED = 8
 
 # decimals of rounded logprobs, the numbers beyond which they say nothing, and how many
@@ -97,7 +91,7 @@ def import_turns(
     format: str = "auto",
     *,
     map: MapLike | None = None,
-    tokenizer: ChatTokenizer | None = None,
+    tokenizer: formats.ChatTokenizer | None = None,
     contradicted: Contradicted = "untrain",
     nonfinite_logprobs: Nonfinite = "raise",
     session_prefix: SessionPrefix | None = None,
@@ -196,22 +190,22 @@ class _Import:
 
     format: str
     map: Any = None
-    tokenizer: ChatTokenizer | None = None
+    tokenizer: formats.ChatTokenizer | None = None
     contradicted: Contradicted = "untrain"
     nonfinite_logprobs: Nonfinite = "raise"
     session_prefix: SessionPrefix | None = None
     lines: list[dict[str, object]] = field(default_factory=list)
-    # of each session: its next number, the files that it was in, first reward and group
+    # of each session: its next number, the files that it was in, and by field its first
+    # reward and group
     numbers: Counter[str | None] = field(default_factory=Counter)
     files: Continuations = field(default_factory=Continuations)
+    firsts: dict[tuple[str | None, str], object] = field(default_factory=dict)
     seen: set[Path] = field(default_factory=set)
-    rewards: dict[str | None, object] = field(default_factory=dict)
-    groups: dict[str | None, object] = field(default_factory=dict)
     # places by session and a turn_index that the source gives
     indices: dict[tuple[str | None, str], str] = field(default_factory=dict)
     # which keys change where prompts of a session start over
-    starts: "_Starts" = field(default_factory=lambda: _Starts())
-    # places by digests of calls with a request_id
+    starts: Starts = field(default_factory=Starts)
+    # places by digests of calls
     calls: dict[bytes, str] = field(default_factory=dict)
     # the error of the first empty file
     nothing: Exception | None = None
@@ -221,7 +215,7 @@ class _Import:
     mapped: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.map = None if self.map is None else read_map(self.map, TARGETS)
+        self.map = None if self.map is None else read_map(self.map, formats.TARGETS)
         if self.map is not None and self.map.format and self.format == "auto":
             self.format = self.map.format
         check_choice("format", self.format, ("auto", *FORMATS))
@@ -232,26 +226,26 @@ class _Import:
     def tables(self, source: Sources) -> Iterator[pa.Table]:
         """The turns, of which the first table has none; sessions are not grouped."""
         listed = read.listed(source)
-        files = read.files_of(listed)
         self.naming = Naming.of(list(map(read.path_of, listed)), self.session_prefix)
-
-        def pieces() -> Iterator[pa.Table]:
-            yield TURNS_IMPORTED.empty_table()
-            taken = (
-                one
-                for name, is_folder, own in files
-                for head, format in self.recognised(name, is_folder, own)
-                for one in self.of_file(head, format)
+        yield TURNS_IMPORTED.empty_table()
+        taken = (
+            one
+            for name, is_folder, own in read.files_of(listed)
+            for head, format in self.recognised(name, is_folder, own)
+            for one in self.of_file(head, format)
+        )
+        while batch := list(islice(taken, limits.IMPORTED_RECORDS)):
+            yield self.table(batch)
+        for error in filter(None, self.mapped.values()):
+            raise FormatError(error)
+        for key, session, (place, path), before, now in self.starts.changes():
+            raise FormatError(
+                f"{place}: session {session!r} starts over where {key} changes from "
+                f"{before!r} to {now!r}: --map session_id={key}+{path} makes a session of "
+                f"each, --map agent_id={key} one of several agents"
             )
-            while batch := list(islice(taken, limits.IMPORTED_RECORDS)):
-                yield self.table(batch)
-            for error in (*filter(None, self.mapped.values()), self.starts.error()):
-                if error:
-                    raise FormatError(error)
-            if self.nothing is not None and not self.numbers:
-                raise self.nothing
-
-        return pieces()
+        if self.nothing is not None and not self.numbers:
+            raise self.nothing
 
     def report(self) -> pa.Table:
         # a record may have been left out after a line about what it lacks
@@ -279,42 +273,40 @@ class _Import:
         self, source: str, is_folder: bool, files: list[tuple[str, Path]]
     ) -> Iterator[tuple[Head, Format]]:
         """The files to read, each with its format."""
-        for name, _ in (one for one in files if is_folder and not read.is_listed(*one)):
-            text = (
-                "its name has none of the known ends: name the file itself to read it"
-            )
-            self.note(name, Finding("file", None, "other_file", text))
-        files = [one for one in files if not is_folder or read.is_listed(*one)]
-        check_distinct([file for _, file in files], self.seen)
-        heads = [read.head_of(file, name) for name, file in files]
+        named = [one for one in files if not is_folder or read.is_listed(one[0])]
+        for name, _ in (one for one in files if one not in named):
+            self.skip(name, "its name has none of the known ends: name it to read it")
+        check_distinct([file for _, file in named], self.seen)
+        heads = [read.head_of(file, name) for name, file in named]
         own = [self.fitting(head) for head in heads]
         if self.format != "auto" and not is_folder:
             own = [[FORMATS[self.format]]]
-        names = sorted({one.name for formats in own for one in formats})
+        names = sorted({one.name for fits in own for one in fits})
         if len(names) > 1:
             listed = ", ".join(names)
             text = f"fits several formats, {listed}: pass one of them as the format"
             raise FormatError(f"{source} {text}")
-        if not names:
-            errors = [unknown(head) for head in heads if head.values or not is_folder]
-            if not is_folder and not heads[0].file.stat().st_size:
-                self.note(source, Finding("file", None, "other_file", "it is empty"))
-                self.nothing = self.nothing or errors[0]
-                return
-            if not is_folder:
-                raise errors[0]
+        if not names and is_folder:
             kind = self.format if self.format != "auto" else "known"
-            first = f": {errors[0]}" if errors else ""
+            begun = [head for head in heads if head.values]
+            first = f": {formats.unknown(begun[0])}" if begun else ""
             raise FormatError(f"{source} contains no file of a {kind} format{first}")
-        for head, formats in zip(heads, own, strict=True):
-            if formats:
-                yield head, formats[0]
-            else:
-                text = head.trouble or "it is empty" * (not head.file.stat().st_size)
-                self.note(head.name, Finding("file", None, "other_file", text))
+        for head, fits in zip(heads, own, strict=True):
+            is_empty = not head.file.stat().st_size
+            if fits:
+                yield head, fits[0]
+                continue
+            if not is_folder:
+                self.nothing = self.nothing or formats.unknown(head)
+                if not is_empty:
+                    raise formats.unknown(head)
+            self.skip(head.name, head.trouble or "it is empty" * is_empty)
+
+    def skip(self, file: str, why: str) -> None:
+        self.note(file, Finding("file", None, "other_file", why))
 
     def fitting(self, head: Head) -> list[Format]:
-        own = fitting(head)
+        own = formats.fitting(head)
         if self.format != "auto":
             named = FORMATS[self.format]
             # a mapping may name any keys
@@ -327,16 +319,15 @@ class _Import:
         """The records that become turns, numbered, with the name of the file."""
         name, table = head.name, Table(format, self.map, self.encoder, head)
         if not table.has_ids and (self.encoder is None or format.talk is None):
-            raise FormatError(f"{name}: {text_only(format)}")
+            raise FormatError(f"{name}: {formats.text_only(format)}")
         unread: dict[str, tuple[Finding, int]] = {}
         paths: dict[str, np.ndarray] = {}
         n_records, replies, silent = 0, dict[int, object](), set[str | None]()
-        begins = [one for value in head.values for one in table.calls("", value)]
-        keyed = any(one.session for one in begins)
-        unnamed = not keyed and not any(one.run_keys for one in begins)
-        named = _runs(_records(head, table)) if unnamed else set[str]()
+        begins = (one for value in head.values for one in table.calls("", value))
+        # a file without sessions is read for names of runs before it is imported
+        named = _runs(chain(begins, _records(head, table)))
         way, followed = table.routes["session_id"].text, "session_id" in table.own
-        if format.needs_reply and self.encoder is None:
+        if format is FORMATS["records"] and self.encoder is None:
             replies, silent = _find_replies(_records(head, table))
         each, prefix = table.map.each or "", self.naming.prefix(read.path_of(name))
         for n_records, found in enumerate(_records(head, table), 1):
@@ -350,16 +341,19 @@ class _Import:
                     "response_message=PATH; messages.-1 if they end with it)"
                 )
                 found.remark("no_reply", text)
-            keyed = keyed or found.session is not None or bool(found.run_keys)
+            if (found.session is not None or found.run_keys) and name in self.names:
+                raise FormatError(
+                    f"{name}, {found.place} names its run, and no record before it does: "
+                    "--map session_id=PATH names those of all (@file: one per file)"
+                )
             if found.session is None and not found.problem:
-                own = found.names.items()
-                found.run_keys |= {key: one for key, one in own if key in named}
-                self.name(head, found, keyed)
+                self.name(head, found, named)
             if found.session is not None:
                 found.session = prefix + found.session
                 if (followed or format.generic) and not found.problem:
-                    at = f"{name}, {found.place}"
-                    self.starts.add(found, at, way.split("|")[0])
+                    place = f"{name}, {found.place}", way.split("|")[0]
+                    prompt = _array(found, "prompt_ids").tobytes()
+                    self.starts.add(found.session, prompt, found.names, place)
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
                 unread[key] = found if first.problem else first, count + 1
@@ -391,28 +385,30 @@ class _Import:
                     text = text.replace("session_id=", f"session_id={way}+")
                 self.note(name, found, "unread", text)
 
-    def name(self, head: Head, found: Finding, keyed: bool) -> None:
-        """Name a session after its file, unless a key may name it."""
+    def name(self, head: Head, found: Finding, named: set[str] | None) -> None:
+        """Name a session after its file, unless one of the ``named`` keys may name it.
+
+        None: other records of the file have a session, or a key that may name it.
+        """
+        own = found.names.items()
+        found.run_keys |= {key: one for key, one in own if key in (named or ())}
         if keys := found.run_keys:
             listed = ", ".join(f"{key} ({one!r})" for key, one in keys.items())
             found.problem = "no_session_id"
             found.detail = (
                 f"no session_id, but {listed}: say which names the agent run, as in "
                 f"--map session_id={shlex.quote(_run_key(keys))} (a+b: both; @file: one "
-                "per "
-                "file; @name: one per record)"
+                "per file; @name: one per record)"
             )
-            return
-        if keyed:
+        elif named is None or named:
             found.problem = "no_session_id"
-            found.detail = "no session_id, which other records of the file have"
-            return
-        is_first = head.name not in self.names
-        stem = stem_of(head.file)
-        taken = stem in self.names.values()
-        own = self.names.setdefault(head.name, head.name if taken else stem)
-        found.session = own
-        if is_first:
+            found.detail = "no name of its run, which other records of the file have"
+        elif head.name in self.names:
+            found.session = self.names[head.name]
+        else:
+            stem = stem_of(head.file)
+            is_taken = stem in self.names.values()
+            self.names[head.name] = found.session = head.name if is_taken else stem
             text = "no key of the records names a run: its session has the file's name"
             self.note(head.name, found, "no_session_id", text)
 
@@ -422,8 +418,7 @@ class _Import:
         number = self.numbers[session]
         # a record that is left out has a number, too, which leaves a gap
         self.numbers[session] += 1
-        needed = {"prompt_ids": has_items, "output_ids": is_array}
-        for target, is_there in needed.items():
+        for target, is_there in (("prompt_ids", has_items), ("output_ids", is_array)):
             if not found.problem and not is_there(ids := fields.get(target)):
                 found.problem = f"no_{target}"
                 hint = f"--map {target}=PATH names them, if it has them"
@@ -442,7 +437,8 @@ class _Import:
                 found.problem = "repeated_session"
                 text = "an earlier conversation has its session, too: --map "
                 found.detail = f"{text}session_id=@name makes a session of each"
-        self.repeated(found, f"{file}, {found.place}")
+        place = f"{file}, {found.place}"
+        self.repeated(found, place)
         if found.problem:
             return None
         found.detail = ""
@@ -464,32 +460,27 @@ class _Import:
         broken = reason != "abort" and BROKEN.match(reason or "")
         if broken and "aborted" not in dict(found.remarks):
             found.remark("aborted", f"finish_reason is {reason!r}")
-        prompt, output = _ids(found, "prompt_ids"), _ids(found, "output_ids")
+        prompt, output = (_array(found, name) for name in ("prompt_ids", "output_ids"))
         if len(prompt) >= _REPEATED and np.array_equal(output[: len(prompt)], prompt):
             text = f"its output begins with its whole prompt of {len(prompt)} ids"
             found.remark("prompt_in_output", text)
-        against = (UNTRAINED - {"mask_unread"}) & dict(found.remarks).keys()
+        against = _CONTRADICTED & dict(found.remarks).keys()
         if against and self.contradicted == "untrain":
             fields["trainable"] = False
-        if (reward := fields.get("reward")) is not None:
-            first = self.rewards.setdefault(session, reward)
-            if first != reward:
-                text = f"{reward}, after {first} in the same session"
-                found.remark("reward_varies", text)
-        if (group := fields.get("group_id")) is not None:
-            first = self.groups.setdefault(session, group)
-            if first != group:
-                text = f"{group!r}, after {first!r} in the same session"
-                found.remark("group_varies", text)
+        for name in ("reward", "group_id"):
+            if (value := fields.get(name)) is not None:
+                first = self.firsts.setdefault((session, name), value)
+                if first != value:
+                    text = f"{value!r}, after {first!r} in the same session"
+                    found.remark(f"{name.removesuffix('_id')}_varies", text)
         if (index := fields.get("turn_index")) is not None:
-            key, place = (session, repr(index)), f"{file}, {found.place}"
-            if key in self.indices:
+            first = self.indices.setdefault((session, repr(index)), place)
+            if first != place:
                 raise FormatError(
                     f"{place}: session {session!r} has turn_index {index!r} twice, "
-                    f"first in {self.indices[key]}: if each agent counts its own steps, "
-                    "leave turn_index out of the map: the order of the records counts"
+                    f"first in {first}: if each agent counts its own steps, leave "
+                    "turn_index out of the map: the order of the records counts"
                 )
-            self.indices[key] = place
         record: dict[str, Any] = {"turn_index": number, "sampled": True}
         record |= {name: value for name, value in fields.items() if value is not None}
         if "response_message" not in record:
@@ -497,21 +488,29 @@ class _Import:
         return {**record, "session_id": session}
 
     def repeated(self, found: Finding, place: str) -> None:
-        """Leave out a call that its session has had with the same id, ids and logprobs."""
-        fields, own = found.fields, found.fields.get("request_id")
-        if found.problem or own is None:
+        """Leave out a call that its session has had with the same id, ids and logprobs.
+
+        Without a request_id it may have been sampled twice: it has a line.
+        """
+        own, output = found.fields.get("request_id"), _array(found, "output_ids")
+        if found.problem or (own is None and not len(output)):
             return
         # choices of one response may have the same ids
         choice = found.place.partition("choice ")[2]
-        logprobs = np.asarray(fields.get("output_logprobs"), object).tolist()
-        ids = (_digest(_ids(found, name)) for name in ("prompt_ids", "output_ids"))
-        key = blake2b(
-            repr((found.session, own, choice, *ids, logprobs)).encode()
-        ).digest()
-        first = self.calls.setdefault(key, place)
-        if first != place:
+        logprobs = _array(found, "output_logprobs", np.float64)
+        arrays = (_array(found, "prompt_ids"), output, logprobs)
+        index = None if own else found.fields.get("turn_index")
+        facts = repr((found.session, own, index, choice, *map(len, arrays))).encode()
+        digest = blake2b(facts, digest_size=16)
+        for one in arrays:
+            digest.update(one.tobytes())
+        first = self.calls.setdefault(digest.digest(), place)
+        if first != place and own is not None:
             found.problem = "copied"
             found.detail = f"{first} has the same ids, logprobs and request_id {own!r}"
+        elif first != place:
+            text = f"{first} has the same ids and logprobs, and none has a request_id"
+            found.remark("repeated_call", text)
 
     def in_time(self, turns: pa.Table) -> pa.Table:
         """Sessions by the start times of their calls, if all have one and no turn_index."""
@@ -525,10 +524,8 @@ class _Import:
                 continue
             order = np.argsort(own.to_numpy(), kind="stable")
             numbers[start + order] = np.sort(numbers[start:stop])
-        at = turns.schema.get_field_index("turn_index")
-        field = turns.schema.field(at)
-        turns = turns.set_column(at, field, pa.array(numbers, field.type))
-        return gather(turns, "turn_index")
+        ordered = with_column(turns, "turn_index", pa.array(numbers, pa.int32()))
+        return gather(ordered, "turn_index")
 
     def table(self, batch: list[_Taken]) -> pa.Table:
         """The turns of records; records that break a rule are noted instead."""
@@ -557,18 +554,18 @@ def advised(path: str) -> str:
     """How to import a file of records; empty if it has turns, or nothing."""
     try:
         head = read.head_of(Path(path))
-        formats = fitting(head)
-        keys = {*head.values[0]} if head.values else TURN
-        own = keys >= TURN or {"suffix_ids", "input_ids"} & keys
-        if own or (not formats and "session_id" in keys):
+        fits = formats.fitting(head)
+        keys = {*head.values[0]} if head.values else formats.TURN
+        own = keys >= formats.TURN or {"suffix_ids", "input_ids"} & keys
+        if own or (not fits and "session_id" in keys):
             return ""
-        table = Table([*formats, FORMATS["records"]][0], None, None, head)
+        table = Table([*fits, FORMATS["records"]][0], None, None, head)
         calls = [one for value in head.values for one in table.calls("", value)]
     except (ArgumentError, FormatError, OSError):
         return ""
     named = {key: one for call in calls for key, one in call.run_keys.items()}
-    option = f" --map session_id={shlex.quote(_run_key(named))}" if named else ""
-    option = option or (" --map FIELD=PATH,..." if not formats else "")
+    option = "" if fits else " --map FIELD=PATH,..."
+    option = f" --map session_id={shlex.quote(_run_key(named))}" if named else option
     return (
         "These are records of another system: trajkit import "
         f"{shlex.quote(path)}{option} -o log.parquet makes turns of them"
@@ -595,21 +592,17 @@ def _check_logprobs(found: Finding) -> None:
             found.remark("no_logprobs")
     elif isinstance(logprobs, list) and (n_absent := logprobs.count(None)):
         found.remark("no_logprobs", f"for {n_absent} of {n} output ids")
-    if decimals := rounded(logprobs):
+    if decimals := rounded(_array(found, "output_logprobs", np.float64)):
         text = f"they have at most {decimals} decimals: ratios to them are inexact"
         found.remark("rounded_logprobs", text)
 
 
-def rounded(logprobs: object) -> int:
+def rounded(values: np.ndarray) -> int:
     """The decimals to which logprobs were rounded; 0: they were not, as far as is known.
 
     Engines compute in float32: values with few decimals that are not numbers of float32
     were rounded afterwards.
     """
-    try:
-        values = np.asarray(logprobs, np.float64).reshape(-1)
-    except (TypeError, ValueError, OverflowError):
-        return 0
     values = values[np.isfinite(values) & (np.abs(values) < _ROUNDED[0][1])]
     exact = values.astype(np.float32) == values
     for decimals, below, least in _ROUNDED:
@@ -627,19 +620,19 @@ def _follow(found: Finding, paths: dict[str, np.ndarray], table: Table) -> None:
     if "delta_ids" not in table.routes:
         return
     if delta is not None and not found.problem:
-        before = paths.get(str(parent))
-        if before is None:
-            found.problem = "no_parent"
-            found.detail = f"its prompt continues {parent!r}, which has no path"
-        elif not is_array(delta):
-            found.problem = "unreadable"
-            kind = type(delta).__name__
-            found.detail = f"what follows its parent is a {kind}, not a list"
-        elif isinstance(delta, list) and delta:
-            # `from_records` reports the value that is not an id
-            fields["prompt_ids"] = [*before.tolist(), *delta]
-        else:
-            fields["prompt_ids"] = np.append(before, delta).astype(np.int32)
+        with found:
+            before, kind = paths.get(str(parent)), type(delta).__name__
+            if before is None:
+                text = f"its prompt continues {parent!r}, which has no path"
+                raise Refused(text, "no_parent")
+            if not is_array(delta):
+                text = f"what follows its parent is a {kind}, not a list"
+                raise Refused(text)
+            if isinstance(delta, list) and delta:
+                # `from_records` reports the value that is not an id
+                fields["prompt_ids"] = [*before.tolist(), *delta]
+            else:
+                fields["prompt_ids"] = np.append(before, delta).astype(np.int32)
     path: list[Any] = [fields.get("prompt_ids"), fields.get("output_ids")]
     if all(isinstance(ids, np.ndarray) for ids in path):
         paths[str(fields.get("request_id"))] = np.concatenate(path)
@@ -653,52 +646,15 @@ def _records(head: Head, table: Table) -> Iterator[Finding]:
             yield from table.calls(place, value)
 
 
-def _runs(calls: Iterable[Finding]) -> set[str]:
-    """The keys that may name the runs of calls without a session."""
-    starts = _Starts()
-    good = (found for found in calls if not found.problem and found.session is None)
-    for found in islice(good, _MOST_COMPARED):
-        starts.add(found)
-    return {key for key, _ in starts.changed} - starts.never
-
-
-class _Starts:
-    """Keys that change where prompts of a session start over, and only there."""
-
-    def __init__(self) -> None:
-        # names of calls by session, and size and hash of the prompt; those of the last
-        self.known: dict[Any, dict[int, dict[int, list[Any]]]] = defaultdict(dict)
-        self.last: dict[Any, dict[str, str]] = {}
-        # keys, with their sessions, and what is wrong; keys that name no run
-        self.changed: dict[tuple[str, str | None], str] = {}
-        self.never = set[str]()
-
-    def add(self, found: Finding, place: str = "", path: str = "") -> None:
-        prompt, own = _ids(found, "prompt_ids").tobytes(), found.names
-        known = self.known[found.session]
-        last = self.last.get(found.session, own)
-        nearest: list[dict[str, str]] = []
-        # those that it may continue have the most of its prompt
-        for size in sorted(known, reverse=True) if own != last else ():
-            if 0 < size < len(prompt) and not nearest:
-                nearest = known[size].get(hash(prompt[:size]), [])
-        for key, one in own.items():
-            if nearest and all(each.get(key) != one for each in nearest):
-                self.never.add(key)
-            elif not nearest and last.get(key, one) != one:
-                self.changed.setdefault(
-                    (key, found.session),
-                    f"{place}: session {found.session!r} starts over where {key} changes "
-                    f"from {last[key]!r} to {one!r}: --map session_id={key}+{path} makes "
-                    f"a session of each, --map agent_id={key} one of several agents",
-                )
-        known.setdefault(len(prompt), {}).setdefault(hash(prompt), []).append(own)
-        self.last[found.session] = own
-
-    def error(self) -> str:
-        """What is wrong with the first session that has several runs; or empty."""
-        items = self.changed.items()
-        return next((text for key, text in items if key[0] not in self.never), "")
+def _runs(calls: Iterable[Finding]) -> set[str] | None:
+    """Keys that may name the runs of calls; None if one has a session, or a name of it."""
+    starts = Starts()
+    for found in islice(calls, _MOST_COMPARED):
+        if found.session is not None or found.run_keys:
+            return None
+        if not found.problem:
+            starts.add(None, _array(found, "prompt_ids").tobytes(), found.names)
+    return {change.key for change in starts.changes()}
 
 
 def _find_replies(
@@ -712,8 +668,8 @@ def _find_replies(
     """
     replies: dict[int, object] = {}
     # calls without a reply by session and digest of the messages: number, and the path as
-    # a length and a digest
-    waiting: dict[Any, list[tuple[int, int, bytes]]] = defaultdict(list)
+    # a length and a hash
+    waiting: dict[Any, list[tuple[int, int, int]]] = defaultdict(list)
     n_calls, answered = Counter[str | None](), set[str | None]()
     # sessions whose messages end with a reply
     ended = set[str | None]()
@@ -725,7 +681,7 @@ def _find_replies(
             keys = [*map(message_key, messages)]
         except (ArgumentError, InvalidTurnsError):
             continue  # reading the turns reports it
-        session, prompt = found.session, _ids(found, "prompt_ids")
+        session, prompt = found.session, _array(found, "prompt_ids")
         n_calls[session] += 1
         digest = blake2b()
         for message, key in zip(messages, keys, strict=True):
@@ -733,7 +689,9 @@ def _find_replies(
                 several = waiting[session, digest.digest()]
                 fits = several
                 if len(several) > 1:
-                    fits = [c for c in several if _digest(prompt[: c[1]]) == c[2]]
+                    fits = [
+                        c for c in several if hash(prompt[: c[1]].tobytes()) == c[2]
+                    ]
                 if len(fits) == 1:
                     replies[fits[0][0]] = message
                     answered.add(session)
@@ -746,20 +704,16 @@ def _find_replies(
             answered.add(session)
         # a text lacks what a message may have besides
         if not own or "text_reply" in dict(found.remarks):
-            path = np.append(prompt, _ids(found, "output_ids"))
-            call = number, len(path), _digest(path)
+            path = np.append(prompt, _array(found, "output_ids"))
+            call = number, len(path), hash(path.tobytes())
             waiting[session, digest.digest()].append(call)
     silent = {name for name, n in n_calls.items() if n > 1 or name in ended}
     return replies, silent - answered
 
 
-def _ids(found: Finding, name: str) -> np.ndarray:
-    """Ids of a call; none if its values are no ids."""
+def _array(found: Finding, name: str, type: type = np.int64) -> np.ndarray:
+    """Numbers of a call; none if its values are something else."""
     try:
-        return np.asarray(found.fields.get(name), np.int64).reshape(-1)
+        return np.asarray(found.fields.get(name), type).reshape(-1)
     except (TypeError, ValueError, OverflowError):
-        return np.empty(0, np.int64)
-
-
-def _digest(ids: np.ndarray) -> bytes:
-    return blake2b(ids.tobytes()).digest()
+        return np.empty(0, type)

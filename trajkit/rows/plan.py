@@ -287,9 +287,9 @@ def _places(calls: Sessions, name: str, length: Longs) -> tuple[Longs, Bools]:
 
 COUNTS = tuple(schema.REPORT.names[schema.REPORT.names.index("turns") :])
 """The columns of the report that the kernel counts, in its order."""
-numbers("ReportCount", COUNTS)
-numbers("SpanKind", schema.SPAN_KINDS[:-1])  # the last is of trajkit.rows.splice
-numbers("SpanLine", [field.name for field in schema.SPAN][:-1])
+numbers("REPORT_", COUNTS)
+numbers("SPAN_", schema.SPAN_KINDS[:-1])  # the last is of trajkit.rows.splice
+numbers("LINE_", [field.name for field in schema.SPAN][:-1])
 
 NO_LIMIT = np.iinfo(np.int64).max
 """Of a number that a policy does not limit."""

@@ -3,9 +3,8 @@
 Each takes the calls, the forest of their token paths and the policy, and returns a record
 of dtype LINK for every call.
 
-Requests are paths of messages, as prompts are paths of tokens: a message's key of 16 bytes
-is read as four tokens, so the kernel that grows the forest of token paths compares messages
-too. A call's path is its messages and its reply.
+Requests are paths of messages, as prompts are paths of tokens
+(`trajkit.turns.messages.grow_messages`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,20 +16,26 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._kernel_names import CALL, LINK, STOPS, numbers
+from trajkit._kernel_names import LINK, STOPS, numbers
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.policies import TIE_BREAKS, ParentBy, Policy
-from trajkit.schema import KEY_BYTES, LINK_REASONS, SEGMENT_KINDS
+from trajkit.schema import LINK_REASONS, SEGMENT_KINDS
 from trajkit.tables.ragged import Bools, Ints, Longs, Records
-from trajkit.turns.messages import Classes, classify, parse_json, with_equality
+from trajkit.turns.messages import (
+    KEY_TOKENS,
+    Classes,
+    classify,
+    grow_messages,
+    has_reply,
+    parse_json,
+    with_equality,
+)
 from trajkit.turns.sessions import Forest, Sessions
 
 Route: TypeAlias = Callable[[Sessions, Forest, Policy], Records]
 
-REASONS = numbers("LinkReason", LINK_REASONS)
+REASONS = numbers("REASON_", LINK_REASONS)
 """The number of each link reason in a record."""
-KEY_TOKENS = KEY_BYTES // 4
-"""Tokens of a message in a path."""
 
 
 def empty_links(calls: Sessions) -> Records:
@@ -118,28 +123,6 @@ def by_none(calls: Sessions, forest: Forest, policy: Policy) -> Records:
 
 
 # Where requests and prompts lie in forests.
-
-
-def grow_messages(calls: Sessions) -> Forest:
-    """The forest of the calls' messages, which are equal if their keys are.
-
-    A call without a list of messages has an empty path, and a call whose reply is not known
-    ends with its last message.
-    """
-    requests = calls.requests
-    paths = np.zeros(len(requests), CALL)
-    paths["own"], paths["out"] = requests["keys"], requests["reply_key"]
-    paths["own_start"] = KEY_TOKENS * requests["shared"].astype(np.int64)
-    n_own = np.maximum(requests["n_keys"], 0)
-    paths["prompt_len"] = paths["own_start"] + KEY_TOKENS * n_own
-    paths["out_len"] = np.where(_replied(requests), KEY_TOKENS, 0)
-    paths["base"] = np.where(requests["shared"] > 0, calls.calls["base"], -1)
-    return Forest.of(paths, calls.offsets)
-
-
-def _replied(requests: Records) -> Bools:
-    replied: Bools = (requests["n_keys"] >= 0) & (requests["reply_key"] != 0)
-    return replied
 
 
 def prompt_nodes(forest: Forest, prompt_len: Longs) -> Ints:
@@ -405,7 +388,7 @@ def by_generations(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     listed, unrouted = is_listed.tolist(), (is_listed & (n_messages == 0)).tolist()
     # the nodes where the messages of each call, and then its reply, end
     last_nodes = nodes_within_prompts(messages, KEY_TOKENS * n_messages).tolist()
-    replied = _replied(requests)
+    replied = has_reply(requests)
     ends = np.where(replied, messages.ends, -1).tolist()
     above = messages.nodes["parent"].tolist()
     # per node: calls whose messages and reply end there, less the refused ones

@@ -17,6 +17,7 @@ from trajkit.schema.engine import (
     defined,
     described,
     every_token_counted,
+    meanings,
     one_of,
     spans_in_order,
     struct,
@@ -186,31 +187,31 @@ reward float64?: null: unscorable, never 0
 """)
 """A reward per turn, as `trajkit.learn.spread_rewards` takes it."""
 
-LOSSES = defined("""Reasons why no row trains a sampled token.
+LOSS_MEANINGS = meanings("""Reasons why no row trains a sampled token, as people read them.
 
-absorbed: Its row continued after drift with the next prompt's ids in its place.
-rewritten: A later request showed another message in its place, and the turn left the tree.
-cut: It is beyond ``max_row_tokens`` of its row.
-untrainable: The turn has ``trainable = false``, or its session ended in an error.
-unrouted: The turn has an empty list of messages, which message routing skips (unless
-    ``tie_break="tokens"``, as in ``faithful``).
-restarted: A later prompt of the row departs inside the prompt that opened the row. The row
-    restarts there and loses what it had.
-over_max_rows: Its row exceeds the policy's ``max_rows``.
-aborted: The turn's finish_reason is ``abort``, and the policy does not train such turns.
-masked: The turn's ``output_mask`` is false for it.
-no_logprob: It has no logprob, and the policy trains no token without one.
-no_splice_point: The prompt of its turn, or of an earlier turn in the chain, has no end of
-    turn at which a spliced row could continue; the row ended there.
-quarantined: Every chain with its turn contains a quarantined turn (see `LINK_REASONS`).
-not_selected: It is only in chains that the policy's ``row_selection`` omits.
-refused: Its messages continue a turn whose tokens its prompt does not continue (see
-    `LINK_REASONS`).
-retried: Nothing continues its turn, and a later turn has the same parent.
+absorbed: Its row continued with the next prompt's ids instead: drift, or a call that
+    was tried again.
+rewritten: A later request showed another message in its place.
+cut: It is beyond max_row_tokens.
+untrainable: Its turn has trainable = false, or its session ended in an error.
+unrouted: Its call has no messages, and the policy compares messages.
+restarted: A later prompt changed the row's first prompt, so the row was begun again.
+over_max_rows: Its row is beyond the policy's max_rows.
+aborted: Its call was aborted.
+masked: The turn's output_mask excludes it.
+no_logprob: It has no logprob, and the policy needs one.
+no_splice_point: Its row ended before it: a prompt has no end of turn from which to
+    continue.
+quarantined: Every chain with its call has a call that could continue two others, or a
+    retry.
+not_selected: Its chain is not among those that become rows.
+refused: The prompt of its call does not continue the tokens of the parent.
+retried: Its call was tried again later, and its own reply was not used.
 
 A token that may not be trained at all counts as untrainable, aborted, masked or no_logprob,
 in this order, before any other reason.
 """)
+LOSSES = (*LOSS_MEANINGS,)
 
 _LOST = "\n".join(f"lost_{reason} int64" for reason in LOSSES)
 
@@ -446,6 +447,7 @@ in_no_row: Sampled tokens that no row has.
 not_found: No turn begins like the row.
 other_session: The row names a session, and its tokens are another's.
 several_sequences: Another sequence begins inside the row, which is packed.
+unread_mask: Rows have a column that is named as a mask, and was not read. Nothing is wrong.
 unknown_session: Rows name sessions that the turns do not have, and are found by their \
 tokens. Nothing is wrong.
 session_without_rows: Sessions of the turns that have no row. Nothing is wrong.
@@ -586,7 +588,7 @@ cause name
 path_start, path_stop int32: tokens of the parent's path ...
 prompt_start, prompt_stop int32: ... and the prompt's tokens in their place. Between
     findings, and from the last finding to the end of the path, both have the same tokens
-path_text, prompt_text text: decoded text, with special tokens
+path_text, prompt_text text: with special tokens; a byte of a split character is ``\\xe2``
 """)
 """Each span where a prompt departs from the parent's path, with its cause."""
 

@@ -125,10 +125,23 @@ def checks_of(
     )
 
 
+def meanings(text: str) -> dict[str, str]:
+    """The names that a text defines, which begin its lines, and what it says of them:
+    ``name, name: meaning``.
+    """
+    lines = re.findall(
+        r"^([a-z_]+(?:, [a-z_]+)*): (.*(?:\n    .*)*)", text, re.MULTILINE
+    )
+    return {
+        name: " ".join(meaning.split())
+        for names, meaning in lines
+        for name in names.split(", ")
+    }
+
+
 def defined(text: str) -> tuple[str, ...]:
-    """The names that a text defines, which begin its lines: ``name, name: meaning``."""
-    lines = re.findall(r"^([a-z_]+(?:, [a-z_]+)*): ", text, re.MULTILINE)
-    return tuple(name for line in lines for name in line.split(", "))
+    """The names of `meanings`."""
+    return tuple(meanings(text))
 
 
 @dataclass(frozen=True, slots=True)

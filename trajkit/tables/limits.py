@@ -44,8 +44,8 @@ DICTIONARY_BYTES = 16 << 20
 VIOLATIONS = 4096
 """Violations of sessions without turns that become one table."""
 
-# Temporary files, in which scattered sessions are grouped.
-BUCKET_BYTES, MAX_BUCKETS = 32 << 20, 512
-"""Turns of one bucket, and the buckets that are open at a time."""
-SPILL_BYTES = 48 << 20
-"""Turns that are distributed over the buckets at a time."""
+# Temporary files, from which scattered sessions are read.
+BUCKET_BYTES = 32 << 20
+"""Turns that are read back at a time: rounded to complete sessions."""
+SPILL_BYTES = 16 << 20
+"""Turns whose sessions are made contiguous at a time."""

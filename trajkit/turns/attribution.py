@@ -10,12 +10,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from trajkit.schema import ATTRIBUTION, KEY_BYTES
 from trajkit.schema.engine import field_of
 from trajkit.tables.canonical import canonical
 from trajkit.tables.ragged import Array, Bools, combined
 from trajkit.tables.ragged import Ints as Ints
+from trajkit.turns.messages import KEY_TOKENS, grow_messages
 from trajkit.turns.sessions import Sessions
 
 
@@ -57,12 +59,11 @@ class SessionCalls:
         self.turn_index, self.path_len = calls.turn_index, calls.path_len
         self.n_prompt = calls.calls["prompt_len"]
         self.prompt, self.path = calls.prompt, calls.path
-        self._base = calls.calls["base"].tolist()
         # tokens that a list may leave out
         self._shared = calls.calls["own_start"]
         self._stored = combined(calls.stored_messages)
-        # of the first calls
-        self._messages: list[Messages | None] = []
+        self._calls, self._forest = calls, grow_messages(calls)
+        self._messages: dict[int, Messages | None] = {}
         self._parsed: dict[bytes, dict[str, Any]] = {}
 
     def __len__(self) -> int:
@@ -70,27 +71,22 @@ class SessionCalls:
 
     def messages(self, call: int) -> Messages | None:
         """The messages of the request; None if they are unknown or there are none."""
-        while len(self._messages) <= call:
-            self._messages.append(self._read_messages(len(self._messages)))
+        if call not in self._messages:
+            request = self._calls.requests[call]
+            n = int(request["shared"]) + int(request["n_keys"])
+            keys = self._forest.ids(call, 0, KEY_TOKENS * max(n, 0)).tobytes()
+            each = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+            roles = [*map(self._roles.__getitem__, each)]
+            self._messages[call] = Messages(keys, roles) if roles else None
         return self._messages[call]
 
-    def _read_messages(self, call: int) -> Messages | None:
-        own = self._stored[call].values
-        if own is None:
-            return None
-        keys = b"".join(field_of(own, "key").to_pylist())
-        roles = field_of(own, "role").to_pylist()
-        n = 0
-        if "shared_messages" in self.table.column_names:
-            n = self.table.column("shared_messages")[call].as_py() or 0
-        if n:
-            # a base without messages shares only its reply
-            base = self._messages[self._base[call]] or Messages(b"", [])
-            reply = self.table.column("response")[self._base[call]].as_py()
-            shared = base.keys + (reply["key"] if reply else b"")
-            keys = shared[: n * KEY_BYTES] + keys
-            roles = [*base.roles, *([reply["role"]] if reply else [])][:n] + roles
-        return Messages(keys, roles) if roles else None
+    @cached_property
+    def _roles(self) -> dict[bytes, str]:
+        """The role of each message of the session, by key."""
+        replies = combined(self.table.column("response")).drop_null()
+        both = pa.concat_arrays([self._stored.flatten(), replies])
+        keys, roles = (field_of(both, one).to_pylist() for one in ("key", "role"))
+        return dict(zip(keys, roles, strict=True))
 
     @cached_property
     def _repliers(self) -> dict[bytes, list[int]]:

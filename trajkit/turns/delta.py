@@ -19,7 +19,6 @@ from trajkit.tables.columns import (
     with_column,
 )
 from trajkit.tables.ragged import (
-    Bools,
     Ints,
     Longs,
     Ragged,
@@ -35,6 +34,7 @@ from trajkit.turns.messages import (
     MessageBook,
     current_bodies,
     encode,
+    has_reply,
     parse_json,
 )
 from trajkit.turns.records import as_turns
@@ -206,7 +206,7 @@ def _shared_messages(calls: Sessions, bases: Ints, lists: Ragged) -> Longs:
     numbers *= len(current.bodies) + 1
     numbers += np.append(current.places, current.replies)
     n, shared = len(lists.values), np.zeros(len(bases), np.int64)
-    own, replied = Ragged(numbers[:n], lists.offsets), _replied(calls)
+    own, replied = Ragged(numbers[:n], lists.offsets), has_reply(calls.requests)
     with_body = np.flatnonzero(field_of(lists.values, "body").is_valid())
     with_body = np.append(with_body, n)
     bare = (
@@ -222,13 +222,6 @@ def _shared_messages(calls: Sessions, bases: Ints, lists: Ragged) -> Longs:
     return shared
 
 
-def _replied(calls: Sessions) -> Bools:
-    """Calls with a list of messages and a reply, shape (n_calls,)."""
-    known, reply = calls.requests["n_keys"] >= 0, calls.requests["reply_key"] != 0
-    replied: Bools = np.logical_and(known, reply)
-    return replied
-
-
 def _full_columns(calls: Sessions) -> Columns:
     """The columns of `TURNS` that `TURNS_DELTA` lacks."""
     column, shares = (
@@ -242,7 +235,7 @@ def _full_columns(calls: Sessions) -> Columns:
     numbers, n_stored, replied = (
         np.arange(len(both)),
         len(lists.values),
-        _replied(calls),
+        has_reply(calls.requests),
     )
     shared = calls.requests["shared"].astype(np.int64)
     whole = unshared(

@@ -47,8 +47,12 @@ class TurnTokens:
         n = _core.lcp(ids, prompt)
         return n if n < len(prompt) else n + _core.lcp(ids[n:], self.outputs[call])
 
+    def path(self, call: Index) -> Ints:
+        return np.append(self.prompts[int(call)], self.outputs[call])
+
     def path_len(self, call: Index) -> int:
-        return int(self.calls.path_len[call])
+        record = self.calls.calls[call]
+        return int(record["prompt_len"] + record["out_len"])
 
     def calls_of(self, session: int) -> range:
         return range(*self.calls.offsets[session : session + 2].tolist())

@@ -7,7 +7,7 @@ over; it never becomes part of a turn without a mapping (`trajkit.turns.mapping`
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,6 +88,7 @@ _CUT_SHORT = re.compile(
     r"((is|was|has)_)?(aborted|truncated|overlong|cancell?ed|time(d_|_)?out|failed|"
     r"errored|crashed|interrupted)"
 )
+_VALID = re.compile("(is_)?valid")
 # keys beside a session_id that name a run, too
 OF_RUN = re.compile(
     "(trajectory|traj|rollout|run|episode|attempt|trial|worker)"
@@ -102,12 +103,16 @@ NO_NAME = re.compile(
     r"top|max|min|prompt|input|query|reply|parent|returns?|advantages?|line|is|has|"
     r"fingerprint|success|correct|trainable|label)(_|$)(?!cache_key)"
 )
-# names of ids
-_IDS = {
-    *("prompt", "tokens"),
+# ids and payloads
+_NO_MASKS = {
+    *("prompt", "tokens", *PAYLOADS),
     *(SPELLED["prompt_ids"] + "|" + SPELLED["output_ids"]).split("|"),
 }
 
+
+# extra columns that turns know, and names of masks
+_OWN = {*PAYLOADS, *ATTRIBUTION.names, "attribution"}
+_HAS_MASK = re.compile("(^|_)masks?(_|$)")
 
 # objects beside a call that are of its request, or no fact of the call
 NOT_BESIDE = {
@@ -121,6 +126,33 @@ NOT_BESIDE = {
 def word_of(path: str) -> str:
     """The last key of a path in lower case, with underscores between its words."""
     return "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
+
+
+class Meaning(NamedTuple):
+    """What a key may say of its call by its name alone."""
+
+    # numbers of tokens: one, or an object of them
+    is_count: bool
+    is_usage: bool
+    # how it would say that the call came to no proper end, or empty
+    end: str
+    # which tokens count; or anything else, whatever numbers it has
+    is_mask: bool
+    is_no_mask: bool
+
+
+@lru_cache(1 << 12)
+def meaning_of(path: str) -> Meaning:
+    """What a key says by its name, and by that of the object that it is in."""
+    word = word_of(path)
+    ends = (("state", _ENDS), ("error", _ERROR), ("cut", _CUT_SHORT), ("valid", _VALID))
+    return Meaning(
+        is_count=bool(COUNT.fullmatch(word)),
+        is_usage=bool(USAGE.fullmatch(word)),
+        end=next((kind for kind, names in ends if names.fullmatch(word)), ""),
+        is_mask=bool(_MARKS.search(word_of("_".join(path.split(".")[-2:])))),
+        is_no_mask=word in _NO_MASKS or bool(_MARKS_NONE.search(word)),
+    )
 
 
 def claims_of(
@@ -163,27 +195,27 @@ def unheeded(record: Mapping[str, Any], name: str) -> tuple[str, str]:
     what it says of the call (a key of `UNHEEDED`); both are empty if there is none.
     """
     value = record[name]
-    if name in (*PAYLOADS, *ATTRIBUTION.names, "attribution") or value is None:
+    if value is None or name in _OWN:
         return "", ""
     # a list with a start
     is_payload = f"{name}_start" in record
-    if re.search("(^|_)masks?(_|$)", word_of(name)):
+    if _HAS_MASK.search(word_of(name)):
         return name, "marks"
     sizes = {ids: _size(record.get(ids)) for ids in ("prompt_ids", "output_ids")}
     n_prompt, n_output = sizes.values()
     trainable = record.get("trainable")
     is_masked = trainable is False or record.get("output_mask") is not None
     for path, one in _beside(name, value):
-        word = word_of(path)
-        stated = {path: one} if COUNT.fullmatch(word) else None
-        stated = one if USAGE.fullmatch(word) else stated
+        meaning = meaning_of(path)
+        stated = {path: one} if meaning.is_count else None
+        stated = one if meaning.is_usage else stated
         for _, ids, n in claims_of(stated, path) if isinstance(stated, Mapping) else ():
             if type(n) is int and sizes.get(ids, n) not in (None, n):
                 return path, "counts"
         if trainable is None and is_broken(path, one):
             return path, "ends"
         # an extra column of other names may have any numbers
-        named = _mask_word(path) or (has_items(one) and -100 in one)
+        named = meaning.is_mask or (has_items(one) and -100 in one)
         if named and n_output and not (is_masked or is_payload):
             if marks_tokens(path, one, n_prompt or 0, n_output):
                 return path, "marks"
@@ -221,18 +253,14 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def names_run(keys: tuple[str, ...], word: str, value: object, aside: bool) -> bool:
-    """Whether a key may name the run of its call."""
-    if not is_name(value):
-        return aside and is_nothing(value) and bool(EMPTY_RUN.fullmatch(word))
-    both = RUN.fullmatch("_".join(keys[-2:])) if len(keys) <= 2 or aside else None
+def names_run(keys: tuple[str, ...], aside: bool) -> bool:
+    """Whether a key may name the run of its call, by its name."""
+    word = word_of(keys[-1])
+    if (len(keys) <= 2 or aside) and RUN.fullmatch("_".join(keys[-2:])):
+        return True
     if aside:
-        return bool(both or RUN.fullmatch(word) or NAMED.fullmatch(word))
-    return bool(both or (len(keys) == 2 and "_" in word and RUN.fullmatch(word)))
-
-
-def _mask_word(path: str) -> bool:
-    return bool(_MARKS.search(word_of("_".join(path.split(".")[-2:]))))
+        return bool(RUN.fullmatch(word) or NAMED.fullmatch(word))
+    return len(keys) == 2 and "_" in word and bool(RUN.fullmatch(word))
 
 
 def marks_tokens(path: str, value: Any, first: int, n: int) -> bool:
@@ -240,14 +268,14 @@ def marks_tokens(path: str, value: Any, first: int, n: int) -> bool:
     while isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         (value,) = value
     fits = has_items(value) and len(value) in (n, first + n)
-    name = word_of(path)
-    named = _mask_word(path)
+    _, _, _, named, is_other = meaning_of(path)
     if isinstance(value, str) and re.fullmatch("[01]+", value) and (named or n > 2):
         value, fits = [*map(int, value)], len(value) in (n, first + n)
-    if name in {*_IDS, *PAYLOADS} or _MARKS_NONE.search(name) or not has_items(value):
+    if is_other or not has_items(value):
         return False
     if {*map(type, value)} - {int, bool, float}:
         return False
+    name = word_of(path)
     if "prompt" in name and len(value) == first and len({*value}) == 1:
         return False
     if -100 in value and (fits or named or "label" in name):
@@ -260,16 +288,16 @@ def marks_tokens(path: str, value: Any, first: int, n: int) -> bool:
 
 def is_broken(path: str, value: object) -> bool:
     """Whether a key says that its call was aborted, failed, or was cut short."""
-    name = word_of(path)
-    if _ENDS.fullmatch(name):
+    name, how = word_of(path), meaning_of(path).end
+    if how == "state":
         # policies know the finish reason "abort"
         known = value == "abort" and name.endswith("reason")
         return isinstance(value, str) and not known and bool(BROKEN.match(value))
-    if _ERROR.fullmatch(name):
+    if how == "error":
         return not is_empty(value) and str(value).lower() not in _NO_ERRORS
-    if _CUT_SHORT.fullmatch(name):
+    if how == "cut":
         return value is True or (value == 1 and "time" not in name)
-    return name in ("valid", "is_valid") and value in (False, 0) and value is not None
+    return how == "valid" and value in (False, 0) and value is not None
 
 
 def is_empty(value: object) -> bool:

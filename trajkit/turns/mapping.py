@@ -71,6 +71,8 @@ class Part(NamedTuple):
         if self.keys[0] in ("@file", "@folder", "@name"):
             return names.get("/" * self.outer + self.keys[0])
         source = outer if self.outer else record
+        if len(self.keys) == 1 and isinstance(source, dict):
+            return source if self.keys[0] == "@self" else source.get(self.keys[0])
         return source if self.keys == ("@self",) else _find(source, self.keys)
 
 

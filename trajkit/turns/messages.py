@@ -27,6 +27,7 @@ import orjson
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit._kernel_names import CALL
 from trajkit.errors import ArgumentError, InvalidTurnsError, MissingBodyError
 from trajkit.policies import MessageEquality
 from trajkit.schema import KEY_BYTES, MESSAGE, TURNS
@@ -36,11 +37,12 @@ from trajkit.tables.ragged import (
     Ints,
     Longs,
     Ragged,
+    Records,
     codes,
     combined,
     offsets_of,
 )
-from trajkit.turns.sessions import Sessions
+from trajkit.turns.sessions import Forest, Sessions
 
 Message: TypeAlias = dict[str, object]
 ChatMessage: TypeAlias = Message | tuple[bytes, str]
@@ -55,6 +57,8 @@ _ENCODER = json.JSONEncoder(
     ensure_ascii=False, sort_keys=True, separators=(",", ":"), check_circular=False
 )
 _NO_MESSAGE = object()
+KEY_TOKENS = KEY_BYTES // 4
+"""Tokens of a message in a path, see `grow_messages`."""
 # characters of a body in an error text
 _SHOWN = 80
 
@@ -529,6 +533,31 @@ class MessageLog:
             f"{where} is {message!r}: expected a dict, or a pair of its "
             f"{KEY_BYTES}-byte key and its role"
         )
+
+
+def grow_messages(calls: Sessions) -> Forest:
+    """The forest of the calls' messages, which are equal if their keys are.
+
+    A key of 16 bytes is read as four tokens, so the kernel that grows the forest of token
+    paths compares messages too. A call's path is its messages and its reply. A call without
+    a list of messages has an empty path, and a call whose reply is not known ends with its
+    last message.
+    """
+    requests = calls.requests
+    paths = np.zeros(len(requests), CALL)
+    paths["own"], paths["out"] = requests["keys"], requests["reply_key"]
+    paths["own_start"] = KEY_TOKENS * requests["shared"].astype(np.int64)
+    n_own = np.maximum(requests["n_keys"], 0)
+    paths["prompt_len"] = paths["own_start"] + KEY_TOKENS * n_own
+    paths["out_len"] = np.where(has_reply(requests), KEY_TOKENS, 0)
+    paths["base"] = np.where(requests["shared"] > 0, calls.calls["base"], -1)
+    return Forest.of(paths, calls.offsets)
+
+
+def has_reply(requests: Records) -> Bools:
+    """Requests with a list of messages and a known reply, shape (n_calls,)."""
+    replied: Bools = (requests["n_keys"] >= 0) & (requests["reply_key"] != 0)
+    return replied
 
 
 def with_equality(calls: Sessions, equality: MessageEquality) -> Sessions:

@@ -4,9 +4,7 @@ import reprlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
-from operator import index, itemgetter
+from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,6 +27,7 @@ from trajkit.turns.messages import (
     counts_of,
     not_listed,
 )
+from trajkit.turns.runs import Starts
 from trajkit.turns.validation import Nonfinite, check_turns
 
 Record: TypeAlias = Mapping[str, object]
@@ -54,8 +53,6 @@ MAX_DEPTH = 32
 _NO_IDS = np.empty(0, np.int32)
 # the usual reasons, and the one that policies know
 _ENDS = {"stop", "length", "tool_calls", "abort"}
-# calls of a session whose prompts are compared with one another
-_MOST_COMPARED = 256
 
 
 def from_records(
@@ -212,6 +209,8 @@ class _Batch:
         self.book = MessageBook()
         self.calls: list[_Call] = []
         self.extras: dict[str, list[object]] = {}
+        # those of them that records with the same keys have
+        self.names: dict[tuple[str, ...], list[str]] = {}
 
     def add(self, record: Record, number: int) -> None:
         if not isinstance(record, Mapping):
@@ -219,19 +218,7 @@ class _Batch:
                 f"record {number} is a {type(record).__name__}: expected a dict with the "
                 "keys session_id, prompt_ids and output_ids, one dict per model call"
             )
-        extras = [
-            name
-            for name in record
-            if name not in FIELDS
-            and self._takes(
-                name,
-                check_extra,
-                name,
-                f"record {number} has the key",
-                record,
-                self.checked,
-            )
-        ]
+        extras = self._extras(record, f"record {number} has the key")
         session = self._session(record, number)
         turn_index = _turn_index(record, session)
         try:
@@ -254,6 +241,24 @@ class _Batch:
             column.append(record[name])
         self.calls.append(call)
         session.turn_index = turn_index
+
+    def _extras(self, record: Record, what: str) -> list[str]:
+        """The keys that become extra columns; names are looked at once per set of keys."""
+        keys = tuple(record)
+        if keys not in self.names:
+            own = [name for name in record if name not in FIELDS]
+            self.names[keys] = [
+                name
+                for name in own
+                if self._takes(name, check_extra, name, what, record)
+            ]
+        if self.checked:
+            return self.names[keys]
+        return [
+            name
+            for name in self.names[keys]
+            if self._takes(name, _check_heeded, name, what, record)
+        ]
 
     def _takes(self, name: object, check: Callable[..., Any], *given: Any) -> bool:
         """Whether a check of an extra column passes; without a mapping, its error."""
@@ -284,26 +289,28 @@ class _Batch:
         return self.sessions[name]
 
     def check_runs(self) -> None:
-        """Raise if a key names several runs in a session.
+        """Raise if a key names several runs in a session."""
+        names, starts = [*self.sessions], Starts()
+        own = filter(lambda key: OF_RUN.fullmatch(word_of(key)), self.extras)
+        keys = [key for key in own if self._varies(self.extras[key])]
+        for k, call in enumerate(self.calls if keys else ()):
+            given = {key: self.extras[key][k : k + 1] for key in keys}
+            found = {key: one[0] for key, one in given.items() if one and is_name(*one)}
+            starts.add(call.session, call.prompt_ids, found, call.turn_index)
+        for key, session, turn, before, now in starts.changes():
+            raise InvalidTurnsError(
+                f"session {names[session]!r}, turn {turn}: {key} is {now!r}, and "
+                f"{before!r} in an earlier turn, which its prompt does not continue. If "
+                f"{key} names runs, trajkit import FILE -o log.parquet --map "
+                f"session_id=session_id+{key} makes a session of each, and "
+                "session_id=session_id makes them one"
+            )
 
-        It changes where prompts start over, and stays where one continues another.
-        """
-        names = [*self.sessions]
-        for key in filter(lambda key: OF_RUN.fullmatch(word_of(key)), self.extras):
-            sessions: dict[int, list[tuple[object, _Call]]] = {}
-            for value, call in zip(self.extras[key], self.calls, strict=False):
-                if is_name(value):
-                    sessions.setdefault(call.session, []).append((value, call))
-            several = [one for one in sessions.values() if len({v for v, _ in one}) > 1]
-            if changes := _changes(several):
-                (value, call), other = changes[0]
-                raise InvalidTurnsError(
-                    f"session {names[call.session]!r}, turn {call.turn_index}: {key} is "
-                    f"{value!r}, and {other!r} in an earlier turn, which its prompt does "
-                    f"not continue. If {key} names runs, trajkit import FILE -o "
-                    f"log.parquet --map session_id=session_id+{key} makes a session of "
-                    "each, and session_id=session_id makes them one"
-                )
+    def _varies(self, values: list[object]) -> bool:
+        """Whether a session has several of these values of its calls."""
+        pairs = zip(values, self.calls, strict=False)
+        distinct = {(call.session, value) for value, call in pairs if is_name(value)}
+        return len(distinct) > len({session for session, _ in distinct})
 
     def table(self) -> pa.Table:
         n = len(self.calls)
@@ -335,32 +342,6 @@ class _Batch:
         schema = pa.schema([*TURNS, *more], metadata=TURNS.metadata)
         arrays = [*(columns[name] for name in TURNS.names), *extras.values()]
         return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def _changes(
-    sessions: Iterable[Iterable[tuple[object, _Call]]],
-) -> list[tuple[tuple[object, _Call], object]]:
-    """The calls that start over with another value of a key, and the value before; empty
-    if the key changes where a prompt continues an earlier one, too.
-    """
-    changes = []
-    for calls in sessions:
-        before: list[tuple[object, _Call]] = []
-        for value, call in islice(calls, _MOST_COMPARED):
-            ids = call.prompt_ids
-            continued = [
-                (len(one.prompt_ids), other)
-                for other, one in before
-                if 0 < len(one.prompt_ids) < len(ids) and ids.startswith(one.prompt_ids)
-            ]
-            # those that it may continue have the most of its prompt
-            most = max(continued, default=(0,), key=itemgetter(0))[0]
-            if continued and (most, value) not in continued:
-                return []
-            if before and not continued and all(other != value for other, _ in before):
-                changes.append(((value, call), before[-1][0]))
-            before.append((value, call))
-    return changes
 
 
 def _check_end(record: Record) -> None:
@@ -433,10 +414,8 @@ def concat_values(arrays: Sequence[pa.Array], type_: pa.DataType) -> pa.Array:
     )
 
 
-def check_extra(
-    name: object, what: str, record: Record | None = None, checked: bool = False
-) -> None:
-    """Raise unless an extra column of turns may have this name."""
+def check_extra(name: object, what: str, record: Record | None = None) -> None:
+    """Raise unless an extra column of turns, or of a record, may have this name."""
     if not isinstance(name, str):
         raise InvalidTurnsError(f"{what} {name!r}: expected a name")
     if name in TURNS.names:
@@ -446,23 +425,22 @@ def check_extra(
     meant = _SPELLED.get(name.replace("_", "").lower())
     if meant is not None:
         raise InvalidTurnsError(f"{what} {name!r}: spell it {meant!r}")
-    near = None if record is None else _near_field(name)
+    near = None if record is None else near_miss(name, FIELDS)
     if near is not None and near not in (record or ()):
         raise InvalidTurnsError(
             f"{what} {name!r} and no {near!r}: did you mean {near!r}? An extra column "
             "needs another name"
         )
-    path, says = ("", "") if record is None or checked else unheeded(record, name)
+
+
+def _check_heeded(name: str, what: str, record: Record) -> None:
+    """Raise if a key says something of its call that turns do not read."""
+    path, says = unheeded(record, name)
     if says:
         said = UNHEEDED[says].format(path=path)
         raise InvalidTurnsError(
             f"{what} {path!r}, which no field reads, and which {said}"
         )
-
-
-@lru_cache(1 << 10)
-def _near_field(name: str) -> str | None:
-    return near_miss(name, FIELDS)
 
 
 def is_too_deep(value: object) -> bool:
@@ -473,8 +451,9 @@ def is_too_deep(value: object) -> bool:
     """
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for one in level for child in _children(one)]
-    return bool(level)
+        if not (level := [child for one in level for child in _children(one)]):
+            return False
+    return True
 
 
 def _children(value: object) -> Iterable[object]:

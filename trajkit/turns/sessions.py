@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._kernel_names import CALL, REQUEST
+from trajkit._kernel_names import CALL, REQUEST, members
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema.engine import checks_of
 from trajkit.tables import lazy_compute as pc
@@ -39,7 +39,7 @@ _MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
 # Only the delta form has the last columns that the kernel reads (arrow.pxi); others
 # have other names in it.
 _DELTA_COLUMNS = ("base_turn", "shared_length", "shared_messages")
-_COLUMNS = tuple(n for n in _core.ENUMS["TurnColumn"] if n not in _DELTA_COLUMNS)
+_COLUMNS = tuple(n for n in members("COL_") if n not in _DELTA_COLUMNS)
 _DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
 
 
@@ -120,11 +120,9 @@ class Sessions:
             names = [_DELTA_NAMES.get(name, name) for name in _COLUMNS]
             names += _DELTA_COLUMNS
         columns = table.select(names).__arrow_c_stream__()
-        fault, row, _ = _core.read_columns(
-            columns, offsets, turn_index, calls, requests
-        )
-        if fault:
-            raise refusal(table, row)
+        bad = _core.read_columns(columns, offsets, turn_index, calls, requests)
+        if bad >= 0:
+            raise refusal(table, bad)
         return cls(table, ids, offsets, turn_index, calls, requests)
 
     def __len__(self) -> int:

@@ -5,6 +5,7 @@ mask that is shorter than the row is that of the row's end.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from trajkit._arguments import arrow_source
 from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import as_table, canonical_rows
+from trajkit.turns.keys import word_of
 from trajkit.verification.rules import count
 
 Array = npt.NDArray[Any]
@@ -60,6 +62,8 @@ PLAIN = pa.schema(
         pa.field("padding_known", pa.bool_(), nullable=False),
         # the columns of the mask
         pa.field("mask_of", pa.string(), nullable=False),
+        # columns that are named as masks, and that were not read
+        pa.field("unread", pa.list_(pa.string()), nullable=False),
     ]
 )
 """Rows of any trainer: mask and logprobs have the length of the ids."""
@@ -90,6 +94,8 @@ def plain_rows(given: object) -> pa.Table:
         No column has ids, or no column has a mask; lengths do not fit together; a value
         is of another type; columns contradict each other; a row has several sequences.
     """
+    if isinstance(given, pa.Table) and given.schema.equals(PLAIN):
+        return given
     table = _table(given)
     if {"spans", "suffix_mask"} & {*table.column_names}:
         table = canonical_rows(table).select(TOKENS)
@@ -108,8 +114,14 @@ def _table(given: Any) -> pa.Table:
         given = [*map(_fields, given)]
         if not _COLUMNS & {*given[0]}:
             return pa.Table.from_pylist(given)
-        wanted = {*_COLUMNS, "session_id"}
-        given = [{n: v for n, v in one.items() if n in wanted} for one in given]
+        given = [
+            {
+                n: v
+                for n, v in one.items()
+                if n in {*_COLUMNS, "session_id"} or _unread(n)
+            }
+            for one in given
+        ]
     if isinstance(given, Mapping):
         given = {n: v for n, v in given.items() if getattr(v, "ndim", 2) != 0}
     if arrow_source(given) is None:
@@ -118,6 +130,11 @@ def _table(given: Any) -> pa.Table:
             "a list of dicts"
         )
     return as_table(given)
+
+
+def _unread(name: str) -> bool:
+    """Whether a column is named as a mask, and is none of those that are read."""
+    return name not in _COLUMNS and bool(re.search("(^|_)masks?(_|$)", word_of(name)))
 
 
 def _fields(one: Any) -> dict[str, Any]:
@@ -223,6 +240,7 @@ def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
         "padding": padding,
         "padding_known": known,
         "mask_of": name,
+        "unread": [*filter(_unread, row)],
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations  # a signature shows the words below
 import os
 from collections import Counter, defaultdict
 from collections.abc import (
-    Collection,
     Container,
     Generator,
     Iterable,
@@ -16,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
@@ -474,19 +472,30 @@ def verify_file(
         file_tables.write_table(found, output)
         return {"turns": table.num_rows, "violations": found.num_rows}
     watch = options.get("watch") or file_run.Watch()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        n, plan = index.batch_rows, file_tables.rows_plan
+        tables = file_tables.iter_tables(path, batch_rows=n, plan=plan)
+        return numbered(batch for table in tables for batch in table.to_batches())
+
     with ExitStack() as stack:
-        store = _RowStore(path, index, file_run.folder_of(output), stack)
+        folder = file_run.folder_of(output)
+        store = file_tables.SessionStore(batches(), str, folder, stack)
+        empty = file_tables.full(store.empty if index.turns else ROWS.empty_table())
         faults: Iterator[pa.RecordBatch] = iter([])
 
         def begins(turns: file_tables.SessionIndex, done: int) -> None:
             nonlocal faults
             watch.begins(turns, done)
-            if not done:  # a run that continues has written these
-                faults = store.faults(turns.turns)
+            alone = index.scattered or store.starts.keys() - turns.turns.keys()
+            if alone and not done:  # a run that continues has written these
+                faults = _violations(session_faults(batches(), turns.turns))
 
         def stage(turns: pa.Table) -> Mapping[str, file_run.Made]:
             names = pc.unique(turns.column("session_id")).to_pylist()
-            found = judge.found(store.rows_of(names), turns)
+            sessions = ([*store.tables(name)] for name in names)
+            own = (file_tables.full(stages.concat(one)) for one in sessions if one)
+            found = judge.found(stages.concat([empty, *own]), turns)
             return {"turns": turns, "violations": chain(faults, file_run.whole(found))}
 
         job = {
@@ -501,54 +510,6 @@ def verify_file(
         return file_run.run(turns, stage, {"violations": output}, resume=job, **options)
 
 
-class _RowStore:
-    """The rows of files, in a temporary file from which each session is read by itself."""
-
-    def __init__(
-        self,
-        path: Path,
-        index: file_tables.SessionIndex,
-        folder: Path,
-        stack: ExitStack,
-    ) -> None:
-        self._path, self._index = path, index
-        self._file = stack.enter_context(
-            TemporaryFile(prefix=file_tables.TEMPORARY, dir=folder)
-        )
-        # by session: where each run of its rows is in the file, a stream of its own
-        self._starts: dict[str | None, list[int]] = defaultdict(list)
-        self._empty = ROWS.empty_table()
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
-        for batch in self._batches():
-            table = pa.Table.from_batches([batch])
-            self._empty = file_tables.full(table.slice(0, 0))
-            for name, rows in stages.one_by_one([table]):
-                self._starts[name].append(self._file.tell())
-                with pa.ipc.new_stream(self._file, rows.schema, options=options) as one:
-                    one.write_table(rows)
-
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        rows = self._index.batch_rows
-        tables = file_tables.iter_tables(
-            self._path, batch_rows=rows, plan=file_tables.rows_plan
-        )
-        return numbered(batch for table in tables for batch in table.to_batches())
-
-    def faults(self, known: Collection[str | None]) -> Iterator[pa.RecordBatch]:
-        """Violations of sessions as such; ``known`` have turns."""
-        if not self._index.scattered and self._starts.keys() <= {*known}:
-            return
-        found = session_faults(self._batches(), known)
-        while some := [*islice(found, limits.VIOLATIONS)]:
-            yield from rules.violations_table(some).to_batches()
-
-    def rows_of(self, names: list[str | None]) -> pa.Table:
-        """The rows of these sessions, in their order; within a session as stored."""
-        return stages.concat([self._empty, *map(self._session, names)])
-
-    def _session(self, name: str | None) -> pa.Table:
-        tables = []
-        for start in self._starts.get(name, ()):
-            self._file.seek(start)
-            tables.append(pa.ipc.open_stream(self._file).read_all())
-        return file_tables.full(stages.concat(tables)) if tables else self._empty
+def _violations(found: Iterator[Violation]) -> Iterator[pa.RecordBatch]:
+    while some := [*islice(found, limits.VIOLATIONS)]:
+        yield from rules.violations_table(some).to_batches()

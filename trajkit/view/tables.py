@@ -23,7 +23,7 @@ import pyarrow as pa
 from trajkit import analysis
 from trajkit.analysis.branches import drifted
 from trajkit.analysis.simulation import label, simulate
-from trajkit.analysis.tokenizer import Codec, Tokenizer, entry_bytes
+from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.words import COUNT_WORDS, LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.errors import UnknownSessionError
 from trajkit.policies import Policy, rule_of
@@ -372,16 +372,9 @@ def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
     """
     codec, ids = Codec(tokenizer), sorted(ids)
     special = codec.special(np.array(ids, np.int32)).astype(int).tolist()
-    texts, hexes = list[str | None](), list[str | None]()
-    for token in ids:
-        text, entry = codec.text([token]), codec.entry(token) or ""
-        raw = entry_bytes(entry) if entry and "\ufffd" in text else None
-        # SentencePiece writes a space as U+2581, and drops it at the start of a text
-        spaced = entry.replace("\u2581", " ")
-        if spaced.lstrip(" ") == text.lstrip(" "):
-            text = spaced
-        texts.append(text if raw is None else None)
-        hexes.append(None if raw is None else raw.hex())
+    pieces = [*map(codec.piece, ids)]
+    texts = [one if isinstance(one, str) else None for one in pieces]
+    hexes = [one.hex() if isinstance(one, bytes) else None for one in pieces]
     return {"id": ids, "text": texts, "hex": hexes, "special": special}
 
 

@@ -3,9 +3,9 @@
 Modules of the tests and of the workspace are found last, after those of Python. A test
 runner is started again by this program, which gives the secret of the file ``nonce`` to an
 audit hook before the first test is read. No frame and no module leads to the hook. It is
-told each result, which nobody can take back; after the last test it signs them, makes the
-next secret, and ends the process. Code in this process can still find it; see
-docs/sandboxes.md.
+told each result, which nobody can take back, and what the functions were that tests call.
+At the end it signs what it was told, makes the next secret, and ends the process. Code in
+this process can still find it; see docs/sandboxes.md.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any, ClassVar
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 with open(os.path.join(_HERE, "places"), errors="surrogateescape") as _file:
     # two folders, and the files of the first one
     _TESTS, _WORKSPACE, *_NAMES = _file.read().split("\n")
 _tell = sys.audit  # the hook of `_keep`
-
-# test runners, and what they and tests are made of
-_PARTS = ("ast", "contextlib", "functools", "json", "math", "re")
-_RUNNERS = ("unittest", "_pytest", "pluggy", "builtins", *_PARTS)
-# how a test says that it skips itself, or ends the process
-_SKIPS, _EXITS = ("skip", "Skip", "xfail", "expectedFailure"), ("exit", "Exit")
+# watched modules: test runners, and those of the standard library that tests import
+_RUNNERS = ("unittest", "_pytest", "pluggy", "builtins")
+_PARTS = {"contextlib", "functools", "json", "math", "re"}
 
 
 def _begin() -> None:
@@ -49,10 +46,9 @@ def _begin() -> None:
             runner = words[1:]
     elif os.path.basename(script) in ("pytest", "py.test"):
         runner = ["pytest", *words[1:]]
-    elif script.startswith(_TESTS + os.sep) or (
+    elif _is_inside(script, _TESTS) or (
         # tests that come with the workspace
-        script.startswith(_WORKSPACE + os.sep)
-        and os.path.basename(script).startswith("test_")
+        _is_inside(script, _WORKSPACE) and os.path.basename(script).startswith("test_")
     ):
         runner = [script, *words[1:]]
     if runner is not None and os.path.exists(os.path.join(_HERE, "nonce")):
@@ -64,35 +60,23 @@ def _begin() -> None:
         sys.path.append(os.path.dirname(script))
 
 
-# What is believed of what happens while tests run
-
-
-def _is_runner(module: str) -> bool:
-    return module.partition(".")[0] in _RUNNERS
-
-
 def _is_inside(file: str, folder: str) -> bool:
     # that of code without a file is <string>
-    return file[:1] != "<" and os.path.realpath(file).startswith(
-        os.path.realpath(folder) + os.sep
-    )
+    folder = os.path.realpath(folder) + os.sep
+    return file[:1] != "<" and os.path.realpath(file).startswith(folder)
 
 
-def _is_test(file: str, program: str = "") -> bool:
+def _is_test(file: str) -> bool:
     """Whether a file is one of the tests: in the workspace, by its name."""
     *folders, name = os.path.realpath(file).split(os.sep)
     named = name.startswith("test_") or name.endswith("_test.py")
-    named = named or "tests" in folders or name == "conftest.py" or file == program
+    named = named or "tests" in folders or name == "conftest.py"
     apart = os.path.realpath(_TESTS) != os.path.realpath(_WORKSPACE)
     return _is_inside(file, _TESTS) and (apart or named)
 
 
 def _file_of(module: object) -> str:
     return getattr(module, "__file__", None) or ""
-
-
-def _text_of(module: str) -> str:
-    return _text(_file_of(sys.modules.get(module)))
 
 
 def _text(file: str) -> str:
@@ -103,141 +87,75 @@ def _text(file: str) -> str:
         return ""
 
 
-def _watched(*, with_tests: bool = False) -> dict[tuple[str, ...], Any]:
-    """What a module under test must not change: functions and classes, by identity.
+# What code under test must not change
 
-    Those of test runners, and perhaps of the tests that are loaded.
-    """
+
+def _import_parts() -> None:
+    """Import the modules of the standard library that the tests import."""
+    import re
+
+    for name in _NAMES:
+        lines = re.findall(r"(?m)^\s*(?:from|import)\b.*", _text(f"{_TESTS}/{name}"))
+        words = set(re.findall(r"\w+", " ".join(lines)))
+        # newer than some Pythons of images
+        _PARTS.update(words.intersection(getattr(sys, "stdlib_module_names", ())))
+    for name in sorted(_PARTS):
+        try:
+            __import__(name)
+        except Exception:
+            _PARTS.discard(name)
+
+
+def _watch(event: str) -> None:
+    """Tell the functions and classes by module and name; see ``event`` in `_keep`."""
     import types
-
-    # a test may import them only after what it tests
-    for name in ("unittest", *_PARTS):
-        __import__(name)
+    from unittest import TestCase
 
     functions = (types.FunctionType, types.BuiltinFunctionType)
     kinds = (*functions, type, staticmethod, classmethod, property)
-    found: dict[tuple[str, ...], Any] = {}
+    modules: dict[str, dict[str, object]] = {}
 
-    def add(owner: Any, *key: str) -> None:
+    def add(found: dict[str, object], owner: Any, module: str, key: str) -> None:
+        mine = (*kinds, str) if key.startswith("unittest") else kinds
+        names = []
         for name, value in list(vars(owner).items()):
-            if isinstance(value, kinds):
-                inner: Any = getattr(value, "__func__", value)
-                codes: list[int] = []
-                while inner is not None and len(codes) < 9:
-                    codes.append(id(getattr(inner, "__code__", None)))
-                    inner = getattr(inner, "__dict__", {}).get("__wrapped__")
-                found[(*key, name)] = id(value), *codes
-            elif isinstance(value, str) and key[0].startswith("unittest"):
-                found[(*key, name)] = (value,)
-            if len(key) == 1 and isinstance(value, type) and value.__module__ == key[0]:
-                add(value, *key, name)
+            if isinstance(value, mine):
+                found[f"{key}.{name}"] = value
+                names.append(name)
+            if key == module and isinstance(value, type) and value.__module__ == module:
+                add(found, value, module, f"{key}.{name}")
+        if isinstance(owner, type):
+            # a class of tests may get what is its own
+            n = sum(runner or hasattr(TestCase, name) for name in names)
+            found[f"{key}, which had {n} functions"] = True
 
     for name, module in list(sys.modules.items()):
-        if _is_runner(name) or (with_tests and _is_test(_file_of(module))):
-            add(module, name)
-    return found
+        runner, test = name.partition(".")[0] in _RUNNERS, _is_test(_file_of(module))
+        if runner or test or name in _PARTS:
+            # an exact string, which has no code of its own
+            exact = "".join((name,))
+            add(modules.setdefault(exact, {}), module, exact, exact)
+        if test and event == "trajkit.before":
+            # what a module of tests has, it names
+            text = _text(_file_of(module))
+            made = any(
+                w in text for w in ("import *", "globals()", "setattr(", "vars(")
+            )
+            for each, value in list(vars(module).items()):
+                fine = each.startswith(("__", "@")) or isinstance(value, type(sys))
+                if not (made or fine or each in text):
+                    _tell("trajkit.changed", f"{name}.{each}")
+    _tell(event, modules)
 
 
-def _add_tests(before: dict[Any, Any]) -> None:
-    # they are loaded, and so is what they test, which may have changed the rest
-    known = {key[0] for key in before}
-    watched = _watched(with_tests=True).items()
-    before.update({key: value for key, value in watched if key[0] not in known})
-    # what a module of tests has, it names
-    for name in {key[0] for key, _ in watched} - known:
-        text, made = _text_of(name), ("import *", "globals()", "setattr(", "vars(")
-        for each, value in list(vars(sys.modules[name]).items()):
-            fine = each.startswith(("__", "@")) or isinstance(value, type(sys))
-            if not fine and not any(word in text for word in (each, *made)):
-                before[(name, each)] = ("not in the file",)
-
-
-def _compare(before: dict[Any, Any], after: dict[Any, Any]) -> None:
-    from unittest import TestCase
-
-    # also what a class got that it had not; one of the tests may set what is its own
-    keys = before.keys() | {
-        key
-        for key in after
-        if key[:-1] in before and (_is_runner(key[0]) or hasattr(TestCase, key[-1]))
-    }
-    for key in sorted(key for key in keys if after.get(key) != before.get(key)):
-        # a module of tests may exchange what it has
-        lines = _text_of(key[0]).splitlines()
-        declared = any(" global " in f" {x}" and key[1] in x for x in lines)
-        if _is_runner(key[0]) or not declared:
-            _tell("trajkit.changed", ".".join(key))
-
-
-def _says(
-    error: BaseException | None, words: tuple[str, ...], program: str
-) -> bool | None:
-    """Whether the line that led to an exception is one of the tests, and names one.
-
-    None: neither the tests nor what they test led to it, but a decorator.
-    """
-    file, line = "", 0
-    while error is not None and not line:
-        trace = error.__traceback__
-        while trace is not None:
-            name = trace.tb_frame.f_code.co_filename
-            if _is_inside(name, _TESTS) or _is_inside(name, _WORKSPACE):
-                file, line = name, trace.tb_lineno
-            trace = trace.tb_next
-        error = error.__context__
-    if not line:
-        return None
-    text = "".join(_text(file).splitlines()[line - 1 : line])
-    return _is_test(file, program) and any(word in text for word in words)
-
-
-def _may_skip(error: BaseException | None, file: str) -> bool:
-    named = _says(error, _SKIPS, file)
-    text = _text(file) + _text(os.path.join(_TESTS, "conftest.py"))
-    return any(word in text for word in _SKIPS) if named is None else named
-
-
-def _mend_unittest() -> None:
-    """Have unittest report what ended a test or module, even if what it tests hides it."""
-    from contextlib import contextmanager
-    from unittest import case, loader
-
-    parts: Any = case
-    outcome, load = parts._Outcome, vars(loader)
-    run, skipped = outcome.testPartExecutor, load["_make_skipped_test"]
-
-    @contextmanager
-    def executor(self: Any, test: Any, *given: Any, **named: Any) -> Any:
-        with run(self, test, *given, **named):
-            try:
-                yield
-            except BaseException as error:
-                kind = type(getattr(test, "test_case", test))
-                if "expectedFailure" not in _text_of(kind.__module__):
-                    self.expecting_failure = False
-                if isinstance(error, parts._ShouldStop) and not self.expecting_failure:
-                    raise AssertionError("ended by what it tests") from error
-                raise
-
-    def make_skipped(name: str, error: BaseException, suite: Any) -> Any:
-        if _says(error, _SKIPS, ""):
-            return skipped(name, error, suite)
-        return load["_make_failed_test"](name, error, suite, f"{name}: skipped")
-
-    # what they call is watched as they are
-    vars(executor)["__wrapped__"].__wrapped__ = run
-    vars(make_skipped)["__wrapped__"] = skipped
-    outcome.testPartExecutor, load["_make_skipped_test"] = executor, make_skipped
-
-
-# The runners. Each class tells the hook what happens, and each function returns a code.
+# The runners. What their class tells is believed.
 
 
 def _plugin() -> type:
     import pytest
 
     class Plugin:
-        before: ClassVar[dict[Any, Any]] = {}
+        ready = False
         root = ""
 
         @pytest.hookimpl(trylast=True)
@@ -245,63 +163,36 @@ def _plugin() -> type:
             # plugins are loaded, and none of them comes from here; some change pytest
             sys.path += [_TESTS, _WORKSPACE]
             self.root = str(getattr(config, "rootpath", None) or config.rootdir)
-            self.before.update(_watched())
+            self.ready = True
+            _watch("trajkit.before")
 
         def pytest_plugin_registered(self, plugin: Any) -> None:
             # from then on only those of pytest and of the tests
-            module: Any = plugin
-            found: Any = type(plugin)
+            found = module = plugin
             kind = type(plugin)
             if kind is not type(sys):
-                module = found = sys.modules.get(kind.__module__)
+                found = module = sys.modules.get(kind.__module__)
                 for part in kind.__qualname__.split("."):
                     found = getattr(found, part, None)
             file = _file_of(module)
             outside = _is_test(file) or not _is_inside(file, _WORKSPACE)
-            if self.before and not (found is kind and file and outside):
+            fine = found in (kind, plugin) and file and outside
+            if self.ready and not fine:
                 _tell("trajkit.changed", f"plugin {plugin!r:.80}")
 
         def pytest_collection_finish(self, session: Any) -> None:
-            _add_tests(self.before)
+            _watch("trajkit.before")
             for item in session.items:
                 _tell("trajkit.collected", self.name_of(item))
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_unconfigure(self) -> None:
-            _compare(self.before, _watched(with_tests=True))
-            self.before.clear()
-
-        def pytest_keyboard_interrupt(self) -> None:
-            # also by pytest.exit
-            _tell("trajkit.result", "the end of all tests", False)
+            _watch("trajkit.after")
 
         def name_of(self, item: Any) -> str:
             # as `pytest -rA` prints it
             file, colons, rest = str(item.nodeid).partition("::")
             return os.path.relpath(os.path.join(self.root, file)) + colons + rest
-
-        def judge(self, report: Any, item: Any, raised: Any) -> None:
-            if report.outcome != "skipped":
-                return
-            error, file = raised and raised.value, str(getattr(item, "fspath", ""))
-            # of an expected failure, a mark says so, not what was raised
-            marked = hasattr(report, "wasxfail")
-            if marked and not isinstance(error, pytest.xfail.Exception):
-                error = None
-            if not _may_skip(error, file):
-                report.outcome, report.longrepr = "failed", "skipped by what it tests"
-                vars(report).pop("wasxfail", None)
-
-        @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-        def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
-            raised = call.excinfo  # pytest replaces it by an exception of its own
-            report = (yield).get_result()
-            self.judge(report, item, raised or call.excinfo)
-
-        @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-        def pytest_make_collect_report(self, collector: Any) -> Any:
-            report = (yield).get_result()
-            self.judge(report, collector, report.call.excinfo)
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             passed = {"passed": True, "failed": False}.get(report.outcome)
@@ -311,105 +202,118 @@ def _plugin() -> type:
                 _tell("trajkit.result", self.name_of(report), passed)
 
         def pytest_collectreport(self, report: Any) -> None:
-            if report.outcome == "failed":
+            if report.outcome != "passed":
                 self.pytest_runtest_logreport(report)
 
     return Plugin
-
-
-def _run_pytest(kind: Any, arguments: list[str]) -> int:
-    import pytest
-
-    plugin = kind()
-    # plugins may come with the tests, if these are not in the workspace
-    sys.path += [_TESTS] * (_TESTS != _WORKSPACE)
-    code = int(pytest.main(arguments[1:], plugins=[plugin]))
-    if plugin.before:
-        _tell("trajkit.changed", "the end of pytest")
-    return code
 
 
 def _result() -> type:
     import unittest
 
     class Result(unittest.TextTestResult):
-        before: ClassVar[dict[Any, Any]] = {}
-        after: ClassVar[dict[Any, Any]] = {}
-
         def startTestRun(self) -> None:
             super().startTestRun()
-            _add_tests(self.before)
+            _watch("trajkit.before")
+
+        def startTest(self, test: Any) -> None:
+            super().startTest(test)
+            _tell("trajkit.collected", test.id())
 
         def stopTestRun(self) -> None:
             super().stopTestRun()
-            self.after.update(_watched(with_tests=True))
+            # before a program that ends takes its tests away
+            _watch("trajkit.after")
 
-        def addSkip(self, test: Any, reason: str) -> None:
-            kind = type(getattr(test, "test_case", test))  # or that of a subtest
-            file = _file_of(sys.modules.get(kind.__module__))
-            fine = _may_skip(sys.exc_info()[1], file)
-            if not fine:
-                self.failures.append((test, f"skipped by what it tests: {reason}"))
-            super().addSkip(test, reason)
-            _tell("trajkit.result", test.id(), None if fine else False)
+    def telling(name: str, passed: bool | None) -> Callable[..., None]:
+        def method(self: Any, test: Any, *given: Any) -> None:
+            getattr(super(Result, self), name)(test, *given)
+            # a subtest that passed is no result
+            if name != "addSubTest" or given[1] is not None:
+                _tell("trajkit.result", getattr(test, "test_case", test).id(), passed)
 
-        def addSuccess(self, test: Any) -> None:
-            super().addSuccess(test)
-            _tell("trajkit.result", test.id(), True)
+        return method
 
-        def addFailure(self, test: Any, err: Any) -> None:
-            super().addFailure(test, err)
-            _tell("trajkit.result", test.id(), False)
-
-        def addError(self, test: Any, err: Any) -> None:
-            super().addError(test, err)
-            _tell("trajkit.result", test.id(), False)
-
-        def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
-            super().addSubTest(test, subtest, err)
-            if err is not None:
-                _tell("trajkit.result", test.id(), False)
-
+    passed = {"addSuccess": True, "addSkip": None, "addExpectedFailure": None}
+    for name in (*passed, "addFailure", "addError", "addSubTest"):
+        setattr(Result, name, telling(name, passed.get(name, False)))
     return Result
 
 
-def _run_program(kind: Any, arguments: list[str]) -> int:
+def _mend_unittest() -> None:
+    """Have unittest report what ended a test, even if what it tests hides it."""
+    from contextlib import contextmanager
+    from unittest import case
+
+    parts: Any = case
+    run = parts._Outcome.testPartExecutor
+
+    @contextmanager
+    def executor(self: Any, *given: Any, **named: Any) -> Any:
+        expected = self.expecting_failure
+        with run(self, *given, **named):
+            try:
+                yield
+            except BaseException as error:
+                self.expecting_failure = expected
+                if isinstance(error, parts._ShouldStop):
+                    raise AssertionError("ended by what it tests") from error
+                raise
+
+    parts._Outcome.testPartExecutor = executor
+
+
+def _run_pytest(arguments: list[str], plugin: Any) -> int:
+    import pytest
+
+    # plugins may come with the tests, if these are not in the workspace
+    sys.path += [_TESTS] * (_TESTS != _WORKSPACE)
+    return int(pytest.main(arguments[1:], plugins=[plugin()]))
+
+
+def _run_program(arguments: list[str], result: Any) -> int:
     import runpy
     import traceback
     import unittest
 
     # also of a program that ends with unittest.main()
-    unittest.TextTestRunner.resultclass = kind
-    sys.argv, code, program = arguments, 0, os.path.realpath(arguments[0])
-    places = [_TESTS, _WORKSPACE]
-    sys.path += [os.path.dirname(program)] if sys.flags.isolated else places
-    kind.before.update(_watched())
+    unittest.TextTestRunner.resultclass = result
+    sys.argv, name = arguments, arguments[0]
+    folder = os.path.dirname(os.path.realpath(name))
+    sys.path += [folder] if sys.flags.isolated else [_TESTS, _WORKSPACE]
+    _watch("trajkit.before")
     try:
-        if arguments[0] == "unittest":
-            runpy.run_module("unittest", run_name="__main__")
-        else:
-            runpy.run_path(program, run_name="__main__")
+        run: Any = runpy.run_module if name == "unittest" else runpy.run_path
+        run(name, run_name="__main__")
     except SystemExit as end:
-        # the program ended, but was it the program that ended it?
-        words = ("main(", *_EXITS) if kind.after else _EXITS
-        named = _says(end, words, program)
-        if named is None:
-            named = arguments[0] == "unittest"
-        if not end.code and not named:
+        if not end.code and not _ended_by_tests(end, name):
             sys.exit("what is tested ended the tests")
-        code = int(end.code is not None)
         if isinstance(end.code, int):
             # one of a class of its own may have two values
-            code = int.__add__(end.code, 0)
-        sys.stderr.write(f"{end.code}\n" if isinstance(end.code, str) else "")
+            return int.__add__(end.code, 0)
+        sys.stderr.write(f"{end.code}\n" if end.code else "")
+        return int(end.code is not None)
     except Exception:
         traceback.print_exc()
-        code = 1
-    _compare(kind.before, kind.after or _watched())
-    return code
+        return 1
+    finally:
+        _watch("trajkit.after")
+    return 0
 
 
-# The end
+def _ended_by_tests(end: SystemExit, program: str) -> bool:
+    """Whether a line of the tests that names an exit ended them, or unittest did."""
+    file, line, trace = "", 0, end.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if _is_inside(name, _TESTS) or _is_inside(name, _WORKSPACE):
+            file, line = name, trace.tb_lineno
+        trace = trace.tb_next
+    if not line:
+        return program == "unittest"
+    text = "".join(_text(file).splitlines()[line - 1 : line])
+    names = any(word in text for word in ("main(", "exit", "Exit"))
+    return names and (_is_test(file) or file == program)
 
 
 def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
@@ -417,19 +321,23 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
 
     Meanwhile ``files`` must not be written, nor the functions of ``owners`` exchanged.
     """
-    import hashlib
-    import types
-    from json.encoder import encode_basestring_ascii as quoted
+    from hashlib import sha256
+    from types import FunctionType
 
     path, results_path = (os.path.join(_HERE, name) for name in ("nonce", "results"))
     with open(path) as file:
         nonce = file.read()
     os.unlink(path)
-    main, frame_of, stat, leave = sys._getframe(1), sys._getframe, os.stat, os._exit
-    opened, sha256, plain = open, hashlib.sha256, types.FunctionType
-    results: dict[str, bool | None] = {}  # None: skipped, or failed as expected
-    changed: list[str] = []
+    main, frame_of = sys._getframe(1), sys._getframe
+    stat, leave, opened = os.stat, os._exit, open
+    inside = os.path.realpath(_WORKSPACE) + os.sep
+    n_inside = len(inside)
+    before: dict[str, dict[str, object]] = {}
     collected: set[str] = set()
+    # the tests that passed, those that failed, and those skipped or expected to fail
+    results: dict[bool | None, set[str]] = {True: set(), False: set(), None: set()}
+    changed: list[str] = []
+    whole, compared = True, False
 
     def state(name: str) -> object:
         try:
@@ -441,59 +349,69 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
 
     states = [(name, state(name)) for name in files]
     values = [(owner, *item) for owner in owners for item in owner.items()]
-    codes = [(v, name, v.__code__) for _, name, v in values if type(v) is plain]
-    own = {id(code) for _, _, code in codes}
+    own = {id(getattr(value, "__code__", None)) for _, _, value in values}
 
-    told = ("result", "changed", "collected", "ended")
-    events = ("sys._current_frames", *(f"trajkit.{event}" for event in told))
-    whole = True
+    codes = ("__code__", "__defaults__", "__kwdefaults__")
+    told = ("before", "after", "collected", "result", "changed", "ended")
+    own_events = [f"trajkit.{event}" for event in told]
+    events = ("object.__setattr__", "sys._current_frames", *own_events)
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
         # It calls no code of Python, which a module under test could exchange, and raises
         # nothing: a traceback, or a look at this frame, would lead to the secret.
-        nonlocal whole
+        nonlocal whole, compared
         if event not in events:
             return
-        before, whole = whole, False
+        was_whole, whole = whole, False
         try:
-            if event == "sys._current_frames":
+            if event == "object.__setattr__":
+                function, what = given[:2]
+                if type(function) is FunctionType and type(what) is str:
+                    place = "".join((function.__code__.co_filename, ""))
+                    theirs = place.startswith(inside) and "test" not in place[n_inside:]
+                    if what in codes and place[:1] != "<" and not theirs:
+                        changed.append("".join((function.__qualname__, ".", what)))
+            elif event == "sys._current_frames":
                 changed.append(event)
             elif id(frame_of(1).f_code) not in own:
                 changed.append("a result that another program told")
+            elif event == "trajkit.before":
+                before.update([x for x in given[0].items() if x[0] not in before])
+            elif event == "trajkit.after":
+                for name, old in () if compared else before.items():
+                    new = given[0].get(name, {})
+                    changed.extend(k for k in old if new.get(k) is not old[k])
+                compared = True
             elif event == "trajkit.changed":
                 changed.append("".join(given))
             elif event == "trajkit.collected":
                 collected.add("".join(given))
+                compared = False
             elif event == "trajkit.result":
-                name, passed = "".join(given[:1]), given[1]
-                if results.get(name) is not False and passed is not None:
-                    results[name] = passed is True
-                results.setdefault(name, None)
+                results[given[1]].add("".join(given[:1]))
+                compared = False
             elif frame_of(1) is main:
-                end(before, *given)
-            whole = before
+                end(was_whole, *given)
+            whole = was_whole
         except BaseException:
             return
 
     def end(whole: bool, code: int, must_run: bool) -> None:
         changed.extend(
-            [f"trajkit.{name}" for owner, name, v in values if owner.get(name) is not v]
-            + [
-                f"trajkit.{name}"
-                for v, name, before in codes
-                if v.__code__ is not before
-            ]
-            + [name for name, before in states if state(name) != before]
-            + ["trajkit.results"] * (not whole)
+            [f"trajkit.{k}" for owner, k, v in values if owner.get(k) is not v]
         )
-        failed = False in results.values() or (must_run and not results)
+        changed.extend([name for name, before in states if state(name) != before])
+        changed.extend(
+            ["trajkit.results"] * (not whole or (not compared and bool(before)))
+        )
         # one that was not run is no success
-        failed = failed or bool(collected - results.keys())
-        code = code or int(failed)
-        words = {True: "true", False: "false", None: "null"}
-        told = [f"{quoted(name)}: {words[v]}" for name, v in results.items()]
-        text = f'{{"code": {code}, "results": {{{", ".join(told)}}}'
-        text += f', "changed": [{", ".join(map(quoted, changed))}]}}'
+        failed = results[False] | (collected - results[True] - results[None])
+        passed = results[True] - failed
+        skipped = results[None] - failed - passed
+        idle = must_run and not (passed or skipped)
+        code = code or int(bool(failed) or idle)
+        parts = passed, failed, skipped, set(changed)
+        text = ascii((code, *map(list, parts)))
         signature = sha256(f"{nonce}{text}{nonce}".encode("ascii")).hexdigest()
         with opened(results_path, "ab", 0) as file:
             file.write(f"{signature} {text}\n".encode("ascii"))
@@ -515,9 +433,10 @@ def _main() -> None:
         logs = os.environ.get("LOGS", "")
         files += [os.path.join(logs, f"reward.{end}") for end in ("txt", "json")]
     _mend_unittest()
+    _import_parts()
     kind = _plugin() if of_pytest else _result()
     _keep([globals(), vars(kind)], files)
-    code = _run_pytest(kind, given) if of_pytest else _run_program(kind, given)
+    code = (_run_pytest if of_pytest else _run_program)(given, kind)
     sys.stdout.flush()
     sys.stderr.flush()
     _tell("trajkit.ended", code, runner)

@@ -59,7 +59,6 @@ class ImageLimits:
     max_pixels: int = 1 << 26  # of one image, decoded
     max_images: int = 100  # of one prompt
     max_request_bytes: int = 64 << 20  # of all images that one request brings
-    max_total_bytes: int | None = None  # of the store
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -89,8 +88,7 @@ def read_parts(fields: Fields, name: str, readers: Readers) -> list[Any]:
         elif any(word in kind for word in _MEDIA):
             refuse_content(part, "type", kind)
         else:
-            part.ignore("type", kind)
-            part.whole()
+            part.leave_out(kind)
     return found
 
 
@@ -185,14 +183,13 @@ class ImageStore:
         self.limits = limits or ImageLimits()
         self.requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
         self._writing = Lock()
-        self._stored: dict[str, int] = {}  # bytes of each file
+        self._stored = set[str]()  # names
 
     def take(self, images: Sequence[Image]) -> list[Image]:
         """Return the images of a request, the same object for the same image.
 
-        The store knows them as long as the caller keeps them. Raises `GatewayError`:
-        there are too many, they are too large together (400), or they cannot be stored
-        later (507).
+        The store knows them as long as the caller keeps them. Raises `GatewayError`
+        (400): there are too many, or they are too large together.
         """
         most, most_bytes = self.limits.max_images, self.limits.max_request_bytes
         if len(images) > most:
@@ -202,34 +199,20 @@ class ImageStore:
         if n_bytes > most_bytes:
             message = f"images of {n_bytes} bytes together; the limit is {most_bytes}"
             raise GatewayError(message, code="image_too_large")
-        taken = [self.requested.setdefault(image.name, image) for image in images]
-        self._new(taken)
-        return taken
+        return [self.requested.setdefault(image.name, image) for image in images]
 
     async def write(self, images: Collection[Image]) -> None:
-        """Write the images that have no file.
-
-        Raises `GatewayError`: there is no room (507), or a file cannot be written (500).
-        """
-        if self._new(images):
+        """Write the images that have no file; raises `GatewayError` (500)."""
+        if not self._stored.issuperset(image.name for image in images):
             await asyncio.to_thread(self._write, images)
-
-    def _new(self, images: Collection[Image]) -> dict[str, Image]:
-        """The images that have no file, by name; raises if there is no room (507)."""
-        new = {image.name: image for image in images if image.name not in self._stored}
-        total = sum(self._stored.values()) + sum(len(i.data) for i in new.values())
-        limit = self.limits.max_total_bytes
-        if new and limit is not None and total > limit:
-            message = f"the images would take {total} bytes; the limit is {limit}"
-            raise GatewayError(message, 507, code="log_full")
-        return new
 
     def _write(self, images: Collection[Image]) -> None:
         # two requests may bring the same image
         with self._writing:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                for name, image in self._new(images).items():
+                new = {i.name: i for i in images if i.name not in self._stored}
+                for name, image in new.items():
                     temporary = self.directory / f".{name}"
                     with temporary.open("wb") as file:
                         file.write(image.data)
@@ -237,7 +220,7 @@ class ImageStore:
                             file.flush()
                             os.fsync(file.fileno())
                     temporary.replace(self.directory / name)
-                    self._stored[name] = len(image.data)
+                    self._stored.add(name)
             except OSError as error:
                 message = f"the image could not be written: {error}"
                 raise GatewayError(message, 500, code="log_failed") from error

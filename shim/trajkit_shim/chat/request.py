@@ -30,6 +30,7 @@ from trajkit.turns.messages import message_record
 from trajkit_shim.chat.images import Image, Part, joined
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.json_input import (
+    Elements,
     Fields,
     Json,
     Reader,
@@ -146,6 +147,10 @@ def squeezed(text: object) -> str:
 
 # Requests
 
+SamplingParams: TypeAlias = Mapping[str, Any]
+"""Sampling parameters that are given: max_tokens, temperature, top_p, top_k, stop and seed,
+and in a session's own also ``extra``, for the engine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Required:
@@ -197,39 +202,25 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """Named sampling parameters. ``None``: not given."""
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stop: tuple[str, ...] | None = None
-    seed: int | None = None
-    # engine-specific parameters; only in a session's own
-    extra: Json = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """One request for an assistant message."""
 
     messages: list[Json]  # canonical, at least one
     tools: list[Json] | None  # in OpenAI's format; None: no tool may be called
-    sampling: SamplingParams
+    sampling: SamplingParams  # what it gives
     stream: bool
     required: Required = Required()
     thinking: Thinking = field(default_factory=Thinking)
     # end a stream with token counts (OpenAI Chat Completions)
     include_usage: bool = False
-    # types of tools that only a provider can run; they are not shown to the model
-    left_out: Sequence[str] = ()
     # the client's (namespace, name) of each tool whose name for the model combines both
     # (OpenAI Responses)
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     images: Sequence[Image] = ()  # of the messages
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
+    # what its messages were read as, for later requests of its session
+    elements: Elements = field(default_factory=dict)
     # of a stream whose events name it before there is a reply
     stream_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -277,21 +268,20 @@ def parse_sampling(
     ``names`` has the fields that are not named as the parameter; None: there is no field.
     """
     named = {name: name for name in _READERS} | dict(names or {})
-    found: dict[str, Any] = {
-        name: fields.get(field, _READERS[name])
+    read = (
+        (name, fields.get(field, _READERS[name]))
         for name, field in named.items()
         if field is not None
-    }
-    return SamplingParams(**found)
+    )
+    return {name: value for name, value in read if value is not None}
 
 
 def parse_fixed(value: object) -> SamplingParams:
     """Read a session's ``sampling``: as in a chat request, with ``extra`` as it is."""
-    if value is None:
-        return SamplingParams()
-    fields = Fields(as_object(value, "sampling"), "sampling")
+    fields = Fields({} if value is None else as_object(value, "sampling"), "sampling")
     fields.only({*_READERS, "extra"})
-    return replace(parse_sampling(fields), extra=fields.get_object("extra") or {})
+    extra = fields.get_object("extra")
+    return {**parse_sampling(fields), **({"extra": extra} if extra else {})}
 
 
 def parse_client_sampling(value: object) -> frozenset[str]:
@@ -306,7 +296,7 @@ def parse_client_sampling(value: object) -> frozenset[str]:
 
 def is_fixed(name: str, fixed: SamplingParams, client: Collection[str]) -> bool:
     """Return whether the session decides one of `FIXED`, because it fixes sampling."""
-    return name not in client and fixed != SamplingParams()
+    return name not in client and bool(fixed)
 
 
 def resolve(
@@ -327,7 +317,7 @@ def resolve(
     """
     values, overruled = dict[str, Any](), list[str]()
     for name in (*SHAPING, "stop", "seed", "max_tokens"):
-        asked, own = getattr(requested, name), getattr(fixed, name)
+        asked, own = requested.get(name), fixed.get(name)
         shapes = name in SHAPING
         fixes = name not in client if shapes else is_fixed(name, fixed, client)
         allowed = None if fixes else asked
@@ -340,7 +330,7 @@ def resolve(
         values[name] = either[0 if shapes else -1] if either else None
         overruled += [name] * (asked not in (None, values[name]))
     values["stop"] = values["stop"] or ()
-    return Sampling(**values, extra=dict(fixed.extra), **rest), overruled
+    return Sampling(**values, extra=dict(fixed.get("extra", {})), **rest), overruled
 
 
 # Replies

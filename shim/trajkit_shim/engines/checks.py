@@ -6,6 +6,8 @@ before anyone is served. A reply that contradicts itself, or the request, is ref
 part of it may belong to another call, or be lost.
 """
 
+import asyncio
+import sys
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -18,6 +20,9 @@ import numpy.typing as npt
 from trajkit.schema.engine import MAX_LOGPROB, not_logprobs
 from trajkit_shim.engines import base
 from trajkit_shim.errors import EngineError
+
+# how long two tokens may take when a gateway starts, before it warns
+_SLOW_SECONDS = 20.0
 
 
 def check_prompt(
@@ -227,8 +232,17 @@ def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
 async def check_engine(engine: base.Engine) -> base.EngineInfo:
     """Sample two tokens, close the engine, and return what it serves.
 
-    Raises `ConnectionError` if its samples cannot be trained.
+    Raises `ConnectionError` if its samples cannot be trained. Warns if it does not answer:
+    a gateway that was killed in a pause leaves its servers paused.
     """
+
+    def warn() -> None:
+        resume = getattr(engine, "resume_command", "unknown")
+        sys.stderr.write(
+            f"trajkit: warning: the engine has not sampled a token for {_SLOW_SECONDS:g} "
+            f"s; it may be paused. To resume it: {resume}\n"
+        )
+
     # for a sampling mask a vLLM server asks for a limit
     top_k = 20 if getattr(engine, "sampling_masks", False) else None
     sampling = base.Sampling(max_new_tokens=2, temperature=1.0, top_k=top_k)
@@ -236,6 +250,7 @@ async def check_engine(engine: base.Engine) -> base.EngineInfo:
     request = base.EngineRequest(
         prompt_ids=prompt, sampling=sampling, request_id=request_id, session_id="probe"
     )
+    slow = asyncio.get_running_loop().call_later(_SLOW_SECONDS, warn)
     try:
         info = await engine.info()
         sample = await engine.generate(request)
@@ -249,5 +264,6 @@ async def check_engine(engine: base.Engine) -> base.EngineInfo:
     except EngineError as error:
         raise ConnectionError(f"the engine does not work: {error}") from error
     finally:
+        slow.cancel()
         await engine.close()
     return info

@@ -214,6 +214,13 @@ class HttpEngine(ABC):
         self._asked: asyncio.Task[EngineInfo] | None = None
         self._aborts = set[asyncio.Task[None]]()
 
+    @property
+    def resume_command(self) -> str:
+        """What ends a pause of the servers."""
+        path, asked = self.resume_order[0], "curl -H 'Content-Type: application/json'"
+        urls = (f"{server.base_url}{path}" for server in self._servers)
+        return f"{asked} -d '{{}}' {' '.join(urls)}"
+
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; requested once."""
         asked = self._asked

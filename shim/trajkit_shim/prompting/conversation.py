@@ -28,7 +28,7 @@ import numpy as np
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import texts_of
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Body, Json, without_halves
+from trajkit_shim.json_input import Elements, Json, without_halves
 from trajkit_shim.prompting.render import Ids
 
 Known: TypeAlias = Literal["as_sent", "restored", "new"]
@@ -96,7 +96,7 @@ class RestoredRequest:
     """The messages of one request, with the session's replies restored."""
 
     sent: list[Json] = field(default_factory=list)
-    body: Body | None = None
+    elements: Elements = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
     # what `prompting.prompts` knows of its text, its tools and its variables, or of those
     # of an earlier request
@@ -165,12 +165,16 @@ class Conversation:
     _requests: list[RestoredRequest] = field(default_factory=list)
 
     @property
-    def bodies(self) -> list[Body]:
-        """The bodies of the requests that are kept."""
-        return [each.body for each in self._requests if each.body is not None]
+    def elements(self) -> list[Elements]:
+        """What the requests that are kept were read from; of the latest one first."""
+        return [each.elements for each in reversed(self._requests)]
 
     def restore(
-        self, messages: list[Json], body: Body | None = None, *, keep: bool = True
+        self,
+        messages: list[Json],
+        elements: Elements | None = None,
+        *,
+        keep: bool = True,
     ) -> RestoredRequest:
         """Replace recognized replies in canonical messages by what was sampled.
 
@@ -185,7 +189,7 @@ class Conversation:
         index = earlier.places[n_known].index if n_known else 0
         restored = RestoredRequest(
             messages,
-            body,
+            elements or {},
             earlier.places[:n_known],
             earlier.rendered,
             earlier.offered,
@@ -213,7 +217,7 @@ class Conversation:
             index += len(results)
         texts = sum(getsizeof(place.logged.body) for place in restored.places)
         restored.n_bytes = _COPIES * texts + _OVERHEAD * len(restored.places)
-        restored.n_bytes += 2 * body.n_bytes if body is not None else 0
+        restored.n_bytes += sum(map(len, restored.elements))
         if keep:
             # an earlier state of the same conversation is not needed
             goes_on = 2 * n_same >= len(earlier.sent)

@@ -27,7 +27,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     for tool in fields.objects("tools"):
         kind = tool.get_text("type") or "custom"
         if kind != "custom":
-            tools.leave_out(tool, kind)
+            tool.leave_out(kind)
         else:
             tools.add(tool, tool.need("input_schema", as_object))
     choice = fields.section("tool_choice")
@@ -170,7 +170,6 @@ ANTHROPIC = WireProtocol(
     name="anthropic",
     paths={"/v1/messages": "reply", "/v1/messages/count_tokens": "count"},
     call_prefix="toolu_",
-    listed="messages",
     parse=_parse,
     write=_write,
     events=_events,

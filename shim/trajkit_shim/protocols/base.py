@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +13,7 @@ from trajkit_shim.chat.images import ImageLimits
 from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
-    Element,
+    Elements,
     Fields,
     Json,
     Reading,
@@ -47,7 +47,6 @@ class WireProtocol:
     name: str
     paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
     call_prefix: str = "call_"  # prefix of the ids of tool calls
-    listed: str = ""  # the list that is read with `Fields.each`
     # raises `GatewayError` for missing, invalid or unsupported fields
     parse: Callable[[Fields], ChatRequest]
     write: Callable[[Reply, ChatRequest], Json]
@@ -68,14 +67,14 @@ class WireProtocol:
         self,
         body: Json,
         limits: ImageLimits | None = None,
-        known: list[Element] | None = None,
+        earlier: Sequence[Elements] = (),
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`.
 
-        ``limits``: of images; None: they are refused. ``known``: the first elements of
-        its list ``listed``; gets the others.
+        ``limits``: of images; None: they are refused. ``earlier``: ``elements`` of other
+        requests.
         """
-        reading = Reading(limits, _SILENT, [] if known is None else known)
+        reading = Reading(limits, _SILENT, self.name, earlier=earlier)
         fields = Fields(body, reading=reading)
         fields.get_text("model")
         request = self.parse(fields)
@@ -83,7 +82,12 @@ class WireProtocol:
         if request.messages[-1]["role"] == "assistant":
             # it is shown as complete, and the model answers with another message
             reading.ignored["continuation of the last message"] += 1
-        return replace(request, ignored=reading.ignored, images=reading.images)
+        return replace(
+            request,
+            ignored=reading.ignored,
+            images=reading.images,
+            elements=reading.elements,
+        )
 
     def stream(
         self, answer: Reply | GatewayError, request: ChatRequest, n_pings: int
@@ -109,7 +113,6 @@ class Tools:
 
     functions: list[Json] = field(default_factory=list)  # in OpenAI's format
     strict: list[str] = field(default_factory=list)  # names
-    left_out: list[str] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, tool: Fields, schema: object, prefix: str = "") -> str:
@@ -119,11 +122,6 @@ class Tools:
         self.functions.append(function)
         self.strict += [name] * tool.flag("strict")
         return name
-
-    def leave_out(self, tool: Fields, kind: str) -> None:
-        """Count a tool that only a provider can run, or that has no JSON arguments."""
-        tool.whole()
-        self.left_out.append(kind)
 
 
 def chat_request(
@@ -143,7 +141,6 @@ def chat_request(
         tools=None if none else tools.functions or None,
         required=chat.Required(**{"strict": tools.strict, **required}),
         thinking=chat.Thinking(variables=variables, **thinking),
-        left_out=tuple(tools.left_out),
         namespaces=tools.namespaces,
         **rest,
     )

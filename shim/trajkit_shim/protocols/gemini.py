@@ -22,8 +22,6 @@ _LIMITS: dict[str, str | None] = {
     "top_k": "topK",
     "stop": "stopSequences",
 }
-# run by the provider; the model cannot call them because it does not see them
-_HOSTED = "codeExecution googleMaps googleSearch googleSearchRetrieval urlContext"
 _TYPES = frozenset("ARRAY BOOLEAN INTEGER NULL NUMBER OBJECT STRING".split())
 
 
@@ -35,9 +33,6 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     for tool in fields.objects("tools"):
         for declared in tool.objects("functionDeclarations"):
             tools.add(declared, _schema(declared, "parametersJsonSchema", "parameters"))
-        tools.left_out += [
-            name for name in _HOSTED.split() if tool.peek(name) is not None
-        ]
     calling = fields.section("toolConfig").section("functionCallingConfig")
     modes = ("ANY", "AUTO", "MODE_UNSPECIFIED", "NONE", "VALIDATED")
     mode = calling.one_of("mode", modes, "AUTO")

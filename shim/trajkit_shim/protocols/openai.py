@@ -83,7 +83,7 @@ def _parse_chat(fields: Fields) -> ChatRequest:
     for tool in fields.objects("tools"):
         kind = tool.name("type")
         if kind != "function":
-            tools.leave_out(tool, kind)
+            tool.leave_out(kind)
             continue
         function = tool.object("function")
         tools.strict += [function.name("name")] * function.flag("strict")
@@ -190,7 +190,6 @@ def _chat_usage(usage: chat.Usage) -> Json:
 OPENAI_CHAT = WireProtocol(
     name="openai_chat",
     paths={"/v1/chat/completions": "reply"},
-    listed="messages",
     parse=_parse_chat,
     write=_write_chat,
     events=_chunks,
@@ -237,7 +236,7 @@ def _add_tools(tools: base.Tools, fields: Fields, namespace: str = "") -> None:
             tool.peek("description")
             _add_tools(tools, tool, tool.name("name"))
         else:
-            tools.leave_out(tool, kind)
+            tool.leave_out(kind)
 
 
 def _messages(fields: Fields) -> list[Json]:
@@ -269,8 +268,7 @@ def _item(item: Fields) -> Json | list[Spoken] | None:
     """A message, parts of the assistant's, or None: an item that is not known here."""
     kind = as_name(item.json.get("type", "message"), item.at("type"))
     if kind not in _ITEMS:
-        item.ignore("type", kind)
-        item.whole()
+        item.leave_out(kind)
         return None
     if kind == "function_call_output":
         output = images.read_parts(item, "output", _PARTS)
@@ -450,7 +448,6 @@ def _filled(item: dict[str, Any], index: int) -> Iterator[tuple[str, Json]]:
 
 OPENAI_RESPONSES = WireProtocol(
     name="openai_responses",
-    listed="input",
     paths={"/v1/responses": "reply", "/v1/responses/input_tokens": "count"},
     parse=_parse_responses,
     write=lambda reply, request: _response(

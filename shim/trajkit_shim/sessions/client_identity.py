@@ -30,7 +30,7 @@ class SideCall(NamedTuple):
             has_role = message["role"] == role
             return not text or (has_role and text in str(message["content"]))
 
-        limits = None, request.sampling.max_tokens
+        limits = None, request.sampling.get("max_tokens")
         marks = shows(self.system, "system", 0) and shows(self.last, "user", -1)
         return marks and self.max_tokens in limits
 

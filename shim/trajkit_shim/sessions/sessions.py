@@ -45,7 +45,7 @@ _GRACE_SECONDS = 5.0
 class SessionOptions:
     """The options of a session, set when it is opened."""
 
-    fixed: SamplingParams = field(default_factory=SamplingParams)
+    fixed: SamplingParams = field(default_factory=dict)
     # what the client may set (`chat.request.CLIENT`)
     client_sampling: frozenset[str] = frozenset()
     limits: Mapping[str, int | None] = field(default_factory=dict)  # by `LIMITS`
@@ -83,10 +83,9 @@ class Counts:
         default_factory=lambda: Counter(dict.fromkeys(get_args(Known), 0))
     )
     token_counts: int = 0  # requests for the number of tokens of a prompt
-    # over all recorded calls: fields and values of requests that have no effect, offered
-    # tools that only a provider can run, and sampling parameters that were overruled
+    # over all recorded calls: fields and values of requests that have no effect, and
+    # sampling parameters that were overruled
     ignored: Counter[str] = field(default_factory=Counter)
-    tools_left_out: Counter[str] = field(default_factory=Counter)
     sampling_overruled: Counter[str] = field(default_factory=Counter)
 
 
@@ -331,6 +330,9 @@ class SessionStore:
     def find(self, session_id: str) -> Session:
         """Return a session, open or ended, or raise a 404."""
         session = self._open.get(session_id) or self._ended.get(session_id)
+        if session is None and hash(session_id) in self._forgotten:
+            message = f"session {session_id!r} ended, and its record is no longer kept"
+            raise GatewayError(message, 410, code="session_closed")
         if session is None:
             message = f"no session {session_id!r}"
             raise GatewayError(message, 404, code="session_not_found")

@@ -439,6 +439,24 @@ async def test_the_check_of_an_engine(reply, says):
     assert engine.samplings[0].max_new_tokens == 2
 
 
+@EACH
+async def test_an_engine_that_was_left_paused_is_named(kind, monkeypatch, capsys):
+    monkeypatch.setattr("trajkit_shim.engines.checks._SLOW_SECONDS", 0.0)
+    double = Double(kind, "too_long")
+    double.go_on.clear()
+    async with double.engine() as engine:
+        checked = asyncio.create_task(check_engine(engine))
+        await double.entered.wait()
+        double.go_on.set()
+        with pytest.raises(ConnectionError):
+            await checked
+    path = {"sglang": "continue_generation", "vllm": "resume"}[kind]
+    command = f"-d '{{}}' {engine.resume_command.split()[-1]}"
+    assert command.endswith(f"/{path}")
+    assert "it may be paused. To resume it: curl" in (said := capsys.readouterr().err)
+    assert command in said
+
+
 @cases(
     "prompt, says",
     {

@@ -348,3 +348,12 @@ def test_a_reply_that_is_sampled_again_is_of_its_latest_turn():
     remember(book, book.restore([USER]).position, replies[0], turn=2)
     turns = [place.node.turn for place in book.restore(talk).places if place.node]
     assert turns == [2, 1]
+
+
+def test_what_a_request_was_read_from_counts_as_its_memory():
+    sizes = []
+    for key in (b"", b"x" * 5000):
+        conversation = Conversation()
+        conversation.restore([USER], {key: None})
+        sizes.append(conversation.n_bytes)
+    assert sizes[1] - sizes[0] == 5000

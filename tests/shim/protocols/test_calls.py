@@ -223,7 +223,7 @@ async def test_what_has_no_effect_is_counted(start, name, what):
         assert "search" not in shown(gateway)
     found = await session.shown()
     if counted is None:
-        assert [*found["tools_left_out"].values()] == [2]
+        assert [*found["ignored"].values()] == [2]
         return
     assert found["ignored"] == {counted: 2}
     await session.end()

@@ -15,7 +15,7 @@ from tests.shim.engines.double import Double
 from tests.shim.fakes import byte_renderer, cases, parse_reply, raises, sampled_call
 from tests.strategies import call_shards, good_calls, plain_texts, typed_calls
 from trajkit_shim import cli
-from trajkit_shim.chat.request import ChatRequest, Required, SamplingParams
+from trajkit_shim.chat.request import ChatRequest, Required
 from trajkit_shim.cli import EngineOptions
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.replies import (
@@ -476,7 +476,7 @@ def made(*, tools=TWO_TOOLS, form=FORMS["hermes"], pins=(), **required):
         messages=[],
         tools=tools,
         required=Required(**required),
-        sampling=SamplingParams(),
+        sampling={},
         stream=False,
     )
     return grammar(request, form, dict.fromkeys(pins), **how)

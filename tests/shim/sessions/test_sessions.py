@@ -219,6 +219,11 @@ def test_sessions_that_ended_leave_little_behind():
     for known in ("s0", "s14899", "s14999"):
         with pytest.raises(GatewayError, match="opened before"):
             store.open(known)
+    # which another worker has to know
+    for name, status in (("s0", 410), ("s15000", 404)):
+        with pytest.raises(GatewayError) as caught:
+            store.find(name)
+        assert caught.value.status == status
 
 
 async def test_a_session_whose_line_cannot_be_written_is_not_opened(start, monkeypatch):
@@ -407,5 +412,4 @@ async def test_half_a_surrogate_pair_is_shown_to_the_trainer(start):
         answer = await gateway.http.post(path, content=sent)
         assert (answer.status_code, "surrogate" in answer.text) == (400, True)
     ended = await session.end(reward=1)
-    assert ended["ignored"] == {"a\ud800": 1}
-    assert ended["tools_left_out"] == {"b\ud800": 1}
+    assert ended["ignored"] == {"a\ud800": 1, "tools[].type=b\ud800": 1}
