@@ -14,7 +14,7 @@ from google.genai import types
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from tests.shim.clients import TOOLS, image_part, saying
-from tests.shim.fakes import tool, user
+from tests.shim.fakes import said, tool, user
 
 
 def _words(table):
@@ -185,8 +185,8 @@ class Anthropic(Driver):
         return session.gateway.anthropic(session.key)
 
     def failed(self, answer, text):
-        result = {"type": "tool_result", "tool_use_id": answer.ids[0], "content": text}
-        return [user([{**result, "is_error": True}])]
+        told = {"tool_use_id": answer.ids[0], "content": text, "is_error": True}
+        return [user([{"type": "tool_result", **told}])]
 
     async def ask(self, client, sent, *, stream, **fields):
         asked = {"model": "any", "max_tokens": 10**6, "messages": sent}
@@ -202,20 +202,15 @@ class Anthropic(Driver):
             raise Failure(error.status_code, body["type"], body["message"]) from error
         thoughts = [b.thinking for b in reply.content if b.type == "thinking"]
         calls = [b for b in reply.content if b.type == "tool_use"]
-        usage, content = (
-            reply.usage,
-            [b.model_dump(exclude_none=True) for b in reply.content],
-        )
+        usage = reply.usage
+        n_prompt = usage.input_tokens + usage.cache_read_input_tokens
         return Answer(
             end=reply.stop_reason,
             text="".join(b.text for b in reply.content if b.type == "text"),
             reasoning="".join(thoughts) or None,
             calls=[(b.name, b.input) for b in calls],
-            tokens=(
-                usage.input_tokens + usage.cache_read_input_tokens,
-                usage.output_tokens,
-            ),
-            echo=[{"role": "assistant", "content": content}],
+            tokens=(n_prompt, usage.output_tokens),
+            echo=[said([b.model_dump(exclude_none=True) for b in reply.content])],
             ids=[b.id for b in calls],
         )
 
@@ -241,6 +236,9 @@ class Responses(Driver):
         if reply.status == "failed":
             # the one failure that is told in the stream, where the status is gone
             raise Failure(400, reply.error.code, reply.error.message)
+        if reply.status == "incomplete":
+            assert reply.incomplete_details.reason == "max_output_tokens"
+            assert reply.output[-1].status == "incomplete"
         thoughts = [i.content[0].text for i in reply.output if i.type == "reasoning"]
         calls = [item for item in reply.output if item.type == "function_call"]
         return Answer(
@@ -286,15 +284,13 @@ class Gemini(Driver):
         calls = [part.function_call for part in parts if part.function_call]
         texts = [part for part in parts if part.text]
         usage = reply.usage_metadata
+        n_output = usage.candidates_token_count + (usage.thoughts_token_count or 0)
         return Answer(
             end=reply.candidates[0].finish_reason.name,
             text="".join(part.text for part in texts if not part.thought),
             reasoning="".join(part.text for part in texts if part.thought) or None,
             calls=[(call.name, call.args) for call in calls],
-            tokens=(
-                usage.prompt_token_count,
-                usage.candidates_token_count + (usage.thoughts_token_count or 0),
-            ),
+            tokens=(usage.prompt_token_count, n_output),
             echo=[types.Content(role="model", parts=parts)],
             ids=[call.id for call in calls],
         )
@@ -407,47 +403,32 @@ ASKED = {
 }
 
 
-def table() -> str:
-    """What each case is told, in Markdown."""
-    lines = [
-        f"| case | status | {' | '.join(TITLES)} |",
-        "| --- | --- |" + " --- |" * len(TITLES),
-    ]
-    for case, words in ENDS.items():
-        lines.append(_line(case, 200, words))
-    for case, (status, words) in FAILURES.items():
-        lines.append(_line(case, status, words))
+def _markdown(columns, rows) -> str:
+    """A table: of each row, how it starts, and the word of each protocol."""
+    lines = [f"| {columns} | {' | '.join(TITLES)} |"]
+    lines.append("| --- |" + " --- |" * (columns.count("|") + len(TITLES)))
+    for start, words in rows:
+        cells = ["" if word is None else f"`{word}`" for word in words or [None] * 4]
+        lines.append(f"| {start} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def cuts() -> str:
-    """What becomes of calls that are cut off, in Markdown."""
-    lines = [
-        f"| what cuts it off | when | in the log | {' | '.join(TITLES)} |",
-        "| --- | --- | --- |" + " --- |" * len(TITLES),
-    ]
-    for (what, when), (recorded, words) in CUTS.items():
-        lines.append(
-            _line(what, f"{when} | {recorded}", words or (None,) * len(TITLES))
-        )
-    return "\n".join(lines) + "\n"
-
-
-def requirements() -> str:
-    """How each protocol requires a form of the reply, in Markdown."""
-    lines = [f"| what is required | {' | '.join(TITLES)} |", "| --- |" + " --- |" * 4]
-    for what, (_, *cells) in REQUIRED.items():
-        shown = ("" if cell is None else f"`{cell[0]}`" for cell in cells)
-        lines.append(f"| {what} | {' | '.join(shown)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _line(case, status, words) -> str:
-    cells = ["" if word is None else f"`{word}`" for word in words]
-    return f"| {case} | {status} | {' | '.join(cells)} |"
+def tables() -> dict[str, str]:
+    """The tables of ``docs/serving.md``, in Markdown."""
+    cases = [(f"{case} | 200", words) for case, words in ENDS.items()]
+    cases += [(f"{case} | {status}", w) for case, (status, w) in FAILURES.items()]
+    cuts = [(f"{' | '.join(how)} | {log}", w) for how, (log, w) in CUTS.items()]
+    forms = {
+        what: [c and c[0] for c in cells] for what, (_, *cells) in REQUIRED.items()
+    }
+    return {
+        "cases": _markdown("case | status", cases),
+        "cuts": _markdown("what cuts it off | when | in the log", cuts),
+        "required": _markdown("what is required", forms.items()),
+    }
 
 
 if __name__ == "__main__":
     import sys
 
-    sys.stdout.write(f"{table()}\n{cuts()}\n{requirements()}")
+    sys.stdout.write("\n".join(tables().values()))

@@ -4,9 +4,11 @@ import asyncio
 import json
 import os
 import queue
+import re
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partialmethod
 from pathlib import Path
@@ -100,6 +102,16 @@ def sampled_call(name: str = "bash", arguments: str = '{"command":  "ls"}') -> s
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
+@contextmanager
+def raises(
+    error: type[Exception], match: str | None = None, **fields: object
+) -> Iterator[None]:
+    """Check that an error is raised in these words, and with these fields."""
+    with pytest.raises(error, match=match) as caught:
+        yield
+    assert {name: getattr(caught.value, name) for name in fields} == fields
+
+
 def fails(*error: object, raised: type[Exception] = OSError) -> Callable[..., Any]:
     """A function that raises an error, whatever it is given."""
 
@@ -125,15 +137,13 @@ def engine_request(prompt_ids: Any, **changes: Any) -> EngineRequest:
     """A call of one session; ``changes`` are of the request or of its sampling."""
     own = {field.name for field in fields(EngineRequest)}
     sampling = {k: changes.pop(k) for k in changes.keys() - own}
-    return EngineRequest(
-        **{
-            "prompt_ids": np.asarray(prompt_ids, np.int32),
-            "sampling": Sampling(**{"max_new_tokens": 1, **sampling}),
-            "request_id": "r1",
-            "session_id": "s1",
-            **changes,
-        }
+    request = EngineRequest(
+        prompt_ids=np.asarray(prompt_ids, np.int32),
+        sampling=Sampling(**{"max_new_tokens": 1, **sampling}),
+        request_id="r1",
+        session_id="s1",
     )
+    return replace(request, **changes)
 
 
 def byte_level() -> Tokenizer:
@@ -144,15 +154,9 @@ def byte_level() -> Tokenizer:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")]
-    )
-    tokenizer.add_tokens(
-        [
-            AddedToken(text, special=False, normalized=False)
-            for text in ("<tool_call>", "</tool_call>")
-        ]
-    )
+    special, markup = ("<|im_start|>", "<|im_end|>"), ("<tool_call>", "</tool_call>")
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in markup])
     return tokenizer
 
 
@@ -181,13 +185,25 @@ def load_tokenizer() -> Any:
     )
 
 
-def save_tokenizer(folder: Path, template: str | None = None) -> None:
-    """Write the embedded engine's tokenizer into a model directory."""
-    tokenizer, own = chat_files()
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": END, "chat_template": template or own}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+def write_processor(directory: Path) -> None:
+    """Write a tokenizer with places for images, and the processor of a Qwen2.5-VL."""
+    shown = "<|vision_start|><|image_pad|><|vision_end|>"
+    tokenizer, part = load_tokenizer(), "{{- part.text -}}"
+    image = f'{{{{- "{shown}" if part.type == "image" else part.text -}}}}'
+    tokenizer.add_tokens([*re.findall("<.*?>", shown), "<|video_pad|>"], True)
+    assert part in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(part, image)
+    tokenizer.save_pretrained(directory)
+    settings = {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    }
+    path = Path(directory, "preprocessor_config.json")
+    path.write_text(json.dumps(settings), "utf-8")
 
 
 def byte_renderer(template: str = AS_STRING) -> ChatRenderer:
@@ -209,19 +225,17 @@ def remember(
 ) -> Node:
     """Record a reply at a position of a session; ``fields`` are of its node."""
     node = Node(
-        **{
-            "message": message,
-            "position": position,
-            "after": next_position(position, logged_message(message).key),
-            "turn": 0,
-            "agent_id": None,
-            "own_ids": fields.pop("ids", None),
-            "between": None,
-            "offered": b"",
-            "closed": True,
-            **fields,
-        }
+        message=message,
+        position=position,
+        after=next_position(position, logged_message(message).key),
+        turn=0,
+        agent_id=None,
+        own_ids=fields.pop("ids", None),
+        between=None,
+        offered=b"",
+        closed=True,
     )
+    node = replace(node, **fields)
     session.add(node, budget or Budget(1 << 40))
     return node
 
@@ -301,6 +315,12 @@ class Held:
         self.entered = self.events.Event()
         self.release = self.events.Event()
         self.cancelled = self.events.Event()
+
+    async def holds(self, asking: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """The task of a call, once it waits for this reply."""
+        call = asyncio.create_task(asking)
+        await self.entered.wait()
+        return call
 
     async def released(self) -> None:
         await self.release.wait()

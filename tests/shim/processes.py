@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.shim.fakes import save_tokenizer
+from trajkit_shim.engines.embedded import END, chat_files
 from trajkit_shim.engines.launch import running_server, sglang_server
 
 ROOT = Path(__file__).parents[2]
@@ -38,13 +38,20 @@ def python(tmp_path):
 @pytest.fixture
 def model(tmp_path):
     """The directory of a model with the embedded engine's tokenizer."""
-    return str(model_directory(tmp_path / "model"))
+    return model_directory(tmp_path / "model")
 
 
 def model_directory(folder, template=None):
-    save_tokenizer(folder, template)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 4032}))
-    return folder
+    tokenizer, own = chat_files()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"eos_token": END, "chat_template": template or own}
+    for name, content in (
+        ("tokenizer_config", named),
+        ("config", {"vocab_size": 4032}),
+    ):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
 
 
 @contextmanager
@@ -57,9 +64,9 @@ def launched(python, tmp_path, *arguments, **options):
 
 
 @contextmanager
-def serving(directory, *options, code=COMMAND, after=(), **environment):
+def serving(directory, *options, code=COMMAND, after=(), port=0, **environment):
     """The process of ``trajkit serve``, in a group of its own as a shell starts it."""
-    argv = ["serve", "--out", str(directory / "run"), "--port", "0", "--json"]
+    argv = ["serve", "--out", str(directory / "run"), f"--port={port}", "--json"]
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code, *argv, *options, *after],
         env=os.environ | ENVIRONMENT | environment,
@@ -88,14 +95,15 @@ def stop(process, number=signal.SIGTERM):
     return process.returncode, rest, errors
 
 
+ASKING = {"trust_env": False, "timeout": 60}
+
+
 def get(url, **headers):
-    return httpx.get(url, headers=headers, trust_env=False, timeout=60)
+    return httpx.get(url, headers=headers, **ASKING)
 
 
 def post(url, body=None, **headers):
-    return httpx.post(
-        url, json=body or {}, headers=headers, trust_env=False, timeout=60
-    )
+    return httpx.post(url, json=body or {}, headers=headers, **ASKING)
 
 
 def chat(url, key, **fields):

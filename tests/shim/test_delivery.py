@@ -2,26 +2,29 @@
 
 import asyncio
 import json
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import Mock
 
 import anthropic
-import openai
 import pytest
 from hypothesis import example, given
 
-from tests.shim.clients import BODIES, USER, http_of
-from tests.shim.fakes import Held, ScriptedEngine, cases, fails, sampled, until, user
+from tests.shim.clients import BODIES, USER, Session, http, http_of
+from tests.shim.fakes import Held, ScriptedEngine, cases, fails, sampled, until
 from tests.strategies import delivery_steps
 from trajkit_shim.delivery import KEPT, PendingReply, is_retry
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
 
-FULL = (28, "No space left on device")
+FULL = fails(28, "No space left on device")
 RETRY = {"x-stainless-retry-count": "1"}
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 LOST, DELIVERED = (False, "undelivered"), (True, None)
 
 
+@dataclass
 class Line:
     """One connection to the app.
 
@@ -30,19 +33,16 @@ class Line:
     learns of it when the loop next looks at its sockets.
     """
 
-    def __init__(
-        self,
-        session,
-        *,
-        stream=False,
-        lost_after=None,
-        lost_with=None,
-        raises=None,
-        noticed=True,
-    ):
-        self.body = json.dumps({"messages": [USER], "stream": stream}).encode()
-        self.session, self.raises, self.noticed = session, raises, noticed
-        self.lost_after, self.lost_with = lost_after, lost_with
+    session: Session
+    stream: bool = False
+    lost_after: int | None = None
+    lost_with: bytes | None = None
+    raises: Exception | None = None
+    noticed: bool = True
+
+    def __post_init__(self):
+        asked = {"messages": [USER], "stream": self.stream}
+        self.body = json.dumps(asked).encode()
         self.gone, self.sent = asyncio.Event(), []
 
     async def receive(self):
@@ -77,16 +77,26 @@ class Line:
         await self.session.gateway.app(scope, self.receive, self.send)
 
 
-def stuck(line):
-    """An event, which is set once the app sends on a line, which it then does for ever."""
-    entered = asyncio.Event()
+async def stuck(session):
+    """The task of a call, once its answer is sent, which does not end."""
+    line, entered = Line(session), asyncio.Event()
 
     async def send(_):
         entered.set()
         await asyncio.Event().wait()
 
     line.send = send
-    return entered
+    call = asyncio.create_task(line.ask())
+    await entered.wait()
+    return call
+
+
+@contextmanager
+def full_disk(session, what="amend", failing=FULL):
+    """Meanwhile the log of a session's gateway takes nothing of a kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.gateway.log, what, failing)
+        yield
 
 
 def logged(session):
@@ -158,10 +168,7 @@ async def test_a_request_that_ends_while_its_answer_is_sent(
 ):
     """A turn stays dropped when its answer is lost later."""
     monkeypatch.setattr("trajkit_shim.sessions.sessions._GRACE_SECONDS", 0.0)
-    line = Line(session)
-    entered = stuck(line)
-    call = asyncio.create_task(line.ask())
-    await entered.wait()
+    call = await stuck(session)
     if dropped:
         await session.end("drop")
     else:
@@ -237,10 +244,9 @@ async def test_a_client_that_leaves_before_it_has_sent_its_request(session, capl
     assert (await session.shown())["in_flight"] == 0
 
 
-async def test_a_session_ends_once_its_amendments_are_written(session, monkeypatch):
+async def test_a_session_ends_once_its_amendments_are_written(session):
     """Otherwise a turn would train whose answer nobody received."""
-    with monkeypatch.context() as patch:
-        patch.setattr(session.gateway.log, "amend", fails(*FULL))
+    with full_disk(session):
         await Line(session, lost_after=1).ask()
         assert logged(session) == [DELIVERED]
         error = (await session.end(status=500, reward=1.0))["error"]
@@ -254,12 +260,8 @@ async def test_a_session_ends_once_its_amendments_are_written(session, monkeypat
 @pytest.mark.parametrize("how", ["finish", "drop"])
 async def test_an_answer_that_is_lost_at_the_end_is_written(session, monkeypatch, how):
     monkeypatch.setattr("trajkit_shim.sessions.sessions._GRACE_SECONDS", 0.01)
-    line = Line(session)
-    entered = stuck(line)
-    call = asyncio.create_task(line.ask())
-    await entered.wait()
-    with monkeypatch.context() as patch:
-        patch.setattr(session.gateway.log, "amend", fails(*FULL))
+    call = await stuck(session)
+    with full_disk(session):
         error = (await session.end(how, 500))["error"]
         assert "an amendment could not be written" in error["message"]
     await asyncio.gather(call, return_exceptions=True)
@@ -267,16 +269,9 @@ async def test_an_answer_that_is_lost_at_the_end_is_written(session, monkeypatch
     assert logged(session) == [LOST if how == "finish" else (False, "dropped")]
 
 
-async def test_no_amendment_that_could_not_be_written_is_forgotten(
-    session, monkeypatch
-):
-    lines = [Line(session), Line(session)]
-    entered = [stuck(line) for line in lines]
-    calls = [asyncio.create_task(line.ask()) for line in lines]
-    for each in entered:
-        await each.wait()
-    with monkeypatch.context() as patch:
-        patch.setattr(session.gateway.log, "amend", fails(*FULL))
+async def test_no_amendment_that_could_not_be_written_is_forgotten(session):
+    calls = [await stuck(session) for _ in range(2)]
+    with full_disk(session):
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -287,8 +282,7 @@ async def test_no_amendment_that_could_not_be_written_is_forgotten(
 async def test_the_last_client_that_leaves_ends_the_work(start):
     held = Held("a")
     session = await (await start(held)).open()
-    call = asyncio.create_task(session.ask())
-    await held.entered.wait()
+    call = await held.holds(session.ask())
     call.cancel()
     async with asyncio.timeout(60):
         await held.cancelled.wait()
@@ -296,9 +290,8 @@ async def test_the_last_client_that_leaves_ends_the_work(start):
     assert session.gateway.turns() == []
 
 
-async def test_an_amendment_is_written_before_the_next_turn(session, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(session.gateway.log, "amend", fails(*FULL))
+async def test_an_amendment_is_written_before_the_next_turn(session):
+    with full_disk(session):
         await Line(session, lost_after=1).ask()
     await Line(session).ask()
     assert logged(session) == [LOST, DELIVERED]
@@ -331,12 +324,13 @@ async def test_a_declared_retry_gets_the_first_answer(start, stream):
     assert len(session.gateway.turns()) == 1
 
 
-async def test_an_equal_request_is_sampled(start):
-    session = await (await start(*"ab")).open()
-    answers = [(await session.ask())["content"] for _ in range(2)]
-    one, two = session.gateway.turns()
-    assert answers == ["a", "b"]
-    assert one["prompt_digest"] == two["prompt_digest"]
+@pytest.mark.parametrize("replay", [False, True])
+async def test_an_equal_request_is_sampled_or_taken_for_a_retry(start, replay):
+    session = await (await start(*"abc")).open(replay=replay)
+    answers = [(await session.post()).json() for _ in range(2)]
+    assert (answers[0] == answers[1]) == replay
+    assert (await session.ask("another"))["content"] == ("b" if replay else "c")
+    assert len(session.gateway.turns()) == 3 - replay
 
 
 async def test_an_equal_body_for_another_endpoint_is_another_request(session):
@@ -347,18 +341,10 @@ async def test_an_equal_body_for_another_endpoint_is_another_request(session):
     assert len(session.gateway.turns()) == 2
 
 
-async def test_a_session_may_take_every_equal_request_for_a_retry(start):
-    session = await (await start(*"ab")).open(replay=True)
-    assert (await session.post()).text == (await session.post()).text
-    assert (await session.ask("another"))["content"] == "b"
-    assert len(session.gateway.turns()) == 2
-
-
 async def test_a_retry_joins_the_call_that_is_under_way(start):
     held = Held("a")
     session = await (await start(held)).open(replay=True)
-    first = asyncio.create_task(session.ask())
-    await held.entered.wait()
+    first = await held.holds(session.ask())
     second = asyncio.create_task(session.ask())
     await joined(session)
     # the first connection breaks, the call goes on
@@ -398,10 +384,8 @@ async def test_a_retry_does_not_join_a_call_that_is_being_cancelled(start):
 
 async def test_a_retry_joins_the_latest_of_several_calls(start):
     held = [Held(str(k)) for k in range(8)]
-    session, calls = await (await start(*held)).open(), []
-    for each in held:
-        calls.append(asyncio.create_task(session.ask()))
-        await each.entered.wait()
+    session = await (await start(*held)).open()
+    calls = [await each.holds(session.ask()) for each in held]
     retry = asyncio.create_task(session.ask(headers=RETRY))
     await joined(session)
     for each in held:
@@ -428,22 +412,17 @@ async def test_a_failure_is_no_answer_to_give_again(start, failed, status, turns
     assert (await session.ask())["content"] == "b"
 
 
-async def test_a_call_is_recorded_once_however_that_fails(start, monkeypatch):
+async def test_a_call_is_recorded_once_however_that_fails(start):
     """Otherwise each connection would write the turns again."""
-    held, recorded = Held("a"), []
-
-    def append(*_):
-        recorded.append(1)
-        raise OSError("the disk is full")
-
+    held, append = Held("a"), Mock(side_effect=OSError("the disk is full"))
     session = await (await start(held)).open(replay=True)
-    monkeypatch.setattr(session.gateway.log, "append", append)
-    calls = [asyncio.create_task(session.error(500)) for _ in range(2)]
-    await joined(session)
-    held.release.set()
-    for error in await asyncio.gather(*calls):
-        assert "the disk is full" in error["message"]
-    assert recorded == [1]
+    with full_disk(session, "append", append):
+        calls = [asyncio.create_task(session.error(500)) for _ in range(2)]
+        await joined(session)
+        held.release.set()
+        for error in await asyncio.gather(*calls):
+            assert "the disk is full" in error["message"]
+    append.assert_called_once()
 
 
 async def test_the_last_replies_are_kept(start):
@@ -455,9 +434,8 @@ async def test_the_last_replies_are_kept(start):
     assert (await session.ask(texts[0], headers=RETRY))["content"] == texts[-1]
 
 
-def losing_first(gateway, client_class):
-    """An HTTP client that loses the first answer on its way."""
-    library = http_of(client_class)
+def retrying(client, library, gateway):
+    """An official client that retries, and loses the first answer on its way."""
     inner = library.ASGITransport(app=gateway.app, raise_app_exceptions=False)
     lost = []
 
@@ -469,25 +447,19 @@ def losing_first(gateway, client_class):
                 raise library.ReadError("the line broke")
             return response
 
-    return library.AsyncClient(transport=Losing(), base_url=gateway.url)
+    line = library.AsyncClient(transport=Losing(), base_url=gateway.url)
+    return client.with_options(http_client=line, max_retries=1)
 
 
 async def test_the_official_clients_say_that_they_retry(start):
     gateway = await start("a", "b", "c")
-    asked = {"model": "x", "messages": [user("hi")], "max_tokens": 50}
-    async with openai.AsyncOpenAI(
-        api_key=(await gateway.open()).key,
-        base_url=f"{gateway.url}/v1",
-        http_client=losing_first(gateway, openai.DefaultAsyncHttpxClient),
-        max_retries=1,
-    ) as client:
+    asked = {"model": "x", "messages": [USER], "max_tokens": 50}
+    own = gateway.client((await gateway.open()).key)
+    async with retrying(own, http, gateway) as client:
         reply = await client.chat.completions.create(**asked)
-    async with anthropic.AsyncAnthropic(
-        api_key=(await gateway.open()).key,
-        base_url=gateway.url,
-        http_client=losing_first(gateway, anthropic.DefaultAsyncHttpxClient),
-        max_retries=1,
-    ) as client:
+    library = http_of(anthropic.DefaultAsyncHttpxClient)
+    own = gateway.anthropic((await gateway.open()).key)
+    async with retrying(own, library, gateway) as client:
         message = await client.messages.create(**asked)
     assert len(gateway.turns()) == 2
     assert reply.choices[0].message.content == "a"

@@ -15,8 +15,14 @@ from transformers import AutoImageProcessor, AutoProcessor
 
 import trajkit as tk
 from tests.shim.clients import FIELDS, NAMES, Session, image_part, saying
-from tests.shim.fakes import ScriptedEngine, cases, fails, said, sampled
-from tests.shim.sglang_cpu.make_vision_model import write_processor
+from tests.shim.fakes import (
+    ScriptedEngine,
+    cases,
+    fails,
+    said,
+    sampled,
+    write_processor,
+)
 from trajkit.turns import engine_ids
 from trajkit_shim.chat.images import (
     ImageLimits,
@@ -73,13 +79,10 @@ class Seeing(Session):
     def says(self, *replies):
         """Script the engine's replies: texts, or ids."""
         renderer, engine = self.gateway.renderer, self.gateway.engine
-        for reply in replies:
-            ids = (
-                renderer.encode(reply).ids.tolist() if isinstance(reply, str) else reply
-            )
+        for ids in replies:
+            ids = renderer.encode(ids).ids if isinstance(ids, str) else ids
             ids = np.array([*ids, renderer.end_ids[0]], np.int32)
-            scores = np.full(len(ids), -0.5, np.float32)
-            given = {"output_logprobs": scores, "weight_versions": ()}
+            given = {"output_logprobs": None, "weight_versions": ()}
             engine.script.append(sampled("", output_ids=ids, **given))
 
     async def look(self, *messages, status=200, name="openai_chat", **fields):
@@ -91,6 +94,10 @@ class Seeing(Session):
         error = (await self.look(*messages, status=status, **fields)).json()["error"]
         assert error["code"] == code
         return error["message"]
+
+    def prompt_text(self):
+        prompt = self.gateway.engine.prompts[-1]
+        return self.gateway.renderer.decode(prompt, ended=False)
 
     @property
     def seen(self):
@@ -189,32 +196,21 @@ async def test_a_conversation_with_images_is_appended_and_is_one_row(opened, for
 
 async def test_the_bytes_of_images_do_not_stay_in_memory(opened):
     session = await opened("red")
-    url = f"data:image/png;base64,{base64.b64encode(PNG + bytes(1 << 20)).decode()}"
-    part = {"type": "image_url", "image_url": {"url": url}}
-    await session.post(messages=[{"role": "user", "content": [part]}])
+    await session.look(PNG + bytes(1 << 20))
     shown = await session.gateway.get("/prompts")
     assert shown["cache_bytes"] < 1 << 16
-
-
-async def test_the_limit_of_images_is_that_of_the_complete_prompt(opened):
-    session = await opened("red", limits={"max_images": 1})
-    await session.look(PNG)
-    message = await session.refused(400, "too_many_images", PNG, said("red"), JPEG)
-    assert message == "2 images; the limit is 1"
 
 
 NUMBERED = r"""
 {%- set n = namespace(images=0) -%}
 {%- for m in messages -%}
     {{- "<|im_start|>" ~ m.role ~ "\n" -}}
-    {%- if m.content is string -%}{{- m.content -}}{%- else -%}
-        {%- for part in m.content -%}
-            {%- if part.type == "text" -%}{{- part.text -}}{%- else -%}
-                {%- set n.images = n.images + 1 -%}
-                {{- n.images ~ ": <|image_pad|>" -}}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
+    {%- for part in ([m.content] if m.content is string else m.content) -%}
+        {%- if part is string or part.type == "text" -%}{{- part.text or part -}}
+        {%- else -%}
+            {%- set n.images = n.images + 1 -%}{{- n.images ~ ": <|image_pad|>" -}}
+        {%- endif -%}
+    {%- endfor -%}
     {{- "<|im_end|>\n" -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<|im_start|>assistant\n" -}}{%- endif -%}
@@ -227,15 +223,12 @@ async def test_a_template_that_numbers_the_images(opened):
     await session.look(PNG, said("red"), JPEG)
     reasons = session.gateway.table()["render_reason"].to_pylist()
     assert reasons == ["opening", None]
-    prompt = session.gateway.engine.prompts[1]
-    text = session.gateway.renderer.decode(prompt, ended=False)
-    assert "What is it?2: <|image_pad|>" in text
+    assert "What is it?2: <|image_pad|>" in session.prompt_text()
 
 
 async def test_another_image_in_its_place_is_another_prompt(opened):
-    session = await opened("red", "blue")
+    session, other = await opened("red", "blue"), drawn("PNG", (80, 100), (10, 10, 200))
     await session.look(PNG)
-    other = drawn("PNG", (80, 100), (10, 10, 200))
     await session.look(other, said("red"), PNG)
     turns = session.gateway.table()
     assert turns["render_reason"].to_pylist() == ["opening", "unknown_reply"]
@@ -257,19 +250,14 @@ async def test_a_tool_s_result_may_be_an_image(opened):
     assert image.data == JPEG
 
 
-async def test_the_name_of_the_token_in_a_text_is_no_image(opened):
-    session = await opened("hm")
-    await session.look(asking(PNG, text="<|image_pad|>"))
-    ((image,),) = session.seen
-    prompt = session.gateway.engine.prompts[0]
-    text = session.gateway.renderer.decode(prompt, ended=False)
-    assert text.count("<|image_pad|>") == 1 + image.stop - image.start
-
-
-async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened, model):
+async def test_the_token_of_an_image_in_a_text_and_in_a_reply(opened, model):
     session = await opened([load_image_model(model).token_id], "x")
-    message = (await session.look(PNG)).json()["choices"][0]["message"]
-    sent = [PNG, message, saying("openai_chat", "and?")]
+    asked = asking(PNG, text="<|image_pad|>")
+    message = (await session.look(asked)).json()["choices"][0]["message"]
+    ((image,),) = session.seen
+    n_pads = session.prompt_text().count("<|image_pad|>")
+    assert n_pads == 1 + image.stop - image.start
+    sent = [asked, message, saying("openai_chat", "and?")]
     await session.refused(400, "image_token_sampled", *sent)
 
 
@@ -278,7 +266,7 @@ async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened,
     {
         "bytes": (None, {"max_bytes": 99}, "image_too_large"),
         "pixels": (None, {"max_pixels": 99}, "image_too_large"),
-        "count": (None, {"max_images": 0}, "too_many_images"),
+        "count": (None, {"max_images": 1}, "too_many_images"),
         "request": (None, {"max_request_bytes": 9}, "image_too_large"),
         "base64": ("data:image/png;base64,?", {}, "invalid_image"),
         "not-ascii": ("data:image/png;base64,é", {}, "invalid_image"),
@@ -288,10 +276,12 @@ async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened,
     },
 )
 async def test_what_is_refused(opened, url, limits, code):
+    """The limit of images is that of the complete prompt."""
     session, message = await opened(limits=limits), asking(PNG)
     if url is not None:
         message["content"][1]["image_url"]["url"] = url
-    await session.refused(400, code, message)
+    sent = [JPEG, said("red")] if code == "too_many_images" else []
+    await session.refused(400, code, *sent, message)
     assert (session.seen, session.stored()) == ([], [])
 
 
@@ -343,24 +333,17 @@ def watch_files(monkeypatch, called):
     monkeypatch.setattr(Path, "open", watched)
 
 
-async def test_images_are_not_written_on_the_event_loop(opened, monkeypatch):
-    threads, session = [], await opened("red", "still red")
-    watch_files(monkeypatch, lambda: threads.append(threading.current_thread()))
-    for _ in range(2):
-        await session.look(PNG)
-    (thread,) = threads
-    assert thread is not threading.current_thread()
-    assert session.stored() == [name_of(PNG)]
-
-
 async def test_requests_with_the_same_new_image(tmp_path, monkeypatch):
-    written, store = [], ImageStore(tmp_path / "images")
-    watch_files(monkeypatch, lambda: written.append(1))
+    """It is written once, and not on the event loop."""
+    threads = []
+    watch_files(monkeypatch, lambda: threads.append(threading.current_thread()))
+    store = ImageStore(tmp_path / "images")
     image = open_image(PNG, "here", store.limits)
     await asyncio.gather(*(store.write([image, image]) for _ in range(2)))
     assert [file.name for file in store.directory.iterdir()] == [image.name]
-    assert written == [1]
     assert (store.directory / image.name).read_bytes() == PNG
+    (thread,) = threads
+    assert thread is not threading.current_thread()
 
 
 @pytest.mark.parametrize("broken", ["write", "replace", "log"])

@@ -17,10 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 VOCABULARY = 3000
 # their ids start at VOCABULARY, in this order
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MARKUP = tuple(
-    f"<{slash}{name}>"
-    for name in ("tool_call", "tool_response", "think")
-    for slash in ("", "/")
+MARKUP = (
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *("<think>", "</think>"),
 )
 
 

@@ -11,11 +11,10 @@ from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
-import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from tests.shim.fakes import engine_request
+from tests.shim.fakes import engine_request, raises
 from trajkit_shim.engines.checks import check_sample
 from trajkit_shim.engines.http import SGLangEngine, VLLMEngine
 from trajkit_shim.errors import EngineError
@@ -52,22 +51,17 @@ def answered(kind, name="basic"):
     return with_id(kind, recorded(kind, name), "r1")
 
 
-def changed(kind, change, name="basic"):
-    """The same, after a function has changed it."""
-    reply = answered(kind, name)
-    change(reply)
-    return reply
-
-
 class Double:
     """A server that answers calls with the replies given, in order.
 
     A reply is the name of a recorded one, an object, or a `web.Response`. Other paths get
     what ``paths`` has for them, or 404. ``calls``: bodies and headers of the calls;
-    ``asked``: path and body of all other requests.
+    ``asked``: path and body of all other requests. With ``own_ids`` every reply has the
+    id of its request, otherwise recorded ones.
     """
 
-    def __init__(self, kind, *replies, **paths):
+    def __init__(self, kind, *replies, own_ids=False, **paths):
+        self.own_ids = own_ids
         self.kind, self.replies, self.calls, self.asked = kind, deque(replies), [], []
         self.entered, self.go_on = asyncio.Event(), asyncio.Event()
         self.go_on.set()
@@ -99,13 +93,13 @@ class Double:
     def _reply(self, reply, body):
         if isinstance(reply, web.Response):
             return reply
-        status = 200
+        status, own = 200, self.own_ids
         if isinstance(reply, str):
-            status = RECORDED[self.kind][reply]["status"]
+            status, own = RECORDED[self.kind][reply]["status"], True
             reply = recorded(self.kind, reply)
-            if status == 200:
-                sent = body["rid"] if self.kind == "sglang" else body["request_id"]
-                reply = with_id(self.kind, reply, sent)
+        if own and status == 200:
+            sent = body["rid"] if self.kind == "sglang" else body["request_id"]
+            reply = with_id(self.kind, reply, sent)
         return web.json_response(reply, status=status)
 
     def counted(self):
@@ -148,7 +142,6 @@ async def read(kind, reply, prompt=PROMPT, *, engine=None, **sampling):
 
 
 async def refused(kind, reply, match, *given, **options):
-    """Check that a reply is refused in these words; the status of the error."""
-    with pytest.raises(EngineError, match=match) as caught:
+    """Check that a reply is refused in these words."""
+    with raises(EngineError, match, status=502):
         await read(kind, reply, *given, **options)
-    return caught.value.status

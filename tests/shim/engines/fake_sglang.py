@@ -1,9 +1,8 @@
 """A stand-in for ``python -m sglang.launch_server``, as a program of its own.
 
-It takes SGLang's arguments and samples the same text for every prompt. ``--fake WORD``
+It takes SGLang's arguments and samples the same two ids for every prompt. ``--fake WORD``
 makes it misbehave: `mute` never becomes healthy, `broken` ends at once with a line without
-newline, `stubborn` ignores SIGTERM and its worker does not end with it, `slow` samples
-nothing before ``POST /release``. ``--pids FILE``
+newline, `stubborn` ignores SIGTERM and its worker does not end with it. ``--pids FILE``
 gets a line per process.
 """
 
@@ -13,25 +12,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 parser = argparse.ArgumentParser()
-parser.add_argument("-m", dest="module")
-parser.add_argument("--model-path")
-parser.add_argument("--host")
 parser.add_argument("--port", type=int)
 parser.add_argument("--served-model-name", default="fake")
-parser.add_argument("--ids", type=json.loads, default=[104, 105])
 parser.add_argument("--fake")
 parser.add_argument("--pids")
-options = parser.parse_args()
+options, _ = parser.parse_known_args()
 if options.fake == "broken":
     sys.exit(os.write(2, b"loading\nthere is no GPU"))
-state = {"version": "default", "paused": False, "updates": [], "calls": 0}
-released = threading.Event()
-if options.fake != "slow":
-    released.set()
+state = {"weight_version": "default", "paused": False, "updates": []}
+name = {"served_model_name": options.served_model_name}
+models = [{"id": options.served_model_name, "max_model_len": 65536}]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -41,46 +34,34 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        if self.path == "/health":
-            self.answer({}, 503 if options.fake == "mute" else 200)
-        elif self.path == "/v1/models":
-            self.answer(
-                {"data": [{"id": options.served_model_name, "max_model_len": 65536}]}
-            )
-        elif self.path == "/model_info":
-            info = {"served_model_name": options.served_model_name}
-            self.answer(info | {"weight_version": state["version"]})
-        else:
-            self.answer(state)
+        status = 503 if options.fake == "mute" else 200
+        self.answer({"data": models, **name, **state}, status)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.path == "/release":
-            released.set()
         if self.path == "/generate":
-            state["calls"] += 1
-            # but for the check at the start
-            if body["sampling_params"]["max_new_tokens"] > 2:
-                released.wait()
-            ids = options.ids[: body["sampling_params"]["max_new_tokens"]]
-            version = {"version": state["version"], "start": 0, "end": len(ids)}
-            meta = {
-                "id": body["rid"],
-                "output_token_logprobs": [[-0.5, token, None] for token in ids],
-                "finish_reason": {"type": "stop"},
-                "prompt_tokens": len(body["input_ids"]),
-                "completion_tokens": len(ids),
-                "cached_tokens": 0,
-                "weight_versions": [version],
-            }
-            self.answer({"output_ids": ids, "meta_info": meta})
+            self.answer(self.sampled(body))
             return
         if "weight_version" in body:
             state["updates"].append([self.path, body])
-            state["version"] = body["weight_version"]
+            state["weight_version"] = body["weight_version"]
         elif self.path.endswith("_generation"):
             state["paused"] = self.path == "/pause_generation"
         self.answer({"success": True})
+
+    def sampled(self, body):
+        ids = [104, 105][: body["sampling_params"]["max_new_tokens"]]
+        version = {"version": state["weight_version"], "start": 0, "end": len(ids)}
+        meta = {
+            "id": body["rid"],
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+            "finish_reason": {"type": "stop"},
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+            "weight_versions": [version],
+        }
+        return {"output_ids": ids, "meta_info": meta}
 
     def answer(self, value, status=200):
         body = json.dumps(value).encode()
@@ -92,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
 
 if options.fake == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-server = ThreadingHTTPServer((options.host, options.port), Handler)
+server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
 if options.pids:
     # SGLang's own processes ask the kernel to end them with their parent
     asks = ["setpriv", "--pdeathsig", "KILL"] if options.fake != "stubborn" else []

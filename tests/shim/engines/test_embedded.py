@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.shim.fakes import cases, engine_request, load_tokenizer
+from tests.shim.fakes import cases, engine_request, load_tokenizer, raises
 from tests.shim.train_tokenizer import CONTROL, MARKUP, VOCABULARY, train
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.embedded import (
@@ -142,9 +142,8 @@ def test_score_gives_the_logprobs_that_sampling_gave(choices):
         np.testing.assert_array_equal(scored, sample.output_logprobs)
     # greedy is certain of the likeliest token
     if choices == {"temperature": 0.0}:
-        assert VOCAB.decode(sample.output_ids.tolist()).startswith(
-            "Let me look.\n<tool"
-        )
+        text = VOCAB.decode(sample.output_ids.tolist())
+        assert text.startswith("Let me look.\n<tool")
         assert (sample.output_logprobs == 0).all()
 
 
@@ -166,15 +165,13 @@ def test_frequencies_agree_with_the_scores(choices):
 
 
 def test_a_seed_fixes_the_sample_and_no_seed_does_not():
-    engine, again = (saying(TALK, drift=0.5, seed=3) for _ in range(2))
-
-    def outputs(engine, **choices):
+    def outputs(**choices):
+        engine = saying(TALK, drift=0.5, seed=3)
         return {tuple(sample.output_ids) for sample in drawn(engine, 5, **choices)}
 
-    fixed, free = outputs(engine, seed=7), outputs(engine)
+    fixed, free = outputs(seed=7), outputs()
     assert (len(fixed), len(free) > 1) == (1, True)
-    assert outputs(again, seed=7) == fixed
-    assert outputs(again) == free
+    assert (outputs(seed=7), outputs()) == (fixed, free)
 
 
 def test_a_sample_cut_short_is_the_start_of_the_whole_one():
@@ -191,17 +188,19 @@ def test_a_sample_cut_short_is_the_start_of_the_whole_one():
         assert cut.finish_reason == ("stop" if ended else "length")
 
 
-def test_stop_strings_and_stop_ids_end_a_sample_and_stay_in_it():
-    engine = saying([TALK[0]], drift=0.5, seed=1)
-    by_text = sampled(engine, stop=("name",))
-    assert by_text.finish_reason == "stop"
-    ids = by_text.output_ids.tolist()
-    assert "name" in VOCAB.decode(ids)
-    assert "name" not in VOCAB.decode(ids[:-1])
-    marker = VOCAB.added["<tool_call>"]
-    by_id = sampled(engine, stop_token_ids=(marker,))
-    assert by_id.finish_reason == "stop"
-    assert by_id.output_ids.tolist().index(marker) == len(by_id.output_ids) - 1
+@cases(
+    "text, choices",
+    {
+        "a string": ("name", {"stop": ("name",)}),
+        "an id": ("<tool_call>", {"stop_token_ids": (VOCAB.added["<tool_call>"],)}),
+    },
+)
+def test_what_stops_a_sample_stays_in_it(text, choices):
+    sample = sampled(saying([TALK[0]], drift=0.5, seed=1), **choices)
+    ids = sample.output_ids.tolist()
+    assert sample.finish_reason == "stop"
+    assert text in VOCAB.decode(ids)
+    assert text not in VOCAB.decode(ids[:-1])
 
 
 def test_what_spells_a_special_token_is_ordinary_bytes():
@@ -215,28 +214,18 @@ def test_what_spells_a_special_token_is_ordinary_bytes():
 
 
 def test_a_parameter_that_the_engine_lacks_is_refused():
-    with pytest.raises(EngineError, match="no parameter 'regex'") as caught:
+    with raises(EngineError, "no parameter 'regex'", status=400):
         sampled(EmbeddedEngine(), extra={"regex": "a"})
-    assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("drift", [0.0, -1.0, 1.5, math.nan])
-def test_a_drift_that_is_no_weight_is_refused(drift):
-    with pytest.raises(ValueError, match="drift"):
-        EmbeddedEngine(drift=drift)
-
-
-@cases(
-    "said",
-    {
-        "nothing to say": [],
-        "weight 0": [Reply(("a",), 0.0)],
-        "infinite weight": [Reply(("a",)), Reply(("b",), math.inf)],
-    },
-)
-def test_a_policy_without_a_law_is_an_error(said):
-    with pytest.raises(ValueError, match="reply weights"):
-        sampled(saying(said))
+def test_a_policy_without_a_law_is_an_error():
+    for drift in (0.0, -1.0, 1.5, math.nan):
+        with pytest.raises(ValueError, match="drift"):
+            EmbeddedEngine(drift=drift)
+    infinite = [Reply(("a",)), Reply(("b",), math.inf)]
+    for replies in ([], [Reply(("a",), 0.0)], infinite):
+        with pytest.raises(ValueError, match="reply weights"):
+            sampled(saying(replies))
 
 
 def test_a_call_lets_others_run_and_ends_when_it_is_cancelled():

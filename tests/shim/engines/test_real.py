@@ -25,7 +25,15 @@ import pytest
 import trajkit as tk
 from tests.made_tables import linearized
 from tests.shim.engines.double import ENGINES
-from tests.shim.fakes import AS_STRING, TOOL, engine_request, load_tokenizer, tool
+from tests.shim.fakes import (
+    AS_STRING,
+    TOOL,
+    engine_request,
+    load_tokenizer,
+    raises,
+    tool,
+    write_processor,
+)
 from tests.shim.processes import (
     chat,
     children,
@@ -36,13 +44,11 @@ from tests.shim.processes import (
     stop,
     until_ended,
 )
-from tests.shim.sglang_cpu.make_vision_model import write_processor
 from tests.shim.test_images import JPEG, PNG, asking, drawn
 from trajkit import cli
 from trajkit.turns import engine_ids
 from trajkit_shim.chat.images import load_image_model
 from trajkit_shim.engines.base import PromptImage, Sampling
-from trajkit_shim.engines.checks import check_engine
 from trajkit_shim.engines.launch import running_server, sglang_server
 from trajkit_shim.engines.model_config import config_number
 from trajkit_shim.errors import EngineError
@@ -84,14 +90,14 @@ class Server:
     arguments = ("--served-model-name", "tiny")
 
     @classmethod
-    def make_model(cls, directory, *given, script="make_model.py", prepare=None):
+    def make_model(cls, directory, *given, prepare=write_tokenizer):
         """Make a random model; return its directory.
 
         The environment of a server lacks modules that write a tokenizer.
         """
         path = str(directory / "model")
-        (prepare or write_tokenizer)(path)
-        script = str(HERE / "sglang_cpu" / script)
+        prepare(path)
+        script = str(HERE / "sglang_cpu" / "make_model.py")
         subprocess.run([cls.python, script, path, *given], check=True, timeout=120)
         return path
 
@@ -273,9 +279,9 @@ async def engine(kind, url, model):
     await engine.close()
 
 
-async def sample(engine, **changes):
+async def sample(engine, prompt=range(10, 20), **changes):
     asked = {"request_id": uuid.uuid4().hex, "max_new_tokens": 8, **changes}
-    return await engine.generate(engine_request(range(10, 20), **asked))
+    return await engine.generate(engine_request(prompt, **asked))
 
 
 async def greedy(engine):
@@ -329,24 +335,6 @@ async def test_a_conversation_with_tools(start, kind, renderer, engine):
     sampled = sum(len(turn["output_ids"]) for turn in turns)
     assert report["tokens_trained"].to_pylist() == [sampled]
     assert pc.sum(pc.list_flatten(rows["loss_mask"])).as_py() == sampled
-
-
-async def test_a_streaming_client(start, renderer, engine):
-    gateway = await start(engine=engine, renderer=renderer)
-    stream = await (await gateway.open()).openai.chat.completions.create(
-        model="tiny",
-        messages=[USER],
-        stream=True,
-        stream_options={"include_usage": True},
-        max_tokens=8,
-        temperature=0.7,
-    )
-    chunks = [chunk async for chunk in stream]
-    (turn,) = gateway.turns()
-    assert chunks[-1].usage.completion_tokens == len(turn["output_ids"]) == 8
-    assert chunks[-2].choices[0].finish_reason == "length"
-    text = "".join(c.choices[0].delta.content or "" for c in chunks[:-1])
-    assert text == renderer.decode(np.array(turn["output_ids"]), ended=False)
 
 
 @pytest.mark.parametrize(
@@ -413,36 +401,22 @@ async def test_the_limits_of_the_server(kind, renderer, engine):
     info = await engine.info()
     assert (info.model, info.max_context_tokens) == ("tiny", kind.max_context)
     assert info.vocab_size >= len(renderer.tokenizer)
-    request = engine_request([info.vocab_size - 1], request_id=uuid.uuid4().hex)
-    await engine.generate(request)
-    # a prompt that it finds too long
-    with pytest.raises(EngineError, match="answered 400: ") as caught:
-        await engine.generate(engine_request(np.full(kind.max_context + 10, 7)))
-    assert caught.value.status == 400
+    await sample(engine, [info.vocab_size - 1])
+    # a prompt that it finds too long, and a parameter that it lacks
+    for n_tokens, extra in ((kind.max_context + 10, {}), (4, dict(kind.refused))):
+        with raises(EngineError, "answered 400: ", status=400):
+            await sample(engine, np.full(n_tokens, 7), extra=extra)
 
 
 async def test_a_long_call_and_many_at_once(engine):
     """A prompt of 8,000 ids, and a reply of 300."""
-    named = {"request_id": uuid.uuid4().hex, "extra": {"ignore_eos": True}}
-    prompt = np.arange(8000) % 2000 + 100
-    request = engine_request(prompt, max_new_tokens=300, **named)
-    sampled = await engine.generate(request)
+    asked = {"max_new_tokens": 300, "extra": {"ignore_eos": True}}
+    sampled = await sample(engine, np.arange(8000) % 2000 + 100, **asked)
     assert (sampled.prompt_tokens, len(sampled.output_ids)) == (8000, 300)
     assert len(sampled.output_logprobs) == 300
     calls = (sample(engine, session_id=f"s{k}") for k in range(40))
     sampled = await asyncio.gather(*calls)
     assert {len(each.output_ids) for each in sampled} <= {*range(1, 9)}
-
-
-async def test_what_is_refused(start, kind, renderer, engine):
-    gateway = await start(engine=engine, renderer=renderer)
-    long = [{"role": "user", "content": "\x00" * 66_000}]
-    error = await (await gateway.open()).error(400, messages=long)
-    assert error["code"] == "context_length_exceeded"
-    session = await gateway.open(sampling={"extra": dict(kind.refused)})
-    error = await session.error(400, messages=[USER], max_tokens=4)
-    assert f"{kind.name} server answered 400" in error["message"]
-    assert gateway.turns() == []
 
 
 async def under_way(kind, gateway, engine, renderer, **limit):
@@ -594,19 +568,9 @@ async def test_a_session_stays_on_a_server_and_all_servers_are_updated(
         async def versions():
             """The name of the weights that sampled a call of each of eight sessions."""
             prompt = range(100, 400)
-            calls = (
-                engine.generate(
-                    engine_request(
-                        prompt,
-                        max_new_tokens=4,
-                        request_id=uuid.uuid4().hex,
-                        session_id=f"session-{k}",
-                    )
-                )
-                for k in range(8)
-            )
+            calls = (sample(engine, prompt, session_id=f"s-{k}") for k in range(8))
             samples = await asyncio.gather(*calls)
-            return [sample.weight_versions[0].version for sample in samples]
+            return [each.weight_versions[0].version for each in samples]
 
         first = await versions()
         assert {*first} == {"one", "two"}
@@ -626,9 +590,7 @@ COLOURS = {"sampling": {"extra": {"regex": r"(red|green|blue)"}}}
 def vision(kind, tmp_path_factory):
     """A model that takes images, and the URL of its server."""
     directory = tmp_path_factory.mktemp("vision")
-    model = kind.make_model(
-        directory, script="make_vision_model.py", prepare=write_processor
-    )
+    model = kind.make_model(directory, "0", "vision", prepare=write_processor)
     with pytest.MonkeyPatch.context() as patch:
         # the stand-in for triton compiles nothing
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -675,21 +637,6 @@ async def test_a_conversation_with_images(seeing, vision):
 
 
 @only(SGLang)
-async def test_another_image_is_another_prompt(seeing):
-    """The ids that the server consumed are equal, and what it computed is not."""
-    images = [drawn("PNG", (112, 112), (shade, 30, 30)) for shade in (250, 90)]
-    for image in (*images, images[0]):
-        await replies(seeing, asking(image))
-    first, other, again = seeing.table().to_pylist()
-    start, stop = (first["mm_items"][0][name] for name in ("start", "stop"))
-    assert first["prompt_ids"][:start] == other["prompt_ids"][:start]
-    assert first["prompt_ids"][start] != other["prompt_ids"][start]
-    assert first["prompt_ids"] == again["prompt_ids"]
-    assert other["cached_tokens"] <= start
-    assert again["cached_tokens"] >= stop
-
-
-@only(SGLang)
 async def test_pixels_reach_the_model(seeing):
     """Logprobs of one reply are those of its image."""
     (turn,) = engine_ids(await replies(seeing, asking(PNG))).to_pylist()
@@ -716,12 +663,6 @@ async def test_pixels_reach_the_model(seeing):
 
 
 # Only vLLM
-
-
-@only(VLLM)
-async def test_the_check_at_the_start(kind, url, model):
-    engine = client_of(kind, url, model, check_prompts=True)
-    assert (await check_engine(engine)).model == "tiny"
 
 
 @only(VLLM)

@@ -309,34 +309,27 @@ def test_a_template_that_moves_tools():
     assert conversation.reason([*messages, NEXT], [TOOL]) == "template"
 
 
-@cases(
-    "change, expected",
-    {
-        "the text before": (
-            (LATER, "{% if messages[-1].content == 'next' %}!{% endif %}" + LATER),
-            "rewritten",
-        ),
-        "the end of a reply and of what follows": (
-            (
-                "{%- endfor %}<|im_end|>",
-                "{%- endfor %}{% if messages[-1].content != 'next' or loop.index < 2 %}"
-                "<|im_end|>{% endif %}",
-            ),
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (LATER, "{% if LAST %}!{% endif %}" + LATER, "rewritten"),
+        (
+            "{%- endfor %}<|im_end|>",
+            "{%- endfor %}{{ '<|im_end|>' if not LAST or loop.index < 2 }}",
             "unended",
         ),
-        "the reply": (
-            (
-                CONTENT,
-                "{{ '-' if messages[-1].content == 'next' and loop.index == 2 else "
-                "message.content }}",
-            ),
+        (
+            CONTENT,
+            "{{ '-' if LAST and loop.index == 2 else message.content }}",
             "hidden",
         ),
-    },
+    ],
+    ids=["the text before", "an end", "the reply"],
 )
-def test_a_template_that_shows_its_whims_later(change, expected):
+def test_a_template_that_shows_its_whims_later(old, new, expected):
     # the digest notices it, whatever the template makes of replies
-    renderer = byte_renderer(AS_STRING.replace(*change))
+    new = new.replace("LAST", "(messages[-1].content == 'next')")
+    renderer = byte_renderer(AS_STRING.replace(old, new))
     conversation = Conversation(renderer, past="sampled")
     messages = conversation.turn(OPENING, "Yes.")
     assert conversation.prompts.summary() == "append"
@@ -362,15 +355,11 @@ def test_past_reasoning(thought):
     for past in ("auto", "sampled", "template"):
         conversation, messages = Conversation(renderer, past=past), OPENING
         found = reasons[past] = []
-        for _ in range(3):
+        for text in (CALL, CALL, CALL, "Done."):
             found.append(conversation.ask(messages, [TOOL]).reason)
-            reply = conversation.reply(f"{thought}\n</think>\n\n{CALL}")
+            reply = conversation.reply(f"{thought}\n</think>\n\n{text}")
             messages = [*messages, reply, *results(reply)]
-        found.append(conversation.ask(messages, [TOOL]).reason)
-        conversation.reply(f"{thought}\n</think>\n\nDone.")
-        fields = {"reasoning_content": thought} if thought else {}
-        done = [*messages, said("Done.", **fields), NEXT]
-        found.append(conversation.ask(done, [TOOL]).reason)
+        found.append(conversation.ask([*messages, NEXT], [TOOL]).reason)
     rewritten = "reasoning" if thought else "rewritten"
     assert reasons["auto"] == ["opening", None, None, None, rewritten]
     assert reasons["sampled"] == ["opening", None, None, None, None]
@@ -646,8 +635,8 @@ def test_any_content_in_any_template(texts, as_string):
     "template",
     {
         "looks into it": "{{ messages[0].content | length }}",
-        "refuses it": "{% if messages[0].content != 'a|b' %}"
-        "{{ raise_exception('a only') }}{% endif %}{{ messages[0].content }}",
+        "refuses it": raises("messages[0].content != 'a|b'")
+        + "{{ messages[0].content }}",
         "turns it round": "{{ messages[0].content | reverse }}",
         "shows halves": "{{ messages[0].content.split('|')[0] }}"
         "{{ messages[1].content.split('|')[1] }}",
@@ -670,24 +659,22 @@ def test_tool_names():
     assert Session().restore(messages).tool_names == names
 
 
+CUT = "{{ message.content[:4] }}{{ message.content[4:] | upper }}"
+
+
 @pytest.mark.anyio
 @cases(
-    "change, attributed, unattributed",
+    "content, attributed, unattributed",
     {
-        "attributed": ("message.content }}", True, 0),
-        "cut": (
-            "message.content[:4] }}{{ message.content[4:] | upper }}",
-            True,
-            2,
-        ),
-        "left out": ("message.content }}", False, 0),
+        "attributed": (CONTENT, True, 0),
+        "cut": (CUT, True, 2),
+        "left out": (CONTENT, False, 0),
     },
 )
-async def test_the_turns_of_a_session(start, change, attributed, unattributed):
+async def test_the_turns_of_a_session(start, content, attributed, unattributed):
     """Two calls with a tool's output between them; those without places are counted."""
-    renderer = byte_renderer(AS_STRING.replace("message.content }}", change))
-    script, options = (f"Look.\n{sampled_call()}", "done"), {"attributed": attributed}
-    gateway = await start(*script, renderer=renderer, **options)
+    script, renderer = (f"Look.\n{CALL}", "done"), byte_renderer(shown_as(content))
+    gateway = await start(*script, renderer=renderer, attributed=attributed)
     session, asked = await gateway.open(), {"tools": [TOOL]}
     answer = await session.ask(USER, **asked)
     result = tool(answer["tool_calls"][0]["id"], "file.py\n")

@@ -2,6 +2,8 @@
 
 import json
 import traceback
+from functools import reduce
+from operator import getitem
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tests.shim.fakes import (
     called,
     cases,
     load_tokenizer,
+    raises,
     rendered,
     said,
     tool,
@@ -92,11 +95,16 @@ def test_a_special_token_in_text_stays_text(message, template):
     assert text_of(spelled) == text_of(masked).replace("<|xx_", "<|im_")
 
 
+def adding(*tokens, **options):
+    """The tokenizer of bytes with more tokens."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(token, **options) for token in tokens])
+    return tokenizer
+
+
 @pytest.mark.parametrize("token", ['<|"|>', "<|\\|>", "<|\n|>"])
 def test_a_special_token_that_json_escapes_stays_text(token):
-    tokenizer = byte_tokenizer()
-    added = [AddedToken(token, special=True)]
-    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    tokenizer = adding(token, special=True)
     renderer = ChatRenderer(tokenizer, AS_STRING)
     ids = rendered(renderer, [user(f"a {token} \\{token}")])
     assert tokenizer.convert_tokens_to_ids(token) not in ids.tolist()
@@ -120,8 +128,7 @@ def test_markup_is_a_token_only_in_a_sampled_reply():
 
 
 def test_tokens_of_white_space_are_text():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
+    tokenizer = adding("\n\n", normalized=False)
     renderer = ChatRenderer(tokenizer, AS_STRING)
     assert renderer.keeps_apart
     ids = rendered(renderer, [user("a\n\nb<|im_end|>")]).tolist()
@@ -143,15 +150,12 @@ def test_control_ids_do_not_depend_on_what_a_user_says(text, other):
 
 
 def test_a_tokenizer_that_cannot_keep_spelled_tokens_apart_refuses_them():
-    tokenizer = byte_tokenizer()
     # swallows the white space behind it, which only the tokenizer itself can do
-    eats = [AddedToken("<|eat|>", rstrip=True)]
-    tokenizer.add_special_tokens({"additional_special_tokens": eats})
-    renderer = ChatRenderer(tokenizer, AS_STRING)
+    eats = adding("<|eat|>", rstrip=True, special=True)
+    renderer, rule = ChatRenderer(eats, AS_STRING), "spells out a special token"
     assert len(rendered(renderer, [user("fine")]))
-    with pytest.raises(GatewayError, match="spells out a special token") as caught:
+    with raises(GatewayError, rule, code="special_token_in_text"):
         rendered(renderer, [user("<|im_end|>")])
-    assert caught.value.code == "special_token_in_text"
 
 
 # What was sampled
@@ -232,9 +236,8 @@ def test_a_reply_as_its_template_takes_it(template, reply, expected):
 
 def test_a_template_that_refuses_is_the_clients_error():
     renderer = byte_renderer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(TemplateError, match="roles must alternate") as caught:
+    with raises(TemplateError, "roles must alternate", status=400):
         rendered(renderer, [user("x")])
-    assert caught.value.status == 400
 
 
 def test_decode_leaves_out_the_end_of_a_message_only_where_it_ended():
@@ -246,9 +249,7 @@ def test_decode_leaves_out_the_end_of_a_message_only_where_it_ended():
 
 
 def test_where_reasoning_ends():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["</think>"])
-    renderer = ChatRenderer(tokenizer, AS_STRING)
+    renderer = ChatRenderer(adding("</think>"), AS_STRING)
     ids = renderer.encode("hm</think>a</think>").ids
     assert renderer.end_of_reasoning(ids) == 3
     assert renderer.end_of_reasoning(ids[:2]) is None
@@ -293,20 +294,13 @@ def test_the_tokens_that_end_a_reply(saved, generation, config, stops, ends):
         load_renderer(saved, stop_tokens=["<stop>"])
 
 
-@cases(
-    "change, match",
-    {
-        "no template": ({"chat_template": None}, "no chat template"),
-        "no end": ({"eos_token": None}, "--stop-token"),
-    },
-)
-def test_tokenizers_that_cannot_be_used(change, match):
+def test_tokenizers_that_cannot_be_used():
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = AS_STRING
-    for name, value in change.items():
-        setattr(tokenizer, name, value)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match="no chat template"):
         ChatRenderer(tokenizer)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="--stop-token"):
+        ChatRenderer(tokenizer, AS_STRING)
     with pytest.raises(ValueError, match="the chat template, line 1"):
         byte_renderer("{% if %}")
 
@@ -314,10 +308,10 @@ def test_tokenizers_that_cannot_be_used(change, match):
 def test_a_tokenizer_of_another_kind(tmp_path):
     (tmp_path / "tekken.json").write_text("{}")
     (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
-    rule = r"only tekken\.json.*--trust-remote-code"
-    with pytest.raises(ValueError, match=rule) as caught:
+    # in one line
+    rule = r"only tekken\.json.*--trust-remote-code(?!.*\n)"
+    with pytest.raises(ValueError, match=rule):
         load_renderer(tmp_path)
-    assert "\n" not in str(caught.value)
     with pytest.raises(FileNotFoundError, match="no model directory"):
         load_renderer(tmp_path / "nowhere")
 
@@ -371,25 +365,21 @@ async def test_a_prompt_that_cannot_fit_is_not_tokenized(start, monkeypatch):
     assert max(encoded) < 2600
 
 
-@cases(
-    "change, bounded",
-    {
-        "bytes": (lambda parts: None, True),
-        "NFC": (lambda parts: parts.update(normalizer={"type": "NFC"}), True),
-        "another normalizer": (
-            lambda parts: parts.update(normalizer={"type": "Lowercase"}),
-            False,
-        ),
-        "fused unknown": (lambda parts: parts["model"].update(fuse_unk=True), False),
-        "stripping": (
-            lambda parts: parts["added_tokens"][0].update(rstrip=True),
-            False,
-        ),
-    },
+@pytest.mark.parametrize(
+    ("place", "change", "bounded"),
+    [
+        ((), {}, True),
+        ((), {"normalizer": {"type": "NFC"}}, True),
+        ((), {"normalizer": {"type": "Lowercase"}}, False),
+        (("model",), {"fuse_unk": True}, False),
+        (("added_tokens", 0), {"rstrip": True}, False),
+    ],
 )
-def test_the_longest_token_bounds_a_text_only_where_it_surely_does(change, bounded):
+def test_the_longest_token_bounds_a_text_only_where_it_surely_does(
+    place, change, bounded
+):
     parts = json.loads(byte_renderer()._backend.to_str())
-    change(parts)
+    reduce(getitem, place, parts).update(change)
     tokenizer = Tokenizer.from_str(json.dumps(parts))
     longest = _longest_token(tokenizer, parts)
     assert (longest < NO_LIMIT) == bounded
@@ -408,13 +398,3 @@ def test_the_error_of_a_text_that_is_too_long_does_not_keep_its_encoding():
         for value in frame.f_locals.values()
     ]
     assert not [value for value in kept if isinstance(value, Encoding)]
-
-
-def test_a_template_may_want_short_ids_of_calls():
-    check = (
-        "{%- for m in messages %}{%- for c in m.tool_calls or [] %}"
-        "{%- if c.id | length != 9 %}{{- raise_exception('id') }}{%- endif %}"
-        "{%- endfor %}{%- endfor %}"
-    )
-    assert byte_renderer(check + AS_STRING).short_call_ids
-    assert not byte_renderer(AS_STRING).short_call_ids

@@ -2,21 +2,20 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from jinja2 import Environment
 
 from tests.shim.clients import TOOLS, USER
 from tests.shim.engines.double import Double
-from tests.shim.fakes import byte_renderer, cases, parse_reply, sampled_call
-from tests.shim.fakes import sampled_call as block
+from tests.shim.fakes import byte_renderer, cases, parse_reply, raises, sampled_call
 from tests.strategies import call_shards, good_calls, plain_texts, typed_calls
 from trajkit_shim import cli
-from trajkit_shim.chat.request import ChatRequest, Required, ToolCall
+from trajkit_shim.chat.request import ChatRequest, Required
 from trajkit_shim.cli import EngineOptions
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.replies import (
@@ -105,35 +104,34 @@ def test_half_of_a_call_is_ill_formed_text(form):
 
 # What a template renders is read again
 
-# How the chat templates of each family write the calls of a message. `tojson` is that of
-# transformers: keys as they are, nothing escaped for HTML.
-TEMPLATES = {
-    "hermes": """\
-{% for call in calls %}{{ "\\n" if not loop.first }}<tool_call>
-{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}
-</tool_call>{% endfor %}""",
-    "plain-json": """\
-{% for call in calls %}{{ "\\n" if not loop.first -}}
-{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}
-{%- endfor %}""",
-    "qwen3-coder": """\
-{% for call in calls %}{{ "\\n" if not loop.first }}<tool_call>
-<function={{ call.name }}>
-{% for key, value in call.arguments.items() %}<parameter={{ key }}>
-{{ value | tojson if value is mapping or (value is sequence and value is not string)
-   else value | string }}
-</parameter>
-{% endfor %}</function>
-</tool_call>{% endfor %}""",
-    "glm": """\
-{% for call in calls %}{{ "\\n" if not loop.first }}<tool_call>{{ call.name }}
-{% for key, value in call.arguments.items() %}<arg_key>{{ key }}</arg_key>
-<arg_value>{{ value if value is string else value | tojson }}</arg_value>
-{% endfor %}</tool_call>{% endfor %}""",
+# how the chat templates of families write a call, around its arguments, and one of them
+WRITTEN = {
+    "hermes": ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
+    "plain-json": ('{"name": "NAME", "parameters": ', "}"),
+    "qwen3-coder": ("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"),
+    "glm": ("<tool_call>NAME\n", "</tool_call>"),
 }
-forms = st.sampled_from(sorted(TEMPLATES))
-ENVIRONMENT = Environment()
-ENVIRONMENT.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+ARGUMENT = {
+    "qwen3-coder": "<parameter={}>\n{}\n</parameter>\n",
+    "glm": "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
+}
+forms = st.sampled_from(sorted(WRITTEN))
+
+
+def spelled(form, name, arguments):
+    """A call as chat templates write it: their `tojson` is that of transformers."""
+    begin, end = (part.replace("NAME", name) for part in WRITTEN[form])
+    if form not in ARGUMENT:
+        return begin + json.dumps(arguments, ensure_ascii=False) + end
+    for key, value in arguments.items():
+        plain = (
+            str if form == "qwen3-coder" else partial(json.dumps, ensure_ascii=False)
+        )
+        if isinstance(value, dict | list):
+            plain = partial(json.dumps, ensure_ascii=False)
+        shown = value if isinstance(value, str) else plain(value)
+        begin += ARGUMENT[form].format(key, shown)
+    return begin + end
 
 
 @given(
@@ -146,8 +144,7 @@ def test_a_rendered_call_is_read_again(form, made, lead):
     calls = [
         (name, arguments) for tool, name, arguments in made if by_name[name] is tool
     ]
-    shown = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    text = lead + ENVIRONMENT.from_string(TEMPLATES[form]).render(calls=shown)
+    text = lead + "\n".join(spelled(form, *each) for each in calls)
     parsed = parse_reply(text, [*by_name.values()], FORMS[form])
     read = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
     assert read == calls
@@ -172,13 +169,17 @@ def test_no_text_is_lost(form, shards):
         assert parsed.ill_formed == bool(FORMS[form].starts.search(text))
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("name", WRITTEN)
 def test_a_template_names_its_form(name):
-    written = TEMPLATES[name]
+    written = "".join((*WRITTEN[name], ARGUMENT.get(name, "")))
     renderer = byte_renderer()
     quoted = written.replace('"', '\\"')
     renderer.chat_template = quoted if name == "plain-json" else written
     assert form_of(renderer) is FORMS[name]
+    # and a grammar demands a call so
+    tag = FORMS[name].tag("f", SCHEMA)
+    call = spelled(name, "f", {})
+    assert (call.startswith(tag["begin"]), call.endswith(tag["end"])) == (True, True)
 
 
 def test_forms_that_are_not_known():
@@ -206,36 +207,31 @@ async def test_the_gateway_reads_the_form_of_its_template(start, options):
 # Hermes
 
 
-def call(name="bash", arguments="{}"):
-    return block(name, arguments)
+def call(name="bash"):
+    return sampled_call(name, "{}")
+
+
+ORDERED = (
+    '<tool_call>{"arguments":{"x":"</tool_call>"},"id":[1],"name":"f"}</tool_call>'
+)
 
 
 @cases(
-    "text, shown, calls, ill_formed",
+    "text, shown, calls",
     {
-        "white space around calls": (f"\n{call()}\n", "\n\n", "bash", False),
-        "an escaped name": (call("café"), "", "café", False),
-        "a call after a marker that opens none": (
-            f"<tool_call> {call()}",
-            *("<tool_call> ", "bash", True),
-        ),
+        "an escaped name": (call("café"), "", "café"),
+        "an end in a string, and fields in another order": (ORDERED, "", "f"),
+        "a marker that opens none": (f"<tool_call> {call()}", "<tool_call> ", "bash"),
         "white space beside a broken call is kept": (
             f"{call('a')}\n<tool_call>no\n{call('b')}",
-            *("\n<tool_call>no\n", "ab", True),
+            *("\n<tool_call>no\n", "ab"),
         ),
-        "end": ("a </tool_call> b", "a </tool_call> b", "", False),
     },
 )
-def test_text_around_calls(text, shown, calls, ill_formed):
+def test_text_around_calls(text, shown, calls):
     parsed = parse_reply(text)
-    assert (parsed.text, parsed.ill_formed) == (shown, ill_formed)
+    assert (parsed.text, parsed.ill_formed) == (shown, bool(shown))
     assert "".join(each.name for each in parsed.calls) == calls
-
-
-def test_an_end_marker_inside_a_string_and_fields_in_another_order():
-    arguments = '{"x":"</tool_call>"}'
-    text = f'<tool_call>{{"arguments":{arguments},"id":[1],"name":"f"}}</tool_call>'
-    assert parse_reply(text).parts == (ToolCall("f", arguments),)
 
 
 @given(st.lists(st.tuples(plain_texts, good_calls)), plain_texts)
@@ -247,7 +243,7 @@ def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
     parsed = parse_reply(text)
     assert parsed.text == "".join([*kept, last])
     assert not parsed.ill_formed
-    rebuilt = [block(each.name, each.arguments) for each in parsed.calls]
+    rebuilt = [sampled_call(each.name, each.arguments) for each in parsed.calls]
     assert rebuilt == [call for _, call in pairs]
 
 
@@ -556,55 +552,24 @@ def test_reasoning_comes_first():
     },
 )
 def test_what_is_refused(case, message):
-    with pytest.raises(GatewayError, match=message) as caught:
+    with raises(GatewayError, message, status=400):
         made(**case)
-    assert caught.value.status == 400
-
-
-WRITTEN = {
-    "hermes": '{"n": 1.5}',
-    "plain-json": '{"n": 1.5}',
-    "qwen3-coder": "<parameter=n>\n1.5\n</parameter>",
-    "glm": "<arg_key>n</arg_key>\n<arg_value>1.5</arg_value>",
-}
-
-
-@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.begin])
-def test_a_call_that_matches_its_tag_is_read(name):
-    found = FORMS[name].tag("f", SCHEMA)
-    text = found["begin"] + WRITTEN[name] + found["end"]
-    (call,) = parse_reply(text, TWO_TOOLS, FORMS[name]).parts
-    assert (call.name, call.arguments) == ("f", '{"n": 1.5}')
 
 
 # The parsers of an SGLang server
 
 # numbers and white space that no JSON library writes so
-ARGUMENTS = '{"n":  1.50e1}'
-CALL = sampled_call("f", ARGUMENTS)
+CALL = sampled_call("f", '{"n":  1.50e1}')
 REPLY = f"<think>\nhm\n</think>\n\nLook.\n{CALL}"
 OFFERED = TOOLS["openai_chat"]
 BOTH = ("qwen25", "qwen3")
 CALLS_ONLY = ("qwen25", None)
 
 
-async def separated(body):
-    found = parse_reply(body["text"], None)
-    rest = body["text"].rpartition("</think>")[2]
-    return {"reasoning_text": found.reasoning or "", "text": rest.strip()}
-
-
-async def called(body):
-    found = parse_reply(body["text"], body["tools"])
-    calls = [
-        {"name": c.name, "parameters": json.dumps(json.loads(c.arguments))}
-        for c in found.calls
-    ]
-    return {"normal_text": found.text.strip(), "calls": calls}
-
-
 def server(**paths):
     """As real ones it drops white space and writes arguments anew (0.5.23)."""
+    separated = {"reasoning_text": "hm", "text": CALL}
+    called = {"normal_text": "", "calls": [{"name": "f", "parameters": '{"n": 15.0}'}]}
     found = {"separate_reasoning": separated, "parse_function_call": called, **paths}
     return Double("sglang", **found)
 
@@ -641,7 +606,7 @@ async def test_a_server_is_asked_for_what_it_has(names, asked):
     assert bool(found.calls) == (names[0] is not None)
     # no tools: no calls are looked for
     double = server()
-    assert (await parsed(double, CALL, None, names=names)).parts == (CALL,)
+    assert (await parsed(double, CALL, None, names=names)).calls == []
     assert "/parse_function_call" not in double.counted()
 
 

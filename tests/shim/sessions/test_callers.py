@@ -6,7 +6,15 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import BODIES, NAMES, PATHS, USER
-from tests.shim.fakes import ScriptedEngine, called, cases, remember, said, user
+from tests.shim.fakes import (
+    ScriptedEngine,
+    called,
+    cases,
+    remember,
+    said,
+    sampled_call,
+    user,
+)
 from trajkit_shim.prompting.conversation import START, Conversation
 from trajkit_shim.protocols.anthropic import ANTHROPIC
 from trajkit_shim.sessions.client_identity import Caller, identify
@@ -15,7 +23,6 @@ pytestmark = pytest.mark.anyio
 
 CALLS = [*((PATHS[name], BODIES[name]) for name in NAMES)]
 CALLS += [("/v1beta/models/any:streamGenerateContent", BODIES["gemini"])]
-EACH_CALL = pytest.mark.parametrize(("path", "body"), CALLS, ids=str)
 
 
 def places(path, session):
@@ -33,7 +40,7 @@ def places(path, session):
     yield path, {"x-session-key": session, "authorization": "Bearer b"}
 
 
-@EACH_CALL
+@pytest.mark.parametrize(("path", "body"), CALLS, ids=str)
 async def test_every_place_of_the_session_s_key(start, path, body):
     gateway = await start(*["x"] * 10)
     session = await gateway.open(session_id="a")
@@ -44,33 +51,19 @@ async def test_every_place_of_the_session_s_key(start, path, body):
 
     for url, headers in places(path, session.key):
         assert await status(url, headers) == 200, (url, headers)
-    # a wrong name is no reason to take another one
+    # a wrong name is no reason to take another one, nor is an id a key
     key = {"authorization": f"Bearer {session.key}"}
     assert await status(f"/s/other{path}", key) == 401
-    assert await status(path, {**key, "x-session-key": "other"}) == 401
+    assert await status(path, {**key, "x-session-key": "a"}) == 401
+    assert await status(path, {}) == 401
+    await session.end()
+    for given in ({"x-session-key": session.key}, {}):
+        reply = await gateway.http.post(path, headers=given, json=body)
+        assert reply.status_code == (410 if given else 401)
+        assert reply.headers["x-should-retry"] == "false"
     turns = gateway.turns()
     assert {turn["session_id"] for turn in turns} == {"a"}
     assert (len(turns), {turn["protocol"] for turn in turns} <= {*NAMES}) == (10, True)
-
-
-@EACH_CALL
-async def test_an_unknown_session_and_a_closed_one(start, path, body):
-    gateway = await start()
-    session = await gateway.open(session_id="a")
-    await session.end()
-    for key, status in ((session.key, 410), ("a", 401), ("never", 401)):
-        for url, headers in places(path, key):
-            if "b" in headers.values():
-                continue
-            reply = await gateway.http.post(url, headers=headers, json=body)
-            assert reply.status_code == status, (url, headers)
-            assert reply.headers["x-should-retry"] == "false"
-            error = reply.json()["error"]
-            assert error["message"]
-            assert ("status" in error) == ("models" in path)
-            assert ("param" in error) == (path.split("/")[2] in ("chat", "responses"))
-    assert (await gateway.http.post(path, json=body)).status_code == 401
-    assert (gateway.turns(), gateway.engine.requests) == ([], [])
 
 
 def asked(*texts, system=None, max_tokens=99):
@@ -83,6 +76,7 @@ def asked(*texts, system=None, max_tokens=99):
 CLAUDE = {"x-claude-code-session-id": "s"}
 OPENCODE = {"user-agent": "opencode/1.18.33 ai-sdk", "x-session-id": "s1"}
 CODEX = {"originator": "codex_exec", "thread-id": "t1"}
+FROM_T0, FROM_S0 = {"x-codex-parent-thread-id": "t0"}, {"x-parent-session-id": "s0"}
 GEMINI = {"user-agent": "GeminiCLI-tui/0.61.0/m (linux; x64; terminal)"}
 QWEN = {"user-agent": "QwenCode/0.15.10 (linux; x64)"}
 TITLE = "x\nGenerate a concise, sentence-case title (3-7"
@@ -111,18 +105,10 @@ def claude(agent=None, parent=None):
         (CLAUDE, asked("fix", system=TITLE), "claude-code", None, None, "title"),
         (CLAUDE, asked("hi", SUMMARY), "claude-code", None, None, "compaction"),
         (CLAUDE, asked(SUMMARY, "and now?"), "claude-code", None, None, "agent"),
-        (
-            CODEX | {"x-codex-parent-thread-id": "t0"},
-            asked("hi"),
-            *("codex", "t1", "t0", "agent"),
-        ),
+        (CODEX | FROM_T0, asked("hi"), "codex", "t1", "t0", "agent"),
         (CODEX, asked(CHECKPOINT), "codex", "t1", None, "compaction"),
         (GEMINI, asked("hi", system=DISTILL), "gemini-cli", None, None, "compaction"),
-        (
-            OPENCODE | {"x-parent-session-id": "s0"},
-            asked("hi"),
-            *("opencode", "s1", "s0", "agent"),
-        ),
+        (OPENCODE | FROM_S0, asked("hi"), "opencode", "s1", "s0", "agent"),
         (OPENCODE, asked(SO_FAR), "opencode", "s1", None, "compaction"),
         (QWEN, asked("hi", system=MEMORIES), "qwen-code", None, None, "memory"),
         (QWEN, asked("hi", system=INTERNAL), "qwen-code", None, None, "compaction"),
@@ -134,43 +120,26 @@ def test_identify(headers, request_, harness, agent, parent, kind):
     )
 
 
-async def test_the_caller_is_written_beside_the_turn(start):
-    gateway = await start("x")
-    session, path = await gateway.open(), "/v1/messages?beta=true"
-    headers = {"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "a1"}
-    await session.post("anthropic", path=path, headers=headers)
-    (turn,) = gateway.turns()
-    assert turn["harness"] == "claude-code"
-    assert (turn["agent_id"], turn["parent_agent_id"]) == ("a1", None)
-    assert (turn["call_kind"], turn["protocol"]) == ("agent", "anthropic")
-
-
 @pytest.mark.parametrize("asked_for", [False, True])
 async def test_side_calls_train_only_if_asked_for(start, asked_for):
     gateway = await start("x", "y", train_side_calls=asked_for)
-    session = await gateway.open()
+    session, path = await gateway.open(), "/v1/messages?beta=true"
+    given = {"path": path, "headers": {k.title(): v for k, v in claude("a1").items()}}
     for text in ("hi", SUMMARY):
-        await session.post("anthropic", headers=CLAUDE, messages=[user(text)])
+        await session.post("anthropic", messages=[user(text)], **given)
     turns = gateway.turns()
+    callers = [(t["harness"], t["agent_id"], t["parent_agent_id"]) for t in turns]
+    assert callers == [("claude-code", "a1", None)] * 2
     assert [turn["call_kind"] for turn in turns] == ["agent", "compaction"]
     assert [turn["trainable"] for turn in turns] == [True, asked_for]
 
 
-@cases(
-    "content, kind",
-    {
-        "a tool's result": (
-            {"type": "tool_result", "tool_use_id": "c", "content": SUMMARY},
-            "agent",
-        ),
-        "the user": ({"type": "text", "text": SUMMARY}, "compaction"),
-    },
-)
-def test_what_a_tool_returned_says_nothing_about_the_call(content, kind):
+def test_what_a_tool_returned_says_nothing_about_the_call():
     call = {"type": "tool_use", "id": "c", "name": "cat", "input": {}}
-    messages = [USER, said([call]), user([content])]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": SUMMARY}
+    messages = [USER, said([call]), user([result])]
     request = ANTHROPIC.read({"max_tokens": 9, "messages": messages})
-    assert identify(CLAUDE, request).call_kind == kind
+    assert identify(CLAUDE, request).call_kind == "agent"
 
 
 # Sub-agents are linked to the tool calls that started them
@@ -182,11 +151,8 @@ NOTHING = (None, None)
 
 def dispatch(*prompts, name="prompt"):
     """A reply that starts sub-agents."""
-    calls = [
-        {"name": "Agent", "arguments": {"description": "look", name: prompt}}
-        for prompt in prompts
-    ]
-    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    given = ({"description": "look", name: prompt} for prompt in prompts)
+    return "\n".join(sampled_call("Agent", json.dumps(each)) for each in given)
 
 
 @pytest.fixture
@@ -255,14 +221,11 @@ async def test_equal_prompts_get_their_calls_in_order(agents):
 async def test_a_named_agent_has_one_start(agents):
     ask = await agents(dispatch(PROMPT, PROMPT), *"abcd")
     one, two = (call["id"] for call in (await ask("Do it.", headers=claude()))[0])
-    found = [
-        (await ask(prompt, headers=claude(agent)))[1][1]
-        for prompt, agent in (
-            *((PROMPT, "x"), (PROMPT, "x"), ("What was done: much.", "x")),
-            (PROMPT, "y"),
-        )
-    ]
-    assert found == [one] * 3 + [two]
+    for prompt, agent, call in (
+        *((PROMPT, "x", one), (PROMPT, "x", one), ("What was done: much.", "x", one)),
+        (PROMPT, "y", two),
+    ):
+        assert (await ask(prompt, headers=claude(agent)))[1] == (0, call)
 
 
 async def test_only_a_call_of_the_parent_starts_a_named_agent(agents):
@@ -295,25 +258,23 @@ async def test_what_is_not_linked(agents, reply):
     assert (await ask(f"Look at f. {PROMPT}"))[1] == NOTHING
 
 
-def started_after(arguments, opening):
-    """What started the agent that opens with a content, if a call has the arguments."""
+LINES = 'Find "f".\nList every caller.'
+BESIDE = [{"type": "text", "text": LINES}, {"type": "image", "sha256": "0" * 64}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "opening", "started"),
+    [
+        (json.dumps({"prompt": LINES}), BESIDE, True),
+        # the parser of an engine may give what is no object
+        *((text, text, False) for text in ('["a text, no prompt"]', "null", "7")),
+    ],
+)
+def test_what_starts_an_agent_that_opens_with_a_content(arguments, opening, started):
     session = Conversation()
     reply = said("", tool_calls=[called("c", "Agent", arguments)])
     remember(session, START, reply, turn=3)
-    restored = session.restore([user(opening)])
-    return session.started_by(restored, None, None, named=False)
-
-
-def test_a_prompt_of_several_lines_next_to_an_image():
-    prompt = 'Find "f".\nList every caller.'
-    parts = [{"type": "text", "text": prompt}, {"type": "image", "sha256": "0" * 64}]
-    assert started_after(json.dumps({"prompt": prompt}), parts) == {
-        "started_by_turn": 3,
-        "started_by_call": "c",
-    }
-
-
-@pytest.mark.parametrize("arguments", ['["a text that is no prompt"]', "null", "7"])
-def test_arguments_that_are_no_object(arguments):
-    """The parser of an engine may give such."""
-    assert started_after(arguments, arguments) == {}
+    found = session.started_by(
+        session.restore([user(opening)]), None, None, named=False
+    )
+    assert found == ({"started_by_turn": 3, "started_by_call": "c"} if started else {})

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -58,6 +59,14 @@ def turn(**changes):
 
 def indices(directory):
     return tk.read_turns(directory)["turn_index"].to_pylist()
+
+
+@contextmanager
+def full_disk():
+    """Meanwhile nothing can be written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", FULL)
+        yield
 
 
 @pytest.fixture
@@ -117,21 +126,13 @@ def test_a_log_is_never_written_over(tmp_path, stem):
 
 def test_a_write_that_fails_half_way_leaves_the_log_as_it_was(log, monkeypatch):
     log.append(turn(), 0, set())
-    before = log.path.read_bytes()
-    write, written = os.write, []
-
-    def full(file, data):
-        if written:
-            FULL()
-        written.append(write(file, data[:100]))
-        return written[0]
-
+    before, write = log.path.read_bytes(), os.write
+    answers = [lambda file, data: write(file, data[:100]), FULL]
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "write", lambda *given: answers.pop(0)(*given))
         with pytest.raises(OSError, match="No space left"):
             log.append(turn(), 1, set())
-    assert written == [100]
-    assert log.path.read_bytes() == before
+    assert (answers, log.path.read_bytes() == before) == ([], True)
     log.append(turn(), 1, set())
     assert read_log(log.path)["turn_index"].to_pylist() == [0, 1]
 
@@ -142,8 +143,7 @@ def test_a_torn_last_turn_is_left_out_and_said_so(tmp_path, log):
     log.append(turn(), 1, set())
     log.close()
     whole = log.path.read_bytes()[: -len(END_OF_STREAM)]
-    torn = tmp_path / "torn" / "turns-00000.arrows"
-    torn.parent.mkdir()
+    torn = tmp_path / "torn.arrows"
     for size in (*range(good + 1, len(whole), 301), len(whole) - 1):
         torn.write_bytes(whole[:size])
         with pytest.warns(TornLogWarning, match=f"last {size - good} bytes"):
@@ -193,38 +193,29 @@ def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, monkeypatch
     log.close()
 
 
-def test_a_log_that_cannot_begin_leaves_no_file(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", FULL)
-        with pytest.raises(OSError, match="No space left"):
-            TurnLog(tmp_path)
+def test_a_log_that_cannot_begin_leaves_no_file(tmp_path):
+    with full_disk(), pytest.raises(OSError, match="No space left"):
+        TurnLog(tmp_path)
     assert list(tmp_path.iterdir()) == []
     TurnLog(tmp_path).close()
 
 
 def test_a_log_that_does_not_close_has_all_its_turns(tmp_path, monkeypatch):
     """Some network file systems report a full disk there, after all was written."""
-    log = TurnLog(tmp_path)
+    log, close = TurnLog(tmp_path), os.close
     log.append(turn(), 0, set())
-    close = os.close
-
-    def failing(file):
-        close(file)
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
     with monkeypatch.context() as patch:
-        patch.setattr("trajkit_shim.sessions.turn_log.os.close", failing)
+        patch.setattr(os, "close", lambda file: FULL(close(file)))
         log.close()
     assert log.path.read_bytes().endswith(END_OF_STREAM)
     assert indices(tmp_path) == [0]
 
 
-def test_a_full_disk_does_not_keep_a_journal_open(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_keep_a_journal_open(tmp_path):
     journal = AppendLog(tmp_path / "x", schema.AMENDMENTS)
     journal.start()
     before = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", FULL)
+    with full_disk():
         journal.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
 
@@ -365,16 +356,14 @@ def test_attribution_of_shared_tokens(tmp_path, shown, logged):
     assert written == [None, logged]
 
 
-def test_a_write_that_fails_is_no_base(tmp_path, monkeypatch):
+def test_a_write_that_fails_is_no_base(tmp_path):
     log = TurnLog(tmp_path / "run", form="delta", images=True)
     bodies = set()
     log.append(turn(), 0, bodies)
     new = logged_message({"role": "user", "content": "new"})
     longer = turn(messages=[*turn()["messages"], new], delta=(0, 2, 1))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", FULL)
-        with pytest.raises(OSError, match="No space"):
-            log.append(longer, 1, bodies)
+    with full_disk(), pytest.raises(OSError, match="No space"):
+        log.append(longer, 1, bodies)
     assert new.key not in bodies
     log.append(longer, 1, bodies)
     log.close()
