@@ -866,7 +866,7 @@ def ended(request, tmp_path_factory):
     chosen = [
         one.callspec.params["name"]
         for one in request.session.items
-        if "ended" in getattr(one, "fixturenames", ())
+        if one.path == request.path and "ended" in getattr(one, "fixturenames", ())
     ]
 
     @cache
