@@ -73,7 +73,7 @@ def run_json(capsys, *argv, code=cli.DONE):
 
 LINEARIZED = {
     "": {},
-    "--policy slime --fork-threshold 0": {
+    "--policy slime --set fork_threshold=0": {
         "policy": tk.policy("slime", fork_threshold=0)
     },
     "--policy strict": {"policy": "strict"},
@@ -127,7 +127,6 @@ def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
 REFUSALS = r"""
 2 | linearize {turns} -o r.parquet --policy slim | policy 'slim'
 2 | policies slim | policy 'slim' does not exist
-2 | drift {turns} --policy strict --fork-threshold 9 | 'strict' ignores fork_threshold
 2 | flatten | Unknown command "flatten"
 2 | linearize in | requires an argument
 2 | linearize in -o out --max-row-tokens 0 | Must be >= 1
@@ -149,10 +148,10 @@ REFUSALS = r"""
 1 | drift strange.parquet | session_id
 1 | drift twice.parquet | session 'a', turn 0
 2 | simulate in --set train_in=first | --set train_in=first needs a --policy before it
-2 | drift in --set own | --set 'own': expected CHOICE=VALUE
-2 | drift in --set =first | --set '=first': expected CHOICE=VALUE
-2 | verify {turns} {turns} --set train_in=first | --set and --fork-threshold need --policy
-2 | drift in --policy trl --fork-threshold 3 --set fork_threshold=2 | is given twice
+2 | drift in --policy trl --set own | --set 'own': expected CHOICE=VALUE
+2 | drift in --policy trl --set =first | --set '=first': expected CHOICE=VALUE
+2 | verify {turns} {turns} --set train_in=first | needs a --policy before it
+2 | drift in --policy trl --set fork_threshold=3 --set fork_threshold=2 | is given twice
 2 | drift in SET trains_in=first | did you mean 'train_in'?: expected one
 2 | verify in in SET name=x | name is given twice
 2 | simulate in SET builder=per_request | no choice 'builder'
@@ -163,7 +162,6 @@ REFUSALS = r"""
 2 | simulate in SET max_rows=0 | max_rows=0: expected an integer of 1
 2 | drift in SET merge_rewrites=true --set merge_rewrites=false | is given twice
 2 | drift in SET on_drift=absorb_any --set train_in=earliest | does not go with on_drift=
-2 | drift in SET on_drift=fork --set merge_rewrites=false --set fork_threshold=9 | ignores
 """
 
 
@@ -665,7 +663,7 @@ def test_completion_of_a_shell_is_written(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SHELL", "/bin/bash")
     assert cli.main(["--install-completion", "--shell", "bash"]) == cli.DONE
     texts = [path.read_text() for path in tmp_path.rglob("trajkit*")]
-    assert any("--fork-threshold" in text for text in texts)
+    assert any("--max-row-tokens" in text for text in texts)
 
 
 def test_an_import_without_turns_says_which_flag_was_missing(tmp_path, capsys):

@@ -514,27 +514,23 @@ def test_commands_of_one_policy_have_its_options(place, capsys, command):
         "linearize": ["linearize", "c.jsonl", "-o", "x.parquet"],
         "verify": ["verify", "r.parquet", "c.jsonl"],
     }.get(command, [command, "c.jsonl"])
-    options = ["--policy", "slime", "--set", "layout=all", "--fork-threshold", "3"]
+    options = ["--policy", "slime", "--set", "layout=all"]
     assert cli.main([*argv, *options]) == cli.BAD_USAGE
     assert "no choice 'layout'" in capsys.readouterr().err
-    assert cli.main([*argv, "--policy", "slime", "--fork-threshold", "3"]) == cli.DONE
+    assert (
+        cli.main([*argv, "--policy", "slime", "--set", "fork_threshold=3"]) == cli.DONE
+    )
 
 
-def test_a_fork_threshold_belongs_to_the_policy_before_it(place, capsys):
+def test_a_choice_belongs_to_the_policy_before_it(place, capsys):
     def simulated(*options):
         assert cli.main(["simulate", "c.jsonl", "--json", *options]) == cli.DONE
         lines = json.loads(capsys.readouterr().out)["policies"]
         return [line["policy"] for line in lines]
 
-    options = ["--policy", "slime", "--fork-threshold", "3", "--policy", "slime"]
+    options = ["--policy", "slime", "--set", "fork_threshold=3", "--policy", "slime"]
     assert simulated(*options) == ["slime(fork_threshold=3)", "slime"]
-    every = simulated("--fork-threshold", "3")
-    assert len(every) == len(PRESETS)
-    assert [one for one in every if "(" in one] == [
-        f"{name}(fork_threshold=3)" for name in ("slime", "trl", "miles")
-    ]
-    argv = ["simulate", "c.jsonl", "--policy", "faithful", "--fork-threshold", "3"]
-    assert cli.main(argv) == cli.BAD_USAGE
+    assert simulated() == [*PRESETS]
 
 
 # --- the program itself: one sentence, and an exit code
@@ -729,7 +725,7 @@ def test_check_refuses_what_has_no_rows(tmp_path, capsys, content, said):
     argv = ["check", str(rows), str(log)]
     assert cli.main(argv) == cli.BAD_DATA
     assert said in capsys.readouterr().err
-    assert cli.main([*argv, "--fork-threshold", "3"]) == cli.BAD_USAGE
+    assert cli.main([*argv, "--set", "train_in=first"]) == cli.BAD_USAGE
 
 
 def test_every_command_reads_what_is_at_an_address(tmp_path, capsys):

@@ -536,8 +536,6 @@ trajkit/cli/options.py: cli/test_files cli/test_cli
         |reason = log.placed(reason) if k < 10 else reason| -> |reason = reason|
     an existing file is replaced all the same
         |clobber=not any(given)| -> |clobber=True|
-    a threshold that the policy ignores is taken
-        |if "fork_threshold" in choices and not _forks(policy):| -> |if False:|
 trajkit/verification/row_forms.py: analysis/test_row_check
     columns may contradict each other
         |            if len(wrong):\n                raise _contradiction| -> |            if False:\n                raise _contradiction|

@@ -198,8 +198,11 @@ def test_time_without_a_call_is_queue_before_the_session_and_tool_in_it():
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
-        (turns_table(generated_runs(1)), "no column 'started_at'.*trajkit serve"),
-        (SMALL.drop_columns(["ended_at"]), "no column 'ended_at'"),
+        (
+            turns_table(generated_runs(1)),
+            "column 'started_at': .* no column.*trajkit serve",
+        ),
+        (SMALL.drop_columns(["ended_at"]), "column 'ended_at': .* no column"),
         (timed(("a", None, 1)), "are null in all 1 turns"),
         (SMALL.slice(0, 0), "are null in all 0 turns"),
         (
@@ -249,16 +252,14 @@ def test_the_command_writes_every_kind(run_folder, tmp_path):
     assert path.read_bytes() == again
 
 
-def test_without_matplotlib_errors_name_the_extra(
-    run_folder, tmp_path, monkeypatch, capsys
-):
+def test_without_matplotlib_errors_name_it(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(tk.errors.ArgumentError, match=r"pip install 'trajkit\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
         tk.plot.tokens(SMALL)
     path = tmp_path / "a.svg"
     for kind in ("tokens", "swimlanes"):
         assert main(["plot", kind, str(run_folder), "-o", str(path)]) == 2
-        assert "trajkit[plot]" in capsys.readouterr().err
+        assert "pip install matplotlib" in capsys.readouterr().err
     assert not path.exists()
 
 

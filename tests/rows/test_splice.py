@@ -361,4 +361,4 @@ def test_polar_is_listed_and_shown(capsys, tmp_path):
     assert "no splice point" in capsys.readouterr().out
     assert main(["drift", path, "--policy", "polar"]) == 0
     assert main(["verify", rows[1], path, "--policy", "polar"]) == 0
-    assert main(["linearize", path, *rows, "--fork-threshold", "3"]) == 2
+    assert main(["linearize", path, *rows, "--set", "parent_by=prefix"]) == 2

@@ -28,8 +28,7 @@ OPENING_TOKENS = 32
 SENT_AGAIN = ("retry", "rollback")
 """Labels of prompts that end on an earlier path."""
 
-_LABEL = ("session_id", "turn_index", "label")
-_CAUSE = ("session_id", "turn_index", "cause")
+_TURN = ("session_id", "turn_index")
 
 
 @stage
@@ -81,11 +80,11 @@ def named_drift(
         drift = classify_drift(turns, links, tokenizer=tokenizer)
     labels = {
         (name, turn): label
-        for name, turn, label in tuples(label_branches(turns, links), *_LABEL)
+        for name, turn, label in tuples(label_branches(turns, links), *_TURN, "label")
         if label in SENT_AGAIN
     }
     causes = drift["cause"].to_pylist()
-    for k, (name, turn, cause) in enumerate(tuples(plain, *_CAUSE)):
+    for k, (name, turn, cause) in enumerate(tuples(plain, *_TURN, "cause")):
         if cause == "truncated":
             causes[k] = labels.get((name, turn), causes[k])
     return with_column(drift, "cause", pa.array(causes).dictionary_encode())

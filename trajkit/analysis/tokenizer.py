@@ -134,8 +134,7 @@ class Codec:
 
 def entry_bytes(name: str) -> bytes | None:
     """The bytes of a vocabulary's entry; None if it shows none."""
-    byte = _BYTE_TOKEN.fullmatch(name)
-    if byte:
+    if byte := _BYTE_TOKEN.fullmatch(name):
         return bytes([int(byte[1], 16)])
     if all(char in _BYTES for char in name):
         return bytes(_BYTES[char] for char in name)

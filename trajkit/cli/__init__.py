@@ -154,7 +154,11 @@ def application(words: list[str]) -> "App":
         help="From recorded LLM agent calls to loss-masked training rows.",
         help_epilogue=_NOTES,
         version=lambda: f"trajkit {version('trajkit')}",
-        default_parameter=Parameter(negative=(), show_default=_default),
+        # defaults that say nothing are not shown
+        default_parameter=Parameter(
+            negative=(),
+            show_default=lambda one: None if one in (None, "", (), False) else str(one),
+        ),
     )
     for number, (name, (path, line)) in enumerate(COMMANDS.items()):
         # without it, the module is imported for the first line of its docstring
@@ -164,8 +168,3 @@ def application(words: list[str]) -> "App":
         app.command(entry.load(), name=entry.name, sort_key=len(COMMANDS))
     app.register_install_completion_command(help="Complete words in this shell.")
     return app
-
-
-def _default(value: object) -> str | None:
-    """A default as the help shows it; None: not at all."""
-    return None if value in (None, "", ()) or value is False else str(value)

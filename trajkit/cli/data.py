@@ -379,7 +379,7 @@ def simulate(
     """
     counts = Simulation(
         # by default those that the messages of the log allow
-        policy and map(opt.policy_of, opt.many_policies(policy)),
+        policy and map(opt.policy_of, policy),
         pad_to=pad,
         pack_tokens=pack,
         sessions=opt.known_sessions(sessions),
@@ -394,7 +394,7 @@ def simulate(
     table = counts.table()
     if policy:
         # a system's rule has the name that was given, not that of an equal preset
-        pairs = zip(opt.many_policies(policy), table["policy"].to_pylist(), strict=True)
+        pairs = zip(policy, table["policy"].to_pylist(), strict=True)
         names = [text if text in ALIASES else name for text, name in pairs]
         table = table.set_column(0, table.schema.field("policy"), pa.array(names))
     cheapest = cheapest_lossless(table)
@@ -492,7 +492,16 @@ def drift(
         if loaded is not None:
             found = _summable(tk.analysis.explain_drift(turns, links, loaded))
             drifts = lines.filter(~pl.col("cause").is_in(SENT_AGAIN))
-            causes.append(_by_cause(found.join(drifts, _TURN, "semi")))
+            found = found.join(drifts, _TURN, "semi")
+            # counts of findings, and the first one, by cause
+            counted = found.group_by("cause", maintain_order=True).agg(
+                findings=pl.len(),
+                turns=pl.struct(_TURN).n_unique(),
+                path_tokens=(pl.col("path_stop") - pl.col("path_start")).sum(),
+                prompt_tokens=(pl.col("prompt_stop") - pl.col("prompt_start")).sum(),
+                example=pl.struct(*FINDINGS.names).first(),
+            )
+            causes.append(counted)
         counts = lines.group_by("region", "cause").agg(
             turns=pl.len(),
             tokens_beyond=pl.col("size").sum(),
@@ -547,17 +556,6 @@ def _summable(table: pa.Table) -> pl.DataFrame:
     )
 
 
-def _by_cause(findings: pl.DataFrame) -> pl.DataFrame:
-    """Counts of findings, and the first one, by cause."""
-    return findings.group_by("cause", maintain_order=True).agg(
-        findings=pl.len(),
-        turns=pl.struct(_TURN).n_unique(),
-        path_tokens=(pl.col("path_stop") - pl.col("path_start")).sum(),
-        prompt_tokens=(pl.col("prompt_stop") - pl.col("prompt_start")).sum(),
-        example=pl.struct(*FINDINGS.names).first(),
-    )
-
-
 _NOTES = ("unread_mask", "unknown_session", "session_without_rows")
 RIGHT = ("trains", *_NOTES)
 """Lines that are no finding."""
@@ -587,7 +585,7 @@ def check(
     With --policy, tokens that the policy does not train are not missing; without it, every
     sampled token that may be trained is expected in a row.
     """
-    chosen = opt.maybe_policy(policy)
+    chosen = opt.one_policy(policy) if policy else None
     loaded = opt.chosen_tokenizer(tokenizer, turns)
     table = rows_of_trainer(rows)
     if not table.num_rows:
@@ -665,7 +663,7 @@ def verify(
     of other systems need input_ids and loss_mask. With --policy, the rows are compared with
     those of the policy; without it, what is true under every policy is checked.
     """
-    chosen = opt.maybe_policy(policy)
+    chosen = opt.one_policy(policy) if policy else None
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
         output = out or str(Path(folder, "violations.arrows"))
         facts = opt.facts_of(sessions, reward)

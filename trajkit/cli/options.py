@@ -430,36 +430,32 @@ def _spooled(folder: Path, paths: list[str]) -> str:
 
 _HINTS = {k: hint for k, hint in get_type_hints(tk.Policy).items() if k != "name"}
 _HELP = (
-    f"one of {', '.join([*PRESETS, *ALIASES])}; --set CHOICE=VALUE changes a choice of it "
-    "(`trajkit policies NAME` lists them), and --fork-threshold K is short for --set "
-    "fork_threshold=K"
+    f"one of {', '.join([*PRESETS, *ALIASES])}; --set CHOICE=VALUE changes a choice of the "
+    "policy before it (`trajkit policies NAME` lists them)"
 )
 
 
 def _texts(_: object, tokens: Sequence[Token]) -> list[str]:
-    """The options as texts for `policy_of`; choices before any policy have no name."""
+    """The options as texts for `policy_of`: a policy, and the choices after it."""
     texts: list[str] = []
     for token in tokens:
         if token.keyword == "--policy":
             texts.append(token.value)
+        elif not texts:
+            raise ArgumentError(f"--set {token.value} needs a --policy before it")
         else:
-            short = "fork_threshold=" * (token.keyword == "--fork-threshold")
-            texts = texts or [""]
-            texts[-1] += f" {short}{token.value}"
+            texts[-1] += f" {token.value}"
     return texts
 
 
 _OPTIONS = Parameter(
-    name=("--policy", "--set", "--fork-threshold"),
+    name=("--policy", "--set"),
     converter=_texts,
     negative=(),
     allow_leading_hyphen=False,
     help=f"{_HELP} (default: faithful)",
 )
-_MANY = (
-    f"{_HELP}. May be repeated; --set and --fork-threshold belong to the --policy before "
-    "them (default: all policies)"
-)
+_MANY = f"{_HELP}. May be repeated (default: all policies)"
 _MAYBE = f"{_HELP} (default: rows of any policy)"
 PolicyOption = Annotated[list[str] | None, _OPTIONS]
 MaybePolicyOption = Annotated[list[str] | None, _OPTIONS, Parameter(help=_MAYBE)]
@@ -467,7 +463,7 @@ PoliciesOption = Annotated[list[str] | None, _OPTIONS, Parameter(help=_MANY)]
 
 
 def policy_of(text: str) -> tk.Policy:
-    """The policy of ``"NAME CHOICE=VALUE ..."``, each choice of which has an effect."""
+    """The policy of ``"NAME CHOICE=VALUE ..."``."""
     name, *sets = text.split() or [""]
     choices: dict[str, object] = {"name": name}
     for one in sets:
@@ -477,13 +473,7 @@ def policy_of(text: str) -> tk.Policy:
         if choice in choices:
             raise ArgumentError(f"policy {name!r}, {one}: {choice} is given twice")
         choices[choice] = _value(choice, value)
-    policy: tk.Policy = tk.policy(**choices)  # type: ignore[arg-type]
-    if "fork_threshold" in choices and not _forks(policy):
-        raise ArgumentError(
-            f"policy {policy.name!r} ignores fork_threshold: leave it out, or take slime, "
-            "trl or miles, which use it"
-        )
-    return policy
+    return tk.policy(**choices)  # type: ignore[arg-type]
 
 
 def _value(choice: str, text: str) -> object:
@@ -496,42 +486,14 @@ def _value(choice: str, text: str) -> object:
     return {"true": True, "false": False, "none": None}.get(text, text)
 
 
-def _forks(policy: tk.Policy) -> bool:
-    """Whether the policy uses ``fork_threshold``."""
-    return policy.merge_rewrites or policy.absorbs_short
-
-
 def one_policy(texts: list[str] | None) -> tk.Policy:
     """The only policy of the options, faithful by default."""
     first, *others = texts or ["faithful"]
-    if first.startswith(" "):  # choices before the policy are its choices, too
-        name, *others = others or ["faithful"]
-        first = name + first
     if others:
         raise ArgumentError(
             f"--policy is given {len(others) + 1} times: this takes one"
         )
     return policy_of(first)
-
-
-def maybe_policy(texts: list[str] | None) -> tk.Policy | None:
-    """The policy of the options; None without them."""
-    if texts and texts[-1].startswith(" "):
-        raise ArgumentError("--set and --fork-threshold need --policy")
-    return one_policy(texts) if texts else None
-
-
-def many_policies(texts: list[str] | None) -> list[str]:
-    """Texts for `policy_of`, every preset by default.
-
-    A fork threshold alone is for every preset that uses it.
-    """
-    first, *others = texts or PRESETS
-    if not first.startswith(" "):
-        return [first, *others]
-    if others or any(not one.startswith("fork_threshold=") for one in first.split()):
-        raise ArgumentError(f"--set{first} needs a --policy before it")
-    return [name + first * _forks(one) for name, one in PRESETS.items()]
 
 
 def policies(

@@ -25,6 +25,7 @@ from trajkit.files.jsonl import row_placed
 from trajkit.files.pickles import ARRAYS, read_arrays
 from trajkit.files.sources import paths_of
 from trajkit.files.tables import iter_tables, log_files, read_any_rows
+from trajkit.policies import PRESETS
 from trajkit.schema import EMPTY_KINDS, SESSIONS
 from trajkit.tables.canonical import canonical_rows
 from trajkit.tables.columns import take_session, tuples
@@ -106,10 +107,7 @@ def rows_in(source: list[str]) -> pa.Table | None:
 
 
 def rows_of_trainer(path: str) -> pa.Table:
-    """The rows of a file as `row_forms.PLAIN`.
-
-    Errors name the file, and the line if it has lines.
-    """
+    """The rows of a file as `row_forms.PLAIN`; errors name the file, and the line."""
     try:
         return row_forms.plain_rows(any_rows(path))
     except (FormatError, SchemaError) as error:
@@ -345,7 +343,7 @@ def view(
     """
     from trajkit.view.pages import LiveRun, ViewServer, page
 
-    texts = opt.many_policies(policy)
+    texts = policy or [*PRESETS]
     policies = [*map(opt.policy_of, texts)]
     if None not in (session, sample):
         raise ArgumentError("--session and --sample: only one of them is allowed")

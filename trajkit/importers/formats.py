@@ -295,7 +295,7 @@ class Table:
         """The calls of a record: each choice of a response, or each span of a mask."""
         self._session(found, object_of(record), root, names)
         if not isinstance(record, dict):
-            raise Refused(_not_object(record))
+            raise Refused(f"a {type(record).__name__}, not an object")
         prepared = self.format.prepare(record)
         if prepared is None:
             return
@@ -481,10 +481,6 @@ _CONVERTED: Mapping[str, tuple[Callable[[Any], object], bool]] = {
 def _has_ids(found: Finding) -> bool:
     names = ("prompt_ids", "output_ids", "delta_ids")
     return any(has_items(found.fields.get(name)) for name in names)
-
-
-def _not_object(value: object) -> str:
-    return f"a {type(value).__name__}, not an object"
 
 
 def _versions(found: Finding, values: Value, n: int) -> list[Value] | None:

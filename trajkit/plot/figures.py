@@ -224,18 +224,15 @@ def slices_of(turns: TableLike) -> list[Slice]:
 
 def _micros(turns: pa.Table, name: str) -> list[Any]:
     """A column of timestamps, in microseconds since 1970."""
-    if name not in turns.column_names:
+    known = name in turns.column_names
+    found = turns.schema.field(name).type if known else "no column"
+    if not known or not (pa.types.is_timestamp(found) or pa.types.is_null(found)):
         raise errors.SchemaError(
-            f"turns: no column {name!r}. A timeline needs {' and '.join(_TIMES)} "
-            "(timestamps), as `trajkit serve` records them"
+            f"turns, column {name!r}: expected timestamps, found {found}. `trajkit serve` "
+            "records the times that a timeline needs"
         )
-    column = turns[name]
-    if not (pa.types.is_timestamp(column.type) or pa.types.is_null(column.type)):
-        raise errors.SchemaError(
-            f"turns, column {name!r}: expected timestamps, found {column.type}"
-        )
-    micros = pa.timestamp("us", getattr(column.type, "tz", None))
-    return list(column.cast(micros, safe=False).cast(pa.int64()).to_pylist())
+    micros = pa.timestamp("us", getattr(found, "tz", None))
+    return list(turns[name].cast(micros, safe=False).cast(pa.int64()).to_pylist())
 
 
 def save(figure: Figure, path: str | Path, format: str) -> None:
@@ -250,13 +247,9 @@ def save(figure: Figure, path: str | Path, format: str) -> None:
 @contextmanager
 def _figure(title: str) -> Iterator[Figure]:
     """An empty figure in our style, which is not registered with pyplot."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise errors.ArgumentError(
-            "this picture needs matplotlib: pip install 'trajkit[plot]'"
-        ) from error
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(_STYLE):
         figure = Figure(layout="constrained")
         figure.suptitle(_printable(title), x=0.01, ha="left")

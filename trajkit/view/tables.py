@@ -173,6 +173,8 @@ class ViewTables:
             .group_by("session_id", maintain_order=True)
             .agg(context=n_path.max(), logprob=logprob)
         )
+        ids = self.session_ids
+        wrong = [None if found is None else len(found.get(one, ())) for one in ids]
         return reports[0].select(
             "turns",
             "reward",
@@ -182,15 +184,8 @@ class ViewTables:
             sampled="tokens_sampled",
             context=of_turns["context"],
             logprob=pl.when(of_turns["logprob"].is_finite()).then(of_turns["logprob"]),
-            drifts=pl.Series(
-                [drifts[name] for name in self.session_ids], dtype=pl.Int64
-            ),
-            violations=pl.Series(
-                [
-                    None if found is None else len(found.get(name, ()))
-                    for name in self.session_ids
-                ]
-            ),
+            drifts=pl.Series([drifts[one] for one in ids], dtype=pl.Int64),
+            violations=pl.Series(wrong),
             trained=pl.concat_list([one["tokens_trained"] for one in reports]),
             rows=pl.concat_list([one["rows"] for one in reports]),
         )
