@@ -530,7 +530,12 @@ def test_a_choice_belongs_to_the_policy_before_it(place, capsys):
 
     options = ["--policy", "slime", "--set", "fork_threshold=3", "--policy", "slime"]
     assert simulated(*options) == ["slime(fork_threshold=3)", "slime"]
-    assert simulated() == [*PRESETS]
+    every = simulated("--fork-threshold", "3")
+    assert len(every) == len(PRESETS)
+    assert [one for one in every if "(" in one] == [
+        f"{name}(fork_threshold=3)" for name in ("slime", "trl", "miles")
+    ]
+    assert cli.main(["drift", "c.jsonl", "--fork-threshold", "3"]) == cli.BAD_USAGE
 
 
 # --- the program itself: one sentence, and an exit code

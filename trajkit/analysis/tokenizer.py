@@ -60,11 +60,7 @@ class Codec:
         methods = (getattr(tokenizer, name, None) for name in names)
         self._shows = next(filter(None, methods), None)
         self.entry, self.data = cache(self._entry), cache(self._data)
-        self._is_special = cache(
-            lambda token: bool(
-                self.text([token]) and not self.text([token], plain=True)
-            )
-        )
+        self._is_special = cache(self._skipped)
 
     def text(self, ids: Ids | list[int], *, plain: bool = False) -> str:
         """The text of ids; ``plain``: without special tokens."""
@@ -119,6 +115,9 @@ class Codec:
         except (LookupError, OverflowError, ValueError):  # beyond the vocabulary
             return None
         return None if name is None else str(name)
+
+    def _skipped(self, token: int) -> bool:
+        return bool(self.text([token]) and not self.text([token], plain=True))
 
     def ids(self, text: str) -> Ids:
         encoded = self._tokenizer.encode(text, add_special_tokens=False)

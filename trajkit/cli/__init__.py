@@ -154,10 +154,8 @@ def application(words: list[str]) -> "App":
         help="From recorded LLM agent calls to loss-masked training rows.",
         help_epilogue=_NOTES,
         version=lambda: f"trajkit {version('trajkit')}",
-        # defaults that say nothing are not shown
         default_parameter=Parameter(
-            negative=(),
-            show_default=lambda one: None if one in (None, "", (), False) else str(one),
+            negative=(), show_default=lambda one: str(one) if one else None
         ),
     )
     for number, (name, (path, line)) in enumerate(COMMANDS.items()):

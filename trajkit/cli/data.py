@@ -321,9 +321,8 @@ def export(
         if given is not None and to not in targets:
             words = f"it is for {' and '.join(targets)}"
             raise errors.ArgumentError(f"--{name} does nothing with --to {to}: {words}")
-    options = {} if max_length is None else {"max_length": max_length}
-    if to == "prime-rl":
-        options = {"seq_len": max_length or 2048}
+    name = "seq_len" if to == "prime-rl" else "max_length"
+    options = {} if max_length is None else {name: max_length}
     table = opt.read_rows(rows)
     with warnings.catch_warnings(), Progress("writing"):
         # A file of such rows would be of no use.

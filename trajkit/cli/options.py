@@ -431,25 +431,34 @@ def _spooled(folder: Path, paths: list[str]) -> str:
 _HINTS = {k: hint for k, hint in get_type_hints(tk.Policy).items() if k != "name"}
 _HELP = (
     f"one of {', '.join([*PRESETS, *ALIASES])}; --set CHOICE=VALUE changes a choice of the "
-    "policy before it (`trajkit policies NAME` lists them)"
+    "policy before it (`trajkit policies NAME` lists them), and --fork-threshold K is "
+    "short for --set fork_threshold=K"
 )
 
 
 def _texts(_: object, tokens: Sequence[Token]) -> list[str]:
-    """The options as texts for `policy_of`: a policy, and the choices after it."""
+    """The options as texts for `policy_of`: a policy, and the choices after it.
+
+    A fork threshold alone is for every preset that uses it.
+    """
     texts: list[str] = []
     for token in tokens:
+        choice = "fork_threshold=" * (token.keyword == "--fork-threshold") + token.value
         if token.keyword == "--policy":
-            texts.append(token.value)
-        elif not texts:
-            raise ArgumentError(f"--set {token.value} needs a --policy before it")
+            texts.append(choice)
+        elif texts:
+            texts[-1] += f" {choice}"
+        elif token.keyword == "--set":
+            raise ArgumentError(f"--set {choice} needs a --policy before it")
         else:
-            texts[-1] += f" {token.value}"
+            for name, one in PRESETS.items():
+                uses = one.merge_rewrites or one.absorbs_short
+                texts.append(f"{name} {choice}" if uses else name)
     return texts
 
 
 _OPTIONS = Parameter(
-    name=("--policy", "--set"),
+    name=("--policy", "--set", "--fork-threshold"),
     converter=_texts,
     negative=(),
     allow_leading_hyphen=False,
@@ -490,9 +499,7 @@ def one_policy(texts: list[str] | None) -> tk.Policy:
     """The only policy of the options, faithful by default."""
     first, *others = texts or ["faithful"]
     if others:
-        raise ArgumentError(
-            f"--policy is given {len(others) + 1} times: this takes one"
-        )
+        raise ArgumentError(f"this takes one --policy, and {len(others) + 1} are given")
     return policy_of(first)
 
 

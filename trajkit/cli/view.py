@@ -142,10 +142,7 @@ class _View:
         """Print rows, or one of them."""
         names = rows["row_index"].to_pylist()
         if index is not None and index not in names:
-            n = rows.num_rows
-            raise ArgumentError(
-                f"--row {index}: expected an index of one of the {n} rows"
-            )
+            raise ArgumentError(f"--row {index}: there are {rows.num_rows} rows")
         for k, name in enumerate(names):
             if index in (None, name):
                 self._row(rows.slice(k, 1).to_pylist()[0])

@@ -79,7 +79,7 @@ def _tinker(rows: pa.Table, path: Path) -> None:
 
 
 def _prime_rl(rows: pa.Table, path: Path, **options: Any) -> None:
-    options = {"step": 0, "env_name": "trajkit", **options}
+    options = {"step": 0, "env_name": "trajkit", "seq_len": 2048, **options}
     prime_rl.write_micro_batches(rows, path.parent, **options)
 
 
