@@ -142,7 +142,9 @@ class _View:
         """Print rows, or one of them."""
         names = rows["row_index"].to_pylist()
         if index is not None and index not in names:
-            raise ArgumentError(f"--row {index}: there are {rows.num_rows} rows")
+            raise ArgumentError(
+                f"--row {index}: expected an index of {rows.num_rows} rows"
+            )
         for k, name in enumerate(names):
             if index in (None, name):
                 self._row(rows.slice(k, 1).to_pylist()[0])
