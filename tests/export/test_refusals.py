@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
-from tests.export.group_of_rows import one_row_each, plain, sample_rows, with_column
-from tests.export.test_fields import EVERY, slime_args
+from tests.export.group_of_rows import (
+    EVERY,
+    one_row_each,
+    plain,
+    sample_rows,
+    with_column,
+)
 from trajkit import export
 from trajkit.cli import main
 from trajkit.errors import (
@@ -35,7 +39,7 @@ from trajkit.export import (
     verl,
 )
 
-NO_PAYLOADS = {"miles", "rlinf", "roll", "sft"}
+NO_PAYLOADS = {"rlinf", "roll", "sft"}
 EXPORTS = {name: make for name, make in EVERY.items() if name not in NO_PAYLOADS}
 
 
@@ -80,10 +84,10 @@ def payload(rows, name):
 
 
 CARRIED = {
-    "routed_experts": {"nemo_rl", "prime_rl", "skyrl", "slime", "verl"},
+    "routed_experts": {"miles", "nemo_rl", "prime_rl", "skyrl", "slime", "verl"},
     "sampling_mask": {"prime_rl", "skyrl", "slime"},
     "ref_logprobs": {"prime_rl"},
-    "teacher_logprobs": {"prime_rl", "slime"},
+    "teacher_logprobs": {"miles", "prime_rl", "slime"},
 }
 
 
@@ -253,23 +257,6 @@ def test_a_session_without_a_group_joins_none_with_its_name():
     assert len(areal.trajectory_fields(rows)) == 3
 
 
-def test_slime_rollouts_without_a_group_are_groups_of_their_own():
-    samples = [
-        SimpleNamespace(
-            index=k, rollout_id=k, group_index=g, get_reward_value=lambda args, r=r: r
-        )
-        for k, (g, r) in enumerate([(None, 1.0), (None, 0.0), (1, 1.0), (1, 0.0)])
-    ]
-    found = slime.reward_post_process(slime_args(), samples)
-    assert found[1] == [0.0, 0.0, 0.5, -0.5]
-    args = slime_args(grpo_std_normalization=True)
-    assert slime.reward_post_process(args, samples)[1][:2] == [0.0, 0.0]
-    for sample, reward in zip(samples, (0.1 + 0.2, 0.3), strict=False):
-        sample.group_index, sample.get_reward_value = 1, lambda args, r=reward: r
-    with pytest.warns(NoSignalWarning, match="all 2 advantages are 0"):
-        assert slime.reward_post_process(args, samples[:2])[1] == [0.0, 0.0]
-
-
 # --- weights
 
 
@@ -376,19 +363,13 @@ def test_groups_without_a_spread_are_told(target, rewards, groups):
     ],
 )
 def test_rows_beyond_the_trainers_limit_are_refused(make, name, others):
-    rows = group([1.0, 0.0], ["g", "g"], tokens=2047)
+    rows, limit = group([1.0, 0.0], ["g", "g"], tokens=2047), {name: 2048}
     rows = with_column(rows, "advantage", [1.0, -1.0])
+    # 2048 is their default
+    given = {} if make in (openrlhf.execution_fields, prime_rl.sample_fields) else limit
     with pytest.raises(ExportError, match=f"2049 tokens, but .* at .*{name} 2048"):
-        make(rows, **others, **{name: 2048})
+        make(rows, **others, **given)
     make(rows, **others, **{name: 2049})
-
-
-def test_limits_are_those_of_the_trainers_by_default():
-    rows = with_column(group([1.0], ["g"], tokens=2047), "advantage", [1.0])
-    with pytest.raises(ExportError, match=r"data\.max_len 2048"):
-        openrlhf.execution_fields(rows)
-    with pytest.raises(ExportError, match="seq_len 2048"):
-        prime_rl.sample_fields(rows, env_name="e")
 
 
 def test_rows_that_trl_would_cut_are_told():
@@ -454,17 +435,6 @@ def test_advantages_come_from_the_rows_or_from_sessions(files):
     np.testing.assert_allclose(found[2], [-0.5, 0.5], rtol=1e-6)
 
 
-def test_sessions_take_the_report_of_linearize(files):
-    report = files / "report.parquet"
-    call = {"prompt_ids": [1, 2], "output_ids": [3], "output_logprobs": [-1.0]}
-    call |= {"group_id": "g"}
-    calls = [{**call, "session_id": f"s{k}", "reward": float(k)} for k in range(2)]
-    tk.write_turns(tk.from_records(calls), files / "turns.parquet")
-    words = ["-o", str(files / "rows.parquet"), "--report", str(report)]
-    assert main(["linearize", str(files / "turns.parquet"), *words]) == 0
-    assert run(files, "rows", "tinker", "--sessions", str(report)) == 0
-
-
 @pytest.mark.parametrize(
     ("rows", "target", "words", "match"),
     [
@@ -473,7 +443,6 @@ def test_sessions_take_the_report_of_linearize(files):
         ("rows", "tinker", [], "advantage is null or absent"),
         ("rows", "sft", ["--max-length", "4"], "5 tokens, but"),
         ("rows", "sft", ["--advantage", "none"], "does nothing with --to sft"),
-        ("rows", "slime", ["--max-length", "9"], "does nothing with --to slime"),
     ],
 )
 def test_failing_exports_leave_nothing_behind(

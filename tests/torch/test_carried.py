@@ -8,7 +8,7 @@ import trajkit as tk
 from tests.torch.cases import SESSIONS, rows_of
 from tests.torch.test_equality import assert_equal, by_rows
 from tests.torch.tiny_models import (
-    CONFIGS,
+    PLAIN,
     float64_throughout,
     gradients,
     make,
@@ -47,7 +47,7 @@ def by_parts(model, packs, **options):
 
 
 @pytest.mark.parametrize("case", SESSIONS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_cut_trees_train_as_their_rows_in_float64(name, case):
     rows = rows_of(case)
     model = make(name)

@@ -3,10 +3,12 @@
 import queue
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
 import trajkit as tk
+from benchmarks import installed_peers
 from tests.trainers.steps import (
     FORKED,
     REWARDS,
@@ -15,6 +17,7 @@ from tests.trainers.steps import (
     missing,
     parameters,
     reference,
+    row_logprobs,
     rows_of,
     tiny_model,
     token_mean,
@@ -193,30 +196,23 @@ def test_grpo_takes_recorded_rollouts(tmp_path, micro_batches):
     )
     loss, moved = trained(trainer)
     model = tiny_model()
-    flat = [each.detach() for each in own_logprobs(model, rows)]
-    current = rows_with_logprobs(rows, flat)
+    current = rows_of_model(rows, model)
     due = reference(model, token_mean(current), reduce="sum").total
     assert_close(moved, gradient(model, due))
     assert loss == pytest.approx(float(due), abs=1e-4)
     assert torch.isfinite(moved).all()
 
 
-def own_logprobs(model, rows):
-    from tests.trainers.steps import row_logprobs
-
-    return [row_logprobs(model, ids) for ids in rows["input_ids"].to_pylist()]
-
-
-def rows_with_logprobs(rows, logprobs):
+def rows_of_model(rows, model):
     """The rows as if the model itself had sampled them."""
-    import pyarrow as pa
-
     values = [
         [
             float(value) if trained else None
-            for value, trained in zip(each, mask, strict=True)
+            for value, trained in zip(row_logprobs(model, ids), mask, strict=True)
         ]
-        for each, mask in zip(logprobs, rows["loss_mask"].to_pylist(), strict=True)
+        for ids, mask in zip(
+            rows["input_ids"].to_pylist(), rows["loss_mask"].to_pylist(), strict=True
+        )
     ]
     at = rows.column_names.index("logprobs")
     field = rows.schema.field(at)
@@ -226,7 +222,6 @@ def rows_with_logprobs(rows, logprobs):
 @pytest.mark.parametrize("packing", [False, True])
 def test_sft_takes_the_mean_over_trained_tokens(tmp_path, packing):
     missing("torch", "trl")
-    import pyarrow as pa
     from trl import SFTConfig, SFTTrainer
 
     rows = rows_of(FORKED)
@@ -276,3 +271,21 @@ def test_sft_drops_rows_beyond_its_default_length(tmp_path):
             processing_class=tokenizer(),
         )
         assert len(trainer.train_dataset) == kept
+
+
+@pytest.mark.parametrize("ours", [0, 1])
+def test_the_benchmark_compares_the_rows_that_it_times(ours, monkeypatch, capsys):
+    """TRL's function gets the calls of seed 0, trajkit those of another, or the same."""
+    missing("trl.experimental.async_grpo.async_rollout_worker")
+    seeds = iter([0, ours])
+    monkeypatch.setattr(
+        installed_peers,
+        "drawn",
+        lambda shape, size, n: [installed_peers.calls(shape, size, next(seeds))],
+    )
+    words = ["--size", "small", "--shape", "siblings", "--repeats", "1"]
+    installed_peers.main([*words, "--python", "skyrl=/bin/false"])
+    out = capsys.readouterr().out
+    assert "skyrl: not timed: it does not run" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("siblings"))
+    assert ("other rows: s0, row 0" if ours else "rows, equal") in line
