@@ -2,10 +2,8 @@
 
 import pyarrow as pa
 import pytest
-import torch
 
 import trajkit as tk
-from benchmarks import train
 from tests.torch.cases import pack_of, packs_of, rows_of
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.torch.packs import Pack, PackDataset
@@ -90,12 +88,3 @@ def test_items_come_with_the_ids_of_the_engine():
     assert shared.to("cpu").mm_items == [image]
     assert plain.mm_items == []
     assert not dataset.empty_pack().mm_items
-
-
-def test_packs_that_the_benchmark_stored_come_back(tmp_path):
-    pack = pack_of("tail_changed")
-    train.save(tmp_path / "packs.npz", {"case": pack})
-    (found,) = train.load(tmp_path / "packs.npz").values()
-    assert found.columns.keys() == {"advantage"}
-    for name in train.TENSORS:
-        assert torch.equal(getattr(found, name), getattr(pack, name))

@@ -221,39 +221,15 @@ def test_a_trainer_takes_packs(tmp_path):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_adapters_train_as_on_rows(name):
-    model, pack = lora(make(name)), packs()[0]
-    plain = edge_logprobs(make(name), pack).detach()
+def test_adapters_alone_get_gradients():
+    model, pack = lora(make("qwen3_moe")), packs()[0]
+    plain = edge_logprobs(make("qwen3_moe"), pack).detach()
     found = edge_logprobs(model, pack)
     assert float((found.detach() - plain).abs().max()) > 0.01
     policy_loss(found, pack).backward()
     trained = [n for n, p in model.named_parameters() if p.grad is not None]
     assert trained
     assert all("lora_" in n for n in trained)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_a_compiled_model_gives_the_same_logprobs():
-    model, pack = make("llama"), packs()[0]
-    expected = edge_logprobs(model, pack).detach()
-    found = torch.compile(PackedModel(model))(pack)
-    assert torch.equal(found.detach(), expected)
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    found = PackedModel(model)(pack)
-    found.sum().backward()
-    torch.testing.assert_close(found.detach(), expected, rtol=0, atol=1e-12)
-
-
-def test_dropout_of_an_adapter_is_refused():
-    config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
-    model = peft.get_peft_model(make("llama"), config)
-    with pytest.raises(
-        UnsupportedModelError, match=r"lora_dropout.*\(Dropout\) has p=0.1"
-    ):
-        edge_logprobs(model.train(), packs()[0])
-    edge_logprobs(model.eval(), packs()[0])
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
