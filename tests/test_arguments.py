@@ -32,38 +32,6 @@ TURNS = tk.from_records([CALL, {**CALL, "prompt_ids": [1, 2, 3, 4, 5]}])
 ROWS = tk.linearize(TURNS)
 
 
-class Tensor:
-    """What trajkit uses of a torch tensor, and what torch refuses."""
-
-    def __init__(self, values, *, grad=True, device="cuda", dtype="bfloat16"):
-        self.values, self.grad, self.device = values, grad, device
-        self.dtype = dtype
-
-    def __len__(self):
-        return len(self.values)
-
-    def __array__(self, dtype=None, copy=None):
-        return self.numpy()
-
-    def detach(self):
-        return Tensor(self.values, grad=False, device=self.device, dtype=self.dtype)
-
-    def cpu(self):
-        if self.device == "meta":
-            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-        return Tensor(self.values, grad=self.grad, device="cpu", dtype=self.dtype)
-
-    def float(self):
-        return Tensor(self.values, grad=self.grad, device=self.device, dtype="float32")
-
-    def numpy(self):
-        if self.grad:
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
-        if self.device != "cpu" or self.dtype == "bfloat16":
-            raise TypeError(f"can't convert {self.device} {self.dtype} to numpy")
-        return np.array(self.values, self.dtype)
-
-
 class Batch(dict):
     """A BatchEncoding: a mapping with a row for each text."""
 
@@ -225,46 +193,6 @@ def test_what_is_no_call_is_said_to_be_none(record, said):
 
 
 # Arrays of other libraries
-
-
-def test_tensors_are_ids_and_logprobs():
-    call = {
-        "prompt_ids": Tensor([1, 2], grad=False, dtype="int64"),
-        "output_ids": Tensor([3, 4], grad=False, dtype="int64"),
-        "output_logprobs": Tensor([-0.5, -0.25]),
-    }
-    assert tk.from_records([{"session_id": "a", **call}]) == tk.from_records([CALL])
-    recorder = tk.Recorder()
-    recorder.record("a", **call)
-    assert recorder.rows("a", "faithful") == tk.linearize(tk.from_records([CALL]))
-
-
-@pytest.mark.parametrize("name", ["prompt_ids", "output_logprobs"])
-def test_a_tensor_that_cannot_be_copied_is_refused(name):
-    wrong = {**CALL, name: Tensor([1, 2], device="meta")}
-    said = f"session 'a', turn 0: {name} is a Tensor that cannot be copied: Cannot copy"
-    with pytest.raises(InvalidTurnsError, match=said):
-        tk.from_records([wrong])
-    session = wrong.pop("session_id")
-    with pytest.raises(InvalidTurnsError, match=said):
-        tk.Recorder().record(session, **wrong)
-
-
-def test_ids_of_bfloat16_are_refused():
-    with pytest.raises(InvalidTurnsError, match="turn 0: prompt_ids is of float32"):
-        tk.from_records([{**CALL, "prompt_ids": Tensor([1, 2])}])
-
-
-def test_real_tensors_are_ids_and_logprobs():
-    torch = pytest.importorskip("torch")
-    call = {
-        "prompt_ids": torch.tensor([1, 2]),
-        "output_ids": torch.tensor([3, 4]),
-        "output_logprobs": torch.tensor(
-            [-0.5, -0.25], dtype=torch.bfloat16, requires_grad=True
-        ),
-    }
-    assert tk.from_records([{"session_id": "a", **call}]) == tk.from_records([CALL])
 
 
 @pytest.mark.parametrize("ids", [[1, 2], [[1, 2]], np.array([[1, 2]])], ids=repr)

@@ -12,6 +12,7 @@ import pytest
 import trajkit as tk
 from tests.export.group_of_rows import (
     EVERY,
+    changed,
     one_row_each,
     plain,
     sample_rows,
@@ -207,19 +208,114 @@ def test_prime_rl_has_one_field_for_two_kinds_of_reference():
     assert fields[1]["ref_logprobs"] == [0.0, *[-0.5] * 4]
 
 
+# --- rows
+
+LONG, SHORT = one_row_each(sample_rows())["loss_mask"].to_pylist()
+LOGPROBS = one_row_each(sample_rows())["logprobs"].to_pylist()
+GAINS = [[0.5] * len(mask) for mask in (LONG, SHORT)]
+NULL = "advantage is null or absent"
+WITH_RESPONSE = {"miles", "rlinf", "skyrl", "slime", "trl", "verl"}
+OF_LOGPROBS = {*EVERY} - {"sft"}
+OF_REWARDS = {"miles", "openrlhf", "rlinf", "roll", "skyrl", "slime", "verl"}
+OF_ADVANTAGES = {"areal", "prime_rl", "tinker", "trl_async"}
+BY_POSITION = {"openrlhf", "trl"}
+OF_S1 = [
+    ("loss_mask", [True, *SHORT[1:]], "token 0 is trained", set(EVERY)),
+    ("loss_mask", [False] * 5, "no token is trained", set(EVERY)),
+    ("loss_mask", SHORT[:4], r".* have lengths \[5, 4, 5\]", set(EVERY)),
+    *(
+        (
+            "logprobs",
+            [*LOGPROBS[1][:4], value],
+            "token 4 is trained and has no",
+            {*EVERY} - {"sft"},
+        )
+        for value in (None, float("nan"), float("-inf"))
+    ),
+    ("prompt_length", 4, "token 3 is trained, .* which is 4", WITH_RESPONSE),
+    ("prompt_length", 0, "token 3 .* which is 0: expected 1 to 3", WITH_RESPONSE),
+    ("reward", None, "reward is null", OF_REWARDS),
+    ("advantage", None, NULL, OF_ADVANTAGES),
+]
+OTHERS = [
+    (changed("advantage", None), NULL, OF_ADVANTAGES),
+    (changed("advantage", GAINS), "is a list per token, but", {"trl_async", "areal"}),
+    (
+        sample_rows(),
+        "session 's0', row 0: the rollout has several",
+        {"openrlhf", "rlinf", "roll", "trl"},
+    ),
+    (
+        sample_rows().take([0, 2, 1]),
+        "session 's0', row 1: .* not contiguous",
+        {"skyrl", "slime", "verl", "prime_rl"},
+    ),
+    (
+        group([1.0, 0.0, 1.0, 0.0], ["g", "h", "g", "h"]),
+        "other groups lie between the rows of group 'g'",
+        BY_POSITION,
+    ),
+    (
+        group([1.0, 0.0, 1.0, 0.0], ["g", "g", "g", "h"]),
+        "group 'h' has 1 rows, but 3 were expected",
+        BY_POSITION,
+    ),
+]
+
+
+def of_s1(name, value):
+    """The rows with another value in the row of s1."""
+    first, _ = one_row_each(sample_rows())[name].to_pylist()
+    return changed(name, [first, value])
+
+
+@pytest.mark.parametrize(
+    ("rows", "match", "targets"),
+    [
+        *(
+            (of_s1(n, v), f"session 's1', row 0: {said}", to)
+            for n, v, said, to in OF_S1
+        ),
+        *OTHERS,
+    ],
+)
+def test_rows_that_a_trainer_would_take_wrongly_are_refused(rows, match, targets):
+    for target in targets:
+        with pytest.raises(ExportError, match=match):
+            EVERY[target](rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "match", "targets"),
+    [
+        (changed("advantage", [0.0, 0.0]), "all advantages are 0", OF_ADVANTAGES),
+        *(
+            (
+                group(*facts),
+                "no group has two rewards",
+                BY_POSITION | {"skyrl", "slime", "verl"},
+            )
+            for facts in (
+                ([1.0, 0.0], ["g", "h"]),
+                ([0.3, 0.1 + 0.2], ["g", "g"]),
+                ([1.0, 0.0], [None, None]),
+            )
+        ),
+    ],
+)
+def test_rows_that_train_nothing_are_told(rows, match, targets):
+    for target in targets:
+        with pytest.warns(NoSignalWarning, match=match):
+            EVERY[target](rows)
+        EVERY[target](rows.slice(0, 1))  # a rollout of a larger group
+
+
+def test_areal_takes_rewards_of_one_row_or_advantages():
+    with pytest.raises(ExportError, match="Add advantages, and pass reward='adv"):
+        areal.trajectory_fields(sample_rows())
+
+
 # --- groups
-
-
-@pytest.mark.parametrize("export", [trl.rollout_func_fields, openrlhf.execution_fields])
-def test_groups_by_position_are_consecutive_and_even(export):
-    rewards = [1.0, 0.0, 1.0, 0.0]
-    export(group(rewards, ["g", "g", "h", "h"]))
-    with pytest.raises(
-        ExportError, match="other groups lie between the rows of group 'g'"
-    ):
-        export(group(rewards, ["g", "h", "g", "h"]))
-    with pytest.raises(ExportError, match="group 'h' has 1 rows, but 3 were expected"):
-        export(group(rewards, ["g", "g", "g", "h"]))
 
 
 def test_async_grpo_groups_are_numbered():
@@ -321,33 +417,6 @@ def test_a_row_weight_that_is_no_number_is_refused(weight):
     for make in (tinker.datum_fields, trl.rollout_sample_fields):
         with pytest.raises(ExportError, match="session 'b', row 1: row_weight is"):
             make(rows, weighted=True)
-
-
-# --- values
-
-
-@pytest.mark.parametrize("target", ["areal", "prime_rl", "tinker", "trl_async"])
-def test_advantages_that_are_all_0_are_told(target):
-    rows = with_column(one_row_each(sample_rows()), "advantage", [0.0, 0.0])
-    with pytest.warns(NoSignalWarning, match="all advantages are 0"):
-        EXPORTS[target](rows)
-    EXPORTS[target](rows.slice(0, 1))  # a rollout of a larger group
-
-
-@pytest.mark.parametrize("target", ["openrlhf", "skyrl", "slime", "trl", "verl"])
-@pytest.mark.parametrize(
-    ("rewards", "groups"),
-    [
-        ([1.0, 0.0], ["g", "h"]),
-        ([0.3, 0.1 + 0.2], ["g", "g"]),
-        ([1.0, 0.0], [None, None]),
-    ],
-)
-def test_groups_without_a_spread_are_told(target, rewards, groups):
-    rows = group(rewards, groups)
-    with pytest.warns(NoSignalWarning, match="no group has two rewards"):
-        EXPORTS[target](rows)
-    EXPORTS[target](rows.slice(0, 1))
 
 
 # --- lengths

@@ -707,7 +707,7 @@ def test_a_damaged_pickle_is_refused(tmp_path, content):
     path = tmp_path / "x.pt"
     if content is None:
         # a tensor beyond its numbers
-        stored = foreign.Stored(np.array([1, 2]))
+        stored = np.array([1, 2])
         wide = ("torch._utils", "_rebuild_tensor_v2", stored, 0, (3,), (1,))
         foreign.save(path, {"samples": [{"tokens": foreign.Call(*wide)}]})
     else:

@@ -204,3 +204,10 @@ def test_more_kinds_of_layers_than_torch_compiles_by_default():
         found, _ = tree_attention(torch.nn.Identity(), q, k, v, mask, tree=tree)
         expected, _ = tree_attention(torch.nn.Identity(), *given, mask, tree=dense)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tensors_are_ids_and_logprobs():
+    call = {"prompt_ids": [1, 2], "output_ids": [3], "output_logprobs": [-0.5]}
+    given = {name: torch.tensor(each, device=DEVICE) for name, each in call.items()}
+    found = tk.from_records([{**given, "session_id": "a"}])
+    assert found == tk.from_records([{**call, "session_id": "a"}])

@@ -1,7 +1,8 @@
-"""Datasets give what is in the tables, and padded rows say where they are padded."""
+"""Datasets give what is in the tables; tensors are taken as ids and logprobs."""
 
 import pyarrow as pa
 import pytest
+import torch
 
 import trajkit as tk
 from tests.torch.cases import pack_of, packs_of, rows_of
@@ -88,3 +89,36 @@ def test_items_come_with_the_ids_of_the_engine():
     assert shared.to("cpu").mm_items == [image]
     assert plain.mm_items == []
     assert not dataset.empty_pack().mm_items
+
+
+CALL = {"prompt_ids": [1, 2], "output_ids": [3, 4], "output_logprobs": [-0.5, -0.25]}
+
+
+def test_tensors_are_ids_and_logprobs():
+    call = {name: torch.tensor(values) for name, values in CALL.items()}
+    logprobs = call["output_logprobs"].to(torch.bfloat16).requires_grad_()
+    expected = tk.from_records([{**CALL, "session_id": "a"}])
+    for given in (call, {**call, "output_logprobs": logprobs}):
+        assert tk.from_records([{**given, "session_id": "a"}]) == expected
+        recorder = tk.Recorder()
+        recorder.record("a", **given)
+        assert recorder.rows("a", "faithful") == tk.linearize(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("prompt_ids", torch.ones(2).bfloat16(), "is of float32"),
+        *(
+            (name, torch.ones(2, device="meta"), "is a Tensor that cannot be copied")
+            for name in ("prompt_ids", "output_logprobs")
+        ),
+    ],
+)
+def test_tensors_that_are_no_ids_or_logprobs_are_refused(name, value, said):
+    call = {**CALL, name: value}
+    match = f"session 'a', turn 0: {name} {said}"
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.from_records([{**call, "session_id": "a"}])
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.Recorder().record("a", **call)
