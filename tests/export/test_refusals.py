@@ -1,7 +1,6 @@
 """What a trainer would lose, cut or regroup without a word, exports write or refuse."""
 
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -64,24 +63,18 @@ def group(rewards, groups, *, sessions=None, tokens=3):
 
 def payload(rows, name):
     """A payload of the sample rows: one entry per token."""
-    sizes = map(len, rows["input_ids"].to_pylist())
-    if name == "routed_experts":
-        values = [[[[k, 300 * (k == 2)]] for k in range(n - 1)] + [None] for n in sizes]
-    elif name == "sampling_mask":
-        values = [
-            [
-                [7, token] if trained else None
-                for token, trained in zip(ids, mask, strict=True)
-            ]
-            for ids, mask in zip(
-                rows["input_ids"].to_pylist(),
-                rows["loss_mask"].to_pylist(),
-                strict=True,
-            )
-        ]
-    else:
-        values = [[None, *[-0.5] * (n - 1)] for n in sizes]
-    return with_column(rows, name, values)
+
+    def entries(ids, mask):
+        n = len(ids) - 1
+        if name == "routed_experts":
+            return [*([[k, 300 * (k == 2)]] for k in range(n)), None]
+        if name == "sampling_mask":
+            pairs = zip(ids, mask, strict=True)
+            return [[7, token] if trained else None for token, trained in pairs]
+        return [None, *[-0.5] * n]
+
+    lines = rows.select(["input_ids", "loss_mask"]).to_pylist()
+    return with_column(rows, name, [entries(*line.values()) for line in lines])
 
 
 CARRIED = {
@@ -339,17 +332,15 @@ def test_a_session_without_a_group_joins_none_with_its_name():
     rows = group(
         [1.0, 0.0, 1.0, 0.0], ["a", "a", None, None], sessions=["x", "y", "a", "b"]
     )
+    names = skyrl.generator_fields(rows)["trajectory_ids"]
     for uids in (
-        [
-            name.rpartition("_")[0]
-            for name in skyrl.generator_fields(rows)["trajectory_ids"]
-        ],
+        [name.rpartition("_")[0] for name in names],
         [one[0]["extra_fields"]["uid"] for one in verl.agent_loop_fields(rows)],
         verl.padded_fields(rows, 2, 3, 0)["uid"].tolist(),
     ):
         assert uids[0] == uids[1] == "a"
         assert len(set(uids)) == 3
-    assert len({*skyrl.generator_fields(rows)["trajectory_ids"]}) == 4
+    assert len({*names}) == 4
     assert len(areal.trajectory_fields(rows)) == 3
 
 
@@ -396,18 +387,11 @@ def test_weights_do_not_depend_on_the_other_rows(make, options):
     assert alone[0] != alone[1]
 
 
-def test_counts_of_a_step_are_those_of_its_rows():
-    assert export.step_counts(uneven()) == COUNTS
-
-
 def test_weights_over_a_step_need_its_counts():
-    for make, options in (
-        (prime_rl.sample_fields, {"env_name": "e"}),
-        (areal.trajectory_fields, {}),
-    ):
-        with pytest.raises(
-            ExportError, match=r"weighted=True: .* divides by the trained"
-        ):
+    assert export.step_counts(uneven()) == COUNTS
+    makes = (prime_rl.sample_fields, {"env_name": "e"}), (areal.trajectory_fields, {})
+    for make, options in makes:
+        with pytest.raises(ExportError, match=r"weighted=True: .* divides by the tra"):
             make(uneven(), weighted=True, **options)
 
 
@@ -523,36 +507,20 @@ def test_failing_exports_leave_nothing_behind(
     assert sorted(files.rglob("*")) == before
 
 
-def test_a_missing_package_is_one_line(files):
-    """Without torch, as a user without it has it."""
-    code = (
-        "import sys\n"
-        "sys.modules['torch'] = sys.modules['datasets'] = None\n"
-        "sys.modules['msgspec'] = None\n"
-        "from trajkit.cli import main\n"
-        "sys.exit(main())\n"
-    )
-    for target, name in (
-        ("slime", "torch"),
-        ("llama-factory", "datasets"),
-        ("prime-rl", "msgspec"),
-    ):
-        words = ["--advantage", "group_mean"] if target == "prime-rl" else []
-        done = subprocess.run(
-            [
-                *(sys.executable, "-c", code, "export", "rows.parquet"),
-                *("--to", target, "-o", "out", *words),
-            ],
-            capture_output=True,
-            text=True,
-            cwd=files,
-            check=False,
-        )
-        assert done.returncode == 2
-        assert done.stderr == (
-            f"trajkit: this needs {name}, which is not installed: pip install {name}\n"
-        )
-        assert not (files / "out").exists()
+@pytest.mark.parametrize(
+    ("target", "name", "words"),
+    [
+        ("slime", "torch", []),
+        ("llama-factory", "datasets", []),
+        ("prime-rl", "msgspec", ["--advantage", "group_mean"]),
+    ],
+)
+def test_a_missing_package_is_one_line(files, monkeypatch, capsys, target, name, words):
+    monkeypatch.setitem(sys.modules, name, None)
+    assert run(files, "rows", target, *words) == 2
+    said = f"trajkit: this needs {name}, which is not installed: pip install {name}\n"
+    assert capsys.readouterr().err == said
+    assert not (files / "out").exists()
 
 
 def test_the_micro_batches_of_a_step_appear_together(tmp_path, monkeypatch):

@@ -96,10 +96,10 @@ trajkit/torch/attention.py: torch/test_equality:GLM
 trajkit/torch/attention.py: torch/test_equality:gpt-oss
     |found = shares[..., : key.shape[2]] @ value|
         -> |found = shares[..., : key.shape[2]].softmax(3) @ value|
-trajkit/torch/attention.py: torch/test_carried:llama
+trajkit/torch/attention.py: torch/test_equality:llama
     |pack.prefix_end.cpu().numpy()| -> |pack.prefix_end.cpu().numpy() + 1|
     |return grad.index_add(2, source, handed)| -> |return grad|
-trajkit/torch/models.py: torch/test_carried:llama
+trajkit/torch/models.py: torch/test_equality:llama
     |gradients = carried.prefix_gradients()| -> |gradients = {}|
 trajkit/torch/attention.py: torch/test_states:segments
     |run, source = np.append(before, run), above[source]| -> |run = np.append(before, run)|
@@ -120,6 +120,6 @@ trajkit/torch/models.py: torch/test_checks:changed_model
     |passed.get(options) == kind:| -> |passed:|
 trajkit/packs/segments.py: torch/test_varlen
     |end[start[open_runs[-1]]] <= first| -> |end[start[open_runs[-1]]] < first|
-trajkit/torch/packs.py: torch/test_carried:llama
+trajkit/torch/packs.py: torch/test_equality:llama
     |first = np.flatnonzero(~self._continues)| -> |first = np.arange(len(self._continues))|
 """

@@ -16,7 +16,7 @@ from tests.torch.tiny_models import (
     row_logprobs,
 )
 from trajkit.torch.attention import TreeAttention, dense_mask, tree_attention
-from trajkit.torch.models import edge_logprobs
+from trajkit.torch.models import carry_backward, carry_logprobs, edge_logprobs
 from trajkit.torch.packs import PackDataset, policy_loss
 
 
@@ -46,6 +46,27 @@ def by_packs(model, packs, **options):
         total = total + loss.detach()
         places = zip(pack.edge_row.tolist(), pack.edge_position.tolist(), strict=True)
         known |= dict(zip(places, logprobs.detach(), strict=True))
+    return known, total, gradients(model)
+
+
+def cut(rows, limit, **options):
+    packs = tk.pack(rows, limit, oversize="carry", columns=["advantage"], **options)
+    assert packs["prefix_pack"].null_count < len(packs)
+    return packs
+
+
+def by_parts(model, packs, **options):
+    """Logprobs by (row, position), the loss, and its gradients."""
+    dataset = PackDataset(packs)
+    known, total = {}, 0.0
+    for lines in dataset.parts():
+        parts = [dataset[line] for line in lines]
+        for pack, logprobs in zip(
+            parts, carry_logprobs(model, parts, **options), strict=True
+        ):
+            rows, positions = pack.edge_row.tolist(), pack.edge_position.tolist()
+            known |= dict(zip(zip(rows, positions, strict=True), logprobs, strict=True))
+        total = total + carry_backward(model, parts, policy_loss, **options)
     return known, total, gradients(model)
 
 
@@ -79,6 +100,10 @@ def test_trees_train_as_their_rows_in_float64(name, case):
             (packs_of(rows, cut=True), {"chunk_size": 7}),
         ]:
             assert_equal(by_packs(model, packs, **options), expected, *bounds)
+        # a tree in several packs, one of them in memory at a time
+        for limit, options in [(20, {}), (13, {"align": 13})] * (name in PLAIN):
+            packs = cut(rows, limit, **options)
+            assert_equal(by_parts(model, packs, chunk_size=7), expected)
         # and its rows as before
         assert by_rows(model, rows)[0] == expected[0]
 
