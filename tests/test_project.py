@@ -47,7 +47,7 @@ def test_the_suite_imports_only_what_the_extra_test_installs():
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if not str(path.relative_to(ROOT / "tests")).startswith(others):
             needs = {name.partition(".")[0] for name in conftest.imports(path)}
-            if needs - installed and not conftest.of_dev(path):
+            if needs - installed and not conftest.needed(path):
                 missing[path.name] = needs - installed
     assert missing == {}
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.made_tables import linearized
+from tests.made_tables import Letters, linearized
 from trajkit import analysis, learn, training, turns
 from trajkit.errors import ArgumentError, SchemaError
 
@@ -38,14 +38,6 @@ MESSAGE = {"role": "user", "content": "u"}
 STEPS = {"session_id": ["a", "b"], "turn_index": [0, 0], "reward": [0.0, 1.0]}
 N_TOKENS = sum(map(len, ROWS["input_ids"].to_pylist()))
 N_EDGES = sum(map(len, PACKS["edge_row"].to_pylist()))
-
-
-class Letters:
-    def encode(self, text, add_special_tokens=False):
-        return list(map(ord, text))
-
-    def decode(self, ids, skip_special_tokens=False):
-        return "".join(map(chr, ids))
 
 
 def group(sessions):

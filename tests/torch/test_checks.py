@@ -56,63 +56,59 @@ def test_the_trial_is_longer_than_the_longest_window(window):
     assert {(0, k) for k in range(1, lengths[0])} <= edges
 
 
+def around(module, forward):
+    """Give a module another forward, which gets the plain one first."""
+    plain = module.forward
+    module.forward = lambda *args, **kwargs: forward(plain, *args, **kwargs)
+
+
 # Each makes a model whose layers do something that only the trial can find.
 
 
 def mask_is_causal(model):
+    def forward(plain, hidden_states, *, tree=None, **kwargs):
+        if tree is not None:
+            tree = copy.copy(tree)
+            tree.tokens = tree.keys = tree.tokens.copy()
+            tree.tokens[1] = tree.tokens.shape[1]
+            tree._masks = {}
+        return plain(hidden_states, tree=tree, **kwargs)
+
     for layer in model.model.layers:
-        plain = layer.self_attn.forward
-
-        def forward(hidden_states, *, tree=None, plain=plain, **kwargs):
-            if tree is not None:
-                tree = copy.copy(tree)
-                tree.tokens = tree.keys = tree.tokens.copy()
-                tree.tokens[1] = tree.tokens.shape[1]
-                tree._masks = {}
-            return plain(hidden_states, tree=tree, **kwargs)
-
-        layer.self_attn.forward = forward
+        around(layer.self_attn, forward)
 
 
 def mlp_looks_back(model):
-    mlp = model.model.layers[1].mlp
-    plain = mlp.forward
-    mlp.forward = lambda x: plain(x + 0.3 * x.roll(1, 1))
+    around(model.model.layers[1].mlp, lambda plain, x: plain(x + 0.3 * x.roll(1, 1)))
 
 
 def norm_over_the_pack(model):
-    norm = model.model.norm
-    plain = norm.forward
-    norm.forward = lambda x: plain(x - x.cumsum(1) / x.shape[1])
+    around(model.model.norm, lambda plain, x: plain(x - x.cumsum(1) / x.shape[1]))
 
 
 def positions_are_ignored(model):
-    rotary = model.model.rotary_emb
-    plain = rotary.forward
-    rotary.forward = lambda x, position_ids: plain(
-        x, torch.arange(x.shape[1])[None].expand_as(position_ids)
-    )
+    def forward(plain, x, position_ids):
+        return plain(x, torch.arange(x.shape[1])[None].expand_as(position_ids))
+
+    around(model.model.rotary_emb, forward)
 
 
 def window_in_the_layer(model):
     """In eager attention alone, as where it is written into a layer's own code."""
+
+    def forward(plain, hidden_states, attention_mask=None, **kwargs):
+        if isinstance(attention_mask, torch.Tensor):
+            n = attention_mask.shape[-1]
+            far = torch.ones(n, n, dtype=torch.bool).tril(-4)
+            attention_mask = attention_mask.masked_fill(far, -1e9)
+        return plain(hidden_states, attention_mask=attention_mask, **kwargs)
+
     for layer in model.model.layers:
-        plain = layer.self_attn.forward
-
-        def forward(hidden_states, attention_mask=None, plain=plain, **kwargs):
-            if isinstance(attention_mask, torch.Tensor):
-                n = attention_mask.shape[-1]
-                far = torch.ones(n, n, dtype=torch.bool).tril(-4)
-                attention_mask = attention_mask.masked_fill(far, -1e9)
-            return plain(hidden_states, attention_mask=attention_mask, **kwargs)
-
-        layer.self_attn.forward = forward
+        around(layer.self_attn, forward)
 
 
 def head_looks_back(model):
-    head = model.lm_head
-    plain = head.forward
-    head.forward = lambda x: plain(x + 0.3 * x.roll(1, -2))
+    around(model.lm_head, lambda plain, x: plain(x + 0.3 * x.roll(1, -2)))
 
 
 WRONG = [
@@ -254,9 +250,8 @@ def test_checkpointed_and_compiled_models_are_tried():
 
 
 def dropped_in_code(model):
-    mlp = model.model.layers[0].mlp
-    plain = mlp.forward
-    mlp.forward = lambda x: torch.nn.functional.dropout(plain(x), 0.1, mlp.training)
+    mlp, dropout = model.model.layers[0].mlp, torch.nn.functional.dropout
+    around(mlp, lambda plain, x: dropout(plain(x), 0.1, mlp.training))
 
 
 def dropout_attribute(model):
@@ -298,23 +293,19 @@ def test_wrappers_are_refused_with_the_cure(wrap):
 
 
 def only_rows(model):
-    mlp = model.model.layers[0].mlp
-    plain = mlp.forward
-
-    def forward(x):
+    def forward(plain, x):
         if x.shape[1] >= 45:
             raise RuntimeError("no packs, please")
         return plain(x)
 
-    mlp.forward = forward
+    around(model.model.layers[0].mlp, forward)
 
 
 def own_mask(model):
-    layer = model.model.layers[0].self_attn
-    plain = layer.forward
-    layer.forward = lambda hidden_states, attention_mask=None, **kwargs: plain(
-        hidden_states, attention_mask=torch.zeros(1, 1, 2, 2), **kwargs
-    )
+    def forward(plain, hidden_states, attention_mask=None, **kwargs):
+        return plain(hidden_states, attention_mask=torch.zeros(1, 1, 2, 2), **kwargs)
+
+    around(model.model.layers[0].self_attn, forward)
 
 
 def config_sees_what_follows(model):

@@ -177,15 +177,20 @@ def float64_throughout():
 
 
 def row_logprobs(model, rows, attention="eager"):
-    """Of every token of every row given those before it; 0 for the first of a row."""
-    model.set_attn_implementation(attention)
+    """Of every token of every row given those before it; 0 for the first of a row.
+
+    Without an attention the model runs as it is.
+    """
+    if attention is not None:
+        model.set_attn_implementation(attention)
     parts = []
     for row in rows["input_ids"].to_pylist():
         ids = torch.tensor(row)
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         chosen = logits.log_softmax(1)[torch.arange(len(row) - 1), ids[1:]]
         parts += [chosen.new_zeros(1), chosen]
-    model.set_attn_implementation("trajkit")
+    if attention is not None:
+        model.set_attn_implementation("trajkit")
     return torch.cat(parts)
 
 
