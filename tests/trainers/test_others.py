@@ -9,21 +9,17 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 import trajkit as tk
-from tests.trainers.steps import (
-    FORKED,
-    REWARDS,
+from tests.trainers.models import (
     assert_close,
-    calls,
     gradient,
-    missing,
     reference,
     row_logprobs,
-    rows_of,
     tiny_model,
-    token_mean,
 )
+from tests.trainers.steps import FORKED, REWARDS, calls, missing, rows_of, token_mean
 from trajkit.export import openrlhf, tinker, verl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,16 +27,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def response_logprobs(model, ids, width, start):
     """The logprobs of the tokens from ``start``, padded right."""
-    import torch
-
     own = row_logprobs(model, ids)[start:]
     return torch.cat([own, own.new_zeros(width - len(own))])
 
 
 def test_verl_takes_the_mean_over_trained_tokens():
     """Its trainer v1 computes advantages over rollouts, its ``agg_loss`` counts tokens."""
-    missing("torch", "verl", "verl.trainer.ppo.v1.utils")
-    import torch
+    missing("verl", "verl.trainer.ppo.v1.utils")
     from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
@@ -70,15 +63,14 @@ def test_verl_takes_the_mean_over_trained_tokens():
         batch_num_tokens=int(mask.sum()),
     )
     due = reference(model, token_mean(rows), reduce="sum").total
-    assert_close(total.detach(), due.detach())
+    assert_close(total, due)
     assert_close(gradient(model, total), gradient(model, due))
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 def test_tinker_sums_over_rollouts(reduce):
     """Its importance sampling: the sum over targets of -advantage * ratio."""
-    missing("torch", "tinker")
-    import torch
+    missing("tinker")
 
     rows = rows_of(FORKED)
     if reduce == "sum":
@@ -90,13 +82,13 @@ def test_tinker_sums_over_rollouts(reduce):
         ratio = torch.exp(row_logprobs(model, ids)[1:] - given["logprobs"])
         total = total - (given["advantages"] * ratio).sum()
     due = reference(model, rows, reduce=reduce).rl_sum
-    assert_close(total.detach(), due.detach())
+    assert_close(total, due)
     assert_close(gradient(model, total), gradient(model, due))
 
 
 def test_tinkers_cookbook_makes_the_same_data_and_advantages():
     """From the same calls, by its own merge and baselines."""
-    missing("torch", "tinker", "tinker_cookbook.rl.data_processing")
+    missing("tinker", "tinker_cookbook.rl.data_processing")
     import tinker as sdk
     from tinker_cookbook.completers import TokensWithLogprobs
     from tinker_cookbook.rl import data_processing
@@ -151,7 +143,7 @@ class Absent(ModuleType):
 def openrlhf_code(monkeypatch):
     """OpenRLHF's modules, with what they import for engines replaced."""
     # transformers looks for deepspeed while it is imported
-    missing("torch", "transformers", "ray", "openrlhf")
+    missing("transformers", "ray", "openrlhf")
     for name in (
         "deepspeed",
         "vllm",
@@ -170,7 +162,6 @@ def openrlhf_code(monkeypatch):
 
 
 def test_openrlhf_takes_the_mean_over_trained_tokens(openrlhf_code):
-    import torch
 
     samples_generator, experience_maker, policy_loss = openrlhf_code
     rows = rows_of(dict.fromkeys(REWARDS, 1))
@@ -214,5 +205,5 @@ def test_openrlhf_takes_the_mean_over_trained_tokens(openrlhf_code):
         )
         total = total + found[0]
     due = reference(model, token_mean(rows), reduce="sum").total
-    assert_close(total.detach(), due.detach())
+    assert_close(total, due)
     assert_close(gradient(model, total), gradient(model, due))

@@ -6,23 +6,21 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+import torch
+from torch.nn.utils import parameters_to_vector
 
 import trajkit as tk
 from benchmarks import installed_peers
-from tests.trainers.steps import (
-    FORKED,
-    REWARDS,
+from tests.torch.test_varlen import flash_attn_varlen_func
+from tests.trainers.models import (
     assert_close,
     gradient,
-    missing,
-    parameters,
     reference,
     row_logprobs,
-    rows_of,
     tiny_model,
-    token_mean,
     tokenizer,
 )
+from tests.trainers.steps import FORKED, REWARDS, missing, rows_of, token_mean
 from trajkit.export import sft, trl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,15 +55,13 @@ def logged_loss(trainer):
 @pytest.fixture
 def async_trainer(monkeypatch, tmp_path):
     """Makes an AsyncGRPOTrainer that trains the samples in a step."""
-    missing("torch", "trl.experimental.async_grpo")
+    missing("trl.experimental.async_grpo")
     from trl.experimental.async_grpo import (
         AsyncGRPOConfig,
         AsyncGRPOTrainer,
         async_grpo_trainer,
         packing,
     )
-
-    from tests.torch.test_varlen import flash_attn_varlen_func
 
     monkeypatch.setattr(
         packing,
@@ -125,9 +121,10 @@ def async_trainer(monkeypatch, tmp_path):
 
 def trained(trainer):
     """The loss of the step, and by how much it moved the weights."""
-    before = parameters(trainer.model)
+    before = parameters_to_vector(trainer.model.parameters())
     trainer.train()
-    return logged_loss(trainer), before - parameters(trainer.model)
+    after = parameters_to_vector(trainer.model.parameters())
+    return logged_loss(trainer), (before - after).detach()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 11])
@@ -151,7 +148,7 @@ def test_async_grpo_trains_rollouts_alike_in_any_number_of_micro_batches(
     model = tiny_model()
     due = reference(model, rows)
     assert due.rl_count == len(REWARDS)
-    assert_close(loss, due.total.detach())
+    assert_close(loss, due.total)
     assert_close(moved, gradient(model, due.total))
 
 
@@ -160,15 +157,14 @@ def test_async_grpo_without_weights_counts_tokens_of_a_micro_batch_alike(async_t
     loss, moved = trained(async_trainer(trl.rollout_samples(rows), 1))
     model = tiny_model()
     due = reference(model, token_mean(rows), reduce="sum").total
-    assert_close(loss, due.detach())
+    assert_close(loss, due)
     assert_close(moved, gradient(model, due))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_grpo_takes_recorded_rollouts(tmp_path, micro_batches):
     """Its ratio is to its own logprobs: without vLLM it does not read the recorded ones."""
-    missing("torch", "trl")
-    import torch
+    missing("trl")
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -221,7 +217,7 @@ def rows_of_model(rows, model):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_sft_takes_the_mean_over_trained_tokens(tmp_path, packing):
-    missing("torch", "trl")
+    missing("trl")
     from trl import SFTConfig, SFTTrainer
 
     rows = rows_of(FORKED)
@@ -248,13 +244,13 @@ def test_sft_takes_the_mean_over_trained_tokens(tmp_path, packing):
         model, rows.append_column("observation_weight", pa.array(weights))
     )
     due = learned.observation_sum / learned.observation_count
-    assert_close(loss, due.detach(), 1e-3)
+    assert_close(loss, due, 1e-3)
     assert_close(moved, gradient(model, due), 1e-3)
 
 
 def test_sft_drops_rows_beyond_its_default_length(tmp_path):
     """What the export warns of: rows are cut at 1024, and those without a label vanish."""
-    missing("torch", "trl")
+    missing("trl")
     from trl import SFTConfig, SFTTrainer
 
     turns = tk.from_records(
