@@ -36,20 +36,50 @@ class Batch(dict):
     """A BatchEncoding: a mapping with a row for each text."""
 
 
-# Near misses
+# Records
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"prompt_mesages": []}, "'prompt_mesages' and no 'prompt_messages': did you"),
+        ({"finish_reasons": "stop"}, "record 0 .* did you mean 'finish_reason'"),
+        ({"trainabel": True}, "record 0 has the key .* did you mean 'trainable'"),
+        ({"output_ids": None}, "output_ids is None: expected output_ids"),
+        ({"output_logprobs": [{3: 1}, {4: 1}]}, "logprobs are numbers"),
+        ({"output_logprobs": [(-1, 3, None)] * 2}, "logprobs are numbers"),
+        ({"output_logprobs": {"content": []}}, "a list or an array of numbers"),
+        ({"prompt_ids": Batch(input_ids=[[1], [2]])}, "turn 0: prompt_ids"),
+    ],
+)
+def test_a_record_with_a_wrong_value_or_key_is_refused(changed, said):
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.from_records([{**CALL, **changed}])
 
 
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"prompt_mesages": []}, "'prompt_mesages' and no 'prompt_messages': did you"),
-        ({"finish_reasons": "stop"}, "did you mean 'finish_reason'"),
-        ({"trainabel": True}, "did you mean 'trainable'"),
+        ("x", "record 0 is a str: expected a dict with the keys session_id"),
+        ({"id": 1}, "record 0: no session_id, only id"),
+        (
+            {"session_id": "a", "prompt": []},
+            "turn 0: the record has the keys session_id, prompt: expected prompt_ids",
+        ),
     ],
 )
-def test_a_key_like_a_missing_one_is_refused(record, said):
-    with pytest.raises(InvalidTurnsError, match=f"record 0 has the key .*{said}"):
-        tk.from_records([{**CALL, **record}])
+def test_what_is_no_call_is_said_to_be_none(record, said):
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.from_records([record])
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [[1, 2]], np.array([[1, 2]])], ids=repr)
+def test_the_ids_of_a_batch_encoding_are_taken(ids):
+    call = {**CALL, "prompt_ids": Batch(input_ids=ids, attention_mask=[[1, 1]])}
+    assert tk.from_records([call]) == tk.from_records([CALL])
+
+
+# Near misses
 
 
 def test_a_key_like_one_that_is_there_is_a_column():
@@ -117,20 +147,19 @@ def test_the_wrong_kind_of_file_is_named(tmp_path, suffix):
     tk.write_rows(ROWS.replace_schema_metadata(None), rows)
     tk.write_sessions(known, facts)
     out = tmp_path / "out.parquet"
-    for read in (tk.read_turns, lambda path: linearize_file(path, out)):
-        with pytest.raises(SchemaError) as refused:
-            read(rows)
-        assert "mine." in str(refused.value)
-        assert "a table of rows (columns session_id, row_index" in str(refused.value)
-        assert "expected turns. Pass recorded calls" in str(refused.value)
-        with pytest.raises(SchemaError, match=r"known\..* sessions .*expected turns"):
-            read(facts)
-    with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected sessions"):
-        tk.read_sessions(turns)
-    with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected rows"):
-        tk.read_rows(turns)
-    with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected rows"):
-        verify_file(turns, turns, out)
+    of_rows = r"mine\..* a table of rows \(columns session_id, row_index.*Pass recorded"
+    of_facts = r"known\..* sessions .*expected turns"
+    for read, path, said in [
+        (tk.read_turns, rows, of_rows),
+        (lambda path: linearize_file(path, out), rows, of_rows),
+        (tk.read_turns, facts, of_facts),
+        (lambda path: linearize_file(path, out), facts, of_facts),
+        (tk.read_sessions, turns, r"calls\..* of turns .*expected sessions"),
+        (tk.read_rows, turns, r"calls\..* of turns .*expected rows"),
+        (lambda path: verify_file(path, path, out), turns, "of turns .*expected rows"),
+    ]:
+        with pytest.raises(SchemaError, match=said):
+            read(path)
 
 
 def test_columns_of_any_layout_are_looked_at_in_files(tmp_path):
@@ -164,46 +193,6 @@ def test_an_error_in_a_line_has_one_line_number(tmp_path):
         f"{path}, line 2, column 2: Expecting property name enclosed in double quotes"
     )
     assert str(refused.value) == said
-
-
-# Records
-
-
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        ("x", "record 0 is a str: expected a dict with the keys session_id"),
-        ({"id": 1}, "record 0: no session_id, only id"),
-        (
-            {"session_id": "a", "prompt": []},
-            "turn 0: the record has the keys session_id, prompt: expected prompt_ids",
-        ),
-        ({**CALL, "output_ids": None}, "output_ids is None: expected output_ids"),
-        ({**CALL, "output_logprobs": [{3: 1}, {4: 1}]}, "logprobs are numbers"),
-        ({**CALL, "output_logprobs": [(-1, 3, None)] * 2}, "logprobs are numbers"),
-        (
-            {**CALL, "output_logprobs": {"content": []}},
-            "a list or an array of numbers",
-        ),
-    ],
-)
-def test_what_is_no_call_is_said_to_be_none(record, said):
-    with pytest.raises(InvalidTurnsError, match=said):
-        tk.from_records([record])
-
-
-# Arrays of other libraries
-
-
-@pytest.mark.parametrize("ids", [[1, 2], [[1, 2]], np.array([[1, 2]])], ids=repr)
-def test_the_ids_of_a_batch_encoding_are_taken(ids):
-    call = {**CALL, "prompt_ids": Batch(input_ids=ids, attention_mask=[[1, 1]])}
-    assert tk.from_records([call]) == tk.from_records([CALL])
-
-
-def test_a_batch_encoding_of_two_texts_is_no_prompt():
-    with pytest.raises(InvalidTurnsError, match="turn 0: prompt_ids"):
-        tk.from_records([{**CALL, "prompt_ids": Batch(input_ids=[[1], [2]])}])
 
 
 # Tables of other libraries

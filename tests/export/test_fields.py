@@ -158,10 +158,8 @@ def test_verl_batches_are_padded_as_its_own():
     for name in due.keys() - {"token_level_rewards", "position_ids"}:
         assert plain(found[name]) == due[name], name
     seen = found["attention_mask"] == 1
-    assert (
-        found["position_ids"][seen].tolist()
-        == np.array(due["position_ids"])[seen].tolist()
-    )
+    places = np.array(due["position_ids"])
+    assert plain(found["position_ids"][seen]) == plain(places[seen])
     assert plain(found["uid"]) == TARGETS["verl"]["uid"]
 
 
@@ -276,33 +274,24 @@ def test_tinker_provenance_names_the_tokens_of_turns(turns, policy):
     known = {
         f"{turn['session_id']}/{turn['turn_index']}": turn for turn in table.to_pylist()
     }
+    columns = {"sampled": "output_ids", "prompt": "prompt_ids"}
+
+    def named(spans):
+        """The tokens that spans name, and the kind of each."""
+        for span in spans:
+            ids = known[span["sequence_id"]][columns[span["kind"]]]
+            for k in range(span["offset"], span["offset"] + span["length"]):
+                yield ids[k], span["kind"]
+
     for datum, row in zip(tinker.datum_fields(rows), rows.to_pylist(), strict=True):
-        assert (datum["session_id"], datum["row_index"]) == (
-            row["session_id"],
-            row["row_index"],
-        )
-        for name, ids in (
-            ("model_input_spans", row["input_ids"][:-1]),
-            ("loss_fn_input_spans", row["input_ids"][1:]),
-        ):
-            found = []
-            for run in datum[name]:
-                source = known[run["sequence_id"]]
-                column = {"sampled": "output_ids", "prompt": "prompt_ids"}[run["kind"]]
-                stop = run["offset"] + run["length"]
-                tokens = source[column][run["offset"] : stop]
-                assert len(tokens) == run["length"]
-                found += tokens
-            assert found == ids
-        sampled = [
-            run["kind"] == "sampled"
-            for run in datum["loss_fn_input_spans"]
-            for _ in range(run["length"])
-        ]
-        assert not any(
-            trained and not here
-            for trained, here in zip(row["loss_mask"][1:], sampled, strict=True)
-        )
+        for name in ("session_id", "row_index"):
+            assert datum[name] == row[name]
+        of_model = [*named(datum["model_input_spans"])]
+        of_loss = [*named(datum["loss_fn_input_spans"])]
+        assert [token for token, _ in of_model] == row["input_ids"][:-1]
+        assert [token for token, _ in of_loss] == row["input_ids"][1:]
+        for (_, kind), trained in zip(of_loss, row["loss_mask"][1:], strict=True):
+            assert kind == "sampled" or not trained
 
 
 def test_areal_trajectories_are_those_of_its_workflows():
@@ -340,24 +329,19 @@ def test_areal_rows_end_with_their_last_trained_token():
 
 
 def test_areal_versions_are_integers():
-    rows = EACH
-    names = [
-        ["3" if bit else None for bit in mask] for mask in rows["loss_mask"].to_pylist()
-    ]
-    (found,) = areal.trajectory_fields(
-        rows.append_column("weight_version", pa.array(names))
-    )
-    assert plain(found["versions"][0]) == [-1, -1, -1, 3, 3, -1, 3, 3, 3]
+    masks = EACH["loss_mask"].to_pylist()
+    names = [["3" if trained else None for trained in mask] for mask in masks]
+
+    def versions(**options):
+        rows = EACH.append_column("weight_version", pa.array(names))
+        return plain(areal.trajectory_fields(rows, **options)[0]["versions"][0])
+
+    assert versions() == [-1, -1, -1, 3, 3, -1, 3, 3, 3]
     for name in ("step-1", None):
         names[0][3] = name
         with pytest.raises(ExportError, match=f"{name!r} of token 3 is not an integer"):
-            areal.trajectory_fields(
-                rows.append_column("weight_version", pa.array(names))
-            )
-    (found,) = areal.trajectory_fields(
-        rows.append_column("weight_version", pa.array(names)), version=2
-    )
-    assert plain(found["versions"][0]) == [-1, -1, -1, 2, 3, -1, 3, 3, 3]
+            versions()
+    assert versions(version=2) == [-1, -1, -1, 2, 3, -1, 3, 3, 3]
 
 
 def test_miles_takes_experts_as_arrays():
@@ -368,19 +352,16 @@ def test_miles_takes_experts_as_arrays():
 
 
 def test_rlinf_results_have_the_mask_of_the_rows():
-    due = TARGETS["rlinf"]
-    rows = EACH
-    found = rlinf.rollout_fields(rows, group_size=2)
-    for k, mask in enumerate(due["response_mask"]):
+    found = rlinf.rollout_fields(EACH, group_size=2)
+    masks = TARGETS["rlinf"]["response_mask"]
+    for k, (row, mask) in enumerate(zip(EACH.to_pylist(), masks, strict=True)):
         n = found["prompt_lengths"][k] + found["response_lengths"][k]
-        assert mask[:n] == rows["loss_mask"][k].as_py()
-        assert found["prompt_ids"][k] + found["response_ids"][k] == (
-            rows["input_ids"][k].as_py()
-        )
+        assert mask[:n] == row["loss_mask"]
+        assert found["prompt_ids"][k] + found["response_ids"][k] == row["input_ids"]
     assert found["rewards"] == [1.0, 0.0]
     assert found["is_end"] == [True, False]
     with pytest.raises(ExportError, match="has 2 rows, but 3 were expected"):
-        rlinf.rollout_fields(rows, group_size=3)
+        rlinf.rollout_fields(EACH, group_size=3)
 
 
 CALL = {
@@ -414,22 +395,10 @@ def test_rllm_episodes_have_the_turns():
 @pytest.mark.parametrize(
     ("call", "reward", "group", "said"),
     [
-        pytest.param({}, None, "g", "the session has no reward", id="reward"),
-        pytest.param({}, 1.0, "g:1", "the group 'g:1' has a colon", id="colon"),
-        pytest.param(
-            {"output_mask": [False]},
-            1.0,
-            "g",
-            "turn 0: output_mask leaves",
-            id="mask",
-        ),
-        pytest.param(
-            {"output_logprobs": [None]},
-            1.0,
-            "g",
-            "turn 0: output_logprobs has a null",
-            id="null",
-        ),
+        ({}, None, "g", "the session has no reward"),
+        ({}, 1.0, "g:1", "the group 'g:1' has a colon"),
+        ({"output_mask": [False]}, 1.0, "g", "turn 0: output_mask leaves"),
+        ({"output_logprobs": [None]}, 1.0, "g", "turn 0: output_logprobs has a null"),
     ],
 )
 def test_rllm_takes_no_part_of_a_turn(call, reward, group, said):
