@@ -29,6 +29,7 @@ from tests.torch.tiny_models import (
     INDEXER,
     LATENT,
     MAMBA,
+    MODELS,
     SIZES,
     TOKENS,
     float64_throughout,
@@ -79,20 +80,9 @@ SMALL = (
     }
 )
 # What a kind needs besides, or must not be given.
-OWN = {
-    "NemotronHConfig": {"layers_block_type": ["mamba", "attention"], "n_groups": 1},
-    "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
+OWN = dict(MODELS.values()) | {
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
-    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
-    "Llama4TextConfig": {
-        "intermediate_size_mlp": 16,
-        "no_rope_layers": [1, 0],
-        "layer_types": ["chunked_attention", "full_attention"],
-    },
-    "PhimoeConfig": {"input_jitter_noise": 0.0, "router_jitter_noise": 0.0},
-    "Qwen2MoeConfig": {"use_sliding_window": True, "max_window_layers": 1},
     "Qwen2Config": {"use_sliding_window": True, "max_window_layers": 1},
-    "Mamba2Config": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
 }
 KINDS = [
     ["linear_attention", "full_attention"],
