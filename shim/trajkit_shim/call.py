@@ -312,6 +312,16 @@ class Call:
             if wanted and chats.is_fixed(name, fixed, client):
                 required = replace(required, **free)
                 formless.append(name)
+        form = self._gateway.reply_parser.form
+        holds = getattr(self._gateway.engine, "takes_grammars", True)
+        if form is None or not holds:
+            # nothing can enforce them: wishes are counted, and requirements refused
+            wishes = {
+                "strict": bool(required.strict),
+                "parallel": not required.parallel,
+            }
+            self.chat.ignored.update(name for name, given in wishes.items() if given)
+            required = replace(required, strict=(), parallel=True)
         sampling, overruled = chats.resolve(
             self.chat.sampling,
             fixed,
@@ -321,10 +331,11 @@ class Call:
             stop_token_ids=self._renderer.end_ids,
             structural_tag=replies.grammar(
                 replace(self.chat, required=required),
-                self._gateway.reply_parser.form,
+                form,
                 fixed.get("extra", {}),
                 opened=self._opened,
                 reasons=replies.THINK in self._renderer.chat_template,
+                holds=holds,
             ),
         )
         return sampling, [*formless, *overruled]

@@ -449,6 +449,36 @@ def test_a_body_that_begins_as_earlier_ones_is_read_as_if_alone(
         earlier = [*earlier, found.elements][-2:]
 
 
+def test_gemini_in_snake_case():
+    # as litellm 1.110 writes it, whose own names in arguments and schemas stay
+    schema = {"type": "object", "properties": {"my_arg": OBJECT}}
+    body = {
+        "system_instruction": turn("be brief"),
+        "contents": [
+            turn("hi"),
+            turn({"function_call": {"name": "f", "args": {"my_arg": 1}}}, role="model"),
+            turn({"function_response": {"name": "f", "response": {"an_error": ""}}}),
+        ],
+        "tools": [{"function_declarations": [{"name": "f", "parameters": schema}]}],
+        "tool_config": {"function_calling_config": {"mode": "NONE"}},
+        "generation_config": {"max_output_tokens": 5, "thinking_config": {}},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    found = BY_NAME["gemini"].read(body)
+    system, _, reply, result = found.messages
+    assert system == {"role": "system", "content": "be brief"}
+    assert reply == said(tool_calls=[called("f-1", "f", '{"my_arg": 1}')])
+    assert (result["content"], found.sampling) == (
+        '{"an_error": ""}',
+        {"max_tokens": 5},
+    )
+    assert found.thinking.variables == {"enable_thinking": False}
+    assert (found.tools, found.ignored) == (None, {})
+    del body["tool_config"]
+    (tool,) = BY_NAME["gemini"].read(body).tools
+    assert tool["function"] == {"name": "f", "parameters": schema}
+
+
 def test_what_bodies_share_is_not_read_again():
     talk = [{**user(f"message {i}"), "odd": {}} for i in range(20)]
 

@@ -23,6 +23,7 @@ from tests.shim.fakes import (
     user,
 )
 from trajkit_shim.chat.request import Required, Usage, make_reply
+from trajkit_shim.replies import FORMS, FormParser
 
 pytestmark = pytest.mark.anyio
 
@@ -70,6 +71,25 @@ async def test_what_is_required_is_read_sampled_under_a_grammar_and_logged(
     (sampling,), (turn,) = gateway.engine.samplings, gateway.turns()
     assert sampling.structural_tag["type"] == "structural_tag"
     assert json.loads(turn["sampling"])["structural_tag"] == sampling.structural_tag
+
+
+WISHES = {"one call at most": "parallel", "arguments of the tool's schema": "strict"}
+
+
+@pytest.mark.parametrize("lacks", ["engine", "parser"])
+@each_cell({what: cells for what, (_, *cells) in REQUIRED.items()})
+async def test_without_grammars_wishes_are_counted_and_the_rest_is_refused(
+    start, name, what, lacks
+):
+    parser = FormParser(FORMS["kimi" if lacks == "parser" else "hermes"])
+    gateway = await start("{}", reply_parser=parser)
+    gateway.engine.takes_grammars = lacks == "parser"
+    session, wish = await gateway.open(), WISHES.get(what)
+    await session.post(name, 200 if wish else 400, **required(name, what))
+    assert (await session.shown())["ignored"] == ({wish: 1} if wish else {})
+    assert [one.structural_tag for one in gateway.engine.samplings] == [None] * bool(
+        wish
+    )
 
 
 A_CALL = required("openai_chat", "a call")
