@@ -163,11 +163,11 @@ class Call:
         self._is_short, takes_images = len(data) <= _SHORT, gateway.prompts.places
         limits = gateway.images.limits if takes_images else None
         head = f"{protocol.name} {self._verb}\0".encode()
-        earlier = session.conversation.elements
+        earlier, known = session.conversation.elements, session.conversation.replies
 
         def read() -> ChatRequest:
             self._digest = blake2b(head + data, digest_size=16).digest()
-            return protocol.read(parse_object(data), limits, earlier)
+            return protocol.read(parse_object(data), limits, earlier, known)
 
         chat = await _done(read, at_once=self._is_short and not takes_images)
         limit = gateway.options.max_messages
@@ -461,6 +461,7 @@ class Call:
             base=prompt.base,
         )
         self._session.conversation.add(node, self._gateway.cache_budget)
+        self._session.conversation.replies[reply.reply_id] = reply
         self._session.remember(pending)
         counts.answered += 1
         counts.ignored.update(self.chat.ignored)

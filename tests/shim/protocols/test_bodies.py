@@ -275,6 +275,7 @@ REFUSED = {
     "openai_responses": [
         ({"input": []}, "input"), ({"input": None}, "input"), ({"input": 3}, "input"),
         ({"previous_response_id": "r"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"tools": [{**TOOL, "name": "f", "strict": 1}]}, "tools[0].strict"),
@@ -284,6 +285,7 @@ REFUSED = {
     ],
     "gemini": [
         ({"contents": []}, "contents"),
+        ({"cachedContent": "c"}, "cachedContent"),
         (contents(turn(response("f", {}))), "contents[0].parts[0].functionResponse"),
         ({CONFIG: {"candidateCount": 0}}, "generationConfig.candidateCount"),
         ({CONFIG: {"candidateCount": 2}}, "generationConfig.candidateCount"),
@@ -321,13 +323,12 @@ IGNORED = {
         ({"n": 2}, "n"),
     ],
     "openai_responses": [
-        ({"conversation": "c"}, "conversation"), ({"background": True}, "background"),
+        ({"background": True}, "background"),
         ({"top_logprobs": 1}, "top_logprobs"), ({CHOICE: {"type": "web_search"}}, CHOICE),
         ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[0].type"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [
             {"type": "namespace", "name": "m"}]}]}, "tools[0].tools[0].type"),
         (items({"type": "custom_tool_call"}, USER), "input[0].type"),
-        (items({"type": "item_reference", "id": "x"}, USER), "input[0].type"),
         (items({"role": "tool", "content": ""}), "input[0].role"),
         (items(reasoning(encrypted_content="gAAA"), USER), "input[0].encrypted_content"),
         (items({**USER, "mood": 1}), "input[0].mood"),
@@ -337,7 +338,6 @@ IGNORED = {
         (contents(turn("a", role="system")), "contents[0].role"),
         (contents(turn({"executableCode": {}})), "contents[0].parts[0].executableCode"),
         ({"tools": [{"computerUse": {}}]}, "tools[0].computerUse"),
-        ({"cachedContent": "c"}, "cachedContent"),
         ({CONFIG: {"responseLogprobs": True, "logprobs": 1}},
          "generationConfig.logprobs"),
     ],

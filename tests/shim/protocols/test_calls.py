@@ -390,6 +390,26 @@ async def test_a_tool_of_a_namespace_has_the_client_s_names(start):
     assert message["tool_calls"][0]["function"]["name"] == "agents__spawn"
 
 
+async def test_items_of_replies_may_be_named_by_their_ids(start):
+    # as npm's ai 6 does with calls beside them, unless it is told not to store
+    gateway = await start(f"<think>Hm.</think>Look.{CALL}", "more", "more")
+    name, tools = "openai_responses", TOOLS["openai_responses"]
+    session = await gateway.open()
+    items = (await session.post(name, tools=tools)).json()["output"]
+    named = [{"type": "item_reference", "id": item["id"]} for item in items]
+    result = {"type": "function_call_output", "output": "x"}
+    result |= {"call_id": items[-1]["call_id"]}
+    for sent in ([*named, result], [*named[:-1], items[-1], result]):
+        await session.post(name, tools=tools, input=[USER, *sent])
+    keys = [[m["key"] for m in turn["messages"]] for turn in gateway.turns()]
+    assert keys[1] == keys[2]
+    assert keys[1][1] == gateway.turns()[0]["response"]["key"]
+    for unknown in ("msg_x_0", "x", f"{items[0]['id']}9"):
+        reference = {"type": "item_reference", "id": unknown}
+        error = await session.error(400, name, input=[USER, reference])
+        assert f"input[1].id: {unknown!r} is of no reply" in error["message"]
+
+
 @cases(
     "name, path, field",
     {
