@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +15,15 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import foreign
+from tests.importers.logs import (
+    ANSWER,
+    NODE,
+    PAGE,
+    RECORD,
+    REPLY,
+    USER,
+    log_line,
+)
 from tests.strategies import runs, transcripts
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
@@ -28,7 +36,6 @@ from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/import.md").read_text("utf-8")
 
 # what every format carries
 CORE = ("session_id", "prompt_ids", "output_ids", "output_logprobs")
@@ -298,6 +305,9 @@ def test_every_reply_that_something_precedes_is_a_call(tmp_path, conversations):
     turns, report = tk.import_turns(file, "chat", tokenizer=tokenizer)
     got = turns.select(["session_id", "prompt_ids", "output_ids"]).to_pylist()
     assert [tuple(turn.values()) for turn in got] == expected
+    assert turns["sampled"].to_pylist() == [False] * len(expected)
+    assert turns["call_kind"].to_pylist() == ["transcript"] * len(expected)
+    assert turns["output_logprobs"].null_count == len(expected)
     told = [
         (row["problem"], row["kept"])
         for row in report.to_pylist()
@@ -308,20 +318,6 @@ def test_every_reply_that_something_precedes_is_a_call(tmp_path, conversations):
     replies = sum(m["role"] == "assistant" for said in conversations for m in said)
     silent = sum(all(m["role"] != "assistant" for m in said) for said in conversations)
     assert len(told) == replies + silent
-
-
-def test_transcripts_are_marked_as_not_sampled(tmp_path):
-    foreign.write_chats(tmp_path, [TALK_OF_TWO * 2, TALK_OF_TWO[1:]])
-    turns, report = tk.import_turns(tmp_path, tokenizer=Letters())
-    assert turns["sampled"].to_pylist() == [False, False]
-    assert turns["call_kind"].to_pylist() == ["transcript"] * 2
-    assert turns["output_logprobs"].null_count == 2
-    assert [problem for _, problem, _ in problems(report)] == [
-        *["no_end_token", "not_sampled"] * 2,
-        "no_prompt_ids",
-    ]
-    rows = tk.linearize(turns)
-    assert sum(map(sum, rows["loss_mask"].to_pylist())) == 2
 
 
 def test_transcripts_in_the_form_of_sharegpt(tmp_path):
@@ -351,26 +347,8 @@ def test_a_reply_that_the_template_changes_or_refuses_is_left_out(tmp_path):
     ]
 
 
-RECORD = {
-    "session_id": "s",
-    "prompt_ids": [1, 2],
-    "output_ids": [3, 4],
-    "output_logprobs": [-0.5, -0.25],
-    "prompt_messages": [{"role": "user", "content": "q"}],
-    "response_message": {"role": "assistant", "content": "a"},
-    "finish_reason": "stop",
-}
 SAMPLE = {"index": 0, "tokens": [1, 2, 3], "response_length": 1, "loss_mask": None}
-NODE = {"parent": None, "message": {"role": "user", "content": ""}, "token_ids": [1]}
-REPLY = {
-    "parent": 0,
-    "message": {"role": "assistant", "content": "a"},
-    "sampled": True,
-    "token_ids": [2, 3],
-    "mask": [False, True],
-    "logprobs": [-1.0],
-}
-TALK_OF_TWO = [RECORD["prompt_messages"][0], RECORD["response_message"]]
+TALK_OF_TWO = [USER, ANSWER]
 WRITERS = {
     "openai": lambda folder: foreign.write_openai(folder, [RECORD]),
     "polar": lambda folder: foreign.write_polar(folder, [RECORD]),
@@ -432,12 +410,6 @@ def damaged(tmp_path, name, lines, format="auto"):
     return turns, problems(report)
 
 
-def log_line(**changes):
-    response = foreign.chat_response({**RECORD, **changes.pop("record", {})})
-    line = {"session_id": "s", "request": {"messages": []}, "response": response}
-    return json.dumps({**line, **changes}).encode()
-
-
 def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
     no_output = foreign.chat_response(RECORD)
     del no_output["choices"][0]["token_ids"], no_output["choices"][0]["logprobs"]
@@ -456,15 +428,15 @@ def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
             b"[1]",
             log_line(response=no_output),
             log_line(response=no_prompt),
-            log_line(record={"prompt_ids": [1, 2**31]}),
-            log_line(record={"output_logprobs": [0.5, -1.0]}),
+            log_line({"prompt_ids": [1, 2**31]}),
+            log_line({"output_logprobs": [0.5, -1.0]}),
             log_line(response=unlike),
             log_line(response=short),
             log_line(response={"choices": []}),
             log_line(response={"choices": [7]}),
             log_line(response="no"),
             log_line(session_id=None),
-            log_line(record={"output_ids": [5], "output_logprobs": None}),
+            log_line({"output_ids": [5], "output_logprobs": None}),
             log_line()[:-3],
         ],
     )
@@ -923,21 +895,6 @@ def test_a_message_that_is_none_is_named(tmp_path):
 # Files
 
 
-@pytest.mark.parametrize("suffix", ["json.gz", "json.zst", "jsonl.gz", "JSON"])
-def test_compressed_files_are_found_and_read(tmp_path, suffix):
-    text = json.dumps(foreign.polar_completion(RECORD, 0), indent=1)
-    if "jsonl" in suffix:
-        text = json.dumps(json.loads(text))
-    codec = {"gz": "gzip", "zst": "zstd"}.get(suffix.rpartition(".")[2])
-    path = tmp_path / f"0.{suffix}"
-    with pa.output_stream(path, compression=codec) as file:
-        file.write(text.encode())
-    for source in (path, tmp_path):
-        turns, report = tk.import_turns(source)
-        assert turns["output_ids"].to_pylist() == [[3, 4]]
-        assert problems(report) == []
-
-
 def test_a_file_that_its_codec_cannot_read_is_named_as_that(tmp_path):
     path = tmp_path / "0.jsonl.gz"
     path.write_bytes(gzip.compress(log_line() * 1000)[:-20])
@@ -948,23 +905,6 @@ def test_a_file_that_its_codec_cannot_read_is_named_as_that(tmp_path):
     assert turns.num_rows == 1
     assert report["problem"].to_pylist() == ["other_file"]
     assert "cannot be decompressed" in report["detail"][0].as_py()
-
-
-def test_a_mark_of_the_order_of_bytes_is_passed_over(tmp_path):
-    lines = [b"\xef\xbb\xbf" + log_line(), log_line(record={"request_id": "r"})]
-    (tmp_path / "log.jsonl").write_bytes(b"\r\n".join(lines))
-    (tmp_path / "one.json").write_bytes(lines[0])
-    for name, n_turns in (("log.jsonl", 2), ("one.json", 1)):
-        turns, report = tk.import_turns(tmp_path / name)
-        assert (turns.num_rows, report.num_rows) == (n_turns, 0)
-
-
-def test_a_file_that_could_be_of_several_formats_is_refused_by_their_names(tmp_path):
-    pair = {"request": {}, "response": {}}
-    value = {"session_id": "s", "completions": [], **pair}
-    foreign.write_lines(tmp_path / "x.jsonl", [value])
-    with pytest.raises(FormatError, match="fits several formats, openai, polar"):
-        tk.import_turns(tmp_path / "x.jsonl")
 
 
 def test_an_invalid_record_costs_the_others_nothing(tmp_path):

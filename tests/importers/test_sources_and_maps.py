@@ -5,14 +5,13 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
 from tests import foreign
-from tests.importers.test_importers import NODE, RECORD, REPLY
+from tests.importers.logs import NODE, RECORD, REPLY
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 
@@ -52,36 +51,6 @@ def plain(run, agent, step, messages, prompt, output):
     }
 
 
-def test_a_new_user_s_log_goes_in_by_one_command(tmp_path, capsys):
-    foreign.write_lines(tmp_path / "log.jsonl", agents())
-    output = tmp_path / "turns.parquet"
-    given = ["import", str(tmp_path / "log.jsonl"), "-o", str(output)]
-    assert main(given) == 1
-    said = capsys.readouterr().err
-    assert "--map session_id=trajectory_id" in said
-    assert main([*given, "--map", "session_id=trajectory_id,group_id=uid"]) == 0
-    turns = tk.read_turns(output)
-    assert turns["session_id"].to_pylist() == ["run-1"] * 5 + ["run-2"] * 5
-    assert turns["turn_index"].to_pylist() == [*range(5)] * 2
-    assert turns["agent_id"].to_pylist()[:4] == ["main", "main", "helper", "critic"]
-    assert set(turns["group_id"].to_pylist()) == {"task of run-1", "task of run-2"}
-    assert turns["reward"].to_pylist() == [1.0] * 5 + [0.0] * 5
-    assert turns["finish_reason"].to_pylist()[4] == "length"
-    assert turns["output_logprobs"].null_count == 0
-    # later requests repeat the replies, and tell which of two equal requests went on
-    assert [one is not None for one in turns["response"].to_pylist()] == [
-        *(False, True, False, False, False),
-    ] * 2
-    rows = tk.linearize(turns)
-    # the retried reply trains beside the one that went on
-    trained = [
-        np.array(row["input_ids"])[np.array(row["loss_mask"]) == 1].tolist()
-        for row in rows.to_pylist()
-        if row["session_id"] == "run-1"
-    ]
-    assert sorted(trained) == [[3], [4, 5, 8, 8], [6], [8]]
-
-
 def test_a_record_may_be_a_run_of_its_own(tmp_path):
     """Outputs of verl's agent loop name a group, and no run."""
     record = {"prompt_ids": [1], "output_ids": [2, 3, 4]}
@@ -108,22 +77,6 @@ def test_a_counter_of_each_agent_is_no_turn_index(tmp_path):
         FormatError, match=r"turn_index 0 twice, first in .*log.jsonl, line 1"
     ):
         tk.import_turns(tmp_path / "log.jsonl", map=fields)
-    turns, report = tk.import_turns(
-        tmp_path / "log.jsonl", map="session_id=trajectory_id"
-    )
-    assert turns.num_rows == 10
-    lines = [row["detail"] for row in report.to_pylist() if row["problem"] == "unread"]
-    assert [text.split()[0] for text in lines] == ["step", "uid"]
-
-
-def test_a_turn_index_of_the_source_counts(tmp_path):
-    lines = [
-        {**plain("r", "main", 0, [], [1], [2]), "step": step} for step in (4, 0, 2)
-    ]
-    foreign.write_lines(tmp_path / "log.jsonl", lines)
-    fields = {"session_id": "trajectory_id", "turn_index": "step"}
-    turns, _ = tk.import_turns(tmp_path / "log.jsonl", map=fields)
-    assert turns["turn_index"].to_pylist() == [0, 2, 4]
 
 
 TOML = """
@@ -249,16 +202,22 @@ def test_records_of_a_dataset_take_a_mapping():
 # --- where files come from
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-@pytest.mark.parametrize("name", ["log.json", "log.jsonl", "log.ndjson", "log.txt"])
-def test_json_is_lines_or_an_array_under_any_name(tmp_path, name, indent):
-    lines = [{**foreign.plain_record(RECORD), "request_id": k} for k in range(2)]
-    for text in (
-        json.dumps(lines, indent=indent),
-        "".join(f"{json.dumps(one)}\n" for one in lines),
-    ):
-        (tmp_path / name).write_text(text)
-        turns, report = tk.import_turns(tmp_path / name)
+@pytest.mark.parametrize(
+    "name", ["log.jsonl", "log.JSON", "log.ndjson", "log.txt", "log.json.gz", "log.zst"]
+)
+@pytest.mark.parametrize("separator", [None, "\n", "\r\n"])
+def test_json_is_lines_or_an_array_under_any_name(tmp_path, name, separator):
+    calls = [{**foreign.plain_record(RECORD), "request_id": k} for k in range(2)]
+    text = json.dumps(calls, indent=1)
+    if separator:
+        text = separator.join(map(json.dumps, calls))
+    codec = {"gz": "gzip", "zst": "zstd"}.get(name.rpartition(".")[2])
+    path = tmp_path / name
+    with pa.output_stream(path, compression=codec) as file:
+        # a mark of the order of bytes is passed over
+        file.write(b"\xef\xbb\xbf" + text.encode())
+    for source in [path, tmp_path][: 1 + (name not in ("log.txt", "log.zst"))]:
+        turns, report = tk.import_turns(source)
         assert turns["output_ids"].to_pylist() == [[3, 4]] * 2
         assert report.num_rows == 0
 
@@ -410,46 +369,6 @@ def test_facts_around_a_list_of_records(tmp_path):
     assert report["detail"].to_pylist() == [
         "/uid of 2 records was not read: --map group_id=/uid takes it"
     ]
-
-
-def test_versions_of_each_token(tmp_path):
-    line = {"session_id": "s", "prompt_ids": [1], "output_ids": [2, 3, 4]}
-    line["v"] = [7, 7, 8]
-    foreign.write_lines(tmp_path / "log.jsonl", [line])
-    options = {"format": "records", "map": "weight_version=v"}
-    turns, _ = tk.import_turns(tmp_path / "log.jsonl", **options)
-    pieces = [tuple(one.values()) for one in turns["weight_versions"][0].as_py()]
-    assert pieces == [("7", 0, 2), ("8", 2, 3)]
-
-
-def test_a_mask_that_no_field_reads_untrains(tmp_path):
-    line = {"session_id": "s", "prompt_token_ids": [1], "token_ids": [2, 3, 4]}
-    for mask, trains in (([1, 0, 1], False), ([1, 1, 1], None)):
-        value = {**line, "my_mask": mask, "logprobs": [-0.5] * 3}
-        foreign.write_lines(tmp_path / "log.jsonl", [value])
-        turns, report = tk.import_turns(tmp_path / "log.jsonl")
-        assert turns["trainable"].to_pylist() == [trains]
-        problems = report["problem"].to_pylist()
-        assert problems == ["mask_unread"] * (trains is False) + ["unread"]
-    turns, report = tk.import_turns(tmp_path / "log.jsonl", map="output_mask=my_mask")
-    assert report.num_rows == 0
-
-
-def test_the_closest_format_is_named(tmp_path):
-    for line, lacks in (
-        ({"session_id": 1, "prompt": "a"}, "records .*lacks prompt_ids .*output_ids"),
-        ({"prompt_token_ids": [1]}, r"records .*lacks output_ids \(output_token_ids"),
-        ({"schema_version": 1, "steps": []}, "atif .*has values of other kinds"),
-        ({"nodes": []}, "verifiers .*lacks task"),
-        ({"request": {}, "reply": {}}, "openai .*lacks response"),
-    ):
-        foreign.write_lines(tmp_path / "log.jsonl", [line])
-        with pytest.raises(FormatError, match=f"most like {lacks}") as raised:
-            tk.import_turns(tmp_path / "log.jsonl")
-        text = str(raised.value)
-        assert f"has the keys {', '.join(line)}" in text
-        assert "--map session_id=PATH,prompt_ids=PATH" in text
-        assert "return_token_ids" in text
 
 
 # --- replies that only later requests have
