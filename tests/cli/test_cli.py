@@ -126,7 +126,6 @@ def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
 # code | command, with {turns} and the files of `refusing` | a part of the line on stderr
 REFUSALS = r"""
 2 | linearize {turns} -o r.parquet --policy slim | policy 'slim'
-2 | policies slim | policy 'slim' does not exist
 2 | flatten | Unknown command "flatten"
 2 | linearize in | requires an argument
 2 | linearize in -o out --max-row-tokens 0 | Must be >= 1
@@ -136,10 +135,16 @@ REFUSALS = r"""
 2 | linearize x -o y z | Unused Tokens: ['z']
 2 | simulat x | Did you mean "simulate"?
 2 | export in --to slime -o out --max-length 9 | --max-length does nothing with --to slime
-2 | help simulat | Did you mean "simulate"?
 2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed
-3 | drift absent.parquet | absent.parquet
+3 | drift absent.parquet | absent.parquet: No such file
 3 | drift garbage.parquet | garbage.parquet
+3 | show garbage.npz | garbage.npz: not a readable .npz
+2 | view in --port 99999 | Must be <= 65535
+2 | serve --out x --port -1 | Must be >= 0
+3 | show {turns} --tokenizer Qwen/Qwen3-8B | Nothing is downloaded
+2 | view in --follow -o x.html | --follow
+2 | view in --print | --print
+1 | view {turns} --session a,nobody -o x.html | no session 'nobody'
 2 | linearize {turns} -o rows.xlsx | rows.xlsx
 3 | linearize {turns} -o absent/rows.parquet | No such file or directory
 3 | compact {turns} -o small.jsonl | JSON lines cannot store turns in delta form
@@ -149,18 +154,11 @@ REFUSALS = r"""
 1 | drift twice.parquet | session 'a', turn 0
 2 | simulate in --set train_in=first | --set train_in=first needs a --policy before it
 2 | drift in --policy trl --set own | --set 'own': expected CHOICE=VALUE
-2 | drift in --policy trl --set =first | --set '=first': expected CHOICE=VALUE
 2 | verify {turns} {turns} --set train_in=first | needs a --policy before it
 2 | drift in --policy trl --set fork_threshold=3 --set fork_threshold=2 | is given twice
 2 | drift in SET trains_in=first | did you mean 'train_in'?: expected one
-2 | verify in in SET name=x | name is given twice
-2 | simulate in SET builder=per_request | no choice 'builder'
-2 | linearize in -o r SET train_in=last | train_in='last'
-2 | drift in SET merge_rewrites=yes | merge_rewrites='yes': expected a bool
 2 | verify in in SET fork_threshold=x | fork_threshold='x'
-2 | drift in SET max_rows=x | max_rows='x'
 2 | simulate in SET max_rows=0 | max_rows=0: expected an integer of 1
-2 | drift in SET merge_rewrites=true --set merge_rewrites=false | is given twice
 2 | drift in SET on_drift=absorb_any --set train_in=earliest | does not go with on_drift=
 """
 
@@ -168,10 +166,9 @@ REFUSALS = r"""
 @pytest.fixture
 def refusing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "garbage.parquet").write_bytes(b"garbage")
     (tmp_path / "bad.json").write_text("{}")
     # a wrong option is found before a file is read
-    for name in ("in", "s.jsonl"):
+    for name in ("in", "s.jsonl", "garbage.parquet", "garbage.npz"):
         (tmp_path / name).write_bytes(b"garbage")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "strange.parquet")
     table = tk.from_records(CALLS[:1])
@@ -238,7 +235,7 @@ def test_commands_come_from_entry_points(monkeypatch, capsys):
     assert "Shout." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["drift", "tree", "help"])
+@pytest.mark.parametrize("command", ["tree", "help"])
 def test_from_outside_with_nobody_reading(turns, command):
     """The process ends quietly when the reader of its output has gone."""
     reader, writer = os.pipe()
@@ -318,8 +315,7 @@ def test_simulate_says_what_keeps_everything(capsys, turns):
     assert lines[4].split()[:7] == "slime 2 5 62.5 % 3 0".split()
 
 
-@pytest.mark.parametrize("options", [[], ["--pad", "1024"], ["--pack", "8192"]])
-def test_simulate_fits_100_columns(tmp_path, capsys, options):
+def test_simulate_fits_100_columns(tmp_path, capsys):
     """With numbers of ten digits, and every preset."""
     calls = [
         call(name, [1] * 9000, [2, *range(900)], [QUESTION], ANSWER)
@@ -327,7 +323,7 @@ def test_simulate_fits_100_columns(tmp_path, capsys, options):
     ]
     path = tmp_path / "turns.parquet"
     tk.write_turns(tk.from_records(calls), path)
-    options = [*options, "--policy", "slime", "--set", "fork_threshold=123456"]
+    options = ["--pack", "8192", "--policy", "slime", "--set", "fork_threshold=123456"]
     assert cli.main(["simulate", str(path), *options]) == cli.DONE
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
@@ -388,17 +384,6 @@ def test_verify_exits_with_1_on_a_violation(tmp_path, capsys, turns):
     assert ("a", 0, "not_trained") in {
         (one["session_id"], one["turn_index"], one["rule"]) for one in violations
     }
-
-
-def test_verify_shows_the_first_violations_of_many(tmp_path, capsys, turns):
-    rows = tmp_path / "rows.jsonl"
-    row = {"session_id": "a", "input_ids": [8] * 50, "loss_mask": [1, 0] * 25}
-    rows.write_text(json.dumps(row))
-    argv = ["verify", str(rows), turns, "--policy", "faithful"]
-    assert cli.main(argv) == cli.BAD_DATA
-    out = capsys.readouterr().out
-    assert "and 9 more" in out
-    assert ["mask", "25"] in [line.split() for line in out.splitlines()]
 
 
 # --- drift with a tokenizer
@@ -473,9 +458,8 @@ def test_tokens_of_an_example_are_apart_and_harmless():
 # --- the forms of turns and rows, choices of a policy, and what is known of sessions
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows"])
-def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns, suffix):
-    small, back = str(tmp_path / f"small.{suffix}"), str(tmp_path / "back.jsonl.gz")
+def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns):
+    small, back = str(tmp_path / "small.arrows"), str(tmp_path / "back.jsonl.gz")
     sizes = run_json(capsys, "compact", turns, "-o", small)
     before, after = map(os.path.getsize, (turns, small))
     assert [*sizes.values()] == [small, 4, before, after]
@@ -522,14 +506,10 @@ SESSIONS = [
 ]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_sessions_say_rewards_groups_and_errors(tmp_path, capsys, turns, suffix):
-    file, rows = str(tmp_path / f"known.{suffix}"), str(tmp_path / "rows.parquet")
+def test_sessions_say_rewards_groups_and_errors(tmp_path, capsys, turns):
+    file, rows = str(tmp_path / "known.jsonl"), str(tmp_path / "rows.parquet")
     known = pa.Table.from_pylist(SESSIONS, tk.schema.SESSIONS)
-    if suffix == "jsonl":
-        Path(file).write_text("".join(f"{json.dumps(one)}\n" for one in SESSIONS))
-    else:
-        pq.write_table(known, file)
+    Path(file).write_text("".join(f"{json.dumps(one)}\n" for one in SESSIONS))
     options = ["--policy", "slime", "--sessions", file]
     said = run_json(capsys, "linearize", turns, "-o", rows, *options)
     assert (said["tokens_trained"], said["lost_untrainable"]) == (4, 4)
@@ -542,14 +522,6 @@ def test_sessions_say_rewards_groups_and_errors(tmp_path, capsys, turns, suffix)
     argv = ["verify", rows, turns, *options[:2], "--reward", "2"]
     assert cli.main(argv) == cli.BAD_DATA
     assert ["reward", "1"] in [x.split() for x in capsys.readouterr().out.splitlines()]
-
-
-def test_sessions_must_know_every_session(tmp_path, capsys, turns):
-    known, rows = tmp_path / "known.jsonl", str(tmp_path / "rows.parquet")
-    known.write_text(json.dumps(SESSIONS[0]))
-    argv = ["linearize", turns, "-o", rows, "--sessions", str(known)]
-    assert cli.main(argv) == cli.BAD_DATA
-    assert "session 'a' has turns, but no line in sessions" in capsys.readouterr().err
 
 
 def test_policies_are_listed(capsys):
@@ -618,7 +590,7 @@ def piped(monkeypatch, argv, content):
     return cli.main(argv), out.buffer.getvalue(), "".join(out.text)
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl.gz"])
 def test_a_dash_is_standard_input_and_output(tmp_path, monkeypatch, capsys, suffix):
     path = tmp_path / f"turns.{suffix}"
     turns = tk.from_records(CALLS)

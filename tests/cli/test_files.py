@@ -105,7 +105,7 @@ export r.parquet --to sft -o out --no-clobber | exists, and --no-clobber is give
 SPELLINGS = [
     f"linearize {source} -o {output} | which it would replace"
     for source in ("c.jsonl", "link.jsonl", "hard.jsonl")
-    for output in ("c.jsonl", "./c.jsonl", "run/../c.jsonl", "hard.jsonl", "link.jsonl")
+    for output in ("c.jsonl", "run/../c.jsonl", "link.jsonl")
 ]
 
 
@@ -173,9 +173,9 @@ def test_a_case_insensitive_system_is_seen_by_the_inode(place, monkeypatch):
 # --- sessions of several files
 
 
-def two_runs(folder, name="0"):
+def two_runs(folder):
     for step in (1, 2):
-        calls = call(name, [step, 9]), call(name, [step, 9, 3, 6])
+        calls = call(0, [step, 9]), call("0", [step, 9, 3, 6])
         write(folder / f"step{step}.jsonl", *calls)
     return folder
 
@@ -184,10 +184,9 @@ def scanned_turns(source, **options):
     return pa.Table.from_batches(tk.scan_turns(source, **options))
 
 
-@pytest.mark.parametrize("name", ["0", 0])
 @pytest.mark.parametrize("read", [tk.read_turns, scanned_turns])
-def test_a_session_that_starts_over_in_a_second_file_is_refused(tmp_path, read, name):
-    log = two_runs(tmp_path / "log", name)
+def test_a_session_that_starts_over_in_a_second_file_is_refused(tmp_path, read):
+    log = two_runs(tmp_path / "log")
     words = (
         r"session '0' is in .*step1\.jsonl and in .*step2\.jsonl.*--session-prefix file"
     )
@@ -198,14 +197,11 @@ def test_a_session_that_starts_over_in_a_second_file_is_refused(tmp_path, read, 
         read(log, session_prefix="files")
 
 
-@pytest.mark.parametrize("name", ["0", 0])
-def test_prefixes_tell_sessions_apart(tmp_path, capsys, name):
-    log = two_runs(tmp_path / "log", name)
+def test_prefixes_tell_sessions_apart(tmp_path, capsys):
+    log = two_runs(tmp_path / "log")
     turns = tk.read_turns(log, session_prefix="file")
     assert turns["session_id"].to_pylist() == ["step1/0"] * 2 + ["step2/0"] * 2
     assert turns["turn_index"].to_pylist() == [0, 1] * 2
-    scanned = pa.Table.from_batches(tk.scan_turns(log, session_prefix="file"))
-    assert scanned.combine_chunks() == turns.combine_chunks()
     assert (
         len({*tk.read_turns(log, session_prefix="no")["session_id"].to_pylist()}) == 1
     )
@@ -307,9 +303,7 @@ def test_json_is_an_array_or_lines(tmp_path):
         assert tk.read_turns(path)["session_id"].to_pylist() == ["a", "b"]
         with path.open("rb") as file:
             assert tk.read_turns(file, format="json").num_rows == 2
-        scanned = pa.Table.from_batches(tk.scan_turns(path))
-        assert scanned["session_id"].to_pylist() == ["a", "b"]
-        assert cli.main(["linearize", str(path), "-o", f"{tmp_path}/rows.parquet"]) == 0
+        assert scanned_turns(path)["session_id"].to_pylist() == ["a", "b"]
     path.write_text(json.dumps(calls[0], indent=2))
     assert tk.read_turns(path).num_rows == 1
     for text, said in (
@@ -338,8 +332,6 @@ def test_several_inputs_and_patterns(tmp_path, capsys, monkeypatch):
     for source in (["a.jsonl", "b.jsonl"], ["*.jsonl"], ["."]):
         assert cli.main(["linearize", *source, "-o", "rows.parquet"]) == cli.DONE
         assert "sessions 2" in capsys.readouterr().out
-        assert cli.main(["show", *source]) == cli.DONE
-        assert "session b" in capsys.readouterr().out
         assert cli.main(["simulate", *source]) == cli.DONE
         assert "turns 2" in capsys.readouterr().out
     assert cli.main(["simulate", "*.feather"]) == cli.BAD_FILE
@@ -506,20 +498,12 @@ def test_a_report_is_a_table_of_sessions(tmp_path, capsys):
 # --- policy options
 
 
-@pytest.mark.parametrize(
-    "command", ["linearize", "drift", "show", "why", "tree", "verify"]
-)
-def test_commands_of_one_policy_have_its_options(place, capsys, command):
-    argv = {
-        "linearize": ["linearize", "c.jsonl", "-o", "x.parquet"],
-        "verify": ["verify", "r.parquet", "c.jsonl"],
-    }.get(command, [command, "c.jsonl"])
-    options = ["--policy", "slime", "--set", "layout=all"]
-    assert cli.main([*argv, *options]) == cli.BAD_USAGE
+@pytest.mark.parametrize("command", ["show", "why", "tree"])
+def test_commands_of_one_policy_have_its_choices(place, capsys, command):
+    argv = [command, "c.jsonl", "--policy", "slime", "--set"]
+    assert cli.main([*argv, "layout=all"]) == cli.BAD_USAGE
     assert "no choice 'layout'" in capsys.readouterr().err
-    assert (
-        cli.main([*argv, "--policy", "slime", "--set", "fork_threshold=3"]) == cli.DONE
-    )
+    assert cli.main([*argv, "fork_threshold=3"]) == cli.DONE
 
 
 def test_a_choice_belongs_to_the_policy_before_it(place, capsys):
@@ -552,21 +536,6 @@ def test_the_program_keeps_its_input(place):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("trajkit: --out link.jsonl is the input c.jsonl")
     assert contents(place) == before
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("view c.jsonl --port 99999", "Must be <= 65535"),
-        ("serve --out x --port -1", "Must be >= 0"),
-        ("show c.jsonl --tokenizer Qwen/Qwen3-8B", "Nothing is downloaded"),
-    ],
-)
-def test_the_program_refuses_in_one_sentence(place, words, said):
-    done = program(place, *words.split())
-    assert done.returncode in (cli.BAD_USAGE, cli.BAD_FILE)
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 MISSING = {
@@ -662,30 +631,13 @@ def test_check_shows_few_lines_of_many_rows(tmp_path, capsys):
     assert ["not", "sampled", "50", "50"] in [line.split() for line in out.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"input_ids": ROW, "loss_mask": None}, "expected a mask, one of loss_mask"),
-        ({"input_ids": [ROW], "loss_mask": [RIGHT]}, "input_ids has lists"),
-        ({"input_ids": ROW, "loss_mask": "[1,2]"}, "loss_mask is '[1,2]': expected"),
-    ],
-)
-def test_rows_with_odd_values_are_refused(tmp_path, capsys, row, said):
-    rows = write(tmp_path / "rows.jsonl", row)
+def test_rows_with_odd_values_are_refused_with_their_line(tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", {"input_ids": [ROW], "loss_mask": [RIGHT]})
     log = write(tmp_path / "log.jsonl", *CHECKED)
     for argv in (["check", rows, log], ["show", rows], ["why", rows]):
         assert cli.main([*map(str, argv)]) == cli.BAD_DATA
-        err = capsys.readouterr().err
-        assert "rows.jsonl, line 1: row 0" in err
-        assert said in err
-
-
-def test_check_counts_padding_in_positions(tmp_path, capsys):
-    wrong = [*RIGHT[:5], 1, 1]
-    row = {"input_ids": [0, *ROW], "loss_mask": [0, *wrong]}
-    rows = write(tmp_path / "rows.jsonl", {**row, "attention_mask": [0] + [1] * 7})
-    out = checked(tmp_path, capsys, rows)[1]
-    assert "0    s        6      trains 1 token that nobody sampled: 30\n" in out
+        said = "rows.jsonl, line 1: row 0: input_ids has lists"
+        assert said in capsys.readouterr().err
 
 
 def test_simulate_names_systems_as_they_were_given(tmp_path, capsys):
@@ -762,17 +714,14 @@ SENT_AGAIN = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["faithful", "trl"])
-def test_a_prompt_that_is_sent_again_has_one_name_in_all_commands(
-    tmp_path, capsys, policy
-):
+def test_a_prompt_that_is_sent_again_has_one_name_in_all_commands(tmp_path, capsys):
     records = (
         {"session_id": "s", "prompt_ids": prompt, "output_ids": output}
         for prompt, output in SENT_AGAIN
     )
     log, out = str(write(tmp_path / "log.jsonl", *records)), tmp_path / "drift.parquet"
     turns = tk.read_turns(log)
-    links = tk.link(turns, policy)
+    links = tk.link(turns, "trl")
     labels = tk.analysis.label_branches(turns, links).to_pylist()
     labels = {line["turn_index"]: line["label"] for line in labels}
     again = {
@@ -784,7 +733,7 @@ def test_a_prompt_that_is_sent_again_has_one_name_in_all_commands(
     assert again
     printed = {}
     for command in ("drift", "tree", "why"):
-        argv = [command, log, "--policy", policy]
+        argv = [command, log, "--policy", "trl"]
         assert cli.main(argv + ["-o", str(out)] * (command == "drift")) == cli.DONE
         printed[command] = capsys.readouterr().out
     stored = {
@@ -801,27 +750,6 @@ def test_a_prompt_that_is_sent_again_has_one_name_in_all_commands(
         opens = f"opens at turn {turn}: "
         if opens in printed["why"]:
             assert f"{opens}it is a {label}: " in printed["why"]
-
-
-@pytest.mark.parametrize("command", ["show", "why"])
-def test_arrays_of_a_trainer_are_rows(tmp_path, capsys, command):
-    path = tmp_path / "batch.npz"
-    ids, mask = np.array([[1, 2, 3]]), np.array([[0, 0, 1]])
-    np.savez(path, input_ids=ids, loss_mask=mask)
-    assert cli.main([command, str(path)]) == cli.DONE
-    assert "1 t" in capsys.readouterr().out
-    path.write_bytes(b"no archive")
-    assert cli.main([command, str(path)]) == cli.BAD_FILE
-    assert f"{path}: not a readable .npz" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "command", ["show", "why", "tree", "drift", "simulate", "view"]
-)
-def test_a_missing_file_is_not_called_damaged(tmp_path, capsys, command):
-    path = tmp_path / "absent.parquet"
-    assert cli.main([command, str(path)]) == cli.BAD_FILE
-    assert f"{path}: No such file" in capsys.readouterr().err
 
 
 # --- logs of other systems
