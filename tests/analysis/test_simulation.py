@@ -82,7 +82,7 @@ def test_the_simulation_counts_what_the_tables_hold(turns, name, limit, pad):
         assert line[counted] == sum(report[counted].to_pylist()), counted
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(st.integers(0, 999), st.sampled_from([5, 100]))
 def test_the_simulation_counts_packs(seed, size):
     turns = generated_runs(4, seed, max_turns=5)
@@ -105,7 +105,7 @@ def test_the_simulation_counts_packs(seed, size):
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=2)
 @given(st.integers(0, 63))
 def test_a_stream_gives_what_its_table_gives(seed):
     table = turns_table(generated_runs(4, seed, max_turns=5))

@@ -30,6 +30,7 @@ from trajkit.files.tables import iter_tables
 from trajkit.policies import PRESETS, rule_of
 
 ROOT = Path(__file__).parents[2]
+TOKENIZER = ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json"
 
 
 def call(session, prompt, output, messages=None, response=None):
@@ -117,10 +118,10 @@ def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
         ["none", "clean", 1, 0, 0],
     ]
     assert pq.read_table(table)["size"].to_pylist() == [1, 0]
-    assert cli.main(["drift", turns]) == cli.DONE
-    assert "last_reply  tail_changed" in capsys.readouterr().out
     summary = run_json(capsys, "drift", turns, "--policy", "per_call")
     assert (summary["turns_compared"], summary["groups"]) == (0, [])
+    summary = run_json(capsys, "drift", turns, "--tokenizer", str(TOKENIZER.parent))
+    assert [one["cause"] for one in summary["causes"]] == [*summary["examples"]]
 
 
 # code | command, with {turns} and the files of `refusing` | a part of the line on stderr
@@ -187,18 +188,6 @@ def test_what_is_wrong_is_one_line_and_a_code(refusing, capsys, turns, line):
     assert err.count("\n") == 1
     assert said in err
     assert sorted(os.listdir()) == before
-
-
-def test_a_torn_log_is_read_with_a_warning_of_one_line(tmp_path, capsys):
-    log = tmp_path / "turns.jsonl"
-    whole = "".join(f"{json.dumps(each)}\n" for each in CALLS)
-    log.write_text(whole + whole[:30])
-    assert cli.main(["drift", str(log), "--json"]) == cli.DONE
-    out, err = capsys.readouterr()
-    assert json.loads(out)["turns"] == len(CALLS)
-    assert err.startswith("trajkit: warning: ")
-    assert err.count("\n") == 1
-    assert "turns.jsonl" in err
 
 
 def test_interrupted(monkeypatch, capsys, turns):
@@ -386,50 +375,7 @@ def test_verify_exits_with_1_on_a_violation(tmp_path, capsys, turns):
     }
 
 
-# --- drift with a tokenizer
-
-TOKENIZER = ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json"
-
-
-def ids(text):
-    return load_tokenizer(TOKENIZER).encode(text, add_special_tokens=False).ids
-
-
-@pytest.mark.parametrize("path", [TOKENIZER, TOKENIZER.parent])
-def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, path):
-    """White space goes missing: by the template, and where the client edits, too."""
-    head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
-    reply, stripped = ids("It holds. \n") + end, ids("It holds.") + end
-    edited = {**ANSWER, "content": "b"}
-    calls = [
-        one
-        for session, shown, said in (
-            ("a", stripped, ANSWER),
-            ("b", stripped, edited),
-            ("c", stripped, ANSWER),
-            ("d", reply, ANSWER),
-        )
-        for one in (
-            call(session, head, reply, [QUESTION], ANSWER),
-            call(session, head + shown, end, [QUESTION, said, MORE], ANSWER),
-        )
-    ]
-    turns = tmp_path / "turns.parquet"
-    tk.write_turns(tk.from_records(calls), turns)
-    argv = ["drift", str(turns), "--tokenizer", str(path), "--policy", "trl"]
-    said = run_json(capsys, *argv)
-    by_cause = {group["cause"]: group["turns"] for group in said["groups"]}
-    assert by_cause == {"white_space": 3, "clean": 1}
-    (counts,) = said["causes"]
-    assert [*counts.values()] == ["white_space", 3, 3, 6, 0]
-    example = said["examples"]["white_space"]
-    assert (example["path_text"], example["prompt_text"]) == (" \n", "")
-    assert cli.main(argv) == cli.DONE
-    assert capsys.readouterr().out.endswith(
-        "white_space: session 'a', turn 1, from token 12\n"
-        "  path    ' \\n'\n"
-        "  prompt  ''\n"
-    )
+# --- tokenizers
 
 
 @pytest.mark.parametrize(

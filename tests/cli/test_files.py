@@ -592,14 +592,7 @@ def test_check_names_a_shifted_mask(tmp_path, capsys):
     assert "0    s               trains 3 of 3 tokens of turn 0\n" in out
     assert out.endswith("right: every trained token was sampled, and trains once\n")
     table = tmp_path / "found.parquet"
-    code, out = checked(tmp_path, capsys, wrong, "-o", str(table))
-    assert code == cli.BAD_DATA
-    lines = [re.split(r"\s{2,}", line) for line in out.splitlines()]
-    words = "the mask is shifted left by 1: it trains the token before each sampled one"
-    assert lines[4] == ["0", "s", "1", words]
-    shifted = "trains 1 of 1 token of turn 1, if its mask is shifted right by 1"
-    assert lines[6] == ["0", "s", shifted]
-    assert lines[-1] == ["mask shifted", "1", "4"]
+    assert checked(tmp_path, capsys, wrong, "-o", str(table))[0] == cli.BAD_DATA
     assert "mask_shifted" in pq.read_table(table)["kind"].to_pylist()
     code, out = checked(tmp_path, capsys, wrong, "--json")
     assert (code, json.loads(out)["wrong"]) == (cli.BAD_DATA, True)
