@@ -154,21 +154,6 @@ def test_a_page_of_24_rollouts_is_below_8_megabytes():
     assert len(page(pa.concat_tables(tables), ["slime", "faithful"])) < 8_000_000
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "text"),
-    [
-        (["--session", "s1,nobody"], cli.BAD_DATA, "no session 'nobody'"),
-        (["--policy", "slim"], cli.BAD_USAGE, "did you mean 'slime'"),
-        (["--sessions", "absent.parquet"], cli.BAD_FILE, "absent.parquet"),
-    ],
-)
-def test_a_wrong_choice_writes_no_page(run, tmp_path, capsys, options, code, text):
-    path = tmp_path / "page.html"
-    assert cli.main(["view", str(run), "-o", str(path), *options]) == code
-    assert text in capsys.readouterr().err
-    assert not path.exists()
-
-
 def test_sessions_that_have_not_ended_are_shown(tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
