@@ -743,18 +743,3 @@ def test_a_prompt_that_is_sent_again_has_one_name_in_all_commands(tmp_path, caps
         opens = f"opens at turn {turn}: "
         if opens in printed["why"]:
             assert f"{opens}it is a {label}: " in printed["why"]
-
-
-# --- logs of other systems
-
-
-@pytest.mark.parametrize("log", ["odd.jsonl", "od[d].jsonl"])
-@pytest.mark.parametrize("command", ["check r.parquet LOG", "view LOG -o x.html"])
-def test_a_log_of_another_system_comes_with_what_imports_it(
-    place, capsys, command, log
-):
-    write(place / "odd.jsonl", {"run_id": "a", "prompt_ids": [1], "output_ids": [3]})
-    assert cli.main(command.replace("LOG", log).split()) == cli.BAD_DATA
-    said = capsys.readouterr().err
-    assert "odd.jsonl, line 1: record 0: no session_id, only run_id" in said
-    assert "trajkit import odd.jsonl --map session_id=run_id" in said

@@ -714,8 +714,6 @@ def test_one_wrong_byte_is_told_and_nothing_worse(fresh, name, at, value):
 def test_files_of_no_format_or_of_several_are_refused(tmp_path):
     with pytest.raises(FormatError, match="contains no file of a known format"):
         tk.import_turns(tmp_path)
-    with pytest.raises(ArgumentError, match="expected one of 'auto', 'openai'"):
-        tk.import_turns(tmp_path, "yaml")
     tk.write_turns(tk.from_records([RECORD]), tmp_path / "turns.jsonl")
     with pytest.raises(FormatError, match="use read_turns"):
         tk.import_turns(tmp_path / "turns.jsonl")
@@ -731,6 +729,10 @@ def test_files_of_no_format_or_of_several_are_refused(tmp_path):
         tk.import_turns(tmp_path)
     turns, _ = tk.import_turns(tmp_path, "nemo")
     assert len(turns) == 1
+    value = {"session_id": "s", "completions": [], "request": {}, "response": {}}
+    foreign.write_lines(tmp_path / "x.jsonl", [value])
+    with pytest.raises(FormatError, match="fits several formats, openai, polar"):
+        tk.import_turns(tmp_path / "x.jsonl")
 
 
 def test_the_command_writes_turns_and_says_what_is_missing(tmp_path, capsys):

@@ -11,44 +11,74 @@ import pytest
 
 import trajkit as tk
 from tests import foreign
-from tests.importers.logs import NODE, RECORD, REPLY
+from tests.importers.logs import IDS, NODE, RECORD, REPLY, USER, imported
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 
-
-def agents():
-    """A log as a new user has it: three agents, a retry, a truncated reply."""
-    lines = []
-    for run in ("run-1", "run-2"):
-        user = {"role": "user", "content": f"{run}?"}
-        reply = {"role": "assistant", "content": "a"}
-        lines += [
-            plain(run, "main", 0, [user], [1, 2], [3]),
-            # the same request again
-            plain(run, "main", 1, [user], [1, 2], [4, 5]),
-            plain(run, "helper", 0, [{**user, "content": "h"}], [7], [8]),
-            plain(run, "critic", 0, [{**user, "content": "c"}], [9], [6]),
-            {
-                **plain(run, "main", 2, [user, reply, user], [1, 2, 4, 5, 1], [8, 8]),
-                "finish_reason": "length",
-            },
-        ]
-    return lines
-
-
-def plain(run, agent, step, messages, prompt, output):
-    return {
-        "trajectory_id": run,
-        "agent_id": agent,
-        "step": step,
-        "messages": messages,
-        "prompt_token_ids": prompt,
-        "token_ids": output,
-        "logprobs": [-0.5] * len(output),
-        "uid": f"task of {run}",
-        "finish_reason": None,
-        "reward": 1.0 if run == "run-1" else 0.0,
+MAP = (
+    "session_id=trajectory_id,prompt_ids=prompt_token_ids,output_ids=token_ids,"
+    "prompt_messages=messages,logprobs=logprobs,group_id=uid"
+)
+LOG = [
+    {
+        **IDS,
+        "prompt_token_ids": [k, 2],
+        "trajectory_id": f"run-{k}",
+        "step": 0,
+        "messages": [USER],
+        "uid": "task",
     }
+    for k in (1, 1, 2)
+]
+
+
+def in_file(path, log=LOG):
+    """A file of a log, of the kind of its suffix."""
+    table = pa.Table.from_pylist(log)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix == ".arrow":
+        with (
+            pa.OSFile(str(path), "wb") as file,
+            pa.ipc.new_file(file, table.schema) as w,
+        ):
+            w.write_table(table)
+    else:
+        foreign.write_lines(path, log)
+    return path
+
+
+def in_dataset(folder):
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_list(LOG)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: tk.from_records(LOG, map=MAP),
+        lambda folder: tk.from_records(in_dataset(folder), map=MAP),
+        lambda folder: tk.read_turns(in_file(folder / "log.jsonl"), map=MAP),
+        lambda folder: tk.read_turns(in_file(folder / "log.parquet"), map=MAP),
+        *(
+            lambda folder, end=end: tk.import_turns(in_file(folder / end), map=MAP)[0]
+            for end in ("log.jsonl", "log.parquet", "log.arrow")
+        ),
+    ],
+)
+def test_records_anywhere_take_a_mapping(tmp_path, read):
+    table = read(tmp_path)
+    assert table["session_id"].to_pylist() == ["run-1"] * 2 + ["run-2"]
+    assert table["prompt_ids"].to_pylist() == [[1, 2], [1, 2], [2, 2]]
+    assert table["output_logprobs"].to_pylist() == [[-0.5, -0.25]] * 3
+    assert table["group_id"].to_pylist() == ["task"] * 3
+    # a key that no path begins with is an extra column, as ever, or has a line
+    assert ("step" in table.column_names) == ("sampled" not in table.column_names)
+
+
+def test_records_without_the_session_of_a_mapping_are_refused():
+    with pytest.raises(InvalidTurnsError, match="no session_id"):
+        tk.from_records(LOG, map=MAP.partition(",")[2])
 
 
 def test_a_record_may_be_a_run_of_its_own(tmp_path):
@@ -71,12 +101,10 @@ def test_a_record_may_be_a_run_of_its_own(tmp_path):
 
 
 def test_a_counter_of_each_agent_is_no_turn_index(tmp_path):
-    foreign.write_lines(tmp_path / "log.jsonl", agents())
     fields = "session_id=trajectory_id,turn_index=step"
-    with pytest.raises(
-        FormatError, match=r"turn_index 0 twice, first in .*log.jsonl, line 1"
-    ):
-        tk.import_turns(tmp_path / "log.jsonl", map=fields)
+    match = r"turn_index 0 twice, first in .*log.jsonl, line 1"
+    with pytest.raises(FormatError, match=match):
+        tk.import_turns(in_file(tmp_path / "log.jsonl"), map=fields)
 
 
 TOML = """
@@ -145,58 +173,22 @@ def test_the_page_s_mapping_of_verifiers_results(tmp_path):
     ]
 
 
-def test_a_mapping_names_whole_responses(tmp_path):
-    value = {"sid": 3, "q": foreign.request(RECORD, "vllm chat")}
-    value["answer"] = {"raw": foreign.chat_response(RECORD)}
-    foreign.write_lines(tmp_path / "log.jsonl", [value])
-    fields = "session_id=sid,request=q,response=answer.raw"
-    turns, report = tk.import_turns(tmp_path / "log.jsonl", map=fields)
-    assert turns["output_ids"].to_pylist() == [[3, 4]]
-    assert turns["output_logprobs"].to_pylist() == [[-0.5, -0.25]]
-    assert turns["finish_reason"].to_pylist() == ["stop"]
-    assert report.num_rows == 0
-
-
-def test_a_mapping_changes_one_field_of_a_format(tmp_path):
-    foreign.write_openai(tmp_path, [RECORD])
-    value = json.loads((tmp_path / "log.jsonl").read_text())
-    value |= {"run": "r", "tokens": [5], "lp": [-1.0]}
-    foreign.write_lines(tmp_path / "log.jsonl", [value])
-    fields = {"session_id": "run", "output_ids": "tokens", "logprobs": "lp"}
-    turns, report = tk.import_turns(tmp_path / "log.jsonl", map=fields)
-    assert turns["session_id"].to_pylist() == ["r"]
-    assert turns["output_ids"].to_pylist() == [[5]]
-    assert turns["output_logprobs"].to_pylist() == [[-1.0]]
-    assert report.num_rows == 0
-
-
-MAP = (
-    "session_id=trajectory_id,prompt_ids=prompt_token_ids,output_ids=token_ids,"
-    "prompt_messages=messages,logprobs=logprobs,group_id=uid"
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "session_id=sid,request=q,response=answer.raw",
+        # and one field of it
+        "session_id=sid,request=q,response=answer.raw,output_ids=own,logprobs=lp",
+    ],
 )
-
-
-def test_records_and_turns_take_a_mapping(tmp_path):
-    table = tk.from_records(agents(), map=MAP)
-    assert table["session_id"].unique().to_pylist() == ["run-1", "run-2"]
-    assert table["group_id"].to_pylist()[0] == "task of run-1"
-    # a key that no path begins with is an extra column, as ever
-    assert table["step"].to_pylist()[:3] == [0, 1, 0]
-    path = tmp_path / "log.jsonl"
-    foreign.write_lines(path, agents())
-    assert tk.read_turns(path, map=MAP).equals(table)
-    pq.write_table(pa.Table.from_pylist(agents()), tmp_path / "log.parquet")
-    assert tk.read_turns(tmp_path / "log.parquet", map=MAP).equals(table)
-    with pytest.raises(InvalidTurnsError, match="no session_id"):
-        tk.from_records(agents(), map=MAP.partition(",")[2])
-
-
-def test_records_of_a_dataset_take_a_mapping():
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list(agents())
-    table = tk.from_records(rows, map=MAP)
-    assert table.num_rows == 10
-    assert datasets.Dataset(table).num_rows == 10
+def test_a_mapping_names_whole_responses(tmp_path, fields):
+    value = {"sid": 3, "q": foreign.request(RECORD, "vllm chat"), "own": [5]}
+    value |= {"answer": {"raw": foreign.chat_response(RECORD)}, "lp": [-1.0]}
+    turns, _ = imported(tmp_path, [value], map=fields)
+    (turn,) = turns.to_pylist()
+    assert (turn["session_id"], turn["finish_reason"]) == ("3", "stop")
+    found = turn["output_ids"], turn["output_logprobs"]
+    assert found == (([5], [-1.0]) if "own" in fields else ([3, 4], [-0.5, -0.25]))
 
 
 # --- where files come from
@@ -267,24 +259,6 @@ def test_addresses_of_fsspec():
         tk.import_turns("nothing://x")
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_rows_of_parquet_and_arrow(tmp_path, suffix):
-    table = pa.Table.from_pylist(agents())
-    path = tmp_path / f"log.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(table, path)
-    else:
-        with (
-            pa.OSFile(str(path), "wb") as file,
-            pa.ipc.new_file(file, table.schema) as w,
-        ):
-            w.write_table(table)
-    for source in (path, tmp_path):
-        turns, _ = tk.import_turns(source, map="session_id=trajectory_id,group_id=uid")
-        assert turns.num_rows == 10
-        assert turns["reward"].to_pylist() == [1.0] * 5 + [0.0] * 5
-
-
 # --- logs as people write them
 
 
@@ -292,7 +266,7 @@ def answer():
     return foreign.chat_response(RECORD) | {"id": "c"}
 
 
-ASKED = [{"role": "user", "content": "q"}]
+ASKED = [USER]
 LOGS = {
     # OpenHands' completion logs, and those of LiteLLM
     "messages and response": {"messages": ASKED, "response": answer(), "args": []},
