@@ -262,15 +262,6 @@ def test_every_row_that_trains_a_token_has_a_line():
     assert kinds(records, "nemo")[1] == (1, 0, 2, "untrainable", 1, None)
 
 
-def test_rows_over_the_limit_are_named():
-    records = calls(*(([k], [2, 3]) for k in (1, 5, 6)))
-    assert kinds(records, "per_call", max_rows=1) == [
-        (0, 0, 2, "over_max_rows", None, None),
-        (1, 0, 2, "over_max_rows", None, None),
-        (2, 0, 2, "trained", 0, None),
-    ]
-
-
 def test_tokens_that_may_not_be_trained_name_the_row_that_has_them():
     call = {"prompt_ids": [1], "output_ids": [2, 3], "output_mask": [True, False]}
     assert kinds([call], "faithful") == [

@@ -140,12 +140,6 @@ def test_policies_that_all_lose():
     assert cheapest_lossless(tk.simulate(DRIFTING, [])) is None
 
 
-def test_simulate_counts_what_drift_costs_without_messages():
-    table = tk.simulate(DRIFTING, ["faithful", "slime", "segments", "miles", "trl"])
-    assert table["tokens_lost"].to_pylist() == [0, 2, 2, 1, 1]
-    assert table["turns_by_tokens"].to_pylist() == [2, 2, 2, 2, 0]
-
-
 def test_policies_are_named_by_their_changes_and_one_needs_no_list():
     slime = tk.policy("slime", fork_threshold=7, keep_prefix=True)
     found = tk.simulate(DRIFTING, [slime, "interleave"])

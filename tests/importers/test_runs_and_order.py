@@ -374,23 +374,6 @@ def test_a_copy_of_a_log_starts_over(tmp_path):
         tk.import_turns([tmp_path, tmp_path / "a.jsonl"])
 
 
-def test_a_session_may_go_on_in_a_second_file(tmp_path):
-    """A retry of a later call goes on, too; that of the first one may be another run."""
-    prompts = [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
-    calls = [
-        line({"request_id": str(k), "prompt_ids": prompt}, session_id="s")
-        for k, prompt in enumerate(prompts)
-    ]
-    foreign.write_lines(tmp_path / "a.jsonl", calls[:2])
-    foreign.write_lines(tmp_path / "b.jsonl", calls[2:])
-    turns, report = tk.import_turns(tmp_path)
-    assert turns["prompt_ids"].to_pylist() == prompts
-    assert report.num_rows == 0
-    foreign.write_lines(tmp_path / "b.jsonl", calls[:1])
-    with pytest.raises(InvalidTurnsError, match="its calls start over there"):
-        tk.import_turns(tmp_path)
-
-
 def test_calls_with_an_index_may_be_in_any_file(tmp_path):
     for k, name in enumerate("ab"):
         calls = [line(run=0, turn=6 - 2 * k - i) for i in range(2)]

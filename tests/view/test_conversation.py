@@ -241,10 +241,9 @@ def test_the_filter_finds_words_of_messages(show):
     tab.run("TK.app.shown")
     assert shown_sessions(tab) == ["b"]
     # a reader sees no names of fields, and no data of images
-    for word in ("nowhere", "content", "function", "arguments", "base64", "call_1"):
-        tab = show(records, "#f=" + word)
-        assert shown_sessions(tab) == []
-    for word in ("brief", "what", "tell", "look", "path", "a.png"):
+    for word in ("content", "arguments", "base64", "call_1"):
+        assert shown_sessions(show(records, "#f=" + word)) == []
+    for word in ("brief", "what", "tell", "look", "a.png"):
         assert shown_sessions(show(records, "#f=" + word)) == ["a", "b", "c"]
 
 

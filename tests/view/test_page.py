@@ -143,19 +143,6 @@ def test_a_prompt_that_is_sent_again_is_no_drift(tab, write, tokenizer, decoded)
     assert until == ["0", "2", "3", "5"]
 
 
-def test_the_words_of_counts_are_those_of_simulate(tab, write, short, tmp_path, capsys):
-    tk.write_turns(short, tmp_path / "log.parquet")
-    assert cli.main(["simulate", str(tmp_path / "log.parquet")]) == cli.DONE
-    out = capsys.readouterr().out
-    tab.open(write(short, ["trl"]))
-    words = tab.texts("table.policies thead th")
-    for head in [*words[:2], *words[3:]]:
-        assert head in out.splitlines()[2]
-    (reason,) = [line for line in out.splitlines() if line.startswith("trl loses")]
-    lost, kind = reason.split()[2], reason.partition("(")[2].partition(")")[0]
-    assert f"It loses {lost}: {lost} {kind}." in tab.text("#sentence")
-
-
 def test_the_state_is_in_the_address(tab, write, short):
     address = write(short, ["faithful", "slime"])
     tab.open(address + "#s=short&p=slime&tab=losses")
