@@ -96,7 +96,6 @@ ANY_CHOICE = forest_policies().map(lambda choices: tk.Policy(name="some", **choi
 @pytest.mark.parametrize(
     ("turns", "policies"),
     [
-        pytest.param(runs(), PRESET, id="presets"),
         pytest.param(sessions() | delegating_sessions(), PRESET, id="sub-agents"),
         pytest.param(runs(), CHANGED, id="changed presets"),
         pytest.param(sessions(), ANY_CHOICE, id="any choice"),

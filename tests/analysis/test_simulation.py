@@ -115,6 +115,7 @@ def test_a_stream_gives_what_its_table_gives(seed):
     assert tk.simulate(pl.from_arrow(table), pad_to=8) == whole
 
 
+@settings(max_examples=10)
 @given(st.integers(0, 999))
 def test_what_keeps_everything_at_least_cost(seed):
     turns = turns_table(generated_runs(4, seed, max_turns=5))

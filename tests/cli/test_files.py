@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -515,20 +513,7 @@ def test_a_choice_belongs_to_the_policy_before_it(place, capsys):
     assert cli.main(["drift", "c.jsonl", "--fork-threshold", "3"]) == cli.BAD_USAGE
 
 
-# --- the program itself: one sentence, and an exit code
-
-
-def program(folder, *words):
-    path = Path(sys.executable).with_name("trajkit")
-    return subprocess.run([path, *words], capture_output=True, text=True, cwd=folder)
-
-
-def test_the_program_keeps_its_input(place):
-    before = contents(place)
-    done = program(place, "linearize", "c.jsonl", "-o", "link.jsonl")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("trajkit: --out link.jsonl is the input c.jsonl")
-    assert contents(place) == before
+# --- packages
 
 
 MISSING = {

@@ -697,7 +697,7 @@ def test_a_damaged_beginning_makes_a_binary_file_no_text(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@in_files
+@settings(in_files, max_examples=12)
 @given(at=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
 def test_one_wrong_byte_is_told_and_nothing_worse(fresh, name, at, value):
     folder = fresh()
@@ -949,7 +949,7 @@ def survives(path, name):
 
 
 @pytest.mark.parametrize("name", JSON)
-@settings(in_files, max_examples=40)
+@in_files
 @given(data=st.data())
 def test_one_odd_value_never_ends_an_import(fresh, name, data):
     folder = fresh()

@@ -355,54 +355,61 @@ def talk(session, prompt, output, *said):
     return {"session_id": session, "messages": messages, **ids}
 
 
-def replies_of(tmp_path, lines):
-    foreign.write_lines(tmp_path / "log.jsonl", lines)
-    turns, report = tk.import_turns(tmp_path / "log.jsonl")
-    bodies = [
-        None if one is None else json.loads(one["body"])["content"]
-        for one in turns["response"].to_pylist()
-    ]
-    found = [row["problem"] for row in report.to_pylist()]
-    return turns, bodies, [one for one in found if one != "no_logprobs"]
+FIRST, SECOND = talk("s", [1], [2], "q"), talk("s", [1], [3], "q")
 
 
-def test_a_later_request_has_the_reply(tmp_path):
-    lines = [
-        talk("s", [1], [2], "q"),
-        talk("t", [1], [2], "q"),
-        # with drift: its tokens are not those that were sampled
-        talk("s", [1, 9, 3], [4], "q", "a", "more"),
-        talk("s", [1, 9, 3, 4, 5], [6], "q", "a", "more", "b", "end"),
-        talk("t", [1, 2, 3], [4], "q", "A", "more"),
-    ]
-    turns, bodies, found = replies_of(tmp_path, lines)
-    # in order of the sessions
-    assert bodies == ["a", "b", None, "A", None]
-    assert found == ["reply_of_a_request"] * 3
-    links = tk.link(turns)
-    assert links["parent"].to_pylist() == [None, 0, 1, None, 0]
-
-
-def test_tokens_tell_which_of_equal_requests_went_on(tmp_path):
-    first, second = talk("s", [1], [2], "q"), talk("s", [1], [3], "q")
-    on = talk("s", [1, 3, 5], [6], "q", "a", "more")
-    _, bodies, _ = replies_of(tmp_path, [first, second, on])
-    assert bodies == [None, "a", None]
-    # with drift nothing tells
-    drifted = talk("s", [1, 9, 5], [6], "q", "a", "more")
-    turns, bodies, found = replies_of(tmp_path, [first, second, drifted])
-    assert bodies == [None] * 3
-    assert found == ["no_reply"] * 3
-    assert turns["messages"].null_count == 3
-
-
-def test_messages_that_no_request_repeats_are_left_out(tmp_path):
-    lines = [talk("s", [1], [2], "q"), talk("s", [1, 2, 3], [4], "other")]
-    turns, _, found = replies_of(tmp_path, lines)
-    assert found == ["no_reply"] * 2
-    assert tk.link(turns)["parent"].to_pylist() == [None, 0]
-    turns, _, found = replies_of(tmp_path, lines[:1])
-    assert (turns["messages"].null_count, found) == (0, [])
+@pytest.mark.parametrize(
+    ("lines", "replies", "found", "parents"),
+    [
+        pytest.param(
+            [
+                FIRST,
+                talk("t", [1], [2], "q"),
+                # with drift: its tokens are not those that were sampled
+                talk("s", [1, 9, 3], [4], "q", "a", "more"),
+                talk("s", [1, 9, 3, 4, 5], [6], "q", "a", "more", "b", "end"),
+                talk("t", [1, 2, 3], [4], "q", "A", "more"),
+            ],
+            ["a", "b", None, "A", None],
+            ["reply_of_a_request"] * 3,
+            [None, 0, 1, None, 0],
+            id="a later request has the reply",
+        ),
+        pytest.param(
+            [FIRST, SECOND, talk("s", [1, 3, 5], [6], "q", "a", "more")],
+            [None, "a", None],
+            ["reply_of_a_request"],
+            [None, None, 1],
+            id="tokens tell which of equal requests went on",
+        ),
+        pytest.param(
+            [FIRST, SECOND, talk("s", [1, 9, 5], [6], "q", "a", "more")],
+            [None] * 3,
+            ["no_reply"] * 3,
+            [None, None, 0],
+            id="with drift nothing tells",
+        ),
+        pytest.param(
+            [FIRST, talk("s", [1, 2, 3], [4], "other")],
+            [None] * 2,
+            ["no_reply"] * 2,
+            [None, 0],
+            id="no request repeats the messages",
+        ),
+        pytest.param([FIRST], [None], [], [None], id="one call"),
+    ],
+)
+def test_replies_that_only_later_requests_have(
+    tmp_path, lines, replies, found, parents
+):
+    turns, report = imported(tmp_path, lines)
+    bodies = [one and json.loads(one["body"]) for one in turns["response"].to_pylist()]
+    assert [one and one["content"] for one in bodies] == replies
+    told = [row["problem"] for row in report if row["problem"] != "no_logprobs"]
+    assert told == found
+    # messages without a reply are left out, so that tokens find the parents
+    assert turns["messages"].null_count == found.count("no_reply")
+    assert tk.link(turns)["parent"].to_pylist() == parents
 
 
 def test_a_mapping_changes_fields_of_a_graph_of_messages(tmp_path):

@@ -122,15 +122,6 @@ def test_the_closest_format_is_named(tmp_path, record, lacks):
     assert "return_token_ids" in text
 
 
-def test_the_list_of_records_is_named(tmp_path):
-    run = {"run": {"id": 1}, "calls": [IDS], "score": 0.5}
-    with pytest.raises(FormatError, match="and each=calls if the records"):
-        imported(tmp_path, [run])
-    fields = "each=calls,session_id=/run.id,reward=/score"
-    turns, _ = imported(tmp_path, [run], map=fields)
-    assert turns["reward"].to_pylist() == [0.5]
-
-
 @pytest.mark.parametrize(
     ("result", "lacks"),
     [

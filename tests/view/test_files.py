@@ -98,7 +98,8 @@ def test_the_page_asks_for_nothing_outside_itself():
 
 def test_equal_turns_give_equal_pages():
     turns = tk.from_records(turns_of("s0", "s1"))
-    assert page(turns) == page(turns) == page(tk.compact(turns))
+    pages = (page(one, ["slime"]) for one in (turns, turns, tk.compact(turns)))
+    assert len({*map(str, pages)}) == 1
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
