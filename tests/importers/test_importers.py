@@ -96,7 +96,7 @@ def problems(report):
     return [
         (row["place"], row["problem"], row["kept"])
         for row in report.to_pylist()
-        if row["problem"] not in ("other_file",)
+        if row["problem"] != "other_file"
     ]
 
 
@@ -410,53 +410,59 @@ def damaged(tmp_path, name, lines, format="auto"):
     return turns, problems(report)
 
 
+# problems of records that are kept
+KEPT = {"no_logprobs", "logprobs_unaligned", "versions_unplaced"}
+
+
+def expected(place, pairs):
+    """The lines of a report on records, of which each stands before its problem."""
+    several = [(k, one.split()) for k, (_, one) in enumerate(pairs, place == "line {}")]
+    return [
+        (place.format(k), problem, problem in KEPT)
+        for k, problems in several
+        for problem in problems
+    ]
+
+
+def changed(change):
+    """The line of a log whose response was changed."""
+    response = foreign.chat_response(RECORD)
+    change(response, response["choices"][0])
+    return log_line(response=response)
+
+
+def no_output(response, choice):
+    del choice["token_ids"], choice["logprobs"]
+
+
 def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
-    no_output = foreign.chat_response(RECORD)
-    del no_output["choices"][0]["token_ids"], no_output["choices"][0]["logprobs"]
-    no_prompt = foreign.chat_response(RECORD) | {"prompt_token_ids": None}
-    unlike = foreign.chat_response(RECORD)
-    unlike["choices"][0]["logprobs"]["content"][0]["token"] = "token_id:9"
     short = foreign.completion_response({**RECORD, "output_ids": [3, 5]})
     short["choices"][0]["logprobs"]["token_logprobs"] = [-1.0]
-    turns, found = damaged(
-        tmp_path,
-        "log.jsonl",
-        [
-            log_line(),
-            b"{broken",
-            b"",
-            b"[1]",
-            log_line(response=no_output),
-            log_line(response=no_prompt),
-            log_line({"prompt_ids": [1, 2**31]}),
-            log_line({"output_logprobs": [0.5, -1.0]}),
-            log_line(response=unlike),
-            log_line(response=short),
-            log_line(response={"choices": []}),
-            log_line(response={"choices": [7]}),
-            log_line(response="no"),
-            log_line(session_id=None),
-            log_line({"output_ids": [5], "output_logprobs": None}),
-            log_line()[:-3],
-        ],
-    )
-    assert found == [
-        ("line 2", "unreadable", False),
-        ("line 4", "unreadable", False),
-        ("line 5", "no_output_ids", False),
-        ("line 6", "no_prompt_ids", False),
-        ("line 9", "logprobs_unaligned", True),
-        ("line 10", "logprobs_unaligned", True),
-        ("line 11", "no_prompt_ids", False),
-        ("line 12", "unreadable", False),
-        ("line 13", "unreadable", False),
-        ("line 14", "no_session_id", False),
-        ("line 15", "no_logprobs", True),
-        ("line 16", "torn", False),
-        # looked at when their batch is complete
-        ("line 7", "invalid", False),
-        ("line 8", "invalid", False),
+    lines = [
+        (log_line(), ""),
+        (b"{broken", "unreadable"),
+        (b"", ""),
+        (b"[1]", "unreadable"),
+        (changed(no_output), "no_output_ids"),
+        (changed(lambda one, _: one.pop("prompt_token_ids")), "no_prompt_ids"),
+        (log_line({"prompt_ids": [1, 2**31]}), "invalid"),
+        (log_line({"output_logprobs": [0.5, -1.0]}), "invalid"),
+        (
+            changed(
+                lambda _, one: one["logprobs"]["content"][0].update(token="token_id:9")
+            ),
+            "logprobs_unaligned",
+        ),
+        (log_line(response=short), "logprobs_unaligned"),
+        (log_line(response={"choices": []}), "no_prompt_ids"),
+        (log_line(response={"choices": [7]}), "unreadable"),
+        (log_line(response="no"), "unreadable"),
+        (log_line(session_id=None), "no_session_id"),
+        (log_line({"output_ids": [5], "output_logprobs": None}), "no_logprobs"),
+        (log_line()[:-3], "torn"),
     ]
+    turns, found = damaged(tmp_path, "log.jsonl", [one for one, _ in lines])
+    assert sorted(found) == sorted(expected("line {}", lines))
     # what was left out has its number
     assert turns["session_id"].to_pylist() == ["s"] * 4
     assert turns["turn_index"].to_pylist() == [0, 5, 6, 10]
@@ -577,73 +583,49 @@ def test_damaged_traces(tmp_path, changes, found):
 
 
 def test_damaged_graphs(tmp_path):
-    def reply(**changes):
-        return {**REPLY, **changes}
-
+    odd = ({"a": 1}, "ids", 5)
     nodes = [
-        NODE,
-        reply(),
-        reply(mask=[True]),
-        reply(mask=[True, False]),
-        reply(token_ids=[], mask=[]),
-        reply(token_ids=[2, "x"]),
-        {**NODE, "parent": 4},
-        reply(parent=6),
-        reply(parent=99),
-        reply(parent=-9),
-        reply(logprobs=[]),
-        reply(token_ids=[2, 4], logprobs=[-1.0, -1.0]),
-        7,
-        *({**NODE, "token_ids": odd} for odd in ({"a": 1}, "ids", 5)),
-        *(reply(parent=parent) for parent in (13, 14, 15)),
+        (NODE, ""),
+        (REPLY, ""),
+        ({**REPLY, "mask": [True]}, "unreadable"),
+        ({**REPLY, "mask": [True, False]}, "unreadable"),
+        ({**REPLY, "token_ids": [], "mask": []}, "no_output_ids"),
+        ({**REPLY, "token_ids": [2, "x"]}, "unreadable"),
+        ({**NODE, "parent": 4}, ""),
+        *(({**REPLY, "parent": one}, "no_prompt_ids") for one in (6, 99, -9)),
+        ({**REPLY, "logprobs": []}, "no_logprobs"),
+        ({**REPLY, "token_ids": [2, 4], "logprobs": [-1, -1]}, "logprobs_unaligned"),
+        (7, ""),
+        *(({**NODE, "token_ids": one}, "") for one in odd),
+        *(({**REPLY, "parent": one}, "no_prompt_ids") for one in (13, 14, 15)),
     ]
-    foreign.write_graphs(tmp_path, [("s", nodes)])
+    foreign.write_graphs(tmp_path, [("s", [one for one, _ in nodes])])
     turns, report = tk.import_turns(tmp_path)
-    assert problems(report) == [
-        ("line 1, node 2", "unreadable", False),
-        ("line 1, node 3", "unreadable", False),
-        ("line 1, node 4", "no_output_ids", False),
-        ("line 1, node 5", "unreadable", False),
-        ("line 1, node 7", "no_prompt_ids", False),
-        ("line 1, node 8", "no_prompt_ids", False),
-        ("line 1, node 9", "no_prompt_ids", False),
-        ("line 1, node 10", "no_logprobs", True),
-        ("line 1, node 11", "logprobs_unaligned", True),
-        *((f"line 1, node {k}", "no_prompt_ids", False) for k in (16, 17, 18)),
-    ]
+    assert problems(report) == expected("line 1, node {}", nodes)
     assert turns["output_ids"].to_pylist() == [[3], [3], [4]]
 
 
 def test_damaged_dumps(tmp_path):
+    changes = [
+        ({}, "no_logprobs"),
+        ({"tokens": None}, "no_prompt_ids"),
+        ({"response_length": 4}, "unreadable"),
+        ({"loss_mask": [1, 1]}, "unreadable"),
+        ({"loss_mask": [0]}, "no_output_ids"),
+        ({"rollout_log_probs": [-1.0, -1.0]}, "logprobs_unaligned"),
+        ({"weight_versions": ["1", "2"]}, "versions_unplaced no_logprobs"),
+        ({"remove_sample": True, "status": "aborted"}, "no_logprobs"),
+        (None, "unreadable"),
+        ({"response_length": True}, "unreadable"),
+        ({"response_length": 2, "rollout_log_probs": [None, -1.0]}, "no_logprobs"),
+    ]
     samples = [
-        SAMPLE,
-        {**SAMPLE, "index": 1, "tokens": None},
-        {**SAMPLE, "index": 2, "response_length": 4},
-        {**SAMPLE, "index": 3, "loss_mask": [1, 1]},
-        {**SAMPLE, "index": 4, "loss_mask": [0]},
-        {**SAMPLE, "index": 5, "rollout_log_probs": [-1.0, -1.0]},
-        {**SAMPLE, "index": 6, "weight_versions": ["1", "2"]},
-        {**SAMPLE, "index": 7, "remove_sample": True, "status": "aborted"},
-        None,
-        {**SAMPLE, "index": 9, "response_length": True},
-        {**SAMPLE, "response_length": 2, "rollout_log_probs": [None, -1.0]},
+        None if one is None else {**SAMPLE, "index": k, **one}
+        for k, (one, _) in enumerate(changes)
     ]
     foreign.write_slime(tmp_path, samples)
     turns, report = tk.import_turns(tmp_path)
-    assert problems(report) == [
-        ("sample 0", "no_logprobs", True),
-        ("sample 1", "no_prompt_ids", False),
-        ("sample 2", "unreadable", False),
-        ("sample 3", "unreadable", False),
-        ("sample 4", "no_output_ids", False),
-        ("sample 5", "logprobs_unaligned", True),
-        ("sample 6", "versions_unplaced", True),
-        ("sample 6", "no_logprobs", True),
-        ("sample 7", "no_logprobs", True),
-        ("sample 8", "unreadable", False),
-        ("sample 9", "unreadable", False),
-        ("sample 10", "no_logprobs", True),
-    ]
+    assert problems(report) == expected("sample {}", changes)
     assert set(turns["finish_reason"].to_pylist()) == {None, "abort"}
     aborted = turns.filter(pc.is_valid(turns["finish_reason"]))
     assert aborted["trainable"].to_pylist() == [False]
