@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from benchmarks.data import SMALL, quoted, rollout
 from tests.fuzz.sessions import generated_runs
-from tests.made_tables import by_session, linearized, link_by, turns_table
+from tests.made_tables import by_session, linearized, turns_table
 from tests.oracles.rows import held
 from tests.strategies import row_limits, runs
 from trajkit.analysis import branches, metrics
@@ -211,34 +211,6 @@ def test_presets_that_need_bodies_are_left_out_where_there_are_none():
     assert {*table["policy"].to_pylist(), *names} == {*whole["policy"].to_pylist()}
     with pytest.raises(tk.errors.MissingBodyError, match="has no body"):
         tk.simulate(later, ["faithful", "segments"])
-
-
-def test_the_report_counts_roots_and_calls_rejected():
-    """One that is ambiguous, and two prompts with a retry that nothing continues."""
-    turns = tk.from_records(
-        {"session_id": "s", "prompt_ids": prompt, "output_ids": output}
-        for prompt, output in [
-            ([1], [2]),
-            ([1], [2]),
-            ([1, 2, 3], [4]),
-            ([5], [6]),
-            ([5, 6, 7], [8]),
-            ([5, 6, 7], [9]),
-        ]
-    )
-    _, report = linearized(turns, "nemo")
-    names = ["roots", "turns_quarantined", "turns_unresolved"]
-    assert [report[name].to_pylist() for name in names] == [[3], [3], [4]]
-    assert tk.simulate(turns, "nemo")["turns_unresolved"].to_pylist() == [4]
-    links = link_by(turns, "prefix")
-    assert links["link_reason"].to_pylist() == [
-        "unresolved_kept",
-        "unresolved",
-        "ambiguous",
-        "root",
-        "unresolved_kept",
-        "unresolved",
-    ]
 
 
 # --- metrics

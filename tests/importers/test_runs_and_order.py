@@ -121,8 +121,11 @@ ODD = (True, 1.5, ["s"], {"a": 1})
             session_id=["log"] * 2,
         ),
         case(
-            "times and steps",
-            [{**IDS, "created_at": "a"}, {**LONGER, "step_no": 2}],
+            "names of calls, times and steps",
+            [
+                {**ids, "request_id": k, "created_at": k, "model_id": k, "step_no": k}
+                for k, ids in enumerate((IDS, AGAIN))
+            ],
             ["no_session_id", "unread"],
             session_id=["log"] * 2,
         ),
@@ -142,12 +145,6 @@ ODD = (True, 1.5, ["s"], {"a": 1})
 )
 def test_what_names_a_session(tmp_path, log):
     check(tmp_path, log)
-
-
-@pytest.mark.parametrize("key", ["request_id", "model_id", "step_id", "parent_id"])
-def test_names_of_calls_name_no_run(tmp_path, key):
-    turns, _ = imported(tmp_path, [{**IDS, key: "x"}])
-    assert turns["session_id"].to_pylist() == ["log"]
 
 
 @pytest.mark.parametrize(
@@ -259,17 +256,6 @@ def test_a_trace_without_an_id_is_a_run_of_its_own(tmp_path, writer):
         foreign.write_lines(tmp_path / "log.jsonl", [sample] * 2)
     turns, _ = tk.import_turns(tmp_path)
     assert len(turns["session_id"].unique()) == 2
-
-
-def test_integers_and_texts_name_the_same_sessions(tmp_path):
-    calls = [{**CALL, "session_id": 1}, {**CALL, **LONGER, "session_id": "1"}]
-    own = [
-        {"session_id": c["session_id"], "prompt_ids": [1], "output_ids": [2]}
-        for c in calls
-    ]
-    for turns in (imported(tmp_path, calls)[0], tk.from_records(own)):
-        assert turns["session_id"].to_pylist() == ["1", "1"]
-        assert turns["turn_index"].to_pylist() == [0, 1]
 
 
 # --- the order of calls, and calls that come twice
