@@ -150,13 +150,6 @@ def test_policies_are_named_by_their_changes_and_one_needs_no_list():
         assert tk.simulate(DRIFTING, strict).equals(found.slice(1))
 
 
-def test_errored_sessions_train_nothing():
-    failed = pl.DataFrame({"session_id": ["a"], "error": ["killed"]})
-    found = tk.simulate(DRIFTING, ["strict"], sessions=failed)
-    assert found["tokens_trained"].to_pylist() == [0]
-    assert found["lost_untrainable"].to_pylist() == [3]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -375,6 +375,17 @@ def test_verify_exits_with_1_on_a_violation(tmp_path, capsys, turns):
     }
 
 
+def test_verify_shows_the_first_violations_of_many(tmp_path, capsys, turns):
+    rows = tmp_path / "rows.jsonl"
+    row = {"session_id": "a", "input_ids": [8] * 50, "loss_mask": [1, 0] * 25}
+    rows.write_text(json.dumps(row))
+    argv = ["verify", str(rows), turns, "--policy", "faithful"]
+    assert cli.main(argv) == cli.BAD_DATA
+    out = capsys.readouterr().out
+    assert "and 9 more" in out
+    assert ["mask", "25"] in [line.split() for line in out.splitlines()]
+
+
 # --- tokenizers
 
 

@@ -480,12 +480,6 @@ def test_lists_in_lists_are_records_everywhere(tmp_path, each):
         assert turns["output_ids"].to_pylist() == [[2], [2]]
 
 
-def test_a_session_of_an_odd_type_around_odd_records(tmp_path):
-    foreign.write_lines(tmp_path / "x.jsonl", [{"session_id": [1], "completions": [7]}])
-    _, report = tk.import_turns(tmp_path / "x.jsonl", "polar")
-    assert report["problem"].to_pylist() == ["unreadable"]
-
-
 def test_a_first_record_without_ids_hides_no_format(tmp_path):
     good = foreign.plain_record(RECORD)
     odd = [{**good, "token_ids": ids} for ids in (None, "3")]

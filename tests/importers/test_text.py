@@ -124,13 +124,14 @@ def test_a_log_of_requests_without_ids_is_text(tmp_path):
     message = {"role": "assistant", "content": "done"}
     response = {"choices": [{"message": message}], "usage": {"completion_tokens": 99}}
     line = {"session_id": "s", "request": request, "response": response, "reward": 1}
-    foreign.write_lines(tmp_path / "log.jsonl", [line])
+    silent = {**line, "response": {"choices": [{"message": None}]}}
+    foreign.write_lines(tmp_path / "log.jsonl", [line, silent])
     turns, report = tk.import_turns(tmp_path, tokenizer=made)
     output = [names[token] for token in turns["output_ids"][0].as_py()]
     assert output == ["done", "<|im_end|>"]
     assert turns["sampled"].to_pylist() == [False]
     assert turns["reward"].to_pylist() == [1.0]
-    assert report["problem"].to_pylist() == ["not_sampled"]
+    assert report["problem"].to_pylist() == ["not_sampled", "no_output_ids"]
 
 
 def test_a_repeated_id_of_two_transcripts_is_left_out(tmp_path):
