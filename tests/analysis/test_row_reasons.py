@@ -41,19 +41,6 @@ FIRST = "row 0 opens at turn 0: it is the session's first turn. It trains "
             id="drift in a prompt",
         ),
         pytest.param(
-            tk.policy("trl", fork_threshold=0),
-            ["no_parent", "drift", "drift"],
-            [
-                FIRST + "7 tokens.",
-                "row 1 opens at turn 2: its prompt differs from turn 1's reply at token 1 "
-                "of 4 (tail changed; 3 tokens sampled after that). It trains 1 token.",
-                "row 2 opens at turn 3: its prompt differs from turn 2's prompt at token "
-                "5, before any reply (diverged; 2 tokens sampled after that). It trains 1 "
-                "token.",
-            ],
-            id="drift in a reply",
-        ),
-        pytest.param(
             "faithful",
             ["no_parent", "drift", "branch"],
             [
