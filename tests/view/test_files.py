@@ -1,7 +1,6 @@
 """The files of the page, and what the command writes, without a browser."""
 
 import hashlib
-import json
 import re
 from importlib.resources import files
 
@@ -133,16 +132,6 @@ def test_the_command_says_what_the_file_has(run, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "2 of 5 sessions, 2 turns" in out
     assert "the text of all messages; --no-text leaves it out" in out
-
-
-def test_a_session_that_is_left_out_is_counted(tmp_path, capsys):
-    log, path = tmp_path / "log.jsonl", tmp_path / "page.html"
-    good, bad = turns_of("s0")[0], {**turns_of("s1")[0], "output_logprobs": [0.5]}
-    log.write_text("".join(json.dumps(one) + "\n" for one in (good, bad)))
-    assert cli.main(["view", str(log), "-o", str(path)]) == cli.DONE
-    said = capsys.readouterr()
-    assert "session 's1' is left out" in said.err
-    assert "1 of 2 sessions, 1 turn" in said.out
 
 
 @pytest.mark.slow
