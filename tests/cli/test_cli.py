@@ -121,7 +121,13 @@ def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
     summary = run_json(capsys, "drift", turns, "--policy", "per_call")
     assert (summary["turns_compared"], summary["groups"]) == (0, [])
     summary = run_json(capsys, "drift", turns, "--tokenizer", str(TOKENIZER.parent))
-    assert [one["cause"] for one in summary["causes"]] == [*summary["examples"]]
+    (counts,) = summary["causes"]
+    assert [counts[name] for name in ("turns", "path_tokens", "prompt_tokens")] == [
+        1,
+        1,
+        2,
+    ]
+    assert [counts["cause"]] == [*summary["examples"]]
 
 
 # code | command, with {turns} and the files of `refusing` | a part of the line on stderr
