@@ -232,6 +232,7 @@ REFUSED = {
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -275,7 +276,7 @@ REFUSED = {
     "openai_responses": [
         ({"input": []}, "input"), ({"input": None}, "input"), ({"input": 3}, "input"),
         ({"previous_response_id": "r"}, "previous_response_id"),
-        ({"conversation": "c"}, "conversation"),
+        ({"conversation": "c"}, "conversation"), ({"prompt": {"id": "p"}}, "prompt"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"tools": [{**TOOL, "name": "f", "strict": 1}]}, "tools[0].strict"),
