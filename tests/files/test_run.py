@@ -143,21 +143,16 @@ def test_turns_out_of_order_are_found_across_batches_and_files(tmp_path, suffix_
 
 
 @pytest.mark.parametrize("dedup", [False, True])
-@pytest.mark.parametrize("policy", ["faithful", "slime", "per_call"])
-def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, policy, dedup):
+def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, dedup):
     log, rows, report = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "report"))
     write_log(some_sessions(), log)
-    expected, counts = linearized(tk.read_turns(log), policy, reward=0.5)
-    for large in (1, 1 << 20):
-        monkeypatch.setattr(limits, "PART_TOKENS", large)
-        monkeypatch.setattr(limits, "BATCH_TOKENS", 20)
-        totals = linearize_file(
-            log, rows, policy, reward=0.5, dedup=dedup, report=report
-        )
-        assert tk.read_rows(rows).equals(expected)
-        assert pq.read_table(report).to_pylist() == counts.to_pylist()
-        assert totals["tokens_sampled"] == sum(counts["tokens_sampled"].to_pylist())
-        assert totals["sessions"] == 12
+    expected, counts = linearized(tk.read_turns(log), "slime", reward=0.5)
+    monkeypatch.setattr(limits, "BATCH_TOKENS", 20)
+    totals = linearize_file(log, rows, "slime", reward=0.5, dedup=dedup, report=report)
+    assert tk.read_rows(rows).equals(expected)
+    assert pq.read_table(report).to_pylist() == counts.to_pylist()
+    assert totals["tokens_sampled"] == sum(counts["tokens_sampled"].to_pylist())
+    assert totals["sessions"] == 12
 
 
 def test_threads_write_the_same_bytes(tmp_path, monkeypatch):
@@ -195,6 +190,19 @@ class Killed(Exception):
     pass
 
 
+def killed_after(n_turns):
+    """A function for `Watch.advances` that raises once so many turns have passed."""
+    gone = 0
+
+    def advances(n):
+        nonlocal gone
+        gone += n
+        if gone >= n_turns:
+            raise Killed
+
+    return advances
+
+
 @pytest.mark.parametrize(
     ("names", "mixed"),
     [
@@ -217,17 +225,9 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed):
         write_log(scattered(some) if mixed else some, log / name)
 
     def go(name, most):
-        gone = 0
-
-        def advances(n):
-            nonlocal gone
-            gone += n
-            if gone >= most:
-                raise Killed
-
         folder = tmp_path / name
         begun = []
-        watch = Watch(lambda index, done: begun.append(done), advances)
+        watch = Watch(lambda index, done: begun.append(done), killed_after(most))
         try:
             totals = linearize_file(
                 log, f"{folder}/rows/", report=f"{folder}/report/", watch=watch
@@ -355,53 +355,29 @@ def test_bad_sessions_are_rejected(tmp_path, small, capsys, suffix_, mixed):
         assert said in line["reason"]
 
 
-def test_what_a_stage_refuses_is_rejected(tmp_path, small, capsys):
-    log, rows, aside = (
-        str(tmp_path / f"{n}.parquet") for n in ("log", "rows", "aside")
+@pytest.mark.parametrize("refused", [["s2"], ["s0", "s1", "s2", "s3", "s4"]])
+def test_what_a_stage_refuses_is_rejected(tmp_path, small, refused):
+    log, rows, report, aside = (
+        tmp_path / f"{n}.parquet" for n in ("log", "rows", "report", "aside")
     )
-    records = some_sessions(5)
-    for record in records:
-        if record["session_id"] == "s2":
-            record["output_logprobs"] = None
-    write_log(records, Path(log))
+    write_log(without_logprobs(some_sessions(5), refused), log)
     policy = tk.policy("faithful", missing_logprobs="raise")
-    with pytest.raises(InvalidTurnsError, match="session 's2'"):
+    with pytest.raises(InvalidTurnsError, match=f"session '{refused[0]}'"):
         linearize_file(log, rows, policy)
-    totals = linearize_file(log, rows, policy, rejected=aside)
-    assert totals["rejected"] == 1
-    assert totals["sessions"] == 4
-    ((line),) = pq.read_table(aside).to_pylist()
-    assert "session 's2'" in line["reason"]
+    totals = linearize_file(log, rows, policy, report=report, rejected=aside)
+    assert (totals["rejected"], totals["sessions"]) == (len(refused), 5 - len(refused))
+    for name, line in zip(refused, pq.read_table(aside).to_pylist(), strict=True):
+        assert f"session '{name}'" in line["reason"]
+    # outputs are there where every session is rejected
+    assert not {*tk.read_rows(rows)["session_id"].to_pylist()} & {*refused}
+    assert pq.read_table(report).schema.names == REPORT.names
 
 
-def test_outputs_are_there_where_every_session_is_rejected(tmp_path):
-    places = {n: tmp_path / f"{n}.parquet" for n in ("log", "rows", "report", "aside")}
-    records = [{**one, "output_logprobs": None} for one in some_sessions(3)]
-    write_log(records, places["log"])
-    policy = tk.policy("faithful", missing_logprobs="raise")
-    options = {"report": places["report"], "rejected": places["aside"]}
-    totals = linearize_file(places["log"], places["rows"], policy, **options)
-    assert totals["rejected"] == 3
-    assert totals["sessions"] == 0
-    assert tk.read_rows(places["rows"]).num_rows == 0
-    assert pq.read_table(places["report"]).schema.names == REPORT.names
-
-
-def test_rows_whose_turns_are_all_set_aside_or_gone(tmp_path, small):
-    log, path, aside = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "aside"))
-    write_log(some_sessions(3), log)
-    both = chain(some_sessions(3), session("x", 2))
-    write_rows(tk.linearize(tk.from_records(list(both))), path)
-    known = pa.table({"session_id": ["z"], "reward": [1.0]})
-    found = tmp_path / "found.parquet"
-    totals = verify_file(path, log, found, sessions=known, rejected=aside)
-    assert totals == {"turns": 0, "violations": 1, "rejected": 3}
-    assert set(pq.read_table(found)["session_id"].to_pylist()) == {"x"}
-    write_log([], tmp_path / "none.jsonl")
-    totals = verify_file(path, tmp_path / "none.jsonl", found)
-    whole = tk.verify(read_any_rows(path), tk.from_records([]))
-    assert totals == {"turns": 0, "violations": whole.num_rows}
-    assert as_text(pq.read_table(found).to_pylist()) == as_text(whole.to_pylist())
+def without_logprobs(records, names):
+    return [
+        one | {"output_logprobs": None} if one["session_id"] in names else one
+        for one in records
+    ]
 
 
 def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeypatch):
@@ -500,24 +476,6 @@ def test_what_ended_before_its_first_part_leaves_room_for_another_job(tmp_path, 
     assert tk.read_rows(tmp_path / "rows")["reward"].to_pylist() == [1.0]
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-def test_files_of_one_log_count_their_turns_together(tmp_path, scattered):
-    for k in range(3):
-        names = "ab" if scattered else "a"
-        write_source(
-            tmp_path / f"turns-{k:05}.jsonl",
-            [
-                call(name, [*range(1, 2 + 2 * k + i)], [2])
-                for i in range(2)
-                for name in names
-            ],
-        )
-    expected = tk.read_turns(tmp_path)
-    assert expected["turn_index"].to_pylist()[:6] == list(range(6))
-    streamed = pa.Table.from_batches(tk.scan_turns(tmp_path))
-    assert streamed.combine_chunks() == expected.combine_chunks()
-
-
 def test_full_turns_beside_delta_turns_are_refused(tmp_path):
     turns = tk.from_records([call("a", [1], [2]), call("b", [1], [2])])
     tk.write_turns(turns.slice(0, 1), tmp_path / "a.parquet")
@@ -594,45 +552,37 @@ def as_text(violations):
 @pytest.mark.parametrize(
     ("kind", "suffix_"),
     [
-        ("own", "parquet"),
         ("own", "jsonl.gz"),
         ("stored", "arrows"),
         ("foreign", "arrow"),
-        ("foreign", "jsonl"),
         ("without numbers", "parquet"),
     ],
 )
 def test_files_break_what_their_tables_break(
-    tmp_path, small, monkeypatch, kind, suffix_, turns_order, order
+    tmp_path, small, kind, suffix_, turns_order, order
 ):
-    monkeypatch.setattr(limits, "READ_BYTES", 1)
-    monkeypatch.setattr(limits, "MIN_READ_ROWS", 2)
     log, path = tmp_path / "log.parquet", tmp_path / f"rows.{suffix_}"
     write_log(turns_order(some_sessions()), log)
-    rows = broken_rows(tk.linearize(tk.read_turns(log), "strict"))
-    place = list(range(rows.num_rows))
-    if order == "sessions mixed":
-        names = rows["session_id"].to_pylist()
-        place.sort(key=lambda k: (names[k][::-1], k))
-    elif order == "rows mixed":
-        random.Random(2).shuffle(place)
-    rows = rows.take(place)
-    if kind == "stored":
-        rows = tk.linearize(tk.read_turns(log), "strict")
-        rows = rows.filter(pc.not_equal(rows["session_id"], "s4"))
-        weights = pa.array([0.5] * rows.num_rows)
+    rows = tk.linearize(tk.read_turns(log), "strict")
+    if kind == "stored":  # its rows can be stored without what they share
         at = rows.schema.get_field_index("row_weight")
-        rows = rows.set_column(at, rows.field(at), weights)
+        rows = rows.set_column(at, rows.field(at), pa.array([0.5] * len(rows)))
+        rows = rows.filter(pc.not_equal(rows["session_id"], "s4"))
         if order != "as written":
-            first = pc.equal(rows["session_id"], "s0")
-            rows = pa.concat_tables([rows.filter(pc.invert(first)), rows.filter(first)])
+            rows = rows.sort_by([("session_id", "descending")])
+    else:
+        place = list(range(len(rows := broken_rows(rows))))
+        if order == "sessions mixed":
+            names = rows["session_id"].to_pylist()
+            place.sort(key=lambda k: (names[k][::-1], k))
+        elif order == "rows mixed":
+            random.Random(2).shuffle(place)
+        rows = rows.take(place)
     if kind in ("own", "stored"):
         write_rows(rows, path, dedup=kind == "stored")
     else:
-        names = ["session_id", "row_index", "input_ids", "loss_mask", "logprobs"]
-        if kind == "without numbers":
-            names.remove("row_index")
-        write_table(rows.select(names), path)
+        names = ["session_id", "input_ids", "loss_mask", "logprobs"]
+        write_table(rows.select(names + ["row_index"] * (kind == "foreign")), path)
     whole = tk.verify(read_any_rows(path), tk.read_turns(log), "strict").to_pylist()
     output = tmp_path / "found.parquet"
     totals = verify_file(path, log, output, "strict")
@@ -641,38 +591,6 @@ def test_files_break_what_their_tables_break(
     assert {line["session_id"] for line in found} >= {"s4"}
     assert totals == {"turns": len(some_sessions()), "violations": len(whole)}
     assert sorted(os.listdir(tmp_path)) == sorted([log.name, path.name, output.name])
-
-
-def test_sessions_of_rows_without_turns_are_named(tmp_path, small):
-    log, path = tmp_path / "log.jsonl", tmp_path / "rows.jsonl"
-    write_log(some_sessions(6), log)
-    others = tk.from_records(chain(session("x", 2), session("y", 1)))
-    both = [tk.linearize(tk.read_turns(log)), tk.linearize(others)]
-    write_rows(pa.concat_tables([both[1].slice(0, 1), both[0], both[1].slice(1)]), path)
-    verify_file(path, log, tmp_path / "found.jsonl")
-    text = (tmp_path / "found.jsonl").read_text()
-    found = [json.loads(line) for line in text.splitlines()]
-    assert as_text(found) == as_text(
-        tk.verify(read_any_rows(path), tk.read_turns(log)).to_pylist()
-    )
-    assert {(line["session_id"], line["rule"]) for line in found} == {
-        ("x", "session"),
-        ("y", "session"),
-    }
-
-
-@pytest.mark.parametrize("swap", [False, True], ids=["whole", "in pieces"])
-def test_rows_elsewhere_than_their_turns_are_gathered(tmp_path, small, capsys, swap):
-    log, path = (tmp_path / f"{name}.parquet" for name in ("log", "rows"))
-    write_log(some_sessions(), log)
-    rows = tk.linearize(tk.read_turns(log), "slime")
-    if swap:
-        rows = pa.concat_tables([rows.slice(1), rows.slice(0, 1), rows])
-    write_rows(rows.sort_by([("session_id", "descending")]) if not swap else rows, path)
-    argv = ["verify", str(path), str(log), "--policy", "slime"]
-    assert cli.main(argv) == (cli.BAD_DATA if swap else cli.DONE)
-    said = "continues after another session began" in capsys.readouterr().out
-    assert said == swap
 
 
 def test_rows_of_no_session_are_verified_whole(tmp_path, small, capsys):
@@ -702,37 +620,33 @@ def test_rows_of_no_session_are_verified_whole(tmp_path, small, capsys):
 
 def test_rows_of_sessions_set_aside_are_passed_over(tmp_path, small, capsys):
     log, path, aside = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "aside"))
-    records = some_sessions()
-    write_log(records, log)
-    rows = broken_rows(tk.linearize(tk.read_turns(log)))
-    write_rows(rows, path)
-    for record in records:
-        if record["session_id"] in ("s3", "s7"):
-            record["output_logprobs"] = [-0.5]
-    lines = tk.read_turns(log).to_pylist()
-    for line, record in zip(lines, records, strict=True):
-        line["output_logprobs"] = record["output_logprobs"]
+    turns = tk.from_records(some_sessions())
+    write_rows(broken_rows(tk.linearize(turns)), path)
+    lines = turns.to_pylist()
+    for line in lines:
+        if line["session_id"] in ("s3", "s7"):
+            line["output_logprobs"] = [-0.5]
     pq.write_table(pa.Table.from_pylist(lines, TURNS), log)
     argv = ["verify", str(path), str(log), "--policy", "faithful"]
     assert cli.main(argv) == cli.BAD_DATA
     assert "session 's3'" in capsys.readouterr().err
-    said = run_json(capsys, *argv, "--rejected", str(aside), code=cli.BAD_DATA)
-    assert said["rejected"] == 2
-    assert {one["session_id"] for one in said["violations"]} == {"s1", "s4", "s10"}
+    found = run_json(capsys, *argv, "--rejected", str(aside), code=cli.BAD_DATA)
+    assert found["rejected"] == 2
+    assert {one["session_id"] for one in found["violations"]} == {"s1", "s4", "s10"}
     assert pq.read_table(aside)["session_id"].to_pylist() == ["s3", "s7"]
     # what only the comparison asks for is set aside as well, session by session
-    known = pa.table({"session_id": [f"s{k}" for k in range(12) if k != 5]})
-    known = known.append_column("reward", pa.nulls(11, pa.float64()))
-    totals = verify_file(
-        *(path, log, tmp_path / "found.parquet", "faithful"),
-        sessions=known,
-        rejected=aside,
-    )
-    assert totals["rejected"] == 3
-    found = pq.read_table(tmp_path / "found.parquet")["session_id"].to_pylist()
-    assert set(found) == {"s1", "s4", "s10"}
-    cli.main([*argv, "--rejected", str(aside)])
-    assert "2 sessions rejected, see" in capsys.readouterr().out
+    names = [f"s{k}" for k in range(12)]
+    for known, n_rejected, wrong in (
+        ([*names[:5], *names[6:]], 3, {"s1", "s4", "s10"}),
+        (["z"], 12, set()),
+    ):
+        sessions = pa.table({"session_id": known, "reward": [None] * len(known)})
+        output = tmp_path / "found.parquet"
+        totals = verify_file(
+            path, log, output, "faithful", sessions=sessions, rejected=aside
+        )
+        assert totals["rejected"] == n_rejected
+        assert {*pq.read_table(output)["session_id"].to_pylist()} == wrong
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["in order", "scattered"])
@@ -743,15 +657,7 @@ def test_verify_goes_on_where_it_was_stopped(tmp_path, small, mixed):
     lone = tk.linearize(tk.from_records(session("x", 2)))
     rows = pa.concat_tables([rows, lone])
     write_rows(scattered_rows(rows) if mixed else rows, path)
-    gone = 0
-
-    def advances(n):
-        nonlocal gone
-        gone += n
-        if gone > 20:
-            raise Killed
-
-    for name, watch in (("whole", None), ("parts", Watch(advances=advances))):
+    for name, watch in (("whole", None), ("parts", Watch(advances=killed_after(21)))):
         folder = f"{tmp_path}/{name}/"
         if watch:
             with pytest.raises(Killed):
@@ -779,10 +685,7 @@ def scattered_rows(rows):
 def test_a_session_that_one_policy_refuses_is_counted_by_none(tmp_path, small, capsys):
     """Others of its piece are counted once, though the piece is looked at again."""
     log, aside = (str(tmp_path / f"{name}.parquet") for name in ("log", "aside"))
-    records = some_sessions(5)
-    for record in records:
-        if record["session_id"] == "s2":
-            record["output_logprobs"] = None
+    records = without_logprobs(some_sessions(5), ["s2"])
     write_log(records, Path(log))
     argv = ["simulate", log, "--policy", "faithful", "--policy", "strict"]
     argv += ["--set", "missing_logprobs=raise"]
@@ -939,15 +842,3 @@ def test_a_stage_that_does_not_fit_its_outputs_is_refused(
     with pytest.raises(ArgumentError, match=re.escape(text)):
         tk.run("log.parquet", lambda turns: result(tk.linearize(turns)), outputs)
     assert [*tmp_path.iterdir()] == [tmp_path / "log.parquet"]
-
-
-def test_what_a_resumed_run_depends_on_is_json(tmp_path):
-    tk.write_turns(tk.from_records([]), tmp_path / "log.parquet")
-    for value in ({"policy": object()}, {"policy": {1, 2}}, [1]):
-        with pytest.raises(ArgumentError, match="resume="):
-            tk.run(
-                tmp_path / "log.parquet",
-                tk.linearize,
-                f"{tmp_path}/parts/",
-                resume=value,
-            )

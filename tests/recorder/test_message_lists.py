@@ -86,16 +86,3 @@ def test_types_that_only_extend_json_s_are_taken_for_them(message):
     [first] = turns["suffix_messages"].to_pylist()[0]
     assert first["key"] == message_key(plain)
     assert json.loads(first["body"]) == plain
-
-
-def test_a_key_is_looked_up_among_dicts_that_were_not_written():
-    recorder = tk.Recorder()
-    one = {"role": "user", "content": "u"}
-    key = message_key(one), "user"
-    for k, message in enumerate([one, key, one, key]):
-        prompt = np.arange(2 * k + 1, dtype=np.int32)
-        output = prompt[-1:] + 1
-        recorder.record(
-            "a", prompt_ids=prompt, output_ids=output, prompt_messages=[message]
-        )
-    assert recorder.turns("a")["shared_messages"].to_pylist() == [0, 1, 1, 1]

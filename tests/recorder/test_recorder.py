@@ -4,9 +4,9 @@ import copy
 import gc
 import inspect
 import json
+import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from threading import Barrier
 
 import numpy as np
@@ -133,6 +133,8 @@ def test_a_session_whose_only_call_was_refused_is_unknown():
         with pytest.raises(UnknownSessionError, match="'a'"):
             ask()
     assert recorder.sessions == []
+    assert not recorder.has_session("a")
+    assert recorder.n_turns("a") == 0
     assert recorder.record("a", **call([1], [2])).turn_index == 0
 
 
@@ -159,22 +161,16 @@ def versions(*spans):
             if {*bad} <= {*ARGUMENTS} - {"session_id"}
         ),
         ({"prompt_ids": np.array([1, 2, -7], np.int32)}, "prompt_ids"),
-        (
-            {"output_ids": np.array([-2], np.int32), "output_logprobs": None},
-            "output_ids",
-        ),
+        ({"output_ids": np.array([-2, 1], np.int32)}, "output_ids"),
         ({"output_ids": [], "output_logprobs": [-1.0]}, "logprobs"),
         ({"prompt_messages": USER}, "prompt_messages"),
         ({"prompt_messages": [LOOP]}, "prompt_messages"),
         ({"prompt_messages": [USER, ()]}, "prompt_messages"),
         (
             {"prompt_messages": [(b"short", "user")]},
-            r"prompt_messages\[0\] is \(b'short', 'user'\): expected a dict, or a pair",
+            r"prompt_messages\[0\] is \(b'short",
         ),
-        (
-            {"response_message": (bytes(16), "user", "body")},
-            r"response_message is \(b'",
-        ),
+        ({"response_message": (bytes(16), "user", "b")}, r"response_message is \(b'"),
         ({"response_message": (bytes(16), "\ud800")}, "is not valid"),
         ({"payloads": [1]}, "payloads is of type list: "),
         ({"payloads": {3: 1}}, "payloads has the key 3: "),
@@ -215,46 +211,29 @@ def test_a_refused_call_leaves_the_session_as_it_was(bad, said):
 )
 def test_a_session_is_named_by_a_string(name, said):
     recorder = tk.Recorder()
-    with pytest.raises(InvalidTurnsError) as refused:
+    with pytest.raises(InvalidTurnsError, match=f"^{re.escape(said)}"):
         recorder.record(name, **call([1], [2]))
-    assert str(refused.value).startswith(said)
     assert recorder.sessions == []
 
 
 def test_what_it_was_given_may_change_afterwards():
-    ids = [np.array([1, 2, 3], np.int32), np.array([4], np.int32)]
-    logprobs = np.array([-0.5], np.float32)
-    tool = {"role": "assistant", "tool_calls": [{"arguments": {"a": [1]}}]}
-    talk = [{"role": "user", "content": [{"text": "u"}]}]
     recorder, other = tk.Recorder(), tk.Recorder()
-
-    def record_in(one, ids, logprobs, talk, tool):
-        one.record(
-            "a",
-            prompt_ids=ids[0],
-            output_ids=ids[1],
-            output_logprobs=logprobs,
-            prompt_messages=talk,
-            response_message=tool,
-        )
-
-    record_in(other, *copy.deepcopy((ids, logprobs, talk, tool)))
-    record_in(recorder, ids, logprobs, talk, tool)
+    given = {
+        "prompt_ids": np.array([1, 2, 3], np.int32),
+        "output_ids": np.array([4], np.int32),
+        "output_logprobs": np.array([-0.5], np.float32),
+        "prompt_messages": [{"role": "user", "content": [{"text": "u"}]}],
+        "payloads": {"scores": np.array([1], np.int16)},
+    }
+    other.record("a", **copy.deepcopy(given))
+    recorder.record("a", **given)
     before = recorder.turns("a")
-    for run in ids:
-        run[:] = 9
-    logprobs[:] = -9
-    talk[0]["content"][0]["text"] = "another"
-    talk.append(USER)
-    tool["tool_calls"][0]["arguments"]["a"].append(2)
-    tool["role"] = "user"
+    for name in ("prompt_ids", "output_ids", "output_logprobs"):
+        given[name][:] = -9
+    given["prompt_messages"][0]["content"][0]["text"] = "another"
+    given["prompt_messages"].append(USER)
+    given["payloads"]["scores"][:] = 9
     assert before == recorder.turns("a") == other.turns("a")
-    # the same objects, said anew, are what they are now
-    ids[0][:] = [1, 2, 3]
-    record_in(recorder, ids, logprobs, talk, tool)
-    record_in(other, *copy.deepcopy((ids, logprobs, talk, tool)))
-    assert recorder.turns("a") == other.turns("a")
-    assert before == recorder.turns("a").slice(0, 1)
 
 
 def test_tables_taken_out_do_not_see_later_calls():
@@ -304,9 +283,8 @@ def test_readers_see_whole_calls_from_the_first_on():
     talk, prompt, calls = [USER], [1], []
     for k in range(n_calls):
         reply = {"role": "assistant", "content": str(k)}
-        said = {"prompt_messages": list(talk), "response_message": reply}
-        logprobs = [-k / 100] * 3
-        calls.append(call(list(prompt), [k] * 3, output_logprobs=logprobs, **said))
+        said = {"prompt_messages": [*talk], "response_message": reply}
+        calls.append(call([*prompt], [k] * 3, output_logprobs=[-k / 100] * 3, **said))
         talk += [reply, USER]
         prompt += [k] * (3 if k % 7 else 2)  # now and then a reply comes back changed
     alone = tk.Recorder()
@@ -327,57 +305,14 @@ def test_readers_see_whole_calls_from_the_first_on():
         together.wait()
         n_seen = 0
         while n_seen < n_calls:
-            table = recorder.turns("a")
-            assert table.num_rows >= n_seen
-            n_seen = table.num_rows
-            assert table.to_pylist() == whole[:n_seen]
+            lines = recorder.turns("a").to_pylist()
+            assert len(lines) >= n_seen
+            n_seen = len(lines)
+            assert lines == whole[:n_seen]
 
     with ThreadPoolExecutor(n_readers + 1) as pool:
-        for done in [
-            pool.submit(write),
-            *(pool.submit(read) for _ in range(n_readers)),
-        ]:
+        for done in [pool.submit(one) for one in (write, *[read] * n_readers)]:
             done.result(timeout=120)
-
-
-def test_sessions_dropped_while_others_record():
-    """A call of a dropped session is refused or opens a new one; none is lost halfway."""
-    n_writers, n_calls = 3, 150
-    recorder = tk.Recorder()
-    together = Barrier(n_writers + 1)
-
-    def write(me):
-        together.wait()
-        accepted = []
-        for k in range(me * n_calls, (me + 1) * n_calls):
-            try:
-                recorder.record("a", **call([1, 2], [k]))
-            except UnknownSessionError:
-                continue
-            accepted.append(k)
-        return accepted
-
-    def drop():
-        together.wait()
-        for _ in range(n_calls):
-            with suppress(UnknownSessionError):
-                recorder.drop("a")
-
-    with ThreadPoolExecutor(n_writers + 1) as pool:
-        writers = [pool.submit(write, me) for me in range(n_writers)]
-        pool.submit(drop).result(timeout=120)
-        accepted = [writer.result(timeout=120) for writer in writers]
-    recorder.record("a", **call([1, 2], [n_writers * n_calls]))
-    rows = recorder.rows("a", "per_call")
-    *outputs, last = [tokens[-1] for tokens in rows["input_ids"].to_pylist()]
-    assert last == n_writers * n_calls
-    assert recorder.turns("a")["output_ids"].to_pylist() == [
-        [k] for k in (*outputs, last)
-    ]
-    # the last session has every call that was accepted since it began
-    for me, calls in enumerate(accepted):
-        kept = [k for k in outputs if k // n_calls == me]
-        assert kept == calls[len(calls) - len(kept) :]
 
 
 def test_drop_waits_for_the_call_under_way():
@@ -446,27 +381,6 @@ def test_branches_at_every_depth():
     assert rows["shared_length"].to_pylist() == [0, *range(2 * n - 2, 0, -2)]
 
 
-def test_a_list_of_messages_as_long_as_any():
-    talk = [
-        {"role": "assistant" if k % 2 else "user", "content": str(k)}
-        for k in range(30_000)
-    ]
-    reply = {"role": "assistant", "content": "reply"}
-    recorder = tk.Recorder()
-    for messages, prompt in (
-        (talk, [1]),
-        ([*talk, reply, USER], [1, 7, 2]),
-        (talk[:500], [1]),
-        ([*talk[:500], USER], [1, 7]),
-    ):
-        recorder.record(
-            "a", **call(prompt, [7], prompt_messages=messages, response_message=reply)
-        )
-    turns = recorder.turns("a")
-    assert turns["base_turn"].to_pylist() == [None, 0, 0, 0]
-    assert turns["shared_messages"].to_pylist() == [0, 30_001, 500, 500]
-
-
 # Further columns
 
 
@@ -488,13 +402,12 @@ def test_further_columns_are_the_tables(data, turns, choice):
         assert recorder.rows("s", **options) == tk.linearize(full, **options)
 
 
-def test_payloads_are_copied_and_widened():
+def test_payloads_are_widened():
     recorder = tk.Recorder()
     scores = np.array([1, 2], np.int16)
-    recorder.record("a", **call([1], [2, 3]), payloads={"scores": scores})
-    scores[:] = 9
+    recorder.record("a", **call([1], [2, 3], payloads={"scores": scores}))
     recorder.record("a", **call([1], [4]))
-    recorder.record("a", **call([1], [5]), payloads={"scores": [0.5], "seed": 7})
+    recorder.record("a", **call([1], [5], payloads={"scores": [0.5], "seed": 7}))
     turns = recorder.turns("a")
     assert turns["scores"].to_pylist() == [[1.0, 2.0], None, [0.5]]
     assert turns["seed"].to_pylist() == [None, None, 7]
@@ -551,17 +464,23 @@ def bodies_of(turns, name):
                 yield message["body"]
 
 
-def test_a_key_means_the_dict_that_the_session_has():
+@pytest.mark.parametrize(
+    ("said", "shared", "n_bodies"),
+    [
+        ([as_key(USER), USER, as_key(USER)], [0, 0, 1], 1),
+        ([USER, as_key(USER), USER, as_key(USER)], [0, 1, 1, 1], 1),
+        ([as_key(USER), as_key(USER)], [0, 1], 0),
+    ],
+)
+def test_a_key_means_the_dict_that_the_session_has(said, shared, n_bodies):
     recorder = tk.Recorder()
-    recorder.record("a", **call([1], [2], prompt_messages=[as_key(USER)]))
-    recorder.record("a", **call([1, 2], [3], prompt_messages=[USER]))
-    recorder.record("a", **call([1, 2, 3], [4], prompt_messages=[as_key(USER)]))
+    for k, message in enumerate(said):
+        prompt = range(1, k + 2)
+        recorder.record("a", **call(prompt, [k + 2], prompt_messages=[message]))
     turns = recorder.turns("a")
-    assert turns["shared_messages"].to_pylist() == [0, 0, 1]
-    assert list(bodies_of(turns, "suffix_messages")) == [
-        None,
-        '{"content":"u","role":"user"}',
-    ]
+    assert turns["shared_messages"].to_pylist() == shared
+    bodies = [*bodies_of(turns, "suffix_messages")]
+    assert len(bodies) - bodies.count(None) == n_bodies
 
 
 class Reads:
@@ -705,29 +624,6 @@ def test_a_call_is_taken_before_it_is_inserted():
     assert paths.base == 0
     assert inserted(paths) == (0, 2, True)
     assert paths.calls["prompt_len"].tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("values", "fault"),
-    [
-        (([1, 2], [3], [-1]), None),
-        (([1, -2], [3], [-1]), (0, 1, 1)),
-        (([1, 2], [3, -3], [-1, 1]), (1, 1, 3)),
-        (([1, 2], [3, 3], [-1, 1]), (2, 1, 5)),
-        (([1, 2], [3], [float("nan")]), (2, 0, 3)),
-        (([7, 8, -1], [3], [-1]), (0, 2, 0)),
-    ],
-)
-def test_what_a_call_brings_is_checked_where_it_is_held(values, fault):
-    paths = _core.Growth()
-    known = taken(paths, [7], [8])
-    inserted(paths)
-    prompt, output, logprobs = values
-    held = taken(paths, prompt, output, np.float32(logprobs))
-    assert paths.fault == fault
-    new = np.int32([*prompt[2 * (prompt[0] == 7) :], *output])
-    assert held == new.tobytes() + np.float32(logprobs).tobytes()
-    assert len(known) == 8
 
 
 # Messages that differ in the type of a number

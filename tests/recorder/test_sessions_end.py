@@ -105,17 +105,6 @@ def test_pop_makes_its_rows_under_the_lock(monkeypatch):
     assert seen == [True, True]
 
 
-def test_a_session_has_a_call_that_counts():
-    recorder = tk.Recorder()
-    assert not recorder.has_session("a")
-    with pytest.raises(InvalidTurnsError):
-        recorder.record("a", **call([-1], [2]))
-    assert not recorder.has_session("a")
-    assert recorder.n_turns("a") == 0
-    recorder.record("a", **call([1], [2]))
-    assert recorder.has_session("a")
-
-
 METADATA = {
     "request_id": "r",
     "model": "m",
@@ -140,19 +129,6 @@ def test_metadata_become_columns():
     assert table["x"].to_pylist() == [None, [1]]
     assert recorder.rows("a", "strict")["step"].to_pylist() == [7]
     tk.validate(table)
-
-
-def test_metadata_decide_as_columns_of_a_table_do():
-    """Policies read ``started_at``: the call that started first trains what both hold."""
-    recorder = tk.Recorder()
-    for second in (5, 1):
-        recorder.record(
-            "a", **call([1, 2], [3]), started_at=NOON + timedelta(seconds=second)
-        )
-    rows = recorder.rows("a", tk.policy("per_call", train_in="earliest"))
-    assert rows == tk.linearize(
-        recorder.turns("a"), tk.policy("per_call", train_in="earliest")
-    )
 
 
 def test_rewards_of_turns_are_those_of_the_session():
@@ -193,18 +169,3 @@ def test_metadata_are_given_once():
         recorder.record("a", **call([1], [2], payloads={"step": 1}, step=1))
     with pytest.raises(InvalidTurnsError, match="payloads is of type list"):
         recorder.record("a", **call([1], [2], payloads=["step"], step=1))
-
-
-def test_a_message_given_as_pair_and_then_as_dict_gives_the_same_rows():
-    talk = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
-    pairs = [(tk.turns.message_key(one), one["role"]) for one in talk]
-    mixed, dicts = tk.Recorder(), tk.Recorder()
-    for recorder, said in ((mixed, pairs), (dicts, talk)):
-        first = call([1], [2], prompt_messages=said[:1], response_message=said[1])
-        recorder.record("a", **first)
-        again = call([1, 2, 3], [4], prompt_messages=[*talk, talk[0]])
-        recorder.record("a", **again)
-    assert mixed.rows("a", "faithful") == dicts.rows("a", "faithful")
-    assert mixed.rows("a", "slime").num_rows == 1
-    shared = [one.turns("a")["shared_messages"].to_pylist() for one in (mixed, dicts)]
-    assert shared == [[0, 0], [0, 2]]

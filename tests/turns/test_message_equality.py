@@ -89,37 +89,28 @@ def test_lists_without_any_message_may_have_a_short_buffer_of_keys():
     assert tk.link(turns.set_column(place, "messages", none.cast(lists))).num_rows == 1
 
 
-def test_cache_control_is_left_out_at_any_depth():
-    block = {"type": "text", "text": "a"}
-    deep = {"role": "user", "content": [{**block, "cache_control": {"type": "x"}}]}
-    block = [[block]]
-    messages = [
-        deep,
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "a"}],
-            "cache_control": 1,
-        },
-        {"role": "user", "content": [{"type": "text", "text": "cache_control"}]},
-        {"role": "user", "content": block},
-    ]
-    turns = tk.from_records(
-        [
-            {
-                "session_id": "s",
-                "prompt_ids": [1],
-                "output_ids": [2],
-                "prompt_messages": messages,
-            }
-        ]
-    )
-    places = classify(Sessions.of(turns), "text").places
-    assert places[0] == places[1]
-    assert len({*places.tolist()}) == 3
-
-
 def chat(*contents):
     return [{"role": "user", "content": content} for content in contents]
+
+
+def classes_of(messages, equality):
+    """The class of each message of one request, by number."""
+    call = {"session_id": "s", "prompt_ids": [1], "output_ids": [2]}
+    turns = tk.from_records([{**call, "prompt_messages": messages}])
+    return classify(Sessions.of(turns), equality).places.tolist()
+
+
+def test_cache_control_is_left_out_at_any_depth():
+    block = {"type": "text", "text": "a"}
+    shown = [block]
+    messages = [
+        *chat([{**block, "cache_control": {"type": "x"}}]),
+        {**chat(shown)[0], "cache_control": 1},
+        *chat([{**block, "text": "cache_control"}], [shown]),
+    ]
+    places = classes_of(messages, "text")
+    assert places[0] == places[1]
+    assert len({*places}) == 3
 
 
 def two_turns():
@@ -185,13 +176,6 @@ def test_the_kernel_refuses_arrays_of_other_lengths():
             _core.find_bodies(*short.values())
 
 
-def classes_of(messages, equality):
-    """The class of each message of one request, by number."""
-    call = {"session_id": "s", "prompt_ids": [1], "output_ids": [2]}
-    turns = tk.from_records([{**call, "prompt_messages": messages}])
-    return classify(Sessions.of(turns), equality).places.tolist()
-
-
 def alike(values):
     return [[a == b for b in values] for a in values]
 
@@ -240,18 +224,3 @@ def test_a_body_that_is_no_message_is_named(body, policy, name, said):
     said = f"session 's', turn 0: {said} has the body .* which is not a JSON object"
     with pytest.raises(InvalidTurnsError, match=said):
         tk.linearize(turns.set_column(at, turns.field(at), column), policy)
-
-
-@pytest.mark.parametrize("equality", ["strict", "role_content_only"])
-def test_an_empty_list_is_no_content(equality):
-    turns = tk.from_records(
-        {
-            "session_id": "a",
-            "prompt_ids": [1],
-            "output_ids": [2],
-            "prompt_messages": [{"role": "user", **content}],
-        }
-        for content in ({}, {"content": []}, {"content": ["x"]})
-    )
-    places = classify(Sessions.of(turns), equality).places.tolist()
-    assert places[0] == places[1] != places[2]

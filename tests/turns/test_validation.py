@@ -20,6 +20,15 @@ USER = {"role": "user", "content": "u"}
 MESSAGE = {"key": message_key(USER), "role": "user", "body": message_body(USER)}
 AGAIN = {**MESSAGE, "body": None}
 
+
+def versions(*ranges):
+    """Weights that sampled these ranges of an output."""
+    return [
+        {"version": str(k), "start": start, "stop": stop}
+        for k, (start, stop) in enumerate(ranges)
+    ]
+
+
 TURN = {
     "session_id": "a",
     "turn_index": 0,
@@ -28,10 +37,7 @@ TURN = {
     "output_logprobs": [-0.5, None],
     "messages": [MESSAGE],
     "response": None,
-    "weight_versions": [
-        {"version": "1", "start": 0, "stop": 1},
-        {"version": "2", "start": 1, "stop": 2},
-    ],
+    "weight_versions": versions((0, 1), (1, 2)),
 }
 DELTA = {
     "session_id": "a",
@@ -112,6 +118,8 @@ GOOD = [
         [{**TURN, "output_ids": [], "output_logprobs": [], "weight_versions": []}],
     ),
     ("turns", [{**TURN, "weight_versions": None}]),
+    # as after updates during which nothing was sampled
+    ("turns", [{**TURN, "weight_versions": versions((0, 0), (0, 2), (2, 2))}]),
     ("turns", [{**TURN, "messages": [MESSAGE, AGAIN]}]),
     # rounding may take a logprob to 1e-4, and -9999 is what an engine writes for none
     ("turns", [{**TURN, "output_logprobs": [float(MAX_LOGPROB), -9998.0]}]),
@@ -193,12 +201,7 @@ def later(**changes):
 
 
 def pieces(*ranges):
-    """A turn whose weights sampled these ranges."""
-    named = [
-        {"version": str(k), "start": start, "stop": stop}
-        for k, (start, stop) in enumerate(ranges)
-    ]
-    return turn(weight_versions=named)
+    return turn(weight_versions=versions(*ranges))
 
 
 def row(**changes):
@@ -214,31 +217,60 @@ LONGER = {
     "loss_mask": [*ROW["loss_mask"], False],
     "logprobs": [*ROW["logprobs"], None],
 }
+UNKEYED = but(MESSAGE, key=None)
+# what no stage takes
+DOOR = [
+    ([TURN, TURN], "turn 0: turn_index is repeated"),
+    (turn(turn_index=4) + turn(turn_index=2), "turn 2: turn_index 2 follows 4"),
+    (
+        [TURN, *turn(session_id="b"), *turn(turn_index=1)],
+        "'a', turn 1: the session began in table row 0 and comes back in row 2",
+    ),
+    (turn(prompt_ids=[1, None]), r"prompt_ids\[1\] is null"),
+    (turn(output_ids=[None, 2]), r"output_ids\[0\] is null"),
+    (turn(output_logprobs=[0.0]), "1 output_logprobs for 2 output_ids"),
+    (turn(output_logprobs=[0.0] * 3), "3 output_logprobs for 2 output_ids"),
+    (turn(output_logprobs=[]), "0 output_logprobs for 2 output_ids"),
+    (turn(messages=[None]), r"messages\[0\] is null"),
+    (turn(messages=[MESSAGE, UNKEYED]), r"messages\[1\] has no key"),
+    # the delta form
+    (later(base_turn=3), "base_turn 3 is not an earlier turn"),
+    (later(base_turn=5), "base_turn 5 is not an earlier turn"),
+    (later(base_turn=-1), "base_turn -1 is not an earlier turn"),
+    (later(session_id="b"), "'b', turn 5: base_turn 0 is not an earlier turn"),
+    ([but(DELTA, base_turn=5), LATER], "base_turn 5 is not an earlier turn"),
+    (later(shared_length=5), "5: expected 0 to 4, tokens of the base"),
+    (later(shared_length=-1), "shared_length is -1"),
+    ([but(DELTA, shared_length=1)], "1: expected 0 to 0"),
+    (later(suffix_ids=[1, None]), r"turn 5: suffix_ids\[1\] is null"),
+    (later(suffix_messages=[UNKEYED]), r"suffix_messages\[0\] has no key"),
+    (later(shared_messages=3), "3: expected 0 to 2, messages of the base"),
+    (later(shared_messages=-1), "shared_messages is -1"),
+    ([but(DELTA, response=None), LATER], "2: expected 0 to 1"),
+    ([but(DELTA, shared_messages=1)], "1: expected 0 to 0"),
+    (
+        [
+            but(DELTA, shared_messages=None, suffix_messages=None),
+            but(LATER, shared_messages=1),
+        ],
+        "1: expected 0 to 0",
+    ),
+]
 KEY_HEX = message_key(USER).hex()
 BAD = {
     "turns": [
+        *DOOR,
         (turn(session_id=None), "table row 0: session_id is null"),
         (turn(prompt_ids=None), "'a', turn 0: prompt_ids is null"),
         (turn(output_ids=None), "output_ids is null"),
         (turn(turn_index=-1), "turn_index is negative"),
-        ([TURN, TURN], "turn 0: turn_index is repeated"),
-        (turn(turn_index=4) + turn(turn_index=2), "turn 2: turn_index 2 follows 4"),
-        (
-            [TURN, *turn(session_id="b"), *turn(turn_index=1)],
-            "'a', turn 1: the session began in table row 0 and comes back in row 2",
-        ),
         (turn(prompt_ids=[]), "prompt_ids is empty"),
-        (turn(prompt_ids=[1, None]), r"prompt_ids\[1\] is null"),
         (turn(prompt_ids=[0, -2]), r"prompt_ids\[1\] is -2"),
         (turn(output_ids=[0, -2]), r"output_ids\[1\] is -2"),
-        (turn(output_logprobs=[0.0]), "1 output_logprobs for 2 output_ids"),
-        (turn(output_logprobs=[0.0] * 3), "3 output_logprobs for 2 output_ids"),
         (turn(output_logprobs=[NAN, 0.0]), r"\[0\] is nan"),
         (turn(output_logprobs=[0.0, 1.0]), r"\[1\] is 1.0: .* at most 0"),
         (turn(output_logprobs=[0.0, -1e5]), r"is -100000.0: engines"),
         (turn(output_logprobs=[0.0, -9999.0]), r"is -9999.0: engines"),
-        (turn(messages=[None]), r"messages\[0\] is null"),
-        (says(key=None), "has no key"),
         (
             turn(messages=[MESSAGE, but(MESSAGE, role=None)]),
             r"messages\[1\] has no role",
@@ -269,24 +301,9 @@ BAD = {
         (pieces((0, -1)), "0:-1, expected a start of 0"),
         (pieces(), "end at 0 of 2"),
         (pieces((0, 2), (1, 2)), r"weight_versions\[1\] is 1:2, expected a start of 2"),
-        # the delta form
-        (later(base_turn=3), "base_turn 3 is not an earlier turn"),
-        (later(base_turn=5), "base_turn 5 is not an earlier turn"),
-        ([but(DELTA, base_turn=5), LATER], "base_turn 5 is not an earlier turn"),
-        (later(shared_length=5), "5: expected 0 to 4"),
-        (later(shared_length=-1), "shared_length is -1"),
-        ([but(DELTA, shared_length=1)], "1: expected 0 to 0"),
         ([but(DELTA, suffix_ids=[])], "prompt_ids is empty"),
         ([but(DELTA, suffix_ids=[-1])], r"suffix_ids\[0\] is -1"),
-        (later(shared_messages=3), "3: expected 0 to 2"),
         ([but(DELTA, shared_messages=None)], "are null together"),
-        (
-            [
-                but(DELTA, shared_messages=None, suffix_messages=None),
-                but(LATER, shared_messages=1),
-            ],
-            "1: expected 0 to 0",
-        ),
         ([but(DELTA, suffix_messages=[AGAIN])], "has no body"),
     ],
     "sessions": [
@@ -405,6 +422,22 @@ def test_what_breaks_a_rule_is_refused_and_rejected(kind, rows, match):
     with pytest.raises(InvalidTurnsError, match=match):
         raise InvalidTurnsError(bad["reason"][0].as_py())
     assert validate(good).equals(good)
+
+
+@pytest.mark.parametrize(("rows", "match"), DOOR)
+def test_what_no_stage_takes_is_refused_by_each_in_the_same_words(rows, match):
+    table = table_of("turns", rows)
+    before = table_of("turns", [{**rows[0], "session_id": "0"}])
+    sliced = pa.concat_tables([before, table]).combine_chunks().slice(1)
+    change = tk.expand if "suffix_ids" in rows[0] else tk.compact
+    for form in (
+        table,
+        pa.Table.from_batches(table.to_batches(max_chunksize=1)),
+        sliced,
+    ):
+        for stage in (tk.link, tk.linearize, change):
+            with pytest.raises(InvalidTurnsError, match=match):
+                stage(form)
 
 
 GOOD_ROWS = {
