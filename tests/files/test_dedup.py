@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import linearized, policy_of, turns_table
+from tests.made_tables import policy_of, turns_table
 from tests.strategies import policies, row_limits, runs
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.files.tables import STORED_ROWS, decoded, encoded, write_table
@@ -78,17 +78,6 @@ def test_rows_that_were_changed_come_back_as_they_are(name, value, start):
     stored = encoded(rows)
     assert stored["suffix_start"].to_pylist() == start
     assert decoded(stored) == rows
-
-
-def test_what_drift_repeats_is_written_once():
-    prompt, pairs = [1] * 50, []
-    for i in range(40):
-        pairs.append((prompt, [i, 100 + i, 200]))
-        prompt = [*prompt, i, 300 + i, 400]  # every reply comes back changed
-    rows, report = linearized(session(*pairs))
-    n = sum(map(len, encoded(rows)["suffix_ids"].to_pylist()))
-    assert n == report["tokens_forward_shared"][0].as_py() == 50 + 3 + 39 * 5
-    assert report["tokens_forward"][0].as_py() > 10 * n
 
 
 def several(first=0, n=6):

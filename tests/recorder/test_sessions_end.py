@@ -47,7 +47,9 @@ def test_pop_returns_rows_and_report_of_the_table(
         [{"session_id": "s", "reward": reward, "group_id": group_id, "error": error}],
         tk.schema.SESSIONS,
     )
-    rows, report = linearized(turns_table(turns), policy, sessions=facts)
+    rows, report = map(
+        tk.validate, linearized(turns_table(turns), policy, sessions=facts)
+    )
     options = {"reward": reward, "group_id": group_id, "error": error}
     assert recorder.n_turns("s") == len(turns)
     assert recorder.rows("s", policy, **options) == rows

@@ -128,7 +128,7 @@ def test_a_line_in_which_every_turn_drifts(route, where):
 
 def test_as_many_siblings():
     """Many answers to one prompt: each is a leaf, none is compared with all."""
-    n = 20_000
+    n = 5_000
     records = [
         {
             "session_id": "s",

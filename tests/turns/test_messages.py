@@ -1,4 +1,5 @@
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -36,53 +37,24 @@ def nested(levels, bottom):
     return value
 
 
-PAIRS = [
-    (1, 1.0, True),
-    (1, True, True),
-    (1.0, True, True),
-    (0, False, True),
-    (1, "1", False),
-    (True, "true", False),
-    (None, "null", False),
-    (None, 0, False),
-    (None, False, False),
-    (2**53 + 1, float(2**53 + 1), False),
-    (2**53, float(2**53), True),
-    (10**30, 1e30, False),
-    (int(1e30), 1e30, True),
-    (-0.0, 0, True),
-    (-0.0, 0.0, True),
-    (NAN, NAN, True),
-    (NAN, float("nan"), True),
-    (NAN, None, False),
-    (float("inf"), float("inf"), True),
-    (float("inf"), float("-inf"), False),
-    (0.1, 0.1, True),
-    (0.1 + 0.2, 0.3, False),
-    ("", None, False),
-    ({}, [], False),
-    ([], None, False),
-    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
-    ({"a": None}, {}, False),
-    ({"a": ""}, {"a": None}, False),
-    ([1, 2], [2, 1], False),
-    ([[1], 2], [1, [2]], False),
-    ([{"a": [1]}], [{"a": [True]}], True),
-    ([{"a": [1]}], [{"a": ["1"]}], False),
-    ({"a": {"b": 1}}, {"a": 1, "b": 1}, False),
-    ('a","b', ["a", "b"], False),
-    ("\ud800", "\ud800", True),
-    ("\ud800", "\\ud800", False),
-    ("\ud800", "\ud801", False),
-    ("\ud83d\ude00", "\U0001f600", False),
-    ("é", "e\u0301", False),
-    ("a ", "a", False),
+VALUES = [
+    *[0, 1, -0.0, 0.0, 1.0, 0.1, 0.1 + 0.2, 0.3, True, False, None, NAN],
+    *[2**53, 2**53 + 1, float(2**53), 10**30, 1e30, int(1e30)],
+    *[float("inf"), float("-inf"), "", "1", "null", "true", "a", "a ", "é", "e\u0301"],
+    *["\ud800", "\\ud800", "\ud801", "\ud83d\ude00", "\U0001f600", 'a","b'],
+    *[{}, [], [1], [True], ["1"], [1, 2], [2, 1], [[1], 2], [1, [2]], ["a", "b"]],
+    *[{"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": None}, {"a": ""}, {"a": {"b": 1}}],
+    *[[{"a": [1]}], [{"a": [True]}], [{"a": ["1"]}]],
 ]
 
 
-@pytest.mark.parametrize(("a", "b", "equal"), PAIRS)
-def test_the_key_is_one_where_python_says_equal(a, b, equal):
-    assert (message_key(saying(a)) == message_key(saying(b))) is equal
+def test_the_key_is_one_where_python_says_equal():
+    messages = [*map(saying, VALUES), {"role": "user"}]
+    keys = [*map(message_key, messages)]
+    for (a, key), (b, other) in product(zip(messages, keys, strict=True), repeat=2):
+        assert (key == other) == (a == b), (a, b)
+    # Python finds a NaN equal to itself alone, and JSON has no two of them
+    assert message_key(saying(float("nan"))) == message_key(saying(NAN))
 
 
 @given(message_pairs())
@@ -116,27 +88,10 @@ def test_bodies_are_the_json_that_python_writes(message):
     assert message_key(json.loads(message_body(other))) == message_key(other)
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        *map(chr, range(0x20)),
-        '"',
-        "\\",
-        "/",
-        "\x7f",
-        "é",
-        "ł",
-        "\u2028",
-        "\uffff",
-        "😀",
-    ],
-)
-def test_both_writers_spell_every_character_alike(odd):
-    quick = saying({odd: odd})
-    slow = saying({odd: odd, "n": 2**70})
-    assert message_body(slow).replace(f',"n":{2**70}', "").replace(
-        f'"n":{2**70},', ""
-    ) == message_body(quick)
+def test_both_writers_spell_every_character_alike():
+    odd = "".join(map(chr, range(0x20))) + '"\\/\x7féł\u2028\uffff😀'
+    slow = message_body(saying({odd: odd, "~": 2**70}))
+    assert slow.replace(f',"~":{2**70}', "") == message_body(saying({odd: odd}))
 
 
 def test_what_is_nested_too_deep_or_holds_itself_is_refused():

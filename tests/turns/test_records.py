@@ -173,8 +173,6 @@ def test_what_engines_give_for_no_logprob_can_be_made_null(bad):
         tk.from_records([record])
     table = tk.from_records([record], nonfinite_logprobs="null")
     assert table["output_logprobs"].to_pylist() == [[None, -1.0]]
-    values = table["output_logprobs"].chunk(0).values
-    assert np.frombuffer(values.buffers()[1], np.float32)[0] == 0.0
 
 
 REFUSED = [
