@@ -411,13 +411,6 @@ def test_damaged_parquet_is_found(tmp_path, name):
             read(path)
 
 
-def test_an_empty_compressed_log_is_refused(tmp_path):
-    path = tmp_path / "log.jsonl.zst"
-    path.touch()
-    with pytest.raises(tk.errors.FormatError, match=r"log.jsonl.zst is empty"):
-        tk.read_turns(path)
-
-
 def test_columns_of_any_type_are_read_from_parquet(tmp_path):
     path = tmp_path / "turns.parquet"
     odd = {

@@ -18,8 +18,7 @@ import pytest
 
 import trajkit as tk
 from tests.cli.test_cli import run_json
-from tests.file_stages import compact_file, linearize_file
-from tests.made_tables import linearized
+from tests.file_stages import linearize_file
 from trajkit import cli
 from trajkit.errors import (
     ArgumentError,
@@ -32,7 +31,7 @@ from trajkit.files import tables
 from trajkit.files.formats import paths_in
 from trajkit.files.run import Watch
 from trajkit.files.tables import index_sessions, read_any_rows, write_rows, write_table
-from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS, TURNS_DELTA
+from trajkit.schema import REPORT, TURNS
 from trajkit.tables import limits, stages
 from trajkit.tables.threads import prefetch
 from trajkit.verification.run import verify_file
@@ -112,22 +111,6 @@ def test_scattered_sessions_are_gathered(tmp_path, request, suffix_):
         request.getfixturevalue("small")
 
 
-@pytest.mark.parametrize("order", [list, scattered])
-def test_amendments_are_folded_into_what_is_streamed(tmp_path, small, order):
-    write_log(order(some_sessions(6)), tmp_path / "turns.arrows")
-    amended = pa.table([["s1"], [0], ["undelivered"], [False]], schema=AMENDMENTS)
-    known = pa.Table.from_pylist([{"session_id": "s1"}], SESSIONS)
-    for name, table in (("amendments", amended), ("sessions", known)):
-        with pa.ipc.new_stream(tmp_path / f"{name}.arrows", table.schema) as out:
-            out.write_table(table)
-    got = pa.Table.from_batches(tk.scan_turns(tmp_path))
-    assert got.equals(tk.read_turns(tmp_path))
-    marked = got.filter(pc.equal(got["amended"], "undelivered"))
-    assert marked.select(["session_id", "turn_index", "trainable"]).to_pylist() == [
-        {"session_id": "s1", "turn_index": 0, "trainable": False}
-    ]
-
-
 @pytest.mark.parametrize("suffix_", [".parquet", ".arrow", ".arrows", ".jsonl"])
 def test_turns_out_of_order_are_found_across_batches_and_files(tmp_path, suffix_):
     turns = tk.from_records(some_sessions(2)[1:])
@@ -142,19 +125,6 @@ def test_turns_out_of_order_are_found_across_batches_and_files(tmp_path, suffix_
     assert index_sessions([one], None).scattered == "s1"
 
 
-@pytest.mark.parametrize("dedup", [False, True])
-def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, dedup):
-    log, rows, report = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "report"))
-    write_log(some_sessions(), log)
-    expected, counts = linearized(tk.read_turns(log), "slime", reward=0.5)
-    monkeypatch.setattr(limits, "BATCH_TOKENS", 20)
-    totals = linearize_file(log, rows, "slime", reward=0.5, dedup=dedup, report=report)
-    assert tk.read_rows(rows).equals(expected)
-    assert pq.read_table(report).to_pylist() == counts.to_pylist()
-    assert totals["tokens_sampled"] == sum(counts["tokens_sampled"].to_pylist())
-    assert totals["sessions"] == 12
-
-
 def test_threads_write_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "MIN_PART_TOKENS", 64)
     monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 1000)
@@ -164,18 +134,6 @@ def test_threads_write_the_same_bytes(tmp_path, monkeypatch):
         linearize_file(log, tmp_path / f"{threads}.parquet", threads=threads)
     first, *others = ((tmp_path / f"{n}.parquet").read_bytes() for n in (1, 2, 3))
     assert all(other == first for other in others)
-
-
-@pytest.mark.parametrize("suffix_", ["parquet", "arrow", "arrows"])
-def test_no_turns_keep_their_form(tmp_path, suffix_):
-    path, again = tmp_path / f"none.{suffix_}", tmp_path / f"again.{suffix_}"
-    tk.write_turns(TURNS_DELTA.empty_table(), path)
-    assert tk.read_turns(path).schema.equals(TURNS_DELTA)
-    assert compact_file(path, again) == {"turns": 0}
-    assert tk.read_turns(again).schema.equals(TURNS_DELTA)
-    rows = tmp_path / "rows.parquet"
-    assert linearize_file(path, rows, dedup=True)["sessions"] == 0
-    assert tk.read_rows(rows) == ROWS.empty_table()
 
 
 def tree(folder):

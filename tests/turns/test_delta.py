@@ -393,34 +393,24 @@ def test_a_name_that_the_other_form_uses_is_refused():
 
 
 def test_what_stands_under_a_null_does_not_count():
-    def garbled(column):
-        """The column, its first value null, with nines under the nulls."""
-        values = [0 if value is None else value for value in column.to_pylist()]
-        valid = column.is_valid().to_pylist()
-        valid[0] = False
-        under = np.where(valid, values, 9).astype(np.int32)
-        bits = pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
-        return pa.Array.from_buffers(
-            pa.int32(), len(values), [bits, pa.py_buffer(under.tobytes())]
-        )
-
     user = {"role": "user", "content": "a"}
-    calls = [
-        {
-            "session_id": "s",
-            "prompt_ids": ids,
-            "output_ids": [9],
-            "prompt_messages": said,
-        }
-        for ids, said in [([1], [user]), ([1, 9, 2], [user, user])]
-    ]
-    delta = tk.compact(tk.from_records(calls))
-    for name in ("base_turn", "shared_messages"):
-        column = garbled(delta[name].combine_chunks())
-        assert column[0].as_py() is None
-        other = delta.set_column(
-            delta.column_names.index(name), delta.schema.field(name), column
+    delta = tk.compact(
+        tk.from_records(
+            {
+                "session_id": "s",
+                "prompt_ids": ids,
+                "output_ids": [9],
+                "prompt_messages": messages,
+            }
+            for ids, messages in [([1], [user]), ([1, 9, 2], [user, user])]
         )
+    )
+    for name in ("base_turn", "shared_messages"):
+        at = delta.column_names.index(name)
+        value = delta[name][1].as_py()
+        column = pa.array(np.array([9, value], np.int32), mask=np.array([True, False]))
+        assert np.frombuffer(column.buffers()[1], np.int32)[0] == 9
+        other = delta.set_column(at, delta.schema.field(name), column)
         assert tk.link(other).equals(tk.link(delta))
         assert tk.linearize(other).equals(tk.linearize(delta))
 
@@ -459,81 +449,65 @@ def test_bytes_of_a_new_token_do_not_grow_with_the_turns(drifts):
         assert many < 1.2 * few
 
 
-@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
-def test_attribution_of_shared_tokens_is_left_out_where_it_says_nothing(kind):
-    calls = ([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 2, 3, 4, 5], [6])
+def in_both_forms(prompts, **columns):
+    """Turns with further columns, and their delta form, which gives them back."""
     turns = tk.from_records(
-        {"session_id": "s", "prompt_ids": prompt, "output_ids": output}
-        for prompt, output in calls
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": [3]}
+        for prompt in prompts
     )
-    lists = {
-        "prompt_message_index": [[0, -1], [-1, -1, -1, None], [-1, -1, 0, 1, -1]],
-        "prompt_is_content": [None, [False] * 4, [False, False, True, True, False]],
-    }
-    for name, type_ in (
-        ("prompt_message_index", "int32"),
-        ("prompt_is_content", "bool"),
-    ):
-        column = pa.array(lists[name], kind(pa.type_for_alias(type_)))
+    for name, column in columns.items():
         turns = turns.append_column(name, column)
     delta = tk.compact(turns)
-    assert delta["shared_length"].to_pylist() == [0, 3, 5]
-    assert delta["prompt_message_index"].to_pylist() == [
-        [0, -1],
-        [None],
-        [-1, -1, 0, 1, -1],
-    ]
-    assert delta["prompt_is_content"].to_pylist() == [
-        None,
-        [False],
-        [False, False, True, True, False],
-    ]
     assert tk.expand(delta).equals(turns)
+    return turns, delta
+
+
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
+def test_attribution_of_shared_tokens_is_left_out_where_it_says_nothing(kind):
+    prompts = [1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 3]
+    index = [[0, -1], [-1, -1, -1, None], [-1, -1, 0, 1, -1]]
+    content = [None, [False] * 4, [False, False, True, True, False]]
+    _, delta = in_both_forms(
+        prompts,
+        prompt_message_index=pa.array(index, kind(pa.int32())),
+        prompt_is_content=pa.array(content, kind(pa.bool_())),
+    )
+    assert delta["shared_length"].to_pylist() == [0, 3, 5]
+    assert delta["prompt_message_index"].to_pylist() == [index[0], [None], index[2]]
+    assert delta["prompt_is_content"].to_pylist() == [None, [False], content[2]]
 
 
 @pytest.mark.parametrize("type_", [pa.string(), pa.float32(), pa.uint8(), pa.bool_()])
 def test_lists_of_other_values_under_the_names_of_attribution_are_unchanged(type_):
-    turns = tk.from_records(
-        {"session_id": "s", "prompt_ids": prompt, "output_ids": [3]}
-        for prompt in ([1, 2], [1, 2, 3, 4])
-    )
     lists = pa.array([[0, 1], [0, 1, 0, 1]], pa.list_(pa.int32()))
     # a bool is suitable for one of the two columns
     names = ["prompt_message_index", "prompt_is_content"][: 1 + (type_ != pa.bool_())]
-    for name in names:
-        turns = turns.append_column(name, lists.cast(pa.list_(type_)))
-    delta = tk.compact(turns)
+    columns = dict.fromkeys(names, lists.cast(pa.list_(type_)))
+    turns, delta = in_both_forms(([1, 2], [1, 2, 3, 4]), **columns)
     assert delta["shared_length"].to_pylist() == [0, 3]
     assert delta.select(names).equals(turns.select(names))
-    assert tk.expand(delta).equals(turns)
 
 
 def test_unknown_attribution_of_a_prompt_that_is_all_shared_stays_unknown():
-    turns = tk.from_records(
-        {"session_id": "s", "prompt_ids": prompt, "output_ids": [3]}
-        for prompt in ([1, 2], [1, 2, 3])
-    )
     lists = pa.array([[0, 1], None], pa.list_(pa.int32()))
-    turns = turns.append_column("prompt_message_index", lists)
-    delta = tk.compact(turns)
+    _, delta = in_both_forms(([1, 2], [1, 2, 3]), prompt_message_index=lists)
     assert delta["suffix_ids"].to_pylist() == [[1, 2], []]
-    whole = tk.expand(delta)
-    assert whole.equals(turns)
     # nothing is stored below the null
-    assert whole["prompt_message_index"].chunk(0).values.to_pylist() == [0, 1]
+    whole = tk.expand(delta)["prompt_message_index"]
+    assert whole.chunk(0).values.to_pylist() == [0, 1]
 
 
 def test_a_message_is_not_shared_with_a_base_that_has_another_body_of_it():
-    calls = ([1, 2], 1), ([9], 1.0), ([1, 2, 3], 1.0)
-    turns = tk.from_records(
-        {
-            "session_id": "s",
-            "prompt_ids": prompt,
-            "output_ids": [5],
-            "prompt_messages": [{"role": "user", "n": n}],
-        }
-        for prompt, n in calls
+    delta = tk.compact(
+        tk.from_records(
+            {
+                "session_id": "s",
+                "prompt_ids": prompt,
+                "output_ids": [5],
+                "prompt_messages": [{"role": "user", "n": n}],
+            }
+            for prompt, n in [([1, 2], 1), ([9], 1.0), ([1, 2, 3], 1.0)]
+        )
     )
-    delta = tk.compact(turns)
     assert delta["base_turn"].to_pylist() == [None, None, 0]
     assert delta["shared_messages"].to_pylist() == [0, 0, 0]

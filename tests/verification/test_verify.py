@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.fuzz.sessions import generated_runs
 from tests.made_tables import linearized, turns_table
-from tests.strategies import row_limits, runs, thresholds
 from tests.verification.mutations import (
     CLEAN,
     FAULTS,
@@ -23,6 +22,7 @@ from tests.verification.mutations import (
     facts_of,
     missed_in,
     picking,
+    planted_in,
     rich_rows,
     rich_run,
     turn,
@@ -74,10 +74,12 @@ def test_a_fault_is_found_where_it_is_planted(fault, data, seed):
 
 @pytest.mark.parametrize("policy", PRESETS)
 def test_planted_faults_are_found_under_each_policy(policy):
-    n_planted, missed = missed_in(policy)
-    assert n_planted > 125
+    rows, turns, planted = planted_in(policy)
+    assert len(planted) > 125
     # rewards that are not known, of a session whose only row has any part of one
-    assert set(missed) <= {"reward_changed"}
+    assert set(missed_in(rows, turns, planted, policy)) <= {"reward_changed"}
+    # without its name, what is the choice of a policy is not found
+    assert len(missed_in(rows, turns, planted, None)) < len(planted) / 6
 
 
 # 245 as a rule, 2,100 in the stage `fuzz` of CI
@@ -141,25 +143,6 @@ def test_a_lost_reply_may_begin_with_tokens_that_have_no_logprob(absorb, keep_he
     )
     rows = tk.linearize(turns, policy)
     assert tk.verify(rows, turns, policy).to_pylist() == []
-
-
-@settings(max_examples=25)
-@given(runs(), st.sampled_from(["slime", "trl"]), thresholds, row_limits)
-def test_slime_and_trl_keep_their_own_promise(turns, name, threshold, limit):
-    table = turns_table(turns)
-    policy = tk.policy(name, fork_threshold=threshold)
-    rows, report = linearized(table, policy, max_row_tokens=limit)
-    found = tk.verify(rows, table, policy, max_row_tokens=limit)
-    assert found.to_pylist() == []
-    # what they lose is found under the promise to lose nothing
-    losers = {
-        line["session_id"]
-        for line in report.to_pylist()
-        if line["lost_absorbed"] + line["lost_rewritten"] + line["lost_unrouted"]
-    }
-    found = tk.verify(rows, table, "strict", max_row_tokens=limit).to_pylist()
-    if limit is None:
-        assert {v["session_id"] for v in found if v["rule"] == "not_trained"} == losers
 
 
 def test_turns_in_delta_form():
@@ -524,16 +507,6 @@ def test_a_policy_that_is_no_preset_passes_without_its_name():
     assert tk.verify(rows, turns, "faithful").num_rows
     assert tk.verify(rows, turns).num_rows == 0
     assert tk.verify(rows, turns, policy).num_rows == 0
-
-
-def test_a_wrong_row_is_found_without_a_policy_too():
-    turns = tk.from_records(DRIFTED)
-    line = tk.linearize(turns, "trl").to_pylist()[0]
-    line["loss_mask"][0] = True
-    rows = pa.Table.from_pylist([line], ROWS)
-    assert {one["rule"] for one in tk.verify(rows, turns).to_pylist()} >= {"mask"}
-    found = tk.verify(plain(rows), turns).to_pylist()
-    assert [(one["token"], one["rule"]) for one in found] == [(0, "mask")]
 
 
 def test_a_request_whose_messages_the_base_has_is_routed():
