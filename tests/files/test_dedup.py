@@ -145,25 +145,16 @@ def changed(name, values):
     return STORED.set_column(at, field, pa.array(values, field.type))
 
 
+START = "row 1: suffix_start is {}, but the parent row in the file has {} tokens"
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            changed("suffix_start", [0, 5, 4]),
-            "row 1: suffix_start is 5, but the parent row in the file has 4 tokens",
-        ),
-        (
-            changed("suffix_start", [0, -1, 4]),
-            "row 1: suffix_start is -1, but the parent row in the file has 4 tokens",
-        ),
-        (
-            STORED.slice(1),
-            "row 1: suffix_start is 3, but the parent row in the file has 0 tokens",
-        ),
-        (
-            changed("parent_row", [None, 1, 1]),
-            "row 1: suffix_start is 3, but the parent row in the file has 0 tokens",
-        ),
+        (changed("suffix_start", [0, 5, 4]), START.format(5, 4)),
+        (changed("suffix_start", [0, -1, 4]), START.format(-1, 4)),
+        (STORED.slice(1), START.format(3, 0)),
+        (changed("parent_row", [None, 1, 1]), START.format(3, 0)),
         (
             changed("suffix_mask", [[False, False, True, True], [True], [False, True]]),
             "row 1: 1 suffix_mask for 2 suffix_ids",

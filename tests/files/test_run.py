@@ -237,11 +237,10 @@ def test_a_directory_of_another_job_is_refused(tmp_path, small):
     linearize_file(log, folder)
     rewards = {f"s{k}": 1.0 for k in range(12)}
     rewarded = f"{tmp_path}/rewarded/"
-    linearize_file(log, rewarded, reward=rewards)
-    linearize_file(log, rewarded, reward=rewards)
-    for name in ("s0", "s6", "s11"):
-        with pytest.raises(FormatError, match="parts of another job"):
-            linearize_file(log, rewarded, reward={**rewards, name: 2.0})
+    for _ in range(2):
+        linearize_file(log, rewarded, reward=rewards)
+    with pytest.raises(FormatError, match="parts of another job"):
+        linearize_file(log, rewarded, reward={**rewards, "s6": 2.0})
     known = log.stat()
     os.utime(log, ns=(known.st_atime_ns, known.st_mtime_ns + 1))
     with pytest.raises(FormatError, match="parts of another job"):

@@ -68,7 +68,8 @@ def test_parts_of_a_table_in_delta_form_are_the_whole_in_full_form(
 
     Here small ones are.
     """
-    policy, table = policy_of(choice), turns_table(turns)
+    rewards = data.draw(st.sampled_from(["copy", "uniform"]))
+    policy, table = tk.policy(policy_of(choice), rewards=rewards), turns_table(turns)
     base = data.draw(st.sampled_from([None, fullest]))
     delta = in_delta_form(table, base) if base else drawn_delta(data, table)
     given = {}
@@ -97,23 +98,6 @@ def test_parts_of_a_table_in_delta_form_are_the_whole_in_full_form(
     assert (rows, report) == (whole, counted)
     assert pa.Table.from_batches(batches, whole.schema) == whole
     assert pa.Table.from_batches(counts, counted.schema) == counted
-
-
-def test_rows_in_several_batches_share_the_reward_of_their_session():
-    turns = tk.from_records(
-        {"session_id": name, "prompt_ids": [k], "output_ids": [7, 8][: 1 + n % 2]}
-        for n, name in enumerate("ab")
-        for k in range(4 - n)
-    )
-    chosen = tk.policy("per_call", rewards="uniform")
-    given = {"a": 2.0, "b": 6.0}
-    whole = tk.linearize(turns, chosen, reward=given)
-    with mock.patch.object(limits, "BATCH_TOKENS", 6):
-        rows = tk.linearize(turns, chosen, reward=given)
-    assert [batch.num_rows for batch in rows.to_batches()] == [3, 2, 2]
-    assert rows == whole
-    assert rows["reward"].to_pylist() == [0.5] * 4 + [2.0] * 3
-    assert rows["rollout_mask_sum"].to_pylist() == [4] * 4 + [6] * 3
 
 
 def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import in_delta_form, link_by, turns_table
+from tests.made_tables import link_by, turns_table
 from tests.oracles import segments as reference_segments
 from tests.oracles.forests import fields_of, strict
 from tests.oracles.graph import identity
@@ -18,7 +18,7 @@ from tests.strategies import chat_messages, delegating_sessions, sessions
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
 from trajkit.schema import TURNS
-from trajkit.turns.messages import classify, message_key, with_equality
+from trajkit.turns.messages import classify, message_key
 from trajkit.turns.sessions import Sessions
 
 EQUAL = {
@@ -62,22 +62,6 @@ def test_classes_are_those_of_the_equality(turns, equality):
         if said is not None:
             body = json.loads(classes.bodies[int(reply)].as_py())
             assert EQUAL[equality](said, body)
-
-
-@given(st.data(), delegating_sessions(), st.sampled_from([*EQUAL]))
-def test_routing_by_new_keys_is_the_same_in_delta_form(data, turns, equality):
-    full = turns_table(turns)
-    delta = in_delta_form(full, lambda options: data.draw(st.sampled_from(options)))
-    links = link_by(full, "messages", message_equality=equality)
-    if equality == "values":
-        assert links.equals(link_by(full, "messages"))
-    assert links.equals(link_by(delta, "messages", message_equality=equality))
-    assert link_by(full, "agents", message_equality=equality).equals(
-        link_by(delta, "agents", message_equality=equality)
-    )
-    calls = Sessions.of(delta)
-    keyed = with_equality(calls, equality)
-    assert keyed.requests["n_keys"].tolist() == calls.requests["n_keys"].tolist()
 
 
 def test_lists_without_any_message_may_have_a_short_buffer_of_keys():

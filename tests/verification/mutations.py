@@ -536,21 +536,24 @@ def token_appended(rows, pick):
     insert_token(row, len(row["input_ids"]), 5)
 
 
-def of_column(column, value, where, token, rule):
-    """A fault that changes one value of a row."""
+def of_column(column, value, where=lambda row: True, token=None):
+    """A fault that changes one value of a row; ``token``: the one that is named."""
 
     def fault(rows, pick):
         row = pick([one for one in rows if where(one)])
         before = row[column]
         row[column] = value(row)
         at = {None: None, "new": row[column], "old": before}[token]
-        return violation(rule or column, row, at)
+        return violation("flags" if column in FLAGS else column, row, at)
 
     return fault
 
 
-def always(row):
-    return True
+FLAGS = ("ill_formed", "use_tool", "truncated")
+
+
+def is_ill_formed(row):
+    return row["ill_formed"] and is_rich(row)
 
 
 def has_weight(row):
@@ -561,64 +564,51 @@ def is_shared(row):
     return row["shared_length"]
 
 
-# name: column, its new value, the rows that have a place, the token named, the rule
+def has_spans(row):
+    return row["spans"]
+
+
+def has_prompt(row):
+    return row["prompt_length"]
+
+
+# name: column, its new value, the rows that have a place, the token that is named
 for name, of in {
-    "ill_formed_hidden": (
-        *("ill_formed", lambda r: False),
-        *(lambda r: r["ill_formed"] and is_rich(r), None, "flags"),
-    ),
-    "use_tool_made_up": ("use_tool", lambda r: True, is_rich, None, "flags"),
+    "ill_formed_hidden": ("ill_formed", lambda r: False, is_ill_formed),
+    "use_tool_made_up": ("use_tool", lambda r: True, is_rich),
+    "truncated_flipped": ("truncated", lambda r: not r["truncated"]),
     "prompt_longer": (
-        *("prompt_length", lambda r: r["spans"][0]["start"] + 1),
-        *(lambda r: r["spans"], "new", None),
+        *("prompt_length", lambda r: r["spans"][0]["start"] + 1, has_spans, "new"),
     ),
-    "last_turn_not_listed": ("turns", lambda r: r["turns"][:-1], always, None, None),
-    "other_turn_listed": (
-        *("turns", lambda r: [10_000, *r["turns"]], always, None, None),
+    "prompt_negative": ("prompt_length", lambda r: -1, has_prompt, "new"),
+    "last_turn_not_listed": ("turns", lambda r: r["turns"][:-1]),
+    "other_turn_listed": ("turns", lambda r: [10_000, *r["turns"]]),
+    "index_skipped": ("row_index", lambda r: r["row_index"] + 100),
+    "sharing_more": (
+        *("shared_length", lambda r: r["shared_length"] + 1, has_prompt, "old"),
     ),
-    "index_skipped": ("row_index", lambda r: r["row_index"] + 100, always, None, None),
-    "prompt_negative": ("prompt_length", lambda r: -1, always, "new", None),
-    "shared_length_more": (
-        *("shared_length", lambda r: r["shared_length"] + 1, always, "old", None),
+    "sharing_less": (
+        *("shared_length", lambda r: r["shared_length"] - 1, is_shared, "new"),
     ),
-    "shared_length_less": (
-        *("shared_length", lambda r: r["shared_length"] - 1, is_shared, "new", None),
-    ),
-    "parent_row_none": ("parent_row", lambda r: None, is_shared, None, None),
-    "parent_row_itself": ("parent_row", lambda r: r["row_index"], always, None, None),
-    "weight_changed": (
-        *("row_weight", lambda r: r["row_weight"] + 1e-6, has_weight, None, None),
-    ),
-    "weight_null": ("row_weight", lambda r: None, has_weight, None, None),
-    "sum_changed": (
-        *("rollout_mask_sum", lambda r: r["rollout_mask_sum"] + 1, always, None, None),
-    ),
-    "reward_changed": ("reward", lambda r: 0.5, always, None, None),
-    "reward_null": ("reward", lambda r: None, always, None, None),
-    "group_changed": ("group_id", lambda r: "another", always, None, None),
-    "finish_reason_changed": ("finish_reason", lambda r: "another", always, None, None),
-    "truncated_flipped": (
-        *("truncated", lambda r: not r["truncated"], always, None, "flags"),
-    ),
+    "parent_row_none": ("parent_row", lambda r: None, is_shared),
+    "parent_row_itself": ("parent_row", lambda r: r["row_index"]),
+    "weight_changed": ("row_weight", lambda r: r["row_weight"] + 1e-6, has_weight),
+    "weight_null": ("row_weight", lambda r: None, has_weight),
+    "sum_changed": ("rollout_mask_sum", lambda r: r["rollout_mask_sum"] + 1),
+    "reward_changed": ("reward", lambda r: 0.5),
+    "reward_null": ("reward", lambda r: None),
+    "group_changed": ("group_id", lambda r: "another"),
+    "finish_reason_changed": ("finish_reason", lambda r: "another"),
     "weights_made_up": (
         *("weight_versions", lambda r: {"first": "none", "last": "none"}),
-        *(always, None, None),
     ),
 }.items():
     planted(of_column(*of)).__name__ = name
 for name, of in {
-    "prompt_shorter": (
-        *("prompt_length", lambda r: r["prompt_length"] - 1),
-        *(lambda r: r["prompt_length"], "new", None),
-    ),
-    "last_turn_changed": (
-        *("last_turn", lambda r: r["last_turn"] + 1, always, None, "turns"),
-    ),
-    "segment_changed": (
-        *("segment_kind", lambda r: None if r["segment_kind"] else "final"),
-        *(always, None, "policy"),
-    ),
-    "flag_null": ("truncated", lambda r: None, always, None, "flags"),
+    "prompt_shorter": ("prompt_length", lambda r: r["prompt_length"] - 1, has_prompt),
+    "last_turn_changed": ("last_turn", lambda r: r["last_turn"] + 1),
+    "kind_changed": ("segment_kind", lambda r: None if r["segment_kind"] else "final"),
+    "flag_null": ("truncated", lambda r: None),
 }.items():
     planted_more(of_column(*of)).__name__ = name
 

@@ -331,79 +331,73 @@ def without_pieces(rows, turns, policy):
     return tk.verify(table, turns, policy).to_pylist()
 
 
+WHOLE = [1, 2, 3, 4, 5, 6, 8, 9], [0, 0, 1, 1, 1, 0, 1, 1]
+FIRST = [1, 2, 3, 4, 5], [0, 0, 1, 1, 1]
+SECOND = WHOLE[0], [0, 0, 0, 0, 0, 0, 1, 1]
+LONG = [turn([*range(20)], [30, 31])]
+CONTEXT = [{**CLEAN[0], "trainable": False}]
+
+
 @pytest.mark.parametrize(
-    ("rule", "token", "name", "change"),
+    ("turns", "rows", "policy", "expected"),
     [
-        ("mask", 1, "loss_mask", lambda mask: [mask[0], True, *mask[2:]]),
-        ("mask", 3, "input_ids", lambda ids: [*ids[:3], OTHER, *ids[4:]]),
-        ("logprob", 3, "logprobs", lambda given: [*given[:3], -9.0, *given[4:]]),
-        ("length", 8, "loss_mask", lambda mask: [*mask, False]),
-        ("length", 3, "logprobs", lambda given: given[:3]),
+        (CLEAN, [WHOLE], "strict", []),
+        (CLEAN, [(WHOLE[0], [0, 1, *WHOLE[1][2:]])], None, [(0, None, 1, "mask")]),
+        (CLEAN, [([1, 2, 3, OTHER, 5], FIRST[1])], None, [(0, None, 3, "mask")]),
+        (CLEAN, [(WHOLE[0], [*WHOLE[1], 0])], None, [(0, None, 8, "length")]),
+        (CONTEXT, [FIRST], None, [(0, 0, 2, "untrainable")]),
+        # the bytes of 1, 0, 0 are those of 256, 0, 0, 0 from the second on
+        (
+            [turn([1], [0, 0])],
+            [([256, 0, 0, 0], [0, 1, 1, 0])],
+            None,
+            [(0, None, 1, "mask")],
+        ),
+        # the prompt's beginning is another, its end and the output stand: a policy that
+        # splices trains replies after other tokens
+        (
+            LONG,
+            [([0, OTHER, *range(2, 20), 30, 31], [0] * 20 + [1, 1])],
+            "faithful",
+            [(0, 0, 20, "context")],
+        ),
+        (LONG, [([0, OTHER, *range(2, 20), 30, 31], [0] * 20 + [1, 1])], None, []),
+        # what a policy that keeps all may not lose or repeat
+        (CLEAN, [FIRST, SECOND, FIRST], "faithful", [(2, 0, 2, "trained_twice")]),
+        (CLEAN, [FIRST, SECOND, FIRST], None, []),
+        (CLEAN, [FIRST], "faithful", [(None, 1, 0, "not_trained")]),
+        (CLEAN, [FIRST], None, []),
+        (
+            CLEAN,
+            [(WHOLE[0], [0, 0, 0, 0, 0, 0, 1, 0])],
+            "strict",
+            [(None, 0, 0, "not_trained"), (None, 1, 1, "not_trained")],
+        ),
     ],
 )
-def test_faults_of_rows_without_pieces(rule, token, name, change):
-    turns = tk.from_records(CLEAN)
-    row = foreign(tk.linearize(turns, "strict"), "row_index").to_pylist()[0]
-    row[name] = change(row[name])
-    found = tk.verify(pa.Table.from_pylist([row]), turns).to_pylist()
-    assert (rule, 0, token) in [(v["rule"], v["row_index"], v["token"]) for v in found]
+def test_what_is_wrong_with_rows_without_pieces(turns, rows, policy, expected):
+    ids, masks = zip(*rows, strict=True)
+    table = pa.table({"input_ids": ids, "loss_mask": masks})
+    found = tk.verify(table, tk.from_records(turns), policy).to_pylist()
+    names = ("row_index", "turn_index", "token", "rule")
+    assert [tuple(one[name] for name in names) for one in found] == expected
 
 
-def test_a_reply_in_another_context_in_rows_without_pieces():
-    """The prompt's beginning is another, its end and the output stand."""
-    turns = tk.from_records([{**turn([*range(20)], [30, 31]), "session_id": "c"}])
-    row = foreign(tk.linearize(turns)).to_pylist()[0]
-    row["input_ids"][1] = OTHER
-    rows = pa.Table.from_pylist([row])
-    found = tk.verify(rows, turns, "faithful").to_pylist()
-    assert [
-        (v["row_index"], v["turn_index"], v["token"], v["rule"]) for v in found
-    ] == [(0, 0, 20, "context")]
-    # a policy that splices trains replies after other tokens
-    assert tk.verify(rows, turns).num_rows == 0
-
-
-def test_what_rows_without_pieces_lose():
-    turns = tk.from_records(CLEAN)
-    rows = foreign(tk.linearize(turns, "per_call"))
-    again = pa.concat_tables([rows, rows.slice(0, 1)])
-    found = [
-        (v["row_index"], v["turn_index"], v["token"], v["rule"])
-        for table in (again, rows.slice(0, 1))
-        for v in tk.verify(table, turns, "faithful").to_pylist()
-    ]
-    assert found == [(2, 0, 2, "trained_twice"), (None, 1, 0, "not_trained")]
-    for table in (again, rows.slice(0, 1)):
-        assert tk.verify(table, turns).num_rows == 0
-    row = rows.to_pylist()[1]
-    row["loss_mask"][7] = False
-    found = tk.verify(pa.Table.from_pylist([row]), turns, "strict").to_pylist()
-    assert [(v["turn_index"], v["token"], v["rule"]) for v in found] == [
-        (0, 0, "not_trained"),
-        (1, 1, "not_trained"),
-    ]
-
-
-def test_a_turn_that_may_not_be_trained_in_rows_without_pieces():
-    turns = tk.from_records([{**CLEAN[0], "trainable": False}])
-    rows = pa.table({"input_ids": [[1, 2, 3, 4, 5]], "loss_mask": [[0, 0, 1, 1, 1]]})
-    assert [(v["token"], v["rule"]) for v in tk.verify(rows, turns).to_pylist()] == [
-        (2, "untrainable")
-    ]
-
-
-def test_outputs_are_whole_ids_in_rows_without_pieces():
-    """The bytes of 1, 0, 0 are those of 256, 0, 0, 0 from the second on."""
-    turns = tk.from_records([turn([1], [0, 0])])
-    rows = pa.table({"input_ids": [[256, 0, 0, 0]], "loss_mask": [[0, 1, 1, 0]]})
-    assert tk.verify(rows, turns)["rule"].to_pylist() == ["mask"]
-
-
-@pytest.mark.parametrize("logprob", [0.0, float("nan"), None])
-def test_no_logprob_in_rows_without_pieces(logprob):
+@pytest.mark.parametrize(
+    ("logprobs", "expected"),
+    [
+        ([0.0, 0.0], []),
+        ([0.0, float("nan")], []),
+        ([0.0, None], []),
+        ([0.0, -9.0], [(1, "logprob")]),
+        ([0.0, 0.0, 0.0], [(2, "length")]),
+    ],
+)
+def test_logprobs_of_rows_without_pieces(logprobs, expected):
     turns = tk.from_records([turn([1], [2], output_logprobs=None)])
-    rows = {"input_ids": [[1, 2]], "loss_mask": [[0, 1]], "logprobs": [[0.0, logprob]]}
-    assert tk.verify(pa.table(rows), turns).num_rows == 0
+    rows = {"input_ids": [[1, 2]], "loss_mask": [[0, 1]], "logprobs": [logprobs]}
+    found = tk.verify(pa.table(rows), turns).to_pylist()
+    assert [(one["token"], one["rule"]) for one in found] == expected
 
 
 PLAIN = {"input_ids": [[1]], "loss_mask": [[0]]}
