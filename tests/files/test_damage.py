@@ -15,7 +15,6 @@ from tests.fuzz import files as fuzz_files
 from tests.test_wrong_arguments import RIGHT, used
 from trajkit.files import jsonl
 from trajkit.importers.containers import objects
-from trajkit.tables import canonical, stages
 from trajkit.tables.canonical import as_table, check_buffers
 from trajkit.turns.records import MAX_DEPTH
 
@@ -165,47 +164,20 @@ def test_what_a_slice_does_not_show_is_not_looked_at():
     check_buffers(pa.table({"bad": hidden}).slice(0, 2))
 
 
-def test_a_name_that_is_no_text_is_refused():
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, pa.schema([("naïve", pa.int32())])) as writer:
-        writer.write_batch(pa.record_batch([pa.array([1], pa.int32())], ["naïve"]))
-    content = sink.getvalue().to_pybytes().replace("ï".encode(), b"\xff\xff")
-    with pytest.raises(
-        tk.errors.FormatError, match=r"open file is damaged, or not valid Arrow IPC: "
-    ):
-        tk.read_turns(pa.BufferReader(content), format="arrows")
-
-
-def test_a_nested_name_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "turns.arrow"
-    table = TURNS.append_column("odd", pa.array([{"naïve": 1}] * len(TURNS)))
-    tk.write_turns(table, path)
+@pytest.mark.parametrize(
+    ("column", "match"),
+    [
+        ({"naïve": [1] * 6}, "turns.arrows is damaged, or not valid Arrow IPC: "),
+        ({"odd": [{"naïve": 1}] * 6}, "turns.arrows .* column 'odd' is not valid"),
+    ],
+)
+def test_a_name_that_is_no_text_is_refused(tmp_path, column, match):
+    path = tmp_path / "turns.arrows"
+    for name, values in column.items():
+        tk.write_turns(TURNS.append_column(name, pa.array(values)), path)
     path.write_bytes(path.read_bytes().replace("ï".encode(), b"\xff\xff"))
-    with pytest.raises(
-        tk.errors.FormatError, match=r"turns.arrow .* column 'odd' is not valid"
-    ):
+    with pytest.raises(tk.errors.FormatError, match=match):
         tk.read_turns(path)
-
-
-def test_each_stage_validates_its_tables_once(monkeypatch):
-    seen = []
-    true = canonical.check_buffers
-    for module in (canonical, stages):
-        monkeypatch.setattr(
-            module,
-            "check_buffers",
-            lambda t, *unread: seen.append(t) or true(t, *unread),
-        )
-    for stage, n in (
-        (lambda: tk.linearize(TURNS, threads=3), 1),
-        (lambda: tk.linearize(TURNS, links=LINKS, drift=DRIFT), 3),
-        (lambda: list(tk.linearize_batches(TURNS.to_reader(max_chunksize=2))), 3),
-        (lambda: tk.validate(TURNS), 1),
-        (lambda: tk.classify_drift(TURNS, LINKS), 2),
-    ):
-        seen.clear()
-        stage()
-        assert len(seen) == n
 
 
 def test_policies_that_read_bodies_refuse_bodies_that_are_not_text():

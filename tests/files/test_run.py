@@ -164,11 +164,9 @@ def killed_after(n_turns):
 @pytest.mark.parametrize(
     ("names", "mixed"),
     [
-        (["log.parquet"], False),
         (["log.parquet"], True),
         (["log.jsonl.gz"], False),
-        (["0.arrows", "1.arrows", "2.parquet"], False),
-        (["0.arrow", "1.jsonl", "2.jsonl", "3.jsonl.gz"], False),
+        (["0.arrows", "1.arrow", "2.parquet", "3.jsonl", "4.jsonl.gz"], False),
     ],
 )
 def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed):

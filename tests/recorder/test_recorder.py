@@ -17,12 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import by_session, link_by, policy_of, turns_table
+from tests.made_tables import by_session, link_by, policy_of
 from tests.oracles import rows as reference
 from tests.strategies import (
     further_columns,
     policies,
-    row_limits,
     sessions,
 )
 from tests.turns.test_records import REFUSED
@@ -43,21 +42,6 @@ def recordable(turns):
 def record(recorder, turn):
     fields = {k: v for k, v in turn.items() if k not in ("session_id", "turn_index")}
     return recorder.record(turn.get("session_id", "s"), **fields)
-
-
-@given(sessions(names=["output_mask"]), policies, row_limits)
-def test_rows_are_the_tables_after_every_call(turns, choice, limit):
-    turns = recordable(turns)
-    recorder = tk.Recorder()
-    for k, turn in enumerate(turns):
-        record(recorder, turn)
-        rows = recorder.rows("s", policy_of(choice), max_row_tokens=limit, reward=0.5)
-        assert rows == tk.linearize(
-            turns_table(turns[: k + 1]),
-            policy_of(choice),
-            max_row_tokens=limit,
-            reward=0.5,
-        )
 
 
 @given(sessions())
@@ -577,27 +561,15 @@ def test_dropped_sessions_leave_nothing_behind():
 # The forest of paths
 
 
-def taken(paths, prompt, output, logprobs=None):
-    prompt, output = np.array(prompt, np.int32), np.array(output, np.int32)
-    return paths.take(prompt, output, logprobs, -9999.0, 1e-4)
-
-
-def inserted(paths):
-    return paths.insert(True, False, False, 0)
-
-
 def test_a_call_is_taken_before_it_is_inserted():
     paths = _core.Growth()
-    with pytest.raises(LayoutError, match="no call was taken"):
-        inserted(paths)
-    held = [taken(paths, [1], [2])]
-    assert inserted(paths) == (-1, 0, True)
-    with pytest.raises(LayoutError, match="no call was taken"):
-        inserted(paths)
-    held.append(taken(paths, [1, 2], [1, 2]))
-    assert held == [np.int32(run).tobytes() for run in ([1, 2], [1, 2])]
-    assert paths.base == 0
-    assert inserted(paths) == (0, 2, True)
+    for calls, base in (0, (-1, 0, True)), (1, (0, 2, True)):
+        with pytest.raises(LayoutError, match="no call was taken"):
+            paths.insert(True, False, False, 0)
+        prompt, output = np.array([[1], [1, 2]][calls], np.int32), np.int32([2])
+        held = paths.take(prompt, output, None, -9999.0, 1e-4)
+        assert held == np.append(prompt, output)[2 * calls :].tobytes()
+        assert paths.insert(True, False, False, 0) == base
     assert paths.calls["prompt_len"].tolist() == [1, 2]
 
 

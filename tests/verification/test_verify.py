@@ -246,7 +246,7 @@ def foreign(rows, *names):
 @pytest.mark.parametrize("policy", [*KEEPS_ALL, "slime", "trl"])
 def test_rows_without_pieces(policy):
     """In either order, so that equal replies are told apart by their logprobs."""
-    turns = turns_table(generated_runs(500, seed=1))
+    turns = turns_table(generated_runs(200, seed=1))
     rows = foreign(tk.linearize(turns, policy))
     for some in (rows, rows.take(pa.array(range(rows.num_rows)[::-1]))):
         assert tk.verify(some, turns, policy).to_pylist() == []
