@@ -501,16 +501,15 @@ def as_text(violations):
 
 
 @pytest.mark.parametrize(
-    ("turns_order", "order"),
-    [(list, "as written"), (scattered, "sessions mixed"), (scattered, "rows mixed")],
-)
-@pytest.mark.parametrize(
-    ("kind", "suffix_"),
+    ("kind", "suffix_", "turns_order", "order"),
     [
-        ("own", "jsonl.gz"),
-        ("stored", "arrows"),
-        ("foreign", "arrow"),
-        ("without numbers", "parquet"),
+        ("own", "parquet", list, "as written"),
+        ("own", "jsonl.gz", scattered, "rows mixed"),
+        ("stored", "arrows", list, "as written"),
+        ("stored", "arrows", scattered, "sessions mixed"),
+        ("foreign", "arrow", scattered, "rows mixed"),
+        ("without numbers", "parquet", scattered, "sessions mixed"),
+        ("without numbers", "jsonl", scattered, "rows mixed"),
     ],
 )
 def test_files_break_what_their_tables_break(

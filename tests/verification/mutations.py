@@ -274,11 +274,13 @@ for name, (rule, kinds, change) in {
     "untrainable_trained": ("untrainable", ("untrainable",), {"kind": "trained"}),
 }.items():
     planted(of_span(rule, *kinds, **change)).__name__ = name
-for name, change in {
-    "lost_span_moved": {"start": -1},
-    "lost_range_shorter": {"output_stop": -1},
+for name, (kinds, change) in {
+    "lost_span_moved": (EMPTY_KINDS, {"start": -1}),
+    "lost_range_shorter": (EMPTY_KINDS, {"output_stop": -1}),
+    "trained_by_two_rows": (("duplicate",), {"kind": "trained"}),
+    "turn_of_another": (SHOWN, {"turn_index": 1}),
 }.items():
-    planted_more(of_span("policy", *EMPTY_KINDS, **change)).__name__ = name
+    planted_more(of_span("policy", *kinds, **change)).__name__ = name
 
 
 @planted
@@ -319,23 +321,6 @@ def context_id_changed(rows, pick):
 
 
 @planted
-def reply_before_changed(rows, pick):
-    """A trained reply is another, so the reply after it was sampled elsewhere."""
-
-    def next_reply(row, k):
-        """Where the reply behind that of a token begins, or -1."""
-        mask = row["loss_mask"]
-        if not mask[k] or False not in mask[k:]:
-            return -1
-        ended = mask.index(False, k)
-        return mask.index(True, ended) if True in mask[ended:] else -1
-
-    row, k = pick(spots(rows, lambda r, k: next_reply(r, k) >= 0))
-    row["input_ids"][k] = OTHER
-    return violation("context", row, next_reply(row, k))
-
-
-@planted
 def token_slipped_in(rows, pick):
     """A token more before what is trained, as a template adds one."""
     row = pick(training(rows))
@@ -367,35 +352,10 @@ def ends_in_span(row):
 
 
 @planted
-def spans_exchange_turns(rows, pick):
-    """Two spans of a session, each said to be the other's turn."""
-    row, span, other = pick(
-        [
-            (r, s, t)
-            for r, s in spans(rows, "trained")
-            for q, t in spans(rows, "trained")
-            if r["session_id"] == q["session_id"]
-            and s["stop"] - s["start"] == t["stop"] - t["start"]
-            and r["input_ids"][s["start"]] != q["input_ids"][t["start"]]
-        ]
-    )
-    names = span["turn_index"], other["turn_index"]
-    other["turn_index"], span["turn_index"] = names
-    return in_span("span_tokens", row, span)
-
-
-@planted
 def span_twice(rows, pick):
     row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
     row["spans"].insert(row["spans"].index(span), dict(span))
     return in_span("span_place", row, span)
-
-
-@planted
-def spans_swapped(rows, pick):
-    row = pick([r for r in rows if len(r["spans"]) > 1])
-    row["spans"].reverse()
-    return violation("span_place", row, row["spans"][1]["start"])
 
 
 @planted
@@ -419,22 +379,6 @@ def half_trained(rows, pick):
 
 
 @planted
-def trained_by_two_rows(rows, pick):
-    row, span = pick(spans(rows, "duplicate"))
-    span["kind"] = "trained"
-    train(row, span, True)
-    claims = [
-        (r, s)
-        for r, s in spans(rows, "trained")
-        if r["session_id"] == row["session_id"]
-        and s["turn_index"] == span["turn_index"]
-    ]
-    # rows count in order: the later of the two is named
-    last = max(claims, key=lambda one: one[0]["row_index"])[0]
-    return in_span("trained_twice", last, next(s for r, s in claims if r is last))
-
-
-@planted
 def row_twice(rows, pick):
     row = pick(training(rows))
     same = [r for r in rows if r["session_id"] == row["session_id"]]
@@ -450,14 +394,6 @@ def last_row_missing(rows, pick):
     rows.remove(row)
     span = next(s for s in row["spans"] if s["kind"] == "trained")
     return not_trained(row, span, span["output_start"])
-
-
-@planted
-def middle_row_missing(rows, pick):
-    group = pick(siblings(rows))
-    at = pick(list(range(len(group) - 1)))
-    rows.remove(group[at])
-    return violation("row_index", group[at + 1])
 
 
 @planted
@@ -502,20 +438,6 @@ def session_apart(rows, pick):
     rows.remove(group[-1])
     rows.append(group[-1])
     return violation("session", group[-1])
-
-
-@planted_more
-def row_cut_short(rows, pick):
-    """What is left may be all that another turn held."""
-    row = pick(
-        [
-            r
-            for r, s in spans(rows, "trained")
-            if s["stop"] - s["start"] > 1 and s["stop"] == len(r["input_ids"])
-        ]
-    )
-    pop_token(row, -1)
-    row["spans"].pop()
 
 
 @planted_more
