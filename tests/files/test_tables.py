@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from codecs import BOM_UTF8
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
@@ -284,29 +285,25 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path, turns):
         read_turns(tmp_path)
 
 
-class Pipe(io.RawIOBase):
+def piped(content):
     """A file that can only be read on."""
-
-    def __init__(self, data):
-        self.rest = data
-
-    def readable(self):
-        return True
-
-    def readinto(self, into):
-        n = min(len(into), len(self.rest))
-        into[:n], self.rest = self.rest[:n], self.rest[n:]
-        return n
+    source, sink = os.pipe()
+    with open(sink, "wb") as file:
+        file.write(content)
+    return open(source, "rb")
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_pipes_are_read_when_their_format_is_given(turns, format):
     file = io.BytesIO()
     write_turns(turns, file, format=format)
-    with pytest.raises(FormatError, match="pass format="):
-        read_turns(io.BufferedReader(Pipe(file.getvalue())))
-    pipe = io.BufferedReader(Pipe(file.getvalue()))
-    assert read_turns(pipe, format=format).equals(turns)
+    with (
+        piped(file.getvalue()) as pipe,
+        pytest.raises(FormatError, match="pass format="),
+    ):
+        read_turns(pipe)
+    with piped(file.getvalue()) as pipe:
+        assert read_turns(pipe, format=format).equals(turns)
 
 
 def test_open_files_say_what_they_are(turns):
@@ -418,9 +415,10 @@ small = st.sampled_from([1, 40, 1 << 20])
 """Sizes at which what is written or read goes in pieces, or in one."""
 
 
-def in_pieces(size):
-    """Pieces, parts, row groups and batches of such a size."""
-    return mock.patch.multiple(
+@contextmanager
+def folder_for(size):
+    """An empty folder; pieces, parts, row groups and batches are of such a size."""
+    sizes = mock.patch.multiple(
         limits,
         READ_TOKENS=size,
         FILE_TURNS=max(size // 10, 1),
@@ -430,22 +428,8 @@ def in_pieces(size):
         MIN_READ_ROWS=1,
         ROW_GROUP_BYTES=size,
     )
-
-
-class Folder:
-    """An empty folder, and sizes, for one example."""
-
-    def __init__(self, size):
-        self.limits = in_pieces(size)
-        self.folder = tempfile.TemporaryDirectory()
-
-    def __enter__(self):
-        self.limits.start()
-        return Path(self.folder.name)
-
-    def __exit__(self, *error):
-        self.limits.stop()
-        self.folder.cleanup()
+    with sizes, tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
 WRITERS = {
@@ -484,7 +468,7 @@ def test_turns(format, data, records, size):
     writer = data.draw(st.sampled_from(sorted(WRITERS)))
     turns = tk.from_records(records)
     expected = in_form(turns, form)
-    with Folder(size) as folder:
+    with folder_for(size) as folder:
         path = folder / f"turns.{format}"
         WRITERS[writer](expected, path)
         assert os.listdir(folder) == [path.name]
@@ -518,7 +502,7 @@ def in_form(turns, form):
 def test_turns_that_change_their_form_from_file_to_file(records, formats, size, parts):
     turns = tk.from_records(records)
     delta = formats[1] if formats[1] in TABLES else "parquet"
-    with Folder(size) as folder:
+    with folder_for(size) as folder:
         log = folder / f"log.{formats[0]}"
         tk.write_turns(turns, log)
         compacted = folder / ("delta/" if parts else f"delta.{delta}")
@@ -543,7 +527,7 @@ def test_rows(format, records, choice, limit, size, data):
         max_row_tokens=limit,
         reward=0.5,
     )
-    with Folder(size) as folder:
+    with folder_for(size) as folder:
         path = folder / f"rows.{format}"
         pieces = data.draw(st.sampled_from([rows, rows.to_batches(max_chunksize=1)]))
         dedup = data.draw(st.booleans())
@@ -572,7 +556,7 @@ def test_sessions(format, lines):
         lines, pa.schema([*SESSIONS, text], metadata=SESSIONS.metadata)
     )
     last = {line["session_id"]: line for line in lines}
-    with Folder(1 << 20) as folder:
+    with folder_for(1 << 20) as folder:
         path = folder / f"sessions.{format}"
         write_table(table, path)
         assert tk.read_sessions(path).to_pylist() == list(last.values())
