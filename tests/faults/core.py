@@ -514,7 +514,7 @@ trajkit/recorder/session.py: recorder/test_recorder recorder/test_message_lists
     masks of calls are not checked
         |for check in (*checks_of(TURNS, _OF_IDS), mm_items):|
         -> |for check in (mm_items,):|
-trajkit/recorder/session.py: recorder/test_sessions_end
+trajkit/recorder/session.py: recorder/test_recorder recorder/test_sessions_end
     a time without a zone is taken
         |if not fits or (isinstance(value, datetime) and value.tzinfo is None):|
         -> |if not fits:|

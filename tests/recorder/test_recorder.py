@@ -7,6 +7,7 @@ import json
 import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from threading import Barrier
 
 import numpy as np
@@ -154,6 +155,16 @@ def versions(*spans):
         (versions(("v", 0, 1)), "weight_versions end at 1 of 2 output ids"),
         (versions(("v", 1, 2)), r"weight_versions\[0\] is 1:2, expected a start of 0"),
         (versions((None, 0, 2)), r"weight_versions\[0\] has a null"),
+        ({"request_id": 3}, "request_id is 3: expected a string$"),
+        ({"request_id": "\ud800"}, "request_id is '.ud800': expected a string$"),
+        ({"model": b"m"}, "model is b'm': expected a string$"),
+        ({"started_at": datetime(2026, 1, 2)}, "expected a datetime with a time zone$"),
+        ({"ended_at": 1.5}, "ended_at is 1.5: expected a datetime with a time zone$"),
+        ({"step": True}, "step is True: expected an integer of 64 bits$"),
+        ({"step": 2**63}, "expected an integer of 64 bits$"),
+        ({"step": 1.0}, "step is 1.0: expected an integer of 64 bits$"),
+        ({"step": 1, "payloads": {"step": 1}}, "step is also a key of payloads"),
+        ({"step": 1, "payloads": ["step"]}, "payloads is of type list"),
     ],
 )
 def test_a_refused_call_leaves_the_session_as_it_was(bad, said):
@@ -304,7 +315,8 @@ def test_drop_waits_for_the_call_under_way():
     assert seen == [(False, ["a"]), (True, [])]
 
 
-def test_a_drop_that_was_waiting_spares_the_session_that_began_since(monkeypatch):
+def test_what_was_waiting_when_its_session_was_dropped(monkeypatch):
+    """It found the session, then waited for its lock: as if the drop came between."""
     recorder = tk.Recorder()
     recorder.record("a", **call([1], [2]))
     found = recorder._sessions["a"]
@@ -312,23 +324,13 @@ def test_a_drop_that_was_waiting_spares_the_session_that_began_since(monkeypatch
     recorder.record("a", **call([1], [3]))
     with monkeypatch.context() as patch:
         patch.setattr(recorder, "_sessions", {"a": found})
-        with pytest.raises(UnknownSessionError):
-            recorder.drop("a")
+        with pytest.raises(UnknownSessionError, match="dropped during this call"):
+            recorder.record("a", **call([1], [2]))
+        for ask in asks(recorder, "a"):
+            with pytest.raises(UnknownSessionError, match="'a'"):
+                ask()
+    # the session that began since is spared
     assert recorder.turns("a")["output_ids"].to_pylist() == [[3]]
-
-
-def test_a_call_that_was_waiting_when_its_session_was_dropped(monkeypatch):
-    """It found the session, then waited for its lock: as if the drop came between."""
-    recorder = tk.Recorder()
-    recorder.record("a", **call([1], [2]))
-    found = recorder._sessions["a"]
-    recorder.drop("a")
-    monkeypatch.setattr(recorder, "_sessions", {"a": found})
-    with pytest.raises(UnknownSessionError, match="dropped during this call"):
-        recorder.record("a", **call([1], [2]))
-    for ask in asks(recorder, "a"):
-        with pytest.raises(UnknownSessionError, match="'a'"):
-            ask()
 
 
 def test_branches_at_every_depth():
@@ -396,31 +398,14 @@ def test_keys_stand_for_messages(turns):
     turns, other = by_key.turns("s"), by_dict.turns("s")
     for route in ("messages", "tokens"):
         assert link_by(turns, route) == link_by(other, route)
-    names = ("suffix_messages", "response")
-    for name in set(turns.column_names) - {*names, "shared_messages"}:
-        assert turns[name] == other[name]
-    for name in names:
-        assert set(bodies_of(turns, name)) <= {None}
-    expanded = [tk.expand(table).to_pylist() for table in (turns, other)]
-    assert [keys_of(row) for row in expanded[0]] == [
-        keys_of(row) for row in expanded[1]
-    ]
+    keys, dicts = (tk.expand(table).to_pylist() for table in (turns, other))
+    for message in (m for row in dicts for m in messages_of(row)):
+        message["body"] = None
+    assert keys == dicts
 
 
-def as_pair(message):
-    return None if message is None else (message["key"], message["role"])
-
-
-def keys_of(row):
-    sent = row["messages"]
-    return sent and [as_pair(m) for m in sent], as_pair(row["response"])
-
-
-def bodies_of(turns, name):
-    for value in turns[name].to_pylist():
-        for message in value if isinstance(value, list) else [value]:
-            if message is not None:
-                yield message["body"]
+def messages_of(row):
+    return [*(row["messages"] or []), *([row["response"]] if row["response"] else [])]
 
 
 @pytest.mark.parametrize(
@@ -438,8 +423,8 @@ def test_a_key_means_the_dict_that_the_session_has(said, shared, n_bodies):
         recorder.record("a", **call(prompt, [k + 2], prompt_messages=[message]))
     turns = recorder.turns("a")
     assert turns["shared_messages"].to_pylist() == shared
-    bodies = [*bodies_of(turns, "suffix_messages")]
-    assert len(bodies) - bodies.count(None) == n_bodies
+    own = [one for lines in turns["suffix_messages"].to_pylist() for one in lines]
+    assert sum(one["body"] is not None for one in own) == n_bodies
 
 
 class Reads:

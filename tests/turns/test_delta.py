@@ -261,48 +261,25 @@ def test_compact_and_expand_are_inverses(data, turns, size):
 
 @given(runs())
 def test_compact_takes_the_base_that_shares_most(turns):
-    table = turns_table(turns)
-    earlier, last = {}, {}
+    def shared(turn_index, ids):
+        other = session[turn_index]
+        return reference.lcp(other["prompt_ids"] + other["output_ids"], ids)
+
+    table, earlier = turns_table(turns), {}
     for line, full in zip(
         tk.compact(table).to_pylist(), table.to_pylist(), strict=True
     ):
         session = earlier.setdefault(full["session_id"], {})
-        for message in [*(full["messages"] or []), full["response"]]:
-            if message is not None:
-                name = full["session_id"], message["key"]
-                last[name] = message["now"] = message["body"] or last[name]
-        shares = {
-            turn_index: reference.lcp(
-                other["prompt_ids"] + other["output_ids"], full["prompt_ids"]
-            )
-            for turn_index, other in session.items()
-        }
-        assert line["shared_length"] == max(shares.values(), default=0)
-        assert line["suffix_ids"] == full["prompt_ids"][line["shared_length"] :]
-        base = session.get(line["base_turn"])
-        session[full["turn_index"]] = full
-        if line["shared_length"] == 0:
-            assert base is None
+        prompt, path = full["prompt_ids"], full["prompt_ids"] + full["output_ids"]
+        most = max((shared(one, prompt) for one in session), default=0)
+        assert line["shared_length"] == most
+        assert line["suffix_ids"] == prompt[most:]
+        if most:
+            assert shared(line["base_turn"], prompt) == most
+            assert line["base_turn"] == max(session, key=lambda one: shared(one, path))
         else:
-            assert shares[line["base_turn"]] == line["shared_length"]
-            path = full["prompt_ids"] + full["output_ids"]
-            longest = {
-                turn_index: reference.lcp(
-                    other["prompt_ids"] + other["output_ids"], path
-                )
-                for turn_index, other in session.items()
-                if turn_index != full["turn_index"]
-            }
-            assert line["base_turn"] == max(longest, key=longest.__getitem__)
-        if full["messages"] is None:
-            assert line["shared_messages"] is None
-            continue
-        shown, bare = [], []
-        if base is not None and base["messages"] is not None:
-            shown = [m for m in [*base["messages"], base["response"]] if m is not None]
-            shown = [tuple({**m, "body": None}.values()) for m in shown]
-        bare = [tuple(m.values()) for m in full["messages"]]
-        assert line["shared_messages"] == reference.lcp(shown, bare)
+            assert line["base_turn"] is None
+        session[full["turn_index"]] = full
 
 
 @given(st.data(), runs())

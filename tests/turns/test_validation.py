@@ -223,6 +223,8 @@ DOOR = [
         [TURN, *turn(session_id="b"), *turn(turn_index=1)],
         "'a', turn 1: the session began in table row 0 and comes back in row 2",
     ),
+    # before what its turns lack
+    ([TURN, *turn(session_id="b"), TURN], "'a', turn 0: the session began in table ro"),
     (turn(prompt_ids=[1, None]), r"prompt_ids\[1\] is null"),
     (turn(output_ids=[None, 2]), r"output_ids\[0\] is null"),
     (turn(output_logprobs=[0.0]), "1 output_logprobs for 2 output_ids"),
