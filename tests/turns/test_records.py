@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.strategies import json_messages, runs
+from tests.strategies import runs
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.schema import TURNS
@@ -72,15 +72,6 @@ def test_every_value_arrives_and_sessions_are_gathered(records):
             assert message["key"] == message_key(given_message)
             assert message["role"] == given_message["role"]
         assert (messages is None) == (record["prompt_messages"] is None)
-
-
-@given(st.lists(st.lists(json_messages, max_size=4), min_size=1, max_size=4))
-def test_each_body_is_stored_once_and_read_back_exactly(calls):
-    table = tk.from_records({**CALL, "prompt_messages": call} for call in calls)
-    for (messages, _), call in zip(told_messages(table), calls, strict=True):
-        assert [message["body"] for message in messages] == list(
-            map(message_body, call)
-        )
 
 
 @given(runs(), st.randoms(use_true_random=False))

@@ -23,11 +23,12 @@ from tests.verification.mutations import (
     missed_in,
     picking,
     planted_in,
+    pop_token,
     rich_rows,
     rich_run,
     turn,
 )
-from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.policies import PRESETS
 from trajkit.schema import (
     CAUSES,
@@ -409,10 +410,6 @@ NAMED = {"input_ids": [[1], [2]], "loss_mask": [[0], [0]], "session_id": ["c", N
     [
         ({"input_ids": [[1]]}, {}, SchemaError, "loss_mask"),
         (NAMED, {}, SchemaError, "all or none"),
-        (PLAIN, {"max_row_tokens": 0}, ArgumentError, "max_row_tokens=0"),
-        (PLAIN, {"max_row_tokens": True}, ArgumentError, "max_row_tokens=True"),
-        (PLAIN, {"weigh_by": "turn"}, ArgumentError, "weigh_by='turn'"),
-        (PLAIN, {"policy": "slim"}, PolicyError, "'slim'"),
         (PLAIN, {"reward": {"d": 1.0}}, InvalidTurnsError, "'c'"),
     ],
 )
@@ -501,6 +498,15 @@ def test_a_policy_that_is_no_preset_passes_without_its_name():
     assert tk.verify(rows, turns, "faithful").num_rows
     assert tk.verify(rows, turns).num_rows == 0
     assert tk.verify(rows, turns, policy).num_rows == 0
+
+
+def test_a_row_without_its_last_token_is_no_path():
+    turns = tk.from_records([{**CLEAN[0], "trainable": False}])
+    row = tk.linearize(turns, tk.policy("strict", keep_untrained=True)).to_pylist()[0]
+    row["spans"] = []
+    pop_token(row, -1)
+    found = tk.verify(pa.Table.from_pylist([row], ROWS), turns).to_pylist()
+    assert ("row_tokens", 4) in [(one["rule"], one["token"]) for one in found]
 
 
 def test_a_request_whose_messages_the_base_has_is_routed():
