@@ -296,8 +296,9 @@ def test_readers_see_whole_calls_from_the_first_on():
             done.result(timeout=120)
 
 
-def test_drop_waits_for_the_call_under_way():
-    """It takes the session's lock, and forgets the session only once it has it."""
+@pytest.mark.parametrize("end", [tk.Recorder.drop, tk.Recorder.pop])
+def test_the_end_of_a_session_waits_for_the_call_under_way(end):
+    """It has the session's lock, once, from before its rows until it is forgotten."""
     recorder = tk.Recorder()
     recorder.record("a", **call([1], [2]))
     session = recorder._sessions["a"]
@@ -311,7 +312,7 @@ def test_drop_waits_for_the_call_under_way():
             seen.append((session.dropped, recorder.sessions))
 
     session.lock = Watched()
-    recorder.drop("a")
+    end(recorder, "a", *["strict"] * (end is tk.Recorder.pop))
     assert seen == [(False, ["a"]), (True, [])]
 
 

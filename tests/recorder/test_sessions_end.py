@@ -84,29 +84,6 @@ def test_a_pop_without_rows_keeps_the_session(policy, options, error):
     assert recorder.pop("a", "strict").rows["input_ids"].to_pylist() == [[1, 2]]
 
 
-def test_pop_makes_its_rows_under_the_lock(monkeypatch):
-    recorder = tk.Recorder()
-    recorder.record("a", **call([1], [2]))
-    session = recorder._sessions["a"]
-    seen = []
-    turns = session.turns
-
-    def turns_of(self, name):
-        seen.append(session.lock.locked())
-        return turns(name)
-
-    monkeypatch.setattr(type(session), "turns", turns_of)
-    forget = recorder._forget
-
-    def forgotten(*arguments):
-        seen.append(session.lock.locked())
-        forget(*arguments)
-
-    monkeypatch.setattr(recorder, "_forget", forgotten)
-    recorder.pop("a", "strict")
-    assert seen == [True, True]
-
-
 METADATA = {
     "request_id": "r",
     "model": "m",

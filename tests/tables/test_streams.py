@@ -46,21 +46,6 @@ def spoken(turns):
     ]
 
 
-def attributed(turns):
-    """Every prompt token content of the last message."""
-    table = turns_table(turns)
-    n = [len(ids) for ids in table["prompt_ids"].to_pylist()]
-    types = {field.name: field.type for field in schema.ATTRIBUTION}
-    columns = {
-        "prompt_message_index": [[0] * k for k in n],
-        "prompt_is_content": [[True] * k for k in n],
-        "message_tool_names": [["bash"]] * len(n),
-    }
-    for name, values in columns.items():
-        table = table.append_column(name, pa.array(values, types[name]))
-    return table
-
-
 def advantages_of(turns):
     names = turns["session_id"].unique()
     return pa.table({"session_id": names, "advantage": np.arange(len(names)) / 2})
@@ -348,7 +333,7 @@ class Counted:
 
 def many_sessions(n=30):
     generated = generated_runs(n, 3, max_turns=4)
-    return attributed(spoken(generated))
+    return turns_table(spoken(generated))
 
 
 @pytest.mark.parametrize("name", [name for name in STAGES if name != "linearize"])
@@ -380,7 +365,7 @@ def reader_of(table):
 
 def nothing():
     """What stages are given, without rows."""
-    table = attributed([]).append_column("note", pa.array([], pa.string()))
+    table = turns_table([]).append_column("x", pa.array([], pa.list_(pa.int64())))
     return table, tk.link(table), tk.linearize(table)
 
 
@@ -401,7 +386,7 @@ def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
 
 def test_linearize_of_a_reader_without_rows_with_all_it_can_give():
     turns, _, _ = nothing()
-    options = {"payloads": ["prompt_is_content"]}
+    options = {"payloads": ["x"]}
     [batch], [counts] = streamed(reader_of(turns), **options)
     rows, report = linearized(turns, **options)
     assert (batch.schema, counts.schema) == (rows.schema, report.schema)

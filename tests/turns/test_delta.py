@@ -104,23 +104,17 @@ def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
     turns = tk.from_records(
         {"session_id": "s", "prompt_ids": [k], "output_ids": [7]} for k in range(3)
     )
-    made = []
-    fill = import_module("trajkit.rows.plan")
-
-    def counting(*given, real=fill._structs):
-        made.append(1)
-        return real(*given)
-
+    # the function of the package has the module's name
+    plan = import_module("trajkit.rows.plan")
     with (
-        mock.patch.object(limits, "BATCH_TOKENS", 1),
-        mock.patch.object(fill, "_structs", counting),
-        mock.patch.object(limits, "HELD_ROW_TOKENS", 1),
+        mock.patch.multiple(limits, BATCH_TOKENS=1, HELD_ROW_TOKENS=1),
+        mock.patch.object(plan, "_structs", wraps=plan._structs) as made,
     ):
         batches = tk.linearize_batches(iter(turns.to_batches()), "per_call")
         assert next(batches).num_rows == 1
-        assert len(made) == 1
+        assert made.call_count == 1
         assert sum(batch.num_rows for batch in batches) == 2
-    assert len(made) == 3
+    assert made.call_count == 3
 
 
 def test_message_columns_may_be_absent():

@@ -4,7 +4,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import runs
@@ -72,17 +71,6 @@ def test_every_value_arrives_and_sessions_are_gathered(records):
             assert message["key"] == message_key(given_message)
             assert message["role"] == given_message["role"]
         assert (messages is None) == (record["prompt_messages"] is None)
-
-
-@given(runs(), st.randoms(use_true_random=False))
-def test_order_of_arrival_matters_to_nobody(records, random):
-    table = tk.from_records(records)
-    order = list(table["session_id"].unique().to_pylist())
-    shuffled = sorted(records, key=lambda _: random.random())
-    again = tk.from_records(
-        sorted(shuffled, key=lambda record: order.index(record["session_id"]))
-    )
-    assert again.equals(table)
 
 
 def test_turns_are_counted_by_session():
@@ -322,16 +310,7 @@ def test_no_logprobs_of_no_output_are_null():
 
 
 def test_extra_columns_follow_their_turns_into_order():
-    turns = tk.from_records(
-        {
-            "session_id": "a",
-            "prompt_ids": [1],
-            "output_ids": [2],
-            "turn_index": k,
-            "x": k,
-        }
-        for k in (2, 0, 1)
-    )
+    turns = tk.from_records({**CALL, "turn_index": k, "x": k} for k in (2, 0, 1))
     assert turns["turn_index"].to_pylist() == turns["x"].to_pylist() == [0, 1, 2]
 
 
