@@ -89,6 +89,7 @@ STAGES = {
     ),
     "add_advantages": (tk.add_advantages, "rows", {"sessions": advantages_of}),
     "verify": (tk.verify, "both", {}),
+    "verify with a policy": (tk.verify, "both", {"policy": "faithful"}),
     "linearize": (tk.linearize, "turns", {}),
 }
 
@@ -136,29 +137,6 @@ def lines(batches):
     return [line for batch in batches for line in batch.to_pylist()]
 
 
-@pytest.mark.parametrize("name", STAGES)
-@fewer_examples
-@given(data=st.data(), turns=runs())
-def test_a_stage_gives_of_streams_what_it_gives_of_tables(name, data, turns):
-    choose, table = chooser(data), turns_table(spoken(turns))
-    policy = choose(["faithful", "slime"])
-    stage, batches, tables, options = stage_of(name, table, policy)
-    streams = [iter(cut(choose, one)) for one in tables]
-    at = choose([None, 0, 1]) if len(tables) == 2 else None
-    if at is not None:
-        streams[at] = tables[at]  # one of them may be a table
-    expected = stage(*tables, **options).to_pylist()
-    assert lines(batches(*streams, **options)) == expected
-
-
-# --- verify
-
-
-def found(violations):
-    """Violations as a set that knows of no order."""
-    return sorted(map(repr, violations))
-
-
 def spoiled(choose, rows):
     """Rows with a fault here and there: a mask, an id, a weight, a row too few."""
     rows = rows.to_pylist()
@@ -174,21 +152,29 @@ def spoiled(choose, rows):
                 row["row_weight"] = 0.125
     if rows and choose([False, True]):
         del rows[choose(range(len(rows)))]
-    return pa.Table.from_pylist(rows, schema.ROWS)
+    rows = pa.Table.from_pylist(rows, schema.ROWS)
+    foreign = ["session_id", "input_ids", "loss_mask", "logprobs"]
+    return rows.select(choose([rows.column_names, foreign]))
 
 
-@given(data=st.data(), turns=runs(), policy=st.sampled_from(["faithful", "trl", None]))
-def test_verify_beside_turns(data, turns, policy):
-    table, choose = turns_table(turns), chooser(data)
-    rows = spoiled(choose, tk.linearize(table, policy or "strict"))
-    if choose([False, True]):
-        rows = rows.select(["session_id", "input_ids", "loss_mask", "logprobs"])
-    both = [iter(cut(choose, rows)), iter(cut(choose, table))]
-    at = choose([None, 0, 1])
+@pytest.mark.parametrize("name", STAGES)
+@fewer_examples
+@given(data=st.data(), turns=runs())
+def test_a_stage_gives_of_streams_what_it_gives_of_tables(name, data, turns):
+    choose, table = chooser(data), turns_table(spoken(turns))
+    policy = choose(["faithful", "slime"])
+    stage, batches, tables, options = stage_of(name, table, policy)
+    if name.startswith("verify"):
+        tables = [spoiled(choose, tables[0]), tables[1]]
+    streams = [iter(cut(choose, one)) for one in tables]
+    at = choose([None, 0, 1]) if len(tables) == 2 else None
     if at is not None:
-        both[at] = (rows, table)[at]
-    found = tk.verify_batches(*both, policy)
-    assert lines(found) == tk.verify(rows, table, policy).to_pylist()
+        streams[at] = tables[at]  # one of them may be a table
+    expected = stage(*tables, **options).to_pylist()
+    assert lines(batches(*streams, **options)) == expected
+
+
+# --- verify
 
 
 @given(data=st.data(), turns=runs(), extra=st.sampled_from(["", "z"]))
