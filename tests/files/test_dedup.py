@@ -93,27 +93,16 @@ def several(first=0, n=6):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows", "jsonl"])
-@pytest.mark.parametrize("batches", [1, 2, 99])
-def test_readers_give_full_rows(tmp_path, suffix, batches):
-    rows, path = several(), tmp_path / f"rows.{suffix}"
-    tk.write_rows(iter(rows.to_batches(max_chunksize=batches)), path, dedup=True)
-    assert tk.read_rows(path).to_pylist() == rows.to_pylist()
-    scanned = list(tk.scan_rows(path, batch_rows=2))
-    assert max(map(len, scanned)) <= 2
-    assert pa.Table.from_batches(scanned).to_pylist() == rows.to_pylist()
-    full = tmp_path / f"full.{suffix}"
-    tk.write_rows(several(6, 1), full)
-    both = tk.read_rows([path, full])
-    assert both.num_rows == rows.num_rows + 3
-
-
-def test_rows_in_any_order_are_read(tmp_path):
-    rows, path = several(), tmp_path / "rows.parquet"
+def test_rows_in_any_order_and_beside_full_ones_are_read(tmp_path, suffix):
+    rows = several()
+    path, full = (tmp_path / f"{name}.{suffix}" for name in ("rows", "full"))
     stored = encoded(rows)
     write_table(stored.take(pc.sort_indices(stored["shared_length"])), path)
     assert tk.read_rows(path).sort_by("session_id").to_pylist() == rows.to_pylist()
     with pytest.raises(InvalidTurnsError, match="comes back"):
         list(tk.scan_rows(path))
+    tk.write_rows(several(6, 1), full)
+    assert tk.read_rows([path, full]).num_rows == rows.num_rows + 3
 
 
 def test_a_row_without_its_parent_is_stored_whole():

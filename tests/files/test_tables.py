@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.file_stages import compact_file, expand_file, linearize_file
+from tests.file_stages import compact_file, linearize_file
 from tests.made_tables import policy_of
 from tests.strategies import json_messages, policies, row_limits, runs, session_lines
 from trajkit import schema
@@ -490,31 +490,6 @@ FORMS = ["full", "delta"]
 
 def in_form(turns, form):
     return turns if form == "full" else tk.compact(turns)
-
-
-@in_files
-@given(
-    records=runs(),
-    formats=st.lists(st.sampled_from([*TABLES, *LINES]), min_size=3, max_size=3),
-    size=small,
-    parts=st.booleans(),
-)
-def test_turns_that_change_their_form_from_file_to_file(records, formats, size, parts):
-    turns = tk.from_records(records)
-    delta = formats[1] if formats[1] in TABLES else "parquet"
-    with folder_for(size) as folder:
-        log = folder / f"log.{formats[0]}"
-        tk.write_turns(turns, log)
-        compacted = folder / ("delta/" if parts else f"delta.{delta}")
-        full = folder / f"full.{formats[2]}"
-        compact_file(log, f"{compacted}/" if parts else compacted)
-        assert tk.read_turns(compacted).equals(tk.compact(turns))
-        expand_file(compacted, full)
-        assert tk.read_turns(full).equals(turns)
-        rows = folder / f"rows.{formats[2]}"
-        linearize_file(compacted, rows, "slime")
-        expected = tk.linearize(turns, "slime")
-        assert tk.read_rows(rows).to_pylist() == expected.to_pylist()
 
 
 @pytest.mark.parametrize("format", [*TABLES, *LINES])

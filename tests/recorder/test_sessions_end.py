@@ -69,9 +69,6 @@ def test_pop_returns_rows_and_report_of_the_table(
         ("no such", {}, PolicyError),
         ("strict", {"reward": float("nan")}, ArgumentError),
         ("strict", {"reward": {"b": 1.0}}, InvalidTurnsError),
-        ("strict", {"group_id": 3}, ArgumentError),
-        ("strict", {"error": "x", "sessions": [{"session_id": "a"}]}, ArgumentError),
-        ("strict", {"group_id": "x", "reward": pa.table({"a": [1]})}, ArgumentError),
         ("strict", {"unknown": 1}, TypeError),
     ],
 )

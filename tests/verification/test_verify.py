@@ -17,7 +17,6 @@ from tests.verification.mutations import (
     CLEAN,
     FAULTS,
     OTHER,
-    RICH,
     facts_of,
     missed_in,
     picking,
@@ -253,12 +252,6 @@ def test_rows_without_pieces_whose_mask_is_of_the_response(seed):
         | {"loss_mask": [[int(m) for m in row["loss_mask"]] for row in rows]}
     )
     assert tk.verify(table, turns, "per_call").to_pylist() == []
-
-
-def test_rows_without_session_ids():
-    turns = turns_table(RICH)
-    rows = tk.linearize(turns, "strict").select(["input_ids", "loss_mask"])
-    assert tk.verify(rows, turns).to_pylist() == []
 
 
 def trained(row):
