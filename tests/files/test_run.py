@@ -436,12 +436,6 @@ def test_sessions_without_a_name_are_refused(tmp_path, small, names, error, text
         list(tk.linearize_batches(iter(odd.to_batches())))
 
 
-def test_a_session_that_unicode_cannot_say_is_refused(tmp_path):
-    (tmp_path / "t.jsonl").write_text(json.dumps(call("\ud800", [1], [2])))
-    with pytest.raises(InvalidTurnsError, match=r"record 0: .* is not valid Unicode"):
-        list(tk.scan_turns(tmp_path / "t.jsonl"))
-
-
 def test_lists_in_a_dictionary_are_lists():
     turns = tk.from_records([call("a", [1], [2]), call("b", [1], [2])])
     prompts = pa.DictionaryArray.from_arrays(

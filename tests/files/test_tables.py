@@ -96,6 +96,7 @@ def test_tables_without_rows_survive(tmp_path, format):
     for plan in plans:
         write_turns(plan.empty_table(), log)
         assert read_turns(log).schema.equals(plan)
+        assert [batch.schema for batch in tk.scan_turns(log)] == [plan]
         assert linearize_file(log, rows, dedup=in_tables)["sessions"] == 0
         assert read_rows(rows).num_rows == 0
     assert compact_file(log, tmp_path / "again.parquet") == {"turns": 0}

@@ -384,12 +384,3 @@ def test_linearize_of_a_reader_without_rows_with_all_it_can_give():
 def test_an_iterator_without_a_batch_gives_none(name):
     _, batches, tables, options = stage_of(name, nothing()[0])
     assert list(batches(*(iter([]) for _ in tables), **options)) == []
-
-
-def test_a_file_without_turns_says_its_columns_as_a_stream(tmp_path):
-    turns, _, _ = nothing()
-    tk.write_turns(turns, tmp_path / "none.parquet")
-    [batch] = tk.scan_turns(tmp_path / "none.parquet")
-    assert (batch.num_rows, batch.schema) == (0, turns.schema)
-    [links] = tk.link_batches(tk.scan_turns(tmp_path / "none.parquet"))
-    assert links.schema == tk.link(turns).schema

@@ -107,15 +107,14 @@ ROW = {
 SECOND = {**ROW, "row_index": 1, "parent_row": 0, "shared_length": 4}
 SESSION = {"session_id": "a", "reward": None}
 
+NO_OUTPUT = {"output_ids": [], "output_logprobs": [], "weight_versions": []}
+
 GOOD = [
     ("turns", [TURN]),
     ("turns", [TURN, {**TURN, "turn_index": 7}]),
     ("turns", [{**TURN, "messages": None}]),
     ("turns", [{**TURN, "messages": []}]),
-    (
-        "turns",
-        [{**TURN, "output_ids": [], "output_logprobs": [], "weight_versions": []}],
-    ),
+    ("turns", [{**TURN, **NO_OUTPUT}]),
     ("turns", [{**TURN, "weight_versions": None}]),
     # as after updates during which nothing was sampled
     ("turns", [{**TURN, "weight_versions": versions((0, 0), (0, 2), (2, 2))}]),
