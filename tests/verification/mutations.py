@@ -32,9 +32,13 @@ def turn(prompt, output, **more):
 
 # Something of everything, so that every fault has a place: a reply that two later calls
 # continue (in faithful's second row it stands as context), logprobs that the engine did
-# not give, a turn that may not be trained, and drift.
+# not give, a turn that may not be trained, weights that sampled nothing, and drift.
+UPDATED = [
+    {"version": "6", "start": 0, "stop": 0},
+    {"version": "7", "start": 0, "stop": 3},
+]
 RICH = [
-    turn([1, 2], [3, 4, 9]),
+    turn([1, 2], [3, 4, 9], weight_versions=UPDATED),
     turn([1, 2, 3, 4, 9, 5], [6, 7, 9], output_logprobs=[-1.0, None, -2.0]),
     turn([1, 2, 3, 4, 9, 8, 8], [6, 2, 2, 9], finish_reason="length"),
     turn([1, 2, 3, 4, 9, 8, 8, 6, 2, 2, 9, 1], [5, 9], trainable=False),
