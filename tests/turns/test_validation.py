@@ -545,13 +545,15 @@ LAYOUTS = [
 def test_lists_of_any_layout_are_taken(layout, inner):
     fixed = pa.types.is_fixed_size_list(layout(inner))
     prompts = [[9, 9], [1, 2], [3, 4]] if fixed else [[9], [1, 2, 3], [4]]
-    logprobs = [[-1.0, -2.0], None, [-3.0, None]]
+    # a slice behind an empty list begins at the first value all the same
+    outputs = [[5, 6] if fixed else [], [5, 6], [5, 6]]
+    logprobs = [[-1.0, -2.0] if fixed else [], None, [-3.0, None]]
     table = pa.table(
         {
             "session_id": ["a"] * 3,
             "turn_index": [0, 1, 2],
             "prompt_ids": pa.array(prompts, layout(inner)),
-            "output_ids": pa.array([[5, 6]] * 3, layout(inner)),
+            "output_ids": pa.array(outputs, layout(inner)),
             "output_logprobs": pa.array(logprobs, layout(pa.float64())),
         }
     )
