@@ -444,7 +444,7 @@ trajkit/importers/formats.py: importers/test_nothing_lost importers/test_sources
 trajkit/cli/options.py: importers/test_strangers
     advice is about any of several files
         |[log for log in logs if log in str(error)]| -> |[]|
-trajkit/turns/runs.py: importers/test_runs_and_order
+trajkit/turns/runs.py: importers/test_runs_and_order turns/test_records
     a line without a prompt starts a run over
         |        if not prompt:| -> |        if False:|
     values that a later call lacks are forgotten

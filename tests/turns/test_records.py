@@ -381,3 +381,11 @@ def test_a_key_that_names_several_runs_of_a_session_is_refused(key):
     assert tk.from_records([first, second], map="session_id=session_id").num_rows == 2
     assert tk.from_records([first, {**second, "session_id": "b"}]).num_rows == 2
     assert tk.from_records([first, {**CALL, key: "r"}, CALL]).num_rows == 3
+
+
+def test_a_key_that_changes_within_a_conversation_names_no_run():
+    after = {**CALL, "prompt_ids": [1, 2, 3, 4, 5], "run_id": "q"}
+    calls = [{**CALL, "run_id": "r"}, after, {**CALL, "run_id": "s"}]
+    assert tk.from_records(calls).num_rows == 3
+    calls = [{**CALL, "agent_id": "r"}, {**CALL, "agent_id": "q"}]
+    assert tk.from_records(calls).num_rows == 2
