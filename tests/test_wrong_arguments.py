@@ -149,7 +149,7 @@ NO_PATHS = [object(), 1.5, ("a", object()), {"zzz": object()}]
         ("source", NO_PATHS),
         ("stage", [*NO_PATHS, "linearize"]),
         ("outputs", [*NO_PATHS, ["a.parquet"], {1: "a.parquet"}]),
-        ("resume", [1.5, "zzz", ["policy"]]),
+        ("resume", [1.5, "zzz", ["policy"], {"policy": object()}, {"policy": {1}}]),
         ("rejected", NO_PATHS),
         ("format", [*WRONG]),
         ("nonfinite_logprobs", [*WRONG]),
