@@ -91,7 +91,7 @@ def test_a_text_of_an_error_is_no_finish_reason(tmp_path):
     path = written(tmp_path, {**LOG, "error": "the server closed the connection"})
     turns, report = tk.import_turns(path, map="finish_reason=error")
     assert turns["finish_reason"].to_pylist() == [None]
-    assert "error of 1 records was not read" in "".join(report["detail"].to_pylist())
+    assert "error (expected a word" in "".join(report["detail"].to_pylist())
 
 
 # --- rewards with parts, and mapped paths

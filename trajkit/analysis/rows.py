@@ -124,7 +124,8 @@ class _Check:
         self.unread = Counter[str]()
 
     def add(self, kind: str, detail: str, **more: Any) -> None:
-        self.lines.append({"kind": kind, "detail": detail, **self.place, **more})
+        line = {"kind": kind, "detail": detail, "tokens": 0}
+        self.lines.append({**line, **self.place, **more})
 
     def row(self, row: int, given: dict[str, Any]) -> None:
         ids = given["input_ids"].values.to_numpy()

@@ -114,8 +114,8 @@ def number_of(value: object) -> float | None:
 def time_of(value: object) -> datetime | None:
     """A time from seconds since 1970 or ISO text with a time zone, or None."""
     try:
-        if isinstance(value, str):
-            time = datetime.fromisoformat(value)
+        if isinstance(value, str | datetime):
+            time = datetime.fromisoformat(str(value))
             return time.astimezone(UTC) if time.tzinfo else None
         seconds = number_of(value)
         return datetime.fromtimestamp(seconds, UTC) if seconds else None

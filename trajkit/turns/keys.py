@@ -21,8 +21,8 @@ SPELLED = {
     "generation_token_ids|generated_token_ids|token_ids|output_ids|completion_ids|"
     "response_ids|output_tokens|completion_tokens|response_tokens",
     "output_logprobs": "output_logprobs|completion_logprobs|response_logprobs|"
-    "generation_log_probs|output_token_logprobs|rollout_log_probs|token_logprobs|"
-    "logprobs|log_probs|old_log_probs|logprob",
+    "generation_log_probs|output_token_logprobs|rollout_log_probs|rollout_logprobs|"
+    "token_logprobs|logprobs|log_probs|sampling_per_token_logps|old_log_probs|logprob",
     "prompt_messages": "prompt_messages|messages",
     "response_message": "response_message|message|response|completion",
     "finish_reason": "finish_reason|stop_reason",
@@ -35,7 +35,8 @@ RUN = re.compile(
     r"episode|conversation|conv|thread|trace|task|sample|instance|attempt|trial|"
     r"example|chat|dialog|dialogue|problem|question|prompt|group|env|game|user|job|"
     r"workflow|experiment)(_(id|ids|uid|uuid|name|key|index|idx|no|num|number|hash))"
-    r"|index|idx|session|trajectory|rollout|run|episode|trial|attempt|seed|name"
+    r"|index|idx|session|trajectory|rollout|run|episode|trial|attempt|seed|name|"
+    r"repetition(_id)?"
 )
 # any other key beside a call that names something, but for parts of a call
 NAMED = re.compile(
@@ -59,10 +60,19 @@ USAGE = re.compile(r"(\w+_)?usage(_\w+)?|tokens?(_counts?)?")
 MATTERS = re.compile(
     r"(^|_)(rewards?|scores?|returns?|ret|advantages?|groups?|uid|masks?|weights?|parents?|"
     r"trainable|versions?|error|errors|truncated|aborted|agent|turn|step|experts?|"
-    r"teacher|entropies|entropy|images?|modal|mm|label|labels|success|resolved|"
-    r"log_?probs?|kept_tokens|remove|loss|exceptions?|trajectory|traj|rollout|run|"
-    r"episode|correct|passed|done|finished|completed)(_|$)"
+    r"teacher|entropies|entropy|images?|(multi_?)?modal|mm|pixel|videos?|audios?|label|"
+    r"labels|success|resolved|log_?p(rob)?s?|kept_tokens|remove|loss|exceptions?|"
+    r"trajectory|traj|rollout|run|episode|correct|pass|passed|done|finished|completed|"
+    r"accuracy|grade|verdict|outcome|solved|win|won)(_|$)"
 )
+# at any depth beside a call
+REWARDS = re.compile("(^|_)(rewards?|scores?)(_|$)")
+# parts of a message that are no text, and keys of a request that have them
+MEDIA = re.compile(
+    r"[._](images?|videos?|audios?|files?|document|multi_?modal|mm)([._]|$)"
+)
+# a mask of what does not train, or of what is padding
+CONTRARY = re.compile("ignore|attention|pad|special|drop|skip")
 # what marks tokens, by the end of its path; lists that mark none, whatever they have
 _MARKS = re.compile(
     r"(^|_)(masks?|train\w*|ignored?|generated|sampled|is|weights?)(_|$)"
@@ -276,6 +286,9 @@ def marks_tokens(path: str, value: Any, first: int, n: int) -> bool:
     if {*map(type, value)} - {int, bool, float}:
         return False
     name = word_of(path)
+    # padding is no token that an engine read or sampled
+    if "attention" in name and 0 in value:
+        return True
     if "prompt" in name and len(value) == first and len({*value}) == 1:
         return False
     if -100 in value and (fits or named or "label" in name):
@@ -298,6 +311,18 @@ def is_broken(path: str, value: object) -> bool:
     if how == "cut":
         return value is True or (value == 1 and "time" not in name)
     return how == "valid" and value in (False, 0) and value is not None
+
+
+def media_of(messages: object, request: object) -> dict[str, object]:
+    """What a prompt has besides text: parts of its messages, or keys of its request."""
+    asked = request if isinstance(request, Mapping) else {}
+    found: dict[str, object] = {f"request.{k}": v for k, v in asked.items()}
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping):
+                found.setdefault(f"messages.{part.get('type')}", part)
+    return {k: v for k, v in found.items() if MEDIA.search(k) and not is_empty(v)}
 
 
 def is_empty(value: object) -> bool:
