@@ -89,15 +89,18 @@ def test_a_key_like_one_that_is_there_is_a_column():
     assert turns["trainabel"].to_pylist() == [1]
 
 
-@pytest.mark.parametrize("name", ["rewards", "score", "reward_"])
+@pytest.mark.parametrize("name", ["rewards", "score", "reward_", "group"])
 def test_a_column_of_sessions_like_a_missing_one_is_refused(name, tmp_path):
     known = pa.table({"session_id": ["a"], name: [1.0]})
-    said = f"column '{name}' of sessions, .*: did you mean 'reward'"
+    meant = "group_id" if name == "group" else "reward"
+    said = f"column '{name}' of sessions, .*: did you mean '{meant}'"
     with pytest.raises(SchemaError, match=said):
         tk.linearize(TURNS, sessions=known)
     (tmp_path / "known.jsonl").write_text(json.dumps({"session_id": "a", name: 1}))
     with pytest.raises(SchemaError, match=f"known.jsonl: {said}"):
         tk.read_sessions(tmp_path / "known.jsonl")
+    if name == "group":
+        return
     both = known.append_column("reward", pa.array([2.0]))
     assert tk.linearize(TURNS, sessions=both)["reward"].to_pylist() == [2.0]
 

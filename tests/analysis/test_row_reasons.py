@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 
@@ -12,6 +13,7 @@ from trajkit.cli import main
 from trajkit.cli.options import load_tokenizer
 from trajkit.errors import UnknownSessionError
 from trajkit.schema import EMPTY_KINDS
+from trajkit.view.tables import ViewTables
 
 TOKENIZER = (
     Path(__file__).parents[2] / "shim/trajkit_shim/engines/embedded/tokenizer.json"
@@ -145,6 +147,30 @@ def test_the_commands_print_sentences_and_trees(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1] == "  turn 0: prompt 2, output 3"
     assert main(["why", str(path), "--session", "b"]) != 0
     assert "no session 'b'" in capsys.readouterr().err
+
+
+def test_a_session_with_an_error_opens_no_row(tmp_path, capsys):
+    """Rows and their sentences are those of the same sessions."""
+    turns = tk.from_records(
+        [
+            {"session_id": name, "prompt_ids": [1], "output_ids": [2] * n}
+            for n, name in enumerate("ab", 1)
+        ]
+    )
+    known = pa.table({"session_id": ["a", "b"], "error": ["x", None]})
+    reasons = tk.analysis.why(turns, sessions=known)
+    assert reasons["session_id"].to_pylist() == ["b"]
+    turns_file, facts = str(tmp_path / "turns.parquet"), str(tmp_path / "facts.parquet")
+    tk.write_turns(turns, turns_file)
+    tk.write_sessions(known, facts)
+    for command in (["why"], ["show"]):
+        assert main([*command, turns_file, "--sessions", facts]) == 0
+        assert "session a, row" not in (out := capsys.readouterr().out)
+        assert "session b" in out
+    page = str(tmp_path / "page.html")
+    assert main(["view", turns_file, "--sessions", facts, "-o", page]) == 0
+    made = ViewTables(turns, [tk.policy("faithful")], known)._table("rows", 0)
+    assert made.select("session_id", "trained").rows() == [("b", 2)]
 
 
 def test_rows_say_where_they_leave_an_earlier_row(tmp_path, capsys):

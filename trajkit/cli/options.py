@@ -499,7 +499,8 @@ def one_policy(texts: list[str] | None) -> tk.Policy:
     """The only policy of the options, faithful by default."""
     first, *others = texts or ["faithful"]
     if others:
-        raise ArgumentError(f"this takes one --policy, and {len(others) + 1} are given")
+        n = len(others) + 1
+        raise ArgumentError(f"{n} policies, and this takes one: name it with --policy")
     return policy_of(first)
 
 
