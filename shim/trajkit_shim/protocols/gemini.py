@@ -5,6 +5,7 @@ is ignored.
 """
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,10 +23,19 @@ _LIMITS: dict[str, str | None] = {
     "top_k": "topK",
     "stop": "stopSequences",
 }
+# objects whose names are the client's own
+_GIVEN = frozenset(
+    "args parameters parametersJsonSchema response responseJsonSchema responseSchema "
+    "chat_template_kwargs".split()
+)
 _TYPES = frozenset("ARRAY BOOLEAN INTEGER NULL NUMBER OBJECT STRING".split())
 
 
 def _parse(fields: Fields) -> chat.ChatRequest:
+    fields.json = _camel(fields.json)
+    if fields.peek("cachedContent") is not None:
+        rule = "nothing is stored here: send the entire conversation as contents"
+        fields.refuse("cachedContent", rule)
     system = map(_text, list(fields.section("systemInstruction").objects("parts")))
     messages = chat.system_message("\n".join(filter(None, system)))
     messages += _messages(fields.objects("contents", needed=True))
@@ -68,6 +78,20 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         },
         stream=False,
     )
+
+
+def _camel(value: Any) -> Any:
+    """Return JSON with its names in camel case; Google takes both spellings."""
+    if isinstance(value, list):
+        return [*map(_camel, value)]
+    if not isinstance(value, dict):
+        return value
+    found: Json = {}
+    for name, inner in value.items():
+        camel = re.sub("_([a-z])", lambda letter: letter[1].upper(), name)
+        camel = name if name in _GIVEN else camel
+        found[camel] = inner if camel in _GIVEN else _camel(inner)
+    return found
 
 
 def _messages(contents: Iterable[Fields]) -> list[Json]:

@@ -202,6 +202,7 @@ OPENAI_CHAT = WireProtocol(
 
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 _NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
+_NOT_STORED = "nothing is stored here: send the entire conversation as input"
 # prefix of encoded reasoning, which is not secret
 _PACKED = "trajkit1."
 # Codex does not retry after this and invalid_prompt
@@ -209,9 +210,9 @@ _TOO_LONG = "context_length_exceeded"
 
 
 def _parse_responses(fields: Fields) -> ChatRequest:
-    if fields.peek("previous_response_id") is not None:
-        rule = "nothing is stored here: send the entire conversation as input"
-        fields.refuse("previous_response_id", rule, "unsupported_parameter")
+    for name in ("previous_response_id", "conversation", "prompt"):
+        if fields.peek(name) is not None:
+            fields.refuse(name, _NOT_STORED, "unsupported_parameter")
     tools = base.Tools()
     _add_tools(tools, fields)
     return _request(
@@ -267,6 +268,8 @@ def _thoughts(parts: list[Spoken]) -> list[bool]:
 def _item(item: Fields) -> Json | list[Spoken] | None:
     """A message, parts of the assistant's, or None: an item that is not known here."""
     kind = as_name(item.json.get("type", "message"), item.at("type"))
+    if kind == "item_reference":
+        item.refuse("type", _NOT_STORED, "unsupported_parameter")
     if kind not in _ITEMS:
         item.leave_out(kind)
         return None

@@ -165,6 +165,13 @@ READ = [
       said("", tool_calls=[called("f-1", "f")]), tool("f-1", '{"a": 1, "é": []}')]),
     ("gemini", {"systemInstruction": {"parts": [{"text": "be"}]}, **contents(turn("a"))},
      [{"role": "system", "content": "be"}, user("a")]),
+    # Google takes names of either spelling
+    ("gemini", {"system_instruction": {"parts": [{"text": "be"}]}, **contents(
+        turn({"function_call": {"name": "f", "args": {"a_b": 1}}}, role="model"),
+        turn({"function_response": {"name": "f", "response": {"a_b": {"c_d": 1}}}}))},
+     [{"role": "system", "content": "be"},
+      said("", tool_calls=[called("f-1", "f", '{"a_b": 1}')]),
+      tool("f-1", '{"a_b": {"c_d": 1}}')]),
 ]  # fmt: skip
 
 
@@ -274,7 +281,10 @@ REFUSED = {
     ],
     "openai_responses": [
         ({"input": []}, "input"), ({"input": None}, "input"), ({"input": 3}, "input"),
+        # what is stored elsewhere belongs to the conversation
         ({"previous_response_id": "r"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"), ({"prompt": {"id": "p"}}, "prompt"),
+        (items({"type": "item_reference", "id": "x"}, USER), "input[0].type"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"tools": [{**TOOL, "name": "f", "strict": 1}]}, "tools[0].strict"),
@@ -283,7 +293,7 @@ REFUSED = {
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
     "gemini": [
-        ({"contents": []}, "contents"),
+        ({"contents": []}, "contents"), ({"cached_content": "c"}, "cachedContent"),
         (contents(turn(response("f", {}))), "contents[0].parts[0].functionResponse"),
         ({CONFIG: {"candidateCount": 0}}, "generationConfig.candidateCount"),
         ({CONFIG: {"candidateCount": 2}}, "generationConfig.candidateCount"),
@@ -321,13 +331,13 @@ IGNORED = {
         ({"n": 2}, "n"),
     ],
     "openai_responses": [
-        ({"conversation": "c"}, "conversation"), ({"background": True}, "background"),
+        ({"background": True}, "background"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"top_logprobs": 1}, "top_logprobs"), ({CHOICE: {"type": "web_search"}}, CHOICE),
         ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[0].type"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [
             {"type": "namespace", "name": "m"}]}]}, "tools[0].tools[0].type"),
         (items({"type": "custom_tool_call"}, USER), "input[0].type"),
-        (items({"type": "item_reference", "id": "x"}, USER), "input[0].type"),
         (items({"role": "tool", "content": ""}), "input[0].role"),
         (items(reasoning(encrypted_content="gAAA"), USER), "input[0].encrypted_content"),
         (items({**USER, "mood": 1}), "input[0].mood"),
@@ -337,7 +347,6 @@ IGNORED = {
         (contents(turn("a", role="system")), "contents[0].role"),
         (contents(turn({"executableCode": {}})), "contents[0].parts[0].executableCode"),
         ({"tools": [{"computerUse": {}}]}, "tools[0].computerUse"),
-        ({"cachedContent": "c"}, "cachedContent"),
         ({CONFIG: {"responseLogprobs": True, "logprobs": 1}},
          "generationConfig.logprobs"),
     ],
