@@ -499,8 +499,7 @@ def one_policy(texts: list[str] | None) -> tk.Policy:
     """The only policy of the options, faithful by default."""
     first, *others = texts or ["faithful"]
     if others:
-        n = len(others) + 1
-        raise ArgumentError(f"{n} policies, and this takes one: name it with --policy")
+        raise ArgumentError(f"{len(others) + 1} policies: name the one with --policy")
     return policy_of(first)
 
 

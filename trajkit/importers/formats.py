@@ -25,33 +25,36 @@ from trajkit.importers.containers import (
     Head,
     Refused,
     Value,
-    is_array,
-    list_of,
-    number_of,
-    object_of,
-    text_of,
-    time_of,
-    unless_empty,
 )
 from trajkit.turns import mapping
 from trajkit.turns.keys import (
-    CONTRARY,
     EMPTY_RUN,
     MATTERS,
     NO_NAME,
-    NOT_BESIDE,
     REWARDS,
     SPELLED,
     claims_of,
+    facts_of,
+    flag_of,
     has_items,
+    is_array,
     is_broken,
     is_empty,
+    is_failed,
     is_name,
     is_nothing,
+    is_taken_mask,
+    list_of,
     marks_tokens,
     meaning_of,
     media_of,
     names_run,
+    number_of,
+    object_of,
+    parsed,
+    text_of,
+    time_of,
+    unless_empty,
     word_of,
 )
 from trajkit.turns.mapping import Map, Names, Route, elements, route
@@ -79,12 +82,6 @@ _STRUCTURED = {
     *("request", "response", "usage", "prompt_ids", "output_ids", "output_logprobs"),
     *("output_mask", "prompt_messages", "response_message", "tools"),
 }
-# objects beside a call that hold facts of its run
-_ASIDE = (
-    *("metadata", "meta", "extra", "extra_info", "extra_body", "info", "tags"),
-    *("attributes", "headers", "sent_headers", "context", "non_tensor_batch"),
-    *("metrics", "final_metrics", "tokens", "extra_fields", "eval", "evaluation"),
-)
 # keys in which runs of one name may differ: where and when they were made
 _MANY = re.compile(
     r"^(?!agent|parent|group)(\w+_)?(uid|worker|actor|rank|pid|host(name)?|epoch|iteration|"
@@ -92,7 +89,6 @@ _MANY = re.compile(
     r"instance|example|problem|question|conversation|thread|trace)"
     r"(_(id|uid|uuid|key|index|idx|no|num|number|rank|name))?$"
 )
-_REQUESTS = ("request", "request_body", "transformed_request", "input")
 # paths of the long arrays in a field
 _OF_RESPONSE = (
     *("prompt_token_ids", "token_ids", "output_ids", "choices.*.prompt_token_ids"),
@@ -300,7 +296,7 @@ class Table:
             self._session(found, root, root, names)
             self._beside(found, root, root)
             self._fill(found, self._values(root, root, names))
-            found.tools = mapping.parsed(root.get("tools"))
+            found.tools = parsed(root.get("tools"))
             messages = self.format.talk(root)  # type: ignore[misc]
             yield from self._encoder.replies(found, messages)  # type: ignore[union-attr]
         if found.problem:
@@ -361,7 +357,7 @@ class Table:
         routes = self.routes.items()
         values = {name: one.find(record, root, names) for name, one in routes}
         for name in _STRUCTURED & values.keys():
-            values[name] = mapping.parsed(values[name])
+            values[name] = parsed(values[name])
         if "prompt_messages" not in self.own:
             values["prompt_messages"] = list_of(values.get("prompt_messages")) or None
         for name in self.own:
@@ -382,7 +378,7 @@ class Table:
         for outer in (record,) if root is record else (root, record):
             of_root = None if root is record else outer is root
             slash, is_response = "/" * (outer is not record), is_answer(outer)
-            for path, value, aside, beside in _facts(outer, whole=outer is record):
+            for path, value, aside, beside in facts_of(outer, whole=outer is record):
                 key, at = self._key(path, aside, of_root), f"{slash}{path}"
                 # a response has an id itself
                 own = path == "id" and is_response
@@ -391,7 +387,7 @@ class Table:
                     empty = key.names_empty and is_nothing(value)
                     if empty or (key.names_run and is_name(value)):
                         found.run_keys[at] = value
-                broken = is_broken(path, value) or _failed(key, value)
+                broken = is_broken(path, value) or is_failed(path, value)
                 if beside and len(key.keys) <= 2 and not key.is_known and broken:
                     found.remark("aborted", f"{at} is {repr(value)[:60]}")
                 elif key.matters and not is_empty(value):
@@ -447,7 +443,7 @@ class Table:
                 text = f"{path} marks some of its tokens, as sampled or as trained"
                 option = mapping.map_option("output_mask", path)
                 # others mark the contrary, or padding
-                if option and _is_taken(path, value, first, n):
+                if option and is_taken_mask(path, value, first, n):
                     text += f": {option} takes it, if it says which were sampled"
                 found.remark("mask_unread", text)
                 fields["trainable"] = False
@@ -467,19 +463,6 @@ class Table:
         return self.routes[name].text if name in self.routes else name
 
 
-def _is_taken(path: str, value: object, first: int, n: int) -> bool:
-    """Whether an output_mask may have these values."""
-    if not isinstance(value, list) or {*map(str, value)} - {"0", "1", "True", "False"}:
-        return False
-    contrary = CONTRARY.search(path.lower())
-    fits = len(value) == n or (len(value) == first + n and not any(value[:first]))
-    return fits and not contrary
-
-
-def _flag(value: object) -> bool | None:
-    return bool(value) if type(value) in (bool, int) and value in (0, 1) else None
-
-
 def _reason(value: object) -> str | None:
     # SGLang's is an object with a type; a sentence is the text of an error
     text = text_of(object_of(value).get("type", value))
@@ -497,7 +480,7 @@ _CONVERTED: Mapping[str, tuple[Callable[[Any], object], str]] = {
     ),
     **dict.fromkeys(("parent", "parent_resolution"), (text_of, "")),
     **dict.fromkeys(("started_at", "ended_at"), (time_of, _TIME_RULE)),
-    "trainable": (_flag, "true, false, 1 or 0"),
+    "trainable": (flag_of, "true, false, 1 or 0"),
     "finish_reason": (_reason, "a word, or an object with a type"),
     "response_message": (mapping.reply_of, "a message, or text"),
 }
@@ -594,39 +577,6 @@ def _put(shape: dict[str, Any], keys: list[str], kind: str) -> None:
     shape.setdefault(keys[-1], kind)
 
 
-def _facts(
-    value: Value, at: str = "", aside: bool = True, beside: bool = True, *, whole: bool
-) -> Iterator[tuple[str, Any, bool, bool]]:
-    """Paths and values of a record (not ``whole``: its facts alone), whether a value is a
-    fact of the run, at the top or in an object of facts, and whether it is beside the call.
-    """
-    for name, one in value.items():
-        path, found = f"{at}{name}", mapping.parsed(one)
-        # a request has such objects, too
-        near = aside or at[:-1] in (*_REQUESTS, "response")
-        facts = near and name in _ASIDE and isinstance(found, dict)
-        yield path, found, aside and not facts, beside
-        below = beside and name not in NOT_BESIDE
-        inside = whole and (below or path in _REQUESTS)
-        if path.count(".") > _MOST_DEEP:
-            continue
-        if isinstance(found, dict) and (facts or inside):
-            yield from _facts(found, f"{path}.", facts, below, whole=whole)
-        listed = list_of(found)[:_MOST_BESIDE] if whole and below else []
-        for k, inner in enumerate(listed):
-            if isinstance(inner, dict):
-                yield from _facts(inner, f"{path}.{k}.", aside=False, whole=True)
-
-
-def _failed(key: _Key, value: object) -> bool:
-    """Whether a key says that its call failed, or is not to be trained."""
-    last = key.keys[-2:]
-    if key.word.endswith(("code", "status")) and "status" in "_".join(last).lower():
-        failed = value in (2, "STATUS_CODE_ERROR") and last == ("status", "code")
-        return failed or 400 <= (number_of(value) or 0) < 600
-    return key.word in ("train", "is_train") and _flag(value) is False
-
-
 def _check_same(where: Route, record: Value, root: Value) -> None:
     """Refuse a record that has other ids under another name of the same."""
     known = [(part, part.find(record, root, {})) for part in where.parts()]
@@ -637,13 +587,9 @@ def _check_same(where: Route, record: Value, root: Value) -> None:
             raise Refused(f"{names} differ: --map FIELD=PATH names the ids that count")
 
 
-# the most objects of a list beside a call that are looked at
-_MOST_BESIDE = 64
 # --- text
 
 _Talk: TypeAlias = list[dict[str, Any]]
-# keys of a message that say whether it trains
-_OF_REPLIES = ("weight", "train", "trainable", "loss")
 
 
 class ChatTokenizer(Tokenizer, Protocol):
@@ -679,11 +625,10 @@ class Encoder:
         # some models mark their roles with added tokens that are not special
         added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
         self._added = {*added.values()}
-        special = self._codec.special(np.array([*self._added], np.int32))
-        names = {token: name for name, token in added.items()}
-        marks = (names[k] for k, one in zip(self._added, special, strict=True) if one)
+        special = self._codec.special(np.array([*added.values()], np.int32))
+        marks = (re.escape(x) for x, one in zip(added, special, strict=True) if one)
         # a reply may end with its own end token
-        self._marks = re.compile(f'({"|".join(map(re.escape, marks)) or "(?!)"})(?!")')
+        self._marks = re.compile(f'({"|".join(marks) or "(?!)"})(?!")')
 
     def replies(self, found: Finding, conversation: object) -> Iterator[Finding]:
         messages = [object_of(one) for one in list_of(conversation)]
@@ -695,10 +640,10 @@ class Encoder:
             one = found.copy(f", message {k}", first=k == replies[0])
             said = {"prompt_messages": messages[:k], "response_message": messages[k]}
             one.fields |= said
-            for name, value in messages[k].items():
-                if name in _OF_REPLIES and _flag(value) is not True:
+            for name in messages[k].keys() & {"weight", "train", "trainable", "loss"}:
+                if flag_of(value := messages[k][name]) is not True:
                     one.fields["trainable"] = False
-                    if _flag(value) is None:
+                    if flag_of(value) is None:
                         one.unread[f"messages.{name} (expected 0 or 1)"] = value
             self.encode(one, messages[k + 1 : k + 2])
             yield one
@@ -853,7 +798,7 @@ def _of_choice(found: Finding, around: Value, at: str, *, masked: bool) -> Value
     found.claims += claims_of(meta, "meta_info")
     if choice is not around["response"] and not masked:
         place = f"{at}choices.{choice.get('index', 0)}."
-        near = (pair[:2] for pair in _facts(choice, whole=True) if pair[3])
+        near = (pair[:2] for pair in facts_of(choice, whole=True) if pair[3])
         masks = {f"{place}{path}": one for path, one in near}
         found.masks = {**found.masks, **masks}
         named = [p for p in masks if "mask" in p or REWARDS.search(word_of(p))]
@@ -1219,7 +1164,7 @@ def _has_lists(value: Value) -> bool:
     if list_of(value.get("choices")) or value.keys() >= {"output_ids", "meta_info"}:
         return False
     found = (route(paths).find(value) for paths in (_PROMPT, _OUTPUT))
-    return all(is_array(mapping.parsed(one)) for one in found)
+    return all(is_array(parsed(one)) for one in found)
 
 
 _SESSION = "session_id|metadata.session_id"

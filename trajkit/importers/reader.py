@@ -31,13 +31,13 @@ from trajkit.files.sources import (
 from trajkit.files.tables import TEMPORARY, gather, index_sessions, write_table
 from trajkit.importers import containers as read
 from trajkit.importers import formats
-from trajkit.importers.containers import Finding, Head, Refused, is_array
+from trajkit.importers.containers import Finding, Head, Refused
 from trajkit.importers.formats import FORMATS, Encoder, Format, Table
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 from trajkit.tables.columns import with_column
 from trajkit.tables.stages import batches_in, session_ends
-from trajkit.turns.keys import BROKEN, has_items, word_of
+from trajkit.turns.keys import BROKEN, has_items, is_array, word_of
 from trajkit.turns.mapping import MapLike, hint_for, read_map, stem_of
 from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, collected
@@ -324,7 +324,7 @@ class _Import:
         if not table.has_ids and (self.encoder is None or format.talk is None):
             raise FormatError(f"{name}: {formats.text_only(format)}")
         unread: dict[str, tuple[Finding, int]] = {}
-        paths: dict[tuple[str | None, str], np.ndarray] = {}
+        paths: dict[Any, np.ndarray] = {}
         n_records, replies, silent = 0, dict[int, object](), set[str | None]()
         begins = (one for value in head.values for one in table.calls("", value))
         # a file without sessions is read for names of runs before it is imported
@@ -384,8 +384,7 @@ class _Import:
             text = f"{key} of {count} records was not read"
             if not found.problem:
                 value = found.unread[key]
-                text += f" (the first: {reprlib.repr(value)})"
-                text += hint_for(key, value)
+                text += f" (the first: {reprlib.repr(value)}){hint_for(key, value)}"
                 if followed and isinstance(value, int):
                     text = text.replace("session_id=", f"session_id={way}+")
                 self.note(name, found, "unread", text)
@@ -427,10 +426,9 @@ class _Import:
             if not found.problem and not is_there(ids := fields.get(target)):
                 found.problem = f"no_{target}"
                 hint = f"--map {target}=PATH names them, if it has them"
-                if is_array(ids):
-                    hint = f"its {target} are empty"
-                elif ids is not None:
-                    hint = f"its {target} are {reprlib.repr(ids)}, not a list; {hint}"
+                odd = f"{reprlib.repr(ids)}, not a list; {hint}"
+                odd = f"its {target} are {'empty' if is_array(ids) else odd}"
+                hint = hint if ids is None else odd
                 found.detail = f"{hint}; {found.detail}".removesuffix("; ")
         if found.problem and (lost := fields.get("reward")) is not None:
             found.detail += f"; its reward {reprlib.repr(lost)} is not read"
@@ -442,9 +440,9 @@ class _Import:
                 if own not in self.reused:
                     self.files.check(*own, fields)
             except InvalidTurnsError:
+                self.reused.add(own)
                 if not found.origin:
                     raise
-                self.reused.add(own)
             if own in self.reused:
                 found.problem = "repeated_session"
                 text = "an earlier one has its session, too: --map session_id="
@@ -628,9 +626,7 @@ def rounded(values: np.ndarray) -> int:
     return 0
 
 
-def _follow(
-    found: Finding, paths: dict[tuple[str | None, str], np.ndarray], table: Table
-) -> None:
+def _follow(found: Finding, paths: dict[Any, np.ndarray], table: Table) -> None:
     """Put together a prompt that continues an earlier path, and keep the path."""
     fields = found.fields
     delta, parent = fields.pop("delta_ids", None), fields.pop("parent", None)

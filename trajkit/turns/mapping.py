@@ -23,7 +23,7 @@ import numpy as np
 
 from trajkit._arguments import near_miss
 from trajkit.errors import ArgumentError
-from trajkit.turns.keys import CONTRARY, SPELLED, is_name, word_of
+from trajkit.turns.keys import CONTRARY, SPELLED, is_name, parsed, word_of
 
 SHORT = {"logprobs": "output_logprobs", "messages": "prompt_messages"}
 """Other names of fields."""
@@ -271,16 +271,6 @@ def merged_map(given: list[str] | None) -> Map | None:
         settings = [getattr(one, n) or getattr(before, n) for n in _SETTINGS]
         merged = Map({**before.fields, **one.fields}, *settings)
     return merged
-
-
-def parsed(value: object) -> object:
-    """The value of a text of JSON; anything else unchanged."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def reply_of(value: object) -> dict[str, Any] | None:
