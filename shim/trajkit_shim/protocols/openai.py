@@ -80,6 +80,8 @@ def _named(choice: Fields) -> str:
 def _parse_chat(fields: Fields) -> ChatRequest:
     options = fields.section("stream_options")
     fields.get("n", base.one_reply)
+    if fields.peek("functions"):
+        fields.refuse("functions", "offer them as tools", "unsupported_parameter")
     tools = base.Tools()
     for tool in fields.objects("tools"):
         kind = tool.name("type")

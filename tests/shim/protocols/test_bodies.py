@@ -232,6 +232,7 @@ REFUSED = {
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
