@@ -1,7 +1,9 @@
 """Logs as people bring them: nothing in them is believed or passed over in silence."""
 
 import json
+import pickle
 
+import numpy as np
 import pytest
 
 import trajkit as tk
@@ -707,6 +709,19 @@ def test_a_trajectory_that_begins_a_session_again_is_left_out(tmp_path):
     assert turns["session_id"].unique().to_pylist() == [
         f"log.jsonl, line {k}" for k in (1, 2)
     ]
+
+
+@pytest.mark.parametrize("number", [np.float64(0.5), np.float32(0.5), np.float16(0.5)])
+def test_numbers_of_numpy_in_a_dump_are_numbers(tmp_path, number):
+    dump = slime(reward=number, response_length=np.int64(2), index=np.int32(7))
+    (tmp_path / "rollout_0.pkl").write_bytes(pickle.dumps(dump))
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["reward"].to_pylist() == [0.5]
+    assert turns["session_id"].to_pylist() == ["0/7"]
+    assert problems(report.to_pylist()) == ["no_logprobs"]
+    (tmp_path / "rollout_0.pkl").write_bytes(pickle.dumps(slime(tokens=np.arange(3))))
+    _, report = tk.import_turns(tmp_path)
+    assert "its tokens are an object of unknown class" in report["detail"][0].as_py()
 
 
 def test_a_parent_is_of_the_same_session(tmp_path):
