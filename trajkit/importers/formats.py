@@ -899,9 +899,7 @@ def _slime(record: Value) -> Value:
     tokens: Any = record.get("tokens")
     length = record.get("response_length")
     if not is_array(tokens):
-        raise Refused(
-            f"its tokens are {reprlib.repr(tokens)}, no list", "no_prompt_ids"
-        )
+        raise Refused(f"its tokens are {reprlib.repr(tokens)}", "no_prompt_ids")
     if type(length) is not int or not 0 <= length <= len(tokens):
         raise Refused(f"response_length {length!r} of {len(tokens)} tokens")
     return {
