@@ -87,15 +87,18 @@ def test_a_key_like_one_that_is_there_is_a_column():
     assert turns["trainabel"].to_pylist() == [1]
 
 
-@pytest.mark.parametrize("name", ["rewards", "score", "reward_"])
+@pytest.mark.parametrize("name", ["rewards", "score", "reward_", "group"])
 def test_a_column_of_sessions_like_a_missing_one_is_refused(name, tmp_path):
     known = pa.table({"session_id": ["a"], name: [1.0]})
-    said = f"column '{name}' of sessions, .*: did you mean 'reward'"
+    meant = "group_id" if name == "group" else "reward"
+    said = f"column '{name}' of sessions, .*: did you mean '{meant}'"
     with pytest.raises(SchemaError, match=said):
         tk.linearize(TURNS, sessions=known)
     (tmp_path / "known.jsonl").write_text(json.dumps({"session_id": "a", name: 1}))
     with pytest.raises(SchemaError, match=f"known.jsonl: {said}"):
         tk.read_sessions(tmp_path / "known.jsonl")
+    if name == "group":
+        return
     both = known.append_column("reward", pa.array([2.0]))
     assert tk.linearize(TURNS, sessions=both)["reward"].to_pylist() == [2.0]
 
@@ -300,3 +303,24 @@ def test_a_full_disk_is_reported_with_the_files_name(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left") as refused:
         linearize_file(tmp_path / "turns.arrow", tmp_path / "rows.parquet")
     assert refused.value.filename == str(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("given", [None, 5])
+@pytest.mark.parametrize("write", [tk.write_turns, tk.write_rows])
+def test_what_is_written_is_a_table_or_its_batches(given, write, tmp_path):
+    with pytest.raises(ArgumentError, match="expected a table, or its record batches"):
+        write(given, tmp_path / "x.parquet")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_names_in_an_array_are_refused_by_name():
+    with pytest.raises(ArgumentError, match=r"payloads=.*expected a sequence of names"):
+        tk.linearize(TURNS, payloads=np.zeros(3))
+    with pytest.raises(ArgumentError, match=r"roles=.*expected names"):
+        tk.learn.observation_weights(tk.linearize(TURNS), TURNS, roles=np.zeros(3))
+
+
+def test_a_file_of_another_name_can_be_read(tmp_path):
+    (tmp_path / "calls.log").write_text("{}")
+    with pytest.raises(ArgumentError, match=r"pass it as standard input: - < FILE"):
+        tk.read_turns(tmp_path / "calls.log")

@@ -45,6 +45,8 @@ NOTHING = [(0, 0, 2, "masked_out", 3), (0, 1, 7, "masked_out", 2)]
 def lines(rows, turns=TURNS, policy=None):
     found = tk.check_rows(rows, turns, policy)
     assert found.schema == ROW_CHECKS
+    required = [field.name for field in ROW_CHECKS if not field.nullable]
+    assert not any(found[name].null_count for name in required)
     assert {*found["kind"].to_pylist()} <= {*ROW_CHECK_KINDS}
     return found.to_pylist()
 

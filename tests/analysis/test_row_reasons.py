@@ -1,5 +1,6 @@
 """Each row has one sentence that says why it begins where it does; calls form a tree."""
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 
@@ -9,6 +10,7 @@ from tests.strategies import policies, runs
 from trajkit.cli import main
 from trajkit.errors import UnknownSessionError
 from trajkit.schema import EMPTY_KINDS
+from trajkit.view.tables import ViewTables
 
 # turn 1 repeats all of turn 0's path, turn 2 leaves turn 1's reply, turn 3 branches off 0
 DRIFTING = [
@@ -122,6 +124,30 @@ def test_the_commands_escape_names(tmp_path, capsys):
         assert main([command, str(path), "--policy", "strict"]) == 0
         out = capsys.readouterr().out
         assert out.startswith("session \\x1b[2Ja\\u202e\n")
+
+
+def test_a_session_with_an_error_opens_no_row(tmp_path, capsys):
+    """Rows and their sentences are those of the same sessions."""
+    turns = tk.from_records(
+        [
+            {"session_id": name, "prompt_ids": [1], "output_ids": [2] * n}
+            for n, name in enumerate("ab", 1)
+        ]
+    )
+    known = pa.table({"session_id": ["a", "b"], "error": ["x", None]})
+    reasons = tk.analysis.why(turns, sessions=known)
+    assert reasons["session_id"].to_pylist() == ["b"]
+    turns_file, facts = str(tmp_path / "turns.parquet"), str(tmp_path / "facts.parquet")
+    tk.write_turns(turns, turns_file)
+    tk.write_sessions(known, facts)
+    for command in (["why"], ["show"]):
+        assert main([*command, turns_file, "--sessions", facts]) == 0
+        assert "session a, row" not in (out := capsys.readouterr().out)
+        assert "session b" in out
+    page = str(tmp_path / "page.html")
+    assert main(["view", turns_file, "--sessions", facts, "-o", page]) == 0
+    made = ViewTables(turns, [tk.policy("faithful")], known)._table("rows", 0)
+    assert made.select("session_id", "trained").rows() == [("b", 2)]
 
 
 def test_rows_say_where_they_leave_an_earlier_row():

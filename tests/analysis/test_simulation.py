@@ -245,7 +245,7 @@ def test_rewards_and_groups():
     turns = tk.from_records([{**CALL, "session_id": name} for name in "abcdefghi"])
     facts = {
         "session_id": list("abcdefghi"),
-        "reward": [1.0, 1.0, 0.0, 3.0, None, 5.0, 2.0, 2.0, 2.0],
+        "reward": [1.0, 1 + 2**-52, 0.0, 3.0, None, 5.0, 2.0, 2.0, 2.0],
         "group_id": ["g", "g", "h", "h", "h", None, None, None, "one"],
         "error": [None] * 4 + ["it broke"] + [None] * 4,
     }

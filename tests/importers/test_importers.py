@@ -845,7 +845,9 @@ def test_what_no_field_reads_is_counted_by_records(tmp_path):
     line = json.loads(native_line(answers)) | {"label": "good"}
     (tmp_path / "log.jsonl").write_text(json.dumps(line))
     _, report = tk.import_turns(tmp_path / "log.jsonl")
-    assert report["detail"].to_pylist() == ["label of 1 records was not read"]
+    assert report["detail"].to_pylist() == [
+        "label of 1 records was not read (the first: 'good')"
+    ]
 
 
 def test_a_message_that_is_none_is_named(tmp_path):

@@ -292,7 +292,7 @@ def pieces(*pieces):
             "a text of an error is no finish reason",
             [{**CALL, "error": "the server closed the connection"}],
             ["unread"],
-            "error of 1 records was not read",
+            "error (expected a word",
             map="finish_reason=error",
             finish_reason=[None],
         ),

@@ -169,7 +169,7 @@ def test_the_page_s_mapping_of_verifiers_results(tmp_path):
     assert (turn["prompt_ids"], turn["output_ids"]) == ([1, 2], [3, 4])
     assert (turn["output_logprobs"], turn["trainable"]) == ([-0.5, -0.25], None)
     assert report["detail"].to_pylist() == [
-        "tokens.prompt_mask of 1 records was not read"
+        "tokens.prompt_mask of 1 records was not read (the first: [0, 0])"
     ]
 
 
@@ -341,7 +341,7 @@ def test_facts_around_a_list_of_records(tmp_path):
     turns, report = tk.import_turns(tmp_path / "log.jsonl", map=fields)
     assert turns["reward"].to_pylist() == [1.0, 1.0]
     assert report["detail"].to_pylist() == [
-        "/uid of 2 records was not read: --map group_id=/uid takes it"
+        "/uid of 2 records was not read (the first: 'u'): --map group_id=/uid takes it"
     ]
 
 
