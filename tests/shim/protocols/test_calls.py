@@ -5,15 +5,15 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import asdict
 from itertools import chain
 
 import pytest
 
-from tests.shim.clients import BODIES, BY_NAME, NAMES, PATHS, TOOLS, USER
+from tests.shim.clients import BODIES, BY_NAME, NAMES, TOOLS, USER
 from tests.shim.conformance import REQUIRED
 from tests.shim.fakes import (
-    AS_JSON,
     AS_STRING,
     byte_renderer,
     cases,
@@ -64,7 +64,6 @@ async def test_what_is_required_is_read_sampled_under_a_grammar_and_logged(
         # both of its modes promise arguments of the schema
         wanted["strict"] = ("f",)
     assert json.dumps(asdict(request.required)) == json.dumps(wanted)
-    assert len(request.tools) == 1
     gateway = await start("{}")
     await (await gateway.open()).post(name, **fields)
     (sampling,), (turn,) = gateway.engine.samplings, gateway.turns()
@@ -101,7 +100,7 @@ async def test_a_session_that_fixes_its_sampling(
     assert (given.stop, given.seed) == ((), None)
 
 
-# Settings, what has no effect, and what is left out
+# Settings, and what has no effect
 
 # the template shows each of its variables
 VARIABLES = ("enable_thinking", "reasoning_effort", "thinking_budget")
@@ -151,18 +150,14 @@ SETTINGS = {
 
 
 @each_cell({what: cells[:4] for what, cells in SETTINGS.items()})
-async def test_a_setting_reaches_the_template(start, tmp_path, name, what):
+def test_a_setting_is_a_variable_of_the_template(name, what):
     *cells, expected = SETTINGS[what]
-    text = "".join(f"{n}={expected[n]};" for n in VARIABLES if n in expected)
-    # without such a variable it is counted; no effort and no thinking are one wish
-    n_ignored = len(expected) - (what == "no effort")
-    for template, begin, ignored in ((TEMPLATE, text, 0), (AS_STRING, "", n_ignored)):
-        place, renderer = tmp_path / f"{ignored}", byte_renderer(template)
-        gateway = await start("a", renderer=renderer, directory=place)
-        session = await gateway.open()
-        await session.post(name, **cells[NAMES.index(name)])
-        assert shown(gateway).startswith(f"{begin}<|im_start|>")
-        assert sum((await session.shown())["ignored"].values()) == ignored
+    body = {**BODIES[name], **cells[NAMES.index(name)]}
+    thinking, ignored = BY_NAME[name].read(body).thinking, Counter()
+    assert (thinking.resolve(VARIABLES, ignored), ignored) == (expected, {})
+    # a template without it: counted; no effort and no thinking are one wish
+    assert thinking.resolve((), ignored) == {}
+    assert ignored.total() == len(expected) - (what == "no effort")
 
 
 async def test_variables_of_server_session_and_request(start):
@@ -183,65 +178,14 @@ def test_names_of_ignored_fields_are_bounded():
     assert (len(ignored), max(map(len, ignored))) == (100, 100)
 
 
-# what has no effect, by protocol, what the prompt ends with, and what is counted
-ANSWER = said("The answer is")
-CONTINUED = "assistant\nThe answer is<|im_end|>\n<|im_start|>assistant\n"
-ASKED = "user\nhi<|im_end|>\n<|im_start|>assistant\n"
-NO_EFFECT = {
-    "a field": ([{"surprise": {"a": 1}, "nothing": None}] * 4, ASKED, "surprise"),
-    "the assistant's last message": (
-        [
-            *[{"messages": [ANSWER]}] * 2,
-            {"input": [ANSWER]},
-            {"contents": [{"role": "model", "parts": [{"text": "The answer is"}]}]},
-        ],
-        CONTINUED,
-        "continuation of the last message",
-    ),
-    "a hosted tool": (
-        [
-            {"tools": [{"type": "web_search"}]},
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            {"tools": [{"type": "web_search"}]},
-            {"tools": [{"googleSearch": {}}]},
-        ],
-        ASKED,
-        None,
-    ),
-}
-
-
-@EACH
-@pytest.mark.parametrize("what", NO_EFFECT)
-async def test_what_has_no_effect_is_counted(start, name, what):
-    cells, ends, counted = NO_EFFECT[what]
-    gateway = await start("a", "b")
-    session = await gateway.open()
-    for _ in range(2):
-        await session.post(name, **cells[NAMES.index(name)])
-        assert shown(gateway).endswith(ends)
-        assert "search" not in shown(gateway)
-    found = await session.shown()
-    if counted is None:
-        assert [*found["ignored"].values()] == [2]
-        return
-    assert found["ignored"] == {counted: 2}
-    await session.end()
-    (line,) = gateway.sessions()
-    assert json.loads(line["ignored"]) == {counted: 2}
-
-
-@EACH
-async def test_half_a_pair_in_a_message_is_replaced(start, name):
-    """A client can spell it in JSON; no tokenizer has it."""
+async def test_the_assistant_s_last_message_is_not_continued(start):
     gateway = await start("a")
-    answer = await gateway.http.post(
-        PATHS[name],
-        headers={"x-session-key": (await gateway.open()).key},
-        content=json.dumps(BODIES[name]).replace('"hi"', '"h\\ud83di"'),
-    )
-    assert answer.status_code == 200, answer.text
-    assert "h\ufffdi" in shown(gateway)
+    session = await gateway.open()
+    await session.ask(said("The answer is"))
+    ends = "assistant\nThe answer is<|im_end|>\n<|im_start|>assistant\n"
+    assert shown(gateway).endswith(ends)
+    counted = {"continuation of the last message": 1}
+    assert (await session.shown())["ignored"] == counted
 
 
 async def test_sampled_half_a_pair_comes_back(start):
@@ -272,23 +216,6 @@ async def test_a_count_obeys_the_session_s_limits(start):
         path, messages = "/v1/messages/count_tokens", [user("h" * n)]
         await session.post("anthropic", status, path=path, messages=messages)
     assert (await limited.shown())["token_counts"] == 2
-
-
-async def test_a_template_that_takes_one_system_message(start):
-    loop = "{%- for message in messages -%}"
-    refuses = loop + (
-        "{%- if message.role == 'system' and not loop.first %}"
-        "{{ raise_exception('late') }}{% endif -%}"
-    )
-    renderer = byte_renderer(AS_JSON.replace(loop, refuses))
-    gateway = await start("a", renderer=renderer)
-    late = [USER, {"role": "system", "content": "late"}]
-    await (await gateway.open()).post("anthropic", messages=late, system="be")
-    assert shown(gateway) == (
-        "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
-        "<|im_start|>user\n<system-reminder>\nlate\n</system-reminder><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 # What single protocols answer

@@ -13,15 +13,13 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import USER, OnSocket, Session
-from tests.shim.fakes import Held, ScriptedEngine, fails, raises, sampled
+from tests.shim.fakes import FULL, Held, ScriptedEngine, full_disk, raises, sampled
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.sessions import sessions as sessions_module
 from trajkit_shim.sessions.sessions import SessionOptions, SessionStore
 
 pytestmark = pytest.mark.anyio
-
-FULL = fails(28, "No space left on device")
 
 
 class Clock:
@@ -226,10 +224,9 @@ def test_sessions_that_ended_leave_little_behind():
         assert caught.value.status == status
 
 
-async def test_a_session_whose_line_cannot_be_written_is_not_opened(start, monkeypatch):
+async def test_a_session_whose_line_cannot_be_written_is_not_opened(start):
     gateway = await start("a")
-    with monkeypatch.context() as patch:
-        patch.setattr(gateway.log, "write_session", FULL)
+    with full_disk(gateway.log, "write_session"):
         reply = await gateway.post("/sessions", 500, session_id="a")
         assert reply["error"]["code"] == "log_failed"
     await gateway.open(session_id="a")
@@ -384,13 +381,10 @@ async def test_no_secret_is_logged(start, caplog):
 
 
 @pytest.mark.parametrize("how", ["finish", "drop"])
-async def test_an_end_that_could_not_be_written_is_written_when_asked_again(
-    start, monkeypatch, how
-):
+async def test_an_end_that_could_not_be_written_is_written_when_asked_again(start, how):
     gateway = await start()
     session = await gateway.open()
-    with monkeypatch.context() as patch:
-        patch.setattr("os.write", FULL)
+    with full_disk():
         await session.end(how, 500)
     await session.end(how)
     (line,) = gateway.sessions()
@@ -413,3 +407,5 @@ async def test_half_a_surrogate_pair_is_shown_to_the_trainer(start):
         assert (answer.status_code, "surrogate" in answer.text) == (400, True)
     ended = await session.end(reward=1)
     assert ended["ignored"] == {"a\ud800": 1, "tools[].type=b\ud800": 1}
+    (line,) = gateway.sessions()
+    assert json.loads(line["ignored"]) == ended["ignored"]

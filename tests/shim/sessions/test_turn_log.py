@@ -1,10 +1,8 @@
 """The log, full and in delta form: what it holds, and what can happen to a process."""
 
-import errno
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from benchmarks import crash
 from tests.shim.clients import read_log
-from tests.shim.fakes import cases, fails, remember, said, user
+from tests.shim.fakes import FULL, cases, full_disk, remember, said, user
 from trajkit import schema
 from trajkit.errors import TornLogWarning
 from trajkit_shim.chat.request import logged_message
@@ -30,7 +28,6 @@ from trajkit_shim.sessions.turn_log import (
 )
 
 WHEN = datetime(2026, 1, 2, tzinfo=UTC)
-FULL = fails(errno.ENOSPC, "No space left on device")
 
 
 def turn(**changes):
@@ -59,14 +56,6 @@ def turn(**changes):
 
 def indices(directory):
     return tk.read_turns(directory)["turn_index"].to_pylist()
-
-
-@contextmanager
-def full_disk():
-    """Meanwhile nothing can be written."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "write", FULL)
-        yield
 
 
 @pytest.fixture
