@@ -236,12 +236,14 @@ async def test_a_session_ends_once_its_amendments_are_written(session):
 
 
 @pytest.mark.parametrize("how", ["finish", "drop"])
-async def test_an_answer_that_is_lost_at_the_end_is_written(session, monkeypatch, how):
+@pytest.mark.parametrize("what", ["amend", "write_session"])
+async def test_an_answer_that_is_lost_at_the_end(session, monkeypatch, how, what):
+    """Its request ends whatever cannot be written."""
     monkeypatch.setattr("trajkit_shim.sessions.sessions._GRACE_SECONDS", 0.01)
     call = await stuck(session)
-    with full_disk(session.gateway.log, "amend"):
+    with full_disk(session.gateway.log, what):
         error = (await session.end(how, 500))["error"]
-        assert "an amendment could not be written" in error["message"]
+        assert "could not be written" in error["message"]
     await asyncio.gather(call, return_exceptions=True)
     await session.end(how)
     assert logged(session) == [LOST if how == "finish" else (False, "dropped")]

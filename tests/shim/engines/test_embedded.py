@@ -147,16 +147,13 @@ def test_score_gives_the_logprobs_that_sampling_gave(choices):
         assert (sample.output_logprobs == 0).all()
 
 
-@cases(
-    "choices",
-    {"as it is": {}, "shaped": {"temperature": 2.0, "top_k": 3, "top_p": 0.9}},
-)
-def test_frequencies_agree_with_the_scores(choices):
+def test_frequencies_agree_with_the_scores():
     said = [Reply(("in is",), 2.0), Reply(("in",)), Reply(("in", Special("<think>")))]
     engine, n = saying(said, drift=0.4, seed=11), 4000
+    choices, total = {"temperature": 2.0, "top_k": 3, "top_p": 0.9}, 0.0
     seen = Counter(tuple(s.output_ids.tolist()) for s in drawn(engine, n, **choices))
-    sampling, total = Sampling(max_new_tokens=1, **choices), 0.0
     for ids in spellings(engine):
+        sampling = Sampling(max_new_tokens=1, **choices)
         chance = math.exp(score(engine, ids, sampling).sum())
         spread = math.sqrt(n * chance * (1 - chance))
         assert abs(seen[ids] - n * chance) <= 4 * spread + 1

@@ -5,9 +5,7 @@ import base64
 import io
 import json
 import socket
-from dataclasses import replace
 
-import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
@@ -25,7 +23,7 @@ from tests.shim.engines.double import (
     recorded,
     sample,
 )
-from tests.shim.fakes import ScriptedEngine, cases, raises, said, sampled, user
+from tests.shim.fakes import RENDERER, ScriptedEngine, cases, raises, rendered, sampled
 from trajkit_shim.engines.base import (
     EngineInfo,
     PromptImage,
@@ -43,34 +41,26 @@ MISSING = object()
 NAN, INFINITY = float("nan"), float("inf")
 
 
-# where each server has a field
-FIELDS = {
-    "sglang": {
-        "request_id": "meta_info.id",
-        "output_ids": "output_ids",
-        "logprobs": "meta_info.output_token_logprobs",
-        "finish_reason": "meta_info.finish_reason.type",
-        "prompt_tokens": "meta_info.prompt_tokens",
-        "completion_tokens": "meta_info.completion_tokens",
-        "cached_tokens": "meta_info.cached_tokens",
-        "weight_versions": "meta_info.weight_versions",
-    },
-    "vllm": {
-        "request_id": "request_id",
-        "output_ids": "choices.0.token_ids",
-        "logprobs": "choices.0.logprobs.content",
-        "finish_reason": "choices.0.finish_reason",
-        "prompt_tokens": "usage.prompt_tokens",
-        "completion_tokens": "usage.completion_tokens",
-        "cached_tokens": "usage.prompt_tokens_details.cached_tokens",
-        "weight_versions": "choices.0.weight_versions",
-    },
+# where SGLang and vLLM have a field
+PLACES = {
+    "request_id": ("meta_info.id", "request_id"),
+    "output_ids": ("output_ids", "choices.0.token_ids"),
+    "logprobs": ("meta_info.output_token_logprobs", "choices.0.logprobs.content"),
+    "finish_reason": ("meta_info.finish_reason.type", "choices.0.finish_reason"),
+    "prompt_tokens": ("meta_info.prompt_tokens", "usage.prompt_tokens"),
+    "completion_tokens": ("meta_info.completion_tokens", "usage.completion_tokens"),
+    "cached_tokens": (
+        "meta_info.cached_tokens",
+        "usage.prompt_tokens_details.cached_tokens",
+    ),
+    "weight_versions": ("meta_info.weight_versions", "choices.0.weight_versions"),
 }
 
 
 def place_of(kind, name, reply):
     """The object that holds a field, and the field's key there."""
-    *above, last = FIELDS[kind].get(name, name).split(".")
+    places = dict(zip(ENGINES, PLACES.get(name, (name, name)), strict=True))
+    *above, last = places[kind].split(".")
     for key in above:
         reply = reply[int(key) if key.isdecimal() else key]
     return reply, last
@@ -637,17 +627,6 @@ async def test_vllm_with_logprobs_from_before_shaping_is_refused(logprob):
 # Connections
 
 
-async def test_an_engine_that_falls_silent_is_given_up(monkeypatch):
-    timeout = aiohttp.ClientTimeout(sock_read=0.2)
-    monkeypatch.setattr("trajkit_shim.engines.http._TIMEOUT", timeout)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        engine = ENGINES["sglang"](url, vocab_size=VOCABULARY)
-        with pytest.raises(EngineError, match="cannot be reached: SocketTimeoutError"):
-            await engine.info()
-        await engine.close()
-
-
 async def test_connections_to_an_engine_notice_that_it_is_gone():
     """Its machine sends nothing then, and does not close them either."""
     # the answer has begun, so that its connection is held
@@ -835,46 +814,15 @@ def test_experts_that_cannot_be(server, text, match):
         read_experts(server, text, 16, 3)
 
 
-class RoutingEngine(ScriptedEngine):
-    """Says which experts it routed tokens to: other ones for each call.
-
-    The ids that could have been drawn are the drawn one and the next.
-    """
-
-    async def generate(self, request):
-        sample = await super().generate(request)
-        n_tokens = len(request.prompt_ids) + len(sample.output_ids)
-        numbers = np.arange((n_tokens - 1) * 2 * 3) + 1000 * len(self.prompts)
-        mask = [[token, token - 1] for token in sample.output_ids.tolist()]
-        experts = numbers.reshape(-1, 2, 3).astype(np.int16)
-        return replace(sample, routed_experts=experts, sampling_mask=mask)
-
-
 @pytest.mark.parametrize("form", ["full", "delta"])
-async def test_payloads_go_into_the_log_and_into_rows(start, form):
-    payloads = {"routed_experts": True, "sampling_masks": True}
-    gateway = await start(engine=RoutingEngine("a", "b"), form=form, **payloads)
-    session = await gateway.open()
-    await session.ask()
-    await session.ask(USER, said("a"), user("v"))
+async def test_payloads_go_into_the_log(start, form):
+    n_known = len(rendered(RENDERER, [USER])) + 1
+    experts = np.arange(n_known * 6, dtype=np.int16).reshape(-1, 2, 3)
+    mask = [[token, 7] for token in sampled("a").output_ids.tolist()]
+    reply = sampled("a", routed_experts=experts, sampling_mask=mask)
+    gateway = await start(reply, form=form, routed_experts=True, sampling_masks=True)
+    await (await gateway.open()).ask()
     turns = gateway.table()
     tk.validate(turns)
-    lengths = [len(prompt) + 2 for prompt in gateway.engine.prompts]
-    logged = turns["routed_experts"].to_pylist()
-    for call, n_tokens in enumerate(lengths):
-        told = np.arange((n_tokens - 1) * 6).reshape(-1, 2, 3) + 1000 * (call + 1)
-        assert logged[call] == [*told.tolist(), None]
-    named = ["routed_experts", "sampling_mask"]
-    (row,) = tk.linearize(turns, payloads=named, reward=1.0).to_pylist()
-    # as the last call read them, but for what the first one sampled and read itself
-    expected, sampled_first = logged[1], slice(lengths[0] - 2, lengths[0] - 1)
-    expected[sampled_first] = logged[0][sampled_first]
-    assert row["routed_experts"] == expected
-    # per output token of a turn, and per trained token of the row
-    for turn in turns.to_pylist():
-        wanted = [[token, token - 1] for token in turn["output_ids"]]
-        assert turn["sampling_mask"] == wanted
-    assert row["sampling_mask"] == [
-        [token, token - 1] if trained else None
-        for token, trained in zip(row["input_ids"], row["loss_mask"], strict=True)
-    ]
+    assert turns["routed_experts"].to_pylist() == [[*experts.tolist(), None]]
+    assert turns["sampling_mask"].to_pylist() == [mask]

@@ -426,27 +426,6 @@ def test_variables_are_part_of_what_is_extended():
     assert prompt.ids[0] < 256
 
 
-def test_reasoning_that_the_template_drops():
-    """Its reply comes back without it, too."""
-    conversation = Conversation(EMBEDDED)
-    messages = conversation.turn(OPENING, "<think>\nhm\n</think>\n\na")
-    assert conversation.reason([*messages, NEXT]) == "reasoning"
-    assert messages[-1].pop("reasoning_content") == "hm"
-    assert conversation.reason([*messages, NEXT]) == "reasoning"
-
-
-def test_a_special_token_that_the_model_wrote_is_kept():
-    """Of a control id in a reply a rendering makes text; here it stays what it was."""
-    conversation = Conversation()
-    ids = np.array([ord("a"), 256, ord("b"), *RENDERER.end_ids], np.int32)
-    messages = conversation.turn(OPENING, ids)
-    prompt = conversation.ask([*messages, user("<|im_start|>")])
-    assert prompt.built == "append"
-    assert prompt.ids[prompt.n_base - 4 : prompt.n_base].tolist() == ids.tolist()
-    tail = prompt.ids[prompt.n_base :].tolist()
-    assert [i for i in tail if i >= 256] == [256, 257, 256]
-
-
 def test_a_fork_goes_on_from_its_own_path():
     conversation = Conversation(EMBEDDED)
     trunk = conversation.turn(OPENING, "a trunk " * 20)

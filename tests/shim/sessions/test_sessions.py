@@ -13,7 +13,7 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import USER, OnSocket, Session
-from tests.shim.fakes import FULL, Held, ScriptedEngine, full_disk, raises, sampled
+from tests.shim.fakes import Held, ScriptedEngine, full_disk, raises, sampled
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.sessions import sessions as sessions_module
@@ -250,29 +250,6 @@ async def test_draining_ends_every_session(start, wait):
     await gateway.post("/sessions", 503)
     assert (counts["open"], counts["turns"]) == (0, 1 if wait else 0)
     assert [line["ended_by"] for line in gateway.sessions()] == ["shutdown"] * 2
-
-
-async def test_requests_end_also_if_the_line_of_their_session_cannot_be_written(
-    monkeypatch,
-):
-    monkeypatch.setattr(sessions_module, "_GRACE_SECONDS", 0.0)
-    log = SimpleNamespace(write_session=lambda line: None)
-    store = SessionStore(log, clock=Clock())
-    session = store.open("s")
-
-    async def serve():
-        with session.request():
-            await asyncio.Event().wait()
-
-    request = asyncio.create_task(serve())
-    await asyncio.sleep(0)
-    log.write_session = FULL
-    with pytest.raises(GatewayError, match="could not be written"):
-        await store.finish("s", "finish")
-    assert request.cancelling()
-    with pytest.raises(asyncio.CancelledError):
-        await request
-    assert session.requests == {}
 
 
 # Who may ask
