@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import trajkit as tk
-from tests.made_tables import linearized
 from tests.shim.clients import FREE, USER
 from tests.shim.fakes import (
     AS_STRING,
@@ -95,21 +94,8 @@ async def test_an_incomplete_reply_is_context_only(start, reason):
     assert (aborted["finish_reason"], aborted["turn_index"]) == (reason, 0)
     assert (retried["trainable"], retried["turn_index"]) == (True, 1)
     tk.validate(log)
-    rows, report = linearized(log, policy="slime", reward=1.0)
-    assert [sum(mask) for mask in rows["loss_mask"].to_pylist() if any(mask)] == [2]
-    assert report["lost_untrainable"].to_pylist() == [4]
     # nothing of it is gone on from
     assert (await session.shown())["prompts"] == {"opening": 2}
-
-
-async def test_the_name_of_a_session_is_used_once(start):
-    gateway = await start()
-    session = await gateway.open(session_id="mine", metadata={"task": 3**50})
-    for how in ("finish", "drop"):
-        await gateway.post("/sessions", 409, session_id="mine")
-        assert (await session.end(how))["metadata"] == {"task": 3**50}
-    assert session.key not in (await session.error(410))["message"]
-    assert (await gateway.http.get("/sessions/other")).status_code == 404
 
 
 async def test_max_turns_counts_answered_calls(start):

@@ -572,19 +572,14 @@ def test_a_connection_whose_request_does_not_arrive_is_closed(
         assert get(f"{url}/healthz").status_code == 200
 
 
-def test_small_parts_of_an_answer_are_sent_at_once(served, monkeypatch):
+def test_small_parts_of_an_answer_are_sent_at_once():
     """Without TCP_NODELAY the second part waits for the first one's receipt."""
-    found, made = [], serve._Connection.connection_made
-
-    def watched(self, transport):
-        made(self, transport)
-        found.append(transport.get_extra_info("socket"))
-        assert found[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-    monkeypatch.setattr(serve._Connection, "connection_made", watched)
-    with served() as url:
-        assert get(f"{url}/healthz").status_code == 200
-    assert found
+    with (
+        serve.listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as own,
+    ):
+        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_more_connections_than_the_soft_limit_of_files(served):
@@ -603,23 +598,21 @@ def test_more_connections_than_the_soft_limit_of_files(served):
 
 
 @pytest.mark.parametrize("kind", [None, "asyncio", "uvloop"])
-def test_the_loop_is_asyncio_and_any_is_served(tmp_path, monkeypatch, kind):
+def test_the_loop_is_asyncio_and_any_is_served(served, monkeypatch, kind):
     """An old uvicorn leaves the choice of the loop to the process."""
     pytest.importorskip("uvloop")
-    app, loops = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path)), []
     config = partial(serve.uvicorn.Config, loop=kind)
     if kind is not None:
         monkeypatch.setattr(
             serve.uvicorn, "Config", lambda *given, loop, **more: config(*given, **more)
         )
 
-    async def seen(scope, receive, send):
-        loops.append(type(asyncio.get_running_loop()).__module__)
-        await app(scope, receive, send)
+    async def loop():
+        return type(asyncio.get_running_loop()).__module__
 
-    with running(seen) as url:
-        assert get(f"{url}/healthz").status_code == 200
-    assert {*loops} == {"uvloop" if kind == "uvloop" else "asyncio.unix_events"}
+    with served(loop) as url:
+        found = chat(url, opened(url))
+    assert found == ("uvloop" if kind == "uvloop" else "asyncio.unix_events")
 
 
 def test_no_control_character_is_logged():

@@ -2,7 +2,7 @@
 
 import json
 import traceback
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 
 import numpy as np
@@ -170,23 +170,29 @@ def showing(text):
     return AS_STRING.replace(CONTENT, text)
 
 
+calls = partial(assistant, "")
+SPACED = '{"a":  1.0}'
+PARTS = showing(
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for block in message.content %}{% if block.type == 'thinking' %}"
+    "[THINK]{{ block.thinking }}[/THINK]{% else %}{{ block.text }}"
+    "{% endif %}{% endfor %}{% endif %}"
+)
+ONE_BESIDE_CALLS = showing(
+    "{% if message.tool_calls and message.content and message.thinking %}"
+    "{{ raise_exception('both') }}{% endif %}{{ message.thinking or '' }}" + CONTENT
+)
+
+
 @cases(
     "template, reply, expected",
     {
-        "arguments as sampled": (
-            AS_STRING,
-            assistant("", '{"a":  1.0}'),
-            '"arguments": {"a":  1.0}}\n',
-        ),
-        "arguments": (
-            AS_JSON,
-            assistant("", '{"a":  1.0}'),
-            '"arguments": {"a": 1.0}}',
-        ),
-        "no arguments": (AS_JSON, assistant("", ""), '"arguments": {}}\n'),
-        "no JSON": (AS_JSON, assistant("", '{"a": '), '"arguments": "{\\"a\\": "}\n'),
-        "too deep to parse": (AS_JSON, assistant("", DEEP), f': "{DEEP}"}}\n'),
-        "half a pair": (AS_JSON, assistant("", '{"a": "\\ud83d"}'), '": "\ufffd"}'),
+        "as sampled": (AS_STRING, calls(SPACED), '"arguments": {"a":  1.0}}\n'),
+        "arguments": (AS_JSON, calls(SPACED), '"arguments": {"a": 1.0}}'),
+        "no arguments": (AS_JSON, calls(""), '"arguments": {}}\n'),
+        "no JSON": (AS_JSON, calls('{"a": '), '"arguments": "{\\"a\\": "}\n'),
+        "too deep to parse": (AS_JSON, calls(DEEP), f': "{DEEP}"}}\n'),
+        "half a pair": (AS_JSON, calls('{"a": "\\ud83d"}'), '": "\ufffd"}'),
         # the separator before a call is not doubled
         **{
             f"separator {text!r}": (
@@ -208,22 +214,9 @@ def showing(text):
             )
             for name in ("reasoning_content", "reasoning", "thinking")
         },
-        "a part of the content": (
-            showing(
-                "{% if message.content is string %}{{ message.content }}{% else %}"
-                "{% for block in message.content %}{% if block.type == 'thinking' %}"
-                "[THINK]{{ block.thinking }}[/THINK]{% else %}{{ block.text }}"
-                "{% endif %}{% endfor %}{% endif %}"
-            ),
-            THINKING,
-            "[THINK]hm[/THINK]Yes.",
-        ),
+        "a part of the content": (PARTS, THINKING, "[THINK]hm[/THINK]Yes."),
         "text and reasoning beside a call where one is taken": (
-            showing(
-                "{% if message.tool_calls and message.content and message.thinking %}"
-                "{{ raise_exception('both') }}{% endif %}{{ message.thinking or '' }}"
-                + CONTENT
-            ),
+            ONE_BESIDE_CALLS,
             assistant("Look.", '{"a": 1}', reasoning_content="hm"),
             "hm\nLook.",
         ),
@@ -268,18 +261,16 @@ def saved(tmp_path):
     return tmp_path
 
 
+INNER = {"text_config": {"eos_token_id": 258}}
+
+
 @cases(
     "generation, config, stops, ends",
     {
         "the tokenizer's": ({}, {}, [], [257]),
         "a list": ({"eos_token_id": [257, 256]}, {}, [], [257, 256]),
         "of the config": ({}, {"eos_token_id": 258}, [], [257, 258]),
-        "of the language model": (
-            {},
-            {"text_config": {"eos_token_id": 258}},
-            [],
-            [257, 258],
-        ),
+        "of the language model": ({}, INNER, [], [257, 258]),
         "given": ({}, {}, ["<tool_call>"], [257, 258]),
     },
 )

@@ -314,32 +314,20 @@ async def test_the_tokens_of_a_prompt_are_counted(start, name, path, field):
     assert counted[field] == len(gateway.engine.prompts[0])
 
 
+# besides the prompt's and the output's, which `test_conformance` has
 USAGES = {
     "openai_chat": {
-        "prompt_tokens": 5,
-        "completion_tokens": 9,
-        "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 3},
         "completion_tokens_details": {"reasoning_tokens": 4},
     },
-    "anthropic": {
-        "input_tokens": 2,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 3,
-        "output_tokens": 9,
-    },
+    "anthropic": {"input_tokens": 2, "cache_read_input_tokens": 3},
     "openai_responses": {
-        "input_tokens": 5,
         "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
-        "output_tokens": 9,
         "output_tokens_details": {"reasoning_tokens": 4},
-        "total_tokens": 14,
     },
     # it does not count reasoning as the answer's
     "gemini": {
-        "promptTokenCount": 5,
         "candidatesTokenCount": 5,
-        "totalTokenCount": 14,
         "cachedContentTokenCount": 3,
         "thoughtsTokenCount": 4,
     },
@@ -351,4 +339,5 @@ def test_tokens_of_the_cache_and_of_reasoning_are_told(name):
     usage = Usage(prompt_tokens=5, output_tokens=9, cached_tokens=3, reasoning_tokens=4)
     reply = make_reply(parse_reply("Yes."), "stop", model="m", usage=usage)
     body = BY_NAME[name].write(reply, BY_NAME[name].read(BODIES[name]))
-    assert (body.get("usage") or body["usageMetadata"]) == USAGES[name]
+    told = body.get("usage") or body["usageMetadata"]
+    assert told | USAGES[name] == told

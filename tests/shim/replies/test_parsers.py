@@ -377,34 +377,21 @@ def test_the_time_for_a_call_that_does_not_read_is_linear(form, text, repeated):
 
 
 TAG = "<tool_call>%s</tool_call>"
+NAMED = '"name": "f", "parameters": {"a": 1}}'
+UNTAGGED = coder("1").removeprefix("<tool_call>\n")
+ONE = '{"a": 1}'
 
 
 @cases(
     "form, written, arguments",
     {
-        "another family's key": (
-            "hermes",
-            TAG % '{"name": "f", "parameters": {"a": 1}}',
-            '{"a": 1}',
-        ),
+        "another family's key": ("hermes", TAG % ("{" + NAMED), ONE),
         "no arguments": ("hermes", TAG % '{"name": "f"}', "{}"),
         "an unknown key": ("hermes", TAG % '{"name": "f", "args": {"a": 1}}', None),
-        "with a type": (
-            "plain-json",
-            '{"type": "function", "name": "f", "parameters": {"a": 1}}',
-            '{"a": 1}',
-        ),
-        "behind a tag": (
-            "plain-json",
-            '<|python_tag|>{"name": "f", "parameters": {"a": 1}}',
-            '{"a": 1}',
-        ),
+        "with a type": ("plain-json", '{"type": "function", ' + NAMED, ONE),
+        "behind a tag": ("plain-json", "<|python_tag|>{" + NAMED, ONE),
         "no call": ("plain-json", '{"a": 1}', ""),
-        "without its first tag": (
-            "qwen3-coder",
-            coder("1").removeprefix("<tool_call>\n"),
-            '{"a": 1}',
-        ),
+        "without its first tag": ("qwen3-coder", UNTAGGED, ONE),
         "Python without a name": ("pythonic", "[f(1)]", None),
         "Python that is no value": ("pythonic", "[f(a=g())]", None),
     },
@@ -466,30 +453,26 @@ def free(*given, one=False):
     return tags("triggered_tags", given, one, triggers=["<tool_call>"])
 
 
+def either(*given):
+    return {"type": "or", "elements": [*given]}
+
+
+F, G = tag("f"), tag("g")
+EITHER = forced(F, G)
+
+
 @cases(
     "required, wanted",
     {
-        "a call": ({"call": True}, forced(tag("f"), tag("g"))),
-        "a call of g": ({"call": True, "names": ("g",)}, forced(tag("g"))),
-        "calls of g only": ({"names": ("g",)}, free(tag("g"))),
-        "one at most": ({"parallel": False}, free(tag("f"), tag("g"), one=True)),
-        "exactly one": (
-            {"call": True, "parallel": False},
-            forced(tag("f"), tag("g"), one=True),
-        ),
-        "strict f": ({"strict": ("f",)}, free(tag("f", SCHEMA), tag("g"))),
-        "a schema or calls": (
-            {"schema": SCHEMA},
-            {"type": "or", "elements": [TEXT, forced(tag("f"), tag("g"))]},
-        ),
-        "any JSON or calls": (
-            {"schema": {}},
-            {"type": "or", "elements": [ANY_JSON, forced(tag("f"), tag("g"))]},
-        ),
-        "a schema and a call": (
-            {"schema": SCHEMA, "call": True},
-            forced(tag("f"), tag("g")),
-        ),
+        "a call": ({"call": True}, EITHER),
+        "a call of g": ({"call": True, "names": ("g",)}, forced(G)),
+        "calls of g only": ({"names": ("g",)}, free(G)),
+        "one at most": ({"parallel": False}, free(F, G, one=True)),
+        "exactly one": ({"call": True, "parallel": False}, forced(F, G, one=True)),
+        "strict f": ({"strict": ("f",)}, free(tag("f", SCHEMA), G)),
+        "a schema or calls": ({"schema": SCHEMA}, either(TEXT, EITHER)),
+        "any JSON or calls": ({"schema": {}}, either(ANY_JSON, EITHER)),
+        "a schema and a call": ({"schema": SCHEMA, "call": True}, EITHER),
         "a schema": ({"schema": SCHEMA, "tools": None}, TEXT),
     },
 )

@@ -270,21 +270,17 @@ async def test_the_trainer_s_requests_need_the_admin_token(start):
         assert (headers, asked.status_code) == (headers, status)
         if status == 200:
             await Session(gateway, asked.json()).ask()
-    reached = {
-        (route.path, method)
-        for route in gateway.app.routes
-        for method in route.methods - {"HEAD"}
-        if route.path.startswith(("/sessions", "/admin", "/engine"))
-    }
-    paths = {path for path, _ in reached}
-    assert {"/sessions", "/admin/drain", "/engine/pause"} <= paths
     # a session's key is no admin token
-    key = {"authorization": "Bearer x"}
-    for path, method in reached:
-        url = path.format(session_id="x")
-        reply = await gateway.http.request(method, url, headers=key)
-        assert (url, reply.status_code) == (url, 401)
-        assert reply.json()["error"]["code"] == "invalid_admin_token"
+    key, n_asked = {"authorization": "Bearer x"}, 0
+    for route in gateway.app.routes:
+        for method in route.methods - {"HEAD"}:
+            if route.path.startswith(("/sessions", "/admin", "/engine")):
+                url = route.path.format(session_id="x")
+                reply = await gateway.http.request(method, url, headers=key)
+                assert (url, reply.status_code) == (url, 401)
+                assert reply.json()["error"]["code"] == "invalid_admin_token"
+                n_asked += 1
+    assert n_asked >= 8
 
 
 FOREIGN = ("site.example", "site.example:80", "127.0.0.1.site.example", "[::1")
@@ -348,6 +344,7 @@ async def test_no_secret_is_logged(start, caplog):
         given = {"authorization": f"Bearer {session.key}"}
         await session.error(status, headers=given)
     await gateway.http.post(f"{session.path}/finish", headers=secret)
+    assert session.key not in (await session.error(410))["message"]
     own = ("trajkit", "uvicorn", "starlette")
     lines = [r.getMessage() for r in caplog.records if r.name.startswith(own)]
     for hidden in ("admin-s3cret", session.key):

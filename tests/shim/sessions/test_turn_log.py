@@ -136,32 +136,28 @@ def test_a_short_write_is_finished(tmp_path, monkeypatch):
 
 
 def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, monkeypatch):
-    flushed, fsync = [], os.fsync
+    sizes, names, fsync = {}, [], os.fsync
 
     def noted(file):
-        """Of a file its name and size, of a folder its names."""
         path = Path(os.readlink(f"/proc/self/fd/{file}"))
         if path.is_dir():
-            flushed.append({one.name for one in path.iterdir()})
+            names.extend(one.name for one in path.iterdir())
         else:
-            flushed.append((path.name, path.stat().st_size))
+            sizes[path.name] = path.stat().st_size
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", noted)
     log = TurnLog(tmp_path, fsync=True)
-
-    def check(stem, *, new):
-        name = f"{stem}-00000.arrows"
-        assert flushed[-1] == (name, (tmp_path / name).stat().st_size)
-        # the folder was flushed once the new file was in it
-        assert not new or any(name in names for names in flushed)
-        flushed.clear()
-
-    for k in range(2):
-        log.append(turn(), k, set())
-        check("turns", new=k == 0)
-    log.amend("s", [0], "dropped", False)
-    check("amendments", new=True)
+    for write, stem in (
+        (lambda: log.append(turn(), 0, set()), "turns"),
+        (lambda: log.append(turn(), 1, set()), "turns"),
+        (lambda: log.amend("s", [0], "dropped", False), "amendments"),
+    ):
+        write()
+        path = tmp_path / f"{stem}-00000.arrows"
+        assert sizes[path.name] == path.stat().st_size
+        # its folder was flushed once the file was in it
+        assert path.name in names
     log.close()
 
 
