@@ -147,21 +147,11 @@ async def test_a_call_that_fails(start, name, stream, case, word):
     assert recorded == ([False] if case == "the engine cuts the call short" else [])
 
 
-async def cut(session, what, stalled):
-    """What cuts the session's call off, its client apart."""
-    post = session.gateway.admin.post
-    if what == "the gateway is drained":
-        await post("/admin/drain", json={"wait_seconds": 0})
-    elif "the engine" in what:
-        stalled.release.set()
-    else:
-        how = {"its session is finished": "finish", "its session is dropped": "drop"}
-        await post(f"{session.path}/{how[what]}")
-
-
-STALLED = {
-    "the engine cuts the call short": sampled("hello", finish_reason="abort"),
-    "the engine fails": EngineError("out of memory"),
+# what a trainer asks, of the session's path
+ENDING = {
+    "its session is finished": ("{}/finish", {}),
+    "its session is dropped": ("{}/drop", {}),
+    "the gateway is drained": ("/admin/drain", {"wait_seconds": 0}),
 }
 
 
@@ -177,12 +167,10 @@ STALLED = {
 )
 async def test_a_call_that_is_cut_off(tmp_path, start, name, what, when, stream):
     recorded, words = CUTS[what, when]
-    driver, heard = DRIVERS[name], asyncio.Event()
-    stalled = Threaded(STALLED.get(what, "hello"))
-    sending = when == SENDING
+    driver, heard, sending = DRIVERS[name], asyncio.Event(), when == SENDING
+    stalled = Threaded(FAILING.get(what, "hello"))
     script = ["x" * 600_000] if sending else [stalled, "hello"]
     engine = ScriptedEngine("first", *script, context=10**6 if sending else 2000)
-    answer, failure = None, None
     options = {"max_new_tokens": 10**6, "ping_seconds": 0.01 if when == MIDDLE else 60}
     gateway = await start(engine=engine, place=OnSocket, **options)
     session = await gateway.open()
@@ -203,30 +191,24 @@ async def test_a_call_that_is_cut_off(tmp_path, start, name, what, when, stream)
         await heard.wait()
     if not sending:
         assert await asyncio.to_thread(stalled.entered.wait, 60)
-    if words is None:
-        if not sending:
-            call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-    else:
-        await cut(session, what, stalled)
-        try:
-            answer = await call
-        except Failure as error:
-            failure = error
+    if what in ENDING:
+        path, fields = ENDING[what]
+        await gateway.admin.post(path.format(session.path), json=fields)
+    elif words is not None:
+        stalled.release.set()
+    elif not sending:
+        call.cancel()
+    with pytest.raises(asyncio.CancelledError if words is None else Failure) as caught:
+        await call
     if not sending and "engine" not in what:
         assert await asyncio.to_thread(stalled.cancelled.wait, 60)
     await gateway.aclose()
     first, *rest = tk.read_turns(tmp_path)["trainable"].to_pylist()
     assert first == (what != "its session is dropped")
-    assert rest == {"nothing": [], "context only": [False]}.get(recorded, [True])
-    if words is None:
-        return
-    word = dict(zip(NAMES, words, strict=True))[name]
-    if answer is not None:
-        assert (answer.end, answer.text) == (word, "hello")
-    else:
-        assert failure.word == word
+    assert rest == [False] * (recorded == "context only")
+    if words is not None:
+        failure = caught.value
+        assert failure.word == dict(zip(NAMES, words, strict=True))[name]
         assert failure.message
         assert when == MIDDLE or failure.status == 410
 
