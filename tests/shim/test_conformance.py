@@ -17,6 +17,7 @@ from tests.shim.conformance import (
     MIDDLE,
     SENDING,
     Failure,
+    each_of,
     tables,
 )
 from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded, sampled, sampled_call
@@ -45,16 +46,6 @@ SAMPLED = {
 }
 
 
-def each_of(table):
-    """Run a test for each case and protocol that has a word for it."""
-    given = [
-        pytest.param(case, name, word, id=f"{case}-{name}")
-        for case, words in table.items()
-        for name, word in zip(NAMES, words, strict=True)
-    ]
-    return pytest.mark.parametrize(("case", "name", "word"), given)
-
-
 def asked(case, name):
     return dict(zip(NAMES, ASKED.get(case, [{}] * 4), strict=True))[name]
 
@@ -65,10 +56,7 @@ def arguments(given):
 
 @BOTH
 @each_of(ENDS)
-async def test_a_call_that_is_answered(start, name, stream, case, word):
-    if word is None:
-        # the protocol has no such case
-        return
+async def test_a_call_that_is_answered(start, name, stream, case, cell):
     driver, (reply, text, reasoning, calls) = DRIVERS[name], SAMPLED[case]
     failed = case == "after a tool that failed"
     gateway = await start(*[CALL] * failed, reply, "more")
@@ -82,7 +70,7 @@ async def test_a_call_that_is_answered(start, name, stream, case, word):
     sent += answer.echo + driver.user("and?")
     await driver.ask(client, sent, stream=stream)
     assert gateway.turns()[-1]["messages"][-2]["key"] == turn["response"]["key"]
-    assert answer.end == word
+    assert answer.end == cell
     assert (answer.text, answer.reasoning) == (text, reasoning)
     assert [(n, arguments(a)) for n, a in answer.calls] == [("f", {"n": 15})] * calls
     assert len(set(answer.ids)) == calls
@@ -101,43 +89,35 @@ FAILING = {
     "the engine fails": EngineError("out of memory"),
     "the engine cuts the call short": sampled("half", finish_reason="abort"),
     "a fault of the gateway": RuntimeError("bug"),
-    # six tokens
-    "no turn left": "first",
-    "no token left": "first",
 }
+# by a reply of six tokens
+USED_UP = {"no turn left": {"max_turns": 1}, "no token left": {"max_output_tokens": 6}}
 
 
 @BOTH
 @each_of({case: words for case, (_, words) in FAILURES.items()})
-async def test_a_call_that_fails(start, name, stream, case, word):
+async def test_a_call_that_fails(start, name, stream, case, cell):
     driver = DRIVERS[name]
     context = 20 if case == "a prompt that is too long" else 2000
-    script = [FAILING[case]] if case in FAILING else []
-    engine = ScriptedEngine(*script, context=context)
+    engine = ScriptedEngine(FAILING.get(case, "first"), context=context)
     gateway = await start(engine=engine, max_body_bytes=4000)
-    limits = {
-        "no turn left": {"max_turns": 1},
-        "no token left": {"max_output_tokens": 6},
-    }
-    session = await gateway.open(**limits.get(case, {}))
-    sent, before = driver.user("hi"), 0
+    session = await gateway.open(**USED_UP.get(case, {}))
+    sent = driver.user("x" * 4000 if case == "a body that is too long" else "hi")
     if case == "an unknown session":
         session.key = "other"
     elif case == "a closed session":
         await session.end()
     elif case == "an image":
         sent = driver.image()
-    elif case == "a body that is too long":
-        sent = driver.user("x" * 4000)
-    elif case in limits:
+    elif case in USED_UP:
         await driver.ask(driver.client(session), sent, stream=stream)
-        before = 1
+    before = len(gateway.turns())
     call = driver.ask(driver.client(session), sent, stream=stream, **asked(case, name))
     with pytest.raises(Failure) as caught:
         await call
     recorded = [turn["trainable"] for turn in gateway.turns()[before:]]
     failure = caught.value
-    assert (failure.status, failure.word) == (FAILURES[case][0], word)
+    assert (failure.status, failure.word) == (FAILURES[case][0], cell)
     assert failure.message
     if case == "a prompt that is too long":
         # the words that make clients compact

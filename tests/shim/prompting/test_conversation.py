@@ -104,12 +104,6 @@ def test_what_is_new(sent, reply):
     assert restored(book_with(reply), USER, sent) == ([USER, sent], ["new"])
 
 
-def test_the_exact_sibling_is_preferred():
-    book = book_with(said("x"), said(" x"), said("x "))
-    for text in ("x", " x", "x "):
-        assert restored(book, USER, said(text)) == ([USER, said(text)], ["as_sent"])
-
-
 def test_of_replies_that_look_alike_it_is_the_latest():
     """The client may never have got the first one, and asked again."""
     replies = first, second = thinking("a", "x"), thinking("a", "y")
