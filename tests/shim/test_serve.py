@@ -52,19 +52,6 @@ from trajkit_shim.sessions.turn_log import TurnLog
 __all__ = ["model", "python"]
 
 
-def test_serve_records_until_it_is_interrupted(tmp_path):
-    with serving(tmp_path) as server:
-        where = printed(server)
-        opened = post(f"{where['url']}/sessions").json()
-        chat(where["openai_base_url"].removesuffix("/v1"), opened["api_key"])
-        assert stop(server, signal.SIGINT) == (cli.DONE, "", "")
-    assert Path(where["turns"]) == tmp_path / "run"
-    assert where["prompts"]["mode"] == "append"
-    assert where["prompts"]["rendered"] == {}
-    turns = tk.read_turns(tmp_path / "run")
-    assert turns["session_id"].to_pylist() == [opened["session_id"]]
-
-
 SLOW = """
 import asyncio, os
 from pathlib import Path
@@ -268,15 +255,20 @@ def launching(tmp_path, python, model, pids, *server):
     return serving(tmp_path, *options, after=after)
 
 
-def test_serve_launches_records_and_ends(tmp_path, python, model, pids):
+def test_serve_launches_and_records_until_it_is_interrupted(
+    tmp_path, python, model, pids
+):
     with launching(tmp_path, python, model, pids) as gateway:
-        url = printed(gateway)["url"]
-        chat(url, post(f"{url}/sessions").json()["api_key"])
-        code, _, errors = stop(gateway)
-    assert code == cli.DONE
+        where = printed(gateway)
+        opened = post(f"{where['url']}/sessions").json()
+        chat(where["openai_base_url"].removesuffix("/v1"), opened["api_key"])
+        code, output, errors = stop(gateway, signal.SIGINT)
+    assert (code, output) == (cli.DONE, "")
     assert f"its log is {tmp_path}/run/engine.log" in errors
+    assert (where["prompts"]["mode"], where["prompts"]["rendered"]) == ("append", {})
     until_ended(read_pids(pids))
-    (turn,) = tk.read_turns(tmp_path / "run").to_pylist()
+    (turn,) = tk.read_turns(where["turns"]).to_pylist()
+    assert turn["session_id"] == opened["session_id"]
     assert turn["output_ids"] == [104, 105]
     assert turn["weight_versions"] == [{"version": "default", "start": 0, "stop": 2}]
 

@@ -211,7 +211,6 @@ REFUSED = [
     consumed(None, "no prompt_token_ids, which were asked for"),
     unchanged("6 output ids, but 5 were asked for", max_new_tokens=5),
     unchanged(r"the vocabulary .* \[0, 1000\)", engine={"vocab_size": 1000}),
-    # of several servers one may give no logprobs after the cut
     unchanged("cannot be read", only="sglang", top_p=0.9),
     (
         *("meta_info.output_token_sampling_logprobs", lambda logprobs: logprobs[1:]),

@@ -421,6 +421,15 @@ def test_variables_are_part_of_what_is_extended():
     assert prompt.ids[0] < 256
 
 
+def test_reasoning_that_the_template_drops():
+    """Its reply comes back without it, too."""
+    conversation = Conversation(EMBEDDED)
+    messages = conversation.turn(OPENING, "<think>\nhm\n</think>\n\na")
+    assert conversation.reason([*messages, NEXT]) == "reasoning"
+    assert messages[-1].pop("reasoning_content") == "hm"
+    assert conversation.reason([*messages, NEXT]) == "reasoning"
+
+
 def test_a_fork_goes_on_from_its_own_path():
     conversation = Conversation(EMBEDDED)
     trunk = conversation.turn(OPENING, "a trunk " * 20)
