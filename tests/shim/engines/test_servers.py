@@ -262,8 +262,7 @@ def of_versions(first, change, second, stop):
     return {"weight_versions": spans}
 
 
-ABORTED = {"reply": "aborted"}
-RETRACTED = {"only": "sglang", "reply": "aborted"}
+ABORTED, RETRACT = {"reply": "aborted"}, {"only": "sglang", "reply": "aborted"}
 UPDATED = {"only": "vllm", "reply": "spans"}
 CACHED = {"only": "sglang", "reply": "cached"}
 WHOLE = {"complete": True, "ended": True}
@@ -296,12 +295,7 @@ TAKEN = [
     ),
     # what servers did in the midst of other things
     ("finish_reason", as_it_is, {"finish_reason": "abort", **BROKEN}, ABORTED),
-    (
-        "weight_versions",
-        as_it_is,
-        of_versions("default", 8, "v-retract", 12),
-        RETRACTED,
-    ),
+    ("weight_versions", as_it_is, of_versions("default", 8, "v-retract", 12), RETRACT),
     ("weight_versions", as_it_is, of_versions("step-1", 37, "step-2", 40), UPDATED),
     ("cached_tokens", as_it_is, {"cached_tokens": 9}, CACHED),
 ]

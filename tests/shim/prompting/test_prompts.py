@@ -58,9 +58,10 @@ def raises(condition):
     return "{% if " + condition + " %}{{ raise_exception('no') }}{% endif %}"
 
 
-THOUGHT = "<think>{{ message.reasoning_content }}</think>{% endif %}" + CONTENT
-KEEPS_REASONING = shown_as("{% if message.reasoning_content %}" + THOUGHT)
-DROPS_REASONING = shown_as("{% if message.reasoning_content and loop.last %}" + THOUGHT)
+DROPS_REASONING = shown_as(
+    "{% if message.reasoning_content and loop.last %}"
+    "<think>{{ message.reasoning_content }}</think>{% endif %}" + CONTENT
+)
 # the last reply is written otherwise than those before it
 REWRITES = shown_as(
     "{% if message.role == 'assistant' and loop.index0 + 2 == messages | length %}"
@@ -85,9 +86,7 @@ LATE = raises("messages[-1].role == 'system'") + AS_STRING.replace(
     "template, says",
     {
         "ChatML": (AS_STRING, "append"),
-        "keeps reasoning": (KEEPS_REASONING, "append"),
         "drops reasoning": (DROPS_REASONING, "append"),
-        "trims": (shown_as("{{ message.content | trim }}"), "append"),
         "opens the reasoning": (AS_STRING.replace(*OPENS), "append"),
         "writes the last reply otherwise": (REWRITES, "append"),
         "writes a reply with two ends": (
