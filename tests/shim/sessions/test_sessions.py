@@ -90,14 +90,14 @@ async def test_a_prompt_that_fits_exactly_is_taken(start):
 
 async def test_finishing_writes_what_the_trainer_says(start):
     gateway = await start("a")
-    session = await gateway.open(group_id="g", metadata={"task": 1}, reward=0)
+    session = await gateway.open(group_id="g", metadata={"task": 3**50}, reward=0)
     await session.ask()
     (line,) = gateway.sessions()
     assert (line["reward"], line["ended_by"], line["turns"]) == (0.0, None, 0)
     summary = await session.end(reward=0.5, metadata={"tests": [3, 4]})
     assert (summary["status"], summary["ended_by"]) == ("closed", "finish")
     assert (summary["reward"], summary["turns"]) == (0.5, 1)
-    assert summary["metadata"] == {"task": 1, "tests": [3, 4]}
+    assert summary["metadata"] == {"task": 3**50, "tests": [3, 4]}
     (line,) = gateway.sessions()
     assert (line["reward"], line["group_id"], line["error"]) == (0.5, "g", None)
     assert (line["turns"], line["output_tokens"], line["ended_by"]) == (1, 2, "finish")
