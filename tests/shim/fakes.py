@@ -257,6 +257,11 @@ def rendered(renderer: ChatRenderer, messages: Any, tools: Any = None) -> Ids:
     return renderer.encode(renderer.text(messages, tools)).ids
 
 
+def text_of(ids: Any, renderer: ChatRenderer = RENDERER) -> str:
+    """A text with its control tokens."""
+    return renderer.decode(np.asarray(ids, np.int32), ended=False)
+
+
 def sampled(text: str, **changes: Any) -> Sample:
     """The bytes of a text and the end of the message, each of logprob -place / 1000."""
     encoded = RENDERER.encode(text + "<|im_end|>").ids

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 import trajkit as tk
@@ -16,6 +15,7 @@ from tests.shim.fakes import (
     cases,
     sampled,
     sampled_call,
+    text_of,
     tool,
 )
 from trajkit_shim.errors import EngineError
@@ -23,10 +23,6 @@ from trajkit_shim.errors import EngineError
 pytestmark = pytest.mark.anyio
 
 CALL = sampled_call()
-
-
-def spelled(ids) -> str:
-    return RENDERER.decode(np.array(ids, np.int32), ended=False)
 
 
 async def test_a_reply_of_text(start):
@@ -41,7 +37,7 @@ async def test_a_reply_of_text(start):
     assert (turn["session_id"], turn["turn_index"]) == (session.id, 0)
     assert turn["prompt_ids"] == engine.prompts[0].tolist()
     # a stop string is sampled and not shown
-    assert spelled(turn["output_ids"]) == "one\ntwo<|im_end|>"
+    assert text_of(turn["output_ids"]) == "one\ntwo<|im_end|>"
     assert turn["output_logprobs"] == pytest.approx([-k / 1000 for k in range(8)])
     assert (turn["finish_reason"], turn["trainable"]) == ("stop", True)
     assert turn["weight_versions"] == [{"version": "v0", "start": 0, "stop": 8}]
@@ -175,7 +171,7 @@ async def test_reasoning_that_the_prompt_opens(start):
     session = await gateway.open()
     reply, cut = [(await session.post()).json() for _ in script]
     turn, _ = gateway.turns()
-    assert spelled(gateway.engine.prompts[0]).endswith("<think>\n")
+    assert text_of(gateway.engine.prompts[0]).endswith("<think>\n")
     message = reply["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("hello", "hm")
     assert json.loads(turn["response"]["body"])["reasoning_content"] == "hm"

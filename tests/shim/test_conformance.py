@@ -20,7 +20,7 @@ from tests.shim.conformance import (
     each_of,
     tables,
 )
-from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded, sampled, sampled_call
+from tests.shim.fakes import ScriptedEngine, Threaded, sampled, sampled_call, text_of
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -80,8 +80,7 @@ async def test_a_call_that_is_answered(start, name, stream, case, cell):
     assert (turn["use_tool"], turn["ill_formed"]) == (calls > 0, broken)
     if failed:
         assert turn["messages"][-1]["role"] == "tool"
-        prompt = RENDERER.decode(gateway.engine.prompts[1], ended=False)
-        assert "no such file" in prompt
+        assert "no such file" in text_of(gateway.engine.prompts[1])
 
 
 FAILING = {

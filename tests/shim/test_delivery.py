@@ -238,6 +238,7 @@ async def test_an_answer_that_is_lost_at_the_end(session, monkeypatch, how, what
     await asyncio.gather(call, return_exceptions=True)
     await session.end(how)
     assert logged(session) == [LOST if how == "finish" else (False, "dropped")]
+    assert [line["ended_by"] for line in session.gateway.sessions()] == [how]
 
 
 async def test_no_amendment_that_could_not_be_written_is_forgotten(session):

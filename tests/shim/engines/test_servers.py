@@ -42,6 +42,7 @@ MISSING = object()
 NAN, INFINITY = float("nan"), float("inf")
 
 
+DETAILS = "usage.prompt_tokens_details."
 # where SGLang and vLLM have a field
 PLACES = {
     "request_id": ("meta_info.id", "request_id"),
@@ -50,10 +51,7 @@ PLACES = {
     "finish_reason": ("meta_info.finish_reason.type", "choices.0.finish_reason"),
     "prompt_tokens": ("meta_info.prompt_tokens", "usage.prompt_tokens"),
     "completion_tokens": ("meta_info.completion_tokens", "usage.completion_tokens"),
-    "cached_tokens": (
-        "meta_info.cached_tokens",
-        "usage.prompt_tokens_details.cached_tokens",
-    ),
+    "cached_tokens": ("meta_info.cached_tokens", DETAILS + "cached_tokens"),
     "weight_versions": ("meta_info.weight_versions", "choices.0.weight_versions"),
 }
 
@@ -273,10 +271,7 @@ TAKEN = [
     ("finish_reason", "length", {"complete": True, "ended": False}),
     *(
         ("finish_reason", word, {"finish_reason": word, **BROKEN})
-        for word in (
-            *("abort", "ABORT", "error", "STOP"),
-            *("repetition", "content_filter", None),
-        )
+        for word in (*"abort ABORT error STOP repetition content_filter".split(), None)
     ),
     ("meta_info.finish_reason", None, {"finish_reason": None}, {"only": "sglang"}),
     # the prefix of ids may be missing
@@ -498,6 +493,7 @@ def test_a_prompt_that_no_engine_gets(prompt, says):
 SGLANG, VLLM = RECORDED["sglang"], RECORDED["vllm"]
 TAG = '{"type": "structural_tag"}'
 AS_SAMPLED = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+AS_SGLANG = {"no_stop_trim": True, **AS_SAMPLED}
 AS_VLLM = {"n": 1, "logprobs": 0, "include_stop_str_in_output": True, **AS_SAMPLED}
 UNSHAPED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 SHAPED = {"temperature": 0.5, "stop": ["\n"], "stop_token_ids": [2]}
@@ -507,11 +503,7 @@ SENT = {
         {
             "rid": "r1",
             "input_ids": PROMPT.tolist(),
-            "sampling_params": {
-                "max_new_tokens": 40,
-                "no_stop_trim": True,
-                **AS_SAMPLED,
-            },
+            "sampling_params": {"max_new_tokens": 40, **AS_SGLANG},
             "return_logprob": True,
         },
         SHAPED | {"sampling_seed": 7, "structural_tag": TAG, "min_p": 0.0},

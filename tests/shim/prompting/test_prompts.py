@@ -68,6 +68,8 @@ REWRITES = shown_as(
     "[last]{% endif %}" + CONTENT
 )
 NO_END = AS_STRING.replace("<|im_end|>", "!").replace("<|im_start|>", "# ")
+TWO_ENDS = AS_STRING.replace("\n</tool_call>", "<|im_end|>\n</tool_call>")
+NO_RESULTS = raises("messages[-1].role == 'tool'") + AS_STRING
 COUNTS = AS_STRING.replace(
     "{%- if add_generation_prompt -%}",
     "{% if messages | length > 2 %}{{ messages[1].content | length }}"
@@ -89,17 +91,11 @@ LATE = raises("messages[-1].role == 'system'") + AS_STRING.replace(
         "drops reasoning": (DROPS_REASONING, "append"),
         "opens the reasoning": (AS_STRING.replace(*OPENS), "append"),
         "writes the last reply otherwise": (REWRITES, "append"),
-        "writes a reply with two ends": (
-            AS_STRING.replace("\n</tool_call>", "<|im_end|>\n</tool_call>"),
-            "append",
-        ),
+        "writes a reply with two ends": (TWO_ENDS, "append"),
         "moves tools on": (MOVES_TOOLS, "user message with tools: .*moves what was"),
         "writes no end": (NO_END, "(; rendered at .*: no token ends a reply){3}$"),
         "counts letters": (COUNTS, "at a user message .*depends on the reply"),
-        "takes no results": (
-            raises("messages[-1].role == 'tool'") + AS_STRING,
-            "at a tool message with tools: .*rejects what follows",
-        ),
+        "takes no results": (NO_RESULTS, "at a tool message .*rejects what follows"),
         "takes no late system message": (LATE, r"shown as reminders .*--late-system"),
     },
 )

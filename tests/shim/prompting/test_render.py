@@ -22,6 +22,7 @@ from tests.shim.fakes import (
     raises,
     rendered,
     said,
+    text_of,
     tool,
     user,
 )
@@ -41,10 +42,6 @@ START, END, CALL = 256, 257, 258
 RENDERER = byte_renderer()
 CONTENT = "{{ message.content }}"
 WHOLE = load_tokenizer()
-
-
-def text_of(ids):
-    return RENDERER.decode(ids, ended=False)
 
 
 def control(ids):

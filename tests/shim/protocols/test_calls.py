@@ -20,6 +20,7 @@ from tests.shim.fakes import (
     parse_reply,
     said,
     sampled_call,
+    text_of,
     user,
 )
 from trajkit_shim.chat.request import Required, Usage, make_reply
@@ -33,7 +34,7 @@ CALL = sampled_call("f", '{"n":  1.50e1}')
 
 def shown(gateway):
     """The text of the latest prompt."""
-    return gateway.renderer.decode(gateway.engine.prompts[-1], ended=False)
+    return text_of(gateway.engine.prompts[-1], gateway.renderer)
 
 
 # What a client requires of the form of a reply

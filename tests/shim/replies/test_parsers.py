@@ -35,14 +35,11 @@ pytestmark = pytest.mark.anyio
 # Replies of families
 
 DATA = json.loads((Path(__file__).parents[1] / "models/families.json").read_text())
-FORM_OF = {
-    name: family["form"]
-    for name, family in DATA["families"].items()
-    if "form" in family
-}
+FAMILIES = DATA["families"]
+FORMS_OF_FAMILIES = sorted({f["form"] for f in FAMILIES.values() if "form" in f})
 REPLIES = [
     pytest.param(name, reply, id=f"{name}-{reply['id']}")
-    for name, family in DATA["families"].items()
+    for name, family in FAMILIES.items()
     for reply in family["replies"]
 ]
 
@@ -53,13 +50,13 @@ def squeezed(text):
 
 @pytest.mark.parametrize(("name", "reply"), REPLIES)
 def test_a_reply_of_a_family(name, reply):
-    family = DATA["families"][name]
+    family = FAMILIES[name]
     ends = "|".join(map(re.escape, family["end_tokens"]["list"]))
     text = re.sub(f"(?:{ends})$", "", reply["sampled"])
     seed = name == "seed-oss"
     opened = not seed and END_THINK in text and THINK not in text
     tags = THOUGHTS[0] if seed else (THINK, END_THINK)
-    form = FORMS.get(FORM_OF.get(name))
+    form = FORMS.get(family.get("form"))
     found = FormParser(form, tags).read(text, DATA["tools"], opened=opened)
     assert not found.ill_formed
     assert squeezed(found.reasoning) == squeezed(reply["reasoning"])
@@ -69,11 +66,10 @@ def test_a_reply_of_a_family(name, reply):
     ] == [(c["name"], c["arguments"], c.get("id", "")) for c in reply["calls"]]
 
 
-@pytest.mark.parametrize("form", sorted(set(FORM_OF.values())))
+@pytest.mark.parametrize("form", FORMS_OF_FAMILIES)
 def test_half_of_a_call_is_ill_formed_text(form):
     """Where a call of the family is cut, nothing is lost and nothing is guessed."""
-    name = next(name for name, known in FORM_OF.items() if known == form)
-    family = DATA["families"][name]
+    family = next(each for each in FAMILIES.values() if each.get("form") == form)
     reply = next(reply for reply in family["replies"] if len(reply["calls"]) == 1)
     text = reply["sampled"].removesuffix(family["end_tokens"]["after_call"])
     if form == "gpt-oss":
@@ -474,15 +470,13 @@ EITHER = forced(F, G)
         "any JSON or calls": ({"schema": {}}, either(ANY_JSON, EITHER)),
         "a schema and a call": ({"schema": SCHEMA, "call": True}, EITHER),
         "a schema": ({"schema": SCHEMA, "tools": None}, TEXT),
+        "nothing": ({"pins": ["regex"]}, None),
+        "one call of none": ({"parallel": False, "tools": None}, None),
     },
 )
 def test_the_reply(required, wanted):
-    assert made(**required) == {"type": "structural_tag", "format": wanted}
-
-
-def test_no_grammar():
-    assert made(pins=["regex"]) is None
-    assert made(pins=["regex"], parallel=False, tools=None) is None
+    found = {"type": "structural_tag", "format": wanted} if wanted else None
+    assert made(**required) == found
 
 
 def test_reasoning_comes_first():

@@ -351,20 +351,6 @@ async def test_no_secret_is_logged(start, caplog):
         assert not any(hidden in line for line in lines)
 
 
-# What a disk or a text does at an end
-
-
-@pytest.mark.parametrize("how", ["finish", "drop"])
-async def test_an_end_that_could_not_be_written_is_written_when_asked_again(start, how):
-    gateway = await start()
-    session = await gateway.open()
-    with full_disk():
-        await session.end(how, 500)
-    await session.end(how)
-    (line,) = gateway.sessions()
-    assert line["ended_by"] == how
-
-
 async def test_half_a_surrogate_pair_is_shown_to_the_trainer(start):
     gateway = await start("a")
     session = await gateway.open()
