@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -364,10 +365,11 @@ def hint_for(path: str, value: object) -> str:
 def reward_option(
     path: str, value: object, number: Callable[[Any], object] = lambda value: value
 ) -> str:
-    """The option that takes the first number in a value as the reward, or empty."""
+    """The option that takes the first finite number in a value as the reward, or empty."""
     own = number(value)
     if isinstance(own, int | float) and not isinstance(own, bool):
-        return map_option("reward", path)
+        is_finite = abs(own) <= sys.float_info.max
+        return map_option("reward", path) if is_finite else ""
     parts: dict[str, Any] = value if isinstance(value, dict) else {}
     names = sorted(parts, key=lambda name: name != "value")
     found = (reward_option(f"{path}.{name}", parts[name], number) for name in names)
