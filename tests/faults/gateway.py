@@ -221,6 +221,7 @@ shim/trajkit_shim/protocols/gemini.py: shim/protocols shim/test_conformance shim
     types of schemas stay in upper case
         |schema.lower() if key == "type" and schema in _TYPES else schema| -> |schema|
 shim/trajkit_shim/protocols/base.py: shim/protocols shim/test_conformance shim/test_app
+        shim/sessions:finishing
     a line break in arguments ends an event
         |raw.text.replace("\\n", " ").replace("\\r", " ")| -> |raw.text|
     half a character ends the connection

@@ -9,11 +9,12 @@ from typing import ClassVar
 
 import anthropic
 import openai
+import pytest
 from google.genai import errors as google
 from google.genai import types
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from tests.shim.clients import TOOLS, image_part, saying
+from tests.shim.clients import NAMES, TOOLS, image_part, saying
 from tests.shim.fakes import said, tool, user
 
 
@@ -401,6 +402,17 @@ ASKED = {
         {"generationConfig": {"temperature": 9.0}},
     ),
 }
+
+
+def each_of(table):
+    """Run a test for each case and protocol that has a cell in a table."""
+    given = [
+        pytest.param(case, name, cell, id=f"{case}-{name}")
+        for case, cells in table.items()
+        for name, cell in zip(NAMES, cells, strict=True)
+        if cell is not None
+    ]
+    return pytest.mark.parametrize(("case", "name", "cell"), given)
 
 
 def _markdown(columns, rows) -> str:

@@ -6,14 +6,9 @@ import sys
 import pytest
 
 _SERVERS = {"TRAJKIT_SGLANG_PYTHON", "TRAJKIT_VLLM_PYTHON"} & {*os.environ}
-collect_ignore = [
-    *([] if _SERVERS else ["engines/test_real.py"]),
-    *(
-        []
-        if _SERVERS and "TRAJKIT_CLIENTS" in os.environ
-        else ["engines/test_real_clients.py"]
-    ),
-]
+collect_ignore = [] if _SERVERS else ["engines/test_real.py"]
+if not _SERVERS or "TRAJKIT_CLIENTS" not in os.environ:
+    collect_ignore.append("engines/test_real_clients.py")
 
 
 @pytest.fixture

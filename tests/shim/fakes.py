@@ -1,6 +1,7 @@
 """A tokenizer of single bytes, a ChatML template, and an engine with a script."""
 
 import asyncio
+import errno
 import json
 import os
 import queue
@@ -119,6 +120,17 @@ def fails(*error: object, raised: type[Exception] = OSError) -> Callable[..., An
         raise raised(*error)
 
     return failing
+
+
+FULL = fails(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def full_disk(place: object = os, what: str = "write") -> Iterator[None]:
+    """Meanwhile nothing can be written, or nothing of a kind to a log."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, what, FULL)
+        yield
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -243,6 +255,11 @@ def remember(
 def rendered(renderer: ChatRenderer, messages: Any, tools: Any = None) -> Ids:
     """The ids of the prompt for the next assistant message."""
     return renderer.encode(renderer.text(messages, tools)).ids
+
+
+def text_of(ids: Any, renderer: ChatRenderer = RENDERER) -> str:
+    """A text with its control tokens."""
+    return renderer.decode(np.asarray(ids, np.int32), ended=False)
 
 
 def sampled(text: str, **changes: Any) -> Sample:

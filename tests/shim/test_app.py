@@ -2,11 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
 
 import trajkit as tk
-from tests.made_tables import linearized
 from tests.shim.clients import FREE, USER
 from tests.shim.fakes import (
     AS_STRING,
@@ -17,6 +15,7 @@ from tests.shim.fakes import (
     cases,
     sampled,
     sampled_call,
+    text_of,
     tool,
 )
 from trajkit_shim.errors import EngineError
@@ -24,10 +23,6 @@ from trajkit_shim.errors import EngineError
 pytestmark = pytest.mark.anyio
 
 CALL = sampled_call()
-
-
-def spelled(ids) -> str:
-    return RENDERER.decode(np.array(ids, np.int32), ended=False)
 
 
 async def test_a_reply_of_text(start):
@@ -42,7 +37,7 @@ async def test_a_reply_of_text(start):
     assert (turn["session_id"], turn["turn_index"]) == (session.id, 0)
     assert turn["prompt_ids"] == engine.prompts[0].tolist()
     # a stop string is sampled and not shown
-    assert spelled(turn["output_ids"]) == "one\ntwo<|im_end|>"
+    assert text_of(turn["output_ids"]) == "one\ntwo<|im_end|>"
     assert turn["output_logprobs"] == pytest.approx([-k / 1000 for k in range(8)])
     assert (turn["finish_reason"], turn["trainable"]) == ("stop", True)
     assert turn["weight_versions"] == [{"version": "v0", "start": 0, "stop": 8}]
@@ -95,21 +90,8 @@ async def test_an_incomplete_reply_is_context_only(start, reason):
     assert (aborted["finish_reason"], aborted["turn_index"]) == (reason, 0)
     assert (retried["trainable"], retried["turn_index"]) == (True, 1)
     tk.validate(log)
-    rows, report = linearized(log, policy="slime", reward=1.0)
-    assert [sum(mask) for mask in rows["loss_mask"].to_pylist() if any(mask)] == [2]
-    assert report["lost_untrainable"].to_pylist() == [4]
     # nothing of it is gone on from
     assert (await session.shown())["prompts"] == {"opening": 2}
-
-
-async def test_the_name_of_a_session_is_used_once(start):
-    gateway = await start()
-    session = await gateway.open(session_id="mine", metadata={"task": 3**50})
-    for how in ("finish", "drop"):
-        await gateway.post("/sessions", 409, session_id="mine")
-        assert (await session.end(how))["metadata"] == {"task": 3**50}
-    assert session.key not in (await session.error(410))["message"]
-    assert (await gateway.http.get("/sessions/other")).status_code == 404
 
 
 async def test_max_turns_counts_answered_calls(start):
@@ -189,7 +171,7 @@ async def test_reasoning_that_the_prompt_opens(start):
     session = await gateway.open()
     reply, cut = [(await session.post()).json() for _ in script]
     turn, _ = gateway.turns()
-    assert spelled(gateway.engine.prompts[0]).endswith("<think>\n")
+    assert text_of(gateway.engine.prompts[0]).endswith("<think>\n")
     message = reply["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("hello", "hm")
     assert json.loads(turn["response"]["body"])["reasoning_content"] == "hm"

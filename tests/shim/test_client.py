@@ -49,13 +49,6 @@ def test_a_session_from_its_opening_to_its_reward(tmp_path):
     assert rewards.to_pylist()[0] == {"session_id": "a", "reward": 0.75}
 
 
-def test_errors_have_the_status_and_the_place(tmp_path):
-    with gateways(tmp_path, ScriptedEngine(), admin_token="t") as urls:
-        match = f"POST /sessions of the gateway at {urls[0]}: .*admin token is missing"
-        with GatewayClient(urls) as client, raises(GatewayError, match, status=401):
-            client.open("a")
-
-
 def test_a_gateway_that_is_gone(tmp_path):
     with gateways(tmp_path, ScriptedEngine()) as urls:
         pass

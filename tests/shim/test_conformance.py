@@ -17,9 +17,10 @@ from tests.shim.conformance import (
     MIDDLE,
     SENDING,
     Failure,
+    each_of,
     tables,
 )
-from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded, sampled, sampled_call
+from tests.shim.fakes import ScriptedEngine, Threaded, sampled, sampled_call, text_of
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -45,16 +46,6 @@ SAMPLED = {
 }
 
 
-def each_of(table):
-    """Run a test for each case and protocol that has a word for it."""
-    given = [
-        pytest.param(case, name, word, id=f"{case}-{name}")
-        for case, words in table.items()
-        for name, word in zip(NAMES, words, strict=True)
-    ]
-    return pytest.mark.parametrize(("case", "name", "word"), given)
-
-
 def asked(case, name):
     return dict(zip(NAMES, ASKED.get(case, [{}] * 4), strict=True))[name]
 
@@ -65,10 +56,7 @@ def arguments(given):
 
 @BOTH
 @each_of(ENDS)
-async def test_a_call_that_is_answered(start, name, stream, case, word):
-    if word is None:
-        # the protocol has no such case
-        return
+async def test_a_call_that_is_answered(start, name, stream, case, cell):
     driver, (reply, text, reasoning, calls) = DRIVERS[name], SAMPLED[case]
     failed = case == "after a tool that failed"
     gateway = await start(*[CALL] * failed, reply, "more")
@@ -82,7 +70,7 @@ async def test_a_call_that_is_answered(start, name, stream, case, word):
     sent += answer.echo + driver.user("and?")
     await driver.ask(client, sent, stream=stream)
     assert gateway.turns()[-1]["messages"][-2]["key"] == turn["response"]["key"]
-    assert answer.end == word
+    assert answer.end == cell
     assert (answer.text, answer.reasoning) == (text, reasoning)
     assert [(n, arguments(a)) for n, a in answer.calls] == [("f", {"n": 15})] * calls
     assert len(set(answer.ids)) == calls
@@ -92,8 +80,7 @@ async def test_a_call_that_is_answered(start, name, stream, case, word):
     assert (turn["use_tool"], turn["ill_formed"]) == (calls > 0, broken)
     if failed:
         assert turn["messages"][-1]["role"] == "tool"
-        prompt = RENDERER.decode(gateway.engine.prompts[1], ended=False)
-        assert "no such file" in prompt
+        assert "no such file" in text_of(gateway.engine.prompts[1])
 
 
 FAILING = {
@@ -101,43 +88,35 @@ FAILING = {
     "the engine fails": EngineError("out of memory"),
     "the engine cuts the call short": sampled("half", finish_reason="abort"),
     "a fault of the gateway": RuntimeError("bug"),
-    # six tokens
-    "no turn left": "first",
-    "no token left": "first",
 }
+# by a reply of six tokens
+USED_UP = {"no turn left": {"max_turns": 1}, "no token left": {"max_output_tokens": 6}}
 
 
 @BOTH
 @each_of({case: words for case, (_, words) in FAILURES.items()})
-async def test_a_call_that_fails(start, name, stream, case, word):
+async def test_a_call_that_fails(start, name, stream, case, cell):
     driver = DRIVERS[name]
     context = 20 if case == "a prompt that is too long" else 2000
-    script = [FAILING[case]] if case in FAILING else []
-    engine = ScriptedEngine(*script, context=context)
+    engine = ScriptedEngine(FAILING.get(case, "first"), context=context)
     gateway = await start(engine=engine, max_body_bytes=4000)
-    limits = {
-        "no turn left": {"max_turns": 1},
-        "no token left": {"max_output_tokens": 6},
-    }
-    session = await gateway.open(**limits.get(case, {}))
-    sent, before = driver.user("hi"), 0
+    session = await gateway.open(**USED_UP.get(case, {}))
+    sent = driver.user("x" * 4000 if case == "a body that is too long" else "hi")
     if case == "an unknown session":
         session.key = "other"
     elif case == "a closed session":
         await session.end()
     elif case == "an image":
         sent = driver.image()
-    elif case == "a body that is too long":
-        sent = driver.user("x" * 4000)
-    elif case in limits:
+    elif case in USED_UP:
         await driver.ask(driver.client(session), sent, stream=stream)
-        before = 1
+    before = len(gateway.turns())
     call = driver.ask(driver.client(session), sent, stream=stream, **asked(case, name))
     with pytest.raises(Failure) as caught:
         await call
     recorded = [turn["trainable"] for turn in gateway.turns()[before:]]
     failure = caught.value
-    assert (failure.status, failure.word) == (FAILURES[case][0], word)
+    assert (failure.status, failure.word) == (FAILURES[case][0], cell)
     assert failure.message
     if case == "a prompt that is too long":
         # the words that make clients compact
@@ -147,21 +126,11 @@ async def test_a_call_that_fails(start, name, stream, case, word):
     assert recorded == ([False] if case == "the engine cuts the call short" else [])
 
 
-async def cut(session, what, stalled):
-    """What cuts the session's call off, its client apart."""
-    post = session.gateway.admin.post
-    if what == "the gateway is drained":
-        await post("/admin/drain", json={"wait_seconds": 0})
-    elif "the engine" in what:
-        stalled.release.set()
-    else:
-        how = {"its session is finished": "finish", "its session is dropped": "drop"}
-        await post(f"{session.path}/{how[what]}")
-
-
-STALLED = {
-    "the engine cuts the call short": sampled("hello", finish_reason="abort"),
-    "the engine fails": EngineError("out of memory"),
+# what a trainer asks, of the session's path
+ENDING = {
+    "its session is finished": ("{}/finish", {}),
+    "its session is dropped": ("{}/drop", {}),
+    "the gateway is drained": ("/admin/drain", {"wait_seconds": 0}),
 }
 
 
@@ -177,12 +146,10 @@ STALLED = {
 )
 async def test_a_call_that_is_cut_off(tmp_path, start, name, what, when, stream):
     recorded, words = CUTS[what, when]
-    driver, heard = DRIVERS[name], asyncio.Event()
-    stalled = Threaded(STALLED.get(what, "hello"))
-    sending = when == SENDING
+    driver, heard, sending = DRIVERS[name], asyncio.Event(), when == SENDING
+    stalled = Threaded(FAILING.get(what, "hello"))
     script = ["x" * 600_000] if sending else [stalled, "hello"]
     engine = ScriptedEngine("first", *script, context=10**6 if sending else 2000)
-    answer, failure = None, None
     options = {"max_new_tokens": 10**6, "ping_seconds": 0.01 if when == MIDDLE else 60}
     gateway = await start(engine=engine, place=OnSocket, **options)
     session = await gateway.open()
@@ -203,30 +170,24 @@ async def test_a_call_that_is_cut_off(tmp_path, start, name, what, when, stream)
         await heard.wait()
     if not sending:
         assert await asyncio.to_thread(stalled.entered.wait, 60)
-    if words is None:
-        if not sending:
-            call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-    else:
-        await cut(session, what, stalled)
-        try:
-            answer = await call
-        except Failure as error:
-            failure = error
+    if what in ENDING:
+        path, fields = ENDING[what]
+        await gateway.admin.post(path.format(session.path), json=fields)
+    elif words is not None:
+        stalled.release.set()
+    elif not sending:
+        call.cancel()
+    with pytest.raises(asyncio.CancelledError if words is None else Failure) as caught:
+        await call
     if not sending and "engine" not in what:
         assert await asyncio.to_thread(stalled.cancelled.wait, 60)
     await gateway.aclose()
     first, *rest = tk.read_turns(tmp_path)["trainable"].to_pylist()
     assert first == (what != "its session is dropped")
-    assert rest == {"nothing": [], "context only": [False]}.get(recorded, [True])
-    if words is None:
-        return
-    word = dict(zip(NAMES, words, strict=True))[name]
-    if answer is not None:
-        assert (answer.end, answer.text) == (word, "hello")
-    else:
-        assert failure.word == word
+    assert rest == [False] * (recorded == "context only")
+    if words is not None:
+        failure = caught.value
+        assert failure.word == dict(zip(NAMES, words, strict=True))[name]
         assert failure.message
         assert when == MIDDLE or failure.status == 410
 

@@ -2,23 +2,22 @@
 
 import asyncio
 import json
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import Mock
 
 import anthropic
 import pytest
 from hypothesis import example, given
 
-from tests.shim.clients import BODIES, USER, Session, http, http_of
-from tests.shim.fakes import Held, ScriptedEngine, cases, fails, sampled, until
+from tests.shim.clients import BODIES, USER, OnSocket, Session, http, http_of
+from tests.shim.fakes import Held, cases, fails, full_disk, sampled, until
 from tests.strategies import delivery_steps
 from trajkit_shim.delivery import KEPT, PendingReply, is_retry
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
 
-FULL = fails(28, "No space left on device")
 RETRY = {"x-stainless-retry-count": "1"}
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 LOST, DELIVERED = (False, "undelivered"), (True, None)
@@ -91,14 +90,6 @@ async def stuck(session):
     return call
 
 
-@contextmanager
-def full_disk(session, what="amend", failing=FULL):
-    """Meanwhile the log of a session's gateway takes nothing of a kind."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session.gateway.log, what, failing)
-        yield
-
-
 def logged(session):
     """``trainable`` and ``amended`` of each turn."""
     turns = session.gateway.table().to_pylist()
@@ -128,19 +119,6 @@ async def test_an_answer(session, stream, how, told):
     assert (await session.shown())["undelivered"] == (told == LOST)
 
 
-@cases(
-    "lost_after, told",
-    {"the head": (1, LOST), "half of it": (2, LOST), "all of it": (3, DELIVERED)},
-)
-async def test_a_client_that_leaves_in_the_midst_of_a_long_answer(
-    start, lost_after, told
-):
-    engine = ScriptedEngine("x" * 100_000, context=10**6)
-    session = await (await start(engine=engine, max_new_tokens=10**6)).open()
-    await Line(session, lost_after=lost_after).ask()
-    assert logged(session) == [told]
-
-
 @pytest.mark.parametrize("noticed", [True, False])
 @cases(
     "lost_with, told",
@@ -160,21 +138,12 @@ async def test_a_client_that_leaves_a_stream_that_has_begun(
     assert logged(session) == [told]
 
 
-@cases(
-    "dropped, told", {"cancelled": (False, LOST), "dropped": (True, (False, "dropped"))}
-)
-async def test_a_request_that_ends_while_its_answer_is_sent(
-    session, monkeypatch, dropped, told
-):
-    """A turn stays dropped when its answer is lost later."""
+async def test_a_dropped_turn_whose_answer_is_lost_stays_dropped(session, monkeypatch):
     monkeypatch.setattr("trajkit_shim.sessions.sessions._GRACE_SECONDS", 0.0)
     call = await stuck(session)
-    if dropped:
-        await session.end("drop")
-    else:
-        call.cancel()
+    await session.end("drop")
     await asyncio.gather(call, return_exceptions=True)
-    assert logged(session) == [told]
+    assert logged(session) == [(False, "dropped")]
 
 
 async def test_an_answer_that_cannot_be_written_is_not_delivered(session, monkeypatch):
@@ -246,7 +215,7 @@ async def test_a_client_that_leaves_before_it_has_sent_its_request(session, capl
 
 async def test_a_session_ends_once_its_amendments_are_written(session):
     """Otherwise a turn would train whose answer nobody received."""
-    with full_disk(session):
+    with full_disk(session.gateway.log, "amend"):
         await Line(session, lost_after=1).ask()
         assert logged(session) == [DELIVERED]
         error = (await session.end(status=500, reward=1.0))["error"]
@@ -258,20 +227,23 @@ async def test_a_session_ends_once_its_amendments_are_written(session):
 
 
 @pytest.mark.parametrize("how", ["finish", "drop"])
-async def test_an_answer_that_is_lost_at_the_end_is_written(session, monkeypatch, how):
+@pytest.mark.parametrize("what", ["amend", "write_session"])
+async def test_an_answer_that_is_lost_at_the_end(session, monkeypatch, how, what):
+    """Its request ends whatever cannot be written."""
     monkeypatch.setattr("trajkit_shim.sessions.sessions._GRACE_SECONDS", 0.01)
     call = await stuck(session)
-    with full_disk(session):
+    with full_disk(session.gateway.log, what):
         error = (await session.end(how, 500))["error"]
-        assert "an amendment could not be written" in error["message"]
+        assert "could not be written" in error["message"]
     await asyncio.gather(call, return_exceptions=True)
     await session.end(how)
     assert logged(session) == [LOST if how == "finish" else (False, "dropped")]
+    assert [line["ended_by"] for line in session.gateway.sessions()] == [how]
 
 
 async def test_no_amendment_that_could_not_be_written_is_forgotten(session):
     calls = [await stuck(session) for _ in range(2)]
-    with full_disk(session):
+    with full_disk(session.gateway.log, "amend"):
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -291,7 +263,7 @@ async def test_the_last_client_that_leaves_ends_the_work(start):
 
 
 async def test_an_amendment_is_written_before_the_next_turn(session):
-    with full_disk(session):
+    with full_disk(session.gateway.log, "amend"):
         await Line(session, lost_after=1).ask()
     await Line(session).ask()
     assert logged(session) == [LOST, DELIVERED]
@@ -412,11 +384,12 @@ async def test_a_failure_is_no_answer_to_give_again(start, failed, status, turns
     assert (await session.ask())["content"] == "b"
 
 
-async def test_a_call_is_recorded_once_however_that_fails(start):
+async def test_a_call_is_recorded_once_however_that_fails(start, monkeypatch):
     """Otherwise each connection would write the turns again."""
     held, append = Held("a"), Mock(side_effect=OSError("the disk is full"))
     session = await (await start(held)).open(replay=True)
-    with full_disk(session, "append", append):
+    with monkeypatch.context() as patch:
+        patch.setattr(session.gateway.log, "append", append)
         calls = [asyncio.create_task(session.error(500)) for _ in range(2)]
         await joined(session)
         held.release.set()
@@ -434,33 +407,21 @@ async def test_the_last_replies_are_kept(start):
     assert (await session.ask(texts[0], headers=RETRY))["content"] == texts[-1]
 
 
-def retrying(client, library, gateway):
-    """An official client that retries, and loses the first answer on its way."""
-    inner = library.ASGITransport(app=gateway.app, raise_app_exceptions=False)
-    lost = []
-
-    class Losing(library.AsyncBaseTransport):
-        async def handle_async_request(self, request):
-            response = await inner.handle_async_request(request)
-            if not lost:
-                lost.append(await response.aread())
-                raise library.ReadError("the line broke")
-            return response
-
-    line = library.AsyncClient(transport=Losing(), base_url=gateway.url)
-    return client.with_options(http_client=line, max_retries=1)
-
-
 async def test_the_official_clients_say_that_they_retry(start):
-    gateway = await start("a", "b", "c")
-    asked = {"model": "x", "messages": [USER], "max_tokens": 50}
-    own = gateway.client((await gateway.open()).key)
-    async with retrying(own, http, gateway) as client:
-        reply = await client.chat.completions.create(**asked)
-    library = http_of(anthropic.DefaultAsyncHttpxClient)
-    own = gateway.anthropic((await gateway.open()).key)
-    async with retrying(own, library, gateway) as client:
-        message = await client.messages.create(**asked)
+    """Each loses the first answer on its way."""
+    gateway = await start("a", "b", "c", place=OnSocket)
+
+    async def lose(library):
+        gateway.at_head = None
+        raise library.ReadError("the line broke")
+
+    own, other = [(await gateway.open()).key for _ in range(2)]
+    first = gateway.client(own).with_options(max_retries=1).chat.completions
+    second = gateway.anthropic(other).with_options(max_retries=1).messages
+    gateway.at_head = partial(lose, http)
+    reply = await first.create(model="x", messages=[USER])
+    gateway.at_head = partial(lose, http_of(anthropic.DefaultAsyncHttpxClient))
+    message = await second.create(model="x", messages=[USER], max_tokens=50)
     assert len(gateway.turns()) == 2
     assert reply.choices[0].message.content == "a"
     assert message.content[0].text == "b"

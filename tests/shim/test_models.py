@@ -22,14 +22,8 @@ pytestmark = pytest.mark.skipif(DIRECTORY is None, reason="needs TRAJKIT_MODELS"
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", TEN)
-async def test_a_family_is_served_faithfully(name):
+async def test_a_family_is_served_faithfully_and_read_as_transformers_does(name):
     found = await models.check(name, Path(DIRECTORY))
     assert found.faithful, found
-    row = models.PAGE.read_text("utf-8")
-    assert found.row(name) in row
-
-
-@pytest.mark.parametrize("name", TEN)
-def test_a_family_is_read_as_transformers_reads_it(name):
-    folder = Path(DIRECTORY) / name
-    assert models.differences(folder) == []
+    assert found.row(name) in models.PAGE.read_text("utf-8")
+    assert models.differences(Path(DIRECTORY) / name) == []

@@ -23,10 +23,15 @@ def weights(engine):
 
 async def test_pause_update_resume(start, engine):
     assert isinstance(engine, UpdatableEngine)
+    engine.script.append("a")
     gateway = await start(engine=engine)
+    session = await gateway.open()
     update = {"model_path": "/new", "weight_version": "step-1"}
     await gateway.post("/engine/update", 409, **update)
     assert (await gateway.post("/engine/pause", timeout_s=60))["paused"]
+    # calls reach the engine, which holds them: what it samples with is its own affair
+    assert (await session.ask(USER))["content"] == "a"
+    assert (await gateway.get("/healthz"))["status"] == "paused"
     shown = {"paused": True, "pauses_expired": 0}
     updated = await gateway.post("/engine/update", **update)
     assert updated == {**shown, "weight_version": "step-1"}
@@ -34,6 +39,7 @@ async def test_pause_update_resume(start, engine):
         resumed = await gateway.post("/engine/resume")
         assert resumed["paused"] is False
     assert await gateway.get("/engine") == resumed
+    assert (await gateway.get("/healthz"))["status"] == "ok"
     assert engine.told == [("pause",), ("update", "/new", "step-1"), ("resume",)]
 
 
@@ -92,18 +98,3 @@ async def test_an_update_that_fails_leaves_it_to_the_trainer(engine, weights):
     assert weights.paused
     await weights.close()
     assert not weights.paused
-
-
-# Calls
-
-
-async def test_calls_reach_an_engine_that_is_paused(start, engine):
-    """It holds them: what it samples with is its own affair."""
-    engine.script.append("a")
-    gateway = await start(engine=engine)
-    session = await gateway.open()
-    await gateway.post("/engine/pause")
-    assert (await gateway.get("/healthz"))["status"] == "paused"
-    assert (await session.ask(USER))["content"] == "a"
-    await gateway.post("/engine/resume")
-    assert (await gateway.get("/healthz"))["status"] == "ok"

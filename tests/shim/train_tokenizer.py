@@ -9,7 +9,7 @@ file; the shipped one was written with CPython 3.11.7 and tokenizers 0.23.3.
 
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -23,13 +23,7 @@ MARKUP = (
 )
 
 
-def corpus() -> Iterator[str]:
-    """Yield every top-level module of the standard library, in order of their names."""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        yield path.read_text(encoding="utf-8")
-
-
-def train(texts: Iterator[str]) -> Tokenizer:
+def train(texts: Iterable[str]) -> Tokenizer:
     """Return a byte-level BPE tokenizer of ``VOCABULARY`` tokens and the added ones.
 
     Every byte is a token, so every text can be tokenized.
@@ -51,5 +45,7 @@ def train(texts: Iterator[str]) -> Tokenizer:
 
 
 if __name__ == "__main__":
-    text = train(corpus()).to_str(pretty=False) + "\n"
+    # every top-level module of the standard library, in order of their names
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = train(path.read_text("utf-8") for path in paths).to_str(pretty=False) + "\n"
     Path(sys.argv[1]).write_text(text, encoding="utf-8")

@@ -14,10 +14,9 @@ import numpy as np
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from tests.shim.fakes import engine_request, raises
+from tests.shim.fakes import engine_request
 from trajkit_shim.engines.checks import check_sample
 from trajkit_shim.engines.http import SGLangEngine, VLLMEngine
-from trajkit_shim.errors import EngineError
 
 ENGINES = {"sglang": SGLangEngine, "vllm": VLLMEngine}
 RECORDED = {
@@ -132,16 +131,3 @@ async def sample(engine, prompt=PROMPT, **changes):
     found = await engine.generate(request)
     check_sample(found, request.prompt_ids, request.sampling, await engine.info())
     return found
-
-
-async def read(kind, reply, prompt=PROMPT, *, engine=None, **sampling):
-    """The sample of a reply, which an engine with these options gets from a server."""
-    answer = web.json_response(reply)
-    async with Double(kind, answer).engine(**engine or {}) as client:
-        return await sample(client, prompt, **sampling)
-
-
-async def refused(kind, reply, match, *given, **options):
-    """Check that a reply is refused in these words."""
-    with raises(EngineError, match, status=502):
-        await read(kind, reply, *given, **options)

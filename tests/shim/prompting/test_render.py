@@ -1,14 +1,13 @@
 """Prompts: structure that text cannot forge, replays that keep what was sampled, ids."""
 
 import json
-import traceback
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 
 import numpy as np
 import pytest
 from hypothesis import given
-from tokenizers import AddedToken, Encoding, Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from tests.shim.clients import USER
 from tests.shim.fakes import (
@@ -23,11 +22,12 @@ from tests.shim.fakes import (
     raises,
     rendered,
     said,
+    text_of,
     tool,
     user,
 )
 from tests.strategies import spoken_texts
-from trajkit_shim.errors import EngineError, GatewayError, TemplateError
+from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.prompting import render
 from trajkit_shim.prompting.render import (
     NO_LIMIT,
@@ -42,10 +42,6 @@ START, END, CALL = 256, 257, 258
 RENDERER = byte_renderer()
 CONTENT = "{{ message.content }}"
 WHOLE = load_tokenizer()
-
-
-def text_of(ids):
-    return RENDERER.decode(ids, ended=False)
 
 
 def control(ids):
@@ -170,23 +166,29 @@ def showing(text):
     return AS_STRING.replace(CONTENT, text)
 
 
+calls = partial(assistant, "")
+SPACED = '{"a":  1.0}'
+PARTS = showing(
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for block in message.content %}{% if block.type == 'thinking' %}"
+    "[THINK]{{ block.thinking }}[/THINK]{% else %}{{ block.text }}"
+    "{% endif %}{% endfor %}{% endif %}"
+)
+ONE_BESIDE_CALLS = showing(
+    "{% if message.tool_calls and message.content and message.thinking %}"
+    "{{ raise_exception('both') }}{% endif %}{{ message.thinking or '' }}" + CONTENT
+)
+
+
 @cases(
     "template, reply, expected",
     {
-        "arguments as sampled": (
-            AS_STRING,
-            assistant("", '{"a":  1.0}'),
-            '"arguments": {"a":  1.0}}\n',
-        ),
-        "arguments": (
-            AS_JSON,
-            assistant("", '{"a":  1.0}'),
-            '"arguments": {"a": 1.0}}',
-        ),
-        "no arguments": (AS_JSON, assistant("", ""), '"arguments": {}}\n'),
-        "no JSON": (AS_JSON, assistant("", '{"a": '), '"arguments": "{\\"a\\": "}\n'),
-        "too deep to parse": (AS_JSON, assistant("", DEEP), f': "{DEEP}"}}\n'),
-        "half a pair": (AS_JSON, assistant("", '{"a": "\\ud83d"}'), '": "\ufffd"}'),
+        "as sampled": (AS_STRING, calls(SPACED), '"arguments": {"a":  1.0}}\n'),
+        "arguments": (AS_JSON, calls(SPACED), '"arguments": {"a": 1.0}}'),
+        "no arguments": (AS_JSON, calls(""), '"arguments": {}}\n'),
+        "no JSON": (AS_JSON, calls('{"a": '), '"arguments": "{\\"a\\": "}\n'),
+        "too deep to parse": (AS_JSON, calls(DEEP), f': "{DEEP}"}}\n'),
+        "half a pair": (AS_JSON, calls('{"a": "\\ud83d"}'), '": "\ufffd"}'),
         # the separator before a call is not doubled
         **{
             f"separator {text!r}": (
@@ -208,22 +210,9 @@ def showing(text):
             )
             for name in ("reasoning_content", "reasoning", "thinking")
         },
-        "a part of the content": (
-            showing(
-                "{% if message.content is string %}{{ message.content }}{% else %}"
-                "{% for block in message.content %}{% if block.type == 'thinking' %}"
-                "[THINK]{{ block.thinking }}[/THINK]{% else %}{{ block.text }}"
-                "{% endif %}{% endfor %}{% endif %}"
-            ),
-            THINKING,
-            "[THINK]hm[/THINK]Yes.",
-        ),
+        "a part of the content": (PARTS, THINKING, "[THINK]hm[/THINK]Yes."),
         "text and reasoning beside a call where one is taken": (
-            showing(
-                "{% if message.tool_calls and message.content and message.thinking %}"
-                "{{ raise_exception('both') }}{% endif %}{{ message.thinking or '' }}"
-                + CONTENT
-            ),
+            ONE_BESIDE_CALLS,
             assistant("Look.", '{"a": 1}', reasoning_content="hm"),
             "hm\nLook.",
         ),
@@ -268,18 +257,16 @@ def saved(tmp_path):
     return tmp_path
 
 
+INNER = {"text_config": {"eos_token_id": 258}}
+
+
 @cases(
     "generation, config, stops, ends",
     {
         "the tokenizer's": ({}, {}, [], [257]),
         "a list": ({"eos_token_id": [257, 256]}, {}, [], [257, 256]),
         "of the config": ({}, {"eos_token_id": 258}, [], [257, 258]),
-        "of the language model": (
-            {},
-            {"text_config": {"eos_token_id": 258}},
-            [],
-            [257, 258],
-        ),
+        "of the language model": ({}, INNER, [], [257, 258]),
         "given": ({}, {}, ["<tool_call>"], [257, 258]),
     },
 )
@@ -386,15 +373,3 @@ def test_the_longest_token_bounds_a_text_only_where_it_surely_does(
     if bounded:
         for text in ("</tool_call>" * 9, "e\u0301" * 50, "\u1112\u1161\u11ab" * 30):
             assert len(text) // longest <= len(tokenizer.encode(text).ids)
-
-
-def test_the_error_of_a_text_that_is_too_long_does_not_keep_its_encoding():
-    """Garbage collections would free it, and other threads would wait."""
-    with pytest.raises(EngineError, match="at least 6001 tokens") as caught:
-        encode(WHOLE.backend_tokenizer, "a b c " * 2000, 10)
-    kept = [
-        value
-        for frame, _ in traceback.walk_tb(caught.value.__traceback__)
-        for value in frame.f_locals.values()
-    ]
-    assert not [value for value in kept if isinstance(value, Encoding)]

@@ -35,29 +35,11 @@ pytestmark = pytest.mark.anyio
 # Replies of families
 
 DATA = json.loads((Path(__file__).parents[1] / "models/families.json").read_text())
-# the families of each form
-FORM_OF = {
-    name: form
-    for form, names in {
-        "deepseek": "deepseek-v3 deepseek-v3.1",
-        "dsml": "deepseek-v3.2 deepseek-v4",
-        "glm": "glm-4.5 glm-4.6 glm-4.7 glm-5",
-        "gpt-oss": "gpt-oss",
-        "kimi": "kimi-k2 kimi-k2-thinking",
-        "plain-json": "llama-3.1 llama-3.2 llama-3.3",
-        "pythonic": "llama-4",
-        "mistral": "mistral-nemo",
-        "mistral-args": "mistral-small-3.2",
-        "toolcall": "nemotron-nano-v2",
-        "hermes": "qwen2.5 qwen3 qwen3-2507-instruct qwen3-2507-thinking",
-        "qwen3-coder": "nemotron-3-nano qwen3-coder qwen3.5 qwen3.6",
-        "seed-oss": "seed-oss",
-    }.items()
-    for name in names.split()
-}
+FAMILIES = DATA["families"]
+FORMS_OF_FAMILIES = sorted({f["form"] for f in FAMILIES.values() if "form" in f})
 REPLIES = [
     pytest.param(name, reply, id=f"{name}-{reply['id']}")
-    for name, family in DATA["families"].items()
+    for name, family in FAMILIES.items()
     for reply in family["replies"]
 ]
 
@@ -68,13 +50,13 @@ def squeezed(text):
 
 @pytest.mark.parametrize(("name", "reply"), REPLIES)
 def test_a_reply_of_a_family(name, reply):
-    family = DATA["families"][name]
+    family = FAMILIES[name]
     ends = "|".join(map(re.escape, family["end_tokens"]["list"]))
     text = re.sub(f"(?:{ends})$", "", reply["sampled"])
     seed = name == "seed-oss"
     opened = not seed and END_THINK in text and THINK not in text
     tags = THOUGHTS[0] if seed else (THINK, END_THINK)
-    form = FORMS.get(FORM_OF.get(name))
+    form = FORMS.get(family.get("form"))
     found = FormParser(form, tags).read(text, DATA["tools"], opened=opened)
     assert not found.ill_formed
     assert squeezed(found.reasoning) == squeezed(reply["reasoning"])
@@ -84,11 +66,10 @@ def test_a_reply_of_a_family(name, reply):
     ] == [(c["name"], c["arguments"], c.get("id", "")) for c in reply["calls"]]
 
 
-@pytest.mark.parametrize("form", sorted(set(FORM_OF.values())))
+@pytest.mark.parametrize("form", FORMS_OF_FAMILIES)
 def test_half_of_a_call_is_ill_formed_text(form):
     """Where a call of the family is cut, nothing is lost and nothing is guessed."""
-    name = next(name for name, known in FORM_OF.items() if known == form)
-    family = DATA["families"][name]
+    family = next(each for each in FAMILIES.values() if each.get("form") == form)
     reply = next(reply for reply in family["replies"] if len(reply["calls"]) == 1)
     text = reply["sampled"].removesuffix(family["end_tokens"]["after_call"])
     if form == "gpt-oss":
@@ -284,53 +265,39 @@ def coder(value, key="a"):
     )
 
 
-def valued(written, schema):
-    """The value that a parameter of a schema has when it is written so."""
-    tool = function()
+@cases(
+    "schema, written, value",
+    {
+        "a number as a string": ({"type": "string"}, "42", "42"),
+        "white space": ({"type": "string"}, " a\n ", " a\n "),
+        "quotes": ({"type": "string"}, '"a"', '"a"'),
+        "nothing": ({"type": "string"}, "", ""),
+        "an integer": ({"type": "integer"}, "42", 42),
+        "a number in the place of an integer": ({"type": "integer"}, "4.0", 4.0),
+        "no integer": ({"type": "integer"}, "four", "four"),
+        "no JSON": ({"type": "number"}, "NaN", "NaN"),
+        "as Python writes it": ({"type": "boolean"}, "True", True),
+        "as JSON writes it": ({"type": "boolean"}, "false", False),
+        "no boolean": ({"type": "boolean"}, "1", "1"),
+        "a list": ({"type": "array"}, "[1, {}]", [1, {}]),
+        "a list in the place of an object": ({"type": "object"}, "[1]", "[1]"),
+        "one of two types": ({"type": ["integer", "null"]}, "None", None),
+        "a string or null": ({"type": ["string", "null"]}, "null", None),
+        "unknown, a number": ({"type": None}, "42", "42"),
+        "unknown, an object": ({"type": None}, '{"b":  1}', {"b": 1}),
+        "too deep": ({"type": None}, "[" * 100_000, "[" * 100_000),
+        "an end that is none": ({"type": "string"}, "</parameter> x", "</parameter> x"),
+        "enum": ({"enum": [1, 2]}, "1", 1),
+        "anyOf": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "1", 1),
+        "unknown anyOf": ({"anyOf": [{"$ref": "#/x"}]}, "1", "1"),
+        "anything": (True, "1", "1"),
+    },
+)
+def test_values_without_quotes(schema, written, value):
+    tool = function(a=None)
     tool["function"]["parameters"]["properties"]["a"] = schema
     (found,) = parse_reply(coder(written), [tool], FORMS["qwen3-coder"]).calls
-    return json.loads(found.arguments)["a"]
-
-
-@cases(
-    "kind, written, value",
-    {
-        "a number as a string": ("string", "42", "42"),
-        "white space": ("string", " a\n ", " a\n "),
-        "quotes": ("string", '"a"', '"a"'),
-        "nothing": ("string", "", ""),
-        "an integer": ("integer", "42", 42),
-        "a number in the place of an integer": ("integer", "4.0", 4.0),
-        "no integer": ("integer", "four", "four"),
-        "no JSON": ("number", "NaN", "NaN"),
-        "as Python writes it": ("boolean", "True", True),
-        "as JSON writes it": ("boolean", "false", False),
-        "no boolean": ("boolean", "1", "1"),
-        "a list": ("array", "[1, {}]", [1, {}]),
-        "a list in the place of an object": ("object", "[1]", "[1]"),
-        "one of two types": (["integer", "null"], "None", None),
-        "a string or null": (["string", "null"], "null", None),
-        "unknown, a number": (None, "42", "42"),
-        "unknown, an object": (None, '{"b":  1}', {"b": 1}),
-        "too deep": (None, "[" * 100_000, "[" * 100_000),
-        "an end that is none": ("string", "</parameter> x", "</parameter> x"),
-    },
-)
-def test_values_without_quotes(kind, written, value):
-    assert valued(written, {"type": kind}) == value
-
-
-@cases(
-    "schema, value",
-    {
-        "enum": ({"enum": [1, 2]}, 1),
-        "anyOf": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 1),
-        "unknown": ({"anyOf": [{"$ref": "#/x"}]}, "1"),
-        "anything": (True, "1"),
-    },
-)
-def test_types_that_a_schema_says_in_other_words(schema, value):
-    assert valued("1", schema) == value
+    assert json.loads(found.arguments)["a"] == value
 
 
 # Calls that are off, or none
@@ -407,34 +374,21 @@ def test_the_time_for_a_call_that_does_not_read_is_linear(form, text, repeated):
 
 
 TAG = "<tool_call>%s</tool_call>"
+NAMED = '"name": "f", "parameters": {"a": 1}}'
+UNTAGGED = coder("1").removeprefix("<tool_call>\n")
+ONE = '{"a": 1}'
 
 
 @cases(
     "form, written, arguments",
     {
-        "another family's key": (
-            "hermes",
-            TAG % '{"name": "f", "parameters": {"a": 1}}',
-            '{"a": 1}',
-        ),
+        "another family's key": ("hermes", TAG % ("{" + NAMED), ONE),
         "no arguments": ("hermes", TAG % '{"name": "f"}', "{}"),
         "an unknown key": ("hermes", TAG % '{"name": "f", "args": {"a": 1}}', None),
-        "with a type": (
-            "plain-json",
-            '{"type": "function", "name": "f", "parameters": {"a": 1}}',
-            '{"a": 1}',
-        ),
-        "behind a tag": (
-            "plain-json",
-            '<|python_tag|>{"name": "f", "parameters": {"a": 1}}',
-            '{"a": 1}',
-        ),
+        "with a type": ("plain-json", '{"type": "function", ' + NAMED, ONE),
+        "behind a tag": ("plain-json", "<|python_tag|>{" + NAMED, ONE),
         "no call": ("plain-json", '{"a": 1}', ""),
-        "without its first tag": (
-            "qwen3-coder",
-            coder("1").removeprefix("<tool_call>\n"),
-            '{"a": 1}',
-        ),
+        "without its first tag": ("qwen3-coder", UNTAGGED, ONE),
         "no begin": ("hermes", '{"name": "f"}\n</tool_call>', None),
         "no name and no begin": ("glm", f"{PAIR}</tool_call>", None),
         "an invocation alone": (
@@ -514,40 +468,34 @@ def free(*given, one=False):
     return tags("triggered_tags", given, one, triggers=["<tool_call>"])
 
 
+def either(*given):
+    return {"type": "or", "elements": [*given]}
+
+
+F, G = tag("f"), tag("g")
+EITHER = forced(F, G)
+
+
 @cases(
     "required, wanted",
     {
-        "a call": ({"call": True}, forced(tag("f"), tag("g"))),
-        "a call of g": ({"call": True, "names": ("g",)}, forced(tag("g"))),
-        "calls of g only": ({"names": ("g",)}, free(tag("g"))),
-        "one at most": ({"parallel": False}, free(tag("f"), tag("g"), one=True)),
-        "exactly one": (
-            {"call": True, "parallel": False},
-            forced(tag("f"), tag("g"), one=True),
-        ),
-        "strict f": ({"strict": ("f",)}, free(tag("f", SCHEMA), tag("g"))),
-        "a schema or calls": (
-            {"schema": SCHEMA},
-            {"type": "or", "elements": [TEXT, forced(tag("f"), tag("g"))]},
-        ),
-        "any JSON or calls": (
-            {"schema": {}},
-            {"type": "or", "elements": [ANY_JSON, forced(tag("f"), tag("g"))]},
-        ),
-        "a schema and a call": (
-            {"schema": SCHEMA, "call": True},
-            forced(tag("f"), tag("g")),
-        ),
+        "a call": ({"call": True}, EITHER),
+        "a call of g": ({"call": True, "names": ("g",)}, forced(G)),
+        "calls of g only": ({"names": ("g",)}, free(G)),
+        "one at most": ({"parallel": False}, free(F, G, one=True)),
+        "exactly one": ({"call": True, "parallel": False}, forced(F, G, one=True)),
+        "strict f": ({"strict": ("f",)}, free(tag("f", SCHEMA), G)),
+        "a schema or calls": ({"schema": SCHEMA}, either(TEXT, EITHER)),
+        "any JSON or calls": ({"schema": {}}, either(ANY_JSON, EITHER)),
+        "a schema and a call": ({"schema": SCHEMA, "call": True}, EITHER),
         "a schema": ({"schema": SCHEMA, "tools": None}, TEXT),
+        "nothing": ({"pins": ["regex"]}, None),
+        "one call of none": ({"parallel": False, "tools": None}, None),
     },
 )
 def test_the_reply(required, wanted):
-    assert made(**required) == {"type": "structural_tag", "format": wanted}
-
-
-def test_no_grammar():
-    assert made(pins=["regex"]) is None
-    assert made(pins=["regex"], parallel=False, tools=None) is None
+    found = {"type": "structural_tag", "format": wanted} if wanted else None
+    assert made(**required) == found
 
 
 def test_reasoning_comes_first():

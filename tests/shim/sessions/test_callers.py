@@ -57,13 +57,9 @@ async def test_every_place_of_the_session_s_key(start, path, body):
     assert await status(path, {**key, "x-session-key": "a"}) == 401
     assert await status(path, {}) == 401
     await session.end()
-    for given in ({"x-session-key": session.key}, {}):
-        reply = await gateway.http.post(path, headers=given, json=body)
-        assert reply.status_code == (410 if given else 401)
-        assert reply.headers["x-should-retry"] == "false"
-    turns = gateway.turns()
-    assert {turn["session_id"] for turn in turns} == {"a"}
-    assert (len(turns), {turn["protocol"] for turn in turns} <= {*NAMES}) == (10, True)
+    reply = await gateway.http.post(path, headers=key, json=body)
+    assert (reply.status_code, reply.headers["x-should-retry"]) == (410, "false")
+    assert [turn["session_id"] for turn in gateway.turns()] == ["a"] * 10
 
 
 def asked(*texts, system=None, max_tokens=99):
@@ -149,9 +145,9 @@ OTHER = "Find every caller of f. Then list them."
 NOTHING = (None, None)
 
 
-def dispatch(*prompts, name="prompt"):
+def dispatch(*prompts):
     """A reply that starts sub-agents."""
-    given = ({"description": "look", name: prompt} for prompt in prompts)
+    given = ({"description": "look", "prompt": prompt} for prompt in prompts)
     return "\n".join(sampled_call("Agent", json.dumps(each)) for each in given)
 
 
@@ -242,39 +238,30 @@ async def test_only_a_call_of_the_parent_starts_a_named_agent(agents):
         assert (await ask(f"Done: {PROMPT}", headers=headers))[1] == expected
 
 
-@cases(
-    "reply",
-    {
-        "a short prompt": dispatch("Look at f."),
-        "another argument": dispatch(PROMPT, name="command"),
-        "long arguments": dispatch(PROMPT + "x" * (1 << 16)),
-        "changed": dispatch(PROMPT.replace("every", "each")),
-        "no text": dispatch(3),
-    },
-)
-async def test_what_is_not_linked(agents, reply):
-    ask = await agents(reply, "a")
-    await ask("Do it.")
-    assert (await ask(f"Look at f. {PROMPT}"))[1] == NOTHING
-
-
 LINES = 'Find "f".\nList every caller.'
 BESIDE = [{"type": "text", "text": LINES}, {"type": "image", "sha256": "0" * 64}]
+LONGER = f"Look at f. {PROMPT}"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "opening", "started"),
-    [
-        (json.dumps({"prompt": LINES}), BESIDE, True),
+@cases(
+    "arguments, opening, started",
+    {
+        "its prompt": ({"prompt": PROMPT}, LONGER, True),
+        "a text beside an image": ({"prompt": LINES}, BESIDE, True),
+        "a short prompt": ({"prompt": "Look at f."}, LONGER, False),
+        "another argument": ({"command": PROMPT}, LONGER, False),
+        "long arguments": ({"prompt": PROMPT, "x": "x" * (1 << 16)}, LONGER, False),
+        "changed": ({"prompt": PROMPT.replace("every", "each")}, LONGER, False),
+        "no text": ({"prompt": 3}, LONGER, False),
         # the parser of an engine may give what is no object
-        *((text, text, False) for text in ('["a text, no prompt"]', "null", "7")),
-    ],
+        "a list": ([PROMPT], LONGER, False),
+        "nothing": (None, LONGER, False),
+    },
 )
-def test_what_starts_an_agent_that_opens_with_a_content(arguments, opening, started):
+def test_what_starts_an_agent(arguments, opening, started):
     session = Conversation()
-    reply = said("", tool_calls=[called("c", "Agent", arguments)])
-    remember(session, START, reply, turn=3)
-    found = session.started_by(
-        session.restore([user(opening)]), None, None, named=False
-    )
+    call = called("c", "Agent", json.dumps(arguments))
+    remember(session, START, said("", tool_calls=[call]), turn=3)
+    asked = session.restore([user(opening)])
+    found = session.started_by(asked, None, None, named=False)
     assert found == ({"started_by_turn": 3, "started_by_call": "c"} if started else {})

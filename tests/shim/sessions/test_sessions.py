@@ -13,15 +13,13 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import USER, OnSocket, Session
-from tests.shim.fakes import Held, ScriptedEngine, fails, raises, sampled
+from tests.shim.fakes import Held, ScriptedEngine, full_disk, raises, sampled
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.sessions import sessions as sessions_module
 from trajkit_shim.sessions.sessions import SessionOptions, SessionStore
 
 pytestmark = pytest.mark.anyio
-
-FULL = fails(28, "No space left on device")
 
 
 class Clock:
@@ -92,14 +90,14 @@ async def test_a_prompt_that_fits_exactly_is_taken(start):
 
 async def test_finishing_writes_what_the_trainer_says(start):
     gateway = await start("a")
-    session = await gateway.open(group_id="g", metadata={"task": 1}, reward=0)
+    session = await gateway.open(group_id="g", metadata={"task": 3**50}, reward=0)
     await session.ask()
     (line,) = gateway.sessions()
     assert (line["reward"], line["ended_by"], line["turns"]) == (0.0, None, 0)
     summary = await session.end(reward=0.5, metadata={"tests": [3, 4]})
     assert (summary["status"], summary["ended_by"]) == ("closed", "finish")
     assert (summary["reward"], summary["turns"]) == (0.5, 1)
-    assert summary["metadata"] == {"task": 1, "tests": [3, 4]}
+    assert summary["metadata"] == {"task": 3**50, "tests": [3, 4]}
     (line,) = gateway.sessions()
     assert (line["reward"], line["group_id"], line["error"]) == (0.5, "g", None)
     assert (line["turns"], line["output_tokens"], line["ended_by"]) == (1, 2, "finish")
@@ -226,10 +224,9 @@ def test_sessions_that_ended_leave_little_behind():
         assert caught.value.status == status
 
 
-async def test_a_session_whose_line_cannot_be_written_is_not_opened(start, monkeypatch):
+async def test_a_session_whose_line_cannot_be_written_is_not_opened(start):
     gateway = await start("a")
-    with monkeypatch.context() as patch:
-        patch.setattr(gateway.log, "write_session", FULL)
+    with full_disk(gateway.log, "write_session"):
         reply = await gateway.post("/sessions", 500, session_id="a")
         assert reply["error"]["code"] == "log_failed"
     await gateway.open(session_id="a")
@@ -255,29 +252,6 @@ async def test_draining_ends_every_session(start, wait):
     assert [line["ended_by"] for line in gateway.sessions()] == ["shutdown"] * 2
 
 
-async def test_requests_end_also_if_the_line_of_their_session_cannot_be_written(
-    monkeypatch,
-):
-    monkeypatch.setattr(sessions_module, "_GRACE_SECONDS", 0.0)
-    log = SimpleNamespace(write_session=lambda line: None)
-    store = SessionStore(log, clock=Clock())
-    session = store.open("s")
-
-    async def serve():
-        with session.request():
-            await asyncio.Event().wait()
-
-    request = asyncio.create_task(serve())
-    await asyncio.sleep(0)
-    log.write_session = FULL
-    with pytest.raises(GatewayError, match="could not be written"):
-        await store.finish("s", "finish")
-    assert request.cancelling()
-    with pytest.raises(asyncio.CancelledError):
-        await request
-    assert session.requests == {}
-
-
 # Who may ask
 
 
@@ -296,21 +270,17 @@ async def test_the_trainer_s_requests_need_the_admin_token(start):
         assert (headers, asked.status_code) == (headers, status)
         if status == 200:
             await Session(gateway, asked.json()).ask()
-    reached = {
-        (route.path, method)
-        for route in gateway.app.routes
-        for method in route.methods - {"HEAD"}
-        if route.path.startswith(("/sessions", "/admin", "/engine"))
-    }
-    paths = {path for path, _ in reached}
-    assert {"/sessions", "/admin/drain", "/engine/pause"} <= paths
     # a session's key is no admin token
-    key = {"authorization": "Bearer x"}
-    for path, method in reached:
-        url = path.format(session_id="x")
-        reply = await gateway.http.request(method, url, headers=key)
-        assert (url, reply.status_code) == (url, 401)
-        assert reply.json()["error"]["code"] == "invalid_admin_token"
+    key, n_asked = {"authorization": "Bearer x"}, 0
+    for route in gateway.app.routes:
+        for method in route.methods - {"HEAD"}:
+            if route.path.startswith(("/sessions", "/admin", "/engine")):
+                url = route.path.format(session_id="x")
+                reply = await gateway.http.request(method, url, headers=key)
+                assert (url, reply.status_code) == (url, 401)
+                assert reply.json()["error"]["code"] == "invalid_admin_token"
+                n_asked += 1
+    assert n_asked >= 8
 
 
 FOREIGN = ("site.example", "site.example:80", "127.0.0.1.site.example", "[::1")
@@ -374,27 +344,11 @@ async def test_no_secret_is_logged(start, caplog):
         given = {"authorization": f"Bearer {session.key}"}
         await session.error(status, headers=given)
     await gateway.http.post(f"{session.path}/finish", headers=secret)
+    assert session.key not in (await session.error(410))["message"]
     own = ("trajkit", "uvicorn", "starlette")
     lines = [r.getMessage() for r in caplog.records if r.name.startswith(own)]
     for hidden in ("admin-s3cret", session.key):
         assert not any(hidden in line for line in lines)
-
-
-# What a disk or a text does at an end
-
-
-@pytest.mark.parametrize("how", ["finish", "drop"])
-async def test_an_end_that_could_not_be_written_is_written_when_asked_again(
-    start, monkeypatch, how
-):
-    gateway = await start()
-    session = await gateway.open()
-    with monkeypatch.context() as patch:
-        patch.setattr("os.write", FULL)
-        await session.end(how, 500)
-    await session.end(how)
-    (line,) = gateway.sessions()
-    assert line["ended_by"] == how
 
 
 async def test_half_a_surrogate_pair_is_shown_to_the_trainer(start):
@@ -413,3 +367,5 @@ async def test_half_a_surrogate_pair_is_shown_to_the_trainer(start):
         assert (answer.status_code, "surrogate" in answer.text) == (400, True)
     ended = await session.end(reward=1)
     assert ended["ignored"] == {"a\ud800": 1, "tools[].type=b\ud800": 1}
+    (line,) = gateway.sessions()
+    assert json.loads(line["ignored"]) == ended["ignored"]
