@@ -279,7 +279,7 @@ trajkit/rows/routes.py: rows/test_twins
         |n_missing >= policy.fork_threshold| -> |n_missing > policy.fork_threshold|
     a generation is not found where an equal call was refused
         |n_open[end] -= 1| -> |n_open[end] = 0|
-trajkit/rows/routes.py: rows/test_twins
+trajkit/rows/routes.py: rows/test_golden:segments rows/test_twins
     a repeated prompt continues itself
         |0 < opening <= shared and opening < prompt_len[call]| -> |0 < opening <= shared|
     a sub-agent starts a sub-agent

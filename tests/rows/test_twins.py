@@ -47,12 +47,12 @@ def talk(*calls):
     ]
 
 
-A = said("assistant", "a")
+A, B, V = said("assistant", "a"), said("assistant", "b"), said("user", "v")
 # The answer of turn 0 goes on in turn 1 and, with its last token changed, in turn 3; turn
 # 2 goes on from turn 0 as well, and for longer.
 SHARED = talk(
     ([], "a", [1], [2, 3]),
-    ([A, said("user", "v")], "b", [1, 2, 3, 4], [5, 5, 5]),
+    ([A, V], "b", [1, 2, 3, 4], [5, 5, 5]),
     ([A, said("user", "w")], "c", [1, 2, 3, *[6] * 5], [7]),
     ([A, said("user", "x")], "d", [1, 2, 9, 4], [5]),
 )
@@ -61,7 +61,7 @@ ABSORBED = [SHARED[0], {**SHARED[3], "prompt_ids": [1, 2, 9, 4, 4, 4]}, SHARED[1
 SAME_ANSWER_TWICE = talk(
     ([], "a", [1], [5, 6]),
     ([], "a", [1], [5, 6]),
-    ([A, said("user", "v")], "a", [1, 5, 6, 2], [5, 6]),
+    ([A, V], "a", [1, 5, 6, 2], [5, 6]),
 )
 TRL_FOREST = {"train_in": "earliest", "parent_by": "messages", "fork_threshold": 9}
 # prompts without tokens, behind a call that sampled some
@@ -84,15 +84,22 @@ EQUAL_REPLIES = talk(
     ([], "a", [1], [6, 7, 8]),
     ([], "a", [1], [6, 7]),
     ([], "a", [1], [6, 7]),
-    ([A, said("user", "v")], "b", [1, 6, 7, 9], [7]),
+    ([A, V], "b", [1, 6, 7, 9], [7]),
 )
 # Turn 2 takes the place of turn 0, which turn 3 then does not continue by its tokens.
 REWRITTEN = [
     *talk(([], "a", [1], [7])),
     *bare(([5], [7])),
-    *talk(([said("assistant", "b"), said("user", "v")], "c", [3], [7])),
+    *talk(([B, V], "c", [3], [7])),
     *bare(([1, 7, 9], [7]), ([5, 7, 9], [7])),
 ]
+# turn 2 is refused, and turn 3 goes on from turn 1, whose messages and reply are equal
+REFUSED = talk(
+    ([], "a", [1], [2, 3]),
+    ([A, V], "b", [1, 2, 3, 4], [5]),
+    ([A, V], "b", [1, 9], [5]),
+    ([A, V, B, V], "c", [1, 2, 3, 4, 5, 6], [7]),
+)
 PARTS = bare(([1], [2, 3, 4]), ([1, 9], [5]))
 PARTS[0]["output_logprobs"] = [-1.0, None, -2.0]
 
@@ -129,6 +136,7 @@ PARTS[0]["output_logprobs"] = [-1.0, None, -2.0]
         (LATE, "nemo", {"train_in": "first"}, None),
         (LATE, "nemo", {"train_in": "earliest"}, None),
         (LATE, "nemo", {"train_in": "earliest", "row_selection": "main"}, None),
+        (REFUSED, "miles", {}, None),
         (EMPTY_PROMPTS, "miles", {"fork_threshold": 3}, None),
         # the second prompt takes the place of the reply, or of its end, and does not fit
         (
