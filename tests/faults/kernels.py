@@ -51,7 +51,7 @@ _native/forest.pxi: rows/test_bounds turns/test_delta rows/test_twins
         |nodes[upper].sibling = nodes[node].sibling| -> ||
     a base may be in an earlier session
         |elif «base < session_offsets[s]» or base >= i:| -> |base < 0|
-_native/route.pxi: rows/test_twins:-twins rows/test_twins:graph
+_native/route.pxi: rows/test_twins:these rows/test_twins:-twins rows/test_twins:graph
     a reply as long as the threshold is rewritten
         |or «self.forest.calls[reply.call].out_len >= self.merge_threshold»|
         -> |self.forest.calls[reply.call].out_len > self.merge_threshold|
@@ -83,7 +83,7 @@ _native/route.pxi: rows/test_twins:-twins rows/test_twins:graph
     a call continues one with its own prompt
         |if other >= 0 and «calls[other].prompt_len < prompt_len»:|
         -> |calls[other].prompt_len <= prompt_len|
-_native/route.pxi: rows/test_twins:-twins rows/test_twins:graph
+_native/route.pxi: rows/test_twins:these rows/test_twins:-twins rows/test_twins:graph
     of equal ends the last chain wins
         |length > longest or length == longest and «first[call] < first[best[0]]»|
         -> |first[call] > first[best[0]]|

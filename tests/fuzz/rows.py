@@ -263,7 +263,8 @@ def _with_links(
     if not tk.link(tk.compact(table), policy).equals(links):
         return "delta: other links"
     known = {"links": links, "drift": tk.classify_drift(table, links)}
-    made: tuple[pa.Table, pa.Table] = linearized(table, policy, **known, **options)
+    with mock.patch.object(limits, "PART_TOKENS", 100):
+        made: tuple[pa.Table, pa.Table] = linearized(table, policy, **known, **options)
     return made
 
 

@@ -146,7 +146,7 @@ def some_calls(random):
 def test_weighed_tokens_are_the_twin_s(policy):
     """Each once, however many rows repeat it, and none that the first prompt shows."""
     observed = repeated = 0
-    for seed in range(40):
+    for seed in range(12):
         records = some_calls(Random(seed))
         turns = tk.from_records(records)
         rows = tk.linearize(turns, policy)
@@ -161,7 +161,7 @@ def test_weighed_tokens_are_the_twin_s(policy):
             assert line["tokens_observed"] == sum(map(len, found))
             observed += line["tokens_observed"]
             repeated += line["tokens_repeated"]
-    assert observed > 40
+    assert observed > 12
     assert repeated > 0
 
 

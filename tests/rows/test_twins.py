@@ -93,6 +93,23 @@ REWRITTEN = [
     *talk(([B, V], "c", [3], [7])),
     *bare(([1, 7, 9], [7]), ([5, 7, 9], [7])),
 ]
+# Turn 0 sends out one agent by two calls. Turn 2 shows the result of the first, and the
+# agent goes on.
+TASKS = [{"id": one, "function": {"name": "Task"}} for one in ("c1", "c2")]
+DISPATCHED = talk(
+    ([], "a", [1], [2]),
+    ([], "b", [5], [6]),
+    (
+        [A | {"tool_calls": TASKS}, said("tool", "t") | {"tool_call_id": "c1"}],
+        "c",
+        [1],
+        [3],
+    ),
+    ([], "d", [5, 6], [7]),
+)
+DISPATCHED[0]["response_message"] = A | {"tool_calls": TASKS}
+for turn in DISPATCHED[1::2]:
+    turn["prompt_messages"] = [V, *turn["prompt_messages"][1:]]
 # turn 2 is refused, and turn 3 goes on from turn 1, whose messages and reply are equal
 REFUSED = talk(
     ([], "a", [1], [2, 3]),
@@ -157,6 +174,7 @@ PARTS[0]["output_logprobs"] = [-1.0, None, -2.0]
             {"truncate_at": "calls", "keep_empty": False},
             2,
         ),
+        (DISPATCHED, "segments", {}, None),
         # The third prompt takes two outputs out of the row, and ends before the second.
         (
             growing(([1], [2, 3]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7])),
