@@ -15,7 +15,7 @@ import pyarrow as pa
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.sessions import END, Style, numbered, session
+from tests.fuzz.sessions import numbered, random_policy, session
 
 fewer_examples = settings(max_examples=max(settings().max_examples // 3, 8))
 """For a property that runs under many parameters, or goes over every policy."""
@@ -75,10 +75,6 @@ def sessions(draw, max_turns=8, names=(), **style):
 def delegating_sessions(max_turns=10, names=()):
     """Agents that call tools and send out sub-agents."""
     return sessions(max_turns, names, calling=0.5, answering=0.3)
-
-
-DRESS = ("output_mask", "weight_versions")
-"""Fields that a session may have or not."""
 
 
 few = settings(
@@ -174,24 +170,10 @@ reply_texts = st.lists(
 # Choices of a policy
 
 
-@st.composite
-def chosen_policies(draw):
-    """A preset's name and choices made otherwise, as `trajkit.policy` takes them."""
-    name = draw(st.sampled_from(["faithful"] * 3 + ["slime", "trl"]))
-    choices = {"train_in": pick(draw, ["first", "earliest"])}
-    choices["chain_order"] = pick(draw, ["tree", "tree", "recorded"])
-    if name != "faithful":
-        choices["fork_threshold"] = draw(thresholds)
-        choices["keep_prefix"] = draw(st.booleans())
-        choices["flag_scope"] = pick(draw, ["chain", "row"])
-    choices["train_aborted"] = draw(st.booleans())
-    choices["missing_logprobs"] = pick(draw, ["keep", "untrain"])
-    if choices["train_in"] != "first":
-        choices["keep_untrained"] = draw(st.booleans())
-    if name == "trl":
-        # a forest, so that several rows hold a claim
-        choices["parent_by"] = pick(draw, ["messages", "previous"])
-    return name, choices
+def chosen_policies():
+    """A preset's name and choices that differ from it, as `trajkit.policy` takes them."""
+    drawn = seeds.map(lambda seed: random_policy(Random(seed)))
+    return drawn.filter(lambda one: one[1].get("missing_logprobs") != "raise")
 
 
 # Payloads
@@ -218,122 +200,8 @@ def runs_apart(draw):
     return a, b + draw(token_lists)
 
 
-# Rows that are spliced
-
-
-@st.composite
-def growing_prompts(draw, max_turns=8, names=()):
-    """One session whose prompts grow out of earlier prompts, whatever was sampled.
-
-    Equal prompts (retries), empty ones, tails without an end of turn, or with one of
-    several ids that may be one, outputs that are empty or do not end their turn.
-    """
-    n = draw(st.integers(1, max_turns))
-    random = Random(draw(seeds))
-    style = Style(random, n_ids=4)
-    turns = []
-    for _ in range(n):
-        known = random.choice([None, *turns, *turns[-1:], *turns[-1:]])
-        prompt = style.ids(3)
-        if known is not None:
-            said = known["output_ids"]
-            tail = [*style.ids(2), *random.choice([[], [END]]), *style.ids(2)]
-            endings = [[], tail, [*said, *tail], [*said, END, *tail]]
-            endings += [[*said[:-1], END, *tail], [*tail, END, 2]]
-            prompt = known["prompt_ids"] + random.choice(endings)
-        output = [*style.ids(3), *random.choice([[], [END]])]
-        said = {"prompt_messages": None, "response_message": None}
-        ids = {"prompt_ids": prompt, "output_ids": output}
-        turns.append({**said, **ids, **style.facts(len(output))})
-    return numbered(random, turns, names)
-
-
-ends_of_turn = st.sampled_from([END, END, None, None, 0, 7])
-"""end_of_turn_token_id: that of the template, each chain's own, others."""
-
-
 client_habits = st.sets(st.sampled_from(["no reasoning", "blocks", "numbers"]))
 """What a client does to a reply that it sends back: `prompting.test_conversation`."""
-
-
-# Calls whose order does not count
-
-
-NAMES = ("request_id", "started_at")
-
-
-def named_sessions(max_turns=8, names=()):
-    """Sessions most of whose calls have a request_id and a started_at, few of them own."""
-    return sessions(max_turns, (*NAMES, *names), named=0.9)
-
-
-@st.composite
-def uniquely_named(draw, max_turns=8):
-    """Sessions each of whose calls has a request_id of its own, and a started_at."""
-    turns = draw(sessions(max_turns, NAMES, named=1))
-    names = draw(st.permutations([f"r{k}" for k in range(len(turns))]))
-    return [
-        {**turn, "request_id": name} for turn, name in zip(turns, names, strict=True)
-    ]
-
-
-@st.composite
-def recorded_sessions(draw, max_turns=7):
-    """Named calls with recorded parents, of which some are wrong or missing."""
-    turns = draw(uniquely_named(max_turns))
-    names = st.sampled_from([*(turn["request_id"] for turn in turns), "missing"])
-    scored = draw(st.none() | st.integers(0, len(turns) - 1))
-    kinds = ["root", "unresolved", "resolved", "resolved", "begun", "begun", None]
-    kinds = draw(st.sampled_from([kinds, kinds, kinds, [None]]))
-    recorded = []
-    for index, turn in enumerate(turns):
-        kind = draw(st.sampled_from(kinds))
-        name = draw(names) if kind == "resolved" or draw(st.booleans()) else None
-        if kind == "begun":  # one that its prompt begins with, or none
-            prompt = turn["prompt_ids"]
-            paths = {
-                one["request_id"]: [*one["prompt_ids"], *one["output_ids"]]
-                for one in turns
-            }
-            begin = [k for k, path in paths.items() if prompt[: len(path)] == path]
-            name = draw(st.sampled_from(begin)) if begin else None
-            kind = "resolved" if begin else "root"
-        elif kind in ("root", "unresolved") or kinds == [None]:
-            name = None
-        parent = {"parent_resolution": kind, "parent_request": name}
-        recorded.append({**turn, **parent, "scored": index == scored})
-    return recorded
-
-
-@st.composite
-def forest_policies(draw):
-    """Choices of the rules of forests beside those of other rules, as they may be made."""
-    route = pick(draw, ["prefix", "prefix", "generations", "messages"])
-    absorbs = ["fork", "absorb_short_drift", *(["splice"] if route != "prefix" else [])]
-    absorb = pick(draw, absorbs)
-    spliced = absorb == "splice"
-    max_rows = pick(draw, [None, None, 1, 2])
-    owns = ["first", "earliest"]
-    if absorb == "fork" and max_rows is None:
-        owns += ["every", "every"]
-    return {
-        "parent_by": route,
-        "on_drift": absorb,
-        "keep_prefix": draw(st.booleans()),
-        "fork_threshold": draw(thresholds),
-        "train_in": pick(draw, owns),
-        "row_selection": "all" if spliced else pick(draw, ["all", "main"]),
-        "truncate_at": "tokens" if spliced else pick(draw, ["tokens", "calls"]),
-        "chain_order": "tree"
-        if route == "prefix"
-        else pick(draw, ["tree", "recorded"]),
-        "max_rows": max_rows,
-        "missing_logprobs": pick(draw, ["keep", "untrain", "null_row"]),
-        "train_aborted": draw(st.booleans()),
-        "keep_untrained": draw(st.booleans()),
-        "keep_empty": draw(st.booleans()),
-        "flag_scope": pick(draw, ["chain", "row"]),
-    }
 
 
 # Tool calls in the forms of models
@@ -623,40 +491,6 @@ def heard_calls(draw):
         place = draw(st.integers(-1, n_counted - 1))
         calls.append((said, reply, place, pick(draw, [True, True, False])))
     return calls
-
-
-# Rows of several cache lines
-
-
-@st.composite
-def long_runs(draw):
-    """Sessions whose calls bring and sample up to three lines of a cache each.
-
-    Some calls go on with an earlier one; some have no logprobs, or lack the first.
-    """
-    turns = []
-    sizes = st.integers(0, 50)
-    for name in "abc"[: draw(st.integers(1, 3))]:
-        paths = [[]]
-        for k in range(draw(st.integers(1, 5))):
-            prompt = [*pick(draw, paths), *range(draw(sizes) + 1)]
-            output = [*range(100, 100 + draw(sizes))]
-            logprobs = [-0.5 * i for i in range(len(output))]
-            turns.append(
-                {
-                    "session_id": name,
-                    "turn_index": k,
-                    "prompt_ids": prompt,
-                    "output_ids": output,
-                    "output_logprobs": draw(
-                        st.sampled_from([logprobs, [None, *logprobs][:-1], None])
-                    )
-                    if output
-                    else None,
-                }
-            )
-            paths.append([*prompt, *output])
-    return turns
 
 
 # Columns that trajkit does not know, of any type

@@ -14,7 +14,6 @@ from tests.strategies import (
     chosen_policies,
     delegating_sessions,
     few,
-    forest_policies,
     many_calls,
     runs,
     sessions,
@@ -90,7 +89,6 @@ RESTARTING = st.fixed_dictionaries(
     }
 ).map(lambda choices: tk.policy("segments", **choices))
 CHANGED = chosen_policies().map(lambda chosen: tk.policy(chosen[0], **chosen[1]))
-ANY_CHOICE = forest_policies().map(lambda choices: tk.Policy(name="some", **choices))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,6 @@ ANY_CHOICE = forest_policies().map(lambda choices: tk.Policy(name="some", **choi
     [
         pytest.param(sessions() | delegating_sessions(), PRESET, id="sub-agents"),
         pytest.param(runs(), CHANGED, id="changed presets"),
-        pytest.param(sessions(), ANY_CHOICE, id="any choice"),
         pytest.param(sessions() | delegating_sessions(), RESTARTING, id="restarts"),
     ],
 )

@@ -158,8 +158,7 @@ trajkit/turns/amendments.py: turns/test_amendments
         -> |pc.equal(found.column("trainable"), False).fill_null(True)|
     amendments of other turns count
         |pa.array(at, mask=at < 0)| -> |pa.array(np.maximum(at, 0))|
-trajkit/turns/sessions.py: rows/test_forest_routes rows/test_recorded_parents
-        rows/test_twins
+trajkit/turns/sessions.py: rows/test_links rows/test_twins
     retries are not ranked by request_id
         |keys = [self._ranks("request_id"), self.calls["prompt_len"], self.session]|
         -> |keys = [self.calls["prompt_len"], self.session]|
@@ -168,13 +167,13 @@ trajkit/turns/sessions.py: rows/test_forest_routes rows/test_recorded_parents
         -> |[self._ranks("started_at"), self._ranks("request_id")]|
     equal times rank by turn before request_id
         |tiebreaker="min"| -> |tiebreaker="first"|
-trajkit/turns/flat_buffers.py: rows/test_policies rows/test_rows rows/test_twins
+trajkit/turns/flat_buffers.py: rows/test_policies rows/test_twins
     tokens of an aborted turn of context are lost twice
         |now = aborted_calls(calls) & (calls.calls["trainable"] != 0)|
         -> |now = aborted_calls(calls)|
     turns of context need logprobs
         |missing * (calls.calls["trainable"] != 0)| -> |missing|
-trajkit/turns/messages.py: turns/test_message_equality rows/test_graph rows/test_twins turns/test_delta
+trajkit/turns/messages.py: turns/test_message_equality turns/test_delta rows/test_twins
     a reply counts without a list of messages
         |(requests["n_keys"] >= 0) & (requests["reply_key"] != 0)| -> |requests["reply_key"] != 0|
     an empty tool_call_id is a missing one
@@ -230,19 +229,19 @@ trajkit/rows/plan.py: rows/test_payloads
         -> |given & (starts + length > n_path)|
     nothing comes before a given start
         |given & (first > 0) & (length >= 0)| -> |np.zeros_like(given)|
-trajkit/rows/plan.py: rows/test_rows rows/test_payloads
+trajkit/rows/plan.py: rows/test_twins rows/test_payloads
     the last weights are those of the first output
         |((out_start, 1), (out_stop - 1, -1))| -> |((out_start, 1), (out_stop - 1, 1))|
     outputs that are lost have weights
         |& (stop > start)| -> |& (stop >= start)|
     the token after the last span has its weights
         |(token < stop[at])| -> |(token <= stop[at])|
-trajkit/rows/plan.py: rows/test_rows rows/test_policies rows/test_bounds rows/test_twins
+trajkit/rows/plan.py: rows/test_rows rows/test_twins
     numbers stay under nulls
         |logprobs[drops] = 0.0| -> |logprobs[:0] = 0.0|
     a later batch has the columns of the first rows
         |column[lo:hi] for name| -> |column[: hi - lo] for name|
-trajkit/rows/splice.py: rows/test_splice rows/test_twins
+trajkit/rows/splice.py: rows/test_payloads rows/test_twins
     stop_sequence does not end a turn
         |("stop", "tool_calls", "stop_sequence")| -> |("stop", "tool_calls")|
     a prompt that skips tokens begins its row
@@ -260,8 +259,7 @@ trajkit/rows/splice.py: rows/test_splice rows/test_twins
     an end of turn at the end of the previous prompt is not seen
         |low = np.where(linked, n_prompt[before], n_prompt)|
         -> |low = np.where(linked, n_prompt[before] + 1, n_prompt)|
-trajkit/rows/routes.py: rows/test_forest_routes rows/test_golden rows/test_recorded_parents
-        rows/test_twins
+trajkit/rows/routes.py: rows/test_twins
     equal paths are no ambiguity
         |ambiguous[ranked] = first[node], several[node]|
         -> |ambiguous[ranked] = first[node], False|
@@ -276,12 +274,12 @@ trajkit/rows/routes.py: rows/test_recorded_parents rows/test_twins
     a missing parent is found though several paths begin the prompt
         |name is not None and self.reasons[call] == "tokens"|
         -> |name is not None and self.parents[call] >= 0|
-trajkit/rows/routes.py: rows/test_forest_routes rows/test_golden rows/test_twins
+trajkit/rows/routes.py: rows/test_twins
     drift as long as the threshold may be trimmed
         |n_missing >= policy.fork_threshold| -> |n_missing > policy.fork_threshold|
     a generation is not found where an equal call was refused
         |n_open[end] -= 1| -> |n_open[end] = 0|
-trajkit/rows/routes.py: rows/test_segments rows/test_golden rows/test_twins
+trajkit/rows/routes.py: rows/test_golden:segments rows/test_twins
     a repeated prompt continues itself
         |0 < opening <= shared and opening < prompt_len[call]| -> |0 < opening <= shared|
     a sub-agent starts a sub-agent
@@ -291,7 +289,7 @@ trajkit/rows/routes.py: rows/test_segments rows/test_golden rows/test_twins
         -> |numbers.setdefault(ids[0], len(numbers))|
     any tool starts a sub-agent
         |_tool_calls(messages[k]) if name in tools]| -> |_tool_calls(messages[k]) if name]|
-trajkit/rows/linearize.py: rows/test_rows rows/test_policies rows/test_twins
+trajkit/rows/linearize.py: rows/test_twins
     links of a later part refer to the first
         |here[name][here[name] >= 0] -= lo| -> |here[name][here[name] >= 0] -= 0|
     aborted tokens count as untrainable, too
@@ -299,8 +297,7 @@ trajkit/rows/linearize.py: rows/test_rows rows/test_policies rows/test_twins
         -> |plan.counted("lost_untrainable")[:] -= 0 * aborted|
     text that a policy compares is not looked at
         |(by_body and policy.parent_by in BY_MESSAGES)| -> |False|
-trajkit/policies.py: rows/test_policies verification/test_verify rows/test_splice
-        rows/test_twins
+trajkit/policies.py: rows/test_policies verification/test_verify rows/test_twins
     the last token id ends no turn
         |if token > _LAST_TOKEN:| -> |if token >= _LAST_TOKEN:|
     a policy of one chain keeps everything
@@ -348,7 +345,7 @@ trajkit/verification/rules.py: verification/test_verify
     tokens without a logprob must train
         |self.policy.missing_logprobs == "untrain"|
         -> |self.policy.missing_logprobs == "untrained"|
-trajkit/verification/rules.py: verification/test_verify rows/test_splice rows/test_twins
+trajkit/verification/rules.py: verification/test_verify rows/test_twins
     a row may end anywhere in its path
         |if len(ids) == (n if case.cap is None else min(n, case.cap)):|
         -> |if case.cap is None or len(ids) == min(n, case.cap):|
@@ -372,7 +369,7 @@ trajkit/verification/rules.py: verification/test_verify rows/test_splice rows/te
     a spliced row may end before its last turn
         |return order[-1:] if ends or not calls.calls["out_len"][order[-1]] else []|
         -> |return order[-1:]|
-trajkit/verification/run.py: verification/test_verify rows/test_splice rows/test_twins
+trajkit/verification/run.py: verification/test_verify rows/test_twins
     only tokens are compared with the rows of the policy
         |if not (own and equal):| -> |if True:|
     spans may come in any order

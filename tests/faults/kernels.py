@@ -1,8 +1,7 @@
 """The faults of the kernels, all of which one extension has."""
 
 KERNELS = r"""
-_native/rows.pxi: rows/test_policies rows/test_segments rows/test_splice files/test_dedup
-        rows/test_forest_routes rows/test_links rows/test_rows rows/test_twins
+_native/rows.pxi: rows/test_twins:these rows/test_twins:-twins files/test_dedup
     drift at the end of the first prompt restarts a row
         |return DRIFT_ABSORBS if «link.lcp >= opened» else DRIFT_RESTARTS|
         -> |link.lcp > opened|
@@ -42,18 +41,17 @@ _native/rows.pxi: rows/test_policies rows/test_segments rows/test_splice files/t
         |plan.flags[i] |= plan.flags[parent] & CALL_CHAIN_FLAGS| -> ||
     rows above what is new are not counted
         |report[REPORT_ROWS_UNTRAINED] += plan.forks[top]| -> ||
-_native/rows.pxi: rows/test_rows rows/test_policies rows/test_splice rows/test_twins
+_native/rows.pxi: rows/test_twins:these rows/test_twins:-twins
     the logprobs of a later part are those of the first
         |if _has_logprob(call, «span.out_start + i»):| -> |i|
     an earlier drift is forgotten behind a later one
         |after = «min(after, plan.links[calls[k]].lcp)»| -> |plan.links[calls[k]].lcp|
-_native/forest.pxi: rows/test_bounds turns/test_delta rows/test_policies rows/test_twins
+_native/forest.pxi: rows/test_bounds turns/test_delta rows/test_twins
     a node loses its siblings when it is split
         |nodes[upper].sibling = nodes[node].sibling| -> ||
     a base may be in an earlier session
         |elif «base < session_offsets[s]» or base >= i:| -> |base < 0|
-_native/route.pxi: rows/test_links rows/test_graph rows/test_forest_routes
-        rows/test_policies rows/test_twins
+_native/route.pxi: rows/test_twins:these rows/test_twins:-twins rows/test_twins:graph
     a reply as long as the threshold is rewritten
         |or «self.forest.calls[reply.call].out_len >= self.merge_threshold»|
         -> |self.forest.calls[reply.call].out_len > self.merge_threshold|
@@ -85,7 +83,7 @@ _native/route.pxi: rows/test_links rows/test_graph rows/test_forest_routes
     a call continues one with its own prompt
         |if other >= 0 and «calls[other].prompt_len < prompt_len»:|
         -> |calls[other].prompt_len <= prompt_len|
-_native/route.pxi: rows/test_links rows/test_splice rows/test_golden rows/test_twins
+_native/route.pxi: rows/test_twins:these rows/test_twins:-twins rows/test_twins:graph
     of equal ends the last chain wins
         |length > longest or length == longest and «first[call] < first[best[0]]»|
         -> |first[call] > first[best[0]]|

@@ -3,7 +3,7 @@
 A turn's payloads depend on its own ids and the seed alone, so that a case keeps them
 while it is reduced. ``prefix`` has an element for each id from some position on, which
 follows from the ids up to it. ``sample`` has an element or a null for each id, if it is not
-null.
+null. ``copy`` has the ids themselves.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ import pyarrow as pa
 import trajkit as tk
 from tests.fuzz.sessions import Turn
 
-PAYLOADS = ("prefix", "sample")
-COLUMNS = ("prefix", "prefix_start", "sample")
+PAYLOADS = ("prefix", "sample", "copy")
+COLUMNS = ("prefix", "prefix_start", "sample", "copy")
 
 
 def columns(delta: pa.Table, turns: list[Turn], seed: int) -> dict[str, list[Any]]:
@@ -32,6 +32,7 @@ def columns(delta: pa.Table, turns: list[Turn], seed: int) -> dict[str, list[Any
             [element(path[: k + 1]) for k in range(start, len(path))]
         )
         found["prefix_start"].append(start)
+        found["copy"].append(path)
         samples.append(sample)
         found["sample"].append(None if draw.random() < 0.2 else sample)
     if turns and not any(found["sample"]):  # a recorder makes no column of nothing
@@ -63,6 +64,8 @@ def payload_difference(
     spliced = policy.on_drift == "splice"
     for row in rows:
         session, ids = row["session_id"], row["input_ids"]
+        if row["copy"] != ids:
+            return f"{session}, row {row['row_index']}: copy is not input_ids"
         last = by_name[session, row["last_turn"]]
         expected = {
             "prefix": [element(ids[: k + 1]) for k in range(len(ids))],
@@ -82,7 +85,7 @@ def payload_difference(
                     known.discard(k)
                 else:
                     known.add(k)
-        for name in PAYLOADS:
+        for name in expected:
             for k in sorted(known):
                 if row[name][k] != expected[name][k]:
                     return (

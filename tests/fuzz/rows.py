@@ -38,7 +38,14 @@ from tests.fuzz.payloads import (
     payload_difference,
     with_payloads,
 )
-from tests.fuzz.sessions import Turn, n_calls, random_policy, session
+from tests.fuzz.sessions import (
+    Turn,
+    growing,
+    n_calls,
+    random_policy,
+    session,
+    with_parents,
+)
 from tests.made_tables import (
     by_session,
     in_delta_form,
@@ -46,16 +53,16 @@ from tests.made_tables import (
     streamed,
     turns_table,
 )
+from trajkit import schema
 from trajkit.files.tables import decoded, encoded
 from trajkit.tables import limits
 
 REGRESSIONS = Path(__file__).parents[1] / "regressions"
 _AT_ONCE = {"twins": 40, "forms": 400}
-_LONGEST = {"twins": 300, "forms": 300}
 _FORMS_AT_ONCE = 3
 _SMALL = 60
 """Of the forms a case compares so many, or all if it has no more calls than this."""
-_FIELDS = ("step", "request_id", "started_at", "tools_key")
+_FIELDS = ("step", "started_at", *schema.ROUTING.names[2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +94,25 @@ def vars_of(case: Case) -> dict[str, Any]:
     return {name: getattr(case, name) for name in Case.__dataclass_fields__}
 
 
-def drawn_case(mode: str, seed: int) -> Case:
-    """Sessions and a policy from a seed."""
+def drawn_case(
+    mode: str,
+    seed: int,
+    preset: str | None = None,
+    n_sessions: int | None = None,
+    longest: int = 300,
+) -> Case:
+    """Sessions, and a preset or choices that differ from it, from a seed."""
     draw = Random(seed)
-    sizes = [n_calls(draw, _LONGEST[mode]) for _ in range(_AT_ONCE[mode])]
-    name, choices = random_policy(draw)
+    sizes = [n_calls(draw, longest) for _ in range(n_sessions or _AT_ONCE[mode])]
+    name, choices = random_policy(draw, preset)
+    # sessions that a way to find parents is made for
+    route = tk.policy(name, **choices).parent_by
+    ways = [session, {"prompts": growing, "prefix": with_parents}.get(route, session)]
     gaps = draw.random() < 0.2
     turns = []
     for k, size in enumerate(sizes):
         index = draw.choice([0, 3]) if gaps else 0
-        for one in session(draw, size):
+        for one in draw.choice(ways)(draw, size):
             turns.append({"session_id": f"s{k}", "turn_index": index, **one})
             index += draw.choice([1, 1, 4]) if gaps else 1
     limit = draw.choice([None, None, draw.randint(1, 12), draw.randint(12, 120)])
@@ -221,11 +237,13 @@ def _between_forms(case: Case) -> str | None:
 
     checks: list[Callable[[], str | None]] = [
         lambda: same("delta", linearized(tk.compact(table), policy, **options)),
+        lambda: same("links", _with_links(table, policy, options)),
         lambda: same("threads", _on_threads(table, policy, draw, options)),
         lambda: same("stream", _streamed(table, policy, draw, options)),
         lambda: _stored(rows),
         lambda: same("recorder", _recorded(case, policy, rows, draw, options)),
         lambda: _verified(case, table, rows),
+        lambda: _added_up(report),
         lambda: _by_chance(case, policy, draw, options),
     ]
     small = len(case.turns) <= _SMALL
@@ -236,11 +254,27 @@ def _between_forms(case: Case) -> str | None:
     return None
 
 
+def _with_links(
+    table: pa.Table, policy: tk.Policy, options: dict[str, Any]
+) -> tuple[pa.Table, pa.Table] | str:
+    """With links and drift that were computed before."""
+    links = tk.link(table, policy)
+    tk.validate(links)
+    if not tk.link(tk.compact(table), policy).equals(links):
+        return "delta: other links"
+    known = {"links": links, "drift": tk.classify_drift(table, links)}
+    with mock.patch.object(limits, "PART_TOKENS", 100):
+        made: tuple[pa.Table, pa.Table] = linearized(table, policy, **known, **options)
+    return made
+
+
 def _on_threads(
     table: pa.Table, policy: tk.Policy, draw: Random, options: dict[str, Any]
 ) -> tuple[pa.Table, pa.Table]:
     least = draw.choice([1, 10, 200])
-    with mock.patch.multiple(limits, MIN_PART_TOKENS=least, PART_TOKENS=8 * least):
+    small = {"MIN_PART_TOKENS": least, "PART_TOKENS": 8 * least}
+    small |= {"BATCH_TOKENS": least, "HELD_ROW_TOKENS": 8 * least}
+    with mock.patch.multiple(limits, **small):
         turns = draw.choice([table, tk.compact(table)])
         made: tuple[pa.Table, pa.Table] = linearized(
             turns, policy, threads=draw.randint(1, 4), **options
@@ -345,6 +379,15 @@ def _verified(case: Case, table: pa.Table, rows: pa.Table) -> str | None:
         )
     found = tk.verify(rows, table, policy, max_row_tokens=limit, reward=1.0)
     return f"verify: {found.to_pylist()[:3]}" if found.num_rows else None
+
+
+def _added_up(report: pa.Table) -> str | None:
+    """Every sampled token is trained, or lost for one reason."""
+    for line in report.to_pylist():
+        lost = sum(n for name, n in line.items() if name.startswith("lost_"))
+        if line["tokens_sampled"] != line["tokens_trained"] + lost:
+            return f"{line['session_id']}: sampled tokens are not trained and lost ones"
+    return None
 
 
 def _by_chance(

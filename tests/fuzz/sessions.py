@@ -50,6 +50,69 @@ def session(draw: Random, n: int, **style: object) -> list[Turn]:
     return turns
 
 
+def growing(draw: Random, n: int, **style: object) -> list[Turn]:
+    """One session whose prompts grow out of earlier prompts, whatever was sampled.
+
+    Equal prompts (retries), empty ones, tails without an end of turn, or with one of
+    several ids that may be one, outputs that are empty or do not end their turn.
+    """
+    shared = Style(draw, **{"n_ids": 4, **style})
+    turns: list[Turn] = []
+    for _ in range(n):
+        known = draw.choice([None, *turns, *turns[-1:], *turns[-1:]])
+        prompt = shared.ids(3)
+        if known is not None:
+            said = known["output_ids"]
+            tail = [*shared.ids(2), *draw.choice([[], [END]]), *shared.ids(2)]
+            endings = [[], tail, [*said, *tail], [*said, END, *tail]]
+            endings += [[*said[:-1], END, *tail], [*tail, END, 2]]
+            prompt = known["prompt_ids"] + draw.choice(endings)
+        output = [*shared.ids(3), *draw.choice([[], [END]])]
+        turns.append(
+            {
+                "prompt_messages": None,
+                "response_message": None,
+                "prompt_ids": prompt,
+                "output_ids": output,
+                **shared.facts(len(output)),
+            }
+        )
+    return turns
+
+
+def with_parents(draw: Random, n: int) -> list[Turn]:
+    """One session of calls with names of their own, and parents that a source recorded.
+
+    Some parents are wrong or missing, and one call may be scored. Some sources recorded
+    none at all.
+    """
+    turns = session(draw, n, named=1)
+    names = [f"r{k}" for k in draw.sample(range(n), n)]
+    scored = draw.choice([None, draw.randrange(n)])
+    silent = draw.random() < 0.25
+    kinds = ["root", "unresolved", "resolved", "resolved", "begun", "begun", None]
+    paths = [[*turn["prompt_ids"], *turn["output_ids"]] for turn in turns]
+    found = []
+    for k, turn in enumerate(turns):
+        kind = None if silent else draw.choice(kinds)
+        parent = None
+        if kind == "begun":  # a call that the prompt begins with, or none
+            prompt = turn["prompt_ids"]
+            begin = [
+                name
+                for name, path in zip(names, paths, strict=True)
+                if prompt[: len(path)] == path
+            ]
+            kind = "resolved" if begin else "root"
+            parent = draw.choice(begin) if begin else None
+        elif kind == "resolved":
+            parent = draw.choice([*names, "missing"])
+        recorded = {"parent_resolution": kind, "parent_request": parent}
+        named = {"request_id": names[k], "scored": k == scored}
+        found.append({**turn, **named, **recorded})
+    return found
+
+
 PLAIN = (
     *("prompt_messages", "response_message", "prompt_ids", "output_ids"),
     *("output_logprobs", "finish_reason", "ill_formed", "trainable"),
@@ -264,7 +327,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "train_aborted": (True, False),
     "keep_untrained": (True, False),
     "keep_empty": (True, False),
-    "fork_threshold": (1024, 3, 2, 1, 0, -1),
+    "fork_threshold": (1024, 5, 3, 3, 2, 2, 1, 1, 0, -1),
     "max_rows": (None, None, 1, 2, 3),
     "end_of_turn_token_id": (None, END, 0, 7),
     "dispatch_tools": (("Task", "Agent"), (), ("bash",)),
@@ -273,19 +336,19 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 
 def random_policy(
-    draw: Random, deviating: float = 0.6
+    draw: Random, preset: str | None = None, deviating: float = 0.6
 ) -> tuple[str, dict[str, object]]:
     """A preset's name, and choices that differ from it, as `trajkit.policy` takes them."""
     while True:
-        name = draw.choice(list(policies.PRESETS))
-        choices: dict[str, object] = {}
+        name = preset or draw.choice(list(policies.PRESETS))
+        shares = {"fork_threshold": 0.8, "end_of_turn_token_id": 0.5}
         if draw.random() < deviating:
-            share = draw.choice([0.1, 0.3, 1.0])
-            choices = {
-                choice: draw.choice(values)
-                for choice, values in _CHOICES.items()
-                if draw.random() < share
-            }
+            shares |= dict.fromkeys(_CHOICES, draw.choice([0.1, 0.3, 1.0]))
+        choices: dict[str, object] = {
+            choice: draw.choice(_CHOICES[choice])
+            for choice, share in shares.items()
+            if draw.random() < share
+        }
         try:
             tk.policy(name, **choices)
         except PolicyError:

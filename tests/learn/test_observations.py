@@ -1,35 +1,15 @@
 """Observation weights: each observed token is learned once per rollout."""
 
+from random import Random
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, tensor
 from tests.oracles.rows import observed_tokens
 from trajkit.errors import ArgumentError, InvalidTurnsError
-
-ATTRIBUTION = {
-    "message_indices": "prompt_message_index",
-    "is_content": "prompt_is_content",
-    "message_tool_names": "message_tool_names",
-}
-"""prime-rl's names of the columns."""
-
-
-def attributed(session):
-    """The turns of a golden session with the attribution that the peer was given."""
-    records = []
-    for turn in session["turns"]:
-        given = turn.get("attribution") or {}
-        columns = {ours: given.get(theirs) for theirs, ours in ATTRIBUTION.items()}
-        flags = columns["prompt_is_content"]
-        if flags is not None:
-            columns["prompt_is_content"] = [bool(flag) for flag in flags]
-        known = {name: value for name, value in turn.items() if name != "attribution"}
-        records.append({"session_id": "s", **known, **columns})
-    return tk.from_records(records)
 
 
 def facts(error):
@@ -41,8 +21,6 @@ def facts(error):
         }
     )
 
-
-# --- the rule that mends it
 
 STARTS = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 END = 9
@@ -119,7 +97,7 @@ def drifting():
 
 def weighed(records, policy="faithful", *, sessions=None, **options):
     """(row, token id, weight) of each weighed token."""
-    turns = tk.from_records(records)
+    turns = tk.from_records(records) if isinstance(records, list) else records
     rows = tk.linearize(turns, policy, sessions=sessions)
     rows = tk.learn.observation_weights(rows, turns, sessions=sessions, **options)
     return [
@@ -150,13 +128,41 @@ def test_the_content_of_a_tool_s_message_is_weighed_and_the_mask_stays():
     assert tk.learn.observation_weights(out, turns, alpha=0.5).equals(out)
 
 
-def test_a_token_is_weighed_once_however_many_rows_repeat_it():
-    turns = tk.from_records(drifting())
-    rows = tk.linearize(turns, "per_call")
-    assert [ids.count(40) for ids in rows["input_ids"].to_pylist()] == [0, 1, 1]
-    assert weighed(drifting(), "per_call") == [(1, 40, 1), (1, 41, 1), (2, 42, 1)]
-    line = counted(drifting(), "per_call")
-    assert (line["tokens_observed"], line["tokens_repeated"]) == (3, 2)
+def some_calls(random):
+    """Calls of a session; some go on from others, whose reply may come back changed."""
+    replies = [DONE, ASK, said("assistant", 33)]
+    shown = [TOLD, said("tool", 43), said("tool", 43, 44), said("user", 24)]
+    lists, records = [OPENING], []
+    for _ in range(random.randint(1, 6)):
+        base = random.choice([OPENING[:1], *lists, *lists[-1:]])
+        messages = [*base, *random.choices(shown, k=random.randint(base != OPENING, 2))]
+        reply = random.choice(replies)
+        records.append(call(messages, reply))
+        lists.append([*messages, random.choice([reply, reply, random.choice(replies)])])
+    return records
+
+
+@pytest.mark.parametrize("policy", ["faithful", "strict", "per_call", "slime", "trl"])
+def test_weighed_tokens_are_the_twin_s(policy):
+    """Each once, however many rows repeat it, and none that the first prompt shows."""
+    observed = repeated = 0
+    for seed in range(12):
+        records = some_calls(Random(seed))
+        turns = tk.from_records(records)
+        rows = tk.linearize(turns, policy)
+        for roles in (("tool",), ("tool", "user")):
+            out = tk.learn.observation_weights(rows, turns, roles=roles)
+            found = [
+                [p for p, weight in enumerate(weights) if weight]
+                for weights in out["observation_weight"].to_pylist()
+            ]
+            assert found == observed_tokens(records, rows.to_pylist(), roles), seed
+            line = tk.learn.observation_report(rows, turns, roles=roles).to_pylist()[0]
+            assert line["tokens_observed"] == sum(map(len, found))
+            observed += line["tokens_observed"]
+            repeated += line["tokens_repeated"]
+    assert observed > 12
+    assert repeated > 0
 
 
 def test_a_row_that_was_cut_leaves_the_rest_of_a_message_to_the_next():
@@ -181,49 +187,6 @@ def test_a_row_that_was_cut_leaves_the_rest_of_a_message_to_the_next():
             strict=True,
         )
     ] == [[(40, 1)], [(41, 1)]]
-
-
-def test_a_compaction_goes_on_where_it_was():
-    """A tool's answer that is first shown after the history was replaced."""
-    summary = said("user", 22)
-    turns = [
-        call(OPENING, ASK),
-        call([OPENING[0], summary, ASK, TOLD], DONE),
-        call([OPENING[0], summary, ASK, TOLD, DONE, answer("c2", 42)], DONE),
-    ]
-    assert [token for _, token, _ in weighed(turns)] == [40, 41, 42]
-
-
-def test_what_stands_in_the_first_prompt_is_not_weighed():
-    shots = [said("user", 23), ASK, TOLD]
-    turns = [
-        call([*shots, *OPENING], DONE),
-        call([*shots, *OPENING, DONE, answer("c2", 42)], DONE),
-    ]
-    assert [token for _, token, _ in weighed(turns)] == [42]
-    # nor by a sub-agent that begins with what the model never said
-    turns = [call(OPENING, ASK), call([said("user", 24), DONE, TOLD], DONE)]
-    assert weighed(turns) == []
-
-
-def test_equal_answers_to_siblings_are_two_observations():
-    """Without a tool_call_id the reply before it tells them apart."""
-    other = said("assistant", 34)
-    same = said("tool", 43)
-    turns = [
-        call(OPENING, DONE),
-        call(OPENING, other),
-        call([*OPENING, DONE, same], DONE),
-        call([*OPENING, other, same], DONE),
-    ]
-    assert [token for _, token, _ in weighed(turns)] == [43, 43]
-    rewritten = said("assistant", 35)
-    turns = [
-        call(OPENING, DONE),
-        call([*OPENING, DONE, same], DONE),
-        call([*OPENING, rewritten, same, DONE, TOLD], DONE),
-    ]
-    assert [token for _, token, _ in weighed(turns)] == [43, 40, 41]
 
 
 def test_roles_and_tools_have_their_own_alpha():
@@ -291,6 +254,9 @@ def test_a_prompt_of_which_the_tail_alone_was_rendered():
         prompt_is_content=[False] * n + flags[n:],
     )
     assert weighed(tail) == weighed(whole) == [(0, 40, 1), (0, 41, 1)]
+    delta = tk.compact(tk.from_records(tail))  # which leaves out what says nothing
+    assert len(delta["prompt_is_content"][1]) < len(tail[1]["prompt_ids"])
+    assert weighed(delta) == weighed(whole)
     tail.append(
         call([*OPENING, ASK, TOLD, DONE, answer("c2", 42)], DONE, names=["bash"])
     )
@@ -346,50 +312,22 @@ def test_a_turn_without_messages_is_a_gap():
     assert weighed(records, missing="skip") == []
 
 
-def test_the_attribution_of_shared_tokens_may_be_left_out_in_delta_form():
-    turns = tk.from_records(drifting())
-    rows = tk.linearize(turns)
-    delta = tk.compact(turns)
-    shared = delta["shared_length"].to_pylist()
-    assert any(shared)
-
-    def changed(name, empty, left_out):
-        lists = turns[name].to_pylist()
-        values = [
-            each[n:] if left_out else [empty] * n + each[n:]
-            for n, each in zip(shared, lists, strict=True)
-        ]
-        return pa.array(values, turns.schema.field(name).type)
-
-    def weights(left_out):
-        table = delta
-        for name, empty in (("prompt_message_index", -1), ("prompt_is_content", False)):
-            place = table.schema.get_field_index(name)
-            table = table.set_column(place, name, changed(name, empty, left_out))
-        return tk.learn.observation_weights(rows, table)
-
-    assert weights(left_out=True).equals(weights(left_out=False))
-    assert any(map(any, weights(left_out=True)["observation_weight"].to_pylist()))
-
-
 def test_a_rollout_that_failed_is_not_weighed():
     assert weighed(conversation(), sessions=facts(None)) != []
     assert weighed(conversation(), "strict", sessions=facts("timeout")) == []
 
 
-LACKING = [
-    pytest.param({"prompt_message_index": None}, "index is null", id="no index"),
-    pytest.param(
-        {"prompt_message_index": [0] * 9}, "9 values of prompt_mess", id="short index"
-    ),
-    pytest.param(
-        {"names": [None, None, None]}, "index 3 of 3 message_tool", id="short names"
-    ),
-    pytest.param({"names": [None] * 5}, "5 message_tool_names for 4", id="long names"),
-]
-
-
-@pytest.mark.parametrize(("columns", "match"), LACKING)
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        ({"prompt_message_index": None}, "index is null"),
+        ({"prompt_message_index": [0] * 9}, "9 values of prompt_mess"),
+        ({"names": [None, None, None]}, "index 3 of 3 message_tool"),
+        ({"names": [None] * 5}, "5 message_tool_names for 4"),
+        ({"prompt_is_content": None}, "is_content is null"),
+        ({"prompt_is_content": [True]}, "1 values of prompt_is"),
+    ],
+)
 def test_a_turn_without_attribution_raises_or_is_counted(columns, match):
     turns = conversation(**columns)
     with pytest.raises(InvalidTurnsError, match=rf"session 's', turn 1: .*{match}"):
@@ -400,22 +338,6 @@ def test_a_turn_without_attribution_raises_or_is_counted(columns, match):
     turns.append(call([*OPENING, ASK, TOLD, DONE, answer("c2", 42)], DONE))
     tokens = [token for _, token, _ in weighed(turns, missing="skip")]
     assert tokens == [40, 41, 42]
-
-
-@pytest.mark.parametrize(
-    ("columns", "match"),
-    [
-        pytest.param({"prompt_is_content": None}, "is_content is null", id="no flags"),
-        pytest.param(
-            {"prompt_is_content": [True]}, "1 values of prompt_is", id="short flags"
-        ),
-    ],
-)
-def test_a_turn_without_flags_is_refused(columns, match):
-    turns = conversation(**columns)
-    with pytest.raises(InvalidTurnsError, match=match):
-        weighed(turns)
-    assert weighed(turns, missing="skip") == []
 
 
 @pytest.mark.parametrize(
@@ -446,28 +368,6 @@ def test_rows_of_other_turns_are_refused():
         tk.learn.observation_weights(rows, other)
 
 
-# --- the rule against its twin
-
-
-def fully_attributed():
-    """Golden sessions whose every call was rendered in full."""
-    return [s for s in golden("interleave") if s["knobs"]["attribution"] == "full"]
-
-
-@pytest.mark.parametrize("policy", ["faithful", "strict", "per_call", "slime", "trl"])
-def test_echo_is_its_twin(policy):
-    weighed_sessions = 0
-    for session in fully_attributed():
-        turns = attributed(session)
-        rows = tk.linearize(turns, policy)
-        out = tk.learn.observation_weights(rows, turns).to_pylist()
-        expected = observed_tokens(session["turns"], rows.to_pylist())
-        found = [[p for p, w in enumerate(r["observation_weight"]) if w] for r in out]
-        assert found == expected
-        weighed_sessions += any(expected)
-    assert weighed_sessions > 20
-
-
 # --- the loss: what the authors of prime-rl's rule met, one test each
 
 
@@ -491,47 +391,31 @@ def some_logprobs(rows):
     return -0.1 * (1 + np.arange(n) % 7)
 
 
-def gradients(rows, library, *names, **options):
-    """Of attributes of the loss, in the logprob of every token."""
-    at = some_logprobs(rows)
-    if library == "numpy":
-        return [by_differences(rows, at, name, options) for name in names]
-    found = []
-    for name in names:
-        leaf = tensor(at, library, requires_grad=True)
-        value = getattr(tk.learn.reference_loss(rows, leaf, **options), name)
-        value.backward()
-        assert leaf.grad is not None
-        found.append(leaf.grad.numpy())
-    return found
-
-
-def by_differences(rows, at, name, options):
-    step = 1e-6
-    found = []
-    for k in range(len(at)):
-        up, down = at.copy(), at.copy()
-        up[k] += step
-        down[k] -= step
-        high, low = (
-            getattr(tk.learn.reference_loss(rows, x, **options), name)
-            for x in (up, down)
-        )
-        found.append((high - low) / (2 * step))
-    return np.array(found)
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_gradient_is_minus_alpha_on_observed_tokens_and_nothing_leaks(library):
+def test_observed_tokens_count_and_nothing_leaks(library):
     rows = learned(drifting())
-    mask, weights = flat(rows, "loss_mask"), flat(rows, "observation_weight")
-    assert weights.sum() == 3 * 0.25
-    rl, observation, total = gradients(
-        rows, library, "rl_sum", "observation_sum", "total"
+    mask, weights = (
+        flat(rows, "loss_mask").astype(bool),
+        flat(rows, "observation_weight"),
     )
+    assert weights.sum() == 3 * 0.25
+    now = some_logprobs(rows)
+    at = tensor(now, library, requires_grad=True)
+    loss = tk.learn.reference_loss(rows, at)
+    sums = [one.item() for one in (loss.rl_sum, loss.observation_sum, loss.total)]
+    assert sums[1] == pytest.approx(-(weights * now).sum())
+    assert sums[2] == pytest.approx(sums[0] + sums[1] / 3)
+    if library == "numpy":
+        return
+    found = []
+    for value in (loss.rl_sum, loss.observation_sum, loss.total):
+        at.grad = None
+        value.backward(retain_graph=True)
+        found.append(at.grad.numpy())
+    rl, observation, total = found
     # a gradient that a mask blocks would be 0 here
     assert observation == pytest.approx(-weights, abs=1e-8)
-    assert (np.abs(rl) > 1e-3).tolist() == mask.astype(bool).tolist()
+    assert (np.abs(rl) > 1e-3).tolist() == mask.tolist()
     assert total == pytest.approx(rl + observation / 3, abs=1e-6)
 
 

@@ -125,21 +125,15 @@ def rewards_of(mode, rows, **options):
     return tk.learn.spread_rewards(rows, mode, **options)["reward"].to_pylist()
 
 
-def normalize_categories(rows, kinds):
+def with_kinds(rows, kinds):
     place = rows.schema.get_field_index("segment_kind")
-    return rows.set_column(place, "segment_kind", kinds)
+    return rows.set_column(place, "segment_kind", pa.array(kinds, pa.string()))
 
 
-def test_final_only_goes_by_the_kind_of_a_segment_where_rows_have_one():
+def test_final_only_is_of_no_row_where_no_kind_is_final():
     rows = tk.linearize(forks(), reward=3.0)
-    kinds = pa.array(["history_replaced", "final", "subagent"]).dictionary_encode()
-    assert rewards_of("final_only", normalize_categories(rows, kinds)) == [
-        0.0,
-        3.0,
-        0.0,
-    ]
-    nothing = pa.array(["history_replaced", None, "subagent"])
-    assert rewards_of("final_only", normalize_categories(rows, nothing)) == [0.0] * 3
+    rows = with_kinds(rows, ["history_replaced", None, "subagent"])
+    assert rewards_of("final_only", rows) == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -158,9 +152,8 @@ def test_reward_modes_are_those_of_segments(case):
         {"session_id": "a", "prompt_ids": [k], "output_ids": [5]}
         for k in range(len(samples))
     )
-    kinds = pa.array([case["kinds"][sample["source"]] for sample in samples])
     rows = tk.linearize(turns, "per_call", reward=case["reward"])
-    rows = normalize_categories(rows, kinds)
+    rows = with_kinds(rows, [case["kinds"][sample["source"]] for sample in samples])
     assert rewards_of(case["mode"], rows) == [s["reward"] for s in samples]
 
 
@@ -172,22 +165,6 @@ def turn_rewards(*values, session="a"):
             "reward": pa.array(values, pa.float64()),
         }
     )
-
-
-def test_a_row_has_the_rewards_of_the_turns_that_it_trains():
-    given = turn_rewards(1.0, 2.0, 4.0)
-    assert rewards_of("per_turn", tk.linearize(forks()), turn_rewards=given) == [
-        1.0,
-        2.0,
-        4.0,
-    ]
-    one = tk.linearize(forks().set_column(2, *growing_prompts()), "strict")
-    assert rewards_of("per_turn", one, turn_rewards=given) == [7.0]
-
-
-def growing_prompts():
-    lists = [[1], [1, 5, 6, 2], [1, 5, 6, 2, 7, 3]]
-    return "prompt_ids", pa.array(lists, pa.large_list(pa.int32()))
 
 
 def test_a_turn_that_rows_train_in_pieces_is_shared_out():
@@ -262,32 +239,10 @@ def test_turn_rewards_of_other_sessions_and_zeros_are_no_fault():
     assert rewards_of("per_turn", rows, turn_rewards=given) == [1.0, 2.0, 4.0]
 
 
-def group(*rewards, groups=None):
-    return pa.table(
-        {
-            "session_id": [f"s{k}" for k in range(len(rewards))],
-            "reward": pa.array(rewards, pa.float64()),
-            "group_id": pa.array(groups or ["g"] * len(rewards), pa.string()),
-        }
-    )
-
-
 def test_a_rollout_without_a_trained_token_shifts_the_baseline_and_says_so():
-    turns = pa.concat_tables(
-        [
-            forks(),
-            tk.from_records(
-                [
-                    {
-                        "session_id": "b",
-                        "prompt_ids": [1],
-                        "output_ids": [2],
-                        "trainable": False,
-                    }
-                ]
-            ),
-        ]
-    )
+    untrained = {"session_id": "b", "prompt_ids": [1], "output_ids": [2]}
+    untrained = tk.from_records([{**untrained, "trainable": False}])
+    turns = pa.concat_tables([forks(), untrained])
     facts = pa.table(
         {"session_id": ["a", "b"], "reward": [1.0, 0.0], "group_id": ["g", "g"]}
     )
@@ -299,56 +254,6 @@ def test_a_rollout_without_a_trained_token_shifts_the_baseline_and_says_so():
     assert set(REPORT.names) <= set(table.column_names)
     added = tk.add_advantages(rows, table)
     assert added["advantage"].to_pylist() == [0.5] * 3
-
-
-@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        pytest.param(
-            lambda: tk.learn.advantages(pa.concat_tables([group(1.0)] * 2)),
-            "session 's0': 2 lines",
-            id="twice",
-        ),
-        pytest.param(
-            lambda: tk.learn.advantages(group(float("inf"))),
-            "reward inf",
-            id="infinite",
-        ),
-        pytest.param(
-            lambda: tk.add_advantages(
-                tk.linearize(forks()), tk.learn.advantages(group(1.0))
-            ),
-            "session 'a' has rows",
-            id="no line",
-        ),
-        pytest.param(
-            lambda: tk.learn.reference_loss(tk.linearize(forks()), np.zeros(3)),
-            r"shape \(3,\)",
-            id="logprobs of other rows",
-        ),
-        pytest.param(
-            lambda: tk.learn.reference_loss(
-                tk.linearize(forks(), reward=1.0), np.zeros(7)
-            ),
-            "session 'a', row 0: token 1 is trained and has no finite logprob",
-            id="no logprob",
-        ),
-    ],
-)
-def test_tables_that_are_refused(call, match):
-    with pytest.raises(InvalidTurnsError, match=match):
-        call()
-
-
-# --- the reward of a row's last turn
-
-
-def test_a_row_has_the_reward_of_its_last_turn():
-    rows = tk.linearize(forks())
-    last = rows["last_turn"].to_pylist()
-    given = turn_rewards(*[float(k) for k in range(max(last) + 1)])
-    assert rewards_of("last_turn", rows, turn_rewards=given) == [float(k) for k in last]
 
 
 def test_a_last_turn_needs_a_reward_and_a_name():
@@ -363,74 +268,90 @@ def test_a_last_turn_needs_a_reward_and_a_name():
         rewards_of("last_turn", rows)
 
 
-# --- advantages that are none
+# --- what is refused
 
 
-def of_sessions(**columns):
-    return pa.table({"session_id": ["a"], **columns})
+NAMES = {"session_id": ["a"]}
 
 
 @pytest.mark.parametrize(
     ("sessions", "error", "match"),
     [
-        pytest.param(
-            of_sessions(), SchemaError, "'advantage' of sessions is absent", id="none"
-        ),
-        pytest.param(
-            pa.table({"advantage": [1.0]}), SchemaError, "'session_id'", id="no session"
-        ),
-        pytest.param(
-            of_sessions(advantage=["1.0"]),
-            SchemaError,
-            "'advantage' is string",
-            id="text",
-        ),
-        pytest.param(
-            of_sessions(advantage=[True]), SchemaError, "'advantage' is bool", id="flag"
-        ),
-        pytest.param(
-            of_sessions(advantage=[float("nan")]),
+        (NAMES, SchemaError, "'advantage' of sessions is absent"),
+        ({"advantage": [1.0]}, SchemaError, "'session_id'"),
+        ({**NAMES, "advantage": ["1.0"]}, SchemaError, "'advantage' is string"),
+        ({**NAMES, "advantage": [True]}, SchemaError, "'advantage' is bool"),
+        (
+            {**NAMES, "advantage": [float("nan")]},
             InvalidTurnsError,
             "session 'a': advantage nan: expected a finite number or null",
-            id="nan",
         ),
-        pytest.param(
-            of_sessions(advantage=[float("-inf")]),
+        (
+            {**NAMES, "advantage": [float("-inf")]},
             InvalidTurnsError,
             "session 'a': advantage -inf",
-            id="infinite",
         ),
-        pytest.param(
-            pa.table({"session_id": ["a", None], "advantage": [1.0, 2.0]}),
+        (
+            {"session_id": ["a", None], "advantage": [1.0, 2.0]},
             InvalidTurnsError,
             "table row 1: session_id is null",
-            id="no name",
         ),
-        pytest.param(
-            pa.table({"session_id": ["a", "a"], "advantage": [1.0, 2.0]}),
+        (
+            {"session_id": ["a", "a"], "advantage": [1.0, 2.0]},
             InvalidTurnsError,
             "session 'a': 2 lines",
-            id="twice",
+        ),
+        (
+            {"session_id": ["b"], "advantage": [1.0]},
+            InvalidTurnsError,
+            "session 'a' has rows",
         ),
     ],
 )
 def test_advantages_that_are_none_are_refused(sessions, error, match):
     with pytest.raises(error, match=match):
-        tk.add_advantages(tk.linearize(forks()), sessions)
+        tk.add_advantages(tk.linearize(forks()), pa.table(sessions))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "match"),
+    ("names", "reward", "match"),
+    [(["a", "a"], 1.0, "session 'a': 2 lines"), (["a"], float("inf"), "reward inf")],
+)
+def test_rewards_that_give_no_advantages_are_refused(names, reward, match):
+    sessions = {"session_id": names, "reward": [reward] * len(names)}
+    groups = {"group_id": ["g"] * len(names)}
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.learn.advantages(pa.table({**sessions, **groups}))
+
+
+@pytest.mark.parametrize(
+    ("columns", "logprobs", "match"),
     [
-        ("row_weight", None, "row_weight is null or not finite"),
-        ("advantage", float("nan"), "advantage of a trained token is nan"),
+        (
+            {"row_weight": None},
+            [0.0, -1.0, -2.0],
+            "row 0: row_weight is null or not finite",
+        ),
+        (
+            {"advantage": float("nan")},
+            [0.0, -1.0, -2.0],
+            "row 0: advantage of a trained token is nan",
+        ),
+        ({}, [0.0, -1.0], r"shape \(2,\)"),
+        (
+            {"logprobs": None},
+            [0.0, -1.0, -2.0],
+            "row 0: token 1 is trained and has no finite logprob",
+        ),
     ],
 )
-def test_a_weight_or_advantage_that_is_no_number_is_refused(name, value, match):
+def test_a_loss_that_has_no_value_is_refused(columns, logprobs, match):
     call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}
     rows = tk.linearize(tk.from_records([{**call, "output_logprobs": [-1.0, -2.0]}]))
     rows = rows.append_column("advantage", pa.array([1.0]))
-    at = rows.column_names.index(name)
-    rows = rows.set_column(at, name, pa.array([value], pa.float64()))
-    with pytest.raises(InvalidTurnsError, match=f"session 'a', row 0: {match}"):
-        tk.learn.reference_loss(rows, [0.0, -1.0, -2.0])
+    for name, value in columns.items():
+        at = rows.column_names.index(name)
+        values = [[value] * 3] if name == "logprobs" else [value]
+        rows = rows.set_column(at, name, pa.array(values, rows.schema.field(name).type))
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.learn.reference_loss(rows, logprobs)

@@ -21,69 +21,14 @@ def by_prompt(turns):
     return sorted(range(len(turns)), key=key)
 
 
-def prefix_links(turns):
-    """NeMo Gym's prefix_merging: one `Link` per turn."""
-    links = [Link(why="empty") for _ in turns]
-    sampled = [i for i in by_prompt(turns) if turns[i]["output_ids"]]
-    children = {i: [] for i in sampled}
-    ambiguous = set()
-    for i in sampled:
-        prompt = turns[i]["prompt_ids"]
-        prefixes = [
-            j for j in sampled if prompt[: len(held(turns[j]))] == held(turns[j])
-        ]
-        longest = max((len(held(turns[j])) for j in prefixes), default=0)
-        parents = [j for j in prefixes if len(held(turns[j])) == longest]
-        links[i] = Link(parents[0], "tokens") if parents else Link()
-        if parents:
-            children[parents[0]].append(i)
-        if len(parents) > 1:
-            ambiguous.add(i)
-            links[i].why = "ambiguous"
-
-    quarantined = set(ambiguous)
-    for i in sampled:
-        group = [j for j in sampled if turns[j]["prompt_ids"] == turns[i]["prompt_ids"]]
-        if group[0] != i or len(group) == 1:
-            continue
-        extended = [j for j in group if set(children[j]) - ambiguous]
-        for j in group:
-            if extended:
-                if j not in extended and j not in ambiguous:
-                    links[j].why = "superseded"
-                    quarantined.add(j)
-            elif j in ambiguous:
-                links[j].why = "unresolved_ambiguous"
-            elif j == group[0]:
-                links[j].why = "unresolved_kept"
-            else:
-                links[j].why = "unresolved"
-                quarantined.add(j)
-
-    chained = set()
-    for leaf in sampled:
-        path = []
-        i = leaf
-        while i is not None:
-            path.append(i)
-            i = links[i].parent
-        if not children[leaf] and not quarantined & set(path):
-            chained |= set(path)
-    for rank, i in enumerate(i for i in sampled if i in chained):
-        links[i].order = rank
-    for i in sampled:
-        if i not in chained and links[i].why in ("root", "tokens"):
-            links[i].why = "chain_quarantined"
-    return links
-
-
 def recorded_links(turns):
-    """NeMo Gym's prefix_merging of parents that were recorded at request time.
+    """NeMo Gym's prefix_merging: one `Link` per turn.
 
-    A turn may have ``parent_resolution`` and ``parent_request``, and one of a session
-    ``scored``. Without recorded parents, a scored turn counts all the same.
+    A turn may have ``parent_resolution`` and ``parent_request``, which were recorded at
+    request time, and one of a session ``scored``. Without recorded parents, a scored turn
+    counts all the same.
     """
-    links = prefix_links(turns)
+    links = [Link(why="empty") for _ in turns]
     sampled = [i for i in by_prompt(turns) if turns[i]["output_ids"]]
     terminal = next((i for i, turn in enumerate(turns) if turn.get("scored")), None)
     decided = [

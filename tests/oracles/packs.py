@@ -6,6 +6,7 @@ with the rows token by token.
 
 import pyarrow as pa
 
+from tests.oracles.rows import lcp
 from trajkit.schema import ROWS
 
 
@@ -122,13 +123,6 @@ def n_distinct(rows, groups=False):
         for at in range(len(row["input_ids"])):
             found.add((name, *row["input_ids"][: at + 1]))
     return len(found)
-
-
-def lcp(a, b):
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return n
 
 
 def random_rows(random, n_sessions=1, max_rows=7, max_tokens=12, group=None):

@@ -56,17 +56,8 @@ def linearize(turns: list[Turn]) -> list[Row]:
 
 
 def _record(root: MessageNode, calls: dict[MessageNode, Call], turn: Turn) -> None:
-    node, depth = root, 0
     messages = turn["prompt_messages"]
-    while depth < len(messages):
-        message = messages[depth]
-        for child in node.children:
-            if child.role == message.get("role") and child.message == message:
-                node = child
-                depth += 1
-                break
-        else:
-            break
+    node, depth = root.mount(messages)
     for message in messages[depth:]:
         node = node.add(message, message.get("role"))
     before = _nearest(node, calls, turn)

@@ -40,6 +40,18 @@ class MessageNode:
         self.children.append(node)
         return node
 
+    def mount(self, messages: list[dict[str, Any]]) -> tuple["MessageNode", int]:
+        """Where a list of messages leaves the tree below here, and how many it matched."""
+        node = self
+        for depth, message in enumerate(messages):
+            for child in node.children:
+                if child.role == message.get("role") and child.message == message:
+                    node = child
+                    break
+            else:
+                return node, depth
+        return node, len(messages)
+
 
 class Session:
     """The calls of one session. `record` as they come in, then `rows`."""
@@ -53,16 +65,7 @@ class Session:
         messages = turn["prompt_messages"]
         if not messages:
             return
-        node, depth = self.root, 0
-        while depth < len(messages):
-            message = messages[depth]
-            for child in node.children:
-                if child.role == message.get("role") and child.message == message:
-                    node = child
-                    depth += 1
-                    break
-            else:
-                break
+        node, depth = self.root.mount(messages)
         if depth < len(messages) and self._rewrites(node, messages[depth]):
             node = next(child for child in node.children if child.role == "assistant")
             node.turn = None

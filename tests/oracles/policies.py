@@ -38,12 +38,12 @@ def links_of(turns, policy):
     """One dict per turn, as the columns of ``schema.LINKS`` without session_id."""
     route = policy.parent_by
     if route == "messages":
-        links = reference.message_tree(
+        links = reference.message_links(
             told_by(turns, policy.message_equality),
             policy.merge_threshold,
             policy.tie_break,
             policy.compare_tools,
-        )[1]
+        )
     elif route == "agents":
         links = agent_links(turns, policy)
     elif route == "prompts":
@@ -57,8 +57,7 @@ def links_of(turns, policy):
     elif route == "tokens":
         links = reference.token_links(turns)
     elif route == "previous":
-        links = [Link(i - 1, "previous", i) for i in range(len(turns))]
-        links[0] = Link(order=0)
+        links = reference.previous_links(turns)
     else:
         ranked = list(range(len(turns)))
         if policy.row_order == "prompt":
@@ -67,20 +66,7 @@ def links_of(turns, policy):
     if policy.chain_order == "recorded":
         for rank, one in enumerate(one for one in links if one.order is not None):
             one.order = rank
-    names = reference.turn_indices(turns)
-    return [
-        {
-            "turn_index": name,
-            "parent": None if one.parent is None else names[one.parent],
-            "link_reason": one.why,
-            "order": one.order,
-            "rewritten_by": None
-            if one.rewritten_by is None
-            else names[one.rewritten_by],
-            "segment_kind": one.segment,
-        }
-        for name, one in zip(names, links, strict=True)
-    ]
+    return reference.as_dicts(turns, links)
 
 
 def told_by(turns, equality):

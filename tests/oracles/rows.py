@@ -114,15 +114,13 @@ def most_repeated(turns, candidates, prompt):
     return -max(ranked)[-1] if ranked else None
 
 
-def message_tree(turns, merge_threshold, equals="first", compare_tools=False):
-    """The tree by slime's rule of routing, and the link that it gives each turn.
+def message_links(turns, merge_threshold, equals="first", compare_tools=False):
+    """One `Link` per turn, by a tree of messages and slime's rule of routing.
 
     With ``equals="tokens"``, a request that shows one of several equal replies continues
     the one that it shares most tokens with; an empty list of messages routes by tokens.
     With "full_path" it continues the nearest turn above that it repeats entirely. With
     ``compare_tools``, the turns with one ``tools_key`` have a tree of their own.
-
-    Returns the root (of no message) and one `Link` per turn.
     """
     root = Node(None, None, None)
     trees = {}
@@ -170,7 +168,7 @@ def message_tree(turns, merge_threshold, equals="first", compare_tools=False):
         nodes[i] = mount.add("assistant", turn.get("response_message"), i)
     for rank, node in enumerate(n for n in pre_order(root) if n.turn is not None):
         links[node.turn].order = rank
-    return root, links
+    return links
 
 
 def nearest_by_tokens(turns, node, prompt):
@@ -253,19 +251,6 @@ def pre_order(root):
         waiting.extend(reversed(node.children))
 
 
-def chains(root):
-    """The turns on the path to each leaf, leaves in depth-first order."""
-    for node in pre_order(root):
-        if node.children or node is root:
-            continue
-        path = []
-        while node is not None:
-            if node.turn is not None:
-                path.append(node.turn)
-            node = node.parent
-        yield path[::-1]
-
-
 def token_links(turns):
     """prime-rl's rule: the longest row end that is a prefix of the prompt."""
     rows = []  # the turns of each row, rows in order of first appearance
@@ -283,37 +268,41 @@ def token_links(turns):
     return links
 
 
-def link(turns, route, merge_threshold=DEFAULT_THRESHOLD, equals="first", order="tree"):
-    """One dict per turn, as the columns of ``schema.LINKS`` without session_id."""
+def previous_links(turns):
+    """Each turn continues the one before it."""
+    return [
+        Link(i - 1, "previous", i) if i else Link(order=0) for i in range(len(turns))
+    ]
+
+
+def link(turns, route, merge_threshold=DEFAULT_THRESHOLD):
+    """The links of turns by messages, tokens, the previous call or none, as dicts."""
     if route == "messages":
-        links = message_tree(turns, merge_threshold, equals)[1]
+        links = message_links(turns, merge_threshold)
     elif route == "tokens":
         links = token_links(turns)
     elif route == "previous":
-        links = [
-            Link(i - 1, "previous", i) if i else Link(order=0)
-            for i in range(len(turns))
-        ]
-    elif route == "none":
-        links = [Link(order=i) for i in range(len(turns))]
+        links = previous_links(turns)
     else:
-        raise ValueError(route)
-    if order == "recorded":
-        placed = [one for one in links if one.order is not None]
-        for rank, one in enumerate(placed):
-            one.order = rank
+        links = [Link(order=i) for i in range(len(turns))]
+    return as_dicts(turns, links)
+
+
+def as_dicts(turns, links):
+    """One dict per turn, as the columns of ``schema.LINKS`` without session_id."""
     names = turn_indices(turns)
     return [
         {
-            "turn_index": names[i],
+            "turn_index": name,
             "parent": None if one.parent is None else names[one.parent],
             "link_reason": one.why,
             "order": one.order,
             "rewritten_by": None
             if one.rewritten_by is None
             else names[one.rewritten_by],
+            "segment_kind": one.segment,
         }
-        for i, one in enumerate(links)
+        for name, one in zip(names, links, strict=True)
     ]
 
 
@@ -475,17 +464,12 @@ def observed_tokens(turns, rows, roles=("tool",)):
                 new.append((identity, i))
         seen += new
         fresh = {i for _, i in new}
-        attribution = turns[last]["attribution"]
+        columns = ("prompt_message_index", "prompt_is_content")
+        shows = zip(*(turns[last][name] for name in columns), strict=True)
         result.append(
             [
                 p
-                for p, (i, content) in enumerate(
-                    zip(
-                        attribution["message_indices"],
-                        attribution["is_content"],
-                        strict=True,
-                    )
-                )
+                for p, (i, content) in enumerate(shows)
                 if content and i in fresh and p > 0 and p not in sampled
             ]
         )

@@ -13,13 +13,6 @@ from tests.oracles.rows import (
 
 
 @dataclass
-class Chain:
-    """One agent's turns since its history was last replaced."""
-
-    turns: list[int] = field(default_factory=list)
-
-
-@dataclass
 class Segments:
     """What became of one session: frozen chains in order, and each turn's route."""
 
@@ -28,8 +21,8 @@ class Segments:
     routes: list[str | None] = field(default_factory=list)
 
     def freeze(self, kind, chain):
-        if chain is not None and chain.turns:
-            self.frozen.append((kind, chain.turns))
+        if chain:
+            self.frozen.append((kind, [*chain]))
 
 
 def uncached(value):
@@ -48,7 +41,7 @@ def text(message):
 
 def continues(turns, chain, i, identity):
     """Whether turn i goes on where the chain stands, by messages or else by tokens."""
-    last = turns[chain.turns[-1]]
+    last = turns[chain[-1]]
     seen, shown = last.get("prompt_messages"), turns[i].get("prompt_messages")
     if seen is None or shown is None:
         path, prompt = held(last), turns[i]["prompt_ids"]
@@ -91,9 +84,8 @@ def segments_of(turns, tools=("Task", "Agent"), identity=text):
     ``identity`` gives what counts of a message.
     """
     result = Segments()
-    main = Chain()
-    sub = None
-    watched = None
+    # the turns of an agent since its history was last replaced; None: there is no agent
+    main, sub, watched = [], None, None
     for i, turn in enumerate(turns):
         shown = turn.get("prompt_messages")
         if shown == []:
@@ -104,24 +96,22 @@ def segments_of(turns, tools=("Task", "Agent"), identity=text):
         ):
             result.freeze("subagent", sub)
             sub = watched = None
-        goes_to_main = sub is None or (
-            main.turns and continues(turns, main, i, identity)
-        )
+        goes_to_main = sub is None or (main and continues(turns, main, i, identity))
         chain = main if goes_to_main else sub
-        if not chain.turns:
+        if not chain:
             said = "new"
         elif continues(turns, chain, i, identity):
             said = "append"
         else:
             said = "wipe"
             result.freeze("history_replaced", chain)
-            chain.turns = []
-        chain.turns.append(i)
+            chain.clear()
+        chain.append(i)
         result.routes.append(f"{'main' if goes_to_main else 'sub'}/{said}")
         sent_out = dispatched(turn.get("response_message"), tools)
         if goes_to_main and sent_out:
             watched = sent_out[-1]
-            sub = sub or Chain()
+            sub = [] if sub is None else sub
     result.freeze("subagent", sub)
     result.freeze("final", main)
     return result

@@ -30,8 +30,6 @@ def test_other_names_or_another_order_are_no_import(names):
     [
         # the rules of slime and of trl, exchanged
         ("policies.py", '"fork", "absorb_short_reply", "absorb_short_drift"', None),
-        ("policies.py", 'TieBreak: TypeAlias = Literal["first", "tokens"', None),
-        ("policies.py", 'TrainIn: TypeAlias = Literal["first", "earliest"', None),
         ("policies.py", '    - ``"fork"``: A new row starts.\n', ""),
         (
             "schema/__init__.py",

@@ -1,253 +1,79 @@
-"""Which turn each turn continues, against the twin and by hand."""
-
-from typing import get_args
+"""Links that are refused, and what a source recorded or a caller names for them."""
 
 import numpy as np
+import polars as pl
+import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.made_tables import dicts, link_by, turns_table
-from tests.oracles import rows as reference
+from tests.made_tables import link_by, turns_table
 from trajkit import _core
 from trajkit._kernel_names import members
-from trajkit.errors import LayoutError, PolicyError
-from trajkit.policies import ParentBy
+from trajkit.errors import InvalidTurnsError, LayoutError, SchemaError
 from trajkit.rows.linearize import find_links
-from trajkit.rows.routes import ROUTES
+from trajkit.turns import tools_key
 from trajkit.turns.sessions import Sessions
 
-USER = {"role": "user", "content": "u"}
-SYSTEM = {"role": "system", "content": "s"}
+# a reply that two calls continue, which were recorded before it
+FORKED = [
+    {"prompt_ids": [1, 2, 3, 5], "output_ids": [6]},
+    {"prompt_ids": [1, 2, 3, 4], "output_ids": [5]},
+    {"prompt_ids": [1], "output_ids": [2, 3]},
+]
 
 
-def said(text):
-    return {"role": "assistant", "content": text}
-
-
-def call(messages, reply, output=(7,), prompt=(1,), **more):
-    return {
-        "prompt_messages": messages,
-        "response_message": reply,
-        "prompt_ids": list(prompt),
-        "output_ids": list(output),
-        **more,
-    }
-
-
-def parents(turns, **choices):
-    """Parents by messages, of links that are the twin's."""
-    links = link_by(turns_table(turns), "messages", **choices)
-    expected = reference.link(turns, "messages", choices.get("merge_threshold", 1024))
-    assert dicts(links, expected) == expected
-    return links["parent"].to_pylist()
+def with_links(links, **columns):
+    """The links with other values of some columns."""
+    lines = [
+        {**line, **{name: values[k] for name, values in columns.items()}}
+        for k, line in enumerate(links.to_pylist())
+    ]
+    return pa.Table.from_pylist(lines, tk.schema.LINKS)
 
 
 @pytest.mark.parametrize(
-    ("turns", "expected"),
+    ("columns", "match"),
     [
-        pytest.param(
-            [
-                call([USER], said("a")),
-                call([USER], said("a")),
-                call([USER, said("a"), USER], said("b")),
-            ],
-            [None, None, 0],
-            id="equal siblings: the first is continued",
-        ),
-        pytest.param(
-            [
-                call([USER, said("a"), USER], said("b")),
-                call([USER], said("a")),
-                call([USER, said("a"), USER, said("b"), USER], said("c")),
-            ],
-            [None, None, 0],
-            id="a foreign reply that was there first strands its equal",
-        ),
-        pytest.param(
-            [call([USER], said("a")), call([USER, said("b"), USER], said("c"))],
-            [None, None],
-            id="a rewritten reply is no parent",
-        ),
-        pytest.param(
-            [
-                call([SYSTEM, USER], said("a")),
-                call([SYSTEM, USER, said("a")], said("b")),
-            ],
-            [None, 0],
-            id="a prompt that ends with the reply (prefill)",
-        ),
-        pytest.param(
-            [
-                call([USER], {"role": "assistant", "calls": [{"n": 1}]}),
-                call([USER, {"role": "assistant", "calls": [{"n": True}]}], said("b")),
-                call([USER, {"role": "assistant", "calls": [{"n": "1"}]}], said("b")),
-            ],
-            [None, 0, None],
-            id="messages are equal as Python's dicts are",
-        ),
-        pytest.param(
-            [
-                call([USER], None),
-                call([USER, said("a"), USER], said("b")),
-            ],
-            [None, None],
-            id="a reply that could not be told is taken for rewritten",
-        ),
-        pytest.param(
-            [
-                call([USER], said("a"), output=[7, 8], prompt=[1]),
-                call(None, said("b"), output=[9], prompt=[1, 7, 8, 2]),
-                call(None, said("b"), output=[9], prompt=[1, 7, 8, 2, 9, 3]),
-                call(None, said("b"), output=[9], prompt=[2, 7, 8, 2, 9, 3]),
-            ],
-            [None, 0, 1, None],
-            id="without messages: the longest held prefix",
-        ),
-        pytest.param(
-            [
-                call([USER], said("a"), output=[7], prompt=[1]),
-                call(None, said("b"), output=[9], prompt=[1, 7, 2]),
-                call([USER, said("b"), USER], said("c"), prompt=[1, 7, 2, 9, 3]),
-            ],
-            [None, 0, None],
-            id="a turn routed by tokens matches no message",
-        ),
-        pytest.param(
-            [
-                call([USER], said("a"), output=[7], prompt=[1]),
-                call([], said("b"), output=[9], prompt=[1, 7]),
-                call(None, said("c"), output=[9], prompt=[1, 7, 9]),
-            ],
-            [None, None, 0],
-            id="an empty list of messages is passed over",
-        ),
-        pytest.param(
-            [
-                call([USER], said("a"), output=[7, 8]),
-                call([USER], said("b"), output=[7, 9]),
-                call(None, said("c"), prompt=[1, 7, 2]),
-            ],
-            [None, None, 0],
-            id="of equal prompts repeated as far, the first",
-        ),
-        pytest.param(
-            [
-                call([USER], said("a")),
-                call([USER, said("a"), USER], said("b")),
-                call([USER, said("c"), USER], said("d")),
-            ],
-            [None, 0, None],
-            id="a reply that was continued is not rewritten",
-        ),
-        pytest.param(
-            [
-                call([USER], said("a")),
-                call([USER], said("b")),
-                call([USER, said("c"), USER], said("d")),
-            ],
-            [None, None, None],
-            id="a reply with siblings is not rewritten",
-        ),
-        pytest.param(
-            [
-                call([USER], said("a"), output=[7], prompt=[1]),
-                call(None, said("x"), prompt=[5]),
-                call([USER, said("b"), USER], said("c"), prompt=[3]),
-                call(None, said("x"), prompt=[1, 7, 9]),
-                call(None, said("x"), prompt=[5, 7, 9]),
-            ],
-            [None, None, None, None, 1],
-            id="without messages: a call that was rewritten is not continued",
+        ({"order": [0, 2, 1]}, "order 0 does not come after its parent's, 1"),
+        ({"order": [0, 1, None]}, "its parent has no order"),
+        ({"order": [3, 1, 0]}, "order 3: expected ranks from 0"),
+        (
+            {"order": [0, 1, 2], "parent": [2, 0, 0]},
+            "does not come after its parent's",
         ),
     ],
 )
-def test_parents_by_hand(turns, expected):
-    assert parents(turns) == expected
+def test_links_in_which_a_parent_does_not_come_first_are_refused(columns, match):
+    table = turns_table(FORKED)
+    links = link_by(table, "prefix")
+    assert links["parent"].to_pylist() == [2, 2, None]
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.linearize(table, "nemo", links=with_links(links, **columns))
 
 
-def test_of_equal_ends_the_oldest_chain_is_continued_by_tokens():
-    turns = [call(None, None, (2,), ids) for ids in ([1], [1], [1, 2, 3], [1, 2, 4])]
-    links = link_by(turns_table(turns), "tokens")
-    assert links["parent"].to_pylist() == [None, None, 0, 1]
+def test_parents_in_a_circle_of_turns_that_are_in_no_row():
+    """Drift is measured all the same."""
+    table = turns_table(FORKED)
+    circle = with_links(
+        link_by(table, "prefix"), parent=[2, 0, 0], order=[None, None, None]
+    )
+    assert tk.classify_drift(table, circle).num_rows == 3
+    assert tk.linearize(table, "nemo", links=circle).num_rows == 0
 
 
-def test_every_way_to_find_parents_has_a_function():
-    assert tuple(ROUTES) == get_args(ParentBy)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "shown", "parent"),
-    [
-        ([(4, 5), (6, 7), (6, 8), (6, 9)], (6, 8, 1), 2),
-        # the same number of tokens of each: the shortest path, repeated entirely or not
-        ([(6, 7, 8), (6, 7), (6, 7)], (6, 7, 9), 1),
-        ([(6, 7, 8), (6, 7), (6, 8)], (6, 9), 1),
-        # equal paths: the first
-        ([(4, 5), (6, 7), (6, 7), (6, 7)], (6, 7, 9), 1),
-        ([(6, 7), (6, 7), (6, 7)], (3,), 0),
-    ],
-)
-def test_tokens_choose_among_equal_replies(outputs, shown, parent):
-    turns = [call([USER], said("x"), output) for output in outputs]
-    turns.append(call([USER, said("x"), USER], said("y"), prompt=(1, *shown)))
-    links = link_by(turns_table(turns), tie_break="tokens")
-    assert links["parent"].to_pylist()[-1] == parent
-    expected = reference.link(turns, "messages", 0, "tokens")
-    assert expected[-1]["parent"] == parent
-
-
-def test_rewrite_names_the_turn_that_it_demotes():
-    turns = [
-        call([USER], said("a"), turn_index=3),
-        call([USER, said("b"), USER], said("c"), turn_index=5),
+def test_a_spliced_row_s_first_call_may_be_recorded_last():
+    """If the given links say so; links of a route name earlier parents."""
+    calls = [
+        {"prompt_ids": [1], "output_ids": [7, 9], "finish_reason": "stop"},
+        {"prompt_ids": [1, 2, 9, 3], "output_ids": [4, 9], "finish_reason": "stop"},
     ]
-    links = link_by(turns_table(turns)).to_pylist()
-    assert [line["rewritten_by"] for line in links] == [5, None]
-    assert [line["order"] for line in links] == [None, 0]
-    assert links[1]["link_reason"] == "rewrite"
-
-
-@pytest.mark.parametrize(
-    ("n_output", "threshold", "rewritten"),
-    [
-        pytest.param(3, 4, True, id="shorter"),
-        pytest.param(3, 3, False, id="as long"),
-        pytest.param(0, 0, False, id="off"),
-        pytest.param(1023, 1024, True, id="just below slime's"),
-        pytest.param(1024, 1024, False, id="slime's"),
-    ],
-)
-def test_only_a_short_reply_gives_way(n_output, threshold, rewritten):
-    turns = [
-        call([USER], said("a"), output=[7] * n_output),
-        call([USER, said("b"), USER], said("c")),
-    ]
-    links = link_by(turns_table(turns), merge_threshold=threshold).to_pylist()
-    assert (links[0]["rewritten_by"] is not None) is rewritten
-
-
-def test_depth_first_order_is_not_turn_order():
-    turns = [
-        call([USER], said("a")),
-        call([SYSTEM], said("b")),
-        call([USER, said("a"), USER], said("c")),
-    ]
-    links = link_by(turns_table(turns)).to_pylist()
-    assert [line["order"] for line in links] == [0, 2, 1]
-
-
-def test_a_policy_that_does_not_exist_is_refused():
-    with pytest.raises(PolicyError, match="'sideways' does not exist"):
-        tk.link(turns_table([call([USER], said("a"))]), "sideways")
-
-
-@pytest.mark.parametrize("name", ["faithful", "slime", "nemo", "polar", "graph"])
-def test_links_are_those_of_the_rows_of_the_policy(name):
-    turns = turns_table([call([USER], said("a")), call([USER, said("b"), USER], None)])
-    links = tk.link(turns, name)
-    assert links == tk.link(turns, tk.policy(name))
-    assert tk.linearize(turns, name, links=links) == tk.linearize(turns, name)
-    assert (links["rewritten_by"].null_count == 2) is (name != "slime")
+    expected = tk.linearize(turns_table(calls), "polar")
+    turns = turns_table(calls[::-1])
+    links = with_links(tk.link(turns, "polar"), parent=[1, None], order=[1, 0])
+    rows = tk.linearize(turns, "polar", links=links)
+    assert rows["input_ids"].to_pylist() == [[1, 7, 9, 3, 4, 9]]
+    assert rows["turns"].to_pylist() == [[1, 0]]
+    assert rows["loss_mask"] == expected["loss_mask"]
 
 
 @pytest.mark.parametrize(
@@ -302,3 +128,114 @@ def test_kernels_refuse_calls_that_lead_outside(call, other, match):
     for look in (_core.TokenIndex(paths).add, _core.TokenIndex(paths).find):
         with pytest.raises(LayoutError, match=match):
             look(min(call, other) if call < 0 else other)
+
+
+# --- parents that the source recorded
+
+
+ROOT = {"request_id": "a", "parent_resolution": "root", "parent_request": None}
+LATER = {"request_id": "b", "parent_resolution": "unresolved", "parent_request": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"parent_resolution": "maybe"}, "'maybe', expected one of root, resolved"),
+        ({"parent_resolution": "resolved"}, "'resolved', parent_request is null"),
+        ({"parent_request": "b"}, "'root', parent_request is 'b': expected null"),
+        ({"request_id": "b"}, "turn 1: request_id 'b' is that of turn 0, too"),
+        ({"scored": True}, "turn 1: scored is true, as of turn 0"),
+    ],
+)
+def test_recorded_parents_that_contradict_themselves_are_refused(changes, match):
+    turns = [
+        {**line, **ids}
+        for line, ids in zip(
+            [{**ROOT, **changes}, {**LATER, "scored": True}], FORKED, strict=False
+        )
+    ]
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.link(turns_table(turns), "nemo")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("parent_request", [[1]]), ("scored", ["x"])],
+)
+def test_columns_of_another_type_are_refused(name, values):
+    table = turns_table(FORKED[:1]).append_column(name, pa.array(values))
+    with pytest.raises(SchemaError, match=f"column '{name}' is .*: expected"):
+        tk.link(table, "nemo")
+
+
+def test_request_ids_of_any_kind_rank():
+    """Of retries the one with the first name is kept."""
+    table = turns_table([{**FORKED[0], "output_ids": [k]} for k in (2, 3)])
+    names = pa.array(["b", "a"])
+    named = table.append_column("request_id", names)
+    encoded = table.append_column("request_id", names.dictionary_encode())
+    for turns in (named, encoded, pl.from_arrow(named)):
+        rows = tk.linearize(turns, "nemo")
+        assert rows["input_ids"].to_pylist() == [[1, 2, 3, 5, 3]]
+
+
+# --- tools
+
+
+def test_the_key_of_tools():
+    tools = [{"type": "function", "function": {"name": "f", "strict": None}}]
+    same = [{"function": {"name": "f"}, "type": "function"}]
+    assert tools_key(tools) == tools_key(same) != tools_key([]) != tools_key([{}])
+
+
+def said(content, *calls, role="assistant"):
+    message = {"role": role, "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"id": one, "function": {"name": name}} for name, one in calls
+        ]
+    return message
+
+
+def sent_out(tool="search"):
+    """Main calls a tool, its agent answers, main goes on: one turn each."""
+    opening = [said("s", role="system"), said("u", role="user")]
+    asks = said("x", (tool, "c1"))
+    answer = {"role": "tool", "content": "y", "tool_call_id": "c1"}
+    prompts = [opening, [said("other", role="user")], [*opening, asks, answer]]
+    replies = [asks, said("y"), said("z")]
+    return tk.from_records(
+        {
+            "session_id": "s",
+            "prompt_ids": ids,
+            "output_ids": [k, 9],
+            "prompt_messages": prompt,
+            "response_message": reply,
+        }
+        for k, (ids, prompt, reply) in enumerate(
+            zip([[1, 2], [5], [1, 2, 0, 9, 3]], prompts, replies, strict=True)
+        )
+    )
+
+
+@pytest.mark.parametrize("tool", ['sea"rch', "s\\arch", "s.arch", "\u00e9", "\n"])
+def test_a_tool_that_sends_out_an_agent_may_have_any_name(tool):
+    """It is looked for in the JSON text of the messages."""
+    policy = tk.policy("segments", dispatch_tools=[tool])
+    kinds = tk.linearize(sent_out(tool), policy)["segment_kind"].to_pylist()
+    assert kinds == ["subagent", "final"]
+    kinds = tk.linearize(sent_out("sxarch"), policy)["segment_kind"].to_pylist()
+    assert kinds == ["history_replaced", "history_replaced", "final"]
+
+
+def test_a_shifted_share_of_the_reward_is_found():
+    policy = tk.policy("segments", dispatch_tools=["search"])
+    turns = sent_out()
+    rows = tk.linearize(turns, policy, reward=1.0)
+    place = rows.schema.get_field_index("reward")
+    wrong = rows.set_column(place, "reward", pa.array([0.25, 0.5]))
+    for reward in (1.0, None):
+        found = tk.verify(wrong, turns, policy, reward=reward).to_pylist()
+        assert {one["rule"] for one in found} == {"reward"}
+    final = tk.policy(policy, rewards="final_only")
+    assert tk.verify(rows, turns, final, reward=1.0).num_rows == 2

@@ -1,56 +1,29 @@
-"""The properties of other tests, of sessions of 40 to 300 calls.
+"""A recorder of sessions of 40 to 300 calls.
 
 Only such sessions outgrow the arrays that the recorder begins with, and have paths that
 differ in length by a factor of a hundred.
 """
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.fuzz.rows import difference, drawn_case
 from tests.made_tables import policy_of, turns_table
 from tests.recorder import test_recorder
-from tests.strategies import (
-    few,
-    many_calls,
-    policies,
-    row_limits,
-)
-
-limits = row_limits | st.integers(41, 800)
-
-
-def holds(property_, *arguments):
-    """Check a property that another test draws the arguments of."""
-    property_.hypothesis.inner_test(*arguments)
-
-
-def recorded(turns):
-    recorder = tk.Recorder()
-    for turn in turns:
-        test_recorder.record(recorder, turn)
-    return recorder
+from tests.strategies import few, many_calls, policies, row_limits
 
 
 @few
-@given(many_calls())
-def test_a_recorder_keeps_what_it_is_given(turns):
-    holds(test_recorder.test_each_call_is_placed_on_arrival, turns)
-    assert recorded(turns).turns("s") == tk.compact(turns_table(turns))
-
-
-@few
-@given(many_calls(), policies, limits)
-def test_a_recorder_gives_the_rows_of_the_table(turns, choice, limit):
-    """Also where they are asked for while the session grows."""
-    recorder = tk.Recorder()
-    policy = policy_of(choice)
+@given(many_calls(), policies, row_limits | st.integers(41, 800))
+def test_a_recorder_keeps_what_it_is_given(turns, choice, limit):
+    """Also where rows are asked for while the session grows."""
+    test_recorder.test_each_call_is_placed_on_arrival.hypothesis.inner_test(turns)
+    recorder, policy = tk.Recorder(), policy_of(choice)
     for k, turn in enumerate(turns):
         test_recorder.record(recorder, turn)
         if k % 61 == 16 or k == len(turns) - 1:
             table = turns_table(turns[: k + 1])
+            assert recorder.turns("s") == tk.compact(table)
             assert recorder.rows("s", policy, max_row_tokens=limit) == tk.linearize(
                 table, policy, max_row_tokens=limit
             )
@@ -68,9 +41,3 @@ def test_calls_that_begin_like_a_longer_one_share_what_they_have_of_it():
         assert (found.turn_index, found.shared_length) == (16 + k, [3, 3, 2][k])
     turns = tk.expand(recorder.turns("s"))
     assert turns["prompt_ids"].to_pylist()[16:] == [[0, 1, 2, 9], [0, 1, 2], [0, 1]]
-
-
-@pytest.mark.parametrize("mode", ["twins", "forms"])
-def test_a_case_of_the_fuzzer(mode):
-    """Sessions of up to 300 calls under a policy; CI goes on with other seeds."""
-    assert difference(drawn_case(mode, 0)) is None

@@ -3,13 +3,8 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import by_session, in_delta_form, turns_table
-from tests.oracles import rows as reference
-from tests.strategies import chosen_policies, payload_lists, row_limits, runs
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 
 EXPERTS = pa.large_list(pa.list_(pa.int16(), 2))
@@ -68,28 +63,18 @@ def test_which_element_a_token_has(columns, expected):
     assert tk.linearize(tk.compact(turns), payloads=["x"]) == rows
 
 
-@pytest.mark.parametrize("name", ["x", "routed_experts"])
-def test_a_list_as_long_as_the_output_is_of_the_output(name):
+def test_a_list_as_long_as_the_output_is_of_the_output():
     """Also after a prompt of one id, whatever other turns have."""
     turns = tk.from_records(
-        [
-            {
-                "session_id": "a",
-                "prompt_ids": prompt,
-                "output_ids": [2, 3],
-                name: values,
-            }
-            for prompt, values in [([1], [10, 20]), ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6])]
-        ]
+        {"session_id": "a", "prompt_ids": prompt, "output_ids": [2, 3], "x": values}
+        for prompt, values in [([1], [10, 20]), ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6])]
     )
-    rows = tk.linearize(turns, "per_call", payloads=[name])
-    assert rows[name].to_pylist() == [[None, 10, 20], [1, 2, 3, 4, 5, 6]]
-    with pytest.raises(InvalidTurnsError, match=f"1 elements.* column {name}_start: 0"):
+    rows = tk.linearize(turns, "per_call", payloads=["x"])
+    assert rows["x"].to_pylist() == [[None, 10, 20], [1, 2, 3, 4, 5, 6]]
+    with pytest.raises(InvalidTurnsError, match=r"1 elements.* column x_start: 0"):
         tk.linearize(
-            turns.set_column(
-                turns.column_names.index(name), name, pa.array([[1], None])
-            ),
-            payloads=[name],
+            turns.set_column(turns.column_names.index("x"), "x", pa.array([[1], None])),
+            payloads=["x"],
         )
 
 
@@ -175,55 +160,6 @@ def test_a_known_payload_of_another_type_is_refused(name):
         tk.validate(two_turns(**{name: pa.array(["x", "y"])}))
 
 
-def element(path):
-    """What a payload has for the last token of a path."""
-    return hash(tuple(path)) % 1000
-
-
-@given(st.data(), runs(), chosen_policies(), row_limits, st.booleans())
-def test_payloads_of_what_is_new_join_up(data, turns, chosen, limit, in_delta):
-    """Each turn tells the ids from some position on, which earlier turns shared."""
-    name, choices = chosen
-    policy = tk.policy(name, **choices)
-    table = turns_table([turn for one in by_session(turns).values() for turn in one])
-    table = table.drop_columns({"experts", "experts_start"} & {*table.column_names})
-    delta = tk.compact(table)
-    shared = delta["shared_length"].to_pylist()
-    starts = [data.draw(st.sampled_from([n, max(n - 1, 0), 0])) for n in shared]
-    lists = []
-    for turn, start in zip(table.to_pylist(), starts, strict=True):
-        path = turn["prompt_ids"] + turn["output_ids"]
-        lists.append([element(path[: k + 1]) for k in range(start, len(path))])
-    table = delta if in_delta else table
-    table = table.append_column("experts", pa.array(lists, pa.list_(pa.int64())))
-    table = table.append_column("experts_start", pa.array(starts, pa.int16()))
-    options = {"policy": policy, "max_row_tokens": limit, "payloads": ["experts"]}
-    for row in tk.linearize(table, **options).to_pylist():
-        if policy.on_drift != "splice":
-            ids = row["input_ids"]
-            assert row["experts"] == [element(ids[: k + 1]) for k in range(len(ids))]
-
-
-@pytest.mark.parametrize("lacks_last", [False, True])
-def test_lists_of_new_ids_join_up(lacks_last):
-    calls = [
-        {"prompt_ids": [1, 2], "output_ids": [3, 4]},
-        {"prompt_ids": [1, 2, 3, 4, 5], "output_ids": [6]},
-        {"prompt_ids": [1, 2, 3, 4, 5, 6, 7, 8], "output_ids": [9]},
-    ]
-    lists = [[10, 20, 30, 40], [50, 60], [70, 80, 90]]
-    recorder = tk.Recorder()
-    for one, values, start in zip(calls, lists, (0, 4, 6), strict=True):
-        values = values[: len(values) - lacks_last]
-        payloads = {"experts": values, "experts_start": start}
-        recorder.record("a", **one, payloads=payloads)
-    rows = recorder.rows("a", "faithful", payloads=["experts"])
-    expected = [10, 20, 30, 40, 50, 60, 70, 80, 90]
-    if lacks_last:
-        expected = [10, 20, 30, None, 50, None, 70, 80, None]
-    assert rows["experts"].to_pylist() == [expected]
-
-
 def test_elements_come_from_an_earlier_turn_as_far_as_its_ids_are_the_same():
     turns = tk.from_records(
         {"session_id": "s", "prompt_ids": prompt, "output_ids": output, **payload}
@@ -251,34 +187,6 @@ def test_a_start_that_leaves_no_room_is_refused(start, said):
         tk.linearize(turns, payloads=["x"])
 
 
-def first_position(turn, name):
-    """The position in prompt and output of the first element of a turn's list."""
-    if len(turn[name]) == len(reference.held(turn)):
-        return 0
-    return len(turn["prompt_ids"])
-
-
-def payload_by_twin(turns, name, row):
-    """The payload of each token of a row of a session."""
-    called = dict(zip(reference.turn_indices(turns), turns, strict=True))
-
-    def of(turn, position):
-        if turn[name] is None:
-            return None
-        k = position - first_position(turn, name)
-        return turn[name][k] if 0 <= k < len(turn[name]) else None
-
-    last = called[row["last_turn"]]
-    result = [of(last, k) for k in range(len(row["input_ids"]))]
-    for span in row["spans"]:
-        turn = called[span["turn_index"]]
-        for k in range(span["stop"] - span["start"]):
-            own = of(turn, len(turn["prompt_ids"]) + span["output_start"] + k)
-            if own is not None:
-                result[span["start"] + k] = own
-    return result
-
-
 LAYOUTS = [
     pa.list_(pa.list_(pa.int16(), 2)),
     EXPERTS,
@@ -286,42 +194,57 @@ LAYOUTS = [
 ]
 
 
-@given(st.data(), runs(), chosen_policies(), row_limits, st.sampled_from(LAYOUTS))
-def test_rows_have_the_payload_of_their_tokens(data, turns, chosen, limit, layout):
-    """In any list layout, full or delta form, sliced, as a table or as a stream."""
-    name, choices = chosen
-    policy = tk.policy(name, **choices)
-    turns = [
-        {**turn, "experts": data.draw(payload_lists(turn))}
-        for session in by_session(turns).values()
-        for turn in session
-    ]
-    table = turns_table([{**turn, "experts": None} for turn in turns])
-    if "experts" in table.column_names:
-        table = table.drop_columns("experts")
-    if data.draw(st.booleans()):
-        table = in_delta_form(
-            table, lambda options: data.draw(st.sampled_from(options))
-        )
-    lists = pa.array([None, *(turn["experts"] for turn in turns)], layout)
-    table = table.append_column("experts", pa.chunked_array([lists[1:]]))
-    options = {"policy": policy, "max_row_tokens": limit, "payloads": ["experts"]}
-    rows = tk.linearize(table, **options)
-    assert rows.drop_columns("experts").equals(
-        tk.linearize(table, policy, max_row_tokens=limit)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_lists_of_any_layout_are_read(layout):
+    """Behind a slice, in chunks, as a table or as a stream; `tests.fuzz` has the rest."""
+    experts = pa.array([None, [[9, 9]], [[1, 2], None], [[5, 6]]], layout)
+    turns = two_turns(experts=pa.chunked_array([experts[2:3], experts[3:]]))
+    rows = tk.linearize(turns, payloads=["experts"])
+    expected = [[None, None, [1, 2], None, None, [5, 6]]]
+    assert rows["experts"].to_pylist() == expected
+    batches = iter(turns.to_batches(max_chunksize=1))
+    made = pa.Table.from_batches(tk.linearize_batches(batches, payloads=["experts"]))
+    assert made["experts"].to_pylist() == expected
+
+
+def ended(prompt, output, **more):
+    turn = {"prompt_ids": prompt, "output_ids": output, "finish_reason": "stop"}
+    return {"session_id": "s", **turn, **more}
+
+
+def test_a_prompt_that_skips_tokens_does_not_begin_the_row():
+    """The second call's part begins after an id that its prompt has and the row has not."""
+    turns = tk.from_records(
+        [
+            ended([1], [2]),
+            ended([1, 2, 5, 9, 6], [7]),
+            ended([1, 2, 5, 9, 6, 7, 9, 8], [9], x=[*range(9)]),
+        ]
     )
-    sessions = by_session(turns)
-    for row in rows.to_pylist():
-        expected = payload_by_twin(sessions[row["session_id"]], "experts", row)
-        assert row["experts"] == expected
-    batches = iter(table.to_batches(max_chunksize=2))
-    streamed = [
-        r
-        for batch in tk.linearize_batches(batches, **options)
-        for r in batch.to_pylist()
-    ]
-    assert streamed == rows.to_pylist()
-    assert tk.verify(rows, table, policy, max_row_tokens=limit).num_rows == 0
+    policy = tk.policy("polar", end_of_turn_token_id=9)
+    (row,) = tk.linearize(turns, policy, payloads=["x"]).to_pylist()
+    assert row["input_ids"] == [1, 2, 9, 6, 7, 9, 8, 9]
+    assert row["x"] == [None] * 5 + [6, 7, 8]
+
+
+def test_the_next_call_tells_the_last_token_of_a_reply():
+    """Where a row starts with its prompt; a spliced prompt tells only its own part."""
+    prompts = [[1], [1, 2, 9, 3], [1, 2, 9, 3, 4, 9, 5], [1, 2, 9, 3, 4, 8, 9, 6]]
+    outputs = [[2, 9], [4, 9], [7, 9], [7, 9]]
+    turns = tk.from_records(
+        ended(
+            prompt,
+            output,
+            x_start=0,
+            x=[100 * k + i for i in range(len(prompt) + len(output) - 1)],
+        )
+        for k, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    )
+    whole = tk.linearize(turns.slice(0, 3), "polar", payloads=["x"])
+    assert whole["x"].to_pylist() == [[0, 1, 202, 103, 104, 205, 206, 207, None]]
+    spliced = tk.linearize(turns.take([0, 1, 3]), "polar", payloads=["x"])
+    assert spliced["input_ids"].to_pylist() == [[1, 2, 9, 3, 4, 9, 6, 7, 9]]
+    assert spliced["x"].to_pylist() == [[0, 1, 102, 103, 104, None, 307, 308, None]]
 
 
 @pytest.mark.parametrize(
@@ -413,16 +336,3 @@ def test_no_turns_give_a_column_without_rows():
     rows = tk.linearize(turns, payloads=["x"])
     assert rows.schema.field("x").type == pa.large_list(pa.int8())
     assert rows.num_rows == 0
-
-
-def test_the_values_of_a_long_payload_are_its_own():
-    rng = np.random.default_rng(0)
-    experts = rng.integers(0, 64, (400, 8), np.int8)
-    prompt, output = list(range(1, 301)), list(range(100))
-    turns = tk.from_records(
-        [{"session_id": "s", "prompt_ids": prompt, "output_ids": output}]
-    ).append_column(
-        "experts", pa.array([list(experts)], pa.list_(pa.list_(pa.int8(), 8)))
-    )
-    rows = tk.linearize(turns, payloads=["experts"])
-    assert np.array_equal(np.array(rows["experts"][0].as_py()), experts)

@@ -1,11 +1,9 @@
 """Policy nemo where the source recorded which call continues which."""
 
-import pyarrow as pa
 import pytest
 
 import trajkit as tk
 from tests.made_tables import turns_table
-from trajkit.errors import InvalidTurnsError, SchemaError
 
 
 def call(name, prompt, output, resolution=None, parent=None, **more):
@@ -113,28 +111,3 @@ def test_what_nemo_gym_does(turns, rows, main, reasons):
     policy = tk.policy("nemo", row_selection="main")
     assert tk.linearize(table, policy)["input_ids"].to_pylist() == [main]
     assert tk.link(table, "nemo")["link_reason"].to_pylist() == reasons
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"parent_resolution": "maybe"}, "'maybe', expected one of root, resolved"),
-        ({"parent_resolution": "resolved"}, "'resolved', parent_request is null"),
-        ({"parent_request": "b"}, "'root', parent_request is 'b': expected null"),
-        ({"request_id": "b"}, "turn 1: request_id 'b' is that of turn 0, too"),
-        ({"scored": True}, "turn 1: scored is true, as of turn 0"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(changes, match):
-    turns = [{**A, **changes}, call("b", B, [5], "unresolved", scored=True)]
-    with pytest.raises(InvalidTurnsError, match=match):
-        tk.link(turns_table(turns), "nemo")
-
-
-def test_columns_of_another_type_are_refused():
-    table = turns_table([A])
-    for name, values in (("parent_request", [[1]]), ("scored", ["x"])):
-        changed = table.select([n for n in table.column_names if n != name])
-        changed = changed.append_column(name, pa.array(values))
-        with pytest.raises(SchemaError, match=f"column '{name}' is .*: expected"):
-            tk.link(changed, "nemo")

@@ -6,29 +6,18 @@ from unittest import mock
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.fuzz.sessions import generated_runs
 from tests.made_tables import (
-    by_session,
     linearized,
     link_by,
-    policy_of,
     turns_table,
 )
 from tests.rows.test_twins import SAME_ANSWER_TWICE
-from tests.strategies import (
-    long_runs,
-    policies,
-    row_limits,
-    runs,
-    sessions,
-    thresholds,
-)
 from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
+from trajkit.policies import PRESETS
 from trajkit.schema import DRIFT, REPORT, ROWS
 from trajkit.tables import limits
 
@@ -53,26 +42,27 @@ def with_dirty_memory():
 
 
 LOGPROBS_OF_EVERY_KIND = [
-    {
-        "session_id": "s",
-        "prompt_ids": [1],
-        "output_ids": [5, 6],
-        "output_logprobs": given,
-    }
+    {"prompt_ids": [1], "output_ids": [5, 6], "output_logprobs": given}
     for given in ([-1.0, None], None, [None, -1.0], [None, None], [-1.0, -2.0])
 ]
 
 
-@given(sessions(), st.sampled_from(["faithful", "slime", "trl", "per_call", "polar"]))
-@example(LOGPROBS_OF_EVERY_KIND, "per_call")
-@example(LOGPROBS_OF_EVERY_KIND, "polar")
-def test_no_value_of_a_row_depends_on_what_its_memory_held(turns, policy):
-    """A null logprob has 0.0 in its bytes."""
-    table = turns_table(turns)
-    with with_dirty_memory():
-        rows = tk.linearize(table, policy)
-    assert rows == tk.linearize(table, policy)
-    assert not bytes_of_nulls(rows).any()
+@pytest.mark.parametrize("name", [*PRESETS, "null_row"])
+@pytest.mark.parametrize("past_caches", [False, True])
+def test_no_value_of_a_row_depends_on_what_its_memory_held(name, past_caches):
+    """Outputs and prompts end anywhere in a line of a cache; a null logprob has 0.0."""
+    policy = name if name in PRESETS else tk.policy("strict", missing_logprobs=name)
+    most = 0 if past_caches else limits.STREAMING_STORE_TOKENS
+    for turns in (LOGPROBS_OF_EVERY_KIND, generated_runs(20, seed=4, longest=60)):
+        table = turns_table(turns)
+        for form in (table, tk.compact(table)):
+            with (
+                mock.patch.object(limits, "STREAMING_STORE_TOKENS", most),
+                with_dirty_memory(),
+            ):
+                rows = tk.linearize(form, policy)
+            assert rows == tk.linearize(table, policy)
+            assert not bytes_of_nulls(rows).any()
 
 
 def bytes_of_nulls(rows):
@@ -81,43 +71,6 @@ def bytes_of_nulls(rows):
     start, stop = values.offset, values.offset + len(values)
     held = np.frombuffer(values.buffers()[1] or b"", np.float32)[start:stop]
     return held[np.asarray(values.is_null())]
-
-
-@given(long_runs(), st.sampled_from(["faithful", "slime", "per_call"]), st.booleans())
-def test_rows_are_the_same_past_the_caches(turns, policy, as_delta):
-    table = tk.from_records(turns)
-    table = tk.compact(table) if as_delta else table
-    with mock.patch.object(limits, "STREAMING_STORE_TOKENS", 0), with_dirty_memory():
-        rows = tk.linearize(table, policy)
-    assert rows == tk.linearize(table, policy)
-    assert not bytes_of_nulls(rows).any()
-    for name, session in by_session(turns).items():
-        held = [turn["prompt_ids"] + turn["output_ids"] for turn in session]
-        mine = pc.equal(rows["session_id"], name)
-        for ids in rows.filter(mine)["input_ids"].to_pylist():
-            assert ids in held
-
-
-@given(st.data(), runs(), policies, row_limits, st.sampled_from([1, 2, 3]))
-def test_a_batch_is_its_sessions_one_by_one(data, turns, choice, limit, threads):
-    """In any order of sessions, with any number of threads."""
-    apart = {
-        name: linearized(turns_table(session), policy_of(choice), max_row_tokens=limit)
-        for name, session in by_session(turns).items()
-    }
-    order = data.draw(st.permutations(list(apart)))
-    rows, report = linearized(
-        pa.concat_tables(turns_table(by_session(turns)[name]) for name in order),
-        policy_of(choice),
-        max_row_tokens=limit,
-        threads=threads,
-    )
-    assert rows.to_pylist() == [
-        row for name in order for row in apart[name][0].to_pylist()
-    ]
-    assert report.to_pylist() == [
-        line for name in order for line in apart[name][1].to_pylist()
-    ]
 
 
 def test_a_session_that_comes_back_in_a_stream_is_refused():
@@ -129,20 +82,6 @@ def test_a_session_that_comes_back_in_a_stream_is_refused():
         list(tk.linearize_batches(iter(pieces), "strict"))
     with pytest.raises(InvalidTurnsError, match="'a'"):
         tk.linearize(pa.concat_tables([a, b, later]), "strict")
-
-
-@given(runs(), thresholds, row_limits)
-def test_links_and_drift_may_be_given(turns, threshold, limit):
-    table = turns_table(turns)
-    policy = tk.policy("slime", fork_threshold=threshold)
-    links = link_by(table, "messages", merge_threshold=threshold)
-    drift = tk.classify_drift(table, links)
-    computed = linearized(table, policy, max_row_tokens=limit)
-    given_links = linearized(table, policy, max_row_tokens=limit, links=links)
-    given_both = linearized(
-        table, policy, max_row_tokens=limit, links=links, drift=drift
-    )
-    assert computed == given_links == given_both
 
 
 def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
@@ -162,8 +101,9 @@ def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
 
     rows = tk.linearize(table, "trl", links=links, drift=with_lcp(2))
     assert rows["loss_mask"].to_pylist() == [[False] * 5 + [True]]
-    with pytest.raises(InvalidTurnsError, match=r"lcp 4.*shares 3 tokens"):
-        tk.linearize(table, "trl", links=links, drift=with_lcp(4))
+    for lcp in (4, -1):
+        with pytest.raises(InvalidTurnsError, match=rf"lcp {lcp}.*shares 3 tokens"):
+            tk.linearize(table, "trl", links=links, drift=with_lcp(lcp))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +156,7 @@ def test_strict_is_also_called_interleave():
     assert tk.linearize(table, "interleave") == tk.linearize(table, "strict")
 
 
-@pytest.mark.parametrize("name", tk.policies.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_no_turns_give_no_rows(name):
     none = turns_table(SAME_ANSWER_TWICE).slice(0, 0)
     rows, report = linearized(none, name)

@@ -80,109 +80,74 @@ def test_packs_that_are_right_have_no_violation():
     assert rules_of(PACKED, max_tokens=12) == set()
 
 
-FAULTS = [
-    (
-        "a subtree ends too late",
-        PACKED,
-        0,
-        "subtree_end",
-        4,
-        8,
-        "context position segment",
-    ),
-    (
-        "a subtree ends too soon",
-        PACKED,
-        0,
-        "subtree_end",
-        3,
-        5,
-        "context position segment",
-    ),
-    ("a subtree is not nested", PACKED, 0, "subtree_end", 7, 10, "subtree_end"),
-    ("a subtree ends before it begins", PACKED, 0, "subtree_end", 5, 5, "subtree_end"),
-    ("a subtree spans the padding", PACKED, 0, "subtree_end", 0, 12, "padding"),
-    ("padding attends more than itself", PACKED, 0, "subtree_end", 10, 12, "padding"),
-    (
-        "no mask but the causal one",
-        PACKED,
-        0,
-        "subtree_end",
-        None,
-        [10] * 10 + [11, 12],
+OF_PACKED = [
+    ("a subtree ends too late", "subtree_end", 4, 8, "context position segment"),
+    ("a subtree ends too soon", "subtree_end", 3, 5, "context position segment"),
+    ("a subtree is not nested", "subtree_end", 7, 10, "subtree_end"),
+    ("a subtree ends before it begins", "subtree_end", 5, 5, "subtree_end"),
+    ("a subtree spans the padding", "subtree_end", 0, 12, "padding"),
+    ("padding attends more than itself", "subtree_end", 10, 12, "padding"),
+    ("positions go on at a branch", "position_ids", 5, 5, "position"),
+    ("positions are too few", "position_ids", None, [0], "length"),
+    ("a segment starts a token late", "segment_start", 1, 3, "segment"),
+    ("a segment hangs on another one", "segment_parent", 2, 0, "segment"),
+    ("a tree starts elsewhere", "tree_start", 0, 1, "tree"),
+    ("a tree is another session's", "tree_session", 0, "b", "sessions"),
+    ("a session is not named", "sessions", 0, "b", "sessions"),
+    ("a token is another one", "input_ids", 1, 7, "context"),
+    ("labels are shifted by one", "edge_source", 2, 4, "context"),
+    ("a source lacks a token", "edge_source", 1, 2, "context"),
+    ("an edge is in the padding", "edge_source", 0, 10, "not_packed range"),
+    ("a target is another token", "edge_target", 0, 9, "target"),
+    ("an edge is of a row that is not there", "edge_row", 0, 5, "not_packed range"),
+    ("a weight counts the row again", "edge_weight", 1, 1.0, "weight"),
+    ("a logprob is another one", "edge_logprob", 1, -0.75, "logprob"),
+    ("a logprob is lost", "edge_logprob", 1, None, "logprob"),
+    ("an advantage is another row's", "edge_advantage", 1, 0.5, "column"),
+    ("a list is too short", "edge_position", None, [], "length not_packed"),
+    ("a pack with a branch has sequences", "cu_seqlens", None, [0, 10], "cu_seqlens"),
+]
+CAUSAL = [10] * 10 + [11, 12]
+OF_ANOTHER_ROW = "column not_packed packed_twice sessions weight"
+UNTRAINED = "context logprob not_packed not_trained target weight"
+PREFIX = CARRIED[1]["prefix_source"]
+PLANTED = {
+    **{name: (faulty(PACKED, 0, *place), rules) for name, *place, rules in OF_PACKED},
+    "no mask but the causal one": (
+        faulty(PACKED, 0, "subtree_end", None, CAUSAL),
         "context cu_seqlens position segment",
     ),
-    ("positions go on at a branch", PACKED, 0, "position_ids", 5, 5, "position"),
-    ("a segment starts a token late", PACKED, 0, "segment_start", 1, 3, "segment"),
-    ("a segment hangs on another one", PACKED, 0, "segment_parent", 2, 0, "segment"),
-    ("a tree starts elsewhere", PACKED, 0, "tree_start", 0, 1, "tree"),
-    ("a tree is another session's", PACKED, 0, "tree_session", 0, "b", "sessions"),
-    ("a session is not named", PACKED, 1, "sessions", 0, "a", "sessions"),
-    ("a token is another one", PACKED, 0, "input_ids", 1, 7, "context"),
-    ("labels are shifted by one", PACKED, 0, "edge_source", 2, 4, "context"),
-    ("a source lacks a token", PACKED, 0, "edge_source", 1, 2, "context"),
-    ("a target is another token", PACKED, 0, "edge_target", 0, 9, "target"),
-    (
-        "an edge is of another row",
-        PACKED,
-        0,
-        "edge_row",
-        0,
-        3,
-        "column not_packed packed_twice sessions weight",
+    "an edge is of another row": (faulty(PACKED, 0, "edge_row", 0, 3), OF_ANOTHER_ROW),
+    "an edge is of a token that is not trained": (
+        faulty(PACKED, 0, "edge_position", 0, 2),
+        UNTRAINED,
     ),
-    (
-        "an edge is of a row that is not there",
-        PACKED,
-        0,
-        "edge_row",
-        0,
-        5,
-        "not_packed range",
-    ),
-    (
-        "an edge is of a token that is not trained",
-        PACKED,
-        0,
-        "edge_position",
-        0,
-        2,
-        "context logprob not_packed not_trained target weight",
-    ),
-    ("a weight counts the row again", PACKED, 0, "edge_weight", 1, 1.0, "weight"),
-    ("a logprob is another one", PACKED, 0, "edge_logprob", 1, -0.75, "logprob"),
-    ("a logprob is lost", PACKED, 0, "edge_logprob", 1, None, "logprob"),
-    ("an advantage is another row's", PACKED, 0, "edge_advantage", 1, 0.5, "column"),
-    ("a list is too short", PACKED, 0, "edge_position", None, [], "length not_packed"),
-    ("positions are too few", PACKED, 0, "position_ids", None, [0], "length"),
-    ("an edge is in the padding", PACKED, 0, "edge_source", 0, 10, "not_packed range"),
-    ("sequences are divided elsewhere", PLAIN, 0, "cu_seqlens", 1, 6, "cu_seqlens"),
-    (
-        "a pack with a branch has sequences",
-        PACKED,
-        0,
-        "cu_seqlens",
-        None,
-        [0, 10, 12],
+    "an edge is missing": (without_edge(PACKED, 1, 0), "not_packed"),
+    "an edge is there twice": (edge_twice(PACKED, 1, 0), "packed_twice"),
+    "sequences are divided elsewhere": (
+        faulty(PLAIN, 0, "cu_seqlens", 1, 6),
         "cu_seqlens",
     ),
-    (
-        "a prefix lacks a token",
-        CARRIED,
-        1,
-        "prefix_source",
-        None,
-        CARRIED[1]["prefix_source"][:-1],
+    "a prefix lacks a token": (
+        faulty(CARRIED, 1, "prefix_source", None, PREFIX[:-1]),
         "length prefix",
     ),
-    ("a prefix is another path", CARRIED, 1, "prefix_source", 0, 1, "prefix"),
-    ("a prefix ends too soon", CARRIED, 1, "prefix_end", -1, 1, "context position"),
-    ("a prefix is of a later pack", CARRIED, 1, "prefix_pack", None, 2, "prefix"),
-]
-EDGES = [
-    ("an edge is missing", without_edge(PACKED, 1, 0), "not_packed"),
-    ("an edge is there twice", edge_twice(PACKED, 1, 0), "packed_twice"),
-]
+    "a prefix is another path": (faulty(CARRIED, 1, "prefix_source", 0, 1), "prefix"),
+    "a prefix ends too soon": (
+        faulty(CARRIED, 1, "prefix_end", -1, 1),
+        "context position",
+    ),
+    "a prefix is of a later pack": (
+        faulty(CARRIED, 1, "prefix_pack", None, 2),
+        "prefix",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_what_is_planted_is_found(fault):
+    packs, rules = PLANTED[fault]
+    assert rules_of(packs) == set(rules.split())
 
 
 def of_images(*digests):
@@ -238,16 +203,6 @@ def test_an_image_that_a_pack_lacks_is_found():
     # another system may name no images at all
     plain = pa.Table.from_pylist(packs, PACKS).drop_columns("mm_items")
     assert tk.verify_packs(plain, rows).num_rows == 0
-
-
-PLANTED = {name: (faulty(*place), rules) for name, *place, rules in FAULTS}
-PLANTED |= {name: (packs, rules) for name, packs, rules in EDGES}
-
-
-@pytest.mark.parametrize("fault", PLANTED)
-def test_what_is_planted_is_found(fault):
-    packs, rules = PLANTED[fault]
-    assert rules_of(packs) == set(rules.split())
 
 
 def test_a_pack_that_is_too_large_is_found():
