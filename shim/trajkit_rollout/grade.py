@@ -459,7 +459,7 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof], set[str]]:
     command = own_text or "bash {tests}/test.sh"
     for key, place in places.items():
         command = command.replace(f"{{{key}}}", place)
-    env = _variables(rules.env) | {k.upper(): place for k, place in places.items()}
+    env = variables(rules.env) | {k.upper(): place for k, place in places.items()}
     shell = ["sh", "-c", program("grade.sh"), "sh", rules.kind, command]
     before = _hashes(workspace, tests, names, places["grader"])
     if not before:
@@ -502,7 +502,7 @@ def _hashes(
     return set(done.stdout.decode(errors="replace").splitlines())
 
 
-def _variables(given: Mapping[str, str]) -> dict[str, str]:
+def variables(given: Mapping[str, str]) -> dict[str, str]:
     """The values of a task's variables, by the rule of Harbor's ``verifier.env``."""
     values = {}
     for name, text in given.items():

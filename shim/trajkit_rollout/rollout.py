@@ -35,6 +35,7 @@ from trajkit_rollout.grade import (
     TaskError,
     Workspace,
     grade,
+    variables,
 )
 from trajkit_rollout.sandbox import LimitError, Sandbox, SandboxError, SandboxSpec, pack
 from trajkit_rollout.settings import Settings
@@ -334,6 +335,7 @@ class Attempt:
             build=task.build,
             plain=task.plain,
             places=task.places,
+            env=variables(task.env),
             stopping=self.stopping,
         )
         return kind(spec)

@@ -23,6 +23,7 @@ from tests.made_tables import linearized
 from tests.rollout.test_sandbox import ISOLATED, goes_on, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
+from trajkit_rollout import rollout as rollout
 from trajkit_rollout.demo import solve
 from trajkit_rollout.rollout import Rollouts
 from trajkit_rollout.sandbox import LocalSandbox, SandboxError, _abilities
@@ -641,6 +642,12 @@ def test_a_trainer_is_told_of_each_rollout(roll):
     assert said["callbacks_missed"] == 0
     assert [one["reward"] for one in got] == [1.0, 1.0]
     assert got[0]["session_id"] == line["session_id"]
+
+
+def test_a_trainer_that_does_not_answer_is_counted(roll, monkeypatch):
+    monkeypatch.setattr(rollout, "_PAUSES_SECONDS", (0.0, 0.0))
+    code, said, line = roll({}, "--callback", "http://127.0.0.1:9/")
+    assert (code, said["callbacks_missed"], line["reward"]) == (DONE, 1, 1.0)
 
 
 def test_people_are_shown_groups_and_failures(tmp_path, capsys):
