@@ -373,9 +373,8 @@ def _reward_of(
 
 def _told(workspace: Workspace, reward: float, proofs: Sequence[Proof]) -> float:
     """Return a reward, unless it needs results that no test runner told."""
-    tests = _files_of(workspace.task.tests)
-    scripts = [text for name, text in tests.items() if name.endswith(".sh")]
-    text = "\n".join((workspace.task.grade.command, *scripts))
+    task = workspace.task
+    text = "\n".join((task.grade.command, *_files_of(task.tests).values()))
     named = _RUNNER.search(text)
     if reward > 0 and named and not proofs:
         rule = "it must run with Python 3.8, and the PYTHONPATH that graders get"
@@ -384,14 +383,15 @@ def _told(workspace: Workspace, reward: float, proofs: Sequence[Proof]) -> float
 
 
 def _files_of(tests: bytes | None) -> dict[str, str]:
-    """The texts of the files of the tests, by name."""
+    """The files of the tests by name, with the texts of shell programs."""
     with tarfile.open(fileobj=BytesIO(tests or pack({}))) as tar:
-        found = [(entry.name, tar.extractfile(entry)) for entry in tar]
-        return {
-            os.path.normpath(name): file.read().decode(errors="replace")
-            for name, file in found
-            if file
-        }
+        texts = {}
+        for entry in tar:
+            if file := tar.extractfile(entry):
+                read = entry.name.endswith(".sh")
+                text = file.read().decode(errors="replace") if read else ""
+                texts[os.path.normpath(entry.name)] = text
+        return texts
 
 
 def _by_swebench(workspace: Workspace, patch: bytes) -> float:

@@ -23,7 +23,7 @@ from tests.made_tables import linearized
 from tests.rollout.test_sandbox import ISOLATED, goes_on, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
-from trajkit_rollout import rollout as rollout
+from trajkit_rollout import rollout
 from trajkit_rollout.demo import solve
 from trajkit_rollout.rollout import Rollouts
 from trajkit_rollout.sandbox import LocalSandbox, SandboxError, _abilities
