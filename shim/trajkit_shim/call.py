@@ -163,11 +163,11 @@ class Call:
         self._is_short, takes_images = len(data) <= _SHORT, gateway.prompts.places
         limits = gateway.images.limits if takes_images else None
         head = f"{protocol.name} {self._verb}\0".encode()
-        earlier = session.conversation.elements
+        earlier, known = session.conversation.elements, session.conversation.replies
 
         def read() -> ChatRequest:
             self._digest = blake2b(head + data, digest_size=16).digest()
-            return protocol.read(parse_object(data), limits, earlier)
+            return protocol.read(parse_object(data), limits, earlier, known)
 
         chat = await _done(read, at_once=self._is_short and not takes_images)
         limit = gateway.options.max_messages
@@ -312,6 +312,16 @@ class Call:
             if wanted and chats.is_fixed(name, fixed, client):
                 required = replace(required, **free)
                 formless.append(name)
+        form = self._gateway.reply_parser.form
+        holds = getattr(self._gateway.engine, "takes_grammars", True)
+        if form is None or not holds:
+            # nothing can enforce them: wishes are counted, and requirements refused
+            wishes = {
+                "strict": bool(required.strict),
+                "parallel": not required.parallel,
+            }
+            self.chat.ignored.update(name for name, given in wishes.items() if given)
+            required = replace(required, strict=(), parallel=True)
         sampling, overruled = chats.resolve(
             self.chat.sampling,
             fixed,
@@ -321,10 +331,11 @@ class Call:
             stop_token_ids=self._renderer.end_ids,
             structural_tag=replies.grammar(
                 replace(self.chat, required=required),
-                self._gateway.reply_parser.form,
+                form,
                 fixed.get("extra", {}),
                 opened=self._opened,
                 reasons=replies.THINK in self._renderer.chat_template,
+                holds=holds,
             ),
         )
         return sampling, [*formless, *overruled]
@@ -450,6 +461,7 @@ class Call:
             base=prompt.base,
         )
         self._session.conversation.add(node, self._gateway.cache_budget)
+        self._session.conversation.replies[reply.reply_id] = reply
         self._session.remember(pending)
         counts.answered += 1
         counts.ignored.update(self.chat.ignored)

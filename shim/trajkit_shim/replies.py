@@ -580,14 +580,15 @@ def grammar(
     *,
     opened: bool,
     reasons: bool,
+    holds: bool = True,
 ) -> Json | None:
     """Return the structural tag that a request requires of its reply, or None.
 
     Arguments match the tool's schema if that is required, else they are any object.
     Reasoning may come first: the prompt ``opened`` it, or the model may begin with it
-    (``reasons``). ``pinned`` are the session's parameters of the engine. Raises
-    `GatewayError` (400): a required tool is not offered, the session has a grammar of its
-    own, or the form of calls is unknown.
+    (``reasons``). ``pinned`` are the session's parameters of the engine, which ``holds``
+    grammars or not. Raises `GatewayError` (400): a required tool is not offered, the
+    session has a grammar of its own, or nothing can enforce the form.
     """
     required = request.required
     tools = {str(f["name"]): f for f in map(function_of, request.tools or ())}
@@ -601,6 +602,8 @@ def grammar(
     own, fault = _PINNED & pinned.keys(), ""
     if own:
         fault = f"the session fixes {min(own)}: a request cannot require another form"
+    elif not holds:
+        fault = "this engine has no grammars: no form of a reply can be required"
     elif tools and form is None:
         fault = "the parser of replies does not define how calls are written: "
         fault += "no form of a reply can be required"

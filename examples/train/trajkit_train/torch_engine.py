@@ -76,6 +76,8 @@ class TorchEngine:
         The version of the weights until the first update.
     """
 
+    takes_grammars = False
+
     def __init__(self, model: PreTrainedModel, *, version: str = "initial") -> None:
         self._model = model
         model.train(False)

@@ -105,7 +105,10 @@ class EngineRequest:
 
 
 class Engine(Protocol):
-    """One inference engine. Implementations are safe for concurrent calls."""
+    """One inference engine. Implementations are safe for concurrent calls.
+
+    One with a false ``takes_grammars`` gets no ``structural_tag``.
+    """
 
     async def info(self) -> EngineInfo: ...
 

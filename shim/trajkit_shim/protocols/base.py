@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import orjson
@@ -68,13 +69,14 @@ class WireProtocol:
         body: Json,
         limits: ImageLimits | None = None,
         earlier: Sequence[Elements] = (),
+        replies: Mapping[str, Reply] = MappingProxyType({}),
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`.
 
         ``limits``: of images; None: they are refused. ``earlier``: ``elements`` of other
-        requests.
+        requests. ``replies``: the session's, by their ids.
         """
-        reading = Reading(limits, _SILENT, self.name, earlier=earlier)
+        reading = Reading(limits, _SILENT, self.name, earlier=earlier, replies=replies)
         fields = Fields(body, reading=reading)
         fields.get_text("model")
         request = self.parse(fields)
@@ -144,6 +146,14 @@ def chat_request(
         namespaces=tools.namespaces,
         **rest,
     )
+
+
+def refuse_stored(fields: Fields, *names: str) -> None:
+    """Refuse fields that name what a server of this protocol would have stored."""
+    for name in names:
+        if fields.peek(name) is not None:
+            rule = "nothing is stored here: send the entire conversation"
+            fields.refuse(name, rule, "unsupported_parameter")
 
 
 def known_role(message: Fields, roles: Collection[str]) -> str:

@@ -5,6 +5,7 @@ is ignored.
 """
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,11 +24,37 @@ _LIMITS: dict[str, str | None] = {
     "stop": "stopSequences",
 }
 _TYPES = frozenset("ARRAY BOOLEAN INTEGER NULL NUMBER OBJECT STRING".split())
+# fields of the API whose values have names of their own, and a field of the gateway
+_FREE = frozenset(
+    "args parameters parametersJsonSchema response responseJsonSchema "
+    "responseSchema chat_template_kwargs".split()
+)
+
+
+def _camel_case(value: Any) -> Any:
+    """Return JSON with the names of fields in camel case: litellm sends snake case.
+
+    Google's API takes both spellings (https://protobuf.dev/programming-guides/json).
+    """
+    if isinstance(value, list):
+        return [*map(_camel_case, value)]
+    if not isinstance(value, dict):
+        return value
+    renamed = {}
+    for name, inner in value.items():
+        if name not in _FREE:
+            name = re.sub("_([a-z])", lambda found: found[1].upper(), name)
+        renamed[name] = inner if name in _FREE else _camel_case(inner)
+    return renamed
 
 
 def _parse(fields: Fields) -> chat.ChatRequest:
-    system = map(_text, list(fields.section("systemInstruction").objects("parts")))
-    messages = chat.system_message("\n".join(filter(None, system)))
+    fields.json = _camel_case(fields.json)
+    base.refuse_stored(fields, "cachedContent")
+    system = fields.section("systemInstruction")
+    system.peek("role")
+    texts = map(_text, list(system.objects("parts")))
+    messages = chat.system_message("\n".join(filter(None, texts)))
     messages += _messages(fields.objects("contents", needed=True))
     tools = base.Tools()
     for tool in fields.objects("tools"):

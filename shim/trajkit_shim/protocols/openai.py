@@ -1,8 +1,9 @@
 """OpenAI Chat Completions and Responses: requests, replies, chunks, events and errors.
 
-A Responses client sends the entire conversation each time. Nothing is stored, so there is
-no ``previous_response_id``. The items of one sampled turn form one message; they belong
-together up to another role's message or the next turn's reasoning.
+A Responses client sends the entire conversation each time, but may name the items of its
+session's replies by their ids. There is no ``previous_response_id``. The items of one
+sampled turn form one message; they belong together up to another role's message or the
+next turn's reasoning.
 """
 
 import base64
@@ -79,6 +80,8 @@ def _named(choice: Fields) -> str:
 def _parse_chat(fields: Fields) -> ChatRequest:
     options = fields.section("stream_options")
     fields.get("n", base.one_reply)
+    if fields.peek("functions"):
+        fields.refuse("functions", "offer them as tools", "unsupported_parameter")
     tools = base.Tools()
     for tool in fields.objects("tools"):
         kind = tool.name("type")
@@ -209,9 +212,7 @@ _TOO_LONG = "context_length_exceeded"
 
 
 def _parse_responses(fields: Fields) -> ChatRequest:
-    if fields.peek("previous_response_id") is not None:
-        rule = "nothing is stored here: send the entire conversation as input"
-        fields.refuse("previous_response_id", rule, "unsupported_parameter")
+    base.refuse_stored(fields, "previous_response_id", "conversation", "prompt")
     tools = base.Tools()
     _add_tools(tools, fields)
     return _request(
@@ -267,6 +268,14 @@ def _thoughts(parts: list[Spoken]) -> list[bool]:
 def _item(item: Fields) -> Json | list[Spoken] | None:
     """A message, parts of the assistant's, or None: an item that is not known here."""
     kind = as_name(item.json.get("type", "message"), item.at("type"))
+    if kind == "item_reference":
+        item_id = item.text("id")
+        reply = item.reading.replies.get("".join(item_id.split("_")[1:2]))
+        part = _by_id(reply).get(item_id) if reply else None
+        if part is None:
+            rule = "is of no reply of this session: send the item itself"
+            item.refuse("id", f"{item_id!r} {rule}", "unsupported_value")
+        return [part]
     if kind not in _ITEMS:
         item.leave_out(kind)
         return None
@@ -356,26 +365,32 @@ def _outcome(reply: Reply, request: ChatRequest) -> dict[str, Any]:
     }
 
 
-def _items(reply: Reply, request: ChatRequest) -> list[dict[str, Any]]:
-    """The output items of a complete reply, which has a text or a call."""
+def _by_id(reply: Reply) -> dict[str, Spoken]:
+    """The parts of a reply by the ids of their items."""
     blocks = reply.blocks
     if isinstance(blocks[-1], Thought):
         blocks.append(reply.text)
+    kinds = {Thought: "rs", ToolCall: "fc", str: "msg"}
+    names = (f"{kinds[type(b)]}_{reply.reply_id}_{k}" for k, b in enumerate(blocks))
+    return dict(zip(names, blocks, strict=True))
+
+
+def _items(reply: Reply, request: ChatRequest) -> list[dict[str, Any]]:
+    """The output items of a complete reply, which has a text or a call."""
     items, item = list[dict[str, Any]](), dict[str, Any]()
-    for number, block in enumerate(blocks, -(reply.reasoning is not None)):
-        name = f"{reply.reply_id}_{number}"
+    for name, block in _by_id(reply).items():
         if isinstance(block, Thought):
             packed = base64.urlsafe_b64encode(block.text.encode()).decode()
-            item = {"type": "reasoning", "id": f"rs_{reply.reply_id}", "summary": []}
+            item = {"type": "reasoning", "id": name, "summary": []}
             item["content"] = [{"type": "reasoning_text", "text": block.text}]
             item["encrypted_content"] = _PACKED + packed
         elif isinstance(block, ToolCall):
-            item = {"type": "function_call", "id": f"fc_{name}", "name": block.name}
+            item = {"type": "function_call", "id": name, "name": block.name}
             item |= {"call_id": block.call_id, "arguments": block.arguments}
             if block.name in request.namespaces:
                 item["namespace"], item["name"] = request.namespaces[block.name]
         else:
-            item = {"type": "message", "id": f"msg_{name}", "role": "assistant"}
+            item = {"type": "message", "id": name, "role": "assistant"}
             text = {"type": "output_text", "text": block, "annotations": []}
             item["content"] = [text]
         items.append({**item, "status": "completed"})

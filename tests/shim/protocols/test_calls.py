@@ -23,6 +23,7 @@ from tests.shim.fakes import (
     user,
 )
 from trajkit_shim.chat.request import Required, Usage, make_reply
+from trajkit_shim.replies import FORMS, FormParser
 
 pytestmark = pytest.mark.anyio
 
@@ -70,6 +71,25 @@ async def test_what_is_required_is_read_sampled_under_a_grammar_and_logged(
     (sampling,), (turn,) = gateway.engine.samplings, gateway.turns()
     assert sampling.structural_tag["type"] == "structural_tag"
     assert json.loads(turn["sampling"])["structural_tag"] == sampling.structural_tag
+
+
+WISHES = {"one call at most": "parallel", "arguments of the tool's schema": "strict"}
+
+
+@pytest.mark.parametrize("lacks", ["engine", "parser"])
+@each_cell({what: cells for what, (_, *cells) in REQUIRED.items()})
+async def test_without_grammars_wishes_are_counted_and_the_rest_is_refused(
+    start, name, what, lacks
+):
+    parser = FormParser(FORMS["kimi" if lacks == "parser" else "hermes"])
+    gateway = await start("{}", reply_parser=parser)
+    gateway.engine.takes_grammars = lacks == "parser"
+    session, wish = await gateway.open(), WISHES.get(what)
+    await session.post(name, 200 if wish else 400, **required(name, what))
+    assert (await session.shown())["ignored"] == ({wish: 1} if wish else {})
+    assert [one.structural_tag for one in gateway.engine.samplings] == [None] * bool(
+        wish
+    )
 
 
 A_CALL = required("openai_chat", "a call")
@@ -368,6 +388,26 @@ async def test_a_tool_of_a_namespace_has_the_client_s_names(start):
     assert (item["namespace"], item["name"]) == ("agents", "spawn")
     (message,) = BY_NAME["openai_responses"].read({"input": [item]}).messages
     assert message["tool_calls"][0]["function"]["name"] == "agents__spawn"
+
+
+async def test_items_of_replies_may_be_named_by_their_ids(start):
+    # as npm's ai 6 does with calls beside them, unless it is told not to store
+    gateway = await start(f"<think>Hm.</think>Look.{CALL}", "more", "more")
+    name, tools = "openai_responses", TOOLS["openai_responses"]
+    session = await gateway.open()
+    items = (await session.post(name, tools=tools)).json()["output"]
+    named = [{"type": "item_reference", "id": item["id"]} for item in items]
+    result = {"type": "function_call_output", "output": "x"}
+    result |= {"call_id": items[-1]["call_id"]}
+    for sent in ([*named, result], [*named[:-1], items[-1], result]):
+        await session.post(name, tools=tools, input=[USER, *sent])
+    keys = [[m["key"] for m in turn["messages"]] for turn in gateway.turns()]
+    assert keys[1] == keys[2]
+    assert keys[1][1] == gateway.turns()[0]["response"]["key"]
+    for unknown in ("msg_x_0", "x", f"{items[0]['id']}9"):
+        reference = {"type": "item_reference", "id": unknown}
+        error = await session.error(400, name, input=[USER, reference])
+        assert f"input[1].id: {unknown!r} is of no reply" in error["message"]
 
 
 @cases(

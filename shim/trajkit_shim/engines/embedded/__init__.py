@@ -272,6 +272,8 @@ class EmbeddedEngine:
         Prompt and output together.
     """
 
+    takes_grammars = False
+
     def __init__(
         self,
         policy: Policy = converse,
