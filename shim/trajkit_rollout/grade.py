@@ -218,7 +218,10 @@ def choose(
             if folder in environments:
                 risks.append(first)
             first += 1
-        if mode == LINK or _FILES.match(plain) or _is_odd(parts[-1]):
+        # a file in place of a folder, or a folder in place of a file, removes others
+        replaced = first < last and "/".join(parts[: first + 1]) in files
+        replaced = replaced or name in folders
+        if mode == LINK or replaced or _FILES.match(plain) or _is_odd(parts[-1]):
             return last, covered
         # each part is looked up, for paths may be long and many
         risks += [k for k in range(last) if _is_risky(parts[k])]

@@ -5,7 +5,7 @@ import pytest
 from trajkit_rollout.grade import LINK, choose
 
 BEFORE = (
-    *("it.py", "README", "setup.py", "test_it.py", "tests/test_a.py", "tests/data"),
+    *("it.py", "README", "setup.py", "test_it.py", "tests/test_a.py", "tests/data/b"),
     *("pkg/__init__.py", "pkg/a.py", "pkg/sub/__init__.py", "src/b.py", "src/b.js"),
     *("lib/tests/__init__.py", "lib/__init__.py", "Makefile", "app/main.py"),
     *("env/pyvenv.cfg", "env/bin/pytest", "vendor/a/a.go", "node_modules/a.js"),
@@ -53,6 +53,8 @@ def test_files_and_packages_that_existed_are_graded(name):
         *("pyproject.toml", "Makefile", "package.json", "pkg/vitest.config.ts"),
         *("pkg/a.test.js", "pkg/a.spec.tsx", "pkg/a_test.go", "test/a.py", "spec/a.rb"),
         *("core/src/test/java/A.java", "pkg/b_test.exs", "test_data.json"),
+        # what takes the place of other files
+        *("lib/tests", "pkg/a.py/x.txt", "pkg/sub"),
         # what is installed in the workspace
         *("env/bin/pytest", "vendor/a/a.go", "node_modules/a.js"),
         "lib/site-packages/a/b.py",
