@@ -52,7 +52,7 @@ def _begin() -> None:
         runner = ["pytest", *words[1:]]
     elif _is_inside(script, _TESTS) or (
         # tests that come with the workspace
-        _is_inside(script, _WORKSPACE) and os.path.basename(script).startswith("test_")
+        _is_inside(script, _WORKSPACE) and _is_named(script)
     ):
         runner = [script, *words[1:]]
     if runner is not None and os.path.exists(os.path.join(_HERE, "nonce")):
@@ -72,11 +72,16 @@ def _is_inside(file: str, folder: str) -> bool:
 
 def _is_test(file: str) -> bool:
     """Whether a file is one of the tests: in the workspace, by its name."""
-    *folders, name = os.path.realpath(file).split(os.sep)
-    named = name.startswith("test_") or name.endswith("_test.py")
-    named = named or "tests" in folders or name == "conftest.py"
     apart = os.path.realpath(_TESTS) != os.path.realpath(_WORKSPACE)
-    return _is_inside(file, _TESTS) and (apart or named)
+    return _is_inside(file, _TESTS) and (apart or _is_named(file))
+
+
+def _is_named(file: str) -> bool:
+    """Whether a file of the workspace has the name of a test."""
+    place = os.path.relpath(os.path.realpath(file), os.path.realpath(_WORKSPACE))
+    *folders, name = place.split(os.sep)
+    named = name.startswith("test_") or name.endswith("_test.py")
+    return named or "tests" in folders or name == "conftest.py"
 
 
 def _file_of(module: object) -> str:
@@ -134,14 +139,15 @@ def _watch(event: str) -> None:
             found[f"{key}, which had {n} functions"] = True
 
     for name, module in list(sys.modules.items()):
-        runner, test = name.partition(".")[0] in _RUNNERS, _is_test(_file_of(module))
+        file = _file_of(module)
+        runner, test = name.partition(".")[0] in _RUNNERS, _is_test(file)
         if runner or test or name in _PARTS:
             # an exact string, which has no code of its own
             exact = "".join((name,))
             add(modules.setdefault(exact, {}), module, exact, exact)
         if test and event == "trajkit.before":
             # what a module of tests has, it names
-            text = _text(_file_of(module))
+            text = _text(file)
             made = any(
                 w in text for w in ("import *", "globals()", "setattr(", "vars(")
             )
@@ -150,6 +156,9 @@ def _watch(event: str) -> None:
                 fine = fine or (made and not each.startswith(_HOOKS))
                 if not (fine or each in text):
                     _tell("trajkit.changed", f"{name}.{each}")
+        elif "load_tests" in vars(module) and _is_inside(file, _WORKSPACE):
+            # a package chooses its tests
+            _tell("trajkit.changed", f"{name}.load_tests")
     _tell(event, modules)
 
 
