@@ -110,6 +110,8 @@ _DEV = (
     *("PIL", "anthropic", "duckdb", "google.genai", "litellm", "matplotlib"),
     *("minisweagent", "openai", "pandas", "transformers"),
 )
+# what a module of tests imports whose stage installs more than `dev`
+_OTHERS = ("torch",)
 # helpers that import transformers when they are called
 _OF_TRANSFORMERS = {
     "tests.shim.fakes.byte_tokenizer",
@@ -139,24 +141,30 @@ def imports(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def of_dev(path: Path) -> list[str]:
-    """The packages of the extra `dev` that a test module needs."""
+def needed(path: Path, packages: tuple[str, ...] = _DEV) -> list[str]:
+    """Those of the packages, or of the extra `dev`, that a test module needs."""
     return [
         package
-        for package in _DEV
+        for package in packages
         if any(f"{name}.".startswith(f"{package}.") for name in imports(path))
     ]
 
 
+def missing(path: Path) -> list[str]:
+    """What a test module needs and is not installed."""
+    needs = needed(path, (*_DEV, *_OTHERS))
+    return [name for name in needs if not find_spec(name.partition(".")[0])]
+
+
 class _NotRun(pytest.Module):
     def collect(self):
-        needs = ", ".join(of_dev(self.path))
-        pytest.skip(f"needs {needs}: pip install -e '.[dev]'", allow_module_level=True)
+        needs = ", ".join(missing(self.path))
+        pytest.skip(f"needs {needs}: see CONTRIBUTING.md", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
-    """Skip a module that needs a package of `dev` which is not installed."""
-    if not all(find_spec(name.partition(".")[0]) for name in of_dev(module_path)):
+    """Skip a module that needs a package which is not installed."""
+    if missing(module_path):
         return _NotRun.from_parent(parent, path=module_path)
     return None
 
@@ -165,7 +173,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """With TRAJKIT_TESTS=dev, only modules that need a package of `dev` run."""
     if os.environ.get("TRAJKIT_TESTS") != "dev" or collection_path.suffix != ".py":
         return None
-    return None if of_dev(collection_path) else True
+    return None if needed(collection_path) else True
 
 
 def pytest_configure(config: pytest.Config) -> None:

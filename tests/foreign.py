@@ -7,50 +7,45 @@ files as the system's own code lays them out.
 import io
 import json
 import pickle
-import pickletools
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
+from tests.made_tables import by_session
+
 
 def chat_response(record, *, ids_in="token_ids"):
     """vLLM's answer on the chat route."""
+    output, given = record["output_ids"], record.get("output_logprobs")
     choice = {
         "index": 0,
         "message": record.get("response_message"),
         "finish_reason": record.get("finish_reason"),
     }
-    given = record.get("output_logprobs")
     if ids_in == "token_ids":
-        choice["token_ids"] = record["output_ids"]
+        choice["token_ids"] = output
     if given is not None:
-        choice["logprobs"] = {
-            "content": [
-                {"token": f"token_id:{token}", "logprob": value}
-                for token, value in zip(record["output_ids"], given, strict=True)
-            ]
-        }
-    return {
-        "id": record.get("request_id"),
-        "model": "m",
-        "prompt_token_ids": record["prompt_ids"],
-        "choices": [choice],
-    }
+        content = [
+            {"token": f"token_id:{token}", "logprob": value}
+            for token, value in zip(output, given, strict=True)
+        ]
+        choice["logprobs"] = {"content": content}
+    answer = {"id": record.get("request_id"), "model": "m"}
+    return {**answer, "prompt_token_ids": record["prompt_ids"], "choices": [choice]}
 
 
 def completion_response(record):
     """vLLM's answer on the route of completions."""
+    given = record.get("output_logprobs")
     choice = {
         "text": "",
         "prompt_token_ids": record["prompt_ids"],
         "token_ids": record["output_ids"],
         "finish_reason": record.get("finish_reason"),
     }
-    given = record.get("output_logprobs")
     if given is not None:
-        tokens = ["a"] * len(given)
-        choice["logprobs"] = {"tokens": tokens, "token_logprobs": given}
+        choice["logprobs"] = {"tokens": ["a"] * len(given), "token_logprobs": given}
     return {"id": record.get("request_id"), "choices": [choice]}
 
 
@@ -82,9 +77,9 @@ def sglang_chat_response(record):
 
 def native_response(record):
     """SGLang's answer on its own route."""
+    answer = {"id": record.get("request_id"), "text": ""}
     return {
-        "id": record.get("request_id"),
-        "text": "",
+        **answer,
         "output_ids": record["output_ids"],
         "meta_info": meta_info(record),
     }
@@ -108,28 +103,25 @@ def request(record, shape):
     return {"model": "m", "messages": record.get("prompt_messages") or []}
 
 
+def exchange(record, shape="vllm chat"):
+    """A request and its answer."""
+    return {"request": request(record, shape), "response": RESPONSES[shape](record)}
+
+
 def write_openai(folder, records, shape="vllm chat"):
-    lines = [
-        {
-            "session_id": record["session_id"],
-            "request": request(record, shape),
-            "response": RESPONSES[shape](record),
-        }
-        for record in records
-    ]
+    lines = [{"session_id": r["session_id"], **exchange(r, shape)} for r in records]
     write_lines(folder / "log.jsonl", lines)
 
 
 def write_polar(folder, records, shape="vllm chat"):
-    names = list(dict.fromkeys(record["session_id"] for record in records))
+    names = [*by_session(records)]
     for number, record in enumerate(records):
         session = f"s{names.index(record['session_id']):02}"
         within = folder / "task_t" / "sessions" / session / "completions"
         within.mkdir(parents=True, exist_ok=True)
         one = polar_completion(record, number, shape)
-        (within / f"{number:04}-{one['completion_id']}.json").write_text(
-            json.dumps(one)
-        )
+        path = within / f"{number:04}-{one['completion_id']}.json"
+        path.write_text(json.dumps(one))
 
 
 def polar_completion(record, number, shape="vllm chat"):
@@ -147,12 +139,11 @@ def polar_completion(record, number, shape="vllm chat"):
 
 
 def write_nemo(folder, records):
-    files = {}
-    for number, record in enumerate(records):
-        session = record["session_id"]
-        files.setdefault(session, []).append(nemo_entry(record, number))
-    for number, entries in enumerate(files.values()):
-        write_lines(folder / f"r{number}.tokens.jsonl", entries)
+    entries = [nemo_entry(record, number) for number, record in enumerate(records)]
+    names = [*by_session(records)]
+    for number, name in enumerate(names):
+        own = [entry for entry in entries if entry["rollout_id"] == name]
+        write_lines(folder / f"r{number}.tokens.jsonl", own)
         state = {"frozen": True, "incomplete": False}
         (folder / f"r{number}.tokens.state.json").write_text(json.dumps(state))
 
@@ -244,36 +235,26 @@ class Call:
     """A value that a pickle has made by calling a name."""
 
     def __init__(self, module, name, *given, state=None):
-        self.function, self.given, self.state = Named(module, name), given, state
+        self.made = (Named(module, name), given, *([] if state is None else [state]))
 
     def __reduce__(self):
-        made = (self.function, self.given)
-        return made if self.state is None else (*made, self.state)
-
-
-class Stored:
-    """Numbers in a file of their own."""
-
-    def __init__(self, array):
-        self.array = array
+        return self.made
 
 
 class _Pickler(pickle._Pickler):
-    """As torch writes: names unchecked, storages aside."""
+    """As torch writes: names unchecked, the numbers of arrays aside."""
 
     def __init__(self, file, storages):
         super().__init__(file, protocol=2)
         self._storages = storages
 
     def persistent_id(self, value):
-        if not isinstance(value, Stored):
+        if not isinstance(value, np.ndarray):
             return None
         key = str(len(self._storages))
-        self._storages[key] = value.array.tobytes()
-        kind = {"int64": "LongStorage", "float32": "FloatStorage"}[
-            value.array.dtype.name
-        ]
-        return "storage", Named("torch", kind), key, "cpu", value.array.size
+        self._storages[key] = value.tobytes()
+        kind = {"int64": "LongStorage", "float32": "FloatStorage"}[value.dtype.name]
+        return "storage", Named("torch", kind), key, "cpu", value.size
 
     def save(self, obj, save_persistent_id=True):
         if isinstance(obj, Named):
@@ -284,35 +265,18 @@ class _Pickler(pickle._Pickler):
 
 def tensor(array):
     """A value that is read as torch's tensor of an array."""
-    return Call(
-        "torch._utils",
-        "_rebuild_tensor_v2",
-        Stored(array),
-        0,
-        array.shape,
-        (1,),
-        False,
-        Call("collections", "OrderedDict"),
-    )
-
-
-def dumped(value, storages):
-    """The bytes of a pickle, checked to be well formed."""
-    file = io.BytesIO()
-    _Pickler(file, storages).dump(value)
-    for _ in pickletools.genops(file.getvalue()):
-        pass
-    return file.getvalue()
+    given = 0, array.shape, (1,), False, Call("collections", "OrderedDict")
+    return Call("torch._utils", "_rebuild_tensor_v2", array, *given)
 
 
 def save(path: Path, value, *, tensors=False):
     """As ``torch.save``: a zip of the pickle and of the tensors' numbers."""
     if tensors:
         value = _as_tensors(value)
-    storages = {}
-    data = dumped(value, storages)
+    file, storages = io.BytesIO(), {}
+    _Pickler(file, storages).dump(value)
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/data.pkl", file.getvalue())
         archive.writestr("archive/byteorder", "little")
         for key, numbers in storages.items():
             archive.writestr(f"archive/data/{key}", numbers)
@@ -333,10 +297,7 @@ def _as_tensors(value):
 
 def write_atif(folder, records):
     """Harbor's trajectory.json, version 1.7: a file per session."""
-    sessions = {}
-    for record in records:
-        sessions.setdefault(record["session_id"], []).append(record)
-    for number, (name, own) in enumerate(sessions.items()):
+    for number, (name, own) in enumerate(by_session(records).items()):
         steps = [{"step_id": 1, "source": "user", "message": "q"}]
         for record in own:
             metrics = {
@@ -362,28 +323,22 @@ def write_atif(folder, records):
 
 def inspect_sample(name, records, epoch=1):
     """A sample of an Inspect log, with the provider's raw responses."""
+    output = {"model": "m", "choices": [{"message": {"role": "assistant"}}]}
     events = [{"event": "sample_init"}]
     for record in records:
-        call = {
-            "request": request(record, "vllm chat"),
-            "response": chat_response(record),
-        }
-        output = {"model": "m", "choices": [{"message": {"role": "assistant"}}]}
         asked = record.get("prompt_messages") or []
         event = {"event": "model", "model": "m", "input": asked, "output": output}
-        events.append({**event, "call": call, "timestamp": "2026-01-01T00:00:00+00:00"})
+        event["timestamp"] = "2026-01-01T00:00:00+00:00"
+        events.append({**event, "call": exchange(record)})
     return {"id": name, "epoch": epoch, "uuid": f"{name}-{epoch}", "events": events}
 
 
 def write_inspect(folder, records):
     """Inspect's .eval: a zip file of samples."""
-    sessions = {}
-    for record in records:
-        sessions.setdefault(record["session_id"], []).append(record)
     with zipfile.ZipFile(folder / "log.eval", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, own in sessions.items():
-            sample = inspect_sample(name, own)
-            archive.writestr(f"samples/{name}_epoch_1.json", json.dumps(sample))
+        for name, own in by_session(records).items():
+            sample = json.dumps(inspect_sample(name, own))
+            archive.writestr(f"samples/{name}_epoch_1.json", sample)
         archive.writestr("header.json", json.dumps({"version": 2, "eval": {}}))
 
 

@@ -121,3 +121,13 @@ def policy_of(choice):
     if name == "slime":
         return tk.policy(name, fork_threshold=threshold)
     return tk.policy(name)
+
+
+class Letters:
+    """A tokenizer with a token per character."""
+
+    def encode(self, text, add_special_tokens=False):
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(map(chr, ids))

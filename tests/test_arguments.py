@@ -32,56 +32,54 @@ TURNS = tk.from_records([CALL, {**CALL, "prompt_ids": [1, 2, 3, 4, 5]}])
 ROWS = tk.linearize(TURNS)
 
 
-class Tensor:
-    """What trajkit uses of a torch tensor, and what torch refuses."""
-
-    def __init__(self, values, *, grad=True, device="cuda", dtype="bfloat16"):
-        self.values, self.grad, self.device = values, grad, device
-        self.dtype = dtype
-
-    def __len__(self):
-        return len(self.values)
-
-    def __array__(self, dtype=None, copy=None):
-        return self.numpy()
-
-    def detach(self):
-        return Tensor(self.values, grad=False, device=self.device, dtype=self.dtype)
-
-    def cpu(self):
-        if self.device == "meta":
-            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-        return Tensor(self.values, grad=self.grad, device="cpu", dtype=self.dtype)
-
-    def float(self):
-        return Tensor(self.values, grad=self.grad, device=self.device, dtype="float32")
-
-    def numpy(self):
-        if self.grad:
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
-        if self.device != "cpu" or self.dtype == "bfloat16":
-            raise TypeError(f"can't convert {self.device} {self.dtype} to numpy")
-        return np.array(self.values, self.dtype)
-
-
 class Batch(dict):
     """A BatchEncoding: a mapping with a row for each text."""
 
 
-# Near misses
+# Records
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"prompt_mesages": []}, "'prompt_mesages' and no 'prompt_messages': did you"),
+        ({"finish_reasons": "stop"}, "record 0 .* did you mean 'finish_reason'"),
+        ({"trainabel": True}, "record 0 has the key .* did you mean 'trainable'"),
+        ({"output_ids": None}, "output_ids is None: expected output_ids"),
+        ({"output_logprobs": [{3: 1}, {4: 1}]}, "logprobs are numbers"),
+        ({"output_logprobs": [(-1, 3, None)] * 2}, "logprobs are numbers"),
+        ({"output_logprobs": {"content": []}}, "a list or an array of numbers"),
+        ({"prompt_ids": Batch(input_ids=[[1], [2]])}, "turn 0: prompt_ids"),
+    ],
+)
+def test_a_record_with_a_wrong_value_or_key_is_refused(changed, said):
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.from_records([{**CALL, **changed}])
 
 
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"prompt_mesages": []}, "'prompt_mesages' and no 'prompt_messages': did you"),
-        ({"finish_reasons": "stop"}, "did you mean 'finish_reason'"),
-        ({"trainabel": True}, "did you mean 'trainable'"),
+        ("x", "record 0 is a str: expected a dict with the keys session_id"),
+        ({"id": 1}, "record 0: no session_id, only id"),
+        (
+            {"session_id": "a", "prompt": []},
+            "turn 0: the record has the keys session_id, prompt: expected prompt_ids",
+        ),
     ],
 )
-def test_a_key_like_a_missing_one_is_refused(record, said):
-    with pytest.raises(InvalidTurnsError, match=f"record 0 has the key .*{said}"):
-        tk.from_records([{**CALL, **record}])
+def test_what_is_no_call_is_said_to_be_none(record, said):
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.from_records([record])
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [[1, 2]], np.array([[1, 2]])], ids=repr)
+def test_the_ids_of_a_batch_encoding_are_taken(ids):
+    call = {**CALL, "prompt_ids": Batch(input_ids=ids, attention_mask=[[1, 1]])}
+    assert tk.from_records([call]) == tk.from_records([CALL])
+
+
+# Near misses
 
 
 def test_a_key_like_one_that_is_there_is_a_column():
@@ -89,15 +87,18 @@ def test_a_key_like_one_that_is_there_is_a_column():
     assert turns["trainabel"].to_pylist() == [1]
 
 
-@pytest.mark.parametrize("name", ["rewards", "score", "reward_"])
+@pytest.mark.parametrize("name", ["rewards", "score", "reward_", "group"])
 def test_a_column_of_sessions_like_a_missing_one_is_refused(name, tmp_path):
     known = pa.table({"session_id": ["a"], name: [1.0]})
-    said = f"column '{name}' of sessions, .*: did you mean 'reward'"
+    meant = "group_id" if name == "group" else "reward"
+    said = f"column '{name}' of sessions, .*: did you mean '{meant}'"
     with pytest.raises(SchemaError, match=said):
         tk.linearize(TURNS, sessions=known)
     (tmp_path / "known.jsonl").write_text(json.dumps({"session_id": "a", name: 1}))
     with pytest.raises(SchemaError, match=f"known.jsonl: {said}"):
         tk.read_sessions(tmp_path / "known.jsonl")
+    if name == "group":
+        return
     both = known.append_column("reward", pa.array([2.0]))
     assert tk.linearize(TURNS, sessions=both)["reward"].to_pylist() == [2.0]
 
@@ -109,35 +110,31 @@ def test_a_misspelled_required_column_is_named():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "kind", "said"),
     [
-        (lambda: tk.policy("slim"), "'slim' does not exist: did you mean 'slime'"),
-        (lambda: tk.policy("slime", fork_treshold=1), "did you mean 'fork_threshold'"),
+        (lambda: tk.policy("slim"), PolicyError, "did you mean 'slime'"),
+        (
+            lambda: tk.policy("slime", fork_treshold=1),
+            PolicyError,
+            "did you mean 'fork_threshold'",
+        ),
         (
             lambda: tk.policy("slime", train_in="frist"),
+            PolicyError,
             "train_in='frist': did you mean 'first'",
         ),
-        (lambda: tk.link(TURNS, "faithfull"), "did you mean 'faithful'"),
+        (lambda: tk.link(TURNS, "faithfull"), PolicyError, "did you mean 'faithful'"),
+        (
+            lambda: tk.verify(ROWS, TURNS, weigh_by="tokens"),
+            ArgumentError,
+            "did you mean 'token'",
+        ),
     ],
 )
-def test_a_choice_like_a_known_one_is_named(make, said):
-    with pytest.raises(PolicyError, match=said):
+def test_a_choice_like_a_known_one_is_named(make, kind, said):
+    with pytest.raises(kind, match=said) as caught:
         make()
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: tk.linearize(TURNS, max_row_tokens=0), "max_row_tokens=0"),
-        (lambda: tk.verify(ROWS, TURNS, weigh_by="tokens"), "did you mean 'token'"),
-        (lambda: tk.learn.advantages(ROWS, baseline="men"), "baseline='men'"),
-        (lambda: tk.classify_drift(TURNS, TURNS, min_run=0), "min_run=0"),
-    ],
-)
-def test_an_argument_that_is_not_a_choice_of_a_policy_raises_argument_error(make, said):
-    with pytest.raises(ArgumentError, match=said) as caught:
-        make()
-    assert type(caught.value) is ArgumentError
+    assert type(caught.value) is kind
 
 
 # The wrong kind of table
@@ -153,20 +150,19 @@ def test_the_wrong_kind_of_file_is_named(tmp_path, suffix):
     tk.write_rows(ROWS.replace_schema_metadata(None), rows)
     tk.write_sessions(known, facts)
     out = tmp_path / "out.parquet"
-    for read in (tk.read_turns, lambda path: linearize_file(path, out)):
-        with pytest.raises(SchemaError) as refused:
-            read(rows)
-        assert "mine." in str(refused.value)
-        assert "a table of rows (columns session_id, row_index" in str(refused.value)
-        assert "expected turns. Pass recorded calls" in str(refused.value)
-        with pytest.raises(SchemaError, match=r"known\..* sessions .*expected turns"):
-            read(facts)
-    with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected sessions"):
-        tk.read_sessions(turns)
-    with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected rows"):
-        tk.read_rows(turns)
-    with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected rows"):
-        verify_file(turns, turns, out)
+    of_rows = r"mine\..* a table of rows \(columns session_id, row_index.*Pass recorded"
+    of_facts = r"known\..* sessions .*expected turns"
+    for read, path, said in [
+        (tk.read_turns, rows, of_rows),
+        (lambda path: linearize_file(path, out), rows, of_rows),
+        (tk.read_turns, facts, of_facts),
+        (lambda path: linearize_file(path, out), facts, of_facts),
+        (tk.read_sessions, turns, r"calls\..* of turns .*expected sessions"),
+        (tk.read_rows, turns, r"calls\..* of turns .*expected rows"),
+        (lambda path: verify_file(path, path, out), turns, "of turns .*expected rows"),
+    ]:
+        with pytest.raises(SchemaError, match=said):
+            read(path)
 
 
 def test_columns_of_any_layout_are_looked_at_in_files(tmp_path):
@@ -200,87 +196,6 @@ def test_an_error_in_a_line_has_one_line_number(tmp_path):
         f"{path}, line 2, column 2: Expecting property name enclosed in double quotes"
     )
     assert str(refused.value) == said
-
-
-# Records
-
-
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        ("x", "record 0 is a str: expected a dict with the keys session_id"),
-        ({"id": 1}, "record 0: no session_id, only id"),
-        (
-            {"session_id": "a", "prompt": []},
-            "turn 0: the record has the keys session_id, prompt: expected prompt_ids",
-        ),
-        ({**CALL, "output_ids": None}, "output_ids is None: expected output_ids"),
-        ({**CALL, "output_logprobs": [{3: 1}, {4: 1}]}, "logprobs are numbers"),
-        ({**CALL, "output_logprobs": [(-1, 3, None)] * 2}, "logprobs are numbers"),
-        (
-            {**CALL, "output_logprobs": {"content": []}},
-            "a list or an array of numbers",
-        ),
-    ],
-)
-def test_what_is_no_call_is_said_to_be_none(record, said):
-    with pytest.raises(InvalidTurnsError, match=said):
-        tk.from_records([record])
-
-
-# Arrays of other libraries
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_tensors_are_ids_and_logprobs(device):
-    call = {
-        "prompt_ids": Tensor([1, 2], device=device, grad=False, dtype="int64"),
-        "output_ids": Tensor([3, 4], device=device, grad=False, dtype="int64"),
-        "output_logprobs": Tensor([-0.5, -0.25], device=device),
-    }
-    assert tk.from_records([{"session_id": "a", **call}]) == tk.from_records([CALL])
-    recorder = tk.Recorder()
-    recorder.record("a", **call)
-    assert recorder.rows("a", "faithful") == tk.linearize(tk.from_records([CALL]))
-
-
-@pytest.mark.parametrize("name", ["prompt_ids", "output_logprobs"])
-def test_a_tensor_that_cannot_be_copied_is_refused(name):
-    wrong = {**CALL, name: Tensor([1, 2], device="meta")}
-    said = f"session 'a', turn 0: {name} is a Tensor that cannot be copied: Cannot copy"
-    with pytest.raises(InvalidTurnsError, match=said):
-        tk.from_records([wrong])
-    session = wrong.pop("session_id")
-    with pytest.raises(InvalidTurnsError, match=said):
-        tk.Recorder().record(session, **wrong)
-
-
-def test_ids_of_bfloat16_are_refused():
-    with pytest.raises(InvalidTurnsError, match="turn 0: prompt_ids is of float32"):
-        tk.from_records([{**CALL, "prompt_ids": Tensor([1, 2])}])
-
-
-def test_real_tensors_are_ids_and_logprobs():
-    torch = pytest.importorskip("torch")
-    call = {
-        "prompt_ids": torch.tensor([1, 2]),
-        "output_ids": torch.tensor([3, 4]),
-        "output_logprobs": torch.tensor(
-            [-0.5, -0.25], dtype=torch.bfloat16, requires_grad=True
-        ),
-    }
-    assert tk.from_records([{"session_id": "a", **call}]) == tk.from_records([CALL])
-
-
-@pytest.mark.parametrize("ids", [[1, 2], [[1, 2]], np.array([[1, 2]])], ids=repr)
-def test_the_ids_of_a_batch_encoding_are_taken(ids):
-    call = {**CALL, "prompt_ids": Batch(input_ids=ids, attention_mask=[[1, 1]])}
-    assert tk.from_records([call]) == tk.from_records([CALL])
-
-
-def test_a_batch_encoding_of_two_texts_is_no_prompt():
-    with pytest.raises(InvalidTurnsError, match="turn 0: prompt_ids"):
-        tk.from_records([{**CALL, "prompt_ids": Batch(input_ids=[[1], [2]])}])
 
 
 # Tables of other libraries
@@ -388,3 +303,24 @@ def test_a_full_disk_is_reported_with_the_files_name(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left") as refused:
         linearize_file(tmp_path / "turns.arrow", tmp_path / "rows.parquet")
     assert refused.value.filename == str(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("given", [None, 5])
+@pytest.mark.parametrize("write", [tk.write_turns, tk.write_rows])
+def test_what_is_written_is_a_table_or_its_batches(given, write, tmp_path):
+    with pytest.raises(ArgumentError, match="expected a table, or its record batches"):
+        write(given, tmp_path / "x.parquet")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_names_in_an_array_are_refused_by_name():
+    with pytest.raises(ArgumentError, match=r"payloads=.*expected a sequence of names"):
+        tk.linearize(TURNS, payloads=np.zeros(3))
+    with pytest.raises(ArgumentError, match=r"roles=.*expected names"):
+        tk.learn.observation_weights(tk.linearize(TURNS), TURNS, roles=np.zeros(3))
+
+
+def test_a_file_of_another_name_can_be_read(tmp_path):
+    (tmp_path / "calls.log").write_text("{}")
+    with pytest.raises(ArgumentError, match=r"pass it as standard input: - < FILE"):
+        tk.read_turns(tmp_path / "calls.log")

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
+from tests.made_tables import Letters
 from trajkit.policies import PRESETS
 from trajkit.schema import LOSSES
 
@@ -28,16 +29,6 @@ FENCE = re.compile(
 ASK = {"role": "user", "content": "List the files."}
 LS = {"role": "assistant", "content": "ls"}
 FILES = {"role": "tool", "name": "bash", "content": "a.py"}
-
-
-class Letters:
-    """A tokenizer with a token per character."""
-
-    def encode(self, text, add_special_tokens=False):
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids, skip_special_tokens=False):
-        return "".join(map(chr, ids))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ _MISSPELLED, _SUGGESTED = 0.85, 0.7
 # names of other systems
 _MEANT = {
     **dict.fromkeys(("score", "scores", "return", "returns"), "reward"),
+    **dict.fromkeys(("group", "groups"), "group_id"),
     # keys of `trajkit.from_records`
     "prompt_messages": "messages",
     "response_message": "response",

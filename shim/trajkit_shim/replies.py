@@ -150,6 +150,11 @@ class ToolForm:
         except (SyntaxError, *_NO_CALL):
             return None
 
+    def ends_in(self, text: str) -> bool:
+        """Return whether a text has the end of a call."""
+        end = (self.closing or self.tail).strip()
+        return bool(end and _pattern(end).search(text))
+
     def _arguments(
         self, text: str, start: int, tools: Tools, name: str
     ) -> tuple[str, int]:
@@ -222,7 +227,7 @@ def _python_calls(text: str) -> list[ToolCall]:
 _MESSAGE = re.compile(
     r"(?:<\|start\|>assistant)?(?: to=(?P<before>[^\s<]+))?<\|channel\|>(?P<channel>\w+)"
     r"(?: to=(?P<after>[^\s<]+))?[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
-    r"(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
+    r"(?P<body>.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|\Z)",
     re.DOTALL,
 )
 
@@ -235,6 +240,9 @@ def _split_channels(text: str) -> tuple[str, str]:
         offset, body = found.end(), found["body"]
         if called := found["before"] or found["after"]:
             body = f"<|channel|>commentary to={called}<|message|>{body}<|call|>"
+        elif found["end"] == "<|call|>":
+            # a call of nobody stays text
+            body = found[0]
         thinks = found["channel"] == "analysis" and not called
         (thoughts if thinks else rest).append(body)
     return "\n".join(thoughts), "".join([*rest, text[offset:]])
@@ -370,7 +378,7 @@ _form(
     "glm",
     "<arg_key> <arg_value>",
     starts=_OPEN,
-    head=rf"{_OPEN}\s*+(?P<name>[^<\n]*[^<\s])\s*+(?=<)",
+    head=rf'{_OPEN}\s*+(?P<name>[^<\n{{}}"]*[^<\s{{}}"])\s*+(?=<)',
     pair="<arg_key>(?>(?P<key>.+?)</arg_key> <arg_value>)(?P<value>.*?)</arg_value> "
     f"(?=<arg_key>|{_CLOSE})",
     tail=f"{_CLOSE} ",
@@ -494,6 +502,9 @@ class FormParser(ReplyParser):
             found += [rest[offset:stop], *read[0]]
             offset = read[1]
         found.append(rest[offset:])
+        if calls is not None:
+            # the end of a call that has no begin
+            ill_formed |= any(calls.ends_in(p) for p in found if isinstance(p, str))
         parts = list[Spoken]()
         for kind, group in groupby(filter(None, found), type):
             each: list[Any] = [*group]

@@ -73,14 +73,7 @@ def line_of(n, known=True):
     return turns, talk
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_line_has_no_labels(known):
-    turns, _ = line_of(5, known)
-    assert told(turns, "messages" if known else "tokens") == []
-
-
 LINE, TALK = line_of(3)
-PLAIN, _ = line_of(3, known=False)
 AGAIN = call(TALK[:6], "b")
 NEXT = [*TALK, said("user", "n")]
 AFTER_B = call([*TALK[:6], said("assistant", "b"), said("tool", "t")], "c")
@@ -113,22 +106,6 @@ AFTER_B = call([*TALK[:6], said("assistant", "b"), said("tool", "t")], "c")
 )
 def test_labels_by_hand(more, expected):
     assert told([*LINE, *more]) == expected
-
-
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ([said("system", "x" * 40)], "sub_agent"),
-        (TALK[:6], "retry"),
-        (TALK[:4], "rollback"),
-        ([*TALK[:3], said("user", "v")], "compaction"),
-        ([SYSTEM, said("user", "sum")], "compaction"),
-        ([*TALK[:3], said("tool", "x"), *TALK[4:]], "rewrite"),
-    ],
-)
-def test_labels_by_tokens(messages, expected):
-    turns = [*PLAIN, call(messages, "b", known=False)]
-    assert [one["label"] for one in labels(turns, "tokens")] == [expected]
 
 
 def test_agents_are_told_by_their_ids_first():

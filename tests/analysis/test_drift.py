@@ -146,29 +146,3 @@ def test_the_default_run_is_eight_tokens():
         table = turns_table(chain(([1, 2, *run, 3], [4]), ([1, 9, *run, 8], [])))
         line = tk.classify_drift(table, link_by(table, "previous")).to_pylist()[0]
         assert line["cause"] == ("middle_edited" if n == 8 else "diverged")
-
-
-def test_tokens_tell_drift_where_a_turn_has_no_messages():
-    """Under every route by messages, as between turns of a run of token ids only."""
-    turns = tk.from_records(
-        {"session_id": "s", "prompt_ids": prompt, "output_ids": output}
-        for prompt, output in [
-            ([1], [2, 3]),
-            ([1, 2, 9], [4, 5]),
-            ([1, 2, 9, 4, 5, 8], [6, 7]),
-            ([1, 2, 9, 4, 5, 8], [6]),
-            ([1, 2, 9, 4, 5, 8, 6, 1], [7]),
-        ]
-    )
-    for route in ("messages", "agents"):
-        links = link_by(turns, route)
-        assert links["parent"].to_pylist()[:3] == [None, 0, 1]
-        assert links["link_reason"].to_pylist()[1:3] == ["tokens", "tokens"]
-        drift = tk.classify_drift(turns, links)
-        assert drift["cause"].to_pylist()[:2] == ["tail_changed", "clean"]
-        assert drift["tokens_after_drift"].to_pylist()[:2] == [1, 0]
-    links = link_by(turns, "messages")
-    # a retry continues what the first try did, and a whole path counts before a part
-    assert links["parent"].to_pylist() == [None, 0, 1, 1, 3]
-    links = link_by(turns, "generations")
-    assert links["link_reason"].to_pylist()[1] == "refused_tokens"

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.made_tables import turns_table
@@ -14,7 +15,6 @@ from trajkit.errors import SchemaError
 from trajkit.export import sft, slime, trl, verl
 from trajkit.policies import PRESETS
 from trajkit.schema import ROW_CHECK_KINDS, ROW_CHECKS
-from trajkit.verification.row_forms import plain_rows
 
 CALLS = [
     {
@@ -45,6 +45,8 @@ NOTHING = [(0, 0, 2, "masked_out", 3), (0, 1, 7, "masked_out", 2)]
 def lines(rows, turns=TURNS, policy=None):
     found = tk.check_rows(rows, turns, policy)
     assert found.schema == ROW_CHECKS
+    required = [field.name for field in ROW_CHECKS if not field.nullable]
+    assert not any(found[name].null_count for name in required)
     assert {*found["kind"].to_pylist()} <= {*ROW_CHECK_KINDS}
     return found.to_pylist()
 
@@ -230,7 +232,6 @@ def test_logprobs_are_those_of_the_engine(logprobs, expected):
 # --- the forms of trainers
 
 ROWS = tk.linearize(TURNS)
-PADDED = verl.padded_fields(ROWS, 4, 10, 0) if hasattr(verl, "padded_fields") else None
 
 
 def response(values):
@@ -259,7 +260,7 @@ FORMS = {
         "attention_mask": np.array([[1] * len(IDS) + [0, 0]]),
     },
     "verl": [field for rollout in verl.agent_loop_fields(ROWS) for field in rollout],
-    "verl padded": PADDED,
+    "verl padded": verl.padded_fields(ROWS, 4, 10, 0),
     "verl without attention": {
         "prompts": np.array([[0, 0, 10, 11]]),
         "responses": np.array([[*IDS[2:], 0]]),
@@ -347,6 +348,7 @@ def test_positions_count_padding(form):
             "loss_mask is '000111': expected",
         ),
         ([{"input_ids": IDS, "loss_mask": 1}], "loss_mask is 1: expected a list"),
+        ([{"input_ids": [1, 2], "loss_mask": [0, 0.5]}], "loss_mask has 0.5"),
         ([{"input_ids": [1], "loss_mask": ["1"]}], r"loss_mask is \['1'\]: expected"),
         ([{"input_ids": [1], "labels": "x"}], "labels is 'x': expected a list"),
         (
@@ -401,34 +403,20 @@ def test_rows_name_no_session_and_yet_are_found_in_the_right_one():
     assert rest["detail"] == "7 of 8 sessions have no row"
 
 
-@given(runs())
-def test_rows_of_every_preset_are_right_under_it(records):
+@given(runs(), st.sampled_from([*PRESETS]))
+def test_rows_of_every_preset_are_right_under_it(records, policy):
     """What `linearize` makes has no finding; equal replies may be taken for another's
     if rows name no session.
     """
     turns = turns_table(records)
-    for policy in PRESETS:
-        rows = tk.linearize(turns, policy)
-        names = ["input_ids", "loss_mask", "logprobs"]
-        if rows.num_rows:
-            found = tk.check_rows(rows.select(names[:2]), turns, policy)
-            assert not {"mask_shifted", "not_found"} & {*found["kind"].to_pylist()}
-        # polar splices outputs after a prompt's last 16 tokens, which these prompts lack
-        if rows.num_rows and policy != "polar":
-            assert not wrong(rows.select(["session_id", *names]), turns, policy)
-
-
-def test_plain_rows_are_what_the_form_holds():
-    plain = plain_rows(FORMS["trl tensors"])
-    (row,) = plain.to_pylist()
-    assert row["input_ids"] == IDS
-    assert row["loss_mask"] == [bool(bit) for bit in MASK]
-    assert row["padding"] == 1
-    again = plain_rows(plain)
-    assert again.select(["input_ids", "loss_mask"]) == plain.select(
-        ["input_ids", "loss_mask"]
-    )
-    assert isinstance(again, pa.Table)
+    rows = tk.linearize(turns, policy)
+    names = ["input_ids", "loss_mask", "logprobs"]
+    if rows.num_rows:
+        found = tk.check_rows(rows.select(names[:2]), turns, policy)
+        assert not {"mask_shifted", "not_found"} & {*found["kind"].to_pylist()}
+    # polar splices outputs after a prompt's last 16 tokens, which these prompts lack
+    if rows.num_rows and policy != "polar":
+        assert not wrong(rows.select(["session_id", *names]), turns, policy)
 
 
 def test_rows_of_equal_sessions_are_told_apart():

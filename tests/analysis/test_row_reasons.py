@@ -1,7 +1,6 @@
 """Each row has one sentence that says why it begins where it does; calls form a tree."""
 
-from pathlib import Path
-
+import pyarrow as pa
 import pytest
 from hypothesis import given
 
@@ -9,13 +8,9 @@ import trajkit as tk
 from tests.made_tables import by_session, policy_of, turns_table
 from tests.strategies import policies, runs
 from trajkit.cli import main
-from trajkit.cli.options import load_tokenizer
 from trajkit.errors import UnknownSessionError
 from trajkit.schema import EMPTY_KINDS
-
-TOKENIZER = (
-    Path(__file__).parents[2] / "shim/trajkit_shim/engines/embedded/tokenizer.json"
-)
+from trajkit.view.tables import ViewTables
 
 # turn 1 repeats all of turn 0's path, turn 2 leaves turn 1's reply, turn 3 branches off 0
 DRIFTING = [
@@ -46,19 +41,6 @@ FIRST = "row 0 opens at turn 0: it is the session's first turn. It trains "
                 "token.",
             ],
             id="drift in a prompt",
-        ),
-        pytest.param(
-            tk.policy("trl", fork_threshold=0),
-            ["no_parent", "drift", "drift"],
-            [
-                FIRST + "7 tokens.",
-                "row 1 opens at turn 2: its prompt differs from turn 1's reply at token 1 "
-                "of 4 (tail changed; 3 tokens sampled after that). It trains 1 token.",
-                "row 2 opens at turn 3: its prompt differs from turn 2's prompt at token "
-                "5, before any reply (diverged; 2 tokens sampled after that). It trains 1 "
-                "token.",
-            ],
-            id="drift in a reply",
         ),
         pytest.param(
             "faithful",
@@ -125,74 +107,65 @@ def test_a_tree_indents_branches_and_marks_drift():
 
 
 def test_a_long_session_is_drawn_without_recursion():
-    ids = list(range(1, 3001))
+    ids = list(range(1, 1201))
     calls = [
         {"session_id": "a", "prompt_ids": ids[:n], "output_ids": [ids[n]]}
-        for n in range(1, 2999)
+        for n in range(1, 1199)
     ]
     lines = tk.analysis.call_tree(tk.from_records(calls), "a", "strict")
-    assert lines[-1] == "turn 2997: prompt 2,998, output 1"
+    assert lines[-1] == "turn 1197: prompt 1,198, output 1"
 
 
-def test_the_commands_print_sentences_and_trees(tmp_path, capsys):
+def test_the_commands_escape_names(tmp_path, capsys):
     path = tmp_path / "turns.arrows"
     records = [{"session_id": "\x1b[2Ja\u202e", **call} for call in DRIFTING]
     tk.write_turns(tk.from_records(records), path)
-    assert main(["why", str(path), "--policy", "strict"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("session \\x1b[2Ja\\u202e\n  row 0 opens at turn 0: ")
-    assert main(["tree", str(path)]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "  turn 0: prompt 2, output 3"
-    assert main(["why", str(path), "--session", "b"]) != 0
-    assert "no session 'b'" in capsys.readouterr().err
+    for command in ("why", "tree"):
+        assert main([command, str(path), "--policy", "strict"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("session \\x1b[2Ja\\u202e\n")
 
 
-def test_rows_say_where_they_leave_an_earlier_row(tmp_path, capsys):
+def test_a_session_with_an_error_opens_no_row(tmp_path, capsys):
+    """Rows and their sentences are those of the same sessions."""
+    turns = tk.from_records(
+        [
+            {"session_id": name, "prompt_ids": [1], "output_ids": [2] * n}
+            for n, name in enumerate("ab", 1)
+        ]
+    )
+    known = pa.table({"session_id": ["a", "b"], "error": ["x", None]})
+    reasons = tk.analysis.why(turns, sessions=known)
+    assert reasons["session_id"].to_pylist() == ["b"]
+    turns_file, facts = str(tmp_path / "turns.parquet"), str(tmp_path / "facts.parquet")
+    tk.write_turns(turns, turns_file)
+    tk.write_sessions(known, facts)
+    for command in (["why"], ["show"]):
+        assert main([*command, turns_file, "--sessions", facts]) == 0
+        assert "session a, row" not in (out := capsys.readouterr().out)
+        assert "session b" in out
+    page = str(tmp_path / "page.html")
+    assert main(["view", turns_file, "--sessions", facts, "-o", page]) == 0
+    made = ViewTables(turns, [tk.policy("faithful")], known)._table("rows", 0)
+    assert made.select("session_id", "trained").rows() == [("b", 2)]
+
+
+def test_rows_say_where_they_leave_an_earlier_row():
     calls = [
         {"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
         {"session_id": "a", "prompt_ids": [1, 2, 3, 4, 9], "output_ids": [7]},
         {"session_id": "a", "prompt_ids": [1, 2, 8], "output_ids": [7]},
         {"session_id": "a", "prompt_ids": [6], "output_ids": [7]},
     ]
-    sentences = [
+    table = tk.analysis.why(tk.linearize(tk.from_records(calls)))
+    assert table["sentence"].to_pylist() == [
         "row 0: it shares no token with an earlier row. It trains 3 tokens of 5.",
         "row 1: it shares its first 4 tokens with row 0. It trains 1 token of 6.",
         "row 2: it shares its first 2 tokens with row 0. It trains 1 token of 4.",
         "row 3: it shares no token with an earlier row. It trains 1 token of 2.",
     ]
-    for dedup in (False, True):
-        rows = tk.linearize(tk.from_records(calls))
-        table = tk.analysis.why(rows)
-        assert table["sentence"].to_pylist() == sentences
-        assert table["opened_by"].to_pylist() == [
-            "no_parent",
-            *["branch"] * 2,
-            "no_parent",
-        ]
-        path = tmp_path / f"{dedup}.parquet"
-        tk.write_rows(rows, path, dedup=dedup)
-        assert main(["why", str(path)]) == 0
-        out = capsys.readouterr().out
-        assert out.splitlines() == ["session a", *(f"  {line}" for line in sentences)]
-
-
-def test_a_tokenizer_names_causes_by_text(tmp_path, capsys):
-    tokenizer = load_tokenizer(TOKENIZER)
-
-    def ids(text):
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
-    calls = [
-        {"session_id": "a", "prompt_ids": prompt, "output_ids": end}
-        for prompt in (head, head)
-    ]
-    calls[0]["output_ids"] = ids("It holds. \n") + end
-    calls[1]["prompt_ids"] = head + ids("It holds.") + end
-    path = tmp_path / "turns.parquet"
-    tk.write_turns(tk.from_records(calls), path)
-    assert main(["why", str(path), "--tokenizer", str(TOKENIZER)]) == 0
-    assert "(white space; " in capsys.readouterr().out
+    opened_by = ["no_parent", "branch", "branch", "no_parent"]
+    assert table["opened_by"].to_pylist() == opened_by
 
 
 def test_a_session_that_is_not_there_is_refused():

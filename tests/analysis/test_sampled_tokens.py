@@ -96,7 +96,6 @@ ANY_CHOICE = forest_policies().map(lambda choices: tk.Policy(name="some", **choi
 @pytest.mark.parametrize(
     ("turns", "policies"),
     [
-        pytest.param(runs(), PRESET, id="presets"),
         pytest.param(sessions() | delegating_sessions(), PRESET, id="sub-agents"),
         pytest.param(runs(), CHANGED, id="changed presets"),
         pytest.param(sessions(), ANY_CHOICE, id="any choice"),
@@ -155,6 +154,20 @@ DRIFTING = calls(
 RESTARTED = calls(([1, 2], [3, 4, 5]), ([1, 2, 3, 9], [7]), ([1, 8], [9]))
 AFTER_PROMPT = calls(([1, 2], [3, 4, 5]), ([1, 2, 9], [7]), ([1, 8], [9]))
 SEGMENTS = {"policy": "segments", "parent_by": "previous"}
+BRANCHED = calls(([9], [8]), ([1], [2, 3]), ([1, 2, 3, 4], [5]), ([1, 2, 3, 6], [7]))
+ABSORBED = [*calls(([1], [2, 3])), *calls(([1, 2, 9], [4]), trainable=False)]
+QUESTION, ANSWER, OTHER = (
+    {"role": role, "content": text}
+    for role, text in (("user", "a"), ("assistant", "a"), ("assistant", "b"))
+)
+REWRITTEN = [
+    *calls(([1], [2]), prompt_messages=[QUESTION], response_message=ANSWER),
+    *calls(
+        ([1, 3, 1], [4]),
+        prompt_messages=[QUESTION, OTHER, QUESTION],
+        response_message=ANSWER,
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -246,76 +259,58 @@ SEGMENTS = {"policy": "segments", "parent_by": "previous"}
             ],
             id="retries that nothing continues",
         ),
+        pytest.param(
+            BRANCHED,
+            {"policy": "nemo"},
+            [
+                (0, 0, 1, "trained", 0, None),
+                (1, 0, 2, "trained", 1, None),
+                (1, 0, 2, "trained", 2, None),
+                (2, 0, 1, "trained", 1, None),
+                (3, 0, 1, "trained", 2, None),
+            ],
+            id="every row that trains a token",
+        ),
+        pytest.param(
+            [{"prompt_ids": [1], "output_ids": [2, 3], "output_mask": [True, False]}],
+            {"policy": "faithful"},
+            [(0, 0, 1, "trained", 0, None), (0, 1, 2, "masked", 0, None)],
+            id="a masked token names its row",
+        ),
+        pytest.param(
+            calls(([1], [2]), finish_reason="abort") + calls(([1, 2, 3], [4])),
+            {"policy": "faithful"},
+            [(0, 0, 1, "aborted", 0, None), (1, 0, 1, "trained", 0, None)],
+            id="an aborted token names its row",
+        ),
+        pytest.param(
+            ABSORBED,
+            {"policy": "slime"},
+            [(0, 0, 2, "absorbed", None, 1), (1, 0, 1, "untrainable", None, None)],
+            id="a row that trains nothing is no row",
+        ),
+        pytest.param(
+            ABSORBED,
+            {"policy": "slime", "keep_untrained": True},
+            [(0, 0, 2, "absorbed", 0, 1), (1, 0, 1, "untrainable", 0, None)],
+            id="unless it is kept",
+        ),
+        pytest.param(
+            calls(([1], [2]), trainable=False) + calls(([1, 5], [6])),
+            {"policy": "polar", "keep_untrained": False},
+            [
+                (0, 0, 1, "untrainable", None, None),
+                (1, 0, 1, "no_splice_point", None, None),
+            ],
+            id="nor a row without a splice point",
+        ),
+        pytest.param(
+            REWRITTEN,
+            {"policy": "slime"},
+            [(0, 0, 1, "rewritten", None, 1), (1, 0, 1, "trained", 0, None)],
+            id="the turn that shows another reply",
+        ),
     ],
 )
 def test_a_loss_names_the_turn_that_caused_it(records, choices, expected):
     assert kinds(records, **choices) == expected
-
-
-def test_every_row_that_trains_a_token_has_a_line():
-    records = calls(([9], [8]), ([1], [2, 3]), ([1, 2, 3, 4], [5]), ([1, 2, 3, 6], [7]))
-    found = kinds(records, "nemo")
-    assert found[1:3] == [(1, 0, 2, "trained", 1, None), (1, 0, 2, "trained", 2, None)]
-    assert len(found) == 5
-    assert len(kinds(records, "faithful")) == 4
-    records[1]["trainable"] = False
-    assert kinds(records, "nemo")[1] == (1, 0, 2, "untrainable", 1, None)
-
-
-def test_rows_over_the_limit_are_named():
-    records = calls(*(([k], [2, 3]) for k in (1, 5, 6)))
-    assert kinds(records, "per_call", max_rows=1) == [
-        (0, 0, 2, "over_max_rows", None, None),
-        (1, 0, 2, "over_max_rows", None, None),
-        (2, 0, 2, "trained", 0, None),
-    ]
-
-
-def test_tokens_that_may_not_be_trained_name_the_row_that_has_them():
-    call = {"prompt_ids": [1], "output_ids": [2, 3], "output_mask": [True, False]}
-    assert kinds([call], "faithful") == [
-        (0, 0, 1, "trained", 0, None),
-        (0, 1, 2, "masked", 0, None),
-    ]
-    aborted = {"prompt_ids": [1], "output_ids": [2], "finish_reason": "abort"}
-    more = {"prompt_ids": [1, 2, 3], "output_ids": [4]}
-    assert kinds([aborted, more], "faithful")[0] == (0, 0, 1, "aborted", 0, None)
-
-
-def test_a_reply_that_was_rewritten_names_the_turn_that_shows_another():
-    question, answer = (
-        {"role": role, "content": "a"} for role in ("user", "assistant")
-    )
-    records = [
-        {"prompt_messages": [question], "response_message": answer},
-        {
-            "prompt_messages": [question, {**answer, "content": "b"}, question],
-            "response_message": answer,
-        },
-    ]
-    records[0] |= {"prompt_ids": [1], "output_ids": [2]}
-    records[1] |= {"prompt_ids": [1, 3, 1], "output_ids": [4]}
-    assert kinds(records, "slime")[0] == (0, 0, 1, "rewritten", None, 1)
-
-
-def test_a_row_that_trains_nothing_is_no_row():
-    records = [
-        {"prompt_ids": [1], "output_ids": [2, 3]},
-        {"prompt_ids": [1, 2, 9], "output_ids": [4], "trainable": False},
-    ]
-    assert kinds(records, "slime") == [
-        (0, 0, 2, "absorbed", None, 1),
-        (1, 0, 1, "untrainable", None, None),
-    ]
-    assert kinds(records, "slime", keep_untrained=True) == [
-        (0, 0, 2, "absorbed", 0, 1),
-        (1, 0, 1, "untrainable", 0, None),
-    ]
-    records = [
-        {"prompt_ids": [1], "output_ids": [2], "trainable": False},
-        {"prompt_ids": [1, 5], "output_ids": [6]},
-    ]
-    assert kinds(records, "polar", keep_untrained=False) == [
-        (0, 0, 1, "untrainable", None, None),
-        (1, 0, 1, "no_splice_point", None, None),
-    ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from benchmarks.data import SMALL, quoted, rollout
 from tests.fuzz.sessions import generated_runs
-from tests.made_tables import by_session, linearized, link_by, turns_table
+from tests.made_tables import by_session, linearized, turns_table
 from tests.oracles.rows import held
 from tests.strategies import row_limits, runs
 from trajkit.analysis import branches, metrics
@@ -82,7 +82,7 @@ def test_the_simulation_counts_what_the_tables_hold(turns, name, limit, pad):
         assert line[counted] == sum(report[counted].to_pylist()), counted
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(st.integers(0, 999), st.sampled_from([5, 100]))
 def test_the_simulation_counts_packs(seed, size):
     turns = generated_runs(4, seed, max_turns=5)
@@ -105,7 +105,7 @@ def test_the_simulation_counts_packs(seed, size):
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=2)
 @given(st.integers(0, 63))
 def test_a_stream_gives_what_its_table_gives(seed):
     table = turns_table(generated_runs(4, seed, max_turns=5))
@@ -115,6 +115,7 @@ def test_a_stream_gives_what_its_table_gives(seed):
     assert tk.simulate(pl.from_arrow(table), pad_to=8) == whole
 
 
+@settings(max_examples=10)
 @given(st.integers(0, 999))
 def test_what_keeps_everything_at_least_cost(seed):
     turns = turns_table(generated_runs(4, seed, max_turns=5))
@@ -140,12 +141,6 @@ def test_policies_that_all_lose():
     assert cheapest_lossless(tk.simulate(DRIFTING, [])) is None
 
 
-def test_simulate_counts_what_drift_costs_without_messages():
-    table = tk.simulate(DRIFTING, ["faithful", "slime", "segments", "miles", "trl"])
-    assert table["tokens_lost"].to_pylist() == [0, 2, 2, 1, 1]
-    assert table["turns_by_tokens"].to_pylist() == [2, 2, 2, 2, 0]
-
-
 def test_policies_are_named_by_their_changes_and_one_needs_no_list():
     slime = tk.policy("slime", fork_threshold=7, keep_prefix=True)
     found = tk.simulate(DRIFTING, [slime, "interleave"])
@@ -153,13 +148,6 @@ def test_policies_are_named_by_their_changes_and_one_needs_no_list():
     assert found["policy"].to_pylist() == [label(slime), "strict"] == names
     for strict in ("strict", tk.policy("strict")):
         assert tk.simulate(DRIFTING, strict).equals(found.slice(1))
-
-
-def test_errored_sessions_train_nothing():
-    failed = pl.DataFrame({"session_id": ["a"], "error": ["killed"]})
-    found = tk.simulate(DRIFTING, ["strict"], sessions=failed)
-    assert found["tokens_trained"].to_pylist() == [0]
-    assert found["lost_untrainable"].to_pylist() == [3]
 
 
 @pytest.mark.parametrize(
@@ -218,34 +206,6 @@ def test_presets_that_need_bodies_are_left_out_where_there_are_none():
         tk.simulate(later, ["faithful", "segments"])
 
 
-def test_the_report_counts_roots_and_calls_rejected():
-    """One that is ambiguous, and two prompts with a retry that nothing continues."""
-    turns = tk.from_records(
-        {"session_id": "s", "prompt_ids": prompt, "output_ids": output}
-        for prompt, output in [
-            ([1], [2]),
-            ([1], [2]),
-            ([1, 2, 3], [4]),
-            ([5], [6]),
-            ([5, 6, 7], [8]),
-            ([5, 6, 7], [9]),
-        ]
-    )
-    _, report = linearized(turns, "nemo")
-    names = ["roots", "turns_quarantined", "turns_unresolved"]
-    assert [report[name].to_pylist() for name in names] == [[3], [3], [4]]
-    assert tk.simulate(turns, "nemo")["turns_unresolved"].to_pylist() == [4]
-    links = link_by(turns, "prefix")
-    assert links["link_reason"].to_pylist() == [
-        "unresolved_kept",
-        "unresolved",
-        "ambiguous",
-        "root",
-        "unresolved_kept",
-        "unresolved",
-    ]
-
-
 # --- metrics
 
 RUN = turns_table(generated_runs(12, 5))
@@ -285,7 +245,7 @@ def test_rewards_and_groups():
     turns = tk.from_records([{**CALL, "session_id": name} for name in "abcdefghi"])
     facts = {
         "session_id": list("abcdefghi"),
-        "reward": [1.0, 1.0, 0.0, 3.0, None, 5.0, 2.0, 2.0, 2.0],
+        "reward": [1.0, 1 + 2**-52, 0.0, 3.0, None, 5.0, 2.0, 2.0, 2.0],
         "group_id": ["g", "g", "h", "h", "h", None, None, None, "one"],
         "error": [None] * 4 + ["it broke"] + [None] * 4,
     }

@@ -30,6 +30,7 @@ from trajkit.files.tables import iter_tables
 from trajkit.policies import PRESETS, rule_of
 
 ROOT = Path(__file__).parents[2]
+TOKENIZER = ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json"
 
 
 def call(session, prompt, output, messages=None, response=None):
@@ -117,16 +118,21 @@ def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
         ["none", "clean", 1, 0, 0],
     ]
     assert pq.read_table(table)["size"].to_pylist() == [1, 0]
-    assert cli.main(["drift", turns]) == cli.DONE
-    assert "last_reply  tail_changed" in capsys.readouterr().out
     summary = run_json(capsys, "drift", turns, "--policy", "per_call")
     assert (summary["turns_compared"], summary["groups"]) == (0, [])
+    summary = run_json(capsys, "drift", turns, "--tokenizer", str(TOKENIZER.parent))
+    (counts,) = summary["causes"]
+    assert [counts[name] for name in ("turns", "path_tokens", "prompt_tokens")] == [
+        1,
+        1,
+        2,
+    ]
+    assert [counts["cause"]] == [*summary["examples"]]
 
 
 # code | command, with {turns} and the files of `refusing` | a part of the line on stderr
 REFUSALS = r"""
 2 | linearize {turns} -o r.parquet --policy slim | policy 'slim'
-2 | policies slim | policy 'slim' does not exist
 2 | flatten | Unknown command "flatten"
 2 | linearize in | requires an argument
 2 | linearize in -o out --max-row-tokens 0 | Must be >= 1
@@ -136,10 +142,16 @@ REFUSALS = r"""
 2 | linearize x -o y z | Unused Tokens: ['z']
 2 | simulat x | Did you mean "simulate"?
 2 | export in --to slime -o out --max-length 9 | --max-length does nothing with --to slime
-2 | help simulat | Did you mean "simulate"?
 2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed
-3 | drift absent.parquet | absent.parquet
+3 | drift absent.parquet | absent.parquet: No such file
 3 | drift garbage.parquet | garbage.parquet
+3 | show garbage.npz | garbage.npz: not a readable .npz
+2 | view in --port 99999 | Must be <= 65535
+2 | serve --out x --port -1 | Must be >= 0
+3 | show {turns} --tokenizer Qwen/Qwen3-8B | Nothing is downloaded
+2 | view in --follow -o x.html | --follow
+2 | view in --print | --print
+1 | view {turns} --session a,nobody -o x.html | no session 'nobody'
 2 | linearize {turns} -o rows.xlsx | rows.xlsx
 3 | linearize {turns} -o absent/rows.parquet | No such file or directory
 3 | compact {turns} -o small.jsonl | JSON lines cannot store turns in delta form
@@ -149,18 +161,11 @@ REFUSALS = r"""
 1 | drift twice.parquet | session 'a', turn 0
 2 | simulate in --set train_in=first | --set train_in=first needs a --policy before it
 2 | drift in --policy trl --set own | --set 'own': expected CHOICE=VALUE
-2 | drift in --policy trl --set =first | --set '=first': expected CHOICE=VALUE
 2 | verify {turns} {turns} --set train_in=first | needs a --policy before it
 2 | drift in --policy trl --set fork_threshold=3 --set fork_threshold=2 | is given twice
 2 | drift in SET trains_in=first | did you mean 'train_in'?: expected one
-2 | verify in in SET name=x | name is given twice
-2 | simulate in SET builder=per_request | no choice 'builder'
-2 | linearize in -o r SET train_in=last | train_in='last'
-2 | drift in SET merge_rewrites=yes | merge_rewrites='yes': expected a bool
 2 | verify in in SET fork_threshold=x | fork_threshold='x'
-2 | drift in SET max_rows=x | max_rows='x'
 2 | simulate in SET max_rows=0 | max_rows=0: expected an integer of 1
-2 | drift in SET merge_rewrites=true --set merge_rewrites=false | is given twice
 2 | drift in SET on_drift=absorb_any --set train_in=earliest | does not go with on_drift=
 """
 
@@ -168,10 +173,9 @@ REFUSALS = r"""
 @pytest.fixture
 def refusing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "garbage.parquet").write_bytes(b"garbage")
     (tmp_path / "bad.json").write_text("{}")
     # a wrong option is found before a file is read
-    for name in ("in", "s.jsonl"):
+    for name in ("in", "s.jsonl", "garbage.parquet", "garbage.npz"):
         (tmp_path / name).write_bytes(b"garbage")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "strange.parquet")
     table = tk.from_records(CALLS[:1])
@@ -190,18 +194,6 @@ def test_what_is_wrong_is_one_line_and_a_code(refusing, capsys, turns, line):
     assert err.count("\n") == 1
     assert said in err
     assert sorted(os.listdir()) == before
-
-
-def test_a_torn_log_is_read_with_a_warning_of_one_line(tmp_path, capsys):
-    log = tmp_path / "turns.jsonl"
-    whole = "".join(f"{json.dumps(each)}\n" for each in CALLS)
-    log.write_text(whole + whole[:30])
-    assert cli.main(["drift", str(log), "--json"]) == cli.DONE
-    out, err = capsys.readouterr()
-    assert json.loads(out)["turns"] == len(CALLS)
-    assert err.startswith("trajkit: warning: ")
-    assert err.count("\n") == 1
-    assert "turns.jsonl" in err
 
 
 def test_interrupted(monkeypatch, capsys, turns):
@@ -238,7 +230,7 @@ def test_commands_come_from_entry_points(monkeypatch, capsys):
     assert "Shout." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["drift", "tree", "help"])
+@pytest.mark.parametrize("command", ["tree", "help"])
 def test_from_outside_with_nobody_reading(turns, command):
     """The process ends quietly when the reader of its output has gone."""
     reader, writer = os.pipe()
@@ -318,8 +310,7 @@ def test_simulate_says_what_keeps_everything(capsys, turns):
     assert lines[4].split()[:7] == "slime 2 5 62.5 % 3 0".split()
 
 
-@pytest.mark.parametrize("options", [[], ["--pad", "1024"], ["--pack", "8192"]])
-def test_simulate_fits_100_columns(tmp_path, capsys, options):
+def test_simulate_fits_100_columns(tmp_path, capsys):
     """With numbers of ten digits, and every preset."""
     calls = [
         call(name, [1] * 9000, [2, *range(900)], [QUESTION], ANSWER)
@@ -327,7 +318,7 @@ def test_simulate_fits_100_columns(tmp_path, capsys, options):
     ]
     path = tmp_path / "turns.parquet"
     tk.write_turns(tk.from_records(calls), path)
-    options = [*options, "--policy", "slime", "--set", "fork_threshold=123456"]
+    options = ["--pack", "8192", "--policy", "slime", "--set", "fork_threshold=123456"]
     assert cli.main(["simulate", str(path), *options]) == cli.DONE
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
@@ -401,50 +392,7 @@ def test_verify_shows_the_first_violations_of_many(tmp_path, capsys, turns):
     assert ["mask", "25"] in [line.split() for line in out.splitlines()]
 
 
-# --- drift with a tokenizer
-
-TOKENIZER = ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json"
-
-
-def ids(text):
-    return load_tokenizer(TOKENIZER).encode(text, add_special_tokens=False).ids
-
-
-@pytest.mark.parametrize("path", [TOKENIZER, TOKENIZER.parent])
-def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, path):
-    """White space goes missing: by the template, and where the client edits, too."""
-    head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
-    reply, stripped = ids("It holds. \n") + end, ids("It holds.") + end
-    edited = {**ANSWER, "content": "b"}
-    calls = [
-        one
-        for session, shown, said in (
-            ("a", stripped, ANSWER),
-            ("b", stripped, edited),
-            ("c", stripped, ANSWER),
-            ("d", reply, ANSWER),
-        )
-        for one in (
-            call(session, head, reply, [QUESTION], ANSWER),
-            call(session, head + shown, end, [QUESTION, said, MORE], ANSWER),
-        )
-    ]
-    turns = tmp_path / "turns.parquet"
-    tk.write_turns(tk.from_records(calls), turns)
-    argv = ["drift", str(turns), "--tokenizer", str(path), "--policy", "trl"]
-    said = run_json(capsys, *argv)
-    by_cause = {group["cause"]: group["turns"] for group in said["groups"]}
-    assert by_cause == {"white_space": 3, "clean": 1}
-    (counts,) = said["causes"]
-    assert [*counts.values()] == ["white_space", 3, 3, 6, 0]
-    example = said["examples"]["white_space"]
-    assert (example["path_text"], example["prompt_text"]) == (" \n", "")
-    assert cli.main(argv) == cli.DONE
-    assert capsys.readouterr().out.endswith(
-        "white_space: session 'a', turn 1, from token 12\n"
-        "  path    ' \\n'\n"
-        "  prompt  ''\n"
-    )
+# --- tokenizers
 
 
 @pytest.mark.parametrize(
@@ -473,9 +421,8 @@ def test_tokens_of_an_example_are_apart_and_harmless():
 # --- the forms of turns and rows, choices of a policy, and what is known of sessions
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows"])
-def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns, suffix):
-    small, back = str(tmp_path / f"small.{suffix}"), str(tmp_path / "back.jsonl.gz")
+def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns):
+    small, back = str(tmp_path / "small.arrows"), str(tmp_path / "back.jsonl.gz")
     sizes = run_json(capsys, "compact", turns, "-o", small)
     before, after = map(os.path.getsize, (turns, small))
     assert [*sizes.values()] == [small, 4, before, after]
@@ -522,14 +469,10 @@ SESSIONS = [
 ]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_sessions_say_rewards_groups_and_errors(tmp_path, capsys, turns, suffix):
-    file, rows = str(tmp_path / f"known.{suffix}"), str(tmp_path / "rows.parquet")
+def test_sessions_say_rewards_groups_and_errors(tmp_path, capsys, turns):
+    file, rows = str(tmp_path / "known.jsonl"), str(tmp_path / "rows.parquet")
     known = pa.Table.from_pylist(SESSIONS, tk.schema.SESSIONS)
-    if suffix == "jsonl":
-        Path(file).write_text("".join(f"{json.dumps(one)}\n" for one in SESSIONS))
-    else:
-        pq.write_table(known, file)
+    Path(file).write_text("".join(f"{json.dumps(one)}\n" for one in SESSIONS))
     options = ["--policy", "slime", "--sessions", file]
     said = run_json(capsys, "linearize", turns, "-o", rows, *options)
     assert (said["tokens_trained"], said["lost_untrainable"]) == (4, 4)
@@ -542,14 +485,6 @@ def test_sessions_say_rewards_groups_and_errors(tmp_path, capsys, turns, suffix)
     argv = ["verify", rows, turns, *options[:2], "--reward", "2"]
     assert cli.main(argv) == cli.BAD_DATA
     assert ["reward", "1"] in [x.split() for x in capsys.readouterr().out.splitlines()]
-
-
-def test_sessions_must_know_every_session(tmp_path, capsys, turns):
-    known, rows = tmp_path / "known.jsonl", str(tmp_path / "rows.parquet")
-    known.write_text(json.dumps(SESSIONS[0]))
-    argv = ["linearize", turns, "-o", rows, "--sessions", str(known)]
-    assert cli.main(argv) == cli.BAD_DATA
-    assert "session 'a' has turns, but no line in sessions" in capsys.readouterr().err
 
 
 def test_policies_are_listed(capsys):
@@ -618,7 +553,7 @@ def piped(monkeypatch, argv, content):
     return cli.main(argv), out.buffer.getvalue(), "".join(out.text)
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl.gz"])
 def test_a_dash_is_standard_input_and_output(tmp_path, monkeypatch, capsys, suffix):
     path = tmp_path / f"turns.{suffix}"
     turns = tk.from_records(CALLS)

@@ -90,18 +90,10 @@ def turns(tmp_path):
 SLIME = ["--policy", "slime"]
 
 
-def test_labels_tell_what_a_row_does_without_colours(capsys, turns):
+def test_long_texts_are_folded(capsys, turns):
     argv = ["show", turns, *SLIME, "--tokenizer", TOKENIZER]
     assert main(argv) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    lines = out.splitlines()
-    assert lines[0].endswith(", row 0: 238 tokens, 3 trained")
-    assert lines[1].startswith("context     ⟦<|im_start|>⟧user↵")
-    assert any("tokens of context ..." in line for line in lines)
-    words = "lost        (absorbed by turn 1: 9 tokens of turn 0) It holds. ↵"
-    assert lines[lines.index(words) + 1].strip() == "⟦<|im_end|>⟧"
-    assert "trained     Yes⟦<|im_end|>⟧" in lines
+    assert "tokens of context ..." in capsys.readouterr().out
     assert main([*argv, "--unfold"]) == 0
     out = capsys.readouterr().out
     assert out.count("a long question") == 40
@@ -116,13 +108,6 @@ def test_no_text_controls_the_terminal(capsys, turns, options):
     assert visible(HOSTILE) in out
 
 
-def test_ids_without_a_tokenizer(capsys, turns):
-    assert main(["show", turns, "--row", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].startswith("trained     ")
-    assert lines[-2].split()[1:] == [str(token) for token in ids("Yes<|im_end|>")]
-
-
 def test_rows_are_shown_without_their_turns(tmp_path, capsys, turns):
     for dedup in (False, True):
         rows = tk.linearize(tk.read_turns(turns), "slime")
@@ -134,30 +119,12 @@ def test_rows_are_shown_without_their_turns(tmp_path, capsys, turns):
         assert "trained     Yes⟦<|im_end|>⟧\n" in out
 
 
-def shown(capsys, folder, pairs, *options):
-    """What show prints of a session of prompts and outputs."""
-    names = ("session_id", "prompt_ids", "output_ids")
-    calls = [dict(zip(names, ("a", *pair), strict=True)) for pair in pairs]
-    tk.write_turns(tk.from_records(calls), folder / "turns.jsonl")
-    assert main(["show", str(folder / "turns.jsonl"), *options]) == 0
-    return capsys.readouterr().out
-
-
-def test_a_row_that_begins_as_another_one_shows_what_is_new(tmp_path, capsys):
-    """Row 1 repeats a reply that row 0 trains, and leaves row 0 in the next one."""
-    pairs = [([1], [2, 3]), ([1, 2, 3, 4], [5, 6]), ([1, 2, 3, 4, 5, 9], [7])]
-    assert shown(capsys, tmp_path, pairs, "--row", "1").splitlines() == [
-        "session a, row 1: 7 tokens, 1 trained",
-        "context     ... 5 tokens as in row 0 ...",
-        "context     9",
-        "trained     7",
-        "",
-    ]
-
-
 def test_tokens_in_no_row_have_a_reason(tmp_path, capsys):
-    out = shown(capsys, tmp_path, [([1], [3]), ([1, 2, 4], [3])], "--policy", "miles")
-    assert out.endswith(
+    path, call = tmp_path / "turns.jsonl", {"session_id": "a", "output_ids": [3]}
+    calls = [{**call, "prompt_ids": ids} for ids in ([1], [1, 2, 4])]
+    tk.write_turns(tk.from_records(calls), path)
+    assert main(["show", str(path), "--policy", "miles"]) == 0
+    assert capsys.readouterr().out.endswith(
         "session a, in no row\nlost        (refused by turn 1: 1 token of turn 1) 3\n\n"
     )
 
@@ -172,7 +139,7 @@ def test_a_terminal_gets_colours_unless_they_are_forbidden(terminal, turns):
     assert "\x1b[32m" in terminal(*argv, NO_COLOR="")
 
 
-@pytest.mark.parametrize("width", [1, 20, 47, 60, 200])
+@pytest.mark.parametrize("width", [1, 20, 60])
 def test_lines_fit_the_terminal(terminal, turns, width):
     argv = ["show", turns, *SLIME, "--tokenizer", TOKENIZER, "--unfold"]
     out = re.sub(r"\x1b\[[\d;]+m", "", terminal(*argv, width=width, NO_COLOR="1"))

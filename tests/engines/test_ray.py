@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Mapping
 
 import pyarrow as pa
@@ -11,7 +10,6 @@ import pytest
 import ray
 import ray.data
 from ray import cloudpickle
-from ray.data import DataContext
 
 import trajkit as tk
 import trajkit.engines
@@ -26,41 +24,21 @@ from trajkit.files.tables import write_table
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": paths}},
-    )
-    with warnings.catch_warnings():
-        # of what Ray itself says of itself as it makes its context
-        warnings.simplefilter("ignore", DeprecationWarning)
-        DataContext.get_current()
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def test_files_of_whole_sessions(tmp_path):
-    turns = turns_of()
-    write_files(turns, tmp_path / "turns")
-    step = LinearizeStep(policy="slime")
-    trajkit.engines.linearize_on_ray(tmp_path / "turns", step).write_parquet(
-        str(tmp_path / "rows")
-    )
-    got = tk.read_rows(tmp_path / "rows")
-    assert in_order(got) == in_order(tk.linearize(turns, "slime"))
+def rows_of(tmp_path, *args, **kwargs):
+    rows = trajkit.engines.linearize_on_ray(*args, **kwargs)
+    rows.write_parquet(str(tmp_path / "rows"))
+    return in_order(tk.read_rows(tmp_path / "rows"))
 
 
 def test_a_dataset_is_brought_together_by_session(tmp_path):
     turns = turns_of()
     write_scattered(turns, tmp_path / "turns")
     dataset = ray.data.read_parquet(str(tmp_path / "turns"))
-    rows = trajkit.engines.linearize_on_ray(dataset, shuffles=2)
-    rows.write_parquet(str(tmp_path / "rows"))
-    assert in_order(tk.read_rows(tmp_path / "rows")) == in_order(tk.linearize(turns))
+    got = rows_of(tmp_path, dataset, shuffles=2)
+    assert got == in_order(tk.linearize(turns))
 
 
 class Deadly(Mapping):
@@ -94,13 +72,10 @@ def test_the_rows_are_the_same_where_a_worker_is_killed(tmp_path):
     looks = tmp_path / "looks"
     looks.mkdir()
     step = LinearizeStep(reward=Deadly(str(looks), rewards))
-    trajkit.engines.linearize_on_ray(tmp_path / "turns", step).write_parquet(
-        str(tmp_path / "rows")
-    )
+    got = rows_of(tmp_path, tmp_path / "turns", step)
     # one more than there are files
     assert len(os.listdir(looks)) > 6
-    expected = tk.linearize(turns, reward=rewards)
-    assert in_order(tk.read_rows(tmp_path / "rows")) == in_order(expected)
+    assert got == in_order(tk.linearize(turns, reward=rewards))
 
 
 def test_a_directory_without_turns_is_refused(tmp_path):
@@ -112,13 +87,6 @@ def amend(folder, *lines):
     rows = [dict(zip(schema.AMENDMENTS.names, line, strict=True)) for line in lines]
     table = pa.Table.from_pylist(rows, schema.AMENDMENTS)
     write_table(table, folder / "amendments-00000.arrows")
-
-
-def rows_of(tmp_path, *args, **kwargs):
-    trajkit.engines.linearize_on_ray(*args, **kwargs).write_parquet(
-        str(tmp_path / "rows")
-    )
-    return tk.read_rows(tmp_path / "rows")
 
 
 def test_a_run_is_read_with_its_amendments_and_sessions(tmp_path):
@@ -142,8 +110,8 @@ def test_a_run_is_read_with_its_amendments_and_sessions(tmp_path):
     amended = pa.concat_tables([tk.read_turns(run) for run in runs])
     assert amended["trainable"].to_pylist().count(False) == 1
     expected = tk.linearize(amended, "slime", sessions=tk.read_sessions(runs[0]))
-    assert in_order(got) == in_order(expected)
-    assert in_order(got) != in_order(tk.linearize(turns, "slime", reward=2.0))
+    assert got == in_order(expected)
+    assert got != in_order(tk.linearize(turns, "slime", reward=2.0))
 
 
 def test_a_log_whose_sessions_lie_mixed_in_one_file(tmp_path):
@@ -155,7 +123,7 @@ def test_a_log_whose_sessions_lie_mixed_in_one_file(tmp_path):
         writer.write_table(mixed, max_chunksize=1)
     amend(log, ("s04", 1, "undelivered", False))
     got = rows_of(tmp_path, log)
-    assert in_order(got) == in_order(tk.linearize(tk.read_turns(log)))
+    assert got == in_order(tk.linearize(tk.read_turns(log)))
 
 
 @pytest.mark.parametrize("form", ["delta", "full"])
@@ -177,7 +145,7 @@ def test_a_session_in_two_files_is_refused_with_the_way_out(tmp_path, form):
     assert f"`trajkit compact {log} -o DIRECTORY/`" in str(refused.value)
     compact_file(log, f"{whole}/")
     got = rows_of(tmp_path, whole)
-    assert in_order(got) == in_order(tk.linearize(tk.read_turns(log)))
+    assert got == in_order(tk.linearize(tk.read_turns(log)))
 
 
 def test_one_file_twice_is_refused(tmp_path):

@@ -28,17 +28,7 @@ AGENT = f"{sys.executable} -S {Path(__file__).parents[1]}/rollout/small_agent.py
 TOKEN = "secret"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": paths}},
-    )
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.fixture

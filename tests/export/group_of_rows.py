@@ -10,10 +10,43 @@ import numpy as np
 import pyarrow as pa
 
 import trajkit as tk
+from trajkit.export import (
+    areal,
+    miles,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    rlinf,
+    roll,
+    sft,
+    skyrl,
+    slime,
+    tinker,
+    trl,
+    verl,
+)
 from trajkit.schema import ROWS
 
 SAMPLES = json.loads((Path(__file__).parent / "samples.json").read_text())
 TARGETS = SAMPLES["targets"]
+
+EVERY = {
+    "areal": lambda rows: areal.trajectory_fields(rows, reward="advantage"),
+    "miles": miles.sample_fields,
+    "nemo_rl": nemo_rl.message_log_fields,
+    "openrlhf": openrlhf.execution_fields,
+    "prime_rl": lambda rows: prime_rl.sample_fields(rows, env_name="demo"),
+    "rlinf": lambda rows: rlinf.rollout_fields(rows, group_size=len(rows)),
+    "roll": lambda rows: roll.batch_fields(rows, sequence_length=12, pad_token_id=0),
+    "sft": sft.labels_table,
+    "skyrl": skyrl.generator_fields,
+    "slime": slime.sample_fields,
+    "tinker": tinker.datum_fields,
+    "trl": trl.rollout_func_fields,
+    "trl_async": trl.rollout_sample_fields,
+    "verl": verl.agent_loop_fields,
+}
+"""The fields of every format, by its name."""
 
 
 def spans_of(mask: list[int]) -> list[dict[str, object]]:
@@ -69,8 +102,11 @@ def with_column(rows, name, values, type_=None):
 
 
 def changed(name, values):
-    """The rows of `one_row_each` with other values in a column."""
-    return with_column(one_row_each(sample_rows()), name, values)
+    """The rows of `one_row_each` with other values in a column, or without it."""
+    rows = one_row_each(sample_rows())
+    return (
+        rows.drop_columns([name]) if values is None else with_column(rows, name, values)
+    )
 
 
 def plain(value):

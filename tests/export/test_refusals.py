@@ -1,9 +1,7 @@
 """What a trainer would lose, cut or regroup without a word, exports write or refuse."""
 
 import json
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
-from tests.export.group_of_rows import one_row_each, plain, sample_rows, with_column
-from tests.export.test_fields import EVERY, slime_args
+from tests.export.group_of_rows import (
+    EVERY,
+    changed,
+    one_row_each,
+    plain,
+    sample_rows,
+    with_column,
+)
 from trajkit import export
 from trajkit.cli import main
 from trajkit.errors import (
@@ -35,7 +39,7 @@ from trajkit.export import (
     verl,
 )
 
-NO_PAYLOADS = {"miles", "rlinf", "roll", "sft"}
+NO_PAYLOADS = {"rlinf", "roll", "sft"}
 EXPORTS = {name: make for name, make in EVERY.items() if name not in NO_PAYLOADS}
 
 
@@ -59,31 +63,25 @@ def group(rewards, groups, *, sessions=None, tokens=3):
 
 def payload(rows, name):
     """A payload of the sample rows: one entry per token."""
-    sizes = map(len, rows["input_ids"].to_pylist())
-    if name == "routed_experts":
-        values = [[[[k, 300 * (k == 2)]] for k in range(n - 1)] + [None] for n in sizes]
-    elif name == "sampling_mask":
-        values = [
-            [
-                [7, token] if trained else None
-                for token, trained in zip(ids, mask, strict=True)
-            ]
-            for ids, mask in zip(
-                rows["input_ids"].to_pylist(),
-                rows["loss_mask"].to_pylist(),
-                strict=True,
-            )
-        ]
-    else:
-        values = [[None, *[-0.5] * (n - 1)] for n in sizes]
-    return with_column(rows, name, values)
+
+    def entries(ids, mask):
+        n = len(ids) - 1
+        if name == "routed_experts":
+            return [*([[k, 300 * (k == 2)]] for k in range(n)), None]
+        if name == "sampling_mask":
+            pairs = zip(ids, mask, strict=True)
+            return [[7, token] if trained else None for token, trained in pairs]
+        return [None, *[-0.5] * n]
+
+    lines = rows.select(["input_ids", "loss_mask"]).to_pylist()
+    return with_column(rows, name, [entries(*line.values()) for line in lines])
 
 
 CARRIED = {
-    "routed_experts": {"nemo_rl", "prime_rl", "skyrl", "slime", "verl"},
+    "routed_experts": {"miles", "nemo_rl", "prime_rl", "skyrl", "slime", "verl"},
     "sampling_mask": {"prime_rl", "skyrl", "slime"},
     "ref_logprobs": {"prime_rl"},
-    "teacher_logprobs": {"prime_rl", "slime"},
+    "teacher_logprobs": {"miles", "prime_rl", "slime"},
 }
 
 
@@ -203,19 +201,114 @@ def test_prime_rl_has_one_field_for_two_kinds_of_reference():
     assert fields[1]["ref_logprobs"] == [0.0, *[-0.5] * 4]
 
 
+# --- rows
+
+LONG, SHORT = one_row_each(sample_rows())["loss_mask"].to_pylist()
+LOGPROBS = one_row_each(sample_rows())["logprobs"].to_pylist()
+GAINS = [[0.5] * len(mask) for mask in (LONG, SHORT)]
+NULL = "advantage is null or absent"
+WITH_RESPONSE = {"miles", "rlinf", "skyrl", "slime", "trl", "verl"}
+OF_LOGPROBS = {*EVERY} - {"sft"}
+OF_REWARDS = {"miles", "openrlhf", "rlinf", "roll", "skyrl", "slime", "verl"}
+OF_ADVANTAGES = {"areal", "prime_rl", "tinker", "trl_async"}
+BY_POSITION = {"openrlhf", "trl"}
+OF_S1 = [
+    ("loss_mask", [True, *SHORT[1:]], "token 0 is trained", set(EVERY)),
+    ("loss_mask", [False] * 5, "no token is trained", set(EVERY)),
+    ("loss_mask", SHORT[:4], r".* have lengths \[5, 4, 5\]", set(EVERY)),
+    *(
+        (
+            "logprobs",
+            [*LOGPROBS[1][:4], value],
+            "token 4 is trained and has no",
+            {*EVERY} - {"sft"},
+        )
+        for value in (None, float("nan"), float("-inf"))
+    ),
+    ("prompt_length", 4, "token 3 is trained, .* which is 4", WITH_RESPONSE),
+    ("prompt_length", 0, "token 3 .* which is 0: expected 1 to 3", WITH_RESPONSE),
+    ("reward", None, "reward is null", OF_REWARDS),
+    ("advantage", None, NULL, OF_ADVANTAGES),
+]
+OTHERS = [
+    (changed("advantage", None), NULL, OF_ADVANTAGES),
+    (changed("advantage", GAINS), "is a list per token, but", {"trl_async", "areal"}),
+    (
+        sample_rows(),
+        "session 's0', row 0: the rollout has several",
+        {"openrlhf", "rlinf", "roll", "trl"},
+    ),
+    (
+        sample_rows().take([0, 2, 1]),
+        "session 's0', row 1: .* not contiguous",
+        {"skyrl", "slime", "verl", "prime_rl"},
+    ),
+    (
+        group([1.0, 0.0, 1.0, 0.0], ["g", "h", "g", "h"]),
+        "other groups lie between the rows of group 'g'",
+        BY_POSITION,
+    ),
+    (
+        group([1.0, 0.0, 1.0, 0.0], ["g", "g", "g", "h"]),
+        "group 'h' has 1 rows, but 3 were expected",
+        BY_POSITION,
+    ),
+]
+
+
+def of_s1(name, value):
+    """The rows with another value in the row of s1."""
+    first, _ = one_row_each(sample_rows())[name].to_pylist()
+    return changed(name, [first, value])
+
+
+@pytest.mark.parametrize(
+    ("rows", "match", "targets"),
+    [
+        *(
+            (of_s1(n, v), f"session 's1', row 0: {said}", to)
+            for n, v, said, to in OF_S1
+        ),
+        *OTHERS,
+    ],
+)
+def test_rows_that_a_trainer_would_take_wrongly_are_refused(rows, match, targets):
+    for target in targets:
+        with pytest.raises(ExportError, match=match):
+            EVERY[target](rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "match", "targets"),
+    [
+        (changed("advantage", [0.0, 0.0]), "all advantages are 0", OF_ADVANTAGES),
+        *(
+            (
+                group(*facts),
+                "no group has two rewards",
+                BY_POSITION | {"skyrl", "slime", "verl"},
+            )
+            for facts in (
+                ([1.0, 0.0], ["g", "h"]),
+                ([0.3, 0.1 + 0.2], ["g", "g"]),
+                ([1.0, 0.0], [None, None]),
+            )
+        ),
+    ],
+)
+def test_rows_that_train_nothing_are_told(rows, match, targets):
+    for target in targets:
+        with pytest.warns(NoSignalWarning, match=match):
+            EVERY[target](rows)
+        EVERY[target](rows.slice(0, 1))  # a rollout of a larger group
+
+
+def test_areal_takes_rewards_of_one_row_or_advantages():
+    with pytest.raises(ExportError, match="Add advantages, and pass reward='adv"):
+        areal.trajectory_fields(sample_rows())
+
+
 # --- groups
-
-
-@pytest.mark.parametrize("export", [trl.rollout_func_fields, openrlhf.execution_fields])
-def test_groups_by_position_are_consecutive_and_even(export):
-    rewards = [1.0, 0.0, 1.0, 0.0]
-    export(group(rewards, ["g", "g", "h", "h"]))
-    with pytest.raises(
-        ExportError, match="other groups lie between the rows of group 'g'"
-    ):
-        export(group(rewards, ["g", "h", "g", "h"]))
-    with pytest.raises(ExportError, match="group 'h' has 1 rows, but 3 were expected"):
-        export(group(rewards, ["g", "g", "g", "h"]))
 
 
 def test_async_grpo_groups_are_numbered():
@@ -239,35 +332,16 @@ def test_a_session_without_a_group_joins_none_with_its_name():
     rows = group(
         [1.0, 0.0, 1.0, 0.0], ["a", "a", None, None], sessions=["x", "y", "a", "b"]
     )
+    names = skyrl.generator_fields(rows)["trajectory_ids"]
     for uids in (
-        [
-            name.rpartition("_")[0]
-            for name in skyrl.generator_fields(rows)["trajectory_ids"]
-        ],
+        [name.rpartition("_")[0] for name in names],
         [one[0]["extra_fields"]["uid"] for one in verl.agent_loop_fields(rows)],
         verl.padded_fields(rows, 2, 3, 0)["uid"].tolist(),
     ):
         assert uids[0] == uids[1] == "a"
         assert len(set(uids)) == 3
-    assert len({*skyrl.generator_fields(rows)["trajectory_ids"]}) == 4
+    assert len({*names}) == 4
     assert len(areal.trajectory_fields(rows)) == 3
-
-
-def test_slime_rollouts_without_a_group_are_groups_of_their_own():
-    samples = [
-        SimpleNamespace(
-            index=k, rollout_id=k, group_index=g, get_reward_value=lambda args, r=r: r
-        )
-        for k, (g, r) in enumerate([(None, 1.0), (None, 0.0), (1, 1.0), (1, 0.0)])
-    ]
-    found = slime.reward_post_process(slime_args(), samples)
-    assert found[1] == [0.0, 0.0, 0.5, -0.5]
-    args = slime_args(grpo_std_normalization=True)
-    assert slime.reward_post_process(args, samples)[1][:2] == [0.0, 0.0]
-    for sample, reward in zip(samples, (0.1 + 0.2, 0.3), strict=False):
-        sample.group_index, sample.get_reward_value = 1, lambda args, r=reward: r
-    with pytest.warns(NoSignalWarning, match="all 2 advantages are 0"):
-        assert slime.reward_post_process(args, samples[:2])[1] == [0.0, 0.0]
 
 
 # --- weights
@@ -313,18 +387,11 @@ def test_weights_do_not_depend_on_the_other_rows(make, options):
     assert alone[0] != alone[1]
 
 
-def test_counts_of_a_step_are_those_of_its_rows():
-    assert export.step_counts(uneven()) == COUNTS
-
-
 def test_weights_over_a_step_need_its_counts():
-    for make, options in (
-        (prime_rl.sample_fields, {"env_name": "e"}),
-        (areal.trajectory_fields, {}),
-    ):
-        with pytest.raises(
-            ExportError, match=r"weighted=True: .* divides by the trained"
-        ):
+    assert export.step_counts(uneven()) == COUNTS
+    makes = (prime_rl.sample_fields, {"env_name": "e"}), (areal.trajectory_fields, {})
+    for make, options in makes:
+        with pytest.raises(ExportError, match=r"weighted=True: .* divides by the tra"):
             make(uneven(), weighted=True, **options)
 
 
@@ -334,33 +401,6 @@ def test_a_row_weight_that_is_no_number_is_refused(weight):
     for make in (tinker.datum_fields, trl.rollout_sample_fields):
         with pytest.raises(ExportError, match="session 'b', row 1: row_weight is"):
             make(rows, weighted=True)
-
-
-# --- values
-
-
-@pytest.mark.parametrize("target", ["areal", "prime_rl", "tinker", "trl_async"])
-def test_advantages_that_are_all_0_are_told(target):
-    rows = with_column(one_row_each(sample_rows()), "advantage", [0.0, 0.0])
-    with pytest.warns(NoSignalWarning, match="all advantages are 0"):
-        EXPORTS[target](rows)
-    EXPORTS[target](rows.slice(0, 1))  # a rollout of a larger group
-
-
-@pytest.mark.parametrize("target", ["openrlhf", "skyrl", "slime", "trl", "verl"])
-@pytest.mark.parametrize(
-    ("rewards", "groups"),
-    [
-        ([1.0, 0.0], ["g", "h"]),
-        ([0.3, 0.1 + 0.2], ["g", "g"]),
-        ([1.0, 0.0], [None, None]),
-    ],
-)
-def test_groups_without_a_spread_are_told(target, rewards, groups):
-    rows = group(rewards, groups)
-    with pytest.warns(NoSignalWarning, match="no group has two rewards"):
-        EXPORTS[target](rows)
-    EXPORTS[target](rows.slice(0, 1))
 
 
 # --- lengths
@@ -376,19 +416,13 @@ def test_groups_without_a_spread_are_told(target, rewards, groups):
     ],
 )
 def test_rows_beyond_the_trainers_limit_are_refused(make, name, others):
-    rows = group([1.0, 0.0], ["g", "g"], tokens=2047)
+    rows, limit = group([1.0, 0.0], ["g", "g"], tokens=2047), {name: 2048}
     rows = with_column(rows, "advantage", [1.0, -1.0])
+    # 2048 is their default
+    given = {} if make in (openrlhf.execution_fields, prime_rl.sample_fields) else limit
     with pytest.raises(ExportError, match=f"2049 tokens, but .* at .*{name} 2048"):
-        make(rows, **others, **{name: 2048})
+        make(rows, **others, **given)
     make(rows, **others, **{name: 2049})
-
-
-def test_limits_are_those_of_the_trainers_by_default():
-    rows = with_column(group([1.0], ["g"], tokens=2047), "advantage", [1.0])
-    with pytest.raises(ExportError, match=r"data\.max_len 2048"):
-        openrlhf.execution_fields(rows)
-    with pytest.raises(ExportError, match="seq_len 2048"):
-        prime_rl.sample_fields(rows, env_name="e")
 
 
 def test_rows_that_trl_would_cut_are_told():
@@ -454,17 +488,6 @@ def test_advantages_come_from_the_rows_or_from_sessions(files):
     np.testing.assert_allclose(found[2], [-0.5, 0.5], rtol=1e-6)
 
 
-def test_sessions_take_the_report_of_linearize(files):
-    report = files / "report.parquet"
-    call = {"prompt_ids": [1, 2], "output_ids": [3], "output_logprobs": [-1.0]}
-    call |= {"group_id": "g"}
-    calls = [{**call, "session_id": f"s{k}", "reward": float(k)} for k in range(2)]
-    tk.write_turns(tk.from_records(calls), files / "turns.parquet")
-    words = ["-o", str(files / "rows.parquet"), "--report", str(report)]
-    assert main(["linearize", str(files / "turns.parquet"), *words]) == 0
-    assert run(files, "rows", "tinker", "--sessions", str(report)) == 0
-
-
 @pytest.mark.parametrize(
     ("rows", "target", "words", "match"),
     [
@@ -473,7 +496,6 @@ def test_sessions_take_the_report_of_linearize(files):
         ("rows", "tinker", [], "advantage is null or absent"),
         ("rows", "sft", ["--max-length", "4"], "5 tokens, but"),
         ("rows", "sft", ["--advantage", "none"], "does nothing with --to sft"),
-        ("rows", "slime", ["--max-length", "9"], "does nothing with --to slime"),
     ],
 )
 def test_failing_exports_leave_nothing_behind(
@@ -485,36 +507,20 @@ def test_failing_exports_leave_nothing_behind(
     assert sorted(files.rglob("*")) == before
 
 
-def test_a_missing_package_is_one_line(files):
-    """Without torch, as a user without it has it."""
-    code = (
-        "import sys\n"
-        "sys.modules['torch'] = sys.modules['datasets'] = None\n"
-        "sys.modules['msgspec'] = None\n"
-        "from trajkit.cli import main\n"
-        "sys.exit(main())\n"
-    )
-    for target, name in (
-        ("slime", "torch"),
-        ("llama-factory", "datasets"),
-        ("prime-rl", "msgspec"),
-    ):
-        words = ["--advantage", "group_mean"] if target == "prime-rl" else []
-        done = subprocess.run(
-            [
-                *(sys.executable, "-c", code, "export", "rows.parquet"),
-                *("--to", target, "-o", "out", *words),
-            ],
-            capture_output=True,
-            text=True,
-            cwd=files,
-            check=False,
-        )
-        assert done.returncode == 2
-        assert done.stderr == (
-            f"trajkit: this needs {name}, which is not installed: pip install {name}\n"
-        )
-        assert not (files / "out").exists()
+@pytest.mark.parametrize(
+    ("target", "name", "words"),
+    [
+        ("slime", "torch", []),
+        ("llama-factory", "datasets", []),
+        ("prime-rl", "msgspec", ["--advantage", "group_mean"]),
+    ],
+)
+def test_a_missing_package_is_one_line(files, monkeypatch, capsys, target, name, words):
+    monkeypatch.setitem(sys.modules, name, None)
+    assert run(files, "rows", target, *words) == 2
+    said = f"trajkit: this needs {name}, which is not installed: pip install {name}\n"
+    assert capsys.readouterr().err == said
+    assert not (files / "out").exists()
 
 
 def test_the_micro_batches_of_a_step_appear_together(tmp_path, monkeypatch):

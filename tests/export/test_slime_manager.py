@@ -1,6 +1,7 @@
 """The manager takes what slime's manager takes, and keeps a session that it can't give.
 
-The cases that slime takes were run on slime's own manager at 624b824.
+The cases that slime takes were run on slime's own manager at 624b824. Then: the hook for
+rewards, whose baselines count each rollout once.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from trajkit.errors import ExportError
-from trajkit.export.slime import TrajectoryManager
+from trajkit.errors import ExportError, NoSignalWarning
+from trajkit.export.slime import TrajectoryManager, reward_post_process
 
 
 class Status(Enum):
@@ -167,3 +168,56 @@ def test_a_session_that_makes_no_samples_is_kept():
     manager.drop_session("a")
     manager.drop_session("a")
     assert not manager.has_session("a")
+
+
+def post_processed(samples, **changed):
+    """What the hook gives for samples of (rollout, group, reward)."""
+    args = {
+        "advantage_estimator": "grpo",
+        "rewards_normalization": True,
+        "grpo_std_normalization": False,
+    }
+    given = [
+        SimpleNamespace(
+            index=index,
+            rollout_id=index,
+            group_index=group,
+            reward=reward,
+        )
+        for index, group, reward in samples
+    ]
+    for one in given:
+        one.get_reward_value = lambda _, one=one: one.reward
+    raw, rewards = reward_post_process(SimpleNamespace(**args | changed), given)
+    assert raw == [reward for _, _, reward in samples]
+    return rewards
+
+
+# slime's own code gives 1/3, 1/3, -2/3 for these (samples.json)
+SHARED = [(0, 0, 1.0), (0, 0, 1.0), (1, 0, 0.0)]
+ALONE = [(0, None, 1.0), (1, None, 0.0), (2, 1, 1.0), (3, 1, 0.0)]
+STD = 0.5**0.5 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("samples", "changed", "due"),
+    [
+        (SHARED, {}, [0.5, 0.5, -0.5]),
+        (SHARED, {"grpo_std_normalization": True}, [0.5 / STD, 0.5 / STD, -0.5 / STD]),
+        (SHARED, {"advantage_estimator": "ppo"}, [1.0, 1.0, 0.0]),
+        (SHARED, {"rewards_normalization": False}, [1.0, 1.0, 0.0]),
+        # rollouts without a group are groups of their own
+        (ALONE, {}, [0.0, 0.0, 0.5, -0.5]),
+        (ALONE, {"grpo_std_normalization": True}, [0.0, 0.0, 0.5 / STD, -0.5 / STD]),
+    ],
+)
+def test_baselines_count_each_rollout_once(samples, changed, due):
+    assert post_processed(samples, **changed) == pytest.approx(due, abs=0)
+
+
+def test_baselines_that_cannot_be_or_say_nothing():
+    with pytest.raises(ExportError, match=r"rollout 0: .* 1\.0 and 0\.5"):
+        post_processed([(0, 0, 1.0), (0, 0, 0.5)])
+    equal = [(0, 1, 0.1 + 0.2), (1, 1, 0.3)]
+    with pytest.warns(NoSignalWarning, match="all 2 advantages are 0"):
+        assert post_processed(equal, grpo_std_normalization=True) == [0.0, 0.0]

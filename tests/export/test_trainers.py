@@ -4,7 +4,6 @@
 slime: its tests of the trajectory manager then run on the drop-in.
 """
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -17,34 +16,11 @@ import trajkit as tk
 from tests.export.group_of_rows import TARGETS, plain, sample_rows
 from tests.trainers.steps import missing
 from trajkit import export
-from trajkit.export import prime_rl, sft, tinker, trl, verl
+from trajkit.export import prime_rl, verl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SLIME = os.environ.get("TRAJKIT_SLIME")
-
-
-def test_trl_packs_exported_samples_as_a_tree():
-    missing("torch", "trl.experimental.async_grpo.packing")
-    from trl.experimental.async_grpo.packing import TreeRow
-
-    row = TreeRow()
-    for sample in trl.rollout_samples(sample_rows()):
-        row.add(dataclasses.asdict(sample))
-    packed = row.pack()
-    due = TARGETS["trl_async_grpo"]["batch"]
-    for name in ("input_ids", "shift_labels", "old_log_probs", "advantages"):
-        assert plain(packed[name]) == due[name][0], name
-
-
-def test_trl_packs_the_labels_of_exported_rows():
-    missing("trl", "datasets")
-    from trl.data_utils import pack_dataset
-
-    packed = pack_dataset(sft.dataset(sample_rows()), 16, "bfd")
-    due = TARGETS["hf_sft"]["packed"]
-    assert {name: packed[name][:] for name in due} == due
-    assert set(packed.column_names) == {*due, "attention_mask"}
 
 
 def test_verl_makes_the_same_tensors_of_exported_outputs():
@@ -53,20 +29,6 @@ def test_verl_makes_the_same_tensors_of_exported_outputs():
     for one, due in zip(found, TARGETS["verl"]["as_dict"], strict=True):
         made = one.as_dict()
         assert {name: plain(made[name]) for name in due} == due
-
-
-def test_tinker_accepts_the_provenance_of_rows():
-    """with_provenance checks that runs tile both fields."""
-    missing("tinker")
-    for datum, row in zip(
-        tinker.datums(sample_rows()), sample_rows().to_pylist(), strict=True
-    ):
-        n_sampled = sum(
-            run.length
-            for run in datum.loss_fn_input_spans
-            if "Sampled" in str(type(run))
-        )
-        assert n_sampled == sum(row["loss_mask"])
 
 
 def test_prime_rl_files_are_what_its_trainer_decodes(tmp_path):

@@ -1,8 +1,6 @@
 """Plant each fault in a copy of the tree, run the tests that should catch it, and say which.
 
     python -m tests.faults                  all of them
-    python -m tests.faults --missed         those that the stored result does not call caught
-    python -m tests.faults --untried        those that it does not have
     python -m tests.faults --only TEXT      those whose file or idea contains the text
     python -m tests.faults --check          only whether every text still occurs once
 
@@ -134,8 +132,6 @@ def stored() -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--missed", action="store_true")
-    parser.add_argument("--untried", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
@@ -143,14 +139,11 @@ def main() -> int:
     print(*wrong, sep="\n", end="\n" * bool(wrong))
     if wrong or options.check:
         return 2 if wrong else 0
-    known = stored()
     chosen = [
         fault
         for fault in all_faults()
         if options.only in fault.name
         and (fault.needs is None or find_spec(fault.needs))
-        and not (options.missed and "caught by" in known.get(fault.name, ""))
-        and not (options.untried and fault.name in known)
     ]
     missed = 0
     for fault, caught in tried(chosen):

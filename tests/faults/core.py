@@ -444,7 +444,7 @@ trajkit/importers/formats.py: importers/test_nothing_lost importers/test_sources
 trajkit/cli/options.py: importers/test_strangers
     advice is about any of several files
         |[log for log in logs if log in str(error)]| -> |[]|
-trajkit/turns/runs.py: importers/test_runs_and_order
+trajkit/turns/runs.py: importers/test_runs_and_order turns/test_records
     a line without a prompt starts a run over
         |        if not prompt:| -> |        if False:|
     values that a later call lacks are forgotten
@@ -514,7 +514,7 @@ trajkit/recorder/session.py: recorder/test_recorder recorder/test_message_lists
     masks of calls are not checked
         |for check in (*checks_of(TURNS, _OF_IDS), mm_items):|
         -> |for check in (mm_items,):|
-trajkit/recorder/session.py: recorder/test_sessions_end
+trajkit/recorder/session.py: recorder/test_recorder recorder/test_sessions_end
     a time without a zone is taken
         |if not fits or (isinstance(value, datetime) and value.tzinfo is None):|
         -> |if not fits:|

@@ -103,7 +103,7 @@ _native/packs.pxi: training/test_packs training/test_packs_verify
         |while p >= first and «ends[p] <= starts[k]»:| -> |ends[p] < starts[k]|
     a null logprob of an edge is given
         |given[stop + e] = 0| -> ||
-_native/arrow.pxi: turns/test_table rows/test_rows tables
+_native/arrow.pxi: turns/test_delta turns/test_table rows/test_rows tables
     validity of sliced logprobs begins at their buffer
         |call.valid_bit = «items.offset + run.start»| -> |run.start|
     a sliced mask begins at its buffer

@@ -78,35 +78,35 @@ trajkit/packs/verification.py: training/test_packs_verify
 trajkit/torch/attention.py: torch/test_masks
     |(of <= at) & (at < end[kv])| -> |(of <= at) & (at <= end[kv])|
     |(depth_q[q] - depth_k[kv] < window)| -> |(depth_q[q] - depth_k[kv] <= window)|
-trajkit/torch/attention.py: torch/test_checks:chunks
+trajkit/torch/attention.py: torch/test_equality:chunks
     |window(b, h, depth_q[q], depth_k[kv])| -> |window(b, h, q, kv)|
-trajkit/torch/attention.py: torch/test_masks:windows_end
+trajkit/torch/attention.py: torch/test_masks:block
     |full &= high[2] - key_low[2] < window| -> |full &= high[2] - key_low[2] <= window|
 trajkit/torch/attention.py: torch/test_masks:block
     |visited &= low[2] - key_high[2] < window|
         -> |visited &= low[2] - key_high[2] < window - 1|
     |full = (key_high[0] <= low[0]) & (high[0] < key_low[1])|
         -> |full = (key_high[0] <= low[0]) & (low[0] < key_low[1])|
-trajkit/torch/attention.py: torch/test_checks:PhiMoE
+trajkit/torch/attention.py: torch/test_equality:PhiMoE
     |window = size if slides| -> |window = None if slides|
-trajkit/torch/attention.py: torch/test_equality:float64
+trajkit/torch/attention.py: torch/test_equality:llama
     |(enter <= leaf[number]) & (leaf[number] < end)| -> |enter <= leaf[number]|
-trajkit/torch/attention.py: torch/test_states:GLM
+trajkit/torch/attention.py: torch/test_equality:GLM
     |attention_mask & chosen[:, None]| -> |attention_mask|
-trajkit/torch/attention.py: torch/test_checks:gpt-oss
+trajkit/torch/attention.py: torch/test_equality:gpt-oss
     |found = shares[..., : key.shape[2]] @ value|
         -> |found = shares[..., : key.shape[2]].softmax(3) @ value|
-trajkit/torch/attention.py: torch/test_carried:llama
+trajkit/torch/attention.py: torch/test_equality:llama
     |pack.prefix_end.cpu().numpy()| -> |pack.prefix_end.cpu().numpy() + 1|
     |return grad.index_add(2, source, handed)| -> |return grad|
-trajkit/torch/models.py: torch/test_carried:llama
+trajkit/torch/models.py: torch/test_equality:llama
     |gradients = carried.prefix_gradients()| -> |gradients = {}|
 trajkit/torch/attention.py: torch/test_states:segments
     |run, source = np.append(before, run), above[source]| -> |run = np.append(before, run)|
-trajkit/torch/attention.py: torch/test_states:LFM2
+trajkit/torch/attention.py: torch/test_equality:LFM2
     |self.after["conv", state_idx] = states[..., -n:]|
         -> |self.after["conv", state_idx] = states[..., :n]|
-trajkit/torch/attention.py: torch/test_states:Bamba
+trajkit/torch/attention.py: torch/test_equality:Bamba
     |self.after["recurrent", state_idx] = states\n|
         -> |self.after["recurrent", state_idx] = states.detach()\n|
 trajkit/torch/packs.py: torch/test_losses:all_logits
@@ -120,6 +120,6 @@ trajkit/torch/models.py: torch/test_checks:changed_model
     |passed.get(options) == kind:| -> |passed:|
 trajkit/packs/segments.py: torch/test_varlen
     |end[start[open_runs[-1]]] <= first| -> |end[start[open_runs[-1]]] < first|
-trajkit/torch/packs.py: torch/test_carried:llama
+trajkit/torch/packs.py: torch/test_equality:llama
     |first = np.flatnonzero(~self._continues)| -> |first = np.arange(len(self._continues))|
 """

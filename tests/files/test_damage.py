@@ -12,10 +12,9 @@ import pytest
 import trajkit as tk
 from tests.file_stages import linearize_file
 from tests.fuzz import files as fuzz_files
-from tests.made_tables import linearized
+from tests.test_wrong_arguments import RIGHT, used
 from trajkit.files import jsonl
 from trajkit.importers.containers import objects
-from trajkit.tables import canonical, stages
 from trajkit.tables.canonical import as_table, check_buffers
 from trajkit.turns.records import MAX_DEPTH
 
@@ -28,7 +27,7 @@ TURNS = tk.from_records(
 LINKS = tk.link(TURNS)
 DRIFT = tk.classify_drift(TURNS, LINKS)
 ROWS = tk.linearize(TURNS)
-SESSIONS = linearized(TURNS, reward=1.0)[1]
+SESSIONS = pa.table({"session_id": [*"abc"], "reward": [1.0] * 3})
 
 
 def decreasing(table, name="session_id"):
@@ -46,73 +45,38 @@ def decreasing(table, name="session_id"):
     return table.set_column(at, table.field(at).with_type(bad.type), bad)
 
 
-class Tokenizer:
-    def encode(self, text):
-        return [int(x) for x in text.split()]
-
-    def decode(self, ids):
-        return " ".join(map(str, ids))
+def open_file(write, **options):
+    return lambda table: write(table, BytesIO(), format="arrow", **options)
 
 
-TAKES_TURNS = {
-    "linearize": tk.linearize,
-    "link": tk.link,
-    "classify_drift": lambda turns: tk.classify_drift(turns, LINKS),
-    "explain_drift": lambda turns: tk.analysis.explain_drift(turns, LINKS, Tokenizer()),
-    "label_branches": lambda turns: tk.analysis.label_branches(turns, LINKS),
-    "compact": tk.compact,
-    "expand": tk.expand,
-    "validate": tk.validate,
-    "rejected": tk.turns.reject_sessions,
-    "simulate": tk.simulate,
-    "verify": lambda turns: tk.verify(ROWS, turns),
-    "observations": lambda turns: tk.learn.observation_weights(ROWS, turns),
-    "report of observations": lambda turns: tk.learn.observation_report(ROWS, turns),
-    "write_turns": lambda turns: tk.write_turns(turns, BytesIO(), format="arrow"),
-    "read_turns": tk.read_turns,
-}
-TAKES_ROWS = {
-    "weigh": tk.add_weights,
-    "spread_rewards": tk.learn.spread_rewards,
-    "add_advantages": lambda rows: tk.add_advantages(
-        rows, tk.learn.advantages(SESSIONS, "none")
-    ),
-    "verify": lambda rows: tk.verify(rows, TURNS),
-    "observations": lambda rows: tk.learn.observation_weights(rows, TURNS),
-    "validate": tk.validate,
-    "read_rows": tk.read_rows,
-    "iter_rows": lambda rows: list(tk.scan_rows(rows)),
-    "write_rows": lambda rows: tk.write_rows(rows, BytesIO(), format="arrow"),
-    "write_rows, dedup": lambda rows: tk.write_rows(
-        rows, BytesIO(), format="arrow", dedup=True
-    ),
-    "reference_loss": lambda rows: tk.learn.reference_loss(rows, np.zeros(21)),
-}
-TAKES_OTHERS = {
-    "links of linearize": (LINKS, lambda bad: tk.linearize(TURNS, links=bad)),
-    "links of classify_drift": (LINKS, lambda bad: tk.classify_drift(TURNS, bad)),
-    "drift": (DRIFT, lambda bad: tk.linearize(TURNS, links=LINKS, drift=bad)),
-    "sessions": (SESSIONS, lambda bad: tk.linearize(TURNS, sessions=bad)),
-    "reward": (SESSIONS, lambda bad: tk.linearize(TURNS, reward=bad)),
-    "advantages": (SESSIONS, lambda bad: tk.learn.advantages(bad, "none")),
-    "sessions of advantages": (
-        tk.learn.advantages(SESSIONS, "none"),
-        lambda bad: tk.add_advantages(ROWS, bad),
-    ),
-    "read_sessions": (SESSIONS, tk.read_sessions),
-}
+FACTS = {"turns": TURNS, "links": LINKS, "drift": DRIFT}
+# a function, arguments that it takes, and which of these is damaged
 TAKES = [
-    *(pytest.param(TURNS, f, id=f"turns {k}") for k, f in TAKES_TURNS.items()),
-    *(pytest.param(ROWS, f, id=f"rows {k}") for k, f in TAKES_ROWS.items()),
-    *(pytest.param(t, f, id=k) for k, (t, f) in TAKES_OTHERS.items()),
+    *(
+        (function, arguments, name)
+        for function, arguments in RIGHT.items()
+        for name, value in arguments.items()
+        if isinstance(value, pa.Table) and "session_id" in value.column_names
+    ),
+    *((tk.linearize, FACTS, name) for name in ("links", "drift")),
+    *((tk.linearize, {"turns": TURNS, n: SESSIONS}, n) for n in ("sessions", "reward")),
+    *((read, {"source": TURNS}, "source") for read in (tk.read_turns, tk.scan_turns)),
+    *((read, {"source": ROWS}, "source") for read in (tk.read_rows, tk.scan_rows)),
+    (tk.read_sessions, {"source": SESSIONS}, "source"),
+    (open_file(tk.write_turns), {"table": TURNS}, "table"),
+    (open_file(tk.write_rows), {"table": ROWS}, "table"),
+    (open_file(tk.write_rows, dedup=True), {"table": ROWS}, "table"),
 ]
 NAME = r"column 'session_id' is not valid Arrow data: .*offset"
 
 
-@pytest.mark.parametrize(("table", "stage"), TAKES)
-def test_a_table_with_bad_offsets_is_refused_by_every_stage(table, stage):
+@pytest.mark.parametrize(("function", "arguments", "name"), TAKES)
+def test_a_table_with_bad_offsets_is_refused_by_every_function(
+    function, arguments, name
+):
+    used(function(**arguments))
     with pytest.raises(tk.errors.LayoutError, match=NAME):
-        stage(decreasing(table))
+        used(function(**{**arguments, name: decreasing(arguments[name])}))
 
 
 @pytest.mark.parametrize(
@@ -200,52 +164,20 @@ def test_what_a_slice_does_not_show_is_not_looked_at():
     check_buffers(pa.table({"bad": hidden}).slice(0, 2))
 
 
-def test_a_name_that_is_no_text_is_refused():
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, pa.schema([("naïve", pa.int32())])) as writer:
-        writer.write_batch(pa.record_batch([pa.array([1], pa.int32())], ["naïve"]))
-    content = sink.getvalue().to_pybytes().replace("ï".encode(), b"\xff\xff")
-    with pytest.raises(
-        tk.errors.FormatError, match=r"open file is damaged, or not valid Arrow IPC: "
-    ):
-        tk.read_turns(pa.BufferReader(content), format="arrows")
-
-
-def test_a_nested_name_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "turns.arrow"
-    table = TURNS.append_column("odd", pa.array([{"naïve": 1}] * len(TURNS)))
-    tk.write_turns(table, path)
+@pytest.mark.parametrize(
+    ("column", "match"),
+    [
+        ({"naïve": [1] * 6}, "turns.arrows is damaged, or not valid Arrow IPC: "),
+        ({"odd": [{"naïve": 1}] * 6}, "turns.arrows .* column 'odd' is not valid"),
+    ],
+)
+def test_a_name_that_is_no_text_is_refused(tmp_path, column, match):
+    path = tmp_path / "turns.arrows"
+    for name, values in column.items():
+        tk.write_turns(TURNS.append_column(name, pa.array(values)), path)
     path.write_bytes(path.read_bytes().replace("ï".encode(), b"\xff\xff"))
-    with pytest.raises(
-        tk.errors.FormatError, match=r"turns.arrow .* column 'odd' is not valid"
-    ):
+    with pytest.raises(tk.errors.FormatError, match=match):
         tk.read_turns(path)
-
-
-def test_each_stage_validates_its_tables_once(monkeypatch):
-    seen = []
-    true = canonical.check_buffers
-    for module in (canonical, stages):
-        monkeypatch.setattr(
-            module,
-            "check_buffers",
-            lambda t, *unread: seen.append(t) or true(t, *unread),
-        )
-    for stage, n in (
-        (lambda: tk.linearize(TURNS, threads=3), 1),
-        (lambda: tk.linearize(TURNS, links=LINKS, drift=DRIFT), 3),
-        (
-            lambda: list(tk.linearize_batches(iter(TURNS.to_batches(max_chunksize=2)))),
-            3,
-        ),
-        (lambda: tk.compact(TURNS), 1),
-        (lambda: tk.validate(TURNS), 1),
-        (lambda: tk.simulate(TURNS), 1),
-        (lambda: tk.classify_drift(TURNS, LINKS), 2),
-    ):
-        seen.clear()
-        stage()
-        assert len(seen) == n
 
 
 def test_policies_that_read_bodies_refuse_bodies_that_are_not_text():
@@ -451,23 +383,11 @@ def test_damaged_parquet_is_found(tmp_path, name):
             read(path)
 
 
-def test_an_empty_compressed_log_is_refused(tmp_path):
-    path = tmp_path / "log.jsonl.zst"
-    path.touch()
-    with pytest.raises(tk.errors.FormatError, match=r"log.jsonl.zst is empty"):
-        tk.read_turns(path)
-
-
-def test_columns_of_any_type_are_read_from_parquet(tmp_path):
+def test_columns_that_trajkit_does_not_write_are_read_from_parquet(tmp_path):
     path = tmp_path / "turns.parquet"
     odd = {
-        "lists": pa.array([[[1], []], [], None, [None, [3]], [[], []], [[1]]]),
-        "structs": pa.array([{"a": [1]}, None, {"a": None}, {"a": []}, None, None]),
         "list of structs": pa.array([[{"a": [1]}], [None], [], None, [{"a": []}], []]),
-        "map": pa.array([[("a", 1)], [], None] * 2, pa.map_(pa.string(), pa.int8())),
-        "fixed": pa.array([[1, 2], None, [3, 4]] * 2, pa.list_(pa.int8(), 2)),
         "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((6, 2, 2))),
-        "codes": pa.array(["x", None, "y"] * 2).dictionary_encode(),
         "dotted.name": pa.array([[1]] * 6),
         "dotted": pa.array([[1, 2]] * 6),
     }

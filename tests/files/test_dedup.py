@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import linearized, policy_of, turns_table
+from tests.made_tables import policy_of, turns_table
 from tests.strategies import policies, row_limits, runs
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.files.tables import STORED_ROWS, decoded, encoded, write_table
@@ -80,17 +80,6 @@ def test_rows_that_were_changed_come_back_as_they_are(name, value, start):
     assert decoded(stored) == rows
 
 
-def test_what_drift_repeats_is_written_once():
-    prompt, pairs = [1] * 50, []
-    for i in range(40):
-        pairs.append((prompt, [i, 100 + i, 200]))
-        prompt = [*prompt, i, 300 + i, 400]  # every reply comes back changed
-    rows, report = linearized(session(*pairs))
-    n = sum(map(len, encoded(rows)["suffix_ids"].to_pylist()))
-    assert n == report["tokens_forward_shared"][0].as_py() == 50 + 3 + 39 * 5
-    assert report["tokens_forward"][0].as_py() > 10 * n
-
-
 def several(first=0, n=6):
     """Sessions with three rows each, and a payload."""
     lines = [
@@ -104,27 +93,16 @@ def several(first=0, n=6):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows", "jsonl"])
-@pytest.mark.parametrize("batches", [1, 2, 99])
-def test_readers_give_full_rows(tmp_path, suffix, batches):
-    rows, path = several(), tmp_path / f"rows.{suffix}"
-    tk.write_rows(iter(rows.to_batches(max_chunksize=batches)), path, dedup=True)
-    assert tk.read_rows(path).to_pylist() == rows.to_pylist()
-    scanned = list(tk.scan_rows(path, batch_rows=2))
-    assert max(map(len, scanned)) <= 2
-    assert pa.Table.from_batches(scanned).to_pylist() == rows.to_pylist()
-    full = tmp_path / f"full.{suffix}"
-    tk.write_rows(several(6, 1), full)
-    both = tk.read_rows([path, full])
-    assert both.num_rows == rows.num_rows + 3
-
-
-def test_rows_in_any_order_are_read(tmp_path):
-    rows, path = several(), tmp_path / "rows.parquet"
+def test_rows_in_any_order_and_beside_full_ones_are_read(tmp_path, suffix):
+    rows = several()
+    path, full = (tmp_path / f"{name}.{suffix}" for name in ("rows", "full"))
     stored = encoded(rows)
     write_table(stored.take(pc.sort_indices(stored["shared_length"])), path)
     assert tk.read_rows(path).sort_by("session_id").to_pylist() == rows.to_pylist()
     with pytest.raises(InvalidTurnsError, match="comes back"):
         list(tk.scan_rows(path))
+    tk.write_rows(several(6, 1), full)
+    assert tk.read_rows([path, full]).num_rows == rows.num_rows + 3
 
 
 def test_a_row_without_its_parent_is_stored_whole():
@@ -156,25 +134,16 @@ def changed(name, values):
     return STORED.set_column(at, field, pa.array(values, field.type))
 
 
+START = "row 1: suffix_start is {}, but the parent row in the file has {} tokens"
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            changed("suffix_start", [0, 5, 4]),
-            "row 1: suffix_start is 5, but the parent row in the file has 4 tokens",
-        ),
-        (
-            changed("suffix_start", [0, -1, 4]),
-            "row 1: suffix_start is -1, but the parent row in the file has 4 tokens",
-        ),
-        (
-            STORED.slice(1),
-            "row 1: suffix_start is 3, but the parent row in the file has 0 tokens",
-        ),
-        (
-            changed("parent_row", [None, 1, 1]),
-            "row 1: suffix_start is 3, but the parent row in the file has 0 tokens",
-        ),
+        (changed("suffix_start", [0, 5, 4]), START.format(5, 4)),
+        (changed("suffix_start", [0, -1, 4]), START.format(-1, 4)),
+        (STORED.slice(1), START.format(3, 0)),
+        (changed("parent_row", [None, 1, 1]), START.format(3, 0)),
         (
             changed("suffix_mask", [[False, False, True, True], [True], [False, True]]),
             "row 1: 1 suffix_mask for 2 suffix_ids",

@@ -5,81 +5,80 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
 from tests import foreign
-from tests.importers.test_importers import NODE, RECORD, REPLY
+from tests.importers.logs import IDS, NODE, RECORD, REPLY, USER, imported
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 
-
-def agents():
-    """A log as a new user has it: three agents, a retry, a truncated reply."""
-    lines = []
-    for run in ("run-1", "run-2"):
-        user = {"role": "user", "content": f"{run}?"}
-        reply = {"role": "assistant", "content": "a"}
-        lines += [
-            plain(run, "main", 0, [user], [1, 2], [3]),
-            # the same request again
-            plain(run, "main", 1, [user], [1, 2], [4, 5]),
-            plain(run, "helper", 0, [{**user, "content": "h"}], [7], [8]),
-            plain(run, "critic", 0, [{**user, "content": "c"}], [9], [6]),
-            {
-                **plain(run, "main", 2, [user, reply, user], [1, 2, 4, 5, 1], [8, 8]),
-                "finish_reason": "length",
-            },
-        ]
-    return lines
-
-
-def plain(run, agent, step, messages, prompt, output):
-    return {
-        "trajectory_id": run,
-        "agent_id": agent,
-        "step": step,
-        "messages": messages,
-        "prompt_token_ids": prompt,
-        "token_ids": output,
-        "logprobs": [-0.5] * len(output),
-        "uid": f"task of {run}",
-        "finish_reason": None,
-        "reward": 1.0 if run == "run-1" else 0.0,
+MAP = (
+    "session_id=trajectory_id,prompt_ids=prompt_token_ids,output_ids=token_ids,"
+    "prompt_messages=messages,logprobs=logprobs,group_id=uid"
+)
+LOG = [
+    {
+        **IDS,
+        "prompt_token_ids": [k, 2],
+        "trajectory_id": f"run-{k}",
+        "step": 0,
+        "messages": [USER],
+        "uid": "task",
     }
+    for k in (1, 1, 2)
+]
 
 
-def test_a_new_user_s_log_goes_in_by_one_command(tmp_path, capsys):
-    foreign.write_lines(tmp_path / "log.jsonl", agents())
-    output = tmp_path / "turns.parquet"
-    given = ["import", str(tmp_path / "log.jsonl"), "-o", str(output)]
-    assert main(given) == 1
-    said = capsys.readouterr().err
-    assert "--map session_id=trajectory_id" in said
-    assert main([*given, "--map", "session_id=trajectory_id,group_id=uid"]) == 0
-    turns = tk.read_turns(output)
-    assert turns["session_id"].to_pylist() == ["run-1"] * 5 + ["run-2"] * 5
-    assert turns["turn_index"].to_pylist() == [*range(5)] * 2
-    assert turns["agent_id"].to_pylist()[:4] == ["main", "main", "helper", "critic"]
-    assert set(turns["group_id"].to_pylist()) == {"task of run-1", "task of run-2"}
-    assert turns["reward"].to_pylist() == [1.0] * 5 + [0.0] * 5
-    assert turns["finish_reason"].to_pylist()[4] == "length"
-    assert turns["output_logprobs"].null_count == 0
-    # later requests repeat the replies, and tell which of two equal requests went on
-    assert [one is not None for one in turns["response"].to_pylist()] == [
-        *(False, True, False, False, False),
-    ] * 2
-    rows = tk.linearize(turns)
-    # the retried reply trains beside the one that went on
-    trained = [
-        np.array(row["input_ids"])[np.array(row["loss_mask"]) == 1].tolist()
-        for row in rows.to_pylist()
-        if row["session_id"] == "run-1"
-    ]
-    assert sorted(trained) == [[3], [4, 5, 8, 8], [6], [8]]
+def in_file(path, log=LOG):
+    """A file of a log, of the kind of its suffix."""
+    table = pa.Table.from_pylist(log)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix == ".arrow":
+        with (
+            pa.OSFile(str(path), "wb") as file,
+            pa.ipc.new_file(file, table.schema) as w,
+        ):
+            w.write_table(table)
+    else:
+        foreign.write_lines(path, log)
+    return path
+
+
+def in_dataset(folder):
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_list(LOG)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: tk.from_records(LOG, map=MAP),
+        lambda folder: tk.from_records(in_dataset(folder), map=MAP),
+        lambda folder: tk.read_turns(in_file(folder / "log.jsonl"), map=MAP),
+        lambda folder: tk.read_turns(in_file(folder / "log.parquet"), map=MAP),
+        *(
+            lambda folder, end=end: tk.import_turns(in_file(folder / end), map=MAP)[0]
+            for end in ("log.jsonl", "log.parquet", "log.arrow")
+        ),
+    ],
+)
+def test_records_anywhere_take_a_mapping(tmp_path, read):
+    table = read(tmp_path)
+    assert table["session_id"].to_pylist() == ["run-1"] * 2 + ["run-2"]
+    assert table["prompt_ids"].to_pylist() == [[1, 2], [1, 2], [2, 2]]
+    assert table["output_logprobs"].to_pylist() == [[-0.5, -0.25]] * 3
+    assert table["group_id"].to_pylist() == ["task"] * 3
+    # a key that no path begins with is an extra column, as ever, or has a line
+    assert ("step" in table.column_names) == ("sampled" not in table.column_names)
+
+
+def test_records_without_the_session_of_a_mapping_are_refused():
+    with pytest.raises(InvalidTurnsError, match="no session_id"):
+        tk.from_records(LOG, map=MAP.partition(",")[2])
 
 
 def test_a_record_may_be_a_run_of_its_own(tmp_path):
@@ -102,28 +101,10 @@ def test_a_record_may_be_a_run_of_its_own(tmp_path):
 
 
 def test_a_counter_of_each_agent_is_no_turn_index(tmp_path):
-    foreign.write_lines(tmp_path / "log.jsonl", agents())
     fields = "session_id=trajectory_id,turn_index=step"
-    with pytest.raises(
-        FormatError, match=r"turn_index 0 twice, first in .*log.jsonl, line 1"
-    ):
-        tk.import_turns(tmp_path / "log.jsonl", map=fields)
-    turns, report = tk.import_turns(
-        tmp_path / "log.jsonl", map="session_id=trajectory_id"
-    )
-    assert turns.num_rows == 10
-    lines = [row["detail"] for row in report.to_pylist() if row["problem"] == "unread"]
-    assert [text.split()[0] for text in lines] == ["step", "uid"]
-
-
-def test_a_turn_index_of_the_source_counts(tmp_path):
-    lines = [
-        {**plain("r", "main", 0, [], [1], [2]), "step": step} for step in (4, 0, 2)
-    ]
-    foreign.write_lines(tmp_path / "log.jsonl", lines)
-    fields = {"session_id": "trajectory_id", "turn_index": "step"}
-    turns, _ = tk.import_turns(tmp_path / "log.jsonl", map=fields)
-    assert turns["turn_index"].to_pylist() == [0, 2, 4]
+    match = r"turn_index 0 twice, first in .*log.jsonl, line 1"
+    with pytest.raises(FormatError, match=match):
+        tk.import_turns(in_file(tmp_path / "log.jsonl"), map=fields)
 
 
 TOML = """
@@ -188,77 +169,47 @@ def test_the_page_s_mapping_of_verifiers_results(tmp_path):
     assert (turn["prompt_ids"], turn["output_ids"]) == ([1, 2], [3, 4])
     assert (turn["output_logprobs"], turn["trainable"]) == ([-0.5, -0.25], None)
     assert report["detail"].to_pylist() == [
-        "tokens.prompt_mask of 1 records was not read"
+        "tokens.prompt_mask of 1 records was not read (the first: [0, 0])"
     ]
 
 
-def test_a_mapping_names_whole_responses(tmp_path):
-    value = {"sid": 3, "q": foreign.request(RECORD, "vllm chat")}
-    value["answer"] = {"raw": foreign.chat_response(RECORD)}
-    foreign.write_lines(tmp_path / "log.jsonl", [value])
-    fields = "session_id=sid,request=q,response=answer.raw"
-    turns, report = tk.import_turns(tmp_path / "log.jsonl", map=fields)
-    assert turns["output_ids"].to_pylist() == [[3, 4]]
-    assert turns["output_logprobs"].to_pylist() == [[-0.5, -0.25]]
-    assert turns["finish_reason"].to_pylist() == ["stop"]
-    assert report.num_rows == 0
-
-
-def test_a_mapping_changes_one_field_of_a_format(tmp_path):
-    foreign.write_openai(tmp_path, [RECORD])
-    value = json.loads((tmp_path / "log.jsonl").read_text())
-    value |= {"run": "r", "tokens": [5], "lp": [-1.0]}
-    foreign.write_lines(tmp_path / "log.jsonl", [value])
-    fields = {"session_id": "run", "output_ids": "tokens", "logprobs": "lp"}
-    turns, report = tk.import_turns(tmp_path / "log.jsonl", map=fields)
-    assert turns["session_id"].to_pylist() == ["r"]
-    assert turns["output_ids"].to_pylist() == [[5]]
-    assert turns["output_logprobs"].to_pylist() == [[-1.0]]
-    assert report.num_rows == 0
-
-
-MAP = (
-    "session_id=trajectory_id,prompt_ids=prompt_token_ids,output_ids=token_ids,"
-    "prompt_messages=messages,logprobs=logprobs,group_id=uid"
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "session_id=sid,request=q,response=answer.raw",
+        # and one field of it
+        "session_id=sid,request=q,response=answer.raw,output_ids=own,logprobs=lp",
+    ],
 )
-
-
-def test_records_and_turns_take_a_mapping(tmp_path):
-    table = tk.from_records(agents(), map=MAP)
-    assert table["session_id"].unique().to_pylist() == ["run-1", "run-2"]
-    assert table["group_id"].to_pylist()[0] == "task of run-1"
-    # a key that no path begins with is an extra column, as ever
-    assert table["step"].to_pylist()[:3] == [0, 1, 0]
-    path = tmp_path / "log.jsonl"
-    foreign.write_lines(path, agents())
-    assert tk.read_turns(path, map=MAP).equals(table)
-    pq.write_table(pa.Table.from_pylist(agents()), tmp_path / "log.parquet")
-    assert tk.read_turns(tmp_path / "log.parquet", map=MAP).equals(table)
-    with pytest.raises(InvalidTurnsError, match="no session_id"):
-        tk.from_records(agents(), map=MAP.partition(",")[2])
-
-
-def test_records_of_a_dataset_take_a_mapping():
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list(agents())
-    table = tk.from_records(rows, map=MAP)
-    assert table.num_rows == 10
-    assert datasets.Dataset(table).num_rows == 10
+def test_a_mapping_names_whole_responses(tmp_path, fields):
+    value = {"sid": 3, "q": foreign.request(RECORD, "vllm chat"), "own": [5]}
+    value |= {"answer": {"raw": foreign.chat_response(RECORD)}, "lp": [-1.0]}
+    turns, _ = imported(tmp_path, [value], map=fields)
+    (turn,) = turns.to_pylist()
+    assert (turn["session_id"], turn["finish_reason"]) == ("3", "stop")
+    found = turn["output_ids"], turn["output_logprobs"]
+    assert found == (([5], [-1.0]) if "own" in fields else ([3, 4], [-0.5, -0.25]))
 
 
 # --- where files come from
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-@pytest.mark.parametrize("name", ["log.json", "log.jsonl", "log.ndjson", "log.txt"])
-def test_json_is_lines_or_an_array_under_any_name(tmp_path, name, indent):
-    lines = [{**foreign.plain_record(RECORD), "request_id": k} for k in range(2)]
-    for text in (
-        json.dumps(lines, indent=indent),
-        "".join(f"{json.dumps(one)}\n" for one in lines),
-    ):
-        (tmp_path / name).write_text(text)
-        turns, report = tk.import_turns(tmp_path / name)
+@pytest.mark.parametrize(
+    "name", ["log.jsonl", "log.JSON", "log.ndjson", "log.txt", "log.json.gz", "log.zst"]
+)
+@pytest.mark.parametrize("separator", [None, "\n", "\r\n"])
+def test_json_is_lines_or_an_array_under_any_name(tmp_path, name, separator):
+    calls = [{**foreign.plain_record(RECORD), "request_id": k} for k in range(2)]
+    text = json.dumps(calls, indent=1)
+    if separator:
+        text = separator.join(map(json.dumps, calls))
+    codec = {"gz": "gzip", "zst": "zstd"}.get(name.rpartition(".")[2])
+    path = tmp_path / name
+    with pa.output_stream(path, compression=codec) as file:
+        # a mark of the order of bytes is passed over
+        file.write(b"\xef\xbb\xbf" + text.encode())
+    for source in [path, tmp_path][: 1 + (name not in ("log.txt", "log.zst"))]:
+        turns, report = tk.import_turns(source)
         assert turns["output_ids"].to_pylist() == [[3, 4]] * 2
         assert report.num_rows == 0
 
@@ -308,24 +259,6 @@ def test_addresses_of_fsspec():
         tk.import_turns("nothing://x")
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_rows_of_parquet_and_arrow(tmp_path, suffix):
-    table = pa.Table.from_pylist(agents())
-    path = tmp_path / f"log.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(table, path)
-    else:
-        with (
-            pa.OSFile(str(path), "wb") as file,
-            pa.ipc.new_file(file, table.schema) as w,
-        ):
-            w.write_table(table)
-    for source in (path, tmp_path):
-        turns, _ = tk.import_turns(source, map="session_id=trajectory_id,group_id=uid")
-        assert turns.num_rows == 10
-        assert turns["reward"].to_pylist() == [1.0] * 5 + [0.0] * 5
-
-
 # --- logs as people write them
 
 
@@ -333,7 +266,7 @@ def answer():
     return foreign.chat_response(RECORD) | {"id": "c"}
 
 
-ASKED = [{"role": "user", "content": "q"}]
+ASKED = [USER]
 LOGS = {
     # OpenHands' completion logs, and those of LiteLLM
     "messages and response": {"messages": ASKED, "response": answer(), "args": []},
@@ -408,48 +341,8 @@ def test_facts_around_a_list_of_records(tmp_path):
     turns, report = tk.import_turns(tmp_path / "log.jsonl", map=fields)
     assert turns["reward"].to_pylist() == [1.0, 1.0]
     assert report["detail"].to_pylist() == [
-        "/uid of 2 records was not read: --map group_id=/uid takes it"
+        "/uid of 2 records was not read (the first: 'u'): --map group_id=/uid takes it"
     ]
-
-
-def test_versions_of_each_token(tmp_path):
-    line = {"session_id": "s", "prompt_ids": [1], "output_ids": [2, 3, 4]}
-    line["v"] = [7, 7, 8]
-    foreign.write_lines(tmp_path / "log.jsonl", [line])
-    options = {"format": "records", "map": "weight_version=v"}
-    turns, _ = tk.import_turns(tmp_path / "log.jsonl", **options)
-    pieces = [tuple(one.values()) for one in turns["weight_versions"][0].as_py()]
-    assert pieces == [("7", 0, 2), ("8", 2, 3)]
-
-
-def test_a_mask_that_no_field_reads_untrains(tmp_path):
-    line = {"session_id": "s", "prompt_token_ids": [1], "token_ids": [2, 3, 4]}
-    for mask, trains in (([1, 0, 1], False), ([1, 1, 1], None)):
-        value = {**line, "my_mask": mask, "logprobs": [-0.5] * 3}
-        foreign.write_lines(tmp_path / "log.jsonl", [value])
-        turns, report = tk.import_turns(tmp_path / "log.jsonl")
-        assert turns["trainable"].to_pylist() == [trains]
-        problems = report["problem"].to_pylist()
-        assert problems == ["mask_unread"] * (trains is False) + ["unread"]
-    turns, report = tk.import_turns(tmp_path / "log.jsonl", map="output_mask=my_mask")
-    assert report.num_rows == 0
-
-
-def test_the_closest_format_is_named(tmp_path):
-    for line, lacks in (
-        ({"session_id": 1, "prompt": "a"}, "records .*lacks prompt_ids .*output_ids"),
-        ({"prompt_token_ids": [1]}, r"records .*lacks output_ids \(output_token_ids"),
-        ({"schema_version": 1, "steps": []}, "atif .*has values of other kinds"),
-        ({"nodes": []}, "verifiers .*lacks task"),
-        ({"request": {}, "reply": {}}, "openai .*lacks response"),
-    ):
-        foreign.write_lines(tmp_path / "log.jsonl", [line])
-        with pytest.raises(FormatError, match=f"most like {lacks}") as raised:
-            tk.import_turns(tmp_path / "log.jsonl")
-        text = str(raised.value)
-        assert f"has the keys {', '.join(line)}" in text
-        assert "--map session_id=PATH,prompt_ids=PATH" in text
-        assert "return_token_ids" in text
 
 
 # --- replies that only later requests have
@@ -462,54 +355,61 @@ def talk(session, prompt, output, *said):
     return {"session_id": session, "messages": messages, **ids}
 
 
-def replies_of(tmp_path, lines):
-    foreign.write_lines(tmp_path / "log.jsonl", lines)
-    turns, report = tk.import_turns(tmp_path / "log.jsonl")
-    bodies = [
-        None if one is None else json.loads(one["body"])["content"]
-        for one in turns["response"].to_pylist()
-    ]
-    found = [row["problem"] for row in report.to_pylist()]
-    return turns, bodies, [one for one in found if one != "no_logprobs"]
+FIRST, SECOND = talk("s", [1], [2], "q"), talk("s", [1], [3], "q")
 
 
-def test_a_later_request_has_the_reply(tmp_path):
-    lines = [
-        talk("s", [1], [2], "q"),
-        talk("t", [1], [2], "q"),
-        # with drift: its tokens are not those that were sampled
-        talk("s", [1, 9, 3], [4], "q", "a", "more"),
-        talk("s", [1, 9, 3, 4, 5], [6], "q", "a", "more", "b", "end"),
-        talk("t", [1, 2, 3], [4], "q", "A", "more"),
-    ]
-    turns, bodies, found = replies_of(tmp_path, lines)
-    # in order of the sessions
-    assert bodies == ["a", "b", None, "A", None]
-    assert found == ["reply_of_a_request"] * 3
-    links = tk.link(turns)
-    assert links["parent"].to_pylist() == [None, 0, 1, None, 0]
-
-
-def test_tokens_tell_which_of_equal_requests_went_on(tmp_path):
-    first, second = talk("s", [1], [2], "q"), talk("s", [1], [3], "q")
-    on = talk("s", [1, 3, 5], [6], "q", "a", "more")
-    _, bodies, _ = replies_of(tmp_path, [first, second, on])
-    assert bodies == [None, "a", None]
-    # with drift nothing tells
-    drifted = talk("s", [1, 9, 5], [6], "q", "a", "more")
-    turns, bodies, found = replies_of(tmp_path, [first, second, drifted])
-    assert bodies == [None] * 3
-    assert found == ["no_reply"] * 3
-    assert turns["messages"].null_count == 3
-
-
-def test_messages_that_no_request_repeats_are_left_out(tmp_path):
-    lines = [talk("s", [1], [2], "q"), talk("s", [1, 2, 3], [4], "other")]
-    turns, _, found = replies_of(tmp_path, lines)
-    assert found == ["no_reply"] * 2
-    assert tk.link(turns)["parent"].to_pylist() == [None, 0]
-    turns, _, found = replies_of(tmp_path, lines[:1])
-    assert (turns["messages"].null_count, found) == (0, [])
+@pytest.mark.parametrize(
+    ("lines", "replies", "found", "parents"),
+    [
+        pytest.param(
+            [
+                FIRST,
+                talk("t", [1], [2], "q"),
+                # with drift: its tokens are not those that were sampled
+                talk("s", [1, 9, 3], [4], "q", "a", "more"),
+                talk("s", [1, 9, 3, 4, 5], [6], "q", "a", "more", "b", "end"),
+                talk("t", [1, 2, 3], [4], "q", "A", "more"),
+            ],
+            ["a", "b", None, "A", None],
+            ["reply_of_a_request"] * 3,
+            [None, 0, 1, None, 0],
+            id="a later request has the reply",
+        ),
+        pytest.param(
+            [FIRST, SECOND, talk("s", [1, 3, 5], [6], "q", "a", "more")],
+            [None, "a", None],
+            ["reply_of_a_request"],
+            [None, None, 1],
+            id="tokens tell which of equal requests went on",
+        ),
+        pytest.param(
+            [FIRST, SECOND, talk("s", [1, 9, 5], [6], "q", "a", "more")],
+            [None] * 3,
+            ["no_reply"] * 3,
+            [None, None, 0],
+            id="with drift nothing tells",
+        ),
+        pytest.param(
+            [FIRST, talk("s", [1, 2, 3], [4], "other")],
+            [None] * 2,
+            ["no_reply"] * 2,
+            [None, 0],
+            id="no request repeats the messages",
+        ),
+        pytest.param([FIRST], [None], [], [None], id="one call"),
+    ],
+)
+def test_replies_that_only_later_requests_have(
+    tmp_path, lines, replies, found, parents
+):
+    turns, report = imported(tmp_path, lines)
+    bodies = [one and json.loads(one["body"]) for one in turns["response"].to_pylist()]
+    assert [one and one["content"] for one in bodies] == replies
+    told = [row["problem"] for row in report if row["problem"] != "no_logprobs"]
+    assert told == found
+    # messages without a reply are left out, so that tokens find the parents
+    assert turns["messages"].null_count == found.count("no_reply")
+    assert tk.link(turns)["parent"].to_pylist() == parents
 
 
 def test_a_mapping_changes_fields_of_a_graph_of_messages(tmp_path):
@@ -578,12 +478,6 @@ def test_lists_in_lists_are_records_everywhere(tmp_path, each):
         tk.from_records([run], map=f"each={each}"),
     ):
         assert turns["output_ids"].to_pylist() == [[2], [2]]
-
-
-def test_a_session_of_an_odd_type_around_odd_records(tmp_path):
-    foreign.write_lines(tmp_path / "x.jsonl", [{"session_id": [1], "completions": [7]}])
-    _, report = tk.import_turns(tmp_path / "x.jsonl", "polar")
-    assert report["problem"].to_pylist() == ["unreadable"]
 
 
 def test_a_first_record_without_ids_hides_no_format(tmp_path):

@@ -4,7 +4,6 @@ import pytest
 
 import trajkit as tk
 from tests import foreign
-from trajkit.errors import ArgumentError
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -74,33 +73,22 @@ def outputs(tmp_path, template, said=SAID, special=True, **extra):
     return *texts, [one for one in found if one != "not_sampled"], turns
 
 
-def test_the_line_feed_after_the_end_token_is_the_template_s(tmp_path):
-    prompts, replies, found, turns = outputs(tmp_path, CHATML)
+@pytest.mark.parametrize("special", [True, False])
+def test_the_line_feed_after_the_end_token_is_the_template_s(tmp_path, special):
+    prompts, replies, found, turns = outputs(tmp_path, CHATML, special=special)
     assert replies == ["call<|im_end|>", "done<|im_end|>"]
     assert prompts[1].endswith("result<|im_end|>\n<|im_start|>assistant\n")
     assert found == []
-    assert tk.linearize(turns).num_rows == 1
+    assert sum(tk.linearize(turns)["loss_mask"][0].as_py()) == 4
 
 
+@pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_the_next_role_ends_a_reply_of_glm(tmp_path, count):
-    _, replies, found, _ = outputs(tmp_path, GLM, SAID[:count])
+def test_the_next_role_ends_a_reply_of_glm(tmp_path, count, special):
+    _, replies, found, _ = outputs(tmp_path, GLM, SAID[:count], special=special)
     # after the last reply an engine samples the marker of the user
     first = "call<|observation|>" if count > 2 else "call<|user|>"
     assert replies == [first, "done<|user|>"][: 1 if count < 4 else 2]
-    assert found == []
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (CHATML, ["call<|im_end|>", "done<|im_end|>"]),
-        (GLM, ["call<|observation|>", "done<|user|>"]),
-    ],
-)
-def test_markers_need_not_be_special(tmp_path, template, expected):
-    _, replies, found, _ = outputs(tmp_path, template, special=False)
-    assert replies == expected
     assert found == []
 
 
@@ -136,21 +124,14 @@ def test_a_log_of_requests_without_ids_is_text(tmp_path):
     message = {"role": "assistant", "content": "done"}
     response = {"choices": [{"message": message}], "usage": {"completion_tokens": 99}}
     line = {"session_id": "s", "request": request, "response": response, "reward": 1}
-    foreign.write_lines(tmp_path / "log.jsonl", [line])
+    silent = {**line, "response": {"choices": [{"message": None}]}}
+    foreign.write_lines(tmp_path / "log.jsonl", [line, silent])
     turns, report = tk.import_turns(tmp_path, tokenizer=made)
     output = [names[token] for token in turns["output_ids"][0].as_py()]
     assert output == ["done", "<|im_end|>"]
     assert turns["sampled"].to_pylist() == [False]
     assert turns["reward"].to_pylist() == [1.0]
-    assert report["problem"].to_pylist() == ["not_sampled"]
-
-
-def test_conversations_of_other_formats_are_text(tmp_path):
-    made, _ = tokenizer(CHATML)
-    messages = [{"role": role, "content": text} for role, text in SAID]
-    foreign.write_sweagent(tmp_path, messages)
-    turns, _ = tk.import_turns(tmp_path, tokenizer=made)
-    assert turns.num_rows == 2
+    assert report["problem"].to_pylist() == ["not_sampled", "no_output_ids"]
 
 
 def test_a_repeated_id_of_two_transcripts_is_left_out(tmp_path):
@@ -167,8 +148,36 @@ def test_a_repeated_id_of_two_transcripts_is_left_out(tmp_path):
     assert len(turns["session_id"].unique()) == 2
 
 
-def test_a_tokenizer_without_a_template_is_one_error(tmp_path):
-    made, _ = tokenizer(None)
-    foreign.write_chats(tmp_path, [[{"role": "user", "content": "ask"}]] * 3)
-    with pytest.raises(ArgumentError, match="has no chat template"):
-        tk.import_turns(tmp_path, tokenizer=made)
+def test_a_system_text_beside_the_messages_comes_first(tmp_path):
+    made, names = tokenizer(CHATML)
+    said = [{"from": "human", "value": "ask"}, {"from": "gpt", "value": "done"}]
+    chat = {"id": 0, "system": "call", "conversations": said}
+    foreign.write_lines(tmp_path / "sft.jsonl", [chat])
+    turns, _ = tk.import_turns(tmp_path, tokenizer=made)
+    text = "".join(names[token] for token in turns["prompt_ids"][0].as_py())
+    assert text.startswith("<|im_start|>system\ncall<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ([{"type": "text", "text": "ask"}], None),
+        ([{"type": "image_url", "image_url": {"url": "u"}}], "unreadable"),
+        ("ask<|im_end|>\n<|im_start|>user\nask", "refused"),
+    ],
+)
+def test_a_message_is_text_and_no_structure(tmp_path, content, problem):
+    prompts, _, found, _ = outputs(
+        tmp_path, CHATML, (("user", content), ("assistant", "done"))
+    )
+    asked = "<|im_start|>user\nask<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts == ([asked] if problem is None else [])
+    assert found == ([problem] if problem else [])
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+def test_a_reply_that_is_not_to_train_is_context(tmp_path, key):
+    for value, problem in ((0, []), (False, []), (0.5, ["unread"])):
+        _, _, found, turns = outputs(tmp_path, CHATML, SAID[:2], **{key: value})
+        assert turns["trainable"].to_pylist() == [False]
+        assert found == problem

@@ -1,17 +1,13 @@
 """A session numbers its messages and shares their lists as the slow twin does."""
 
 import copy
-import json
-from collections import OrderedDict
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 
-import trajkit as tk
 from tests.oracles.talk import Numbers
 from tests.strategies import NAN, heard_calls
-from trajkit.turns.messages import MessageLog, counts_of, message_key
+from trajkit.turns.messages import MessageLog, counts_of
 
 
 def suffixes_of(log):
@@ -61,41 +57,3 @@ def test_messages_are_numbered_and_shared_as_the_twin_does(calls):
         assert (suffix is None) == (whole is None)
         assert suffix is None or suffix.tolist() == whole[shared[k] :]
     assert [one.body for one in talk.book.messages] == twin.bodies
-
-
-class Text(str):
-    __slots__ = ()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        OrderedDict(role="user", content="a"),
-        {"role": Text("user"), "content": "a"},
-        {"role": "user", Text("content"): "a"},
-        {"role": "user", "content": Text("a")},
-    ],
-)
-def test_types_that_only_extend_json_s_are_taken_for_them(message):
-    recorder = tk.Recorder()
-    plain = {"role": "user", "content": "a"}
-    for one in (message, plain, message):
-        recorder.record("a", prompt_ids=[1], output_ids=[2], prompt_messages=[one])
-    turns = recorder.turns("a")
-    assert turns["shared_messages"].to_pylist() == [0, 1, 1]
-    [first] = turns["suffix_messages"].to_pylist()[0]
-    assert first["key"] == message_key(plain)
-    assert json.loads(first["body"]) == plain
-
-
-def test_a_key_is_looked_up_among_dicts_that_were_not_written():
-    recorder = tk.Recorder()
-    one = {"role": "user", "content": "u"}
-    key = message_key(one), "user"
-    for k, message in enumerate([one, key, one, key]):
-        prompt = np.arange(2 * k + 1, dtype=np.int32)
-        output = prompt[-1:] + 1
-        recorder.record(
-            "a", prompt_ids=prompt, output_ids=output, prompt_messages=[message]
-        )
-    assert recorder.turns("a")["shared_messages"].to_pylist() == [0, 1, 1, 1]

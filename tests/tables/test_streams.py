@@ -46,21 +46,6 @@ def spoken(turns):
     ]
 
 
-def attributed(turns):
-    """Every prompt token content of the last message."""
-    table = turns_table(turns)
-    n = [len(ids) for ids in table["prompt_ids"].to_pylist()]
-    types = {field.name: field.type for field in schema.ATTRIBUTION}
-    columns = {
-        "prompt_message_index": [[0] * k for k in n],
-        "prompt_is_content": [[True] * k for k in n],
-        "message_tool_names": [["bash"]] * len(n),
-    }
-    for name, values in columns.items():
-        table = table.append_column(name, pa.array(values, types[name]))
-    return table
-
-
 def advantages_of(turns):
     names = turns["session_id"].unique()
     return pa.table({"session_id": names, "advantage": np.arange(len(names)) / 2})
@@ -80,6 +65,7 @@ STAGES = {
     "validate": (tk.validate, "turns", {"kind": "turns", "bodies": False}),
     "validate, whatever it is": (tk.validate, "turns", {"bodies": False}),
     "compact": (tk.compact, "turns", {}),
+    "expand": (tk.expand, "delta", {}),
     "classify_drift": (tk.classify_drift, "links", {"min_run": 2}),
     "classify_drift by texts": (tk.classify_drift, "links", {"tokenizer": TOKENIZER}),
     "explain_drift": (
@@ -103,6 +89,7 @@ STAGES = {
     ),
     "add_advantages": (tk.add_advantages, "rows", {"sessions": advantages_of}),
     "verify": (tk.verify, "both", {}),
+    "verify with a policy": (tk.verify, "both", {"policy": "faithful"}),
     "linearize": (tk.linearize, "turns", {}),
 }
 
@@ -114,6 +101,7 @@ def stage_of(name, turns, policy="faithful"):
     rows = tk.linearize(turns, policy, reward=1.0)
     tables = {
         "turns": [turns],
+        "delta": [tk.compact(turns)],
         "links": [turns, tk.link(turns)],
         "rows": [rows],
         "both": [rows, turns],
@@ -149,29 +137,6 @@ def lines(batches):
     return [line for batch in batches for line in batch.to_pylist()]
 
 
-@pytest.mark.parametrize("name", STAGES)
-@fewer_examples
-@given(data=st.data(), turns=runs())
-def test_a_stage_gives_of_streams_what_it_gives_of_tables(name, data, turns):
-    choose, table = chooser(data), turns_table(spoken(turns))
-    policy = choose(["faithful", "slime"])
-    stage, batches, tables, options = stage_of(name, table, policy)
-    streams = [iter(cut(choose, one)) for one in tables]
-    at = choose([None, 0, 1]) if len(tables) == 2 else None
-    if at is not None:
-        streams[at] = tables[at]  # one of them may be a table
-    expected = stage(*tables, **options).to_pylist()
-    assert lines(batches(*streams, **options)) == expected
-
-
-# --- verify
-
-
-def found(violations):
-    """Violations as a set that knows of no order."""
-    return sorted(map(repr, violations))
-
-
 def spoiled(choose, rows):
     """Rows with a fault here and there: a mask, an id, a weight, a row too few."""
     rows = rows.to_pylist()
@@ -187,21 +152,29 @@ def spoiled(choose, rows):
                 row["row_weight"] = 0.125
     if rows and choose([False, True]):
         del rows[choose(range(len(rows)))]
-    return pa.Table.from_pylist(rows, schema.ROWS)
+    rows = pa.Table.from_pylist(rows, schema.ROWS)
+    foreign = ["session_id", "input_ids", "loss_mask", "logprobs"]
+    return rows.select(choose([rows.column_names, foreign]))
 
 
-@given(data=st.data(), turns=runs(), policy=st.sampled_from(["faithful", "trl", None]))
-def test_verify_beside_turns(data, turns, policy):
-    table, choose = turns_table(turns), chooser(data)
-    rows = spoiled(choose, tk.linearize(table, policy or "strict"))
-    if choose([False, True]):
-        rows = rows.select(["session_id", "input_ids", "loss_mask", "logprobs"])
-    both = [iter(cut(choose, rows)), iter(cut(choose, table))]
-    at = choose([None, 0, 1])
+@pytest.mark.parametrize("name", STAGES)
+@fewer_examples
+@given(data=st.data(), turns=runs())
+def test_a_stage_gives_of_streams_what_it_gives_of_tables(name, data, turns):
+    choose, table = chooser(data), turns_table(spoken(turns))
+    policy = choose(["faithful", "slime"])
+    stage, batches, tables, options = stage_of(name, table, policy)
+    if name.startswith("verify"):
+        tables = [spoiled(choose, tables[0]), tables[1]]
+    streams = [iter(cut(choose, one)) for one in tables]
+    at = choose([None, 0, 1]) if len(tables) == 2 else None
     if at is not None:
-        both[at] = (rows, table)[at]
-    found = tk.verify_batches(*both, policy)
-    assert lines(found) == tk.verify(rows, table, policy).to_pylist()
+        streams[at] = tables[at]  # one of them may be a table
+    expected = stage(*tables, **options).to_pylist()
+    assert lines(batches(*streams, **options)) == expected
+
+
+# --- verify
 
 
 @given(data=st.data(), turns=runs(), extra=st.sampled_from(["", "z"]))
@@ -227,25 +200,20 @@ def three():
 
 
 @pytest.mark.parametrize(
-    ("order", "error", "match"),
+    ("order", "match"),
     [
-        ([1, 0, 2], InvalidTurnsError, "'a' comes too late in rows"),
-        ([0, 1, 0], InvalidTurnsError, "'a' comes back"),
+        ([1, 0, 2], "'a' comes too late in rows"),
+        ([0, 1, 0], "'a' comes back"),
+        # behind a session without turns, theirs have gone by as if no row were theirs
+        ([0, 3, 1, 2], "session 'b' comes too late in rows"),
     ],
 )
-def test_rows_in_another_order_than_turns_are_refused(order, error, match):
-    turns, rows = three()
-    with pytest.raises(error, match=match):
-        list(tk.verify_batches(rows.take(order), turns.to_reader(max_chunksize=1)))
-
-
-def test_rows_behind_a_session_without_turns_are_refused():
-    """By then their turns have gone by as if no row were theirs."""
+def test_rows_in_another_order_than_turns_are_refused(order, match):
     turns, rows = three()
     lone = tk.linearize(tk.from_records([{"session_id": "x", **ONE}]))
-    mixed = pa.concat_tables([rows.slice(0, 1), lone, rows.slice(1)])
-    with pytest.raises(InvalidTurnsError, match="session 'b' comes too late in rows"):
-        list(tk.verify_batches(mixed, turns.to_reader(max_chunksize=1)))
+    rows = pa.concat_tables([rows, lone]).take(order)
+    with pytest.raises(InvalidTurnsError, match=match):
+        list(tk.verify_batches(rows, turns.to_reader(max_chunksize=1)))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +319,7 @@ class Counted:
 
 def many_sessions(n=30):
     generated = generated_runs(n, 3, max_turns=4)
-    return attributed(spoken(generated))
+    return turns_table(spoken(generated))
 
 
 @pytest.mark.parametrize("name", [name for name in STAGES if name != "linearize"])
@@ -383,7 +351,7 @@ def reader_of(table):
 
 def nothing():
     """What stages are given, without rows."""
-    table = attributed([]).append_column("note", pa.array([], pa.string()))
+    table = turns_table([]).append_column("x", pa.array([], pa.list_(pa.int64())))
     return table, tk.link(table), tk.linearize(table)
 
 
@@ -404,22 +372,11 @@ def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
 
 def test_linearize_of_a_reader_without_rows_with_all_it_can_give():
     turns, _, _ = nothing()
-    options = {"payloads": ["prompt_is_content"]}
+    options = {"payloads": ["x"]}
     [batch], [counts] = streamed(reader_of(turns), **options)
     rows, report = linearized(turns, **options)
     assert (batch.schema, counts.schema) == (rows.schema, report.schema)
     assert batch.num_rows == counts.num_rows == 0
-
-
-def test_further_stages_of_readers_without_rows():
-    turns, _, rows = nothing()
-    given = advantages_of(rows)
-    for stage, table, *options in (
-        (tk.expand, tk.compact(turns)),
-        (tk.add_advantages, rows, given),
-    ):
-        [batch] = stage.batches(reader_of(table), *options)
-        assert batch.schema == stage(table, *options).schema
     assert tk.simulate(reader_of(turns)) == tk.simulate(turns)
 
 
@@ -427,18 +384,3 @@ def test_further_stages_of_readers_without_rows():
 def test_an_iterator_without_a_batch_gives_none(name):
     _, batches, tables, options = stage_of(name, nothing()[0])
     assert list(batches(*(iter([]) for _ in tables), **options)) == []
-
-
-def test_a_stream_of_rows_that_are_as_they_should_be_says_so_in_a_batch():
-    turns, rows = three()
-    [batch] = tk.verify_batches(iter(rows.to_batches()), iter(turns.to_batches()))
-    assert batch.schema == tk.verify(rows, turns).schema
-
-
-def test_a_file_without_turns_says_its_columns_as_a_stream(tmp_path):
-    turns, _, _ = nothing()
-    tk.write_turns(turns, tmp_path / "none.parquet")
-    [batch] = tk.scan_turns(tmp_path / "none.parquet")
-    assert (batch.num_rows, batch.schema) == (0, turns.schema)
-    [links] = tk.link_batches(tk.scan_turns(tmp_path / "none.parquet"))
-    assert links.schema == tk.link(turns).schema

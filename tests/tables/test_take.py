@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.file_stages import compact_file
 from tests.strategies import columns_of_any_type, runs
 from trajkit.errors import FormatError, SchemaError
 from trajkit.tables import limits
@@ -63,21 +62,6 @@ def test_scattered_turns_of_polars_are_gathered(tmp_path):
         with mock.patch.multiple(limits, BUCKET_BYTES=n_bytes, SPILL_BYTES=n_bytes):
             batches = list(tk.scan_turns(tmp_path / "log.arrow"))
         assert pa.Table.from_batches(batches).select(names).to_pylist() == expected
-
-
-def test_a_session_of_polars_turns_is_rejected(tmp_path):
-    frame = scattered().sort("session_id", "turn_index")
-    first = pl.col("session_id") == "a"
-    nothing = pl.lit(None, frame.schema["output_ids"])
-    wrong = frame.with_columns(
-        output_ids=pl.when(first).then(nothing).otherwise("output_ids")
-    )
-    wrong.write_ipc(tmp_path / "log.arrow")
-    aside = tmp_path / "aside.parquet"
-    compact_file(tmp_path / "log.arrow", tmp_path / "turns.arrow", rejected=aside)
-    kept = tk.read_turns(tmp_path / "turns.arrow")
-    assert kept["session_id"].to_pylist() == ["b", "b"]
-    assert kept["about"].to_pylist() == frame.filter(~first)["about"].to_list()
 
 
 def test_rows_and_sessions_of_polars_keep_their_texts():

@@ -23,8 +23,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.torch.cases import packs_of, rows_of
 from tests.torch.test_equality import by_packs, by_rows
-from tests.torch.test_states import DELTA, EXPERTS, INDEXER, LATENT, MAMBA, TOKENS
-from tests.torch.tiny_models import SIZES, float64_throughout, relative
+from tests.torch.tiny_models import (
+    DELTA,
+    EXPERTS,
+    INDEXER,
+    LATENT,
+    MAMBA,
+    MODELS,
+    SIZES,
+    TOKENS,
+    float64_throughout,
+    relative,
+)
 from trajkit.errors import UnsupportedModelError
 from trajkit.torch.models import configs_of
 
@@ -34,88 +44,45 @@ SECONDS = 120
 LARGEST = 120_000_000
 
 # Settings by the names that configurations give them; each takes those that it has.
-SMALL = {
-    **SIZES,
-    **TOKENS,
-    **EXPERTS,
-    **MAMBA,
-    **DELTA,
-    **LATENT,
-    **INDEXER,
-    "num_key_value_heads": 2,
-    "d_model": 32,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_layers": 2,
-    "num_layers": 2,
-    "decoder_layers": 2,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "decoder_attention_heads": 4,
-    "ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "n_inner": 48,
-    "d_kv": 8,
-    "rotary_dim": 4,
-    "max_position_embeddings": 512,
-    "n_positions": 512,
-    "n_ctx": 512,
-    "sliding_window": 7,
-    "local_attention": 8,
-    "attention_window_size": 8,
-    "attention_chunk_size": 7,
-    "window_size": 7,
-    "initializer_range": 0.3,
-    "init_std": 0.3,
-    "embedding_size": 32,
-    "word_embed_proj_dim": 32,
-    "vocab_size_per_layer_input": SIZES["vocab_size"],
-    "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 0,
-    "laurel_rank": 8,
-    "query_pre_attn_scalar": 8,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_experts": 2,
-    "moe_k": 1,
-    "moe_topk": 1,
-    "ffn_hidden_size": 48,
-    "expert_ffn_hidden_size": 8,
-    "lru_width": 32,
-    "state_size": 8,
-    "ssm_state_size": 8,
-    "chunk_size": 8,
-    "time_step_rank": 4,
-    "kv_channels": 8,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "linear_num_heads": 2,
-    "linear_head_dim": 8,
-    "attention_hidden_size": 32,
-    "use_mamba_kernels": None,
-    "attn_layer_offset": 1,
-    "attn_layer_period": 2,
-    "attn_layer_indices": [1],
-    "head_dim": 8,
-    "global_head_dim": 8,
-    "is_decoder": True,
-}
+SMALL = (
+    SIZES
+    | TOKENS
+    | EXPERTS
+    | MAMBA
+    | DELTA
+    | LATENT
+    | INDEXER
+    | dict.fromkeys(("d_model", "n_embd", "embedding_size", "word_embed_proj_dim"), 32)
+    | dict.fromkeys(("lru_width", "attention_hidden_size"), 32)
+    | dict.fromkeys(("ffn_dim", "decoder_ffn_dim", "n_inner", "ffn_hidden_size"), 48)
+    | dict.fromkeys(("n_layer", "n_layers", "num_layers", "decoder_layers"), 2)
+    | dict.fromkeys(("n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4)
+    | dict.fromkeys(("mamba_num_heads", "time_step_rank", "rotary_dim"), 4)
+    | dict.fromkeys(("num_key_value_heads", "linear_num_heads", "moe_num_experts"), 2)
+    | dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 512)
+    | dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), 7)
+    | dict.fromkeys(("local_attention", "attention_window_size", "kv_channels"), 8)
+    | dict.fromkeys(("head_dim", "global_head_dim", "mamba_head_dim", "d_kv"), 8)
+    | dict.fromkeys(("linear_head_dim", "query_pre_attn_scalar", "laurel_rank"), 8)
+    | dict.fromkeys(("state_size", "ssm_state_size", "expert_ffn_hidden_size"), 8)
+    | dict.fromkeys(("initializer_range", "init_std"), 0.3)
+    | dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_k", "moe_topk"), 1)
+    | {
+        "vocab_size_per_layer_input": SIZES["vocab_size"],
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "chunk_size": 8,
+        "use_mamba_kernels": None,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "attn_layer_indices": [1],
+        "is_decoder": True,
+    }
+)
 # What a kind needs besides, or must not be given.
-OWN = {
-    "NemotronHConfig": {"layers_block_type": ["mamba", "attention"], "n_groups": 1},
-    "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
+OWN = dict(MODELS.values()) | {
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
-    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
-    "Llama4TextConfig": {
-        "intermediate_size_mlp": 16,
-        "no_rope_layers": [1, 0],
-        "layer_types": ["chunked_attention", "full_attention"],
-    },
-    "PhimoeConfig": {"input_jitter_noise": 0.0, "router_jitter_noise": 0.0},
-    "Qwen2MoeConfig": {"use_sliding_window": True, "max_window_layers": 1},
     "Qwen2Config": {"use_sliding_window": True, "max_window_layers": 1},
-    "Mamba2Config": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
 }
 KINDS = [
     ["linear_attention", "full_attention"],
@@ -174,7 +141,7 @@ def judge(kind):
             model = build(kind, layers)
             model.set_attn_implementation("eager")
             with float64_throughout():
-                known, loss, grad = by_rows_as_built(model, rows)
+                known, loss, grad = by_rows(model, rows, None)
             break
         except Exception as error:
             said.append(error)
@@ -198,16 +165,6 @@ def judge(kind):
     except Exception as error:
         return "wrong", words(error)
     return "equal", f"{worst:.0e}"
-
-
-def by_rows_as_built(model, rows):
-    """As `by_rows`, through the model's own eager attention."""
-    set_attention = model.set_attn_implementation
-    model.set_attn_implementation = lambda name: None
-    try:
-        return by_rows(model, rows)
-    finally:
-        model.set_attn_implementation = set_attention
 
 
 def words(error):

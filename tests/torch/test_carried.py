@@ -4,11 +4,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-import trajkit as tk
-from tests.torch.cases import SESSIONS, rows_of
-from tests.torch.test_equality import assert_equal, by_rows
+from tests.torch.cases import rows_of
+from tests.torch.test_equality import by_parts, by_rows, cut
 from tests.torch.tiny_models import (
-    CONFIGS,
     float64_throughout,
     gradients,
     make,
@@ -23,39 +21,6 @@ from trajkit.torch.attention import (
 )
 from trajkit.torch.models import carry_backward, carry_logprobs, edge_logprobs
 from trajkit.torch.packs import PackDataset, policy_loss
-
-
-def cut(rows, limit, **options):
-    packs = tk.pack(rows, limit, oversize="carry", columns=["advantage"], **options)
-    assert packs["prefix_pack"].null_count < len(packs)
-    return packs
-
-
-def by_parts(model, packs, **options):
-    """Logprobs by (row, position), the loss, and its gradients."""
-    dataset = PackDataset(packs)
-    known, total = {}, 0.0
-    for lines in dataset.parts():
-        parts = [dataset[line] for line in lines]
-        for pack, logprobs in zip(
-            parts, carry_logprobs(model, parts, **options), strict=True
-        ):
-            rows, positions = pack.edge_row.tolist(), pack.edge_position.tolist()
-            known |= dict(zip(zip(rows, positions, strict=True), logprobs, strict=True))
-        total = total + carry_backward(model, parts, policy_loss, **options)
-    return known, total, gradients(model)
-
-
-@pytest.mark.parametrize("case", SESSIONS)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_cut_trees_train_as_their_rows_in_float64(name, case):
-    rows = rows_of(case)
-    model = make(name)
-    with float64_throughout():
-        expected = by_rows(model, rows)
-        for limit, options in [(20, {}), (13, {"align": 13})]:
-            packs = cut(rows, limit, **options)
-            assert_equal(by_parts(model, packs, chunk_size=7), expected)
 
 
 # of the passes without gradients

@@ -8,9 +8,8 @@ import pytest
 import torch
 import transformers
 
-from tests.torch.cases import pack_of, packs_of, rows_of
-from tests.torch.test_equality import assert_equal, by_packs, by_rows
-from tests.torch.tiny_models import SIZES, float64_throughout, make
+from tests.torch.cases import pack_of
+from tests.torch.tiny_models import make
 from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.torch import models
 from trajkit.torch.attention import TreeAttention, tree_attention
@@ -32,73 +31,6 @@ def trials(monkeypatch):
     trial = models._trial
     monkeypatch.setattr(models, "_trial", lambda m: seen.append(m) or trial(m))
     return seen
-
-
-def random_model(config, dtype=torch.float64, **changes):
-    torch.manual_seed(1)
-    kind = getattr(transformers, config)
-    model = transformers.AutoModelForCausalLM.from_config(
-        kind(**SIZES | changes), attn_implementation="trajkit"
-    )
-    model.set_experts_implementation("eager")
-    with torch.no_grad():
-        # norms, biases and sinks that do something
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.rand_like(parameter) * 0.3)
-    return model.to(dtype).train()
-
-
-MOE = {"num_local_experts": 2, "num_experts_per_tok": 1}
-PHI = MOE | {"sliding_window": 5, "router_jitter_noise": 0.0}
-ALIKE = {
-    "a window only in the mask, PhiMoE": ("PhimoeConfig", PHI),
-    "a window only in the mask, Qwen2-MoE": (
-        "Qwen2MoeConfig",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "max_window_layers": 1,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "moe_intermediate_size": 8,
-            "shared_expert_intermediate_size": 8,
-        },
-    ),
-    "layers before the projection, ModernBERT": (
-        "ModernBertDecoderConfig",
-        {
-            "local_attention": 6,
-            "global_attn_every_n_layers": 2,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "cls_token_id": 3,
-            "sep_token_id": 4,
-            "pad_token_id": 0,
-        },
-    ),
-    "soft caps and a window, Gemma 2": (
-        "Gemma2Config",
-        {
-            "sliding_window": 6,
-            "attn_logit_softcapping": 0.5,
-            "final_logit_softcapping": 2.0,
-        },
-    ),
-    "scaled logits, Cohere": ("CohereConfig", {"logit_scale": 0.3}),
-    "scaled logits, Granite": ("GraniteConfig", {"logits_scaling": 3.0}),
-    "sinks and windows, gpt-oss": ("GptOssConfig", MOE | {"sliding_window": 6}),
-    "chunks, Llama 4": (
-        "Llama4TextConfig",
-        MOE
-        | {
-            "attention_chunk_size": 6,
-            "intermediate_size_mlp": 16,
-            "no_rope_layers": [1, 0],
-            "layer_types": ["chunked_attention", "full_attention"],
-        },
-    ),
-}
 
 
 @pytest.mark.parametrize("window", [5, 40, 100])
@@ -124,74 +56,59 @@ def test_the_trial_is_longer_than_the_longest_window(window):
     assert {(0, k) for k in range(1, lengths[0])} <= edges
 
 
-@pytest.mark.parametrize("kernel", ["masked", "trunk"])
-@pytest.mark.parametrize("case", ["tail_changed", "several_sessions"])
-@pytest.mark.parametrize("name", ALIKE)
-def test_what_models_do_beside_plain_attention_follows_the_tree(name, case, kernel):
-    config, changes = ALIKE[name]
-    model, rows = random_model(config, **changes), rows_of(case)
-    with float64_throughout():
-        found = by_packs(model, packs_of(rows), kernel=kernel)
-        assert_equal(found, by_rows(model, rows, "eager"), 1e-12, 1e-11)
+def around(module, forward):
+    """Give a module another forward, which gets the plain one first."""
+    plain = module.forward
+    module.forward = lambda *args, **kwargs: forward(plain, *args, **kwargs)
 
 
 # Each makes a model whose layers do something that only the trial can find.
 
 
 def mask_is_causal(model):
+    def forward(plain, hidden_states, *, tree=None, **kwargs):
+        if tree is not None:
+            tree = copy.copy(tree)
+            tree.tokens = tree.keys = tree.tokens.copy()
+            tree.tokens[1] = tree.tokens.shape[1]
+            tree._masks = {}
+        return plain(hidden_states, tree=tree, **kwargs)
+
     for layer in model.model.layers:
-        plain = layer.self_attn.forward
-
-        def forward(hidden_states, *, tree=None, plain=plain, **kwargs):
-            if tree is not None:
-                tree = copy.copy(tree)
-                tree.tokens = tree.keys = tree.tokens.copy()
-                tree.tokens[1] = tree.tokens.shape[1]
-                tree._masks = {}
-            return plain(hidden_states, tree=tree, **kwargs)
-
-        layer.self_attn.forward = forward
+        around(layer.self_attn, forward)
 
 
 def mlp_looks_back(model):
-    mlp = model.model.layers[1].mlp
-    plain = mlp.forward
-    mlp.forward = lambda x: plain(x + 0.3 * x.roll(1, 1))
+    around(model.model.layers[1].mlp, lambda plain, x: plain(x + 0.3 * x.roll(1, 1)))
 
 
 def norm_over_the_pack(model):
-    norm = model.model.norm
-    plain = norm.forward
-    norm.forward = lambda x: plain(x - x.cumsum(1) / x.shape[1])
+    around(model.model.norm, lambda plain, x: plain(x - x.cumsum(1) / x.shape[1]))
 
 
 def positions_are_ignored(model):
-    rotary = model.model.rotary_emb
-    plain = rotary.forward
-    rotary.forward = lambda x, position_ids: plain(
-        x, torch.arange(x.shape[1])[None].expand_as(position_ids)
-    )
+    def forward(plain, x, position_ids):
+        return plain(x, torch.arange(x.shape[1])[None].expand_as(position_ids))
+
+    around(model.model.rotary_emb, forward)
 
 
 def window_in_the_layer(model):
     """In eager attention alone, as where it is written into a layer's own code."""
+
+    def forward(plain, hidden_states, attention_mask=None, **kwargs):
+        if isinstance(attention_mask, torch.Tensor):
+            n = attention_mask.shape[-1]
+            far = torch.ones(n, n, dtype=torch.bool).tril(-4)
+            attention_mask = attention_mask.masked_fill(far, -1e9)
+        return plain(hidden_states, attention_mask=attention_mask, **kwargs)
+
     for layer in model.model.layers:
-        plain = layer.self_attn.forward
-
-        def forward(hidden_states, attention_mask=None, plain=plain, **kwargs):
-            if isinstance(attention_mask, torch.Tensor):
-                n = attention_mask.shape[-1]
-                far = torch.ones(n, n, dtype=torch.bool).tril(-4)
-                attention_mask = attention_mask.masked_fill(far, -1e9)
-            return plain(hidden_states, attention_mask=attention_mask, **kwargs)
-
-        layer.self_attn.forward = forward
+        around(layer.self_attn, forward)
 
 
 def head_looks_back(model):
-    head = model.lm_head
-    plain = head.forward
-    head.forward = lambda x: plain(x + 0.3 * x.roll(1, -2))
+    around(model.lm_head, lambda plain, x: plain(x + 0.3 * x.roll(1, -2)))
 
 
 WRONG = [
@@ -248,37 +165,34 @@ def test_one_model_of_a_kind_is_tried(trials):
         check_model(model, check="sometimes")
 
 
+def bound_argument(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = functools.partial(type(mlp).forward, None)
+
+
 CHANGES = {
-    "a layer's forward": lambda model, patch: patch.setattr(
+    "a layer's forward": lambda model: setattr(
         model.model.layers[0].mlp, "forward", lambda x: x
     ),
-    "a bound argument": lambda model, patch: patch.setattr(
-        model.model.layers[0].mlp,
-        "forward",
-        functools.partial(type(model.model.layers[0].mlp).forward, None),
-    ),
-    "a setting of a layer": lambda model, patch: patch.setattr(
+    "a bound argument": bound_argument,
+    "a setting of a layer": lambda model: setattr(
         model.model.layers[0].self_attn, "scaling", 0.5
     ),
-    "another layer": lambda model, patch: model.model.layers.append(
-        torch.nn.Identity()
-    ),
-    "a hook": lambda model, patch: model.model.norm.register_forward_hook(
+    "another layer": lambda model: model.model.layers.append(torch.nn.Identity()),
+    "a hook": lambda model: model.model.norm.register_forward_hook(
         lambda module, args, output: output
     ),
-    "the configuration": lambda model, patch: setattr(
-        model.config, "rms_norm_eps", 0.1
-    ),
-    "the mode": lambda model, patch: model.eval(),
-    "the dtype": lambda model, patch: model.float(),
+    "the configuration": lambda model: setattr(model.config, "rms_norm_eps", 0.1),
+    "the mode": lambda model: model.eval(),
+    "the dtype": lambda model: model.float(),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_changed_model_is_tried_again(what, monkeypatch, trials):
+def test_a_changed_model_is_tried_again(what, trials):
     model = make("llama")
     check_model(model)
-    CHANGES[what](model, monkeypatch)
+    CHANGES[what](model)
     with contextlib.suppress(UnsupportedModelError):
         check_model(model)
     assert len(trials) == 2
@@ -336,9 +250,8 @@ def test_checkpointed_and_compiled_models_are_tried():
 
 
 def dropped_in_code(model):
-    mlp = model.model.layers[0].mlp
-    plain = mlp.forward
-    mlp.forward = lambda x: torch.nn.functional.dropout(plain(x), 0.1, mlp.training)
+    mlp, dropout = model.model.layers[0].mlp, torch.nn.functional.dropout
+    around(mlp, lambda plain, x: dropout(plain(x), 0.1, mlp.training))
 
 
 def dropout_attribute(model):
@@ -346,9 +259,8 @@ def dropout_attribute(model):
 
 
 def dropout_module(model):
-    model.model.layers[0].mlp.down_proj = torch.nn.Sequential(
-        model.model.layers[0].mlp.down_proj, torch.nn.Dropout(0.5)
-    )
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(0.5))
 
 
 def noise_attribute(model):
@@ -380,71 +292,77 @@ def test_wrappers_are_refused_with_the_cure(wrap):
         edge_logprobs(wrap(make("llama")), pack_of())
 
 
-def test_a_model_that_cannot_run_on_a_pack_says_why():
+def only_rows(model):
+    def forward(plain, x):
+        if x.shape[1] >= 45:
+            raise RuntimeError("no packs, please")
+        return plain(x)
+
+    around(model.model.layers[0].mlp, forward)
+
+
+def own_mask(model):
+    def forward(plain, hidden_states, attention_mask=None, **kwargs):
+        return plain(hidden_states, attention_mask=torch.zeros(1, 1, 2, 2), **kwargs)
+
+    around(model.model.layers[0].self_attn, forward)
+
+
+def config_sees_what_follows(model):
+    model.config.is_causal = False
+
+
+def layer_sees_what_follows(model):
+    model.model.layers[0].self_attn.is_causal = False
+
+
+def attention(name):
+    return lambda model: setattr(model.config, "_attn_implementation", name)
+
+
+def mixer(kind):
+    layer = type(kind, (torch.nn.Identity,), {})
+    return lambda model: setattr(model.model.layers[1], "mixer", layer())
+
+
+def head(name):
+    return lambda model: model.model.add_module(name, torch.nn.Linear(2, 2))
+
+
+CANNOT = r"cannot run on a pack: "
+REFUSED = [
+    (only_rows, rf"LlamaAttention\) {CANNOT}RuntimeError: no packs"),
+    (own_mask, rf"{CANNOT}LayoutError: .* attention mask \(Tensor\) and a tree"),
+    (config_sees_what_follows, "attend those after them"),
+    (layer_sees_what_follows, "LlamaAttention attends in both directions"),
+    *(
+        (attention(name), rf"runs attention {name!r}, .* model.set_attn_implementation")
+        for name in ("flash_attention_2", "flash_attention_3", "sdpa", "eager", None)
+    ),
+    *(
+        (mixer(kind), rf"layers.1.mixer \({kind}\) mixes tokens along the pack")
+        for kind in ("Mamba2Mixer", "GatedDeltaNet", "SSM", "RgLru")
+    ),
+    *(
+        (head(name), rf"model.{name} \(Linear\) predicts several tokens ahead")
+        for name in ("mtp", "nextn", "mtp_layers")
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "pattern"), REFUSED)
+def test_models_that_cannot_follow_a_tree_are_refused(change, pattern):
     model = make("llama")
-
-    def forward(x):
-        raise RuntimeError("no packs, please")
-
-    def only_rows(x, plain=model.model.layers[0].mlp.forward):
-        return plain(x) if x.shape[1] < 45 else forward(x)
-
-    model.model.layers[0].mlp.forward = only_rows
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"LlamaAttention\) cannot run on a pack: RuntimeError: no packs",
-    ):
-        check_model(model)
-
-
-def test_a_mask_that_the_model_builds_by_itself_is_refused():
-    model = make("llama")
-    layer = model.model.layers[0].self_attn
-    plain = layer.forward
-    layer.forward = lambda hidden_states, attention_mask=None, **kwargs: plain(
-        hidden_states, attention_mask=torch.zeros(1, 1, 2, 2), **kwargs
-    )
-    pattern = (
-        r"cannot run on a pack: LayoutError: .* attention mask \(Tensor\) and a tree"
-    )
-    with pytest.raises(UnsupportedModelError, match=pattern):
-        check_model(model)
-
-
-def test_attention_to_later_tokens_is_refused():
-    model = make("llama", is_causal=False)
-    with pytest.raises(UnsupportedModelError, match="attend those after them"):
-        check_model(model)
+    change(model)
+    for use in (check_model, lambda model: model_inputs(model, pack_of())):
+        with pytest.raises(UnsupportedModelError, match=pattern):
+            use(model)
 
 
 def test_a_model_without_a_tree_is_refused():
     pack, model = pack_of(), make("llama")
     with pytest.raises(LayoutError, match="LlamaAttention got no tree: call the model"):
         model(input_ids=pack.input_ids[None], position_ids=pack.position_ids[None])
-
-
-def refused(model, pattern):
-    with pytest.raises(UnsupportedModelError, match=pattern):
-        check_model(model)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["flash_attention_2", "flash_attention_3", "sdpa", "eager", "flex_attention", None],
-)
-def test_other_attention_is_refused(name):
-    model = make("llama")
-    model.config._attn_implementation = name
-    refused(model, rf"runs attention {name!r}, .* model.set_attn_implementation\(")
-    with pytest.raises(UnsupportedModelError):
-        model_inputs(model, pack_of())
-
-
-@pytest.mark.parametrize("kind", ["Mamba2Mixer", "GatedDeltaNet", "SSM", "RgLru"])
-def test_modules_that_mix_tokens_along_the_pack_are_refused(kind):
-    model = make("llama")
-    model.model.layers[1].mixer = type(kind, (torch.nn.Identity,), {})()
-    refused(model, rf"model.layers.1.mixer \({kind}\) mixes tokens along the pack")
 
 
 def test_models_that_do_not_hand_down_the_tree_are_refused():
@@ -454,14 +372,8 @@ def test_models_that_do_not_hand_down_the_tree_are_refused():
     with torch.device("meta"):
         model = transformers.BloomForCausalLM(config)
     model.config._attn_implementation = "trajkit"
-    refused(model, "does not hand keyword arguments to its attention layers")
-
-
-@pytest.mark.parametrize("name", ["mtp", "nextn", "mtp_layers"])
-def test_heads_that_predict_several_tokens_are_refused(name):
-    model = make("llama")
-    model.model.add_module(name, torch.nn.Linear(2, 2))
-    refused(model, rf"model.{name} \(Linear\) predicts several tokens ahead")
+    with pytest.raises(UnsupportedModelError, match="does not hand keyword arguments"):
+        check_model(model)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -479,6 +391,12 @@ def test_rope_of_the_longest_position_is_refused_where_it_changes(kind, nested):
         model_inputs(model, pack)
 
 
+def attend(pack, kernel="masked", batch=1, n=None, mask=None, **options):
+    x = torch.zeros(batch, 2, n or len(pack.input_ids), 8)
+    tree = TreeAttention(pack, "cpu", kernel)
+    return tree_attention(torch.nn.Identity(), x, x, x, mask, tree=tree, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
@@ -489,25 +407,18 @@ def test_rope_of_the_longest_position_is_refused_where_it_changes(kind, nested):
 )
 @pytest.mark.parametrize("kernel", ["masked", "trunk"])
 def test_what_attention_cannot_do_is_refused(options, pattern, kernel):
-    pack = pack_of()
-    tree = TreeAttention(pack, "cpu", kernel)
-    x = torch.zeros(1, 2, len(pack.input_ids), 8)
     with pytest.raises(UnsupportedModelError, match=pattern):
-        tree_attention(torch.nn.Identity(), x, x, x, None, tree=tree, **options)
+        attend(pack_of(), kernel, **options)
 
 
-def test_a_tree_fits_one_pack_only():
-    pack, other = pack_of(), pack_of("nemo")
-    tree = TreeAttention(other, "cpu")
-    n = len(pack.input_ids)
-    x = torch.zeros(1, 2, n, 8)
-    with pytest.raises(
-        LayoutError, match=f"for a pack of {len(other.input_ids)} tokens"
-    ):
-        tree_attention(torch.nn.Identity(), x, x, x, None, tree=tree)
-    mine = TreeAttention(pack, "cpu")
-    two = torch.zeros(2, 2, n, 8)
-    with pytest.raises(LayoutError, match="pass one pack a call"):
-        tree_attention(torch.nn.Identity(), two, two, two, None, tree=mine)
-    with pytest.raises(LayoutError, match=r"an attention mask \(Tensor\) and a tree"):
-        tree_attention(torch.nn.Identity(), x, x, x, x, tree=mine)
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        ({"n": 3}, r"for a pack of \d+ tokens"),
+        ({"batch": 2}, "pass one pack a call"),
+        ({"mask": torch.zeros(1)}, r"an attention mask \(Tensor\) and a tree"),
+    ],
+)
+def test_a_tree_is_for_one_pack(given, pattern):
+    with pytest.raises(LayoutError, match=pattern):
+        attend(pack_of(), **given)

@@ -16,8 +16,7 @@ import trajkit as tk
 from tests.torch.cases import talk
 from tests.torch.test_checks import mask_is_causal
 from tests.torch.test_equality import assert_equal, by_packs
-from tests.torch.test_states import DELTA, EXPERTS, LATENT, MAMBA, TOKENS
-from tests.torch.tiny_models import SIZES, float64_throughout
+from tests.torch.tiny_models import float64_throughout, make
 from trajkit.torch import models
 from trajkit.torch.attention import LayerMask, TreeAttention, tree_attention
 from trajkit.torch.models import check_model, edge_logprobs
@@ -30,41 +29,23 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
 ]
 
-LONG = {"max_position_embeddings": 4096}
 # The least head that FlexAttention takes on CUDA has 16 numbers.
-WIDE = SIZES | {"hidden_size": 64, "head_dim": 16} | LONG
-MOE = {"num_local_experts": 2, "num_experts_per_tok": 1}
+WIDE = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 4096}
+WINDOW = {"sliding_window": 70}
 KINDS = {
-    "Llama": ("LlamaConfig", {}),
-    "Qwen 3": ("Qwen3Config", {}),
-    "a window, Mistral": ("MistralConfig", {"sliding_window": 70}),
-    "soft caps, Gemma 2": (
-        "Gemma2Config",
-        {"sliding_window": 70, "attn_logit_softcapping": 0.5},
-    ),
-    "sinks, gpt-oss": ("GptOssConfig", MOE | {"sliding_window": 70}),
-    "chunks, Llama 4": (
-        "Llama4TextConfig",
-        MOE
-        | {
-            "attention_chunk_size": 70,
-            "intermediate_size_mlp": 16,
-            "no_rope_layers": [1, 0],
-            "layer_types": ["chunked_attention", "full_attention"],
-        },
-    ),
-    "states, Qwen 3.5": ("Qwen3_5TextConfig", DELTA),
-    "states, Granite": (
-        "GraniteMoeHybridConfig",
-        MAMBA | EXPERTS | {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8},
-    ),
-    "latent keys, DeepSeek": (
-        "DeepseekV3Config",
-        EXPERTS
-        | TOKENS
-        | LATENT
-        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
-    ),
+    "llama": {},
+    "qwen3": {},
+    "mistral": WINDOW,
+    "Gemma 2, soft caps and a window": WINDOW | {"final_logit_softcapping": 30.0},
+    "gpt-oss, sinks and a window": WINDOW,
+    "Llama 4, chunks": {"attention_chunk_size": 70},
+    "Qwen3.5": {},
+    "Granite hybrid": {"mamba_n_heads": 8},
+    "DeepSeek-V3": {
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    },
 }
 
 
@@ -141,21 +122,13 @@ def test_attention_is_that_of_a_dense_mask_in_float64(shape, name, kernel):
 
 
 def model_of(name):
-    torch.manual_seed(0)
-    config, changes = KINDS[name]
-    model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, config)(**WIDE | changes),
-        attn_implementation="trajkit",
-        experts_implementation="eager",
-    )
-    return model.double().train()
+    return make(name, **WIDE | KINDS[name])
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_trains_as_on_the_cpu(name):
-    if name.startswith("states") and Version(transformers.__version__) < Version(
-        "5.24"
-    ):
+    old = Version(transformers.__version__) < Version("5.24")
+    if old and name in ("Qwen3.5", "Granite hybrid"):
         pytest.skip("their layers follow trees with newer transformers")
     model = model_of(name)
     other = copy.deepcopy(model).float().to(DEVICE)
@@ -171,7 +144,7 @@ def test_a_model_trains_as_on_the_cpu(name):
 
 
 def test_a_tree_that_was_cut_trains_as_a_whole_one():
-    model = model_of("Qwen 3").float().to(DEVICE)
+    model = model_of("qwen3").float().to(DEVICE)
     whole = by_packs(model, packs("tail_changed"))
     parts = packs("tail_changed", cut=True)
     assert len(parts) > 1
@@ -179,7 +152,7 @@ def test_a_tree_that_was_cut_trains_as_a_whole_one():
 
 
 def test_activations_that_are_computed_again_attend_the_same_tree():
-    model = model_of("a window, Mistral").float().to(DEVICE)
+    model = model_of("mistral").float().to(DEVICE)
     table = packs("head_dropped")
     expected = by_packs(model, table)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -187,7 +160,7 @@ def test_activations_that_are_computed_again_attend_the_same_tree():
 
 
 def test_the_trial_leaves_random_states_and_precision_alone():
-    model = model_of("Llama").float().to(DEVICE)
+    model = model_of("llama").float().to(DEVICE)
     torch.cuda.manual_seed(3)
     before = torch.cuda.get_rng_state()
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -197,7 +170,7 @@ def test_the_trial_leaves_random_states_and_precision_alone():
 
 
 def test_bfloat16_passes_the_trial_and_a_causal_mask_does_not():
-    model = model_of("Qwen 3").to(DEVICE, torch.bfloat16)
+    model = model_of("qwen3").to(DEVICE, torch.bfloat16)
     check_model(model)
     mask_is_causal(model)
     with pytest.raises(tk.errors.UnsupportedModelError, match="logprobs"):
@@ -205,7 +178,7 @@ def test_bfloat16_passes_the_trial_and_a_causal_mask_does_not():
 
 
 def test_packs_of_new_lengths_need_no_new_kernels():
-    model = model_of("Llama").float().to(DEVICE)
+    model = model_of("llama").float().to(DEVICE)
     counters = torch._dynamo.utils.counters
     counters.clear()
     lengths = set()
@@ -231,3 +204,10 @@ def test_more_kinds_of_layers_than_torch_compiles_by_default():
         found, _ = tree_attention(torch.nn.Identity(), q, k, v, mask, tree=tree)
         expected, _ = tree_attention(torch.nn.Identity(), *given, mask, tree=dense)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tensors_are_ids_and_logprobs():
+    call = {"prompt_ids": [1, 2], "output_ids": [3], "output_logprobs": [-0.5]}
+    given = {name: torch.tensor(each, device=DEVICE) for name, each in call.items()}
+    found = tk.from_records([{**given, "session_id": "a"}])
+    assert found == tk.from_records([{**call, "session_id": "a"}])

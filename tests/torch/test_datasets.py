@@ -1,11 +1,10 @@
-"""Datasets give what is in the tables, and padded rows say where they are padded."""
+"""Datasets give what is in the tables; tensors are taken as ids and logprobs."""
 
 import pyarrow as pa
 import pytest
 import torch
 
 import trajkit as tk
-from benchmarks import train
 from tests.torch.cases import pack_of, packs_of, rows_of
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.torch.packs import Pack, PackDataset
@@ -92,10 +91,34 @@ def test_items_come_with_the_ids_of_the_engine():
     assert not dataset.empty_pack().mm_items
 
 
-def test_packs_that_the_benchmark_stored_come_back(tmp_path):
-    pack = pack_of("tail_changed")
-    train.save(tmp_path / "packs.npz", {"case": pack})
-    (found,) = train.load(tmp_path / "packs.npz").values()
-    assert found.columns.keys() == {"advantage"}
-    for name in train.TENSORS:
-        assert torch.equal(getattr(found, name), getattr(pack, name))
+CALL = {"prompt_ids": [1, 2], "output_ids": [3, 4], "output_logprobs": [-0.5, -0.25]}
+
+
+def test_tensors_are_ids_and_logprobs():
+    call = {name: torch.tensor(values) for name, values in CALL.items()}
+    logprobs = call["output_logprobs"].to(torch.bfloat16).requires_grad_()
+    expected = tk.from_records([{**CALL, "session_id": "a"}])
+    for given in (call, {**call, "output_logprobs": logprobs}):
+        assert tk.from_records([{**given, "session_id": "a"}]) == expected
+        recorder = tk.Recorder()
+        recorder.record("a", **given)
+        assert recorder.rows("a", "faithful") == tk.linearize(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("prompt_ids", torch.ones(2).bfloat16(), "is of float32"),
+        *(
+            (name, torch.ones(2, device="meta"), "is a Tensor that cannot be copied")
+            for name in ("prompt_ids", "output_logprobs")
+        ),
+    ],
+)
+def test_tensors_that_are_no_ids_or_logprobs_are_refused(name, value, said):
+    call = {**CALL, name: value}
+    match = f"session 'a', turn 0: {name} {said}"
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.from_records([{**call, "session_id": "a"}])
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.Recorder().record("a", **call)

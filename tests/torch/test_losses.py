@@ -237,18 +237,6 @@ def test_logprobs_are_those_of_all_logits(case, chunk_size):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
 
 
-def test_without_edges_all_weights_get_zero_gradients():
-    pack = pack_of("clean")
-    nothing = torch.zeros(0, dtype=torch.int64)
-    pack = replace(pack, edge_source=nothing, edge_target=nothing)
-    hidden, weight = (x.requires_grad_() for x in hidden_states(pack))
-    found = gather_logprobs(hidden, lambda x: x @ weight.T, pack)
-    assert found.shape == (0,)
-    found.sum().backward()
-    assert not hidden.grad.any()
-    assert not weight.grad.any()
-
-
 def test_padding_is_not_the_token_without_an_embedding():
     model = make("llama", pad_token_id=0, head_dim=8)
     model.model.embed_tokens.padding_idx = 0

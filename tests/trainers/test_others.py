@@ -6,51 +6,34 @@ replaced before the import.
 """
 
 import sys
-from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 import trajkit as tk
-from tests.trainers.steps import (
-    FORKED,
-    REWARDS,
+from tests.trainers.models import (
     assert_close,
-    calls,
     gradient,
-    missing,
     reference,
     row_logprobs,
-    rows_of,
     tiny_model,
-    token_mean,
 )
+from tests.trainers.steps import FORKED, REWARDS, calls, missing, rows_of, token_mean
 from trajkit.export import openrlhf, tinker, verl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-MICRO_BATCHES = pytest.mark.parametrize("micro_batches", [1, 2, 11])
-
-
-def parts(values, n):
-    """Cut into n lists of neighbours, as even as can be."""
-    bounds = [len(values) * k // n for k in range(n + 1)]
-    return [values[a:b] for a, b in pairwise(bounds)]
-
 
 def response_logprobs(model, ids, width, start):
     """The logprobs of the tokens from ``start``, padded right."""
-    import torch
-
     own = row_logprobs(model, ids)[start:]
     return torch.cat([own, own.new_zeros(width - len(own))])
 
 
-@MICRO_BATCHES
-def test_verl_takes_the_mean_over_trained_tokens(micro_batches):
+def test_verl_takes_the_mean_over_trained_tokens():
     """Its trainer v1 computes advantages over rollouts, its ``agg_loss`` counts tokens."""
-    missing("torch", "verl", "verl.trainer.ppo.v1.utils")
-    import torch
+    missing("verl", "verl.trainer.ppo.v1.utils")
     from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
@@ -66,53 +49,46 @@ def test_verl_takes_the_mean_over_trained_tokens(micro_batches):
         data, keys, AdvantageEstimator.GRPO, norm_adv_by_std_in_grpo=False
     )
     model, mask = tiny_model(), data.batch["response_mask"]
-    total = 0.0
-    for lines in parts([*enumerate(rows.to_pylist())], micro_batches):
-        own = torch.tensor([line for line, _ in lines])
-        new = torch.stack(
-            [
-                response_logprobs(model, row["input_ids"], 8, row["prompt_length"])
-                for _, row in lines
-            ]
-        )
-        ratio = torch.exp(new - data.batch["rollout_log_probs"][own])
-        total = total + agg_loss(
-            -data.batch["advantages"][own] * ratio,
-            mask[own],
-            loss_agg_mode="token-mean",
-            batch_num_tokens=int(mask.sum()),
-        )
+    new = torch.stack(
+        [
+            response_logprobs(model, row["input_ids"], 8, row["prompt_length"])
+            for row in rows.to_pylist()
+        ]
+    )
+    ratio = torch.exp(new - data.batch["rollout_log_probs"])
+    total = agg_loss(
+        -data.batch["advantages"] * ratio,
+        mask,
+        loss_agg_mode="token-mean",
+        batch_num_tokens=int(mask.sum()),
+    )
     due = reference(model, token_mean(rows), reduce="sum").total
-    assert_close(total.detach(), due.detach())
+    assert_close(total, due)
     assert_close(gradient(model, total), gradient(model, due))
 
 
-@MICRO_BATCHES
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-def test_tinker_sums_over_rollouts(reduce, micro_batches):
+def test_tinker_sums_over_rollouts(reduce):
     """Its importance sampling: the sum over targets of -advantage * ratio."""
-    missing("torch", "tinker")
-    import torch
+    missing("tinker")
 
     rows = rows_of(FORKED)
     if reduce == "sum":
         rows = tk.add_weights(rows, "rollout")
     model, total = tiny_model(), 0.0
-    datums = tinker.datums(rows, reduce=reduce)
-    for some in parts(datums, micro_batches):
-        for datum in some:
-            given = {k: v.to_torch() for k, v in datum.loss_fn_inputs.items()}
-            ids = [*datum.model_input.to_ints(), int(given["target_tokens"][-1])]
-            ratio = torch.exp(row_logprobs(model, ids)[1:] - given["logprobs"])
-            total = total - (given["advantages"] * ratio).sum()
+    for datum in tinker.datums(rows, reduce=reduce):
+        given = {k: v.to_torch() for k, v in datum.loss_fn_inputs.items()}
+        ids = [*datum.model_input.to_ints(), int(given["target_tokens"][-1])]
+        ratio = torch.exp(row_logprobs(model, ids)[1:] - given["logprobs"])
+        total = total - (given["advantages"] * ratio).sum()
     due = reference(model, rows, reduce=reduce).rl_sum
-    assert_close(total.detach(), due.detach())
+    assert_close(total, due)
     assert_close(gradient(model, total), gradient(model, due))
 
 
 def test_tinkers_cookbook_makes_the_same_data_and_advantages():
     """From the same calls, by its own merge and baselines."""
-    missing("torch", "tinker", "tinker_cookbook.rl.data_processing")
+    missing("tinker", "tinker_cookbook.rl.data_processing")
     import tinker as sdk
     from tinker_cookbook.completers import TokensWithLogprobs
     from tinker_cookbook.rl import data_processing
@@ -167,7 +143,7 @@ class Absent(ModuleType):
 def openrlhf_code(monkeypatch):
     """OpenRLHF's modules, with what they import for engines replaced."""
     # transformers looks for deepspeed while it is imported
-    missing("torch", "transformers", "ray", "openrlhf")
+    missing("transformers", "ray", "openrlhf")
     for name in (
         "deepspeed",
         "vllm",
@@ -185,9 +161,7 @@ def openrlhf_code(monkeypatch):
     return samples_generator, experience_maker, PolicyLoss
 
 
-@MICRO_BATCHES
-def test_openrlhf_takes_the_mean_over_trained_tokens(openrlhf_code, micro_batches):
-    import torch
+def test_openrlhf_takes_the_mean_over_trained_tokens(openrlhf_code):
 
     samples_generator, experience_maker, policy_loss = openrlhf_code
     rows = rows_of(dict.fromkeys(REWARDS, 1))
@@ -221,17 +195,15 @@ def test_openrlhf_takes_the_mean_over_trained_tokens(openrlhf_code, micro_batche
     tokens = float(sum(one.action_mask.sum() for one in experiences))
     loss = policy_loss(clip_eps_low=1.0, clip_eps_high=1e9)
     total = 0.0
-    for some in parts(experiences, min(micro_batches, 4)):
-        for one in some:
-            new = row_logprobs(model, one.sequences[0].tolist())[None, 1:]
-            found = loss(
-                new,
-                one.rollout_log_probs,
-                one.advantages,
-                action_mask=one.action_mask,
-                batch_num_tokens=tokens,
-            )
-            total = total + found[0]
+    for one in experiences:
+        found = loss(
+            row_logprobs(model, one.sequences[0].tolist())[None, 1:],
+            one.rollout_log_probs,
+            one.advantages,
+            action_mask=one.action_mask,
+            batch_num_tokens=tokens,
+        )
+        total = total + found[0]
     due = reference(model, token_mean(rows), reduce="sum").total
-    assert_close(total.detach(), due.detach())
+    assert_close(total, due)
     assert_close(gradient(model, total), gradient(model, due))

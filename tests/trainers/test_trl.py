@@ -1,25 +1,26 @@
 """A step of TRL's own trainers (1.16.0) over exported rows."""
 
 import queue
-from types import SimpleNamespace
+from unittest.mock import Mock
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+import torch
+from torch.nn.utils import parameters_to_vector
 
 import trajkit as tk
-from tests.trainers.steps import (
-    FORKED,
-    REWARDS,
+from benchmarks import installed_peers
+from tests.torch.test_varlen import flash_attn_varlen_func
+from tests.trainers.models import (
     assert_close,
     gradient,
-    missing,
-    parameters,
     reference,
-    rows_of,
+    row_logprobs,
     tiny_model,
-    token_mean,
     tokenizer,
 )
+from tests.trainers.steps import FORKED, REWARDS, missing, rows_of, token_mean
 from trajkit.export import sft, trl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,7 +55,7 @@ def logged_loss(trainer):
 @pytest.fixture
 def async_trainer(monkeypatch, tmp_path):
     """Makes an AsyncGRPOTrainer that trains the samples in a step."""
-    missing("torch", "trl.experimental.async_grpo")
+    missing("trl.experimental.async_grpo")
     from trl.experimental.async_grpo import (
         AsyncGRPOConfig,
         AsyncGRPOTrainer,
@@ -62,13 +63,8 @@ def async_trainer(monkeypatch, tmp_path):
         packing,
     )
 
-    from tests.torch.test_varlen import flash_attn_varlen_func
-
-    monkeypatch.setattr(
-        packing,
-        "_flash_attn",
-        lambda: SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func),
-    )
+    kernels = Mock(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setattr(packing, "_flash_attn", lambda: kernels)
     # asked of the GPU's name
     monkeypatch.setattr(
         async_grpo_trainer, "get_peak_flops_per_device", lambda device, dtype: None
@@ -81,21 +77,8 @@ def async_trainer(monkeypatch, tmp_path):
         buffer = queue.Queue()
         for sample in [*samples, *samples]:  # the loader reads a batch ahead
             buffer.put(sample)
-        worker = SimpleNamespace(
-            rollout_buffer=buffer,
-            metrics_queue=queue.Queue(),
-            start=lambda: None,
-            stop=lambda: None,
-            update_model_version=lambda version: None,
-            check_health=lambda stale_after_s: pytest.fail("the queue is empty"),
-        )
-        weights = SimpleNamespace(
-            init_weight_transfer=lambda: None,
-            destroy=lambda: None,
-            send_weights=lambda *args, **options: None,
-            pause=lambda: None,
-            resume=lambda: None,
-        )
+        worker = Mock(rollout_buffer=buffer, metrics_queue=queue.Queue())
+        worker.check_health.side_effect = AssertionError("the queue is empty")
         kind = AsyncGRPOTrainer if wrapped is None else wrapped(AsyncGRPOTrainer)
         arguments = config(
             AsyncGRPOConfig,
@@ -114,7 +97,7 @@ def async_trainer(monkeypatch, tmp_path):
             reward_funcs=[lambda **_: []],
             processing_class=tokenizer(),
             rollout_worker=worker,
-            weight_transfer=weights,
+            weight_transfer=Mock(),
         )
 
     return make
@@ -122,9 +105,10 @@ def async_trainer(monkeypatch, tmp_path):
 
 def trained(trainer):
     """The loss of the step, and by how much it moved the weights."""
-    before = parameters(trainer.model)
+    before = parameters_to_vector(trainer.model.parameters())
     trainer.train()
-    return logged_loss(trainer), before - parameters(trainer.model)
+    after = parameters_to_vector(trainer.model.parameters())
+    return logged_loss(trainer), (before - after).detach()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 11])
@@ -148,7 +132,7 @@ def test_async_grpo_trains_rollouts_alike_in_any_number_of_micro_batches(
     model = tiny_model()
     due = reference(model, rows)
     assert due.rl_count == len(REWARDS)
-    assert_close(loss, due.total.detach())
+    assert_close(loss, due.total)
     assert_close(moved, gradient(model, due.total))
 
 
@@ -157,15 +141,14 @@ def test_async_grpo_without_weights_counts_tokens_of_a_micro_batch_alike(async_t
     loss, moved = trained(async_trainer(trl.rollout_samples(rows), 1))
     model = tiny_model()
     due = reference(model, token_mean(rows), reduce="sum").total
-    assert_close(loss, due.detach())
+    assert_close(loss, due)
     assert_close(moved, gradient(model, due))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_grpo_takes_recorded_rollouts(tmp_path, micro_batches):
     """Its ratio is to its own logprobs: without vLLM it does not read the recorded ones."""
-    missing("torch", "trl")
-    import torch
+    missing("trl")
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -193,30 +176,23 @@ def test_grpo_takes_recorded_rollouts(tmp_path, micro_batches):
     )
     loss, moved = trained(trainer)
     model = tiny_model()
-    flat = [each.detach() for each in own_logprobs(model, rows)]
-    current = rows_with_logprobs(rows, flat)
+    current = rows_of_model(rows, model)
     due = reference(model, token_mean(current), reduce="sum").total
     assert_close(moved, gradient(model, due))
     assert loss == pytest.approx(float(due), abs=1e-4)
     assert torch.isfinite(moved).all()
 
 
-def own_logprobs(model, rows):
-    from tests.trainers.steps import row_logprobs
-
-    return [row_logprobs(model, ids) for ids in rows["input_ids"].to_pylist()]
-
-
-def rows_with_logprobs(rows, logprobs):
+def rows_of_model(rows, model):
     """The rows as if the model itself had sampled them."""
-    import pyarrow as pa
-
     values = [
         [
             float(value) if trained else None
-            for value, trained in zip(each, mask, strict=True)
+            for value, trained in zip(row_logprobs(model, ids), mask, strict=True)
         ]
-        for each, mask in zip(logprobs, rows["loss_mask"].to_pylist(), strict=True)
+        for ids, mask in zip(
+            rows["input_ids"].to_pylist(), rows["loss_mask"].to_pylist(), strict=True
+        )
     ]
     at = rows.column_names.index("logprobs")
     field = rows.schema.field(at)
@@ -225,8 +201,7 @@ def rows_with_logprobs(rows, logprobs):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_sft_takes_the_mean_over_trained_tokens(tmp_path, packing):
-    missing("torch", "trl")
-    import pyarrow as pa
+    missing("trl")
     from trl import SFTConfig, SFTTrainer
 
     rows = rows_of(FORKED)
@@ -253,13 +228,13 @@ def test_sft_takes_the_mean_over_trained_tokens(tmp_path, packing):
         model, rows.append_column("observation_weight", pa.array(weights))
     )
     due = learned.observation_sum / learned.observation_count
-    assert_close(loss, due.detach(), 1e-3)
+    assert_close(loss, due, 1e-3)
     assert_close(moved, gradient(model, due), 1e-3)
 
 
 def test_sft_drops_rows_beyond_its_default_length(tmp_path):
     """What the export warns of: rows are cut at 1024, and those without a label vanish."""
-    missing("torch", "trl")
+    missing("trl")
     from trl import SFTConfig, SFTTrainer
 
     turns = tk.from_records(
@@ -276,3 +251,21 @@ def test_sft_drops_rows_beyond_its_default_length(tmp_path):
             processing_class=tokenizer(),
         )
         assert len(trainer.train_dataset) == kept
+
+
+@pytest.mark.parametrize("ours", [0, 1])
+def test_the_benchmark_compares_the_rows_that_it_times(ours, monkeypatch, capsys):
+    """TRL's function gets the calls of seed 0, trajkit those of another, or the same."""
+    missing("trl.experimental.async_grpo.async_rollout_worker")
+    seeds = iter([0, ours])
+    monkeypatch.setattr(
+        installed_peers,
+        "drawn",
+        lambda shape, size, n: [installed_peers.calls(shape, size, next(seeds))],
+    )
+    words = ["--size", "small", "--shape", "siblings", "--repeats", "1"]
+    installed_peers.main([*words, "--python", "skyrl=/bin/false"])
+    out = capsys.readouterr().out
+    assert "skyrl: not timed: it does not run" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("siblings"))
+    assert ("other rows: s1, row 0" if ours else "rows, equal") in line

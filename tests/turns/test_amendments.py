@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 import trajkit as tk
 from tests.made_tables import linearized
@@ -93,6 +93,7 @@ def test_amendments_are_no_turns(tmp_path):
 
 
 @given(amendment_lists)
+@example([dict(zip(schema.AMENDMENTS.names, ("s1", -1, "x", False), strict=True))])
 def test_folding_agrees_with_looking_each_turn_up(lines):
     named = [(session, k) for session in ("s0", "s2", "s1") for k in range(0, 9, 2)]
     turns = turns_of(*named)
@@ -106,45 +107,11 @@ def test_folding_agrees_with_looking_each_turn_up(lines):
     ]
 
 
-def test_sessions_are_read_beside_turns_and_feed_linearize(tmp_path):
+def test_sessions_are_read_beside_turns(tmp_path):
     run = run_of(tmp_path, TURNS)
-    fields = [*schema.SESSIONS, pa.field("ended_by", pa.string())]
-    lines = [
-        {"session_id": "a", "ended_by": None},
-        {"session_id": "b", "reward": 2.0},
-        {"session_id": "a", "reward": 1.0, "group_id": "g", "ended_by": "finish"},
-    ]
-    table = pa.Table.from_pylist(
-        lines, pa.schema(fields, metadata=schema.SESSIONS.metadata)
-    )
-    write_table(table, run / "sessions-00000.arrows")
-    sessions = tk.read_sessions(run)
-    assert sessions["session_id"].to_pylist() == ["a", "b"]
-    assert sessions["reward"].to_pylist() == [1.0, 2.0]
-    assert sessions["ended_by"].to_pylist() == ["finish", None]
-    assert tk.read_sessions(run / "sessions-00000.arrows") == sessions
-    turns = tk.read_turns(run)
-    assert len(turns) == 3
-    rows = tk.linearize(turns, sessions=sessions)
-    assert rows["reward"].to_pylist() == [1.0, 1.0, 2.0]
-    assert rows["group_id"].to_pylist() == ["g", "g", None]
-
-
-def test_a_directory_without_sessions_says_so(tmp_path):
     with pytest.raises(FormatError, match="no file of sessions"):
-        tk.read_sessions(run_of(tmp_path, TURNS))
-
-
-def test_an_amendment_of_no_turn_amends_none():
-    lines = pa.table(
-        {
-            "session_id": ["a"],
-            "turn_index": pa.array([-1], pa.int32()),
-            "reason": ["x"],
-            "trainable": [False],
-        }
-    )
-    turns = tk.from_records([{"session_id": "b", "prompt_ids": [1], "output_ids": [2]}])
-    amended = Amendments(lines).fold_into(turns)
-    assert amended["amended"].to_pylist() == [None]
-    assert amended["trainable"].to_pylist() == turns["trainable"].to_pylist()
+        tk.read_sessions(run)
+    sessions = pa.table({"session_id": ["a", "b"], "reward": [1.0, 2.0]})
+    tk.write_sessions(sessions, run / "sessions-00000.arrows")
+    rows = tk.linearize(tk.read_turns(run), sessions=tk.read_sessions(run))
+    assert rows["reward"].to_pylist() == [1.0, 1.0, 2.0]

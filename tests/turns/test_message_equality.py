@@ -1,6 +1,5 @@
 """Messages are sorted into classes of equal ones, under each equality."""
 
-import json
 import re
 
 import numpy as np
@@ -10,74 +9,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import in_delta_form, link_by, turns_table
+from tests.made_tables import link_by
 from tests.oracles import segments as reference_segments
 from tests.oracles.forests import fields_of, strict
 from tests.oracles.graph import identity
-from tests.strategies import chat_messages, delegating_sessions, sessions
+from tests.strategies import chat_messages
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
 from trajkit.schema import TURNS
-from trajkit.turns.messages import classify, message_key, with_equality
+from trajkit.turns.messages import classify, message_key
 from trajkit.turns.sessions import Sessions
-
-EQUAL = {
-    "values": lambda a, b: a == b,
-    "text": lambda a, b: reference_segments.text(a) == reference_segments.text(b),
-}
-
-
-def shown(turns):
-    """Every message of the requests, in order."""
-    return [m for turn in turns for m in turn["prompt_messages"] or []]
-
-
-# Messages that == calls equal, and that differ as JSON.
-NUMBERS = [
-    {
-        "prompt_messages": [{"role": "assistant", "content": number}],
-        "response_message": {"role": "assistant", "content": 1.0},
-        "prompt_ids": [1],
-        "output_ids": [2],
-    }
-    for number in (1, 1.0)
-]
-
-
-@given(delegating_sessions() | sessions(), st.sampled_from([*EQUAL]))
-@example(NUMBERS, "text")
-def test_classes_are_those_of_the_equality(turns, equality):
-    calls = Sessions.of(turns_table(turns))
-    classes = classify(calls, equality)
-    messages = shown(turns)
-    assert len(classes.places) == len(messages)
-    for a, left in zip(messages, classes.places, strict=True):
-        body = json.loads(classes.bodies[int(left)].as_py())
-        assert EQUAL[equality](a, body)
-        for b, right in zip(messages, classes.places, strict=True):
-            assert (left == right) == EQUAL[equality](a, b)
-    for turn, reply in zip(turns, classes.replies, strict=True):
-        said = turn["response_message"]
-        assert (reply < 0) == (said is None)
-        if said is not None:
-            body = json.loads(classes.bodies[int(reply)].as_py())
-            assert EQUAL[equality](said, body)
-
-
-@given(st.data(), delegating_sessions(), st.sampled_from([*EQUAL]))
-def test_routing_by_new_keys_is_the_same_in_delta_form(data, turns, equality):
-    full = turns_table(turns)
-    delta = in_delta_form(full, lambda options: data.draw(st.sampled_from(options)))
-    links = link_by(full, "messages", message_equality=equality)
-    if equality == "values":
-        assert links.equals(link_by(full, "messages"))
-    assert links.equals(link_by(delta, "messages", message_equality=equality))
-    assert link_by(full, "agents", message_equality=equality).equals(
-        link_by(delta, "agents", message_equality=equality)
-    )
-    calls = Sessions.of(delta)
-    keyed = with_equality(calls, equality)
-    assert keyed.requests["n_keys"].tolist() == calls.requests["n_keys"].tolist()
 
 
 def test_lists_without_any_message_may_have_a_short_buffer_of_keys():
@@ -89,37 +30,28 @@ def test_lists_without_any_message_may_have_a_short_buffer_of_keys():
     assert tk.link(turns.set_column(place, "messages", none.cast(lists))).num_rows == 1
 
 
-def test_cache_control_is_left_out_at_any_depth():
-    block = {"type": "text", "text": "a"}
-    deep = {"role": "user", "content": [{**block, "cache_control": {"type": "x"}}]}
-    block = [[block]]
-    messages = [
-        deep,
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "a"}],
-            "cache_control": 1,
-        },
-        {"role": "user", "content": [{"type": "text", "text": "cache_control"}]},
-        {"role": "user", "content": block},
-    ]
-    turns = tk.from_records(
-        [
-            {
-                "session_id": "s",
-                "prompt_ids": [1],
-                "output_ids": [2],
-                "prompt_messages": messages,
-            }
-        ]
-    )
-    places = classify(Sessions.of(turns), "text").places
-    assert places[0] == places[1]
-    assert len({*places.tolist()}) == 3
-
-
 def chat(*contents):
     return [{"role": "user", "content": content} for content in contents]
+
+
+def classes_of(messages, equality):
+    """The class of each message of one request, by number."""
+    call = {"session_id": "s", "prompt_ids": [1], "output_ids": [2]}
+    turns = tk.from_records([{**call, "prompt_messages": messages}])
+    return classify(Sessions.of(turns), equality).places.tolist()
+
+
+def test_cache_control_is_left_out_at_any_depth():
+    block = {"type": "text", "text": "a"}
+    shown = [block]
+    messages = [
+        *chat([{**block, "cache_control": {"type": "x"}}]),
+        {**chat(shown)[0], "cache_control": 1},
+        *chat([{**block, "text": "cache_control"}], [shown]),
+    ]
+    places = classes_of(messages, "text")
+    assert places[0] == places[1]
+    assert len({*places}) == 3
 
 
 def two_turns():
@@ -185,19 +117,13 @@ def test_the_kernel_refuses_arrays_of_other_lengths():
             _core.find_bodies(*short.values())
 
 
-def classes_of(messages, equality):
-    """The class of each message of one request, by number."""
-    call = {"session_id": "s", "prompt_ids": [1], "output_ids": [2]}
-    turns = tk.from_records([{**call, "prompt_messages": messages}])
-    return classify(Sessions.of(turns), equality).places.tolist()
-
-
 def alike(values):
     return [[a == b for b in values] for a in values]
 
 
 TWINS = {
     "values": message_key,
+    "text": reference_segments.text,
     "content": identity,
     "strict": strict,
     "role_content_only": lambda m: fields_of(m, "role_content_only"),
@@ -220,6 +146,7 @@ def called(call_id, **more):
 @example([{"role": "user", "content": x} for x in ([], None, "", {})])
 @example([{"role": "assistant", "tool_calls": [{"name": x}]} for x in ("f", "g")])
 @example([called("a", index=0), called("a", index=1)])
+@example([{"role": "assistant", "content": x} for x in (1, 1.0, True, "1")])
 def test_a_projection_says_equal_where_its_twin_does(messages):
     for equality, twin in TWINS.items():
         found = classes_of(messages, equality)
@@ -240,18 +167,3 @@ def test_a_body_that_is_no_message_is_named(body, policy, name, said):
     said = f"session 's', turn 0: {said} has the body .* which is not a JSON object"
     with pytest.raises(InvalidTurnsError, match=said):
         tk.linearize(turns.set_column(at, turns.field(at), column), policy)
-
-
-@pytest.mark.parametrize("equality", ["strict", "role_content_only"])
-def test_an_empty_list_is_no_content(equality):
-    turns = tk.from_records(
-        {
-            "session_id": "a",
-            "prompt_ids": [1],
-            "output_ids": [2],
-            "prompt_messages": [{"role": "user", **content}],
-        }
-        for content in ({}, {"content": []}, {"content": ["x"]})
-    )
-    places = classify(Sessions.of(turns), equality).places.tolist()
-    assert places[0] == places[1] != places[2]

@@ -1,4 +1,5 @@
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -36,58 +37,24 @@ def nested(levels, bottom):
     return value
 
 
-PAIRS = [
-    (1, 1.0, True),
-    (1, True, True),
-    (1.0, True, True),
-    (0, False, True),
-    (1, "1", False),
-    (True, "true", False),
-    (None, "null", False),
-    (None, 0, False),
-    (None, False, False),
-    (2**53 + 1, float(2**53 + 1), False),
-    (2**53, float(2**53), True),
-    (10**30, 1e30, False),
-    (int(1e30), 1e30, True),
-    (-0.0, 0, True),
-    (-0.0, 0.0, True),
-    (NAN, NAN, True),
-    (NAN, float("nan"), True),
-    (NAN, None, False),
-    (float("inf"), float("inf"), True),
-    (float("inf"), float("-inf"), False),
-    (0.1, 0.1, True),
-    (0.1 + 0.2, 0.3, False),
-    ("", None, False),
-    ({}, [], False),
-    ([], None, False),
-    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
-    ({"a": None}, {}, False),
-    ({"a": ""}, {"a": None}, False),
-    ([1, 2], [2, 1], False),
-    ([[1], 2], [1, [2]], False),
-    ([{"a": [1]}], [{"a": [True]}], True),
-    ([{"a": [1]}], [{"a": ["1"]}], False),
-    ({"a": {"b": 1}}, {"a": 1, "b": 1}, False),
-    ('a","b', ["a", "b"], False),
-    ("\ud800", "\ud800", True),
-    ("\ud800", "\\ud800", False),
-    ("\ud800", "\ud801", False),
-    ("\ud83d\ude00", "\U0001f600", False),
-    ("é", "e\u0301", False),
-    ("a ", "a", False),
+VALUES = [
+    *[0, 1, -0.0, 0.0, 1.0, 0.1, 0.1 + 0.2, 0.3, True, False, None, NAN],
+    *[2**53, 2**53 + 1, float(2**53), 10**30, 1e30, int(1e30)],
+    *[float("inf"), float("-inf"), "", "1", "null", "true", "a", "a ", "é", "e\u0301"],
+    *["\ud800", "\\ud800", "\ud801", "\ud83d\ude00", "\U0001f600", 'a","b'],
+    *[{}, [], [1], [True], ["1"], [1, 2], [2, 1], [[1], 2], [1, [2]], ["a", "b"]],
+    *[{"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": None}, {"a": ""}, {"a": {"b": 1}}],
+    *[[{"a": [1]}], [{"a": [True]}], [{"a": ["1"]}]],
 ]
 
 
-@pytest.mark.parametrize(("a", "b", "equal"), PAIRS)
-def test_the_key_is_one_where_python_says_equal(a, b, equal):
-    assert (message_key(saying(a)) == message_key(saying(b))) is equal
-
-
-def test_missing_empty_and_null_content_differ():
-    messages = [saying(None), saying(""), {"role": "user"}]
-    assert len({message_key(message) for message in messages}) == 3
+def test_the_key_is_one_where_python_says_equal():
+    messages = [*map(saying, VALUES), {"role": "user"}]
+    keys = [*map(message_key, messages)]
+    for (a, key), (b, other) in product(zip(messages, keys, strict=True), repeat=2):
+        assert (key == other) == (a == b), (a, b)
+    # Python finds a NaN equal to itself alone, and JSON has no two of them
+    assert message_key(saying(float("nan"))) == message_key(saying(NAN))
 
 
 @given(message_pairs())
@@ -121,27 +88,10 @@ def test_bodies_are_the_json_that_python_writes(message):
     assert message_key(json.loads(message_body(other))) == message_key(other)
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        *map(chr, range(0x20)),
-        '"',
-        "\\",
-        "/",
-        "\x7f",
-        "é",
-        "ł",
-        "\u2028",
-        "\uffff",
-        "😀",
-    ],
-)
-def test_both_writers_spell_every_character_alike(odd):
-    quick = saying({odd: odd})
-    slow = saying({odd: odd, "n": 2**70})
-    assert message_body(slow).replace(f',"n":{2**70}', "").replace(
-        f'"n":{2**70},', ""
-    ) == message_body(quick)
+def test_both_writers_spell_every_character_alike():
+    odd = "".join(map(chr, range(0x20))) + '"\\/\x7féł\u2028\uffff😀'
+    slow = message_body(saying({odd: odd, "~": 2**70}))
+    assert slow.replace(f',"~":{2**70}', "") == message_body(saying({odd: odd}))
 
 
 def test_what_is_nested_too_deep_or_holds_itself_is_refused():
@@ -234,28 +184,16 @@ CALLS.insert(5, {"session_id": "c", "prompt_ids": [1], "output_ids": [2]})
 """The sessions of the logs version_2.parquet and version_2_delta.parquet."""
 
 
-class Odd:
-    """An object whose comparison has no truth value."""
-
-    def __eq__(self, other):
-        raise ValueError
-
-    __hash__ = None
-
-
-@pytest.mark.parametrize(
-    ("messages", "unequal"),
-    [
-        ([], []),
-        ([saying("a")], []),
-        ([saying("a"), saying("b"), {}], [1, 2]),
-        ([dict(reversed(saying("a").items())), saying(["b"]), 1], [2]),
-        ([saying("a"), saying(Odd())], [0, 1]),
-        ([np.zeros(2)], [0]),
-    ],
-)
-def test_messages_are_compared_place_by_place(messages, unequal):
-    assert unequal_places(messages, [saying("a"), saying(["b"])]) == unequal
+def test_messages_are_compared_place_by_place():
+    known = [saying("a"), saying(["b"])]
+    assert unequal_places([], known) == []
+    assert unequal_places([saying("a"), saying("b"), {}], known) == [1, 2]
+    assert unequal_places([dict(reversed(known[0].items())), *known[1:], 1], known) == [
+        2
+    ]
+    # arrays whose comparison has no truth value
+    odd = np.array(["x", "y"])
+    assert unequal_places([odd, saying(odd)], known) == [0, 1]
 
 
 @given(
@@ -278,33 +216,6 @@ def test_a_body_is_shown_where_its_key_last_had_another(said):
     assert [one.body for one in book.messages] == list(
         dict.fromkeys(message_body(saying(value)) for _, value in said)
     )
-
-
-def test_messages_that_differ_in_the_types_of_numbers_keep_their_bodies():
-    """In every form, and in a table that is read from its delta form."""
-    spelled = [saying(value) for value in (1, 1.0, 1, True, True)]
-    calls = [
-        {
-            "session_id": "s",
-            "prompt_ids": [*range(k + 1)],
-            "output_ids": [k + 1],
-            "prompt_messages": [{"role": "system"}, message],
-        }
-        for k, message in enumerate(spelled)
-    ]
-    full, recorder = tk.from_records(calls), tk.Recorder()
-    for call in calls:
-        recorder.record(**call)
-    delta = tk.compact(full)
-    assert recorder.turns("s") == delta
-    assert tk.expand(delta) == full
-    assert delta["shared_messages"].to_pylist() == [0, 1, 1, 1, 2]
-    for table in (full, delta):
-        assert tk.validate(table) == table
-        assert tk.link(table, "slime")["order"].to_pylist() == [*range(5)]
-    bodies = [m["body"] for row in full["messages"].to_pylist() for m in row[1:]]
-    expected = [message_body(message) for message in spelled]
-    assert bodies == [*expected[:4], None]
 
 
 @pytest.mark.parametrize("name", ["version_2", "version_2_delta"])
@@ -333,8 +244,9 @@ def test_logs_of_schema_version_2_have_their_keys_computed_again(name, tmp_path)
     assert scanned == turns
     for rejected in (None, tmp_path / "rejected.parquet"):
         tk.run(path, lambda turns: turns, tmp_path / "run.parquet", rejected=rejected)
-        written = pq.read_table(tmp_path / "run.parquet")
-        assert written.schema.metadata[b"trajkit.version"] == b"3"
+        assert (
+            pq.read_schema(tmp_path / "run.parquet").metadata == scanned.schema.metadata
+        )
         assert tk.read_turns(tmp_path / "run.parquet") == turns
     # bodies are compared as they were
     some = old.filter(pa.compute.field("session_id") != "d")

@@ -70,14 +70,3 @@ def test_a_fault_is_told_of_the_turn_that_has_it_whichever_part_it_is_in(threads
         pytest.raises(tk.errors.InvalidTurnsError, match=wrong),
     ):
         tk.linearize(table, "per_call", threads=threads)
-
-
-def test_that_a_session_comes_back_is_told_before_what_its_turns_lack():
-    table = tk.from_records(
-        {"session_id": name, "prompt_ids": [1], "output_ids": [2]} for name in "ab"
-    )
-    with pytest.raises(
-        tk.errors.InvalidTurnsError,
-        match="'a', turn 0: the session began in table row 0 and comes back in row 2",
-    ):
-        tk.linearize(pa.concat_tables([table, table]), "per_call")

@@ -61,3 +61,10 @@ def long():
     """A session of 131,072 tokens in 128 turns, whose replies lose their reasoning."""
     records = data.rollout("long", data.quoted("head_dropped"), "head_dropped", 1)
     return tk.from_records(list(records))
+
+
+@pytest.fixture(scope="session")
+def short():
+    """A session of 16 turns of the same kind."""
+    records = data.rollout("short", data.SMALL, "head_dropped", 1)
+    return tk.from_records(list(records))

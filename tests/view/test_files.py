@@ -1,7 +1,6 @@
 """The files of the page, and what the command writes, without a browser."""
 
 import hashlib
-import json
 import re
 from importlib.resources import files
 
@@ -98,7 +97,8 @@ def test_the_page_asks_for_nothing_outside_itself():
 
 def test_equal_turns_give_equal_pages():
     turns = tk.from_records(turns_of("s0", "s1"))
-    assert page(turns) == page(turns) == page(tk.compact(turns))
+    pages = (page(one, ["slime"]) for one in (turns, turns, tk.compact(turns)))
+    assert len({*map(str, pages)}) == 1
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
@@ -134,16 +134,6 @@ def test_the_command_says_what_the_file_has(run, tmp_path, capsys):
     assert "the text of all messages; --no-text leaves it out" in out
 
 
-def test_a_session_that_is_left_out_is_counted(tmp_path, capsys):
-    log, path = tmp_path / "log.jsonl", tmp_path / "page.html"
-    good, bad = turns_of("s0")[0], {**turns_of("s1")[0], "output_logprobs": [0.5]}
-    log.write_text("".join(json.dumps(one) + "\n" for one in (good, bad)))
-    assert cli.main(["view", str(log), "-o", str(path)]) == cli.DONE
-    said = capsys.readouterr()
-    assert "session 's1' is left out" in said.err
-    assert "1 of 2 sessions, 1 turn" in said.out
-
-
 @pytest.mark.slow
 def test_a_page_of_24_rollouts_is_below_8_megabytes():
     rollouts = data.mixed(24)
@@ -152,21 +142,6 @@ def test_a_page_of_24_rollouts_is_below_8_megabytes():
         for seed, (name, size, shape) in enumerate(rollouts)
     ]
     assert len(page(pa.concat_tables(tables), ["slime", "faithful"])) < 8_000_000
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "text"),
-    [
-        (["--session", "s1,nobody"], cli.BAD_DATA, "no session 'nobody'"),
-        (["--policy", "slim"], cli.BAD_USAGE, "did you mean 'slime'"),
-        (["--sessions", "absent.parquet"], cli.BAD_FILE, "absent.parquet"),
-    ],
-)
-def test_a_wrong_choice_writes_no_page(run, tmp_path, capsys, options, code, text):
-    path = tmp_path / "page.html"
-    assert cli.main(["view", str(run), "-o", str(path), *options]) == code
-    assert text in capsys.readouterr().err
-    assert not path.exists()
 
 
 def test_sessions_that_have_not_ended_are_shown(tmp_path, capsys):

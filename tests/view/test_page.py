@@ -66,13 +66,6 @@ def test_the_demo_s_page_counts_what_simulate_counts(tab, demo, tmp_path, capsys
     assert dict(spans) == lost
 
 
-def test_policies_with_choices_count_what_simulate_counts(tab, write, long):
-    policies = ["slime", tk.policy("slime", fork_threshold=64), "strict"]
-    tab.open(write(long, policies))
-    assert counts(tab) == simulated(long, policies)
-    assert "slime(fork_threshold=64)" in counts(tab)
-
-
 RULES = {
     "faithful": "Where a prompt drifts: a new row starts.",
     "slime": "fewer than 1,024 tokens",
@@ -84,13 +77,13 @@ RULES = {
 }
 
 
-def test_policies_are_said_in_words(tab, write, long):
-    tab.open(write(long) + "#s=long")
+def test_policies_are_said_in_words(tab, write, short):
+    tab.open(write(short) + "#s=short")
     strips = tab.run(
         "[...document.querySelectorAll('.all-policies canvas.strip')]"
         ".map((e) => e.getAttribute('aria-label'))"
     )
-    for label, line in zip(strips, tk.simulate(long).to_pylist(), strict=True):
+    for label, line in zip(strips, tk.simulate(short).to_pylist(), strict=True):
         start = f"{line['policy']} trains {line['tokens_trained']:,} of "
         assert label.startswith(start)
     for policy, rule in RULES.items():
@@ -150,27 +143,14 @@ def test_a_prompt_that_is_sent_again_is_no_drift(tab, write, tokenizer, decoded)
     assert until == ["0", "2", "3", "5"]
 
 
-def test_the_words_of_counts_are_those_of_simulate(tab, write, long, tmp_path, capsys):
-    tk.write_turns(long, tmp_path / "log.parquet")
-    assert cli.main(["simulate", str(tmp_path / "log.parquet")]) == cli.DONE
-    out = capsys.readouterr().out
-    tab.open(write(long, ["trl"]))
-    words = tab.texts("table.policies thead th")
-    for head in [*words[:2], *words[3:]]:
-        assert head in out.splitlines()[2]
-    (reason,) = [line for line in out.splitlines() if line.startswith("trl loses")]
-    lost, kind = reason.split()[2], reason.partition("(")[2].partition(")")[0]
-    assert f"It loses {lost}: {lost} {kind}." in tab.text("#sentence")
-
-
-def test_the_state_is_in_the_address(tab, write, long):
-    address = write(long, ["faithful", "slime"])
-    tab.open(address + "#s=long&p=slime&tab=losses")
+def test_the_state_is_in_the_address(tab, write, short):
+    address = write(short, ["faithful", "slime"])
+    tab.open(address + "#s=short&p=slime&tab=losses")
     assert tab.text("tr.chosen th") == "slime"
     # names of JavaScript's own are no parts of the page
-    tab.open(address + "#s=long&tab=constructor")
+    tab.open(address + "#s=short&tab=constructor")
     assert len(tab.texts("[role=tab][aria-selected=true]")) == 1
-    tab.open(address + "#s=long&p=slime&tab=losses")
+    tab.open(address + "#s=short&p=slime&tab=losses")
     tab.key("j")
     tab.key("j")
     assert "t=1" in tab.run("location.hash")
@@ -226,8 +206,8 @@ def test_hostile_text_is_shown_and_does_nothing(tab, write):
         assert hidden not in tab.run("document.title")
 
 
-def test_a_script_that_enters_the_page_is_refused(tab, write, long):
-    tab.open(write(long, ["slime"]))
+def test_a_script_that_enters_the_page_is_refused(tab, write, short):
+    tab.open(write(short, ["slime"]))
     tab.run(
         "{ const e = document.createElement('script'); e.textContent = 'window.owned = 1';"
         " document.body.append(e) }"
@@ -458,8 +438,8 @@ def test_the_keys_move_by_turn_drift_and_loss(tab, write, long):
     assert "What each policy keeps" in tab.text("main")
 
 
-def test_the_page_follows_the_colour_scheme(tab, write, long):
-    tab.open(write(long, ["slime"]))
+def test_the_page_follows_the_colour_scheme(tab, write, short):
+    tab.open(write(short, ["slime"]))
     paper = "getComputedStyle(document.body).backgroundColor"
     assert tab.run(paper) == "rgb(255, 255, 255)"
     tab.scheme("dark")
@@ -482,15 +462,15 @@ def test_every_control_has_a_name(tab, write, recorded, tokenizer):
         assert tab.run(unnamed) == 0
 
 
-def test_a_notebook_s_frame_works_without_an_address(tab, tmp_path, long):
-    shown = page(long, ["slime"])
+def test_a_notebook_s_frame_works_without_an_address(tab, tmp_path, short):
+    shown = page(short, ["slime"])
     path = tmp_path / "notebook.html"
     path.write_text(f"<!doctype html><body>{shown._repr_html_()}", encoding="utf-8")
     tab.open_frame(path.as_uri())
-    tab.go(s="long", tab="tokens", t=3)
+    tab.go(s="short", tab="tokens", t=3)
     assert tab.text(".tools select") != ""
     assert tab.run("TK.app.state.t") == 3
-    assert counts(tab) == simulated(long, ["slime"])
+    assert counts(tab) == simulated(short, ["slime"])
 
 
 def test_runs_without_turns_or_sampled_tokens_are_shown(tab, write):

@@ -15,10 +15,8 @@ import pytest
 
 import trajkit as tk
 from tests.view.test_page import counts, simulated
-from trajkit import cli
 from trajkit.cli import view
 from trajkit.cli.options import Reading, policy_of
-from trajkit.errors import ArgumentError
 from trajkit.view.pages import LiveRun, ViewServer
 
 CALLS = [
@@ -87,6 +85,7 @@ def test_two_servers_have_two_tokens(turns):
         ("api/session?id=nobody", 404, "no session 'nobody'"),
         ("api/turns", 404, "turns"),
         ("api/index?policy=slim", 400, "did you mean 'slime'"),
+        ("api/index?policy=%20", 400, "policy"),
         ("api/index?policy=slime%20fork_threshold", 400, "expected CHOICE=VALUE"),
         ("../etc/passwd", 404, "not found"),
     ],
@@ -156,11 +155,6 @@ def test_the_served_page_finds_what_a_reader_sees(tab, tmp_path):
                 assert tab.texts("#side .line bdi") == (names if text else [])
 
 
-def test_follow_needs_the_server(turns, tmp_path):
-    arguments = ["view", str(turns), "-o", str(tmp_path / "x.html"), "--follow"]
-    assert cli.main(arguments) == cli.BAD_USAGE
-
-
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(turns):
     command = [Path(sys.executable).with_name("trajkit"), "view", turns, "--no-browser"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -169,8 +163,3 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(turns):
     os.kill(process.pid, 2)
     assert process.wait() == 0
     process.stdout.close()
-
-
-def test_a_policy_without_a_name_is_refused():
-    with pytest.raises(ArgumentError):
-        policy_of("")

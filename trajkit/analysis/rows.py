@@ -124,7 +124,8 @@ class _Check:
         self.unread = Counter[str]()
 
     def add(self, kind: str, detail: str, **more: Any) -> None:
-        self.lines.append({"kind": kind, "detail": detail, **self.place, **more})
+        line = {"kind": kind, "detail": detail, "tokens": 0}
+        self.lines.append({**line, **self.place, **more})
 
     def row(self, row: int, given: dict[str, Any]) -> None:
         ids = given["input_ids"].values.to_numpy()
@@ -387,6 +388,7 @@ def why(
     policy: str | Policy = "faithful",
     *,
     tokenizer: Tokenizer | None = None,
+    sessions: TableLike | None = None,
 ) -> pa.Table:
     """Explain each row of a policy: the turn that opens it, and the reason.
 
@@ -402,6 +404,8 @@ def why(
         As for `trajkit.linearize`; of turns.
     tokenizer : Tokenizer, optional
         As for `trajkit.classify_drift`: causes are then found by comparing texts.
+    sessions : table, optional
+        As for `trajkit.linearize`.
 
     Returns
     -------
@@ -417,7 +421,8 @@ def why(
     if is_rows(table.column_names):
         lines = _reasons_of_rows(plain_rows(table))
     else:
-        lines = _reasons_of_turns(as_turns(table), named_policy(policy), tokenizer)
+        chosen = named_policy(policy)
+        lines = _reasons_of_turns(as_turns(table), chosen, tokenizer, sessions)
     found = (dict(zip(ROW_REASONS.names, line, strict=True)) for line in lines)
     return pa.Table.from_pylist([*found], ROW_REASONS)
 
@@ -445,7 +450,10 @@ def _reasons_of_rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
 
 
 def _reasons_of_turns(
-    table: pa.Table, policy: Policy, tokenizer: Tokenizer | None
+    table: pa.Table,
+    policy: Policy,
+    tokenizer: Tokenizer | None,
+    sessions: TableLike | None,
 ) -> Iterator[tuple[Any, ...]]:
     """Why turns open rows, from the links and the drift of their prompts."""
     links = link(table, policy)
@@ -460,7 +468,7 @@ def _reasons_of_turns(
     labelled = tuples(label_branches(table, links), *columns)
     branches = {(name, turn): words for name, turn, *words in labelled}
     seen: set[tuple[str, int]] = set()
-    rows = linearize(table, policy)
+    rows = linearize(table, policy, sessions=sessions)
     made = tuples(rows, "session_id", "row_index", "turns", "spans")
     for name, index, turns, spans in made:
         # the first turn that no earlier row of the session has, or the last

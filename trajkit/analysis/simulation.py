@@ -238,8 +238,9 @@ def metrics(
     causes = Counter(drifts["cause"].to_pylist())
     rewards, outputs = counted["reward"], pa.array(calls.calls["out_len"])
     several = counted.select(["group_id", "reward"]).drop_null().group_by("group_id")
-    groups = several.aggregate([("reward", "count"), ("reward", "count_distinct")])
+    groups = several.aggregate([("reward", x) for x in ("count", "min", "max")])
     groups = groups.filter(pc.greater(groups["reward_count"], 1))
+    bottom, top = (groups[f"reward_{x}"].to_numpy() for x in ("min", "max"))
     pieces = Ragged.of(table["weight_versions"])
     versions = field_of(pieces.values, "version")
     own = pa.table([calls.session[pieces.owner], versions], ["session", "version"])
@@ -265,7 +266,7 @@ def metrics(
         "reward/max": pc.max(rewards).as_py(),
         "reward/missing": rewards.null_count,
         "groups/count": groups.num_rows,
-        "groups/constant": groups["reward_count_distinct"].to_pylist().count(1),
+        "groups/constant": np.isclose(top, bottom, 1e-9, 1e-9).sum(),
         "length/turns": _ratio(n["turns"], n_sessions),
         "length/output": pc.mean(outputs).as_py(),
         "length/output_max": pc.max(outputs).as_py(),

@@ -499,7 +499,7 @@ def one_policy(texts: list[str] | None) -> tk.Policy:
     """The only policy of the options, faithful by default."""
     first, *others = texts or ["faithful"]
     if others:
-        raise ArgumentError(f"this takes one --policy, and {len(others) + 1} are given")
+        raise ArgumentError(f"{len(others) + 1} policies: name the one with --policy")
     return policy_of(first)
 
 

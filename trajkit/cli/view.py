@@ -38,6 +38,7 @@ def show(
     /,
     *,
     policy: opt.PolicyOption = None,
+    sessions: opt.SessionsFile = None,
     session: opt.Session = None,
     row: int | None = None,
     tokenizer: opt.TokenizerPath = None,
@@ -70,13 +71,14 @@ def show(
         shown.rows(rows, row)
         return
     chosen = opt.one_policy(policy)
+    known: dict[str, Any] = {"sessions": opt.known_sessions(sessions)}
     for table in _each_session(reading.turns(source, session)):
         shown.outputs = dict(tuples(table, "turn_index", "output_ids"))
-        lines = tk.analysis.output_spans(table, chosen).to_pylist()
+        lines = tk.analysis.output_spans(table, chosen, **known).to_pylist()
         shown.drift = {
             (one["turn_index"], one["output_start"]): one["drift_turn"] for one in lines
         }
-        shown.rows(tk.linearize(table, chosen), row)
+        shown.rows(tk.linearize(table, chosen, **known), row)
         lost = [line for line in lines if line["row_index"] is None]
         if lost and row is None:
             head = f"session {visible(lost[0]['session_id'])}, in no row"
@@ -243,6 +245,7 @@ def why(
     /,
     *,
     policy: opt.PolicyOption = None,
+    sessions: opt.SessionsFile = None,
     session: opt.Session = None,
     tokenizer: opt.TokenizerPath = None,
     reading: opt.Reading = opt.READING,
@@ -263,8 +266,9 @@ def why(
     else:
         loaded = opt.chosen_tokenizer(tokenizer, source)
         table = reading.turns(source, session)
+        known = {"tokenizer": loaded, "sessions": opt.known_sessions(sessions)}
         with Progress("comparing prompts"):
-            reasons = tk.analysis.why(table, opt.one_policy(policy), tokenizer=loaded)
+            reasons = tk.analysis.why(table, opt.one_policy(policy), **known)
     lines: list[str] = []
     for name, own in groupby(reasons.to_pylist(), lambda line: line["session_id"]):
         lines += [] if name is None else [f"session {visible(name)}"]

@@ -84,9 +84,11 @@ def format_of(
         kinds = _SUFFIXES.items()
         known = {end: one for end, one in kinds if not (writing and is_one_value(one))}
         if (end := _suffix(file)) not in known:
-            raise ArgumentError(
-                f"{file}: unknown suffix: expected one of {', '.join(known)}"
+            text = f"{file}: unknown suffix: expected one of {', '.join(known)}"
+            way = (
+                "" if writing else ". Rename it, or pass it as standard input: - < FILE"
             )
+            raise ArgumentError(text + way)
         return known[end]
     if writing or not file.seekable():
         why = "has no suffix" if writing else "cannot be read twice to find its format"

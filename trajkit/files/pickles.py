@@ -1,10 +1,12 @@
 """Pickles, and files of torch.save, read without calling what they name.
 
-Tensors and arrays become numpy arrays, anything else an `Unknown`. torch is not needed.
+Tensors become numpy arrays, numpy's numbers those of Python, anything else an `Unknown`.
+torch is not needed.
 """
 
 import io
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -33,6 +35,9 @@ class Unknown:
 
     def __init__(self, *given: object, **named: object) -> None:
         pass
+
+    def __repr__(self) -> str:
+        return "an object of unknown class"
 
     def _ignore(self, *given: object) -> None:
         pass
@@ -121,7 +126,32 @@ class _Rebuild:
         raise pickle.UnpicklingError("a function has no state")
 
 
+class _DType:
+    """numpy's dtype of a number; its state is its byte order, and the like."""
+
+    def __init__(self, name: object = "", *_: object) -> None:
+        is_known = isinstance(name, str) and re.fullmatch("b1|[iuf][1248]", name)
+        self.dtype = np.dtype(str(name)) if is_known and name != "f1" else None
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] == ">":
+            self.dtype = None
+
+
+class _Scalar(_Rebuild):
+    """numpy's ``scalar``: a number becomes one of Python."""
+
+    def __call__(self, kind: object, raw: object = b"", *_: object) -> object:
+        dtype = kind.dtype if isinstance(kind, _DType) else None
+        if dtype is None or not isinstance(raw, bytes) or len(raw) != dtype.itemsize:
+            return Unknown()
+        return np.frombuffer(raw, dtype).tolist()[0]
+
+
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _KNOWN: dict[tuple[str, str], object] = {
+    **{(module, "scalar"): _Scalar() for module in _NUMPY},
+    ("numpy", "dtype"): _DType,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,
     ("torch._utils", "_rebuild_tensor_v2"): _Rebuild(),

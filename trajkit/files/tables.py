@@ -457,6 +457,9 @@ def _tables(source: TableLike | Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     batches: Any = source
     if table is not None and not isinstance(table, pa.RecordBatchReader):
         batches = pa.RecordBatchReader.from_stream(table)
+    if not isinstance(batches, Iterable):
+        kind = type(source).__name__
+        raise ArgumentError(f"it is a {kind}: expected a table, or its record batches")
     return map(as_table, batches)
 
 

@@ -9,11 +9,9 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, FormatError
@@ -32,6 +30,7 @@ from trajkit.files.pickles import load
 from trajkit.files.sources import fetched, is_address, paths_of
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE
+from trajkit.turns.keys import list_of, object_of, text_of
 
 Value: TypeAlias = dict[str, Any]
 """A record, or an object of records."""
@@ -95,49 +94,6 @@ class Finding:
         if isinstance(error, Refused):
             self.detail, self.problem = (*error.args, "unreadable")[:2]
         return isinstance(error, Refused)
-
-
-def text_of(value: object) -> str | None:
-    """A string or an integer as text; anything else, or an empty string, as None."""
-    return str(value) or None if type(value) in (str, int) else None
-
-
-def number_of(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if np.isfinite(float(value)) else None
-    except OverflowError:
-        return None
-
-
-def time_of(value: object) -> datetime | None:
-    """A time from seconds since 1970 or ISO text with a time zone, or None."""
-    try:
-        if isinstance(value, str):
-            time = datetime.fromisoformat(value)
-            return time.astimezone(UTC) if time.tzinfo else None
-        seconds = number_of(value)
-        return datetime.fromtimestamp(seconds, UTC) if seconds else None
-    except (ValueError, OverflowError, OSError):
-        return None
-
-
-def unless_empty(value: object) -> Any:
-    """The value, or None for an empty list, which means that a record lacks it."""
-    return None if isinstance(value, list) and not value else value
-
-
-def is_array(value: object) -> bool:
-    return isinstance(value, list | np.ndarray)
-
-
-def list_of(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def object_of(value: object) -> Value:
-    return value if isinstance(value, dict) else {}
 
 
 Placed: TypeAlias = tuple[str, Value | Finding]

@@ -25,30 +25,36 @@ from trajkit.importers.containers import (
     Head,
     Refused,
     Value,
-    is_array,
-    list_of,
-    number_of,
-    object_of,
-    text_of,
-    time_of,
-    unless_empty,
 )
 from trajkit.turns import mapping
 from trajkit.turns.keys import (
     EMPTY_RUN,
     MATTERS,
     NO_NAME,
-    NOT_BESIDE,
+    REWARDS,
     SPELLED,
     claims_of,
+    facts_of,
+    flag_of,
     has_items,
+    is_array,
     is_broken,
     is_empty,
+    is_failed,
     is_name,
     is_nothing,
+    is_taken_mask,
+    list_of,
     marks_tokens,
     meaning_of,
+    media_of,
     names_run,
+    number_of,
+    object_of,
+    parsed,
+    text_of,
+    time_of,
+    unless_empty,
     word_of,
 )
 from trajkit.turns.mapping import Map, Names, Route, elements, route
@@ -74,14 +80,8 @@ _COMMON = {
 # fields that some systems write as the text of JSON
 _STRUCTURED = {
     *("request", "response", "usage", "prompt_ids", "output_ids", "output_logprobs"),
-    *("output_mask", "prompt_messages", "response_message"),
+    *("output_mask", "prompt_messages", "response_message", "tools"),
 }
-# objects beside a call that hold facts of its run
-_ASIDE = (
-    *("metadata", "meta", "extra", "extra_info", "extra_body", "info", "tags"),
-    *("attributes", "headers", "sent_headers", "context", "non_tensor_batch"),
-    *("metrics", "tokens", "extra_fields", "eval", "evaluation"),
-)
 # keys in which runs of one name may differ: where and when they were made
 _MANY = re.compile(
     r"^(?!agent|parent|group)(\w+_)?(uid|worker|actor|rank|pid|host(name)?|epoch|iteration|"
@@ -89,7 +89,6 @@ _MANY = re.compile(
     r"instance|example|problem|question|conversation|thread|trace)"
     r"(_(id|uid|uuid|key|index|idx|no|num|number|rank|name))?$"
 )
-_REQUESTS = ("request", "request_body", "transformed_request", "input")
 # paths of the long arrays in a field
 _OF_RESPONSE = (
     *("prompt_token_ids", "token_ids", "output_ids", "choices.*.prompt_token_ids"),
@@ -173,6 +172,8 @@ class _Key(NamedTuple):
     # a field has its value; the mapping or the format knows it
     is_read: bool
     is_known: bool
+    # the report has a line if it is not read
+    matters: bool
     # it may name the run of the call, and names it even if it is empty
     names_run: bool
     names_empty: bool
@@ -196,6 +197,10 @@ class Table:
         parts = {part for one in self.routes.values() for part in one.parts()}
         self._read = {(part.keys, part.outer) for part in parts}
         self._read.add(((each.partition(".")[0],), True))
+        whole = (self.routes.get(name) for name in ("request", "response"))
+        self._whole = {part.keys for one in whole if one for part in one.parts()}
+        # an object with a list of calls is a run
+        self._origins = bool(each) and (format.alone or given.each is not None)
         mapped = {part.keys for one in self.own.values() for part in one.parts()}
         self._known = mapped | {(name,) for name in format.knows.split()}
         # the same few keys are beside every call
@@ -209,15 +214,21 @@ class Table:
         """What the path of a record is, or of the object around it; None: both are one."""
         keys, word = tuple(path.split(".")), word_of(path)
         known = (k for k, outer in self._read if of_root is None or outer is of_root)
-        is_read = any(keys[: len(k)] == k or k[: len(keys)] == keys for k in known)
+        reads = {k for k in known if keys[: len(k)] == k or k[: len(keys)] == keys}
+        is_read = bool(reads)
         is_known = keys in self._known
-        single = not any(map(str.isdecimal, keys)) and "response" not in keys
-        tells = single and len(keys) <= 3 and not is_known and not NO_NAME.search(word)
+        single = not any(map(str.isdecimal, keys))
+        tells = single and not is_known and "response" not in keys and len(keys) <= 3
+        tells = tells and not NO_NAME.search(word)
+        # a reward matters at any depth, and in a request or response that is read
+        matters = aside and not is_read and bool(MATTERS.search(word))
+        lost = single and not reads - self._whole and bool(REWARDS.search(word))
         return _Key(
             keys=keys,
             word=word,
             is_read=is_read,
             is_known=is_known,
+            matters=(matters or lost) and not is_known,
             names_run=names_run(keys, aside),
             names_empty=aside and bool(EMPTY_RUN.fullmatch(word)),
             tells=tells,
@@ -244,7 +255,9 @@ class Table:
         found = Finding(place)
         with found:
             for where, root in self.format.roots(value, self._head.file):
-                yield from self._of_root(place + where, root)
+                for one in self._of_root(place + where, root):
+                    one.origin = f", {place}" if self._origins else one.origin
+                    yield one
         if found.problem:
             yield found
 
@@ -283,7 +296,7 @@ class Table:
             self._session(found, root, root, names)
             self._beside(found, root, root)
             self._fill(found, self._values(root, root, names))
-            found.tools = root.get("tools")
+            found.tools = parsed(root.get("tools"))
             messages = self.format.talk(root)  # type: ignore[misc]
             yield from self._encoder.replies(found, messages)  # type: ignore[union-attr]
         if found.problem:
@@ -304,9 +317,13 @@ class Table:
         if self.format.alone and found.session is None and not found.run_keys:
             found.session = names["/@name"]
         values = self._values(prepared, root, names)
+        found.fields["reward"] = values.get("reward")
         for name in {"prompt_ids", "output_ids"} & self.routes.keys() - self.own.keys():
             _check_same(self.routes[name], prepared, root)
         response, apart = values.get("response"), "response" in self.routes
+        error = object_of(response).get("error")
+        if error and not has_items(values.get("output_ids")):
+            raise Refused(f"the response is an error: {repr(error)[:60]}")
         if not apart or ("output_ids" in self.routes and not is_answer(response)):
             self._fill(found, values)
             yield from _spans(found, values.get("output_mask"))
@@ -315,8 +332,6 @@ class Table:
             streamed = str(response).lstrip().startswith("data:")
             text = _STREAMED if streamed else "no request, or no response"
             raise Refused(text)
-        if error := object_of(response).get("error"):
-            raise Refused(f"the response is an error: {repr(error)[:60]}")
         parts = self.routes["response"].parts()
         has = (part for part in parts if part.find(prepared, root, {}) is not None)
         at = f"{'.'.join(next(has).keys)}.".removeprefix("@self.")
@@ -342,7 +357,7 @@ class Table:
         routes = self.routes.items()
         values = {name: one.find(record, root, names) for name, one in routes}
         for name in _STRUCTURED & values.keys():
-            values[name] = mapping.parsed(values[name])
+            values[name] = parsed(values[name])
         if "prompt_messages" not in self.own:
             values["prompt_messages"] = list_of(values.get("prompt_messages")) or None
         for name in self.own:
@@ -363,7 +378,7 @@ class Table:
         for outer in (record,) if root is record else (root, record):
             of_root = None if root is record else outer is root
             slash, is_response = "/" * (outer is not record), is_answer(outer)
-            for path, value, aside, beside in _facts(outer, whole=outer is record):
+            for path, value, aside, beside in facts_of(outer, whole=outer is record):
                 key, at = self._key(path, aside, of_root), f"{slash}{path}"
                 # a response has an id itself
                 own = path == "id" and is_response
@@ -372,12 +387,11 @@ class Table:
                     empty = key.names_empty and is_nothing(value)
                     if empty or (key.names_run and is_name(value)):
                         found.run_keys[at] = value
-                broken = is_broken(path, value) or _failed(key, value)
+                broken = is_broken(path, value) or is_failed(path, value)
                 if beside and len(key.keys) <= 2 and not key.is_known and broken:
                     found.remark("aborted", f"{at} is {repr(value)[:60]}")
-                elif aside and not (key.is_known or key.is_read or is_empty(value)):
-                    if MATTERS.search(key.word):
-                        found.unread[at] = value
+                elif key.matters and not is_empty(value):
+                    found.unread[at] = value
                 if outer is not record:
                     continue
                 if beside and isinstance(value, list | str) and value:
@@ -396,11 +410,14 @@ class Table:
         """
         fields = found.fields
         fields |= {name: values.get(name) for name in _PLAIN}
-        for name, (convert, is_noted) in _CONVERTED.items():
+        for name, (convert, rule) in _CONVERTED.items():
             value = values.get(name)
             fields[name] = convert(value)
-            if is_noted and fields[name] is None and not is_empty(value):
-                found.unread[self._text(name)] = value
+            is_stated = not is_empty(value) and number_of(value) != 0
+            if rule and fields[name] is None and is_stated:
+                found.unread[f"{self._text(name)} (expected {rule})"] = value
+                # whether it trains is not guessed
+                fields[name] = False if name == "trainable" else None
         reply = values.get("response_message")
         if reply and isinstance(reply, str):
             text = "its reply is text: an assistant's message has it"
@@ -417,6 +434,7 @@ class Table:
         found.tools = values.get("tools")
         found.claims += claims_of(object_of(values.get("usage")), self._text("usage"))
         fields["weight_versions"] = _versions(found, values, n)
+        found.unread |= media_of(fields["prompt_messages"], values.get("request"))
         prompt = fields["prompt_ids"]
         first = len(prompt) if is_array(prompt) else 0
         masks = {**found.masks, **found.unread}
@@ -425,7 +443,7 @@ class Table:
                 text = f"{path} marks some of its tokens, as sampled or as trained"
                 option = mapping.map_option("output_mask", path)
                 # others mark the contrary, or padding
-                if option and _is_taken(path, value, first, n):
+                if option and is_taken_mask(path, value, first, n):
                     text += f": {option} takes it, if it says which were sampled"
                 found.remark("mask_unread", text)
                 fields["trainable"] = False
@@ -445,19 +463,6 @@ class Table:
         return self.routes[name].text if name in self.routes else name
 
 
-def _is_taken(path: str, value: object, first: int, n: int) -> bool:
-    """Whether an output_mask may have these values."""
-    if not isinstance(value, list) or {*map(str, value)} - {"0", "1", "True", "False"}:
-        return False
-    contrary = re.search("ignore|attention|pad|special|drop|skip", path.lower())
-    fits = len(value) == n or (len(value) == first + n and not any(value[:first]))
-    return fits and not contrary
-
-
-def _flag(value: object) -> bool | None:
-    return bool(value) if type(value) in (bool, int) and value in (0, 1) else None
-
-
 def _reason(value: object) -> str | None:
     # SGLang's is an object with a type; a sentence is the text of an error
     text = text_of(object_of(value).get("type", value))
@@ -466,15 +471,18 @@ def _reason(value: object) -> str | None:
 
 # the fields of a call that are the values themselves
 _PLAIN = ("prompt_ids", "delta_ids", "prompt_messages", "turn_index")
-# those that follow from one value each, and whether the report has a line if the value is
-# of another kind
-_CONVERTED: Mapping[str, tuple[Callable[[Any], object], bool]] = {
-    **dict.fromkeys(("agent_id", "group_id", "request_id", "model"), (text_of, True)),
-    **dict.fromkeys(("parent", "parent_resolution"), (text_of, False)),
-    **dict.fromkeys(("started_at", "ended_at"), (time_of, False)),
-    "trainable": (_flag, True),
-    "finish_reason": (_reason, True),
-    "response_message": (mapping.reply_of, True),
+# those that follow from one value each, and what that may be, if the report has a line
+# about other values; no option takes a path with a comma
+_TEXT_RULE, _TIME_RULE = "text, or an integer", "ISO text with a zone, or seconds"
+_CONVERTED: Mapping[str, tuple[Callable[[Any], object], str]] = {
+    **dict.fromkeys(
+        ("agent_id", "group_id", "request_id", "model"), (text_of, _TEXT_RULE)
+    ),
+    **dict.fromkeys(("parent", "parent_resolution"), (text_of, "")),
+    **dict.fromkeys(("started_at", "ended_at"), (time_of, _TIME_RULE)),
+    "trainable": (flag_of, "true, false, 1 or 0"),
+    "finish_reason": (_reason, "a word, or an object with a type"),
+    "response_message": (mapping.reply_of, "a message, or text"),
 }
 
 
@@ -569,39 +577,6 @@ def _put(shape: dict[str, Any], keys: list[str], kind: str) -> None:
     shape.setdefault(keys[-1], kind)
 
 
-def _facts(
-    value: Value, at: str = "", aside: bool = True, beside: bool = True, *, whole: bool
-) -> Iterator[tuple[str, Any, bool, bool]]:
-    """Paths and values of a record (not ``whole``: its facts alone), whether a value is a
-    fact of the run, at the top or in an object of facts, and whether it is beside the call.
-    """
-    for name, one in value.items():
-        path, found = f"{at}{name}", mapping.parsed(one)
-        # a request has such objects, too
-        near = aside or at[:-1] in _REQUESTS
-        facts = near and name in _ASIDE and isinstance(found, dict)
-        yield path, found, aside and not facts, beside
-        below = beside and name not in NOT_BESIDE
-        inside = whole and (below or path in _REQUESTS)
-        if path.count(".") > _MOST_DEEP:
-            continue
-        if isinstance(found, dict) and (facts or inside):
-            yield from _facts(found, f"{path}.", facts, below, whole=whole)
-        listed = list_of(found)[:_MOST_BESIDE] if whole and below else []
-        for k, inner in enumerate(listed):
-            if isinstance(inner, dict):
-                yield from _facts(inner, f"{path}.{k}.", aside=False, whole=True)
-
-
-def _failed(key: _Key, value: object) -> bool:
-    """Whether a key says that its call failed, or is not to be trained."""
-    last = key.keys[-2:]
-    if key.word.endswith(("code", "status")) and "status" in "_".join(last).lower():
-        failed = value in (2, "STATUS_CODE_ERROR") and last == ("status", "code")
-        return failed or 400 <= (number_of(value) or 0) < 600
-    return key.word in ("train", "is_train") and _flag(value) is False
-
-
 def _check_same(where: Route, record: Value, root: Value) -> None:
     """Refuse a record that has other ids under another name of the same."""
     known = [(part, part.find(record, root, {})) for part in where.parts()]
@@ -612,8 +587,6 @@ def _check_same(where: Route, record: Value, root: Value) -> None:
             raise Refused(f"{names} differ: --map FIELD=PATH names the ids that count")
 
 
-# the most objects of a list beside a call that are looked at
-_MOST_BESIDE = 64
 # --- text
 
 _Talk: TypeAlias = list[dict[str, Any]]
@@ -652,6 +625,10 @@ class Encoder:
         # some models mark their roles with added tokens that are not special
         added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
         self._added = {*added.values()}
+        special = self._codec.special(np.array([*added.values()], np.int32))
+        marks = (re.escape(x) for x, one in zip(added, special, strict=True) if one)
+        # a reply may end with its own end token
+        self._marks = re.compile(f'({"|".join(marks) or "(?!)"})(?!")')
 
     def replies(self, found: Finding, conversation: object) -> Iterator[Finding]:
         messages = [object_of(one) for one in list_of(conversation)]
@@ -663,6 +640,11 @@ class Encoder:
             one = found.copy(f", message {k}", first=k == replies[0])
             said = {"prompt_messages": messages[:k], "response_message": messages[k]}
             one.fields |= said
+            for name in messages[k].keys() & {"weight", "train", "trainable", "loss"}:
+                if flag_of(value := messages[k][name]) is not True:
+                    one.fields["trainable"] = False
+                    if flag_of(value) is None:
+                        one.unread[f"messages.{name} (expected 0 or 1)"] = value
             self.encode(one, messages[k + 1 : k + 2])
             yield one
 
@@ -677,6 +659,9 @@ class Encoder:
                 raise Refused("no message comes before it", "no_prompt_ids")
             if not isinstance(reply, dict):
                 raise Refused("it has no reply", "no_output_ids")
+            if spelled := self._marks.search(json.dumps([*before, reply])):
+                text = f"a message spells {spelled[1]}, a token of the template"
+                raise Refused(text, "refused")
             prompt = self._text(before, found, asks=True)
             complete = self._text([*before, reply], found)
             if not complete.startswith(prompt):
@@ -743,11 +728,24 @@ class Encoder:
     def _text(self, talk: _Talk, found: Finding, *, asks: bool = False) -> str:
         options: Any = {"tools": found.tools, "add_generation_prompt": asks}
         try:
-            made = self._tokenizer.apply_chat_template(talk, tokenize=False, **options)
+            plain = [*map(_plain, talk)]
+            made = self._tokenizer.apply_chat_template(plain, tokenize=False, **options)
+        except Refused:
+            raise
         # a template may raise an error of jinja2, or anything in its filters
         except Exception as error:
             raise Refused(str(error), "refused") from None
         return str(made)
+
+
+def _plain(message: Value) -> Value:
+    """A message with one text for its parts, as engines give it to most templates."""
+    parts = [*map(object_of, list_of(message.get("content")))]
+    if odd := [one for one in parts if not isinstance(one.get("text"), str)]:
+        kind = odd[0].get("type")
+        raise Refused(f"a message has a part of type {kind!r}: only text is encoded")
+    texts = "\n".join(str(one["text"]) for one in parts)
+    return {**message, "content": texts} if parts else message
 
 
 # --- responses of engines
@@ -800,11 +798,12 @@ def _of_choice(found: Finding, around: Value, at: str, *, masked: bool) -> Value
     found.claims += claims_of(meta, "meta_info")
     if choice is not around["response"] and not masked:
         place = f"{at}choices.{choice.get('index', 0)}."
-        facts = _facts(choice, whole=True)
-        masks = {f"{place}{path}": one for path, one, _, near in facts if near}
+        near = (pair[:2] for pair in facts_of(choice, whole=True) if pair[3])
+        masks = {f"{place}{path}": one for path, one in near}
         found.masks = {**found.masks, **masks}
-        named = {path: v for path, v in masks.items() if "mask" in path and list_of(v)}
-        found.unread = {**found.unread, **named}
+        named = [p for p in masks if "mask" in p or REWARDS.search(word_of(p))]
+        facts = {p: masks[p] for p in named if not is_empty(masks[p])}
+        found.unread = {**found.unread, **facts}
     values: Value = {name: one.find(around) for name, one in _OF_ANSWER.items()}
     return {
         **values,
@@ -826,6 +825,10 @@ def _aligned(
     if output is None:
         return next((one for one in known if one[0] is not None), (None, None))
     if not known or not is_array(output):
+        for odd in sources if is_array(output) else ():
+            if not all(map(is_empty, odd.values() if isinstance(odd, dict) else [odd])):
+                text = f"their form is unknown: {reprlib.repr(odd)}"
+                found.remark("logprobs_unaligned", text)
         return output, None
     listed = output.tolist() if isinstance(output, np.ndarray) else output
     for ids, logprobs in known:
@@ -883,7 +886,7 @@ def _gym(record: Value) -> Value:
     if "staging_key" in record:
         text = "its token ids are in another store (staging_key)"
         raise Refused(text, "no_prompt_ids")
-    if record.get("prompt_is_delta") is not True:
+    if not record.get("prompt_is_delta"):
         return record
     return {**record, "prompt_token_ids": None, "delta": record.get("prompt_token_ids")}
 
@@ -896,15 +899,15 @@ def _slime(record: Value) -> Value:
     tokens: Any = record.get("tokens")
     length = record.get("response_length")
     if not is_array(tokens):
-        raise Refused("no tokens", "no_prompt_ids")
+        raise Refused(f"its tokens are {reprlib.repr(tokens)}", "no_prompt_ids")
     if type(length) is not int or not 0 <= length <= len(tokens):
         raise Refused(f"response_length {length!r} of {len(tokens)} tokens")
     return {
         **record,
         "prompt_ids": tokens[: len(tokens) - length],
         "output_ids": tokens[len(tokens) - length :],
-        "finish_reason": _STATUS.get(str(record.get("status"))),
-        "trainable": False if record.get("remove_sample") is True else None,
+        "finish_reason": _STATUS.get(str(record.get("status")), record.get("status")),
+        "trainable": False if record.get("remove_sample") else None,
     }
 
 
@@ -1026,7 +1029,8 @@ def _span(record: Value) -> Value | None:
     times = (str(record.get(f"{name}TimeUnixNano")) for name in ("start", "end"))
     known = (int(t) if re.fullmatch("[0-9]{1,20}", t) else None for t in times)
     start, end = (None if ns is None else ns / 1e9 for ns in known)
-    return {**record, "attributes": named, "@start": start, "@end": end}
+    error = record.get("error", named.get("error.type"))
+    return {**record, "attributes": named, "error": error, "@start": start, "@end": end}
 
 
 _NO_IDS = np.empty(0, np.int32)
@@ -1055,6 +1059,8 @@ def _graph(trace: Value, _: Path) -> Iterator[tuple[str, Value]]:
             before, messages, tools = paths[parent]
         given = unless_empty(node.get("token_ids"))
         ids = _NO_IDS if given is None else given
+        if isinstance(ids, list) and {*map(type, ids)} == {int}:
+            ids = np.array(ids)
         # the ids of a reply without ids cannot be known
         reply = object_of(message).get("role") == "assistant"
         known = before is not None and isinstance(ids, np.ndarray)
@@ -1126,7 +1132,10 @@ def _talk_at(*names: str) -> Callable[[Value], object]:
         listed = next((root[name] for name in names if name in root), None)
         if not isinstance(listed, list):
             raise Refused(f"its messages are a {type(listed).__name__}, not a list")
-        return [_message(k, one) for k, one in enumerate(listed)]
+        talk = [_message(k, one) for k, one in enumerate(listed)]
+        roles, system = [one["role"] for one in talk], text_of(root.get("system"))
+        first = [{"role": "system", "content": system}] if system else []
+        return talk if roles[:1] == ["system"] else first + talk
 
     return messages
 
@@ -1154,7 +1163,8 @@ def _has_lists(value: Value) -> bool:
     # a response of an engine has more than its ids
     if list_of(value.get("choices")) or value.keys() >= {"output_ids", "meta_info"}:
         return False
-    return all(is_array(route(paths).find(value)) for paths in (_PROMPT, _OUTPUT))
+    found = (route(paths).find(value) for paths in (_PROMPT, _OUTPUT))
+    return all(is_array(parsed(one)) for one in found)
 
 
 _SESSION = "session_id|metadata.session_id"
@@ -1244,7 +1254,7 @@ _ALL = [
             finish_reason=finish_reason, trainable=trainable,
             group_id=group_index|group_id, weight_versions=weight_versions""",
         prepare=_slime,
-        knows="index remove_sample response_length tokens label status",
+        knows="index rollout_id remove_sample response_length tokens label status",
     ),
     Format(
         "atif",
@@ -1460,7 +1470,9 @@ def unknown(head: Head) -> Exception:
         like = "records"
     else:
         lacks = [name for name in keys if name not in value]
-    reason = f"lacks {', '.join(lacks)}" if lacks else "has values of other kinds"
+    kinds = ", ".join(type(one).__name__ for one in value.values())
+    reason = f"has values of other kinds ({kinds})"
+    reason = f"lacks {', '.join(lacks)}" if lacks else reason
     if "example_id" in value and {"completion", "trajectory"} & value.keys():
         text = f"{head.name} has results of verifiers: docs/import.md, 'Your own log', has "
         more = "" if "trajectory" in value else ", which they lack"

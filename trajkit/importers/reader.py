@@ -2,6 +2,7 @@
 
 import os
 import re
+import reprlib
 import shlex
 import tempfile
 from collections import Counter, defaultdict
@@ -30,13 +31,13 @@ from trajkit.files.sources import (
 from trajkit.files.tables import TEMPORARY, gather, index_sessions, write_table
 from trajkit.importers import containers as read
 from trajkit.importers import formats
-from trajkit.importers.containers import Finding, Head, Refused, is_array
+from trajkit.importers.containers import Finding, Head, Refused
 from trajkit.importers.formats import FORMATS, Encoder, Format, Table
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 from trajkit.tables.columns import with_column
 from trajkit.tables.stages import batches_in, session_ends
-from trajkit.turns.keys import BROKEN, has_items, word_of
+from trajkit.turns.keys import BROKEN, has_items, is_array, word_of
 from trajkit.turns.mapping import MapLike, hint_for, read_map, stem_of
 from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, collected
@@ -199,6 +200,8 @@ class _Import:
     # reward and group
     numbers: Counter[str | None] = field(default_factory=Counter)
     files: Continuations = field(default_factory=Continuations)
+    # sessions, and objects of a file that begin an earlier one's session again
+    reused: set[tuple[str, str]] = field(default_factory=set)
     firsts: dict[tuple[str | None, str], object] = field(default_factory=dict)
     seen: set[Path] = field(default_factory=set)
     # places by session and a turn_index that the source gives
@@ -321,7 +324,7 @@ class _Import:
         if not table.has_ids and (self.encoder is None or format.talk is None):
             raise FormatError(f"{name}: {formats.text_only(format)}")
         unread: dict[str, tuple[Finding, int]] = {}
-        paths: dict[str, np.ndarray] = {}
+        paths: dict[Any, np.ndarray] = {}
         n_records, replies, silent = 0, dict[int, object](), set[str | None]()
         begins = (one for value in head.values for one in table.calls("", value))
         # a file without sessions is read for names of runs before it is imported
@@ -380,7 +383,8 @@ class _Import:
         for key, (found, count) in unread.items():
             text = f"{key} of {count} records was not read"
             if not found.problem:
-                text += hint_for(key, value := found.unread[key])
+                value = found.unread[key]
+                text += f" (the first: {reprlib.repr(value)}){hint_for(key, value)}"
                 if followed and isinstance(value, int):
                     text = text.replace("session_id=", f"session_id={way}+")
                 self.note(name, found, "unread", text)
@@ -422,21 +426,28 @@ class _Import:
             if not found.problem and not is_there(ids := fields.get(target)):
                 found.problem = f"no_{target}"
                 hint = f"--map {target}=PATH names them, if it has them"
-                hint = f"its {target} are empty" if is_array(ids) else hint
+                odd = f"{reprlib.repr(ids)}, not a list; {hint}"
+                odd = f"its {target} are {'empty' if is_array(ids) else odd}"
+                hint = hint if ids is None else odd
                 found.detail = f"{hint}; {found.detail}".removesuffix("; ")
-                if (lost := fields.get("reward")) is not None:
-                    found.detail += f"; its reward {lost} is not read"
+        if found.problem and (lost := fields.get("reward")) is not None:
+            found.detail += f"; its reward {reprlib.repr(lost)} is not read"
         origin = str(Path(file).parent) if format.by_folder else file
         compared = session if self.session_prefix != "no" else None
         if compared is not None and not found.problem:
+            own = (compared, f"{origin}{found.origin}")
             try:
-                self.files.check(compared, f"{origin}{found.origin}", fields)
+                if own not in self.reused:
+                    self.files.check(*own, fields)
             except InvalidTurnsError:
+                self.reused.add(own)
                 if not found.origin:
                     raise
+            if own in self.reused:
                 found.problem = "repeated_session"
-                text = "an earlier conversation has its session, too: --map "
-                found.detail = f"{text}session_id=@name makes a session of each"
+                text = "an earlier one has its session, too: --map session_id="
+                way = "@name" if fields.get("sampled") is False else "/@name"
+                found.detail = f"{text}{way} makes a session of each"
         place = f"{file}, {found.place}"
         self.repeated(found, place)
         if found.problem:
@@ -575,6 +586,10 @@ def advised(path: str) -> str:
 def _run_key(keys: Mapping[str, object]) -> str:
     filled = [key for key, one in keys.items() if one not in (None, "")]
     own = next(filter(_OF_A_RUN.search, filled), "KEY")
+    around = own.rpartition(".")[0]
+    if _OF_A_RUN.search(around):
+        # the parts of one name
+        return "+".join(key for key in filled if key.startswith(f"{around}."))
     about = [key for key in filled if key != own and _ABOUT.fullmatch(word_of(key))]
     # a number may start over in each task
     is_number = str(keys.get(own)).isdecimal()
@@ -611,7 +626,7 @@ def rounded(values: np.ndarray) -> int:
     return 0
 
 
-def _follow(found: Finding, paths: dict[str, np.ndarray], table: Table) -> None:
+def _follow(found: Finding, paths: dict[Any, np.ndarray], table: Table) -> None:
     """Put together a prompt that continues an earlier path, and keep the path."""
     fields = found.fields
     delta, parent = fields.pop("delta_ids", None), fields.pop("parent", None)
@@ -621,7 +636,8 @@ def _follow(found: Finding, paths: dict[str, np.ndarray], table: Table) -> None:
         return
     if delta is not None and not found.problem:
         with found:
-            before, kind = paths.get(str(parent)), type(delta).__name__
+            before, kind = paths.get((found.session, str(parent))), type(delta).__name__
+            whole = fields["prompt_ids"]
             if before is None:
                 text = f"its prompt continues {parent!r}, which has no path"
                 raise Refused(text, "no_parent")
@@ -633,9 +649,12 @@ def _follow(found: Finding, paths: dict[str, np.ndarray], table: Table) -> None:
                 fields["prompt_ids"] = [*before.tolist(), *delta]
             else:
                 fields["prompt_ids"] = np.append(before, delta).astype(np.int32)
+            if has_items(whole) and not np.array_equal(whole, fields["prompt_ids"]):
+                raise Refused("its prompt is another than its parent's path continues")
     path: list[Any] = [fields.get("prompt_ids"), fields.get("output_ids")]
     if all(isinstance(ids, np.ndarray) for ids in path):
-        paths[str(fields.get("request_id"))] = np.concatenate(path)
+        own = (found.session, str(fields.get("request_id")))
+        paths[own] = np.concatenate(path)
 
 
 def _records(head: Head, table: Table) -> Iterator[Finding]:

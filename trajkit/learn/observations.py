@@ -61,7 +61,11 @@ def _chosen(
 
 def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
     several = isinstance(names, Iterable) and not isinstance(names, str)
-    if not several or not names or not all(isinstance(name, str) for name in names):
+    if (
+        not several
+        or not len(names)
+        or not all(isinstance(name, str) for name in names)
+    ):
         raise ArgumentError(f"{what}={names!r}: expected names, or a mapping of them")
     if not isinstance(names, Mapping):
         return dict.fromkeys(names, alpha)

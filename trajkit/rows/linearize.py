@@ -245,7 +245,7 @@ class _Work:
         if threads is not None:
             n_threads = chosen_int("threads", threads, 1)
         facts = session_facts(reward, sessions)
-        names = planning.payload_names(payloads) if payloads != () else ()
+        names = planning.payload_names(payloads)
         return cls(chosen, facts, cap, names, n_threads)
 
     def made(

@@ -4,8 +4,10 @@ Sources name these in many ways. What a key means decides whether its value may 
 over; it never becomes part of a turn without a mapping (`trajkit.turns.mapping`).
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,8 +23,8 @@ SPELLED = {
     "generation_token_ids|generated_token_ids|token_ids|output_ids|completion_ids|"
     "response_ids|output_tokens|completion_tokens|response_tokens",
     "output_logprobs": "output_logprobs|completion_logprobs|response_logprobs|"
-    "generation_log_probs|output_token_logprobs|rollout_log_probs|token_logprobs|"
-    "logprobs|log_probs|old_log_probs|logprob",
+    "generation_log_probs|output_token_logprobs|rollout_log_probs|rollout_logprobs|"
+    "token_logprobs|logprobs|log_probs|sampling_per_token_logps|old_log_probs|logprob",
     "prompt_messages": "prompt_messages|messages",
     "response_message": "response_message|message|response|completion",
     "finish_reason": "finish_reason|stop_reason",
@@ -35,7 +37,8 @@ RUN = re.compile(
     r"episode|conversation|conv|thread|trace|task|sample|instance|attempt|trial|"
     r"example|chat|dialog|dialogue|problem|question|prompt|group|env|game|user|job|"
     r"workflow|experiment)(_(id|ids|uid|uuid|name|key|index|idx|no|num|number|hash))"
-    r"|index|idx|session|trajectory|rollout|run|episode|trial|attempt|seed|name"
+    r"|index|idx|session|trajectory|rollout|run|episode|trial|attempt|seed|name|"
+    r"repetition(_id)?"
 )
 # any other key beside a call that names something, but for parts of a call
 NAMED = re.compile(
@@ -59,10 +62,19 @@ USAGE = re.compile(r"(\w+_)?usage(_\w+)?|tokens?(_counts?)?")
 MATTERS = re.compile(
     r"(^|_)(rewards?|scores?|returns?|ret|advantages?|groups?|uid|masks?|weights?|parents?|"
     r"trainable|versions?|error|errors|truncated|aborted|agent|turn|step|experts?|"
-    r"teacher|entropies|entropy|images?|modal|mm|label|labels|success|resolved|"
-    r"log_?probs?|kept_tokens|remove|loss|exceptions?|trajectory|traj|rollout|run|"
-    r"episode|correct|passed|done|finished|completed)(_|$)"
+    r"teacher|entropies|entropy|images?|(multi_?)?modal|mm|pixel|videos?|audios?|label|"
+    r"labels|success|resolved|log_?p(rob)?s?|kept_tokens|remove|loss|exceptions?|"
+    r"trajectory|traj|rollout|run|episode|correct|pass|passed|done|finished|completed|"
+    r"accuracy|grade|verdict|outcome|solved|win|won)(_|$)"
 )
+# at any depth beside a call
+REWARDS = re.compile("(^|_)(rewards?|scores?)(_|$)")
+# parts of a message that are no text, and keys of a request that have them
+MEDIA = re.compile(
+    r"[._](images?|videos?|audios?|files?|document|multi_?modal|mm)([._]|$)"
+)
+# a mask of what does not train, or of what is padding
+CONTRARY = re.compile("ignore|attention|pad|special|drop|skip")
 # what marks tokens, by the end of its path; lists that mark none, whatever they have
 _MARKS = re.compile(
     r"(^|_)(masks?|train\w*|ignored?|generated|sampled|is|weights?)(_|$)"
@@ -276,6 +288,9 @@ def marks_tokens(path: str, value: Any, first: int, n: int) -> bool:
     if {*map(type, value)} - {int, bool, float}:
         return False
     name = word_of(path)
+    # padding is no token that an engine read or sampled
+    if "attention" in name and 0 in value:
+        return True
     if "prompt" in name and len(value) == first and len({*value}) == 1:
         return False
     if -100 in value and (fits or named or "label" in name):
@@ -300,6 +315,18 @@ def is_broken(path: str, value: object) -> bool:
     return how == "valid" and value in (False, 0) and value is not None
 
 
+def media_of(messages: object, request: object) -> dict[str, object]:
+    """What a prompt has besides text: parts of its messages, or keys of its request."""
+    asked = request if isinstance(request, Mapping) else {}
+    found: dict[str, object] = {f"request.{k}": v for k, v in asked.items()}
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping):
+                found.setdefault(f"messages.{part.get('type')}", part)
+    return {k: v for k, v in found.items() if MEDIA.search(k) and not is_empty(v)}
+
+
 def is_empty(value: object) -> bool:
     sized = isinstance(value, str | list | dict | np.ndarray)
     return value is None or value is False or (sized and not len(value))  # type: ignore[arg-type]
@@ -316,3 +343,122 @@ def has_items(value: object) -> bool:
 def is_name(value: object) -> bool:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return is_number or (isinstance(value, str) and bool(value))
+
+
+# --- values of records
+
+# objects beside a call that hold facts of its run
+_ASIDE = (
+    *("metadata", "meta", "extra", "extra_info", "extra_body", "info", "tags"),
+    *("attributes", "headers", "sent_headers", "context", "non_tensor_batch"),
+    *("metrics", "final_metrics", "tokens", "extra_fields", "eval", "evaluation"),
+)
+_REQUESTS = ("request", "request_body", "transformed_request", "input")
+# the most objects of a list beside a call that are looked at
+_MOST_BESIDE = 64
+# levels of objects
+_MOST_LEVELS = 32
+
+
+def facts_of(
+    value: dict[str, Any],
+    at: str = "",
+    aside: bool = True,
+    beside: bool = True,
+    *,
+    whole: bool,
+) -> Iterator[tuple[str, Any, bool, bool]]:
+    """Paths and values of a record (not ``whole``: its facts alone), whether a value is a
+    fact of the run, at the top or in an object of facts, and whether it is beside the call.
+    """
+    for name, one in value.items():
+        path, found = f"{at}{name}", parsed(one)
+        # a request has such objects, too
+        near = aside or at[:-1] in (*_REQUESTS, "response")
+        facts = near and name in _ASIDE and isinstance(found, dict)
+        yield path, found, aside and not facts, beside
+        below = beside and name not in NOT_BESIDE
+        inside = whole and (below or path in _REQUESTS)
+        if path.count(".") > _MOST_LEVELS:
+            continue
+        if isinstance(found, dict) and (facts or inside):
+            yield from facts_of(found, f"{path}.", facts, below, whole=whole)
+        listed = list_of(found)[:_MOST_BESIDE] if whole and below else []
+        for k, inner in enumerate(listed):
+            if isinstance(inner, dict):
+                yield from facts_of(inner, f"{path}.{k}.", aside=False, whole=True)
+
+
+def is_failed(path: str, value: object) -> bool:
+    """Whether a key says that its call failed, or is not to be trained."""
+    last, word = tuple(path.split(".")[-2:]), word_of(path)
+    if word.endswith(("code", "status")) and "status" in "_".join(last).lower():
+        failed = value in (2, "STATUS_CODE_ERROR") and last == ("status", "code")
+        return failed or 400 <= (number_of(value) or 0) < 600
+    return word in ("train", "is_train") and flag_of(value) is False
+
+
+def is_taken_mask(path: str, value: object, first: int, n: int) -> bool:
+    """Whether an output_mask may have these values."""
+    if not isinstance(value, list) or {*map(str, value)} - {"0", "1", "True", "False"}:
+        return False
+    contrary = CONTRARY.search(path.lower())
+    fits = len(value) == n or (len(value) == first + n and not any(value[:first]))
+    return fits and not contrary
+
+
+def parsed(value: object) -> object:
+    """The value of a text of JSON; anything else unchanged."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def text_of(value: object) -> str | None:
+    """A string or an integer as text; anything else, or an empty string, as None."""
+    return str(value) or None if type(value) in (str, int) else None
+
+
+def number_of(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if np.isfinite(float(value)) else None
+    except OverflowError:
+        return None
+
+
+def time_of(value: object) -> datetime | None:
+    """A time from seconds since 1970 or ISO text with a time zone, or None."""
+    try:
+        if isinstance(value, str | datetime):
+            time = datetime.fromisoformat(str(value))
+            return time.astimezone(UTC) if time.tzinfo else None
+        seconds = number_of(value)
+        return datetime.fromtimestamp(seconds, UTC) if seconds else None
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def unless_empty(value: object) -> Any:
+    """The value, or None for an empty list, which means that a record lacks it."""
+    return None if isinstance(value, list) and not value else value
+
+
+def is_array(value: object) -> bool:
+    return isinstance(value, list | np.ndarray)
+
+
+def list_of(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def object_of(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def flag_of(value: object) -> bool | None:
+    return bool(value) if type(value) in (bool, int) and value in (0, 1) else None

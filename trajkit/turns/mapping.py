@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import numpy as np
 
 from trajkit._arguments import near_miss
 from trajkit.errors import ArgumentError
-from trajkit.turns.keys import SPELLED, is_name, word_of
+from trajkit.turns.keys import CONTRARY, SPELLED, is_name, parsed, word_of
 
 SHORT = {"logprobs": "output_logprobs", "messages": "prompt_messages"}
 """Other names of fields."""
@@ -35,7 +36,7 @@ _TAKEN_BY = {
     "agent_id": "agent(_(id|name))?",
     "trainable": "trainable",
     "weight_version": "versions?",
-    "session_id": "(trajectory|traj|rollout|run|episode)(_(id|uid|uuid|key))?",
+    "session_id": "(trajectory|traj|rollout|run|episode)(_(id|uid|uuid|key|idx|index))?$",
 }
 _TYPED = ("stringValue", "intValue", "doubleValue", "boolValue")
 # settings of a mapping besides its fields
@@ -272,16 +273,6 @@ def merged_map(given: list[str] | None) -> Map | None:
     return merged
 
 
-def parsed(value: object) -> object:
-    """The value of a text of JSON; anything else unchanged."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
 def reply_of(value: object) -> dict[str, Any] | None:
     """A reply: a message, a list of one, or the text of an assistant's message."""
     one = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -310,6 +301,8 @@ def logprobs_of(value: Any) -> tuple[list[Any] | None, list[Any]] | None:
     given = value if isinstance(value, dict) else {}
     entries = given.get("content") if given else value
     entries = list(entries) if isinstance(entries, list | np.ndarray) else []
+    if any(isinstance(one, dict) and "logprob" not in one for one in entries):
+        return None
     if not given and entries and not isinstance(entries[0], dict | list):
         return None, entries
     if not entries:
@@ -356,7 +349,8 @@ def hint_for(path: str, value: object) -> str:
     if field == "reward":
         option = reward_option(path, value)
     else:
-        fits = isinstance(value, list) if field == "output_mask" else is_name(value)
+        is_mask = isinstance(value, list) and not CONTRARY.search(word)
+        fits = is_mask if field == "output_mask" else is_name(value)
         option = map_option(field, path) if field and fits else ""
     return f": {option} takes it" if option else ""
 
@@ -364,9 +358,9 @@ def hint_for(path: str, value: object) -> str:
 def reward_option(
     path: str, value: object, number: Callable[[Any], object] = lambda value: value
 ) -> str:
-    """The option that takes the first number in a value as the reward, or empty."""
-    own = number(value)
-    if isinstance(own, int | float) and not isinstance(own, bool):
+    """The option that takes the first finite number in a value as the reward, or empty."""
+    own: Any = number(value)
+    if type(own) in (int, float) and abs(own) <= sys.float_info.max:
         return map_option("reward", path)
     parts: dict[str, Any] = value if isinstance(value, dict) else {}
     names = sorted(parts, key=lambda name: name != "value")

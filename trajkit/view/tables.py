@@ -93,12 +93,12 @@ class ViewTables:
                 made = analysis.output_spans(turns, self.policies[k], sessions=known)
             case _:
                 made = linearize(turns, self.policies[k], sessions=known)
-                reasons = pl.DataFrame(analysis.why(turns, self.policies[k]))
+                reasons = analysis.why(turns, self.policies[k], sessions=known)
                 return pl.DataFrame(made.select([*_OF_ROWS, "input_ids"])).select(
                     *_OF_ROWS,
-                    reasons["sentence"],
                     tokens=pl.col("input_ids").list.len(),
-                    trained=reasons["tokens_trained"],
+                    sentence=pl.Series(reasons["sentence"]),
+                    trained=pl.Series(reasons["tokens_trained"]),
                 )
         return pl.DataFrame(made)
 

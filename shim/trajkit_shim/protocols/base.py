@@ -31,13 +31,12 @@ the number of tokens of the prompt."""
 # and billing, and what clients send back of a reply.
 _SILENT = frozenset(
     "allowed_callers annotations betas cache_control caller citations client_metadata "
-    "context context_management detail eager_input_streaming id "
-    "include include_obfuscation includeThoughts index inference_geo input_examples labels "
-    "metadata phase prompt_cache_key prompt_cache_options prompt_cache_retention "
-    "provider_specific_fields reasoning_details refusal safetySettings "
-    "safety_identifier service_tier serviceTier signature speed status store summary "
-    "generate_summary task_budget thinking_blocks thoughtSignature title type user "
-    "verbosity".split()
+    "context detail eager_input_streaming generate_summary id include "
+    "include_obfuscation includeThoughts index inference_geo labels metadata phase "
+    "prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "provider_specific_fields reasoning_details safetySettings safety_identifier "
+    "service_tier serviceTier signature speed status store summary thinking_blocks "
+    "thoughtSignature title type user".split()
 )
 
 

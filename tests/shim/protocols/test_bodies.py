@@ -325,6 +325,7 @@ IGNORED = {
     ],
     "openai_responses": [
         ({"background": True}, "background"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"top_logprobs": 1}, "top_logprobs"), ({CHOICE: {"type": "web_search"}}, CHOICE),
         ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[0].type"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [
