@@ -11,7 +11,6 @@ import importlib
 import json
 import math
 import os
-import posixpath
 import re
 import secrets
 import tarfile
@@ -21,9 +20,11 @@ from ast import literal_eval
 from base64 import b64decode
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
 from importlib.resources import files
 from io import BytesIO
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -31,7 +32,6 @@ from typing import Any, NamedTuple
 from trajkit_rollout.sandbox import (
     CommandResult,
     Sandbox,
-    SandboxError,
     pack,
     program,
 )
@@ -49,20 +49,28 @@ LINK = "120000"
 """Git's mode of a symbolic link."""
 _REPOSITORY = "160000"
 
+
+def _names(patterns: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(translate, patterns.split())))
+
+
 # names of files, whichever folder they are in: settings of Python, of other languages
 # and of build tools; tests
-_FILES = """
+_FILES = _names("""
 conftest.py sitecustomize.py usercustomize.py *.pth *.egg-link pytest.ini pytest.toml
 tox.ini tox.toml noxfile.py setup.py setup.cfg pyproject.toml pyvenv.cfg uv.toml uv.lock
 *.py[cod] requirements*.txt constraints*.txt entry_points.txt manage.py
 makefile gnumakefile *.mk cmakelists.txt ctest* justfile package.json package-lock.json
 *.config.js *.config.[cm]js *.config.ts tsconfig*.json cargo.toml cargo.lock build.rs
 go.mod go.sum gemfile* rakefile pom.xml build.gradle* dockerfile* run_tests* runtests*
-test_*.py *_test.py test.py tests.py *_test.go *_spec.rb
-*.test.[jt]s* *.spec.[jt]s* *.test.[cm][jt]s *.spec.[cm][jt]s
-""".split()
+test.py tests.py test_*.* *_test.* *_spec.* *.test.* *.spec.[cjmt]*
+""")
 # names of folders; hidden ones are risky too
-_FOLDERS = ("tests", "__tests__", "__pycache__", "*.dist-info", "*.egg-info", "*.egg")
+_FOLDERS = _names("""
+tests __tests__ __pycache__ __snapshots__ *.dist-info *.egg-info *.egg site-packages
+dist-packages node_modules vendor
+""")
+# at the root, or in a folder src
 _ROOT_FOLDERS = ("test", "spec", "specs", "testing")
 _VARIABLE = re.compile(r"\$\{(\w+)(:-(.*))?\}", re.DOTALL)
 _WILDCARDS = {"*": "[^/]*", "?": "[^/]"}
@@ -72,6 +80,11 @@ _MODULES = (".py", ".pyc", ".so", ".pyd", ".pth", ".zip")
 # exit codes of a shell that cannot run or find a command, or is killed
 _NOT_RUN = (126, 127, -9)
 _MAX_DOUBTS = 9
+_SKIPPED, _CHANGED = "skipped: ", "changed while tests ran: "
+# a line of a shell program that runs tests
+_RUNNER = re.compile(
+    r"^(?!\s*#)(?!.*\binstall\b).*(\bpytest|-\w*m\s*(?:py|unit)test)\b", re.MULTILINE
+)
 # what is odd in the tests without an agent's changes, by kind of sandbox and task
 _BASES: dict[tuple[str, str], set[str]] = {}
 _TESTBED, _LOGS = "/testbed", "/logs/verifier"
@@ -102,12 +115,6 @@ class Proof(NamedTuple):
     failed: list[str]
     skipped: list[str]
     changed: list[str]  # what was exchanged while it ran
-
-    @property
-    def doubts(self) -> set[str]:
-        """What may have kept tests from failing."""
-        skipped = {f"skipped: {name}" for name in self.skipped}
-        return skipped | {f"changed while tests ran: {name}" for name in self.changed}
 
 
 class Workspace:
@@ -197,43 +204,45 @@ def choose(
     files, known = frozenset(before), {_plain(name) for name in modules}
     folders = {folder for file in files for folder in _folders(file)}
     packages = {folder for folder in folders if f"{folder}/__init__.py" in files}
+    environments = {folder for folder in folders if f"{folder}/pyvenv.cfg" in files}
     patterns = [(_compiled(text), text.split("/")) for text in editable or ()]
     everything = editable is not None and "**" in editable
 
-    def covered(name: str) -> bool:
-        return name in files or not packages.isdisjoint(_folders(name))
-
-    # the index of the last part of a path that makes it risky, or -1
-    def risk(name: str, mode: str, parts: list[str]) -> int:
-        plain, last = [_plain(part) for part in parts], len(parts) - 1
-        if mode == LINK or _like(plain[-1], _FILES):
-            return last
-        risks = [-1]
-        for k, part in enumerate(plain):
-            # not printable: also a byte that is not UTF-8
-            odd = part.startswith(".") or not parts[k].isprintable()
-            root = k == 0 < last and part in _ROOT_FOLDERS
-            if odd or root or (k < last and _like(part, _FOLDERS)):
-                risks.append(k)
-        if plain[-1].endswith(_MODULES) and name not in files:
-            first = 0
-            while "/".join(parts[: first + 1]) in folders:
-                first += 1
-            # inside a package a name hides none of Python's
-            if not covered(name):
-                stems = [part.partition(".")[0] for part in plain]
-                risks += [k for k in range(first, len(parts)) if stems[k] in known]
+    # the index of the last part of a path that makes it risky, or -1; and whether the
+    # workspace had the file, or a package that it is in
+    def assess(name: str, mode: str, parts: list[str]) -> tuple[int, bool]:
+        last, plain = len(parts) - 1, _plain(parts[-1])
+        risks, covered, first = [-1], name in files, 0
+        while first < last and (folder := "/".join(parts[: first + 1])) in folders:
+            covered = covered or folder in packages
+            if folder in environments:
                 risks.append(first)
-        return max(risks)
+            first += 1
+        # a file in place of a folder, or a folder in place of a file, removes others
+        replaced = first < last and "/".join(parts[: first + 1]) in files
+        replaced = replaced or name in folders
+        if mode == LINK or replaced or _FILES.match(plain) or _is_odd(parts[-1]):
+            return last, covered
+        # each part is looked up, for paths may be long and many
+        risks += [k for k in range(last) if _is_risky(parts[k])]
+        for k in (0, *(k + 1 for k in range(last - 1) if parts[k] == "src")):
+            if k < last and _plain(parts[k]) in _ROOT_FOLDERS:
+                risks.append(k)
+        # inside a package a name hides none of Python's
+        if plain.endswith(_MODULES) and not covered:
+            stems = [_plain(part).partition(".")[0] for part in parts]
+            risks += [k for k in range(first, len(parts)) if stems[k] in known]
+            risks.append(first)
+        return max(risks), covered
 
     verdicts = {}
     for name, (mode, target) in changes.items():
         parts = name.split("/")
-        k = risk(name, mode, parts)
+        k, covered = assess(name, mode, parts)
         if mode == _REPOSITORY or (mode == LINK and _leaves(name, target)):
             allowed = False
         elif editable is None:
-            allowed = k < 0 and covered(name)
+            allowed = k < 0 and covered
         else:
             allowed = everything or any(
                 names[: k + 1] == parts[: k + 1] and pattern.fullmatch(name)
@@ -244,27 +253,37 @@ def choose(
     return verdicts
 
 
-def _like(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _folders(path: str) -> list[str]:
     parts = path.split("/")
     return ["/".join(parts[:k]) for k in range(1, len(parts))]
 
 
+@lru_cache(1 << 16)
 def _plain(name: str) -> str:
     # as a careless file system or importer may read it
+    if name.isascii():
+        return name.lower()
     text = unicodedata.normalize("NFKC", name)
     return "".join(c for c in text if unicodedata.category(c) != "Cf").casefold()
 
 
+@lru_cache(1 << 16)
+def _is_odd(part: str) -> bool:
+    # hidden or not printable: also a byte that is not UTF-8
+    return _plain(part).startswith(".") or not part.isprintable()
+
+
+@lru_cache(1 << 16)
+def _is_risky(folder: str) -> bool:
+    return _is_odd(folder) or _FOLDERS.match(_plain(folder)) is not None
+
+
 def _leaves(name: str, target: str | None) -> bool:
-    # out of the workspace, as far as the text of a link says
-    if not target or target.startswith("/"):
-        return True
-    path = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
-    return path == ".." or path.startswith("../") or ".git" in path.split("/")
+    # out of the workspace; a folder before .. may be another link
+    parts = [part for part in (target or "/").split("/") if part != "."]
+    n_up = len([*takewhile("..".__eq__, parts)])
+    inner = {"", "..", ".git"}.intersection(parts[n_up:])
+    return bool(inner) or n_up > name.count("/")
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -288,34 +307,33 @@ def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
         return float(finished)
     if rules.kind == "swebench":
         return _by_swebench(workspace, patch)
-    done, proofs = _run(workspace)
-    if any(proof.changed for proof in proofs):
-        _compare_with_base(workspace, proofs)
+    done, proofs, doubts = _run(workspace)
+    if any(doubt.startswith(_CHANGED) for doubt in doubts):
+        _compare_with_base(workspace, doubts)
     reward = _reward_of(workspace, done, proofs)
     # of the tests that a task names, one that was skipped has not passed
     if reward > 0 and rules.kind != "tests":
-        _compare_with_base(workspace, proofs)
+        _compare_with_base(workspace, doubts)
     return reward
 
 
-def _compare_with_base(workspace: Workspace, proofs: Sequence[Proof]) -> None:
+def _compare_with_base(workspace: Workspace, doubts: set[str]) -> None:
     """Raise `AgentError` for what does not happen without the agent's changes, too."""
     task, sandbox = workspace.task, workspace.sandbox
-    doubts = {doubt for proof in proofs for doubt in proof.doubts}
-    key = sandbox.kind, replace(task, prompt="").digest()
+    key, why = (sandbox.kind, replace(task, prompt="").digest()), ""
     if doubts and key not in _BASES:
         name = f"{sandbox.spec.name}-base"
         try:
             with type(sandbox)(replace(sandbox.spec, name=name)) as fresh:
                 base = Workspace(task, fresh)
                 base.prepare()
-                known = {doubt for proof in _run(base)[1] for doubt in proof.doubts}
-        except (StageError, SandboxError) as error:
-            raise TaskError("grade", f"on the base commit: {error}") from error
-        _BASES[key] = known
-    if doubts and (doubts := doubts - _BASES[key]):
-        shown = "; ".join(sorted(doubts)[:_MAX_DOUBTS])
-        raise AgentError("grade", f"not without the agent's changes: {shown}")
+                _, _, _BASES[key] = _run(base)
+        except StageError as error:
+            # an agent could choose to be compared with what cannot be graded
+            why = f"; nothing is known of the base commit: {error}"
+    if own := doubts - _BASES.get(key, set()):
+        shown = "; ".join(sorted(own)[:_MAX_DOUBTS])
+        raise AgentError("grade", f"not without the agent's changes: {shown}{why}")
 
 
 def _reward_of(
@@ -324,7 +342,8 @@ def _reward_of(
     rules, sandbox = workspace.task.grade, workspace.sandbox
     if rules.kind == "command":
         # it succeeded, and so did each test runner
-        return float(done.code == 0 and all(proof.code == 0 for proof in proofs))
+        succeeded = done.code == 0 and all(proof.code == 0 for proof in proofs)
+        return _told(workspace, float(succeeded), proofs)
     if rules.kind == "tests":
         passed = {name for proof in proofs for name in proof.passed}
         others = {name for proof in proofs for name in proof.failed + proof.skipped}
@@ -341,15 +360,41 @@ def _reward_of(
             raise StageError("grade", rules.script, done.summary)
         last = CommandResult(0, done.stdout).last_line
         return _reward(f"{rules.script}: its last line", last)
+    rewards = {}
     for name in ("reward.txt", "reward.json"):
         text = sandbox.get(sandbox.map_path(f"{_LOGS}/{name}"))
         if text is not None:
-            reward = _reward(name, text.decode(errors="replace"))
-            if reward >= 1 and any(proof.code for proof in proofs):
-                reason = f"{name} is {reward:g}, but tests failed"
-                raise StageError("grade", reason)
-            return reward
-    raise StageError("grade", f"the verifier wrote no reward: {done.summary}")
+            rewards[_reward(name, text.decode(errors="replace"))] = name
+    if len(rewards) != 1:
+        what = "two different rewards" if rewards else "no reward"
+        raise StageError("grade", f"the verifier wrote {what}: {done.summary}")
+    ((reward, name),) = rewards.items()
+    if reward >= 1 and any(proof.code for proof in proofs):
+        raise StageError("grade", f"{name} is {reward:g}, but tests failed")
+    return _told(workspace, reward, proofs)
+
+
+def _told(workspace: Workspace, reward: float, proofs: Sequence[Proof]) -> float:
+    """Return a reward, unless it needs results that no test runner told."""
+    task = workspace.task
+    text = "\n".join((task.grade.command, *_files_of(task.tests).values()))
+    named = _RUNNER.search(text)
+    if reward > 0 and named and not proofs:
+        rule = "it must run with Python 3.8, and the PYTHONPATH that graders get"
+        raise StageError("grade", f"{named[1]} told no results: {rule}")
+    return reward
+
+
+def _files_of(tests: bytes | None) -> dict[str, str]:
+    """The files of the tests by name, with the texts of shell programs."""
+    with tarfile.open(fileobj=BytesIO(tests or pack({}))) as tar:
+        texts = {}
+        for entry in tar:
+            if file := tar.extractfile(entry):
+                read = entry.name.endswith(".sh")
+                text = file.read().decode(errors="replace") if read else ""
+                texts[os.path.normpath(entry.name)] = text
+        return texts
 
 
 def _by_swebench(workspace: Workspace, patch: bytes) -> float:
@@ -361,12 +406,12 @@ def _by_swebench(workspace: Workspace, patch: bytes) -> float:
         spec = specs.make_test_spec(dict(workspace.task.grade.instance))
     except ModuleNotFoundError as error:
         reason = f"{error.name} is not installed: pip install swebench"
-        raise StageError("grade", reason) from None
+        raise TaskError("grade", reason) from None
     except (KeyError, ValueError) as error:
-        raise StageError("grade", f"the instance is incomplete: {error!r}") from error
+        raise TaskError("grade", f"the instance is incomplete: {error!r}") from error
     if workspace.path != _TESTBED:
         rule = f"the workspace is {workspace.path}, and must be {_TESTBED} of an image"
-        raise StageError("grade", rule)
+        raise TaskError("grade", rule)
     folder = workspace.sandbox.map_path("/trajkit")
     workspace.sandbox.put(pack({"eval.sh": spec.eval_script.encode()}), folder)
     prediction = {
@@ -377,31 +422,39 @@ def _by_swebench(workspace: Workspace, patch: bytes) -> float:
     with tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "test_output.txt"
         _exec(workspace, ["bash", f"{folder}/eval.sh"], "eval.sh", log=log)
-        report = grading.get_eval_report(
-            test_spec=spec,
-            prediction=prediction,
-            test_log_path=str(log),
-            include_tests_status=False,
-        )[spec.instance_id]
+        try:
+            # the package reads text, and code under test may print any bytes
+            log.write_text(log.read_text("utf-8", "replace"), "utf-8")
+            report = grading.get_eval_report(
+                test_spec=spec,
+                prediction=prediction,
+                test_log_path=str(log),
+                include_tests_status=False,
+            )[spec.instance_id]
+        except Exception as error:
+            raise StageError("grade", f"swebench: {error!r}") from error
     if report.get("infra_failure"):
         raise StageError("grade", f"swebench: {report.get('infra_failure_reason')}")
     return float(report["resolved"])
 
 
-def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof]]:
-    """Run the task's grader; return how it ended, and what test runners proved."""
+def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof], set[str]]:
+    """Run the task's grader.
+
+    Returns how it ended, what test runners proved, and what may have kept tests from
+    failing.
+    """
     sandbox, task, rules = workspace.sandbox, workspace.task, workspace.task.grade
     given = {"tests": "/tests", "grader": "/trajkit", "logs": _LOGS}
     places = {key: sandbox.map_path(path) for key, path in given.items()}
     places["workspace"] = cwd = workspace.path
     tests = places["workspace" if rules.in_workspace else "tests"]
-    sandbox.put(pack({}), places["logs"])  # creates the directory
+    for place in (places["logs"], tests):
+        sandbox.put(pack({}), place)  # creates the directory
     if task.tests is not None:
         sandbox.put(task.tests, tests)
         cwd = cwd if rules.kind in ("script", "reward_file") else tests
-    nonce, names = secrets.token_hex(32), []
-    with tarfile.open(fileobj=BytesIO(task.tests or pack({}))) as tar:
-        names = [entry.name for entry in tar if entry.isfile()]
+    nonce, names = secrets.token_hex(32), [*_files_of(task.tests)]
     found = os.fsencode("\n".join((tests, workspace.path, *names)))
     own = {"sitecustomize.py": _GRADER, "nonce": nonce.encode(), "places": found}
     sandbox.put(pack(own), places["grader"])
@@ -409,11 +462,15 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof]]:
     command = own_text or "bash {tests}/test.sh"
     for key, place in places.items():
         command = command.replace(f"{{{key}}}", place)
-    env = _variables(rules.env) | {k.upper(): place for k, place in places.items()}
+    env = variables(rules.env) | {k.upper(): place for k, place in places.items()}
     shell = ["sh", "-c", program("grade.sh"), "sh", rules.kind, command]
+    before = _hashes(workspace, tests, names, places["grader"])
+    if not before:
+        raise TaskError("grade", "files cannot be hashed by xargs and sha256sum")
     done = _exec(workspace, [*shell, *rules.plugins], command, cwd=cwd, env=env)
     if done.code in _NOT_RUN:
         raise StageError("grade", command, done.summary)
+    after = _hashes(workspace, tests, names, places["grader"])
     printed = sandbox.get(f"{places['grader']}/results") or b""
     last = sandbox.get(f"{places['grader']}/nonce")
     proofs = []
@@ -429,17 +486,33 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof]]:
     if last != nonce.encode():
         reason = "a test process ended before its tests did"
         raise StageError("grade", command, reason, done.summary)
-    return done, proofs
+    # the names of files that have another hash, are new or are gone
+    changed = [line.partition("  ")[2] for line in before ^ after]
+    changed += [name for proof in proofs for name in proof.changed]
+    doubts = {f"{_SKIPPED}{name}" for proof in proofs for name in proof.skipped}
+    return done, proofs, doubts | {f"{_CHANGED}{name}" for name in changed}
 
 
-def _variables(given: Mapping[str, str]) -> dict[str, str]:
+def _hashes(
+    workspace: Workspace, tests: str, names: list[str], grader: str
+) -> set[str]:
+    """What ``tests.sh`` prints of the tests and of trajkit's program."""
+    own = [f"{grader}/{name}" for name in ("sitecustomize.py", "places")]
+    folders = {str(folder) for name in names for folder in Path(name).parents}
+    shell = ["sh", "-c", program("tests.sh"), "sh", tests, *sorted(folders)]
+    listed = os.fsencode("".join(f"{name}\0" for name in (*names, *own)))
+    done = _exec(workspace, shell, "tests", stdin=listed)
+    return set(done.stdout.decode(errors="replace").splitlines())
+
+
+def variables(given: Mapping[str, str]) -> dict[str, str]:
     """The values of a task's variables, by the rule of Harbor's ``verifier.env``."""
     values = {}
     for name, text in given.items():
         found = _VARIABLE.fullmatch(text)
         value = os.environ.get(found[1], found[3]) if found else text
         if value is None:
-            raise StageError("grade", f"{name} = {text!r}, which is not set here")
+            raise TaskError("grade", f"{name} = {text!r}, which is not set here")
         values[name] = value
     return values
 

@@ -35,6 +35,7 @@ from trajkit_rollout.grade import (
     TaskError,
     Workspace,
     grade,
+    variables,
 )
 from trajkit_rollout.sandbox import LimitError, Sandbox, SandboxError, SandboxSpec, pack
 from trajkit_rollout.settings import Settings
@@ -46,8 +47,10 @@ from trajkit_shim.errors import GatewayError
 _NODE = "{node}"
 _LOG = logging.getLogger(__name__)
 _CALLBACK_SECONDS, _PAUSES_SECONDS = 10.0, (0.5, 2.0, 0.0)
+# calls to end a session; each waits for a minute if the gateway is busy
+_FINISH_CALLS = 20
 # workers that may die during one rollout, before that is its error
-_MAX_DEATHS, _MAX_FINDINGS = 3, 100
+_MAX_DEATHS, _MAX_FINDINGS, _MAX_NAME = 3, 100, 300
 _COMPILED = "/__pycache__/"
 # prefixes of the expected errors of a rollout
 _STAGES: dict[type[Exception], str] = {StageError: "", SandboxError: "sandbox: "}
@@ -235,7 +238,7 @@ class Attempt:
             )
         finally:
             rollout.agent_seconds = time.monotonic() - clock
-            ended = gateway.finish(rollout.session_id)
+            ended = _finish(gateway, rollout.session_id)
             rollout.turns = turns = int(str(ended["answered"]))
         rollout.exit_code, wrong = done.code, harness.failed(done)
         if done.code is None:
@@ -269,14 +272,19 @@ class Attempt:
                 verdicts = copy.apply(patch)
                 for verdict, text in _FINDINGS.items():
                     names = [name for name, v in verdicts.items() if v == verdict]
-                    shown = [name for name in names if _COMPILED not in f"/{name}"]
+                    shown = [
+                        name[:_MAX_NAME]
+                        for name in names
+                        if _COMPILED not in f"/{name}"
+                    ]
                     # a program that ran leaves many
                     if n_compiled := len(names) - len(shown):
                         shown.append(f"{n_compiled:,} files in __pycache__")
                     if len(shown) > _MAX_FINDINGS:
                         shown[_MAX_FINDINGS:] = [f"{len(names):,} files in all"]
                     # names and output may be any bytes
-                    rollout.findings += [visible(f"{text}: {name}") for name in shown]
+                    shown = [visible(f"{text}: {name[:_MAX_NAME]}") for name in shown]
+                    rollout.findings += shown
                 caused = any(verdict != "refused" for verdict in verdicts.values())
                 finished = rollout.agent_end == "finished"
                 rollout.reward = grade(copy, patch, finished=finished)
@@ -327,9 +335,18 @@ class Attempt:
             build=task.build,
             plain=task.plain,
             places=task.places,
+            env=variables(task.env),
             stopping=self.stopping,
         )
         return kind(spec)
+
+
+def _finish(gateway: GatewayClient, session_id: str) -> Mapping[str, object]:
+    """End a session, at a gateway that its agent may have kept busy for a while."""
+    for _ in range(_FINISH_CALLS - 1):
+        with suppress(ConnectionError):
+            return gateway.finish(session_id)
+    return gateway.finish(session_id)
 
 
 class Callback:

@@ -118,6 +118,7 @@ class SandboxSpec:
     build: str | None = None
     plain: bool = False
     places: Words = ()
+    env: Variables = field(default_factory=dict)
     # once it is set, the running command ends, and no other one starts
     stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -215,7 +216,7 @@ class Sandbox(ABC):
         folders = (path, self.map_path("/home"), self.map_path("/tmp"), cwd)
         done = self._run(
             ("sh", "-c", program("enter.sh"), "sh", *folders, *arguments),
-            {**env, MARK: f"{self.spec.name}/"},
+            {**self.spec.env, **env, MARK: f"{self.spec.name}/"},
             timeout_s=timeout_s,
             stdin=stdin,
             log=log,

@@ -31,7 +31,7 @@ T = TypeVar("T")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
 # instructions of a Dockerfile that change no file
-_IDLE = ("FROM", "WORKDIR", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT")
+_IDLE = ("FROM", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,8 @@ class Task:
     build: str | None = None  # folder with a Dockerfile that makes the image
     # the Dockerfile only copies files: a sandbox without images will do
     plain: bool = False
+    # variables of all commands; ``${NAME}`` is a variable of the process that runs the task
+    env: Mapping[str, str] = field(default_factory=dict)
     # folders with the same path inside and outside of a local sandbox
     places: tuple[str, ...] = ()
     # A shell command that solves the task in its workspace, with ``{solution}`` for the
@@ -114,7 +116,7 @@ class Task:
         """Return a hash of everything that the result depends on."""
         place, setup = (self.workdir, self.image), self.setup.command
         values = (self.prompt, *place, setup, self.grade, self.agent.max_turns)
-        text = repr((*values, self.editable)).encode()
+        text = repr((*values, self.editable, self.env)).encode()
         content = b"\0".join([text, self.workspace or b"", self.tests or b""])
         return sha256(content).hexdigest()[:16]
 
@@ -159,7 +161,7 @@ def task_files(path: Path) -> list[Path]:
 def _located(place: Path | str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, GatewayError) as error:
+    except (OSError, ValueError, GatewayError) as error:
         raise FormatError(f"{place}: {error}") from error
 
 
@@ -258,8 +260,6 @@ def archive_of(
 
 def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
     """The record of a folder in Harbor's form, from its ``task.toml``."""
-    if (folder / "steps").is_dir():
-        refuse("steps", "tasks of several steps are not supported")
     environment, verifier, agent = (
         as_object(record.get(name, {}), name)
         for name in ("environment", "verifier", "agent")
@@ -267,15 +267,28 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
     build, image = folder / "environment", environment.get("docker_image")
     dockerfile = build / "Dockerfile"
     text = dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""
-    workdir, copies = _read_dockerfile(text)
+    several = [*build.glob("docker-compose.y*ml")]
+    faults = {
+        "steps: tasks of several steps are not supported": (folder / "steps").is_dir(),
+        f"environment: {several}: several containers are not supported": several,
+        "verifier.environment_mode: only a shared environment is supported": (
+            verifier.get("environment_mode") == "separate"
+        ),
+        "environment: neither docker_image nor a Dockerfile": not (image or text),
+    }
+    for fault in filter(faults.get, faults):
+        raise ValueError(fault)
+    text += f"\nWORKDIR {environment.get('workdir') or '.'}"
+    workdir, copies = _read_dockerfile(text, build)
     memory = environment.get("memory_mb", environment.get("memory"))
     limits = {"memory_mb": _mib(memory), "cpus": environment.get("cpus")}
     grade = {"kind": "reward_file", "timeout_s": verifier.get("timeout_sec", 600.0)}
     own: dict[str, Any] = {
-        "id": re.sub(r"[^A-Za-z0-9_-]", "-", folder.name),
+        "id": _as_id(folder.name),
         "prompt": (folder / "instruction.md").read_text(encoding="utf-8"),
         "tests": archive_of(folder / "tests"),
         "workdir": workdir,
+        "env": environment.get("env", {}),
         "places": [workdir, "/tests", "/logs", "/solution"],
         "solve": "bash {solution}/solve.sh",
         "editable": ["**"],
@@ -285,36 +298,43 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
     }
     if image is not None:
         return {**own, "image": image}
-    if not text:
-        refuse("environment", "neither docker_image nor a Dockerfile")
     name = f"trajkit-task:{sha256(archive_of(build)).hexdigest()[:16]}"
     own |= {"image": name, "build": str(build), "plain": copies is not None}
     return own if copies is None else {**own, "workspace": archive_of(build, copies)}
 
 
-def _read_dockerfile(text: str) -> tuple[str, list[tuple[str, str]] | None]:
+def _as_id(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)
+
+
+def _read_dockerfile(
+    text: str, build: Path
+) -> tuple[str, list[tuple[str, str]] | None]:
     """The working directory, and what is copied there; None: something else is done."""
     lines = [line.split() for line in re.sub(r"\\\r?\n", " ", text).splitlines()]
     lines = [words for words in lines if len(words) > 1 and words[0][0] != "#"]
-    steps = [(words[0].upper(), words[1:]) for words in lines]
-    places = [words[-1] for name, words in steps if name == "WORKDIR"]
-    workdir, copies = posixpath.join("/app", *places), list[tuple[str, str]]()
-    for name, words in steps:
-        if name in _IDLE:
-            continue
+    # path in the image and source of each copy; Docker leaves out what is ignored
+    copied, plain = list[tuple[str, str]](), not (build / ".dockerignore").exists()
+    workdir = "/app"
+    for name, *words in lines:
         *sources, target = words
-        relative = posixpath.relpath(posixpath.join(workdir, target), workdir)
-        odd = any(w[0] in "-[" for w in words) or re.search(r"[*?$]", "".join(sources))
-        if name != "COPY" or not sources or odd or relative.startswith(".."):
-            return workdir, None
-        inside = target.endswith(("/", ".")) or len(sources) > 1
-        for source in sources:
-            # the content of a folder is copied, and a file keeps its name in a folder
-            file = posixpath.basename(posixpath.normpath(source))
-            whole = inside and "." in file.strip(".")
-            there = posixpath.join(relative, file) if whole else relative
-            copies.append((source, posixpath.normpath(there)))
-    return workdir, copies
+        if name.upper() == "WORKDIR":
+            workdir = posixpath.normpath(posixpath.join(workdir, target))
+        elif name.upper() not in _IDLE:
+            odd = any(w[0] in "-[" for w in words) or re.search(
+                r"[*?$]", "".join(words)
+            )
+            plain = plain and name.upper() == "COPY" and bool(sources) and not odd
+            place = posixpath.join(workdir, target)
+            into = target.endswith(("/", ".")) or len(sources) > 1
+            for source in sources:
+                # the content of a folder is copied, and a file keeps its name in a folder
+                kept = into and not (build / source).is_dir()
+                own = posixpath.basename(source) if kept else ""
+                copied.append((posixpath.join(place, own), source))
+    copies = [(source, posixpath.relpath(path, workdir)) for path, source in copied]
+    outside = any(path.startswith("..") for _, path in copies)
+    return workdir, copies if plain and not outside else None
 
 
 def _mib(value: object) -> int | None:
@@ -329,19 +349,21 @@ def _mib(value: object) -> int | None:
 
 def _swebench(record: Mapping[str, object]) -> dict[str, Any]:
     name = as_text(record["instance_id"], "instance_id")
-    patch = as_text(record.get("patch", ""), "patch").encode()
+    patch = as_text(record.get("patch") or "", "patch").encode()
     lists = {}
     for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
-        value = record.get(key, [])
+        value = record.get(key) or []
         # some of the data sets have lists as JSON
         lists[key] = json.loads(value) if isinstance(value, str) else value
     # as SWE-bench names them: two underscores are reserved
     image = f"swebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
+    for key in ("image_name", "docker_image", "image"):
+        image = as_text(record.get(key) or image, key)
     return {
-        "id": name,
+        "id": _as_id(name),
         "prompt": record.get("problem_statement"),
         "workdir": "/testbed",
-        "image": record.get("image_name") or image,
+        "image": image,
         "solve": "git apply {solution}/solution.patch",
         "grade": {"kind": "swebench", "instance": {**record, **lists}},
         **({"solution": pack({"solution.patch": patch})} if patch else {}),

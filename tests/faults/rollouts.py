@@ -1,7 +1,7 @@
 """The faults of rollouts (`shim/trajkit_rollout`)."""
 
 ROLLOUTS = r"""
-shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade rollout/test_rollout:base_commit
+shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade rollout/test_rollout:base_commit rollout/test_rollout:no_agent_can
     a link may lead out of the workspace
         |if mode == _REPOSITORY or (mode == LINK and _leaves(name, target)):|
         -> |if mode == _REPOSITORY:|
@@ -12,7 +12,13 @@ shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade rollout/t
         |names[: k + 1] == parts[: k + 1] and pattern.fullmatch(name)|
         -> |pattern.fullmatch(name)|
     a folder is told by its case
-        |(k < last and _like(part, _FOLDERS))| -> |(k < last and _like(parts[k], _FOLDERS))|
+        |_FOLDERS.match(_plain(folder)) is not None| -> |_FOLDERS.match(folder) is not None|
+    a folder of tests may be in a folder src
+        |if k < last and _plain(parts[k]) in _ROOT_FOLDERS:|
+        -> |if k == 0 < last and _plain(parts[k]) in _ROOT_FOLDERS:|
+    a link may lead out of the workspace by another one
+        |inner = {"", "..", ".git"}.intersection(parts[n_up:])|
+        -> |inner = {"", ".git"}.intersection(parts[n_up:])|
     one passed result of several is enough
         |passed -= others| -> |passed -= set()|
     a reward may be infinite
@@ -22,10 +28,16 @@ shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade rollout/t
         |graded = [name for name in after if verdicts[name] != "refused"]|
         -> |graded = [*after]|
     a test that is skipped after the changes is believed
-        |if doubts and (doubts := doubts - _BASES[key]):| -> |if False:|
-    a base commit that cannot be graded is the agent's fault
-        |raise TaskError("grade", f"on the base commit: {error}")|
-        -> |raise AgentError("grade", f"on the base commit: {error}")|
+        |if own := doubts - _BASES.get(key, set()):| -> |if own := set[str]():|
+    a base commit that cannot be graded is no answer
+        |why = f"; nothing is known of the base commit: {error}"| -> |raise|
+    what no agent can cause is the agent's fault
+        |raise TaskError("grade", f"{name} = {text!r}, which is not set here")|
+        -> |raise StageError("grade", f"{name} = {text!r}, which is not set here")|
+    a program that tells no results is believed
+        |if reward > 0 and named and not proofs:| -> |if False:|
+    tests may be written before they run
+        |for line in before ^ after]| -> |for line in set[str]()]|
     a variable that is not set is empty
         |value = os.environ.get(found[1], found[3]) if found else text|
         -> |value = os.environ.get(found[1], found[3] or "") if found else text|

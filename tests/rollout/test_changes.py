@@ -5,9 +5,11 @@ import pytest
 from trajkit_rollout.grade import LINK, choose
 
 BEFORE = (
-    *("it.py", "README", "setup.py", "test_it.py", "tests/test_a.py", "tests/data"),
+    *("it.py", "README", "setup.py", "test_it.py", "tests/test_a.py", "tests/data/b"),
     *("pkg/__init__.py", "pkg/a.py", "pkg/sub/__init__.py", "src/b.py", "src/b.js"),
     *("lib/tests/__init__.py", "lib/__init__.py", "Makefile", "app/main.py"),
+    *("env/pyvenv.cfg", "env/bin/pytest", "vendor/a/a.go", "node_modules/a.js"),
+    *("core/src/test/java/A.java", "lib/site-packages/a/__init__.py"),
 )
 MODULES = ("json", "pytest", "pygments", "os")
 NEW, GONE, PROGRAM, REPOSITORY = "100644", "000000", "100755", "160000"
@@ -50,6 +52,12 @@ def test_files_and_packages_that_existed_are_graded(name):
         *("pkg/__tests__/a.py", "pytest.ini", "tox.ini", "setup.cfg", "setup.py"),
         *("pyproject.toml", "Makefile", "package.json", "pkg/vitest.config.ts"),
         *("pkg/a.test.js", "pkg/a.spec.tsx", "pkg/a_test.go", "test/a.py", "spec/a.rb"),
+        *("core/src/test/java/A.java", "pkg/b_test.exs", "test_data.json"),
+        # what takes the place of other files
+        *("lib/tests", "pkg/a.py/x.txt", "pkg/sub"),
+        # what is installed in the workspace
+        *("env/bin/pytest", "vendor/a/a.go", "node_modules/a.js"),
+        "lib/site-packages/a/b.py",
         # the interpreter
         *("sitecustomize.py", "usercustomize.py", "pkg/x.pth", "pkg/x.egg-link"),
         *("pkg/a.pyc", "pkg/__pycache__/a.cpython-311.pyc", "x.dist-info/METADATA"),
@@ -139,6 +147,8 @@ def test_an_empty_list_lets_nothing_through():
         ("/etc/passwd", "refused"),
         ("../.git/config", "refused"),
         ("a/../../../x", "refused"),
+        # a may be a link itself
+        ("a/../b.py", "refused"),
         (None, "refused"),
     ],
 )
@@ -158,3 +168,4 @@ def test_a_path_of_any_depth_is_read():
     name = "src/" + "d/" * 5000 + "a.txt"
     assert chosen(name, editable=["src/**/a.txt"]) == "graded"
     assert chosen(name) == "refused"
+    assert chosen(name.replace("d/", "tests/", 1)) == "refused"

@@ -139,12 +139,69 @@ def test_a_task_that_grades_wrongly_is_found(tmp_path, capsys):
     assert "solution   1.0     1.0" in capsys.readouterr().out
 
 
+# legal, and less usual
+ODD = {
+    "task.toml": """\
+[environment]
+workdir = "src"
+env = { WORD = "${TRAJKIT_WORD:-some thing}" }
+[verifier.env]
+LIMIT = "${TRAJKIT_LIMIT:-3}"
+""",
+    "environment/Dockerfile": """\
+FROM python:3.13-slim
+WORKDIR /srv
+COPY Makefile my.data ./
+WORKDIR app
+COPY seed.txt seeds/first.txt
+COPY my.data src/my.data/
+COPY Makefile my.data/a.txt src/both/
+""",
+    "environment/Makefile": "all:\n",
+    "environment/my.data/a.txt": "a\n",
+    "tests/test.sh": """\
+cd /tests/inner && python -m pytest -q test_it.py
+tests=$((!$?))
+echo "{\\"tests\\": $tests, \\"limit\\": $((tests * LIMIT / 3))}" > $LOGS/reward.json
+""",
+    "tests/inner/test_it.py": """\
+from pathlib import Path
+
+def test_it():
+    assert Path("/srv/app/src/word").read_text() == "some thing\\n"
+    assert Path("/srv/app/src/both/Makefile").read_text() == "all:\\n"
+""",
+    "solution/solve.sh": 'test $PWD = /srv/app/src && bash "$(dirname "$0")/inner/do.sh"\n',
+    "solution/inner/do.sh": 'echo "$WORD" > word\n',
+}
+
+
+@apart
+def test_what_is_unusual_in_a_harbor_task_is_read_and_runs(tmp_path, capsys):
+    dockerfile = ODD["environment/Dockerfile"]
+    (task,) = read_tasks(harbor(tmp_path / "a", **ODD))
+    # what is copied to a folder around the workspace needs docker
+    assert (task.workdir, task.plain) == ("/srv/app/src", False)
+    inside = dockerfile.replace("COPY Makefile my.data ./\n", "")
+    inside = inside.replace("seeds/", "src/seeds/")
+    folder = harbor(tmp_path / "b", **{**ODD, "environment/Dockerfile": inside})
+    (task,) = read_tasks(folder)
+    assert {name.removeprefix("./") for name in unpack(task.workspace)} == {
+        *("my.data/a.txt", "seeds/first.txt", "both/Makefile", "both/a.txt")
+    }
+    right = [("solution", 1.0), ("no change", 0.0)]
+    assert self_test(folder, capsys) == (DONE, right)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"environment/Dockerfile": "", "task.toml": ""}, "neither docker_image nor"),
         ({"steps/one/instruction.md": "x"}, "several steps are not supported"),
+        ({"environment/docker-compose.yaml": "x"}, "several containers are not"),
+        ({"task.toml": "[verifier]\nenvironment_mode = 'separate'"}, "only a shared"),
         ({"instruction.md": ""}, "prompt: an empty string"),
+        ({"environment/Dockerfile": "FROM a\nCOPY none ."}, "No such file.*none"),
         ({"task.toml": '[environment]\nmemory = "much"'}, "'much' is not a size"),
         ({"task.toml": "[verifier]\ntimeout_sec = -1"}, "grade.timeout_s: -1"),
     ],
@@ -162,6 +219,7 @@ def test_a_harbor_task_that_cannot_run_is_refused(tmp_path, changed, said):
         ("FROM a\nRUN apt-get update", False),
         ("FROM a\nWORKDIR /app\nCOPY --from=b /x .", False),
         ("FROM a\nWORKDIR /app\nCOPY seed.txt /etc/", False),
+        ("FROM a\nCOPY seed.txt .\nWORKDIR src", False),
         ("FROM a\nENV A=1", False),
     ],
 )
@@ -174,6 +232,11 @@ def test_a_dockerfile_that_does_more_than_copy_needs_docker(
     if not plain and ISOLATED:
         assert run([str(folder), "--self-test", "--json"]) == BAD_DATA
         assert "a local sandbox has no image" in capsys.readouterr().out
+
+
+def test_ignored_files_of_an_image_need_docker(tmp_path):
+    folder = harbor(tmp_path / "t", **{"environment/.dockerignore": "seed.txt"})
+    assert not read_tasks(folder)[0].plain
 
 
 # the fields of an instance of princeton-nlp/SWE-bench_Verified, its texts cut short
@@ -209,6 +272,21 @@ def test_an_instance_of_swe_bench_is_read(tmp_path):
         "astropy/modeling/tests/test_separable.py::test_separable"
     ]
     assert unpack(task.solution) == {"solution.patch": INSTANCE["patch"].encode()}
+    # as in other data sets: lists, another image, no solution, a name with a dot
+    lists = {"FAIL_TO_PASS": ["a::b"], "PASS_TO_PASS": None, "patch": None}
+    other = {
+        **INSTANCE,
+        **lists,
+        "instance_id": "plotly__plotly.py-1",
+        "meta": {"x": 1},
+    }
+    for key in ("image_name", "docker_image", "image"):
+        path.write_text(json.dumps({**other, key: f"someone/{key}:1"}))
+        (task,) = read_tasks(path)
+        assert (task.id, task.image) == ("plotly__plotly-py-1", f"someone/{key}:1")
+        assert task.grade.instance["instance_id"] == "plotly__plotly.py-1"
+        assert task.grade.instance["FAIL_TO_PASS"] == ["a::b"]
+        assert (task.grade.instance["PASS_TO_PASS"], task.solution) == ([], None)
     path.write_text(json.dumps({**INSTANCE, "problem_statement": None}))
     with pytest.raises(FormatError, match=r"instances\.jsonl:1: prompt"):
         read_tasks(path)

@@ -128,6 +128,37 @@ def test_a_test_that_is_skipped_is_skipped_on_the_base_commit_too(tmp_path, valu
         graded(tmp_path, patch=patch, **fields)
 
 
+def test_tests_that_a_step_before_them_writes_are_found(tmp_path):
+    fields = {"workspace": {"x": "true\n"}, "tests": {"t": "1"}}
+    fields["grade"] = {"command": "sh $WORKSPACE/x"}
+    patch = (
+        HUNK.format("x", "x").replace("same", "true").replace("changed", "> $TESTS/t")
+    )
+    assert graded(tmp_path, **fields) == 1.0
+    with pytest.raises(AgentError, match="changed while tests ran: t"):
+        graded(tmp_path, patch=patch.encode(), **fields)
+
+
+@pytest.mark.parametrize(
+    ("command", "believed"),
+    [
+        ("true; # python -m pytest", False),
+        ("true; # python -Bmunittest", False),
+        ("true; # pip install pytest", True),
+        ("# pytest\ntrue; # ./unittest", True),
+        ("sh {tests}/run.sh", False),
+    ],
+)
+def test_a_runner_that_is_named_has_to_tell_results(tmp_path, command, believed):
+    fields = {"grade": {"command": command}, "tests": {"run.sh": ": pytest"}}
+    if believed:
+        del fields["tests"]
+        assert graded(tmp_path, **fields) == 1.0
+        return
+    with pytest.raises(StageError, match="told no results: it must run with Python"):
+        graded(tmp_path, **fields)
+
+
 def test_a_task_s_variables_are_those_of_the_process_that_grades(tmp_path, monkeypatch):
     monkeypatch.setenv("TRAJKIT_GIVEN", "a b")
     given = {"A": "${TRAJKIT_GIVEN}", "B": "${TRAJKIT_OTHER:-c}", "C": "x${A}"}
@@ -407,14 +438,16 @@ def swebench_graded(tmp_path, instance, timeout_s=60):
         return grade(workspace, b"+a", finished=True)
 
 
-INSTANCE = {"instance_id": "a-1", "eval_script": "echo ran; echo loud >&2; exit 1"}
+SCRIPT = "echo ran; printf '\\377\\n' >&2; exit 1"
+INSTANCE = {"instance_id": "a-1", "eval_script": SCRIPT}
 
 
 @pytest.mark.parametrize("verdict", [True, False])
 def test_swebench_reads_the_log_of_its_own_script(tmp_path, monkeypatch, verdict):
     seen = swebench(monkeypatch, {"resolved": verdict, "infra_failure": False})
     assert swebench_graded(tmp_path, INSTANCE) == float(verdict)
-    assert seen["log"] == "ran\nloud\n"
+    # any bytes are made text
+    assert seen["log"] == "ran\n\ufffd\n"
     assert (seen["instance_id"], seen["model_patch"]) == ("a-1", "+a")
 
 

@@ -23,6 +23,7 @@ from tests.made_tables import linearized
 from tests.rollout.test_sandbox import ISOLATED, goes_on, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
+from trajkit_rollout import rollout
 from trajkit_rollout.demo import solve
 from trajkit_rollout.rollout import Rollouts
 from trajkit_rollout.sandbox import LocalSandbox, SandboxError, _abilities
@@ -30,6 +31,7 @@ from trajkit_rollout.settings import Settings
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
+from trajkit_shim.client import GatewayClient
 from trajkit_shim.engines.embedded import EmbeddedEngine, Reply
 from trajkit_shim.prompting.render import embedded_renderer
 from trajkit_shim.serve import running
@@ -228,12 +230,20 @@ def test_f(): pytest.skip()
 """
 
 
-def test_a_base_commit_that_cannot_be_graded_is_not_the_agent_s_fault(roll):
+def test_what_cannot_be_compared_with_the_base_commit_is_a_reward_of_zero(roll):
+    """Otherwise an agent could skip tests where the base commit has no end."""
     grade = {"command": "python -m pytest -q", "timeout_s": 6}
     fields = {"tests": {"test_a.py": ENDLESS_BEFORE}, "grade": grade}
     code, _, line = roll(fields)
+    assert (code, line["reward"], line["error"]) == (DONE, 0.0, None)
+    (found,) = line["findings"]
+    assert "skipped: test_a.py::test_f; nothing is known of the base commit" in found
+
+
+def test_what_no_agent_can_cause_is_an_error(roll):
+    code, _, line = roll({"grade": {"command": "true", "env": {"A": "${TRAJKIT_X}"}}})
     assert (code, line["reward"]) == (BAD_DATA, None)
-    assert re.match("grade: on the base commit: .*: timed out after 6 s", line["error"])
+    assert line["error"].endswith("which is not set here")
 
 
 @pytest.mark.parametrize("solved", [True, False])
@@ -261,6 +271,19 @@ def test_an_agent_whose_time_is_up_is_graded_on_what_it_left(tmp_path, do):
     assert (found["a"]["reward"], found["b"]["reward"]) == (1.0, 0.0)
     rows, _ = rows_of(out)
     assert set(rows["session_id"].to_pylist()) == set(sessions(out))
+
+
+def test_a_gateway_that_an_agent_kept_busy_is_asked_again(roll, monkeypatch):
+    finish, slow = GatewayClient.finish, [1, 2]
+
+    def later(*given):
+        if slow:
+            raise ConnectionError(f"no answer {slow.pop()}")
+        return finish(*given)
+
+    monkeypatch.setattr(GatewayClient, "finish", later)
+    code, _, line = roll({})
+    assert (code, line["turns"], line["reward"], slow) == (DONE, 4, 1.0, [])
 
 
 def test_an_agent_that_has_had_its_turns_is_graded_too(roll):
@@ -619,6 +642,12 @@ def test_a_trainer_is_told_of_each_rollout(roll):
     assert said["callbacks_missed"] == 0
     assert [one["reward"] for one in got] == [1.0, 1.0]
     assert got[0]["session_id"] == line["session_id"]
+
+
+def test_a_trainer_that_does_not_answer_is_counted(roll, monkeypatch):
+    monkeypatch.setattr(rollout, "_PAUSES_SECONDS", (0.0, 0.0))
+    code, said, line = roll({}, "--callback", "http://127.0.0.1:9/")
+    assert (code, said["callbacks_missed"], line["reward"]) == (DONE, 1, 1.0)
 
 
 def test_people_are_shown_groups_and_failures(tmp_path, capsys):

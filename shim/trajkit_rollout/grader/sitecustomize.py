@@ -26,6 +26,10 @@ _tell = sys.audit  # the hook of `_keep`
 # watched modules: test runners, and those of the standard library that tests import
 _RUNNERS = ("unittest", "_pytest", "pluggy", "builtins")
 _PARTS = {"contextlib", "functools", "json", "math", "re"}
+# what runners look for in a module of tests
+_HOOKS = ("pytest", "load_tests", "setUpModule", "tearDownModule")
+# a line that ends a program of tests
+_EXIT = r"(?i)\b(exit|SystemExit|quit)\b|^\s*((unittest|pytest)\.)?main\("
 
 
 def _begin() -> None:
@@ -48,7 +52,7 @@ def _begin() -> None:
         runner = ["pytest", *words[1:]]
     elif _is_inside(script, _TESTS) or (
         # tests that come with the workspace
-        _is_inside(script, _WORKSPACE) and os.path.basename(script).startswith("test_")
+        _is_inside(script, _WORKSPACE) and _is_named(script)
     ):
         runner = [script, *words[1:]]
     if runner is not None and os.path.exists(os.path.join(_HERE, "nonce")):
@@ -68,11 +72,16 @@ def _is_inside(file: str, folder: str) -> bool:
 
 def _is_test(file: str) -> bool:
     """Whether a file is one of the tests: in the workspace, by its name."""
-    *folders, name = os.path.realpath(file).split(os.sep)
-    named = name.startswith("test_") or name.endswith("_test.py")
-    named = named or "tests" in folders or name == "conftest.py"
     apart = os.path.realpath(_TESTS) != os.path.realpath(_WORKSPACE)
-    return _is_inside(file, _TESTS) and (apart or named)
+    return _is_inside(file, _TESTS) and (apart or _is_named(file))
+
+
+def _is_named(file: str) -> bool:
+    """Whether a file of the workspace has the name of a test."""
+    place = os.path.relpath(os.path.realpath(file), os.path.realpath(_WORKSPACE))
+    *folders, name = place.split(os.sep)
+    named = name.startswith("test_") or name.endswith("_test.py")
+    return named or "tests" in folders or name == "conftest.py"
 
 
 def _file_of(module: object) -> str:
@@ -130,21 +139,26 @@ def _watch(event: str) -> None:
             found[f"{key}, which had {n} functions"] = True
 
     for name, module in list(sys.modules.items()):
-        runner, test = name.partition(".")[0] in _RUNNERS, _is_test(_file_of(module))
+        file = _file_of(module)
+        runner, test = name.partition(".")[0] in _RUNNERS, _is_test(file)
         if runner or test or name in _PARTS:
             # an exact string, which has no code of its own
             exact = "".join((name,))
             add(modules.setdefault(exact, {}), module, exact, exact)
         if test and event == "trajkit.before":
             # what a module of tests has, it names
-            text = _text(_file_of(module))
+            text = _text(file)
             made = any(
                 w in text for w in ("import *", "globals()", "setattr(", "vars(")
             )
             for each, value in list(vars(module).items()):
                 fine = each.startswith(("__", "@")) or isinstance(value, type(sys))
-                if not (made or fine or each in text):
+                fine = fine or (made and not each.startswith(_HOOKS))
+                if not (fine or each in text):
                     _tell("trajkit.changed", f"{name}.{each}")
+        elif "load_tests" in vars(module) and _is_inside(file, _WORKSPACE):
+            # a package chooses its tests
+            _tell("trajkit.changed", f"{name}.load_tests")
     _tell(event, modules)
 
 
@@ -158,27 +172,37 @@ def _plugin() -> type:
         ready = False
         root = ""
 
-        @pytest.hookimpl(trylast=True)
-        def pytest_configure(self, config: Any) -> None:
-            # plugins are loaded, and none of them comes from here; some change pytest
+        def pytest_load_initial_conftests(self) -> None:
+            # installed plugins are loaded, and none of them comes from here
             sys.path += [_TESTS, _WORKSPACE]
-            self.root = str(getattr(config, "rootpath", None) or config.rootdir)
             self.ready = True
             _watch("trajkit.before")
 
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_cmdline_main(self) -> None:
+            # conftest.py is read; what follows changes pytest
+            _watch("trajkit.after")
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_configure(self, config: Any) -> None:
+            self.root = str(getattr(config, "rootpath", None) or config.rootdir)
+            _watch("trajkit.before")
+
         def pytest_plugin_registered(self, plugin: Any) -> None:
-            # from then on only those of pytest and of the tests
+            # once ready, only those of pytest and of the tests
             found = module = plugin
-            kind = type(plugin)
+            kind, name = type(plugin), getattr(plugin, "__name__", "")
             if kind is not type(sys):
                 found = module = sys.modules.get(kind.__module__)
                 for part in kind.__qualname__.split("."):
                     found = getattr(found, part, None)
+                name = f"{kind.__module__}.{kind.__qualname__}"
             file = _file_of(module)
-            outside = _is_test(file) or not _is_inside(file, _WORKSPACE)
-            fine = found in (kind, plugin) and file and outside
-            if self.ready and not fine:
-                _tell("trajkit.changed", f"plugin {plugin!r:.80}")
+            theirs = _is_inside(file, _WORKSPACE) and not _is_test(file)
+            fine = found in (kind, plugin) and file
+            if theirs or (self.ready and not fine):
+                hooks = [each for each in dir(plugin) if each.startswith("pytest_")]
+                _tell("trajkit.changed", f"plugin {name:.80} {hooks}")
 
         def pytest_collection_finish(self, session: Any) -> None:
             _watch("trajkit.before")
@@ -303,6 +327,8 @@ def _run_program(arguments: list[str], result: Any) -> int:
 
 def _ended_by_tests(end: SystemExit, program: str) -> bool:
     """Whether a line of the tests that names an exit ended them, or unittest did."""
+    import re
+
     file, line, trace = "", 0, end.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -312,7 +338,7 @@ def _ended_by_tests(end: SystemExit, program: str) -> bool:
     if not line:
         return program == "unittest"
     text = "".join(_text(file).splitlines()[line - 1 : line])
-    names = any(word in text for word in ("main(", "exit", "Exit"))
+    names = re.search(_EXIT, text) is not None
     return names and (_is_test(file) or file == program)
 
 
@@ -354,7 +380,10 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
     codes = ("__code__", "__defaults__", "__kwdefaults__")
     told = ("before", "after", "collected", "result", "changed", "ended")
     own_events = [f"trajkit.{event}" for event in told]
-    events = ("object.__setattr__", "sys._current_frames", *own_events)
+    # whoever traces can change the variables of a test, and skip its lines
+    traces = ("sys.settrace", "sys.setprofile", "sys.monitoring.register_callback")
+    looks = ("sys._current_frames", *traces)
+    events = ("object.__setattr__", *looks, *own_events)
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
         # It calls no code of Python, which a module under test could exchange, and raises
@@ -371,16 +400,17 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
                     theirs = place.startswith(inside) and "test" not in place[n_inside:]
                     if what in codes and place[:1] != "<" and not theirs:
                         changed.append("".join((function.__qualname__, ".", what)))
-            elif event == "sys._current_frames":
+            elif event in looks:
                 changed.append(event)
             elif id(frame_of(1).f_code) not in own:
                 changed.append("a result that another program told")
             elif event == "trajkit.before":
                 before.update([x for x in given[0].items() if x[0] not in before])
             elif event == "trajkit.after":
-                for name, old in () if compared else before.items():
+                for name, old in before.items():
                     new = given[0].get(name, {})
                     changed.extend(k for k in old if new.get(k) is not old[k])
+                before.clear()
                 compared = True
             elif event == "trajkit.changed":
                 changed.append("".join(given))
@@ -401,9 +431,7 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str]) -> None:
             [f"trajkit.{k}" for owner, k, v in values if owner.get(k) is not v]
         )
         changed.extend([name for name, before in states if state(name) != before])
-        changed.extend(
-            ["trajkit.results"] * (not whole or (not compared and bool(before)))
-        )
+        changed.extend(["trajkit.results"] * (not whole or not compared))
         # one that was not run is no success
         failed = results[False] | (collected - results[True] - results[None])
         passed = results[True] - failed
