@@ -28,3 +28,7 @@ def linearize_file(source, output, policy="faithful", *, report=None, **options)
 
 def compact_file(source, output, **options):
     return tk.run(source, tk.compact, output, resume={"stage": "compact"}, **options)
+
+
+def expand_file(source, output, **options):
+    return tk.run(source, tk.expand, output, resume={"stage": "expand"}, **options)
