@@ -6,7 +6,7 @@ which later ones may begin (`Conversation.restore`).
 
 import asyncio
 import json
-import uuid
+import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -155,7 +155,7 @@ class Call:
         self._gateway, self._session, self._protocol = gateway, session, protocol
         self._verb, self._headers = verb, headers
         self._renderer = gateway.prompts.renderer
-        self._request_id, self._started_at = uuid.uuid4().hex, datetime.now(UTC)
+        self._request_id, self._started_at = secrets.token_hex(16), datetime.now(UTC)
 
     async def read(self, data: bytes) -> None:
         """Read the request's body; raises `GatewayError`."""

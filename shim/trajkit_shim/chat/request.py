@@ -16,8 +16,8 @@ are not fixed, unless the session leaves them to its client; what is fixed is th
 default.
 """
 
+import secrets
 import time
-import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -222,7 +222,7 @@ class ChatRequest:
     # what its messages were read as, for later requests of its session
     elements: Elements = field(default_factory=dict)
     # of a stream whose events name it before there is a reply
-    stream_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    stream_id: str = field(default_factory=partial(secrets.token_hex, 16))
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -413,7 +413,7 @@ def make_reply(
     ``finish``: the engine's finish reason. ``short_ids``: of nine letters and digits,
     which some templates want. ``rest``: the other fields of `Reply`.
     """
-    reply_id, parts = uuid.uuid4().hex, list(parsed.parts)
+    reply_id, parts = secrets.token_hex(16), list(parsed.parts)
     # a model may sample one id twice, but results name their call by it
     taken = {""}
     for number, part in enumerate(parts):

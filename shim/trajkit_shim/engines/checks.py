@@ -7,8 +7,8 @@ part of it may belong to another call, or be lost.
 """
 
 import asyncio
+import secrets
 import sys
-import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
@@ -81,6 +81,7 @@ def accept(
     mask: Any,
     prompt_ids: object,
     spans: Any,
+    experts: npt.NDArray[np.int16] | None,
 ) -> base.Sample:
     """Return the sample of a server's answer, or raise `EngineError`.
 
@@ -152,6 +153,7 @@ def accept(
         cached_tokens=cached if possible else None,
         prompt_tokens=n_prompt,
         prompt_ids=None if prompt_ids is None else as_ids("prompt ids", prompt_ids),
+        routed_experts=experts,
         sampling_mask=mask,
     )
 
@@ -190,7 +192,7 @@ def _faults(
     if len(ids) > sampling.max_new_tokens:
         yield f"{len(ids)} output ids, but {sampling.max_new_tokens} were asked for"
     yield from _outside(ids, info, "output_ids")
-    end = _first(np.isin(ids[:-1], sampling.stop_token_ids))
+    end = _first((ids[:-1, None] == sampling.stop_token_ids).any(axis=1))
     if end is not None and not sampling.extra.get("ignore_eos"):
         yield f"{len(ids) - end - 1} ids after {ids[end]}, which ends a reply"
     logprobs = sample.output_logprobs
@@ -246,7 +248,7 @@ async def check_engine(engine: base.Engine) -> base.EngineInfo:
     # for a sampling mask a vLLM server asks for a limit
     top_k = 20 if getattr(engine, "sampling_masks", False) else None
     sampling = base.Sampling(max_new_tokens=2, temperature=1.0, top_k=top_k)
-    prompt, request_id = np.zeros(1, np.int32), uuid.uuid4().hex
+    prompt, request_id = np.zeros(1, np.int32), secrets.token_hex(16)
     request = base.EngineRequest(
         prompt_ids=prompt, sampling=sampling, request_id=request_id, session_id="probe"
     )

@@ -139,7 +139,12 @@ class EngineClient:
             connector = aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_open_socket
             )
-            self._session = aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT)
+            # a cookie of one call would send all others to the same server
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=_TIMEOUT,
+            )
         return self._session
 
     async def close(self) -> None:
@@ -268,8 +273,7 @@ class HttpEngine(ABC):
                 packed = part.get("routed_experts")
                 experts = read_experts(self.server_name, packed, n_tokens, per_token)
             fields |= {"prompt_ids": consumed, "spans": part.get("weight_versions")}
-            sample = accept(request, self.server_name, **fields)
-            return replace(sample, routed_experts=experts)
+            return accept(request, self.server_name, experts=experts, **fields)
 
     async def pause(self) -> None:
         await self._tell_all(*self.pause_order)

@@ -48,8 +48,9 @@ _STARTS, _LONGEST = 256, 1 << 16
 _SHORTEST = 12
 # bytes of a node or a place besides ids and texts
 _OVERHEAD = 1024
-# copies of the text of a request that is kept: as it came, as JSON, as rendered
-_COPIES = 3
+# copies of the text of a request that is kept: as it came, as JSON, as rendered with
+# stand-ins and without
+_COPIES = 4
 # messages besides calls, and texts between them, in which a reply may come back
 _TEXTS = 4
 # requests that are kept: an agent's sub-agents converse at the same time
@@ -102,6 +103,7 @@ class RestoredRequest:
     # of an earlier request
     rendered: Any = None
     offered: Any = None
+    text: tuple[bytes, str] | None = None  # without stand-ins, and its position
     n_bytes: int = 0  # about what it takes, some of it shared with other requests
 
     @property
@@ -195,6 +197,7 @@ class Conversation:
             earlier.places[:n_known],
             earlier.rendered,
             earlier.offered,
+            earlier.text,
         )
         while index < len(messages):
             message = messages[index]

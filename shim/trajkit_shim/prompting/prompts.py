@@ -38,7 +38,7 @@ from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import ImagePlaces
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.conversation import Node, RestoredRequest
+from trajkit_shim.prompting.conversation import START, Node, RestoredRequest
 from trajkit_shim.prompting.render import NO_LIMIT, ChatRenderer, Encoded, Ids
 
 Mode: TypeAlias = Literal["append", "render"]
@@ -298,7 +298,7 @@ class Prompts:
         if restored.offered is None or restored.offered.digest != digest:
             as_text, key = self.renderer.as_text, tools_key(tools or [])
             restored.offered = Offered(digest, as_text(tools), as_text(given), key)
-            restored.rendered = None
+            restored.rendered = restored.text = None
         call = _Call(self, restored, self.skeleton(given, tools=tools is not None))
         return call.build(attributed, max_tokens)
 
@@ -376,8 +376,14 @@ class _Call:
 
     def _text(self, stop: int | None = None, opaque: Collection[int] = ()) -> str:
         """The template's text of the first messages, with stand-ins for some replies."""
-        places = enumerate(self.places[:stop])
-        return self._render([self._form(i, hidden=i in opaque) for i, _ in places])
+        places = self.places[:stop]
+        forms = [self._form(i, hidden=i in opaque) for i in range(len(places))]
+        if opaque:
+            return self._render(forms)
+        position = places[-1].position if places else START
+        if self.restored.text is None or self.restored.text[0] != position:
+            self.restored.text = position, self._render(forms)
+        return self.restored.text[1]
 
     def _form(self, index: int, *, hidden: bool) -> Json:
         """A message as the template takes it, or a stand-in; made once for its place."""

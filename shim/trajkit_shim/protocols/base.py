@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -83,12 +83,7 @@ class WireProtocol:
         if request.messages[-1]["role"] == "assistant":
             # it is shown as complete, and the model answers with another message
             reading.ignored["continuation of the last message"] += 1
-        return replace(
-            request,
-            ignored=reading.ignored,
-            images=reading.images,
-            elements=reading.elements,
-        )
+        return request
 
     def stream(
         self, answer: Reply | GatewayError, request: ChatRequest, n_pings: int
@@ -137,7 +132,12 @@ def chat_request(
 ) -> ChatRequest:
     """Return a request; ``none``: no tool may be called."""
     variables = fields.get_object("chat_template_kwargs") or {}
+    # what they get until the request is read whole belongs to it
+    reading = fields.reading
     return ChatRequest(
+        images=reading.images,
+        ignored=reading.ignored,
+        elements=reading.elements,
         messages=messages,
         tools=None if none else tools.functions or None,
         required=chat.Required(**{"strict": tools.strict, **required}),

@@ -120,8 +120,8 @@ class AppendLog:
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
-    def append(self, batch: pa.Buffer) -> None:
-        """Write a serialized batch; on return the operating system has it.
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Write a batch; on return the operating system has it.
 
         Raises `OSError`: the batch could not be written, and the file is unchanged.
         """
@@ -129,7 +129,7 @@ class AppendLog:
             raise OSError(errno.EBADF, "the log is closed", str(self.path))
         self.start()
         self._check_file()
-        self._write(batch)
+        self._write(batch.serialize())
 
     def start(self) -> None:
         """Create the file if there is none; done by `append` if needed."""
@@ -287,12 +287,11 @@ class TurnLog:
             "suffix_messages": messages,
             "response": None if response is None else fields_of(response),
         }
-        # converting all values together takes less time than one by one
-        batch = pa.RecordBatch.from_struct_array(pa.array([row], self._columns))
+        batch = _batch([row], self._columns)
         if EXPERTS.name not in self._left_out:
             cell = _experts_cell(turn.get(EXPERTS.name))
             batch = batch.append_column(EXPERTS, cell)
-        self._turns.append(batch.serialize())
+        self._turns.append(batch)
         bodies |= new
 
     def amend(
@@ -302,15 +301,20 @@ class TurnLog:
         columns = schema.AMENDMENTS
         lines = [(session_id, turn, reason, trainable) for turn in turns]
         rows = [dict(zip(columns.names, line, strict=True)) for line in lines]
-        self._amendments.append(pa.RecordBatch.from_pylist(rows, columns).serialize())
+        self._amendments.append(_batch(rows, pa.struct(columns)))
 
     def write_session(self, line: Mapping[str, object]) -> None:
-        batch = pa.RecordBatch.from_pylist([line], SESSION_LINES)
-        self._sessions.append(batch.serialize())
+        self._sessions.append(_batch([line], pa.struct(SESSION_LINES)))
 
     def close(self) -> None:
         for log in (self._turns, self._amendments, self._sessions):
             log.close()
+
+
+def _batch(rows: Sequence[Mapping[str, Any]], columns: pa.DataType) -> pa.RecordBatch:
+    """The batch of the columns of some rows; a value that is missing is null."""
+    # unlike `from_pylist` it imports no pandas, and converts all values together
+    return pa.RecordBatch.from_struct_array(pa.array(rows, columns))
 
 
 def _attribution(turn: Mapping[str, Any], n_shared: int) -> dict[str, object]:
