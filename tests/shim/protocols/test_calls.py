@@ -73,11 +73,10 @@ async def test_without_grammars_wishes_are_counted_and_the_rest_is_refused(
     gateway = await start("{}", reply_parser=parser)
     gateway.engine.takes_grammars = lacks == "parser"
     session, wish = await gateway.open(), WISHES.get(case)
-    fields = {"tools": TOOLS[name], **cell[1]}
-    await session.post(name, 200 if wish else 400, **fields)
+    status = 200 if wish else 400
+    await session.post(name, status, **{"tools": TOOLS[name], **cell[1]})
     assert (await session.shown())["ignored"] == ({wish: 1} if wish else {})
-    sampled = [sampling.structural_tag for sampling in gateway.engine.samplings]
-    assert sampled == [None] * bool(wish)
+    assert not any(one.structural_tag for one in gateway.engine.samplings)
 
 
 A_CALL = {"tools": TOOLS["openai_chat"], "tool_choice": "required"}
@@ -309,17 +308,15 @@ async def test_items_of_replies_may_be_named_by_their_ids(start):
     session = await gateway.open()
     items = (await session.post(name, tools=tools)).json()["output"]
     named = [{"type": "item_reference", "id": item["id"]} for item in items]
-    result = {"type": "function_call_output", "output": "x"}
-    result |= {"call_id": items[-1]["call_id"]}
+    call_id = items[-1]["call_id"]
+    result = {"type": "function_call_output", "output": "x", "call_id": call_id}
     for sent in ([*named, result], [*named[:-1], items[-1], result]):
         await session.post(name, tools=tools, input=[USER, *sent])
-    keys = [[m["key"] for m in turn["messages"]] for turn in gateway.turns()]
-    assert keys[1] == keys[2]
-    assert keys[1][1] == gateway.turns()[0]["response"]["key"]
+    first, *turns = gateway.turns()
+    assert {t["messages"][1]["key"] for t in turns} == {first["response"]["key"]}
     for unknown in ("msg_x_0", "x", f"{items[0]['id']}9"):
-        reference = {"type": "item_reference", "id": unknown}
-        error = await session.error(400, name, input=[USER, reference])
-        assert f"input[1].id: {unknown!r} is of no reply" in error["message"]
+        error = await session.error(400, name, input=[{**named[0], "id": unknown}])
+        assert f"input[0].id: {unknown!r} is of no reply" in error["message"]
 
 
 @cases(

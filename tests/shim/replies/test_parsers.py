@@ -377,6 +377,9 @@ TAG = "<tool_call>%s</tool_call>"
 NAMED = '"name": "f", "parameters": {"a": 1}}'
 UNTAGGED = coder("1").removeprefix("<tool_call>\n")
 ONE = '{"a": 1}'
+INVOCATION = '<invoke name="f"></invoke></minimax:tool_call>'
+INNER_CALL = "<|tool_call_begin|>f:0<|tool_call_end|><|tool_calls_section_end|>"
+NOBODY = "<|channel|>commentary<|message|>{}<|call|>"
 
 
 @cases(
@@ -391,22 +394,10 @@ ONE = '{"a": 1}'
         "without its first tag": ("qwen3-coder", UNTAGGED, ONE),
         "no begin": ("hermes", '{"name": "f"}\n</tool_call>', None),
         "no name and no begin": ("glm", f"{PAIR}</tool_call>", None),
-        "an invocation alone": (
-            "minimax",
-            '<invoke name="f"></invoke></minimax:tool_call>',
-            None,
-        ),
-        "an inner call alone": (
-            "kimi",
-            "<|tool_call_begin|>functions.f:0<|tool_call_end|><|tool_calls_section_end|>",
-            None,
-        ),
+        "an invocation alone": ("minimax", INVOCATION, None),
+        "an inner call alone": ("kimi", INNER_CALL, None),
         "JSON of another family": ("glm", TAG % '{"name": "f"}', None),
-        "a call of nobody": (
-            "gpt-oss",
-            "<|channel|>commentary<|message|>{}<|call|>",
-            None,
-        ),
+        "a call of nobody": ("gpt-oss", NOBODY, None),
         "Python without a name": ("pythonic", "[f(1)]", None),
         "Python that is no value": ("pythonic", "[f(a=g())]", None),
     },
