@@ -489,6 +489,25 @@ def test_the_turns_of_a_row_end_with_its_last():
     assert "turns" in found["rule"].to_pylist()
 
 
+def test_a_spliced_row_begins_with_a_whole_prompt_and_has_its_spans_in_order():
+    prompts, outputs = [[1, 2], [1, 2, 5], [1, 2, 5, 6], [4, 4]], [3, 7, 2, 6]
+    calls = zip(prompts, outputs, strict=True)
+    turns = turns_table([turn(p, [x, 9], finish_reason="stop") for p, x in calls])
+    policy = tk.policy("polar", end_of_turn_token_id=9)
+    first, second = tk.linearize(turns, policy).to_pylist()
+    # both of these spans are empty
+    first["spans"][1:] = first["spans"][:0:-1]
+    (found,) = tk.verify(
+        pa.Table.from_pylist([first, second], ROWS), turns, policy
+    ).to_pylist()
+    assert "has the spans in another order" in found["detail"]
+    for name in ("input_ids", "loss_mask", "logprobs"):
+        del second[name][0]
+    second["spans"][0] |= {"start": 1, "stop": 3}
+    found = tk.verify(pa.Table.from_pylist([first, second], ROWS), turns)
+    assert "row_tokens" in found["rule"].to_pylist()
+
+
 def test_a_request_whose_messages_the_base_has_is_routed():
     reply = {"role": "assistant", "content": "x"}
     calls = ([1, 2], [{"role": "user"}]), ([1, 2, 3, 4], [{"role": "user"}, reply])
