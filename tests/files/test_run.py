@@ -632,8 +632,11 @@ def test_outputs_stand_all_or_none(tmp_path, small, monkeypatch, parts, full):
     if not parts:
         Path(places["report"]).write_text("of the run before")
     options = {name: places[name] for name in names[1:]}
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as refused:
         linearize_file(tmp_path / "log.parquet", places["rows"], **options)
+    place = Path(places[full])
+    named = place / "part-00001.parquet" if parts else place
+    assert refused.value.filename == str(named)
     if parts:
         for name in names:
             whole = [one.name for one in Path(places[name]).glob("[!_]*")]

@@ -89,19 +89,6 @@ def test_advantages_are_those_of_the_formulas(
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"scale": "std"}, "scale='std'"),
-        ({"epsilon": -1.0}, "epsilon=-1.0: expected"),
-        ({"epsilon": float("nan")}, "epsilon=nan: expected"),
-    ],
-)
-def test_options_outside_their_range_are_refused(options, match):
-    with pytest.raises(ArgumentError, match=match):
-        tk.learn.advantages(sessions_table([(1.0, "g")]), **options)
-
-
-@pytest.mark.parametrize(
     ("by", "constant"),
     [("constant", None), ("token", 3.0), ("constant", 0.0), ("constant", float("inf"))],
 )

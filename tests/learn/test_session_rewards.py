@@ -4,7 +4,6 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests import foreign
 from tests.made_tables import linearized, streamed
 from trajkit.errors import InvalidTurnsError, SchemaError
 
@@ -129,6 +128,7 @@ def test_arguments_that_agree_complete_what_turns_state(given, rewards, groups):
         ),
         ({"reward": ["1", "1", "1"]}, {}, SchemaError, "column 'reward' is string"),
         ({"reward": [True, True, True]}, {}, SchemaError, "column 'reward' is bool"),
+        ({"step": [0.5, 0.5, 0.5]}, {}, SchemaError, "'step' of turns is double"),
     ],
 )
 def test_contradictions_are_refused(columns, given, error, said):
@@ -143,23 +143,3 @@ def test_turns_given_as_sessions_are_refused(argument):
     turns = turns_with(**STATED)
     with pytest.raises(SchemaError, match="sessions is a table of turns"):
         tk.linearize(turns, **{argument: turns})
-
-
-def test_rewards_of_an_import_flow_into_rows(tmp_path):
-    prompt = {"parent": None, "message": {"role": "user"}, "token_ids": [1]}
-    reply = {"parent": 0, "message": {"role": "assistant"}, "token_ids": [2]}
-    trace = {
-        "id": "s",
-        "task": {"key": "k"},
-        "nodes": [
-            {**prompt, "sampled": False, "mask": [False]},
-            {**reply, "sampled": True, "mask": [True]},
-        ],
-        "rewards": {"a": {"score": 0.5}},
-    }
-    foreign.write_lines(tmp_path / "traces.jsonl", [trace])
-    turns, _ = tk.import_turns(tmp_path / "traces.jsonl")
-    rows = tk.linearize(turns)
-    assert rows.select(["reward", "group_id"]).to_pylist() == [
-        {"reward": 0.5, "group_id": "k"}
-    ]

@@ -195,24 +195,6 @@ def test_a_branch_counts_for_the_turns_that_it_continues():
     assert chain["advantage"].to_pylist() == [1 + 1 + 0 + 1, 2 + 0 + 2, None, 8.0]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "options", "error", "match"),
-    [
-        (turn_rewards(1.0, 2.0), {"discount": 1.5}, ArgumentError, "discount=1.5"),
-        (turn_rewards(1.0, 2.0), {"discount": None}, ArgumentError, "discount=None"),
-        (
-            turn_rewards(1.0, 2.0),
-            {"baseline": "mean"},
-            ArgumentError,
-            "baseline='mean'",
-        ),
-    ],
-)
-def test_choices_of_credit_that_are_refused(rewards, options, error, match):
-    with pytest.raises(error, match=match):
-        tk.learn.step_advantages(rewards, ONE, **options)
-
-
 def test_links_that_miss_a_turn_are_refused():
     calls = [([1], [2]), ([1, 2, 3], [4])]
     turns = tk.from_records(

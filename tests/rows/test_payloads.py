@@ -7,6 +7,7 @@ import pytest
 import trajkit as tk
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 
+STEP = pa.field("step", pa.int64())
 EXPERTS = pa.large_list(pa.list_(pa.int16(), 2))
 
 
@@ -76,6 +77,24 @@ def test_a_list_as_long_as_the_output_is_of_the_output():
             turns.set_column(turns.column_names.index("x"), "x", pa.array([[1], None])),
             payloads=["x"],
         )
+
+
+def test_the_weights_of_each_token_need_no_column_of_their_own():
+    versions = [
+        {"version": "a", "start": 0, "stop": 1},
+        {"version": "b", "start": 1, "stop": 2},
+    ]
+    first = two_turns().to_pylist()[0] | {"weight_versions": versions, "step": 4}
+    turns = pa.Table.from_pylist([first], two_turns().schema.append(STEP))
+    rows = tk.linearize(turns, payloads=["weight_version"])
+    assert rows["weight_version"].to_pylist() == [[None, None, "a", "b"]]
+    bare = turns.drop_columns(["weight_versions", "step"])
+    unknown = tk.linearize(bare, payloads=["weight_version"])
+    assert unknown["weight_version"].to_pylist() == [[None] * 4]
+    for name in ("weight_versions", "step"):
+        assert unknown[name].to_pylist() == [None]
+    rows = rows.drop_columns(["turns", "weight_versions", "step"])
+    assert tk.verify(rows, turns).num_rows == 0
 
 
 MASKS = pa.list_(pa.list_(pa.int32()))

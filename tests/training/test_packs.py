@@ -1,7 +1,5 @@
 """Packs have every trained token once, in the context of its row."""
 
-from itertools import combinations, pairwise
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -9,35 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.fuzz.sessions import generated_runs
 from tests.libraries import LIBRARIES, tensor
-from tests.made_tables import turns_table
 from tests.oracles.packs import (
     check_packed,
-    check_packs,
-    n_distinct,
     random_choices,
     random_rows,
     rows_table,
 )
-from trajkit._kernel_names import PACK_ROW
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.packs import packing
 from trajkit.turns import content_ids, engine_ids
 
-RUN = generated_runs(8, seed=6)
 
-
-def rows(*lists, **columns):
+def rows(*lists):
     """Rows of one session, of which every token but the first is trained."""
     turns = [
         {"session_id": "a", "prompt_ids": ids[:1], "output_ids": ids[1:]}
         for ids in lists
     ]
-    table = tk.linearize(tk.from_records(turns), "per_call")
-    for name, values in columns.items():
-        table = table.append_column(name, values)
-    return table
+    return tk.linearize(tk.from_records(turns), "per_call")
 
 
 def fork():
@@ -45,45 +33,13 @@ def fork():
     return rows([1, 2, 3, 4], [1, 2, 5, 6, 7])
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=7),
-    st.integers(0, 6),
-)
-def test_the_parts_of_a_tree_repeat_the_fewest_tokens(sizes, more):
-    n, before = len(sizes), 0
-    records = np.zeros(n, PACK_ROW)
-    for row, (own, most) in enumerate(sizes):
-        shared = min(most, before)
-        before = shared + own
-        records["parent"][row] = row - 1 if shared else -1
-        records["shared"][row], records["length"][row] = shared, before
-    limit = int(records["length"].max()) + more
-    own, shared = records["length"] - records["shared"], records["shared"]
-    roots = {*np.flatnonzero(records["parent"] < 0).tolist()}
-
-    def fits(starts):
-        parts = pairwise([*starts, n])
-        return roots <= {*starts} and all(
-            shared[a] + own[a:b].sum() <= limit for a, b in parts
-        )
-
-    every = [[0, *rest] for k in range(n) for rest in combinations(range(1, n), k)]
-    *starts, end = packing._parts(records, limit).tolist()
-    assert end == n
-    assert fits(starts)
-    assert shared[starts].sum() == min(shared[cut].sum() for cut in every if fits(cut))
-
-
-@pytest.mark.parametrize("policy", ["faithful", "nemo", "per_call", "slime", "trl"])
-def test_packs_of_policies_have_every_trained_token_in_its_context(policy):
-    # a prompt of no tokens has a first token that is trained
-    turns = [one | {"prompt_ids": one["prompt_ids"] or [1]} for one in RUN]
-    table = tk.linearize(turns_table(turns), policy)
-    lines = table.to_pylist()
-    for limit in (20, 400):
-        packs = tk.pack(table, limit, oversize="carry")
-        check_packs(packs.to_pylist(), lines, limit)
-        assert sum(packs["n_tokens"].to_pylist()) == n_distinct(lines)
+@given(st.randoms(use_true_random=False), st.integers(0, 6))
+def test_the_parts_of_a_tree_repeat_the_fewest_tokens(random, more):
+    lines = random_rows(random, max_rows=9)
+    longest = max(len(line["input_ids"]) for line in lines)
+    choices = {"max_tokens": longest + more, "layout": "tree", "share": "session"}
+    packs = tk.pack(rows_table(lines), **choices)
+    check_packed(packs, lines, {**choices, "oversize": "repeat"})
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
@@ -220,17 +176,7 @@ def test_lines_count_through_a_stream_that_is_packed_in_parts():
 
 
 def test_a_group_that_comes_back_in_a_stream_is_refused():
-    turns = [
-        {"session_id": s, "prompt_ids": [1], "output_ids": [2], "group_id": g}
-        for s, g in (("a", "x"), ("b", "y"), ("c", "x"))
-    ]
-    sessions = [
-        {"session_id": t["session_id"], "group_id": t["group_id"]} for t in turns
-    ]
-    table = tk.linearize(
-        tk.from_records(turns),
-        sessions=[{**session, "reward": 1.0} for session in sessions],
-    )
+    table = grouped([[1]] * 3, ["x", "y", "x"])
     tk.pack(table, 4, share="group")
     with pytest.raises(InvalidTurnsError, match="group 'x' comes back after another"):
         list(tk.pack_batches(in_batches(table, 1), 4, share="group"))
@@ -294,57 +240,57 @@ def test_rows_share_tokens_only_where_the_same_columns_agree():
     assert tk.verify_packs(packs, table).num_rows == 0
 
 
-def test_a_tree_that_is_too_large_is_refused_by_choice():
-    with pytest.raises(
-        InvalidTurnsError,
-        match="session 'a', row 0: its tree of 2 rows has 7 tokens, and "
-        "max_tokens is 6",
-    ):
-        tk.pack(fork(), 6, oversize="error")
-    assert tk.pack(fork(), 7, oversize="error").num_rows == 1
-
-
-def test_a_token_that_nothing_predicts_is_refused():
-    table = tk.linearize(turns_table([{"prompt_ids": [1], "output_ids": [2]}]))
-    place = table.column_names.index("loss_mask")
-    mask = pa.array([[True, True]], table.schema.field(place).type)
-    table = table.set_column(place, table.schema.field(place), mask)
-    with pytest.raises(InvalidTurnsError, match="row 0: its first token is trained"):
-        tk.pack(table, 9)
+def changed(name, first, second):
+    """The fork with other values of a column."""
+    table = fork()
+    place = table.column_names.index(name)
+    column = pa.array([first, second], table.schema.field(place).type)
+    return table.set_column(place, table.schema.field(place), column)
 
 
 @pytest.mark.parametrize(
-    ("ids", "rule"),
+    ("table", "choices", "words"),
     [
-        ([1, 2, -5, 6, 7], r"\[2\] is -5: token ids are integers"),
-        ([1, 2, None, 6, 7], r"\[2\] is null"),
+        (
+            fork(),
+            {"max_tokens": 6, "oversize": "error"},
+            "session 'a', row 0: its tree of 2 rows has 7 tokens, and max_tokens is 6",
+        ),
+        (
+            changed("loss_mask", [False, *[True] * 3], [True] * 5),
+            {},
+            "row 1: its first token is trained",
+        ),
+        (
+            changed("input_ids", [1, 2, 3, 4], [1, 2, -5, 6, 7]),
+            {},
+            r"row 1: input_ids\[2\] is -5: token ids are integers",
+        ),
+        (
+            changed("input_ids", [1, 2, 3, 4], [1, 2, None, 6, 7]),
+            {},
+            r"row 1: input_ids\[2\] is null",
+        ),
+        (fork().drop_columns("row_weight"), {}, "row 0: row_weight is null"),
+        (fork().slice(1), {}, "row 1: its parent_row 0 is not in"),
+        (
+            fork().append_column("marks", pa.array([[1, 2, 3, 4], [3]])),
+            {"columns": ["marks"]},
+            "row 1: marks has 1 values for 5",
+        ),
     ],
 )
-def test_ids_that_are_no_tokens_are_refused(ids, rule):
-    table = fork()
-    place = table.column_names.index("input_ids")
-    column = pa.array([[1, 2, 3, 4], ids], table.schema.field(place).type)
-    table = table.set_column(place, table.schema.field(place), column)
-    with pytest.raises(InvalidTurnsError, match=f"row 1: input_ids{rule}"):
-        tk.pack(table, 9)
-
-
-def test_a_row_that_trains_needs_a_weight():
-    table = fork().drop_columns("row_weight")
-    with pytest.raises(InvalidTurnsError, match="row 0: row_weight is null"):
-        tk.pack(table, 9)
-
-
-def test_rows_without_their_parent_are_refused():
-    with pytest.raises(InvalidTurnsError, match="row 1: its parent_row 0 is not in"):
-        tk.pack(fork().slice(1), 9)
+def test_rows_that_cannot_be_packed_are_refused(table, choices, words):
+    with pytest.raises(InvalidTurnsError, match=words):
+        tk.pack(table, **{"max_tokens": 9, **choices})
+    if "max_tokens" in choices:
+        assert tk.pack(table, 7, oversize="error").num_rows == 1
 
 
 @pytest.mark.parametrize(
     ("error", "words", "choices"),
     [
         (ArgumentError, "align=3 does not divide max_tokens=8", {"align": 3}),
-        (ArgumentError, "layout='trees': did you mean 'tree'", {"layout": "trees"}),
         (ArgumentError, "max_tokens=0", {"max_tokens": 0}),
         (ArgumentError, "positions are of 32 bits", {"max_tokens": 2**31}),
         (SchemaError, "columns has 'weight', but packs have", {"columns": ["weight"]}),
@@ -355,12 +301,6 @@ def test_rows_without_their_parent_are_refused():
 def test_choices_that_are_wrong_are_refused(error, words, choices):
     with pytest.raises(error, match=words):
         tk.pack(fork(), **{"max_tokens": 8, **choices})
-
-
-def test_a_column_with_another_number_of_values_is_refused():
-    table = rows([1, 2], [1, 3], marks=pa.array([[1, 2], [3]]))
-    with pytest.raises(InvalidTurnsError, match="row 1: marks has 1 values for 2"):
-        tk.pack(table, 8, columns=["marks"])
 
 
 def test_packs_have_each_image_once():

@@ -528,6 +528,9 @@ for name, of in {
     "weights_made_up": (
         *("weight_versions", lambda r: {"first": "none", "last": "none"}),
     ),
+    "weights_null": (
+        *("weight_versions", lambda r: None, lambda r: r["weight_versions"]),
+    ),
 }.items():
     planted(of_column(*of)).__name__ = name
 for name, of in {
