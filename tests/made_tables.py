@@ -45,6 +45,17 @@ def turns_table(turns):
     return table.set_column(place, field, pa.array(prompts, field.type))
 
 
+def turn_rewards(*values, session="a"):
+    """The rewards of a session's turns 0, 1, ..."""
+    return pa.table(
+        {
+            "session_id": pa.array([session] * len(values), pa.string()),
+            "turn_index": pa.array(range(len(values)), pa.int32()),
+            "reward": pa.array(values, pa.float64()),
+        }
+    )
+
+
 OWN_EQUALITY = {"agents": "text", "generations": "strict"}
 """The message equality of the presets that route this way."""
 

@@ -173,7 +173,8 @@ def outcome(name: str, base: Base, damage: Damage, folder: Path, pieces: bool) -
             warnings.simplefilter("always")
             table = tk.read_turns(path)
             if pieces:
-                _in_pieces(path)
+                for _ in tk.scan_turns(path):
+                    pass
     except tk.TrajkitError as error:
         known = isinstance(error, tk.errors.FormatError) and str(path) not in str(error)
         return "exception: no file name" if known else "refused"
@@ -193,13 +194,9 @@ def outcome(name: str, base: Base, damage: Damage, folder: Path, pieces: bool) -
         is_whole = len(damage.content) in _entry_ends(name, base.content)
         first = (torn or is_whole) and _is_start(table, base.turns)
         return "torn" if first else "invented: not the first turns"
-    wrong = _INVENTED[name](table, base, damage, torn)
+    invented = _INVENTED.get(name, _invented_json)
+    wrong = invented(name, table, base, damage.content, torn)
     return f"invented: {wrong}" if wrong else "torn" if torn else "changed"
-
-
-def _in_pieces(path: Path) -> None:
-    for _ in tk.scan_turns(path):
-        pass
 
 
 def _entry_ends(name: str, content: bytes) -> set[int]:
@@ -222,60 +219,44 @@ def _is_start(table: pa.Table, whole: pa.Table) -> bool:
     )
 
 
-def _invented_json(table: pa.Table, content: bytes, torn: bool) -> str | None:
-    lines = content.split(b"\n")
-    if torn:
-        lines = lines[:-1]
+def _invented_json(
+    name: str, table: pa.Table, base: Base, content: bytes, torn: bool
+) -> str | None:
     try:
+        if name == "gz":
+            content = gzip.decompress(content)
+        elif name == "zst":
+            source = pa.BufferReader(content)
+            with pa.CompressedInputStream(source, "zstd") as stream:
+                content = stream.read()
+        lines = content.split(b"\n")[: -1 if torn else None]
         twin = tk.from_records(
             json.loads(line.decode()) for line in lines if line.strip()
         )
-    except (ValueError, tk.TrajkitError) as error:
+    except (OSError, EOFError, ValueError, tk.TrajkitError) as error:
         return f"Python reads no turns: {error}"
-    return None if table.equals(twin) else "Python reads other turns"
-
-
-def _invented_plain(
-    table: pa.Table, base: Base, damage: Damage, torn: bool
-) -> str | None:
-    return _invented_json(table, damage.content, torn)
-
-
-def _invented_gzip(
-    table: pa.Table, base: Base, damage: Damage, torn: bool
-) -> str | None:
-    try:
-        content = gzip.decompress(damage.content)
-    except (OSError, EOFError, ValueError) as error:
-        return f"Python refuses the file: {error}"
-    return _invented_json(table, content, torn) or "the turns differ"
-
-
-def _invented_zstd(
-    table: pa.Table, base: Base, damage: Damage, torn: bool
-) -> str | None:
-    with pa.CompressedInputStream(pa.BufferReader(damage.content), "zstd") as stream:
-        return _invented_json(table, stream.read(), torn)
+    if not table.equals(twin):
+        return "Python reads other turns"
+    return "the turns differ" if name == "gz" else None
 
 
 def _invented_ipc(
-    table: pa.Table, base: Base, damage: Damage, torn: bool
+    name: str, table: pa.Table, base: Base, content: bytes, torn: bool
 ) -> str | None:
     if table.num_rows < base.turns.num_rows and not torn:
         return "turns are missing"
     if base.is_compressed:
         return None
-    names = {"prompt_ids", "suffix_ids", "output_ids"} & set(table.column_names)
-    for name in sorted(names):
-        for ids in table.column(name):
-            text = ids.values.to_numpy().astype("<i4").tobytes()
-            if text not in damage.content and name != "suffix_ids":
-                return f"{name} {ids} is not in the file"
+    names = {"prompt_ids", "output_ids"} & set(table.column_names)
+    for column in sorted(names):
+        for ids in table.column(column):
+            if ids.values.to_numpy().astype("<i4").tobytes() not in content:
+                return f"{column} {ids} is not in the file"
     return None
 
 
 def _invented_parquet(
-    table: pa.Table, base: Base, damage: Damage, torn: bool
+    name: str, table: pa.Table, base: Base, content: bytes, torn: bool
 ) -> str | None:
     # the names and types of columns are in the footer, which has no checksum
     if table.column_names != base.turns.column_names and table.num_rows:
@@ -285,13 +266,10 @@ def _invented_parquet(
     return "the turns differ"
 
 
-_INVENTED: dict[str, Callable[[pa.Table, Base, Damage, bool], str | None]] = {
+_INVENTED: dict[str, Callable[[str, pa.Table, Base, bytes, bool], str | None]] = {
     "arrow": _invented_ipc,
     "arrows": _invented_ipc,
     "parquet": _invented_parquet,
-    "jsonl": _invented_plain,
-    "gz": _invented_gzip,
-    "zst": _invented_zstd,
 }
 
 

@@ -19,7 +19,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
@@ -84,14 +84,9 @@ class Case:
     def write(self, folder: Path) -> Path:
         """Store the case under a name of its own."""
         path = folder / f"{self.mode}-{self.policy}-{self.seed}.json"
-        text = json.dumps(vars_of(self), indent=1, ensure_ascii=False)
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
         path.write_text(text + "\n", "utf-8")
         return path
-
-
-def vars_of(case: Case) -> dict[str, Any]:
-    """The fields of a case."""
-    return {name: getattr(case, name) for name in Case.__dataclass_fields__}
 
 
 def drawn_case(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, joined, tensor
-from tests.made_tables import by_session, linearized, turns_table
+from tests.made_tables import by_session, linearized, turn_rewards, turns_table
 from tests.strategies import fewer_examples, runs, seeds
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import REPORT
@@ -155,16 +155,6 @@ def test_reward_modes_are_those_of_segments(case):
     rows = tk.linearize(turns, "per_call", reward=case["reward"])
     rows = with_kinds(rows, [case["kinds"][sample["source"]] for sample in samples])
     assert rewards_of(case["mode"], rows) == [s["reward"] for s in samples]
-
-
-def turn_rewards(*values, session="a"):
-    return pa.table(
-        {
-            "session_id": pa.array([session] * len(values), pa.string()),
-            "turn_index": pa.array(range(len(values)), pa.int32()),
-            "reward": pa.array(values, pa.float64()),
-        }
-    )
 
 
 def test_a_turn_that_rows_train_in_pieces_is_shared_out():

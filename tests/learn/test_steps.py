@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.made_tables import turn_rewards
 from trajkit.errors import ArgumentError, InvalidTurnsError
 
 REWARDS = st.none() | st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1])
@@ -154,16 +155,6 @@ def test_rewards_of_another_session_are_refused():
 
 
 # --- a discount, along the tree of turns
-
-
-def turn_rewards(*rewards):
-    return pa.table(
-        {
-            "session_id": ["a"] * len(rewards),
-            "turn_index": pa.array(range(len(rewards)), pa.int32()),
-            "reward": pa.array(rewards, pa.float64()),
-        }
-    )
 
 
 ONE = pa.table({"session_id": ["a"], "group_id": ["g"], "reward": [1.0]})

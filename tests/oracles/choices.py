@@ -19,12 +19,8 @@ from tests.oracles.rows import (
     row_versions,
     turn_indices,
 )
+from trajkit.schema import LOSSES
 
-LOSSES = (
-    *("absorbed", "rewritten", "cut", "untrainable", "unrouted", "restarted"),
-    *("over_max_rows", "aborted", "masked", "no_logprob", "no_splice_point"),
-    *("quarantined", "not_selected", "refused", "retried"),
-)
 LOST_BY_REASON = {
     **dict.fromkeys(
         (

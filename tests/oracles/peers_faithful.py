@@ -6,13 +6,9 @@ holds it. Rows as in `tests.oracles.peers_chains`.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from tests.oracles.peers_chains import extend, opened
+from tests.oracles.peers_chains import Row, Turn, extend, opened
 from tests.oracles.peers_slime import MessageNode, common_prefix
-
-Turn = dict[str, Any]
-Row = dict[str, Any]
 
 
 @dataclass(eq=False, slots=True)

@@ -10,10 +10,7 @@ in the first. Rows as in `tests.oracles.peers_chains`.
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.oracles.peers_chains import row_of
-
-Turn = dict[str, Any]
-Row = dict[str, Any]
+from tests.oracles.peers_chains import Row, Turn, row_of
 
 
 @dataclass(eq=False, slots=True)

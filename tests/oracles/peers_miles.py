@@ -8,10 +8,8 @@ it. Rows as in `tests.oracles.peers_chains`.
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.oracles.peers_chains import row_of
+from tests.oracles.peers_chains import Row, Turn, row_of
 
-Turn = dict[str, Any]
-Row = dict[str, Any]
 Message = dict[str, Any]
 
 COMPARED = ("role", "content", "reasoning_content", "tool_calls")

@@ -6,12 +6,8 @@ output are the longest prefix of the prompt. What tokens cannot tell apart is se
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from tests.oracles.peers_chains import extend, opened
-
-Turn = dict[str, Any]
-Row = dict[str, Any]
+from tests.oracles.peers_chains import Row, Turn, extend, opened
 
 
 @dataclass(eq=False, slots=True)

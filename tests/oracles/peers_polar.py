@@ -6,10 +6,8 @@ between two of them is cut out of the later prompt (Polar 2.3). Rows as in
 """
 
 from itertools import pairwise
-from typing import Any
 
-Turn = dict[str, Any]
-Row = dict[str, Any]
+from tests.oracles.peers_chains import Row, Turn
 
 ENDED = ("stop", "tool_calls", "stop_sequence")
 

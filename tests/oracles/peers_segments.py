@@ -9,10 +9,8 @@ segment, and each segment is merged into one row (segments 2 to 7). Rows as in
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.oracles.peers_chains import Row, Turn
 from tests.oracles.peers_slime import common_prefix
-
-Turn = dict[str, Any]
-Row = dict[str, Any]
 
 DISPATCH_TOOLS = ("Task", "Agent")
 
