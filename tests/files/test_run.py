@@ -7,17 +7,16 @@ import random
 import re
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, combinations, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from unittest import mock
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
 from tests.cli.test_cli import run_json
+from tests.engines.runs import session
 from tests.file_stages import linearize_file
 from trajkit import cli
 from trajkit.errors import (
@@ -32,7 +31,7 @@ from trajkit.files.formats import paths_in
 from trajkit.files.run import Watch
 from trajkit.files.tables import index_sessions, read_any_rows, write_rows, write_table
 from trajkit.schema import REPORT, TURNS
-from trajkit.tables import limits, stages
+from trajkit.tables import limits
 from trajkit.tables.threads import prefetch
 from trajkit.verification.run import verify_file
 
@@ -47,15 +46,6 @@ def call(session, prompt, output, **more):
         "output_logprobs": [-0.5] * len(output),
         **more,
     }
-
-
-def session(name, n_turns, reply=3):
-    """A session whose every second reply comes back with another last token."""
-    prompt = [1, 2]
-    for k in range(n_turns):
-        output = [10 * k + i for i in range(reply)]
-        yield call(name, prompt, output, turn_index=k)
-        prompt = [*prompt, *output[: -(k % 2) or None], 7, 8]
 
 
 def some_sessions(n=12):
@@ -325,24 +315,6 @@ def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeyp
     assert said["pieces"] == said["whole"]
     assert said["whole"][0]["sessions"] == 12
     assert pq.read_table(table).equals(pq.read_table(whole))
-
-
-def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():
-    """Sessions of 1 to 5 turns make pieces of 6 turns and more."""
-    turns = tk.from_records(some_sessions())
-    sizes = [6, 9, 6, 9, 3]
-    names = turns["session_id"].to_pylist()
-    starts = [k for k in range(1, len(names)) if names[k] != names[k - 1]]
-    for one, two in combinations(starts, 2):
-        tables = [turns.slice(0, one), turns.slice(one, two - one), turns.slice(two)]
-        with (
-            mock.patch.object(limits, "READ_TOKENS", 6),
-            mock.patch.object(
-                stages, "cost", lambda table: np.ones(len(table), np.int64)
-            ),
-        ):
-            made = list(stages.rechunk(tables))
-        assert [len(piece) for piece in made] == sizes, (one, two)
 
 
 def test_what_is_read_ahead_ends_with_its_user():

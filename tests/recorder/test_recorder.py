@@ -382,33 +382,6 @@ def as_key(message):
     return None if message is None else (tk.turns.message_key(message), message["role"])
 
 
-@given(sessions())
-def test_keys_stand_for_messages(turns):
-    """As with dicts, without bodies: turns and links."""
-    by_key, by_dict = tk.Recorder(), tk.Recorder()
-    for turn in recordable(turns):
-        sent, reply = turn["prompt_messages"], turn["response_message"]
-        keyed = {
-            **turn,
-            "prompt_messages": None if sent is None else [as_key(m) for m in sent],
-            "response_message": as_key(reply),
-            "use_tool": reference.uses_tool(turn),
-        }
-        record(by_key, keyed)
-        record(by_dict, turn)
-    turns, other = by_key.turns("s"), by_dict.turns("s")
-    for route in ("messages", "tokens"):
-        assert link_by(turns, route) == link_by(other, route)
-    keys, dicts = (tk.expand(table).to_pylist() for table in (turns, other))
-    for message in (m for row in dicts for m in messages_of(row)):
-        message["body"] = None
-    assert keys == dicts
-
-
-def messages_of(row):
-    return [*(row["messages"] or []), *([row["response"]] if row["response"] else [])]
-
-
 @pytest.mark.parametrize(
     ("said", "shared", "n_bodies"),
     [

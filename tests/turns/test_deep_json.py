@@ -124,22 +124,3 @@ def test_a_line_in_which_every_turn_drifts(route, where):
     before = at - 1 if by_tokens else np.full(n, -1)
     assert links["parent"].fill_null(-1).to_numpy().tolist() == before.tolist()
     assert links["order"].to_pylist() == list(range(n))
-
-
-def test_as_many_siblings():
-    """Many answers to one prompt: each is a leaf, none is compared with all."""
-    n = 5_000
-    records = [
-        {
-            "session_id": "s",
-            "prompt_messages": [{"role": "user", "content": "u"}],
-            "response_message": {"role": "assistant", "content": str(k)},
-            "prompt_ids": [1, 2],
-            "output_ids": [k],
-        }
-        for k in range(n)
-    ]
-    rows = tk.linearize(tk.from_records(records), "slime")
-    assert rows["input_ids"].to_pylist() == [[1, 2, k] for k in range(n)]
-    assert rows["shared_length"].to_pylist() == [0, *[2] * (n - 1)]
-    assert rows["parent_row"].to_pylist() == [None, *[0] * (n - 1)]

@@ -9,13 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import link_by
 from tests.oracles import segments as reference_segments
 from tests.oracles.forests import fields_of, strict
 from tests.oracles.graph import identity
 from tests.strategies import chat_messages
 from trajkit import _core
-from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
+from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.schema import TURNS
 from trajkit.turns.messages import classify, message_key
 from trajkit.turns.sessions import Sessions
@@ -80,23 +79,6 @@ def test_a_body_that_was_filtered_away_is_named():
     silent = silent.set_column(at, field, pa.array([[]], field.type))
     with pytest.raises(InvalidTurnsError, match="turn 1: response has no body"):
         tk.linearize(silent, "segments")
-
-
-def test_an_equality_that_does_not_exist_is_refused():
-    with pytest.raises(PolicyError, match="equality='hash'"):
-        link_by(two_turns(), message_equality="hash")
-    with pytest.raises(PolicyError, match="equality='hash'"):
-        tk.policy("segments", message_equality="hash")
-
-
-@pytest.mark.parametrize("equality", ["content", "strict", "role_content_only"])
-def test_agents_need_an_equality_that_tells_tool_calls_apart(equality):
-    """Else which of two equal replies sends out a sub-agent is that of another one."""
-    said = f"message_equality='{equality}' does not go with parent_by='agents'"
-    with pytest.raises(PolicyError, match=said):
-        link_by(two_turns(), parent_by="agents", message_equality=equality)
-    with pytest.raises(PolicyError, match=said):
-        tk.policy("segments", message_equality=equality)
 
 
 def test_the_kernel_refuses_arrays_of_other_lengths():

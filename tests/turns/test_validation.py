@@ -231,6 +231,8 @@ DOOR = [
     (turn(output_logprobs=[0.0]), "1 output_logprobs for 2 output_ids"),
     (turn(output_logprobs=[0.0] * 3), "3 output_logprobs for 2 output_ids"),
     (turn(output_logprobs=[]), "0 output_logprobs for 2 output_ids"),
+    (turn(output_mask=[True]), "turn 0: 1 elements of output_mask for 2 output"),
+    (turn(output_mask=[True, None]), "turn 0: output_mask"),
     (turn(messages=[None]), r"messages\[0\] is null"),
     (turn(messages=[MESSAGE, UNKEYED]), r"messages\[1\] has no key"),
     # the delta form
