@@ -7,9 +7,11 @@ import random
 import re
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, combinations, pairwise
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -31,7 +33,7 @@ from trajkit.files.formats import paths_in
 from trajkit.files.run import Watch
 from trajkit.files.tables import index_sessions, read_any_rows, write_rows, write_table
 from trajkit.schema import REPORT, TURNS
-from trajkit.tables import limits
+from trajkit.tables import limits, stages
 from trajkit.tables.threads import prefetch
 from trajkit.verification.run import verify_file
 
@@ -302,19 +304,22 @@ def without_logprobs(records, names):
     ]
 
 
-def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeypatch):
-    log, whole, table = (tmp_path / f"{n}.parquet" for n in ("log", "whole", "drift"))
-    write_log(some_sessions(), log)
-    said = {}
-    for name, tokens, output in (("whole", 1 << 20, whole), ("pieces", 600, table)):
-        monkeypatch.setattr(limits, "READ_TOKENS", tokens)
-        said[name] = [
-            run_json(capsys, "drift", str(log), "-o", str(output)),
-            run_json(capsys, "simulate", str(log), "--policy", "trl"),
-        ]
-    assert said["pieces"] == said["whole"]
-    assert said["whole"][0]["sessions"] == 12
-    assert pq.read_table(table).equals(pq.read_table(whole))
+def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():
+    """Sessions of 1 to 5 turns make pieces of 6 turns and more."""
+    turns = tk.from_records(some_sessions())
+    sizes = [6, 9, 6, 9, 3]
+    names = turns["session_id"].to_pylist()
+    starts = [k for k in range(1, len(names)) if names[k] != names[k - 1]]
+    for one, two in combinations(starts, 2):
+        tables = [turns.slice(0, one), turns.slice(one, two - one), turns.slice(two)]
+        with (
+            mock.patch.object(limits, "READ_TOKENS", 6),
+            mock.patch.object(
+                stages, "cost", lambda table: np.ones(len(table), np.int64)
+            ),
+        ):
+            made = list(stages.rechunk(tables))
+        assert [len(piece) for piece in made] == sizes, (one, two)
 
 
 def test_what_is_read_ahead_ends_with_its_user():

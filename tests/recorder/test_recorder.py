@@ -231,69 +231,48 @@ def test_tables_taken_out_do_not_see_later_calls():
 
 
 def test_threads_share_a_recorder():
-    """Each writes its own session and one that all write to, while others read."""
-    n_threads, n_calls = 4, 60
+    """Each writes its own session and one that all write to, and reads whole calls."""
+    n_threads, n_calls = 4, 30
     recorder = tk.Recorder()
     together = Barrier(n_threads)
+    replies = [{"role": "assistant", "content": str(k)} for k in range(n_calls)]
+    reply_keys = [*map(tk.turns.message_key, replies)]
+
+    def shared(me, k):
+        """A call to the shared session, which continues the thread's call before."""
+        return call([100 + me, *range(k)], [k], output_logprobs=[-k / 128])
+
+    def is_whole(line):
+        me, k = line["prompt_ids"][0] - 100, len(line["prompt_ids"]) - 1
+        same = {name: line[name] for name in shared(me, k)} == shared(me, k)
+        said = [*line["messages"], line["response"]]
+        return same and [one["key"] for one in said] == reply_keys[: k + 1]
 
     def work(me):
-        prompt = [me]
+        prompt, n_seen = [me], 0
         together.wait()
         for k in range(n_calls):
             recorder.record(f"own-{me}", **call(prompt, [k]))
             prompt = [*prompt, k, me]
-            recorder.record("shared", **call([100 + me, k], [k]))
+            said = {"prompt_messages": replies[:k], "response_message": replies[k]}
+            recorder.record("shared", **shared(me, k), **said)
+            lines = tk.expand(recorder.turns("shared")).to_pylist()
+            assert all(map(is_whole, lines))
+            assert len(lines) > n_seen
+            n_seen = len(lines)
             rows = recorder.rows("shared", "per_call")
             mine = [ids for ids in rows["input_ids"].to_pylist() if ids[0] == 100 + me]
-            assert [ids[2] for ids in mine] == list(range(k + 1))
+            assert [ids[-1] for ids in mine] == list(range(k + 1))
 
     with ThreadPoolExecutor(n_threads) as pool:
         for done in [pool.submit(work, me) for me in range(n_threads)]:
-            done.result()
+            done.result(timeout=120)
     assert recorder.turns("shared")["turn_index"].to_pylist() == list(
         range(n_threads * n_calls)
     )
     for me in range(n_threads):
         rows = recorder.rows(f"own-{me}", "strict")
         assert rows["loss_mask"].to_pylist() == [[False, True] * n_calls]
-
-
-def test_readers_see_whole_calls_from_the_first_on():
-    """A reader's table is that of the calls up to one of them, messages and all."""
-    n_readers, n_calls = 3, 80
-    talk, prompt, calls = [USER], [1], []
-    for k in range(n_calls):
-        reply = {"role": "assistant", "content": str(k)}
-        said = {"prompt_messages": [*talk], "response_message": reply}
-        calls.append(call([*prompt], [k] * 3, output_logprobs=[-k / 100] * 3, **said))
-        talk += [reply, USER]
-        prompt += [k] * (3 if k % 7 else 2)  # now and then a reply comes back changed
-    alone = tk.Recorder()
-    for one in calls:
-        alone.record("a", **one)
-    whole = alone.turns("a").to_pylist()
-
-    recorder = tk.Recorder()
-    recorder.record("a", **calls[0])
-    together = Barrier(n_readers + 1)
-
-    def write():
-        together.wait()
-        for one in calls[1:]:
-            recorder.record("a", **one)
-
-    def read():
-        together.wait()
-        n_seen = 0
-        while n_seen < n_calls:
-            lines = recorder.turns("a").to_pylist()
-            assert len(lines) >= n_seen
-            n_seen = len(lines)
-            assert lines == whole[:n_seen]
-
-    with ThreadPoolExecutor(n_readers + 1) as pool:
-        for done in [pool.submit(one) for one in (write, *[read] * n_readers)]:
-            done.result(timeout=120)
 
 
 @pytest.mark.parametrize("end", [tk.Recorder.drop, tk.Recorder.pop])

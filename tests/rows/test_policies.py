@@ -189,6 +189,8 @@ def test_an_errored_session_trains_nothing_and_says_so(name):
     assert set(report["error"].to_pylist()) == {"boom"}
     assert not any(map(any, rows["loss_mask"].to_pylist()))
     assert tk.verify(rows, table, name, sessions=facts).num_rows == 0
+    found = tk.verify(tk.linearize(table, name), table, name, sessions=facts)
+    assert "untrainable" in found["rule"].to_pylist()
 
 
 def test_faithful_loses_nothing_that_it_was_not_asked_to():

@@ -10,15 +10,11 @@ import pytest
 
 import trajkit as tk
 from tests.fuzz.sessions import generated_runs
-from tests.made_tables import (
-    linearized,
-    link_by,
-    turns_table,
-)
+from tests.made_tables import linearized, link_by, replaced, turns_table
 from tests.rows.test_twins import SAME_ANSWER_TWICE
 from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.policies import PRESETS
-from trajkit.schema import DRIFT, REPORT, ROWS
+from trajkit.schema import REPORT, ROWS
 from trajkit.tables import limits
 
 
@@ -85,8 +81,7 @@ def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
     drift = tk.classify_drift(table, links)
 
     def with_lcp(lcp):
-        at = drift.schema.get_field_index("lcp")
-        return drift.set_column(at, DRIFT.field("lcp"), pa.array([lcp], pa.int32()))
+        return replaced(drift, "lcp", [lcp])
 
     rows = tk.linearize(table, "trl", links=links, drift=with_lcp(2))
     assert rows["loss_mask"].to_pylist() == [[False] * 5 + [True]]

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.made_tables import link_by
+from tests.made_tables import link_by, replaced
 
 N = 50_000
 IDS = pa.large_list(pa.int32())
@@ -63,9 +63,7 @@ def test_every_turn_of_it_is_linked_to_the_one_before():
 def test_a_line_of_refused_turns():
     """Each prompt repeats all that came before, of which the first call alone counts."""
     n = 10_000  # each prompt is compared with the first call's: quadratic by its nature
-    turns = line_of(n)
-    at = turns.column_names.index("finish_reason")
-    turns = turns.set_column(at, turns.field(at), pa.repeat("length", n).cast("string"))
+    turns = replaced(line_of(n), "finish_reason", ["length"] * n)
     links = link_by(turns, parent_by="generations")
     assert set(links["parent"].slice(1).to_pylist()) == {0}
     assert set(links["link_reason"].slice(1).to_pylist()) == {"refused_truncated"}

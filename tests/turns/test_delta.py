@@ -11,12 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import (
-    in_delta_form,
-    link_by,
-    policy_of,
-    turns_table,
-)
+from tests.made_tables import in_delta_form, link_by, policy_of, replaced, turns_table
 from tests.oracles import rows as reference
 from tests.strategies import pick, policies, runs, thresholds
 from trajkit.errors import SchemaError
@@ -137,15 +132,12 @@ def test_where_a_table_stands_in_its_buffers_does_not_matter(turns, choice, n, s
 
 def test_the_text_under_a_null_finish_reason_does_not_count():
     table = turns_table([{"prompt_ids": [1], "output_ids": [2]}])
-    place = table.schema.get_field_index("finish_reason")
     for null in (False, True):
         bits = pa.py_buffer(b"\0" if null else b"\1")
         buffers = [bits, *pa.array(["length"]).buffers()[1:]]
         reasons = pa.Array.from_buffers(pa.string(), 1, buffers)
         assert reasons.to_pylist() == [None if null else "length"]
-        rows = tk.linearize(
-            table.set_column(place, table.schema.field(place), reasons), "slime"
-        )
+        rows = tk.linearize(replaced(table, "finish_reason", reasons), "slime")
         assert rows["truncated"].to_pylist() == [not null]
 
 
@@ -305,11 +297,10 @@ def test_what_stands_under_a_null_does_not_count():
         )
     )
     for name in ("base_turn", "shared_messages"):
-        at = delta.column_names.index(name)
         value = delta[name][1].as_py()
         column = pa.array(np.array([9, value], np.int32), mask=np.array([True, False]))
         assert np.frombuffer(column.buffers()[1], np.int32)[0] == 9
-        other = delta.set_column(at, delta.schema.field(name), column)
+        other = replaced(delta, name, column)
         assert tk.link(other).equals(tk.link(delta))
         assert tk.linearize(other).equals(tk.linearize(delta))
 

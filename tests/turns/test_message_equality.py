@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.made_tables import replaced
 from tests.oracles import segments as reference_segments
 from tests.oracles.forests import fields_of, strict
 from tests.oracles.graph import identity
@@ -25,8 +26,7 @@ def test_lists_without_any_message_may_have_a_short_buffer_of_keys():
     lists = TURNS.field("messages").type
     # Arrow gives empty arrays of nulls a buffer of four bytes
     none = pa.LargeListArray.from_arrays([0, 0], pa.nulls(0, lists.value_type))
-    place = turns.column_names.index("messages")
-    assert tk.link(turns.set_column(place, "messages", none.cast(lists))).num_rows == 1
+    assert tk.link(replaced(turns, "messages", none.cast(lists))).num_rows == 1
 
 
 def chat(*contents):
@@ -73,10 +73,7 @@ def test_a_body_that_was_filtered_away_is_named():
     ):
         tk.linearize(table, "segments")
     assert tk.linearize(table, "faithful").num_rows == 1
-    silent = two_turns().slice(1)
-    at = silent.schema.get_field_index("messages")
-    field = silent.schema.field(at)
-    silent = silent.set_column(at, field, pa.array([[]], field.type))
+    silent = replaced(two_turns().slice(1), "messages", [[]])
     with pytest.raises(InvalidTurnsError, match="turn 1: response has no body"):
         tk.linearize(silent, "segments")
 
@@ -142,10 +139,9 @@ def test_a_projection_says_equal_where_its_twin_does(messages):
 )
 def test_a_body_that_is_no_message_is_named(body, policy, name, said):
     turns = two_turns().slice(0, 1)
-    at = turns.column_names.index(name)
     (value,) = turns[name].to_pylist()
     odd = {**(value[0] if name == "messages" else value), "body": body}
-    column = pa.array([[odd] if name == "messages" else odd], turns.field(at).type)
+    turns = replaced(turns, name, [[odd] if name == "messages" else odd])
     said = f"session 's', turn 0: {said} has the body .* which is not a JSON object"
     with pytest.raises(InvalidTurnsError, match=said):
-        tk.linearize(turns.set_column(at, turns.field(at), column), policy)
+        tk.linearize(turns, policy)

@@ -3,12 +3,12 @@
 from unittest import mock
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.made_tables import replaced
 from trajkit.tables import limits
 from trajkit.tables.ragged import runs_of
 
@@ -29,9 +29,7 @@ def test_a_fault_is_told_of_the_turn_that_has_it_whichever_part_it_is_in(threads
         for name in "abcd"
         for _ in range(3)
     )
-    turn_index = pa.array([0, 1, 2, 0, 1, 2, 0, 2, 1, 0, 0, 1], pa.int32())
-    place = table.column_names.index("turn_index")
-    table = table.set_column(place, table.field(place), turn_index)
+    table = replaced(table, "turn_index", [0, 1, 2, 0, 1, 2, 0, 2, 1, 0, 0, 1])
     parts = {"MIN_PART_TOKENS": 1, "PART_TOKENS": 1}
     wrong = r"^session 'c', turn 1: turn_index 1 follows 2: it must ascend"
     with (
