@@ -366,7 +366,7 @@ def as_key(message):
     [
         ([as_key(USER), USER, as_key(USER)], [0, 0, 1], 1),
         ([USER, as_key(USER), USER, as_key(USER)], [0, 1, 1, 1], 1),
-        ([as_key(USER), as_key(USER)], [0, 1], 0),
+        ([(bytes(16), "tool"), (bytes(16), "tool")], [0, 1], 0),
     ],
 )
 def test_a_key_means_the_dict_that_the_session_has(said, shared, n_bodies):
@@ -377,6 +377,7 @@ def test_a_key_means_the_dict_that_the_session_has(said, shared, n_bodies):
     turns = recorder.turns("a")
     assert turns["shared_messages"].to_pylist() == shared
     own = [one for lines in turns["suffix_messages"].to_pylist() for one in lines]
+    assert {one["role"] for one in own} == {"tool" if n_bodies == 0 else "user"}
     assert sum(one["body"] is not None for one in own) == n_bodies
 
 
