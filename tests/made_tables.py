@@ -40,9 +40,16 @@ def turns_table(turns):
     prompts = [
         turn["prompt_ids"] for session in by_session(turns).values() for turn in session
     ]
-    place = table.schema.get_field_index("prompt_ids")
-    field = table.schema.field(place)
-    return table.set_column(place, field, pa.array(prompts, field.type))
+    return replaced(table, "prompt_ids", prompts)
+
+
+def replaced(table, name, values):
+    """The table with other values in a column: an array, or a list of the same type."""
+    at = table.column_names.index(name)
+    field = table.field(at)
+    if not isinstance(values, pa.Array):
+        values = pa.array(values, field.type)
+    return table.set_column(at, field.with_type(values.type), values)
 
 
 def turn_rewards(*values, session="a"):

@@ -28,6 +28,7 @@ from trajkit.cli.view import marked
 from trajkit.errors import PolicyError
 from trajkit.files.tables import iter_tables
 from trajkit.policies import PRESETS, rule_of
+from trajkit.tables import limits
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json"
@@ -108,7 +109,9 @@ def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
     assert err == ""
 
 
-def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
+@pytest.mark.parametrize("piece", [1, limits.READ_TOKENS])
+def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns, monkeypatch, piece):
+    monkeypatch.setattr(limits, "READ_TOKENS", piece)
     table = tmp_path / "drift.parquet"
     summary = run_json(capsys, "drift", turns, "-o", str(table))
     names = ("sessions", "turns", "turns_compared", "tokens_sampled")

@@ -12,6 +12,7 @@ import pytest
 import trajkit as tk
 from tests.file_stages import linearize_file
 from tests.fuzz import files as fuzz_files
+from tests.made_tables import replaced
 from tests.test_wrong_arguments import RIGHT, used
 from trajkit.files import jsonl
 from trajkit.importers.containers import objects
@@ -32,8 +33,7 @@ SESSIONS = pa.table({"session_id": [*"abc"], "reward": [1.0] * 3})
 
 def decreasing(table, name="session_id"):
     """The table with offsets of a column that fall within it."""
-    at = table.schema.get_field_index(name)
-    column = table.column(at).combine_chunks()
+    column = table.column(name).combine_chunks()
     if pa.types.is_dictionary(column.type):
         column = column.cast(pa.string())
     kind = np.int64 if pa.types.is_large_list(column.type) else np.int32
@@ -42,7 +42,7 @@ def decreasing(table, name="session_id"):
     children = [column.values] if pa.types.is_large_list(column.type) else None
     buffers = [None, pa.py_buffer(offsets), *(() if children else column.buffers()[2:])]
     bad = pa.Array.from_buffers(column.type, len(column), buffers, children=children)
-    return table.set_column(at, table.field(at).with_type(bad.type), bad)
+    return replaced(table, name, bad)
 
 
 def open_file(write, **options):
@@ -193,8 +193,7 @@ def test_policies_that_read_bodies_refuse_bodies_that_are_not_text():
         [key, role, body], fields=list(column.type.value_type)
     )
     column = pa.LargeListArray.from_arrays(column.offsets, struct, type=column.type)
-    index = table.column_names.index("messages")
-    table = table.set_column(index, table.schema.field(index), column)
+    table = replaced(table, "messages", column)
     rows = tk.linearize(table, "faithful")
     assert rows["input_ids"].to_pylist() == [[1, 2]]
     for stage in (tk.linearize, tk.linearize_batches):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import policy_of, turns_table
+from tests.made_tables import policy_of, replaced, turns_table
 from tests.strategies import policies, row_limits, runs
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.files.tables import STORED_ROWS, decoded, encoded, write_table
@@ -72,9 +72,7 @@ STORED = encoded(tk.linearize(DRIFTING))
     ],
 )
 def test_rows_that_were_changed_come_back_as_they_are(name, value, start):
-    rows = tk.linearize(DRIFTING)
-    at = rows.column_names.index(name)
-    rows = rows.set_column(at, rows.field(at), pa.array(value, rows.field(at).type))
+    rows = replaced(tk.linearize(DRIFTING), name, value)
     stored = encoded(rows)
     assert stored["suffix_start"].to_pylist() == start
     assert decoded(stored) == rows
@@ -129,9 +127,7 @@ def test_a_name_that_the_other_form_uses_is_refused():
 
 def changed(name, values):
     """The stored rows with one column made anew."""
-    field = STORED_ROWS.field(name)
-    at = STORED.column_names.index(name)
-    return STORED.set_column(at, field, pa.array(values, field.type))
+    return replaced(STORED, name, values)
 
 
 START = "row 1: suffix_start is {}, but the parent row in the file has {} tokens"

@@ -18,6 +18,7 @@ import pytest
 
 import trajkit as tk
 from tests.cli.test_cli import run_json
+from tests.engines.runs import session
 from tests.file_stages import linearize_file
 from trajkit import cli
 from trajkit.errors import (
@@ -47,15 +48,6 @@ def call(session, prompt, output, **more):
         "output_logprobs": [-0.5] * len(output),
         **more,
     }
-
-
-def session(name, n_turns, reply=3):
-    """A session whose every second reply comes back with another last token."""
-    prompt = [1, 2]
-    for k in range(n_turns):
-        output = [10 * k + i for i in range(reply)]
-        yield call(name, prompt, output, turn_index=k)
-        prompt = [*prompt, *output[: -(k % 2) or None], 7, 8]
 
 
 def some_sessions(n=12):
@@ -310,21 +302,6 @@ def without_logprobs(records, names):
         one | {"output_logprobs": None} if one["session_id"] in names else one
         for one in records
     ]
-
-
-def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeypatch):
-    log, whole, table = (tmp_path / f"{n}.parquet" for n in ("log", "whole", "drift"))
-    write_log(some_sessions(), log)
-    said = {}
-    for name, tokens, output in (("whole", 1 << 20, whole), ("pieces", 600, table)):
-        monkeypatch.setattr(limits, "READ_TOKENS", tokens)
-        said[name] = [
-            run_json(capsys, "drift", str(log), "-o", str(output)),
-            run_json(capsys, "simulate", str(log), "--policy", "trl"),
-        ]
-    assert said["pieces"] == said["whole"]
-    assert said["whole"][0]["sessions"] == 12
-    assert pq.read_table(table).equals(pq.read_table(whole))
 
 
 def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():

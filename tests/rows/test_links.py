@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.made_tables import link_by, turns_table
+from tests.made_tables import link_by, replaced, turns_table
 from trajkit import _core
 from trajkit._kernel_names import members
 from trajkit.errors import InvalidTurnsError, LayoutError, SchemaError
@@ -232,8 +232,7 @@ def test_a_shifted_share_of_the_reward_is_found():
     policy = tk.policy("segments", dispatch_tools=["search"])
     turns = sent_out()
     rows = tk.linearize(turns, policy, reward=1.0)
-    place = rows.schema.get_field_index("reward")
-    wrong = rows.set_column(place, "reward", pa.array([0.25, 0.5]))
+    wrong = replaced(rows, "reward", [0.25, 0.5])
     for reward in (1.0, None):
         found = tk.verify(wrong, turns, policy, reward=reward).to_pylist()
         assert {one["rule"] for one in found} == {"reward"}

@@ -5,6 +5,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
+from tests.made_tables import replaced
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 
 STEP = pa.field("step", pa.int64())
@@ -73,10 +74,7 @@ def test_a_list_as_long_as_the_output_is_of_the_output():
     rows = tk.linearize(turns, "per_call", payloads=["x"])
     assert rows["x"].to_pylist() == [[None, 10, 20], [1, 2, 3, 4, 5, 6]]
     with pytest.raises(InvalidTurnsError, match=r"1 elements.* column x_start: 0"):
-        tk.linearize(
-            turns.set_column(turns.column_names.index("x"), "x", pa.array([[1], None])),
-            payloads=["x"],
-        )
+        tk.linearize(replaced(turns, "x", [[1], None]), payloads=["x"])
 
 
 def test_the_weights_of_each_token_need_no_column_of_their_own():
@@ -199,9 +197,7 @@ def test_a_start_that_leaves_no_room_is_refused(start, said):
     said = f"session 's', turn 1: x_start is {said} elements"
     with pytest.raises(InvalidTurnsError, match=said):
         tk.linearize(turns, payloads=["x"])
-    turns = turns.set_column(
-        turns.column_names.index("x_start"), "x_start", pa.array(["0", "1"])
-    )
+    turns = replaced(turns, "x_start", pa.array(["0", "1"]))
     with pytest.raises(SchemaError, match="x_start is string: expected integers"):
         tk.linearize(turns, payloads=["x"])
 
@@ -269,32 +265,24 @@ def test_the_next_call_tells_the_last_token_of_a_reply():
 @pytest.mark.parametrize(
     ("payloads", "column", "error", "match"),
     [
-        pytest.param(
+        (
             ["x"],
-            pa.array([[1, 2], [3, 4]]),
+            [[1, 2], [3, 4]],
             InvalidTurnsError,
             "session 's', turn 1: payload 'x' has 2 elements: expected 1",
-            id="length",
         ),
-        pytest.param(
+        (
             ["xs"],
-            pa.array([1, 2]),
+            [1, 2],
             ArgumentError,
             "payloads='xs': the turns have no such column, only 'x'",
-            id="no such column",
         ),
-        pytest.param(
-            ["x"],
-            pa.array([1, 2]),
-            SchemaError,
-            "'x' is int64: expected a list",
-            id="type",
-        ),
+        (["x"], [1, 2], SchemaError, "'x' is int64: expected a list"),
     ],
 )
 def test_what_is_no_payload_is_refused(payloads, column, error, match):
     with pytest.raises(error, match=match):
-        tk.linearize(two_turns(x=column), payloads=payloads)
+        tk.linearize(two_turns(x=pa.array(column)), payloads=payloads)
 
 
 def test_a_payload_that_no_call_had_gives_null_lists():

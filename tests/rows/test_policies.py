@@ -11,7 +11,6 @@ from tests.fuzz.sessions import generated_runs
 from tests.made_tables import linearized, turns_table
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.policies import PRESETS
-from trajkit.recorder.recorder import Recorder
 
 NO_ROUTE = {"on_drift": "splice", "train_in": "first", "parent_by": "none"}
 
@@ -43,7 +42,17 @@ NO_ROUTE = {"on_drift": "splice", "train_in": "first", "parent_by": "none"}
         ("polar", {"end_of_turn_token_id": 2**31}, "ids are below 2**31"),
         ("polar", {"end_of_turn_token_id": True}, "end_of_turn_token_id=True"),
         ("polar", {"end_of_turn_token_id": "13"}, "end_of_turn_token_id='13'"),
+        ("segments", {"message_equality": "hash"}, "equality='hash'"),
         # choices that do not go together
+        # else which of two equal replies sends out a sub-agent is that of another one
+        *(
+            (
+                "segments",
+                {"message_equality": equality},
+                f"equality='{equality}' does not go with parent_by='agents'",
+            )
+            for equality in ("content", "strict", "role_content_only")
+        ),
         (
             "nemo",
             {"train_in": "every", "on_drift": "absorb_short_reply"},
@@ -135,49 +144,6 @@ def test_masked_tokens_are_context(tmp_path):
         assert "untrainable" in found["rule"].to_pylist()
 
 
-@pytest.mark.parametrize(
-    ("mask", "said"),
-    [
-        ([True], "session 's', turn 0: 1 elements of output_mask for 2 output"),
-        ([], "session 's', turn 0: 0 elements of output_mask for 2 output"),
-        ([True, None], r"output_mask is \[True, None\]: expected a list of bools"),
-        ([1, 2], r"output_mask\[1\] is 2: expected a bool, or 0 or 1"),
-        ([0.5, 1.0], "expected a list of bools"),
-        ("tt", "output_mask is 'tt': expected a list of bools"),
-    ],
-)
-def test_a_mask_that_is_none_is_refused(mask, said):
-    one = {"session_id": "s", **turn([1], [2, 3]), "output_mask": mask}
-    with pytest.raises(InvalidTurnsError, match=said):
-        tk.from_records([one])
-    recorder = Recorder()
-    with pytest.raises(InvalidTurnsError, match=said):
-        recorder.record(**one)
-    assert recorder.sessions == []
-
-
-@pytest.mark.parametrize(
-    ("lists", "said"),
-    [
-        (
-            [[True], [True]],
-            "session 's', turn 1: 1 elements of output_mask for 2 output",
-        ),
-        ([[True], [True, None]], "session 's', turn 1: output_mask"),
-    ],
-)
-def test_a_column_of_masks_that_do_not_fit_is_refused(lists, said):
-    table = tk.from_records(
-        {"session_id": "s", **turn([1], output)} for output in ([2], [3, 4])
-    )
-    at = table.column_names.index("output_mask")
-    field = table.field(at)
-    table = table.set_column(at, field, pa.array(lists, field.type))
-    for stage in (tk.linearize, tk.validate):
-        with pytest.raises(InvalidTurnsError, match=said):
-            stage(table)
-
-
 def test_a_missing_logprob_may_be_an_error():
     policy = tk.policy("faithful", missing_logprobs="raise")
     turns = [
@@ -223,6 +189,8 @@ def test_an_errored_session_trains_nothing_and_says_so(name):
     assert set(report["error"].to_pylist()) == {"boom"}
     assert not any(map(any, rows["loss_mask"].to_pylist()))
     assert tk.verify(rows, table, name, sessions=facts).num_rows == 0
+    found = tk.verify(tk.linearize(table, name), table, name, sessions=facts)
+    assert "untrainable" in found["rule"].to_pylist()
 
 
 def test_faithful_loses_nothing_that_it_was_not_asked_to():

@@ -10,15 +10,11 @@ import pytest
 
 import trajkit as tk
 from tests.fuzz.sessions import generated_runs
-from tests.made_tables import (
-    linearized,
-    link_by,
-    turns_table,
-)
+from tests.made_tables import linearized, link_by, replaced, turns_table
 from tests.rows.test_twins import SAME_ANSWER_TWICE
 from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.policies import PRESETS
-from trajkit.schema import DRIFT, REPORT, ROWS
+from trajkit.schema import REPORT, ROWS
 from trajkit.tables import limits
 
 
@@ -73,17 +69,6 @@ def bytes_of_nulls(rows):
     return held[np.asarray(values.is_null())]
 
 
-def test_a_session_that_comes_back_in_a_stream_is_refused():
-    a = turns_table([{**SAME_ANSWER_TWICE[0], "session_id": "a"}])
-    b = turns_table([{**SAME_ANSWER_TWICE[0], "session_id": "b"}])
-    later = turns_table([{**SAME_ANSWER_TWICE[1], "session_id": "a", "turn_index": 1}])
-    pieces = [batch for table in (a, b, later) for batch in table.to_batches()]
-    with pytest.raises(InvalidTurnsError, match="'a'"):
-        list(tk.linearize_batches(iter(pieces), "strict"))
-    with pytest.raises(InvalidTurnsError, match="'a'"):
-        tk.linearize(pa.concat_tables([a, b, later]), "strict")
-
-
 def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
     """Else tokens that were never sampled would stand under the mask."""
     table = turns_table(
@@ -96,8 +81,7 @@ def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
     drift = tk.classify_drift(table, links)
 
     def with_lcp(lcp):
-        at = drift.schema.get_field_index("lcp")
-        return drift.set_column(at, DRIFT.field("lcp"), pa.array([lcp], pa.int32()))
+        return replaced(drift, "lcp", [lcp])
 
     rows = tk.linearize(table, "trl", links=links, drift=with_lcp(2))
     assert rows["loss_mask"].to_pylist() == [[False] * 5 + [True]]
@@ -151,11 +135,6 @@ def test_what_is_no_stream_of_turns_is_refused(pieces, match):
         list(tk.linearize_batches(iter(pieces), "slime"))
 
 
-def test_strict_is_also_called_interleave():
-    table = turns_table(SAME_ANSWER_TWICE)
-    assert tk.linearize(table, "interleave") == tk.linearize(table, "strict")
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_turns_give_no_rows(name):
     none = turns_table(SAME_ANSWER_TWICE).slice(0, 0)
@@ -179,26 +158,3 @@ def test_what_else_is_known_of_a_session_is_passed_over():
     assert report.schema.equals(REPORT)
     assert (rows, report) == linearized(table, "slime", reward=1.5)
     assert tk.verify(rows, table, "slime", sessions=facts).num_rows == 0
-
-
-@pytest.mark.parametrize("n", [*range(1, 26), 64])
-@pytest.mark.parametrize("missing", [False, True])
-def test_bitmaps_of_outputs_of_any_length_are_exact(n, missing):
-    """Whole bytes are filled at once: nothing next to them may change."""
-    logprobs = [-0.5] * n
-    if missing:
-        logprobs[n // 2] = None
-    longer = [1, *[5] * n, *[9] * 12]
-    turns = [
-        {"prompt_ids": [1], "output_ids": [5] * n, "output_logprobs": logprobs},
-        {"prompt_ids": longer, "output_ids": [7], "output_logprobs": [-0.25]},
-        {"prompt_ids": [3], "output_ids": [4] * 3, "output_logprobs": [-1.0] * 3},
-    ]
-    policy = tk.policy("strict", missing_logprobs="null_row")
-    rows = tk.linearize(turns_table(turns), policy).to_pylist()
-    mask = [False, *[True] * n, *[False] * 12, True]
-    given = [None, *logprobs, *[None] * 12, -0.25]
-    assert rows[0]["loss_mask"] == mask
-    assert rows[0]["logprobs"] == ([None] * len(mask) if missing else given)
-    assert rows[1]["loss_mask"] == [False, True, True, True]
-    assert rows[1]["logprobs"] == [None, -1.0, -1.0, -1.0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.fuzz.sessions import generated_runs
-from tests.made_tables import linearized, streamed, turns_table
+from tests.made_tables import linearized, replaced, streamed, turns_table
 from tests.strategies import fewer_examples, pick, runs
 from trajkit import schema
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
@@ -181,10 +181,8 @@ def test_a_stage_gives_of_streams_what_it_gives_of_tables(name, data, turns):
 def test_rows_of_sessions_without_turns_are_named_at_the_end(data, turns, extra):
     table, choose = turns_table(turns), chooser(data)
     rows = tk.linearize(table)
-    at = rows.schema.get_field_index("session_id")
     names = [f"{name}{extra}x" for name in rows["session_id"].to_pylist()]
-    other = pa.array(names, pa.string())
-    rows = pa.concat_tables([rows, rows.set_column(at, rows.field(at), other)])
+    rows = pa.concat_tables([rows, replaced(rows, "session_id", names)])
     batches = tk.verify_batches(iter(cut(choose, rows)), iter(cut(choose, table)))
     whole = tk.verify(rows, table)
     assert lines(batches) == whole.to_pylist()

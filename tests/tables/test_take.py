@@ -64,20 +64,6 @@ def test_scattered_turns_of_polars_are_gathered(tmp_path):
         assert pa.Table.from_batches(batches).select(names).to_pylist() == expected
 
 
-def test_rows_and_sessions_of_polars_keep_their_texts():
-    turns = tk.read_turns(scattered())
-    rows = pl.DataFrame(tk.linearize(turns)).with_columns(note=pl.lit(TEXT))
-    assert tk.verify(rows, turns).num_rows == 0
-    assert tk.read_rows(rows[::-1])["note"].to_pylist() == [TEXT] * len(rows)
-    names = ["a", "b", "a"]
-    facts = pl.DataFrame({"session_id": names, "reward": [1.0, 2.0, 3.0], "n": names})
-    assert tk.read_sessions(facts)["n"].to_pylist() == ["a", "b"]
-    assert (
-        tk.linearize(turns, reward=facts[1:])["reward"].to_pylist()
-        == [2.0] * 2 + [3.0] * 2
-    )
-
-
 def test_payloads_of_texts():
     turns = tk.read_turns(scattered())
     texts = pa.array([[TEXT]] * 4, pa.large_list(pa.string_view()))

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.made_tables import link_by
+from tests.made_tables import link_by, replaced
 
 N = 50_000
 IDS = pa.large_list(pa.int32())
@@ -63,9 +63,7 @@ def test_every_turn_of_it_is_linked_to_the_one_before():
 def test_a_line_of_refused_turns():
     """Each prompt repeats all that came before, of which the first call alone counts."""
     n = 10_000  # each prompt is compared with the first call's: quadratic by its nature
-    turns = line_of(n)
-    at = turns.column_names.index("finish_reason")
-    turns = turns.set_column(at, turns.field(at), pa.repeat("length", n).cast("string"))
+    turns = replaced(line_of(n), "finish_reason", ["length"] * n)
     links = link_by(turns, parent_by="generations")
     assert set(links["parent"].slice(1).to_pylist()) == {0}
     assert set(links["link_reason"].slice(1).to_pylist()) == {"refused_truncated"}
@@ -124,22 +122,3 @@ def test_a_line_in_which_every_turn_drifts(route, where):
     before = at - 1 if by_tokens else np.full(n, -1)
     assert links["parent"].fill_null(-1).to_numpy().tolist() == before.tolist()
     assert links["order"].to_pylist() == list(range(n))
-
-
-def test_as_many_siblings():
-    """Many answers to one prompt: each is a leaf, none is compared with all."""
-    n = 5_000
-    records = [
-        {
-            "session_id": "s",
-            "prompt_messages": [{"role": "user", "content": "u"}],
-            "response_message": {"role": "assistant", "content": str(k)},
-            "prompt_ids": [1, 2],
-            "output_ids": [k],
-        }
-        for k in range(n)
-    ]
-    rows = tk.linearize(tk.from_records(records), "slime")
-    assert rows["input_ids"].to_pylist() == [[1, 2, k] for k in range(n)]
-    assert rows["shared_length"].to_pylist() == [0, *[2] * (n - 1)]
-    assert rows["parent_row"].to_pylist() == [None, *[0] * (n - 1)]

@@ -11,18 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import (
-    in_delta_form,
-    linearized,
-    link_by,
-    policy_of,
-    streamed,
-    turns_table,
-)
+from tests.made_tables import in_delta_form, link_by, policy_of, replaced, turns_table
 from tests.oracles import rows as reference
-from tests.strategies import pick, policies, row_limits, runs, thresholds
+from tests.strategies import pick, policies, runs, thresholds
 from trajkit.errors import SchemaError
-from trajkit.files.tables import encoded
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
 from trajkit.turns.attribution import SessionCalls
@@ -52,54 +44,6 @@ def test_links_and_drift_are_those_of_the_full_form(
     assert drift == tk.classify_drift(table, links, min_run=min_run)
 
 
-@given(
-    st.data(),
-    runs(),
-    policies,
-    st.tuples(st.integers(1, 60), st.integers(1, 20), st.sampled_from([0, 1 << 25])),
-    st.integers(1, 3),
-    st.booleans(),
-    row_limits,
-)
-def test_parts_of_a_table_in_delta_form_are_the_whole_in_full_form(
-    data, turns, choice, sizes, threads, with_links, limit
-):
-    """Large tables are cut into parts of whole sessions, and their rows into batches.
-
-    Here small ones are.
-    """
-    rewards = data.draw(st.sampled_from(["copy", "uniform"]))
-    policy, table = tk.policy(policy_of(choice), rewards=rewards), turns_table(turns)
-    base = data.draw(st.sampled_from([None, fullest]))
-    delta = in_delta_form(table, base) if base else drawn_delta(data, table)
-    given = {}
-    if with_links:
-        threshold = policy.fork_threshold if policy.merge_rewrites else 0
-        given["links"] = link_by(delta, policy.parent_by, merge_threshold=threshold)
-        given["drift"] = tk.classify_drift(delta, given["links"])
-    same = {"max_row_tokens": limit, "reward": 1.0}
-    whole, counted = linearized(table, policy, **same)
-    assert linearized(delta, policy, threads=threads, **same) == (whole, counted)
-    part, batch, at_once = sizes
-    size = data.draw(st.integers(1, max(len(delta), 1)))
-    with (
-        mock.patch.multiple(
-            limits,
-            MIN_PART_TOKENS=1,
-            PART_TOKENS=part,
-            DELTA_PART_FACTOR=1,
-            HELD_ROW_TOKENS=at_once,
-        ),
-        mock.patch.object(limits, "BATCH_TOKENS", batch),
-    ):
-        rows, report = linearized(delta, policy, threads=threads, **given, **same)
-        pieces = iter(delta.to_batches(max_chunksize=size))
-        batches, counts = streamed(pieces, policy, **same)
-    assert (rows, report) == (whole, counted)
-    assert pa.Table.from_batches(batches, whole.schema) == whole
-    assert pa.Table.from_batches(counts, counted.schema) == counted
-
-
 def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
     turns = tk.from_records(
         {"session_id": "s", "prompt_ids": [k], "output_ids": [7]} for k in range(3)
@@ -115,14 +59,6 @@ def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
         assert made.call_count == 1
         assert sum(batch.num_rows for batch in batches) == 2
     assert made.call_count == 3
-
-
-def test_message_columns_may_be_absent():
-    names = ["session_id", "turn_index", "base_turn", "shared_length", "suffix_ids"]
-    lines = [("a", 0, None, 0, [1, 2], [7]), ("a", 1, 0, 3, [4], [7])]
-    columns = dict(zip([*names, "output_ids"], zip(*lines, strict=True), strict=True))
-    rows = tk.linearize(pa.table(columns), "slime")
-    assert rows["input_ids"].to_pylist() == [[1, 2, 7, 4, 7]]
 
 
 def message(text, role="user"):
@@ -196,15 +132,12 @@ def test_where_a_table_stands_in_its_buffers_does_not_matter(turns, choice, n, s
 
 def test_the_text_under_a_null_finish_reason_does_not_count():
     table = turns_table([{"prompt_ids": [1], "output_ids": [2]}])
-    place = table.schema.get_field_index("finish_reason")
     for null in (False, True):
         bits = pa.py_buffer(b"\0" if null else b"\1")
         buffers = [bits, *pa.array(["length"]).buffers()[1:]]
         reasons = pa.Array.from_buffers(pa.string(), 1, buffers)
         assert reasons.to_pylist() == [None if null else "length"]
-        rows = tk.linearize(
-            table.set_column(place, table.schema.field(place), reasons), "slime"
-        )
+        rows = tk.linearize(replaced(table, "finish_reason", reasons), "slime")
         assert rows["truncated"].to_pylist() == [not null]
 
 
@@ -364,47 +297,12 @@ def test_what_stands_under_a_null_does_not_count():
         )
     )
     for name in ("base_turn", "shared_messages"):
-        at = delta.column_names.index(name)
         value = delta[name][1].as_py()
         column = pa.array(np.array([9, value], np.int32), mask=np.array([True, False]))
         assert np.frombuffer(column.buffers()[1], np.int32)[0] == 9
-        other = delta.set_column(at, delta.schema.field(name), column)
+        other = replaced(delta, name, column)
         assert tk.link(other).equals(tk.link(delta))
         assert tk.linearize(other).equals(tk.linearize(delta))
-
-
-@pytest.mark.parametrize("drifts", [False, True])
-def test_bytes_of_a_new_token_do_not_grow_with_the_turns(drifts):
-    """Nor does anything else in delta form, or the rows that a file has with dedup."""
-
-    def rollout(n_turns):
-        held, said = list(range(400)), [{"role": "user", "content": "q"}]
-        for k in range(n_turns):
-            output = [1000 + k, *range(60)]
-            yield {
-                "session_id": "s",
-                "prompt_ids": held,
-                "output_ids": output,
-                "output_logprobs": [-0.5] * len(output),
-                "prompt_messages": said,
-                "response_message": (reply := {"role": "assistant", "content": str(k)}),
-            }
-            back = [*output[:-2], 7, output[-1]] if drifts else output
-            held = [*held, *back, *range(30)]
-            said = [*said, reply, {"role": "user", "content": str(-k)}]
-
-    each = {"turns": [], "rows": []}
-    for n_turns in (64, 256):
-        recorder = tk.Recorder()
-        for call in rollout(n_turns):
-            del call["session_id"]
-            recorder.record("s", **call)
-        delta = recorder.turns("s")
-        rows = encoded(tk.linearize(delta))
-        for name, table in (("turns", delta), ("rows", rows)):
-            each[name].append(table.nbytes / n_turns)
-    for few, many in each.values():
-        assert many < 1.2 * few
 
 
 def in_both_forms(prompts, **columns):

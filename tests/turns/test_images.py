@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import linearized
+from tests.made_tables import linearized, replaced
 from tests.strategies import fewer_examples
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.files.tables import decoded, encoded
@@ -202,9 +202,7 @@ def test_an_item_that_is_not_in_the_prompt_is_refused(fields, words):
 )
 def test_an_item_that_is_not_in_the_row_is_refused(items, words):
     rows = tk.linearize(tk.from_records([broken()]))
-    at = rows.column_names.index("mm_items")
-    column = pa.array([items], rows.schema.field(at).type)
-    rows = rows.set_column(at, rows.schema.field(at), column)
+    rows = replaced(rows, "mm_items", [items])
     for read in (tk.validate, lambda rows: tk.pack(rows, 64)):
         with pytest.raises(InvalidTurnsError, match=words):
             read(rows)

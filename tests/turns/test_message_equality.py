@@ -9,13 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import link_by
+from tests.made_tables import replaced
 from tests.oracles import segments as reference_segments
 from tests.oracles.forests import fields_of, strict
 from tests.oracles.graph import identity
 from tests.strategies import chat_messages
 from trajkit import _core
-from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
+from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.schema import TURNS
 from trajkit.turns.messages import classify, message_key
 from trajkit.turns.sessions import Sessions
@@ -26,8 +26,7 @@ def test_lists_without_any_message_may_have_a_short_buffer_of_keys():
     lists = TURNS.field("messages").type
     # Arrow gives empty arrays of nulls a buffer of four bytes
     none = pa.LargeListArray.from_arrays([0, 0], pa.nulls(0, lists.value_type))
-    place = turns.column_names.index("messages")
-    assert tk.link(turns.set_column(place, "messages", none.cast(lists))).num_rows == 1
+    assert tk.link(replaced(turns, "messages", none.cast(lists))).num_rows == 1
 
 
 def chat(*contents):
@@ -74,29 +73,9 @@ def test_a_body_that_was_filtered_away_is_named():
     ):
         tk.linearize(table, "segments")
     assert tk.linearize(table, "faithful").num_rows == 1
-    silent = two_turns().slice(1)
-    at = silent.schema.get_field_index("messages")
-    field = silent.schema.field(at)
-    silent = silent.set_column(at, field, pa.array([[]], field.type))
+    silent = replaced(two_turns().slice(1), "messages", [[]])
     with pytest.raises(InvalidTurnsError, match="turn 1: response has no body"):
         tk.linearize(silent, "segments")
-
-
-def test_an_equality_that_does_not_exist_is_refused():
-    with pytest.raises(PolicyError, match="equality='hash'"):
-        link_by(two_turns(), message_equality="hash")
-    with pytest.raises(PolicyError, match="equality='hash'"):
-        tk.policy("segments", message_equality="hash")
-
-
-@pytest.mark.parametrize("equality", ["content", "strict", "role_content_only"])
-def test_agents_need_an_equality_that_tells_tool_calls_apart(equality):
-    """Else which of two equal replies sends out a sub-agent is that of another one."""
-    said = f"message_equality='{equality}' does not go with parent_by='agents'"
-    with pytest.raises(PolicyError, match=said):
-        link_by(two_turns(), parent_by="agents", message_equality=equality)
-    with pytest.raises(PolicyError, match=said):
-        tk.policy("segments", message_equality=equality)
 
 
 def test_the_kernel_refuses_arrays_of_other_lengths():
@@ -160,10 +139,9 @@ def test_a_projection_says_equal_where_its_twin_does(messages):
 )
 def test_a_body_that_is_no_message_is_named(body, policy, name, said):
     turns = two_turns().slice(0, 1)
-    at = turns.column_names.index(name)
     (value,) = turns[name].to_pylist()
     odd = {**(value[0] if name == "messages" else value), "body": body}
-    column = pa.array([[odd] if name == "messages" else odd], turns.field(at).type)
+    turns = replaced(turns, name, [[odd] if name == "messages" else odd])
     said = f"session 's', turn 0: {said} has the body .* which is not a JSON object"
     with pytest.raises(InvalidTurnsError, match=said):
-        tk.linearize(turns.set_column(at, turns.field(at), column), policy)
+        tk.linearize(turns, policy)

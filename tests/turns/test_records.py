@@ -241,6 +241,11 @@ REFUSED = [
     ({"messages": []}, "'messages', which is a column made from prompt_messages"),
     ({3: 4}, "record 0 has the key 3"),
     ({"extra": object()}, "Arrow cannot store the values of 'extra'"),
+    ({"output_mask": [True]}, "turn 0: 1 elements of output_mask for 2 output"),
+    ({"output_mask": []}, "turn 0: 0 elements of output_mask for 2 output"),
+    ({"output_mask": [True, None]}, r"output_mask is \[True, None\]: .* list of bools"),
+    ({"output_mask": [0.5, 1.0]}, "output_mask is .* expected a list of bools"),
+    ({"output_mask": "tt"}, "output_mask is 'tt': expected a list of bools"),
 ]
 
 

@@ -1,47 +1,16 @@
 """A turns table as a sequence of sessions."""
 
-from itertools import pairwise
 from unittest import mock
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import turns_table
-from tests.strategies import runs
+from tests.made_tables import replaced
 from trajkit.tables import limits
 from trajkit.tables.ragged import runs_of
-from trajkit.turns.sessions import Sessions
-
-
-@given(st.data(), runs(), st.booleans())
-def test_sessions_are_found_whatever_the_chunks(data, turns, in_delta):
-    table = turns_table(turns)
-    table = tk.compact(table) if in_delta else table
-    cuts = sorted(data.draw(st.lists(st.integers(0, table.num_rows), max_size=3)))
-    ends = [0, *cuts, table.num_rows]
-    parts = [table.slice(lo, hi - lo) for lo, hi in pairwise(ends)]
-    located = Sessions.of(pa.concat_tables(parts))
-
-    lines = table.to_pylist()
-    names = list(dict.fromkeys(line["session_id"] for line in lines))
-    assert ("suffix_ids" in located.table.column_names) == in_delta
-    assert located.ids.to_pylist() == names
-    assert np.diff(located.offsets).tolist() == [
-        sum(line["session_id"] == name for line in lines) for name in names
-    ]
-
-    start = data.draw(st.integers(0, len(names)))
-    stop = data.draw(st.integers(start, len(names)))
-    some = located.part(start, stop)
-    assert some.ids.to_pylist() == names[start:stop]
-    assert some.table.to_pylist() == [
-        line for line in lines if line["session_id"] in names[start:stop]
-    ]
-    assert some.offsets[0] == 0
 
 
 @given(st.lists(st.integers(0, 5)), st.integers(1, 12))
@@ -60,9 +29,7 @@ def test_a_fault_is_told_of_the_turn_that_has_it_whichever_part_it_is_in(threads
         for name in "abcd"
         for _ in range(3)
     )
-    turn_index = pa.array([0, 1, 2, 0, 1, 2, 0, 2, 1, 0, 0, 1], pa.int32())
-    place = table.column_names.index("turn_index")
-    table = table.set_column(place, table.field(place), turn_index)
+    table = replaced(table, "turn_index", [0, 1, 2, 0, 1, 2, 0, 2, 1, 0, 0, 1])
     parts = {"MIN_PART_TOKENS": 1, "PART_TOKENS": 1}
     wrong = r"^session 'c', turn 1: turn_index 1 follows 2: it must ascend"
     with (

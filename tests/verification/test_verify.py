@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.fuzz.sessions import generated_runs
-from tests.made_tables import linearized, turns_table
+from tests.made_tables import linearized, replaced, turns_table
 from tests.verification.mutations import (
     CLEAN,
     FAULTS,
@@ -130,22 +130,12 @@ def test_turns_in_delta_form():
     assert delta["suffix_ids"].to_pylist() == [[1, 2], [6]]
     rows = tk.linearize(delta, "strict")
     assert tk.verify(rows, delta, "strict").num_rows == 0
-    ids = pa.array([[1, 2, 3, 4, 5, 7, 8, 9]], ROWS.field("input_ids").type)
-    changed = rows.set_column(3, ROWS.field("input_ids"), ids)
+    changed = replaced(rows, "input_ids", [[1, 2, 3, 4, 5, 7, 8, 9]])
     found = tk.verify(changed, delta, "strict", max_row_tokens=6)
     assert {(one["token"], one["rule"]) for one in found.to_pylist()} >= {
         (5, "row_tokens"),
         (6, "length"),
     }
-
-
-def test_errored_sessions_train_nothing():
-    turns = tk.from_records(CLEAN)
-    failed = pa.table({"session_id": ["c"], "error": ["out of memory"]})
-    none = tk.linearize(turns, "strict", sessions=failed)
-    assert tk.verify(none, turns, "strict", sessions=failed).num_rows == 0
-    found = tk.verify(tk.linearize(turns, "strict"), turns, "strict", sessions=failed)
-    assert set(found["rule"].to_pylist()) == {"untrainable"}
 
 
 WEIGHTS = {
@@ -160,10 +150,7 @@ WEIGHTS = {
 def test_weights_in_each_sense(weigh_by):
     turns = tk.from_records(CLEAN)
     rows = tk.linearize(turns, "per_call")
-    place = rows.column_names.index("row_weight")
-    table = rows.set_column(
-        place, ROWS.field("row_weight"), pa.array(WEIGHTS[weigh_by])
-    )
+    table = replaced(rows, "row_weight", WEIGHTS[weigh_by])
     assert tk.verify(table, turns, "per_call", weigh_by=weigh_by).num_rows == 0
     for other in {"token", "row", "rollout"} - {weigh_by}:
         found = tk.verify(table, turns, "per_call", weigh_by=other)
@@ -204,15 +191,13 @@ def test_images_that_are_not_the_session_s():
         ([image | {"stop": None}], None),
         ([None], None),
     ]:
-        at = rows.column_names.index("mm_items")
-        column = pa.array([items], ROWS.field("mm_items").type)
-        found = tk.verify(rows.set_column(at, ROWS.field("mm_items"), column), turns)
+        found = tk.verify(replaced(rows, "mm_items", [items]), turns)
         first = found.to_pylist()[0]
         assert (first["rule"], first["token"]) == ("mm_items", token)
     # a session that has none
     rows = tk.linearize(plain, "faithful", reward=1.0)
-    column = pa.array([[image | {"start": 0, "stop": 1}]], column.type)
-    found = tk.verify(rows.set_column(at, ROWS.field("mm_items"), column), plain)
+    rows = replaced(rows, "mm_items", [[image | {"start": 0, "stop": 1}]])
+    found = tk.verify(rows, plain)
     assert found["rule"].to_pylist() == ["mm_items"]
 
 
