@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import trajkit as tk
-from tests import foreign
+from tests.importers import foreign
 
 PAGE = (Path(__file__).parents[2] / "docs/import.md").read_text("utf-8")
 

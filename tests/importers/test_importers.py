@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import foreign
+from tests.importers import foreign
 from tests.importers.logs import (
     ANSWER,
     NODE,

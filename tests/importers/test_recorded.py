@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import trajkit as tk
-from tests import foreign
+from tests.importers import foreign
 
 FILES = Path(__file__).parent / "recorded"
 ENGINES = {

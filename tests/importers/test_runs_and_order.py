@@ -6,7 +6,7 @@ import json
 import pytest
 
 import trajkit as tk
-from tests import foreign
+from tests.importers import foreign
 from tests.importers.logs import (
     CALL,
     IDS,

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
-from tests import foreign
+from tests.importers import foreign
 from tests.importers.logs import IDS, NODE, RECORD, REPLY, USER, imported
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 import trajkit as tk
-from tests import foreign
+from tests.importers import foreign
 from tests.importers.logs import CALL, IDS, RECORD, imported, line, problems
 from trajkit.cli import BAD_DATA, BAD_FILE, main
 from trajkit.errors import ArgumentError, FormatError

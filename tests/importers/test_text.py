@@ -3,7 +3,7 @@
 import pytest
 
 import trajkit as tk
-from tests import foreign
+from tests.importers import foreign
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import trajkit as tk
-from tests import foreign
+from tests.importers import foreign
 from tests.importers.logs import CALL, IDS, USER, imported, line, problems
 from trajkit.errors import FormatError
 
