@@ -1,6 +1,7 @@
 """Tasks in the form of other projects, which run as they are."""
 
 import json
+import sys
 
 import pytest
 
@@ -102,6 +103,7 @@ def test_a_harbor_task_runs_in_a_local_sandbox(tmp_path, capsys):
 def self_test(tasks, capsys, *options):
     code = run([str(tasks), "--self-test", "--json", *options])
     said = json.loads(capsys.readouterr().out)
+    sys.stderr.write(f"{said}\n")  # shown if the test fails
     return code, [(one["change"], one["reward"]) for one in said["self_test"]]
 
 
