@@ -27,7 +27,7 @@ def cluster():
         runtime_env={"env_vars": {"PYTHONPATH": paths}},
     )
     with warnings.catch_warnings():
-        # of what Ray itself says of itself as it makes its context
+        # a warning that Ray gives when it makes its context
         warnings.simplefilter("ignore", DeprecationWarning)
         DataContext.get_current()
     yield

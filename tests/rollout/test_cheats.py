@@ -13,6 +13,7 @@ import pytest
 
 from tests.rollout.test_rollout import AGENT, command, run, sessions
 from tests.rollout.test_sandbox import ISOLATED
+from trajkit_rollout.tasks import Task
 
 BEFORE = {"it.py": "def f():\n    return 0\n", "pkg/__init__.py": "", "src/a.txt": "a"}
 BEFORE["pkg/fixtures.py"] = (
@@ -873,7 +874,7 @@ CHEATS |= {
     ),
     "early exit, a program among the tests of the workspace": Cheat(
         module("import os; os._exit(0)"),
-        ENDS.format("python /sandbox/work/tests/run.py"),
+        ENDS.format(f"python /sandbox{Task().workdir}/tests/run.py"),
         more={
             "workspace": {**BEFORE, "tests/run.py": PLAIN},
             "grade": {"command": "python {workspace}/tests/run.py"},
