@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -342,10 +342,10 @@ class Fields:
         given, reading, results = self.need(name, as_list), self.reading, list[T]()
         if not given:
             self.refuse(name, "an empty list")
-        known = ChainMap(reading.elements, *reading.earlier)
+        known = (reading.elements, *reading.earlier)
         for i, item in enumerate(given):
             key = reading.key(item)
-            element = known.get(key)
+            element = next((each[key] for each in known if key in each), None)
             if element is None:
                 where, first = f"{self.at(name)}[{i}]", len(reading.opened)
                 others, reading.ignored = reading.ignored, Counter()
@@ -354,7 +354,7 @@ class Fields:
                 element = Element(result, reading.ignored)
                 reading.ignored = others
             if key:
-                known[key] = element
+                reading.elements[key] = element
             results.append(element.result)
             for where, times in element.ignored.items():
                 reading.ignore(where, times)
