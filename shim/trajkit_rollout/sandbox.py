@@ -324,8 +324,13 @@ def run_here(
         try:
             while code is None and time.monotonic() < until:
                 check()
-                copy(_LOOK_SECONDS)
-                code = process.poll()
+                if waiting.get_map():
+                    copy(_LOOK_SECONDS)
+                    code = process.poll()
+                else:
+                    # it said its last word, and ends soon
+                    with suppress(subprocess.TimeoutExpired):
+                        code = process.wait(_LOOK_SECONDS)
         finally:
             # also what it started and left running
             with suppress(ProcessLookupError, PermissionError):
@@ -592,10 +597,8 @@ def killing(name: str) -> Words:
 
 
 def _end(command: Words) -> None:
-    with suppress(subprocess.TimeoutExpired):
-        subprocess.run(
-            command, capture_output=True, timeout=_DYING_SECONDS, check=False
-        )
+    # all of it ends with its time: what kills later would kill the next command
+    run_here(command, os.environ, timeout_s=_DYING_SECONDS)
 
 
 def _local(*arguments: str) -> Words:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.test_sandbox import sandbox
+from tests.rollout.test_sandbox import PYTEST, sandbox
 from trajkit.errors import FormatError
 from trajkit_rollout.grade import AgentError, StageError, Workspace, grade
-from trajkit_rollout.sandbox import Limits, LocalSandbox, SandboxSpec, pack
+from trajkit_rollout.sandbox import Limits, LocalSandbox, pack
 from trajkit_rollout.tasks import read_tasks
 
 
@@ -49,7 +49,6 @@ def test_a_workspace_begins_with_the_same_commit_in_every_rollout(tmp_path):
     assert commits[0] == commits[1]
 
 
-PYTEST = "python -m pytest -q"
 TESTS = """
 import os, pytest
 
@@ -432,8 +431,7 @@ def swebench_graded(tmp_path, instance, timeout_s=60):
         workdir="/testbed",
         grade={"kind": "swebench", "instance": instance, "timeout_s": timeout_s},
     )
-    spec = SandboxSpec(name="box", scratch=tmp_path, options={"namespaces": "no"})
-    with AtRoot(spec) as box:
+    with AtRoot(sandbox("local", tmp_path).spec) as box:
         workspace = Workspace(task, box)
         return grade(workspace, b"+a", finished=True)
 
