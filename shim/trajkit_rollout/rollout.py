@@ -310,7 +310,7 @@ class Attempt:
         task = self.task
         if task.solution is None:
             raise StageError("self-test", "the task has no solution")
-        with self.sandbox(f"{task.id}.solution") as sandbox:
+        with self.sandbox(f"{self.rollout.session_id}-solution") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
             folder = sandbox.map_path("/solution") if task.solve else workspace.path
@@ -546,7 +546,8 @@ class Rollouts:
                 yield attempt.rollout
 
     def _unlogged(self, task: Task, sample: int, name: str) -> Attempt:
-        rollout = Rollout(f"{task.id}.{name}", task.id, *self._names, sample)
+        session = f"{task.id}.{name}.{self._run_id}"
+        rollout = Rollout(session, task.id, *self._names, sample)
         return Attempt(task, self._settings, rollout, self._out, self._stopping)
 
     def __enter__(self) -> Self:
