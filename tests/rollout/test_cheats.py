@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from tests.rollout.test_rollout import AGENT, command, run, sessions
-from tests.rollout.test_sandbox import ISOLATED
+from tests.rollout.test_sandbox import ISOLATED, PYTEST
 from trajkit_rollout.tasks import Task
 
 BEFORE = {"it.py": "def f():\n    return 0\n", "pkg/__init__.py": "", "src/a.txt": "a"}
@@ -34,7 +34,7 @@ import subprocess, sys, copy
 program = [sys.executable, "-c", "import it; print(it.f())"]
 print(float(subprocess.run(program, capture_output=True).stdout.strip() == b"1"))
 """
-VERIFIER = 'python -m pytest -q "$TESTS" && echo 1 > "$LOGS/reward.txt" || '
+VERIFIER = f'{PYTEST} "$TESTS" && echo 1 > "$LOGS/reward.txt" || '
 VERIFIER += 'echo 0 > "$LOGS/reward.txt"'
 # tests that skip themselves, which is no failure
 SKIPS = {
@@ -129,6 +129,12 @@ ENDS = "cannot be graded: grade: {}: a test process ended before its tests did"
 CHANGED = "changed while tests ran: "
 EXIT = "echo 'import os; os._exit(0)' > "
 UNSOLVED = "\ndef f(): return 0"
+# of an installed package
+PLUGIN = f"""\
+mkdir extra-1.dist-info; {EXIT} extra_plugin.py; cd extra-1.dist-info
+printf 'Metadata-Version: 2.1\\nName: extra\\nVersion: 1\\n' > METADATA
+printf '[pytest11]\\nextra = extra_plugin\\n' > entry_points.txt
+"""
 
 CHEATS = {
     # settings, and modules that the grader or the interpreter imports
@@ -146,18 +152,9 @@ CHEATS = {
         "not graded: org/python/core.py",
         "script",
     ),
-    "entry point": Cheat(
-        "mkdir extra-1.dist-info; cd extra-1.dist-info; "
-        "printf 'Metadata-Version: 2.1\\nName: extra\\nVersion: 1\\n' > METADATA; "
-        f"printf '[pytest11]\\nextra = extra_plugin\\n' > entry_points.txt; cd ..; "
-        f"{EXIT} extra_plugin.py",
-        "not graded: extra-1.dist-info/entry_points.txt",
-    ),
+    "entry point": Cheat(PLUGIN, "not graded: extra-1.dist-info/entry_points.txt"),
     "entry point where everything may change": Cheat(
-        "mkdir extra-1.dist-info; cd extra-1.dist-info; "
-        "printf 'Metadata-Version: 2.1\\nName: extra\\nVersion: 1\\n' > METADATA; "
-        f"printf '[pytest11]\\nextra = extra_plugin\\n' > entry_points.txt; cd ..; "
-        f"{EXIT} extra_plugin.py",
+        PLUGIN,
         "graded, but it can change how tests run: extra_plugin.py",
         "verifier",
         {"editable": ["**"]},
