@@ -249,6 +249,14 @@ CHEATS = {
         ),
         f"{CHANGED}Function.runtest.__code__",
     ),
+    "changed kind of a function": Cheat(
+        module(
+            "import _pytest.python as p, inspect\ncode = p.Function.runtest.__code__\n"
+            "flags = code.co_flags | inspect.CO_COROUTINE\n"
+            "p.Function.runtest.__code__ = code.replace(co_flags=flags)" + UNSOLVED
+        ),
+        f"{CHANGED}Function.runtest.__code__",
+    ),
     "forged proof": Cheat(
         module(
             "import os\nwith open(os.environ['GRADER'] + '/results', 'w') as file:\n"

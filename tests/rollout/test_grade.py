@@ -127,6 +127,15 @@ def test_a_test_that_is_skipped_is_skipped_on_the_base_commit_too(tmp_path, valu
         graded(tmp_path, patch=patch, **fields)
 
 
+def test_a_solution_may_be_the_first_that_imports_asyncio(tmp_path):
+    """Whose import marks functions as coroutines, which changes their code."""
+    tests = {"test_it.py": "import it\ndef test_f(): assert it.f == 2\n"}
+    fields = {"workspace": {"it.py": "same\n"}, "tests": tests}
+    fields["grade"] = {"command": PYTEST}
+    patch = HUNK.format("it.py", "it.py").replace("changed", "import asyncio; f = 2")
+    assert graded(tmp_path, patch=patch.encode(), **fields) == 1.0
+
+
 def test_tests_that_a_step_before_them_writes_are_found(tmp_path):
     fields = {"workspace": {"x": "true\n"}, "tests": {"t": "1"}}
     fields["grade"] = {"command": "sh $WORKSPACE/x"}
