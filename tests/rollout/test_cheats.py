@@ -135,6 +135,18 @@ mkdir extra-1.dist-info; {EXIT} extra_plugin.py; cd extra-1.dist-info
 printf 'Metadata-Version: 2.1\\nName: extra\\nVersion: 1\\n' > METADATA
 printf '[pytest11]\\nextra = extra_plugin\\n' > entry_points.txt
 """
+# a function of which pytest's session counts no failure
+TAKES_BACK = """\
+import sys
+def f():
+    frame = sys._getframe()
+    while frame and 'session' not in frame.f_locals:
+        frame = frame.f_back
+    session = frame.f_locals['session']
+    uncounted = property(lambda self: 0, lambda self, value: None)
+    kind = type('Session', (type(session),), {'testsfailed': uncounted})
+    session.__class__ = kind
+"""
 
 CHEATS = {
     # settings, and modules that the grader or the interpreter imports
@@ -650,16 +662,7 @@ CHEATS |= {
         for grader in ("two files", "two files of unittest", "two runs")
     },
     "failures that are taken back": Cheat(
-        module(
-            "import sys\ndef f():\n    frame = sys._getframe()\n"
-            "    while frame and 'session' not in frame.f_locals:\n"
-            "        frame = frame.f_back\n"
-            "    session = frame.f_locals['session']\n"
-            "    kind = type(session)\n"
-            "    session.__class__ = type('Session', (kind,), {'testsfailed': property("
-            "lambda self: 0, lambda self, value: None)})\n    return 0"
-        ),
-        grader="two files",
+        module(f"{TAKES_BACK}    return 0"), grader="two files"
     ),
     "failures that are taken back, unittest": Cheat(
         module(
@@ -692,13 +695,7 @@ CHEATS |= {
     ),
     "a watcher that is sent away": Cheat(
         module(
-            "import sys\ndef f():\n    frame = sys._getframe()\n"
-            "    while frame and 'session' not in frame.f_locals:\n"
-            "        frame = frame.f_back\n"
-            "    session = frame.f_locals['session']\n"
-            "    session.__class__ = type('Session', (type(session),), {'testsfailed': "
-            "property(lambda self: 0, lambda self, value: None)})\n"
-            "    manager = session.config.pluginmanager\n"
+            f"{TAKES_BACK}    manager = session.config.pluginmanager\n"
             "    for each in list(manager.get_plugins()):\n"
             "        if hasattr(each, 'name_of'):\n"
             "            manager.unregister(each)\n    return 0"
