@@ -1,8 +1,11 @@
 # Prints a hash and the name of each file of the tests, whose names are the input, each with
 # a null character at its end, and of what Python or pytest could read beside them.
-# Arguments: the folder of the tests, and those in it that have tests.
-cd "$1" || exit
-shift
+# Arguments: the folder of the reward, the folder of the tests, and those in it that have
+# tests. Also what a program can do to keep a verifier from writing its reward.
+stat -c '%i-%a  %n' "$1"
+find "$1" -maxdepth 1 -name 'reward.*' ! \( -type f -perm -200 \) -exec echo 'not a file  {}' \;
+cd "$2" || exit
+shift 2
 {
   cat
   find "$@" -maxdepth 1 \( -name '*.py' -o -name '*.so' -o -name '*.ini' -o -name '*.toml' \
