@@ -474,7 +474,7 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof], set[str]]:
     shell = ["sh", "-c", program("grade.sh"), "sh", rules.kind, command]
     before = _hashes(workspace, places, tests, names)
     if len(before) < 2:
-        raise TaskError("grade", "files cannot be hashed by xargs and sha256sum")
+        raise TaskError("grade", "files cannot be read by xargs, stat and sha256sum")
     done = _exec(workspace, [*shell, *rules.plugins], command, cwd=cwd, env=env)
     if done.code in _NOT_RUN:
         raise StageError("grade", command, done.summary)
@@ -512,12 +512,11 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof], set[str]]:
 def _hashes(
     workspace: Workspace, places: Mapping[str, str], tests: str, names: list[str]
 ) -> set[str]:
-    """What ``tests.sh`` prints of the tests and of trajkit's program."""
-    own = [f"{places['grader']}/{name}" for name in ("sitecustomize.py", "places")]
+    """What ``tests.sh`` prints of what a grader reads."""
     folders = {str(folder) for name in names for folder in Path(name).parents}
-    given = places["logs"], tests, *sorted(folders)
+    given = places["logs"], places["grader"], tests, *sorted(folders)
     shell = ["sh", "-c", program("tests.sh"), "sh", *given]
-    listed = os.fsencode("".join(f"{name}\0" for name in (*names, *own)))
+    listed = os.fsencode("".join(f"{name}\0" for name in names))
     done = _exec(workspace, shell, "tests", stdin=listed)
     return set(done.stdout.decode(errors="replace").splitlines())
 
