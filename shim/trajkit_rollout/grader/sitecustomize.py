@@ -221,6 +221,7 @@ def _is_from(module: Any, value: Any, text: str) -> bool:
     from inspect import unwrap
 
     file = _file_of(module)
+    value = getattr(value, "fget", getattr(value, "__func__", value))
     if code := getattr(unwrap(value), "__code__", None):
         return bool(os.path.realpath(code.co_filename) == os.path.realpath(file))
     if not isinstance(value, type):
