@@ -207,13 +207,24 @@ def _strange(name: str, module: Any, text: str) -> Iterator[str]:
     if vars(module).get("__builtins__") not in (builtins, vars(builtins)):
         yield "__builtins__"
     made = any(w in text for w in ("import *", "globals()", "setattr(", "vars("))
+    # what is tested may be a decorator
+    decorators = [vars(module).get(x) for x in re.findall(r"(?m)^@(\w+)", text)]
+    decorated = any(_is_tested(each) for each in decorators)
     for each, value in list(vars(module).items()):
         # what a module of tests has, it names
         fine = each.startswith(("__", "@")) or isinstance(value, type(sys))
         fine = fine or (made and not each.startswith(_HOOKS)) or each in text
         defined = rf"(?m)^(async\s+def|def|class)\s+{re.escape(each)}\b"
-        if not fine or (re.search(defined, text) and not _is_from(module, value, text)):
+        own = decorated or not re.search(defined, text)
+        if not fine or not (own or _is_from(module, value, text)):
             yield each
+
+
+def _is_tested(value: Any) -> bool:
+    """Whether a module, function or class is from the workspace, and not from its tests."""
+    name = getattr(value, "__module__", None) or getattr(value, "__name__", None)
+    file = _file_of(sys.modules.get(name)) if isinstance(name, str) else ""
+    return _is_inside(file, _WORKSPACE) and not _is_test(file)
 
 
 def _is_from(module: Any, value: Any, text: str) -> bool:
@@ -226,8 +237,9 @@ def _is_from(module: Any, value: Any, text: str) -> bool:
         return bool(os.path.realpath(code.co_filename) == os.path.realpath(file))
     if not isinstance(value, type):
         # an object that a decorator made
-        file = _file_of(sys.modules.get(type(value).__module__))
-        return file != "" and not _is_inside(file, _WORKSPACE)
+        return type(value).__module__ != "builtins" and not _is_tested(type(value))
+    if any(_is_tested(each) for each in (type(value), *value.__mro__[1:])):
+        return True
     methods = [v for k, v in vars(value).items() if f"def {k}(" in text]
     own = value.__module__ == module.__name__
     return own and all(_is_from(module, each, text) for each in methods)
@@ -450,11 +462,12 @@ def _ended_by_tests(
     return names and (_is_test(file) or file in (program, "<string>"))
 
 
-def _keep(owners: list[Mapping[str, Any]], files: list[str], leaves: bool) -> None:
+def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
     """Take the secret, and have an audit hook sign the results and end the process.
 
     Meanwhile ``files`` must not be written, nor the functions of ``owners`` exchanged.
-    ``leaves``: whether test runners that this process starts get a secret of their own.
+    ``name``: of the program; test runners that it starts get a secret of their own,
+    unless it is one.
     """
     from hashlib import sha256
     from types import FunctionType
@@ -466,6 +479,7 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], leaves: bool) -> No
     with open(path) as file:
         nonce = file.read()
     os.unlink(path)
+    leaves = name not in _MODULES
     if leaves:
         with open(inner_path, "w") as file:
             file.write(sha256(f"inner {nonce}".encode("ascii")).hexdigest())
@@ -559,7 +573,9 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], leaves: bool) -> No
                 inner = file.read(99)
             unlink(inner_path)
         parts = passed, failed, skipped, set(changed)
-        text = ascii((code, *map(list, parts), inner, said))
+        # a shell reads the code of a program without a file
+        told = 0 if name in ("-c", "-") else code
+        text = ascii((told, *map(list, parts), inner, said))
         signature = sha256(f"{nonce}{text}{nonce}".encode("ascii")).hexdigest()
         with opened(results_path, "ab", 0) as file:
             file.write(f"{signature} {text}\n".encode("ascii"))
@@ -605,7 +621,7 @@ def _main() -> None:
     kinds = [_result()]
     if name == "pytest" or "pytest" in sys.modules:
         kinds.append(_plugin())
-    _keep([globals(), *map(vars, kinds)], files, name not in _MODULES)
+    _keep([globals(), *map(vars, kinds)], files, name)
     # of a script, what it prints is the reward
     texts = _hear() if sys.flags.isolated else []
     code = _run(given, *kinds)
