@@ -441,8 +441,9 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     ----------
     name : str or Policy
         ``"faithful"``, ``"slime"``, ``"trl"``, ``"segments"``, ``"graph"``, ``"skyrl"``,
-        ``"strict"`` (also ``"interleave"``), ``"per_call"``, ``"polar"``, ``"nemo"`` or
-        ``"miles"``; or a policy to start from.
+        ``"strict"``, ``"per_call"``, ``"polar"``, ``"nemo"`` or
+        ``"miles"``; a system with the rule of one of these (`ALIASES`); or a policy to
+        start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
 

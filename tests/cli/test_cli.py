@@ -336,6 +336,8 @@ def test_help_of_a_command_is_its_help(capsys, name):
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"Usage: trajkit {name}")
+    # every option says what it is for
+    assert not re.search(r"│[ *]+(-\S+ )+[A-Z]+ +(\[required\] +)?│", texts[0])
     path, first_line = cli.COMMANDS[name]
     module, _, function = path.partition(":")
     found = getattr(import_module(f"trajkit.cli.{module}"), function)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
@@ -69,10 +70,8 @@ class Writes(NamedTuple):
 TOKENIZER = Reads("tokenizer", (".json", ".jinja", ".model"))
 _BY_SUFFIX = "Parquet, Arrow IPC or JSONL, by suffix; - is standard output"
 _PARTS = "; DIRECTORY/ gets parts, where an interrupted run continues"
-OUT, FILE, PARTS = (
-    Parameter(name=("--out", "-o"), allow_leading_hyphen=True, help=help)
-    for help in (None, _BY_SUFFIX, _BY_SUFFIX + _PARTS)
-)
+_OUT = partial(Parameter, name=("--out", "-o"), allow_leading_hyphen=True)
+OUT, FILE, PARTS = _OUT(), _OUT(help=_BY_SUFFIX), _OUT(help=_BY_SUFFIX + _PARTS)
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Json = Annotated[bool, Parameter(help="print one JSON object and nothing else")]
 NoClobber = Annotated[bool, Parameter(help="replace no existing file")]

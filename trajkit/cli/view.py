@@ -453,7 +453,7 @@ def plot(
     *,
     out: Annotated[str, opt.OUT, opt.Writes("picture")],
     policy: opt.PolicyOption = None,
-    session: opt.Session = None,
+    session: str | None = None,
     reading: opt.Reading = opt.READING,
     no_clobber: opt.NoClobber = False,
 ) -> None:

@@ -242,7 +242,8 @@ def read_sessions(
     -------
     Table
         `trajkit.schema.SESSIONS` and the files' extra columns, one row per session in
-        order of first appearance. The last of several lines of a session counts.
+        order of first appearance. The last of several lines of a session counts. Errors
+        are those of `read_turns`; a directory without a file of sessions is one, too.
     """
     paths = sources.paths_of(source)
     naming = sources.Naming.of(paths or [], session_prefix if paths else None)

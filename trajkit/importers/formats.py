@@ -638,8 +638,8 @@ class Encoder:
             raise Refused("it has no reply", "no_output_ids")
         for k in replies:
             one = found.copy(f", message {k}", first=k == replies[0])
-            said = {"prompt_messages": messages[:k], "response_message": messages[k]}
-            one.fields |= said
+            one.fields["prompt_messages"] = messages[:k]
+            one.fields["response_message"] = messages[k]
             for name in messages[k].keys() & {"weight", "train", "trainable", "loss"}:
                 if flag_of(value := messages[k][name]) is not True:
                     one.fields["trainable"] = False

@@ -141,7 +141,7 @@ def observation_report(rows: TableLike, turns: TableLike, **options: Any) -> pa.
     Parameters
     ----------
     rows, turns, **options
-        As for `observation_weights`.
+        As for `observation_weights`, and so are the errors.
     """
     return _observed(as_turns(turns), as_table(rows), _chosen(**options))[1]
 

@@ -114,7 +114,7 @@ def linearize(
         fit ``turns``; turns, ``reward`` and ``sessions`` contradict each other; a token
         has no logprob, and the policy's ``missing_logprobs`` is ``"raise"``.
     PolicyError, ArgumentError
-        The policy or one of its choices does not exist.
+        The policy does not exist, or an option has a value that is not allowed.
 
     Notes
     -----

@@ -24,7 +24,6 @@ from trajkit.schema import (
     TURNS_DELTA,
 )
 from trajkit.schema.engine import Fault, fault
-from trajkit.schema.engine import Rows as Rows
 from trajkit.tables import lazy_compute as pc
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._kernel_names import STOPS
 from trajkit.errors import InvalidTurnsError
-from trajkit.schema.engine import SPAN_NUMBERS, Rows, field_of, fields_of, lacks
+from trajkit.schema.engine import SPAN_NUMBERS, field_of, fields_of, lacks
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.ragged import (
     Array,
@@ -58,7 +58,7 @@ class TurnTokens:
         return range(*self.calls.offsets[session : session + 2].tolist())
 
 
-def sessions_of(rows: pa.Table, calls: Sessions) -> Rows:
+def sessions_of(rows: pa.Table, calls: Sessions) -> Longs:
     """The session of each row, -1 if it has no turns; shape (n_rows,)."""
     found = pc.index_in(rows.column("session_id"), calls.ids)
     return np.asarray(found.fill_null(-1), np.int64)
@@ -185,7 +185,7 @@ class Spans:
     def __len__(self) -> int:
         return len(self.row)
 
-    def take(self, which: Rows) -> Self:
+    def take(self, which: Longs) -> Self:
         return type(self)(*(getattr(self, field.name)[which] for field in fields(self)))
 
     def tokens(self, ids: Ragged) -> Longs:
@@ -210,7 +210,7 @@ class Spans:
         return np.maximum(n, 0)
 
 
-def spans_of(table: pa.Table, turns: TurnTokens, sessions: Rows) -> Spans:
+def spans_of(table: pa.Table, turns: TurnTokens, sessions: Longs) -> Spans:
     """The spans of rows; ``sessions`` as `sessions_of` returns them."""
     lists = Ragged.of(table.column("spans"))
     row = lists.owner

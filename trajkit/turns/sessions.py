@@ -177,6 +177,7 @@ class Sessions:
         return replace(self, calls=calls)
 
     def part(self, start: int, stop: int) -> Self:
+        """The sessions ``start:stop``; bases count within them."""
         offsets = self.offsets[start : stop + 1]
         lo, hi = int(offsets[0]), int(offsets[-1])
         if (lo, hi) == (0, len(self.calls)):

@@ -18,7 +18,6 @@ from trajkit import _core
 from trajkit.policies import Policy, Rewards
 from trajkit.schema import EMPTY_KINDS, RULES, SPAN_KINDS, VIOLATIONS
 from trajkit.schema.engine import Bools, Violation, as_lines, shown
-from trajkit.tables.canonical import Rows
 from trajkit.tables.ragged import Floats, Index, Ints, Longs, Ragged
 from trajkit.turns.flat_buffers import (
     FlatRows,
@@ -61,7 +60,7 @@ class Case:
     rows: FlatRows
     turns: TurnTokens
     # the session of each row in ``turns.calls``, shape (n_rows,)
-    session: Rows
+    session: Longs
     # None: unknown, so that only what is true under every policy is checked
     policy: Policy | None
     # max_row_tokens. None: no row is cut
@@ -130,7 +129,7 @@ class Case:
     def calls_of(self, row: Index) -> range:
         return self.turns.calls_of(int(self.session[row]))
 
-    def rows_by_session(self) -> list[Rows]:
+    def rows_by_session(self) -> list[Longs]:
         order = np.argsort(self.session, kind="stable")
         edges = np.flatnonzero(np.diff(self.session[order])) + 1
         return np.split(order, edges) if len(order) else []
@@ -195,7 +194,7 @@ class Case:
         return tokens
 
 
-def consecutive(at: Rows, *groups: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
+def consecutive(at: Longs, *groups: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
     """Ranges of consecutive positions within one group: first index in ``at``, length.
 
     Examples
@@ -600,7 +599,7 @@ def _order_and_prefixes(case: Case) -> None:
     case.expect("parent_row", parents, "the first row that shares most is {}")
 
 
-def longest_shared(ids: Ragged, rows: Rows) -> tuple[Longs, Longs]:
+def longest_shared(ids: Ragged, rows: Longs) -> tuple[Longs, Longs]:
     """For each of ``rows``, the earlier row with the longest shared prefix, and its
     length.
 

@@ -34,7 +34,7 @@ from trajkit.schema import ROWS
 from trajkit.schema.engine import Violation, shown
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits, stages
-from trajkit.tables.canonical import Rows, TableLike, as_table, canonical_rows
+from trajkit.tables.canonical import TableLike, as_table, canonical_rows
 from trajkit.tables.columns import empty_batch, take_rows
 from trajkit.tables.ragged import Longs
 from trajkit.turns.flat_buffers import FlatRows, flat_rows, flat_turns, sessions_of
@@ -67,7 +67,7 @@ def verify(
 ) -> pa.Table:
     """Compare rows with their turns and return every violation.
 
-    The comparison is token by token and uses nothing that `trajkit.linearize` computed.
+    Rows are compared token by token. Only the rule ``policy`` calls `trajkit.linearize`.
 
     Parameters
     ----------
@@ -270,7 +270,7 @@ class Judge:
         return rules.violations_table(found, names)
 
 
-def _parts(calls: Sessions, session: Rows) -> Iterator[tuple[Sessions, Rows]]:
+def _parts(calls: Sessions, session: Longs) -> Iterator[tuple[Sessions, Longs]]:
     order = np.argsort(session, kind="stable")
     start = 0
     for part in calls.split(limits.VERIFY_TOKENS):
