@@ -100,7 +100,7 @@ def test_a_column_of_sessions_like_a_missing_one_is_refused(name, tmp_path):
 
 
 def test_a_misspelled_required_column_is_named():
-    said = "no column 'output_ids' of turns among .*: did you mean 'outputs_ids'"
+    said = "no column 'output_ids' of turns among .*did you mean 'outputs_ids'"
     with pytest.raises(SchemaError, match=said):
         tk.linearize(TURNS.rename_columns({"output_ids": "outputs_ids"}))
 
@@ -117,7 +117,7 @@ def test_a_misspelled_required_column_is_named():
         (
             lambda: tk.policy("slime", train_in="frist"),
             PolicyError,
-            "train_in='frist': did you mean 'first'",
+            "train_in='frist' .did you mean 'first'",
         ),
         (lambda: tk.link(TURNS, "faithfull"), PolicyError, "did you mean 'faithful'"),
         (

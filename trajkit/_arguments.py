@@ -42,11 +42,11 @@ def near_miss(
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``": did you mean 'x'?"`` for a name like a known one, else an empty text."""
+    """``" (did you mean 'x'?)"`` for a name like a known one, else an empty text."""
     if not isinstance(name, str):
         return ""
     near = near_miss(name, tuple(known), _SUGGESTED)
-    return "" if near is None else f": did you mean {near!r}?"
+    return "" if near is None else f" (did you mean {near!r}?)"
 
 
 def check_choice(

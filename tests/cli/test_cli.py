@@ -137,7 +137,7 @@ def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns, monkeypatch, 
 REFUSALS = r"""
 2 | linearize {turns} -o r.parquet --policy slim | policy 'slim'
 2 | flatten | Unknown command "flatten"
-2 | linearize in | requires an argument
+2 | linearize in | linearize needs a value for --out: see
 2 | linearize in -o out --max-row-tokens 0 | Must be >= 1
 2 | linearize in -o out --max-row-tokens x | unable to convert "x" into int
 2 | linearize x -o y --polcy slime | Did you mean --policy?
@@ -166,7 +166,7 @@ REFUSALS = r"""
 2 | drift in --policy trl --set own | --set 'own': expected CHOICE=VALUE
 2 | verify {turns} {turns} --set train_in=first | needs a --policy before it
 2 | drift in --policy trl --set fork_threshold=3 --set fork_threshold=2 | is given twice
-2 | drift in SET trains_in=first | did you mean 'train_in'?: expected one
+2 | drift in SET trains_in=first | (did you mean 'train_in'?): expected one
 2 | verify in in SET fork_threshold=x | fork_threshold='x'
 2 | simulate in SET max_rows=0 | max_rows=0: expected an integer of 1
 2 | drift in SET on_drift=absorb_any --set train_in=earliest | does not go with on_drift=

@@ -145,7 +145,7 @@ class _View:
         names = rows["row_index"].to_pylist()
         if index is not None and index not in names:
             raise ArgumentError(
-                f"--row {index}: expected an index of {rows.num_rows} rows"
+                f"--row {index}: expected a row_index, 0 to {max(names, default=0)}"
             )
         for k, name in enumerate(names):
             if index in (None, name):

@@ -368,7 +368,7 @@ def _differences(
     equal = shared == len(row["ids"]) == n
     if not equal:
         here, there = (
-            f"token {ids[shared]}" if shared < len(ids) else "no token"
+            f"id {ids[shared]}" if shared < len(ids) else "no token"
             for ids in (row["ids"], due["ids"])
         )
         other = "" if own else f" of its row {due['row_index']}"
@@ -468,7 +468,12 @@ def verify_file(
         sources.check_outputs({"violations": (output, "violations")}, given)
         names = {"format", "nonfinite_logprobs", "session_prefix"} & {*options}
         table = file_tables.read_turns(turns, **{name: options[name] for name in names})
-        found = judge.found(any_rows(file_tables.read_any_rows(path)), table)
+        own = file_tables.read_any_rows(path)
+        try:
+            own = any_rows(own)
+        except SchemaError as error:
+            raise SchemaError(f"{path}: {error}") from None
+        found = judge.found(own, table)
         file_tables.write_table(found, output)
         return {"turns": table.num_rows, "violations": found.num_rows}
     watch = options.get("watch") or file_run.Watch()
