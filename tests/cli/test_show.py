@@ -193,7 +193,7 @@ def test_what_is_not_there_is_refused(capsys, turns):
     assert main(["show", turns, "--session", "b"]) == BAD_DATA
     assert "no session 'b'" in capsys.readouterr().err
     assert main(["show", turns, "--row", "7"]) == BAD_USAGE
-    assert "--row 7: expected an index" in capsys.readouterr().err
+    assert "--row 7: expected a row_index, 0 to 1" in capsys.readouterr().err
 
 
 def test_a_character_wider_than_the_screen_is_printed(capsys):
