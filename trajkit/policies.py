@@ -22,7 +22,11 @@ MessageEquality: TypeAlias = Literal[
     "values", "text", "content", "strict", "role_content_only"
 ]
 OnDrift: TypeAlias = Literal[
-    "fork", "absorb_short_reply", "absorb_short_drift", "absorb_any", "splice"
+    "fork",
+    "absorb_short_reply",
+    "absorb_short_drift",
+    "absorb_any",
+    "splice",
 ]
 Rewards: TypeAlias = Literal["copy", "uniform", "final_only"]
 TieBreak: TypeAlias = Literal["first", "tokens", "full_path"]
@@ -34,7 +38,7 @@ RowSelection: TypeAlias = Literal["all", "main"]
 RowOrder: TypeAlias = Literal["turn", "prompt"]
 TruncateAt: TypeAlias = Literal["tokens", "calls"]
 
-DRIFT_ACTIONS = numbers("ON_DRIFT_", get_args(OnDrift)[:-1])
+DRIFT_ACTIONS = numbers("ON_DRIFT_", [x for x in get_args(OnDrift) if x != "splice"])
 """What kernels do at drift; rows are spliced before (trajkit.rows.splice)."""
 TIE_BREAKS = numbers("TIE_BREAK_", get_args(TieBreak))
 TRAINING_ROWS = numbers("TRAIN_IN_", get_args(TrainIn))
