@@ -343,7 +343,7 @@ def _reward_of(
     if rules.kind == "command":
         # it succeeded, and so did each test runner
         succeeded = done.code == 0 and all(proof.code == 0 for proof in proofs)
-        return _with_results(workspace, float(succeeded), proofs)
+        return _proved(workspace, float(succeeded), proofs)
     if rules.kind == "tests":
         passed = {name for proof in proofs for name in proof.passed}
         others = {name for proof in proofs for name in proof.failed + proof.skipped}
@@ -371,12 +371,10 @@ def _reward_of(
     ((reward, name),) = rewards.items()
     if reward >= 1 and any(proof.code for proof in proofs):
         raise StageError("grade", f"{name} is {reward:g}, but tests failed")
-    return _with_results(workspace, reward, proofs)
+    return _proved(workspace, reward, proofs)
 
 
-def _with_results(
-    workspace: Workspace, reward: float, proofs: Sequence[Proof]
-) -> float:
+def _proved(workspace: Workspace, reward: float, proofs: Sequence[Proof]) -> float:
     """Return a reward, unless it needs results that no test runner reported."""
     task = workspace.task
     text = "\n".join((task.grade.command, *_files_of(task.tests).values()))

@@ -111,8 +111,8 @@ def check_text(head: bytes, name: str) -> None:
     for magic, kind in _FIRST_BYTES:
         if head.startswith(magic) and not is_json(kind):
             raise FormatError(
-                f"{name} has the suffix of JSON lines but contains {kind}: rename it, or "
-                f"pass format={kind!r}"
+                f"{name} has the suffix of JSON lines but contains {kind}: rename it (in "
+                f"Python, format={kind!r} reads it, too)"
             )
 
 
