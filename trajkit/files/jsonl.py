@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeAlias, Union
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
@@ -41,6 +40,7 @@ from trajkit.files.formats import (
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_columns, check_kind, place
+from trajkit.tables.ragged import Ints
 from trajkit.turns.messages import TooDeepError, parse_json
 from trajkit.turns.records import MAX_DEPTH, is_too_deep
 
@@ -57,8 +57,7 @@ IDS: Final[Leaf] = "ids"
 ITEMS: Final[Leaf] = "items"
 EACH: Final = "*"
 
-_Ids: TypeAlias = npt.NDArray[np.int32]
-_Cut: TypeAlias = _Ids | list[object]
+_Cut: TypeAlias = Ints | list[object]
 
 _SPACE = re.compile(rb"[ \t\n\r]*")
 # a key without an escape, and what follows up to its value

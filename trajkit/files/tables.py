@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import arrow_source, check_choice, check_flag
@@ -177,9 +176,7 @@ def gather(table: pa.Table, index: str) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def integers(
-    table: pa.RecordBatch | pa.Table, name: str
-) -> npt.NDArray[np.int64] | None:
+def integers(table: pa.RecordBatch | pa.Table, name: str) -> Longs | None:
     if name not in table.schema.names:
         return None
     column = table.column(name)

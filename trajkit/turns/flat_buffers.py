@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
@@ -174,7 +173,7 @@ class Spans:
     call: Longs
     out_start: Longs
     out_stop: Longs
-    kind: npt.NDArray[np.object_]
+    kind: Array
     # its index in the row
     index: Longs
     # as given

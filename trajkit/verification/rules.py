@@ -11,14 +11,13 @@ from itertools import groupby, pairwise
 from typing import Any, get_args
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
 from trajkit.policies import Policy, Rewards
 from trajkit.schema import EMPTY_KINDS, RULES, SPAN_KINDS, VIOLATIONS
 from trajkit.schema.engine import Bools, Violation, as_lines, shown
-from trajkit.tables.ragged import Floats, Index, Ints, Longs, Ragged
+from trajkit.tables.ragged import Array, Floats, Index, Ints, Longs, Ragged
 from trajkit.turns.flat_buffers import (
     FlatRows,
     Spans,
@@ -194,7 +193,7 @@ class Case:
         return tokens
 
 
-def consecutive(at: Longs, *groups: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
+def consecutive(at: Longs, *groups: Array) -> Iterator[tuple[int, int]]:
     """Ranges of consecutive positions within one group: first index in ``at``, length.
 
     Examples
