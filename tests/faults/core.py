@@ -371,7 +371,7 @@ trajkit/verification/rules.py: verification/test_verify rows/test_twins
         -> |return order[-1:]|
 trajkit/verification/run.py: verification/test_verify rows/test_twins
     only tokens are compared with the rows of the policy
-        |if not (own and equal):| -> |if True:|
+        |if not (has_spans and equal):| -> |if True:|
     spans may come in any order
         |if not alone and row["spans"] != due["spans"]:| -> |if False:|
 trajkit/verification/foreign_rows.py: verification/test_verify

@@ -192,7 +192,7 @@ def _lost(sessions: Sessions, dropped: Longs, policy: Policy) -> Longs:
     tokens = flat_turns(sessions, prompts=False)
     may = tokens.unmasked
     if policy.missing_logprobs == "untrain":
-        may = may & tokens.given
+        may = may & tokens.has_logprob
     starts, sizes = tokens.outputs.offsets[dropped], tokens.outputs.lengths[dropped]
     at = positions(starts, sizes)
     call, within, may = (

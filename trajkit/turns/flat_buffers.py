@@ -35,8 +35,7 @@ class TurnTokens:
     outputs: Ragged
     # one per sampled token, 0.0 if the engine gave none
     logprobs: Floats
-    # whether it gave one
-    given: Bools
+    has_logprob: Bools
     # false if output_mask is
     unmasked: Bools
 
@@ -92,7 +91,7 @@ def without_aborted(calls: Sessions) -> tuple[Sessions, Longs]:
 def check_logprobs(calls: Sessions) -> None:
     """Raise InvalidTurnsError if a token that may be trained lacks a logprob."""
     turns = flat_turns(calls, prompts=False)
-    lacking = np.append(0, np.cumsum(turns.unmasked & ~turns.given))
+    lacking = np.append(0, np.cumsum(turns.unmasked & ~turns.has_logprob))
     missing = np.diff(lacking[turns.outputs.offsets])
     bad = np.flatnonzero(missing * (calls.calls["trainable"] != 0)).tolist()
     for call in bad[:1]:
@@ -116,7 +115,7 @@ class FlatRows:
     has_mask: Bools
     # 0.0 if null or too short
     logprobs: Floats
-    given: Bools
+    has_logprob: Bools
     # original lengths of each row's lists
     n_mask: Longs
     n_logprobs: Longs
