@@ -1444,7 +1444,7 @@ def unknown(head: Head) -> Exception:
     if head.trouble:
         return FormatError(head.trouble)
     if not any(head.values) and head.container in ("json", "rows"):
-        odd = f" ({head.odd})" if head.odd else ""
+        odd = f" ({head.odd}): expected a JSON object per call" if head.odd else ""
         return InvalidTurnsError(f"{head.name}: no calls, nothing to do{odd}")
     value = head.values[0]
     if _is_turn(value):
