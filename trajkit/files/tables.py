@@ -338,8 +338,11 @@ def _whole_sessions(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 def read_any_rows(source: Source) -> pa.Table:
     """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
-    tables = [*iter_tables(source, plan=rows_plan)]
-    return full(stages.concat(tables) if tables else ROWS.empty_table())
+    forms: dict[bool, list[pa.Table]] = {}
+    for table in iter_tables(source, plan=rows_plan):
+        forms.setdefault("suffix_mask" in table.column_names, []).append(table)
+    parts = [full(stages.concat(some)) for some in forms.values()]
+    return stages.concat(parts) if parts else ROWS.empty_table()
 
 
 def full(rows: pa.Table) -> pa.Table:

@@ -326,23 +326,26 @@ def rechunk(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def concat(tables: Iterable[pa.Table]) -> pa.Table:
-    """The rows of all tables; a column that a table lacks is null there."""
+    """The rows of all tables; a column that a table lacks is null there.
+
+    Raises SchemaError if only some of the turns are in delta form, or only some of the rows
+    are stored with dedup.
+    """
     tables = list(tables)
-    check_same_form(tables)
-    try:
-        return concat_tables(tables)
-    except pa.ArrowException as error:
-        raise SchemaError(f"the batches do not make one table: {error}") from None
-
-
-def check_same_form(tables: Iterable[pa.Table]) -> None:
-    """Raise SchemaError if only some of the tables of turns are in delta form."""
-    if len({turns_schema(table.column_names) is TURNS_DELTA for table in tables}) > 1:
-        raise SchemaError(
+    names = [table.column_names for table in tables]
+    if len({turns_schema(one) is TURNS_DELTA for one in names}) > 1:
+        text = (
             "some of the turns are in full form (prompt_ids) and some in delta form "
             "(suffix_ids): bring them into one form first, with trajkit.compact or "
             "trajkit.expand"
         )
+        if any("suffix_mask" in one for one in names):
+            text = "some rows of a session are stored with dedup, and some are not"
+        raise SchemaError(text)
+    try:
+        return concat_tables(tables)
+    except pa.ArrowException as error:
+        raise SchemaError(f"the batches do not make one table: {error}") from None
 
 
 def session_ends(table: pa.Table | pa.RecordBatch) -> Longs:
