@@ -142,7 +142,8 @@ REFUSALS = r"""
 2 | linearize in -o out --max-row-tokens x | unable to convert "x" into int
 2 | linearize x -o y --polcy slime | Did you mean --policy?
 2 | import x -o y --from opena | Did you mean "openai
-2 | linearize x -o y z | Unused Tokens: ['z']
+2 | linearize x -o y z | z: not expected there; several files stand side by side
+2 | plot swimlanes {turns} -o x.svg --policy trl | are for tokens, not for swimlanes
 2 | simulat x | Did you mean "simulate"?
 2 | export in --to slime -o out --max-length 9 | --max-length does nothing with --to slime
 2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed

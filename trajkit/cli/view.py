@@ -478,6 +478,8 @@ def plot(
         tokens: the session (default: the one with the most turns).
     """
     suffix = _check_suffix(out, "a picture", "svg", "png", "pdf")
+    if kind == "swimlanes" and (policy or session):
+        raise ArgumentError("--policy and --session are for tokens, not for swimlanes")
     chosen, turns = opt.one_policy(policy), reading.turns(source)
     if kind == "tokens":
         figure = tk.plot.tokens(turns, chosen, session)
