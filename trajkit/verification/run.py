@@ -409,9 +409,6 @@ def _turns_of(row: _Row, n: int) -> Longs:
     return found
 
 
-_OF_VERIFY = ("reward", "sessions", "max_row_tokens", "weigh_by")
-
-
 def verify_file(
     rows: str | os.PathLike[str],
     turns: sources.Paths,
@@ -446,7 +443,7 @@ def verify_file(
         As for `trajkit.verify` and `trajkit.run`. Without a policy there are no rows;
         without a session_id they need a file as output, and no file of rejected sessions.
     """
-    of_verify = {name: options.pop(name) for name in _OF_VERIFY if name in options}
+    of_verify = {n: options.pop(n) for n in _Options.__annotations__ if n in options}
     judge = Judge.of(policy, **of_verify)
     path, inputs = Path(rows), [sources.Input(Path(rows))]
     index = file_tables.index_sessions(paths_in(path), None, None)
