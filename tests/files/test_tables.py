@@ -268,6 +268,7 @@ CUT_GZIP = gzip.compress(b'{"session_id": "a"}\n' * 100, mtime=0)[:-20]
         ("x.jsonl.gz", b"no gzip", "cannot be decompressed"),
         ("x.jsonl.gz", CUT_GZIP, "cannot be decompressed"),
         ("x.jsonl.zst", b"", "x.jsonl.zst is empty"),
+        ("x.jsonl", CUT_GZIP, r"contains jsonl.gz: rename it"),
     ],
     ids=str,
 )
@@ -275,6 +276,13 @@ def test_broken_files_are_refused(tmp_path, name, content, match):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(FormatError, match=match):
         read_turns(tmp_path / name)
+
+
+def test_a_link_that_leads_nowhere_is_no_reason_to_read_less(tmp_path, turns):
+    write_turns(turns, tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").symlink_to("absent.parquet")
+    with pytest.raises(FileNotFoundError, match=r"b.parquet"):
+        read_turns(tmp_path)
 
 
 def test_files_that_do_not_fit_together_are_refused(tmp_path, turns):

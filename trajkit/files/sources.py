@@ -46,7 +46,7 @@ _RECORD = re.compile(r"record \d+\b")
 
 
 def paths_of(source: object) -> list[Path] | None:
-    """The paths of a source; None if it is none: an open file or a table.
+    """The paths of a source, which exist; None if it is none: an open file or a table.
 
     A path that does not exist and contains ``*``, ``?`` or ``[`` is a pattern of paths.
     """
@@ -62,6 +62,9 @@ def paths_of(source: object) -> list[Path] | None:
             matches = sorted(glob.glob(text, recursive=True))
         if not matches:
             raise FileNotFoundError(errno.ENOENT, "no file has such a name", text)
+        for one in matches:
+            if not os.path.exists(one):
+                raise formats.not_found(one)
         found += map(Path, matches)
     check_distinct(found, set())
     return found
@@ -79,6 +82,12 @@ def check_distinct(files: Iterable[Path], seen: set[Path]) -> None:
 
 def is_address(source: object) -> bool:
     return isinstance(source, str) and "://" in source
+
+
+def check_there(source: Any) -> None:
+    """Raise now if a file is missing; addresses are looked at when they are read."""
+    listed = source if isinstance(source, list | tuple) else [source]
+    paths_of([one for one in listed if not is_address(one)])
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from trajkit._kernel_names import LINK, STOPS, numbers
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.policies import TIE_BREAKS, ParentBy, Policy
 from trajkit.schema import LINK_REASONS, SEGMENT_KINDS
+from trajkit.tables.canonical import in_type
 from trajkit.tables.ragged import Bools, Ints, Longs, Records
 from trajkit.turns.messages import (
     KEY_TOKENS,
@@ -63,7 +64,7 @@ def optional_column(calls: Sessions, name: str, type_: pa.DataType) -> list[obje
     if pa.types.is_null(column.type):
         return []
     try:
-        values: list[object] = column.cast(type_).to_pylist()
+        values: list[object] = in_type(column, type_).to_pylist()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         found = f"column {name!r} is {column.type}: expected {type_}"
         raise SchemaError(found) from error

@@ -374,9 +374,7 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
     for field in schema:
         if field.name in table.column_names:
             column = table.column(field.name)
-            if column.type != field.type:
-                chunks = [_cast(chunk, field.type) for chunk in column.chunks]
-                column = pa.chunked_array(chunks, field.type)
+            column = in_type(column, field.type)
         else:
             column = pa.chunked_array([pa.nulls(table.num_rows, field.type)])
         columns.append(column)
@@ -388,6 +386,13 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
         metadata[b"trajkit.version"] = b"2"
     fields = pa.schema([*schema, *extra], metadata=metadata)
     return pa.Table.from_arrays(columns, schema=fields)
+
+
+def in_type(column: pa.ChunkedArray, target: pa.DataType) -> pa.ChunkedArray:
+    """A column of any layout in a type; raises an ArrowException where `_cast` does."""
+    if column.type == target:
+        return column
+    return pa.chunked_array([_cast(one, target) for one in column.chunks], target)
 
 
 def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:

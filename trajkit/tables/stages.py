@@ -273,7 +273,7 @@ def whole_sessions(
         names = [batch.column("session_id")[row].as_py() for row in starts]
         continues = names[0] == current
         for name in names[1:] if continues else names:
-            if name in ended or name == current:
+            if name in ended:
                 raise InvalidTurnsError(
                     f"session {name!r} comes back after another session began: the "
                     "rows of a session must be contiguous in a stream. Gather it first, "

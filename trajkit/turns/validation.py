@@ -16,6 +16,7 @@ from trajkit import schema
 from trajkit._arguments import check_choice, check_flag
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema.engine import (
+    ID_RULE,
     MAX_LOGPROB,
     POSITIVE,
     Check,
@@ -290,7 +291,7 @@ def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
 def payloads(table: pa.Table) -> Iterator[Fault]:
     """The rules of `trajkit.schema.PAYLOADS` that do not depend on other turns."""
     for name in ("ref_logprobs", "teacher_logprobs"):
-        for lists in _payload(table, name, pa.types.is_floating):
+        for lists in _payload(table, name, _is_number):
             numbers = lists.values.cast(pa.float64()).fill_null(0.0).to_numpy()
             for bad, rule in (
                 (~np.isfinite(numbers), "it is not a number"),
@@ -305,7 +306,7 @@ def payloads(table: pa.Table) -> Iterator[Fault]:
 def _sampling_mask(table: pa.Table) -> Iterator[Fault]:
     """Each output id is among those that it was drawn from."""
     outputs = Ragged.of(table.column("output_ids"), -1)
-    for lists in _payload(table, "sampling_mask", is_list):
+    for lists in _payload(table, "sampling_mask", _is_ids):
         given = ~nulls(table.column("sampling_mask"))
         n_masks, n_ids = lists.lengths, outputs.lengths
         odd = given & (n_masks != n_ids)
@@ -315,7 +316,11 @@ def _sampling_mask(table: pa.Table) -> Iterator[Fault]:
             return
         sampled = outputs.values[np.repeat(given, n_ids)]
         drawn = Ragged.of(lists.values)
-        same = drawn.values.to_numpy(zero_copy_only=False) == sampled[drawn.owner]
+        ids = drawn.values.cast(pa.int64()).fill_null(-1).to_numpy()
+        no_id = np.bincount(drawn.owner, ids < 0, len(drawn)) > 0
+        rule = f"sampling_mask[{{}}] has a null or a negative id: {ID_RULE}"
+        yield broken_items(0, lists.offsets[1:], no_id, rule)
+        same = ids == sampled[drawn.owner]
         held = np.bincount(drawn.owner, same, len(drawn)) > 0
         bad = (drawn.lengths > 0) & ~held
         rule = "sampling_mask[{}] lacks the sampled id {}: it belongs to another token"
@@ -325,14 +330,25 @@ def _sampling_mask(table: pa.Table) -> Iterator[Fault]:
 def _payload(
     table: pa.Table, name: str, fits: Callable[[pa.DataType], bool]
 ) -> Iterator[Ragged]:
-    """The lists of an extra column; nothing if it is absent."""
+    """The lists of an extra column; nothing if it is absent, or has no element."""
     if name not in table.column_names or pa.types.is_null(table.column(name).type):
         return
     column = table.column(name)
+    if is_list(column.type) and pa.types.is_null(column.type.value_type):
+        return
     if not is_list(column.type) or not fits(column.type.value_type):
-        what = "lists of ids" if fits is is_list else "numbers"
+        what = "numbers" if fits is _is_number else "lists of ids"
         raise SchemaError(f"column {name!r} is {column.type}: expected lists of {what}")
     yield Ragged.of(column)
+
+
+def _is_number(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(type_) or pa.types.is_integer(type_))
+
+
+def _is_ids(type_: pa.DataType) -> bool:
+    of = type_.value_type if is_list(type_) else type_
+    return is_list(type_) and bool(pa.types.is_integer(of) or pa.types.is_null(of))
 
 
 def mm_items(table: pa.Table) -> Iterator[Fault]:
