@@ -175,20 +175,6 @@ def test_a_wrong_argument_of_run_is_named(tmp_path, name, values):
     assert tk.run(**right)["rows"] == len(tk.linearize(TURNS, "slime"))
 
 
-def test_a_wrong_format_of_a_file_is_named(tmp_path):
-    path = tmp_path / "turns.parquet"
-    tk.write_turns(TURNS, path)
-    for value in WRONG:
-        for use in (
-            lambda: tk.read_turns(path, format=value),  # noqa: B023
-            lambda: used(tk.scan_turns(path, format=value)),  # noqa: B023
-            lambda: tk.write_turns(TURNS, path, format=value),  # noqa: B023
-        ):
-            with pytest.raises(ArgumentError, match="format="):
-                use()
-    assert tk.read_turns(path) == TURNS
-
-
 @pytest.mark.parametrize(
     ("name", "use", "values"),
     [
@@ -196,15 +182,22 @@ def test_a_wrong_format_of_a_file_is_named(tmp_path):
         ("source", tk.read_turns, [None, 1.5, b"x", io.StringIO("{}"), []]),
         ("folder", tk.scan_turns, [1.5, b"x", "absent", ["a"]]),
         ("batch_rows", tk.scan_rows, [0, -1, 1.5, "x", True]),
+        ("session_prefix", tk.scan_turns, WRONG),
+        ("format", tk.write_turns, WRONG),
+        ("format", tk.read_turns, WRONG),
+        ("format", tk.scan_turns, WRONG),
     ],
 )
 def test_wrong_arguments_of_files_are_refused_at_the_call(tmp_path, name, use, values):
     path = tmp_path / "rows.parquet"
-    tk.write_rows(ROWS, path)
+    path.touch()
+    given = {"source": path}
+    if use is tk.write_turns:
+        given = {"turns": TURNS, "sink": path}
     for value in values:
-        given = {"turns": TURNS} if name == "sink" else {"source": path}
         with pytest.raises(ArgumentError, match=name):
             use(**{**given, name: value})
+    assert path.read_bytes() == b""
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrows", "x.jsonl.gz", "x.json", "x"])

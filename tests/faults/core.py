@@ -300,7 +300,7 @@ trajkit/rows/linearize.py: files/test_damage:bodies
         |(by_body and policy.parent_by in BY_MESSAGES)| -> |False|
 trajkit/policies.py: rows/test_policies verification/test_verify rows/test_twins
     the last token id ends no turn
-        |if token > _LAST_TOKEN:| -> |if token >= _LAST_TOKEN:|
+        |token > _LAST_TOKEN:| -> |token >= _LAST_TOKEN:|
     a policy of one chain keeps everything
         |return self.places_all and self.row_selection == "all"| -> |return self.places_all|
     generations place every turn

@@ -212,8 +212,9 @@ def test_a_known_payload_may_have_integers_a_start_or_nothing(values):
 
 @pytest.mark.parametrize("name", ["sampling_mask", "ref_logprobs"])
 def test_a_known_payload_of_another_type_is_refused(name):
-    with pytest.raises(SchemaError, match=f"'{name}' is .*: expected lists of"):
-        tk.validate(two_turns(**{name: pa.array(["x", "y"])}))
+    for odd in (["x", "y"], [["x"], ["y"]], [[True], [True]], [[[0.5]], [[0.5]]]):
+        with pytest.raises(SchemaError, match=f"'{name}'.* is .*: expected "):
+            tk.validate(two_turns(**{name: pa.array(odd)}))
 
 
 def test_elements_come_from_an_earlier_turn_as_far_as_its_ids_are_the_same():

@@ -57,9 +57,7 @@ def paths_of(source: object) -> list[Path] | None:
         return None
     found: list[Path] = []
     for text in map(os.fspath, given):
-        matches = [text]
-        if not os.path.lexists(text) and glob.has_magic(text):
-            matches = sorted(glob.glob(text, recursive=True))
+        matches = _matches(text)
         if not matches:
             raise FileNotFoundError(errno.ENOENT, "no file has such a name", text)
         for one in matches:
@@ -68,6 +66,12 @@ def paths_of(source: object) -> list[Path] | None:
         found += map(Path, matches)
     check_distinct(found, set())
     return found
+
+
+def _matches(text: str) -> list[str]:
+    if os.path.lexists(text) or not glob.has_magic(text):
+        return [text]
+    return sorted(glob.glob(text, recursive=True))
 
 
 def check_distinct(files: Iterable[Path], seen: set[Path]) -> None:
@@ -361,12 +365,8 @@ def inputs_of(
     kinds: tuple[str, ...] | None = None,
     suffixes: tuple[str, ...] = (),
 ) -> list[Input]:
-    found = []
-    for one in (os.fspath(source) for source in sources):
-        pattern = glob.has_magic(one) and not os.path.lexists(one)
-        paths = glob.glob(one, recursive=True) if pattern else [one]
-        found += [Input(Path(path), kinds, suffixes) for path in paths]
-    return found
+    paths = (path for source in sources for path in _matches(os.fspath(source)))
+    return [Input(Path(path), kinds, suffixes) for path in paths]
 
 
 def check_outputs(

@@ -134,7 +134,10 @@ def parts_of(
             for batch in arrow.read_batches(file, kind, batch_rows, plan):
                 yield path, pa.Table.from_batches([batch])
             continue
-        objects = (of_lines or jsonl.lines)(file, kind)
+        if of_lines is not None:
+            objects = of_lines(file, kind)
+        else:
+            objects = (one for _, one in jsonl.numbered_lines(file, kind))
         if plan is not None:
             objects = jsonl.planned(objects, plan, name_of(file))
         if of_lines is not None:
@@ -1006,6 +1009,8 @@ def scan_turns(
     ``tk.write_rows(tk.linearize_batches(tk.scan_turns("log")), "rows.parquet")``
     """
     check_choice("nonfinite_logprobs", nonfinite_logprobs, validation.Nonfinite)
+    if format is not None:
+        check_choice("format", format, Format)
     sources.Naming.of([], session_prefix)
     is_path = isinstance(folder, str | os.PathLike)
     if folder is not None and not (is_path and os.path.isdir(folder)):

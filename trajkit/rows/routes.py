@@ -61,8 +61,6 @@ def optional_column(calls: Sessions, name: str, type_: pa.DataType) -> list[obje
     if name not in calls.table.column_names:
         return []
     column = calls.table.column(name)
-    if pa.types.is_null(column.type):
-        return []
     try:
         values: list[object] = in_type(column, type_).to_pylist()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

@@ -36,7 +36,7 @@ from trajkit.tables.canonical import (
     turns_schema,
 )
 from trajkit.tables.columns import empty_batch
-from trajkit.tables.ragged import Longs, lengths
+from trajkit.tables.ragged import Longs, codes, lengths
 
 Options = ParamSpec("Options")
 Batches: TypeAlias = Iterator[pa.RecordBatch]
@@ -256,7 +256,7 @@ def whole_sessions(
     pending: list[pa.RecordBatch] = []
     schema: pa.Schema | None = None
     current: str | None = None
-    ended: set[str] = set()
+    began: set[str] = set()
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
             raise SchemaError(
@@ -273,15 +273,14 @@ def whole_sessions(
         names = [batch.column("session_id")[row].as_py() for row in starts]
         continues = names[0] == current
         for name in names[1:] if continues else names:
-            if name in ended:
+            if name in began:
                 raise InvalidTurnsError(
                     f"session {name!r} comes back after another session began: the "
                     "rows of a session must be contiguous in a stream. Gather it first, "
                     f"{_REMEDIES.get(what, 'or sort it by session_id')}"
                 )
-            if current is not None:
-                ended.add(current)
-            current = name
+            began.add(name)
+        current = names[-1]
         if continues and len(starts) == 1:
             pending.append(batch)
             continue
@@ -348,12 +347,8 @@ def check_same_form(tables: Iterable[pa.Table]) -> None:
 def session_ends(table: pa.Table | pa.RecordBatch) -> Longs:
     """The end of each run of rows with one session_id, as row numbers."""
     ids = table.column("session_id").cast(pa.string())
-    if isinstance(ids, pa.ChunkedArray):
-        ids = ids.combine_chunks()
-    if not len(ids):
-        return np.empty(0, np.int64)
-    changes = pc.indices_nonzero(pc.not_equal(ids[1:], ids[:-1])).to_numpy()
-    return np.append(changes.astype(np.int64) + 1, len(ids))
+    starts = np.flatnonzero(np.diff(codes(ids), prepend=-1))
+    return np.append(starts[1:], len(ids))[: len(ids)]
 
 
 def cost(table: pa.Table) -> Longs:
