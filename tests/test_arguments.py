@@ -230,6 +230,17 @@ def test_tables_of_other_libraries_are_taken(make, tmp_path):
     assert tk.linearize(TURNS, sessions=make(facts))["reward"].to_pylist() == [2.0]
 
 
+@pytest.mark.parametrize(
+    "make", [pd.Series, pl.Series, lambda x: pa.chunked_array([x])]
+)
+def test_a_column_is_no_table(make):
+    for value in (make(["a"]), make([1.0])):
+        with pytest.raises(SchemaError, match="is not a table"):
+            tk.linearize(value)
+        with pytest.raises(ArgumentError, match="reward is of type .*: expected a num"):
+            tk.linearize(TURNS, reward=value)
+
+
 def test_records_are_taken_where_turns_are():
     said = {"role": "user", "content": "x"}
     records = [{**CALL, "prompt_messages": [said]}]
