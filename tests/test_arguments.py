@@ -237,7 +237,9 @@ def test_a_column_is_no_table(make):
     for value in (make(["a"]), make([1.0])):
         with pytest.raises(SchemaError, match="is not a table"):
             tk.linearize(value)
-        with pytest.raises(ArgumentError, match="reward is of type .*: expected a num"):
+        with pytest.raises(
+            ArgumentError, match=r"reward is of type .*: expected a num"
+        ):
             tk.linearize(TURNS, reward=value)
 
 
