@@ -208,8 +208,11 @@ def replacing(target: Path) -> Iterator[Path]:
             part.replace(draft.name, target.name) if isinstance(part, str) else part
             for part in error.args
         )
-        if isinstance(error, OSError) and error.filename is not None:
-            error.filename = str(error.filename).replace(draft.name, target.name)
+        if isinstance(error, OSError) and error.errno is not None:
+            name = str(
+                error.filename or target
+            )  # Arrow's errors of a full disk have none
+            error.filename = name.replace(draft.name, target.name)
         raise
     finally:
         draft.unlink(missing_ok=True)
