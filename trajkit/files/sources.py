@@ -294,10 +294,8 @@ def _places(
     """Files that have a turn, or a row, of a session, and its line, if there are lines."""
     last = -1
     for file in files:
-        kind, own = (
-            formats.format_of(file, format),
-            name.removeprefix(naming.prefix(file)),
-        )
+        kind = formats.format_of(file, format)
+        own = name.removeprefix(naming.prefix(file))
         if formats.is_json(kind):
             for line, record in jsonl.numbered_lines(file, kind):
                 if str(record.get("session_id")) == own:

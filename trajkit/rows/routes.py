@@ -198,10 +198,8 @@ def _longest_prefixes(
     above = np.where(above < 0, np.arange(n_nodes), above)
     while not np.array_equal(above, higher := above[above]):
         above = higher
-    parents, ambiguous = (
-        np.full(len(n_prompt), -1, np.int32),
-        np.zeros(len(n_prompt), bool),
-    )
+    parents = np.full(len(n_prompt), -1, np.int32)
+    ambiguous = np.zeros(len(n_prompt), bool)
     node = above[nodes_within_prompts(forest, n_prompt)[ranked]]
     parents[ranked], ambiguous[ranked] = first[node], several[node]
     return parents, ambiguous

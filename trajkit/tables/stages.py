@@ -36,7 +36,7 @@ from trajkit.tables.canonical import (
     turns_schema,
 )
 from trajkit.tables.columns import empty_batch
-from trajkit.tables.ragged import Longs, codes, lengths
+from trajkit.tables.ragged import Longs, lengths
 
 Options = ParamSpec("Options")
 Batches: TypeAlias = Iterator[pa.RecordBatch]
@@ -347,8 +347,12 @@ def check_same_form(tables: Iterable[pa.Table]) -> None:
 def session_ends(table: pa.Table | pa.RecordBatch) -> Longs:
     """The end of each run of rows with one session_id, as row numbers."""
     ids = table.column("session_id").cast(pa.string())
-    starts = np.flatnonzero(np.diff(codes(ids), prepend=-1))
-    return np.append(starts[1:], len(ids))[: len(ids)]
+    if isinstance(ids, pa.ChunkedArray):
+        ids = ids.combine_chunks()
+    if not len(ids):
+        return np.empty(0, np.int64)
+    changes = pc.indices_nonzero(pc.not_equal(ids[1:], ids[:-1])).to_numpy()
+    return np.append(changes.astype(np.int64) + 1, len(ids))
 
 
 def cost(table: pa.Table) -> Longs:
