@@ -313,8 +313,9 @@ def test_what_is_written_is_a_table_or_its_batches(given, write, tmp_path):
 def test_names_in_an_array_are_refused_by_name():
     with pytest.raises(ArgumentError, match=r"payloads=.*expected a sequence of names"):
         tk.linearize(TURNS, payloads=np.zeros(3))
-    with pytest.raises(ArgumentError, match=r"roles=.*expected names"):
-        tk.learn.observation_weights(tk.linearize(TURNS), TURNS, roles=np.zeros(3))
+    for roles in (np.zeros(3), iter(["tool"])):
+        with pytest.raises(ArgumentError, match=r"roles=.*expected names"):
+            tk.learn.observation_weights(tk.linearize(TURNS), TURNS, roles=roles)
 
 
 def test_a_file_of_another_name_can_be_read(tmp_path):
