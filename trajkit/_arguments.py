@@ -113,7 +113,8 @@ def arrow_source(given: Any) -> pa.Table | Any | None:
     """
     if isinstance(given, pa.RecordBatch | pa.Table | pa.RecordBatchReader):
         return given
-    if hasattr(given, "__arrow_c_stream__"):
+    is_column = hasattr(given, "dtype") or isinstance(given, pa.ChunkedArray)
+    if hasattr(given, "__arrow_c_stream__") and not is_column:
         if not hasattr(given, "iloc"):
             return given
         table = pa.RecordBatchReader.from_stream(given).read_all()

@@ -367,10 +367,9 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                 # an import fetches its own, because it takes other files of a directory
                 if mark.kind != "records":
                     paths = [*map(str, stack.enter_context(local_files(paths)))]
-                # a missing file is no damaged one; of tokenizers, their reader says more
+                # a missing file is an error; of tokenizers, their reader says more
                 if mark.kind not in ("records", "tokenizer"):
-                    for path in paths_of(paths) or []:
-                        path.stat()
+                    paths_of(paths)
                 files = inputs_of(paths, None, mark.suffixes)
                 if mark.kind in ("turns", "sessions"):
                     files = turns_inputs(paths)

@@ -302,17 +302,13 @@ def planned(objects: Iterator[Record], plan: Plan, name: str) -> Iterator[Record
         yield from objects
 
 
-def lines(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
-    """The objects of a file of JSON lines; empty lines are skipped.
+def numbered_lines(file: Path | BinaryIO, kind: Format) -> Iterator[tuple[int, Record]]:
+    """The objects of a file of JSON lines with their numbers, from 1; in an array, the
+    numbers of its items. Empty lines are skipped.
 
     A line that is not a JSON object is a FormatError, but if it is the last one and has no
     end, it gives a TornLogWarning.
     """
-    return (value for _, value in numbered_lines(file, kind))
-
-
-def numbered_lines(file: Path | BinaryIO, kind: Format) -> Iterator[tuple[int, Record]]:
-    """`lines` with their numbers, from 1; in an array, the numbers of its items."""
     return ((number, value) for number, _, value in _lines(file, kind, _plain))
 
 
@@ -328,7 +324,7 @@ def row_placed(path: str, text: str) -> str:
 
 
 def calls(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
-    """`lines` of recorded calls, with ids as numpy arrays."""
+    """`numbered_lines` of recorded calls, without numbers and with ids as numpy arrays."""
     return (value for _, _, value in _lines(file, kind, Reader(_CALL).read))
 
 

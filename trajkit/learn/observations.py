@@ -7,7 +7,7 @@ predict it, once per rollout however many rows show it.
 from __future__ import annotations  # a signature shows the words below
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -60,7 +60,7 @@ def _chosen(
 
 
 def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
-    several = isinstance(names, Iterable) and not isinstance(names, str)
+    several = isinstance(names, Collection) and not isinstance(names, str)
     if (
         not several
         or not len(names)

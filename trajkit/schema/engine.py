@@ -566,9 +566,7 @@ def row_lengths(table: pa.Table) -> Iterator[Fault]:
     """Per-token columns have the row's length, and no length exceeds it."""
     n_ids, parent = lengths(table.column("input_ids")), table.column("parent_row")
     for name in ("loss_mask", "logprobs"):
-        n_here = lengths(table.column(name))
-        rule = f"{{}} elements of {name} for {{}} input_ids"
-        yield broken(n_here != n_ids, rule, n_here, n_ids)
+        yield from as_long_as("input_ids", name, f"{{}} elements of {name}", table)
     for name in ("prompt_length", "shared_length"):
         values = numbers(table, name)
         rule = f"{name} is {{}} in a row of {{}} tokens"

@@ -256,7 +256,7 @@ def whole_sessions(
     pending: list[pa.RecordBatch] = []
     schema: pa.Schema | None = None
     current: str | None = None
-    ended: set[str] = set()
+    began: set[str] = set()
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
             raise SchemaError(
@@ -273,15 +273,14 @@ def whole_sessions(
         names = [batch.column("session_id")[row].as_py() for row in starts]
         continues = names[0] == current
         for name in names[1:] if continues else names:
-            if name in ended or name == current:
+            if name in began:
                 raise InvalidTurnsError(
                     f"session {name!r} comes back after another session began: the "
                     "rows of a session must be contiguous in a stream. Gather it first, "
                     f"{_REMEDIES.get(what, 'or sort it by session_id')}"
                 )
-            if current is not None:
-                ended.add(current)
-            current = name
+            began.add(name)
+        current = names[-1]
         if continues and len(starts) == 1:
             pending.append(batch)
             continue

@@ -280,13 +280,13 @@ def _parts(calls: Sessions, session: Longs) -> Iterator[tuple[Sessions, Longs]]:
         start = stop
 
 
-_UNKNOWN = ("last_turn", "turns")
+_UNKNOWN = ("last_turn", "turns", "step")
 _OTHERS = (
     *("prompt_length", "finish_reason", "truncated", "use_tool", "ill_formed"),
     *("segment_kind", *_UNKNOWN),
 )
-"""Columns that are compared beside tokens, mask and spans; those of `_UNKNOWN` may be
-null.
+"""Columns that are compared beside tokens, mask and spans; those of `_UNKNOWN` unless one
+of the two is null.
 """
 _SPAN = ("kind", "start", "stop", "turn_index", "output_start", "output_stop")
 
@@ -387,7 +387,8 @@ def _differences(
         return
     for column in _OTHERS:
         given, expected = row[column], due[column]
-        if given != expected and not (given is None and column in _UNKNOWN):
+        unknown = column in _UNKNOWN and None in (given, expected)
+        if given != expected and not unknown:
             yield (f"{column} is {shown(given)}: {word} has {shown(expected)}",)
     if len(at):
         return
