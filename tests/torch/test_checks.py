@@ -37,11 +37,12 @@ def trials(monkeypatch):
 def test_the_trial_is_longer_than_the_longest_window(window):
     model = make("mistral", sliding_window=3)
     model.model.layers[1].self_attn.local_window = window
-    pack, rows, branch = models._trial(model)
+    pack, rows, part = models._trial(model)
     lengths = [len(row) for row in rows]
     assert min(lengths[:2]) > max(24, window + 4)
-    assert len(rows) == 3
-    assert {*branch.tolist()} == {0, 1, 2, 3}
+    assert len(rows) == 15
+    # as many first and second tokens of siblings as there are siblings
+    assert torch.bincount(part).tolist() == [lengths[0] - 8 + 12, 7, 5, 9, 12, 12]
     edges = set()
     for source, row, at, target in zip(
         pack.edge_source.tolist(),
@@ -60,6 +61,18 @@ def around(module, forward):
     """Give a module another forward, which gets the plain one first."""
     plain = module.forward
     module.forward = lambda *args, **kwargs: forward(plain, *args, **kwargs)
+
+
+def scaled(name, dtype, scale):
+    """A model with weights of this size, and norms that do something."""
+    model = make(name, torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(scale / 0.3)
+            else:
+                parameter.add_(torch.rand_like(parameter) * 0.3)
+    return model.to(dtype)
 
 
 # Each makes a model whose layers do something that only the trial can find.
@@ -126,9 +139,10 @@ VALUES = (
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.1, 0.3])
 @pytest.mark.parametrize("change", WRONG)
-def test_a_wrong_model_is_refused_at_its_first_pack(change, dtype):
-    model = make("llama", dtype)
+def test_a_wrong_model_is_refused_at_its_first_pack(change, scale, dtype):
+    model = scaled("llama", dtype, scale)
     change(model)
     with pytest.raises(UnsupportedModelError, match=VALUES):
         edge_logprobs(model, pack_of())
@@ -139,14 +153,10 @@ def test_a_wrong_model_is_refused_at_its_first_pack(change, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_moe", "Granite hybrid"])
 @pytest.mark.parametrize("scale", [0.02, 0.3, 0.6])
 def test_rounding_is_no_fault(name, dtype, scale):
-    model = make(name, dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale / 0.3 if parameter.ndim > 1 else 1)
-    check_model(model)
+    check_model(scaled(name, dtype, scale))
 
 
 def test_one_model_of_a_kind_is_tried(trials):
@@ -389,6 +399,21 @@ def test_rope_of_the_longest_position_is_refused_where_it_changes(kind, nested):
     pattern = rf"{kind} RoPE, .* from {n - 1} tokens on, and the pack has rows of {n}"
     with pytest.raises(UnsupportedModelError, match=pattern):
         model_inputs(model, pack)
+
+
+def test_places_in_a_pack_are_refused_where_llama_4_scales_by_them():
+    pack = pack_of("several_sessions")
+    n = len(pack.input_ids)
+    pattern = f"attn_temperature_tuning, .* after {n - 1} tokens, and the pack has {n}"
+    for floor, due in ((n + 1, contextlib.nullcontext()), (n, refused(pattern))):
+        model = make("Llama 4, chunks", floor_scale=floor)
+        check_model(model)
+        with due:
+            model_inputs(model, pack)
+
+
+def refused(pattern):
+    return pytest.raises(UnsupportedModelError, match=pattern)
 
 
 def attend(pack, kernel="masked", batch=1, n=None, mask=None, **options):

@@ -43,7 +43,7 @@ def test_one_layer_that_does_not_follow_is_enough_to_refuse_a_model():
     decoder = model.model.layers[0]
     plain = decoder.forward
     decoder.forward = lambda *args, tree=None, **kwargs: plain(*args, **kwargs)
-    with pytest.raises(UnsupportedModelError, match="gives a tree other logprobs"):
+    with pytest.raises(UnsupportedModelError, match="does not hand it the tree"):
         edge_logprobs(model, pack_of("nemo"))
 
 
@@ -61,18 +61,28 @@ def test_parts_of_a_cut_tree_are_refused(name):
 ATTENTION = {"attn_layer_offset": 1, "attn_layer_period": 2}
 
 
+ZAMBA = {"layer_types": ["linear_attention", "full_attention"], "mamba_d_state": 8}
+KEPT = ".forward stores a state, and the layer around it does not hand it the tree"
+UNREAD = ".forward does not start from the recurrent state that it stores"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("config", "changes", "layers"),
     [
-        ("MambaConfig", {"state_size": 8}, "MambaMixer"),
+        ("MambaConfig", {"state_size": 8}, f"MambaMixer{KEPT}"),
+        ("ZambaConfig", ZAMBA, f"ZambaMambaMixer{UNREAD}"),
         ("MiniMaxConfig", EXPERTS, "MiniMaxLightningAttention"),
         ("DeepseekV4Config", SPARSE, "DeepseekV4Attention"),
-        ("JambaConfig", EXPERTS | ATTENTION, "JambaMambaMixer"),
+        ("JambaConfig", EXPERTS | ATTENTION, f"JambaMambaMixer{KEPT}"),
     ],
 )
-def test_layers_that_cannot_follow_are_refused_by_name(config, changes, layers):
+def test_layers_that_cannot_follow_are_refused_by_name(config, changes, layers, dtype):
+    """Whatever the logprobs of their trial, which small weights do not change."""
     model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, config)(**SIZES | changes), attn_implementation="trajkit"
+        getattr(transformers, config)(**SIZES | {"initializer_range": 0.02} | changes),
+        attn_implementation="trajkit",
+        dtype=dtype,
     )
     with pytest.raises(UnsupportedModelError, match=layers):
         check_model(model.eval())
