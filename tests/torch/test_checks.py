@@ -396,7 +396,7 @@ def test_rope_of_the_longest_position_is_refused_where_it_changes(kind, nested):
     model.config.rope_parameters = {"full_attention": rope} if nested else rope
     assert model_inputs(model, pack)["use_cache"] is False
     rope["original_max_position_embeddings"] = n - 1
-    pattern = rf"{kind} RoPE, .* from {n - 1} tokens on, and the pack has rows of {n}"
+    pattern = rf"up to {n - 1} tokens, and the longest row has {n}: {kind} RoPE"
     with pytest.raises(UnsupportedModelError, match=pattern):
         model_inputs(model, pack)
 
@@ -404,7 +404,7 @@ def test_rope_of_the_longest_position_is_refused_where_it_changes(kind, nested):
 def test_places_in_a_pack_are_refused_where_llama_4_scales_by_them():
     pack = pack_of("several_sessions")
     n = len(pack.input_ids)
-    pattern = f"attn_temperature_tuning, .* after {n - 1} tokens, and the pack has {n}"
+    pattern = f"up to {n - 1} tokens, and the pack has {n}: attn_temperature_tuning"
     for floor, due in ((n + 1, contextlib.nullcontext()), (n, refused(pattern))):
         model = make("Llama 4, chunks", floor_scale=floor)
         check_model(model)

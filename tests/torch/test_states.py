@@ -9,11 +9,11 @@ import transformers
 from hypothesis import given
 
 import trajkit as tk
-from tests.torch.cases import pack_of, packs_of, rows_of
+from tests.torch.cases import packs_of, rows_of
 from tests.torch.test_masks import forests, tree
 from tests.torch.tiny_models import EXPERTS, SIZES, SPARSE, make
 from trajkit.errors import UnsupportedModelError
-from trajkit.torch.attention import Segments, follow_trees, follows, tokens_of
+from trajkit.torch.attention import Segments, tokens_of
 from trajkit.torch.models import carry_logprobs, check_model, edge_logprobs
 from trajkit.torch.packs import PackDataset
 
@@ -32,19 +32,6 @@ def test_two_packs_before_a_backward_pass_keep_their_trees(name):
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         if two.grad is not None:
             torch.testing.assert_close(one.grad, two.grad, rtol=1e-10, atol=1e-10)
-
-
-def test_one_layer_that_does_not_follow_is_enough_to_refuse_a_model():
-    model = make("Qwen3.5")
-    layer = model.model.layers[0].linear_attn
-    follow_trees(model)
-    assert follows(layer)
-    # a layer around it that keeps the tree for itself
-    decoder = model.model.layers[0]
-    plain = decoder.forward
-    decoder.forward = lambda *args, tree=None, **kwargs: plain(*args, **kwargs)
-    with pytest.raises(UnsupportedModelError, match="does not hand it the tree"):
-        edge_logprobs(model, pack_of("nemo"))
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "GLM-5"])

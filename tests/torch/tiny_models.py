@@ -96,6 +96,18 @@ MODELS = PLAIN | {
             "final_logit_softcapping": 2.0,
         },
     ),
+    "Gemma 4, shared keys": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 6,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+    ),
     "Cohere, scaled logits": ("CohereConfig", {"logit_scale": 0.3}),
     "Granite, scaled logits": ("GraniteConfig", {"logits_scaling": 3.0}),
     "gpt-oss, sinks and a window": ("GptOssConfig", MOE | {"sliding_window": 6}),

@@ -230,7 +230,9 @@ class LayerMask:
     def __getitem__(self, tokens: Any) -> LayerMask:
         # Gemma 4 takes the tokens whose logits are kept: in a pack all
         if tokens != (slice(None), slice(None), slice(0, None), slice(None)):
-            raise LayoutError(f"mask[{tokens}]: the mask of a pack is for all its tokens")
+            raise LayoutError(
+                f"mask[{tokens}]: the mask of a pack is for all its tokens"
+            )
         return self
 
 

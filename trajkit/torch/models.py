@@ -264,12 +264,13 @@ class _Run:
     def inputs(
         self, pack: Pack, carried: CarriedStates | None = None
     ) -> dict[str, Any]:
-        of_row = 1 + int(pack.position_ids.max())
-        of_pack = max(of_row, len(pack.input_ids))
-        for limit, counts_pack, what in _length_limits(self.model):
-            if (n := of_pack if counts_pack else of_row) > limit:
+        row = 1 + int(pack.position_ids.max())
+        for limit, of_pack, why in _length_limits(self.model):
+            n = max(row, len(pack.input_ids)) if of_pack else row
+            if n > limit:
                 raise UnsupportedModelError(
-                    f"{type(self.model).__name__} uses {what.format(limit=limit, n=n)}"
+                    f"{type(self.model).__name__} is right up to {limit} tokens, and the "
+                    f"{'pack' if of_pack else 'longest row'} has {n}: {why}"
                 )
         embeddings = self.model.get_input_embeddings()
         device = embeddings.weight.device
@@ -465,22 +466,14 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return [*{id(config): config for configs in found for config in configs}.values()]
 
 
-_ROPE = (
-    "{kind} RoPE, which depends on the longest row of a pack from {{limit}} tokens on, and "
-    "the pack has rows of {{n}}: configure a fixed factor (yarn, linear), or cut the rows"
-)
-_TUNING = (
-    "attn_temperature_tuning, which depends on the place in a pack and not in a row after "
-    "{limit} tokens, and the pack has {n}: make packs of at most {limit} tokens"
-)
-
-
 def _length_limits(model: PreTrainedModel) -> Iterator[tuple[int, bool, str]]:
     """Lengths of a row, or of a pack (True), up to which a model is right, and why."""
     for config in _configs(model.config):
-        # Llama 4, in layers without RoPE
-        if getattr(config, "attn_temperature_tuning", False):
-            yield int(config.floor_scale) - 1, True, _TUNING
+        if getattr(config, "attn_temperature_tuning", False):  # Llama 4
+            why = (
+                "attn_temperature_tuning counts tokens of the pack: make smaller packs"
+            )
+            yield int(config.floor_scale) - 1, True, why
         limit = getattr(config, "original_max_position_embeddings", None)
         given = getattr(config, "rope_parameters", None) or {}
         nested = [value for value in given.values() if isinstance(value, dict)]
@@ -488,8 +481,12 @@ def _length_limits(model: PreTrainedModel) -> Iterator[tuple[int, bool, str]]:
             kind = parameters.get("rope_type")
             short = parameters.get("original_max_position_embeddings") or limit
             if kind in ("dynamic", "longrope"):
-                short = short or config.max_position_embeddings
-                yield short, False, _ROPE.format(kind=kind)
+                yield (
+                    short or config.max_position_embeddings,
+                    False,
+                    f"{kind} RoPE depends on the longest row of a pack: configure a fixed "
+                    "factor (yarn, linear), or cut the rows",
+                )
 
 
 def _try(model: torch.nn.Module, check: Check, run: _Run) -> None:
