@@ -59,7 +59,7 @@ class Options(TypedDict, total=False):
 def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
     """Checks that a model gives the tokens of a tree what it gives those of its rows.
 
-    First it looks for what is known to be wrong. Then a small tree of three branches,
+    First it looks for what is known to be wrong. Then a small tree of several branches,
     longer than the windows of the model, runs as a pack and as rows through the model's
     own forward with its own attention, and the logprobs are compared. This trial changes
     no weight, gradient, flag or random state.
@@ -128,8 +128,8 @@ def edge_logprobs(
     Raises
     ------
     UnsupportedModelError
-        As for `check_model`; or RoPE has frequencies of the longest row, and a row of
-        the pack is long enough to change them.
+        As for `check_model`; or RoPE has frequencies of the longest row, or Llama 4
+        scales by the place in the pack, and the pack is long enough to change them.
     LayoutError
         A tree of the pack continues in another pack (see `carry_backward`); or several
         ranks run, and the model is not in a wrapper.
