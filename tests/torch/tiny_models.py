@@ -77,11 +77,6 @@ MODELS = PLAIN | {
         "PhimoeConfig",
         MOE | {"sliding_window": 5, "router_jitter_noise": 0.0},
     ),
-    "Qwen2-MoE, a window only in the mask": (
-        "Qwen2MoeConfig",
-        EXPERTS
-        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
     "ModernBERT, layers before the projection": (
         "ModernBertDecoderConfig",
         TOKENS
