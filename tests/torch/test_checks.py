@@ -417,33 +417,17 @@ def attend(pack, kernel="masked", batch=1, n=None, mask=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "pattern"),
+    ("options", "pattern"),
     [
-        (
-            {"dropout": 0.1},
-            UnsupportedModelError,
-            "drops attention weights with .* 0.1",
-        ),
-        (
-            {"position_bias": 1},
-            UnsupportedModelError,
-            "adds a bias that depends on places",
-        ),
-        (
-            {"block_indices": 1},
-            UnsupportedModelError,
-            "attends chosen blocks of the pack",
-        ),
-        ({"n": 3}, LayoutError, r"for a pack of \d+ tokens"),
-        ({"batch": 2}, LayoutError, "pass one pack a call"),
-        (
-            {"mask": torch.zeros(1)},
-            LayoutError,
-            r"attention mask \(Tensor\) and a tree",
-        ),
+        ({"dropout": 0.1}, "drops attention weights with probability 0.1"),
+        ({"position_bias": 1}, "adds a bias that depends on places in the pack"),
+        ({"block_indices": 1}, "attends chosen blocks of the pack"),
+        ({"n": 3}, r"for a pack of \d+ tokens"),
+        ({"batch": 2}, "pass one pack a call"),
+        ({"mask": torch.zeros(1)}, r"an attention mask \(Tensor\) and a tree"),
     ],
 )
 @pytest.mark.parametrize("kernel", ["masked", "trunk"])
-def test_what_attention_cannot_do_is_refused(options, error, pattern, kernel):
-    with pytest.raises(error, match=pattern):
+def test_what_attention_cannot_do_is_refused(options, pattern, kernel):
+    with pytest.raises((UnsupportedModelError, LayoutError), match=pattern):
         attend(pack_of(), kernel, **options)

@@ -470,9 +470,7 @@ def _length_limits(model: PreTrainedModel) -> Iterator[tuple[int, bool, str]]:
     """Lengths of a row, or of a pack (True), up to which a model is right, and why."""
     for config in _configs(model.config):
         if getattr(config, "attn_temperature_tuning", False):  # Llama 4
-            why = (
-                "attn_temperature_tuning counts tokens of the pack: make smaller packs"
-            )
+            why = "attn_temperature_tuning counts through the pack: make smaller ones"
             yield int(config.floor_scale) - 1, True, why
         limit = getattr(config, "original_max_position_embeddings", None)
         given = getattr(config, "rope_parameters", None) or {}
@@ -481,12 +479,8 @@ def _length_limits(model: PreTrainedModel) -> Iterator[tuple[int, bool, str]]:
             kind = parameters.get("rope_type")
             short = parameters.get("original_max_position_embeddings") or limit
             if kind in ("dynamic", "longrope"):
-                yield (
-                    short or config.max_position_embeddings,
-                    False,
-                    f"{kind} RoPE depends on the longest row of a pack: configure a fixed "
-                    "factor (yarn, linear), or cut the rows",
-                )
+                why = f"{kind} RoPE depends on it: take yarn or linear, or cut the rows"
+                yield short or config.max_position_embeddings, False, why
 
 
 def _try(model: torch.nn.Module, check: Check, run: _Run) -> None:
@@ -563,8 +557,7 @@ def _row_logprobs(
     logprobs, squares = [], []
     with _swapped(configs, "_attn_implementation_internal", attention):
         for _, same in itertools.groupby(rows, len):
-            ids = torch.stack([*same])
-            ids = ids.to(causal.get_input_embeddings().weight.device)
+            ids = torch.stack([*same]).to(causal.get_input_embeddings().weight.device)
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
             squares.append(float(logits.float().square().mean()))
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
