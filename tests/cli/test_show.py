@@ -13,7 +13,7 @@ import trajkit as tk
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import BAD_DATA, BAD_USAGE, main
 from trajkit.cli.options import load_tokenizer
-from trajkit.cli.screen import Screen, visible
+from trajkit.cli.screen import Screen, text_table, visible
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = str(ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json")
@@ -153,6 +153,10 @@ def test_lines_fit_the_terminal(terminal, turns, width):
     texts = [line for line in lines[1:] if line.startswith(" ")]
     assert max(map(cell_len, texts)) <= max(width, 14)
     assert "".join(line.strip() for line in texts).count("question") >= 38
+
+
+def test_tables_have_no_control_characters():
+    assert text_table(["id"], [[HOSTILE]]).splitlines()[2:] == [visible(HOSTILE)]
 
 
 def test_an_encoding_without_arrows_gets_escapes(terminal, turns):

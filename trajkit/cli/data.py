@@ -626,7 +626,7 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
                 stop = start + min(one["tokens"], 8)
                 words += f"  {marked(codec, ids, start, stop)}"
             cells = (one[name] for name in ("row", "session_id", "token"))
-            texts = ["" if cell is None else visible(str(cell)) for cell in cells]
+            texts = ["" if cell is None else str(cell) for cell in cells]
             shown.append([*texts, words])
         if (n_more := len(own) - _MOST_LINES) > 0:
             shown.append(["", "", "", f"and {n_more} more, in the table of --out"])
