@@ -245,6 +245,7 @@ REFUSED = {
     "anthropic": [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"), ({"messages": [3]}, "messages[0]"),
+        (messages({"role": "system"}), "messages"),
         (part(type="image"), "messages[0].content[0].source"),
         (part(type="document", source={"type": "text", "data": "x"}),
          "messages[0].content[0].type"),
@@ -272,6 +273,9 @@ REFUSED = {
         ({"contents": []}, "contents"),
         ({"cachedContent": "c"}, "cachedContent"),
         (contents(turn(response("f", {}))), "contents[0].parts[0].functionResponse"),
+        (contents(turn(function_call("f"), role="model"), turn({"functionResponse": {
+            "name": "f", "parts": [{"inlineData": {"mimeType": "image/x", "data": ""}}]}})),
+         "contents[1].parts[0].functionResponse.parts[0].inlineData"),
         ({CONFIG: {"candidateCount": 0}}, "generationConfig.candidateCount"),
         ({CONFIG: {"candidateCount": 2}}, "generationConfig.candidateCount"),
         ({CONFIG: {"responseMimeType": "text/x.enum"}},
@@ -302,6 +306,8 @@ IGNORED = {
     "anthropic": [
         (messages(said("a")), "continuation of the last message"),
         (messages({"role": "ctx", "content": "a"}), "messages[0].role"),
+        (messages(USER, {"role": "system", "output_config": {"effort": "low"}}),
+         "messages[1].output_config"),
         (part(type="tool_use"), "messages[0].content[0].type"),
         (part(type="text", text="a", mark=1), "messages[0].content[0].mark"),
         (thought(type="redacted_thinking", data="x"), "messages[0].content[0].type"),

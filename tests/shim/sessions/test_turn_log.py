@@ -16,7 +16,6 @@ from benchmarks import crash
 from tests.shim.clients import read_log
 from tests.shim.fakes import FULL, cases, full_disk, remember, said, user
 from trajkit import schema
-from trajkit.errors import TornLogWarning
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.prompting.conversation import Budget, Conversation
 from trajkit_shim.sessions.turn_log import (
@@ -110,19 +109,6 @@ def test_a_write_that_fails_half_way_leaves_the_log_as_it_was(log, monkeypatch):
         patch.setattr(os, "write", lambda file, data: write(file, data[:7]))
         log.append(turn(), 1, set())
     assert read_log(log.path)["turn_index"].to_pylist() == [0, 1]
-
-
-def test_a_torn_last_turn_is_left_out_and_said_so(tmp_path, log):
-    log.append(turn(), 0, set())
-    good = log.path.stat().st_size
-    log.append(turn(), 1, set())
-    log.close()
-    whole = log.path.read_bytes()[: -len(END_OF_STREAM)]
-    torn = tmp_path / "torn.arrows"
-    for size in (*range(good + 1, len(whole), 301), len(whole) - 1):
-        torn.write_bytes(whole[:size])
-        with pytest.warns(TornLogWarning, match=f"last {size - good} bytes"):
-            assert indices(torn) == [0]
 
 
 # What a disk does
