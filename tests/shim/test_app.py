@@ -27,6 +27,7 @@ from trajkit_shim.sessions import sessions
 pytestmark = pytest.mark.anyio
 
 CALL = sampled_call()
+CHUNKED = {"transfer-encoding": "chunked", "content-length": "1"}
 
 
 async def test_a_reply_of_text(start):
@@ -192,7 +193,7 @@ async def test_reasoning_that_the_prompt_opens(start):
         "requests": (1, 1, {}, 429, "too_many_requests"),
         "bytes": (9, 800, {}, 503, "busy"),
         # of which the length that is stated says nothing
-        "bytes in chunks": (9, 1, {"transfer-encoding": "chunked"}, 503, "busy"),
+        "bytes in chunks": (9, 1, CHUNKED, 503, "busy"),
     },
 )
 async def test_a_session_that_asks_too_much_leaves_room(
@@ -213,34 +214,29 @@ async def test_a_session_that_asks_too_much_leaves_room(
     await session.post(**asked)
 
 
-async def test_calls_of_a_session_wait_for_each_other(start, monkeypatch):
+async def test_calls_and_counts_of_a_session_wait_for_each_other(start, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_SAMPLED", 1)
-    held = Held("a")
-    gateway = await start(held, "b", "c")
-    session, other = await gateway.open(), await gateway.open()
-    first = await held.holds(session.ask())
-    second = asyncio.create_task(session.ask())
-    while (await session.shown())["in_flight"] < 2:
-        await asyncio.sleep(0)
-    assert (await other.ask())["content"] == "b"
-    held.release.set()
-    assert [(await call)["content"] for call in (first, second)] == ["a", "c"]
-
-
-async def test_counts_of_a_session_wait_for_each_other(start, monkeypatch):
-    go_on, make = threading.Event(), Call._make_prompt
+    held, go_on, make = Held("a"), threading.Event(), Call._make_prompt
 
     def slow(call, *given, **how):
-        assert call._session.session_id != "slow" or go_on.wait(60)
+        is_slow = call._verb == "count" and call._session.session_id == "slow"
+        assert not is_slow or go_on.wait(60)
         return make(call, *given, **how)
 
     monkeypatch.setattr(Call, "_make_prompt", slow)
-    gateway, name = await start(), "anthropic"
+    gateway = await start(held, "b", "c")
     session, other = await gateway.open(session_id="slow"), await gateway.open()
-    path = f"{PATHS[name]}/count_tokens"
-    counts = [asyncio.create_task(session.post(name, path=path)) for _ in range(3)]
-    while (await session.shown())["token_counts"] < 3:
+    count = {"name": "anthropic", "path": f"{PATHS['anthropic']}/count_tokens"}
+    first = await held.holds(session.ask())
+    asked = [session.ask(), *(session.post(**count) for _ in range(3))]
+    waiting, n_asked = [*map(asyncio.create_task, asked)], None
+    while n_asked != (2, 3):
+        shown = await session.shown()
+        n_asked = shown["in_flight"], shown["token_counts"]
         await asyncio.sleep(0)
-    await other.post(name, path=path)
+    assert (await other.ask())["content"] == "b"
+    await other.post(**count)
     go_on.set()
-    await asyncio.gather(*counts)
+    held.release.set()
+    replies = await asyncio.gather(first, *waiting)
+    assert [reply["content"] for reply in replies[:2]] == ["a", "c"]

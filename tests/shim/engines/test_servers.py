@@ -687,26 +687,20 @@ async def test_pausing_and_updating(kind):
 
 
 @cases(
-    "kind, path, answer",
+    "kind, path, status, says",
     {
-        "SGLang": ("sglang", "update_weights_from_disk", (200, {"success": False})),
-        "vLLM": ("vllm", "collective_rpc", (500, {})),
+        "SGLang": ("sglang", "update_weights_from_disk", 200, "no such folder"),
+        "vLLM": ("vllm", "collective_rpc", 500, "no such folder"),
+        "no developer": ("vllm", "collective_rpc", 404, "with VLLM_SERVER_DEV_MODE=1"),
     },
 )
-async def test_weights_that_cannot_be_loaded_get_no_name(kind, path, answer):
-    status, body = answer
-    body |= {"message": "no such folder"}
+async def test_weights_that_cannot_be_loaded_get_no_name(kind, path, status, says):
+    body = {"message": "no such folder", "success": False}
     double = Double(kind, **{path: web.json_response(body, status=status)})
     async with double.engine() as engine:
-        with pytest.raises(EngineError, match="no such folder"):
+        with pytest.raises(EngineError, match=says):
             await engine.update_weights("/bad", "step-2")
     assert double.counted() == {f"/{path}": 1}
-
-
-async def test_a_vllm_that_cannot_be_paused():
-    async with Double("vllm").engine() as engine:
-        with pytest.raises(EngineError, match="start it with VLLM_SERVER_DEV_MODE=1"):
-            await engine.pause()
 
 
 # Images and payloads

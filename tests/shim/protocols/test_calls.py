@@ -189,12 +189,9 @@ async def test_names_of_ignored_fields_are_bounded(start):
 
 async def test_the_assistant_s_last_message_is_not_continued(start):
     gateway = await start("a")
-    session = await gateway.open()
-    await session.ask(said("The answer is"))
+    await (await gateway.open()).ask(said("The answer is"))
     ends = "assistant\nThe answer is<|im_end|>\n<|im_start|>assistant\n"
     assert shown(gateway).endswith(ends)
-    counted = {"continuation of the last message": 1}
-    assert (await session.shown())["ignored"] == counted
 
 
 async def test_sampled_half_a_pair_comes_back(start):
