@@ -64,7 +64,6 @@ async def test_what_looks_like_a_call_is_text_where_no_tool_was_offered(start):
 
 
 async def test_pins_win_over_wishes(start):
-    # its length is of calls that nobody limits
     gateway = await start("a", "b", "c", max_new_tokens=10)
     pins = {"temperature": 1.0, "max_tokens": 20, "extra": {"regex": "a|b"}}
     session = await gateway.open(sampling=pins)
