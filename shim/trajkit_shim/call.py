@@ -208,12 +208,13 @@ class Call:
         Raises `GatewayError`: the session may make no more calls.
         """
         session = self._session
-        if session.options.replay or is_retry(self._headers):
-            session.check_open()
-            if pending := session.again(self._digest):
-                session.counts.replayed += 1
-                return pending
-        session.admit()
+        session.check_open()
+        again = session.options.replay or is_retry(self._headers)
+        if again and (known := session.again(self._digest)):
+            session.counts.replayed += 1
+            return known
+        for name in ("answered", "prompt_tokens", "output_tokens"):
+            session.check_limit(name, 1)
         pending = PendingReply(self._run, session.amend, self._digest)
         session.calls[pending] = None
         pending.work.add_done_callback(lambda _: session.calls.pop(pending, None))

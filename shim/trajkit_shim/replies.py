@@ -145,7 +145,7 @@ class ToolForm:
                 if not self.closing:
                     break
             return (calls, _after(self.closing, text, offset)) if calls else None
-        except (SyntaxError, *UNREADABLE):
+        except UNREADABLE:
             return None
 
     def ends_in(self, text: str) -> bool:

@@ -36,9 +36,9 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 _IDLE_SECONDS = 3.0
 # statuses of a server that are the client's fault, or that pass; others are 502
 _SHOWN = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}
-# raised by a reply with missing, mistyped or too large fields
+# raised by what has missing, mistyped or too large fields
 UNREADABLE: tuple[type[Exception], ...] = ArithmeticError, AttributeError, LookupError
-UNREADABLE += RecursionError, TypeError, ValueError
+UNREADABLE += RecursionError, SyntaxError, TypeError, ValueError
 
 
 def _open_socket(address: tuple[Any, ...]) -> socket.socket:

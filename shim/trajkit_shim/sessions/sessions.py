@@ -193,12 +193,6 @@ class Session:
             raise GatewayError(message, 403, code=f"max_{unit}_exceeded")
         return left
 
-    def admit(self) -> None:
-        """Raise `GatewayError` if the session may make no further call now."""
-        self.check_open()
-        for name in ("answered", "prompt_tokens", "output_tokens"):
-            self.check_limit(name, 1)
-
     def again(self, digest: bytes) -> PendingReply | None:
         """Return the latest call with an equal request that was recorded, or that runs."""
         # one that is being cancelled does not
