@@ -276,8 +276,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         return {**store.counts()}
 
     async def pause_engine(_: Request, body: Fields) -> Json:
-        seconds = _wait(body, 600.0, "timeout_s")
-        await pause.pause(seconds, renew=body.flag("renew"))
+        await pause.pause(_wait(body, 600.0, "timeout_s"), renew=body.flag("renew"))
         return pause.describe()
 
     async def update(_: Request, body: Fields) -> Json:

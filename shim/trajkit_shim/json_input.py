@@ -268,8 +268,7 @@ class Fields:
     def ignore(self, name: str, value: str = "") -> None:
         """Count a field, or one of its values, that has no effect."""
         where = re.sub(r"\[\d+\]", "[]", self.at(name))
-        where = f"{where}={value}" if value else where
-        add_counts(self.reading.ignored, {where: 1})
+        add_counts(self.reading.ignored, {f"{where}={value}" if value else where: 1})
 
     def leave_out(self, kind: str) -> None:
         """Count the object, as one of a kind that has no effect."""
