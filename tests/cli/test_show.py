@@ -117,6 +117,12 @@ def test_rows_are_shown_without_their_turns(tmp_path, capsys, turns):
         out = capsys.readouterr().out
         assert "lost        (absorbed: 9 tokens of turn 0)\n" in out
         assert "trained     Yes⟦<|im_end|>⟧\n" in out
+    files = [str(tmp_path / f"{dedup}.parquet") for dedup in (False, True)]
+    assert main(["show", *files, "--tokenizer", TOKENIZER]) == 0
+    assert capsys.readouterr().out == 2 * out
+    for name in ("show", "why"):
+        assert main([name, files[0], "--policy", "trl"]) == BAD_USAGE
+        assert "--policy is for turns, and " in capsys.readouterr().err
 
 
 def test_tokens_in_no_row_have_a_reason(tmp_path, capsys):
@@ -193,7 +199,7 @@ def test_what_is_not_there_is_refused(capsys, turns):
     assert main(["show", turns, "--session", "b"]) == BAD_DATA
     assert "no session 'b'" in capsys.readouterr().err
     assert main(["show", turns, "--row", "7"]) == BAD_USAGE
-    assert "--row 7: expected an index" in capsys.readouterr().err
+    assert "--row 7: expected a row_index, 0 to 1" in capsys.readouterr().err
 
 
 def test_a_character_wider_than_the_screen_is_printed(capsys):

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, chosen_int
@@ -19,11 +18,11 @@ from trajkit.learn.weights import trained_tokens
 from trajkit.schema import PAYLOADS
 from trajkit.tables.canonical import TableLike as TableLike
 from trajkit.tables.canonical import as_table, canonical_rows, place
+from trajkit.tables.ragged import Array as Array
 from trajkit.tables.ragged import Ragged, codes, lengths
 from trajkit.turns.images import engine_ids
 
 _P = ParamSpec("_P")
-Array: TypeAlias = npt.NDArray[Any]
 Reduce: TypeAlias = Literal["mean", "sum"]
 
 _LISTS = {"input_ids": 0, "loss_mask": False, "logprobs": np.nan}
