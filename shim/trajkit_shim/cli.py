@@ -45,8 +45,6 @@ ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 
 # values of --parser besides the gateway's own: see the option
 _ENGINE, _NONE = "engine", "none"
-# in a model's config.json
-_EXPERTS = "num_experts_per_tok"
 
 
 @Parameter(name="*")
@@ -213,9 +211,7 @@ def serve(
     return 0
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+_say = partial(print, end="", flush=True)
 
 
 def _work(
@@ -329,7 +325,8 @@ def _engine_of(arguments: SimpleNamespace, model: str) -> "Callable[..., Engine]
     from trajkit_shim.engines.model_config import config_number
 
     classes = {"vllm": http.VLLMEngine, "sglang": http.SGLangEngine}
-    experts = config_number(model, _EXPERTS) if arguments.routed_experts else None
+    per_token = "num_experts_per_tok"
+    experts = config_number(model, per_token) if arguments.routed_experts else None
     return partial(
         classes[arguments.engine],
         vocab_size=config_number(model, "vocab_size"),

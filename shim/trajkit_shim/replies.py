@@ -33,7 +33,7 @@ from trajkit_shim.chat.request import (
     ToolCall,
     function_of,
 )
-from trajkit_shim.engines.http import EngineClient, reading
+from trajkit_shim.engines.http import UNREADABLE, EngineClient, reading
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.render import ChatRenderer, Ids
@@ -60,8 +60,6 @@ _KINDS |= {str: "string", dict: "object", list: "array", type(None): "null"}
 _NUMBERS = frozenset({"integer", "number"})
 # accepted without a schema, because text rarely looks like them by chance
 _UNSAID = frozenset({"object", "array"})
-# raised by text that is no call
-_NO_CALL = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def _refuse_constant(name: str) -> None:
@@ -147,7 +145,7 @@ class ToolForm:
                 if not self.closing:
                     break
             return (calls, _after(self.closing, text, offset)) if calls else None
-        except (SyntaxError, *_NO_CALL):
+        except UNREADABLE:
             return None
 
     def ends_in(self, text: str) -> bool:
@@ -576,7 +574,7 @@ class SGLangParser(ReplyParser):
 
 def _is_object(text: Any) -> bool:
     """Whether a text is a JSON object."""
-    with suppress(*_NO_CALL):
+    with suppress(*UNREADABLE):
         return isinstance(_DECODER.decode(text), dict)
     return False
 

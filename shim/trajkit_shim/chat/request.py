@@ -310,10 +310,10 @@ def resolve(
 ) -> tuple[Sampling, list[str]]:
     """Return the parameters of one engine call, and those that a client did not get.
 
-    The limit on new tokens is the smallest of the client's (``requested``), the
-    session's (``fixed``), the gateway's (``max_tokens``) and the ``room`` left in the
-    context. ``client`` has the names in `CLIENT` that the client may set. ``rest``: the
-    other fields of `Sampling`.
+    The limit on new tokens is the smaller of the client's (``requested``) and the
+    session's (``fixed``), by default the gateway's (``max_tokens``), and at most the
+    ``room`` that is left for them. ``client`` has the names in `CLIENT` that the client
+    may set. ``rest``: the other fields of `Sampling`.
     """
     values, overruled = dict[str, Any](), list[str]()
     for name in (*SHAPING, "stop", "seed", "max_tokens"):
@@ -323,7 +323,7 @@ def resolve(
         allowed = None if fixes else asked
         either = [value for value in (allowed, own) if value is not None]
         if name == "max_tokens":
-            values["max_new_tokens"] = limit = min([*either, max_tokens, room])
+            values["max_new_tokens"] = limit = min([*(either or [max_tokens]), room])
             overruled += [name] * ((asked or limit) < limit)
             continue
         # what is fixed is only the default of what shapes the distribution

@@ -179,20 +179,19 @@ async def test_variables_of_server_session_and_request(start):
     assert (await session.shown())["ignored"] == dict.fromkeys(names, 1)
 
 
-def test_names_of_ignored_fields_are_bounded():
-    body = {**BODIES["openai_chat"], **{f"{i}{'x' * 500}": 1 for i in range(1000)}}
-    ignored = BY_NAME["openai_chat"].read(body).ignored
+async def test_names_of_ignored_fields_are_bounded(start):
+    session = await (await start("a", "b")).open()
+    for letter in "ab":
+        await session.post(**{f"{i}{letter * 500}": 1 for i in range(1000)})
+    ignored = (await session.shown())["ignored"]
     assert (len(ignored), max(map(len, ignored))) == (100, 100)
 
 
 async def test_the_assistant_s_last_message_is_not_continued(start):
     gateway = await start("a")
-    session = await gateway.open()
-    await session.ask(said("The answer is"))
+    await (await gateway.open()).ask(said("The answer is"))
     ends = "assistant\nThe answer is<|im_end|>\n<|im_start|>assistant\n"
     assert shown(gateway).endswith(ends)
-    counted = {"continuation of the last message": 1}
-    assert (await session.shown())["ignored"] == counted
 
 
 async def test_sampled_half_a_pair_comes_back(start):
