@@ -119,7 +119,7 @@ class Gateway:
             places = media.ImagePlaces(options.images, self.images)
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
         self.reply_parser = options.reply_parser or replies.FormParser(
-            replies.form_of(renderer), replies.tags_of(renderer.chat_template)
+            replies.form_of(renderer), replies.tags_of(renderer)
         )
 
     @contextmanager
@@ -291,7 +291,8 @@ class Call:
         n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, self._info, n_checked)
         # it ends within the reply's reasoning
-        self._opened = replies.opens_reasoning(self._renderer, prompt.ids)
+        tag = self._gateway.reply_parser.tags[0]
+        self._opened = replies.opens_reasoning(self._renderer, prompt.ids, tag)
 
     def _sampling(self) -> tuple[base.Sampling, list[str]]:
         """The parameters of the call, and what of the client's request they overrule."""
@@ -312,7 +313,7 @@ class Call:
             if wanted and chats.is_fixed(name, fixed, client):
                 required = replace(required, **free)
                 formless.append(name)
-        form = self._gateway.reply_parser.form
+        form, tags = self._gateway.reply_parser.form, self._gateway.reply_parser.tags
         holds = getattr(self._gateway.engine, "takes_grammars", True)
         if form is None or not holds:
             # nothing can enforce them: wishes are counted, and requirements refused
@@ -334,8 +335,9 @@ class Call:
                 form,
                 fixed.get("extra", {}),
                 opened=self._opened,
-                reasons=replies.THINK in self._renderer.chat_template,
+                reasons=tags[0] in self._renderer.chat_template,
                 holds=holds,
+                around=tags,
             ),
         )
         return sampling, [*formless, *overruled]
@@ -355,7 +357,8 @@ class Call:
             n_reasoning = n_output
             if len(parsed.parts) > 1:
                 # None if the end of reasoning is spelled with other tokens
-                n_reasoning = self._renderer.end_of_reasoning(sample.output_ids) or 0
+                end = self._gateway.reply_parser.tags[1]
+                n_reasoning = self._renderer.n_until(sample.output_ids, end)
         return chats.make_reply(
             parsed,
             sample.finish_reason or "",

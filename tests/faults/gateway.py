@@ -238,7 +238,12 @@ shim/trajkit_shim/replies.py: shim/replies shim/test_app
         |return text if kind != "string" and kind in kinds else _dumps(written)|
         -> |return text if kind != "string" else _dumps(written)|
     an unknown format is served as text
-        |if not renderer.shows_tools():| -> |if True:|
+        |if renderer.text([_ASKED], [_PROBE]) != renderer.text([_ASKED], None):|
+        -> |if False:|
+    a form need not read all that the template writes for calls
+        |if calls == wanted and not found.text.strip():| -> |if calls == wanted:|
+    reasoning is always in the tags of most families
+        |if found := re.search(shown, renderer| -> |if not re.search(shown, renderer|
 shim/trajkit_shim/replies.py: shim/replies shim/test_app shim/protocols
     a session's own grammar is replaced
         |    if own:| -> |    if False:|

@@ -33,7 +33,7 @@ from trajkit_shim.chat.request import (
     Thought,
     ToolCall,
     assistant_message,
-    function_tool,
+    squeezed,
     tool_message,
 )
 from trajkit_shim.engines.checks import too_long
@@ -152,7 +152,6 @@ class ChatRenderer:
         # texts are tokenized piece by piece
         self.keeps_apart = True
         self.keeps_apart = self._split_agrees()
-        self._end_of_reasoning = self._backend.token_to_id("</think>")
         self._probe_template()
 
     def text(
@@ -233,12 +232,10 @@ class ChatRenderer:
             ids.pop()
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
-    def end_of_reasoning(self, output_ids: Ids) -> int | None:
-        """Return how many sampled ids the reasoning has with its end token, if any."""
-        if self._end_of_reasoning is None:
-            return None
-        ends = np.flatnonzero(output_ids == self._end_of_reasoning)
-        return int(ends[0]) + 1 if len(ends) else None
+    def n_until(self, output_ids: Ids, token: str) -> int:
+        """Return how many ids there are up to the first of a token; 0: it is not there."""
+        found = np.flatnonzero(output_ids == self._added.get(token, -1))
+        return int(found[0]) + 1 if len(found) else 0
 
     def _break(self, value: Any, spelled: re.Pattern[str]) -> Any:
         """A JSON value with the mark inside each control token that it spells out."""
@@ -344,7 +341,15 @@ class ChatRenderer:
             return shown(reply, tool_message(call_id, ["tool"]))
 
         text = calling("call00000", "lead")
-        self._takes_string = arguments in text  # arguments may be strings
+        self._takes_string = False
+        parsed = calling("call00000", "lead")
+        # arguments may be strings, unless the template writes an object in another way
+        # than a string; quotes are those of a template that cannot write JSON
+        alike = squeezed(parsed).replace("'", '"') in ("", squeezed(text))
+        if arguments in text and alike:
+            self._takes_string = True
+        else:
+            text = parsed
         # ids of calls: some templates want nine letters and digits
         self.short_call_ids = bool(text) and not calling("call_0000000000")
         # the white space before a call
@@ -363,14 +368,6 @@ class ChatRenderer:
         system: Json = {"role": "system", "content": "lead2"}
         late = shown(assistant_message(["lead"]), system, user)
         self.takes_late_system = "lead2" in late
-
-    def shows_tools(self) -> bool:
-        """Return whether the template shows the tools that a request offers."""
-        user: list[Json] = [{"role": "user", "content": "user"}]
-        tool = function_tool("probe", "probe", {"type": "object", "properties": {}})
-        with suppress(GatewayError):
-            return self.text(user, [tool]) != self.text(user, None)
-        return False
 
     def _one_system(self, messages: Sequence[Json]) -> list[Json]:
         """Join leading system messages, and make later ones reminders by the user."""

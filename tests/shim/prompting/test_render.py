@@ -240,9 +240,9 @@ def test_decode_leaves_out_the_end_of_a_message_only_where_it_ended():
 def test_where_reasoning_ends():
     renderer = ChatRenderer(adding("</think>"), AS_STRING)
     ids = renderer.encode("hm</think>a</think>").ids
-    assert renderer.end_of_reasoning(ids) == 3
-    assert renderer.end_of_reasoning(ids[:2]) is None
-    assert RENDERER.end_of_reasoning(ids) is None
+    assert renderer.n_until(ids, "</think>") == 3
+    assert renderer.n_until(ids[:2], "</think>") == 0
+    assert RENDERER.n_until(ids, "</think>") == 0
 
 
 # Model directories

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from tests.shim.clients import TOOLS, USER
 from tests.shim.engines.double import Double
-from tests.shim.fakes import byte_renderer, cases, parse_reply, raises, sampled_call
+from tests.shim.fakes import (
+    byte_renderer,
+    called,
+    cases,
+    parse_reply,
+    raises,
+    said,
+    sampled_call,
+)
 from tests.strategies import call_shards, good_calls, plain_texts, typed_calls
 from trajkit_shim import cli
 from trajkit_shim.chat.request import ChatRequest, Required
@@ -21,13 +29,14 @@ from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.replies import (
     END_THINK,
     FORMS,
+    TAGS,
     THINK,
-    THOUGHTS,
     FormParser,
     SGLangParser,
     UnknownFormError,
     form_of,
     grammar,
+    tags_of,
 )
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +64,7 @@ def test_a_reply_of_a_family(name, reply):
     text = re.sub(f"(?:{ends})$", "", reply["sampled"])
     seed = name == "seed-oss"
     opened = not seed and END_THINK in text and THINK not in text
-    tags = THOUGHTS[0] if seed else (THINK, END_THINK)
+    tags = ("<seed:think>", "</seed:think>") if seed else TAGS
     form = FORMS.get(family.get("form"))
     found = FormParser(form, tags).read(text, DATA["tools"], opened=opened)
     assert not found.ill_formed
@@ -151,12 +160,31 @@ def test_no_text_is_lost(form, shards):
         assert parsed.ill_formed == bool(starts or FORMS[form].ends_in(text))
 
 
+# Templates that are tried out
+
+CONTENT = "{{ message.content }}"
+
+
+def writing(call, reply=CONTENT):
+    """The renderer of a template that writes replies and calls in its own way."""
+    return byte_renderer(
+        "{{ tools | tojson if tools }}{% for message in messages %}<|im_start|>"
+        f"{reply}{{% for call in message.tool_calls or [] %}}"
+        "{% set name, given = call.function.name, call.function.arguments %}"
+        f"{call}{{% endfor %}}<|im_end|>{{% endfor %}}<|im_start|>"
+    )
+
+
+JSON = '{"name": "{{ name }}", "arguments": {{ given | tojson }}}'
+LIST = "{{ '[' if loop.first else ', ' }}" + JSON + "{{ ']' if loop.last }}"
+
+
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_template_names_its_form(name):
-    written = "".join((*WRITTEN[name], ARGUMENT.get(name, "")))
-    renderer = byte_renderer()
-    quoted = written.replace('"', '\\"')
-    renderer.chat_template = quoted if name == "plain-json" else written
+def test_the_form_that_reads_what_the_template_writes(name):
+    begin, end = (part.replace("NAME", "{{ name }}") for part in WRITTEN[name])
+    pairs = ARGUMENT.get(name, "").format("{{ key }}", "{{ given[key] }}")
+    pairs = pairs and f"{{% for key in given %}}{pairs}{{% endfor %}}"
+    renderer = writing(begin + (pairs or "{{ given | tojson }}") + end)
     assert form_of(renderer) is FORMS[name]
     # and a grammar demands a call so
     tag = FORMS[name].tag("f", SCHEMA)
@@ -164,26 +192,78 @@ def test_a_template_names_its_form(name):
     assert (call.startswith(tag["begin"]), call.endswith(tag["end"])) == (True, True)
 
 
-def test_forms_that_are_not_known():
-    plain = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert form_of(byte_renderer(plain)) is None
-    offers = "{{ tools | tojson if tools }}" + plain
-    with pytest.raises(UnknownFormError, match=r"--parser with one of gpt-oss.*none:"):
-        form_of(byte_renderer(offers))
+@cases(
+    "call, lead",
+    {
+        "a block for each": (f"<|call|>\n{JSON}\n<|done|>", "So:"),
+        "without an end": (f"\n<function_call> {JSON}", "So:"),
+        "all in one block": (
+            "{{ '<calls>' if loop.first }}" + LIST + "{{ '</calls>' if loop.last }}",
+            "So:",
+        ),
+        "nothing around": (LIST, ""),
+    },
+)
+def test_calls_in_json_are_read_between_any_texts(call, lead):
+    renderer = writing(call)
+    values = [json.dumps({"a": text}) for text in ('}"', "[{</calls>")]
+    two = [called(f"c{i}", "f", value) for i, value in enumerate(values)]
+    text = renderer.text([said(lead, tool_calls=two)], None)
+    text = text.removeprefix("<|im_start|>").removesuffix("<|im_end|><|im_start|>")
+    parsed = parse_reply(text, (), form_of(renderer))
+    assert [each.arguments for each in parsed.calls] == values
+    assert (parsed.text.strip(), parsed.ill_formed) == (lead, False)
+
+
+@cases(
+    "renderer, fault",
+    {
+        "no calls": (writing(""), "does not show the calls"),
+        "no calls are taken": (writing("{{ none() }}"), "rejects a reply with calls: "),
+        # has all that plain JSON has, but for its name
+        "other JSON": (
+            writing(LIST.replace('"name', '"tool_name')),
+            "writes .*no parser",
+        ),
+        "what surrounds calls is text": (writing(f"{{{{ name }}}}{JSON}!"), "writes"),
+    },
+)
+def test_a_form_that_is_not_known_stops_the_start(renderer, fault):
+    with pytest.raises(
+        UnknownFormError, match=rf"{fault}.*--parser with one of gpt-.*none:"
+    ):
+        form_of(renderer)
+
+
+def test_forms_of_templates_that_show_no_tools():
+    assert form_of(byte_renderer(CONTENT + "<|im_end|>")) is None
     # the command names every form
     assert set(FORMS) <= set(re.findall(r"[\w-]+", EngineOptions.__doc__))
 
 
-@pytest.mark.parametrize("options", [{}, {"reply_parser": FormParser(FORMS["hermes"])}])
-async def test_the_gateway_reads_the_form_of_its_template(start, options):
-    template = byte_renderer().chat_template + "{# <function= <parameter= #}"
-    gateway = await start(coder("1"), renderer=byte_renderer(template), **options)
+THOUGHT = "{{ message.reasoning_content or '' }}"
+
+
+@cases(
+    "before, after, tags",
+    {
+        "a name in the tag": ("<|channel>thought\n", "\n<channel|>", True),
+        "brackets": ("[THINK]", "[/THINK]", True),
+        "no tags": ("", "\n", False),
+    },
+)
+async def test_reasoning_in_the_tags_of_the_template(start, before, after, tags):
+    thought = f"{before}{{{{ message.reasoning_content or '' }}}}{after}"
+    renderer = writing("<call>" + JSON, thought + CONTENT)
+    own = (before.strip(), after.strip()) if tags else TAGS
+    assert tags_of(renderer) == own
+    # the prompt opens it
+    renderer = byte_renderer(renderer.chat_template + own[0] + "\n")
+    call = json.dumps({"name": "f", "arguments": {"a": 1}})
+    gateway = await start(f"hm\n{own[1]}<call>{call}", renderer=renderer)
     message = await (await gateway.open()).ask(USER, tools=[function(a="integer")])
-    if options:
-        assert message["content"] == coder("1")
-    else:
-        (call,) = message["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    assert (message["reasoning_content"], message["content"]) == ("hm", "")
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
 
 
 # Hermes
@@ -379,6 +459,7 @@ UNTAGGED = coder("1").removeprefix("<tool_call>\n")
 ONE = '{"a": 1}'
 INVOCATION = '<invoke name="f"></invoke></minimax:tool_call>'
 INNER_CALL = "<|tool_call_begin|>f:0<|tool_call_end|><|tool_calls_section_end|>"
+ENDS_LINE = INVOCATION.replace("></", '><parameter name="a">x\n</parameter></', 1)
 NOBODY = "<|channel|>commentary<|message|>{}<|call|>"
 
 
@@ -400,6 +481,14 @@ NOBODY = "<|channel|>commentary<|message|>{}<|call|>"
         "a call of nobody": ("gpt-oss", NOBODY, None),
         "Python without a name": ("pythonic", "[f(1)]", None),
         "Python that is no value": ("pythonic", "[f(a=g())]", None),
+        "Python that is no name": ("pythonic", "[f(a=1) - g(a=1)]", None),
+        "a name with hyphens": ("pythonic", "[f-g.h-i(a=1)]", ONE),
+        "half a character": ("pythonic", "[f(a='\\ud83d')]", r'{"a": "\ud83d"}'),
+        "the end of a line": (
+            "minimax",
+            f"<minimax:tool_call>{ENDS_LINE}",
+            r'{"a": "x\n"}',
+        ),
     },
 )
 def test_calls_that_are_slightly_off(form, written, arguments):
