@@ -219,15 +219,31 @@ def _python_calls(text: str) -> list[ToolCall]:
         if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Sub):
             # a name with hyphens
             start, item = f"{ast.unparse(item.left)}-".replace(" ", ""), item.right
-        given = {one.arg: ast.literal_eval(one.value) for one in item.keywords}
+        given = {one.arg: _literal(one.value) for one in item.keywords}
         name = start + ast.unparse(item.func)
         if item.args or None in given or not re.fullmatch(r"[\w.-]+", name):
             raise ValueError("not a call of a name, with keywords")
-        arguments = _dumps(given, allow_nan=False)
-        # clients cannot send half a character back
-        arguments = _HALF.sub(lambda half: f"\\u{ord(half[0]):x}", arguments)
-        calls.append(ToolCall(name, arguments))
+        calls.append(ToolCall(name, _spelled(given)))
     return calls
+
+
+class _Names(ast.NodeTransformer):
+    """Takes JSON's names of values in Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        names = {"true": True, "false": False, "null": None}
+        return ast.Constant(names[node.id]) if node.id in names else node
+
+
+def _literal(value: ast.expr) -> Any:
+    """The value that an expression of literals has."""
+    return ast.literal_eval(_Names().visit(value))
+
+
+def _spelled(value: object) -> str:
+    """A value as JSON; clients cannot send half a character back."""
+    text = _dumps(value, allow_nan=False)
+    return _HALF.sub(lambda half: f"\\u{ord(half[0]):x}", text)
 
 
 # a message of a reply: the recipient is before or after the channel
@@ -287,6 +303,12 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
         kind = _KINDS[type(_DECODER.decode(text))]
     except (ValueError, RecursionError):
         kind = "string"
+        # some templates write lists and objects as Python does, too
+        if kinds is not _UNSAID and "string" not in kinds:
+            with suppress(SyntaxError, MemoryError, *_NO_CALL):
+                value = _literal(ast.parse(text, mode="eval").body)
+                if isinstance(value, dict | list):
+                    kind, text = _KINDS[type(value)], _spelled(value)
     if kinds & _NUMBERS:
         kinds |= _NUMBERS
     return text if kind != "string" and kind in kinds else _dumps(written)
@@ -423,12 +445,20 @@ class UnknownFormError(ValueError):
 
 
 def tags_of(renderer: ChatRenderer) -> tuple[str, str]:
-    """Return the tags that a chat template writes around reasoning, else `TAGS`."""
-    reply = assistant_message([Thought("wordthought"), "wordanswer"])
+    """Return the tags that a chat template writes around reasoning, else `TAGS`.
+
+    The first one may be empty.
+    """
     shown = r"([<\[][^<\[]*?)\s*wordthought\s*(\S[^<\[]*[>\]])\s*wordanswer"
     with suppress(GatewayError):
-        if found := re.search(shown, renderer.text([_ASKED, reply], [_PROBE])):
-            return found[1], found[2]
+        thinks, plain = (
+            renderer.text([_ASKED, assistant_message([*first, "wordanswer"])], [_PROBE])
+            for first in ([Thought("wordthought")], [])
+        )
+        if found := re.search(shown, thinks):
+            # what every reply begins with is no tag
+            bare = re.search(re.escape(found[1]) + r"\s*wordanswer", plain)
+            return "" if bare else found[1], found[2]
     return TAGS
 
 
@@ -511,7 +541,8 @@ def _json_forms(text: str) -> Iterator[ToolForm]:
 def opens_reasoning(renderer: ChatRenderer, prompt_ids: Ids, tag: str = THINK) -> bool:
     """Return whether a prompt ends with the tag that begins the reply's reasoning."""
     # a tag and a line break in single bytes, and a few more
-    return renderer.decode(prompt_ids[-32:], ended=False).rstrip().endswith(tag)
+    end = renderer.decode(prompt_ids[-32:], ended=False).rstrip()
+    return bool(tag) and end.endswith(tag)
 
 
 class ReplyParser(ABC):
@@ -587,6 +618,8 @@ class FormParser(ReplyParser):
             return "", text
         begun = text if opened else begun.removeprefix(start)
         inside, closed, rest = begun.partition(end)
+        if not (start or closed):
+            return "", text
         return inside, rest.lstrip("\n") if closed else ""
 
 

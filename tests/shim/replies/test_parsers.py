@@ -249,11 +249,13 @@ THOUGHT = "{{ message.reasoning_content or '' }}"
     {
         "a name in the tag": ("<|channel>thought\n", "\n<channel|>", True),
         "brackets": ("[THINK]", "[/THINK]", True),
+        "without a first one": ("", "[BEGIN]", True),
         "no tags": ("", "\n", False),
     },
 )
 async def test_reasoning_in_the_tags_of_the_template(start, before, after, tags):
-    thought = f"{before}{{{{ message.reasoning_content or '' }}}}{after}"
+    thought = f"{before}{{{{ message.reasoning_content }}}}{after}"
+    thought = f"{{% if message.reasoning_content %}}{thought}{{% endif %}}"
     renderer = writing("<call>" + JSON, thought + CONTENT)
     own = (before.strip(), after.strip()) if tags else TAGS
     assert tags_of(renderer) == own
@@ -361,6 +363,13 @@ def coder(value, key="a"):
         "no boolean": ({"type": "boolean"}, "1", "1"),
         "a list": ({"type": "array"}, "[1, {}]", [1, {}]),
         "a list in the place of an object": ({"type": "object"}, "[1]", "[1]"),
+        "a list as in Python": (
+            {"type": "array"},
+            "['a', {'b': True}]",
+            ["a", {"b": True}],
+        ),
+        "too deep a list": ({"type": "array"}, "[" * 100_000, "[" * 100_000),
+        "no list": ({"type": "array"}, "{'a'}", "{'a'}"),
         "one of two types": ({"type": ["integer", "null"]}, "None", None),
         "a string or null": ({"type": ["string", "null"]}, "null", None),
         "unknown, a number": ({"type": None}, "42", "42"),
@@ -483,6 +492,7 @@ NOBODY = "<|channel|>commentary<|message|>{}<|call|>"
         "Python that is no value": ("pythonic", "[f(a=g())]", None),
         "Python that is no name": ("pythonic", "[f(a=1) - g(a=1)]", None),
         "a name with hyphens": ("pythonic", "[f-g.h-i(a=1)]", ONE),
+        "JSON's names": ("pythonic", "[f(a=[true, null])]", '{"a": [true, null]}'),
         "half a character": ("pythonic", "[f(a='\\ud83d')]", r'{"a": "\ud83d"}'),
         "the end of a line": (
             "minimax",
