@@ -181,7 +181,8 @@ class Call:
         )
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
-        asked = chat.thinking.resolve(self._renderer.variables, chat.ignored)
+        known, takes = self._renderer.variables, self._renderer.takes
+        asked = chat.thinking.resolve(known, chat.ignored, takes)
         fixed = session.options.variables
         for name in asked.keys() & fixed.keys():
             if asked[name] != fixed[name]:

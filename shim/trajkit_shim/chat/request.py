@@ -19,7 +19,7 @@ default.
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -177,8 +177,17 @@ class Thinking:
     on: bool | None = None
     budget: int | None = None  # tokens
 
-    def resolve(self, known: Collection[str], ignored: Counter[str]) -> Json:
-        """Return the variables for a template that has those; count what it lacks."""
+    def resolve(
+        self,
+        known: Collection[str],
+        ignored: Counter[str],
+        takes: Callable[[Json], bool],
+    ) -> Json:
+        """Return the variables for a template that has those; count the others.
+
+        ``takes``: whether the template does not refuse some values. What it refuses is
+        counted too, but for variables that are given by their names.
+        """
         effort, on = self.effort and self.effort.lower(), self.on
         if effort in ("none", "off"):
             on = False if on is None else on
@@ -190,13 +199,18 @@ class Thinking:
             "thinking budget": (self.budget, ("thinking_budget",)),
             "reasoning effort": (effort, ("reasoning_effort",)),
         }
+        wishes = {*wanted}
         for name, value in self.variables.items():
             wanted[f"chat_template_kwargs.{name}"[:100]] = value, (name,)
         found: Json = {}
         for what, (value, names) in wanted.items():
-            fitting = [name for name in names if name in known]
             if value is not None:
-                found |= dict.fromkeys(fitting, value)
+                fitting = dict.fromkeys(
+                    [name for name in names if name in known], value
+                )
+                if what in wishes and not takes(fitting):
+                    fitting = {}
+                found |= fitting
                 ignored.update([what] * (not fitting))
         return found
 

@@ -221,6 +221,14 @@ class ChatRenderer:
             return text
         return _SURROGATE.sub("\ufffd", text)
 
+    def takes(self, variables: Mapping[str, object]) -> bool:
+        """Return whether the template takes some variables with a user's message."""
+        with suppress(GatewayError):
+            return bool(
+                self.text([{"role": "user", "content": "user"}], None, variables)
+            )
+        return False
+
     def without_mark(self, text: str) -> str:
         """Return a part of `text` with the marks removed."""
         return text.replace(self._mark, "")
