@@ -181,8 +181,10 @@ class Call:
         )
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
-        known, takes = self._renderer.variables, self._renderer.takes
-        asked = chat.thinking.resolve(known, chat.ignored, takes)
+        renderer = self._renderer
+        if chat.tools and not renderer.shows_tools:
+            chat.ignored["tools"] += 1
+        asked = chat.thinking.resolve(renderer.variables, chat.ignored, renderer.takes)
         fixed = session.options.variables
         for name in asked.keys() & fixed.keys():
             if asked[name] != fixed[name]:

@@ -34,13 +34,12 @@ from trajkit_shim.chat.request import (
     ToolCall,
     assistant_message,
     function_of,
-    function_tool,
     tool_message,
 )
 from trajkit_shim.engines.http import EngineClient, reading
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.render import ChatRenderer, Ids
+from trajkit_shim.prompting.render import PROBE, ChatRenderer, Ids
 
 THINK, END_THINK = TAGS = ("<think>", "</think>")
 Tools: TypeAlias = Sequence[Json]
@@ -434,8 +433,6 @@ _form(
 # Trying a template out
 
 _ASKED: Json = {"role": "user", "content": "wordquestion"}
-_TYPED: Json = {"key": {"type": "integer", "description": "key"}}
-_PROBE = function_tool("probe", "probe", {"type": "object", "properties": _TYPED})
 # some templates take no other ids than those of their kind
 _IDS = ("functions.probe{0}:{0}", "call0000{0}")
 
@@ -452,7 +449,7 @@ def tags_of(renderer: ChatRenderer) -> tuple[str, str]:
     shown = r"([<\[][^<\[]*?)\s*wordthought\s*(\S[^<\[]*[>\]])\s*wordanswer"
     with suppress(GatewayError):
         thinks, plain = (
-            renderer.text([_ASKED, assistant_message([*first, "wordanswer"])], [_PROBE])
+            renderer.text([_ASKED, assistant_message([*first, "wordanswer"])], [PROBE])
             for first in ([Thought("wordthought")], [])
         )
         if found := re.search(shown, thinks):
@@ -482,21 +479,20 @@ def form_of(renderer: ChatRenderer) -> ToolForm | None:
         opened = tags[1] in text and tags[0] not in text
         text = FormParser(None, tags).read(text, None, opened=opened).text
         for form in chain(FORMS.values(), _json_forms(text)):
-            found = FormParser(form).read(text, [_PROBE], opened=False)
+            found = FormParser(form).read(text, [PROBE], opened=False)
             calls = [(c.name, re.findall(r"\d+", c.arguments)) for c in found.calls]
             wanted = [(f"probe{i}", [key]) for i, key in enumerate(keys)]
             if calls == wanted and not found.text.strip():
                 return form
         fault = f"writes calls in a format that no parser knows: {text[:200]!r}"
         break
-    with suppress(GatewayError):
-        if renderer.text([_ASKED], [_PROBE]) != renderer.text([_ASKED], None):
-            raise UnknownFormError(
-                f"the chat template offers tools, but {fault}; give --parser with one of "
-                f"{', '.join(FORMS)}; engine: the parsers of the SGLang server; none: "
-                "calls stay text"
-            )
-    return None
+    if not renderer.shows_tools:
+        return None
+    raise UnknownFormError(
+        f"the chat template offers tools, but {fault}; give --parser with one of "
+        f"{', '.join(FORMS)}; engine: the parsers of the SGLang server; none: calls "
+        "stay text"
+    )
 
 
 def _written(renderer: ChatRenderer, keys: Sequence[str], call_id: str) -> str:
@@ -507,7 +503,7 @@ def _written(renderer: ChatRenderer, keys: Sequence[str], call_id: str) -> str:
     ]
     results = (tool_message(call.call_id, ["wordresult"]) for call in calls)
     opening, later = (
-        renderer.text([_ASKED, *more], [_PROBE]).rpartition("wordquestion")[2]
+        renderer.text([_ASKED, *more], [PROBE]).rpartition("wordquestion")[2]
         for more in ([], [assistant_message(calls), *results])
     )
     # a reply may begin with another tag than the generation prompt ends with

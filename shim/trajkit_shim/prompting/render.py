@@ -33,6 +33,7 @@ from trajkit_shim.chat.request import (
     Thought,
     ToolCall,
     assistant_message,
+    function_tool,
     squeezed,
     tool_message,
 )
@@ -54,6 +55,10 @@ _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # what every template is given; a client cannot set it
 _GIVEN = frozenset("messages tools documents add_generation_prompt".split())
+_TYPED: Json = {"key": {"type": "integer", "description": "key"}}
+PROBE = function_tool("probe", "probe", {"type": "object", "properties": _TYPED})
+"""A tool with which templates are tried out."""
+
 # the special tokens that have a name, which templates use
 _NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 # the keys under which templates look for the reasoning of a reply
@@ -337,11 +342,14 @@ class ChatRenderer:
         self._call_separator, arguments = "", '{"probe":  1}'
         user: Json = {"role": "user", "content": "user"}
 
-        def shown(*messages: Json) -> str:
+        def shown(*messages: Json, tools: list[Json] | None = None) -> str:
             # the template rejects it, or the tokenizer a special token within text
             with suppress(GatewayError):
-                return self.text([user, *messages], None)
+                return self.text([user, *messages], tools)
             return ""
+
+        # what a request offers
+        self.shows_tools = shown(tools=[PROBE]) not in ("", shown())
 
         def calling(call_id: str, content: str = "", thought: str = "") -> str:
             call = ToolCall("probe", arguments, call_id)

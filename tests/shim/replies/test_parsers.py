@@ -235,8 +235,12 @@ def test_a_form_that_is_not_known_stops_the_start(renderer, fault):
         form_of(renderer)
 
 
-def test_forms_of_templates_that_show_no_tools():
-    assert form_of(byte_renderer(CONTENT + "<|im_end|>")) is None
+async def test_a_template_that_shows_no_tools(start):
+    renderer = byte_renderer("{% for message in messages %}" + CONTENT + "{% endfor %}")
+    assert form_of(renderer) is None
+    session = await (await start("a", renderer=renderer)).open()
+    await session.ask(tools=[function(a="integer")])
+    assert (await session.shown())["ignored"] == {"tools": 1}
     # the command names every form
     assert set(FORMS) <= set(re.findall(r"[\w-]+", EngineOptions.__doc__))
 
