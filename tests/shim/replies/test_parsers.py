@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,34 +93,41 @@ def test_half_of_a_call_is_ill_formed_text(form):
 
 # What a template renders is read again
 
-# how the chat templates of families write a call, around its arguments, and one of them
+NEXT = "{{ '' if loop.first else '\n' }}"
+JSON = '{"name": "{{ name }}", "arguments": {{ given | tojson }}}'
+LIST = "{{ '[' if loop.first else ', ' }}" + JSON + "{{ ']' if loop.last }}"
+VALUE = "{{ given[key] if given[key] is string else given[key] | tojson }}"
+EACH = "{% for key in given %}", "{% endfor %}"
+# how the chat templates of families write a call
 WRITTEN = {
-    "hermes": ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
-    "plain-json": ('{"name": "NAME", "parameters": ', "}"),
-    "qwen3-coder": ("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"),
-    "glm": ("<tool_call>NAME\n", "</tool_call>"),
+    "hermes": f"{NEXT}<tool_call>\n{JSON}\n</tool_call>",
+    "plain-json": NEXT + JSON.replace("arguments", "parameters"),
+    "qwen3-coder": f"{NEXT}<tool_call>\n<function={{{{ name }}}}>\n{EACH[0]}<parameter="
+    f"{{{{ key }}}}>\n{VALUE}\n</parameter>\n{EACH[1]}</function>\n</tool_call>",
+    "glm": f"{NEXT}<tool_call>{{{{ name }}}}\n{EACH[0]}<arg_key>{{{{ key }}}}</arg_key>\n"
+    f"<arg_value>{VALUE}</arg_value>\n{EACH[1]}</tool_call>",
 }
-ARGUMENT = {
-    "qwen3-coder": "<parameter={}>\n{}\n</parameter>\n",
-    "glm": "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
-}
+
+
+def writing(call, reply="{{ message.content }}"):
+    """The renderer of a template that writes replies and calls in its own way."""
+    return byte_renderer(
+        "{{ tools | tojson if tools }}{% for message in messages %}<|im_start|>"
+        f"{reply}{{% for call in message.tool_calls or [] %}}"
+        "{% set name, given = call.function.name, call.function.arguments %}"
+        f"{call}{{% endfor %}}<|im_end|>{{% endfor %}}<|im_start|>"
+    )
+
+
+RENDERERS = {name: writing(call) for name, call in WRITTEN.items()}
 forms = st.sampled_from(sorted(WRITTEN))
 
 
-def spelled(form, name, arguments):
-    """A call as chat templates write it: their `tojson` is that of transformers."""
-    begin, end = (part.replace("NAME", name) for part in WRITTEN[form])
-    if form not in ARGUMENT:
-        return begin + json.dumps(arguments, ensure_ascii=False) + end
-    for key, value in arguments.items():
-        plain = (
-            str if form == "qwen3-coder" else partial(json.dumps, ensure_ascii=False)
-        )
-        if isinstance(value, dict | list):
-            plain = partial(json.dumps, ensure_ascii=False)
-        shown = value if isinstance(value, str) else plain(value)
-        begin += ARGUMENT[form].format(key, shown)
-    return begin + end
+def spelled(renderer, lead, *calls):
+    """A reply as a chat template writes it."""
+    made = [called(f"c{i}", *call) for i, call in enumerate(calls)]
+    text = renderer.without_mark(renderer.text([said(lead, tool_calls=made)], None))
+    return text.removeprefix("<|im_start|>").removesuffix("<|im_end|><|im_start|>")
 
 
 @given(
@@ -134,7 +140,8 @@ def test_a_rendered_call_is_read_again(form, made, lead):
     calls = [
         (name, arguments) for tool, name, arguments in made if by_name[name] is tool
     ]
-    text = lead + "\n".join(spelled(form, *each) for each in calls)
+    spellings = [(name, json.dumps(arguments)) for name, arguments in calls]
+    text = spelled(RENDERERS[form], lead, *spellings)
     parsed = parse_reply(text, [*by_name.values()], FORMS[form])
     read = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
     assert read == calls
@@ -162,33 +169,12 @@ def test_no_text_is_lost(form, shards):
 
 # Templates that are tried out
 
-CONTENT = "{{ message.content }}"
-
-
-def writing(call, reply=CONTENT):
-    """The renderer of a template that writes replies and calls in its own way."""
-    return byte_renderer(
-        "{{ tools | tojson if tools }}{% for message in messages %}<|im_start|>"
-        f"{reply}{{% for call in message.tool_calls or [] %}}"
-        "{% set name, given = call.function.name, call.function.arguments %}"
-        f"{call}{{% endfor %}}<|im_end|>{{% endfor %}}<|im_start|>"
-    )
-
-
-JSON = '{"name": "{{ name }}", "arguments": {{ given | tojson }}}'
-LIST = "{{ '[' if loop.first else ', ' }}" + JSON + "{{ ']' if loop.last }}"
-
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_form_that_reads_what_the_template_writes(name):
-    begin, end = (part.replace("NAME", "{{ name }}") for part in WRITTEN[name])
-    pairs = ARGUMENT.get(name, "").format("{{ key }}", "{{ given[key] }}")
-    pairs = pairs and f"{{% for key in given %}}{pairs}{{% endfor %}}"
-    renderer = writing(begin + (pairs or "{{ given | tojson }}") + end)
-    assert form_of(renderer) is FORMS[name]
+    assert form_of(RENDERERS[name]) is FORMS[name]
     # and a grammar demands a call so
-    tag = FORMS[name].tag("f", SCHEMA)
-    call = spelled(name, "f", {})
+    tag, call = FORMS[name].tag("f", SCHEMA), spelled(RENDERERS[name], "", ("f", "{}"))
     assert (call.startswith(tag["begin"]), call.endswith(tag["end"])) == (True, True)
 
 
@@ -197,21 +183,18 @@ def test_the_form_that_reads_what_the_template_writes(name):
     {
         "a block for each": (f"<|call|>\n{JSON}\n<|done|>", "So:"),
         "without an end": (f"\n<function_call> {JSON}", "So:"),
-        "all in one block": (
-            "{{ '<calls>' if loop.first }}" + LIST + "{{ '</calls>' if loop.last }}",
+        "in one block": (
+            "{{ '<c>' if loop.first }}" + LIST + "{{ '</c>' if loop.last }}",
             "So:",
         ),
         "nothing around": (LIST, ""),
     },
 )
 def test_calls_in_json_are_read_between_any_texts(call, lead):
-    renderer = writing(call)
-    values = [json.dumps({"a": text}) for text in ('}"', "[{</calls>")]
-    two = [called(f"c{i}", "f", value) for i, value in enumerate(values)]
-    text = renderer.text([said(lead, tool_calls=two)], None)
-    text = text.removeprefix("<|im_start|>").removesuffix("<|im_end|><|im_start|>")
+    renderer, values = writing(call), ('{"a": "}\\""}', '{"a": "[{</c>"}')
+    text = spelled(renderer, lead, *(("f", value) for value in values))
     parsed = parse_reply(text, (), form_of(renderer))
-    assert [each.arguments for each in parsed.calls] == values
+    assert [each.arguments for each in parsed.calls] == [*values]
     assert (parsed.text.strip(), parsed.ill_formed) == (lead, False)
 
 
@@ -236,7 +219,7 @@ def test_a_form_that_is_not_known_stops_the_start(renderer, fault):
 
 
 async def test_a_template_that_shows_no_tools(start):
-    renderer = byte_renderer("{% for message in messages %}" + CONTENT + "{% endfor %}")
+    renderer = byte_renderer("{{ messages[0].content }}")
     assert form_of(renderer) is None
     session = await (await start("a", renderer=renderer)).open()
     await session.ask(tools=[function(a="integer")])
@@ -260,7 +243,7 @@ THOUGHT = "{{ message.reasoning_content or '' }}"
 async def test_reasoning_in_the_tags_of_the_template(start, before, after, tags):
     thought = f"{before}{{{{ message.reasoning_content }}}}{after}"
     thought = f"{{% if message.reasoning_content %}}{thought}{{% endif %}}"
-    renderer = writing("<call>" + JSON, thought + CONTENT)
+    renderer = writing("<call>" + JSON, thought + "{{ message.content }}")
     own = (before.strip(), after.strip()) if tags else TAGS
     assert tags_of(renderer) == own
     # the prompt opens it
