@@ -184,7 +184,7 @@ class Call:
         renderer = self._renderer
         if chat.tools and not renderer.shows_tools:
             chat.ignored["tools"] += 1
-        asked = chat.thinking.resolve(renderer.variables, chat.ignored, renderer.takes)
+        asked = chat.thinking.resolve(renderer.takes, chat.ignored)
         fixed = session.options.variables
         for name in asked.keys() & fixed.keys():
             if asked[name] != fixed[name]:

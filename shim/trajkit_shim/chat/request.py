@@ -178,39 +178,30 @@ class Thinking:
     budget: int | None = None  # tokens
 
     def resolve(
-        self,
-        known: Collection[str],
-        ignored: Counter[str],
-        takes: Callable[[Json], bool],
+        self, takes: Callable[[str, object], bool], ignored: Counter[str]
     ) -> Json:
-        """Return the variables for a template that has those; count the others.
+        """Return the variables that a template takes; count the others.
 
-        ``takes``: whether the template does not refuse some values. What it refuses is
-        counted too, but for variables that are given by their names.
+        ``takes``: whether it has a variable, and does not refuse a value.
         """
         effort, on = self.effort and self.effort.lower(), self.on
         if effort in ("none", "off"):
             on = False if on is None else on
             # no effort and no thinking are one wish
-            effort = effort if "reasoning_effort" in known else None
+            effort = effort if takes("reasoning_effort", effort) else None
         # as the names that templates use
         wanted: dict[str, tuple[object, tuple[str, ...]]] = {
             "thinking": (on, ("enable_thinking", "thinking")),
             "thinking budget": (self.budget, ("thinking_budget",)),
             "reasoning effort": (effort, ("reasoning_effort",)),
         }
-        wishes = {*wanted}
         for name, value in self.variables.items():
             wanted[f"chat_template_kwargs.{name}"[:100]] = value, (name,)
         found: Json = {}
         for what, (value, names) in wanted.items():
             if value is not None:
-                fitting = dict.fromkeys(
-                    [name for name in names if name in known], value
-                )
-                if what in wishes and not takes(fitting):
-                    fitting = {}
-                found |= fitting
+                fitting = [name for name in names if takes(name, value)]
+                found |= dict.fromkeys(fitting, value)
                 ignored.update([what] * (not fitting))
         return found
 

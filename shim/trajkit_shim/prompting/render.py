@@ -226,12 +226,12 @@ class ChatRenderer:
             return text
         return _SURROGATE.sub("\ufffd", text)
 
-    def takes(self, variables: Mapping[str, object]) -> bool:
-        """Return whether the template takes some variables with a user's message."""
-        with suppress(GatewayError):
-            return bool(
-                self.text([{"role": "user", "content": "user"}], None, variables)
-            )
+    def takes(self, name: str, value: object) -> bool:
+        """Return whether the template has a variable, and does not refuse a value."""
+        if name in self.variables:
+            with suppress(GatewayError):
+                self.text([{"role": "user", "content": "user"}], None, {name: value})
+                return True
         return False
 
     def without_mark(self, text: str) -> str:
