@@ -359,7 +359,7 @@ class Call:
         if parsed.reasoning is not None:
             n_reasoning = n_output
             if len(parsed.parts) > 1:
-                # None if the end of reasoning is spelled with other tokens
+                # 0 if the end of reasoning is spelled with other tokens
                 end = self._gateway.reply_parser.tags[1]
                 n_reasoning = self._renderer.n_until(sample.output_ids, end)
         return chats.make_reply(

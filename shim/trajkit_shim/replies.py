@@ -218,7 +218,8 @@ def _python_calls(text: str) -> list[ToolCall]:
         if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Sub):
             # a name with hyphens
             start, item = f"{ast.unparse(item.left)}-".replace(" ", ""), item.right
-        given = {one.arg: _literal(one.value) for one in item.keywords}
+        item = _Names().visit(item)
+        given = {one.arg: ast.literal_eval(one.value) for one in item.keywords}
         name = start + ast.unparse(item.func)
         if item.args or None in given or not re.fullmatch(r"[\w.-]+", name):
             raise ValueError("not a call of a name, with keywords")
@@ -227,16 +228,11 @@ def _python_calls(text: str) -> list[ToolCall]:
 
 
 class _Names(ast.NodeTransformer):
-    """Takes JSON's names of values in Python."""
+    """Reads JSON's names of values in Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         names = {"true": True, "false": False, "null": None}
         return ast.Constant(names[node.id]) if node.id in names else node
-
-
-def _literal(value: ast.expr) -> Any:
-    """The value that an expression of literals has."""
-    return ast.literal_eval(_Names().visit(value))
 
 
 def _spelled(value: object) -> str:
@@ -305,7 +301,7 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
         # some templates write lists and objects as Python does, too
         if kinds is not _UNSAID and "string" not in kinds:
             with suppress(SyntaxError, MemoryError, *_NO_CALL):
-                value = _literal(ast.parse(text, mode="eval").body)
+                value = ast.literal_eval(text)
                 if isinstance(value, dict | list):
                     kind, text = _KINDS[type(value)], _spelled(value)
     if kinds & _NUMBERS:

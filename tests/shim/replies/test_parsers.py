@@ -506,6 +506,7 @@ def tag(name, schema=ANY):
 
 def made(*, tools=TWO_TOOLS, form=FORMS["hermes"], pins=(), **required):
     how = {name: required.pop(name, False) for name in ("opened", "reasons")}
+    how["around"] = required.pop("around", TAGS)
     request = ChatRequest(
         messages=[],
         tools=tools,
@@ -560,9 +561,10 @@ def test_the_reply(required, wanted):
 
 
 def test_reasoning_comes_first():
-    inside = {"type": "tag", "begin": "", "content": ANYTHING, "end": "</think>"}
-    own = {**inside, "begin": "<think>"}
-    opened = made(schema=SCHEMA, tools=None, opened=True, reasons=True)
+    around = "[THINK]", "[/THINK]"
+    inside = {"type": "tag", "begin": "", "content": ANYTHING, "end": around[1]}
+    own = {**inside, "begin": "<think>", "end": "</think>"}
+    opened = made(schema=SCHEMA, tools=None, opened=True, reasons=True, around=around)
     assert opened["format"] == {"type": "sequence", "elements": [inside, GAP, TEXT]}
     reasons = made(schema=SCHEMA, tools=None, reasons=True)
     optional = {"type": "optional", "content": own}
