@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -101,7 +101,8 @@ def _check(value: object, *, exact: bool = False) -> None:
     level = list[Any]([value])
     for _ in range(MAX_DEPTH):
         inner = (v.values() if isinstance(v, dict) else v for v in level)
-        items = [*chain.from_iterable(inner)]
+        # most are texts
+        items = [v for v in chain.from_iterable(inner) if not isinstance(v, str)]
         if not exact and any(abs(v) >= 2.0**63 for v in items if isinstance(v, float)):
             raise OverflowError
         level = [item for item in items if isinstance(item, (dict, list))]
@@ -342,10 +343,10 @@ class Fields:
         given, reading, results = self.need(name, as_list), self.reading, list[T]()
         if not given:
             self.refuse(name, "an empty list")
-        known = ChainMap(reading.elements, *reading.earlier)
+        known = (reading.elements, *reading.earlier)
         for i, item in enumerate(given):
             key = reading.key(item)
-            element = known.get(key)
+            element = next((each[key] for each in known if key in each), None)
             if element is None:
                 where, first = f"{self.at(name)}[{i}]", len(reading.opened)
                 others, reading.ignored = reading.ignored, Counter()
@@ -354,7 +355,7 @@ class Fields:
                 element = Element(result, reading.ignored)
                 reading.ignored = others
             if key:
-                known[key] = element
+                reading.elements[key] = element
             results.append(element.result)
             for where, times in element.ignored.items():
                 reading.ignore(where, times)

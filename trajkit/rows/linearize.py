@@ -279,6 +279,9 @@ class _Work:
         parts = whole.cut(self.n_threads)
         if len(parts) == 1:
             return [self(whole, given)], schema
+        if self.n_threads == 1:
+            # what this thread frees, it uses again
+            return [*map(part, parts)], schema
         with ThreadPoolExecutor(min(self.n_threads, len(parts)) or 1) as pool:
             return list(pool.map(part, parts)), schema
 

@@ -1,11 +1,26 @@
-"""An iterator that is read ahead on another thread."""
+"""What threads need: values that are made once, and an iterator that is read ahead."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 _Item = TypeVar("_Item")
+
+
+class once(Generic[_Item]):
+    """A property that is kept once it was made, in the instance's ``__dict__``.
+
+    That of functools has a lock in Python 3.11, one for all instances: threads that each
+    make the value of their own instance would wait for one another.
+    """
+
+    def __init__(self, make: Callable[[Any], _Item]) -> None:
+        self._make, self.__doc__ = make, make.__doc__
+
+    def __get__(self, instance: object, owner: object = None) -> _Item:
+        made = instance.__dict__[self._make.__name__] = self._make(instance)
+        return made
 
 
 def prefetch(items: Iterator[_Item], stack: ExitStack) -> Iterator[_Item]:

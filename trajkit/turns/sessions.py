@@ -8,7 +8,6 @@ which form the table had.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -32,6 +31,7 @@ from trajkit.tables.ragged import (
     Records,
     runs_of,
 )
+from trajkit.tables.threads import once
 
 # Reading a chunk costs about 0.1 ms. Copying a chunk below this size costs less.
 _MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
@@ -92,7 +92,7 @@ class Sessions:
     # of the table are
     keys: Longs | None = None
 
-    @cached_property
+    @once
     def session(self) -> Ints:
         """The number of each call's session, shape (n_calls,)."""
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.offsets))
@@ -132,7 +132,7 @@ class Sessions:
     def n_calls(self) -> int:
         return len(self.calls)
 
-    @cached_property
+    @once
     def forest(self) -> Forest:
         """The forest of the calls' paths, one tree per session."""
         return Forest.of(self.calls, self.offsets)

@@ -73,6 +73,7 @@ class Node:
     offered: bytes  # digest of the offered tools and the template's variables
     closed: bool  # the output ends with an end-of-message token
     base: "Node | None" = None  # the turn whose ids it extends
+    hasher: Any = None  # of its ids: `prompting.prompts.Prompt.hasher`
 
 
 @dataclass(slots=True, eq=False)

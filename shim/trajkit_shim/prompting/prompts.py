@@ -106,9 +106,13 @@ class Prompt:
         return "append" if self.reason in (None, "end_token") else "render"
 
     @property
-    def digest(self) -> bytes:
-        """The BLAKE2b digest (16 bytes) of the ids as little-endian int32."""
-        return _digest(self.ids.astype("<i4", copy=False).data).digest()
+    def hasher(self) -> Any:
+        """BLAKE2b (16 bytes) of the ids as little-endian int32."""
+        if self.base is None:
+            return _digest(self.ids.astype("<i4").data)
+        hasher = self.base.hasher.copy()
+        hasher.update(self.ids[self.n_base :].astype("<i4").data)
+        return hasher
 
 
 class Between(NamedTuple):
