@@ -61,8 +61,11 @@ _KINDS |= {str: "string", dict: "object", list: "array", type(None): "null"}
 _NUMBERS = frozenset({"integer", "number"})
 # accepted without a schema, because text rarely looks like them by chance
 _UNSAID = frozenset({"object", "array"})
-# raised by text that is no call
-_NO_CALL = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# raised by text that is no call, or is nested too deep
+_NO_CALL = (
+    *(AttributeError, LookupError, TypeError, ValueError),
+    *(SyntaxError, MemoryError, RecursionError),
+)
 
 
 def _refuse_constant(name: str) -> None:
@@ -146,7 +149,7 @@ class ToolForm:
                 if not self.closing:
                     break
             return (calls, _after(self.closing, text, offset)) if calls else None
-        except (SyntaxError, *_NO_CALL):
+        except _NO_CALL:
             return None
 
     def ends_in(self, text: str) -> bool:
@@ -300,7 +303,7 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
         kind = "string"
         # some templates write lists and objects as Python does, too
         if kinds is not _UNSAID and "string" not in kinds:
-            with suppress(SyntaxError, MemoryError, *_NO_CALL):
+            with suppress(*_NO_CALL):
                 value = ast.literal_eval(text)
                 if isinstance(value, dict | list):
                     kind, text = _KINDS[type(value)], _spelled(value)

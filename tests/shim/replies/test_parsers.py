@@ -465,6 +465,7 @@ NOBODY = "<|channel|>commentary<|message|>{}<|call|>"
         "a call of nobody": ("gpt-oss", NOBODY, None),
         "Python without a name": ("pythonic", "[f(1)]", None),
         "Python that is no value": ("pythonic", "[f(a=g())]", None),
+        "Python too deep": ("pythonic", f"[f(a={'-' * 100_000}1)]", None),
         "Python that is no name": ("pythonic", "[f(a=1) - g(a=1)]", None),
         "a name with hyphens": ("pythonic", "[f-g.h-i(a=1)]", ONE),
         "JSON's names": ("pythonic", "[f(a=[true, null])]", '{"a": [true, null]}'),
