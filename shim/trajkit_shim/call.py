@@ -113,7 +113,7 @@ class Gateway:
             places = media.ImagePlaces(options.images, self.images)
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
         self.reply_parser = options.reply_parser or replies.FormParser(
-            replies.form_of(renderer), replies.tags_of(renderer.chat_template)
+            replies.form_of(renderer), replies.tags_of(renderer)
         )
 
     @contextmanager
@@ -181,7 +181,10 @@ class Call:
         )
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
-        asked = chat.thinking.resolve(self._renderer.variables, chat.ignored)
+        renderer = self._renderer
+        if chat.tools and not renderer.shows_tools:
+            chat.ignored["tools"] += 1
+        asked = chat.thinking.resolve(renderer.takes, chat.ignored)
         fixed = session.options.variables
         for name in asked.keys() & fixed.keys():
             if asked[name] != fixed[name]:
@@ -299,7 +302,8 @@ class Call:
         n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, self._info, n_checked)
         # it ends within the reply's reasoning
-        self._opened = replies.opens_reasoning(self._renderer, prompt.ids)
+        tag = self._gateway.reply_parser.tags[0]
+        self._opened = replies.opens_reasoning(self._renderer, prompt.ids, tag)
 
     def _sampling(self) -> tuple[base.Sampling, list[str]]:
         """The parameters of the call, and what of the client's request they overrule."""
@@ -316,7 +320,7 @@ class Call:
         if required.limits_calls and is_fixed("tool_choice"):
             required = chats.Required(schema=required.schema)
             formless.append("tool_choice")
-        form = self._gateway.reply_parser.form
+        form, tags = self._gateway.reply_parser.form, self._gateway.reply_parser.tags
         holds = getattr(self._gateway.engine, "takes_grammars", True)
         if form is None or not holds:
             # nothing can enforce them: wishes are counted, and requirements refused
@@ -335,8 +339,9 @@ class Call:
                 form,
                 fixed.get("extra", {}),
                 opened=self._opened,
-                reasons=replies.THINK in self._renderer.chat_template,
+                reasons=tags[0] in self._renderer.chat_template,
                 holds=holds,
+                around=tags,
             ),
         )
         return sampling, [*formless, *overruled]
@@ -355,8 +360,9 @@ class Call:
         if parsed.reasoning is not None:
             n_reasoning = n_output
             if len(parsed.parts) > 1:
-                # None if the end of reasoning is spelled with other tokens
-                n_reasoning = self._renderer.end_of_reasoning(sample.output_ids) or 0
+                # 0 if the end of reasoning is spelled with other tokens
+                end = self._gateway.reply_parser.tags[1]
+                n_reasoning = self._renderer.n_until(sample.output_ids, end)
         return chats.make_reply(
             parsed,
             sample.finish_reason or "",

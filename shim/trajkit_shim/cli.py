@@ -300,8 +300,7 @@ def engine_app(
                 make_engine = _engine_of(arguments, model)
             if name != _ENGINE:
                 form = form_of(renderer) if name is None else FORMS.get(name)
-                parser = FormParser(form, tags_of(renderer.chat_template))
-                options["reply_parser"] = parser
+                options["reply_parser"] = FormParser(form, tags_of(renderer))
             options |= _image_options(arguments)
         except ArgumentError:
             raise
@@ -312,6 +311,7 @@ def engine_app(
             engine = _checked(make_engine, arguments.engine_url)
         if name == _ENGINE:
             options["reply_parser"] = asyncio.run(_own_parser(arguments.engine_url[0]))
+            options["reply_parser"].tags = tags_of(renderer)
         payloads = {n: vars(arguments)[n] for n in ("routed_experts", "sampling_masks")}
         turn_log = TurnLog(out, images="image_limits" in options, **payloads, **log)
         options["past"] = arguments.past_reasoning

@@ -85,8 +85,8 @@ shim/trajkit_shim/prompting/render.py: shim/prompting shim/test_app
     half a character reaches the tokenizer
         |return _SURROGATE.sub("\\ufffd", text)| -> |return text|
     an end token may be left of the reasoning's end
-        |return int(ends[0]) + 1 if len(ends) else None|
-        -> |return int(ends[0]) if len(ends) else None|
+        |return int(found[0]) + 1 if len(found) else 0|
+        -> |return int(found[0]) if len(found) else 0|
 shim/trajkit_shim/call.py: shim/test_app shim/protocols shim/test_conformance shim/sessions
     clients see the stop string
         |text = text[:start]| -> |text = text|
@@ -255,7 +255,11 @@ shim/trajkit_shim/replies.py: shim/replies shim/test_app
         |return text if kind != "string" and kind in kinds else _dumps(written)|
         -> |return text if kind != "string" else _dumps(written)|
     an unknown format is served as text
-        |if not renderer.shows_tools():| -> |if True:|
+        |if not renderer.shows_tools:| -> |if True:|
+    a form need not read all that the template writes for calls
+        |if calls == wanted and not found.text.strip():| -> |if calls == wanted:|
+    reasoning is always in the tags of most families
+        |if found := re.search(shown, thinks):| -> |if found := None:|
 shim/trajkit_shim/replies.py: shim/replies shim/test_app shim/protocols
     a session's own grammar is replaced
         |    if own:| -> |    if False:|
@@ -298,6 +302,8 @@ shim/trajkit_shim/engines/http.py: shim/engines/test_servers
         |zlib.crc32(request.session_id.encode())|
         -> |zlib.crc32(request.request_id.encode())|
 shim/trajkit_shim/chat/request.py: shim/protocols shim/test_conformance shim/test_app
+    an effort that the template refuses is given to it
+        |if takes(name, value)]| -> |if takes(name, None)]|
     a client decides what the session fixes
         |return name not in client and bool(fixed)| -> |return False|
     no reply is longer than the default

@@ -161,15 +161,18 @@ SETTINGS = {
 def test_a_setting_is_a_variable_of_the_template(case, name, cell):
     body, expected = {**BODIES[name], **cell}, SETTINGS[case][-1]
     thinking, ignored = BY_NAME[name].read(body).thinking, Counter()
-    assert (thinking.resolve(VARIABLES, ignored), ignored) == (expected, {})
+    found = thinking.resolve(lambda name, _: name in VARIABLES, ignored)
+    assert (found, ignored) == (expected, {})
     # a template without it: counted; no effort and no thinking are one wish
-    assert thinking.resolve((), ignored) == {}
+    assert thinking.resolve(lambda *_: False, ignored) == {}
     assert ignored.total() == len(expected) - (case == "no effort")
 
 
 async def test_variables_of_server_session_and_request(start):
     server = {"enable_thinking": 1, "reasoning_effort": "server"}
-    gateway = await start("a", renderer=byte_renderer(TEMPLATE), variables=server)
+    refuses = "{% if reasoning_effort == 'max' %}{{ raise_exception('no') }}{% endif %}"
+    renderer = byte_renderer(refuses + TEMPLATE)
+    gateway = await start("a", "b", renderer=renderer, variables=server)
     session = await gateway.open(chat_template_kwargs={"thinking_budget": 5})
     asked = {"reasoning_effort": "request", "thinking_budget": 6, "messages": 1}
     await session.ask(chat_template_kwargs=asked)
@@ -177,6 +180,9 @@ async def test_variables_of_server_session_and_request(start):
     assert shown(gateway).startswith(f"{expected}<|im_start|>")
     names = ["chat_template_kwargs.messages", "chat_template_kwargs.thinking_budget"]
     assert (await session.shown())["ignored"] == dict.fromkeys(names, 1)
+    # a value that the template refuses is counted, too
+    await session.ask(reasoning_effort="max")
+    assert (await session.shown())["ignored"]["reasoning effort"] == 1
 
 
 async def test_names_of_ignored_fields_are_bounded(start):
