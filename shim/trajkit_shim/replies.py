@@ -62,7 +62,7 @@ _NUMBERS = frozenset({"integer", "number"})
 # accepted without a schema, because text rarely looks like them by chance
 _UNSAID = frozenset({"object", "array"})
 # raised by text that is no call, or is nested too deep
-_NO_CALL = (*UNREADABLE, SyntaxError, MemoryError)
+_NO_CALL: tuple[type[Exception], ...] = (*UNREADABLE, MemoryError)
 
 
 def _refuse_constant(name: str) -> None:
