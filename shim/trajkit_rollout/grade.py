@@ -111,7 +111,7 @@ class TaskError(StageError):
 
 
 class Proof(NamedTuple):
-    """What one test runner told."""
+    """What one test runner reported."""
 
     code: int
     # names of tests, those in ``skipped`` also if they failed as expected
@@ -349,7 +349,7 @@ def _reward_of(
     if rules.kind == "command":
         # it succeeded, and so did each test runner
         succeeded = done.code == 0 and all(proof.code == 0 for proof in proofs)
-        return _told(workspace, float(succeeded), proofs)
+        return _proved(workspace, float(succeeded), proofs)
     if rules.kind == "tests":
         passed = {name for proof in proofs for name in proof.passed}
         others = {name for proof in proofs for name in proof.failed + proof.skipped}
@@ -379,17 +379,17 @@ def _reward_of(
     ((reward, name),) = rewards.items()
     if reward >= 1 and any(proof.code for proof in proofs):
         raise StageError("grade", f"{name} is {reward:g}, but tests failed")
-    return _told(workspace, reward, proofs)
+    return _proved(workspace, reward, proofs)
 
 
-def _told(workspace: Workspace, reward: float, proofs: Sequence[Proof]) -> float:
-    """Return a reward, unless it needs results that no test runner told."""
+def _proved(workspace: Workspace, reward: float, proofs: Sequence[Proof]) -> float:
+    """Return a reward, unless it needs results that no test runner reported."""
     task = workspace.task
     text = "\n".join((task.grade.command, *_files_of(task.tests).values()))
     named = _RUNNER.search(text)
     if reward > 0 and named and not proofs:
         rule = "it must run with Python 3.8, and the PYTHONPATH that graders get"
-        raise StageError("grade", f"{named[1]} told no results: {rule}")
+        raise StageError("grade", f"{named[1]} reported no results: {rule}")
     return reward
 
 

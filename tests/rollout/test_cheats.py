@@ -834,7 +834,7 @@ def f():
     return 0
 """
 CALLS = "from it import f\ndef test_f():\n    got = f()\n    assert got == 1\n"
-TOLD_NOTHING = "pytest told no results"
+TOLD_NOTHING = "pytest reported no results"
 # a first step of the grader is a program of the agent
 BUILDS = "python {workspace}/it.py && python -m pytest -q"
 BY_ANSWER = {
