@@ -371,7 +371,7 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 # A sandbox of this machine's own processes
 
 # variables passed on from this process; keys and proxies are not
-_KEPT = ("LD_LIBRARY_PATH", "LC_ALL")
+_KEPT = ("LD_LIBRARY_PATH", "LC_ALL", "PATH")
 _ENVIRONMENT = {"LANG": "C.UTF-8", "TERM": "dumb", "NO_PROXY": "127.0.0.1,localhost"}
 # the directory in the namespaces, the same in every sandbox: equal prompts stay equal
 _INSIDE = "/sandbox"
@@ -474,9 +474,14 @@ class LocalSandbox(Sandbox):
                 raise OSError(answer.decode(errors="replace").strip())
 
     def _run(self, arguments: Words, env: Variables, **options: Any) -> CommandResult:
-        own = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        env = {**kept, **_ENVIRONMENT, "PATH": os.pathsep.join(own), **env}
+        python = str(Path(sys.executable).parent)
+        kept["PATH"] = f"{python}:{kept.get('PATH', os.defpath)}"
+        for name in kept.keys() - {"LC_ALL"}:
+            # an empty or relative one would be a folder of the workspace
+            folders = [one for one in kept[name].split(":") if one.startswith("/")]
+            kept[name] = ":".join(folders)
+        env = {**kept, **_ENVIRONMENT, **env}
         passed: list[int] = []
         holder = self._holder
         if self._isolated and holder is None:

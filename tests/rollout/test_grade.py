@@ -163,7 +163,7 @@ def test_a_runner_that_is_named_has_to_tell_results(tmp_path, command, believed)
         del fields["tests"]
         assert graded(tmp_path, **fields) == 1.0
         return
-    with pytest.raises(StageError, match="told no results: it must run with Python"):
+    with pytest.raises(StageError, match="no results: it must run with Python"):
         graded(tmp_path, **fields)
 
 

@@ -517,6 +517,7 @@ def test_one_process_works_on_a_run(tmp_path, capsys):
         (["--engine", "sglang"], "needs --engine-url"),
         (["--ray", "auto"], "--ray needs --gateway"),
         (["--resource", "gpu=x"], "could not convert string to float"),
+        (["--path", "bin"], "--path bin: an absolute path is expected"),
     ],
 )
 def test_options_that_name_nothing_are_wrong_usage(tmp_path, capsys, options, said):

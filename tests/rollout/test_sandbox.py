@@ -569,3 +569,15 @@ def test_an_image_that_is_missing_is_what_a_rollout_says(tmp_path, fake):
     ):
         with box:
             pass
+
+
+def test_no_program_or_library_is_found_by_a_relative_path(tmp_path, monkeypatch):
+    """Its folder would be one of the workspace."""
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"bin::.:{path}:")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere:")
+    with sandbox("local", tmp_path) as box:
+        done = box.exec(["sh", "-c", "echo $PATH $LD_LIBRARY_PATH"], timeout_s=60)
+    found, library = done.stdout.decode().split()
+    assert found == f"{Path(sys.executable).parent}:{path}"
+    assert library == "/nowhere"
