@@ -60,6 +60,7 @@ class Findings:
     user_extended: int = 0
     form: str = "none"
     stopped: str = ""  # why the start stopped
+    hidden: str = ""  # what of a request its template does not show
 
     @property
     def faithful(self) -> bool:
@@ -76,7 +77,8 @@ class Findings:
         at_user = at_user or ("rendered" if not self.user_extended else "both")
         notes = "; ".join(dict.fromkeys(self.user_turns))
         problems = [text for wrong in self._columns() for text in wrong[:1]]
-        notes = "; ".join(filter(None, [notes, *problems, *self.prompts[:1]]))
+        problems += self.prompts[:1]
+        notes = "; ".join(filter(None, [notes, self.hidden, *problems]))
         cells = [name, yes[0], at_user, *yes[1:], self.form, notes]
         return f"| {' | '.join(cells)} |"
 
@@ -202,6 +204,8 @@ async def check(name: str, models: Path) -> Findings:
         found.stopped = str(error).partition(":")[0]
         return found
     found.form = form.name if form else "none"
+    if family["tools"] and not renderer.shows_tools:
+        found.hidden = "the template shows no tools"
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
     engine = Script(renderer, size)
     with tempfile.TemporaryDirectory() as out:

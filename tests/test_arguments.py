@@ -100,7 +100,7 @@ def test_a_column_of_sessions_like_a_missing_one_is_refused(name, tmp_path):
 
 
 def test_a_misspelled_required_column_is_named():
-    said = "no column 'output_ids' of turns among .*: did you mean 'outputs_ids'"
+    said = "no column 'output_ids' of turns among .*did you mean 'outputs_ids'"
     with pytest.raises(SchemaError, match=said):
         tk.linearize(TURNS.rename_columns({"output_ids": "outputs_ids"}))
 
@@ -117,7 +117,7 @@ def test_a_misspelled_required_column_is_named():
         (
             lambda: tk.policy("slime", train_in="frist"),
             PolicyError,
-            "train_in='frist': did you mean 'first'",
+            "train_in='frist' .did you mean 'first'",
         ),
         (lambda: tk.link(TURNS, "faithfull"), PolicyError, "did you mean 'faithful'"),
         (
@@ -230,6 +230,19 @@ def test_tables_of_other_libraries_are_taken(make, tmp_path):
     assert tk.linearize(TURNS, sessions=make(facts))["reward"].to_pylist() == [2.0]
 
 
+@pytest.mark.parametrize(
+    "make", [pd.Series, pl.Series, lambda x: pa.chunked_array([x])]
+)
+def test_a_column_is_no_table(make):
+    for value in (make(["a"]), make([1.0])):
+        with pytest.raises(SchemaError, match="is not a table"):
+            tk.linearize(value)
+        with pytest.raises(
+            ArgumentError, match=r"reward is of type .*: expected a num"
+        ):
+            tk.linearize(TURNS, reward=value)
+
+
 def test_records_are_taken_where_turns_are():
     said = {"role": "user", "content": "x"}
     records = [{**CALL, "prompt_messages": [said]}]
@@ -300,8 +313,9 @@ def test_what_is_written_is_a_table_or_its_batches(given, write, tmp_path):
 def test_names_in_an_array_are_refused_by_name():
     with pytest.raises(ArgumentError, match=r"payloads=.*expected a sequence of names"):
         tk.linearize(TURNS, payloads=np.zeros(3))
-    with pytest.raises(ArgumentError, match=r"roles=.*expected names"):
-        tk.learn.observation_weights(tk.linearize(TURNS), TURNS, roles=np.zeros(3))
+    for roles in (np.zeros(3), iter(["tool"])):
+        with pytest.raises(ArgumentError, match=r"roles=.*expected names"):
+            tk.learn.observation_weights(tk.linearize(TURNS), TURNS, roles=roles)
 
 
 def test_a_file_of_another_name_can_be_read(tmp_path):

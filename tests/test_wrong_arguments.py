@@ -5,6 +5,7 @@ own. Functions on files are tested with them.
 """
 
 import inspect
+import io
 
 import numpy as np
 import pyarrow as pa
@@ -151,7 +152,9 @@ NO_PATHS = [object(), 1.5, ("a", object()), {"zzz": object()}]
         ("source", NO_PATHS),
         ("stage", [*NO_PATHS, "linearize"]),
         ("outputs", [*NO_PATHS, ["a.parquet"], {1: "a.parquet"}]),
-        ("resume", [1.5, "zzz", ["policy"], {"policy": object()}, {"policy": {1}}]),
+        ("resume", [1.5, "", ["policy"], {"policy": object()}, {"policy": {1}}]),
+        ("inputs", [3, "a.parquet", [None]]),
+        ("watch", [True, "zzz", len]),
         ("rejected", NO_PATHS),
         ("format", [*WRONG]),
         ("nonfinite_logprobs", [*WRONG]),
@@ -172,18 +175,38 @@ def test_a_wrong_argument_of_run_is_named(tmp_path, name, values):
     assert tk.run(**right)["rows"] == len(tk.linearize(TURNS, "slime"))
 
 
-def test_a_wrong_format_of_a_file_is_named(tmp_path):
-    path = tmp_path / "turns.parquet"
-    tk.write_turns(TURNS, path)
-    for value in WRONG:
-        for use in (
-            lambda: tk.read_turns(path, format=value),  # noqa: B023
-            lambda: used(tk.scan_turns(path, format=value)),  # noqa: B023
-            lambda: tk.write_turns(TURNS, path, format=value),  # noqa: B023
-        ):
-            with pytest.raises(ArgumentError, match="format="):
-                use()
-    assert tk.read_turns(path) == TURNS
+@pytest.mark.parametrize(
+    ("name", "use", "values"),
+    [
+        ("sink", tk.write_turns, [None, 1.5, b"x", ["a"], io.StringIO()]),
+        ("source", tk.read_turns, [None, 1.5, b"x", io.StringIO("{}"), []]),
+        ("folder", tk.scan_turns, [1.5, b"x", "absent", ["a"]]),
+        ("batch_rows", tk.scan_rows, [0, -1, 1.5, "x", True]),
+        ("session_prefix", tk.scan_turns, WRONG),
+        ("format", tk.write_turns, WRONG),
+        ("format", tk.read_turns, WRONG),
+        ("format", tk.scan_turns, WRONG),
+    ],
+)
+def test_wrong_arguments_of_files_are_refused_at_the_call(tmp_path, name, use, values):
+    path = tmp_path / "rows.parquet"
+    path.touch()
+    given = {"source": path}
+    if use is tk.write_turns:
+        given = {"turns": TURNS, "sink": path}
+    for value in values:
+        with pytest.raises(ArgumentError, match=name):
+            use(**{**given, name: value})
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrows", "x.jsonl.gz", "x.json", "x"])
+@pytest.mark.parametrize(
+    "read", [tk.read_turns, tk.scan_turns, tk.read_rows, tk.scan_rows, tk.read_sessions]
+)
+def test_a_missing_file_is_named_at_the_call(tmp_path, read, name):
+    with pytest.raises(FileNotFoundError, match=f"No such file.*{name}'"):
+        read(tmp_path / name)
 
 
 def test_every_public_function_is_tried():

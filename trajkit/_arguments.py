@@ -42,11 +42,11 @@ def near_miss(
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``": did you mean 'x'?"`` for a name like a known one, else an empty text."""
+    """``" (did you mean 'x'?)"`` for a name like a known one, else an empty text."""
     if not isinstance(name, str):
         return ""
     near = near_miss(name, tuple(known), _SUGGESTED)
-    return "" if near is None else f": did you mean {near!r}?"
+    return "" if near is None else f" (did you mean {near!r}?)"
 
 
 def check_choice(
@@ -113,7 +113,8 @@ def arrow_source(given: Any) -> pa.Table | Any | None:
     """
     if isinstance(given, pa.RecordBatch | pa.Table | pa.RecordBatchReader):
         return given
-    if hasattr(given, "__arrow_c_stream__"):
+    is_column = hasattr(given, "dtype") or isinstance(given, pa.ChunkedArray)
+    if hasattr(given, "__arrow_c_stream__") and not is_column:
         if not hasattr(given, "iloc"):
             return given
         table = pa.RecordBatchReader.from_stream(given).read_all()

@@ -22,7 +22,11 @@ MessageEquality: TypeAlias = Literal[
     "values", "text", "content", "strict", "role_content_only"
 ]
 OnDrift: TypeAlias = Literal[
-    "fork", "absorb_short_reply", "absorb_short_drift", "absorb_any", "splice"
+    "fork",
+    "absorb_short_reply",
+    "absorb_short_drift",
+    "absorb_any",
+    "splice",
 ]
 Rewards: TypeAlias = Literal["copy", "uniform", "final_only"]
 TieBreak: TypeAlias = Literal["first", "tokens", "full_path"]
@@ -34,13 +38,15 @@ RowSelection: TypeAlias = Literal["all", "main"]
 RowOrder: TypeAlias = Literal["turn", "prompt"]
 TruncateAt: TypeAlias = Literal["tokens", "calls"]
 
-DRIFT_ACTIONS = numbers("ON_DRIFT_", get_args(OnDrift)[:-1])
+DRIFT_ACTIONS = numbers("ON_DRIFT_", [x for x in get_args(OnDrift) if x != "splice"])
 """What kernels do at drift; rows are spliced before (trajkit.rows.splice)."""
 TIE_BREAKS = numbers("TIE_BREAK_", get_args(TieBreak))
 TRAINING_ROWS = numbers("TRAIN_IN_", get_args(TrainIn))
 """The kernels' numbers of these choices, by name."""
 
 _LAST_TOKEN = 2**31 - 1
+# choices that are integers, and the least of each
+_INTEGERS = {"fork_threshold": -(2**63), "max_rows": 1, "end_of_turn_token_id": 0}
 
 # choices that have no rule for spliced rows
 _NOT_SPLICED = {"parent_by": "prefix", "row_selection": "main", "truncate_at": "calls"}
@@ -227,20 +233,22 @@ class Policy:
     end_of_turn_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        settle = object.__setattr__  # as Python's own types, so that there is a hash
         for name, known in NAMED_CHOICES.items():
             check_choice(name, getattr(self, name), known, PolicyError)
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is bool and not isinstance(value, bool):
                 raise PolicyError(f"{field.name}={value!r}: expected a bool")
-        chosen_int("fork_threshold", self.fork_threshold, error=PolicyError)
-        if self.max_rows is not None:
-            chosen_int("max_rows", self.max_rows, 1, PolicyError)
-        if (token := self.end_of_turn_token_id) is not None:
-            chosen_int("end_of_turn_token_id", token, 0, PolicyError)
-            if token > _LAST_TOKEN:
-                raise PolicyError(f"end_of_turn_token_id={token}: ids are below 2**31")
-        chosen_names("dispatch_tools", self.dispatch_tools, PolicyError)
+        for name, least in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name == "fork_threshold":
+                settle(self, name, chosen_int(name, value, least, PolicyError))
+        token = self.end_of_turn_token_id
+        if token is not None and token > _LAST_TOKEN:
+            raise PolicyError(f"end_of_turn_token_id={token}: ids are below 2**31")
+        tools = chosen_names("dispatch_tools", self.dispatch_tools, PolicyError)
+        settle(self, "dispatch_tools", tools)
         if self.on_drift == "absorb_any" and self.train_in != "first":
             raise PolicyError(
                 f"train_in={self.train_in!r} does not go with on_drift='absorb_any', "
@@ -441,8 +449,9 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     ----------
     name : str or Policy
         ``"faithful"``, ``"slime"``, ``"trl"``, ``"segments"``, ``"graph"``, ``"skyrl"``,
-        ``"strict"`` (also ``"interleave"``), ``"per_call"``, ``"polar"``, ``"nemo"`` or
-        ``"miles"``; or a policy to start from.
+        ``"strict"``, ``"per_call"``, ``"polar"``, ``"nemo"`` or
+        ``"miles"``; a system with the rule of one of these (`ALIASES`); or a policy to
+        start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
 
@@ -474,20 +483,13 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     if not choices:
         return chosen
     known = {field.name for field in fields(Policy)} - {"name"}
-    for choice, value in choices.items():
+    for choice in choices:
         if choice not in known:
             raise PolicyError(
                 f"policy {chosen.name!r} has no choice {choice!r}"
                 f"{did_you_mean(choice, known)}: expected one of "
                 f"{', '.join(sorted(known))}"
             )
-        if (
-            choice in ("fork_threshold", "max_rows", "end_of_turn_token_id")
-            and value is not None
-        ):
-            choices[choice] = chosen_int(choice, value, error=PolicyError)
-        elif choice == "fork_threshold":
-            choices[choice] = PRESETS.get(chosen.name, chosen).fork_threshold
-        elif choice == "dispatch_tools":
-            choices[choice] = chosen_names(choice, value, PolicyError)
+    if choices.get("fork_threshold", 0) is None:
+        choices["fork_threshold"] = PRESETS.get(chosen.name, chosen).fork_threshold
     return replace(chosen, **choices)  # type: ignore[arg-type]

@@ -133,8 +133,8 @@ def run_demo(
         end = rollout.error or ("solved" if rollout.reward == 1 else "unsolved")
         lines.append((rollout.session_id, end, rollout.turns or 0))
     if json:
-        told = [dict(zip(head, line, strict=True)) for line in lines]
-        facts = {"turns": str(log.path), "sessions": told}
+        listed = [dict(zip(head, line, strict=True)) for line in lines]
+        facts = {"turns": str(log.path), "sessions": listed}
         sys.stdout.write(json_text.dumps(facts) + "\n")
     else:
         sys.stdout.write(f"{text_table(head, lines)}\n")

@@ -155,8 +155,11 @@ class Settings:
             name, equals, options[name] = text.partition("=")
             if not equals:
                 raise ArgumentError(f"--sandbox-option {name}: NAME=VALUE is expected")
-        harness: Any = _find(self.harness, HARNESSES)
-        kind: Any = _find(self.sandbox, SANDBOXES)
+        for path in self.path:
+            if not path.startswith("/"):
+                raise ArgumentError(f"--path {path}: an absolute path is expected")
+        harness: Any = _find("--harness", self.harness, HARNESSES)
+        kind: Any = _find("--sandbox", self.sandbox, SANDBOXES)
         if not isinstance(harness, Harness):
             raise ArgumentError(f"--harness {harness!r}, not an instance of Harness")
         if not (isinstance(kind, type) and issubclass(kind, Sandbox)):
@@ -171,14 +174,14 @@ class Settings:
         self.resolve()[0].ready(sandbox, install=self.install)
 
 
-def _find(name: str, known: Mapping[str, object]) -> object:
+def _find(option: str, name: str, known: Mapping[str, object]) -> object:
     """The object of a known name (``_`` for ``-`` is accepted) or import path."""
     if (found := known.get(name.replace("_", "-"))) is not None:
         return found
     if ":" not in name:
         rule = f"is not one of {', '.join(known)}, nor an import path"
-        raise ArgumentError(f"{name!r} {rule} (package.module:name)")
+        raise ArgumentError(f"{option} {name!r} {rule} (package.module:name)")
     try:
         return resolve_name(name)
     except (AttributeError, ImportError) as error:
-        raise ArgumentError(f"{name!r}: {error}") from error
+        raise ArgumentError(f"{option} {name!r}: {error}") from error

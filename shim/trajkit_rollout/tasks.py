@@ -154,7 +154,7 @@ def read_tasks(path: Path) -> list[Task]:
 def task_files(path: Path) -> list[Path]:
     """Return the file, or the folders, that tasks are read from."""
     files = [*path.glob("task.toml")] or sorted(path.glob("*/task.toml"))
-    return [path] if path.is_file() else [file.parent for file in files]
+    return [file.parent for file in files] if path.is_dir() else [path]
 
 
 @contextmanager

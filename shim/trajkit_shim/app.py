@@ -188,7 +188,7 @@ class _Endpoint:
         gateway, protocol, verb = self._gateway, self._protocol, self._verb
         options, request = gateway.options, Request(scope, receive, send)
         session = gateway.sessions.authorise(_session_claims(request))
-        with session.request(), gateway.working(request.headers):
+        with session.request(), gateway.working(session, request.headers):
             data = await read.read_body(request.stream(), options.max_body_bytes)
             call = Call(gateway, session, protocol, verb, request.headers)
             await call.read(data)
@@ -276,7 +276,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         return {**store.counts()}
 
     async def pause_engine(_: Request, body: Fields) -> Json:
-        await pause.pause(_wait(body, 600.0, "timeout_s"))
+        await pause.pause(_wait(body, 600.0, "timeout_s"), renew=body.flag("renew"))
         return pause.describe()
 
     async def update(_: Request, body: Fields) -> Json:
@@ -299,7 +299,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         ("POST", f"{session}/drop", lambda r, _: store.drop(_name(r)), ""),
         ("POST", "/admin/drain", drain, "wait_seconds"),
         ("GET", "/engine", lambda *_: pause.describe(), ""),
-        ("POST", "/engine/pause", pause_engine, "timeout_s"),
+        ("POST", "/engine/pause", pause_engine, "timeout_s renew"),
         ("POST", "/engine/update", update, "model_path weight_version"),
         ("POST", "/engine/resume", resume, ""),
         ("GET", "/", health, None),

@@ -7,13 +7,13 @@ which later ones may begin (`Conversation.restore`).
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from starlette.datastructures import Headers
@@ -25,7 +25,7 @@ from trajkit_shim.chat.request import ChatRequest, Reply
 from trajkit_shim.delivery import PendingReply, is_retry
 from trajkit_shim.engines import base, checks
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.json_input import Json, parse_object
+from trajkit_shim.json_input import Json, add_counts, parse_object
 from trajkit_shim.pauses import Pause
 from trajkit_shim.prompting.conversation import Budget, Node, next_position
 from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
@@ -43,24 +43,18 @@ _SHORT = 32 << 10
 _SAMPLED = "output_ids output_logprobs finish_reason cached_tokens routed_experts "
 _SAMPLED += "sampling_mask"
 
-T = TypeVar("T")
-
-
-async def _done(work: Callable[[], T], *, at_once: bool) -> T:
-    """Do some work, in a thread unless ``at_once``."""
-    return work() if at_once else await asyncio.to_thread(work)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of a gateway (`app.create_app`)."""
 
-    # maximum length of a reply, and its default; the context limits it too
+    # length of a reply that neither its client nor its session limits
     max_new_tokens: int = 4096
     # limits of a request, which is rejected with 413, 431 and 413 respectively
     max_body_bytes: int = 16 << 20
     max_header_bytes: int = 32 << 10
-    # bytes of all requests' bodies at once; beyond it requests get 503
+    # bytes of all requests' bodies at once, of which a session may have as many as are
+    # left; beyond it requests get 503
     max_work_bytes: int = 4 << 30
     max_messages: int = 10_000
     # how the model takes images; None: they are refused
@@ -119,24 +113,30 @@ class Gateway:
             places = media.ImagePlaces(options.images, self.images)
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
         self.reply_parser = options.reply_parser or replies.FormParser(
-            replies.form_of(renderer), replies.tags_of(renderer.chat_template)
+            replies.form_of(renderer), replies.tags_of(renderer)
         )
 
     @contextmanager
-    def working(self, headers: Headers) -> Iterator[None]:
+    def working(self, session: Session, headers: Headers) -> Iterator[None]:
         """Work on a request in this context; raises a 503 if there is too much work."""
         length, most = headers.get("content-length", ""), self.options.max_body_bytes
-        # a longer one is refused when it is read
-        n_bytes = min(int(length), most) if length.isdecimal() else most
+        # a longer one is refused when it is read; of chunks it says nothing
+        stated = length.isdecimal() and "transfer-encoding" not in headers
+        n_bytes = min(int(length), most) if stated else most
         limit = max(self.options.max_work_bytes, most)
-        if self._n_bytes + n_bytes > limit:
-            message = f"the requests at work have more than {limit} bytes together"
+        if session.n_bytes + self._n_bytes + n_bytes > limit:
+            message = (
+                f"the requests at work have {self._n_bytes} bytes, this session's "
+            )
+            message += f"{session.n_bytes}: there is no room for {n_bytes} more"
             raise GatewayError(message, 503, code="busy", retry_after=5)
         self._n_bytes += n_bytes
+        session.n_bytes += n_bytes
         try:
             yield
         finally:
             self._n_bytes -= n_bytes
+            session.n_bytes -= n_bytes
 
 
 class Call:
@@ -160,7 +160,7 @@ class Call:
     async def read(self, data: bytes) -> None:
         """Read the request's body; raises `GatewayError`."""
         gateway, session, protocol = self._gateway, self._session, self._protocol
-        self._is_short, takes_images = len(data) <= _SHORT, gateway.prompts.places
+        self._is_long, takes_images = len(data) > _SHORT, gateway.prompts.places
         limits = gateway.images.limits if takes_images else None
         head = f"{protocol.name} {self._verb}\0".encode()
         earlier, known = session.conversation.elements, session.conversation.replies
@@ -169,7 +169,7 @@ class Call:
             self._digest = blake2b(head + data, digest_size=16).digest()
             return protocol.read(parse_object(data), limits, earlier, known)
 
-        chat = await _done(read, at_once=self._is_short and not takes_images)
+        chat = await base.done(self._is_long or takes_images, read)
         limit = gateway.options.max_messages
         if len(chat.messages) > limit:
             message = f"{len(chat.messages)} messages; the limit is {limit}"
@@ -181,7 +181,10 @@ class Call:
         )
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
-        asked = chat.thinking.resolve(self._renderer.variables, chat.ignored)
+        renderer = self._renderer
+        if chat.tools and not renderer.shows_tools:
+            chat.ignored["tools"] += 1
+        asked = chat.thinking.resolve(renderer.takes, chat.ignored)
         fixed = session.options.variables
         for name in asked.keys() & fixed.keys():
             if asked[name] != fixed[name]:
@@ -196,7 +199,7 @@ class Call:
         info = await self._gateway.engine.info()
         # a longer prompt is not counted
         most = 4 * info.max_context_tokens
-        async with self._gateway.counting:
+        async with session.counting, self._gateway.counting:
             make = partial(self._make_prompt, most, attributed=False, keep=False)
             prompt = await asyncio.to_thread(make)
         session.check_limit("prompt_tokens", len(prompt.ids))
@@ -208,12 +211,13 @@ class Call:
         Raises `GatewayError`: the session may make no more calls.
         """
         session = self._session
-        if session.options.replay or is_retry(self._headers):
-            session.check_open()
-            if pending := session.again(self._digest):
-                session.counts.replayed += 1
-                return pending
-        session.admit()
+        session.check_open()
+        again = session.options.replay or is_retry(self._headers)
+        if again and (known := session.again(self._digest)):
+            session.counts.replayed += 1
+            return known
+        for name in ("answered", "prompt_tokens", "output_tokens"):
+            session.check_limit(name, 1)
         pending = PendingReply(self._run, session.amend, self._digest)
         session.calls[pending] = None
         pending.work.add_done_callback(lambda _: session.calls.pop(pending, None))
@@ -227,24 +231,8 @@ class Call:
         """
         gateway, session = self._gateway, self._session
         try:
-            info = await gateway.engine.info()
-            limit = session.options.limits.get("max_context_tokens")
-            most = min(info.max_context_tokens, limit or info.max_context_tokens)
-            self._info = replace(info, max_context_tokens=most)
-            try:
-                await _done(self._prepare, at_once=self._is_short)
-            finally:
-                # the request is kept, whatever becomes of the call
-                session.conversation.count_kept(gateway.cache_budget)
-            sampling, overruled = self._sampling()
-            request = base.EngineRequest(
-                prompt_ids=self._ids,
-                sampling=sampling,
-                request_id=self._request_id,
-                session_id=session.session_id,
-                images=self._pixels,
-            )
-            sample = await gateway.engine.generate(request)
+            async with session.slots:
+                sample, sampling, overruled = await self._sample()
             checks.check_sample(sample, self._ids, sampling, self._info)
             reply = await self._reply(sample, sampling)
             turn = self._turn(reply, sample, sampling)
@@ -257,6 +245,28 @@ class Call:
             session.counts.failed += error.status >= 500
             raise
         return reply
+
+    async def _sample(self) -> tuple[base.Sample, base.Sampling, list[str]]:
+        """What the engine sampled, and how: see `_sampling`."""
+        gateway, session = self._gateway, self._session
+        info = await gateway.engine.info()
+        limit = session.options.limits.get("max_context_tokens")
+        most = min(info.max_context_tokens, limit or info.max_context_tokens)
+        self._info = replace(info, max_context_tokens=most)
+        try:
+            await base.done(self._is_long, self._prepare)
+        finally:
+            # the request is kept, whatever becomes of the call
+            session.conversation.count_kept(gateway.cache_budget)
+        sampling, overruled = self._sampling()
+        request = base.EngineRequest(
+            prompt_ids=self._ids,
+            sampling=sampling,
+            request_id=self._request_id,
+            session_id=session.session_id,
+            images=self._pixels,
+        )
+        return await gateway.engine.generate(request), sampling, overruled
 
     def _make_prompt(
         self, max_tokens: int, *, attributed: bool, keep: bool = True
@@ -292,51 +302,46 @@ class Call:
         n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, self._info, n_checked)
         # it ends within the reply's reasoning
-        self._opened = replies.opens_reasoning(self._renderer, prompt.ids)
+        tag = self._gateway.reply_parser.tags[0]
+        self._opened = replies.opens_reasoning(self._renderer, prompt.ids, tag)
 
     def _sampling(self) -> tuple[base.Sampling, list[str]]:
         """The parameters of the call, and what of the client's request they overrule."""
         session, n_prompt = self._session, len(self._prompt.ids)
-        limit = self._gateway.options.max_new_tokens
+        room = self._info.max_context_tokens - n_prompt
         session.check_limit("prompt_tokens", n_prompt)
         remaining = session.check_limit("output_tokens", 1)
         fixed, client = session.options.fixed, session.options.client_sampling
         required, formless = self.chat.required, list[str]()
-        for name, wanted, free in (
-            ("response_format", required.schema is not None, {"schema": None}),
-            (
-                "tool_choice",
-                required.limits_calls,
-                {"call": False, "names": (), "parallel": True, "strict": ()},
-            ),
-        ):
-            if wanted and chats.is_fixed(name, fixed, client):
-                required = replace(required, **free)
-                formless.append(name)
-        form = self._gateway.reply_parser.form
+        is_fixed = partial(chats.is_fixed, fixed=fixed, client=client)
+        if required.schema is not None and is_fixed("response_format"):
+            required = replace(required, schema=None)
+            formless.append("response_format")
+        if required.limits_calls and is_fixed("tool_choice"):
+            required = chats.Required(schema=required.schema)
+            formless.append("tool_choice")
+        form, tags = self._gateway.reply_parser.form, self._gateway.reply_parser.tags
         holds = getattr(self._gateway.engine, "takes_grammars", True)
         if form is None or not holds:
             # nothing can enforce them: wishes are counted, and requirements refused
-            wishes = {
-                "strict": bool(required.strict),
-                "parallel": not required.parallel,
-            }
+            wishes = {"strict": required.strict, "parallel": not required.parallel}
             self.chat.ignored.update(name for name, given in wishes.items() if given)
             required = replace(required, strict=(), parallel=True)
         sampling, overruled = chats.resolve(
             self.chat.sampling,
             fixed,
             client,
-            max_tokens=limit if remaining is None else min(limit, remaining),
-            room=self._info.max_context_tokens - n_prompt,
+            max_tokens=self._gateway.options.max_new_tokens,
+            room=room if remaining is None else min(room, remaining),
             stop_token_ids=self._renderer.end_ids,
             structural_tag=replies.grammar(
                 replace(self.chat, required=required),
                 form,
                 fixed.get("extra", {}),
                 opened=self._opened,
-                reasons=replies.THINK in self._renderer.chat_template,
+                reasons=tags[0] in self._renderer.chat_template,
                 holds=holds,
+                around=tags,
             ),
         )
         return sampling, [*formless, *overruled]
@@ -355,8 +360,9 @@ class Call:
         if parsed.reasoning is not None:
             n_reasoning = n_output
             if len(parsed.parts) > 1:
-                # None if the end of reasoning is spelled with other tokens
-                n_reasoning = self._renderer.end_of_reasoning(sample.output_ids) or 0
+                # 0 if the end of reasoning is spelled with other tokens
+                end = self._gateway.reply_parser.tags[1]
+                n_reasoning = self._renderer.n_until(sample.output_ids, end)
         return chats.make_reply(
             parsed,
             sample.finish_reason or "",
@@ -390,7 +396,7 @@ class Call:
             **{name: getattr(sample, name) for name in _SAMPLED.split()},
             "messages": self._restored.logged,
             "response": response,
-            "sampling": json.dumps(sampling.values(), sort_keys=True),
+            "sampling": json.dumps(asdict(sampling), sort_keys=True),
             "use_tool": bool(reply.calls),
             "ill_formed": reply.ill_formed,
             "trainable": sample.complete and not untrained,
@@ -465,6 +471,6 @@ class Call:
         )
         self._session.conversation.add(node, self._gateway.cache_budget)
         self._session.conversation.replies[reply.reply_id] = reply
-        self._session.remember(pending)
+        self._session.answers.append(pending)
         counts.answered += 1
-        counts.ignored.update(self.chat.ignored)
+        add_counts(counts.ignored, self.chat.ignored)

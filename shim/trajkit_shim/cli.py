@@ -45,8 +45,6 @@ ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 
 # values of --parser besides the gateway's own: see the option
 _ENGINE, _NONE = "engine", "none"
-# in a model's config.json
-_EXPERTS = "num_experts_per_tok"
 
 
 @Parameter(name="*")
@@ -213,9 +211,7 @@ def serve(
     return 0
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+_say = partial(print, end="", flush=True)
 
 
 def _work(
@@ -304,8 +300,7 @@ def engine_app(
                 make_engine = _engine_of(arguments, model)
             if name != _ENGINE:
                 form = form_of(renderer) if name is None else FORMS.get(name)
-                parser = FormParser(form, tags_of(renderer.chat_template))
-                options["reply_parser"] = parser
+                options["reply_parser"] = FormParser(form, tags_of(renderer))
             options |= _image_options(arguments)
         except ArgumentError:
             raise
@@ -316,6 +311,7 @@ def engine_app(
             engine = _checked(make_engine, arguments.engine_url)
         if name == _ENGINE:
             options["reply_parser"] = asyncio.run(_own_parser(arguments.engine_url[0]))
+            options["reply_parser"].tags = tags_of(renderer)
         payloads = {n: vars(arguments)[n] for n in ("routed_experts", "sampling_masks")}
         turn_log = TurnLog(out, images="image_limits" in options, **payloads, **log)
         options["past"] = arguments.past_reasoning
@@ -329,7 +325,8 @@ def _engine_of(arguments: SimpleNamespace, model: str) -> "Callable[..., Engine]
     from trajkit_shim.engines.model_config import config_number
 
     classes = {"vllm": http.VLLMEngine, "sglang": http.SGLangEngine}
-    experts = config_number(model, _EXPERTS) if arguments.routed_experts else None
+    per_token = "num_experts_per_tok"
+    experts = config_number(model, per_token) if arguments.routed_experts else None
     return partial(
         classes[arguments.engine],
         vocab_size=config_number(model, "vocab_size"),

@@ -64,7 +64,7 @@ class AsyncGatewayClient:
         # the gateway of each session that this client has opened and not ended
         self._owners: dict[object, str] = {}
         self._renewing: asyncio.Task[None] | None = None
-        self._lost: Exception | None = None  # why a pause could not be renewed
+        self._lost: GatewayError | None = None  # why a pause could not be renewed
 
     async def models(self) -> list[str]:
         """Return the names of the models that are served."""
@@ -127,8 +127,8 @@ class AsyncGatewayClient:
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights while paused, and name them ``version``.
 
-        ``path``: a model directory that the servers can read. Raises also if a renewal of
-        the pause failed since: then some tokens may be from other weights.
+        ``path``: a model directory that the servers can read. Raises also if the pause
+        ended meanwhile: then some tokens may be from other weights.
         """
         if self._lost is not None:
             raise self._lost
@@ -175,8 +175,10 @@ class AsyncGatewayClient:
         while True:
             await asyncio.sleep(seconds)
             try:
-                await self._ask_all("/engine/pause", lease)
-            except (GatewayError, ConnectionError) as error:
+                # one that updates its weights answers later, if the pause has ended too
+                with suppress(ConnectionError):
+                    await self._ask_all("/engine/pause", {**lease, "renew": True})
+            except GatewayError as error:
                 self._lost = error
 
     async def _stop_renewing(self) -> None:
@@ -249,12 +251,12 @@ class GatewayClient:
     """
 
     def __init__(self, urls: str | Sequence[str], token: str = "") -> None:
+        self._client = AsyncGatewayClient(urls, token)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="trajkit-client", daemon=True
         )
         self._thread.start()
-        self._client = AsyncGatewayClient(urls, token)
         self.urls = self._client.urls
 
     models = _blocking(AsyncGatewayClient.models)

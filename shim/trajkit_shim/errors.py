@@ -52,7 +52,7 @@ def as_gateway_error(error: Exception) -> GatewayError:
 def retry_header(error: GatewayError) -> dict[str, str]:
     """Return the headers that tell the official clients whether to retry."""
     # they obey it, and retry no other call
-    passing = error.status in (502, 503, 504)
+    passing = error.status in (502, 503, 504) or error.retry_after is not None
     headers = {"x-should-retry": "true" if passing else "false"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)

@@ -125,6 +125,14 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
+def add_counts(counts: Counter[str], more: Mapping[str, int]) -> None:
+    """Add counts of ignored fields to others, but not of any number of names."""
+    for name, times in more.items():
+        shown = name[:_LONGEST_IGNORED]
+        if shown in counts or len(counts) < _MOST_IGNORED:
+            counts[shown] += times
+
+
 def without_halves(value: Json) -> Json:
     """Return a JSON object with U+FFFD for each half of a surrogate pair in its texts.
 
@@ -214,10 +222,6 @@ class Reading:
     ignored: Counter[str] = field(default_factory=Counter)
     opened: "list[Fields]" = field(default_factory=list)
 
-    def ignore(self, where: str, times: int = 1) -> None:
-        if where in self.ignored or len(self.ignored) < _MOST_IGNORED:
-            self.ignored[where[:_LONGEST_IGNORED]] += times
-
     def key(self, item: object) -> bytes:
         """Return the key of an element; empty: it is read each time, as images are."""
         # half a character, or an integer beyond 64 bits
@@ -264,7 +268,7 @@ class Fields:
     def ignore(self, name: str, value: str = "") -> None:
         """Count a field, or one of its values, that has no effect."""
         where = re.sub(r"\[\d+\]", "[]", self.at(name))
-        self.reading.ignore(f"{where}={value}" if value else where)
+        add_counts(self.reading.ignored, {f"{where}={value}" if value else where: 1})
 
     def leave_out(self, kind: str) -> None:
         """Count the object, as one of a kind that has no effect."""
@@ -357,6 +361,5 @@ class Fields:
             if key:
                 reading.elements[key] = element
             results.append(element.result)
-            for where, times in element.ignored.items():
-                reading.ignore(where, times)
+            add_counts(reading.ignored, element.ignored)
         return results

@@ -27,20 +27,24 @@ class Pause:
         self._expired = 0  # pauses that ended automatically
         self._version: str | None = None  # of the last update, if it succeeded
 
-    async def pause(self, seconds: float) -> None:
+    async def pause(self, seconds: float, *, renew: bool = False) -> None:
         """Pause for at most ``seconds``; repeated, restart that duration.
 
         Raises `EngineError`: the engine did not pause, and was asked to resume.
+        `GatewayError` (409): the pause to ``renew`` has ended.
         """
         engine = self._updatable()
         async with self._turn:
+            if renew:
+                self._check_paused()
             self.paused = True
             try:
                 await engine.pause()
             except BaseException:
                 await asyncio.shield(self._go_on())
                 raise
-            self._end_lease()
+            self._end()
+            self.paused = True
             self._lease = asyncio.create_task(self._expire(seconds))
 
     async def update(self, path: str, version: str) -> None:
@@ -51,10 +55,7 @@ class Pause:
         """
         engine = self._updatable()
         async with self._turn:
-            if not self.paused:
-                rule = "POST /engine/pause first, and renew the pause before it expires"
-                message = f"the engine is not paused: {rule}"
-                raise GatewayError(message, 409, code="not_paused")
+            self._check_paused()
             # unknown until the update is complete
             self._version = None
             await engine.update_weights(path, version)
@@ -80,6 +81,12 @@ class Pause:
             "weight_version": self._version,
         }
 
+    def _check_paused(self) -> None:
+        if not self.paused:
+            rule = "POST /engine/pause first, and renew the pause before it expires"
+            message = f"the engine is not paused: {rule}"
+            raise GatewayError(message, 409, code="not_paused")
+
     def _updatable(self) -> UpdatableEngine:
         if not isinstance(self._engine, UpdatableEngine):
             message = f"{type(self._engine).__name__} cannot be paused"
@@ -102,10 +109,7 @@ class Pause:
         self._end()
 
     def _end(self) -> None:
-        self._end_lease()
         self.paused = False
-
-    def _end_lease(self) -> None:
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None

@@ -17,11 +17,12 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import groupby
+from itertools import chain, groupby, product
+from os.path import commonprefix
 from typing import Any, TypeAlias
 
 from trajkit_shim.chat.request import (
@@ -31,17 +32,16 @@ from trajkit_shim.chat.request import (
     Spoken,
     Thought,
     ToolCall,
+    assistant_message,
     function_of,
+    tool_message,
 )
-from trajkit_shim.engines.http import EngineClient, reading
+from trajkit_shim.engines.http import UNREADABLE, EngineClient, reading
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.render import ChatRenderer, Ids
+from trajkit_shim.prompting.render import PROBE, ChatRenderer, Ids
 
 THINK, END_THINK = TAGS = ("<think>", "</think>")
-THOUGHTS = (("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
-"""Tags of reasoning other than `THINK` and `END_THINK`."""
-
 Tools: TypeAlias = Sequence[Json]
 """The offered tools, in OpenAI's format."""
 
@@ -53,6 +53,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # parameters of the engines that hold a grammar
 _PINNED = frozenset("ebnf json_schema regex structural_tag structured_outputs".split())
 _dumps = partial(json.dumps, ensure_ascii=False)
+_HALF = re.compile("[\ud800-\udfff]")
 # some templates write values as Python does
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _KINDS = {bool: "boolean", int: "integer", float: "number"}
@@ -60,8 +61,8 @@ _KINDS |= {str: "string", dict: "object", list: "array", type(None): "null"}
 _NUMBERS = frozenset({"integer", "number"})
 # accepted without a schema, because text rarely looks like them by chance
 _UNSAID = frozenset({"object", "array"})
-# raised by text that is no call
-_NO_CALL = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# raised by text that is no call, or is nested too deep
+_NO_CALL: tuple[type[Exception], ...] = (*UNREADABLE, MemoryError)
 
 
 def _refuse_constant(name: str) -> None:
@@ -104,8 +105,6 @@ class ToolForm:
     """
 
     name: str  # value of the command-line option
-    # a chat template that contains all of them uses this form
-    marks: tuple[str, ...]
     starts: re.Pattern[str]  # of calls
     opening: str = ""
     head: str = ""
@@ -147,7 +146,7 @@ class ToolForm:
                 if not self.closing:
                     break
             return (calls, _after(self.closing, text, offset)) if calls else None
-        except (SyntaxError, *_NO_CALL):
+        except _NO_CALL:
             return None
 
     def ends_in(self, text: str) -> bool:
@@ -215,12 +214,31 @@ def _python_calls(text: str) -> list[ToolCall]:
     """The calls of a list of Python calls with keywords."""
     calls, (statement,) = list[ToolCall](), ast.parse(text).body
     for item in statement.value.elts:  # type: ignore[attr-defined]
+        start = ""
+        if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Sub):
+            # a name with hyphens
+            start, item = f"{ast.unparse(item.left)}-".replace(" ", ""), item.right
+        item = _Names().visit(item)
         given = {one.arg: ast.literal_eval(one.value) for one in item.keywords}
-        if item.args or None in given:
-            raise ValueError("an argument without a name")
-        arguments = _dumps(given, allow_nan=False)
-        calls.append(ToolCall(ast.unparse(item.func), arguments))
+        name = start + ast.unparse(item.func)
+        if item.args or None in given or not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError("not a call of a name, with keywords")
+        calls.append(ToolCall(name, _spelled(given)))
     return calls
+
+
+class _Names(ast.NodeTransformer):
+    """Reads JSON's names of values in Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        names = {"true": True, "false": False, "null": None}
+        return ast.Constant(names[node.id]) if node.id in names else node
+
+
+def _spelled(value: object) -> str:
+    """A value as JSON; clients cannot send half a character back."""
+    text = _dumps(value, allow_nan=False)
+    return _HALF.sub(lambda half: f"\\u{ord(half[0]):x}", text)
 
 
 # a message of a reply: the recipient is before or after the channel
@@ -280,20 +298,25 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
         kind = _KINDS[type(_DECODER.decode(text))]
     except (ValueError, RecursionError):
         kind = "string"
+        # some templates write lists and objects as Python does, too
+        if kinds is not _UNSAID and "string" not in kinds:
+            with suppress(*_NO_CALL):
+                value = ast.literal_eval(text)
+                if isinstance(value, dict | list):
+                    kind, text = _KINDS[type(value)], _spelled(value)
     if kinds & _NUMBERS:
         kinds |= _NUMBERS
     return text if kind != "string" and kind in kinds else _dumps(written)
 
 
 FORMS: dict[str, ToolForm] = {}
-"""In order of precedence, if a template matches several."""
+"""By their names."""
 
 
-def _form(name: str, marks: str, starts: str = "", **more: Any) -> None:
-    """Add a form; its calls start with its first mark, or with a pattern."""
-    each = tuple(marks.split())
-    pattern = re.compile(starts or re.escape(each[0]))
-    FORMS[name] = ToolForm(name=name, marks=each, starts=pattern, **more)
+def _form(name: str, opening: str = "", *, starts: str = "", **more: Any) -> None:
+    """Add a form; its calls start with its opening, or with a pattern."""
+    pattern = re.compile(starts or opening.rstrip())
+    FORMS[name] = ToolForm(name=name, starts=pattern, opening=opening, **more)
 
 
 def _tags(
@@ -315,7 +338,6 @@ _TO = r"<\|channel\|>commentary to="
 
 _form(
     "gpt-oss",
-    "<|channel|> <|message|>",
     starts=_TO,
     head=rf"{_TO}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|> ",
     tail=r" <\|call\|>",
@@ -323,8 +345,7 @@ _form(
 )
 _form(
     "kimi",
-    "<|tool_calls_section_begin|>",
-    opening=r"<\|tool_calls_section_begin\|> ",
+    r"<\|tool_calls_section_begin\|> ",
     head=r"<\|tool_call_begin\|> (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) "
     r"<\|tool_call_argument_begin\|> ",
     tail=r" <\|tool_call_end\|> ",
@@ -332,17 +353,13 @@ _form(
 )
 _form(
     "dsml",
-    "DSML invoke",
-    starts="<｜DSML｜(?:function|tool)_calls>",
-    opening="<｜DSML｜(?:function|tool)_calls> ",
+    "<｜DSML｜(?:function|tool)_calls> ",
     closing="</｜DSML｜(?:function|tool)_calls>",
     **_tags("invoke", _QUOTED, "", "｜DSML｜", ' string="(?P<text>true|false)"'),
 )
 _form(
     "deepseek",
-    "tool▁calls▁begin",
-    starts="<｜tool▁calls▁begin｜>",
-    opening="<｜tool▁calls▁begin｜> ",
+    "<｜tool▁calls▁begin｜> ",
     head="<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
     "|(?P<name2>[^\n<]+)<｜tool▁sep｜>) ",
     tail="(?: ```)? <｜tool▁call▁end｜> ",
@@ -350,24 +367,21 @@ _form(
 )
 _form(
     "minimax",
-    "<minimax:tool_call>",
-    opening="<minimax:tool_call> ",
+    "<minimax:tool_call> ",
     closing="</minimax:tool_call>",
-    **_tags("invoke", _QUOTED, "\n?"),
+    **_tags("invoke", _QUOTED),
 )
 _form(
     "seed-oss",
-    "<seed:tool_call>",
-    opening="<seed:tool_call> ",
+    "<seed:tool_call> ",
     closing="</seed:tool_call>",
     **_tags("function", _EQUALS),
 )
 _form(
     "qwen3-coder",
-    "<function= <parameter=",
     # the model leaves out the first tag at times
+    f"(?:{_OPEN} )?",
     starts=f"{_OPEN}|<function=",
-    opening=f"(?:{_OPEN} )?",
     closing=_CLOSE,
     **_tags("function", _EQUALS, "\n?"),
     begin=f"{_OPEN}\n<function=NAME>\n",
@@ -376,7 +390,6 @@ _form(
 )
 _form(
     "glm",
-    "<arg_key> <arg_value>",
     starts=_OPEN,
     head=rf'{_OPEN}\s*+(?P<name>[^<\n{{}}"]*[^<\s{{}}"])\s*+(?=<)',
     pair="<arg_key>(?>(?P<key>.+?)</arg_key> <arg_value>)(?P<value>.*?)</arg_value> "
@@ -388,80 +401,147 @@ _form(
 )
 _form(
     "mistral-args",
-    "[TOOL_CALLS] [ARGS]",
+    starts=r"\[TOOL_CALLS\]",
     head=r"\[TOOL_CALLS\] (?P<name>[\w.-]+) (?:\[CALL_ID\](?P<id>\w+))?\[ARGS\] ",
     tail=" ",
 )
-_form("mistral", "[TOOL_CALLS]", opening=r"\[TOOL_CALLS\] ")
-_form("toolcall", "<TOOLCALL>", opening="<TOOLCALL> ", closing=" </TOOLCALL>\n?")
-_form(
-    "phi",
-    "<|tool_call|> <|/tool_call|>",
-    opening=r"<\|tool_call\|> ",
-    closing=r" <\|/tool_call\|>\n?",
-)
+_form("mistral", r"\[TOOL_CALLS\] ")
+_form("toolcall", "<TOOLCALL> ", closing=" </TOOLCALL>\n?")
+_form("phi", r"<\|tool_call\|> ", closing=r" <\|/tool_call\|>\n?")
 _form(
     "hermes",
-    _OPEN,
-    opening=f"{_OPEN} ",
+    f"{_OPEN} ",
     closing=f" {_CLOSE}",
     needs_arguments=False,
     begin=f'{_OPEN}\n{{"name": "NAME", "arguments": ',
     end=f"}}\n{_CLOSE}",
 )
-_form("pythonic", "(key=value)", starts=r"\A\s*\[[\w.]+\(", python=True)
+_form("pythonic", starts=r"\A\s*\[[\w.-]+\(", python=True)
 _form(
     "plain-json",
-    '{"name" "parameters"',
+    r"(?:<\|python_tag\|> )?",
     starts=r'(?:<\|python_tag\|>\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"',
-    opening=r"(?:<\|python_tag\|> )?",
     begin='{"name": "NAME", "parameters": ',
     end="}",
 )
 
 
+# Trying a template out
+
+_ASKED: Json = {"role": "user", "content": "wordquestion"}
+# some templates take no other ids than those of their kind
+_IDS = ("functions.probe{0}:{0}", "call0000{0}")
+
+
 class UnknownFormError(ValueError):
-    """A chat template has tools, in a form that no parser knows."""
+    """A chat template offers tools, but no form reads the calls that it writes."""
+
+
+def tags_of(renderer: ChatRenderer) -> tuple[str, str]:
+    """Return the tags that a chat template writes around reasoning, else `TAGS`.
+
+    The first one may be empty.
+    """
+    shown = r"([<\[][^<\[]*?)\s*wordthought\s*(\S[^<\[]*[>\]])\s*wordanswer"
+    with suppress(GatewayError):
+        thinks, plain = (
+            renderer.text([_ASKED, assistant_message([*first, "wordanswer"])], [PROBE])
+            for first in ([Thought("wordthought")], [])
+        )
+        if found := re.search(shown, thinks):
+            # what every reply begins with is no tag
+            bare = re.search(re.escape(found[1]) + r"\s*wordanswer", plain)
+            return "" if bare else found[1], found[2]
+    return TAGS
 
 
 def form_of(renderer: ChatRenderer) -> ToolForm | None:
-    """Return the form of calls that a chat template asks for; None: it has no tools.
+    """Return the form that reads the calls that a chat template writes.
 
-    Raises `UnknownFormError`.
+    None: it writes none, and shows no tools. Raises `UnknownFormError`.
     """
-    # quotes within a string of the template may be escaped
-    text = renderer.chat_template.replace('\\"', '"')
-    for form in FORMS.values():
-        if all(mark in text for mark in form.marks):
-            return form
-    if not renderer.shows_tools():
+    fault, tags = "does not show the calls of a reply", tags_of(renderer)
+    # one call where it does not take or show two
+    for call_id, n_calls in product(_IDS, (2, 1)):
+        keys = [f"7031{i}" for i in range(n_calls)]
+        try:
+            text = _written(renderer, keys, call_id)
+        except GatewayError as error:
+            fault = f"rejects a reply with calls: {error}"
+            continue
+        if keys[-1] not in text:
+            continue
+        # without reasoning, which may be empty, and begin in the generation prompt
+        opened = tags[1] in text and tags[0] not in text
+        text = FormParser(None, tags).read(text, None, opened=opened).text
+        for form in chain(FORMS.values(), _json_forms(text)):
+            found = FormParser(form).read(text, [PROBE], opened=False)
+            calls = [(c.name, re.findall(r"\d+", c.arguments)) for c in found.calls]
+            wanted = [(f"probe{i}", [key]) for i, key in enumerate(keys)]
+            if calls == wanted and not found.text.strip():
+                return form
+        fault = f"writes calls in a format that no parser knows: {text[:200]!r}"
+        break
+    if not renderer.shows_tools:
         return None
     raise UnknownFormError(
-        "the chat template offers tools, but writes calls in a format that no parser "
-        f"knows: give --parser with one of {', '.join(FORMS)}; engine: the parsers of "
-        "the SGLang server; none: calls stay text"
+        f"the chat template offers tools, but {fault}; give --parser with one of "
+        f"{', '.join(FORMS)}; engine: the parsers of the SGLang server; none: calls "
+        "stay text"
     )
+
+
+def _written(renderer: ChatRenderer, keys: Sequence[str], call_id: str) -> str:
+    """What a template writes for a reply with a call for each key, without its end."""
+    calls = [
+        ToolCall(f"probe{i}", f'{{"key": {key}}}', call_id.format(i))
+        for i, key in enumerate(keys)
+    ]
+    results = (tool_message(call.call_id, ["wordresult"]) for call in calls)
+    opening, later = (
+        renderer.text([_ASKED, *more], [PROBE]).rpartition("wordquestion")[2]
+        for more in ([], [assistant_message(calls), *results])
+    )
+    # a reply may begin with another tag than the generation prompt ends with
+    begun = commonprefix([opening, later])  # noqa: RUF071
+    text = later.removeprefix(re.sub(r"[<\[][^\s<>\[\]]*\Z", "", begun))
+    ends = renderer.control.finditer(text, max(text.rfind(keys[-1]), 0))
+    return text[: next((e.start() for e in ends if e[0] in renderer.end_tokens), None)]
+
+
+def _json_forms(text: str) -> Iterator[ToolForm]:
+    """Yield the form of a text that has JSON between the same other texts."""
+    begin = re.compile(r"\[\s*\{|\{")
+    if found := begin.search(text):
+        with suppress(ValueError):
+            _, stop = _DECODER.raw_decode(text, found.start())
+            before = text[: found.start()].strip()
+            # another call may follow
+            after = begin.split(text[stop:])[0].strip().removesuffix(before)
+            opening, closing = (
+                " ".join(map(re.escape, part.split())) for part in (before, after)
+            )
+            # without other texts calls are all of a reply
+            starts = re.compile(opening or r'\A\s*\[\s*\{\s*"name"')
+            more = {"opening": f"{opening} ", "closing": f" {closing}"}
+            yield ToolForm(name="json", starts=starts, **more)  # type: ignore[arg-type]
 
 
 # Parsers
 
 
-def tags_of(chat_template: str) -> tuple[str, str]:
-    """Return the tags of reasoning that a chat template writes."""
-    return next((tags for tags in THOUGHTS if tags[1] in chat_template), TAGS)
-
-
-def opens_reasoning(renderer: ChatRenderer, prompt_ids: Ids) -> bool:
-    """Return whether a prompt ends within the reply's reasoning."""
-    # "<think>\n" in single bytes, and a few more
-    end = renderer.decode(prompt_ids[-16:], ended=False).rstrip()
-    return end.endswith((THINK, *(tags[0] for tags in THOUGHTS)))
+def opens_reasoning(renderer: ChatRenderer, prompt_ids: Ids, tag: str = THINK) -> bool:
+    """Return whether a prompt ends with the tag that begins the reply's reasoning."""
+    # a tag and a line break in single bytes, and a few more
+    end = renderer.decode(prompt_ids[-32:], ended=False).rstrip()
+    return bool(tag) and end.endswith(tag)
 
 
 class ReplyParser(ABC):
     """Parses replies."""
 
     form: ToolForm | None = None  # how a grammar writes calls; None: it cannot
+    tags: tuple[str, str] = TAGS  # of reasoning
 
     @abstractmethod
     async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
@@ -479,7 +559,7 @@ class FormParser(ReplyParser):
     """The gateway's own parser, for one form of calls; None: calls are text."""
 
     def __init__(self, form: ToolForm | None, tags: tuple[str, str] = TAGS) -> None:
-        self._form, self._tags = form, tags
+        self._form, self.tags = form, tags
         self.form = form if form is not None and form.begin else None
 
     async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
@@ -524,12 +604,14 @@ class FormParser(ReplyParser):
     def _without_reasoning(self, text: str, opened: bool) -> tuple[str, str]:
         if self._form is not None and self._form.split:
             return self._form.split(text)
-        start, end = self._tags
+        start, end = self.tags
         begun = text.lstrip(_SPACE)
         if not opened and not begun.startswith(start):
             return "", text
         begun = text if opened else begun.removeprefix(start)
         inside, closed, rest = begun.partition(end)
+        if not (start or closed):
+            return "", text
         return inside, rest.lstrip("\n") if closed else ""
 
 
@@ -548,7 +630,7 @@ class SGLangParser(ReplyParser):
         answer: Any = {"text": text}
         try:
             if thoughts:
-                body: Json = {"text": f"{THINK}{text}" if opened else text}
+                body: Json = {"text": f"{self.tags[0]}{text}" if opened else text}
                 body["reasoning_parser"] = thoughts
                 answer = await ask("/separate_reasoning", body)
             thought, rest = answer.get("reasoning_text"), answer.get("text") or ""
@@ -576,7 +658,7 @@ class SGLangParser(ReplyParser):
 
 def _is_object(text: Any) -> bool:
     """Whether a text is a JSON object."""
-    with suppress(*_NO_CALL):
+    with suppress(*UNREADABLE):
         return isinstance(_DECODER.decode(text), dict)
     return False
 
@@ -592,14 +674,15 @@ def grammar(
     opened: bool,
     reasons: bool,
     holds: bool = True,
+    around: tuple[str, str] = TAGS,
 ) -> Json | None:
     """Return the structural tag that a request requires of its reply, or None.
 
     Arguments match the tool's schema if that is required, else they are any object.
-    Reasoning may come first: the prompt ``opened`` it, or the model may begin with it
-    (``reasons``). ``pinned`` are the session's parameters of the engine, which ``holds``
-    grammars or not. Raises `GatewayError` (400): a required tool is not offered, the
-    session has a grammar of its own, or nothing can enforce the form.
+    Reasoning ``around`` may come first: the prompt ``opened`` it, or the model may begin
+    with it (``reasons``). ``pinned`` are the session's parameters of the engine, which
+    ``holds`` grammars or not. Raises `GatewayError` (400): a required tool is not offered,
+    the session has a grammar of its own, or nothing can enforce the form.
     """
     required = request.required
     tools = {str(f["name"]): f for f in map(function_of, request.tools or ())}
@@ -640,7 +723,7 @@ def grammar(
     if opened or reasons:
         # it is optional unless the prompt opened it
         thought: Json = {"type": "tag", "content": {"type": "any_text"}}
-        thought |= {"begin": "" if opened else THINK, "end": END_THINK}
+        thought |= {"begin": "" if opened else around[0], "end": around[1]}
         thought = thought if opened else {"type": "optional", "content": thought}
         gap: Json = {"type": "regex", "pattern": "\\n{0,2}"}
         reply = {"type": "sequence", "elements": [thought, gap, reply]}

@@ -192,7 +192,8 @@ class Server(uvicorn.Server):
             # the same where uvloop is installed, as engines install it
             loop="asyncio",
             log_config=None,
-            log_level="warning",
+            # a line for each request that is refused would fill a disk
+            log_level="error",
             # its lines would contain the key that Gemini clients put in the URL
             access_log=False,
             lifespan="on",

@@ -82,7 +82,9 @@ class Worker:
             for state in states:
                 if state.status_code >= 400:
                     return state
-            loads = [_json(state)["sessions"]["open"] for state in states]
+            loads = [
+                json.loads(bytes(state.body))["sessions"]["open"] for state in states
+            ]
             owners = [loads.index(min(loads))]
             if path:
                 found = await self._ask_all(request, b"", "GET", path)
@@ -105,7 +107,7 @@ class Worker:
         for answer in answers:
             if answer.status_code >= 400:
                 return answer
-        counts = [_json(answer) for answer in answers]
+        counts = [json.loads(bytes(answer.body)) for answer in answers]
         return json_response({name: sum(c[name] for c in counts) for name in counts[0]})
 
     async def _ask_all(
@@ -146,11 +148,6 @@ class Worker:
             why = f"{type(error).__name__}: {error}"
             message = f"worker {index} cannot be reached: {why}"
             raise GatewayError(message, 503, code="worker_lost") from error
-
-
-def _json(answer: Response) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(bytes(answer.body))
-    return value
 
 
 Work = Callable[[socket.socket, Callable[[str], None], int, Sequence[str]], None]

@@ -101,7 +101,7 @@ def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
     rows = str(tmp_path / "rows.jsonl")
     assert cli.main(["linearize", turns, "-o", rows, "--policy", "slime"]) == 0
     out, err = capsys.readouterr()
-    assert "sessions 2, turns 4, 2 rows; left out: 0 untrained\n" in out
+    assert "sessions 2, turns 4, rows 2; left out: 0 untrained\n" in out
     lines = [line.split() for line in out.splitlines()]
     assert "sampled 8 100.0 %".split() in lines
     assert "lost absorbed 3 37.5 %".split() in lines
@@ -137,12 +137,13 @@ def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns, monkeypatch, 
 REFUSALS = r"""
 2 | linearize {turns} -o r.parquet --policy slim | policy 'slim'
 2 | flatten | Unknown command "flatten"
-2 | linearize in | requires an argument
+2 | linearize in | linearize needs a value for --out: see
 2 | linearize in -o out --max-row-tokens 0 | Must be >= 1
 2 | linearize in -o out --max-row-tokens x | unable to convert "x" into int
 2 | linearize x -o y --polcy slime | Did you mean --policy?
 2 | import x -o y --from opena | Did you mean "openai
-2 | linearize x -o y z | Unused Tokens: ['z']
+2 | linearize x -o y z | z: not expected there; several files stand side by side
+2 | plot swimlanes {turns} -o x.svg --policy trl | are for tokens, not for swimlanes
 2 | simulat x | Did you mean "simulate"?
 2 | export in --to slime -o out --max-length 9 | --max-length does nothing with --to slime
 2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed
@@ -166,7 +167,7 @@ REFUSALS = r"""
 2 | drift in --policy trl --set own | --set 'own': expected CHOICE=VALUE
 2 | verify {turns} {turns} --set train_in=first | needs a --policy before it
 2 | drift in --policy trl --set fork_threshold=3 --set fork_threshold=2 | is given twice
-2 | drift in SET trains_in=first | did you mean 'train_in'?: expected one
+2 | drift in SET trains_in=first | (did you mean 'train_in'?): expected one
 2 | verify in in SET fork_threshold=x | fork_threshold='x'
 2 | simulate in SET max_rows=0 | max_rows=0: expected an integer of 1
 2 | drift in SET on_drift=absorb_any --set train_in=earliest | does not go with on_drift=
@@ -336,6 +337,8 @@ def test_help_of_a_command_is_its_help(capsys, name):
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"Usage: trajkit {name}")
+    # every option says what it is for
+    assert not re.search(r"│[ *]+(-\S+ )+[A-Z]+ +(\[required\] +)?│", texts[0])
     path, first_line = cli.COMMANDS[name]
     module, _, function = path.partition(":")
     found = getattr(import_module(f"trajkit.cli.{module}"), function)

@@ -13,7 +13,7 @@ import trajkit as tk
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import BAD_DATA, BAD_USAGE, main
 from trajkit.cli.options import load_tokenizer
-from trajkit.cli.screen import Screen, visible
+from trajkit.cli.screen import Screen, text_table, visible
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = str(ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json")
@@ -117,6 +117,12 @@ def test_rows_are_shown_without_their_turns(tmp_path, capsys, turns):
         out = capsys.readouterr().out
         assert "lost        (absorbed: 9 tokens of turn 0)\n" in out
         assert "trained     Yes⟦<|im_end|>⟧\n" in out
+    files = [str(tmp_path / f"{dedup}.parquet") for dedup in (False, True)]
+    assert main(["show", *files, "--tokenizer", TOKENIZER]) == 0
+    assert capsys.readouterr().out == 2 * out
+    for name in ("show", "why"):
+        assert main([name, files[0], "--policy", "trl"]) == BAD_USAGE
+        assert "--policy is for turns, and " in capsys.readouterr().err
 
 
 def test_tokens_in_no_row_have_a_reason(tmp_path, capsys):
@@ -147,6 +153,10 @@ def test_lines_fit_the_terminal(terminal, turns, width):
     texts = [line for line in lines[1:] if line.startswith(" ")]
     assert max(map(cell_len, texts)) <= max(width, 14)
     assert "".join(line.strip() for line in texts).count("question") >= 38
+
+
+def test_tables_have_no_control_characters():
+    assert text_table(["id"], [[HOSTILE]]).splitlines()[2:] == [visible(HOSTILE)]
 
 
 def test_an_encoding_without_arrows_gets_escapes(terminal, turns):
@@ -193,7 +203,7 @@ def test_what_is_not_there_is_refused(capsys, turns):
     assert main(["show", turns, "--session", "b"]) == BAD_DATA
     assert "no session 'b'" in capsys.readouterr().err
     assert main(["show", turns, "--row", "7"]) == BAD_USAGE
-    assert "--row 7: expected an index" in capsys.readouterr().err
+    assert "--row 7: expected a row_index, 0 to 1" in capsys.readouterr().err
 
 
 def test_a_character_wider_than_the_screen_is_printed(capsys):

@@ -337,11 +337,12 @@ def test_areal_versions_are_integers():
         return plain(areal.trajectory_fields(rows, **options)[0]["versions"][0])
 
     assert versions() == [-1, -1, -1, 3, 3, -1, 3, 3, 3]
-    for name in ("step-1", None):
-        names[0][3] = name
+    mask, own = masks[0], names[0]
+    for name, at_3 in (("step-1", ["step-1"]), (None, [None]), (None, None)):
+        names[0] = at_3 and [*own[:3], *at_3, *own[4:]]
         with pytest.raises(ExportError, match=f"{name!r} of token 3 is not an integer"):
             versions()
-    assert versions(version=2) == [-1, -1, -1, 2, 3, -1, 3, 3, 3]
+    assert versions(version=2) == [2 if trained else -1 for trained in mask]
 
 
 def test_miles_takes_experts_as_arrays():

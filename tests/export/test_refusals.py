@@ -172,6 +172,7 @@ NAN = float("nan")
         ("sampling_mask", [None, None, None, [7], [7, 32]], "token 3 lacks the token"),
         ("sampling_mask", [None, None], "2 values of sampling_mask for 5"),
         ("ref_logprobs", [None, None, None, None, -1.0], "of token 3 is None"),
+        ("teacher_logprobs", None, "of token 3 is None"),
         ("ref_logprobs", [0.0, NAN, 0.0, 0.0, 0.0], "of token 1 is nan"),
         ("ref_logprobs", [0.0], "1 values of ref_logprobs for 5"),
         ("observation_weight", [0.0, 0.5, None, 0.0, 0.0], "of token 2 is None"),

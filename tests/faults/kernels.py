@@ -24,9 +24,6 @@ _native/rows.pxi: rows/test_twins:these rows/test_twins:-twins files/test_dedup
     absorbed tokens of a cut row are lost twice
         |totals[SPAN_CUT] = «before - totals[SPAN_TRAINED] - totals[SPAN_ABSORBED]»|
         -> |before - totals[SPAN_TRAINED]|
-    a row shares more than its parent has
-        |row.shared = «min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)»|
-        -> |min(nodes[node].stop, row.n_tokens)|
     a row that ends where its prompt does is kept
         |if row.n_tokens < full and «row.n_tokens <= row.prompt_len»:|
         -> |row.n_tokens < row.prompt_len|
@@ -41,6 +38,10 @@ _native/rows.pxi: rows/test_twins:these rows/test_twins:-twins files/test_dedup
         |plan.flags[i] |= plan.flags[parent] & CALL_CHAIN_FLAGS| -> ||
     rows above what is new are not counted
         |report[REPORT_ROWS_UNTRAINED] += plan.forks[top]| -> ||
+_native/rows.pxi: rows/test_rows:shares
+    a row shares more than its parent has
+        |row.shared = «min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)»|
+        -> |min(nodes[node].stop, row.n_tokens)|
 _native/rows.pxi: rows/test_twins:these rows/test_twins:-twins
     the logprobs of a later part are those of the first
         |if _has_logprob(call, «span.out_start + i»):| -> |i|

@@ -353,16 +353,12 @@ DAMAGED_PARQUET = {
     "kinds of pages": (page_of_another_kind(0, 1), "row group 0 has 0 rows of 6"),
     "values": (fewer_values, r"has \[20\] of \[21\] values in 'prompt_"),
     "histogram": (
-        *(
-            with_footer(longer_histogram),
-            "histogram size mismatch, size: 5, expected: 4",
-        ),
+        with_footer(longer_histogram),
+        "histogram size mismatch, size: 5, expected: 4",
     ),
     "footer": (
-        *(
-            with_footer(lambda old: b"\xa6\x00" + old[:1]),
-            "Couldn't deserialize thrift",
-        ),
+        with_footer(lambda old: b"\xa6\x00" + old[:1]),
+        "Couldn't deserialize thrift",
     ),
 }
 

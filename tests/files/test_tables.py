@@ -2,6 +2,7 @@ import gzip
 import io
 import json
 import os
+import resource
 import tempfile
 from codecs import BOM_UTF8
 from contextlib import contextmanager
@@ -245,8 +246,6 @@ def test_unknown_suffixes_are_refused(tmp_path, turns, suffix):
     with pytest.raises(ArgumentError, match=r"unknown suffix.*\.parquet") as found:
         write_turns(turns, path)
     assert ".json," not in str(found.value)  # JSON is written as lines
-    with pytest.raises(FileNotFoundError, match=path.name):
-        read_turns(path)
     path.touch()
     with pytest.raises(ArgumentError, match="unknown suffix"):
         read_turns(path)
@@ -268,6 +267,7 @@ CUT_GZIP = gzip.compress(b'{"session_id": "a"}\n' * 100, mtime=0)[:-20]
         ("x.jsonl.gz", b"no gzip", "cannot be decompressed"),
         ("x.jsonl.gz", CUT_GZIP, "cannot be decompressed"),
         ("x.jsonl.zst", b"", "x.jsonl.zst is empty"),
+        ("x.jsonl", CUT_GZIP, r"contains jsonl.gz: rename it"),
     ],
     ids=str,
 )
@@ -275,6 +275,25 @@ def test_broken_files_are_refused(tmp_path, name, content, match):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(FormatError, match=match):
         read_turns(tmp_path / name)
+
+
+def test_the_file_that_fills_a_disk_is_named(tmp_path, turns):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="writing bytes") as refused:
+            write_turns(turns, tmp_path / "x.parquet")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.value.filename == str(tmp_path / "x.parquet")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_link_that_leads_nowhere_is_no_reason_to_read_less(tmp_path, turns):
+    write_turns(turns, tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").symlink_to("absent.parquet")
+    with pytest.raises(FileNotFoundError, match=r"b.parquet"):
+        read_turns(tmp_path)
 
 
 def test_files_that_do_not_fit_together_are_refused(tmp_path, turns):

@@ -120,6 +120,9 @@ def test_rewards_that_are_equal_but_for_rounding_are_constant(rewards, kind):
     with pytest.warns(NoSignalWarning, match="all 2 advantages are 0"):
         found = tk.learn.advantages(given, scale="group_std", epsilon=0.0)
     assert found["advantage"].to_pylist() == [0.0, 0.0]
+    with pytest.warns(NoSignalWarning, match="all 2 advantages are 0"):
+        found = tk.learn.advantages(given, "none", scale="batch_std", epsilon=0.0)
+    assert found["advantage"].to_pylist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

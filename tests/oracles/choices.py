@@ -195,8 +195,8 @@ def spans_of(turns, run, owned, policy, limit):
     names = turn_indices(turns)
     spans = []
     for i in [*run.turns, *run.dropped]:
-        said = enumerate(labels(turns[i], run, i, i in owned, policy, limit))
-        for kind, group in groupby(said, key=lambda one: one[1]):
+        labelled = enumerate(labels(turns[i], run, i, i in owned, policy, limit))
+        for kind, group in groupby(labelled, key=lambda one: one[1]):
             if kind is None:
                 continue
             at = [k for k, _ in group]
@@ -220,11 +220,11 @@ def spans_of(turns, run, owned, policy, limit):
 
 
 def n_of(kind, turns, run, owned, policy, limit):
-    """Sampled tokens of a row of which it says that."""
+    """Sampled tokens of a row with this label."""
     return sum(
-        said == kind
+        label == kind
         for i in [*run.turns, *run.dropped]
-        for said in labels(turns[i], run, i, i in owned, policy, limit)
+        for label in labels(turns[i], run, i, i in owned, policy, limit)
     )
 
 
@@ -234,14 +234,14 @@ def chosen_chains(turns, links, policy):
     if policy.row_selection == "all":
         return chains
 
-    def birth(chain):
+    def creation(chain):
         start, name = (turns[chain[0]].get(k) for k in ("started_at", "request_id"))
         return start is None, start or 0, name is None, name or "", chain[0]
 
     scored = [one for one in chains if turns[one[-1]].get("scored")]
     if policy.parent_by == "prefix" and scored:
         return scored
-    return [min(chains, key=birth)] if chains else []
+    return [min(chains, key=creation)] if chains else []
 
 
 def owned_runs(turns, links, policy):

@@ -39,7 +39,7 @@ def links_of(turns, policy):
     route = policy.parent_by
     if route == "messages":
         links = reference.message_links(
-            told_by(turns, policy.message_equality),
+            projected(turns, policy.message_equality),
             policy.merge_threshold,
             policy.tie_break,
             policy.compare_tools,
@@ -69,20 +69,20 @@ def links_of(turns, policy):
     return reference.as_dicts(turns, links)
 
 
-def told_by(turns, equality):
+def projected(turns, equality):
     """The turns, each message with nothing but its role and what counts of it."""
     identity = IDENTITIES[equality]
 
-    def told(message):
+    def counted(message):
         return {"role": message.get("role"), "is": identity(message)}
 
     return [
         {
             **turn,
             "prompt_messages": turn["prompt_messages"]
-            and [told(message) for message in turn["prompt_messages"]],
+            and [counted(message) for message in turn["prompt_messages"]],
             "response_message": turn["response_message"]
-            and told(turn["response_message"]),
+            and counted(turn["response_message"]),
         }
         for turn in turns
     ]
@@ -96,8 +96,8 @@ def agent_links(turns, policy):
     links = [Link(why="unrouted") for _ in turns]
     for i, route in enumerate(routed.routes):
         if route is not None:
-            said = {"new": "root", "wipe": "history_replaced", "append": None}
-            links[i].why = said[route.split("/")[1]]
+            reasons = {"new": "root", "wipe": "history_replaced", "append": None}
+            links[i].why = reasons[route.split("/")[1]]
     rank = 0
     for kind, segment in routed.frozen:
         for i in segment:
@@ -105,6 +105,6 @@ def agent_links(turns, policy):
             rank += 1
         for before, i in pairwise(segment):
             links[i].parent = before
-            told = [turns[k]["prompt_messages"] is not None for k in (before, i)]
-            links[i].why = "messages" if all(told) else "tokens"
+            listed = [turns[k]["prompt_messages"] is not None for k in (before, i)]
+            links[i].why = "messages" if all(listed) else "tokens"
     return links

@@ -85,9 +85,10 @@ def test_a_dropped_session_is_unknown_and_may_begin_anew():
     recorder.record("b", **call([3], [4]))
     before = recorder.turns("a")
     recorder.drop("a")
-    for ask in asks(recorder, "a"):
-        with pytest.raises(UnknownSessionError, match="'a'"):
-            ask()
+    for name in ("a", ["a"]):
+        for ask in asks(recorder, name):
+            with pytest.raises(UnknownSessionError, match="'a'"):
+                ask()
     assert recorder.sessions == ["b"]
     assert recorder.record("a", **call([5], [6])).turn_index == 0
     assert recorder.sessions == ["b", "a"]
@@ -163,6 +164,10 @@ def versions(*spans):
         ({"step": True}, "step is True: expected an integer of 64 bits$"),
         ({"step": 2**63}, "expected an integer of 64 bits$"),
         ({"step": 1.0}, "step is 1.0: expected an integer of 64 bits$"),
+        ({"step": np.array([1, 2])}, r"step is array\(\[1, 2\]\): expected an integer"),
+        ({"payloads": {"ref_logprobs": [0.5, -1.0]}}, r"ref_logprobs\[0\] is 0.5"),
+        ({"payloads": {"sampling_mask": [[3], [9]]}}, r"sampling_mask\[1\] lacks"),
+        ({"payloads": {"teacher_logprobs": "x"}}, "'teacher_logprobs' is string"),
         ({"step": 1, "payloads": {"step": 1}}, "step is also a key of payloads"),
         ({"step": 1, "payloads": ["step"]}, "payloads is of type list"),
     ],

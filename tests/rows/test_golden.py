@@ -108,10 +108,8 @@ def of_segments(session, links, rows, line):
         for one in [*peer["rows"], *peer["dropped"]]
     ]
     assert sorted(segments) == sorted(due)
-    turns, tools = (
-        SYSTEMS["segments"].turns(session),
-        session["knobs"]["dispatch_tools"],
-    )
+    turns = SYSTEMS["segments"].turns(session)
+    tools = session["knobs"]["dispatch_tools"]
     assert segments_of(turns, tools).routes == peer["routes"]
 
 

@@ -30,7 +30,7 @@ def test_other_names_or_another_order_are_no_import(names):
     ("file", "old", "new"),
     [
         # the rules of slime and of trl, exchanged
-        ("policies.py", '"fork", "absorb_short_reply", "absorb_short_drift"', None),
+        ("policies.py", '"absorb_short_reply",\n    "absorb_short_drift"', None),
         ("policies.py", '    - ``"fork"``: A new row starts.\n', ""),
         (
             "schema/__init__.py",

@@ -77,6 +77,18 @@ def test_a_list_as_long_as_the_output_is_of_the_output():
         tk.linearize(replaced(turns, "x", [[1], None]), payloads=["x"])
 
 
+@pytest.mark.parametrize("n_prompt", [1, 2, 3])
+def test_experts_of_all_ids_but_the_last_begin_with_the_first(n_prompt):
+    """Also where they are as many as the output ids."""
+    path = [*range(n_prompt + 2)]
+    record = {"prompt_ids": path[:n_prompt], "output_ids": path[n_prompt:]}
+    experts = [[[k]] for k in path[:-1]]
+    turns = tk.from_records([{"session_id": "a", **record, "routed_experts": experts}])
+    for form in (turns, tk.compact(turns)):
+        rows = tk.linearize(form, payloads=["routed_experts"])
+        assert rows["routed_experts"].to_pylist() == [[*experts, None]]
+
+
 def test_the_weights_of_each_token_need_no_column_of_their_own():
     versions = [
         {"version": "a", "start": 0, "stop": 1},
@@ -142,6 +154,11 @@ def test_known_payloads_are_kept_by_rows_delta_form_and_packs(tmp_path):
             "turn 1: 2 elements of sampling_mask for 1 output_ids",
         ),
         (
+            "sampling_mask",
+            pa.array([[[3], [4, None]], None], pa.list_(pa.list_(pa.uint8()))),
+            r"turn 0: sampling_mask\[1\] has a null or a negative id",
+        ),
+        (
             "ref_logprobs",
             pa.array([[-1.0, float("nan")], None]),
             r"turn 0: ref_logprobs\[1\] is nan",
@@ -171,10 +188,33 @@ def test_values_of_known_payloads_are_checked(name, column, match):
     assert (good.num_rows, bad.num_rows) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ref_logprobs": [0, -1]},
+        {"ref_logprobs": [None, None]},
+        {"sampling_mask": [None, None]},
+        {"sampling_mask": [[], []]},
+        {"sampling_mask": [[2], [3], [4]], "sampling_mask_start": 1},
+    ],
+    ids=str,
+)
+def test_a_known_payload_may_have_integers_a_start_or_nothing(values):
+    record = {"session_id": "s", "prompt_ids": [1, 2], "output_ids": [3, 4]}
+    turns = tk.from_records([{**record, **values}])
+    assert tk.validate(turns) == turns
+    recorder = tk.Recorder()
+    recorder.record(**record, payloads=values)
+    name = next(iter(values))
+    rows = recorder.rows("s", "faithful", payloads=[name])
+    assert tk.linearize(turns, payloads=[name])[name] == rows[name]
+
+
 @pytest.mark.parametrize("name", ["sampling_mask", "ref_logprobs"])
 def test_a_known_payload_of_another_type_is_refused(name):
-    with pytest.raises(SchemaError, match=f"'{name}' is .*: expected lists of"):
-        tk.validate(two_turns(**{name: pa.array(["x", "y"])}))
+    for odd in (["x", "y"], [["x"], ["y"]], [[True], [True]], [[[0.5]], [[0.5]]]):
+        with pytest.raises(SchemaError, match=f"'{name}'.* is .*: expected "):
+            tk.validate(two_turns(**{name: pa.array(odd)}))
 
 
 def test_elements_come_from_an_earlier_turn_as_far_as_its_ids_are_the_same():

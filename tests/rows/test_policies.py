@@ -93,6 +93,13 @@ def turn(prompt, output, **more):
     return {"prompt_ids": prompt, "output_ids": output, **more}
 
 
+def test_choices_are_kept_as_python_s_own_types():
+    given = {"fork_threshold": np.int64(3), "end_of_turn_token_id": 2**31 - 1}
+    policy = tk.Policy(name="x", parent_by="none", dispatch_tools=["Task"], **given)
+    assert hash(policy) == hash(tk.policy(policy, dispatch_tools=("Task",)))
+    assert type(policy.fork_threshold) is int
+
+
 def one_lost(report):
     """The reasons for which tokens were lost, and how many."""
     line = report.to_pylist()[0]

@@ -1,5 +1,6 @@
 """Policy nemo where the source recorded which call continues which."""
 
+import polars as pl
 import pytest
 
 import trajkit as tk
@@ -110,4 +111,7 @@ def test_what_nemo_gym_does(turns, rows, main, reasons):
     assert tk.linearize(table, "nemo")["input_ids"].to_pylist() == rows
     policy = tk.policy("nemo", row_selection="main")
     assert tk.linearize(table, policy)["input_ids"].to_pylist() == [main]
-    assert tk.link(table, "nemo")["link_reason"].to_pylist() == reasons
+    frame = pl.from_arrow(table)
+    names = pl.col("request_id", "parent_resolution", "parent_request")
+    for turns in (table, frame.with_columns(names.cast(pl.Categorical))):
+        assert tk.link(turns, "nemo")["link_reason"].to_pylist() == reasons

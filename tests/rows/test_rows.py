@@ -90,6 +90,26 @@ def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
             tk.linearize(table, "trl", links=links, drift=with_lcp(lcp))
 
 
+def test_a_row_that_was_cut_within_a_reply_shares_what_it_has():
+    """By a drift table, the removed call replaced more of the reply than rows show."""
+    table = turns_table(
+        [
+            {"prompt_ids": [1], "output_ids": [2, 3, 4, 5]},
+            {"prompt_ids": [1, 2, 3, 4, 9, 9, 9], "output_ids": [7]},
+            {"prompt_ids": [1, 2, 3, 4, 5, 8], "output_ids": [6]},
+        ]
+    )
+    policy = tk.policy("strict", truncate_at="calls", keep_prefix=True)
+    policy = tk.policy(policy, on_drift="absorb_short_drift", fork_threshold=9)
+    links = link_by(table, "previous")
+    links = replaced(links, "parent", pa.array([None, 0, 0], pa.int32()))
+    drift = replaced(tk.classify_drift(table, links), "lcp", [3, 5])
+    given = {"links": links, "drift": drift, "max_row_tokens": 7}
+    rows = tk.validate(tk.linearize(table, policy, **given))
+    assert rows["input_ids"].to_pylist() == [[1, 2, 3], [1, 2, 3, 4, 5, 8, 6]]
+    assert rows["shared_length"].to_pylist() == [0, 3]
+
+
 @pytest.mark.parametrize(
     ("choices", "error", "match"),
     [

@@ -1,11 +1,13 @@
 """The gateway in process: what a call asks the engine, answers and logs."""
 
+import asyncio
 import json
+import threading
 
 import pytest
 
 import trajkit as tk
-from tests.shim.clients import FREE, USER
+from tests.shim.clients import FREE, PATHS, USER
 from tests.shim.fakes import (
     AS_STRING,
     RENDERER,
@@ -18,11 +20,14 @@ from tests.shim.fakes import (
     text_of,
     tool,
 )
+from trajkit_shim.call import Call
 from trajkit_shim.errors import EngineError
+from trajkit_shim.sessions import sessions
 
 pytestmark = pytest.mark.anyio
 
 CALL = sampled_call()
+CHUNKED = {"transfer-encoding": "chunked", "content-length": "1"}
 
 
 async def test_a_reply_of_text(start):
@@ -59,15 +64,15 @@ async def test_what_looks_like_a_call_is_text_where_no_tool_was_offered(start):
 
 
 async def test_pins_win_over_wishes(start):
-    gateway = await start("a", "b", "c", max_new_tokens=30)
+    gateway = await start("a", "b", "c", max_new_tokens=10)
     pins = {"temperature": 1.0, "max_tokens": 20, "extra": {"regex": "a|b"}}
     session = await gateway.open(sampling=pins)
-    await session.ask(temperature=0.1, top_p=0.5, max_tokens=10, seed=3)
+    await session.ask(temperature=0.1, top_p=0.5, max_tokens=15, seed=3)
     await session.ask(temperature=1.0, max_tokens=1000)
     other = await gateway.open(sampling={"seed": 5, "stop": ["z"]})
     await other.ask(seed=3, stop=["y"])
     first, second, third = gateway.engine.samplings
-    assert (third.seed, third.stop) == (5, ("z",))
+    assert (third.seed, third.stop, third.max_new_tokens) == (5, ("z",), 10)
     # what shapes the distribution is not the client's, pinned or not
     assert (first.temperature, first.top_p, first.max_new_tokens) == (1.0, None, 20)
     assert first.seed is None
@@ -182,20 +187,55 @@ async def test_reasoning_that_the_prompt_opens(start):
 
 
 @cases(
-    "options, length, status, code",
+    "most, length, head, status, code",
     {
-        "calls of a session": ({}, 1, 429, "too_many_calls"),
-        "bytes": ({"max_body_bytes": 1000, "max_work_bytes": 1100}, 800, 503, "busy"),
+        "requests": (1, 1, {}, 429, "too_many_requests"),
+        "bytes": (9, 800, {}, 503, "busy"),
+        # of which the length that is stated says nothing
+        "bytes in chunks": (9, 1, CHUNKED, 503, "busy"),
     },
 )
-async def test_too_much_at_once(start, monkeypatch, options, length, status, code):
-    if not options:
-        monkeypatch.setattr("trajkit_shim.sessions.sessions.MAX_CALLS", 1)
-    held = Held("a")
-    gateway = await start(held, "b", **options)
-    session, message = await gateway.open(), {**USER, "content": "x" * length}
-    first = await held.holds(session.ask(message))
-    assert (await session.error(status, messages=[message]))["code"] == code
+async def test_a_session_that_asks_too_much_leaves_room(
+    start, monkeypatch, most, length, head, status, code
+):
+    monkeypatch.setattr(sessions, "MAX_REQUESTS", most)
+    limits, held = {"max_body_bytes": 1000, "max_work_bytes": 2500}, Held("a")
+    gateway = await start(held, "b", "c", **limits)
+    session, other = await gateway.open(), await gateway.open()
+    asked = {"messages": [{**USER, "content": "x" * length}], "headers": head}
+    first = await held.holds(session.post(**asked))
+    refused = await session.post(status=status, **asked)
+    assert refused.json()["error"]["code"] == code
+    assert refused.headers["x-should-retry"] == "true"
+    await other.post(**asked)
     held.release.set()
     await first
-    await session.ask(message)
+    await session.post(**asked)
+
+
+async def test_calls_and_counts_of_a_session_wait_for_each_other(start, monkeypatch):
+    monkeypatch.setattr(sessions, "MAX_SAMPLED", 1)
+    held, go_on, make = Held("a"), threading.Event(), Call._make_prompt
+
+    def slow(call, *given, **how):
+        is_slow = call._verb == "count" and call._session.session_id == "slow"
+        assert not is_slow or go_on.wait(60)
+        return make(call, *given, **how)
+
+    monkeypatch.setattr(Call, "_make_prompt", slow)
+    gateway = await start(held, "b", "c")
+    session, other = await gateway.open(session_id="slow"), await gateway.open()
+    count = {"name": "anthropic", "path": f"{PATHS['anthropic']}/count_tokens"}
+    first = await held.holds(session.ask())
+    asked = [session.ask(), *(session.post(**count) for _ in range(3))]
+    waiting, n_asked = [*map(asyncio.create_task, asked)], None
+    while n_asked != (2, 3):
+        shown = await session.shown()
+        n_asked = shown["in_flight"], shown["token_counts"]
+        await asyncio.sleep(0)
+    assert (await other.ask())["content"] == "b"
+    await other.post(**count)
+    go_on.set()
+    held.release.set()
+    replies = await asyncio.gather(first, *waiting)
+    assert [reply["content"] for reply in replies[:2]] == ["a", "c"]

@@ -156,7 +156,7 @@ GONE = ["--engine", "sglang", "--engine-url", "http://127.0.0.1:1", "--model"]
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("", "no parser knows: give --parser with one of"),
+        ("", "does not show the calls of a reply; give --parser with one of"),
         ("--parser none", "127.0.0.1:1 cannot be reached"),
         ("--parser hermes", "127.0.0.1:1 cannot be reached"),
         ("--parser engine", "127.0.0.1:1 cannot be reached"),

@@ -37,11 +37,12 @@ def trials(monkeypatch):
 def test_the_trial_is_longer_than_the_longest_window(window):
     model = make("mistral", sliding_window=3)
     model.model.layers[1].self_attn.local_window = window
-    pack, rows, branch = models._trial(model)
+    pack, rows, part = models._trial(model)
     lengths = [len(row) for row in rows]
     assert min(lengths[:2]) > max(24, window + 4)
-    assert len(rows) == 3
-    assert {*branch.tolist()} == {0, 1, 2, 3}
+    assert len(rows) == 15
+    # as many first and second tokens of siblings as there are siblings
+    assert torch.bincount(part).tolist() == [lengths[0] - 8 + 12, 7, 5, 9, 12, 12]
     edges = set()
     for source, row, at, target in zip(
         pack.edge_source.tolist(),
@@ -60,6 +61,18 @@ def around(module, forward):
     """Give a module another forward, which gets the plain one first."""
     plain = module.forward
     module.forward = lambda *args, **kwargs: forward(plain, *args, **kwargs)
+
+
+def scaled(name, dtype, scale):
+    """A model with weights of this size, and norms that do something."""
+    model = make(name, torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(scale / 0.3)
+            else:
+                parameter.add_(torch.rand_like(parameter) * 0.3)
+    return model.to(dtype)
 
 
 # Each makes a model whose layers do something that only the trial can find.
@@ -126,9 +139,10 @@ VALUES = (
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.1, 0.3])
 @pytest.mark.parametrize("change", WRONG)
-def test_a_wrong_model_is_refused_at_its_first_pack(change, dtype):
-    model = make("llama", dtype)
+def test_a_wrong_model_is_refused_at_its_first_pack(change, scale, dtype):
+    model = scaled("llama", dtype, scale)
     change(model)
     with pytest.raises(UnsupportedModelError, match=VALUES):
         edge_logprobs(model, pack_of())
@@ -139,14 +153,10 @@ def test_a_wrong_model_is_refused_at_its_first_pack(change, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_moe", "Granite hybrid"])
 @pytest.mark.parametrize("scale", [0.02, 0.3, 0.6])
 def test_rounding_is_no_fault(name, dtype, scale):
-    model = make(name, dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale / 0.3 if parameter.ndim > 1 else 1)
-    check_model(model)
+    check_model(scaled(name, dtype, scale))
 
 
 def test_one_model_of_a_kind_is_tried(trials):
@@ -316,6 +326,10 @@ def layer_sees_what_follows(model):
     model.model.layers[0].self_attn.is_causal = False
 
 
+def hands_down_nothing(model):
+    model._supports_attention_backend = False
+
+
 def attention(name):
     return lambda model: setattr(model.config, "_attn_implementation", name)
 
@@ -335,6 +349,7 @@ REFUSED = [
     (own_mask, rf"{CANNOT}LayoutError: .* attention mask \(Tensor\) and a tree"),
     (config_sees_what_follows, "attend those after them"),
     (layer_sees_what_follows, "LlamaAttention attends in both directions"),
+    (hands_down_nothing, "does not hand keyword arguments to its attention layers"),
     *(
         (attention(name), rf"runs attention {name!r}, .* model.set_attn_implementation")
         for name in ("flash_attention_2", "flash_attention_3", "sdpa", "eager", None)
@@ -365,17 +380,6 @@ def test_a_model_without_a_tree_is_refused():
         model(input_ids=pack.input_ids[None], position_ids=pack.position_ids[None])
 
 
-def test_models_that_do_not_hand_down_the_tree_are_refused():
-    config = transformers.BloomConfig(
-        vocab_size=61, hidden_size=32, n_layer=1, n_head=4
-    )
-    with torch.device("meta"):
-        model = transformers.BloomForCausalLM(config)
-    model.config._attn_implementation = "trajkit"
-    with pytest.raises(UnsupportedModelError, match="does not hand keyword arguments"):
-        check_model(model)
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_rope_of_the_longest_position_is_refused_where_it_changes(kind, nested):
@@ -386,9 +390,24 @@ def test_rope_of_the_longest_position_is_refused_where_it_changes(kind, nested):
     model.config.rope_parameters = {"full_attention": rope} if nested else rope
     assert model_inputs(model, pack)["use_cache"] is False
     rope["original_max_position_embeddings"] = n - 1
-    pattern = rf"{kind} RoPE, .* from {n - 1} tokens on, and the pack has rows of {n}"
+    pattern = rf"up to {n - 1} tokens, and the longest row has {n}: {kind} RoPE"
     with pytest.raises(UnsupportedModelError, match=pattern):
         model_inputs(model, pack)
+
+
+def test_places_in_a_pack_are_refused_where_llama_4_scales_by_them():
+    pack = pack_of("several_sessions")
+    n = len(pack.input_ids)
+    pattern = f"up to {n - 1} tokens, and the pack has {n}: attn_temperature_tuning"
+    for floor, due in ((n + 1, contextlib.nullcontext()), (n, refused(pattern))):
+        model = make("Llama 4, chunks", floor_scale=floor)
+        check_model(model)
+        with due:
+            model_inputs(model, pack)
+
+
+def refused(pattern):
+    return pytest.raises(UnsupportedModelError, match=pattern)
 
 
 def attend(pack, kernel="masked", batch=1, n=None, mask=None, **options):
@@ -403,22 +422,12 @@ def attend(pack, kernel="masked", batch=1, n=None, mask=None, **options):
         ({"dropout": 0.1}, "drops attention weights with probability 0.1"),
         ({"position_bias": 1}, "adds a bias that depends on places in the pack"),
         ({"block_indices": 1}, "attends chosen blocks of the pack"),
-    ],
-)
-@pytest.mark.parametrize("kernel", ["masked", "trunk"])
-def test_what_attention_cannot_do_is_refused(options, pattern, kernel):
-    with pytest.raises(UnsupportedModelError, match=pattern):
-        attend(pack_of(), kernel, **options)
-
-
-@pytest.mark.parametrize(
-    ("given", "pattern"),
-    [
         ({"n": 3}, r"for a pack of \d+ tokens"),
         ({"batch": 2}, "pass one pack a call"),
         ({"mask": torch.zeros(1)}, r"an attention mask \(Tensor\) and a tree"),
     ],
 )
-def test_a_tree_is_for_one_pack(given, pattern):
-    with pytest.raises(LayoutError, match=pattern):
-        attend(pack_of(), **given)
+@pytest.mark.parametrize("kernel", ["masked", "trunk"])
+def test_what_attention_cannot_do_is_refused(options, pattern, kernel):
+    with pytest.raises((UnsupportedModelError, LayoutError), match=pattern):
+        attend(pack_of(), kernel, **options)

@@ -77,11 +77,6 @@ MODELS = PLAIN | {
         "PhimoeConfig",
         MOE | {"sliding_window": 5, "router_jitter_noise": 0.0},
     ),
-    "Qwen2-MoE, a window only in the mask": (
-        "Qwen2MoeConfig",
-        EXPERTS
-        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
     "ModernBERT, layers before the projection": (
         "ModernBertDecoderConfig",
         TOKENS
@@ -94,6 +89,18 @@ MODELS = PLAIN | {
             "sliding_window": 6,
             "attn_logit_softcapping": 0.5,
             "final_logit_softcapping": 2.0,
+        },
+    ),
+    "Gemma 4, shared keys": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 6,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
         },
     ),
     "Cohere, scaled logits": ("CohereConfig", {"logit_scale": 0.3}),

@@ -95,16 +95,7 @@ def test_turns_are_counted_by_session():
         lambda ids: [np.int64(i) for i in ids],
         *(
             lambda ids, t=t: np.array(ids, t)
-            for t in (
-                "int8",
-                "int16",
-                "int32",
-                "int64",
-                "uint8",
-                "uint32",
-                "uint64",
-                ">i4",
-            )
+            for t in "int8 int16 int32 int64 uint8 uint32 uint64 >i4".split()
         ),
         lambda ids: np.repeat(ids, 2)[::2],
         *(lambda ids, t=t: array(t, ids) for t in "hilqHILQ"),

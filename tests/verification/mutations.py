@@ -26,6 +26,7 @@ def turn(prompt, output, **more):
         "output_logprobs": [-0.25 - 0.5 * k for k in range(len(output))],
         "finish_reason": "stop",
         "ill_formed": False,
+        "step": 4,
         **more,
     }
 
@@ -538,6 +539,7 @@ for name, of in {
     "last_turn_changed": ("last_turn", lambda r: r["last_turn"] + 1),
     "kind_changed": ("segment_kind", lambda r: None if r["segment_kind"] else "final"),
     "flag_null": ("truncated", lambda r: None),
+    "step_changed": ("step", lambda r: 5, lambda r: r["step"]),
 }.items():
     planted_more(of_column(*of)).__name__ = name
 

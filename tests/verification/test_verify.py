@@ -426,7 +426,7 @@ def test_rows_of_another_policy_differ_in_rows_spans_and_tokens():
     assert found(faithful, "trl") == [
         (
             *("s", 0, None, 3),
-            "token 4: policy 'trl' has token 9 there (4 tokens, expected 8)",
+            "id 4: policy 'trl' has id 9 there (4 tokens, expected 8)",
         ),
         ("s", 1, None, None, "policy 'trl' makes no such row"),
     ]

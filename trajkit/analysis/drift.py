@@ -12,7 +12,6 @@ from itertools import takewhile
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
@@ -22,7 +21,7 @@ from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.rows.linearize import read_linked
 from trajkit.schema import CAUSES, DRIFT, FINDINGS, REGIONS, TEXT_CAUSES
 from trajkit.tables.canonical import TableLike
-from trajkit.tables.ragged import Longs, Records, offsets_of
+from trajkit.tables.ragged import Array, Longs, Records, offsets_of
 from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
@@ -132,7 +131,7 @@ def turn_lines(
     schema: pa.Schema,
     calls: Sessions,
     which: Longs | Sequence[int],
-    *columns: Sequence[Any] | npt.NDArray[Any] | pa.Array,
+    *columns: Sequence[Any] | Array | pa.Array,
 ) -> pa.Table:
     """A table of the session and turn of the calls ``which``, and further columns."""
     rows = pa.array(np.asarray(which, np.int64))
@@ -144,7 +143,7 @@ def turn_lines(
     return pa.Table.from_arrays([*taken.columns, *arrays], schema=schema)
 
 
-def codes(values: Sequence[int] | npt.NDArray[Any], names: tuple[str, ...]) -> pa.Array:
+def codes(values: Sequence[int] | Array, names: tuple[str, ...]) -> pa.Array:
     """Names by their number, with all of the names as categories."""
     return pa.DictionaryArray.from_arrays(
         pa.array(np.asarray(values, np.int8)), pa.array(names)

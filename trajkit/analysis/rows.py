@@ -290,7 +290,7 @@ class _Check:
 
     def _logprobs(self, logprobs: Array, source: Longs, at: Longs, first: int) -> None:
         """Logprobs that are not the engine's, or those of a token before or after."""
-        at = at[self.turns.given[source[at]]]
+        at = at[self.turns.has_logprob[source[at]]]
         due = self.turns.logprobs[source[at]]
         # a place that is not in the row has no logprob
         padded = np.pad(logprobs, 2, constant_values=np.nan)

@@ -87,7 +87,7 @@ class _Outputs:
         self._row, self._by = np.full((2, len(self._call)), -1, np.int32)
         barred = calls.calls["trainable"] == 0
         untrain = policy.missing_logprobs == "untrain"
-        self._kind[~self._sampled.given & untrain] = _CODES["no_logprob"]
+        self._kind[~self._sampled.has_logprob & untrain] = _CODES["no_logprob"]
         self._kind[~self._sampled.unmasked] = _CODES["masked"]
         self._kind[barred[self._call]] = _CODES["untrainable"]
         self._kind[(barred & aborted)[self._call]] = _CODES["aborted"]

@@ -124,7 +124,7 @@ def _missing(error: ImportError) -> str:
 
 def _run(words: list[str]) -> int:
     """Run a command line; returns the exit code. ArgumentError: it is wrong."""
-    from cyclopts import CycloptsError
+    from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
@@ -136,7 +136,16 @@ def _run(words: list[str]) -> int:
             words, print_error=False, exit_on_error=False
         )
     except CycloptsError as error:
-        raise errors.ArgumentError(str(error)) from None
+        text = str(error)
+        if isinstance(error, MissingArgumentError):
+            name = error.argument.name if error.argument else "an argument"
+            text = f"{words[0]} needs a value for {name}: see trajkit {words[0]} --help"
+        elif isinstance(error, UnusedCliTokensError):
+            text = (
+                f"{' '.join(error.unused_tokens or ())}: not expected there; several "
+            )
+            text += "files stand side by side, before the options"
+        raise errors.ArgumentError(text) from None
     if inspect.ismethod(command):  # help or the version
         command(*bound.args, **bound.kwargs)
         return 0

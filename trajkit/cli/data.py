@@ -203,7 +203,7 @@ def totals_text(totals: dict[str, int]) -> str:
         if totals[f"rows_{name}"] or name == "untrained"
     )
     table = text_table(("tokens", "count", "of sampled"), lines)
-    counts = f"turns {totals['turns']:,}, {totals['rows']:,} rows"
+    counts = f"turns {totals['turns']:,}, rows {totals['rows']:,}"
     return f"sessions {totals['sessions']:,}, {counts}; left out: {left_out}\n\n{table}"
 
 
@@ -273,9 +273,11 @@ def pack(
     n_rows, n_packs, edges = len(table), len(packs), sum(map(len, packs["edge_source"]))
     tokens = sum(packs["n_tokens"].to_pylist())
     full = share(tokens, n_packs * max_tokens)
-    text = f"{n_rows:,} rows in {n_packs:,} packs: {tokens:,} tokens, {full} full"
+    text = f"{count(n_rows, 'row')} in {count(n_packs, 'pack')}: {count(tokens)}"
     facts = {"rows": n_rows, "packs": n_packs, "tokens": tokens, "edges": edges}
-    opt.print_result({"output": out, **facts}, f"{text}, {edges:,} edges", json)
+    opt.print_result(
+        {"output": out, **facts}, f"{text}, {full} full, {edges:,} edges", json
+    )
 
 
 def export(
@@ -340,7 +342,7 @@ def export(
         except errors.NoSignalWarning as warning:
             raise errors.ExportError(str(warning)) from None
     written = {"output": str(path), "rows": len(table), "to": to}
-    opt.print_result(written, f"{path}: {len(table)} rows for {to}", json)
+    opt.print_result(written, f"{path}: {count(len(table), 'row')} for {to}", json)
 
 
 _TURN = ("session_id", "turn_index")
@@ -624,7 +626,7 @@ def _findings(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) 
                 stop = start + min(one["tokens"], 8)
                 words += f"  {marked(codec, ids, start, stop)}"
             cells = (one[name] for name in ("row", "session_id", "token"))
-            texts = ["" if cell is None else visible(str(cell)) for cell in cells]
+            texts = ["" if cell is None else str(cell) for cell in cells]
             shown.append([*texts, words])
         if (n_more := len(own) - _MOST_LINES) > 0:
             shown.append(["", "", "", f"and {n_more} more, in the table of --out"])

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
@@ -69,10 +70,8 @@ class Writes(NamedTuple):
 TOKENIZER = Reads("tokenizer", (".json", ".jinja", ".model"))
 _BY_SUFFIX = "Parquet, Arrow IPC or JSONL, by suffix; - is standard output"
 _PARTS = "; DIRECTORY/ gets parts, where an interrupted run continues"
-OUT, FILE, PARTS = (
-    Parameter(name=("--out", "-o"), allow_leading_hyphen=True, help=help)
-    for help in (None, _BY_SUFFIX, _BY_SUFFIX + _PARTS)
-)
+_OUT = partial(Parameter, name=("--out", "-o"), allow_leading_hyphen=True)
+OUT, FILE, PARTS = _OUT(), _OUT(help=_BY_SUFFIX), _OUT(help=_BY_SUFFIX + _PARTS)
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Json = Annotated[bool, Parameter(help="print one JSON object and nothing else")]
 NoClobber = Annotated[bool, Parameter(help="replace no existing file")]
@@ -368,10 +367,9 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                 # an import fetches its own, because it takes other files of a directory
                 if mark.kind != "records":
                     paths = [*map(str, stack.enter_context(local_files(paths)))]
-                # a missing file is no damaged one; of tokenizers, their reader says more
+                # a missing file is an error; of tokenizers, their reader says more
                 if mark.kind not in ("records", "tokenizer"):
-                    for path in paths_of(paths) or []:
-                        path.stat()
+                    paths_of(paths)
                 files = inputs_of(paths, None, mark.suffixes)
                 if mark.kind in ("turns", "sessions"):
                     files = turns_inputs(paths)

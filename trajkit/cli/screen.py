@@ -41,10 +41,12 @@ def share(part: int, whole: int) -> str:
 
 
 def text_table(head: Sequence[str], lines: Iterable[Sequence[str | int]]) -> str:
-    """Lines under a head; numbers are right-aligned, text is left-aligned."""
+    """Lines under a head; numbers are right-aligned, text is left-aligned and `visible`."""
     lines = [*lines]
     numbers = [isinstance(cell, int) for cell in (lines or [head])[0]]
-    cells = [[f"{c:,}" if isinstance(c, int) else c for c in line] for line in lines]
+    cells = [
+        [f"{c:,}" if isinstance(c, int) else visible(c) for c in line] for line in lines
+    ]
     widths = [max(map(cell_len, column)) for column in zip(head, *cells, strict=True)]
     shown = []
     for line in [head, ["-" * width for width in widths], *cells]:

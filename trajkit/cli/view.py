@@ -65,7 +65,7 @@ def show(
     loaded = opt.chosen_tokenizer(tokenizer, source)
     codec = None if loaded is None else Codec(loaded)
     shown = _View(Screen(), codec, None if unfold else context)
-    if (rows := rows_in(source)) is not None:
+    if (rows := rows_in(source, policy=policy, sessions=sessions)) is not None:
         if session is not None:
             rows = take_session(rows, session, "rows")
         shown.rows(rows, row)
@@ -88,10 +88,11 @@ def show(
             shown.screen.print()
 
 
-def rows_in(source: list[str]) -> pa.Table | None:
-    """The rows of a file, or of a directory; None if it has turns.
+def rows_in(source: list[str], **of_turns: object) -> pa.Table | None:
+    """The rows of files, or of a directory; None if the first has turns.
 
-    Those of a trainer get the names of ours.
+    Those of a trainer get the names of ours. ``of_turns`` are options that do nothing with
+    rows: one that is given is an error.
     """
     first = (paths_of(source) or [])[0]
     if first.is_dir():
@@ -102,24 +103,28 @@ def rows_in(source: list[str]) -> pa.Table | None:
         found = table is not None and row_forms.is_rows(table.column_names)
     if not found:
         return None
-    rows = any_rows(source[0])
+    for name in (one for one, given in of_turns.items() if given is not None):
+        raise ArgumentError(f"--{name} is for turns, and {source[0]} has rows")
+    rows = any_rows(*source)
     if isinstance(rows, pa.Table) and "spans" in rows.column_names:
         return canonical_rows(rows)
-    return rows_of_trainer(source[0]).select(row_forms.TOKENS)
+    return rows_of_trainer(*source).select(row_forms.TOKENS)
 
 
-def rows_of_trainer(path: str) -> pa.Table:
-    """The rows of a file as `row_forms.PLAIN`; errors name the file, and the line."""
+def rows_of_trainer(path: str, *more: str) -> pa.Table:
+    """The rows of files as `row_forms.PLAIN`; errors name the file, and the line of one."""
     try:
-        return row_forms.plain_rows(any_rows(path))
+        return row_forms.plain_rows(any_rows(path, *more))
     except (FormatError, SchemaError) as error:
-        raise type(error)(row_placed(path, str(error))) from None
+        text = str(error) if more else row_placed(path, str(error))
+        raise type(error)(text) from None
 
 
-def any_rows(path: str) -> object:
-    """The rows of a file, as its format has them."""
-    is_arrays = Path(path).suffix.lower() in ARRAYS
-    return read_arrays(Path(path)) if is_arrays else read_any_rows(path)
+def any_rows(path: str, *more: str) -> object:
+    """The rows of files, as their format has them."""
+    if not more and Path(path).suffix.lower() in ARRAYS:
+        return read_arrays(Path(path))
+    return read_any_rows([path, *more])
 
 
 def _each_session(turns: pa.Table) -> Iterator[pa.Table]:
@@ -145,7 +150,7 @@ class _View:
         names = rows["row_index"].to_pylist()
         if index is not None and index not in names:
             raise ArgumentError(
-                f"--row {index}: expected an index of {rows.num_rows} rows"
+                f"--row {index}: expected a row_index, 0 to {max(names, default=0)}"
             )
         for k, name in enumerate(names):
             if index in (None, name):
@@ -257,7 +262,8 @@ def why(
     that turn leaves the path of its parent, and what the row trains and loses. Of rows,
     without their turns: where each leaves an earlier row.
     """
-    if (table := rows_in(source)) is not None:
+    of_turns = {"policy": policy, "sessions": sessions, "tokenizer": tokenizer}
+    if (table := rows_in(source, **of_turns)) is not None:
         if "spans" in table.column_names:
             table = tk.read_rows(source)
         if session is not None:
@@ -453,7 +459,7 @@ def plot(
     *,
     out: Annotated[str, opt.OUT, opt.Writes("picture")],
     policy: opt.PolicyOption = None,
-    session: opt.Session = None,
+    session: str | None = None,
     reading: opt.Reading = opt.READING,
     no_clobber: opt.NoClobber = False,
 ) -> None:
@@ -472,6 +478,8 @@ def plot(
         tokens: the session (default: the one with the most turns).
     """
     suffix = _check_suffix(out, "a picture", "svg", "png", "pdf")
+    if kind == "swimlanes" and (policy or session):
+        raise ArgumentError("--policy and --session are for tokens, not for swimlanes")
     chosen, turns = opt.one_policy(policy), reading.turns(source)
     if kind == "tokens":
         figure = tk.plot.tokens(turns, chosen, session)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, chosen_int
@@ -19,11 +18,11 @@ from trajkit.learn.weights import trained_tokens
 from trajkit.schema import PAYLOADS
 from trajkit.tables.canonical import TableLike as TableLike
 from trajkit.tables.canonical import as_table, canonical_rows, place
+from trajkit.tables.ragged import Array as Array
 from trajkit.tables.ragged import Ragged, codes, lengths
 from trajkit.turns.images import engine_ids
 
 _P = ParamSpec("_P")
-Array: TypeAlias = npt.NDArray[Any]
 Reduce: TypeAlias = Literal["mean", "sum"]
 
 _LISTS = {"input_ids": 0, "loss_mask": False, "logprobs": np.nan}
@@ -344,14 +343,14 @@ def _carried(row: ExportRow, name: str, given: pa.Scalar) -> Any:
 
     routed_experts : int32, shape (n_tokens - 1, layers, experts); the last token was not
     forwarded. sampling_mask : the ids from which each token was sampled, or []. Others :
-    floats, or texts and None in weight_version; None for a null list.
+    floats, or texts and None in weight_version; None for no observation_weight.
     """
     n = len(row.input_ids)
     if name == "routed_experts":
         return _experts(row, given.values)
-    if given.values is None:
-        return [[]] * n if name == "sampling_mask" else None
-    values = given.as_py()
+    if given.values is None and name == "observation_weight":
+        return None
+    values = [None] * n if given.values is None else given.as_py()
     if len(values) != n:
         raise ExportError(f"{row.place}: {len(values)} values of {name} for {n} tokens")
     if name == "weight_version":

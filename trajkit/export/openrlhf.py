@@ -22,7 +22,7 @@ def execution_fields(
     max_len: int | None = 2048,
     n_samples_per_prompt: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows as the dicts that ``execute`` returns, one per rollout.
+    """Rows as the dicts of lists that ``execute`` returns, one per rollout.
 
     Rollouts have one row each, and those of a group come one after another. ``prompt`` and
     ``label`` are written to every dict. The others are options of the trainer, which

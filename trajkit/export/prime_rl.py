@@ -121,7 +121,9 @@ def micro_batch_fields(
     Parameters
     ----------
     rows, **options
-        As for `sample_fields`. With ``weighted``, the counts are those of these rows.
+        As for `sample_fields`.
+    weighted : bool
+        Write row weights, with the counts of these rows.
     seq_len, pad_to_multiple_of : int
         Maximum of tokens in a micro-batch, and what they are padded to a multiple of.
     ranks : int

@@ -45,10 +45,15 @@ def rollout_sample_fields(
     first_group_id: int = 0,
     weighted: bool = False,
 ) -> list[dict[str, Any]]:
-    """Rows with advantages as the keywords of AsyncGRPOTrainer's ``RolloutSample``.
+    """Rows as the keywords of AsyncGRPOTrainer's ``RolloutSample``, a dict per row.
+
+    ``input_ids`` and ``completion_mask`` are int64, ``old_log_probs`` float32, of shape
+    (n_tokens,).
 
     Parameters
     ----------
+    rows : table
+        With an advantage per row.
     model_version : int
         The weights that sampled the rows; the trainer drops samples that are too old.
     first_group_id : int

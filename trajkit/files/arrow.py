@@ -81,6 +81,8 @@ def _batches(
                 batch = batch.select([n for n in names if n in batch.schema.names])
             check_buffers(batch)
             yield batch, n_bytes
+    except (FileNotFoundError, PermissionError):  # no damage
+        raise
     except (*UNREADABLE, LayoutError) as error:
         raise FormatError(
             f"{name_of(file)} is damaged, or not valid {_NAMES[kind]}: {error}"

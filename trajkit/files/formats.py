@@ -78,8 +78,6 @@ def format_of(
         check_choice("format", format, Format)
         return format
     if isinstance(file, Path):
-        if not writing and kind_of(file) is None and not file.exists():
-            raise _not_found(file)
         # JSON is written as lines
         kinds = _SUFFIXES.items()
         known = {end: one for end, one in kinds if not (writing and is_one_value(one))}
@@ -109,10 +107,10 @@ def format_of(
 def check_text(head: bytes, name: str) -> None:
     """Raise FormatError if a file with a JSON suffix begins like another format."""
     for magic, kind in _FIRST_BYTES:
-        if head.startswith(magic) and not is_json(kind):
+        if head.startswith(magic) and kind not in ("jsonl", "json"):
             raise FormatError(
-                f"{name} has the suffix of JSON lines but contains {kind}: rename it, or "
-                f"pass format={kind!r}"
+                f"{name} has the suffix of JSON lines but contains {kind}: rename it (in "
+                f"Python, format={kind!r} reads it, too)"
             )
 
 
@@ -134,7 +132,7 @@ def paths_in(path: Path) -> list[Path]:
         file
         for file in path.rglob("*")
         if is_listed(file)
-        and file.is_file()
+        and not file.is_dir()
         and not any(p.startswith((".", "_")) for p in file.relative_to(path).parts)
     )
     if not found:
@@ -181,13 +179,13 @@ def atomic(target: Path | BinaryIO, kind: Format) -> Iterator[pa.NativeFile]:
         yield stack.enter_context(pa.output_stream(into, _codec(kind)))
 
 
-def _not_found(path: Path) -> FileNotFoundError:
+def not_found(path: str | Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise _not_found(folder)
+        raise not_found(folder)
 
 
 @contextmanager
@@ -210,8 +208,11 @@ def replacing(target: Path) -> Iterator[Path]:
             part.replace(draft.name, target.name) if isinstance(part, str) else part
             for part in error.args
         )
-        if isinstance(error, OSError) and error.filename is not None:
-            error.filename = str(error.filename).replace(draft.name, target.name)
+        if isinstance(error, OSError) and error.errno is not None:
+            name = str(
+                error.filename or target
+            )  # Arrow's errors of a full disk have none
+            error.filename = name.replace(draft.name, target.name)
         raise
     finally:
         draft.unlink(missing_ok=True)

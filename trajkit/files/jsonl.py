@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeAlias, Union
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
@@ -41,6 +40,7 @@ from trajkit.files.formats import (
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_columns, check_kind, place
+from trajkit.tables.ragged import Ints
 from trajkit.turns.messages import TooDeepError, parse_json
 from trajkit.turns.records import MAX_DEPTH, is_too_deep
 
@@ -57,8 +57,7 @@ IDS: Final[Leaf] = "ids"
 ITEMS: Final[Leaf] = "items"
 EACH: Final = "*"
 
-_Ids: TypeAlias = npt.NDArray[np.int32]
-_Cut: TypeAlias = _Ids | list[object]
+_Cut: TypeAlias = Ints | list[object]
 
 _SPACE = re.compile(rb"[ \t\n\r]*")
 # a key without an escape, and what follows up to its value
@@ -303,17 +302,13 @@ def planned(objects: Iterator[Record], plan: Plan, name: str) -> Iterator[Record
         yield from objects
 
 
-def lines(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
-    """The objects of a file of JSON lines; empty lines are skipped.
+def numbered_lines(file: Path | BinaryIO, kind: Format) -> Iterator[tuple[int, Record]]:
+    """The objects of a file of JSON lines with their numbers, from 1; in an array, the
+    numbers of its items. Empty lines are skipped.
 
     A line that is not a JSON object is a FormatError, but if it is the last one and has no
     end, it gives a TornLogWarning.
     """
-    return (value for _, value in numbered_lines(file, kind))
-
-
-def numbered_lines(file: Path | BinaryIO, kind: Format) -> Iterator[tuple[int, Record]]:
-    """`lines` with their numbers, from 1; in an array, the numbers of its items."""
     return ((number, value) for number, _, value in _lines(file, kind, _plain))
 
 
@@ -329,7 +324,7 @@ def row_placed(path: str, text: str) -> str:
 
 
 def calls(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
-    """`lines` of recorded calls, with ids as numpy arrays."""
+    """`numbered_lines` of recorded calls, without numbers and with ids as numpy arrays."""
     return (value for _, _, value in _lines(file, kind, Reader(_CALL).read))
 
 

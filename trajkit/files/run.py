@@ -128,8 +128,13 @@ def run(
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
     if not callable(stage):
         raise ArgumentError(f"stage={stage!r}: expected a function of a table")
+    if not isinstance(watch, Watch | None):
+        raise ArgumentError(f"watch={watch!r}: expected a Watch")
+    others = [*inputs] if isinstance(inputs, Iterable) else [inputs]
+    if not all(isinstance(one, sources.Input) for one in others):
+        raise ArgumentError(f"inputs={inputs!r}: expected Inputs")
     try:
-        json.dumps({**(resume or {})})
+        json.dumps(None if resume is None else {**resume})
     except (TypeError, ValueError):
         rule = "expected a dict of JSON values"
         raise ArgumentError(f"resume={resume!r}: {rule}") from None
@@ -137,7 +142,7 @@ def run(
     watch = watch or Watch()
     first = next(iter(files.values()), None)
     parts = resume is not None and first is not None and sources.is_parts(first)
-    _check_paths(files, [*sources.turns_inputs(paths), *inputs], parts=parts)
+    _check_paths(files, [*sources.turns_inputs(paths), *others], parts=parts)
     log = tables.Log(
         *(paths, format, nonfinite_logprobs, rejected is not None),
         folder=None if first is None else folder_of(first),

@@ -46,7 +46,7 @@ _RECORD = re.compile(r"record \d+\b")
 
 
 def paths_of(source: object) -> list[Path] | None:
-    """The paths of a source; None if it is none: an open file or a table.
+    """The paths of a source, which exist; None if it is none: an open file or a table.
 
     A path that does not exist and contains ``*``, ``?`` or ``[`` is a pattern of paths.
     """
@@ -57,14 +57,21 @@ def paths_of(source: object) -> list[Path] | None:
         return None
     found: list[Path] = []
     for text in map(os.fspath, given):
-        matches = [text]
-        if not os.path.lexists(text) and glob.has_magic(text):
-            matches = sorted(glob.glob(text, recursive=True))
+        matches = _matches(text)
         if not matches:
             raise FileNotFoundError(errno.ENOENT, "no file has such a name", text)
+        for one in matches:
+            if not os.path.exists(one):
+                raise formats.not_found(one)
         found += map(Path, matches)
     check_distinct(found, set())
     return found
+
+
+def _matches(text: str) -> list[str]:
+    if os.path.lexists(text) or not glob.has_magic(text):
+        return [text]
+    return sorted(glob.glob(text, recursive=True))
 
 
 def check_distinct(files: Iterable[Path], seen: set[Path]) -> None:
@@ -79,6 +86,12 @@ def check_distinct(files: Iterable[Path], seen: set[Path]) -> None:
 
 def is_address(source: object) -> bool:
     return isinstance(source, str) and "://" in source
+
+
+def check_there(source: Any) -> None:
+    """Raise now if a file is missing; addresses are looked at when they are read."""
+    listed = source if isinstance(source, list | tuple) else [source]
+    paths_of([one for one in listed if not is_address(one)])
 
 
 @contextmanager
@@ -281,10 +294,8 @@ def _places(
     """Files that have a turn, or a row, of a session, and its line, if there are lines."""
     last = -1
     for file in files:
-        kind, own = (
-            formats.format_of(file, format),
-            name.removeprefix(naming.prefix(file)),
-        )
+        kind = formats.format_of(file, format)
+        own = name.removeprefix(naming.prefix(file))
         if formats.is_json(kind):
             for line, record in jsonl.numbered_lines(file, kind):
                 if str(record.get("session_id")) == own:
@@ -352,12 +363,8 @@ def inputs_of(
     kinds: tuple[str, ...] | None = None,
     suffixes: tuple[str, ...] = (),
 ) -> list[Input]:
-    found = []
-    for one in (os.fspath(source) for source in sources):
-        pattern = glob.has_magic(one) and not os.path.lexists(one)
-        paths = glob.glob(one, recursive=True) if pattern else [one]
-        found += [Input(Path(path), kinds, suffixes) for path in paths]
-    return found
+    paths = (path for source in sources for path in _matches(os.fspath(source)))
+    return [Input(Path(path), kinds, suffixes) for path in paths]
 
 
 def check_outputs(

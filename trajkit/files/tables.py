@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arguments import arrow_source, check_choice, check_flag
+from trajkit._arguments import arrow_source, check_choice, check_flag, chosen_int
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, TornLogWarning
 from trajkit.files import arrow, jsonl, sources
 from trajkit.files.formats import (
@@ -123,7 +122,7 @@ def parts_of(
     files: Iterable[Any] = [source]
     if paths is not None:
         files = [file for path in paths for file in paths_in(path)]
-    elif not hasattr(source, "read"):
+    elif not hasattr(source, "read") or hasattr(source, "encoding"):  # a text file
         raise ArgumentError(
             f"a source of type {type(source).__name__} cannot be read: expected a path, a "
             "list of paths, an open binary file or a table"
@@ -134,7 +133,10 @@ def parts_of(
             for batch in arrow.read_batches(file, kind, batch_rows, plan):
                 yield path, pa.Table.from_batches([batch])
             continue
-        objects = (of_lines or jsonl.lines)(file, kind)
+        if of_lines is not None:
+            objects = of_lines(file, kind)
+        else:
+            objects = (one for _, one in jsonl.numbered_lines(file, kind))
         if plan is not None:
             objects = jsonl.planned(objects, plan, name_of(file))
         if of_lines is not None:
@@ -177,9 +179,7 @@ def gather(table: pa.Table, index: str) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def integers(
-    table: pa.RecordBatch | pa.Table, name: str
-) -> npt.NDArray[np.int64] | None:
+def integers(table: pa.RecordBatch | pa.Table, name: str) -> Longs | None:
     if name not in table.schema.names:
         return None
     column = table.column(name)
@@ -242,7 +242,8 @@ def read_sessions(
     -------
     Table
         `trajkit.schema.SESSIONS` and the files' extra columns, one row per session in
-        order of first appearance. The last of several lines of a session counts.
+        order of first appearance. The last of several lines of a session counts. Errors
+        are those of `read_turns`; a directory without a file of sessions is one, too.
     """
     paths = sources.paths_of(source)
     naming = sources.Naming.of(paths or [], session_prefix if paths else None)
@@ -323,14 +324,20 @@ def scan_rows(
     `trajkit.run` writes are in an order that every stage accepts as a stream: sessions
     are contiguous, in the order of the turns. ``batch_rows`` is the most rows in a batch.
     """
-    with sources.local_files(source) as local:
-        tables = iter_tables(local, format=format, batch_rows=batch_rows)
-        by_form = itertools.groupby(tables, lambda t: stored_schema(t.column_names))
-        for schema, some in by_form:
-            stored = schema is STORED_ROWS
-            for table in _whole_sessions(some) if stored else some:
-                full = decoded(table) if stored else canonical(table, ROWS)
-                yield from full.to_batches(max_chunksize=batch_rows)
+    most = chosen_int("batch_rows", batch_rows, 1)
+    sources.check_there(source)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with sources.local_files(source) as local:
+            tables = iter_tables(local, format=format, batch_rows=most)
+            by_form = itertools.groupby(tables, lambda t: stored_schema(t.column_names))
+            for schema, some in by_form:
+                stored = schema is STORED_ROWS
+                for table in _whole_sessions(some) if stored else some:
+                    full = decoded(table) if stored else canonical(table, ROWS)
+                    yield from full.to_batches(max_chunksize=most)
+
+    return batches()
 
 
 def _whole_sessions(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -340,8 +347,11 @@ def _whole_sessions(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 def read_any_rows(source: Source) -> pa.Table:
     """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
-    tables = [*iter_tables(source, plan=rows_plan)]
-    return full(stages.concat(tables) if tables else ROWS.empty_table())
+    forms: dict[bool, list[pa.Table]] = {}
+    for table in iter_tables(source, plan=rows_plan):
+        forms.setdefault("suffix_mask" in table.column_names, []).append(table)
+    parts = [full(stages.concat(some)) for some in forms.values()]
+    return stages.concat(parts) if parts else ROWS.empty_table()
 
 
 def full(rows: pa.Table) -> pa.Table:
@@ -471,6 +481,10 @@ def _write(
             f"{sink} is an address: write to an open file, such as that of fsspec.open(...)"
         )
     target = Path(sink) if isinstance(sink, str | os.PathLike) else sink
+    if not isinstance(target, Path) and (
+        not hasattr(target, "write") or hasattr(target, "encoding")
+    ):
+        raise ArgumentError(f"sink={sink!r}: expected a path or an open binary file")
     kind = format_of(target, format, writing=True)
     if kind == "parquet":
         tables = map(arrow.storable, tables)
@@ -996,6 +1010,13 @@ def scan_turns(
     ``tk.write_rows(tk.linearize_batches(tk.scan_turns("log")), "rows.parquet")``
     """
     check_choice("nonfinite_logprobs", nonfinite_logprobs, validation.Nonfinite)
+    if format is not None:
+        check_choice("format", format, Format)
+    sources.Naming.of([], session_prefix)
+    is_path = isinstance(folder, str | os.PathLike)
+    if folder is not None and not (is_path and os.path.isdir(folder)):
+        raise ArgumentError(f"folder={folder!r}: expected a folder that exists")
+    sources.check_there(source)
 
     def batches() -> Iterator[pa.RecordBatch]:
         with sources.local_files(source) as local:

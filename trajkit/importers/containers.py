@@ -27,7 +27,7 @@ from trajkit.files.jsonl import (
     split_lines,
 )
 from trajkit.files.pickles import load
-from trajkit.files.sources import fetched, is_address, paths_of
+from trajkit.files.sources import check_there, fetched, is_address, paths_of
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE
 from trajkit.turns.keys import list_of, object_of, text_of
@@ -144,14 +144,13 @@ def files_of(sources: list[Any]) -> Iterator[tuple[str, bool, list[tuple[str, Pa
 
     Files have a name, for the report, and a path. Temporary copies last for one step.
     """
-    paths_of([one for one in sources if not is_address(one)])
+    check_there(sources)
     for text in map(os.fspath, sources):
         if is_address(text):
             with tempfile.TemporaryDirectory() as folder:
                 yield text, *_fetched(text, Path(folder))
             continue
         for path in sorted(paths_of(text) or (), key=_natural):
-            path.stat()  # the same error in every format if it is missing
             below = path.rglob("*") if path.is_dir() else ()
             seen = [one for one in below if "/." not in f"/{one.relative_to(path)}"]
             files = sorted(filter(Path.is_file, seen), key=_natural)

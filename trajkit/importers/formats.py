@@ -638,8 +638,8 @@ class Encoder:
             raise Refused("it has no reply", "no_output_ids")
         for k in replies:
             one = found.copy(f", message {k}", first=k == replies[0])
-            said = {"prompt_messages": messages[:k], "response_message": messages[k]}
-            one.fields |= said
+            one.fields["prompt_messages"] = messages[:k]
+            one.fields["response_message"] = messages[k]
             for name in messages[k].keys() & {"weight", "train", "trainable", "loss"}:
                 if flag_of(value := messages[k][name]) is not True:
                     one.fields["trainable"] = False
@@ -1444,7 +1444,7 @@ def unknown(head: Head) -> Exception:
     if head.trouble:
         return FormatError(head.trouble)
     if not any(head.values) and head.container in ("json", "rows"):
-        odd = f" ({head.odd})" if head.odd else ""
+        odd = f" ({head.odd}): expected a JSON object per call" if head.odd else ""
         return InvalidTurnsError(f"{head.name}: no calls, nothing to do{odd}")
     value = head.values[0]
     if _is_turn(value):

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice
+from trajkit._arguments import check_choice, did_you_mean
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files.run import Watch, folder_of, run
 from trajkit.files.sources import (
@@ -37,7 +37,7 @@ from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 from trajkit.tables.columns import with_column
 from trajkit.tables.stages import batches_in, session_ends
-from trajkit.turns.keys import BROKEN, has_items, is_array, word_of
+from trajkit.turns.keys import BROKEN, has_items, is_array, object_of, word_of
 from trajkit.turns.mapping import MapLike, hint_for, read_map, stem_of
 from trajkit.turns.messages import message_key, tools_key
 from trajkit.turns.records import Record, collected
@@ -370,6 +370,7 @@ class _Import:
             yield name, found, record
         for target, path in table.own.items():
             text = f"{name}: no record has {path.text} (map: {target}={path.text})"
+            text += did_you_mean(path.text, chain(*map(object_of, head.values)))
             if n_records:
                 had = target in table.found
                 self.mapped[target] = "" if had else self.mapped.get(target, text)

@@ -126,7 +126,9 @@ def advantages(
     elif scale == "batch_std":
         valid = valid & (np.count_nonzero(valid) > 1)
         if valid.any():
-            gain = _scaled(gain - gain[valid].mean(), gain[valid].std(ddof=1), epsilon)
+            alike = _in_groups(source, table, np.zeros_like(group))[-1]
+            centred = np.where(alike, 0.0, gain - gain[valid].mean())
+            gain = _scaled(centred, gain[valid].std(ddof=1), epsilon)
     _warn_without_signal(gain[valid], reward[valid], group[valid])
     trained = pa.nulls(len(reward), pa.bool_())
     if "tokens_trained" in table.column_names:

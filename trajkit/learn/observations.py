@@ -7,7 +7,7 @@ predict it, once per rollout however many rows show it.
 from __future__ import annotations  # a signature shows the words below
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -60,7 +60,7 @@ def _chosen(
 
 
 def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
-    several = isinstance(names, Iterable) and not isinstance(names, str)
+    several = isinstance(names, Collection) and not isinstance(names, str)
     if (
         not several
         or not len(names)
@@ -141,7 +141,7 @@ def observation_report(rows: TableLike, turns: TableLike, **options: Any) -> pa.
     Parameters
     ----------
     rows, turns, **options
-        As for `observation_weights`.
+        As for `observation_weights`, and so are the errors.
     """
     return _observed(as_turns(turns), as_table(rows), _chosen(**options))[1]
 

@@ -338,7 +338,7 @@ class _Check:
             if name == "edge_target":
                 own = pa.array(rows.ids.values[at])
             elif name == "edge_logprob":
-                own = pa.array(rows.logprobs[at], mask=~rows.given[at])
+                own = pa.array(rows.logprobs[at], mask=~rows.has_logprob[at])
             elif name == "edge_weight":
                 plain = given.fill_null(np.nan).to_numpy()
                 close = np.isclose(plain, weights, rtol=1e-9, atol=0.0)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from trajkit.errors import InvalidTurnsError, UnknownSessionError
+from trajkit.errors import InvalidTurnsError, SchemaError, UnknownSessionError
 from trajkit.policies import Policy
 from trajkit.recorder.session import Recording, Types, with_metadata
 from trajkit.rows.linearize import linearize, rows_and_report
@@ -171,7 +171,7 @@ class Recorder:
             try:
                 columns = with_metadata(payloads, metadata)
                 base, shared, clean = session.add(call, columns)
-            except (InvalidTurnsError, RecursionError) as error:
+            except (InvalidTurnsError, SchemaError, RecursionError) as error:
                 reason = f"session {session_id!r}, turn {index}: {error}"
                 if isinstance(error, RecursionError):
                     reason += ": a value is nested too deep"
@@ -186,8 +186,7 @@ class Recorder:
 
     def n_turns(self, session_id: str) -> int:
         """Number of recorded calls of the session; 0 if it is unknown or was dropped."""
-        with self._lock:
-            session = self._sessions.get(session_id)
+        session = self._known(session_id)
         return 0 if session is None or session.dropped else session.n_calls
 
     @property
@@ -282,11 +281,15 @@ class Recorder:
                 session = self._sessions[session_id] = Recording(self._types)
             return session
 
+    def _known(self, session_id: str) -> Recording | None:
+        with self._lock:
+            is_name = isinstance(session_id, str)  # others may have no hash
+            return self._sessions.get(session_id) if is_name else None
+
     @contextmanager
     def _held(self, session_id: str) -> Iterator[Recording]:
         """A session with a recorded call, whose lock is held."""
-        with self._lock:
-            session = self._sessions.get(session_id)
+        session = self._known(session_id)
         if session is not None and session.n_calls:
             with session.lock:
                 if not session.dropped:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._kernel_names import STOPS
 from trajkit.errors import InvalidTurnsError
-from trajkit.schema import TURNS, TURNS_DELTA
+from trajkit.schema import PAYLOADS, TURNS, TURNS_DELTA
 from trajkit.schema.engine import ID_RULE, MAX_LOGPROB, NO_LOGPROB, checks_of
 from trajkit.tables.ragged import Ints, Records
 from trajkit.turns.messages import MessageLog, counts_of
@@ -30,6 +30,7 @@ from trajkit.turns.records import (
     read_metadata,
 )
 from trajkit.turns.validation import mm_items
+from trajkit.turns.validation import payloads as check_payloads
 
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
 # those of `METADATA` whose rules need the call's ids
@@ -49,7 +50,7 @@ def with_metadata(payloads: object, values: tuple[object, ...]) -> object:
     """The payloads of a call and, in their types, the values of `CALL_METADATA` that are
     given.
     """
-    if values.count(None) == len(values) or not isinstance(payloads, Mapping | None):
+    if {*map(type, values)} == {type(None)} or not isinstance(payloads, Mapping | None):
         return payloads  # what is no mapping is refused as such
     result = dict(payloads or {})
     for name, value in zip(CALL_METADATA, values, strict=True):
@@ -186,9 +187,11 @@ class Recording:
         if self.paths.fault is not None:
             raise _refusal(taken, *self.paths.fault)
         metadata = read_metadata(call)
-        if any(one is not None for one in metadata[4:]):
-            _check(prompt, output, metadata[4:])
         columns = self.extra.read(payloads)
+        ruled = (name for name in columns if name.removesuffix("_start") in PAYLOADS)
+        known = {name: columns[name] for name in ruled}
+        if known or any(one is not None for one in metadata[4:]):
+            _check(prompt, output, metadata[4:], known)
         messages = self.message_log.read(
             call["prompt_messages"], call["response_message"], self.paths.base, index
         )
@@ -248,13 +251,15 @@ class Recording:
         }
 
 
-def _check(prompt: Ints, output: Ints, values: tuple[object, ...]) -> None:
+def _check(
+    prompt: Ints, output: Ints, values: tuple[object, ...], known: dict[str, pa.Array]
+) -> None:
     """Raise InvalidTurnsError if columns of a call break a rule of the schema."""
     columns: dict[str, object] = {"prompt_ids": prompt, "output_ids": output}
     columns |= dict(zip(_OF_IDS, values, strict=True))
-    arrays = [pa.array([one], TURNS.field(name).type) for name, one in columns.items()]
-    table = pa.table(arrays, [*columns])
-    for check in (*checks_of(TURNS, _OF_IDS), mm_items):
+    made = {n: pa.array([one], TURNS.field(n).type) for n, one in columns.items()}
+    table = pa.table({**made, **known})
+    for check in (*checks_of(TURNS, _OF_IDS), mm_items, check_payloads):
         for rows, explain in check(table):
             if len(rows):
                 raise InvalidTurnsError(explain(0))

@@ -85,10 +85,10 @@ def linearize(
     payloads : sequence of str
         Extra columns of ``turns`` to carry into the rows, such as routed experts. Each
         turn has null or a list, whose elements belong to the output ids or the prompt and
-        output ids, whichever is as long; or to any range of these, if the integer column
-        ``<name>_start`` gives the position of the first, such as 0 for the routed experts
-        of all ids but the last. Elements before it come from the earlier turn that shares
-        the longest prefix. ``weight_version`` does not need a column: by default it names
+        output ids, whichever is as long (those of `trajkit.schema.PAYLOADS` as they say);
+        or to any range of these, if the integer column ``<name>_start`` gives the position
+        of the first. Elements before it come from the earlier turn that shares the longest
+        prefix. ``weight_version`` does not need a column: by default it names
         the weights that sampled each token, from ``weight_versions``.
 
         The rows have a list of the same name with one element per id. Sampled tokens
@@ -115,7 +115,7 @@ def linearize(
         fit ``turns``; turns, ``reward`` and ``sessions`` contradict each other; a token
         has no logprob, and the policy's ``missing_logprobs`` is ``"raise"``.
     PolicyError, ArgumentError
-        The policy or one of its choices does not exist.
+        The policy does not exist, or an option has a value that is not allowed.
 
     Notes
     -----

@@ -253,11 +253,15 @@ def _payload(
 def _places(calls: Sessions, name: str, length: Longs) -> tuple[Longs, Bools]:
     """The position of each list's first element, and whether elements come before it.
 
-    A list without a start has an element per output id, or per prompt and output id.
+    A list without a start has an element per output id, or per prompt and output id. That
+    of `trajkit.schema.PAYLOADS` with an element for all ids but the last begins with the
+    first.
     """
     n_prompt, n_path = calls.calls["prompt_len"], calls.path_len
     n_output = calls.calls["out_len"]
     whole, of_output = length == n_path, length == n_output
+    if name == "routed_experts":
+        whole |= length == n_path - 1
     first = np.where(whole, 0, np.where(of_output, n_prompt, -1))
     given = np.zeros(len(first), np.bool_)
     column_name = name + _START

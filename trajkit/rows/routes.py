@@ -20,6 +20,7 @@ from trajkit._kernel_names import LINK, STOPS, numbers
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.policies import TIE_BREAKS, ParentBy, Policy
 from trajkit.schema import LINK_REASONS, SEGMENT_KINDS
+from trajkit.tables.canonical import in_type
 from trajkit.tables.ragged import Bools, Ints, Longs, Records
 from trajkit.turns.messages import (
     KEY_TOKENS,
@@ -60,10 +61,8 @@ def optional_column(calls: Sessions, name: str, type_: pa.DataType) -> list[obje
     if name not in calls.table.column_names:
         return []
     column = calls.table.column(name)
-    if pa.types.is_null(column.type):
-        return []
     try:
-        values: list[object] = column.cast(type_).to_pylist()
+        values: list[object] = in_type(column, type_).to_pylist()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         found = f"column {name!r} is {column.type}: expected {type_}"
         raise SchemaError(found) from error
@@ -199,10 +198,8 @@ def _longest_prefixes(
     above = np.where(above < 0, np.arange(n_nodes), above)
     while not np.array_equal(above, higher := above[above]):
         above = higher
-    parents, ambiguous = (
-        np.full(len(n_prompt), -1, np.int32),
-        np.zeros(len(n_prompt), bool),
-    )
+    parents = np.full(len(n_prompt), -1, np.int32)
+    ambiguous = np.zeros(len(n_prompt), bool)
     node = above[nodes_within_prompts(forest, n_prompt)[ranked]]
     parents[ranked], ambiguous[ranked] = first[node], several[node]
     return parents, ambiguous

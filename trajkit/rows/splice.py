@@ -75,11 +75,9 @@ class Spliced:
     def finish(self, plan: Plan, policy: Policy) -> None:
         """Count in a plan what was dropped, and set the flags of its chains."""
         plan.counted("roots")[:] = self.roots
-        calls, dropped, of_call = (
-            self.sessions.calls,
-            self.dropped,
-            self.sessions.session,
-        )
+        calls = self.sessions.calls
+        dropped = self.dropped
+        of_call = self.sessions.session
         n, (call, start, stop) = len(self.sessions), self.lost
         lost = np.bincount(of_call[call], stop - start, n).astype(np.int64)
         plan.counted("lost_unrouted")[:] -= lost
@@ -192,14 +190,12 @@ def _lost(sessions: Sessions, dropped: Longs, policy: Policy) -> Longs:
     tokens = flat_turns(sessions, prompts=False)
     may = tokens.unmasked
     if policy.missing_logprobs == "untrain":
-        may = may & tokens.given
+        may = may & tokens.has_logprob
     starts, sizes = tokens.outputs.offsets[dropped], tokens.outputs.lengths[dropped]
     at = positions(starts, sizes)
-    call, within, may = (
-        np.repeat(dropped, sizes),
-        at - np.repeat(starts, sizes),
-        may[at],
-    )
+    call = np.repeat(dropped, sizes)
+    within = at - np.repeat(starts, sizes)
+    may = may[at]
     # a run ends with its output
     same = may[1:] & may[:-1] & (within[1:] > 0)
     first = may & ~np.append(False, same)

@@ -23,8 +23,8 @@ NAMES = pa.dictionary(pa.int8(), pa.string())
 """The type of a column with a small set of names."""
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
-Rows: TypeAlias = npt.NDArray[np.int64]
-Fault: TypeAlias = tuple[Rows, Callable[[int], str]]
+Longs: TypeAlias = npt.NDArray[np.int64]
+Fault: TypeAlias = tuple[Longs, Callable[[int], str]]
 """Rows that break a rule, and a function that explains the k-th of them."""
 
 Check: TypeAlias = Callable[[pa.Table], Iterator[Fault]]
@@ -171,7 +171,7 @@ def shown(value: object) -> object:
 # Faults
 
 
-def fault(rows: Rows, template: str, *columns: Any) -> Fault:
+def fault(rows: Longs, template: str, *columns: Any) -> Fault:
     """A fault; the k-th value of each column fills the template."""
     return rows, lambda k: template.format(*(column[k] for column in columns))
 
@@ -183,7 +183,7 @@ def broken(bad: npt.ArrayLike, template: str, *columns: Any) -> Fault:
 
 
 def broken_items(
-    start: int, ends: Rows, bad: npt.ArrayLike, template: str, *columns: Any
+    start: int, ends: Longs, bad: npt.ArrayLike, template: str, *columns: Any
 ) -> Fault:
     """As `broken`, for the elements of lists, see `flat_chunks`.
 
@@ -210,7 +210,7 @@ def numbers(table: pa.Table, *names: str) -> Any:
     return found if len(names) > 1 else found[0]
 
 
-def repeated(values: Rows) -> Bools:
+def repeated(values: Longs) -> Bools:
     again = np.ones(len(values), np.bool_)
     again[np.unique(values, return_index=True)[1]] = False
     return again
@@ -235,12 +235,12 @@ def field_of(structs: pa.StructArray, name: str) -> pa.Array:
     return structs.flatten()[structs.type.get_field_index(name)]
 
 
-def fields_of(structs: pa.StructArray, *names: str) -> list[Rows]:
+def fields_of(structs: pa.StructArray, *names: str) -> list[Longs]:
     """Fields of integers, -1 for null."""
     return [filled(field_of(structs, name), -1).astype(np.int64) for name in names]
 
 
-def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, Bools]:
+def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Longs, Bools]:
     """The row of each wanted index in its session, and whether it was found.
 
     Sessions are contiguous and ``index`` ascends in each. Null is never found.
@@ -253,18 +253,18 @@ def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, 
     return np.where(found, row, 0), found
 
 
-def run_starts(table: pa.Table) -> Rows:
+def run_starts(table: pa.Table) -> Longs:
     return np.flatnonzero(np.diff(codes(table.column("session_id")), prepend=-1))
 
 
-def session_numbers(table: pa.Table) -> Rows:
+def session_numbers(table: pa.Table) -> Longs:
     """The number of each row's session, counted from 1."""
     rows = np.arange(len(table))
-    numbers: Rows = np.searchsorted(run_starts(table), rows, side="right")
+    numbers: Longs = np.searchsorted(run_starts(table), rows, side="right")
     return numbers
 
 
-def codes(*columns: pa.Array | pa.ChunkedArray) -> Rows:
+def codes(*columns: pa.Array | pa.ChunkedArray) -> Longs:
     """A number for each distinct value, counted up from 0 in the order of first use.
 
     Of several columns, one after another, equal values have one number. Null is a value.
@@ -277,7 +277,7 @@ def codes(*columns: pa.Array | pa.ChunkedArray) -> Rows:
     return np.asarray(values.dictionary_encode("encode").indices, np.int64)
 
 
-def lengths(column: pa.ChunkedArray | pa.Array) -> Rows:
+def lengths(column: pa.ChunkedArray | pa.Array) -> Longs:
     """Elements of each list, of any of Arrow's list types; 0 for a null list."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     parts = [np.asarray(chunk.value_lengths().fill_null(0)) for chunk in chunks]
@@ -302,7 +302,7 @@ def nulls(column: pa.ChunkedArray) -> Bools:
     return np.asarray(column.is_null().to_numpy())
 
 
-def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]:
+def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Longs, pa.Array]]:
     """The first row, the ends of lists and the values of each chunk of lists."""
     start = 0
     for chunk in column.chunks:
@@ -310,9 +310,9 @@ def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]
         start += len(chunk)
 
 
-def owners(at: Rows, ends: Rows) -> tuple[Rows, Rows]:
+def owners(at: Longs, ends: Longs) -> tuple[Longs, Longs]:
     """The list of each value position, and the index in the list."""
-    rows: Rows = np.searchsorted(ends, at, side="right")
+    rows: Longs = np.searchsorted(ends, at, side="right")
     return rows, at - np.append(0, ends)[rows]
 
 
@@ -390,7 +390,7 @@ def one_of(known: tuple[str, ...]) -> Rule:
     return rule
 
 
-def refers(index: str, fits: Callable[[Rows, Rows], Bools], what: str) -> Rule:
+def refers(index: str, fits: Callable[[Longs, Longs], Bools], what: str) -> Rule:
     """A reference is null, or an index that fits the row's own."""
 
     def rule(name: str, table: pa.Table) -> Iterator[Fault]:
@@ -566,9 +566,7 @@ def row_lengths(table: pa.Table) -> Iterator[Fault]:
     """Per-token columns have the row's length, and no length exceeds it."""
     n_ids, parent = lengths(table.column("input_ids")), table.column("parent_row")
     for name in ("loss_mask", "logprobs"):
-        n_here = lengths(table.column(name))
-        rule = f"{{}} elements of {name} for {{}} input_ids"
-        yield broken(n_here != n_ids, rule, n_here, n_ids)
+        yield from as_long_as("input_ids", name, f"{{}} elements of {name}", table)
     for name in ("prompt_length", "shared_length"):
         values = numbers(table, name)
         rule = f"{name} is {{}} in a row of {{}} tokens"

@@ -24,7 +24,6 @@ from trajkit.schema import (
     TURNS_DELTA,
 )
 from trajkit.schema.engine import Fault, fault
-from trajkit.schema.engine import Rows as Rows
 from trajkit.tables import lazy_compute as pc
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ def _check_array(array: pa.Array, *, text: bool) -> None:
 
 
 def check_session_id(schema: pa.Schema) -> None:
-    _check_type(schema.field("session_id").type, pa.string(), "column 'session_id'")
+    check_type(schema.field("session_id").type, pa.string(), "column 'session_id'")
 
 
 def turns_schema(names: list[str]) -> pa.Schema:
@@ -235,7 +234,7 @@ def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
             is_name = field.name in ("session_id", "group_id", "agent_id")
             if is_name and pa.types.is_integer(source):
                 continue  # ids of runs, groups and agents are often numbers
-            _check_type(source, field.type, f"column {field.name!r}")
+            check_type(source, field.type, f"column {field.name!r}")
         elif not field.nullable:
             hint = did_you_mean(field.name, set(names) - set(schema.names))
             if schema is ROWS and "suffix_mask" in names:
@@ -294,16 +293,17 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def _check_type(source: pa.DataType, target: pa.DataType, where: str) -> None:
+def check_type(source: pa.DataType, target: pa.DataType, where: str) -> None:
+    """Raise SchemaError unless `in_type` can cast the one to the other."""
     if source == target or pa.types.is_null(source):
         return
     if pa.types.is_dictionary(source):
-        _check_type(source.value_type, target, where)
+        check_type(source.value_type, target, where)
         return
     if pa.types.is_dictionary(target):
         target = target.value_type
     if is_list(source) and is_list(target):
-        _check_type(source.value_type, target.value_type, f"{where} element")
+        check_type(source.value_type, target.value_type, f"{where} element")
         return
     if pa.types.is_struct(source) and pa.types.is_struct(target):
         expected, found = ([field.name for field in one] for one in (target, source))
@@ -311,7 +311,7 @@ def _check_type(source: pa.DataType, target: pa.DataType, where: str) -> None:
             raise SchemaError(f"{where} has the fields {found}: expected {expected}")
         for field in target:
             name = f"{where} field {field.name!r}"
-            _check_type(source.field(field.name).type, field.type, name)
+            check_type(source.field(field.name).type, field.type, name)
         return
     # JSON readers make integers of integral floats; no float is taken as an integer
     integral = pa.types.is_integer(source) and pa.types.is_floating(target)
@@ -374,9 +374,7 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
     for field in schema:
         if field.name in table.column_names:
             column = table.column(field.name)
-            if column.type != field.type:
-                chunks = [_cast(chunk, field.type) for chunk in column.chunks]
-                column = pa.chunked_array(chunks, field.type)
+            column = in_type(column, field.type)
         else:
             column = pa.chunked_array([pa.nulls(table.num_rows, field.type)])
         columns.append(column)
@@ -388,6 +386,13 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
         metadata[b"trajkit.version"] = b"2"
     fields = pa.schema([*schema, *extra], metadata=metadata)
     return pa.Table.from_arrays(columns, schema=fields)
+
+
+def in_type(column: pa.ChunkedArray, target: pa.DataType) -> pa.ChunkedArray:
+    """A column of any layout in another type; an ArrowException for a value without."""
+    if column.type == target:
+        return column
+    return pa.chunked_array([_cast(one, target) for one in column.chunks], target)
 
 
 def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:

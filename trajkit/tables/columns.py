@@ -9,14 +9,13 @@ from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, SchemaError, UnknownSessionError
 from trajkit.schema import SEGMENT_KINDS, SPAN, SPAN_KINDS
 from trajkit.schema.engine import list_values as list_values
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.ragged import Ragged, combined, lengths
+from trajkit.tables.ragged import Longs, Ragged, combined, lengths
 
 _Column = TypeVar("_Column", pa.Array, pa.ChunkedArray)
 Columns: TypeAlias = dict[str, pa.Array]
@@ -61,7 +60,7 @@ def tuples(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
     return zip(*(table.column(name).to_pylist() for name in names), strict=True)
 
 
-def row_lengths(rows: pa.Table) -> npt.NDArray[np.int64]:
+def row_lengths(rows: pa.Table) -> Longs:
     """Tokens of each row, whose shared ones a file may lack."""
     if "suffix_ids" not in rows.column_names:
         return lengths(rows.column("input_ids"))

@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit.schema.engine import Bools as Bools
+from trajkit.schema.engine import Longs as Longs
 from trajkit.schema.engine import codes as codes
 from trajkit.schema.engine import filled
 from trajkit.schema.engine import lengths as lengths
 
 Array: TypeAlias = npt.NDArray[Any]
-Bools: TypeAlias = npt.NDArray[np.bool_]
 Ints: TypeAlias = npt.NDArray[np.int32]
-Longs: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Records: TypeAlias = npt.NDArray[np.void]
 Index: TypeAlias = int | np.integer[Any]

@@ -256,7 +256,7 @@ def whole_sessions(
     pending: list[pa.RecordBatch] = []
     schema: pa.Schema | None = None
     current: str | None = None
-    ended: set[str] = set()
+    began: set[str] = set()
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
             raise SchemaError(
@@ -273,15 +273,14 @@ def whole_sessions(
         names = [batch.column("session_id")[row].as_py() for row in starts]
         continues = names[0] == current
         for name in names[1:] if continues else names:
-            if name in ended or name == current:
+            if name in began:
                 raise InvalidTurnsError(
                     f"session {name!r} comes back after another session began: the "
                     "rows of a session must be contiguous in a stream. Gather it first, "
                     f"{_REMEDIES.get(what, 'or sort it by session_id')}"
                 )
-            if current is not None:
-                ended.add(current)
-            current = name
+            began.add(name)
+        current = names[-1]
         if continues and len(starts) == 1:
             pending.append(batch)
             continue
@@ -326,23 +325,26 @@ def rechunk(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def concat(tables: Iterable[pa.Table]) -> pa.Table:
-    """The rows of all tables; a column that a table lacks is null there."""
+    """The rows of all tables; a column that a table lacks is null there.
+
+    Raises SchemaError if only some of the turns are in delta form, or only some of the rows
+    are stored with dedup.
+    """
     tables = list(tables)
-    check_same_form(tables)
-    try:
-        return concat_tables(tables)
-    except pa.ArrowException as error:
-        raise SchemaError(f"the batches do not make one table: {error}") from None
-
-
-def check_same_form(tables: Iterable[pa.Table]) -> None:
-    """Raise SchemaError if only some of the tables of turns are in delta form."""
-    if len({turns_schema(table.column_names) is TURNS_DELTA for table in tables}) > 1:
-        raise SchemaError(
+    names = [table.column_names for table in tables]
+    if len({turns_schema(one) is TURNS_DELTA for one in names}) > 1:
+        text = (
             "some of the turns are in full form (prompt_ids) and some in delta form "
             "(suffix_ids): bring them into one form first, with trajkit.compact or "
             "trajkit.expand"
         )
+        if any("suffix_mask" in one for one in names):
+            text = "some rows of a session are stored with dedup, and some are not"
+        raise SchemaError(text)
+    try:
+        return concat_tables(tables)
+    except pa.ArrowException as error:
+        raise SchemaError(f"the batches do not make one table: {error}") from None
 
 
 def session_ends(table: pa.Table | pa.RecordBatch) -> Longs:

@@ -227,19 +227,31 @@ class LayerMask:
 
     window: Window
 
+    def __getitem__(self, tokens: Any) -> LayerMask:
+        # Gemma 4 takes the tokens whose logits are kept: in a pack all
+        if tokens != (slice(None), slice(None), slice(0, None), slice(None)):
+            raise LayoutError(
+                f"mask[{tokens}]: the mask of a pack is for all its tokens"
+            )
+        return self
 
-_TENSOR_MASKS: ContextVar[TreeAttention | None] = ContextVar("tree", default=None)
+
+_RUNNING: ContextVar[TreeAttention | None] = ContextVar("tree", default=None)
 
 
 @contextlib.contextmanager
-def tensor_masks(tree: TreeAttention) -> Iterator[None]:
-    """Gives layers that choose the tokens that they attend one bool for each pair."""
-    tree.gave_tensors = True
-    token = _TENSOR_MASKS.set(tree)
+def running(tree: TreeAttention, *, tensors: bool, trial: bool) -> Iterator[None]:
+    """While a pack runs, layers with a state must get its tree.
+
+    ``tensors``: the masks of layers are one bool for each pair, for layers that choose the
+    tokens that they attend. ``trial``: layers must read the states that they store.
+    """
+    tree.gave_tensors, tree.is_trial = tensors, trial
+    token = _RUNNING.set(tree)
     try:
         yield
     finally:
-        _TENSOR_MASKS.reset(token)
+        _RUNNING.reset(token)
 
 
 def layer_mask(
@@ -264,7 +276,8 @@ def layer_mask(
         size = local_size or 0
         slides = size and attends(size, 1) and attends(2 * size, size + 1)
         window = size if slides and not attends(size, 0) else mask_function
-    if tree := _TENSOR_MASKS.get():
+    tree = _RUNNING.get()
+    if tree is not None and tree.gave_tensors:
         return pair_mask(tree.tokens, tree.keys, tree.device, window)
     return LayerMask(window)
 
@@ -309,7 +322,7 @@ class TreeAttention:
         self._build = block_mask if self.device.type == "cuda" else pair_mask
         self.kernel_options = kernel_options
         self.carried = carried
-        self.gave_tensors = False
+        self.gave_tensors = self.is_trial = False
         self.tokens = self.keys = tokens_of(pack.subtree_end, pack.position_ids)
         self._masks: dict[Window, Mask] = {}
         n_prefix = len(pack.prefix_end)
@@ -379,7 +392,7 @@ def tree_attention(
     n_key_heads, and the output is of shape (1, n_tokens, n_heads, head_dim). What the
     mask says of a window counts, as in transformers' own attention; ``sliding_window``
     is for models that build none. ``indices`` are the tokens that a layer chose for each
-    query under a mask of `tensor_masks`. ``s_aux`` are attention sinks.
+    query under a mask of `running`. ``s_aux`` are attention sinks.
     """
     name = type(module).__name__
     if tree is None:
@@ -634,12 +647,18 @@ def _along_tree(
     tree: Any = None,
     **kwargs: Any,
 ) -> Tensor:
+    name = getattr(rows, "__qualname__", rows)
+    if tree is None and _RUNNING.get() is not None:
+        raise UnsupportedModelError(
+            f"{name} stores a state, and the layer around it does not hand it the tree, so "
+            "it would mix tokens along the pack: train on rows"
+        )
     if tree is None:
         return rows(hidden_states, *args, **kwargs)
     if args:
         raise UnsupportedModelError(
-            f"{getattr(rows, '__qualname__', rows)} stores a state and takes more than "
-            "hidden states, which would have to follow the tree as well: train on rows"
+            f"{name} stores a state and takes more than hidden states, which would have to "
+            "follow the tree as well: train on rows"
         )
     kwargs |= {"attention_mask": None}
     states: dict[int, dict[Any, Tensor]] = {}
@@ -648,7 +667,17 @@ def _along_tree(
         given = [states[source] for source in sources if source >= 0]
         before = {key: torch.cat([s[key] for s in given]) for key in (given or [{}])[0]}
         cache = _SegmentCache(before)
-        output = rows(hidden_states[0, tokens], **kwargs | {"cache": cache})
+        own = hidden_states[0, tokens]
+        for key, state in before.items():
+            if not (tree.is_trial and state.is_floating_point()):
+                continue
+            unknown = _SegmentCache(before | {key: state * torch.nan})
+            if rows(own, **kwargs | {"cache": unknown})[:, 0].isfinite().all():
+                raise UnsupportedModelError(
+                    f"{name} does not start from the {key[0]} state that it stores, so "
+                    "branches would not know the tokens before them: train on rows"
+                )
+        output = rows(own, **kwargs | {"cache": cache})
         outputs.append(output[:, -n_own:].flatten(0, 1))
         for k, number in enumerate(numbers):
             states[number] = {key: x[k : k + 1] for key, x in cache.after.items()}

@@ -232,11 +232,9 @@ def _full_columns(calls: Sessions) -> Columns:
         raise refusal(calls.table, row)
     both = pa.concat_arrays([lists.values, combined(calls.table.column("response"))])
     # messages are numbered: first those that the turns store, then the replies
-    numbers, n_stored, replied = (
-        np.arange(len(both)),
-        len(lists.values),
-        has_reply(calls.requests),
-    )
+    numbers = np.arange(len(both))
+    n_stored = len(lists.values)
+    replied = has_reply(calls.requests)
     shared = calls.requests["shared"].astype(np.int64)
     whole = unshared(
         Ragged(numbers[:n_stored], lists.offsets),

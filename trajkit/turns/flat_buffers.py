@@ -5,13 +5,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
 from trajkit._kernel_names import STOPS
 from trajkit.errors import InvalidTurnsError
-from trajkit.schema.engine import SPAN_NUMBERS, Rows, field_of, fields_of, lacks
+from trajkit.schema.engine import SPAN_NUMBERS, field_of, fields_of, lacks
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.ragged import (
     Array,
@@ -36,8 +35,7 @@ class TurnTokens:
     outputs: Ragged
     # one per sampled token, 0.0 if the engine gave none
     logprobs: Floats
-    # whether it gave one
-    given: Bools
+    has_logprob: Bools
     # false if output_mask is
     unmasked: Bools
 
@@ -58,7 +56,7 @@ class TurnTokens:
         return range(*self.calls.offsets[session : session + 2].tolist())
 
 
-def sessions_of(rows: pa.Table, calls: Sessions) -> Rows:
+def sessions_of(rows: pa.Table, calls: Sessions) -> Longs:
     """The session of each row, -1 if it has no turns; shape (n_rows,)."""
     found = pc.index_in(rows.column("session_id"), calls.ids)
     return np.asarray(found.fill_null(-1), np.int64)
@@ -93,7 +91,7 @@ def without_aborted(calls: Sessions) -> tuple[Sessions, Longs]:
 def check_logprobs(calls: Sessions) -> None:
     """Raise InvalidTurnsError if a token that may be trained lacks a logprob."""
     turns = flat_turns(calls, prompts=False)
-    lacking = np.append(0, np.cumsum(turns.unmasked & ~turns.given))
+    lacking = np.append(0, np.cumsum(turns.unmasked & ~turns.has_logprob))
     missing = np.diff(lacking[turns.outputs.offsets])
     bad = np.flatnonzero(missing * (calls.calls["trainable"] != 0)).tolist()
     for call in bad[:1]:
@@ -117,7 +115,7 @@ class FlatRows:
     has_mask: Bools
     # 0.0 if null or too short
     logprobs: Floats
-    given: Bools
+    has_logprob: Bools
     # original lengths of each row's lists
     n_mask: Longs
     n_logprobs: Longs
@@ -174,7 +172,7 @@ class Spans:
     call: Longs
     out_start: Longs
     out_stop: Longs
-    kind: npt.NDArray[np.object_]
+    kind: Array
     # its index in the row
     index: Longs
     # as given
@@ -185,7 +183,7 @@ class Spans:
     def __len__(self) -> int:
         return len(self.row)
 
-    def take(self, which: Rows) -> Self:
+    def take(self, which: Longs) -> Self:
         return type(self)(*(getattr(self, field.name)[which] for field in fields(self)))
 
     def tokens(self, ids: Ragged) -> Longs:
@@ -210,7 +208,7 @@ class Spans:
         return np.maximum(n, 0)
 
 
-def spans_of(table: pa.Table, turns: TurnTokens, sessions: Rows) -> Spans:
+def spans_of(table: pa.Table, turns: TurnTokens, sessions: Longs) -> Spans:
     """The spans of rows; ``sessions`` as `sessions_of` returns them."""
     lists = Ragged.of(table.column("spans"))
     row = lists.owner

@@ -124,6 +124,7 @@ _NO_MASKS = {
 
 # extra columns that turns know, and names of masks
 _OWN = {*PAYLOADS, *ATTRIBUTION.names, "attribution"}
+_OWN |= {f"{name}_start" for name in PAYLOADS}
 _HAS_MASK = re.compile("(^|_)masks?(_|$)")
 
 # objects beside a call that are of its request, or no fact of the call

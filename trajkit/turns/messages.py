@@ -401,8 +401,9 @@ Read: TypeAlias = tuple[Encoded, object]
 """A message, and a copy that the caller cannot change, to compare others with."""
 
 ReadCall: TypeAlias = "tuple[Numbers, Numbers | None, dict[int, Read], Read | None]"
-"""The messages of a call that is not added yet: those of its base, with the reply; its own,
-where they are those (None: no list); the others, by place; and its reply."""
+"""The messages of a call that is not added yet: the path of its base; its own messages, of
+which those at the places of the third part are not numbered yet (None: no list); these
+messages by place; and its reply."""
 
 
 class CallMessages(NamedTuple):

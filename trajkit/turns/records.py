@@ -141,7 +141,7 @@ def collected(
 ) -> pa.Table:
     """Turns from calls; ``mapped``: what can be no column is left out with a warning.
 
-    ``checked``: an import has told what the other keys say of the calls.
+    ``checked``: an import has reported what the other keys say of the calls.
     """
     batch = _Batch(mapped, checked)
     for number, record in enumerate(records):
@@ -209,7 +209,7 @@ class _Batch:
         self.book = MessageBook()
         self.calls: list[_Call] = []
         self.extras: dict[str, list[object]] = {}
-        # those of them that records with the same keys have
+        # the names of extra columns by all keys of a record
         self.names: dict[tuple[str, ...], list[str]] = {}
 
     def add(self, record: Record, number: int) -> None:
@@ -437,9 +437,9 @@ def _check_heeded(name: str, what: str, record: Record) -> None:
     """Raise if a key says something of its call that turns do not read."""
     path, says = unheeded(record, name)
     if says:
-        said = UNHEEDED[says].format(path=path)
+        rule = UNHEEDED[says].format(path=path)
         raise InvalidTurnsError(
-            f"{what} {path!r}, which no field reads, and which {said}"
+            f"{what} {path!r}, which no field reads, and which {rule}"
         )
 
 

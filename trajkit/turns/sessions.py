@@ -19,7 +19,13 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema.engine import checks_of
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
-from trajkit.tables.canonical import canonical, has_old_keys, place, turns_schema
+from trajkit.tables.canonical import (
+    canonical,
+    has_old_keys,
+    in_type,
+    place,
+    turns_schema,
+)
 from trajkit.tables.columns import without_views
 from trajkit.tables.ragged import (
     Array,
@@ -177,6 +183,7 @@ class Sessions:
         return replace(self, calls=calls)
 
     def part(self, start: int, stop: int) -> Self:
+        """The sessions ``start:stop``; bases count within them."""
         offsets = self.offsets[start : stop + 1]
         lo, hi = int(offsets[0]), int(offsets[-1])
         if (lo, hi) == (0, len(self.calls)):
@@ -247,7 +254,7 @@ class Sessions:
             type_ = type_.value_type
         plain = pa.int8() if pa.types.is_null(type_) else without_views(type_)
         try:
-            ranks = pc.rank(column.cast(plain), tiebreaker="min")
+            ranks = pc.rank(in_type(column, plain), tiebreaker="min")
             return np.asarray(ranks, np.int64)
         except pa.ArrowNotImplementedError as error:
             raise SchemaError(

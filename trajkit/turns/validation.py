@@ -4,7 +4,7 @@ The rules of columns are in `trajkit.schema`, beside them. Those of payloads, im
 bodies, which need more, are here.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Literal, TypeAlias
 
@@ -16,6 +16,7 @@ from trajkit import schema
 from trajkit._arguments import check_choice, check_flag
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema.engine import (
+    ID_RULE,
     MAX_LOGPROB,
     POSITIVE,
     Check,
@@ -26,6 +27,7 @@ from trajkit.schema.engine import (
     described,
     fault,
     field_of,
+    filled,
     not_empty,
     not_logprobs,
     nulls,
@@ -39,7 +41,8 @@ from trajkit.tables.canonical import (
     canonical,
     cast,
     check_columns,
-    is_list,
+    check_type,
+    in_type,
     misfits,
     place,
     turns_schema,
@@ -290,8 +293,8 @@ def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
 def payloads(table: pa.Table) -> Iterator[Fault]:
     """The rules of `trajkit.schema.PAYLOADS` that do not depend on other turns."""
     for name in ("ref_logprobs", "teacher_logprobs"):
-        for lists in _payload(table, name, pa.types.is_floating):
-            numbers = lists.values.cast(pa.float64()).fill_null(0.0).to_numpy()
+        for lists in _payload(table, name, pa.float64()):
+            numbers = filled(lists.values, 0.0)
             for bad, rule in (
                 (~np.isfinite(numbers), "it is not a number"),
                 (numbers > MAX_LOGPROB, POSITIVE),
@@ -305,7 +308,7 @@ def payloads(table: pa.Table) -> Iterator[Fault]:
 def _sampling_mask(table: pa.Table) -> Iterator[Fault]:
     """Each output id is among those that it was drawn from."""
     outputs = Ragged.of(table.column("output_ids"), -1)
-    for lists in _payload(table, "sampling_mask", is_list):
+    for lists in _payload(table, "sampling_mask", pa.large_list(pa.int64())):
         given = ~nulls(table.column("sampling_mask"))
         n_masks, n_ids = lists.lengths, outputs.lengths
         odd = given & (n_masks != n_ids)
@@ -314,25 +317,23 @@ def _sampling_mask(table: pa.Table) -> Iterator[Fault]:
         if odd.any():
             return
         sampled = outputs.values[np.repeat(given, n_ids)]
-        drawn = Ragged.of(lists.values)
-        same = drawn.values.to_numpy(zero_copy_only=False) == sampled[drawn.owner]
+        drawn = Ragged.of(lists.values, -1)
+        no_id = np.bincount(drawn.owner, drawn.values < 0, len(drawn)) > 0
+        rule = f"sampling_mask[{{}}] has a null or a negative id: {ID_RULE}"
+        yield broken_items(0, lists.offsets[1:], no_id, rule)
+        same = drawn.values == sampled[drawn.owner]
         held = np.bincount(drawn.owner, same, len(drawn)) > 0
         bad = (drawn.lengths > 0) & ~held
         rule = "sampling_mask[{}] lacks the sampled id {}: it belongs to another token"
         yield broken_items(0, lists.offsets[1:], bad, rule, sampled)
 
 
-def _payload(
-    table: pa.Table, name: str, fits: Callable[[pa.DataType], bool]
-) -> Iterator[Ragged]:
-    """The lists of an extra column; nothing if it is absent."""
-    if name not in table.column_names or pa.types.is_null(table.column(name).type):
-        return
-    column = table.column(name)
-    if not is_list(column.type) or not fits(column.type.value_type):
-        what = "lists of ids" if fits is is_list else "numbers"
-        raise SchemaError(f"column {name!r} is {column.type}: expected lists of {what}")
-    yield Ragged.of(column)
+def _payload(table: pa.Table, name: str, element: pa.DataType) -> Iterator[Ragged]:
+    """The lists of an extra column, with such elements; nothing if it is absent."""
+    if name in table.column_names and not pa.types.is_null(table.column(name).type):
+        column, type_ = table.column(name), pa.large_list(element)
+        check_type(column.type, type_, f"column {name!r}")
+        yield Ragged.of(in_type(column, type_))
 
 
 def mm_items(table: pa.Table) -> Iterator[Fault]:

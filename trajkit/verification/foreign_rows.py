@@ -178,7 +178,7 @@ class Sampled:
             if logprobs is not None and trained.any():
                 here, due = logprobs[start:stop], turns.logprobs[mine]
                 near = np.abs(here - due) <= TOLERANCE * np.maximum(1, np.abs(due))
-                good = np.where(turns.given[mine], near, no_logprob(here))
+                good = np.where(turns.has_logprob[mine], near, no_logprob(here))
                 wrong = 1 - float(good[trained].mean())
             n_due = int(self.due[mine].sum())
             again = bool((self.trained_by[mine] >= 0).any())

@@ -11,17 +11,15 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import arrow_source
 from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import as_table, canonical_rows
+from trajkit.tables.ragged import Array
 from trajkit.turns.keys import word_of
 from trajkit.verification.rules import count
-
-Array = npt.NDArray[Any]
 
 # By column of the ids: the columns that a row needs. slime: tokens; OpenRLHF: sequences;
 # verl: prompts, responses; verl's agent loop: prompt_ids, response_ids; TRL: prompt_ids,

@@ -11,15 +11,13 @@ from itertools import groupby, pairwise
 from typing import Any, get_args
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
 from trajkit.policies import Policy, Rewards
 from trajkit.schema import EMPTY_KINDS, RULES, SPAN_KINDS, VIOLATIONS
 from trajkit.schema.engine import Bools, Violation, as_lines, shown
-from trajkit.tables.canonical import Rows
-from trajkit.tables.ragged import Floats, Index, Ints, Longs, Ragged
+from trajkit.tables.ragged import Array, Floats, Index, Ints, Longs, Ragged
 from trajkit.turns.flat_buffers import (
     FlatRows,
     Spans,
@@ -61,7 +59,7 @@ class Case:
     rows: FlatRows
     turns: TurnTokens
     # the session of each row in ``turns.calls``, shape (n_rows,)
-    session: Rows
+    session: Longs
     # None: unknown, so that only what is true under every policy is checked
     policy: Policy | None
     # max_row_tokens. None: no row is cut
@@ -69,8 +67,8 @@ class Case:
     # SESSIONS of the sessions
     facts: pa.Table
     # whether the rows have spans
-    own: bool
-    found: list[Violation] = field(default_factory=list)
+    has_spans: bool
+    violations: list[Violation] = field(default_factory=list)
 
     def report(
         self,
@@ -90,7 +88,7 @@ class Case:
             turn_index = int(calls.turn_index[call])
             session = session or calls.ids[int(calls.session[call])].as_py()
         place = session, row_index, turn_index, None if token is None else int(token)
-        self.found.append(Violation(rule, detail, *place))
+        self.violations.append(Violation(rule, detail, *place))
 
     def report_tokens(
         self, rule: str, at: Longs, words: Callable[[int, int], str], *groups: Longs
@@ -130,7 +128,7 @@ class Case:
     def calls_of(self, row: Index) -> range:
         return self.turns.calls_of(int(self.session[row]))
 
-    def rows_by_session(self) -> list[Rows]:
+    def rows_by_session(self) -> list[Longs]:
         order = np.argsort(self.session, kind="stable")
         edges = np.flatnonzero(np.diff(self.session[order])) + 1
         return np.split(order, edges) if len(order) else []
@@ -145,7 +143,7 @@ class Case:
         flags &= ~errored(self.facts)[calls.session]
         tokens = flags[self.turns.outputs.owner] & self.turns.unmasked
         if self.policy is not None and self.policy.missing_logprobs == "untrain":
-            tokens &= self.turns.given
+            tokens &= self.turns.has_logprob
         return tokens
 
     @property
@@ -154,7 +152,7 @@ class Case:
         tokens = self.may_train
         if self.policy is None:
             aborted = aborted_calls(self.turns.calls)[self.turns.outputs.owner]
-            tokens &= self.turns.given & ~aborted
+            tokens &= self.turns.has_logprob & ~aborted
         return tokens
 
     @property
@@ -173,7 +171,7 @@ class Case:
         if policy.keeps_all:
             return ("trained",)
         keeps = policy.keep_untrained and policy.keep_empty and not policy.max_rows
-        splices = self.own and policy.on_drift == "splice" and policy.places_all
+        splices = self.has_spans and policy.on_drift == "splice" and policy.places_all
         return ("trained", "cut", "no_splice_point") if splices and keeps else ()
 
     @property
@@ -195,7 +193,7 @@ class Case:
         return tokens
 
 
-def consecutive(at: Rows, *groups: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
+def consecutive(at: Longs, *groups: Array) -> Iterator[tuple[int, int]]:
     """Ranges of consecutive positions within one group: first index in ``at``, length.
 
     Examples
@@ -295,7 +293,7 @@ def _well_formed(case: Case, spans: Spans) -> Spans:
 
 
 def _report_span(case: Case, spans: Spans, k: Index, rule: str, words: str) -> None:
-    name = f"spans[{spans.index[k]}]" if case.own else "the range"
+    name = f"spans[{spans.index[k]}]" if case.has_spans else "the range"
     detail = (
         f"{name} ({spans.start[k]}:{spans.stop[k]}, turn "
         f"{spans.turn_index[k]}, output {spans.out_start[k]}:{spans.out_stop[k]}, "
@@ -354,26 +352,26 @@ def mask_and_logprobs(case: Case, trained: Spans) -> None:
     calls, due = np.full(len(ids.values), -1), np.zeros(len(ids.values), np.float32)
     calls[at] = np.repeat(trained.call, trained.stop - trained.start)
     is_trained, given = calls >= 0, np.zeros(len(ids.values), np.bool_)
-    due[at], given[at] = turns.logprobs[source], turns.given[source]
+    due[at], given[at] = turns.logprobs[source], turns.has_logprob[source]
     bad = np.flatnonzero((rows.mask != is_trained) & rows.has_mask)
 
     def of_mask(k: int, n: int) -> str:
         if is_trained[bad[k]]:
             return f"loss_mask is false for {count(n)} of a trained span"
-        where = "outside trained spans" if case.own else "of no turn's output"
+        where = "outside trained spans" if case.has_spans else "of no turn's output"
         return f"loss_mask is true for {count(n)} {where}"
 
     case.report_tokens("mask", bad, of_mask, calls[bad])
-    if case.own and (policy is None or policy.missing_logprobs == "null_row"):
+    if case.has_spans and (policy is None or policy.missing_logprobs == "null_row"):
         # a row without all of its logprobs may have none
         nulled = np.bincount(ids.owner[at], ~given[at], len(ids)) > 0
         if policy is None:
-            nulled &= np.bincount(ids.owner, rows.given, len(ids)) == 0
+            nulled &= np.bincount(ids.owner, rows.has_logprob, len(ids)) == 0
         given &= ~nulled[ids.owner]
     # `_lengths` reports lists of another length
-    has_list = rows.n_logprobs == ids.lengths if case.own else rows.n_logprobs > 0
-    complete, has = np.repeat(has_list, ids.lengths), rows.given
-    if not case.own:
+    has_list = rows.n_logprobs == ids.lengths if case.has_spans else rows.n_logprobs > 0
+    complete, has = np.repeat(has_list, ids.lengths), rows.has_logprob
+    if not case.has_spans:
         complete &= is_trained
         has = np.where(no_logprob(rows.logprobs), given, has)
     differ = (has != given) | (given & (rows.logprobs != due))
@@ -381,7 +379,7 @@ def mask_and_logprobs(case: Case, trained: Spans) -> None:
 
     def of_logprobs(k: int, n: int) -> str:
         token = odd[k]
-        here = rows.logprobs[token] if rows.given[token] else "null"
+        here = rows.logprobs[token] if rows.has_logprob[token] else "null"
         why = "as the engine gave" if is_trained[token] else "since it is not trained"
         right = f"{due[token]}, the engine's" if given[token] else f"null, {why}"
         return f"{count(n)}: the first has {here}, expected {right}"
@@ -408,7 +406,7 @@ def each_once(case: Case, spans: Spans) -> None:
         if counted.kind[k] == "trained":
             start = case.turns.outputs.offsets[call] + counted.out_start[k]
             token += source[again[first]] - start
-        where = "span trains or reports as lost" if case.own else "row trains"
+        where = "span trains or reports as lost" if case.has_spans else "row trains"
         detail = f"{count(n)} that an earlier {where}"
         case.report("trained_twice", detail, counted.row[k], call, token)
     not_trained(case, source[np.isin(counted.kind, case.accounts)[owner]])
@@ -600,7 +598,7 @@ def _order_and_prefixes(case: Case) -> None:
     case.expect("parent_row", parents, "the first row that shares most is {}")
 
 
-def longest_shared(ids: Ragged, rows: Rows) -> tuple[Longs, Longs]:
+def longest_shared(ids: Ragged, rows: Longs) -> tuple[Longs, Longs]:
     """For each of ``rows``, the earlier row with the longest shared prefix, and its
     length.
 

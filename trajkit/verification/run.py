@@ -34,7 +34,7 @@ from trajkit.schema import ROWS
 from trajkit.schema.engine import Violation, shown
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits, stages
-from trajkit.tables.canonical import Rows, TableLike, as_table, canonical_rows
+from trajkit.tables.canonical import TableLike, as_table, canonical_rows
 from trajkit.tables.columns import empty_batch, take_rows
 from trajkit.tables.ragged import Longs
 from trajkit.turns.flat_buffers import FlatRows, flat_rows, flat_turns, sessions_of
@@ -67,7 +67,7 @@ def verify(
 ) -> pa.Table:
     """Compare rows with their turns and return every violation.
 
-    The comparison is token by token and uses nothing that `trajkit.linearize` computed.
+    Rows are compared token by token. Only the rule ``policy`` calls `trajkit.linearize`.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def verify(
     [{'turn_index': 0, 'token': 1, 'rule': 'not_trained'}]
     """
     judge = Judge.of(policy, reward, sessions, max_row_tokens, weigh_by)
-    return judge.found(any_rows(as_table(rows)), as_turns(turns))
+    return judge.violations(any_rows(as_table(rows)), as_turns(turns))
 
 
 def verify_batches(
@@ -143,17 +143,17 @@ def verify_batches(
     """
     judge = Judge.of(policy, **options)
 
-    def found() -> Iterator[pa.Table]:
+    def violations() -> Iterator[pa.Table]:
         lead = stages.whole_sessions(stages.batches_of(turns))
         follows = numbered(stages.batches_of(rows))
         for own, theirs in stages.in_step(lead, follows, "turns", "rows"):
             if own is not None:
-                yield judge.found(theirs, own)
+                yield judge.violations(theirs, own)
             else:
                 faults = [*session_faults(theirs.to_batches(), ())]
                 yield rules.violations_table(faults)
 
-    return stages.batches_in(found())
+    return stages.batches_in(violations())
 
 
 def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
@@ -237,13 +237,13 @@ class Judge:
         chosen = None if policy is None else named_policy(policy)
         return cls(chosen, max_row_tokens, facts, known, weigh_by)
 
-    def found(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
+    def violations(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
         """Violations in rows that `any_rows` has cast, compared with these turns."""
-        own = "spans" in rows.column_names
+        has_spans = "spans" in rows.column_names
         calls = Sessions.of(turns)
         names, n_null = calls.ids.to_pylist(), rows.column("session_id").null_count
         found: list[Violation] = []
-        if own or not n_null:
+        if has_spans or not n_null:
             found.extend(session_faults(rows.to_batches(), set(names)))
             parts = _parts(calls, sessions_of(rows, calls))
         elif n_null == rows.num_rows:
@@ -253,24 +253,24 @@ class Judge:
         for part, which in parts:
             here = take_rows(rows, pa.array(which))
             case = rules.Case(
-                flat_rows(here, align_right=not own),
+                flat_rows(here, align_right=not has_spans),
                 flat_turns(part),
                 sessions_of(here, part),
                 self.policy,
                 self.cap,
                 self.facts.of_sessions(part),
-                own,
+                has_spans,
                 found,
             )
-            if own:
+            if has_spans:
                 rules.check_rows(case, self.known, self.weigh_by)
             else:
                 check_located(case)
-            _compare(case, own=own)
+            _compare(case)
         return rules.violations_table(found, names)
 
 
-def _parts(calls: Sessions, session: Rows) -> Iterator[tuple[Sessions, Rows]]:
+def _parts(calls: Sessions, session: Longs) -> Iterator[tuple[Sessions, Longs]]:
     order = np.argsort(session, kind="stable")
     start = 0
     for part in calls.split(limits.VERIFY_TOKENS):
@@ -280,13 +280,13 @@ def _parts(calls: Sessions, session: Rows) -> Iterator[tuple[Sessions, Rows]]:
         start = stop
 
 
-_UNKNOWN = ("last_turn", "turns")
+_UNKNOWN = ("last_turn", "turns", "step")
 _OTHERS = (
     *("prompt_length", "finish_reason", "truncated", "use_tool", "ill_formed"),
     *("segment_kind", *_UNKNOWN),
 )
-"""Columns that are compared beside tokens, mask and spans; those of `_UNKNOWN` may be
-null.
+"""Columns that are compared beside tokens, mask and spans; those of `_UNKNOWN` unless one
+of the two is null.
 """
 _SPAN = ("kind", "start", "stop", "turn_index", "output_start", "output_stop")
 
@@ -295,20 +295,20 @@ _Row: TypeAlias = dict[str, Any]
 _Pair: TypeAlias = tuple[_Row | None, _Row | None]
 
 
-def _compare(case: rules.Case, *, own: bool) -> None:
-    if case.policy is None or (case.found and not own):
+def _compare(case: rules.Case) -> None:
+    if case.policy is None or (case.violations and not case.has_spans):
         return
     calls, word = case.turns.calls, f"policy {case.policy.name!r}"
     made = linearize(calls, case.policy, max_row_tokens=case.cap, sessions=case.facts)
-    named = own or not case.rows.table["session_id"].null_count
+    named = case.has_spans or not case.rows.table["session_id"].null_count
     here, due = (_rows(one, named=named) for one in (case.rows, flat_rows(made)))
-    wrong = {one.session_id for one in case.found}
+    wrong = {one.session_id for one in case.violations}
     for name in [one for one in due | here if one not in wrong]:
-        for row, other in _pairs(here[name], due[name], own=own):
+        for row, other in _pairs(here[name], due[name], case.has_spans):
             line: _Row = row or other or {}
             place = line["session_id"], line["row_index"]
-            for detail, *where in _differences(row, other, word, own=own):
-                case.found.append(Violation("policy", detail, *place, *where))
+            for detail, *where in _differences(row, other, word, case.has_spans):
+                case.violations.append(Violation("policy", detail, *place, *where))
 
 
 def _rows(rows: FlatRows, *, named: bool) -> dict[str | None, list[_Row]]:
@@ -325,14 +325,14 @@ def _rows(rows: FlatRows, *, named: bool) -> dict[str | None, list[_Row]]:
     return found
 
 
-def _pairs(here: list[_Row], due: list[_Row], *, own: bool) -> list[_Pair]:
+def _pairs(here: list[_Row], due: list[_Row], has_spans: bool) -> list[_Pair]:
     """Rows and those of the policy, by row_index; those of other systems by equal tokens,
     else by the longest common prefix.
     """
 
     def key(row: _Row) -> object:
         of_tokens = row["ids"].tobytes(), row["mask"].tobytes()
-        return row["row_index"] if own else of_tokens
+        return row["row_index"] if has_spans else of_tokens
 
     waiting = defaultdict(list)
     for row in reversed(due):
@@ -342,7 +342,7 @@ def _pairs(here: list[_Row], due: list[_Row], *, own: bool) -> list[_Pair]:
         equal = waiting[key(row)]
         pairs.append((row, equal.pop() if equal else None))
     rest = [row for rows in waiting.values() for row in rows]
-    for k, row in enumerate([] if own else here):
+    for k, row in enumerate([] if has_spans else here):
         if pairs[k][1] is None:
             shared = [_core.lcp(row["ids"], one["ids"]) for one in rest]
             if any(shared):
@@ -351,7 +351,7 @@ def _pairs(here: list[_Row], due: list[_Row], *, own: bool) -> list[_Pair]:
 
 
 def _differences(
-    row: _Row | None, due: _Row | None, word: str, *, own: bool
+    row: _Row | None, due: _Row | None, word: str, has_spans: bool
 ) -> Iterator[tuple[Any, ...]]:
     """What is wrong with a row whose policy, called ``word``, makes the row ``due``: the
     words, and the turn and the token, if there is one.
@@ -368,10 +368,10 @@ def _differences(
     equal = shared == len(row["ids"]) == n
     if not equal:
         here, there = (
-            f"token {ids[shared]}" if shared < len(ids) else "no token"
+            f"id {ids[shared]}" if shared < len(ids) else "no token"
             for ids in (row["ids"], due["ids"])
         )
-        other = "" if own else f" of its row {due['row_index']}"
+        other = "" if has_spans else f" of its row {due['row_index']}"
         sizes = f"({rules.count(len(row['ids']))}, expected {n})"
         yield f"{here}: {word} has {there} there{other} {sizes}", None, shared
     turns = _turns_of(due, shared)
@@ -383,11 +383,12 @@ def _differences(
         what = f"{word} does not train" if trained[token] else f"{word} trains"
         turn = int(turns[token]) if turns[token] >= 0 else None
         yield f"{rules.count(length)} that {what}", turn, token
-    if not (own and equal):
+    if not (has_spans and equal):
         return
     for column in _OTHERS:
         given, expected = row[column], due[column]
-        if given != expected and not (given is None and column in _UNKNOWN):
+        unknown = column in _UNKNOWN and None in (given, expected)
+        if given != expected and not unknown:
             yield (f"{column} is {shown(given)}: {word} has {shown(expected)}",)
     if len(at):
         return
@@ -407,9 +408,6 @@ def _turns_of(row: _Row, n: int) -> Longs:
     for _, start, stop, turn, *_ in row["spans"]:
         found[start:stop] = turn
     return found
-
-
-_OF_VERIFY = ("reward", "sessions", "max_row_tokens", "weigh_by")
 
 
 def verify_file(
@@ -446,7 +444,7 @@ def verify_file(
         As for `trajkit.verify` and `trajkit.run`. Without a policy there are no rows;
         without a session_id they need a file as output, and no file of rejected sessions.
     """
-    of_verify = {name: options.pop(name) for name in _OF_VERIFY if name in options}
+    of_verify = {n: options.pop(n) for n in _Options.__annotations__ if n in options}
     judge = Judge.of(policy, **of_verify)
     path, inputs = Path(rows), [sources.Input(Path(rows))]
     index = file_tables.index_sessions(paths_in(path), None, None)
@@ -468,7 +466,12 @@ def verify_file(
         sources.check_outputs({"violations": (output, "violations")}, given)
         names = {"format", "nonfinite_logprobs", "session_prefix"} & {*options}
         table = file_tables.read_turns(turns, **{name: options[name] for name in names})
-        found = judge.found(any_rows(file_tables.read_any_rows(path)), table)
+        own = file_tables.read_any_rows(path)
+        try:
+            own = any_rows(own)
+        except SchemaError as error:
+            raise SchemaError(f"{path}: {error}") from None
+        found = judge.violations(own, table)
         file_tables.write_table(found, output)
         return {"turns": table.num_rows, "violations": found.num_rows}
     watch = options.get("watch") or file_run.Watch()
@@ -495,7 +498,7 @@ def verify_file(
             names = pc.unique(turns.column("session_id")).to_pylist()
             sessions = ([*store.tables(name)] for name in names)
             own = (file_tables.full(stages.concat(one)) for one in sessions if one)
-            found = judge.found(stages.concat([empty, *own]), turns)
+            found = judge.violations(stages.concat([empty, *own]), turns)
             return {"turns": turns, "violations": chain(faults, file_run.whole(found))}
 
         job = {

@@ -73,7 +73,7 @@ def page(
     Parameters
     ----------
     turns, policies, sessions
-        As for `trajkit.simulate`.
+        As for `trajkit.simulate`, and so are the errors.
     tokenizer : Tokenizer, optional
         The engine's tokenizer: the page then has the text of tokens, and causes of drift
         by text. Without it: ids, and messages as text.

@@ -19,7 +19,7 @@ default.
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -177,13 +177,18 @@ class Thinking:
     on: bool | None = None
     budget: int | None = None  # tokens
 
-    def resolve(self, known: Collection[str], ignored: Counter[str]) -> Json:
-        """Return the variables for a template that has those; count what it lacks."""
+    def resolve(
+        self, takes: Callable[[str, object], bool], ignored: Counter[str]
+    ) -> Json:
+        """Return the variables that a template takes; count the others.
+
+        ``takes``: whether it has a variable, and does not refuse a value.
+        """
         effort, on = self.effort and self.effort.lower(), self.on
         if effort in ("none", "off"):
             on = False if on is None else on
             # no effort and no thinking are one wish
-            effort = effort if "reasoning_effort" in known else None
+            effort = effort if takes("reasoning_effort", effort) else None
         # as the names that templates use
         wanted: dict[str, tuple[object, tuple[str, ...]]] = {
             "thinking": (on, ("enable_thinking", "thinking")),
@@ -194,8 +199,8 @@ class Thinking:
             wanted[f"chat_template_kwargs.{name}"[:100]] = value, (name,)
         found: Json = {}
         for what, (value, names) in wanted.items():
-            fitting = [name for name in names if name in known]
             if value is not None:
+                fitting = [name for name in names if takes(name, value)]
                 found |= dict.fromkeys(fitting, value)
                 ignored.update([what] * (not fitting))
         return found
@@ -310,10 +315,10 @@ def resolve(
 ) -> tuple[Sampling, list[str]]:
     """Return the parameters of one engine call, and those that a client did not get.
 
-    The limit on new tokens is the smallest of the client's (``requested``), the
-    session's (``fixed``), the gateway's (``max_tokens``) and the ``room`` left in the
-    context. ``client`` has the names in `CLIENT` that the client may set. ``rest``: the
-    other fields of `Sampling`.
+    The limit on new tokens is the smaller of the client's (``requested``) and the
+    session's (``fixed``), by default the gateway's (``max_tokens``), and at most the
+    ``room`` that is left for them. ``client`` has the names in `CLIENT` that the client
+    may set. ``rest``: the other fields of `Sampling`.
     """
     values, overruled = dict[str, Any](), list[str]()
     for name in (*SHAPING, "stop", "seed", "max_tokens"):
@@ -323,7 +328,7 @@ def resolve(
         allowed = None if fixes else asked
         either = [value for value in (allowed, own) if value is not None]
         if name == "max_tokens":
-            values["max_new_tokens"] = limit = min([*either, max_tokens, room])
+            values["max_new_tokens"] = limit = min([*(either or [max_tokens]), room])
             overruled += [name] * ((asked or limit) < limit)
             continue
         # what is fixed is only the default of what shapes the distribution

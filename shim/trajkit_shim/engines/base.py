@@ -4,12 +4,20 @@ An engine sees ids and sampling parameters, but no text and no messages. The gat
 tokenizes and detokenizes.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+T = TypeVar("T")
+
+
+async def done(large: object, work: Callable[[], T]) -> T:
+    """Do some work, in a thread if it is ``large``: it would delay every other call."""
+    return await asyncio.to_thread(work) if large else work()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +36,6 @@ class Sampling:
     structural_tag: dict[str, object] | None = None
     # engine-specific parameters, passed on unchanged (regex, json_schema, ...)
     extra: dict[str, object] = field(default_factory=dict)
-
-    def values(self) -> dict[str, object]:
-        """Return all parameters by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class WeightSpan(NamedTuple):

@@ -169,7 +169,7 @@ def check_sample(
     No id follows one that had to end the reply. A logprob is wrong if it is above 0 by
     more than rounding, or the -9999 that some engines write for one that is missing or
     not finite. Weight versions must cover each id once, and a sampling mask must contain
-    it.
+    it, and each id once.
     """
     for fault in _faults(sample, prompt_ids, sampling, info):
         raise EngineError(f"the engine gave {fault}")
@@ -191,6 +191,8 @@ def _faults(
         yield f"another prompt's reply: it consumed {wrong}"
     if len(ids) > sampling.max_new_tokens:
         yield f"{len(ids)} output ids, but {sampling.max_new_tokens} were asked for"
+    if sample.ended and not len(ids):
+        yield f"no output ids, but the finish reason {sample.finish_reason!r}"
     yield from _outside(ids, info, "output_ids")
     end = _first((ids[:-1, None] == sampling.stop_token_ids).any(axis=1))
     if end is not None and not sampling.extra.get("ignore_eos"):
@@ -215,6 +217,8 @@ def _faults(
         yield from _outside(np.asarray(allowed), info, f"sampling_mask[{i}]")
         if ids[i] not in allowed:
             yield f"sampling_mask[{i}], which lacks {ids[i]}, which was drawn"
+        if len({*allowed}) < len(allowed):
+            yield f"sampling_mask[{i}], which has an id twice"
 
 
 def _outside(

@@ -11,34 +11,34 @@ import json
 import socket
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import aiohttp
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample, Sampling
+from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample, Sampling, done
 from trajkit_shim.engines.checks import accept
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 from trajkit_shim.serve import keep_alive
 
-# A long reply takes minutes; a running server accepts a connection at once.
-_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=1800.0)
+# A running server accepts a connection at once. A reply takes as long as the engine is
+# paused; a server that is gone is noticed by its connections (`serve.keep_alive`).
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 # The servers close an idle connection after 5 seconds (uvicorn), and a call that is sent
 # at that moment is lost.
 _IDLE_SECONDS = 3.0
 # statuses of a server that are the client's fault, or that pass; others are 502
 _SHOWN = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}
-# raised by a reply with missing, mistyped or too large fields
-_UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
-T = TypeVar("T")
+# raised by what has missing, mistyped or too large fields
+UNREADABLE: tuple[type[Exception], ...] = ArithmeticError, AttributeError, LookupError
+UNREADABLE += RecursionError, SyntaxError, TypeError, ValueError
 
 
 def _open_socket(address: tuple[Any, ...]) -> socket.socket:
@@ -69,7 +69,7 @@ def reading(server: str, what: str) -> Iterator[None]:
     """Turn what an invalid answer raises in this context into an `EngineError`."""
     try:
         yield
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         reason = f"{type(error).__name__}: {error}"
         message = f"the {server} server's {what} cannot be read: {reason}"
         raise EngineError(message, answered=200) from error
@@ -128,7 +128,10 @@ class EngineClient:
             value = _decoded(text or b"{}")
             if not isinstance(value, dict):
                 raise ValueError(f"{value!r} is no object")
-            return value
+        if value.get("error"):
+            # as in streams, whose status is sent before
+            raise self._error(answer.status, text.decode("utf-8", "replace"), path)
+        return value
 
     def session(self) -> aiohttp.ClientSession:
         """Return the session, which the first call opens; `EngineError` once closed."""
@@ -164,11 +167,6 @@ class EngineClient:
             message += f" for {path}: {self._hints[path]}"
         reason = f"the {self.name} server answered {status}: {message}"
         return EngineError(reason, _SHOWN.get(status, 502), answered=status)
-
-
-async def _done(large: object, work: Callable[[], T]) -> T:
-    """Do some work, in a thread if it is ``large``."""
-    return await asyncio.to_thread(work) if large else work()
 
 
 _NO_TEXT_CUT = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
@@ -250,7 +248,7 @@ class HttpEngine(ABC):
         server = self._servers[place]
         await self.info()
         # images are megabytes to encode
-        body = await _done(request.images, lambda: self._body(request))
+        body = await done(request.images, lambda: self._body(request))
         try:
             reply = await server.post(self.generate_path, body)
         except (asyncio.CancelledError, EngineError) as error:
@@ -258,8 +256,9 @@ class HttpEngine(ABC):
             if getattr(error, "answered", None) is None:
                 await self._abort(server, request.request_id)
             raise
-        # experts are about ten million numbers for a long call
-        return await _done(self._experts_per_token, lambda: self._read(reply, request))
+        # they are about ten million numbers for a long call
+        large = self._experts_per_token or self.sampling_masks
+        return await done(large, lambda: self._read(reply, request))
 
     def _read(self, reply: Mapping[str, Any], request: EngineRequest) -> Sample:
         experts, per_token = None, self._experts_per_token
@@ -335,7 +334,7 @@ class HttpEngine(ABC):
 
     def _params(self, sampling: Sampling) -> dict[str, Any]:
         """The parameters that are set, under the names of the server's API."""
-        values: dict[str, Any] = {**sampling.values(), "extra": None}
+        values: dict[str, Any] = {**asdict(sampling), "extra": None}
         for name in ("stop", "stop_token_ids"):
             values[name] = list(values[name]) or None
         if sampling.structural_tag is not None:
@@ -444,7 +443,9 @@ class SGLangEngine(HttpEngine):
                 missing = f"{len(cut)} of {len(scored)} logprobs after the cut"
                 raise ValueError(missing)
             scored = [(new, token) for new, (_, token) in zip(cut, scored, strict=True)]
-            mask = meta["output_token_sampling_mask"] if self.sampling_masks else None
+            if self.sampling_masks:
+                # null would say that each id could have been drawn
+                mask = [*meta["output_token_sampling_mask"]]
         finish = meta["finish_reason"]
         return meta, {
             "request_id": meta.get("id"),

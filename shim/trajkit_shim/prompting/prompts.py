@@ -39,7 +39,7 @@ from trajkit_shim.chat.images import ImagePlaces
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.conversation import START, Node, RestoredRequest
-from trajkit_shim.prompting.render import NO_LIMIT, ChatRenderer, Encoded, Ids
+from trajkit_shim.prompting.render import NO_LIMIT, PROBE, ChatRenderer, Encoded, Ids
 
 Mode: TypeAlias = Literal["append", "render"]
 """How prompts are built where possible."""
@@ -64,7 +64,6 @@ _USER: Json = {"role": "user", "content": "questionword"}
 _RESULT = chat.tool_message("call00000", ["outcomeword"])
 _NEXT: Mapping[Role, Json] = {"user": _USER, "tool": _RESULT}
 _WORDS: Mapping[Role, str] = {"user": "questionword", "tool": "outcomeword"}
-_TOOL = chat.function_tool("probe", "probe", {"type": "object", "properties": {}})
 _digest = partial(blake2b, digest_size=16)
 
 
@@ -148,7 +147,7 @@ class Skeleton:
         self, renderer: ChatRenderer, variables: Mapping[str, object], *, tools: bool
     ) -> None:
         self._control = renderer.control
-        offered = [_TOOL] if tools else None
+        offered = [PROBE] if tools else None
 
         def text(*messages: Json) -> str | None:
             with suppress(TemplateError):
@@ -259,6 +258,7 @@ class Prompts:
             "end_tokens": sorted(renderer.end_tokens),
             "template_variables": sorted(renderer.variables),
             "late_system": late,
+            "shows_tools": renderer.shows_tools,
             "rendered": {
                 f"a {role} message {when} tools": why
                 for when, tools in (("with", True), ("without", False))
@@ -278,6 +278,8 @@ class Prompts:
         late = {"user": "shown as reminders by the user", "refuse": "refused"}
         if how := late.get(found["late_system"]):
             parts.append(f"late system messages are {how} (--late-system)")
+        if not found["shows_tools"]:
+            parts.append("the template shows no tools")
         return "; ".join(["append", *parts])
 
     def build(

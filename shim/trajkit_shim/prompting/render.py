@@ -34,6 +34,7 @@ from trajkit_shim.chat.request import (
     ToolCall,
     assistant_message,
     function_tool,
+    squeezed,
     tool_message,
 )
 from trajkit_shim.engines.checks import too_long
@@ -54,6 +55,10 @@ _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # what every template is given; a client cannot set it
 _GIVEN = frozenset("messages tools documents add_generation_prompt".split())
+_TYPED: Json = {"key": {"type": "integer", "description": "key"}}
+PROBE = function_tool("probe", "probe", {"type": "object", "properties": _TYPED})
+"""A tool with which templates are tried out."""
+
 # the special tokens that have a name, which templates use
 _NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 # the keys under which templates look for the reasoning of a reply
@@ -152,7 +157,6 @@ class ChatRenderer:
         # texts are tokenized piece by piece
         self.keeps_apart = True
         self.keeps_apart = self._split_agrees()
-        self._end_of_reasoning = self._backend.token_to_id("</think>")
         self._probe_template()
 
     def text(
@@ -222,6 +226,14 @@ class ChatRenderer:
             return text
         return _SURROGATE.sub("\ufffd", text)
 
+    def takes(self, name: str, value: object) -> bool:
+        """Return whether the template has a variable, and does not refuse a value."""
+        if name in self.variables:
+            with suppress(GatewayError):
+                self.text([{"role": "user", "content": "user"}], None, {name: value})
+                return True
+        return False
+
     def without_mark(self, text: str) -> str:
         """Return a part of `text` with the marks removed."""
         return text.replace(self._mark, "")
@@ -233,12 +245,10 @@ class ChatRenderer:
             ids.pop()
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
-    def end_of_reasoning(self, output_ids: Ids) -> int | None:
-        """Return how many sampled ids the reasoning has with its end token, if any."""
-        if self._end_of_reasoning is None:
-            return None
-        ends = np.flatnonzero(output_ids == self._end_of_reasoning)
-        return int(ends[0]) + 1 if len(ends) else None
+    def n_until(self, output_ids: Ids, token: str) -> int:
+        """Return how many ids there are up to the first of a token; 0: it is not there."""
+        found = np.flatnonzero(output_ids == self._added.get(token, -1))
+        return int(found[0]) + 1 if len(found) else 0
 
     def _break(self, value: Any, spelled: re.Pattern[str]) -> Any:
         """A JSON value with the mark inside each control token that it spells out."""
@@ -332,11 +342,14 @@ class ChatRenderer:
         self._call_separator, arguments = "", '{"probe":  1}'
         user: Json = {"role": "user", "content": "user"}
 
-        def shown(*messages: Json) -> str:
+        def shown(*messages: Json, tools: list[Json] | None = None) -> str:
             # the template rejects it, or the tokenizer a special token within text
             with suppress(GatewayError):
-                return self.text([user, *messages], None)
+                return self.text([user, *messages], tools)
             return ""
+
+        # what a request offers
+        self.shows_tools = shown(tools=[PROBE]) not in ("", shown())
 
         def calling(call_id: str, content: str = "", thought: str = "") -> str:
             call = ToolCall("probe", arguments, call_id)
@@ -344,7 +357,15 @@ class ChatRenderer:
             return shown(reply, tool_message(call_id, ["tool"]))
 
         text = calling("call00000", "lead")
-        self._takes_string = arguments in text  # arguments may be strings
+        self._takes_string = False
+        parsed = calling("call00000", "lead")
+        # arguments may be strings, unless the template writes an object in another way
+        # than a string; quotes are those of a template that cannot write JSON
+        alike = squeezed(parsed).replace("'", '"') in ("", squeezed(text))
+        if arguments in text and alike:
+            self._takes_string = True
+        else:
+            text = parsed
         # ids of calls: some templates want nine letters and digits
         self.short_call_ids = bool(text) and not calling("call_0000000000")
         # the white space before a call
@@ -363,14 +384,6 @@ class ChatRenderer:
         system: Json = {"role": "system", "content": "lead2"}
         late = shown(assistant_message(["lead"]), system, user)
         self.takes_late_system = "lead2" in late
-
-    def shows_tools(self) -> bool:
-        """Return whether the template shows the tools that a request offers."""
-        user: list[Json] = [{"role": "user", "content": "user"}]
-        tool = function_tool("probe", "probe", {"type": "object", "properties": {}})
-        with suppress(GatewayError):
-            return self.text(user, [tool]) != self.text(user, None)
-        return False
 
     def _one_system(self, messages: Sequence[Json]) -> list[Json]:
         """Join leading system messages, and make later ones reminders by the user."""

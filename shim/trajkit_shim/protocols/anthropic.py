@@ -19,10 +19,11 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 def _parse(fields: Fields) -> chat.ChatRequest:
-    given = None if fields.peek("system") is None else _system(fields, "system")
-    messages = chat.system_message(given)
+    messages = _system(fields, "system")
     for read in fields.each("messages", _read):
         messages += read
+    if not messages:
+        fields.refuse("messages", "no message with a text")
     tools = base.Tools()
     for tool in fields.objects("tools"):
         kind = tool.get_text("type") or "custom"
@@ -62,17 +63,18 @@ def _parse(fields: Fields) -> chat.ChatRequest:
 def _read(message: Fields) -> list[Json]:
     role = base.known_role(message, ("assistant", "system", "user"))
     if role == "system":
-        return [{"role": "system", "content": _system(message, "content")}]
+        return _system(message, "content")
     if role == "user":
         return chat.user_messages(images.read_parts(message, "content", _USER))
     return [chat.assistant_message(images.read_parts(message, "content", _ASSISTANT))]
 
 
-def _system(fields: Fields, name: str) -> str:
-    """The text of a system prompt, without billing lines."""
-    texts = images.read_parts(fields, name, _TEXTS)
+def _system(fields: Fields, name: str) -> list[Json]:
+    """The message of a system prompt, without billing lines, if it has text."""
+    has_parts = fields.peek(name) is not None
+    texts = images.read_parts(fields, name, _TEXTS) if has_parts else []
     kept = (t.partition("\n")[2] if t.startswith(_BILLING) else t for t in texts)
-    return "\n".join(filter(None, kept))
+    return chat.system_message("\n".join(filter(None, kept)))
 
 
 def _tool_result(block: Fields) -> Json:

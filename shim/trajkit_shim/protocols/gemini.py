@@ -13,7 +13,7 @@ from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.request import Reply, Spoken, Thought, ToolCall
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json, as_list, as_object, refuse
+from trajkit_shim.json_input import Fields, Json, as_list, refuse
 from trajkit_shim.protocols import base
 from trajkit_shim.protocols.base import Verb, WireProtocol
 
@@ -146,12 +146,13 @@ def _result(result: Fields, waiting: list[ToolCall]) -> Json:
             refuse(result.path, f"there is no call of {name!r} without a result")
         waiting.remove(calls[0])
         call_id = calls[0].call_id
-    given = result.need("response", as_object)
+    given = result.get_object("response") or {}
+    shown = [_user_part(part, []) for part in result.objects("parts")]
     # its only text, or its JSON
     texts = [given.get(name) for name in ("output", "result", "error")]
     text = next((t for t in texts if isinstance(t, str) and len(given) == 1), None)
     text = json.dumps(given, ensure_ascii=False) if text is None else text
-    return chat.tool_message(call_id, [text], failed="error" in given)
+    return chat.tool_message(call_id, [text, *shown], failed="error" in given)
 
 
 def _text(part: Fields) -> str:

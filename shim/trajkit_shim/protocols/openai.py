@@ -203,7 +203,6 @@ OPENAI_CHAT = WireProtocol(
 
 # Responses: requests
 
-_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 _NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
 # prefix of encoded reasoning, which is not secret
 _PACKED = "trajkit1."
@@ -276,9 +275,6 @@ def _item(item: Fields) -> Json | list[Spoken] | None:
             rule = "is of no reply of this session: send the item itself"
             item.refuse("id", f"{item_id!r} {rule}", "unsupported_value")
         return [part]
-    if kind not in _ITEMS:
-        item.leave_out(kind)
-        return None
     if kind == "function_call_output":
         output = images.read_parts(item, "output", _PARTS)
         return chat.tool_message(item.text("call_id"), output)
@@ -288,6 +284,9 @@ def _item(item: Fields) -> Json | list[Spoken] | None:
         name, namespace = item.name("name"), item.get("namespace", as_name)
         name = f"{namespace}__{name}" if namespace else name
         return [ToolCall(name, item.text("arguments"), item.text("call_id"))]
+    if kind != "message":
+        item.leave_out(kind)
+        return None
     role = known_role(item, [each for each in _ROLES if each != "tool"])
     readers = _PARTS if role == "user" else _TEXTS
     parts = images.read_parts(item, "content", readers)

@@ -26,8 +26,8 @@ from trajkit_shim.sessions.turn_log import TurnLog
 MAX_OUTCOME = 1 << 18
 """Maximum length of a session's metadata as JSON, together with its error."""
 
-MAX_CALLS = 512
-"""Maximum number of calls of one session at once."""
+MAX_REQUESTS, MAX_SAMPLED = 512, 32
+"""Maximum number of requests of one session at once, and of its calls at the engine."""
 
 LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_tokens")
 """Limits of a session: answered calls, tokens of all its prompts and of all its outputs,
@@ -122,6 +122,9 @@ class Session:
         self.conversation = Conversation(counts=self.counts.echo)
         # a future per open request, done when its response is sent; the task that serves it
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
+        self.n_bytes = 0  # of their bodies
+        # other sessions find threads and the engine free, whatever this one asks
+        self.slots, self.counting = asyncio.Semaphore(MAX_SAMPLED), asyncio.Lock()
         self._log, self._clock = log, clock
         # amendments that could not be written yet, in order
         self._unwritten: list[tuple[list[int], str, bool | None]] = []
@@ -190,25 +193,12 @@ class Session:
             raise GatewayError(message, 403, code=f"max_{unit}_exceeded")
         return left
 
-    def admit(self) -> None:
-        """Raise `GatewayError` if the session may make no further call now."""
-        self.check_open()
-        if len(self.calls) >= MAX_CALLS:
-            message = f"{MAX_CALLS} calls of the session are running"
-            raise GatewayError(message, 429, code="too_many_calls", retry_after=1)
-        for name in ("answered", "prompt_tokens", "output_tokens"):
-            self.check_limit(name, 1)
-
     def again(self, digest: bytes) -> PendingReply | None:
         """Return the latest call with an equal request that was recorded, or that runs."""
         # one that is being cancelled does not
         running = (c for c in reversed(self.calls) if not c.work.cancelling())
         calls = (*reversed(self.answers), *running)
         return next((call for call in calls if call.digest == digest), None)
-
-    def remember(self, call: PendingReply) -> None:
-        self.calls.pop(call, None)
-        self.answers.append(call)
 
     def amend(self, turns: list[int], reason: str, trainable: bool | None) -> None:
         """Write what became known of answered turns; dropped ones stay dropped."""
@@ -229,7 +219,10 @@ class Session:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Serve a request in this context."""
+        """Serve a request in this context; raises a 429 if there are too many."""
+        if len(self.requests) >= MAX_REQUESTS:
+            message = f"{MAX_REQUESTS} requests of the session are running"
+            raise GatewayError(message, 429, code="too_many_requests", retry_after=1)
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.requests[answered] = asyncio.current_task()
         self._active_at = self._clock.time()
@@ -247,14 +240,14 @@ class Session:
         busy = self.requests or self.closing
         idle = 0.0 if busy else self._clock.time() - self._active_at
         if idle >= ttl:
-            # it does not end before they are written
+            # its end is repeated until it is written
             with suppress(GatewayError):
                 self.write_amendments()
                 end()
+                return
             idle = 0.0
-        if self.ended_by is None:
-            look = partial(self.end_if_idle, ttl, end)
-            self._timer = self._clock.call_later(ttl - idle, look)
+        look = partial(self.end_if_idle, ttl, end)
+        self._timer = self._clock.call_later(ttl - idle, look)
 
     def end(self, how: EndedBy) -> None:
         """End the calls, and forget what they need."""

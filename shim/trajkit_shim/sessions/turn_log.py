@@ -101,9 +101,6 @@ SESSION_LINES = pa.schema(
 one for each end or later update; the last line counts."""
 
 
-_STEMS = "turns", "amendments", "sessions"
-
-
 class AppendLog:
     """An Arrow IPC stream in a file that grows by a batch at a time.
 
@@ -235,10 +232,11 @@ class TurnLog:
         self._columns = pa.struct(kept)
         kept += [EXPERTS] if routed_experts else []
         schemas = pa.schema(kept, columns.metadata), schema.AMENDMENTS, SESSION_LINES
+        stems = "turns", "amendments", "sessions"
         end = "00000" if worker is None else f"{worker}-00000"
         self._turns, self._amendments, self._sessions = (
             AppendLog(self.directory / f"{stem}-{end}.arrows", columns, fsync=fsync)
-            for stem, columns in zip(_STEMS, schemas, strict=True)
+            for stem, columns in zip(stems, schemas, strict=True)
         )
         self._turns.start()
         self.path = self._turns.path

@@ -220,6 +220,11 @@ REFUSED = [
     masks(lambda mask: [[*mask[0], 1.0], *mask[1:]], "expected a list of"),
     masks(lambda mask: [None, *mask[1:]], "expected a list of"),
     masks("abc", "expected a list of"),
+    masks(lambda mask: [mask[0] * 2, *mask[1:]], r"\[0\], which has an id twice"),
+    (
+        *("meta_info.output_token_sampling_mask", None, "cannot be read"),
+        CUT | {"engine": {"sampling_masks": True}},
+    ),
 ]
 
 
@@ -343,6 +348,8 @@ async def test_no_id_follows_one_that_ends_the_reply(kind):
         ("sglang", {"body": b"\xff\xfe"}, 502, "answer to .*generate cannot be read"),
         ("sglang", {"text": "[]"}, 502, "is no object"),
         ("sglang", {"text": "{}"}, 502, "cannot be read"),
+        ("sglang", {"text": "[" * 10**5}, 502, "cannot be read: Recursion"),
+        ("vllm", {"text": '{"error": {"message": "no"}}'}, 502, "answered 200: no"),
     ],
 )
 async def test_what_the_server_refuses_or_fails(kind, answer, status, match):
@@ -431,6 +438,7 @@ async def test_a_server_that_is_not_there(kind):
 
 NOTHING = {"finish_reason": "length", "weight_versions": ()}
 SCORED = {"output_logprobs": sampled("abc").output_logprobs}
+ENDED = dict.fromkeys(["output_ids", "output_logprobs"], np.array([], np.int32))
 
 
 @cases(
@@ -440,6 +448,7 @@ SCORED = {"output_logprobs": sampled("abc").output_logprobs}
         "fails": (EngineError("gone"), "does not work: gone"),
         "no logprobs": (sampled("a", output_logprobs=None), "no logprobs"),
         "no ids": (sampled("", **NOTHING), "no output ids"),
+        "an end": (sampled("", **ENDED, weight_versions=()), "but the finish reason"),
         "too many logprobs": (sampled("a", **SCORED), "4 logprobs for 2"),
     },
 )
@@ -678,26 +687,20 @@ async def test_pausing_and_updating(kind):
 
 
 @cases(
-    "kind, path, answer",
+    "kind, path, status, says",
     {
-        "SGLang": ("sglang", "update_weights_from_disk", (200, {"success": False})),
-        "vLLM": ("vllm", "collective_rpc", (500, {})),
+        "SGLang": ("sglang", "update_weights_from_disk", 200, "no such folder"),
+        "vLLM": ("vllm", "collective_rpc", 500, "no such folder"),
+        "no developer": ("vllm", "collective_rpc", 404, "with VLLM_SERVER_DEV_MODE=1"),
     },
 )
-async def test_weights_that_cannot_be_loaded_get_no_name(kind, path, answer):
-    status, body = answer
-    body |= {"message": "no such folder"}
+async def test_weights_that_cannot_be_loaded_get_no_name(kind, path, status, says):
+    body = {"message": "no such folder", "success": False}
     double = Double(kind, **{path: web.json_response(body, status=status)})
     async with double.engine() as engine:
-        with pytest.raises(EngineError, match="no such folder"):
+        with pytest.raises(EngineError, match=says):
             await engine.update_weights("/bad", "step-2")
     assert double.counted() == {f"/{path}": 1}
-
-
-async def test_a_vllm_that_cannot_be_paused():
-    async with Double("vllm").engine() as engine:
-        with pytest.raises(EngineError, match="start it with VLLM_SERVER_DEV_MODE=1"):
-            await engine.pause()
 
 
 # Images and payloads

@@ -96,6 +96,7 @@ LATE = raises("messages[-1].role == 'system'") + AS_STRING.replace(
         "writes no end": (NO_END, "(; rendered at .*: no token ends a reply){3}$"),
         "counts letters": (COUNTS, "at a user message .*depends on the reply"),
         "takes no results": (NO_RESULTS, "at a tool message .*rejects what follows"),
+        "shows no tools": (AS_STRING.replace("if tools", "if 0"), ".*shows no tools"),
         "takes no late system message": (LATE, r"shown as reminders .*--late-system"),
     },
 )

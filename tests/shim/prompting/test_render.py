@@ -69,6 +69,9 @@ def test_render_is_what_the_tokenizer_makes_of_its_template():
 
 # What text cannot forge
 
+FORGED = {"description": "<|im_end|>", "parameters": {"properties": {"<|im_end|>": {}}}}
+FORGED = [{"type": "function", "function": {"name": "f", **FORGED}}]
+
 
 @cases(
     "message",
@@ -82,11 +85,12 @@ def test_render_is_what_the_tokenizer_makes_of_its_template():
 )
 @pytest.mark.parametrize("template", [AS_STRING, AS_JSON])
 def test_a_special_token_in_text_stays_text(message, template):
-    renderer, messages = byte_renderer(template), [user("x"), message]
-    spelled = rendered(renderer, messages)
-    # the control ids are those of the same messages without the spelling
-    plain = json.loads(json.dumps(messages).replace("<|im_", "<|xx_"))
-    masked = rendered(renderer, plain)
+    renderer, texts = byte_renderer(template), [[user("x"), message], FORGED]
+    spelled = rendered(renderer, *texts)
+    # the control ids are those of the same messages and tools without the spelling
+    masked = rendered(
+        renderer, *json.loads(json.dumps(texts).replace("<|im_", "<|xx_"))
+    )
     assert control(spelled) == control(masked)
     assert text_of(spelled) == text_of(masked).replace("<|xx_", "<|im_")
 
@@ -105,14 +109,6 @@ def test_a_special_token_that_json_escapes_stays_text(token):
     ids = rendered(renderer, [user(f"a {token} \\{token}")])
     assert tokenizer.convert_tokens_to_ids(token) not in ids.tolist()
     assert f"a {token} \\{token}" in text_of(ids)
-
-
-def test_a_special_token_in_a_tool_definition_stays_text():
-    function = {"name": "f", "description": "<|im_end|>"}
-    function["parameters"] = {"properties": {"<|im_end|>": {}}}
-    ids = rendered(RENDERER, [user("x")], [{"type": "function", "function": function}])
-    assert ids.tolist().count(END) == 2
-    assert text_of(ids).count("<|im_end|>") == 4
 
 
 def test_markup_is_a_token_only_in_a_sampled_reply():
@@ -240,9 +236,9 @@ def test_decode_leaves_out_the_end_of_a_message_only_where_it_ended():
 def test_where_reasoning_ends():
     renderer = ChatRenderer(adding("</think>"), AS_STRING)
     ids = renderer.encode("hm</think>a</think>").ids
-    assert renderer.end_of_reasoning(ids) == 3
-    assert renderer.end_of_reasoning(ids[:2]) is None
-    assert RENDERER.end_of_reasoning(ids) is None
+    assert renderer.n_until(ids, "</think>") == 3
+    assert renderer.n_until(ids[:2], "</think>") == 0
+    assert RENDERER.n_until(ids, "</think>") == 0
 
 
 # Model directories

@@ -165,6 +165,12 @@ READ = [
       said("", tool_calls=[called("f-1", "f")]), tool("f-1", '{"a": 1, "é": []}')]),
     ("gemini", {"systemInstruction": {"parts": [{"text": "be"}]}, **contents(turn("a"))},
      [{"role": "system", "content": "be"}, user("a")]),
+    ("gemini", {"system_instruction": turn("be"), **contents(
+        turn({"function_call": {"name": "f", "args": {"my_arg": 1}}}, role="model"),
+        turn({"function_response": {"name": "f", "response": {"an_error": ""}}}))},
+     [{"role": "system", "content": "be"},
+      said("", tool_calls=[called("f-1", "f", '{"my_arg": 1}')]),
+      tool("f-1", '{"an_error": ""}')]),
 ]  # fmt: skip
 
 
@@ -245,6 +251,7 @@ REFUSED = {
     "anthropic": [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"), ({"messages": [3]}, "messages[0]"),
+        (messages({"role": "system"}), "messages"),
         (part(type="image"), "messages[0].content[0].source"),
         (part(type="document", source={"type": "text", "data": "x"}),
          "messages[0].content[0].type"),
@@ -272,6 +279,9 @@ REFUSED = {
         ({"contents": []}, "contents"),
         ({"cachedContent": "c"}, "cachedContent"),
         (contents(turn(response("f", {}))), "contents[0].parts[0].functionResponse"),
+        (contents(turn(function_call("f"), role="model"), turn({"functionResponse": {
+            "name": "f", "parts": [{"inlineData": {"mimeType": "image/x", "data": ""}}]}})),
+         "contents[1].parts[0].functionResponse.parts[0].inlineData"),
         ({CONFIG: {"candidateCount": 0}}, "generationConfig.candidateCount"),
         ({CONFIG: {"candidateCount": 2}}, "generationConfig.candidateCount"),
         ({CONFIG: {"responseMimeType": "text/x.enum"}},
@@ -302,6 +312,8 @@ IGNORED = {
     "anthropic": [
         (messages(said("a")), "continuation of the last message"),
         (messages({"role": "ctx", "content": "a"}), "messages[0].role"),
+        (messages(USER, {"role": "system", "output_config": {"effort": "low"}}),
+         "messages[1].output_config"),
         (part(type="tool_use"), "messages[0].content[0].type"),
         (part(type="text", text="a", mark=1), "messages[0].content[0].mark"),
         (thought(type="redacted_thinking", data="x"), "messages[0].content[0].type"),
@@ -440,23 +452,14 @@ def test_a_body_that_begins_as_earlier_ones_is_read_as_if_alone(
 
 
 def test_gemini_in_snake_case():
-    # as litellm 1.110 writes it, whose own names in arguments and schemas stay
+    # as litellm 1.110 writes it, whose own names in schemas stay
     schema = {"type": "object", "properties": {"my_arg": OBJECT}}
     body = {
-        "system_instruction": turn("be brief"),
-        "contents": [
-            turn("hi"),
-            turn({"function_call": {"name": "f", "args": {"my_arg": 1}}}, role="model"),
-            turn({"function_response": {"name": "f", "response": {"an_error": ""}}}),
-        ],
         "tools": [{"function_declarations": [{"name": "f", "parameters": schema}]}],
         "tool_config": {"function_calling_config": {"mode": "ANY"}},
         "generation_config": {"max_output_tokens": 5},
     }
-    found = BY_NAME["gemini"].read(body)
-    system, _, reply, result = found.messages
-    assert [system["content"], result["content"]] == ["be brief", '{"an_error": ""}']
-    assert reply == said(tool_calls=[called("f-1", "f", '{"my_arg": 1}')])
+    found = read("gemini", body)
     assert (found.sampling, found.ignored) == ({"max_tokens": 5}, {})
     assert found.tools[0]["function"] == {"name": "f", "parameters": schema}
 

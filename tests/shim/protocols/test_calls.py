@@ -161,15 +161,18 @@ SETTINGS = {
 def test_a_setting_is_a_variable_of_the_template(case, name, cell):
     body, expected = {**BODIES[name], **cell}, SETTINGS[case][-1]
     thinking, ignored = BY_NAME[name].read(body).thinking, Counter()
-    assert (thinking.resolve(VARIABLES, ignored), ignored) == (expected, {})
+    found = thinking.resolve(lambda name, _: name in VARIABLES, ignored)
+    assert (found, ignored) == (expected, {})
     # a template without it: counted; no effort and no thinking are one wish
-    assert thinking.resolve((), ignored) == {}
+    assert thinking.resolve(lambda *_: False, ignored) == {}
     assert ignored.total() == len(expected) - (case == "no effort")
 
 
 async def test_variables_of_server_session_and_request(start):
     server = {"enable_thinking": 1, "reasoning_effort": "server"}
-    gateway = await start("a", renderer=byte_renderer(TEMPLATE), variables=server)
+    refuses = "{% if reasoning_effort == 'max' %}{{ raise_exception('no') }}{% endif %}"
+    renderer = byte_renderer(refuses + TEMPLATE)
+    gateway = await start("a", "b", renderer=renderer, variables=server)
     session = await gateway.open(chat_template_kwargs={"thinking_budget": 5})
     asked = {"reasoning_effort": "request", "thinking_budget": 6, "messages": 1}
     await session.ask(chat_template_kwargs=asked)
@@ -177,22 +180,24 @@ async def test_variables_of_server_session_and_request(start):
     assert shown(gateway).startswith(f"{expected}<|im_start|>")
     names = ["chat_template_kwargs.messages", "chat_template_kwargs.thinking_budget"]
     assert (await session.shown())["ignored"] == dict.fromkeys(names, 1)
+    # a value that the template refuses is counted, too
+    await session.ask(reasoning_effort="max")
+    assert (await session.shown())["ignored"]["reasoning effort"] == 1
 
 
-def test_names_of_ignored_fields_are_bounded():
-    body = {**BODIES["openai_chat"], **{f"{i}{'x' * 500}": 1 for i in range(1000)}}
-    ignored = BY_NAME["openai_chat"].read(body).ignored
+async def test_names_of_ignored_fields_are_bounded(start):
+    session = await (await start("a", "b")).open()
+    for letter in "ab":
+        await session.post(**{f"{i}{letter * 500}": 1 for i in range(1000)})
+    ignored = (await session.shown())["ignored"]
     assert (len(ignored), max(map(len, ignored))) == (100, 100)
 
 
 async def test_the_assistant_s_last_message_is_not_continued(start):
     gateway = await start("a")
-    session = await gateway.open()
-    await session.ask(said("The answer is"))
+    await (await gateway.open()).ask(said("The answer is"))
     ends = "assistant\nThe answer is<|im_end|>\n<|im_start|>assistant\n"
     assert shown(gateway).endswith(ends)
-    counted = {"continuation of the last message": 1}
-    assert (await session.shown())["ignored"] == counted
 
 
 async def test_sampled_half_a_pair_comes_back(start):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,16 @@ from hypothesis import strategies as st
 
 from tests.shim.clients import TOOLS, USER
 from tests.shim.engines.double import Double
-from tests.shim.fakes import byte_renderer, cases, parse_reply, raises, sampled_call
-from tests.strategies import call_shards, good_calls, plain_texts, typed_calls
+from tests.shim.fakes import (
+    byte_renderer,
+    called,
+    cases,
+    parse_reply,
+    raises,
+    said,
+    sampled_call,
+)
+from tests.strategies import call_shards, plain_texts, typed_calls
 from trajkit_shim import cli
 from trajkit_shim.chat.request import ChatRequest, Required
 from trajkit_shim.cli import EngineOptions
@@ -21,13 +28,14 @@ from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.replies import (
     END_THINK,
     FORMS,
+    TAGS,
     THINK,
-    THOUGHTS,
     FormParser,
     SGLangParser,
     UnknownFormError,
     form_of,
     grammar,
+    tags_of,
 )
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +63,7 @@ def test_a_reply_of_a_family(name, reply):
     text = re.sub(f"(?:{ends})$", "", reply["sampled"])
     seed = name == "seed-oss"
     opened = not seed and END_THINK in text and THINK not in text
-    tags = THOUGHTS[0] if seed else (THINK, END_THINK)
+    tags = ("<seed:think>", "</seed:think>") if seed else TAGS
     form = FORMS.get(family.get("form"))
     found = FormParser(form, tags).read(text, DATA["tools"], opened=opened)
     assert not found.ill_formed
@@ -85,51 +93,62 @@ def test_half_of_a_call_is_ill_formed_text(form):
 
 # What a template renders is read again
 
-# how the chat templates of families write a call, around its arguments, and one of them
+NEXT = "{{ '' if loop.first else '\n' }}"
+JSON = '{"name": "{{ name }}", "arguments": {{ given | tojson }}}'
+LIST = "{{ '[' if loop.first else ', ' }}" + JSON + "{{ ']' if loop.last }}"
+VALUE = "{{ given[key] if given[key] is string else given[key] | tojson }}"
+EACH = "{% for key in given %}", "{% endfor %}"
+# how the chat templates of families write a call
 WRITTEN = {
-    "hermes": ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
-    "plain-json": ('{"name": "NAME", "parameters": ', "}"),
-    "qwen3-coder": ("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"),
-    "glm": ("<tool_call>NAME\n", "</tool_call>"),
+    "hermes": f"{NEXT}<tool_call>\n{JSON}\n</tool_call>",
+    "plain-json": NEXT + JSON.replace("arguments", "parameters"),
+    "qwen3-coder": f"{NEXT}<tool_call>\n<function={{{{ name }}}}>\n{EACH[0]}<parameter="
+    f"{{{{ key }}}}>\n{VALUE}\n</parameter>\n{EACH[1]}</function>\n</tool_call>",
+    "glm": f"{NEXT}<tool_call>{{{{ name }}}}\n{EACH[0]}<arg_key>{{{{ key }}}}</arg_key>\n"
+    f"<arg_value>{VALUE}</arg_value>\n{EACH[1]}</tool_call>",
 }
-ARGUMENT = {
-    "qwen3-coder": "<parameter={}>\n{}\n</parameter>\n",
-    "glm": "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
-}
+
+
+def writing(call, reply="{{ message.content }}"):
+    """The renderer of a template that writes replies and calls in its own way."""
+    return byte_renderer(
+        "{{ tools | tojson if tools }}{% for message in messages %}<|im_start|>"
+        f"{reply}{{% for call in message.tool_calls or [] %}}"
+        "{% set name, given = call.function.name, call.function.arguments %}"
+        f"{call}{{% endfor %}}<|im_end|>{{% endfor %}}<|im_start|>"
+    )
+
+
+RENDERERS = {name: writing(call) for name, call in WRITTEN.items()}
 forms = st.sampled_from(sorted(WRITTEN))
 
 
-def spelled(form, name, arguments):
-    """A call as chat templates write it: their `tojson` is that of transformers."""
-    begin, end = (part.replace("NAME", name) for part in WRITTEN[form])
-    if form not in ARGUMENT:
-        return begin + json.dumps(arguments, ensure_ascii=False) + end
-    for key, value in arguments.items():
-        plain = (
-            str if form == "qwen3-coder" else partial(json.dumps, ensure_ascii=False)
-        )
-        if isinstance(value, dict | list):
-            plain = partial(json.dumps, ensure_ascii=False)
-        shown = value if isinstance(value, str) else plain(value)
-        begin += ARGUMENT[form].format(key, shown)
-    return begin + end
+def spelled(renderer, lead, *calls):
+    """A reply as a chat template writes it."""
+    made = [called(f"c{i}", *call) for i, call in enumerate(calls)]
+    text = renderer.without_mark(renderer.text([said(lead, tool_calls=made)], None))
+    return text.removeprefix("<|im_start|>").removesuffix("<|im_end|><|im_start|>")
 
 
 @given(
     forms,
     st.lists(typed_calls(), min_size=1, max_size=3),
     st.sampled_from(["", "é. \n"]),
+    plain_texts,
 )
-def test_a_rendered_call_is_read_again(form, made, lead):
+def test_a_rendered_call_is_read_again(form, made, lead, last):
     by_name = {name: tool for tool, name, _ in made}
     calls = [
         (name, arguments) for tool, name, arguments in made if by_name[name] is tool
     ]
-    text = lead + "\n".join(spelled(form, *each) for each in calls)
-    parsed = parse_reply(text, [*by_name.values()], FORMS[form])
+    spellings = [(name, json.dumps(arguments)) for name, arguments in calls]
+    text = spelled(RENDERERS[form], lead, *spellings) + last
+    parsed = parse_reply(text * 2, [*by_name.values()], FORMS[form])
     read = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
-    assert read == calls
-    assert (parsed.text, parsed.ill_formed) == (lead, False)
+    assert read == calls * 2
+    # and all other text is kept
+    assert "".join(parsed.text.split()) == "".join((lead + last).split()) * 2
+    assert not parsed.ill_formed
 
 
 @given(forms, st.lists(call_shards, max_size=12))
@@ -151,39 +170,92 @@ def test_no_text_is_lost(form, shards):
         assert parsed.ill_formed == bool(starts or FORMS[form].ends_in(text))
 
 
+# Templates that are tried out
+
+
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_template_names_its_form(name):
-    written = "".join((*WRITTEN[name], ARGUMENT.get(name, "")))
-    renderer = byte_renderer()
-    quoted = written.replace('"', '\\"')
-    renderer.chat_template = quoted if name == "plain-json" else written
-    assert form_of(renderer) is FORMS[name]
+def test_the_form_that_reads_what_the_template_writes(name):
+    assert form_of(RENDERERS[name]) is FORMS[name]
     # and a grammar demands a call so
-    tag = FORMS[name].tag("f", SCHEMA)
-    call = spelled(name, "f", {})
+    tag, call = FORMS[name].tag("f", SCHEMA), spelled(RENDERERS[name], "", ("f", "{}"))
     assert (call.startswith(tag["begin"]), call.endswith(tag["end"])) == (True, True)
 
 
-def test_forms_that_are_not_known():
-    plain = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert form_of(byte_renderer(plain)) is None
-    offers = "{{ tools | tojson if tools }}" + plain
-    with pytest.raises(UnknownFormError, match=r"--parser with one of gpt-oss.*none:"):
-        form_of(byte_renderer(offers))
+@cases(
+    "call, lead",
+    {
+        "a block for each": (f"<|call|>\n{JSON}\n<|done|>", "So:"),
+        "without an end": (f"\n<function_call> {JSON}", "So:"),
+        "in one block": (
+            "{{ '<c>' if loop.first }}" + LIST + "{{ '</c>' if loop.last }}",
+            "So:",
+        ),
+        "nothing around": (LIST, ""),
+    },
+)
+def test_calls_in_json_are_read_between_any_texts(call, lead):
+    renderer, values = writing(call), ('{"a": "}\\""}', '{"a": "[{</c>"}')
+    text = spelled(renderer, lead, *(("f", value) for value in values))
+    parsed = parse_reply(text, (), form_of(renderer))
+    assert [each.arguments for each in parsed.calls] == [*values]
+    assert (parsed.text.strip(), parsed.ill_formed) == (lead, False)
+
+
+@cases(
+    "renderer, fault",
+    {
+        "no calls": (writing(""), "does not show the calls"),
+        "no calls are taken": (writing("{{ none() }}"), "rejects a reply with calls: "),
+        # has all that plain JSON has, but for its name
+        "other JSON": (
+            writing(LIST.replace('"name', '"tool_name')),
+            "writes .*no parser",
+        ),
+        "what surrounds calls is text": (writing(f"{{{{ name }}}}{JSON}!"), "writes"),
+    },
+)
+def test_a_form_that_is_not_known_stops_the_start(renderer, fault):
+    with pytest.raises(
+        UnknownFormError, match=rf"{fault}.*--parser with one of gpt-.*none:"
+    ):
+        form_of(renderer)
+
+
+async def test_a_template_that_shows_no_tools(start):
+    renderer = byte_renderer("{{ messages[0].content }}")
+    assert form_of(renderer) is None
+    session = await (await start("a", renderer=renderer)).open()
+    await session.ask(tools=[function(a="integer")])
+    assert (await session.shown())["ignored"] == {"tools": 1}
     # the command names every form
     assert set(FORMS) <= set(re.findall(r"[\w-]+", EngineOptions.__doc__))
 
 
-@pytest.mark.parametrize("options", [{}, {"reply_parser": FormParser(FORMS["hermes"])}])
-async def test_the_gateway_reads_the_form_of_its_template(start, options):
-    template = byte_renderer().chat_template + "{# <function= <parameter= #}"
-    gateway = await start(coder("1"), renderer=byte_renderer(template), **options)
+THOUGHT = "{{ message.reasoning_content or '' }}"
+
+
+@cases(
+    "before, after, tags",
+    {
+        "a name in the tag": ("<|channel>thought\n", "\n<channel|>", True),
+        "brackets": ("[THINK]", "[/THINK]", True),
+        "without a first one": ("", "[BEGIN]", True),
+        "no tags": ("", "\n", False),
+    },
+)
+async def test_reasoning_in_the_tags_of_the_template(start, before, after, tags):
+    thought = f"{before}{{{{ message.reasoning_content }}}}{after}"
+    thought = f"{{% if message.reasoning_content %}}{thought}{{% endif %}}"
+    renderer = writing("<call>" + JSON, thought + "{{ message.content }}")
+    own = (before.strip(), after.strip()) if tags else TAGS
+    assert tags_of(renderer) == own
+    # the prompt opens it
+    renderer = byte_renderer(renderer.chat_template + own[0] + "\n")
+    call = json.dumps({"name": "f", "arguments": {"a": 1}})
+    gateway = await start(f"hm\n{own[1]}<call>{call}", renderer=renderer)
     message = await (await gateway.open()).ask(USER, tools=[function(a="integer")])
-    if options:
-        assert message["content"] == coder("1")
-    else:
-        (call,) = message["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    assert (message["reasoning_content"], message["content"]) == ("hm", "")
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
 
 
 # Hermes
@@ -214,19 +286,6 @@ def test_text_around_calls(text, shown, calls):
     parsed = parse_reply(text)
     assert (parsed.text, parsed.ill_formed) == (shown, bool(shown))
     assert "".join(each.name for each in parsed.calls) == calls
-
-
-@given(st.lists(st.tuples(plain_texts, good_calls)), plain_texts)
-def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
-    text = "".join(said + call for said, call in pairs) + last
-    kept = [
-        said for k, (said, _) in enumerate(pairs) if k == 0 or said.strip(" \t\n\r")
-    ]
-    parsed = parse_reply(text)
-    assert parsed.text == "".join([*kept, last])
-    assert not parsed.ill_formed
-    rebuilt = [sampled_call(each.name, each.arguments) for each in parsed.calls]
-    assert rebuilt == [call for _, call in pairs]
 
 
 @cases(
@@ -281,6 +340,13 @@ def coder(value, key="a"):
         "no boolean": ({"type": "boolean"}, "1", "1"),
         "a list": ({"type": "array"}, "[1, {}]", [1, {}]),
         "a list in the place of an object": ({"type": "object"}, "[1]", "[1]"),
+        "a list as in Python": (
+            {"type": "array"},
+            "['a', {'b': True}]",
+            ["a", {"b": True}],
+        ),
+        "too deep a list": ({"type": "array"}, "[" * 100_000, "[" * 100_000),
+        "no list": ({"type": "array"}, "{'a'}", "{'a'}"),
         "one of two types": ({"type": ["integer", "null"]}, "None", None),
         "a string or null": ({"type": ["string", "null"]}, "null", None),
         "unknown, a number": ({"type": None}, "42", "42"),
@@ -312,10 +378,13 @@ INSIDE = [
     '{"name": "f", "arguments": {"a": NaN}}',
     '{"name": "f", "arguments": ' + "[" * 100_000,
 ]
+TAG = "<tool_call>%s</tool_call>"
+INVOCATION = '<invoke name="f"></invoke></minimax:tool_call>'
 PAIR = "<arg_key>a</arg_key><arg_value>1</arg_value>"
 BROKEN = {
     "hermes": [
         '<tool_call>\n{"name": "bash", "arguments": {}}\n',
+        *('{"name": "f"}\n</tool_call>', TAG % '{"name": "f", "args": {"a": 1}}'),
         *(f"<tool_call>{inside}</tool_call>" for inside in INSIDE),
     ],
     "qwen3-coder": [
@@ -337,7 +406,10 @@ BROKEN = {
         "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>",
         "<tool_call>f<arg_key></arg_key><arg_value>1</arg_value></tool_call>",
         f"<tool_call>f{PAIR * 2}</tool_call>",
+        *(TAG % '{"name": "f"}', f"{PAIR}</tool_call>"),
     ],
+    "minimax": [INVOCATION],
+    "kimi": ["<|tool_call_begin|>f:0<|tool_call_end|><|tool_calls_section_end|>"],
     "plain-json": [
         *('{"name": "f"}', '{"name"}', '{"name": "", "parameters": {}}'),
         *('{"name": "f", "parameters": [1]}', '{"name": "f", "parameters": {}'),
@@ -373,12 +445,11 @@ def test_the_time_for_a_call_that_does_not_read_is_linear(form, text, repeated):
     assert FORMS[form].read(text.format(repeated * 300_000), 0, []) is None
 
 
-TAG = "<tool_call>%s</tool_call>"
 NAMED = '"name": "f", "parameters": {"a": 1}}'
 UNTAGGED = coder("1").removeprefix("<tool_call>\n")
 ONE = '{"a": 1}'
-INVOCATION = '<invoke name="f"></invoke></minimax:tool_call>'
-INNER_CALL = "<|tool_call_begin|>f:0<|tool_call_end|><|tool_calls_section_end|>"
+LINE = '<parameter name="a">x\n</parameter>'
+ENDS_LINE = f"<minimax:tool_call>{INVOCATION.replace('></', f'>{LINE}</', 1)}"
 NOBODY = "<|channel|>commentary<|message|>{}<|call|>"
 
 
@@ -387,19 +458,19 @@ NOBODY = "<|channel|>commentary<|message|>{}<|call|>"
     {
         "another family's key": ("hermes", TAG % ("{" + NAMED), ONE),
         "no arguments": ("hermes", TAG % '{"name": "f"}', "{}"),
-        "an unknown key": ("hermes", TAG % '{"name": "f", "args": {"a": 1}}', None),
         "with a type": ("plain-json", '{"type": "function", ' + NAMED, ONE),
         "behind a tag": ("plain-json", "<|python_tag|>{" + NAMED, ONE),
         "no call": ("plain-json", '{"a": 1}', ""),
         "without its first tag": ("qwen3-coder", UNTAGGED, ONE),
-        "no begin": ("hermes", '{"name": "f"}\n</tool_call>', None),
-        "no name and no begin": ("glm", f"{PAIR}</tool_call>", None),
-        "an invocation alone": ("minimax", INVOCATION, None),
-        "an inner call alone": ("kimi", INNER_CALL, None),
-        "JSON of another family": ("glm", TAG % '{"name": "f"}', None),
         "a call of nobody": ("gpt-oss", NOBODY, None),
         "Python without a name": ("pythonic", "[f(1)]", None),
         "Python that is no value": ("pythonic", "[f(a=g())]", None),
+        "Python too deep": ("pythonic", f"[f(a={'-' * 100_000}1)]", None),
+        "Python that is no name": ("pythonic", "[f(a=1) - g(a=1)]", None),
+        "a name with hyphens": ("pythonic", "[f-g.h-i(a=1)]", ONE),
+        "JSON's names": ("pythonic", "[f(a=[true, null])]", '{"a": [true, null]}'),
+        "half a character": ("pythonic", "[f(a='\\ud83d')]", r'{"a": "\ud83d"}'),
+        "the end of a line": ("minimax", ENDS_LINE, r'{"a": "x\n"}'),
     },
 )
 def test_calls_that_are_slightly_off(form, written, arguments):
@@ -436,6 +507,7 @@ def tag(name, schema=ANY):
 
 def made(*, tools=TWO_TOOLS, form=FORMS["hermes"], pins=(), **required):
     how = {name: required.pop(name, False) for name in ("opened", "reasons")}
+    how["around"] = required.pop("around", TAGS)
     request = ChatRequest(
         messages=[],
         tools=tools,
@@ -490,9 +562,10 @@ def test_the_reply(required, wanted):
 
 
 def test_reasoning_comes_first():
-    inside = {"type": "tag", "begin": "", "content": ANYTHING, "end": "</think>"}
-    own = {**inside, "begin": "<think>"}
-    opened = made(schema=SCHEMA, tools=None, opened=True, reasons=True)
+    around = "[THINK]", "[/THINK]"
+    inside = {"type": "tag", "begin": "", "content": ANYTHING, "end": around[1]}
+    own = {**inside, "begin": "<think>", "end": "</think>"}
+    opened = made(schema=SCHEMA, tools=None, opened=True, reasons=True, around=around)
     assert opened["format"] == {"type": "sequence", "elements": [inside, GAP, TEXT]}
     reasons = made(schema=SCHEMA, tools=None, reasons=True)
     optional = {"type": "optional", "content": own}
@@ -539,13 +612,6 @@ async def parsed(double, text, tools=OFFERED, *, names=BOTH, opened=False):
             return await parser.parse(text, tools, opened=opened)
         finally:
             await parser.close()
-
-
-async def test_no_form_can_be_required_of_a_server_s_parser(start):
-    gateway = await start(reply_parser=SGLangParser("http://127.0.0.1:9", *BOTH))
-    asked = {"tools": OFFERED, "tool_choice": "required"}
-    error = await (await gateway.open()).error(400, **asked)
-    assert "how calls are written" in error["message"]
 
 
 @pytest.mark.parametrize(

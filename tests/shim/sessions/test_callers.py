@@ -5,7 +5,7 @@ import json
 import pytest
 
 import trajkit as tk
-from tests.shim.clients import BODIES, NAMES, PATHS, USER
+from tests.shim.clients import BODIES, NAMES, PATHS
 from tests.shim.fakes import (
     ScriptedEngine,
     called,
@@ -81,6 +81,7 @@ CHECKPOINT = "You are performing a CONTEXT CHECKPOINT COMPACTION."
 DISTILL = "distilling chat history into a structured XML"
 SO_FAR = "Here is the conversation so far:\n\n<conversation>"
 MEMORIES = "acting as the managed memory extraction subagent"
+RESULT = {"type": "tool_result", "tool_use_id": "c"}
 INTERNAL = "the component that summarizes internal chat history into a given"
 
 
@@ -101,6 +102,15 @@ def claude(agent=None, parent=None):
         (CLAUDE, asked("fix", system=TITLE), "claude-code", None, None, "title"),
         (CLAUDE, asked("hi", SUMMARY), "claude-code", None, None, "compaction"),
         (CLAUDE, asked(SUMMARY, "and now?"), "claude-code", None, None, "agent"),
+        # what a tool returned says nothing about the call
+        (
+            CLAUDE,
+            asked([{**RESULT, "content": SUMMARY}]),
+            "claude-code",
+            None,
+            None,
+            "agent",
+        ),
         (CODEX | FROM_T0, asked("hi"), "codex", "t1", "t0", "agent"),
         (CODEX, asked(CHECKPOINT), "codex", "t1", None, "compaction"),
         (GEMINI, asked("hi", system=DISTILL), "gemini-cli", None, None, "compaction"),
@@ -128,14 +138,6 @@ async def test_side_calls_train_only_if_asked_for(start, asked_for):
     assert callers == [("claude-code", "a1", None)] * 2
     assert [turn["call_kind"] for turn in turns] == ["agent", "compaction"]
     assert [turn["trainable"] for turn in turns] == [True, asked_for]
-
-
-def test_what_a_tool_returned_says_nothing_about_the_call():
-    call = {"type": "tool_use", "id": "c", "name": "cat", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "c", "content": SUMMARY}
-    messages = [USER, said([call]), user([result])]
-    request = ANTHROPIC.read({"max_tokens": 9, "messages": messages})
-    assert identify(CLAUDE, request).call_kind == "agent"
 
 
 # Sub-agents are linked to the tool calls that started them
