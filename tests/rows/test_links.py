@@ -212,115 +212,84 @@ def nameless(one):
     return {**one, "agent_id": None}
 
 
-@pytest.mark.parametrize(
-    ("turns", "expected"),
-    [
-        pytest.param([MAIN, MAIN_ON], {}, id="one agent, one history"),
-        pytest.param(
-            [MAIN, SUB, SUB_ON, MAIN_ON, turn(AGAIN, 7)],
-            {1: [("call", 0)], 3: [("return", 2)]},
-            id="a sub-agent",
-        ),
-        pytest.param(
-            [MAIN, nameless(SUB), nameless(SUB_ON), MAIN_ON],
-            {1: [("call", 0)], 3: [("return", 2)]},
-            id="a sub-agent without a name",
-        ),
-        pytest.param([MAIN, SUB, SUB_ON], {1: [("call", 0)]}, id="no return"),
-        pytest.param(
-            [MAIN, SUB, turn([17], 18, "b", 1), SUB_ON, MAIN_ON],
-            {
-                1: [("call", 0)],
-                2: [("call", 1)],
-                3: [("return", 2)],
-                4: [("return", 3)],
-            },
-            id="a sub-agent of a sub-agent",
-        ),
-        *(
-            pytest.param(
-                [MAIN, *map(change, (SUB, OTHER, SUB_ON)), MAIN_ON],
-                {
-                    1: [("call", 0)],
-                    2: [("call", 0)],
-                    4: [("return", 2), ("return", 3)],
-                },
-                id=f"two side by side, {words}",
-            )
-            for change, words in ((dict, "with names"), (nameless, "without names"))
-        ),
-        pytest.param(
-            [MAIN, SUB, MAIN_ON, SUB_ON, turn(AGAIN, 7)],
-            {1: [("call", 0)], 4: [("return", 3)]},
-            id="main goes on beside a sub-agent",
-        ),
-        pytest.param(
-            [MAIN, SUB, turn([1, 20], 5), MAIN_ON],
-            {1: [("call", 0)], 2: [("compaction", 0)], 3: [("return", 1)]},
-            id="a return goes on from the calling turn",
-        ),
-        pytest.param(
-            [MAIN, nameless(SUB), MAIN_ON, turn([27], 28, None, 2), turn(AGAIN, 7)],
-            {
-                1: [("call", 0)],
-                2: [("return", 1)],
-                3: [("call", 2)],
-                4: [("return", 3)],
-            },
-            id="ids of tool calls that begin anew in each reply",
-        ),
-        pytest.param(
-            [MAIN, *(turn([k], 8, None, 0, None) for k in (7, 27)), MAIN_ON],
-            {
-                1: [("call", 0)],
-                2: [("call", 0)],
-                3: [("return", 1), ("return", 2)],
-            },
-            id="tool calls without an id",
-        ),
-        pytest.param(
-            [MAIN, MAIN_ON, turn([1, 20], 5), turn([1, 20, 5, 6], 7)],
-            {2: [("compaction", 1)]},
-            id="compaction of main",
-        ),
-        pytest.param(
-            [MAIN, SUB, SUB_ON, turn([70, 30], 8, "a", 0), MAIN_ON],
-            {1: [("call", 0)], 3: [("compaction", 2)], 4: [("return", 3)]},
-            id="compaction of a sub-agent",
-        ),
-        pytest.param(
-            [MAIN, {**MAIN, "output_ids": [9]}, MAIN_ON], {}, id="a prompt sent again"
-        ),
-        pytest.param(
-            [MAIN, turn([1, 2, 3, 4], 5, "a"), turn([1, 2, 3, 4, 5, 6], 7, "a")],
-            {1: [("continuation", 0)]},
-            id="another agent goes on from main's history",
-        ),
-        pytest.param(
-            [MAIN, SUB, turn([7, 8, 9], 10), MAIN_ON],
-            {1: [("call", 0)], 2: [("continuation", 1)], 3: [("return", 1)]},
-            id="main goes on from a sub-agent's history",
-        ),
-        pytest.param(
-            [MAIN, turn([1, 2, 3, 4], 5, "a", kind="title"), turn(AGAIN, 7)],
-            {},
-            id="a turn goes on from a side call",
-        ),
-        pytest.param(
-            [MAIN, turn([40], 41, kind="title"), turn([1, 20], 5, kind="agent")],
-            {2: [("compaction", 0)]},
-            id="a side call",
-        ),
-        pytest.param(
-            [MAIN, turn([1, 2, 3, 50], 51, kind="compaction", by=0)],
-            {},
-            id="a side call of a sub-agent",
-        ),
-    ],
-)
+SUB_27, AGAIN_ON = turn([27], 28, None, 2), turn(AGAIN, 7)
+# the edges that end at each turn, by its place; at others none does
+EDGES = {
+    "one agent, one history": ([MAIN, MAIN_ON], {}),
+    "a sub-agent": (
+        [MAIN, SUB, SUB_ON, MAIN_ON, AGAIN_ON],
+        {1: [("call", 0)], 3: [("return", 2)]},
+    ),
+    "a sub-agent without a name": (
+        [MAIN, nameless(SUB), nameless(SUB_ON), MAIN_ON],
+        {1: [("call", 0)], 3: [("return", 2)]},
+    ),
+    "no return": ([MAIN, SUB, SUB_ON], {1: [("call", 0)]}),
+    "a sub-agent of a sub-agent": (
+        [MAIN, SUB, turn([17], 18, "b", 1), SUB_ON, MAIN_ON],
+        {1: [("call", 0)], 2: [("call", 1)], 3: [("return", 2)], 4: [("return", 3)]},
+    ),
+    "two side by side": (
+        [MAIN, SUB, OTHER, SUB_ON, MAIN_ON],
+        {1: [("call", 0)], 2: [("call", 0)], 4: [("return", 2), ("return", 3)]},
+    ),
+    "two side by side without names": (
+        [MAIN, *map(nameless, (SUB, OTHER, SUB_ON)), MAIN_ON],
+        {1: [("call", 0)], 2: [("call", 0)], 4: [("return", 2), ("return", 3)]},
+    ),
+    "main goes on beside a sub-agent": (
+        [MAIN, SUB, MAIN_ON, SUB_ON, AGAIN_ON],
+        {1: [("call", 0)], 4: [("return", 3)]},
+    ),
+    "a return goes on from the calling turn": (
+        [MAIN, SUB, turn([1, 20], 5), MAIN_ON],
+        {1: [("call", 0)], 2: [("compaction", 0)], 3: [("return", 1)]},
+    ),
+    "ids of tool calls that begin anew in each reply": (
+        [MAIN, nameless(SUB), MAIN_ON, SUB_27, AGAIN_ON],
+        {1: [("call", 0)], 2: [("return", 1)], 3: [("call", 2)], 4: [("return", 3)]},
+    ),
+    "tool calls without an id": (
+        [MAIN, *(turn([k], 8, None, 0, None) for k in (7, 27)), MAIN_ON],
+        {1: [("call", 0)], 2: [("call", 0)], 3: [("return", 1), ("return", 2)]},
+    ),
+    "compaction of main": (
+        [MAIN, MAIN_ON, turn([1, 20], 5), turn([1, 20, 5, 6], 7)],
+        {2: [("compaction", 1)]},
+    ),
+    "compaction of a sub-agent": (
+        [MAIN, SUB, SUB_ON, turn([70, 30], 8, "a", 0), MAIN_ON],
+        {1: [("call", 0)], 3: [("compaction", 2)], 4: [("return", 3)]},
+    ),
+    "a prompt sent again": ([MAIN, {**MAIN, "output_ids": [9]}, MAIN_ON], {}),
+    "another agent goes on from main's history": (
+        [MAIN, turn([1, 2, 3, 4], 5, "a"), turn(AGAIN, 7, "a")],
+        {1: [("continuation", 0)]},
+    ),
+    "main goes on from a sub-agent's history": (
+        [MAIN, SUB, turn([7, 8, 9], 10), MAIN_ON],
+        {1: [("call", 0)], 2: [("continuation", 1)], 3: [("return", 1)]},
+    ),
+    "a turn goes on from a side call": (
+        [MAIN, turn([1, 2, 3, 4], 5, "a", kind="title"), AGAIN_ON],
+        {},
+    ),
+    "a side call": (
+        [MAIN, turn([40], 41, kind="title"), turn([1, 20], 5, kind="agent")],
+        {2: [("compaction", 0)]},
+    ),
+    "a side call of a sub-agent": (
+        [MAIN, turn([1, 2, 3, 50], 51, kind="compaction", by=0)],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EDGES)
 @pytest.mark.parametrize("policy", ["faithful", "strict", "nemo", "graph", "polar"])
-def test_edges_between_agents(turns, expected, policy):
+def test_edges_between_agents(case, policy):
     """The same in each session, for a table and for batches."""
+    turns, expected = EDGES[case]
     sessions = [{**one, "session_id": name} for name in "st" for one in turns]
     table = turns_table(sessions)
     links = tk.link(table, policy)
