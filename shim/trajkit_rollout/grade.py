@@ -60,15 +60,19 @@ _FILES = _names("""
 conftest.py sitecustomize.py usercustomize.py *.pth *.egg-link pytest.ini pytest.toml
 tox.ini tox.toml noxfile.py setup.py setup.cfg pyproject.toml pyvenv.cfg uv.toml uv.lock
 *.py[cod] requirements*.txt constraints*.txt entry_points.txt manage.py
-makefile gnumakefile *.mk cmakelists.txt ctest* justfile package.json package-lock.json
-*.config.js *.config.[cm]js *.config.ts tsconfig*.json cargo.toml cargo.lock build.rs
-go.mod go.sum gemfile* rakefile pom.xml build.gradle* dockerfile* run_tests* runtests*
-test.py tests.py test_*.* *_test.* *_spec.* *.test.* *.spec.[cjmt]*
+makefile* gnumakefile* *.mk *.mak cmakelists.txt *.cmake ctest* meson.build justfile
+package.json package-lock.json npm-shrinkwrap.json yarn.lock pnpm-* deno.json* bunfig.toml
+*.config.js *.config.[cm]js *.config.ts *.config.json *.conf.js [jt]sconfig*.json
+cargo.toml cargo.lock build.rs rust-toolchain* go.mod go.sum go.work* gemfile* rakefile
+pom.xml mvnw* build.gradle* settings.gradle* gradle* build.xml build.sbt phpunit.xml*
+composer.json composer.lock mix.exs dockerfile* run_tests* runtests* test.py tests.py
+test_*.* *_test.* *_spec.* *.test.* *.spec.[cjmt]* *test.java *tests.java *test.php
+*tests.cs *.snap *.ambr
 """)
 # names of folders; hidden ones are risky too
 _FOLDERS = _names("""
-tests __tests__ __pycache__ __snapshots__ *.dist-info *.egg-info *.egg site-packages
-dist-packages node_modules vendor
+tests testdata __tests__ __mocks__ __fixtures__ __snapshots__ __pycache__ *.dist-info
+*.egg-info *.egg site-packages dist-packages node_modules vendor
 """)
 # at the root, or in a folder src
 _ROOT_FOLDERS = ("test", "spec", "specs", "testing")
@@ -115,6 +119,8 @@ class Proof(NamedTuple):
     failed: list[str]
     skipped: list[str]
     changed: list[str]  # what was exchanged while it ran
+    inner: str  # the secret that the runners which it started left, or empty
+    printed: str  # by a script, at its end
 
 
 class Workspace:
@@ -358,7 +364,9 @@ def _reward_of(
     if rules.kind == "script":
         if done.code != 0:
             raise StageError("grade", rules.script, done.summary)
-        last = CommandResult(0, done.stdout).last_line
+        # what the programs print that it starts, and leaves, does not count
+        printed = "".join(proof.printed for proof in proofs).encode()
+        last = CommandResult(0, printed or done.stdout).last_line
         return _reward(f"{rules.script}: its last line", last)
     rewards = {}
     for name in ("reward.txt", "reward.json"):
@@ -464,23 +472,31 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof], set[str]]:
         command = command.replace(f"{{{key}}}", place)
     env = variables(rules.env) | {k.upper(): place for k, place in places.items()}
     shell = ["sh", "-c", program("grade.sh"), "sh", rules.kind, command]
-    before = _hashes(workspace, tests, names, places["grader"])
-    if not before:
-        raise TaskError("grade", "files cannot be hashed by xargs and sha256sum")
+    before = _hashes(workspace, places, tests, names)
+    if len(before) < 2:
+        raise TaskError("grade", "files cannot be read by xargs, stat and sha256sum")
     done = _exec(workspace, [*shell, *rules.plugins], command, cwd=cwd, env=env)
     if done.code in _NOT_RUN:
         raise StageError("grade", command, done.summary)
-    after = _hashes(workspace, tests, names, places["grader"])
+    after = _hashes(workspace, places, tests, names)
     printed = sandbox.get(f"{places['grader']}/results") or b""
     last = sandbox.get(f"{places['grader']}/nonce")
-    proofs = []
+    proofs, inner = list[Proof](), _sha256(f"inner {nonce}")
     try:
         for line in printed.decode("ascii").splitlines():
             signature, _, text = line.partition(" ")
-            if signature != _sha256(f"{nonce}{text}{nonce}"):
-                raise ValueError
-            proofs.append(Proof(*literal_eval(text)))
-            nonce = _sha256(f"next {nonce}")
+            both = (nonce, inner)
+            (secret,) = (s for s in both if signature == _sha256(f"{s}{text}{s}"))
+            proof, following = Proof(*literal_eval(text)), _sha256(f"next {secret}")
+            if secret == nonce:
+                proofs.append(proof)
+                if proof.inner not in ("", inner):
+                    break
+                nonce, inner = following, _sha256(f"inner {following}")
+            else:
+                # the program that started this one could have told it, too
+                proofs.append(proof._replace(passed=[]))
+                inner = following
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise StageError("grade", "the file of test results was changed") from None
     if last != nonce.encode():
@@ -494,13 +510,13 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof], set[str]]:
 
 
 def _hashes(
-    workspace: Workspace, tests: str, names: list[str], grader: str
+    workspace: Workspace, places: Mapping[str, str], tests: str, names: list[str]
 ) -> set[str]:
-    """What ``tests.sh`` prints of the tests and of trajkit's program."""
-    own = [f"{grader}/{name}" for name in ("sitecustomize.py", "places")]
+    """What ``tests.sh`` prints of what a grader reads."""
     folders = {str(folder) for name in names for folder in Path(name).parents}
-    shell = ["sh", "-c", program("tests.sh"), "sh", tests, *sorted(folders)]
-    listed = os.fsencode("".join(f"{name}\0" for name in (*names, *own)))
+    given = places["logs"], places["grader"], tests, *sorted(folders)
+    shell = ["sh", "-c", program("tests.sh"), "sh", *given]
+    listed = os.fsencode("".join(f"{name}\0" for name in names))
     done = _exec(workspace, shell, "tests", stdin=listed)
     return set(done.stdout.decode(errors="replace").splitlines())
 

@@ -55,7 +55,6 @@ _COMPILED = "/__pycache__/"
 # prefixes of the expected errors of a rollout
 _STAGES: dict[type[Exception], str] = {StageError: "", SandboxError: "sandbox: "}
 _STAGES |= {GatewayError: "gateway: ", ConnectionError: "gateway: "}
-# how changes are named, by their verdict (`trajkit_rollout.grade.choose`)
 _RISKY = "graded, but it can change how tests run"
 _FINDINGS = {"refused": "not graded", "risky": _RISKY}
 _STOPPED = "interrupted: the run was stopped before it ended"
@@ -119,7 +118,7 @@ class Stopped(Exception):
 def run_task(
     task: Task,
     settings: Settings,
-    gateway: GatewayClient | str | Sequence[str],
+    gateway: str | Sequence[str],
     out: Path,
     *,
     token: str = "",
@@ -135,31 +134,36 @@ def run_task(
     task, settings
         What to do (see `read_tasks`), and the harness, the sandbox and their options.
     gateway
-        The gateway, or its URL, or several, of which the name of the session chooses one.
-        In a URL, ``{node}`` is the address of Ray's node.
+        URL of the gateway, or several, of which the name of the session chooses one. In a
+        URL, ``{node}`` is the address of Ray's node.
     out
         A directory that gets ``sessions/ID`` with the agent's log and patch.
     token
-        The admin token of the gateways, where URLs are given.
+        The admin token of the gateways.
     rollout
         The row to fill in. Default: a new one, with a session id of its own.
     stopping
         Once it is set, the rollout ends and raises `Stopped`.
     """
-    if rollout is None:
-        name = f"{task.id}.0.{secrets.token_hex(8)}"
-        rollout = Rollout(name, task.id, settings.harness, settings.sandbox)
-    with ExitStack() as stack:
-        if not isinstance(gateway, GatewayClient):
-            urls = [gateway] if isinstance(gateway, str) else gateway
-            url = urls[sum(rollout.session_id.encode()) % len(urls)]
-            if _NODE in url:
-                ray = importlib.import_module("ray")
-                url = url.replace(_NODE, ray.util.get_node_ip_address())
-            gateway = stack.enter_context(GatewayClient(url, token))
-        stopping = stopping or threading.Event()
-        Attempt(task, settings, rollout, out, stopping).run(gateway)
+    rollout = rollout or _begun(task, settings, secrets.token_hex(8))
+    urls = [gateway] if isinstance(gateway, str) else gateway
+    url = urls[sum(rollout.session_id.encode()) % len(urls)]
+    if _NODE in url:
+        ray = importlib.import_module("ray")
+        url = url.replace(_NODE, ray.util.get_node_ip_address())
+    attempt = Attempt(task, settings, rollout, out, stopping or threading.Event())
+    with GatewayClient(url, token) as client:
+        attempt.run(partial(attempt.work, client))
     return rollout
+
+
+def _begun(
+    task: Task, settings: Settings, run: str, sample: int = 0, attempt: int = 1
+) -> Rollout:
+    """The row of a rollout that begins, with the name of its session."""
+    name = f"{task.id}.{sample}.{run}" + (f"~{attempt}" if attempt > 1 else "")
+    harness = settings.resolve()[0].name
+    return Rollout(name, task.id, harness, settings.sandbox, sample, attempt)
 
 
 @dataclass(slots=True)
@@ -172,11 +176,11 @@ class Attempt:
     out: Path
     stopping: threading.Event
 
-    def run(self, gateway: GatewayClient) -> None:
-        """Run it to a reward or an error. Raises `Stopped`."""
+    def run(self, work: Callable[[], None]) -> None:
+        """Run `work` or `test` to a reward or an error. Raises `Stopped`."""
         clock, rollout, stopping = time.monotonic(), self.rollout, self.stopping
         try:
-            self._work(gateway)
+            work()
         except Exception as error:
             stage = next((v for k, v in _STAGES.items() if isinstance(error, k)), None)
             if stage is None and not stopping.is_set():
@@ -189,7 +193,8 @@ class Attempt:
             raise Stopped
         rollout.seconds = time.monotonic() - clock
 
-    def _work(self, gateway: GatewayClient) -> None:
+    def work(self, gateway: GatewayClient) -> None:
+        """Have the agent work, and grade what it changed."""
         rollout, fault, patch = self.rollout, None, b""
         folder = self.out / "sessions" / rollout.session_id
         folder.mkdir(parents=True)
@@ -270,21 +275,7 @@ class Attempt:
                 if fault is not None:
                     raise fault
                 verdicts = copy.apply(patch)
-                for verdict, text in _FINDINGS.items():
-                    names = [name for name, v in verdicts.items() if v == verdict]
-                    shown = [
-                        name[:_MAX_NAME]
-                        for name in names
-                        if _COMPILED not in f"/{name}"
-                    ]
-                    # a program that ran leaves many
-                    if n_compiled := len(names) - len(shown):
-                        shown.append(f"{n_compiled:,} files in __pycache__")
-                    if len(shown) > _MAX_FINDINGS:
-                        shown[_MAX_FINDINGS:] = [f"{len(names):,} files in all"]
-                    # names and output may be any bytes
-                    shown = [visible(f"{text}: {name[:_MAX_NAME]}") for name in shown]
-                    rollout.findings += shown
+                rollout.findings += _findings(verdicts)
                 caused = any(verdict != "refused" for verdict in verdicts.values())
                 finished = rollout.agent_end == "finished"
                 rollout.reward = grade(copy, patch, finished=finished)
@@ -305,12 +296,16 @@ class Attempt:
         rollout.findings.append(visible(f"cannot be graded: {reason}"))
         rollout.reward = 0.0
 
-    def solution(self) -> bytes:
-        """Return the patch of the task's solution."""
+    def test(self) -> None:
+        """Grade the task's solution as sample 0, no change as sample 1."""
+        self.rollout.agent_end = "finished"
+        self.judge(b"" if self.rollout.sample else self._solution())
+
+    def _solution(self) -> bytes:
         task = self.task
         if task.solution is None:
             raise StageError("self-test", "the task has no solution")
-        with self.sandbox(f"{task.id}.solution") as sandbox:
+        with self.sandbox(f"{self.rollout.session_id}-solution") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
             folder = sandbox.map_path("/solution") if task.solve else workspace.path
@@ -339,6 +334,20 @@ class Attempt:
             stopping=self.stopping,
         )
         return kind(spec)
+
+
+def _findings(verdicts: Mapping[str, str]) -> Iterator[str]:
+    """What to say of the changes, by their verdicts (`trajkit_rollout.grade.choose`)."""
+    for verdict, text in _FINDINGS.items():
+        names = [name for name, v in verdicts.items() if v == verdict]
+        shown = [name[:_MAX_NAME] for name in names if _COMPILED not in f"/{name}"]
+        # a program that ran leaves many
+        if n_compiled := len(names) - len(shown):
+            shown.append(f"{n_compiled:,} files in __pycache__")
+        if len(shown) > _MAX_FINDINGS:
+            shown[_MAX_FINDINGS:] = [f"{len(names):,} files in all"]
+        # names and output may be any bytes
+        yield from (visible(f"{text}: {name}") for name in shown)
 
 
 def _finish(gateway: GatewayClient, session_id: str) -> Mapping[str, object]:
@@ -396,9 +405,8 @@ class Rollouts:
     ) -> None:
         self._settings, self._out, self._on_end = settings, out, on_end
         self._hidden, self._stopping = (out, *hidden), threading.Event()
-        self._names = settings.resolve()[0].name, settings.sandbox
-        harness, sandbox = self._names
-        self._run = {"version": 2, "harness": harness, "sandbox": sandbox}
+        harness = settings.resolve()[0].name
+        self._run = {"version": 2, "harness": harness, "sandbox": settings.sandbox}
         self._digests = {task.id: task.digest() for task in tasks}
         # the sessions in starting order, and the last one of each sample of a task
         self._sessions: dict[str, Rollout] = {}
@@ -482,7 +490,7 @@ class Rollouts:
         Returns what the sandbox exposes, and which limits the kernel does not hold.
         """
         tasks = {task.id: task for task, _ in self.todo}.values()
-        attempts = [self._unlogged(task, 0, "try") for task in tasks]
+        attempts = [self._attempt(task, "try") for task in tasks]
         with attempts[0].sandbox(f"try.{self._run_id}") as sandbox:
             self._settings.check(sandbox, self._hidden)
             loose = dict[str, None]()
@@ -509,18 +517,18 @@ class Rollouts:
         ended = []
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
         with ExitStack() as stack:
+            job: dict[str, Any] = {"settings": self._settings, "out": self._out}
+            job |= {"gateway": gateways, "token": token}
             if ray is None:
-                client = stack.enter_context(GatewayClient(gateways, token))
-                client.models()
-                own: dict[str, Any] = {"settings": self._settings, "out": self._out}
-                own |= {"gateway": client, "stopping": self._stopping}
-                perform: _Perform = partial(run_task, **own)
+                with GatewayClient(gateways, token) as client:
+                    client.models()
+                perform: _Perform = partial(run_task, **job, stopping=self._stopping)
             else:
                 cluster = importlib.import_module("ray")
                 if not cluster.is_initialized():
                     cluster.init(ray, log_to_driver=False)
                     stack.callback(cluster.shutdown)
-                perform = self._in_cluster(gateways, token, resources)
+                perform = self._in_cluster(job, resources)
             progress = stack.enter_context(Progress("rollouts", "rollouts"))
             progress.begin(len(self.todo))
             # each of these runs at the end, in reverse order, also if another one fails
@@ -536,17 +544,14 @@ class Rollouts:
     def self_test(self) -> Iterator[Rollout]:
         """Grade each task's solution, and no change at all, without an agent."""
         for task in {task.id: task for task, _ in self.todo}.values():
-            for sample, name in enumerate(("solution", "nothing")):
-                attempt = self._unlogged(task, sample, name)
-                attempt.rollout.agent_end = "finished"
-                try:
-                    attempt.judge(b"" if sample else attempt.solution())
-                except (StageError, SandboxError) as error:
-                    attempt.rollout.error = visible(str(error))
+            for sample in range(2):
+                attempt = self._attempt(task, "test", sample)
+                attempt.run(attempt.test)
                 yield attempt.rollout
 
-    def _unlogged(self, task: Task, sample: int, name: str) -> Attempt:
-        rollout = Rollout(f"{task.id}.{name}", task.id, *self._names, sample)
+    def _attempt(self, task: Task, run: str, sample: int = 0) -> Attempt:
+        """One that is not in the log."""
+        rollout = _begun(task, self._settings, f"{run}-{self._run_id}", sample)
         return Attempt(task, self._settings, rollout, self._out, self._stopping)
 
     def __enter__(self) -> Self:
@@ -563,9 +568,7 @@ class Rollouts:
                 raise Stopped
             last = self._last.get((task.id, sample))
             attempt = 1 if last is None else last.attempt + 1
-            name = f"{task.id}.{sample}.{self._run_id}"
-            name += f"~{attempt}" if attempt > 1 else ""
-            started = Rollout(name, task.id, *self._names, sample, attempt)
+            started = _begun(task, self._settings, self._run_id, sample, attempt)
             self._write(started)
             ended = perform(task, rollout=started)
             if ended is not None:
@@ -578,26 +581,25 @@ class Rollouts:
         return ended
 
     def _in_cluster(
-        self, urls: str | Sequence[str], token: str, resources: Mapping[str, float]
+        self, job: Mapping[str, Any], resources: Mapping[str, float]
     ) -> _Perform:
         import ray
         from ray.exceptions import RayError, RayTaskError
 
         remote: Any = ray.remote(max_retries=0)(run_task)
         files = {task.id: ray.put(task) for task, _ in self.todo}
-        given = self._settings, urls, self._out
 
         def perform(task: Task, rollout: Rollout) -> Rollout | None:
             cpus, memory_mb = task.limits.cpus or 1, task.limits.memory_mb
             options = {"memory": memory_mb << 20} if memory_mb else {}
             start = remote.options(num_cpus=cpus, resources=resources, **options)
-            job = start.remote(files[task.id], *given, token=token, rollout=rollout)
+            running = start.remote(files[task.id], **job, rollout=rollout)
             try:
-                while not ray.wait([job], timeout=1.0)[0]:
+                while not ray.wait([running], timeout=1.0)[0]:
                     if self._stopping.is_set():
-                        ray.cancel(job, force=True)
+                        ray.cancel(running, force=True)
                         raise Stopped
-                ended: Rollout = ray.get(job)
+                ended: Rollout = ray.get(running)
             except RayTaskError as error:
                 return _failed(rollout, f"ray: {error.cause}")
             except RayError:

@@ -324,8 +324,13 @@ def run_here(
         try:
             while code is None and time.monotonic() < until:
                 check()
-                copy(_LOOK_SECONDS)
-                code = process.poll()
+                if waiting.get_map():
+                    copy(_LOOK_SECONDS)
+                    code = process.poll()
+                else:
+                    # it said its last word, and ends soon
+                    with suppress(subprocess.TimeoutExpired):
+                        code = process.wait(_LOOK_SECONDS)
         finally:
             # also what it started and left running
             with suppress(ProcessLookupError, PermissionError):
@@ -366,7 +371,7 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 # A sandbox of this machine's own processes
 
 # variables passed on from this process; keys and proxies are not
-_KEPT = ("LD_LIBRARY_PATH", "LC_ALL")
+_KEPT = ("LD_LIBRARY_PATH", "LC_ALL", "PATH")
 _ENVIRONMENT = {"LANG": "C.UTF-8", "TERM": "dumb", "NO_PROXY": "127.0.0.1,localhost"}
 # the directory in the namespaces, the same in every sandbox: equal prompts stay equal
 _INSIDE = "/sandbox"
@@ -469,9 +474,14 @@ class LocalSandbox(Sandbox):
                 raise OSError(answer.decode(errors="replace").strip())
 
     def _run(self, arguments: Words, env: Variables, **options: Any) -> CommandResult:
-        own = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        env = {**kept, **_ENVIRONMENT, "PATH": os.pathsep.join(own), **env}
+        python = str(Path(sys.executable).parent)
+        kept["PATH"] = f"{python}:{kept.get('PATH', os.defpath)}"
+        for name in kept.keys() - {"LC_ALL"}:
+            # an empty or relative one would be a folder of the workspace
+            folders = [one for one in kept[name].split(":") if one.startswith("/")]
+            kept[name] = ":".join(folders)
+        env = {**kept, **_ENVIRONMENT, **env}
         passed: list[int] = []
         holder = self._holder
         if self._isolated and holder is None:
@@ -592,10 +602,8 @@ def killing(name: str) -> Words:
 
 
 def _end(command: Words) -> None:
-    with suppress(subprocess.TimeoutExpired):
-        subprocess.run(
-            command, capture_output=True, timeout=_DYING_SECONDS, check=False
-        )
+    # all of it ends with its time: what kills later would kill the next command
+    run_here(command, os.environ, timeout_s=_DYING_SECONDS)
 
 
 def _local(*arguments: str) -> Words:

@@ -155,6 +155,9 @@ class Settings:
             name, equals, options[name] = text.partition("=")
             if not equals:
                 raise ArgumentError(f"--sandbox-option {name}: NAME=VALUE is expected")
+        for path in self.path:
+            if not path.startswith("/"):
+                raise ArgumentError(f"--path {path}: an absolute path is expected")
         harness: Any = _find("--harness", self.harness, HARNESSES)
         kind: Any = _find("--sandbox", self.sandbox, SANDBOXES)
         if not isinstance(harness, Harness):

@@ -50,6 +50,8 @@ shim/trajkit_rollout/sandbox.py: rollout/test_sandbox rollout/test_attacks
     a place may be in another one
         |if not _PLACE.fullmatch(place) or len(around) > 1:|
         -> |if not _PLACE.fullmatch(place):|
+    a program may be found in the workspace
+        |for one in kept[name].split(":") if one.startswith("/")]| -> |for one in kept[name].split(":")]|
     output is not limited
         |if len(data) > room:| -> |if False:|
     a limit that cannot be enforced is dropped

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.test_grade import graded
+from tests.rollout.test_sandbox import sandbox
 from trajkit.errors import FormatError
 from trajkit_rollout.grade import StageError, Workspace
 from trajkit_rollout.rollout import Callback
-from trajkit_rollout.sandbox import LocalSandbox, SandboxSpec, remove
+from trajkit_rollout.sandbox import remove
 from trajkit_rollout.tasks import Grade, Task, archive_of, read_tasks
 
 
@@ -87,11 +88,8 @@ def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
         "xargs -0 md5sum"
     )
 
-    def box(name):
-        options = {"namespaces": "no"}
-        return LocalSandbox(SandboxSpec(name=name, scratch=tmp_path, options=options))
-
-    with box("agent") as agent, box("copy") as copy:
+    one, other = (sandbox("local", tmp_path, name=name) for name in ("agent", "copy"))
+    with one as agent, other as copy:
         work, fresh = Workspace(task, agent), Workspace(task, copy)
         work.prepare()
         fresh.prepare()
@@ -99,8 +97,8 @@ def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
         assert made.code == 0, made.stderr
         fresh.apply(work.diff())
         shell = ["sh", "-c", look]
-        one = agent.exec(shell, timeout_s=60, cwd=work.path).stdout
-        assert copy.exec(shell, timeout_s=60, cwd=fresh.path).stdout == one
+        left = agent.exec(shell, timeout_s=60, cwd=work.path).stdout
+        assert copy.exec(shell, timeout_s=60, cwd=fresh.path).stdout == left
         # nothing stays put aside
         assert not agent.exec(["find", "-name", "*~*"], timeout_s=60).stdout
 

@@ -53,6 +53,9 @@ def test_files_and_packages_that_existed_are_graded(name):
         *("pyproject.toml", "Makefile", "package.json", "pkg/vitest.config.ts"),
         *("pkg/a.test.js", "pkg/a.spec.tsx", "pkg/a_test.go", "test/a.py", "spec/a.rb"),
         *("core/src/test/java/A.java", "pkg/b_test.exs", "test_data.json"),
+        *("pkg/jest.config.json", "pkg/karma.conf.js", "pkg/a.cmake", "pkg/a.mak"),
+        *("pkg/ATest.java", "pkg/a.snap", "pkg/testdata/a", "pkg/__mocks__/fs.js"),
+        *("pkg/go.work", "pkg/pnpm-lock.yaml", "pkg/phpunit.xml", "pkg/build.sbt"),
         # what takes the place of other files
         *("lib/tests", "pkg/a.py/x.txt", "pkg/sub"),
         # what is installed in the workspace

@@ -12,12 +12,17 @@ from functools import cache
 import pytest
 
 from tests.rollout.test_rollout import AGENT, command, run, sessions
-from tests.rollout.test_sandbox import ISOLATED
+from tests.rollout.test_sandbox import ISOLATED, PYTEST
 from trajkit_rollout.tasks import Task
 
 BEFORE = {"it.py": "def f():\n    return 0\n", "pkg/__init__.py": "", "src/a.txt": "a"}
 BEFORE["pkg/fixtures.py"] = (
     "import pytest\n\n@pytest.fixture\ndef one():\n    return 1\n"
+)
+BEFORE["show.py"] = "import it\nprint(it.f())\n"
+BEFORE["manage.py"] = (
+    "import os, unittest\n"
+    "unittest.main(None, argv=['', 'discover', '-s', os.environ['TESTS']])\n"
 )
 TEST = "from it import f\n\ndef test_f():\n    assert f() == 1\n"
 CASE = """\
@@ -34,7 +39,7 @@ import subprocess, sys, copy
 program = [sys.executable, "-c", "import it; print(it.f())"]
 print(float(subprocess.run(program, capture_output=True).stdout.strip() == b"1"))
 """
-VERIFIER = 'python -m pytest -q "$TESTS" && echo 1 > "$LOGS/reward.txt" || '
+VERIFIER = f'{PYTEST} "$TESTS" && echo 1 > "$LOGS/reward.txt" || '
 VERIFIER += 'echo 0 > "$LOGS/reward.txt"'
 # tests that skip themselves, which is no failure
 SKIPS = {
@@ -109,6 +114,79 @@ GRADERS = {
     ),
 }
 
+DOCUMENT = ">>> from it import f\n>>> f()\n1\n"
+STARTS = """\
+import os, subprocess, sys
+program = [sys.executable, "-m", "pytest", "-q", os.environ["TESTS"]]
+code = subprocess.run(program).returncode
+"""
+HELPER = """\
+import contextlib, functools
+
+class Checker:
+    @property
+    def right(self): return 1
+
+@contextlib.contextmanager
+def right():
+    yield Checker().right
+
+@functools.lru_cache
+def check(value):
+    with right() as expected: assert value == expected
+"""
+CHECKS = """\
+from it import f
+from helper import check
+
+def test_f(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    check(f())
+"""
+DECODES = (
+    "import json\nfrom it import f\ndef test_f(): assert json.loads(str(f())) == 1\n"
+)
+WAITS = CASE.replace("TestCase", "IsolatedAsyncioTestCase").replace("def", "async def")
+SHOWS = 'python "$WORKSPACE/show.py" | grep -qx 1; echo $((!$?)) > "$LOGS/reward.txt"'
+# programs that are no file, or start or call a test runner; what tests use
+GRADERS |= {
+    "document": ({"test_it.txt": DOCUMENT}, {"command": "python -m pytest -q"}),
+    "doctest": ({"it.txt": DOCUMENT}, {"command": "python -m doctest {tests}/it.txt"}),
+    "code": ({}, {"command": "python -c 'from it import f; assert f() == 1'"}),
+    "input": ({}, {"command": f"python - <<END\n{PLAIN}END"}),
+    "django": ({"test_it.py": CASE}, {"command": "python {workspace}/manage.py test"}),
+    "started": (
+        {"run.py": f"{STARTS}sys.exit(code)", "test_it.py": TEST},
+        {"command": "python {tests}/run.py"},
+    ),
+    "started by a script": (
+        {"run.py": f"{STARTS}print(float(code == 0))", "test_it.py": TEST},
+        {"kind": "script", "script": "run.py"},
+    ),
+    "called": (
+        {
+            "run.py": "import pytest, sys\nsys.exit(pytest.main(['-q', sys.argv[1]]))",
+            "test_it.py": TEST,
+        },
+        {"command": "python {tests}/run.py {tests}/test_it.py"},
+    ),
+    "workers": (
+        {"test_it.py": TEST},
+        {"command": "python -m pytest -q -n 2", "plugins": ["xdist.plugin"]},
+    ),
+    "helped": (
+        {"helper.py": HELPER, "test_it.py": CHECKS},
+        {"command": "python -m pytest -q"},
+    ),
+    "decoded": ({"test_it.py": DECODES}, {"command": "python -m pytest -q"}),
+    "coroutine": ({"test_it.py": WAITS}, {"command": "python -m unittest"}),
+    "shell": ({"right": "1"}, {"kind": "reward_file", "command": SHOWS}),
+    "test.sh": (
+        {"test.sh": f"#{'#' * 400}\n{SHOWS}\n{'#' * 400}\n"},
+        {"kind": "reward_file"},
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Cheat:
@@ -129,6 +207,24 @@ ENDS = "cannot be graded: grade: {}: a test process ended before its tests did"
 CHANGED = "changed while tests ran: "
 EXIT = "echo 'import os; os._exit(0)' > "
 UNSOLVED = "\ndef f(): return 0"
+# of an installed package
+PLUGIN = f"""\
+mkdir extra-1.dist-info; {EXIT} extra_plugin.py; cd extra-1.dist-info
+printf 'Metadata-Version: 2.1\\nName: extra\\nVersion: 1\\n' > METADATA
+printf '[pytest11]\\nextra = extra_plugin\\n' > entry_points.txt
+"""
+# a function of which pytest's session counts no failure
+TAKES_BACK = """\
+import sys
+def f():
+    frame = sys._getframe()
+    while frame and 'session' not in frame.f_locals:
+        frame = frame.f_back
+    session = frame.f_locals['session']
+    uncounted = property(lambda self: 0, lambda self, value: None)
+    kind = type('Session', (type(session),), {'testsfailed': uncounted})
+    session.__class__ = kind
+"""
 
 CHEATS = {
     # settings, and modules that the grader or the interpreter imports
@@ -146,18 +242,9 @@ CHEATS = {
         "not graded: org/python/core.py",
         "script",
     ),
-    "entry point": Cheat(
-        "mkdir extra-1.dist-info; cd extra-1.dist-info; "
-        "printf 'Metadata-Version: 2.1\\nName: extra\\nVersion: 1\\n' > METADATA; "
-        f"printf '[pytest11]\\nextra = extra_plugin\\n' > entry_points.txt; cd ..; "
-        f"{EXIT} extra_plugin.py",
-        "not graded: extra-1.dist-info/entry_points.txt",
-    ),
+    "entry point": Cheat(PLUGIN, "not graded: extra-1.dist-info/entry_points.txt"),
     "entry point where everything may change": Cheat(
-        "mkdir extra-1.dist-info; cd extra-1.dist-info; "
-        "printf 'Metadata-Version: 2.1\\nName: extra\\nVersion: 1\\n' > METADATA; "
-        f"printf '[pytest11]\\nextra = extra_plugin\\n' > entry_points.txt; cd ..; "
-        f"{EXIT} extra_plugin.py",
+        PLUGIN,
         "graded, but it can change how tests run: extra_plugin.py",
         "verifier",
         {"editable": ["**"]},
@@ -249,6 +336,14 @@ CHEATS = {
         module(
             "import _pytest.python as p\ndef g(self): pass\n"
             "p.Function.runtest.__code__ = g.__code__\ndef f(): return 0"
+        ),
+        f"{CHANGED}Function.runtest.__code__",
+    ),
+    "changed kind of a function": Cheat(
+        module(
+            "import _pytest.python as p, inspect\ncode = p.Function.runtest.__code__\n"
+            "flags = code.co_flags | inspect.CO_COROUTINE\n"
+            "p.Function.runtest.__code__ = code.replace(co_flags=flags)" + UNSOLVED
         ),
         f"{CHANGED}Function.runtest.__code__",
     ),
@@ -645,16 +740,7 @@ CHEATS |= {
         for grader in ("two files", "two files of unittest", "two runs")
     },
     "failures that are taken back": Cheat(
-        module(
-            "import sys\ndef f():\n    frame = sys._getframe()\n"
-            "    while frame and 'session' not in frame.f_locals:\n"
-            "        frame = frame.f_back\n"
-            "    session = frame.f_locals['session']\n"
-            "    kind = type(session)\n"
-            "    session.__class__ = type('Session', (kind,), {'testsfailed': property("
-            "lambda self: 0, lambda self, value: None)})\n    return 0"
-        ),
-        grader="two files",
+        module(f"{TAKES_BACK}    return 0"), grader="two files"
     ),
     "failures that are taken back, unittest": Cheat(
         module(
@@ -687,13 +773,7 @@ CHEATS |= {
     ),
     "a watcher that is sent away": Cheat(
         module(
-            "import sys\ndef f():\n    frame = sys._getframe()\n"
-            "    while frame and 'session' not in frame.f_locals:\n"
-            "        frame = frame.f_back\n"
-            "    session = frame.f_locals['session']\n"
-            "    session.__class__ = type('Session', (type(session),), {'testsfailed': "
-            "property(lambda self: 0, lambda self, value: None)})\n"
-            "    manager = session.config.pluginmanager\n"
+            f"{TAKES_BACK}    manager = session.config.pluginmanager\n"
             "    for each in list(manager.get_plugins()):\n"
             "        if hasattr(each, 'name_of'):\n"
             "            manager.unregister(each)\n    return 0"
@@ -892,6 +972,146 @@ CHEATS |= {
             "grade": {"command": "sh {workspace}/env/bin/pytest"},
         },
     ),
+}
+
+PRINTS = """\
+import os, sys, time
+parent, end = os.getppid(), time.time() + 20
+if os.fork() == 0:
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    for process in (parent, 1):
+        try: out = os.open(f"/proc/{process}/fd/1", os.O_WRONLY)
+        except OSError: continue
+        while time.time() < end: os.write(out, b"1.0\\n")
+"""
+RUNS = "import _pytest.python as p; p.Function.runtest = lambda self: None"
+# a shell reads its program while it runs
+REWRITES = """\
+import os
+tests = os.environ["TESTS"] + "/test.sh"
+with open(tests) as file: text = file.read()
+after = f"echo 1 > $LOGS/reward.txt; cat /tmp/old > {tests}; exit\\n"
+with open("/tmp/old", "w") as file: file.write(text)
+with open(tests, "w") as file: file.write("\\n" * 2000 + after)
+"""
+
+
+def writes(place, text):
+    """A module under test that writes a file at its import."""
+    return module(
+        f"import os\nname = os.path.expandvars({place!r})\n"
+        "os.makedirs(os.path.dirname(name), exist_ok=True)\n"
+        f"if not os.path.exists(name): open(name, 'w').write({text!r})" + UNSOLVED
+    )
+
+
+# kinds that got a reward without a finding, by programs and places that were not watched
+CHEATS |= {
+    **{
+        f"early exit, {grader}": Cheat(
+            module("import os; os._exit(0)"),
+            "a test process ended before its tests did",
+            grader,
+        )
+        for grader in (
+            *("doctest", "code", "input", "django", "started"),
+            "started by a script",
+        )
+    },
+    **{
+        f"exit of a function without a file, {grader}": Cheat(
+            module("exec('def f(): raise SystemExit')"), grader=grader
+        )
+        for grader in ("code", "input")
+    },
+    **{
+        f"changed runner, {grader}": Cheat(
+            module(RUNS + UNSOLVED),
+            f"{CHANGED}_pytest.python.Function.runtest",
+            grader,
+        )
+        for grader in ("called", "workers")
+    },
+    "changed comparison of a document": Cheat(
+        module(
+            "import doctest; doctest.OutputChecker.check_output = lambda *_: True"
+            + UNSOLVED
+        ),
+        f"{CHANGED}doctest.OutputChecker.check_output",
+        "document",
+    ),
+    "changed class of a module inside another": Cheat(
+        module(
+            "import json.decoder as d; d.JSONDecoder.decode = lambda *_: 1" + UNSOLVED
+        ),
+        f"{CHANGED}json.decoder.JSONDecoder.decode",
+        "decoded",
+    ),
+    "coroutines that nobody awaits": Cheat(
+        module(
+            "import asyncio.runners as r\n"
+            "r.Runner.run = lambda self, waits, **_: waits.close()" + UNSOLVED
+        ),
+        f"{CHANGED}asyncio.runners.Runner.run",
+        "coroutine",
+    ),
+    "changed helper": Cheat(
+        module("import helper; helper.check = lambda value: None" + UNSOLVED),
+        f"{CHANGED}helper.check",
+        "helped",
+    ),
+    "another helper": Cheat(
+        module(
+            "import sys, types; h = sys.modules['helper'] = types.ModuleType('helper')\n"
+            "h.check = lambda value: None" + UNSOLVED
+        ),
+        f"{CHANGED}helper, which is a file of the tests",
+        "helped",
+    ),
+    "another helper with a file": Cheat(
+        module(
+            "import os, sys, types\nh = sys.modules['helper'] = types.ModuleType('x')\n"
+            "h.__file__ = os.environ['TESTS'] + '/helper.py'\n"
+            "h.check = lambda value: None" + UNSOLVED
+        ),
+        f"{CHANGED}helper.check",
+        "helped",
+    ),
+    "other builtins of a test module": Cheat(
+        module(
+            "import sys, builtins\nif m := sys.modules.get('test_it'):\n"
+            "    vars(m)['__builtins__'] = {**vars(builtins), 'len': lambda x: 1}\n"
+            "def f(): return []"
+        ),
+        f"{CHANGED}test_it.__builtins__",
+        more={"tests": {"test_it.py": "from it import f\ndef test(): assert len(f())"}},
+    ),
+    "a process that prints for a script": Cheat(
+        module(PRINTS + UNSOLVED), grader="script"
+    ),
+    "a reward that nobody can write again": Cheat(
+        module(
+            "import os\nlogs = os.environ['LOGS']\nname = logs + '/reward.txt'\n"
+            "open(name, 'w').write('1')\nos.chmod(name, 0o444)\nos.chmod(logs, 0o555)"
+            + UNSOLVED
+        ),
+        "verifier/reward.txt",
+        "shell",
+    ),
+    "a shell program that changes while it runs": Cheat(
+        module(REWRITES + UNSOLVED), f"{CHANGED}test.sh", "test.sh"
+    ),
+    **{
+        f"a file for the second run, {place}": Cheat(
+            writes(place, text), f"{CHANGED}{found}", "two runs"
+        )
+        for place, text, found in (
+            ("$TESTS/../pytest.ini", "[pytest]\naddopts = --co\n", "../pytest.ini"),
+            ("$GRADER/pytest.py", "import os; os._exit(0)", ""),
+            ("$TESTS/helper/__init__.py", "", "helper/__init__.py"),
+        )
+    },
 }
 
 

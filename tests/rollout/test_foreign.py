@@ -6,9 +6,10 @@ import sys
 import pytest
 
 from tests.rollout.test_rollout import AGENT, EXAMPLES, command, run, sessions
-from tests.rollout.test_sandbox import ISOLATED, unpack
+from tests.rollout.test_sandbox import ISOLATED, PYTEST, unpack
 from trajkit.cli import BAD_DATA, DONE
 from trajkit.errors import FormatError
+from trajkit_rollout.sandbox import LocalSandbox, SandboxError
 from trajkit_rollout.tasks import read_tasks
 
 # a folder as `harbor init` makes it (harbor 0.25.0), with the task of its tutorial
@@ -41,9 +42,9 @@ allow_internet = true
 """,
     "environment/Dockerfile": "FROM python:3.13-slim\n\nWORKDIR /app\n\nCOPY seed.txt .\n",
     "environment/seed.txt": "seed\n",
-    "tests/test.sh": """\
+    "tests/test.sh": f"""\
 #!/bin/bash
-python -m pytest /tests/test_outputs.py -rA
+{PYTEST} /tests/test_outputs.py -rA
 if [ $? -eq 0 ]; then
   echo 1 > /logs/verifier/reward.txt
 else
@@ -115,6 +116,21 @@ def test_the_solution_and_no_change_are_graded_before_a_run(tmp_path, capsys):
     assert self_test(EXAMPLES / "leap", capsys) == (DONE, right)
 
 
+def test_self_tests_of_one_task_have_sandboxes_of_their_own(monkeypatch, capsys):
+    """Two at once would otherwise remove each other's containers."""
+    names = []
+
+    def start(box):
+        names.append(box.spec.name)
+        raise SandboxError("no room")
+
+    monkeypatch.setattr(LocalSandbox, "start", start)
+    for _ in range(2):
+        refused = [("solution", None), ("no change", None)]
+        assert self_test(EXAMPLES / "leap", capsys) == (BAD_DATA, refused)
+    assert len({*names}) == len(names) == 4
+
+
 @apart
 def test_a_task_that_grades_wrongly_is_found(tmp_path, capsys):
     lenient = {"tests/test.sh": "echo 1 > /logs/verifier/reward.txt"}
@@ -161,8 +177,8 @@ COPY Makefile my.data/a.txt src/both/
 """,
     "environment/Makefile": "all:\n",
     "environment/my.data/a.txt": "a\n",
-    "tests/test.sh": """\
-cd /tests/inner && python -m pytest -q test_it.py
+    "tests/test.sh": f"cd /tests/inner && {PYTEST} test_it.py"
+    """
 tests=$((!$?))
 echo "{\\"tests\\": $tests, \\"limit\\": $((tests * LIMIT / 3))}" > $LOGS/reward.json
 """,

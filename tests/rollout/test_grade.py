@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.test_sandbox import sandbox
+from tests.rollout.test_sandbox import PYTEST, sandbox
 from trajkit.errors import FormatError
 from trajkit_rollout.grade import AgentError, StageError, Workspace, grade
-from trajkit_rollout.sandbox import Limits, LocalSandbox, SandboxSpec, pack
+from trajkit_rollout.sandbox import Limits, LocalSandbox, pack
 from trajkit_rollout.tasks import read_tasks
 
 
@@ -49,7 +49,6 @@ def test_a_workspace_begins_with_the_same_commit_in_every_rollout(tmp_path):
     assert commits[0] == commits[1]
 
 
-PYTEST = "python -m pytest -q"
 TESTS = """
 import os, pytest
 
@@ -126,6 +125,15 @@ def test_a_test_that_is_skipped_is_skipped_on_the_base_commit_too(tmp_path, valu
         AgentError, match=r"not without .* skipped: test_it\.py::test_f"
     ):
         graded(tmp_path, patch=patch, **fields)
+
+
+def test_a_solution_may_be_the_first_that_imports_asyncio(tmp_path):
+    """Whose import marks functions as coroutines, which changes their code."""
+    tests = {"test_it.py": "import it\ndef test_f(): assert it.f == 2\n"}
+    fields = {"workspace": {"it.py": "same\n"}, "tests": tests}
+    fields["grade"] = {"command": PYTEST}
+    patch = HUNK.format("it.py", "it.py").replace("changed", "import asyncio; f = 2")
+    assert graded(tmp_path, patch=patch.encode(), **fields) == 1.0
 
 
 def test_tests_that_a_step_before_them_writes_are_found(tmp_path):
@@ -432,8 +440,7 @@ def swebench_graded(tmp_path, instance, timeout_s=60):
         workdir="/testbed",
         grade={"kind": "swebench", "instance": instance, "timeout_s": timeout_s},
     )
-    spec = SandboxSpec(name="box", scratch=tmp_path, options={"namespaces": "no"})
-    with AtRoot(spec) as box:
+    with AtRoot(sandbox("local", tmp_path).spec) as box:
         workspace = Workspace(task, box)
         return grade(workspace, b"+a", finished=True)
 

@@ -21,6 +21,7 @@ import pytest
 import trajkit as tk
 from tests.made_tables import linearized
 from tests.rollout.test_sandbox import ISOLATED, goes_on, marked
+from tests.shim.processes import COMMAND
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_rollout import rollout
@@ -221,19 +222,19 @@ def test_a_failure_that_changes_may_have_caused_is_a_reward_of_zero(
     assert found.startswith(f"cannot be graded: {finding}")
 
 
-ENDLESS_BEFORE = """
-import os, pathlib, pytest, time
+ENDS_BEFORE = """
+import os, pathlib, pytest
 
 if "yes" not in pathlib.Path(os.environ["WORKSPACE"], "a.txt").read_text():
-    time.sleep(600)
+    os._exit(0)
 def test_f(): pytest.skip()
 """
 
 
 def test_what_cannot_be_compared_with_the_base_commit_is_a_reward_of_zero(roll):
-    """Otherwise an agent could skip tests where the base commit has no end."""
-    grade = {"command": "python -m pytest -q", "timeout_s": 6}
-    fields = {"tests": {"test_a.py": ENDLESS_BEFORE}, "grade": grade}
+    """Otherwise an agent could skip tests where those of the base commit do not end."""
+    grade = {"command": "python -m pytest -q"}
+    fields = {"tests": {"test_a.py": ENDS_BEFORE}, "grade": grade}
     code, _, line = roll(fields)
     assert (code, line["reward"], line["error"]) == (DONE, 0.0, None)
     (found,) = line["findings"]
@@ -319,21 +320,22 @@ def test_all_that_an_agent_changed_is_graded_but_for_the_tests(tmp_path, roll):
     assert (code, line["error"], line["reward"]) == (DONE, None, 1.0)
 
 
-def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
-    """A run in a process of its own, ended when so many of its rollouts are over.
-
-    And when so many turns are in its log. Its exit code.
-    """
-    code = (
-        "import sys; from tests.rollout import test_rollout as t\n"
-        f"sys.exit(t.run({argv!r}))"
-    )
-    paths = os.pathsep.join(["", str(Path(__file__).parents[2]), *sys.path])
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths},
+def runner_of(argv):
+    """A run in a process of its own, without its output."""
+    root = str(Path(__file__).parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "rollout", *argv],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])},
         stdout=subprocess.DEVNULL,
-    ) as runner:
+    )
+
+
+def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
+    """The exit code of a run in a process of its own, which a signal ended.
+
+    That comes once so many of its rollouts are over, and so many turns in its log.
+    """
+    with runner_of(argv) as runner:
         journal = out / "rollouts.log"
         try:
             while not (
@@ -368,7 +370,7 @@ def logged(out):
 
 
 def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do):
-    tasks = write_tasks(tmp_path / "t.jsonl", **{f"t{i}": {} for i in range(6)})
+    tasks = write_tasks(tmp_path / "t.jsonl", **{f"t{i}": {} for i in range(4)})
     out = tmp_path / "run"
     killed_run(command(tasks, out, "--parallel", "2", manners="orphan"), out, 2)
     with (out / "rollouts.log").open("a") as journal:
@@ -378,10 +380,10 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do):
 
     code, said = do(command(tasks, out, "--parallel", "2"))
     assert (code, said["over_before"]) == (DONE, len(over))
-    assert said["over"] == 6 - len(over)
+    assert said["over"] == 4 - len(over)
     lines = sessions(out)
     graded = [s for s in lines.values() if s["error"] is None]
-    assert sorted(s["group_id"] for s in graded) == [f"t{i}" for i in range(6)]
+    assert sorted(s["group_id"] for s in graded) == [f"t{i}" for i in range(4)]
     assert {s["reward"] for s in graded} == {1.0}
     for name in began - over:
         assert lines[name]["reward"] is None
@@ -400,7 +402,7 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do):
     # as if it had been killed after the last rollout
     (out / "sessions.parquet").unlink()
     code, said = do(command(tasks, out))
-    assert (code, said["over_before"], said["over"]) == (DONE, 6, 0)
+    assert (code, said["over_before"], said["over"]) == (DONE, 4, 0)
     assert sessions(out) == lines
 
 
@@ -419,17 +421,11 @@ def test_nothing_is_lost_or_counted_twice_after_twenty_kills(tmp_path, do):
     with running(app) as url:
         options = ("--gateway", url, "--admin-token", "secret", "--repeat", "24")
         argv = command(tasks, out, *QUICK, *options, "--parallel", "3")
-        code = f"import sys; from trajkit.cli import main; sys.exit(main({argv!r}))"
         kills = 0
         while kills < 20:
             begun = len(journal.read_bytes().splitlines()) if journal.exists() else 0
             lines = begun + draw.randint(1, 5)
-            with subprocess.Popen(
-                [sys.executable, "-c", code.replace("[", "['rollout', ", 1)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            ) as runner:
+            with runner_of(argv) as runner:
                 while goes_on(runner):
                     if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
                         runner.kill()
@@ -521,6 +517,7 @@ def test_one_process_works_on_a_run(tmp_path, capsys):
         (["--engine", "sglang"], "needs --engine-url"),
         (["--ray", "auto"], "--ray needs --gateway"),
         (["--resource", "gpu=x"], "could not convert string to float"),
+        (["--path", "bin"], "--path bin: an absolute path is expected"),
     ],
 )
 def test_options_that_name_nothing_are_wrong_usage(tmp_path, capsys, options, said):

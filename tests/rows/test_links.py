@@ -179,6 +179,206 @@ def test_request_ids_of_any_kind_rank():
         assert rows["input_ids"].to_pylist() == [[1, 2, 3, 5, 3]]
 
 
+# --- edges between agents
+
+
+def turn(prompt, output, agent=None, by=None, call="c", kind=None):
+    """A turn with the gateway's columns of agents."""
+    return {
+        "prompt_ids": prompt,
+        "output_ids": [output],
+        "agent_id": agent,
+        "call_kind": kind,
+        "started_by_turn": by,
+        "started_by_call": None if by is None else call,
+    }
+
+
+# main's turns up to a tool call, and those after its answer
+MAIN, MAIN_ON = turn([1, 2], 3), turn([1, 2, 3, 4], 5)
+SUB, SUB_ON = turn([7], 8, "a", 0), turn([7, 8, 9], 10, "a")
+AGAIN = [1, 2, 3, 4, 5, 6]
+OTHER = turn([27], 28, "b", 0, "d")
+
+
+def edges_of(links):
+    return [
+        [(edge["kind"], edge["turn"]) for edge in edges]
+        for edges in links["agent_edges"].to_pylist()
+    ]
+
+
+def nameless(one):
+    return {**one, "agent_id": None}
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        pytest.param([MAIN, MAIN_ON], {}, id="one agent, one history"),
+        pytest.param(
+            [MAIN, SUB, SUB_ON, MAIN_ON, turn(AGAIN, 7)],
+            {1: [("call", 0)], 3: [("return", 2)]},
+            id="a sub-agent",
+        ),
+        pytest.param(
+            [MAIN, nameless(SUB), nameless(SUB_ON), MAIN_ON],
+            {1: [("call", 0)], 3: [("return", 2)]},
+            id="a sub-agent without a name",
+        ),
+        pytest.param([MAIN, SUB, SUB_ON], {1: [("call", 0)]}, id="no return"),
+        pytest.param(
+            [MAIN, SUB, turn([17], 18, "b", 1), SUB_ON, MAIN_ON],
+            {
+                1: [("call", 0)],
+                2: [("call", 1)],
+                3: [("return", 2)],
+                4: [("return", 3)],
+            },
+            id="a sub-agent of a sub-agent",
+        ),
+        *(
+            pytest.param(
+                [MAIN, *map(change, (SUB, OTHER, SUB_ON)), MAIN_ON],
+                {
+                    1: [("call", 0)],
+                    2: [("call", 0)],
+                    4: [("return", 2), ("return", 3)],
+                },
+                id=f"two side by side, {words}",
+            )
+            for change, words in ((dict, "with names"), (nameless, "without names"))
+        ),
+        pytest.param(
+            [MAIN, SUB, MAIN_ON, SUB_ON, turn(AGAIN, 7)],
+            {1: [("call", 0)], 4: [("return", 3)]},
+            id="main goes on beside a sub-agent",
+        ),
+        pytest.param(
+            [MAIN, SUB, turn([1, 20], 5), MAIN_ON],
+            {1: [("call", 0)], 2: [("compaction", 0)], 3: [("return", 1)]},
+            id="a return goes on from the calling turn",
+        ),
+        pytest.param(
+            [MAIN, nameless(SUB), MAIN_ON, turn([27], 28, None, 2), turn(AGAIN, 7)],
+            {
+                1: [("call", 0)],
+                2: [("return", 1)],
+                3: [("call", 2)],
+                4: [("return", 3)],
+            },
+            id="ids of tool calls that begin anew in each reply",
+        ),
+        pytest.param(
+            [MAIN, *(turn([k], 8, None, 0, None) for k in (7, 27)), MAIN_ON],
+            {
+                1: [("call", 0)],
+                2: [("call", 0)],
+                3: [("return", 1), ("return", 2)],
+            },
+            id="tool calls without an id",
+        ),
+        pytest.param(
+            [MAIN, MAIN_ON, turn([1, 20], 5), turn([1, 20, 5, 6], 7)],
+            {2: [("compaction", 1)]},
+            id="compaction of main",
+        ),
+        pytest.param(
+            [MAIN, SUB, SUB_ON, turn([70, 30], 8, "a", 0), MAIN_ON],
+            {1: [("call", 0)], 3: [("compaction", 2)], 4: [("return", 3)]},
+            id="compaction of a sub-agent",
+        ),
+        pytest.param(
+            [MAIN, {**MAIN, "output_ids": [9]}, MAIN_ON], {}, id="a prompt sent again"
+        ),
+        pytest.param(
+            [MAIN, turn([1, 2, 3, 4], 5, "a"), turn([1, 2, 3, 4, 5, 6], 7, "a")],
+            {1: [("continuation", 0)]},
+            id="another agent goes on from main's history",
+        ),
+        pytest.param(
+            [MAIN, SUB, turn([7, 8, 9], 10), MAIN_ON],
+            {1: [("call", 0)], 2: [("continuation", 1)], 3: [("return", 1)]},
+            id="main goes on from a sub-agent's history",
+        ),
+        pytest.param(
+            [MAIN, turn([1, 2, 3, 4], 5, "a", kind="title"), turn(AGAIN, 7)],
+            {},
+            id="a turn goes on from a side call",
+        ),
+        pytest.param(
+            [MAIN, turn([40], 41, kind="title"), turn([1, 20], 5, kind="agent")],
+            {2: [("compaction", 0)]},
+            id="a side call",
+        ),
+        pytest.param(
+            [MAIN, turn([1, 2, 3, 50], 51, kind="compaction", by=0)],
+            {},
+            id="a side call of a sub-agent",
+        ),
+    ],
+)
+@pytest.mark.parametrize("policy", ["faithful", "strict", "nemo", "graph", "polar"])
+def test_edges_between_agents(turns, expected, policy):
+    """The same in each session, for a table and for batches."""
+    sessions = [{**one, "session_id": name} for name in "st" for one in turns]
+    table = turns_table(sessions)
+    links = tk.link(table, policy)
+    found = edges_of(links)
+    assert found == [expected.get(k, []) for k in range(len(turns))] * 2
+    assert {kind for edges in found for kind, _ in edges} <= {*tk.schema.AGENT_EDGES}
+    batches = tk.link_batches(iter(table.to_batches(max_chunksize=1)), policy)
+    assert pa.Table.from_batches(batches) == links == tk.validate(links)
+
+
+def test_a_sub_agent_returns_once():
+    """Another agent may go on from the calling turn, and the caller twice."""
+    other = turn([1, 2, 3, 4], 5, "b")
+    turns = turns_table([MAIN, SUB, other, MAIN_ON, turn([1, 2, 3, 9], 5)])
+    expected = [[], [("call", 0)], [("continuation", 0)], [("return", 1)], []]
+    assert edges_of(tk.link(turns)) == expected
+
+
+def test_edges_of_turns_that_no_row_or_history_has():
+    """Of a turn in no row and without a look at prompts, only a call is known."""
+    retried = [MAIN, SUB, {**SUB, "output_ids": [9]}, turn([7, 9, 1], 2, "a"), MAIN_ON]
+    links = tk.link(turns_table(retried), "nemo")
+    assert links["order"].to_pylist()[1] is None
+    assert edges_of(links) == [[], [("call", 0)], [], [], [("return", 3)]]
+    for parent_by in ("none", "previous"):
+        edges = edges_of(link_by(turns_table(retried), parent_by))
+        assert edges == [[], [("call", 0)], [], [], []]
+
+
+def test_edges_are_unknown_without_columns_of_agents():
+    bare = turns_table([MAIN, SUB]).drop_columns(["agent_id", "started_by_turn"])
+    assert tk.link(bare)["agent_edges"].to_pylist() == [None, None]
+    names = turns_table([MAIN, SUB]).drop_columns(["started_by_turn"])
+    assert tk.link(names)["agent_edges"].to_pylist() == [[], []]
+    numbered = replaced(names, "agent_id", pa.array([None, 7]))
+    assert tk.link(numbered)["agent_edges"].to_pylist() == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("by", "match"),
+    [
+        (5, "turn 1: started_by_turn 5 is not a turn of the session"),
+        (1, "turn 1: started_by_turn 1 is not another turn_index"),
+    ],
+)
+def test_a_start_by_no_other_turn_is_refused(by, match):
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.link(turns_table([MAIN, turn([7], 8, "a", by)]))
+
+
+def test_links_need_no_edges():
+    table = turns_table([MAIN, SUB, MAIN_ON])
+    links = tk.link(table)
+    bare = links.drop_columns(["agent_edges"])
+    assert tk.linearize(table, links=bare) == tk.linearize(table, links=links)
+    assert tk.classify_drift(table, bare) == tk.classify_drift(table, links)
+
+
 # --- tools
 
 

@@ -18,6 +18,7 @@ from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.policies import ParentBy, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows import plan as planning
+from trajkit.rows.agents import agent_edges
 from trajkit.rows.routes import ROUTES, first_of_session
 from trajkit.rows.splice import splice
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, REPORT, ROWS, SEGMENT_KINDS
@@ -366,7 +367,7 @@ def link(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
 
     def one(turns: pa.Table) -> pa.Table:
         calls = Sessions.of(turns)
-        return links_table(calls, find_links(calls, calls.forest, chosen))
+        return links_table(calls, find_links(calls, calls.forest, chosen), chosen)
 
     return stages.apply(one, turns, table_of=as_turns)
 
@@ -395,8 +396,8 @@ def n_by_tokens(calls: Sessions, policy: Policy) -> Longs:
     return np.bincount(calls.session, which, len(calls)).astype(np.int64)
 
 
-def links_table(calls: Sessions, links: Records) -> pa.Table:
-    """The ``links`` table of the calls' links."""
+def links_table(calls: Sessions, links: Records, policy: Policy) -> pa.Table:
+    """The ``links`` table of the calls' links under a policy."""
 
     def turns(index: Ints) -> pa.Array:
         return pa.array(calls.turn_index[index], mask=index < 0)
@@ -413,6 +414,7 @@ def links_table(calls: Sessions, links: Records) -> pa.Table:
         pa.array(links["order"], mask=links["order"] < 0),
         turns(links["rewritten_by"]),
         names(links["segment"] - 1, SEGMENT_KINDS),
+        agent_edges(calls, links, policy),
     ]
     return pa.Table.from_arrays(columns, schema=LINKS)
 

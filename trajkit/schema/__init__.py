@@ -120,6 +120,18 @@ tools_key text?: what `trajkit.turns.tools_key` gives of the tools that the requ
 """Optional columns of ``turns`` that tell which turn continues which. ``nemo`` follows
 recorded parents, and prefixes in sessions without them; ``graph`` compares tools."""
 
+AGENTS = described(f"""turns
+{_TURN}
+agent_id text?: the agent that called. null: the main agent, or one without a name
+call_kind text?: agent or transcript: a call in the history of its agent, as null. Any other
+    is a side call, which the harness made for itself
+started_by_turn int32? (another, turn_exists): the turn whose reply started the agent with a
+    tool call. null: none, or unknown
+started_by_call text?: the id of that tool call
+""")
+"""Optional columns of ``turns`` that tell which agent called. A turn without name and start
+is of the agent of its parent, if that has no name either, or else the main agent's."""
+
 ATTRIBUTION = described(f"""turns
 {_TURN}
 prompt_message_index [int32]?: one per prompt token: index of the message that it renders,
@@ -512,6 +524,25 @@ subagent: A sub-agent's segment: its tool call was answered, or the session ende
 final: The main agent's last segment.
 """)
 
+AGENT_EDGES = defined("""Kinds of edges between turns of different agents or histories.
+
+call: From the turn whose tool call started a sub-agent, to the sub-agent's first turn.
+return: From a sub-agent's last turn, to the first later turn of its caller that goes on
+    from the calling turn: it has that turn as parent, or above its parent.
+compaction: From an agent's latest turn, to a turn of the agent without a parent, with which
+    its history begins anew. A prompt with which an earlier path begins is only sent again.
+continuation: From the parent, which is another agent's, to the turn.
+
+Side calls have no edges, and no edge but a call ends at a turn without an ``order``.
+``parent_by="none"`` and ``"previous"`` compare no prompts, and give calls only.
+""")
+
+AGENT_EDGE = struct("""agent_edge
+kind text?
+turn int32?
+""")
+"""An edge, of one of AGENT_EDGES, that begins at this turn."""
+
 LINKS = described(
     f"""links (parents_first)
 {_IN_ORDER}
@@ -521,6 +552,8 @@ order int32? (not_negative, differ): rank in the policy's traversal of the sessi
 rewritten_by int32? (turn_exists, later): the turn that replaced this one's reply, so that
     it does not train. null: none
 segment_kind name?: how its segment ended (SEGMENT_KINDS). null: the route has no segments
+agent_edges [agent_edge]?: edges that end at the turn, by kind and turn. null: unknown,
+    as turns have neither agent_id nor started_by_turn (AGENTS)
 """,
     reasons=one_of(LINK_REASONS),
 )

@@ -231,9 +231,9 @@ def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
             source = given.field(field.name).type
             if pa.types.is_float64(source) and pa.types.is_integer(field.type):
                 continue  # pandas makes integers floats; `misfits` refuses fractions
-            is_name = field.name in ("session_id", "group_id")
+            is_name = field.name in ("session_id", "group_id", "agent_id")
             if is_name and pa.types.is_integer(source):
-                continue  # ids of runs and groups are numbers in most systems
+                continue  # ids of runs, groups and agents are often numbers
             check_type(source, field.type, f"column {field.name!r}")
         elif not field.nullable:
             hint = did_you_mean(field.name, set(names) - set(schema.names))

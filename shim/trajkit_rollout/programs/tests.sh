@@ -1,13 +1,25 @@
-# Prints a hash and the name of each file of the tests, whose names are the input, each with
-# a null character at its end, and of what Python or pytest could read beside them.
-# Arguments: the folder of the tests, and those in it that have tests.
-cd "$1" || exit
-shift
+# Prints lines, each with the name of a file at its end, that differ when a program changed
+# the files that a grader reads: those of the tests, whose names are the input, each with a
+# null character at its end; what Python or pytest could read beside and above them; and
+# trajkit's program. No program can choose the time of a change, also if it undoes it.
+# Arguments: the folders of the reward, of trajkit's program and of the tests, and those in
+# the latter that have tests.
+logs=$1 grader=$2
+cd "$3" || exit
+shift 3
+# what keeps a verifier from writing its reward
+stat -c '%i-%a  %n' "$logs"
+find "$logs" -maxdepth 1 -name 'reward.*' ! \( -type f -perm -200 \) -exec echo 'odd  {}' \;
+readable() {
+  depth=$1
+  shift
+  find "$@" -maxdepth $depth \( -name '*.py' -o -name '*.pyc' -o -name '*.so' \
+    -o -name '*.ini' -o -name '*.toml' -o -name '*.cfg' \) -print0
+}
 {
   cat
-  find "$@" -maxdepth 1 \( -name '*.py' -o -name '*.so' -o -name '*.ini' -o -name '*.toml' \
-    -o -name '*.cfg' \) -print0
-  for each; do
-    find "$each/__pycache__" -maxdepth 1 -name '*.pyc' -print0
-  done
-} 2> /dev/null | xargs -0 sha256sum 2> /dev/null | sed 's,  \./,  ,' | sort -u
+  find "$grader" ! -type d ! -name nonce ! -name inner ! -name results -print0
+  readable 1 ..
+  readable 2 "$@"
+} 2> /dev/null | xargs -0 sh -c 'sha256sum "$@"; stat -c "%i %z  %n" "$@"' sh 2> /dev/null |
+  sed 's,  \./,  ,' | sort -u
