@@ -26,8 +26,6 @@ from trajkit_shim.sessions.turn_log import TurnLog
 # the rest of what a gateway is given is the app's
 _LOG_OPTIONS = {"form", "routed_experts", "sampling_masks"}
 USER = {"role": "user", "content": "hi"}
-# a session whose client may set what shapes the distribution
-FREE = {"client_sampling": ["temperature", "top_p", "top_k"]}
 # Each protocol by its name in the log: what reads and writes it, its path, the shortest
 # body that says "hi", and the field that offers the tool f.
 BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}

@@ -46,10 +46,8 @@ def model_directory(folder, template=None):
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"eos_token": END, "chat_template": template or own}
-    for name, content in (
-        ("tokenizer_config", named),
-        ("config", {"vocab_size": 4032}),
-    ):
+    files = {"tokenizer_config": named, "config": {"vocab_size": 4032}}
+    for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return str(folder)
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import trajkit as tk
-from tests.shim.clients import FREE, PATHS, USER
+from tests.shim.clients import PATHS, USER
 from tests.shim.fakes import (
     AS_STRING,
     RENDERER,
@@ -32,7 +32,8 @@ CHUNKED = {"transfer-encoding": "chunked", "content-length": "1"}
 
 async def test_a_reply_of_text(start):
     gateway = await start("one\ntwo")
-    session, engine = await gateway.open(**FREE), gateway.engine
+    session = await gateway.open(client_sampling=["temperature"])
+    engine = gateway.engine
     asked = {"temperature": 0.5, "max_tokens": 50, "seed": 1, "stop": ["two", "\n"]}
     reply = (await session.post(**asked)).json()
     (turn,) = gateway.turns()
@@ -56,13 +57,6 @@ async def test_a_reply_of_text(start):
     assert sampling.stop_token_ids == RENDERER.end_ids
 
 
-async def test_what_looks_like_a_call_is_text_where_no_tool_was_offered(start):
-    gateway = await start(CALL)
-    assert (await (await gateway.open()).ask())["content"] == CALL
-    (turn,) = gateway.turns()
-    assert (turn["use_tool"], turn["ill_formed"]) == (False, False)
-
-
 async def test_pins_win_over_wishes(start):
     gateway = await start("a", "b", "c", max_new_tokens=10)
     pins = {"temperature": 1.0, "max_tokens": 20, "extra": {"regex": "a|b"}}
@@ -84,16 +78,18 @@ async def test_pins_win_over_wishes(start):
 @pytest.mark.parametrize("reason", ["abort", None])
 async def test_an_incomplete_reply_is_context_only(start, reason):
     """`test_servers` has the reasons of such replies."""
-    gateway = await start(sampled("half", finish_reason=reason), "b")
+    gateway = await start(sampled("half", finish_reason=reason), CALL)
     session = await gateway.open(max_turns=1)
     message = (await session.error(503))["message"]
     assert f"broke off the call after 4 tokens, with {reason or 'no reason'}" in message
-    await session.ask()
+    # what looks like a call is text where no tool was offered
+    assert (await session.ask())["content"] == CALL
     log = gateway.table()
     aborted, retried = log.to_pylist()
     assert (aborted["trainable"], aborted["response"]) == (False, None)
     assert (aborted["finish_reason"], aborted["turn_index"]) == (reason, 0)
     assert (retried["trainable"], retried["turn_index"]) == (True, 1)
+    assert (retried["use_tool"], retried["ill_formed"]) == (False, False)
     tk.validate(log)
     # nothing of it is gone on from
     assert (await session.shown())["prompts"] == {"opening": 2}

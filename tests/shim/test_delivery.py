@@ -257,8 +257,7 @@ async def test_the_last_client_that_leaves_ends_the_work(start):
     session = await (await start(held)).open()
     call = await held.holds(session.ask())
     call.cancel()
-    async with asyncio.timeout(60):
-        await held.cancelled.wait()
+    await until(held.cancelled.is_set)
     await asyncio.gather(call, return_exceptions=True)
     assert session.gateway.turns() == []
 

@@ -201,29 +201,18 @@ async def test_the_bytes_of_images_do_not_stay_in_memory(opened):
     assert shown["cache_bytes"] < 1 << 16
 
 
-NUMBERED = r"""
-{%- set n = namespace(images=0) -%}
-{%- for m in messages -%}
-    {{- "<|im_start|>" ~ m.role ~ "\n" -}}
-    {%- for part in ([m.content] if m.content is string else m.content) -%}
-        {%- if part is string or part.type == "text" -%}{{- part.text or part -}}
-        {%- else -%}
-            {%- set n.images = n.images + 1 -%}{{- n.images ~ ": <|image_pad|>" -}}
-        {%- endif -%}
-    {%- endfor -%}
-    {{- "<|im_end|>\n" -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\n" -}}{%- endif -%}
-"""
-
-
-async def test_a_template_that_numbers_the_images(opened):
-    session = await opened("red", "green", template=NUMBERED)
+async def test_a_template_that_numbers_the_images(opened, model):
+    counted = '{%- set n.images = n.images + (part.type == "image") -%}'
+    counted += '{{- n.images ~ ": <|vision_start|>'
+    own = load_renderer(model).chat_template
+    template = own.replace('{{- "<|vision_start|>', counted)
+    template = "{%- set n = namespace(images=0) -%}" + template
+    session = await opened("red", "green", template=template)
     await session.look(PNG)
     await session.look(PNG, said("red"), JPEG)
     reasons = session.gateway.table()["render_reason"].to_pylist()
     assert reasons == ["opening", None]
-    assert "What is it?2: <|image_pad|>" in session.prompt_text()
+    assert "What is it?2: <|vision_start|>" in session.prompt_text()
 
 
 async def test_another_image_in_its_place_is_another_prompt(opened):

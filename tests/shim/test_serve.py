@@ -376,12 +376,8 @@ def test_sessions_of_all_workers_are_one_log(tmp_path):
 def test_openings_that_are_refused_and_one_id_at_once(tmp_path):
     with workers(tmp_path) as (_, urls, clients):
         for url in urls:
-            with (
-                GatewayClient(url, "wrong") as stranger,
-                raises(
-                    GatewayError, f"POST /sessions of the gateway at {url}: .*admin t"
-                ),
-            ):
+            says = f"POST /sessions of the gateway at {url}: .*admin t"
+            with GatewayClient(url, "wrong") as stranger, raises(GatewayError, says):
                 stranger.open("a")
             # what a web page may send through the browser of somebody
             for path in ("sessions", "admin/drain"):

@@ -55,12 +55,11 @@ class Double:
 
     A reply is the name of a recorded one, an object, or a `web.Response`. Other paths get
     what ``paths`` has for them, or 404. ``calls``: bodies and headers of the calls;
-    ``asked``: path and body of all other requests. With ``own_ids`` every reply has the
-    id of its request, otherwise recorded ones.
+    ``asked``: path and body of all other requests. Recorded replies have the id of their
+    request.
     """
 
-    def __init__(self, kind, *replies, own_ids=False, **paths):
-        self.own_ids = own_ids
+    def __init__(self, kind, *replies, **paths):
         self.kind, self.replies, self.calls, self.asked = kind, deque(replies), [], []
         self.entered, self.go_on = asyncio.Event(), asyncio.Event()
         self.go_on.set()
@@ -92,11 +91,11 @@ class Double:
     def _reply(self, reply, body):
         if isinstance(reply, web.Response):
             return reply
-        status, own = 200, self.own_ids
-        if isinstance(reply, str):
-            status, own = RECORDED[self.kind][reply]["status"], True
-            reply = recorded(self.kind, reply)
-        if own and status == 200:
+        if not isinstance(reply, str):
+            return web.json_response(reply)
+        status = RECORDED[self.kind][reply]["status"]
+        reply = recorded(self.kind, reply)
+        if status == 200:
             sent = body["rid"] if self.kind == "sglang" else body["request_id"]
             reply = with_id(self.kind, reply, sent)
         return web.json_response(reply, status=status)

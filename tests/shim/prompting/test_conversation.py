@@ -43,9 +43,8 @@ def book_with(*replies, messages=(USER,)):
 
 
 def calling(text, *arguments, ids="ab", **fields):
-    calls = [
-        called(id_, arguments=each) for id_, each in zip(ids, arguments, strict=False)
-    ]
+    given = zip(ids, arguments, strict=False)
+    calls = [called(id_, arguments=each) for id_, each in given]
     return said(text, tool_calls=calls, **fields)
 
 
@@ -260,11 +259,7 @@ def test_results_come_in_the_order_of_their_calls():
         "one only": ([CALLS, tool("x")], 2, "'y' of the same reply"),
         "two of one": ([CALLS, tool("x"), tool("x", "no")], 3, "another result"),
         "no call": ([tool("x")], 1, "no reply with a call"),
-        "too late": (
-            [CALLS, tool("x"), tool("y"), NEXT, tool("x")],
-            5,
-            "no reply with a call",
-        ),
+        "too late": ([CALLS, tool("x"), tool("y"), NEXT, tool("x")], 5, "no reply"),
         "a reply without calls": ([said("a"), tool("x")], 2, "its calls: none"),
     },
 )

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.shim.clients import BODIES, BY_NAME, FIELDS, USER
-from tests.shim.fakes import called, cases, raises, said, tool, user
+from tests.shim.fakes import TOOL, called, cases, raises, said, tool, user
 from trajkit_shim import json_input
 from trajkit_shim.errors import GatewayError
 
 OBJECT = {"type": "object"}
-TOOL = {"type": "function", "function": {"name": "bash", "parameters": OBJECT}}
 CALL = called("1", "f", '{"é": 1}')
 A = "a" * 32
 
@@ -212,7 +211,6 @@ def test_a_schema_in_google_s_words():
     assert request.ignored == {"tools[].googleSearch": 1}
 
 
-BASH = {"name": "bash", "input_schema": OBJECT}
 CHOICE = "tool_choice"
 CONFIG = "generationConfig"
 CALLING = "toolConfig.functionCallingConfig"
@@ -258,7 +256,7 @@ REFUSED = {
         (thought(type="tool_use", id="1", name="f", input="{}"),
          "messages[0].content[0].input"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tools": [{**BASH, "strict": 1}]}, "tools[0].strict"),
+        ({"tools": [{"name": "f", "input_schema": {}, "strict": 1}]}, "tools[0].strict"),
         ({CHOICE: {"type": "tool"}}, "tool_choice.name"),
         ({CHOICE: {"type": "required"}}, "tool_choice.type"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"), ({"top_p": 2}, "top_p"),

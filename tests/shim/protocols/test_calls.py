@@ -292,12 +292,9 @@ async def test_arguments_go_out_as_they_were_sampled(start, space):
 
 async def test_a_tool_of_a_namespace_has_the_client_s_names(start):
     (bash,) = TOOLS["openai_responses"]
-    spawn = {
-        "type": "namespace",
-        "name": "agents",
-        "tools": [{**bash, "name": "spawn"}],
-    }
-    tools = [bash, spawn, {"type": "web_search"}]
+    spawn = {**bash, "name": "spawn"}
+    agents = {"type": "namespace", "name": "agents", "tools": [spawn]}
+    tools = [bash, agents, {"type": "web_search"}]
     session = await (await start(CALL.replace('"f"', '"agents__spawn"'))).open()
     reply = (await session.post("openai_responses", tools=tools)).json()
     (item,) = reply["output"]

@@ -207,10 +207,7 @@ def test_calls_in_json_are_read_between_any_texts(call, lead):
         "no calls": (writing(""), "does not show the calls"),
         "no calls are taken": (writing("{{ none() }}"), "rejects a reply with calls: "),
         # has all that plain JSON has, but for its name
-        "other JSON": (
-            writing(LIST.replace('"name', '"tool_name')),
-            "writes .*no parser",
-        ),
+        "other JSON": (writing(LIST.replace('"name', '"tool_name')), "no parser"),
         "what surrounds calls is text": (writing(f"{{{{ name }}}}{JSON}!"), "writes"),
     },
 )
@@ -229,9 +226,6 @@ async def test_a_template_that_shows_no_tools(start):
     assert (await session.shown())["ignored"] == {"tools": 1}
     # the command names every form
     assert set(FORMS) <= set(re.findall(r"[\w-]+", EngineOptions.__doc__))
-
-
-THOUGHT = "{{ message.reasoning_content or '' }}"
 
 
 @cases(
@@ -340,11 +334,7 @@ def coder(value, key="a"):
         "no boolean": ({"type": "boolean"}, "1", "1"),
         "a list": ({"type": "array"}, "[1, {}]", [1, {}]),
         "a list in the place of an object": ({"type": "object"}, "[1]", "[1]"),
-        "a list as in Python": (
-            {"type": "array"},
-            "['a', {'b': True}]",
-            ["a", {"b": True}],
-        ),
+        "a list as in Python": ({"type": "array"}, "[{'b': True}]", [{"b": True}]),
         "too deep a list": ({"type": "array"}, "[" * 100_000, "[" * 100_000),
         "no list": ({"type": "array"}, "{'a'}", "{'a'}"),
         "one of two types": ({"type": ["integer", "null"]}, "None", None),
@@ -592,7 +582,6 @@ def test_what_is_refused(case, message):
 # numbers and white space that no JSON library writes so
 CALL = sampled_call("f", '{"n":  1.50e1}')
 REPLY = f"<think>\nhm\n</think>\n\nLook.\n{CALL}"
-OFFERED = TOOLS["openai_chat"]
 BOTH = ("qwen25", "qwen3")
 CALLS_ONLY = ("qwen25", None)
 
@@ -605,7 +594,7 @@ def server(**paths):
     return Double("sglang", **found)
 
 
-async def parsed(double, text, tools=OFFERED, *, names=BOTH, opened=False):
+async def parsed(double, text, tools=TOOLS["openai_chat"], *, names=BOTH, opened=False):
     async with double.listening() as url:
         parser = SGLangParser(url, *names)
         try:

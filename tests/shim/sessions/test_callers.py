@@ -81,7 +81,7 @@ CHECKPOINT = "You are performing a CONTEXT CHECKPOINT COMPACTION."
 DISTILL = "distilling chat history into a structured XML"
 SO_FAR = "Here is the conversation so far:\n\n<conversation>"
 MEMORIES = "acting as the managed memory extraction subagent"
-RESULT = {"type": "tool_result", "tool_use_id": "c"}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": SUMMARY}
 INTERNAL = "the component that summarizes internal chat history into a given"
 
 
@@ -103,14 +103,7 @@ def claude(agent=None, parent=None):
         (CLAUDE, asked("hi", SUMMARY), "claude-code", None, None, "compaction"),
         (CLAUDE, asked(SUMMARY, "and now?"), "claude-code", None, None, "agent"),
         # what a tool returned says nothing about the call
-        (
-            CLAUDE,
-            asked([{**RESULT, "content": SUMMARY}]),
-            "claude-code",
-            None,
-            None,
-            "agent",
-        ),
+        (CLAUDE, asked([RESULT]), "claude-code", None, None, "agent"),
         (CODEX | FROM_T0, asked("hi"), "codex", "t1", "t0", "agent"),
         (CODEX, asked(CHECKPOINT), "codex", "t1", None, "compaction"),
         (GEMINI, asked("hi", system=DISTILL), "gemini-cli", None, None, "compaction"),
