@@ -9,7 +9,7 @@ import json
 import secrets
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import blake2b
@@ -396,7 +396,7 @@ class Call:
             **{name: getattr(sample, name) for name in _SAMPLED.split()},
             "messages": self._restored.logged,
             "response": response,
-            "sampling": json.dumps(asdict(sampling), sort_keys=True),
+            "sampling": json.dumps(sampling.values(), sort_keys=True),
             "use_tool": bool(reply.calls),
             "ill_formed": reply.ill_formed,
             "trainable": sample.complete and not untrained,

@@ -37,6 +37,10 @@ class Sampling:
     # engine-specific parameters, passed on unchanged (regex, json_schema, ...)
     extra: dict[str, object] = field(default_factory=dict)
 
+    def values(self) -> dict[str, object]:
+        """Return all parameters by name, uncopied."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 class WeightSpan(NamedTuple):
     """Output tokens ``start:stop`` were sampled with the weights ``version``."""

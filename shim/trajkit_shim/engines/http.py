@@ -13,7 +13,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -334,7 +334,7 @@ class HttpEngine(ABC):
 
     def _params(self, sampling: Sampling) -> dict[str, Any]:
         """The parameters that are set, under the names of the server's API."""
-        values: dict[str, Any] = {**asdict(sampling), "extra": None}
+        values: dict[str, Any] = {**sampling.values(), "extra": None}
         for name in ("stop", "stop_token_ids"):
             values[name] = list(values[name]) or None
         if sampling.structural_tag is not None:
