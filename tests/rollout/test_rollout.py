@@ -333,7 +333,7 @@ def runner_of(argv):
 def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
     """The exit code of a run in a process of its own, which a signal ended.
 
-    That comes once so many of its rollouts are over, and so many turns in its log.
+    The signal is sent when ``ended`` rollouts have ended and the log has ``turns`` turns.
     """
     with runner_of(argv) as runner:
         journal = out / "rollouts.log"

@@ -241,11 +241,11 @@ EDGES = {
         [MAIN, SUB, MAIN_ON, SUB_ON, AGAIN_ON],
         {1: [("call", 0)], 4: [("return", 3)]},
     ),
-    "a return goes on from the calling turn": (
+    "a return continues the calling turn": (
         [MAIN, SUB, turn([1, 20], 5), MAIN_ON],
         {1: [("call", 0)], 2: [("compaction", 0)], 3: [("return", 1)]},
     ),
-    "ids of tool calls that begin anew in each reply": (
+    "each reply counts its tool calls from the start": (
         [MAIN, nameless(SUB), MAIN_ON, SUB_27, AGAIN_ON],
         {1: [("call", 0)], 2: [("return", 1)], 3: [("call", 2)], 4: [("return", 3)]},
     ),
@@ -262,15 +262,15 @@ EDGES = {
         {1: [("call", 0)], 3: [("compaction", 2)], 4: [("return", 3)]},
     ),
     "a prompt sent again": ([MAIN, {**MAIN, "output_ids": [9]}, MAIN_ON], {}),
-    "another agent goes on from main's history": (
+    "another agent continues main's history": (
         [MAIN, turn([1, 2, 3, 4], 5, "a"), turn(AGAIN, 7, "a")],
         {1: [("continuation", 0)]},
     ),
-    "main goes on from a sub-agent's history": (
+    "main continues a sub-agent's history": (
         [MAIN, SUB, turn([7, 8, 9], 10), MAIN_ON],
         {1: [("call", 0)], 2: [("continuation", 1)], 3: [("return", 1)]},
     ),
-    "a turn goes on from a side call": (
+    "a turn continues a side call": (
         [MAIN, turn([1, 2, 3, 4], 5, "a", kind="title"), AGAIN_ON],
         {},
     ),

@@ -129,8 +129,8 @@ started_by_turn int32? (another, turn_exists): the turn whose reply started the 
     tool call. null: none, or unknown
 started_by_call text?: the id of that tool call
 """)
-"""Optional columns of ``turns`` that tell which agent called. A turn without name and start
-is of the agent of its parent, if that has no name either, or else the main agent's."""
+"""Optional columns of ``turns`` that tell which agent called. A turn that has none of them
+belongs to its parent's agent if that has no name either, else to the main agent."""
 
 ATTRIBUTION = described(f"""turns
 {_TURN}
@@ -527,11 +527,11 @@ final: The main agent's last segment.
 AGENT_EDGES = defined("""Kinds of edges between turns of different agents or histories.
 
 call: From the turn whose tool call started a sub-agent, to the sub-agent's first turn.
-return: From a sub-agent's last turn, to the first later turn of its caller that goes on
-    from the calling turn: it has that turn as parent, or above its parent.
-compaction: From an agent's latest turn, to a turn of the agent without a parent, with which
-    its history begins anew. A prompt with which an earlier path begins is only sent again.
-continuation: From the parent, which is another agent's, to the turn.
+return: From a sub-agent's last turn, to the first later turn of its caller that has the
+    calling turn as parent, or further up.
+compaction: From an agent's latest turn, to a turn of the agent that has no parent: its
+    history begins anew. If an earlier path begins with the prompt, it was only sent again.
+continuation: From a parent that belongs to another agent, to the turn.
 
 Side calls have no edges, and no edge but a call ends at a turn without an ``order``.
 ``parent_by="none"`` and ``"previous"`` compare no prompts, and give calls only.
@@ -541,7 +541,7 @@ AGENT_EDGE = struct("""agent_edge
 kind text?
 turn int32?
 """)
-"""An edge, of one of AGENT_EDGES, that begins at this turn."""
+"""An edge: its kind, one of AGENT_EDGES, and the turn where it begins."""
 
 LINKS = described(
     f"""links (parents_first)
