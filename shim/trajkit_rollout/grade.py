@@ -47,7 +47,7 @@ AGENT_ENV = {**_IDENTITY, "GIT_CONFIG_NOSYSTEM": "1", "PYTHONDONTWRITEBYTECODE":
 
 LINK = "120000"
 """Git's mode of a symbolic link."""
-_REPOSITORY = "160000"
+_FILE, _REPOSITORY, _GONE = "100644", "160000", "000000"
 
 
 def _names(patterns: str) -> re.Pattern[str]:
@@ -58,24 +58,24 @@ def _names(patterns: str) -> re.Pattern[str]:
 # and of build tools; tests
 _FILES = _names("""
 conftest.py sitecustomize.py usercustomize.py *.pth *.egg-link pytest.ini pytest.toml
-tox.ini tox.toml noxfile.py setup.py setup.cfg pyproject.toml pyvenv.cfg uv.toml uv.lock
+tox.ini tox.toml noxfile.py setup.py setup.cfg pyproject.toml pyvenv.cfg uv.toml *.lock
 *.py[cod] requirements*.txt constraints*.txt entry_points.txt manage.py
 makefile* gnumakefile* *.mk *.mak cmakelists.txt *.cmake ctest* meson.build justfile
-package.json package-lock.json npm-shrinkwrap.json yarn.lock pnpm-* deno.json* bunfig.toml
-*.config.js *.config.[cm]js *.config.ts *.config.json *.conf.js [jt]sconfig*.json
-cargo.toml cargo.lock build.rs rust-toolchain* go.mod go.sum go.work* gemfile* rakefile
-pom.xml mvnw* build.gradle* settings.gradle* gradle* build.xml build.sbt phpunit.xml*
-composer.json composer.lock mix.exs dockerfile* run_tests* runtests* test.py tests.py
-test_*.* *_test.* *_spec.* *.test.* *.spec.[cjmt]* *test.java *tests.java *test.php
-*tests.cs *.snap *.ambr
+package.json package-lock.json npm-shrinkwrap.json pnpm-* deno.json* bunfig.toml
+*.config.* *.conf.[jt]s [jt]sconfig*.json cargo.toml build.rs rust-toolchain* go.mod go.sum
+go.work* gemfile* rakefile pom.xml mvnw* build.gradle* settings.gradle* gradle* build.xml
+build.sbt phpunit.xml* composer.json mix.exs dockerfile* run_tests* runtests* test.py
+tests.py test_*.* *_test.* *_spec.* *.test.* *.spec.[cjmt]* *test.java *tests.java
+*test.php *tests.cs *.snap *.ambr
 """)
 # names of folders; hidden ones are risky too
 _FOLDERS = _names("""
 tests testdata __tests__ __mocks__ __fixtures__ __snapshots__ __pycache__ *.dist-info
 *.egg-info *.egg site-packages dist-packages node_modules vendor
 """)
-# at the root, or in a folder src
+# at the root, in a folder src, or in a project's folder, which has one of these files
 _ROOT_FOLDERS = ("test", "spec", "specs", "testing")
+_PROJECTS = _names("package.json pyproject.toml setup.py cargo.toml go.mod pom.xml")
 _VARIABLE = re.compile(r"\$\{(\w+)(:-(.*))?\}", re.DOTALL)
 _WILDCARDS = {"*": "[^/]*", "?": "[^/]"}
 # what Python can import
@@ -128,8 +128,9 @@ class Workspace:
 
     def __init__(self, task: Task, sandbox: Sandbox) -> None:
         self.task, self.sandbox = task, sandbox
-        self.path = sandbox.map_path(task.workdir)
-        self._base, self._start = sandbox.map_path("/base.git"), ""
+        self.path, self._base = map(sandbox.map_path, (task.workdir, "/base.git"))
+        # the tree of the initial state, its files, and those that an agent changed
+        self._start, self._files, self._changed = "", list[str](), set[str]()
 
     def prepare(self) -> None:
         """Put the task's files there, run its setup, and record the initial state."""
@@ -138,7 +139,8 @@ class Workspace:
         self.sandbox.put(self.task.workspace or pack({}), self.path)
         if setup.command:
             self.shell("setup", setup.command, setup.timeout_s)
-        self._start = self._git("init").decode().strip()
+        self._start, _, names = os.fsdecode(self._git("init")).partition("\n")
+        self._files = names.split("\0")[:-1]
 
     def shell(
         self, stage: str, command: str, timeout_s: float, env: Mapping[str, str] = {}
@@ -170,14 +172,20 @@ class Workspace:
         decoded = (os.fsdecode(b64decode(line)) for line in contents.splitlines())
         targets = dict(zip(links, decoded, strict=True))
         changes = {name: (mode, targets.get(name)) for name, (mode, _) in after.items()}
-        before = os.fsdecode(self._git("list")).split("\0")[:-1]
         modules = self._git("modules").decode(errors="replace").split()
-        verdicts = choose(changes, before, modules, self.task.editable)
+        verdicts = choose(changes, self._files, modules, self.task.editable)
         graded = [name for name in after if verdicts[name] != "refused"]
         lines = ("{} {}\t{}\0".format(*after[name], name) for name in graded)
         if graded:
             self._git("take", os.fsencode("".join(lines)))
+        self._changed.update(graded)
         return verdicts
+
+    def tests(self) -> list[str]:
+        """Return the files that can change how tests run, and that no agent changed."""
+        kept = dict.fromkeys(self._files, (_FILE, None))
+        verdicts = choose(kept, self._files, (), None).items()
+        return [n for n, v in verdicts if v == "refused" and n not in self._changed]
 
     def _git(self, step: str, stdin: bytes = b"") -> bytes:
         command = ["sh", "-c", program("changes.sh"), "sh", step, self._start]
@@ -211,6 +219,9 @@ def choose(
     folders = {folder for file in files for folder in _folders(file)}
     packages = {folder for folder in folders if f"{folder}/__init__.py" in files}
     environments = {folder for folder in folders if f"{folder}/pyvenv.cfg" in files}
+    pairs = [name.rpartition("/") for name in files]
+    projects = {folder for folder, _, last in pairs if _PROJECTS.match(_plain(last))}
+    after = files.union(name for name, (mode, _) in changes.items() if mode != _GONE)
     patterns = [(_compiled(text), text.split("/")) for text in editable or ()]
     everything = editable is not None and "**" in editable
 
@@ -231,14 +242,17 @@ def choose(
             return last, covered
         # each part is looked up, for paths may be long and many
         risks += [k for k in range(last) if _is_risky(parts[k])]
-        for k in (0, *(k + 1 for k in range(last - 1) if parts[k] == "src")):
-            if k < last and _plain(parts[k]) in _ROOT_FOLDERS:
-                risks.append(k)
-        # inside a package a name hides none of Python's
-        if plain.endswith(_MODULES) and not covered:
+        for k in range(last):
+            if _plain(parts[k]) in _ROOT_FOLDERS:
+                above = "/".join(parts[:k])
+                if k == 0 or parts[k - 1] == "src" or above in projects:
+                    risks.append(k)
+        # in a package's folder a name hides none of Python's
+        inside = covered and f"{name.rpartition('/')[0]}/__init__.py" in after
+        if plain.endswith(_MODULES) and name not in files and not inside:
             stems = [_plain(part).partition(".")[0] for part in parts]
             risks += [k for k in range(first, len(parts)) if stems[k] in known]
-            risks.append(first)
+            risks += [] if covered else [first]
         return max(risks), covered
 
     verdicts = {}
@@ -317,6 +331,11 @@ def grade(workspace: Workspace, patch: bytes, *, finished: bool) -> float:
     if any(doubt.startswith(_CHANGED) for doubt in doubts):
         _compare_with_base(workspace, doubts)
     reward = _reward_of(workspace, done, proofs)
+    texts = _files_of(workspace.task.tests).values()
+    named = _RUNNER.search("\n".join((rules.command, *texts)))
+    if reward > 0 and named and not proofs:
+        rule = "it must run with Python 3.8, and the PYTHONPATH that graders get"
+        raise StageError("grade", f"{named[1]} reported no results: {rule}")
     # of the tests that a task names, one that was skipped has not passed
     if reward > 0 and rules.kind != "tests":
         _compare_with_base(workspace, doubts)
@@ -348,8 +367,7 @@ def _reward_of(
     rules, sandbox = workspace.task.grade, workspace.sandbox
     if rules.kind == "command":
         # it succeeded, and so did each test runner
-        succeeded = done.code == 0 and all(proof.code == 0 for proof in proofs)
-        return _proved(workspace, float(succeeded), proofs)
+        return float(done.code == 0 and all(proof.code == 0 for proof in proofs))
     if rules.kind == "tests":
         passed = {name for proof in proofs for name in proof.passed}
         others = {name for proof in proofs for name in proof.failed + proof.skipped}
@@ -379,17 +397,6 @@ def _reward_of(
     ((reward, name),) = rewards.items()
     if reward >= 1 and any(proof.code for proof in proofs):
         raise StageError("grade", f"{name} is {reward:g}, but tests failed")
-    return _proved(workspace, reward, proofs)
-
-
-def _proved(workspace: Workspace, reward: float, proofs: Sequence[Proof]) -> float:
-    """Return a reward, unless it needs results that no test runner reported."""
-    task = workspace.task
-    text = "\n".join((task.grade.command, *_files_of(task.tests).values()))
-    named = _RUNNER.search(text)
-    if reward > 0 and named and not proofs:
-        rule = "it must run with Python 3.8, and the PYTHONPATH that graders get"
-        raise StageError("grade", f"{named[1]} reported no results: {rule}")
     return reward
 
 
@@ -462,31 +469,46 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof], set[str]]:
     if task.tests is not None:
         sandbox.put(task.tests, tests)
         cwd = cwd if rules.kind in ("script", "reward_file") else tests
-    nonce, names = secrets.token_hex(32), [*_files_of(task.tests)]
-    found = os.fsencode("\n".join((tests, workspace.path, *names)))
-    own = {"sitecustomize.py": _GRADER, "nonce": nonce.encode(), "places": found}
+    # those of the workspace by their path from the tests, after a dot
+    root, names = os.path.relpath(workspace.path, tests), [*_files_of(task.tests)]
+    theirs = [os.path.join(root, name) for name in workspace.tests()]
+    nonce, both = secrets.token_hex(32), (*names, *theirs)
+    # a name with the end of a line is no module's
+    lines = [tests, workspace.path, *(name for name in both if "\n" not in name)]
+    own = {"sitecustomize.py": _GRADER, "nonce": nonce.encode()}
+    own["places"] = os.fsencode("\n".join(lines))
     sandbox.put(pack(own), places["grader"])
-    own_text = rules.script if rules.kind == "script" else rules.command
-    command = own_text or "bash {tests}/test.sh"
+    command = rules.script if rules.kind == "script" else rules.command
+    command = command or "bash {tests}/test.sh"
     for key, place in places.items():
         command = command.replace(f"{{{key}}}", place)
     env = variables(rules.env) | {k.upper(): place for k, place in places.items()}
     shell = ["sh", "-c", program("grade.sh"), "sh", rules.kind, command]
-    before = _hashes(workspace, places, tests, names)
+    folders = {str(folder) for name in names for folder in Path(name).parents}
+    found = places["logs"], places["grader"], tests, root, *sorted(folders)
+    read = ["sh", "-c", program("tests.sh"), "sh", *found]
+    listed = os.fsencode("".join(f"{name}\0" for name in both))
+
+    # what is known of what the grader reads
+    def hashes() -> set[str]:
+        done = _exec(workspace, read, "tests", stdin=listed)
+        return set(done.stdout.decode(errors="replace").splitlines())
+
+    before = hashes()
     if len(before) < 2:
         raise TaskError("grade", "files cannot be read by xargs, stat and sha256sum")
     done = _exec(workspace, [*shell, *rules.plugins], command, cwd=cwd, env=env)
     if done.code in _NOT_RUN:
         raise StageError("grade", command, done.summary)
-    after = _hashes(workspace, places, tests, names)
+    after = hashes()
     printed = sandbox.get(f"{places['grader']}/results") or b""
     last = sandbox.get(f"{places['grader']}/nonce")
     proofs, inner = list[Proof](), _sha256(f"inner {nonce}")
     try:
         for line in printed.decode("ascii").splitlines():
             signature, _, text = line.partition(" ")
-            both = (nonce, inner)
-            (secret,) = (s for s in both if signature == _sha256(f"{s}{text}{s}"))
+            pair = (nonce, inner)
+            (secret,) = (s for s in pair if signature == _sha256(f"{s}{text}{s}"))
             proof, following = Proof(*literal_eval(text)), _sha256(f"next {secret}")
             if secret == nonce:
                 proofs.append(proof)
@@ -507,18 +529,6 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof], set[str]]:
     changed += [name for proof in proofs for name in proof.changed]
     doubts = {f"{_SKIPPED}{name}" for proof in proofs for name in proof.skipped}
     return done, proofs, doubts | {f"{_CHANGED}{name}" for name in changed}
-
-
-def _hashes(
-    workspace: Workspace, places: Mapping[str, str], tests: str, names: list[str]
-) -> set[str]:
-    """What ``tests.sh`` prints of what a grader reads."""
-    folders = {str(folder) for name in names for folder in Path(name).parents}
-    given = places["logs"], places["grader"], tests, *sorted(folders)
-    shell = ["sh", "-c", program("tests.sh"), "sh", *given]
-    listed = os.fsencode("".join(f"{name}\0" for name in names))
-    done = _exec(workspace, shell, "tests", stdin=listed)
-    return set(done.stdout.decode(errors="replace").splitlines())
 
 
 def variables(given: Mapping[str, str]) -> dict[str, str]:

@@ -14,8 +14,14 @@ shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade rollout/t
     a folder is told by its case
         |_FOLDERS.match(_plain(folder)) is not None| -> |_FOLDERS.match(folder) is not None|
     a folder of tests may be in a folder src
-        |if k < last and _plain(parts[k]) in _ROOT_FOLDERS:|
-        -> |if k == 0 < last and _plain(parts[k]) in _ROOT_FOLDERS:|
+        |if k == 0 or parts[k - 1] == "src" or above in projects:|
+        -> |if k == 0 or above in projects:|
+    a project may be in a folder
+        |if k == 0 or parts[k - 1] == "src" or above in projects:|
+        -> |if k == 0 or parts[k - 1] == "src":|
+    a folder in a package is one
+        |inside = covered and f"{name.rpartition('/')[0]}/__init__.py" in after|
+        -> |inside = covered|
     a link may lead out of the workspace by another one
         |inner = {"", "..", ".git"}.intersection(parts[n_up:])|
         -> |inner = {"", ".git"}.intersection(parts[n_up:])|

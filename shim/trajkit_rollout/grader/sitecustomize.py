@@ -1,12 +1,13 @@
 """Runs when a Python of a graded copy starts, before anything that an agent wrote.
 
 Modules of the tests and of the workspace are found last, after those of Python. A test
-runner is started again by this program, which gives the secret of the file ``nonce`` to an
-audit hook before the first test is read. No frame and no module leads to the hook. It is
-told each result, which nobody can take back, and what the functions were that tests call.
-At the end it signs what it was told, makes the next secret, and ends the process. Code in
-this process can still find it; see docs/sandboxes.md. A program of the tests leaves a
-secret of its own, in the file ``inner``, for the test runners that it starts.
+runner runs here, and its interpreter never comes to the program that it was started for.
+The secret of the file ``nonce`` goes to an audit hook before the first test is read. No
+frame and no module leads to the hook. It is told each result, which nobody can take back,
+and what the functions were that tests call. At the end it signs what it was told, makes
+the next secret, and ends the process. Code in this process can still find it; see
+docs/sandboxes.md. A program of the tests leaves a secret of its own, in the file
+``inner``, for the test runners that it starts.
 """
 
 from __future__ import annotations
@@ -21,10 +22,19 @@ if TYPE_CHECKING:
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 with open(os.path.join(_HERE, "places"), errors="surrogateescape") as _file:
-    # two folders, and the files of the first one
-    _TESTS, _WORKSPACE, *_NAMES = _file.read().split("\n")
+    # two folders, and files by their names in the first one: those of the tests, and after
+    # a dot those of the workspace that its agent could not change
+    _names = _file.read().split("\n")
+    _TESTS, _WORKSPACE = map(os.path.realpath, _names[:2])
+    _NAMES = _names[2:]
+_APART = _TESTS != _WORKSPACE
+_GIVEN = {os.path.realpath(os.path.join(_TESTS, name)) for name in _NAMES}
 # modules by the names that files of the tests may give them
-_NAMED = {name[:-3].replace(os.sep, ".") for name in _NAMES if name.endswith(".py")}
+_NAMED = {
+    name[:-3].replace(os.sep, ".")
+    for name in _NAMES
+    if name.endswith(".py") and name[0] != "."
+}
 _NAMED |= {name.rpartition(".")[2] for name in _NAMED}
 _tell = sys.audit  # the hook of `_keep`
 # watched modules: test runners, and the standard library, which has no list before 3.10
@@ -33,57 +43,63 @@ _PARTS = "asyncio contextlib functools inspect json math posixpath re".split()
 _STANDARD = frozenset(getattr(sys, "stdlib_module_names", _PARTS))
 # programs of Python that run tests, by `python -m`
 _MODULES = ("pytest", "unittest", "doctest")
+# where programs without a file are
+_MEMORY = "/proc/self/fd/"
 # what runners look for in a module of tests
-_HOOKS = ("pytest", "load_tests", "setUpModule", "tearDownModule")
+_HOOKS = (
+    *("pytest", "collect_ignore", "__test__", "setup_", "teardown_"),
+    *("load_tests", "setUpModule", "tearDownModule"),
+)
 # a line that ends a program of tests
 _EXIT = r"(?i)\b(exit|SystemExit|quit)\b|^\s*((unittest|pytest)\.)?main\("
 
 
 def _begin() -> None:
+    kind, *given = sys.argv
     # sys.orig_argv is newer than some Pythons of images
     with open("/proc/self/cmdline", "rb") as file:
-        arguments = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
-    k = 1
-    while k < len(arguments) and arguments[k][:1] == "-" != arguments[k]:
-        if arguments[k][-1] in "mc" and not arguments[k].startswith("--"):
-            break
-        k += 2 if arguments[k] in ("-W", "-X") else 1
-    # without a name, a program is the standard input
-    words, own = arguments[k:] or ["-"], os.path.join(_HERE, "sitecustomize.py")
-    if words[0] == own:
-        return
+        words = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
+    word, path = words[-1 - len(given)], os.path.realpath(kind or "-")
     first, inner = (os.path.exists(os.path.join(_HERE, x)) for x in ("nonce", "inner"))
-    name, script, runner = words[0], os.path.realpath(words[0]), None
-    sys.path += [_TESTS, _WORKSPACE, os.path.dirname(script)]
-    if name == "-":
-        if first and not os.isatty(0) and _names_own(_standard_input()):
-            runner = words
-    # -m or -c, in one word with options before it, such as -Bm
-    elif name[0] == "-" and name[-1] == "m":
-        if words[1:2] and words[1] in _MODULES:
-            runner = words[1:]
-    elif name[0] == "-":
-        if first and _names_own(words[1]):
-            runner = ["-c", *words[1:]]
-    elif os.path.basename(script) in ("pytest", "py.test"):
-        runner = ["pytest", *words[1:]]
-    elif _is_inside(script, _TESTS) or (
-        # tests that come with the workspace
-        _is_inside(script, _WORKSPACE) and _is_named(script, words[1:2])
-    ):
-        runner = [script, *words[1:]]
-    if runner and (first or (inner and runner[0] in _MODULES)):
-        os.execv(sys.executable, [sys.executable, *arguments[1:k], own, *runner])
+    folder, name = os.path.split(path)
+    if kind == "-m":
+        # in one word with options before it, such as -Bm
+        path = word.partition("m")[2] if word[0] == "-" else word
+    elif name in ("pytest", "py.test"):
+        path = "pytest"
+    runs = path in _MODULES and (first or inner)
+    if not runs or path != "pytest":
+        sys.path += [_TESTS, _WORKSPACE, folder]
+    if kind in ("", "-", "-c"):
+        # without a name, a program is the standard input
+        runs = first and (kind == "-c" or not os.isatty(0))
+        if runs:
+            path, text = _program(None if kind != "-c" else os.fsencode(word))
+            runs = _names_own(text)
+    elif path not in _MODULES:
+        # setup.py is no program of tests, nor is each command of Django's
+        other = name in ("setup.py", "noxfile.py")
+        other = other or (name == "manage.py" and given[:1] != ["test"])
+        runs = first and _is_test(path) and not other
+    if runs:
+        _main([path, *given])
 
 
-def _standard_input() -> str:
-    """The text of the standard input, which the interpreter can read again."""
-    text = b"".join(iter(lambda: os.read(0, 1 << 16), b""))
-    file = os.memfd_create("program")
-    os.write(file, text)
-    os.lseek(file, 0, os.SEEK_SET)
-    os.dup2(file, 0)
-    return text.decode(errors="replace")
+def _program(text: bytes | None) -> tuple[str, str]:
+    """The path of a program that has no file, which nobody can write, and its text.
+
+    None: that of the standard input, which the interpreter can read again.
+    """
+    import fcntl
+
+    file = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    given = b"".join(iter(lambda: os.read(0, 1 << 16), b"")) if text is None else text
+    os.write(file, given)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, 15)
+    if text is None:
+        os.lseek(file, 0, os.SEEK_SET)
+        os.dup2(file, 0)
+    return f"{_MEMORY}{file}", given.decode(errors="replace")
 
 
 def _names_own(program: str) -> bool:
@@ -95,33 +111,19 @@ def _names_own(program: str) -> bool:
     for word in set(re.findall(r"\w+", program)) - set(sys.modules):
         if spec := find_spec(word):
             places += [spec.origin or "", *(spec.submodule_search_locations or ())]
-    return any(_is_own(place) for place in places)
+    return any(_is_inside(place, _TESTS, _WORKSPACE) for place in places)
 
 
-def _is_own(file: str) -> bool:
-    """Whether a file is one of the tests or of the workspace."""
-    return file[:1] == "/" and any(_is_inside(file, x) for x in (_TESTS, _WORKSPACE))
-
-
-def _is_inside(file: str, folder: str) -> bool:
+def _is_inside(file: str, *folders: str) -> bool:
     # that of code without a file is <string>
-    folder = os.path.realpath(folder) + os.sep
-    return file[:1] != "<" and os.path.realpath(file).startswith(folder)
+    path = os.path.realpath(file) if file[:1] not in ("", "<") else ""
+    return path.startswith(tuple(folder + os.sep for folder in folders))
 
 
 def _is_test(file: str) -> bool:
-    """Whether a file is one of the tests: in the workspace, by its name."""
-    apart = os.path.realpath(_TESTS) != os.path.realpath(_WORKSPACE)
-    return _is_inside(file, _TESTS) and (apart or _is_named(file))
-
-
-def _is_named(file: str, arguments: list[str] | None = None) -> bool:
-    """Whether a file of the workspace has the name of a test, or of Django's runner."""
-    place = os.path.relpath(os.path.realpath(file), os.path.realpath(_WORKSPACE))
-    *folders, name = place.split(os.sep)
-    named = name.startswith("test_") or name.endswith("_test.py")
-    django = name == "manage.py" and arguments == ["test"]
-    return named or "tests" in folders or name == "conftest.py" or django
+    """Whether a file is one of the tests."""
+    given = file[:1] not in ("", "<") and os.path.realpath(file) in _GIVEN
+    return given or (_APART and _is_inside(file, _TESTS))
 
 
 def _file_of(module: object) -> str:
@@ -145,8 +147,8 @@ def _import_parts() -> None:
     from contextlib import suppress
 
     parts = {"doctest", "json", "math"}
-    for name in _NAMES:
-        text = _text(f"{_TESTS}/{name}")
+    for file in _GIVEN:
+        text = _text(file) if file.endswith(".py") else ""
         lines = re.findall(r"(?m)^\s*(?:from|import)\b.*", text)
         words = set(re.findall(r"\w+", " ".join(lines)))
         parts |= words & {*_STANDARD, "pytest"}
@@ -158,36 +160,37 @@ def _import_parts() -> None:
 
 
 def _watch(event: str) -> None:
-    """Tell the functions and classes by module and name; see ``event`` in `_keep`."""
+    """Tell the functions and classes by their names; see ``event`` in `_keep`."""
     import types
     from unittest import TestCase
 
     functions = (types.FunctionType, types.BuiltinFunctionType)
     kinds = (*functions, type, staticmethod, classmethod, property)
-    modules: dict[str, dict[str, object]] = {}
+    found: dict[str, object] = {}
 
-    def add(found: dict[str, object], owner: Any, module: str, key: str) -> None:
+    def add(owner: Any, module: str, key: str) -> None:
         mine = (*kinds, str) if key.startswith("unittest") else kinds
         names = []
         for name, value in list(vars(owner).items()):
             # pytest keeps warnings during each test
-            if isinstance(value, mine) and "showwarn" not in name:
+            if issubclass(type(value), mine) and "showwarn" not in name:
                 found[f"{key}.{name}"] = value
                 names.append(name)
             if key == module and isinstance(value, type) and value.__module__ == module:
-                add(found, value, module, f"{key}.{name}")
+                add(value, module, f"{key}.{name}")
+        found[f"{key}.__class__"] = type(owner)
         if isinstance(owner, type):
-            # a class of tests may get what is its own
-            n = sum(runner or hasattr(TestCase, name) for name in names)
-            found[f"{key}, which had {n} functions"] = True
+            found[f"{key}.__bases__"] = owner.__mro__
+            # a class of tests may get what is its own; unittest counts failed set-ups
+            own = [name for name in names if hasattr(TestCase, name)]
+            n = sum(name[:6] != "_class" for name in (vars(owner) if runner else own))
+            found[f"{key}, which had {n} names"] = True
 
     for name, module in list(sys.modules.items()):
         file, root = _file_of(module), name.partition(".")[0]
         runner, test = root in _RUNNERS, _is_test(file)
         if runner or test or root in _STANDARD:
-            # an exact string, which has no code of its own
-            exact = "".join((name,))
-            add(modules.setdefault(exact, {}), module, exact, exact)
+            add(module, name, name)
         if test and event == "trajkit.before":
             for each in _strange(name, module, _text(file)):
                 _tell("trajkit.changed", f"{name}.{each}")
@@ -196,28 +199,45 @@ def _watch(event: str) -> None:
             _tell("trajkit.changed", f"{name}.load_tests")
         if name in _NAMED and not (test or name in _STANDARD or name[:2] == "__"):
             _tell("trajkit.changed", f"{name}, which is a file of the tests")
-    _tell(event, modules)
+    _tell(event, found)
 
 
 def _strange(name: str, module: Any, text: str) -> Iterator[str]:
-    """The names in a module of tests that its file does not explain."""
+    """The names in a module of tests, or missing there, that its file does not explain."""
+    import ast
     import builtins
-    import re
 
-    if vars(module).get("__builtins__") not in (builtins, vars(builtins)):
+    space, kinds = vars(module), (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    if type(module) is not type(sys):
+        yield "__class__"
+    if space.get("__builtins__") not in (builtins, vars(builtins)):
         yield "__builtins__"
+    # by a decorator, which may be of what is tested, or without
+    defined = {
+        node.name: any(
+            _is_tested(space.get(part.id))
+            for decorator in node.decorator_list
+            for part in ast.walk(decorator)
+            if isinstance(part, ast.Name)
+        )
+        for node in ast.parse(text).body
+        if isinstance(node, kinds)
+    }
     made = any(w in text for w in ("import *", "globals()", "setattr(", "vars("))
-    # what is tested may be a decorator
-    decorators = [vars(module).get(x) for x in re.findall(r"(?m)^@(\w+)", text)]
-    decorated = any(_is_tested(each) for each in decorators)
-    for each, value in list(vars(module).items()):
-        # what a module of tests has, it names
-        fine = each.startswith(("__", "@")) or isinstance(value, type(sys))
-        fine = fine or (made and not each.startswith(_HOOKS)) or each in text
-        defined = rf"(?m)^(async\s+def|def|class)\s+{re.escape(each)}\b"
-        own = decorated or not re.search(defined, text)
-        if not fine or not (own or _is_from(module, value, text)):
+    for each, value in list(space.items()):
+        # what a module of tests has, it defines, names, or makes of what is its own
+        if each in defined:
+            fine = defined[each] or _is_from(module, value, text)
+        elif each in text:
+            fine = True
+        else:
+            code = issubclass(type(value), (type(_text), type)) and not made
+            fine = not each.startswith(_HOOKS)
+            fine = fine and (not code or _is_from(module, value, text))
+        if not fine:
             yield each
+    if name != "__main__" and "del " not in text:
+        yield from sorted(defined.keys() - space.keys())
 
 
 def _is_tested(value: Any) -> bool:
@@ -231,10 +251,10 @@ def _is_from(module: Any, value: Any, text: str) -> bool:
     """Whether a function or class is from a module's file, by decorators or without."""
     from inspect import unwrap
 
-    file = _file_of(module)
     value = getattr(value, "fget", getattr(value, "__func__", value))
     if code := getattr(unwrap(value), "__code__", None):
-        return bool(os.path.realpath(code.co_filename) == os.path.realpath(file))
+        file = os.path.realpath(_file_of(module))
+        return bool(os.path.realpath(code.co_filename) == file)
     if not isinstance(value, type):
         # an object that a decorator made
         return type(value).__module__ != "builtins" and not _is_tested(type(value))
@@ -313,7 +333,14 @@ def _plugin() -> type:
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_runtest_call(self, item: Any) -> None:
-            self.ran.add(item.nodeid)
+            def ran(case: Any = None, **_: Any) -> None:
+                self.ran.update([item.nodeid] * _succeeded(case))
+
+            if hasattr(item, "addSuccess"):
+                # unittest says that it came to its end
+                item.addSuccess = ran
+            else:
+                ran()
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             passed = {"passed": True, "failed": False}.get(report.outcome)
@@ -354,7 +381,8 @@ def _result() -> type:
             getattr(super(Result, self), name)(test, *given)
             # a subtest that passed is no result
             if name != "addSubTest" or given[1] is not None:
-                _tell("trajkit.result", getattr(test, "test_case", test).id(), passed)
+                whole = getattr(test, "test_case", test)
+                _tell("trajkit.result", whole.id(), passed and _succeeded(whole))
 
         return method
 
@@ -364,27 +392,9 @@ def _result() -> type:
     return Result
 
 
-def _mend_unittest() -> None:
-    """Have unittest report what ended a test, even if what it tests hides it."""
-    from contextlib import contextmanager
-    from unittest import case
-
-    parts: Any = case
-    run = parts._Outcome.testPartExecutor
-
-    @contextmanager
-    def executor(self: Any, *given: Any, **named: Any) -> Any:
-        expected = self.expecting_failure
-        with run(self, *given, **named):
-            try:
-                yield
-            except BaseException as error:
-                self.expecting_failure = expected
-                if isinstance(error, parts._ShouldStop):
-                    raise AssertionError("ended by what it tests") from error
-                raise
-
-    parts._Outcome.testPartExecutor = executor
+def _succeeded(case: Any) -> bool:
+    """Whether a test of unittest had no failure that what it tests made an expected one."""
+    return not getattr(getattr(case, "_outcome", None), "expectedFailure", None)
 
 
 def _run(arguments: list[str], result: Any, plugin: Any = None) -> int:
@@ -394,6 +404,7 @@ def _run(arguments: list[str], result: Any, plugin: Any = None) -> int:
 
     # also of a program that ends with unittest.main(), or pytest.main()
     unittest.TextTestRunner.resultclass = result
+    sys.argv, name = arguments, arguments[0]
     if plugin is not None:
         parts: list[Any] = [sys.modules[x] for x in ("pytest", "_pytest.config")]
         start = parts[0].main
@@ -403,28 +414,21 @@ def _run(arguments: list[str], result: Any, plugin: Any = None) -> int:
 
         for part in parts:
             part.main = main
-        if arguments[0] == "pytest":
+        if name == "pytest":
             # plugins may come with the tests, if these are not in the workspace
-            sys.path += [_TESTS] * (_TESTS != _WORKSPACE)
+            sys.path += [_TESTS] * _APART
             return int(main(arguments[1:]))
-    sys.argv, name = arguments, arguments[0]
-    text, space = "", vars(sys)
-    if name in ("-c", "-"):
-        text = arguments.pop(1) if name == "-c" else sys.stdin.read()
-    folder = os.path.dirname(os.path.realpath(name))
-    sys.path += [folder] if sys.flags.isolated else [_TESTS, _WORKSPACE, folder]
+    if sys.flags.isolated:
+        sys.path.append(os.path.dirname(os.path.realpath(name)))
     _watch("trajkit.before")
     try:
-        if text:
-            module = sys.modules["__main__"] = type(sys)("__main__")
-            space = vars(module)
-            exec(compile(text, "<string>", "exec"), space)
-        else:
-            run: Any = runpy.run_module if name in _MODULES else runpy.run_path
-            run(name, run_name="__main__")
+        run: Any = runpy.run_module if name in _MODULES else runpy.run_path
+        run(name, run_name="__main__")
     except SystemExit as end:
-        if not end.code and not _ended_by_tests(end, name, text, space):
-            sys.exit("what is tested ended the tests")
+        if not end.code and not _ended_by_tests(end, name):
+            sys.stderr.write("what is tested ended the tests\n")
+            sys.stderr.flush()
+            os._exit(1)
         if isinstance(end.code, int):
             # one of a class of its own may have two values
             return int.__add__(end.code, 0)
@@ -438,28 +442,21 @@ def _run(arguments: list[str], result: Any, plugin: Any = None) -> int:
     return 0
 
 
-def _ended_by_tests(
-    end: SystemExit, program: str, text: str, space: dict[str, Any]
-) -> bool:
-    """Whether a line of the tests that names an exit ended them, or their runner did.
-
-    ``text``, ``space``: the program, and its variables, if it has no file.
-    """
+def _ended_by_tests(end: SystemExit, program: str) -> bool:
+    """Whether a line of the tests that names an exit ended them, or their runner did."""
     import re
+    from traceback import walk_tb
 
-    file, line, trace = "", 0, end.__traceback__
-    while trace is not None:
-        frame, name = trace.tb_frame, trace.tb_frame.f_code.co_filename
-        if _is_own(name) or (name == "<string>" and frame.f_globals is space):
-            file, line = name, trace.tb_lineno
-        elif text and name == "<string>":
-            return False
-        trace = trace.tb_next
-    if not line:
-        return program in _MODULES
-    text = text if file == "<string>" else _text(file)
-    names = re.search(_EXIT, "".join(text.splitlines()[line - 1 : line])) is not None
-    return names and (_is_test(file) or file in (program, "<string>"))
+    fine = program in _MODULES
+    for frame, number in walk_tb(end.__traceback__):
+        file = frame.f_code.co_filename
+        if file == program or _is_inside(file, _TESTS, _WORKSPACE):
+            line = "".join(_text(file).splitlines()[number - 1 : number])
+            fine = re.search(_EXIT, line) is not None
+            fine = fine and (file == program or _is_test(file))
+        elif file == "<string>":
+            fine = False
+    return fine
 
 
 def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
@@ -485,9 +482,9 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
             file.write(sha256(f"inner {nonce}".encode("ascii")).hexdigest())
     main, frame_of = sys._getframe(1), sys._getframe
     stat, leave, unlink, opened = os.stat, os._exit, os.unlink, open
-    inside = os.path.realpath(_WORKSPACE) + os.sep
+    inside = _WORKSPACE + os.sep
     n_inside = len(inside)
-    before: dict[str, dict[str, object]] = {}
+    before: dict[str, object] = {}
     collected: set[str] = set()
     # the tests that passed, those that failed, and those skipped or expected to fail
     results: dict[bool | None, set[str]] = {True: set(), False: set(), None: set()}
@@ -507,18 +504,17 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
     own = {id(getattr(value, "__code__", None)) for _, _, value in values}
 
     codes = ("__code__", "__defaults__", "__kwdefaults__")
-    told = ("before", "after", "collected", "result", "changed", "ended")
-    own_events = [f"trajkit.{event}" for event in told]
-    # whoever traces can change the variables of a test, and skip its lines
+    # whoever traces can change the variables of a test, and skip its lines; whoever hears
+    # events runs whenever it wants to
     traces = ("sys.settrace", "sys.setprofile", "sys.monitoring.register_callback")
-    looks = ("sys._current_frames", *traces)
-    events = ("object.__setattr__", *looks, *own_events)
+    looks = ("sys._current_frames", "sys.addaudithook", *traces)
+    events = ("object.__setattr__", *looks)
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
         # It calls no code of Python, which a module under test could exchange, and raises
         # nothing: a traceback, or a look at this frame, would lead to the secret.
         nonlocal whole, compared
-        if event not in events:
+        if event not in events and event[:8] != "trajkit.":
             return
         was_whole, whole = whole, False
         try:
@@ -538,11 +534,10 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
             elif id(frame_of(1).f_code) not in own:
                 changed.append("a result that another program told")
             elif event == "trajkit.before":
-                before.update([x for x in given[0].items() if x[0] not in before])
+                for key, value in given[0].items():
+                    before.setdefault(key, value)
             elif event == "trajkit.after":
-                for name, old in before.items():
-                    new = given[0].get(name, {})
-                    changed.extend(k for k in old if new.get(k) is not old[k])
+                changed.extend(k for k, v in before.items() if given[0].get(k) is not v)
                 before.clear()
                 compared = True
             elif event == "trajkit.changed":
@@ -578,7 +573,7 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
             unlink(inner_path)
         parts = passed, failed, skipped, set(changed)
         # a shell reads the code of a program without a file
-        told = 0 if name in ("-c", "-") else code
+        told = 0 if name.startswith(_MEMORY) else code
         text = ascii((told, *map(list, parts), inner, said))
         signature = sha256(f"{nonce}{text}{nonce}".encode("ascii")).hexdigest()
         with opened(results_path, "ab", 0) as file:
@@ -611,16 +606,11 @@ def _hear() -> list[str]:
     return texts
 
 
-def _main() -> None:
-    given = sys.argv[1:]
+def _main(given: list[str]) -> None:
     name, runner = given[0], given[0] in ("pytest", "unittest")
-    files = [os.path.join(_TESTS, file) for file in _NAMES]
-    files += [os.path.join(_HERE, file) for file in ("sitecustomize.py", "places")]
-    if runner:
-        # a plain program may tell the reward itself
-        logs = os.environ.get("LOGS", "")
-        files += [os.path.join(logs, f"reward.{end}") for end in ("txt", "json")]
-    _mend_unittest()
+    # a plain program may tell the reward itself
+    ends = ("txt", "json") if runner else ()
+    files = [os.path.join(os.environ.get("LOGS", ""), f"reward.{x}") for x in ends]
     _import_parts()
     kinds = [_result()]
     if name == "pytest" or "pytest" in sys.modules:
@@ -635,5 +625,6 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
-_begin()
+    _main(sys.argv[1:])
+else:
+    _begin()

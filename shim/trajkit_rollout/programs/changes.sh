@@ -36,13 +36,12 @@ init)
   mkdir -p "$base/info" && echo .git~trajkit > "$base/info/exclude" || exit
   # files are compared as bytes, whatever the workspace's attributes say
   echo '* -text -ident -filter -working-tree-encoding' > "$base/info/attributes"
-  add && git write-tree
+  add && start=$(git write-tree) && echo $start && git ls-tree -r --name-only -z $start
   ;;
 patch) add && compare --patch --binary ;;
 # In a patch, one change may have two names. In the tree that it makes, each changed file
 # has one.
 apply) git apply --whitespace=nowarn --cached && compare --raw -z ;;
-list) git ls-tree -r --name-only -z "$start" ;;
 contents)
   # a line for each hash of the input
   while read hash; do
