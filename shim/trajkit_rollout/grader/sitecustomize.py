@@ -24,17 +24,13 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 with open(os.path.join(_HERE, "places"), errors="surrogateescape") as _file:
     # two folders, and files by their names in the first one: those of the tests, and after
     # a dot those of the workspace that its agent could not change
-    _names = _file.read().split("\n")
-    _TESTS, _WORKSPACE = map(os.path.realpath, _names[:2])
-    _NAMES = _names[2:]
+    _TESTS, _WORKSPACE, *_NAMES = _file.read().split("\n")
+_TESTS, _WORKSPACE = map(os.path.realpath, (_TESTS, _WORKSPACE))
 _APART = _TESTS != _WORKSPACE
 _GIVEN = {os.path.realpath(os.path.join(_TESTS, name)) for name in _NAMES}
 # modules by the names that files of the tests may give them
-_NAMED = {
-    name[:-3].replace(os.sep, ".")
-    for name in _NAMES
-    if name.endswith(".py") and name[0] != "."
-}
+_OWN = [name[:-3] for name in _NAMES if name[0] != "." and name.endswith(".py")]
+_NAMED = {name.replace(os.sep, ".") for name in _OWN}
 _NAMED |= {name.rpartition(".")[2] for name in _NAMED}
 _tell = sys.audit  # the hook of `_keep`
 # watched modules: test runners, and the standard library, which has no list before 3.10
@@ -78,8 +74,7 @@ def _begin() -> None:
             runs = _names_own(text)
     elif path not in _MODULES:
         # setup.py is no program of tests, nor is each command of Django's
-        other = name in ("setup.py", "noxfile.py")
-        other = other or (name == "manage.py" and given[:1] != ["test"])
+        other = name == "setup.py" or (name == "manage.py" and given[:1] != ["test"])
         runs = first and _is_test(path) and not other
     if runs:
         _main([path, *given])
@@ -146,7 +141,8 @@ def _import_parts() -> None:
     import re
     from contextlib import suppress
 
-    parts = {"doctest", "json", "math"}
+    # the last one changes typing, and what is tested may be the first that imports it
+    parts = {"doctest", "json", "math", "typing_extensions"}
     for file in _GIVEN:
         text = _text(file) if file.endswith(".py") else ""
         lines = re.findall(r"(?m)^\s*(?:from|import)\b.*", text)
@@ -173,7 +169,8 @@ def _watch(event: str) -> None:
         names = []
         for name, value in list(vars(owner).items()):
             # pytest keeps warnings during each test
-            if issubclass(type(value), mine) and "showwarn" not in name:
+            code = issubclass(type(value), mine) and "showwarn" not in name
+            if code or name == "__test__":
                 found[f"{key}.{name}"] = value
                 names.append(name)
             if key == module and isinstance(value, type) and value.__module__ == module:
@@ -181,9 +178,8 @@ def _watch(event: str) -> None:
         found[f"{key}.__class__"] = type(owner)
         if isinstance(owner, type):
             found[f"{key}.__bases__"] = owner.__mro__
-            # a class of tests may get what is its own; unittest counts failed set-ups
-            own = [name for name in names if hasattr(TestCase, name)]
-            n = sum(name[:6] != "_class" for name in (vars(owner) if runner else own))
+            # a class of tests may get what is its own
+            n = sum(runner or hasattr(TestCase, name) for name in names)
             found[f"{key}, which had {n} names"] = True
 
     for name, module in list(sys.modules.items()):
@@ -207,37 +203,32 @@ def _strange(name: str, module: Any, text: str) -> Iterator[str]:
     import ast
     import builtins
 
-    space, kinds = vars(module), (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    space = vars(module)
     if type(module) is not type(sys):
         yield "__class__"
     if space.get("__builtins__") not in (builtins, vars(builtins)):
         yield "__builtins__"
-    # by a decorator, which may be of what is tested, or without
-    defined = {
-        node.name: any(
-            _is_tested(space.get(part.id))
-            for decorator in node.decorator_list
-            for part in ast.walk(decorator)
-            if isinstance(part, ast.Name)
-        )
-        for node in ast.parse(text).body
-        if isinstance(node, kinds)
-    }
+    nodes = _definitions(ast.parse(text))
     made = any(w in text for w in ("import *", "globals()", "setattr(", "vars("))
     for each, value in list(space.items()):
         # what a module of tests has, it defines, names, or makes of what is its own
-        if each in defined:
-            fine = defined[each] or _is_from(module, value, text)
-        elif each in text:
-            fine = True
+        if node := nodes.get(each):
+            fine = _is_from(module, value, node)
+        elif each.startswith(_HOOKS):
+            fine = each in text
         else:
-            code = issubclass(type(value), (type(_text), type)) and not made
-            fine = not each.startswith(_HOOKS)
-            fine = fine and (not code or _is_from(module, value, text))
+            fine = each in text or made or type(value) is not type(_text)
+            fine = fine or _is_from(module, value)
         if not fine:
             yield each
     if name != "__main__" and "del " not in text:
-        yield from sorted(defined.keys() - space.keys())
+        yield from sorted(nodes.keys() - space.keys())
+
+
+def _definitions(node: Any) -> dict[str, Any]:
+    """The functions and classes that a module or a class has, by name."""
+    body = getattr(node, "body", ())
+    return {x.name: x for x in body if hasattr(x, "decorator_list")}
 
 
 def _is_tested(value: Any) -> bool:
@@ -247,10 +238,18 @@ def _is_tested(value: Any) -> bool:
     return _is_inside(file, _WORKSPACE) and not _is_test(file)
 
 
-def _is_from(module: Any, value: Any, text: str) -> bool:
-    """Whether a function or class is from a module's file, by decorators or without."""
+def _is_from(module: Any, value: Any, node: Any = None) -> bool:
+    """Whether a function or class is from a module's file, by decorators or without.
+
+    ``node``: how the file defines it.
+    """
+    import ast
     from inspect import unwrap
 
+    for decorator in getattr(node, "decorator_list", ()):
+        used = [getattr(part, "id", None) for part in ast.walk(decorator)]
+        if any(_is_tested(vars(module).get(name)) for name in used):
+            return True
     value = getattr(value, "fget", getattr(value, "__func__", value))
     if code := getattr(unwrap(value), "__code__", None):
         file = os.path.realpath(_file_of(module))
@@ -260,9 +259,9 @@ def _is_from(module: Any, value: Any, text: str) -> bool:
         return type(value).__module__ != "builtins" and not _is_tested(type(value))
     if any(_is_tested(each) for each in (type(value), *value.__mro__[1:])):
         return True
-    methods = [v for k, v in vars(value).items() if f"def {k}(" in text]
-    own = value.__module__ == module.__name__
-    return own and all(_is_from(module, each, text) for each in methods)
+    had, parts = vars(value), _definitions(node).items()
+    inner = [_is_from(module, had[name], part) for name, part in parts if name in had]
+    return value.__module__ == module.__name__ and all(inner)
 
 
 # The runners. What their class tells is believed.
@@ -288,10 +287,8 @@ def _plugin() -> type:
             _watch("trajkit.after")
             # options of pytest-xdist and pytest-forked: tests run in this process
             one: Any = {"numprocesses": None, "distload": False, "dist": "no", "tx": []}
-            known = vars(config.option)
-            known.update(
-                {k: v for k, v in {**one, "forked": False}.items() if k in known}
-            )
+            known, one["forked"] = vars(config.option), False
+            known.update((key, one[key]) for key in one if key in known)
 
         @pytest.hookimpl(trylast=True)
         def pytest_configure(self, config: Any) -> None:
@@ -346,6 +343,9 @@ def _plugin() -> type:
             passed = {"passed": True, "failed": False}.get(report.outcome)
             if passed and hasattr(report, "wasxfail"):
                 passed = None
+            if passed and hasattr(report, "context"):
+                # a subtest that passed is no result
+                return
             if passed and report.when == "call":
                 # another process may tell anything
                 passed = report.nodeid in self.ran
@@ -426,8 +426,7 @@ def _run(arguments: list[str], result: Any, plugin: Any = None) -> int:
         run(name, run_name="__main__")
     except SystemExit as end:
         if not end.code and not _ended_by_tests(end, name):
-            sys.stderr.write("what is tested ended the tests\n")
-            sys.stderr.flush()
+            os.write(2, b"what is tested ended the tests\n")
             os._exit(1)
         if isinstance(end.code, int):
             # one of a class of its own may have two values
