@@ -569,13 +569,6 @@ CHEATS |= {
         )
         for grader in ("unittest", "case in pytest", "case in a program")
     },
-    "a plugin of a test module": changes(
-        "import sys\nif 'test_it' in sys.modules:\n"
-        "    sys.modules['test_it'].pytest_plugins = ['it']\n"
-        "def pytest_pyfunc_call(pyfuncitem): return True",
-        "",
-        "names",
-    ),
     "a plugin after the start": changes(
         "import sys\nframe = sys._getframe()\n"
         "while frame and not hasattr(frame.f_locals.get('config'), 'pluginmanager'):\n"
@@ -584,25 +577,6 @@ CHEATS |= {
         "if frame: frame.f_locals['config'].pluginmanager.register(Own())",
         "plugin",
         "names",
-    ),
-    **{
-        f"a mark of a test module: {mark}": Cheat(
-            module(
-                "import pytest, sys\n"
-                f"sys.modules['test_it'].pytestmark = pytest.mark.{mark}(reason='x')"
-                + UNSOLVED
-            )
-        )
-        for mark in ("skip", "xfail")
-    },
-    "other tests in a test module": changes(
-        "import sys, unittest\nname = 'test_it'\n"
-        "case = type('Test', (unittest.TestCase,), "
-        "{'test_f': lambda self: None, '__module__': name})\n"
-        "if name in sys.modules:\n    sys.modules[name].load_tests = "
-        "lambda *_: unittest.TestSuite([case('test_f')])",
-        "test_it.load_tests",
-        "unittest",
     ),
     **{
         f"a context that swallows, {grader}": changes(
@@ -628,7 +602,7 @@ CHEATS |= {
         "import unittest.case as c\ndef g(self, test_case, subTest=False):\n"
         "    try: yield\n    except BaseException: pass\n"
         "c._Outcome.testPartExecutor.__wrapped__.__code__ = g.__code__",
-        "_Outcome.testPartExecutor.__code__",
+        "_mend_unittest.<locals>.executor.__code__",
         "unittest",
     ),
     "code of this program's plugin": changes(
@@ -1045,7 +1019,25 @@ def take():
 sys.setswitchinterval(1e-6)
 threading.Thread(target=take, daemon=True).start()
 """
-CASES = {"tests": {"test_a.py": FIRST_CASE, "test_it.py": CASE}}
+SPIES = """\
+import builtins, sys
+real = builtins.id
+class Never(set):
+    def add(self, name): self.passed.add(name)
+def look():
+    told = sys._getframe(2).f_locals
+    if "results" in told:
+        builtins.id, never = real, Never()
+        never.passed, told["results"][False] = told["results"][True], never
+def spy(thing):
+    look()
+    return real(thing)
+class Equal:
+    def __eq__(self, code): return look()
+def generator(): yield
+"""
+ASKS = "sys.audit('object.__setattr__', generator, '__code__', Equal())"
+CASES = {"tests": {"test_a.py": FIRST_CASE.replace(", it", ""), "test_it.py": CASE}}
 OWN_SUITE = "lambda *_: unittest.TestSuite([unittest.FunctionTestCase(int)])"
 OWN_KIND = f"type('M', (type(sys),), {{'load_tests': {OWN_SUITE}}})"
 # what is written beside tests of the workspace, and what a module of tests is and has
@@ -1067,9 +1059,18 @@ CHEATS |= {
         )
         for what, own, grader in (
             ("__test__", "False", "pytest"),
+            ("pytestmark", "[__import__('pytest').mark.skip]", "pytest"),
+            ("pytest_plugins", "['it']", "pytest"),
+            ("load_tests", OWN_SUITE, "unittest"),
             ("__getattr__", f"lambda name: {OWN_SUITE}", "unittest"),
             ("__class__", OWN_KIND, "unittest"),
         )
+    },
+    **{
+        f"a look at the hook by {what}": Cheat(
+            module(f"{SPIES}def f():\n    {look}\n    return 0"), grader="names"
+        )
+        for what, look in {"a builtin": "builtins.id = spy", "an event": ASKS}.items()
     },
     "a class that is no test": changes(
         "import unittest; unittest.TestCase.__test__ = False",

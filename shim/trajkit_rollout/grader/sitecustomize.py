@@ -39,13 +39,8 @@ _PARTS = "asyncio contextlib functools inspect json math posixpath re".split()
 _STANDARD = frozenset(getattr(sys, "stdlib_module_names", _PARTS))
 # programs of Python that run tests, by `python -m`
 _MODULES = ("pytest", "unittest", "doctest")
-# where programs without a file are
-_MEMORY = "/proc/self/fd/"
 # what runners look for in a module of tests
-_HOOKS = (
-    *("pytest", "collect_ignore", "__test__", "setup_", "teardown_"),
-    *("load_tests", "setUpModule", "tearDownModule"),
-)
+_HOOKS = ("pytest", "collect_ignore", "load_tests", "__test__", "setup", "teardown")
 # a line that ends a program of tests
 _EXIT = r"(?i)\b(exit|SystemExit|quit)\b|^\s*((unittest|pytest)\.)?main\("
 
@@ -81,10 +76,7 @@ def _begin() -> None:
 
 
 def _program(text: bytes | None) -> tuple[str, str]:
-    """The path of a program that has no file, which nobody can write, and its text.
-
-    None: that of the standard input, which the interpreter can read again.
-    """
+    """The path and the text of a program without a file; None: the standard input."""
     import fcntl
 
     file = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -92,9 +84,10 @@ def _program(text: bytes | None) -> tuple[str, str]:
     os.write(file, given)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, 15)
     if text is None:
+        # the interpreter reads it again
         os.lseek(file, 0, os.SEEK_SET)
         os.dup2(file, 0)
-    return f"{_MEMORY}{file}", given.decode(errors="replace")
+    return f"/proc/self/fd/{file}", given.decode(errors="replace")
 
 
 def _names_own(program: str) -> bool:
@@ -214,7 +207,7 @@ def _strange(name: str, module: Any, text: str) -> Iterator[str]:
         # what a module of tests has, it defines, names, or makes of what is its own
         if node := nodes.get(each):
             fine = _is_from(module, value, node)
-        elif each.startswith(_HOOKS):
+        elif each.lower().startswith(_HOOKS):
             fine = each in text
         else:
             fine = each in text or made or type(value) is not type(_text)
@@ -239,10 +232,7 @@ def _is_tested(value: Any) -> bool:
 
 
 def _is_from(module: Any, value: Any, node: Any = None) -> bool:
-    """Whether a function or class is from a module's file, by decorators or without.
-
-    ``node``: how the file defines it.
-    """
+    """Whether a function or class is from a module's file, where ``node`` defines it."""
     import ast
     from inspect import unwrap
 
@@ -330,22 +320,12 @@ def _plugin() -> type:
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_runtest_call(self, item: Any) -> None:
-            def ran(case: Any = None, **_: Any) -> None:
-                self.ran.update([item.nodeid] * _succeeded(case))
-
-            if hasattr(item, "addSuccess"):
-                # unittest says that it came to its end
-                item.addSuccess = ran
-            else:
-                ran()
+            self.ran.add(item.nodeid)
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             passed = {"passed": True, "failed": False}.get(report.outcome)
             if passed and hasattr(report, "wasxfail"):
                 passed = None
-            if passed and hasattr(report, "context"):
-                # a subtest that passed is no result
-                return
             if passed and report.when == "call":
                 # another process may tell anything
                 passed = report.nodeid in self.ran
@@ -381,8 +361,7 @@ def _result() -> type:
             getattr(super(Result, self), name)(test, *given)
             # a subtest that passed is no result
             if name != "addSubTest" or given[1] is not None:
-                whole = getattr(test, "test_case", test)
-                _tell("trajkit.result", whole.id(), passed and _succeeded(whole))
+                _tell("trajkit.result", getattr(test, "test_case", test).id(), passed)
 
         return method
 
@@ -392,9 +371,27 @@ def _result() -> type:
     return Result
 
 
-def _succeeded(case: Any) -> bool:
-    """Whether a test of unittest had no failure that what it tests made an expected one."""
-    return not getattr(getattr(case, "_outcome", None), "expectedFailure", None)
+def _mend_unittest() -> None:
+    """Have unittest report what ended a test, even if what it tests hides it."""
+    from contextlib import contextmanager
+    from unittest import case
+
+    parts: Any = case
+    run = parts._Outcome.testPartExecutor
+
+    @contextmanager
+    def executor(self: Any, *given: Any, **named: Any) -> Any:
+        expected = self.expecting_failure
+        with run(self, *given, **named):
+            try:
+                yield
+            except BaseException as error:
+                self.expecting_failure = expected
+                if isinstance(error, parts._ShouldStop):
+                    raise AssertionError("ended by what it tests") from error
+                raise
+
+    parts._Outcome.testPartExecutor = executor
 
 
 def _run(arguments: list[str], result: Any, plugin: Any = None) -> int:
@@ -481,6 +478,7 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
             file.write(sha256(f"inner {nonce}".encode("ascii")).hexdigest())
     main, frame_of = sys._getframe(1), sys._getframe
     stat, leave, unlink, opened = os.stat, os._exit, os.unlink, open
+    kind_of, id_of, text_of = type, id, ascii
     inside = _WORKSPACE + os.sep
     n_inside = len(inside)
     before: dict[str, object] = {}
@@ -519,18 +517,19 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
         try:
             if event == "object.__setattr__":
                 function, what = given[:2]
-                if type(function) is FunctionType and type(what) is str:
+                if kind_of(function) is FunctionType and kind_of(what) is str:
                     code = function.__code__
                     place = "".join((code.co_filename, ""))
                     theirs = place.startswith(inside) and "test" not in place[n_inside:]
                     # types.coroutine marks a generator, which does what it did
                     marked = code.replace(co_flags=code.co_flags | 0x100)
-                    same = code.co_flags & 0x20 and given[2] == marked
+                    same = code.co_flags & 0x20 and kind_of(given[2]) is kind_of(code)
+                    same = same and given[2] == marked
                     if what in codes and place[:1] != "<" and not (theirs or same):
                         changed.append("".join((function.__qualname__, ".", what)))
             elif event in looks:
                 changed.append(event)
-            elif id(frame_of(1).f_code) not in own:
+            elif id_of(frame_of(1).f_code) not in own:
                 changed.append("a result that another program told")
             elif event == "trajkit.before":
                 for key, value in given[0].items():
@@ -564,16 +563,16 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
         passed = results[True] - failed
         skipped = results[None] - failed - passed
         idle = must_run and not (passed or skipped)
-        code = code or int(bool(failed) or idle)
+        code = code or (1 if failed or idle else 0)
         inner = ""
         if leaves:
             with opened(inner_path) as file:
                 inner = file.read(99)
             unlink(inner_path)
-        parts = passed, failed, skipped, set(changed)
+        parts = [*passed], [*failed], [*skipped], [*{*changed}]
         # a shell reads the code of a program without a file
-        told = 0 if name.startswith(_MEMORY) else code
-        text = ascii((told, *map(list, parts), inner, said))
+        told = 0 if name.startswith("/proc/") else code
+        text = text_of((told, *parts, inner, said))
         signature = sha256(f"{nonce}{text}{nonce}".encode("ascii")).hexdigest()
         with opened(results_path, "ab", 0) as file:
             file.write(f"{signature} {text}\n".encode("ascii"))
@@ -610,6 +609,7 @@ def _main(given: list[str]) -> None:
     # a plain program may tell the reward itself
     ends = ("txt", "json") if runner else ()
     files = [os.path.join(os.environ.get("LOGS", ""), f"reward.{x}") for x in ends]
+    _mend_unittest()
     _import_parts()
     kinds = [_result()]
     if name == "pytest" or "pytest" in sys.modules:
