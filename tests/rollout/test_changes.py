@@ -10,13 +10,7 @@ BEFORE = (
     *("lib/tests/__init__.py", "lib/__init__.py", "Makefile", "app/main.py"),
     *("env/pyvenv.cfg", "env/bin/pytest", "vendor/a/a.go", "node_modules/a.js"),
     *("core/src/test/java/A.java", "lib/site-packages/a/__init__.py"),
-    *(
-        "mono/js/package.json",
-        "mono/js/test/a.js",
-        "mono/js/src/a.js",
-        "mono/test/a.js",
-    ),
-    *("pkg/plugins/a.py", "pkg/plugins/os.py"),
+    *("mono/package.json", "mono/test/a.js", "mono/a/test/a.js", "pkg/plugins/os.py"),
 )
 MODULES = ("json", "pytest", "pygments", "os")
 NEW, GONE, PROGRAM, REPOSITORY = "100644", "000000", "100755", "160000"
@@ -35,12 +29,7 @@ def chosen(name, mode=NEW, target=None, editable=None):
         *("pkg/sub/new/deep.py", "pkg/data.json", "pkg/json.txt", "app/main.py"),
         # inside a package, names of other modules hide none of them
         *("pkg/json.py", "pkg/pytest/__init__.py", "pkg/os.cpython-311.so"),
-        *(
-            "mono/js/src/a.js",
-            "mono/test/a.js",
-            "pkg/plugins/b.py",
-            "pkg/plugins/os.py",
-        ),
+        *("mono/a/test/a.js", "pkg/plugins/b.py", "pkg/plugins/os.py"),
     ],
 )
 def test_files_and_packages_that_existed_are_graded(name):
@@ -80,7 +69,7 @@ def test_files_and_packages_that_existed_are_graded(name):
         *("pkg/x.egg-info/entry_points.txt", "pkg/entry_points.txt", "pyvenv.cfg"),
         # in a folder that may come first among those of Python, and in a project's tests
         *("pkg/plugins/json.py", "pkg/new/os.py", "pkg/new/pytest/a.py"),
-        *("mono/js/test/a.js", "mono/js/test/new.js", "pkg/vitest.config.mts"),
+        *("mono/test/a.js", "mono/test/new.js", "pkg/vitest.config.mts"),
         # hidden
         *(".env", ".gitattributes", ".pytest.ini", "pkg/.hidden/a.py", ".cargo/config"),
         # the same names as a careless reader sees them
