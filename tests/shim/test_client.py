@@ -1,6 +1,7 @@
 """`GatewayClient` against gateways that listen on sockets."""
 
 import asyncio
+import threading
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 
@@ -115,6 +116,22 @@ async def test_the_lease_is_renewed_until_the_client_resumes_or_is_gone(tmp_path
             await client.pause(0.4)
         while await engine.next() != ("resume",):
             pass
+
+
+@pytest.mark.anyio
+async def test_a_slow_update_of_one_gateway_leaves_the_others_paused(tmp_path):
+    one, other = engines = [Updatable(), Updatable()]
+    loaded = threading.Event()
+    other.update_weights = lambda *_: asyncio.to_thread(loaded.wait)
+    with gateways(tmp_path, *engines) as urls:
+        async with AsyncGatewayClient(urls) as client:
+            await client.pause(0.4)
+            update = asyncio.create_task(client.update_weights("/new", "step-1"))
+            try:
+                assert {await one.next() for _ in range(9)} == {("pause",), UPDATE}
+            finally:
+                loaded.set()
+            await update
 
 
 @pytest.mark.anyio

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import os
 import threading
 from hashlib import sha256
 from pathlib import Path
@@ -335,6 +336,22 @@ async def test_requests_with_the_same_new_image(tmp_path, monkeypatch):
     assert thread is not threading.current_thread()
 
 
+async def test_workers_with_the_same_new_image(tmp_path, monkeypatch):
+    """The second one writes it before the first one's file has its name."""
+    one, other = (ImageStore(tmp_path / "images") for _ in range(2))
+    image, replace = open_image(PNG, "here", one.limits), Path.replace
+
+    def late(path, target):
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        other._write([image])
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    await one.write([image])
+    assert [file.name for file in one.directory.iterdir()] == [image.name]
+
+
 @pytest.mark.parametrize("broken", ["write", "replace", "log"])
 async def test_an_image_whose_turn_is_not_written(opened, monkeypatch, broken):
     session, fail = await opened("red", "red"), fails("no space")
@@ -350,7 +367,12 @@ async def test_an_image_whose_turn_is_not_written(opened, monkeypatch, broken):
     assert session.gateway.turns() == []
     # only a complete file has the name of an image
     name = name_of(PNG)
-    left = {"write": [], "replace": [f".{name}"], "log": [name]}
+    left = {"write": [], "replace": [f".{name}.{os.getpid()}"], "log": [name]}
     assert session.stored() == left[broken]
+    await session.look(PNG)
+    assert session.stored() == [name]
+    # also if somebody removes it
+    (session.gateway.directory / "images" / name).unlink()
+    session.says("red")
     await session.look(PNG)
     assert session.stored() == [name]
