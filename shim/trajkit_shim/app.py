@@ -227,7 +227,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         """Answer a request; ``fields``: of a body that the trainer may send."""
         body = Fields({})
         if fields is not None:
-            _check_token(request.headers, options.admin_token)
+            check_token(request.headers, options.admin_token)
         if request.method == "POST":
             data = await read.read_body(request.stream(), options.max_body_bytes)
             body = Fields(read.parse_object(data or b"{}"))
@@ -314,7 +314,8 @@ def _other_routes(gateway: Gateway) -> list[Route]:
     ]
 
 
-def _check_token(headers: Headers, token: str | None) -> None:
+def check_token(headers: Headers, token: str | None) -> None:
+    """Raise a 401 for a request without the admin token, if there is one."""
     given = headers.get(TOKEN_HEADER) or _bearer(headers)
     # constant time: the duration does not reveal how much of it is right
     if token is not None and not hmac.compare_digest(given.encode(), token.encode()):

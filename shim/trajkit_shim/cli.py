@@ -241,7 +241,8 @@ def _work(
         where: dict[str, Any] = {"url": url_of(listener)}
         where |= {"openai_base_url": f"{where['url']}/v1", "turns": str(arguments.out)}
         if worker is not None:
-            app, where["workers"] = Worker(app, worker, urls), " ".join(urls)
+            where["workers"] = " ".join(urls)
+            app = Worker(app, worker, urls, options["admin_token"])
         built = Prompts(renderer, arguments.prompts)
         if arguments.json:
             say(json.dumps({**where, "prompts": built.describe()}) + "\n")

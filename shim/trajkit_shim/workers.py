@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from trajkit_shim.app import check_token
 from trajkit_shim.call import Options
 from trajkit_shim.delivery import json_response
 from trajkit_shim.errors import GatewayError, error_body, retry_header
@@ -40,8 +41,10 @@ _NO_LIMIT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 class Worker:
     """The ASGI app of worker number ``index``, in front of its gateway's app."""
 
-    def __init__(self, app: ASGIApp, index: int, urls: Sequence[str]) -> None:
-        self._app, self._index, self._urls = app, index, urls
+    def __init__(
+        self, app: ASGIApp, index: int, urls: Sequence[str], token: str | None
+    ) -> None:
+        self._app, self._index, self._urls, self._token = app, index, urls, token
         self._opening = asyncio.Lock()
         # the worker of each session, by the hash of its id; the first worker opens all
         self._owners: dict[int, int] = {}
@@ -64,6 +67,7 @@ class Worker:
         path, first = request.url.path, self._index == 0
         if _FROM_FIRST in request.headers or (first and path.startswith("/engine")):
             return None
+        check_token(request.headers, self._token)
         body = await read_body(request.stream(), Options().max_body_bytes)
         if not first:
             return await self._ask(0, request, body)

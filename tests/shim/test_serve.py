@@ -384,6 +384,10 @@ def test_openings_that_are_refused_and_one_id_at_once(tmp_path):
                 for head in ({"origin": "http://evil.example"}, {"host": "evil.org"}):
                     answer = post(f"{url}/{path}", {}, **ADMIN, **head)
                     assert answer.status_code == 403, answer.text
+        # before the body is read
+        head = b"POST /sessions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        answer = exchanged(urls[1], head + b"Content-Length: 9\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 401")
         # the refused ones left no trace
         clients[0].open("a")
         with pytest.raises(GatewayError, match="max_turns"):

@@ -36,6 +36,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 _IDLE_SECONDS = 3.0
 # statuses of a server that are the client's fault, or that pass; others are 502
 _SHOWN = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}
+# of a call that the server may still be working on: a proxy gave it up
+_UNANSWERED = None, 502, 504
 # raised by what has missing, mistyped or too large fields
 UNREADABLE: tuple[type[Exception], ...] = ArithmeticError, AttributeError, LookupError
 UNREADABLE += RecursionError, SyntaxError, TypeError, ValueError
@@ -253,7 +255,7 @@ class HttpEngine(ABC):
             reply = await server.post(self.generate_path, body)
         except (asyncio.CancelledError, EngineError) as error:
             # a server behind a proxy would continue to sample
-            if getattr(error, "answered", None) is None:
+            if getattr(error, "answered", None) in _UNANSWERED:
                 await self._abort(server, request.request_id)
             raise
         # they are about ten million numbers for a long call
