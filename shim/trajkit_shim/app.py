@@ -16,6 +16,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, cast
 from urllib.parse import urlsplit
@@ -23,11 +24,10 @@ from urllib.parse import urlsplit
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from trajkit_shim import json_input as read
 from trajkit_shim.call import Call, Gateway, Options
@@ -88,7 +88,6 @@ def create_app(
         exception_handlers=dict.fromkeys(
             (ClientDisconnect, Exception, GatewayError, HTTPException), _answer_error
         ),
-        middleware=[Middleware(_guarded, gateway.options)],
         lifespan=partial(_lifespan, gateway),
     )
 
@@ -112,28 +111,11 @@ async def _lifespan(
         gateway.log.close()
 
 
-def _guarded(app: ASGIApp, options: Options) -> ASGIApp:
-    """Middleware that answers requests of web pages, and too long heads, with an error.
+def _check_head(headers: Headers, options: Options) -> None:
+    """Refuse the request of a web page (403), and too long headers (431).
 
     A page of any site can send requests to this machine, which have an ``Origin``. It can
     also let its own name point to this machine's address, which is then the ``Host``.
-    """
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        answer = app
-        if scope["type"] == "http":
-            try:
-                _check_head(Headers(scope=scope), options)
-            except GatewayError as error:
-                answer = await _answer_error(Request(scope), error)
-        await answer(scope, receive, send)
-
-    return checked
-
-
-def _check_head(headers: Headers, options: Options) -> None:
-    """Raise a 403 for a web page's request, or for a ``Host`` that a page may have.
-
     Addresses, names without a dot, those of private networks and ``hosts`` are no page's.
     """
     limit = options.max_header_bytes
@@ -178,15 +160,18 @@ def _protocol_of(path: str) -> WireProtocol:
     return OPENAI_CHAT
 
 
+@dataclass(frozen=True, slots=True)
 class _Endpoint:
     """A path of a protocol, as an ASGI app."""
 
-    def __init__(self, gateway: Gateway, protocol: WireProtocol, verb: Verb) -> None:
-        self._gateway, self._protocol, self._verb = gateway, protocol, verb
+    gateway: Gateway
+    protocol: WireProtocol
+    verb: Verb
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, protocol, verb = self._gateway, self._protocol, self._verb
+        gateway, protocol, verb = self.gateway, self.protocol, self.verb
         options, request = gateway.options, Request(scope, receive, send)
+        _check_head(request.headers, options)
         session = gateway.sessions.authorise(_session_claims(request))
         with session.request(), gateway.working(session, request.headers):
             data = await read.read_body(request.stream(), options.max_body_bytes)
@@ -197,7 +182,7 @@ class _Endpoint:
                 await response(scope, receive, send)
                 return
             async with watched(receive) as left:
-                seconds = options.ping_seconds
+                seconds = options.ping_seconds if call.chat.stream else None
                 delivery = Delivery(left, send, protocol, call.chat, seconds)
                 await delivery.answer(call.begin())
 
@@ -226,6 +211,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
     ) -> Response:
         """Answer a request; ``fields``: of a body that the trainer may send."""
         body = Fields({})
+        _check_head(request.headers, options)
         if fields is not None:
             check_token(request.headers, options.admin_token)
         if request.method == "POST":

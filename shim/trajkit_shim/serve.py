@@ -39,18 +39,13 @@ def serve(app: ASGIApp, listener: socket.socket, drain_seconds: float = 30.0) ->
 
 
 @contextmanager
-def running(
-    app: ASGIApp,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    listener: socket.socket | None = None,
-) -> Iterator[str]:
+def running(app: ASGIApp, listener: socket.socket | None = None) -> Iterator[str]:
     """Run the app on a thread while the ``with`` block runs, and yield its base URL.
 
-    At the end of the block the running calls are answered, however long they take. Raises
-    `OSError` if the address is not available. ``listener``: in its place.
+    At the end of the block the running calls are answered, however long they take.
+    ``listener``: from `listen` (default: any free port of this machine).
     """
-    with listener or listen(host, port) as bound:
+    with listener or listen("127.0.0.1", 0) as bound:
         server = Server(app)
         thread = threading.Thread(
             target=server.run, args=([bound],), name="trajkit-gateway", daemon=True
