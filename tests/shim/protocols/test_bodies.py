@@ -261,7 +261,6 @@ REFUSED = {
         ({CHOICE: {"type": "required"}}, "tool_choice.type"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"), ({"top_p": 2}, "top_p"),
         ({"output_config": {"format": {}}}, "output_config.format.type"),
-        ({"thread": {"type": "create"}}, "thread"),
         ({"compaction": {"type": "summarize"}}, "compaction"),
     ],
     "openai_responses": [
