@@ -86,7 +86,7 @@ def create_app(
         # the most frequent first
         routes=calls + _other_routes(gateway),
         exception_handlers=dict.fromkeys(
-            (ClientDisconnect, Exception, GatewayError, HTTPException), _answer_error
+            (ClientDisconnect, Exception, GatewayError, HTTPException), answer_error
         ),
         lifespan=partial(_lifespan, gateway),
     )
@@ -137,7 +137,8 @@ def _check_head(headers: Headers, options: Options) -> None:
         raise GatewayError(message, 403, code="unknown_host") from None
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that failed, in the words of its protocol."""
     if isinstance(error, ClientDisconnect):
         # nobody reads it
         return Response(status_code=499)

@@ -23,10 +23,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trajkit_shim.app import check_token
+from trajkit_shim.app import answer_error, check_token
 from trajkit_shim.call import Options
 from trajkit_shim.delivery import json_response
-from trajkit_shim.errors import GatewayError, error_body, retry_header
+from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import parse_object, read_body
 from trajkit_shim.serve import url_of
 
@@ -55,11 +55,8 @@ class Worker:
             request = Request(scope, receive, send)
             try:
                 answer = await self._answer(request) or self._app
-            except ClientDisconnect:
-                answer = Response(status_code=499)
-            except GatewayError as error:
-                shown, headers = error_body(error), retry_header(error)
-                answer = json_response(shown, error.status, headers)
+            except (ClientDisconnect, GatewayError) as error:
+                answer = await answer_error(request, error)
         await answer(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response | None:

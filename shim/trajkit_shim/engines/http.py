@@ -40,7 +40,7 @@ _SHOWN = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}
 _UNANSWERED = None, 502, 504
 # raised by what has missing, mistyped or too large fields
 UNREADABLE: tuple[type[Exception], ...] = ArithmeticError, AttributeError, LookupError
-UNREADABLE += RecursionError, SyntaxError, TypeError, ValueError
+UNREADABLE += MemoryError, RecursionError, SyntaxError, TypeError, ValueError
 
 
 def _open_socket(address: tuple[Any, ...]) -> socket.socket:
@@ -364,7 +364,8 @@ def read_experts(
         raise EngineError(f"{where} no routed_experts: it needs {needs}")
     data, rows = base64.b64decode(packed, validate=True), n_tokens - 1
     if server == VLLMEngine.server_name:
-        experts = np.load(io.BytesIO(data), allow_pickle=False)
+        # `np.load` would also take an archive
+        experts = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     else:
         experts = np.frombuffer(data, "<i4")
         if rows * per_token and not len(experts) % (rows * per_token):
