@@ -168,7 +168,7 @@ def _serve(arguments: SimpleNamespace, say: Callable[[str], None], log: Path) ->
         "hosts": [urlsplit(arguments.gateway_url or "").hostname or ""],
     }
     with options.terminable(), ExitStack() as stack:
-        app, _ = stack.enter_context(options.engine_app(arguments, log, {}, **given))
+        app = stack.enter_context(options.engine_app(arguments, log, {}, **given))
         say(stack.enter_context(running(app, listen(arguments.host, 0))))
         # its parent ends it
         signal.pause()

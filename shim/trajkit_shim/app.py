@@ -82,7 +82,7 @@ def create_app(
         for protocol in PROTOCOLS
         for path, verb in protocol.paths.items()
     ]
-    return Starlette(
+    app = Starlette(
         # the most frequent first
         routes=calls + _other_routes(gateway),
         exception_handlers=dict.fromkeys(
@@ -90,6 +90,9 @@ def create_app(
         ),
         lifespan=partial(_lifespan, gateway),
     )
+    # for the first lines of a command
+    app.state.prompts = gateway.prompts
+    return app
 
 
 @asynccontextmanager

@@ -251,6 +251,7 @@ def test_a_server_that_does_not_start(python, tmp_path, capfd, monkeypatch, pids
 def launching(tmp_path, python, model, pids, *server):
     """``trajkit serve --launch`` as a process."""
     options = ["--engine", "sglang", "--launch", model, "--launch-python", python]
+    options += ["--past-reasoning", "sampled"]
     after = ["--", "--pids", str(pids), *server]
     return serving(tmp_path, *options, after=after)
 
@@ -265,7 +266,8 @@ def test_serve_launches_and_records_until_it_is_interrupted(
         code, output, errors = stop(gateway, signal.SIGINT)
     assert (code, output) == (cli.DONE, "")
     assert f"its log is {tmp_path}/run/engine.log" in errors
-    assert (where["prompts"]["mode"], where["prompts"]["rendered"]) == ("append", {})
+    shown = [where["prompts"][name] for name in ("mode", "past_reasoning", "rendered")]
+    assert shown == ["append", "sampled", {}]
     until_ended(read_pids(pids))
     (turn,) = tk.read_turns(where["turns"]).to_pylist()
     assert turn["session_id"] == opened["session_id"]
