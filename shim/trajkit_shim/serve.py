@@ -163,12 +163,17 @@ class _Connection(H11Protocol):
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+def plain(text: str) -> str:
+    """Return a text with control characters spelled out, but for tabs and line breaks."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 class PlainFormatter(logging.Formatter):
     """Writes no control characters: what clients sent may be in a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line with control characters spelled out."""
-        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().format(record))
+        """Return the line as plain text."""
+        return plain(super().format(record))
 
 
 class Server(uvicorn.Server):

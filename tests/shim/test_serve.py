@@ -136,6 +136,8 @@ def command(tmp_path, capsys):
         ("--host 0.0.0.0", "give --admin-token"),
         ("--chat-template-kwargs {", "--chat-template-kwargs {: not"),
         ("--chat-template-kwargs [1]", "--chat-template-kwargs [1]: not"),
+        # no escape sequence reaches a terminal
+        ("--chat-template-kwargs \x1b[2J", "--chat-template-kwargs \\x1b[2J: not"),
     ],
 )
 def test_serve_refuses_options_that_do_not_fit(command, tmp_path, options, says):
@@ -238,7 +240,7 @@ def never_healthy(match, *arguments, **options):
 def test_a_server_that_does_not_start(python, tmp_path, capfd, monkeypatch, pids):
     reason = r"was never healthy: it ended with exit code \d+\. .*logs/engine\.log"
     never_healthy(reason, python, tmp_path, "--fake", "broken")
-    assert capfd.readouterr().err == "loading\nthere is no GPU\n"
+    assert capfd.readouterr().err == "loading\n\\x1b[31mthere is no GPU\n"
     mute = ["--fake", "mute", "--pids", str(pids)]
     reason = r"never healthy: it did not answer in time"
     never_healthy(reason, python, tmp_path, *mute, start_seconds=1)
