@@ -243,7 +243,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
 
     def open_one(request: Request, body: Fields) -> Json:
         session = SessionOptions(
-            fixed=parse_fixed(body.json.get("sampling")),
+            fixed=parse_fixed(body.section("sampling")),
             client_sampling=parse_client_sampling(body.json.get("client_sampling")),
             limits={name: body.get(name, _POSITIVE) for name in LIMITS},
             ttl_seconds=body.get("ttl_seconds", _SECONDS),
@@ -258,8 +258,8 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         return {**named, "base_url": base_url}
 
     async def finish(request: Request, body: Fields) -> Json:
-        wait, outcome = _wait(body), _outcome(body)
-        return await store.finish(_name(request), "finish", wait, outcome)
+        name, wait = request.path_params["session_id"], _wait(body)
+        return await store.finish(name, "finish", wait, _outcome(body))
 
     async def drain(_: Request, body: Fields) -> Json:
         await store.drain(_wait(body, 60.0))
@@ -284,9 +284,9 @@ def _other_routes(gateway: Gateway) -> list[Route]:
     # with the fields of the body, if there may be one; None: for everybody
     table: list[tuple[str, str, Handler, str | None]] = [
         ("POST", "/sessions", open_one, opening),
-        ("GET", session, lambda r, _: store.find(_name(r)).describe(), ""),
+        ("GET", session, lambda r, _: store.find(**r.path_params).describe(), ""),
         ("POST", f"{session}/finish", finish, ending),
-        ("POST", f"{session}/drop", lambda r, _: store.drop(_name(r)), ""),
+        ("POST", f"{session}/drop", lambda r, _: store.drop(**r.path_params), ""),
         ("POST", "/admin/drain", drain, "wait_seconds"),
         ("GET", "/engine", lambda *_: pause.describe(), ""),
         ("POST", "/engine/pause", pause_engine, "timeout_s renew"),
@@ -322,10 +322,6 @@ def _logged_text(value: object, where: str) -> str:
     except UnicodeEncodeError:
         read.refuse(where, "half of a surrogate pair is no text")
     return text
-
-
-def _name(request: Request) -> str:
-    return str(request.path_params["session_id"])
 
 
 def _wait(body: Fields, default: float = 0.0, name: str = "wait_seconds") -> float:

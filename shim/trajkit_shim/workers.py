@@ -140,19 +140,18 @@ class Worker:
             raise GatewayError(message, 503, code="worker_lost") from error
 
 
-Work = Callable[[socket.socket, Callable[[str], None], int, Sequence[str]], None]
-"""Serve on a listener as the worker of a number, of those with the given URLs; call the
-function with a text once ready."""
-
-
 def run_workers(
-    work: Work, listeners: Sequence[socket.socket], on_ready: Callable[[str], None]
+    work: Callable[..., None],
+    listeners: Sequence[socket.socket],
+    on_ready: Callable[[str], None],
 ) -> None:
     """Run ``work``, a picklable function, in a process for each listener.
 
-    ``on_ready``: called with the first worker's text once all are ready. Returns after an
-    interrupt, which the workers get as SIGTERM; a second one is passed on, too. An error
-    of a worker is raised. `ConnectionError`: a worker ended; then the others are ended.
+    It gets the listener, a function to call with a text once it serves, its number, and
+    the URLs of all workers. ``on_ready``: called with the first one's text once all serve.
+    Returns after an interrupt, which the workers get as SIGTERM; a second one is passed
+    on, too. An error of a worker is raised. `ConnectionError`: a worker ended; then the
+    others are ended.
     """
     urls = [url_of(listener) for listener in listeners]
     jobs = [(listener, index, urls) for index, listener in enumerate(listeners)]
