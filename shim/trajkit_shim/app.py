@@ -131,7 +131,8 @@ def _check_head(headers: Headers, options: Options) -> None:
     host = headers.get("host", "")
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        if "." not in name or name.endswith(_PRIVATE) or name in options.hosts:
+        own = (each.lower() for each in options.hosts)
+        if "." not in name or name.endswith(_PRIVATE) or name in own:
             return
         ipaddress.ip_address(name)
     except ValueError:
