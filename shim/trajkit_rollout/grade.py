@@ -489,7 +489,6 @@ def _run(workspace: Workspace) -> tuple[CommandResult, list[Proof], set[str]]:
     read = ["sh", "-c", program("tests.sh"), "sh", *found]
     listed = os.fsencode("".join(f"{name}\0" for name in both))
 
-    # what is known of what the grader reads
     def hashes() -> set[str]:
         done = _exec(workspace, read, "tests", stdin=listed)
         return set(done.stdout.decode(errors="replace").splitlines())

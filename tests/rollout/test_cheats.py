@@ -1083,9 +1083,14 @@ CHEATS |= {
         "unittest",
         {"tests": {"test_it.py": CASE.replace("self.a", "f(); self.a")}},
     ),
-    "a hook of its own": changes(
-        "import sys; sys.addaudithook(lambda *_: None)", "sys.addaudithook"
-    ),
+    **{
+        f"what a process has, {found}": changes(f"import os, sys; {text}", found)
+        for found, text in {
+            "sys.addaudithook": "sys.addaudithook(lambda *_: None)",
+            "sys.executable=": "sys.executable = '/bin/true'",
+            "PATH=": "os.environ['PATH'] = '/tmp'",
+        }.items()
+    },
     "a test is taken away": changes(
         TAKES_AWAY,
         "test_it.test_f",

@@ -188,6 +188,9 @@ def _watch(event: str) -> None:
             _tell("trajkit.changed", f"{name}.load_tests")
         if name in _NAMED and not (test or name in _STANDARD or name[:2] == "__"):
             _tell("trajkit.changed", f"{name}, which is a file of the tests")
+    # the programs that tests start
+    found[f"PATH={os.environ.get('PATH')}"] = True
+    found[f"sys.executable={sys.executable}"] = True
     _tell(event, found)
 
 
@@ -261,8 +264,7 @@ def _plugin() -> type:
     import pytest
 
     class Plugin:
-        ready = False
-        root = start = ""
+        ready, root, start = False, "", ""
         ran: set[str]
 
         def pytest_load_initial_conftests(self) -> None:
@@ -466,7 +468,7 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
     from types import FunctionType
 
     names = ("nonce", "inner", "results")
-    path, inner_path, results_path = (os.path.join(_HERE, name) for name in names)
+    path, inner_path, results_path = (os.path.join(_HERE, each) for each in names)
     if not os.path.exists(path):
         path = inner_path
     with open(path) as file:
@@ -479,8 +481,7 @@ def _keep(owners: list[Mapping[str, Any]], files: list[str], name: str) -> None:
     main, frame_of = sys._getframe(1), sys._getframe
     stat, leave, unlink, opened = os.stat, os._exit, os.unlink, open
     kind_of, id_of, text_of = type, id, ascii
-    inside = _WORKSPACE + os.sep
-    n_inside = len(inside)
+    inside, n_inside = _WORKSPACE + os.sep, len(_WORKSPACE) + 1
     before: dict[str, object] = {}
     collected: set[str] = set()
     # the tests that passed, those that failed, and those skipped or expected to fail
