@@ -24,7 +24,6 @@ from fnmatch import translate
 from functools import lru_cache
 from importlib.resources import files
 from io import BytesIO
-from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -82,8 +81,7 @@ _WILDCARDS = {"*": "[^/]*", "?": "[^/]"}
 _MODULES = (".py", ".pyc", ".so", ".pyd", ".pth", ".zip")
 
 # exit codes of a shell that cannot run or find a command, or is killed
-_NOT_RUN = (126, 127, -9)
-_MAX_DOUBTS = 9
+_NOT_RUN, _MAX_DOUBTS = (126, 127, -9), 9
 _SKIPPED, _CHANGED = "skipped: ", "changed while tests ran: "
 # a line of a shell program that runs tests
 _RUNNER = re.compile(
@@ -301,7 +299,7 @@ def _is_risky(folder: str) -> bool:
 def _leaves(name: str, target: str | None) -> bool:
     # out of the workspace; a folder before .. may be another link
     parts = [part for part in (target or "/").split("/") if part != "."]
-    n_up = len([*takewhile("..".__eq__, parts)])
+    n_up = next((k for k, part in enumerate(parts) if part != ".."), len(parts))
     inner = {"", "..", ".git"}.intersection(parts[n_up:])
     return bool(inner) or n_up > name.count("/")
 

@@ -127,12 +127,17 @@ def test_a_test_that_is_skipped_is_skipped_on_the_base_commit_too(tmp_path, valu
         graded(tmp_path, patch=patch, **fields)
 
 
-def test_a_solution_may_be_the_first_that_imports_asyncio(tmp_path):
-    """Whose import marks functions as coroutines, which changes their code."""
+WAITS = "import threading as t; x = t.Thread(target=__import__, args=['site']); "
+WAITS += "x.start(); x.join()"
+
+
+# the import of asyncio marks functions as coroutines, which changes their code
+@pytest.mark.parametrize("code", ["import asyncio", WAITS])
+def test_a_solution_may_import_what_its_tests_do_not(tmp_path, code):
     tests = {"test_it.py": "import it\ndef test_f(): assert it.f == 2\n"}
     fields = {"workspace": {"it.py": "same\n"}, "tests": tests}
-    fields["grade"] = {"command": PYTEST}
-    patch = HUNK.format("it.py", "it.py").replace("changed", "import asyncio; f = 2")
+    fields["grade"] = {"command": PYTEST, "timeout_s": 60}
+    patch = HUNK.format("it.py", "it.py").replace("changed", f"{code}; f = 2")
     assert graded(tmp_path, patch=patch.encode(), **fields) == 1.0
 
 

@@ -1,13 +1,12 @@
 """Runs when a Python of a graded copy starts, before anything that an agent wrote.
 
 Modules of the tests and of the workspace are found last, after those of Python. A test
-runner runs here, and its interpreter never comes to the program that it was started for.
-The secret of the file ``nonce`` goes to an audit hook before the first test is read. No
-frame and no module leads to the hook. It is told each result, which nobody can take back,
-and what the functions were that tests call. At the end it signs what it was told, makes
-the next secret, and ends the process. Code in this process can still find it; see
-docs/sandboxes.md. A program of the tests leaves a secret of its own, in the file
-``inner``, for the test runners that it starts.
+runner runs here, and the program that it was started for does not. An audit hook gets the
+secret of the file ``nonce`` before the first test is read; no frame and no module leads to
+it. It hears each result, which nobody can take back, and what the functions were that
+tests call. At the end it signs that, makes the next secret, and ends the process. Code in
+this process can still find it; see docs/sandboxes.md. A program of the tests leaves a
+secret of its own, in the file ``inner``, for the test runners that it starts.
 """
 
 from __future__ import annotations
@@ -72,6 +71,9 @@ def _begin() -> None:
         other = name == "setup.py" or (name == "manage.py" and given[:1] != ["test"])
         runs = first and _is_test(path) and not other
     if runs:
+        # their imports never end: threads would wait for that
+        for each in ("site", "sitecustomize"):
+            vars(sys.modules[each].__spec__)["_initializing"] = False
         _main([path, *given])
 
 
