@@ -257,7 +257,7 @@ shim/trajkit_shim/replies.py: shim/replies shim/test_app
     an unknown format is served as text
         |if not renderer.shows_tools:| -> |if True:|
     a form need not read all that the template writes for calls
-        |if calls == wanted and not found.text.strip():| -> |if calls == wanted:|
+        |if read == wanted and not found.text.strip():| -> |if read == wanted:|
     reasoning is always in the tags of most families
         |if found := re.search(shown, thinks):| -> |if found := None:|
 shim/trajkit_shim/replies.py: shim/replies shim/test_app shim/protocols

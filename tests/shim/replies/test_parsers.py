@@ -207,7 +207,7 @@ def test_calls_in_json_are_read_between_any_texts(call, lead):
         "no calls": (writing(""), "does not show the calls"),
         "no calls are taken": (writing("{{ none() }}"), "rejects a reply with calls: "),
         # has all that plain JSON has, but for its name
-        "other JSON": (writing(LIST.replace('"name', '"tool_name')), "no parser"),
+        "other JSON": (writing(LIST.replace('"name', '"call_name')), "no parser"),
         "what surrounds calls is text": (writing(f"{{{{ name }}}}{JSON}!"), "writes"),
     },
 )
