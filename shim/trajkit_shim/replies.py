@@ -82,19 +82,13 @@ def _pattern(source: str) -> re.Pattern[str]:
     return re.compile(source.replace(" ", "[ \t\n\r]*+"), re.DOTALL)
 
 
-def _after(source: str, text: str, offset: int) -> int:
-    """The end of a pattern at an offset."""
-    found = _pattern(source).match(text, offset)
+def _match(
+    source: str, text: str, offset: int, find: Any = re.Pattern.match
+) -> re.Match[str]:
+    """The match of a pattern at an offset, or as ``find`` finds it."""
+    found: re.Match[str] | None = find(_pattern(source), text, offset)
     if found is None:
-        raise ValueError(f"no {source!r} at {offset}")
-    return found.end()
-
-
-def _found(source: str, text: str, offset: int) -> re.Match[str]:
-    """The first match of a pattern from an offset on."""
-    found = _pattern(source).search(text, offset)
-    if found is None:
-        raise ValueError(f"no {source!r} after {offset}")
+        raise ValueError(f"no {source!r} from {offset} on")
     return found
 
 
@@ -145,9 +139,9 @@ class ToolForm:
     def read(self, text: str, offset: int, tools: Tools) -> Found | None:
         """Return the calls that begin at an offset, and their end; None: there is none."""
         try:
-            calls, offset = list[ToolCall](), _after(self.opening, text, offset)
+            calls, offset = list[ToolCall](), _match(self.opening, text, offset).end()
             if self.python:
-                end = _found(self.closing or r"\Z", text, offset)
+                end = _match(self.closing or r"\Z", text, offset, re.Pattern.search)
                 return _python_calls(text[offset : end.start()].strip()), end.end()
             if not self.head:
                 calls, offset = self._objects(text, offset)
@@ -156,10 +150,10 @@ class ToolForm:
                 name = str(found["name"] or found["name2"])
                 arguments, stop = self._arguments(text, begun.end(), tools, name)
                 calls.append(ToolCall(name.strip(), arguments, found.get("id") or ""))
-                offset = _after(self.tail, text, stop)
+                offset = _match(self.tail, text, stop).end()
                 if not self.closing:
                     break
-            return (calls, _after(self.closing, text, offset)) if calls else None
+            return (calls, _match(self.closing, text, offset).end()) if calls else None
         except _NO_CALL:
             return None
 
@@ -173,7 +167,7 @@ class ToolForm:
     ) -> tuple[str, int]:
         """The arguments at an offset as JSON, and their end."""
         if self.quote:
-            stop = _found(self.tail, text, start).start()
+            stop = _match(self.tail, text, start, re.Pattern.search).start()
             return _unquoted(text[start:stop], self.quote), stop
         if not self.pair:
             given, stop = _DECODER.raw_decode(text, start)
@@ -201,7 +195,7 @@ class ToolForm:
             fields, offset = _fields_at(text, found.end() if found else offset)
             calls.append(self._object(fields))
             found = _pattern(" , ").match(text, offset) if several else None
-        return calls, _after(r" \]" if several else "", text, offset)
+        return calls, _match(r" \]" if several else "", text, offset).end()
 
     def _object(self, fields: dict[str, str]) -> ToolCall:
         # the latter are Cohere's
@@ -226,10 +220,10 @@ def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
         key, offset = _DECODER.raw_decode(text, begun.end())
         if not isinstance(key, str) or key in fields:
             raise ValueError(f"{key!r} is not a string, or a repeated field name")
-        start = _after(" : ", text, offset)
+        start = _match(" : ", text, offset).end()
         _, offset = _DECODER.raw_decode(text, start)
         fields[key], mark = text[start:offset], " , "
-    return fields, _after(r" \}", text, offset)
+    return fields, _match(r" \}", text, offset).end()
 
 
 def _unquoted(text: str, quote: str) -> str:
@@ -457,20 +451,17 @@ _form(
     begin=f'{_OPEN}\n{{"name": "NAME", "arguments": ',
     end=f"}}\n{_CLOSE}",
 )
-_form(
-    "gemma",
-    starts=r"<\|tool_call>call:",
-    head=r"<\|tool_call>call:(?P<name>[^{\s]+) ",
-    tail=r"<tool_call\|> ",
-    quote='<|"|>',
-)
-_form(
-    "function-gemma",
-    starts="<start_function_call>call:",
-    head=r"<start_function_call>call:(?P<name>[^{\s]+) ",
-    tail="<end_function_call> ",
-    quote="<escape>",
-)
+for _name, _begin, _end, _quote in (
+    ("gemma", r"<\|tool_call>call:", r"<tool_call\|> ", '<|"|>'),
+    (
+        "function-gemma",
+        "<start_function_call>call:",
+        "<end_function_call> ",
+        "<escape>",
+    ),
+):
+    _head = rf"{_begin}(?P<name>[^{{\s]+) "
+    _form(_name, starts=_begin, head=_head, tail=_end, quote=_quote)
 _form("lfm", r"<\|tool_call_start\|> ", closing=r"<\|tool_call_end\|>", python=True)
 _form("pythonic", starts=r"\A\s*\[[\w.-]+\(", python=True)
 _form(
@@ -563,15 +554,15 @@ def form_of(renderer: ChatRenderer) -> ToolForm | None:
     for call_id, n_calls in product(_IDS, (2, 1)):
         wanted = [(f"probe{i}", [f"7031{i}"]) for i in range(n_calls)]
         calls = [
-            ToolCall(name, f'{{"key": {key}}}', call_id.format(i))
-            for i, (name, (key,)) in enumerate(wanted)
+            ToolCall(f"probe{i}", f'{{"key": 7031{i}}}', call_id.format(i))
+            for i in range(n_calls)
         ]
         try:
             text = _written(renderer, calls)[1]
         except GatewayError as error:
             fault = f"rejects a reply with calls: {error}"
             continue
-        if wanted[-1][1][0] not in text:
+        if f"7031{n_calls - 1}" not in text:
             continue
         text = plain.read_written(text).text
         for form in chain(FORMS.values(), _json_forms(text)):
@@ -622,20 +613,16 @@ def _json_forms(text: str) -> Iterator[ToolForm]:
     if found := begin.search(text):
         with suppress(ValueError):
             _, stop = _DECODER.raw_decode(text, found.start())
-            before = text[: found.start()].strip()
+            opening = text[: found.start()].strip()
             # another call may follow
-            after = begin.split(text[stop:])[0].strip().removesuffix(before)
+            closing = begin.split(text[stop:])[0].strip().removesuffix(opening)
             opening, closing = (
-                " ".join(map(re.escape, part.split())) for part in (before, after)
+                " ".join(["", *map(re.escape, part.split()), ""])
+                for part in (opening, closing)
             )
             # without other texts calls are all of a reply
-            starts = _pattern(opening or r'\A \[ \{ "(?:tool_)?name"')
-            yield ToolForm(
-                name="json",
-                starts=starts,
-                opening=f"{opening} ",
-                closing=f" {closing}",
-            )
+            starts = _pattern(opening.strip() or r'\A \[ \{ "(?:tool_)?name"')
+            yield ToolForm(name="json", starts=starts, opening=opening, closing=closing)
 
 
 # Parsers
@@ -672,13 +659,10 @@ class FormParser(ReplyParser):
     ``tags`` are around reasoning, and ``frame`` around a text.
     """
 
-    def __init__(
-        self,
-        form: ToolForm | None,
-        tags: tuple[str, str] = TAGS,
-        frame: tuple[str, str] = ("", ""),
-    ) -> None:
-        self._form, self.tags, self.frame = form, tags, frame
+    frame = "", ""
+
+    def __init__(self, form: ToolForm | None, tags: tuple[str, str] = TAGS) -> None:
+        self._form, self.tags = form, tags
         self.form = form if form is not None and form.begin else None
 
     async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
