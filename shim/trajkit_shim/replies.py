@@ -492,31 +492,38 @@ def parser_of(renderer: ChatRenderer, name: str | None = None) -> "FormParser":
     """
     form = form_of(renderer) if name is None else FORMS.get(name)
     parser = FormParser(form, tags_of(renderer))
+    fault = _fit(renderer, parser)
+    if fault and name is None:
+        raise UnknownFormError(fault)
+    return parser
+
+
+def _fit(renderer: ChatRenderer, parser: "FormParser") -> str:
+    """Find out what a template writes around a text; why it cannot be told, or nothing."""
     for thought in ("", "wordthought"):
         try:
             _, text, ended = _written(renderer, [Thought(thought), "wordanswer"])
         except GatewayError:
             continue
-        if "wordanswer" not in text or (thought and form and form.split):
+        if "wordanswer" not in text or (thought and parser.splits):
             continue
         found = parser.read_written(text)
         if squeezed(found.text) == "wordthoughtwordanswer":
             # it has no tags for reasoning
             continue
-        before, shown, after = map(str.strip, found.text.partition("wordanswer"))
+        before, shown, after = found.text.partition("wordanswer")
+        option = "--chat-template"
         if shown and (found.reasoning or "") == (thought if thought in text else ""):
-            option = "" if ended else after and f"--stop-token {after!r}"
-            parser.frame = before or parser.frame[0], after or parser.frame[1]
-        else:
-            option = "--chat-template"
-        if option and name is None:
-            own = form.name if form else "none"
-            raise UnknownFormError(
+            option = "" if ended else after and f"--stop-token {after.strip()!r}"
+        if option:
+            return (
                 f"the chat template writes a reply as {text[:200]!r}, of which "
-                f"{found.text!r} would be text; give {option}, or --parser {own} to "
-                "serve it so"
+                f"{found.text!r} would be text; give {option}, or --parser to serve it so"
             )
-    return parser
+        # white space is no frame
+        edges = zip((before, after), parser.frame, strict=True)
+        parser.frame = tuple(e if e.strip() else known for e, known in edges)
+    return ""
 
 
 def tags_of(renderer: ChatRenderer) -> tuple[str, str]:
@@ -550,6 +557,7 @@ def form_of(renderer: ChatRenderer) -> ToolForm | None:
     """
     fault = "does not show the calls of a reply"
     plain = FormParser(None, tags_of(renderer))
+    unfit = _fit(renderer, plain)
     # one call where it does not take or show two
     for call_id, n_calls in product(_IDS, (2, 1)):
         wanted = [(f"probe{i}", [f"7031{i}"]) for i in range(n_calls)]
@@ -575,9 +583,11 @@ def form_of(renderer: ChatRenderer) -> ToolForm | None:
     if not renderer.shows_tools:
         return None
     raise UnknownFormError(
-        f"the chat template offers tools, but {fault}; give --chat-template, --stop-token "
-        f"if the reply ends there, or --parser with one of {', '.join(FORMS)}; engine: "
-        "the parsers of the SGLang server; none: calls stay text"
+        unfit
+        or f"the chat template offers tools, but {fault}; give --chat-template, "
+        "--stop-token if the reply ends there, or --parser with one of "
+        f"{', '.join(FORMS)}; engine: the parsers of the SGLang server; none: calls "
+        "stay text"
     )
 
 
@@ -659,11 +669,12 @@ class FormParser(ReplyParser):
     ``tags`` are around reasoning, and ``frame`` around a text.
     """
 
-    frame = "", ""
+    frame: tuple[str, ...] = "", ""
 
     def __init__(self, form: ToolForm | None, tags: tuple[str, str] = TAGS) -> None:
         self._form, self.tags = form, tags
         self.form = form if form is not None and form.begin else None
+        self.splits = form is not None and form.split
 
     async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
         return self.read(text, tools, opened=opened)
@@ -679,11 +690,7 @@ class FormParser(ReplyParser):
         White space between two calls is dropped. Without form or tools calls are text.
         """
         thought, rest = self._without_reasoning(text, opened)
-        before, after = self.frame
-        if before and rest.lstrip(_SPACE).startswith(before):
-            rest = rest.lstrip(_SPACE).removeprefix(before)
-        if after and rest.rstrip(_SPACE).endswith(after):
-            rest = rest.rstrip(_SPACE).removesuffix(after)
+        rest = rest.removeprefix(self.frame[0]).removesuffix(self.frame[1])
         form = self._form if tools is not None else None
         parts, pieces, ill_formed, offset = list[Spoken](), list[str](), False, 0
         while form is not None and (begun := form.starts.search(rest, offset)):
@@ -709,8 +716,8 @@ class FormParser(ReplyParser):
         )
 
     def _without_reasoning(self, text: str, opened: bool) -> tuple[str, str]:
-        if self._form is not None and self._form.split:
-            return self._form.split(text)
+        if self.splits:
+            return self.splits(text)
         start, end = self.tags
         begun = text.lstrip(_SPACE)
         if not opened and not begun.startswith(start):
