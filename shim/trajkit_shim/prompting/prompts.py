@@ -334,19 +334,14 @@ class _Call:
 
     def build(self, attributed: bool, max_tokens: int) -> Prompt:
         appending, images = self.prompts.mode == "append", self.prompts.places
-        n_known, base, reason = self._base() if appending else (0, None, "chosen")
-        # another session's turn may release them meanwhile
-        ids = None if base is None else base.own_ids
-        opaque = {*self.sampled}
-        found: tuple[str, Between] | Reason = "released"
-        if base is not None and ids is not None:
-            found = self._extension(base, n_known)
-        if base is None or ids is None or isinstance(found, str):
-            reason = reason or (found if isinstance(found, str) else None)
-            ids, base, last = np.empty(0, np.int32), None, None
-            text, n_known, opaque = self._text(), 0, set()
+        base, reason = self._base() if appending else (None, "chosen")
+        n_known, opaque = 0 if base is None else self.sampled[-1] + 1, {*self.sampled}
+        found = self._extension(base, n_known)
+        if isinstance(found, str):
+            reason, ids = reason or found, np.empty(0, np.int32)
+            base, last, text, n_known, opaque = None, None, self._text(), 0, set()
         else:
-            whole, between = found
+            ids, whole, between = found
             start, last = len(between.head), between.digest
             ended = self.renderer.text_of_id.get(int(ids[-1]))
             if self.skeleton.opens_next and between.head[between.end_at :] != ended:
@@ -370,16 +365,16 @@ class _Call:
             offered=self.offered.digest,
         )
 
-    def _base(self) -> tuple[int, Node | None, Reason | None]:
-        """How many messages are extended, their turn, and why not all of them."""
+    def _base(self) -> tuple[Node | None, Reason | None]:
+        """The turn that is extended, and why it is not the last reply's."""
         replies = [place for place in self.places if place.known]
         if not replies:
-            return 0, None, "opening"
+            return None, "opening"
         # if messages before it changed, the last reply before the change is extended
         reason: Reason | None = None if replies[-1].node else "unknown_reply"
         node = self.places[self.sampled[-1]].node if self.sampled else None
         if node is None:
-            return 0, None, reason
+            return None, reason
         faults: dict[Reason, bool] = {
             "unclosed": not node.closed,
             "released": node.own_ids is None,
@@ -387,8 +382,8 @@ class _Call:
         }
         for fault, present in faults.items():
             if present:
-                return 0, None, reason or fault
-        return self.sampled[-1] + 1, node, reason
+                return None, reason or fault
+        return node, reason
 
     def _text(self, stop: int | None = None, opaque: Collection[int] = ()) -> str:
         """The template's text of the first messages, with stand-ins for some replies."""
@@ -469,8 +464,13 @@ class _Call:
             return found.digest if isinstance(found, Between) else None
         return None
 
-    def _extension(self, base: Node, n_known: int) -> tuple[str, Between] | Reason:
-        """The text with stand-ins, or why the turn of a base may not be extended."""
+    def _extension(
+        self, base: Node | None, n_known: int
+    ) -> tuple[Ids, str, Between] | Reason:
+        """A base's ids and the text with stand-ins, or why they are not extended."""
+        # another session's turn may release them meanwhile
+        if base is None or (ids := base.own_ids) is None:
+            return "released"
         extends, n = self.skeleton.extends, len(self.places)
         roles: set[Follow] = {self._role(i) for i in range(n_known, n)} or {"user"}
         if "tool" in roles and base.message["content"]:
@@ -486,7 +486,7 @@ class _Call:
         past, changed = self.prompts.past, None
         if past == "template" or (past == "auto" and "user" in roles):
             changed = self._rewritten(n_known)
-        return changed or (text, found)
+        return changed or (ids, text, found)
 
     def _rewritten(self, n_known: int) -> Reason | None:
         """How the template's own text of a base's turn changed, if it did."""

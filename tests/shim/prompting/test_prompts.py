@@ -594,12 +594,6 @@ def test_a_token_across_the_border_is_structure():
     assert found[0] != text
 
 
-@given(st.lists(plain_texts | spoken_texts, min_size=1, max_size=4))
-def test_any_content(texts):
-    expected = {i: text for i, text in enumerate(texts) if text.strip()}
-    assert shown(RENDERER, [*map(user, texts)]) == expected
-
-
 @cases(
     "template",
     {
