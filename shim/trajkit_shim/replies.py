@@ -65,8 +65,6 @@ _KINDS |= {str: "string", dict: "object", list: "array", type(None): "null"}
 _NUMBERS = frozenset({"integer", "number"})
 # accepted without a schema, because text rarely looks like them by chance
 _UNSAID = frozenset({"object", "array"})
-# raised by text that is no call, or is nested too deep
-_NO_CALL: tuple[type[Exception], ...] = (*UNREADABLE, MemoryError)
 
 
 def _refuse_constant(name: str) -> None:
@@ -154,7 +152,7 @@ class ToolForm:
                 if not self.closing:
                     break
             return (calls, _match(self.closing, text, offset).end()) if calls else None
-        except _NO_CALL:
+        except UNREADABLE:
             return None
 
     def ends_in(self, text: str) -> bool:
@@ -335,7 +333,7 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
         kind = "string"
         # some templates write lists and objects as Python does, too
         if kinds is not _UNSAID and "string" not in kinds:
-            with suppress(*_NO_CALL):
+            with suppress(*UNREADABLE):
                 value = ast.literal_eval(text)
                 if isinstance(value, dict | list):
                     kind, text = _KINDS[type(value)], _spelled(value)
