@@ -24,6 +24,21 @@ trajkit/analysis/sampled_tokens.py: analysis/test_sampled_tokens
         |kind[trained] = _CODES["over_max_rows"]| -> |kind[trained] = _CODES["cut"]|
     drift right after a row's first prompt restarts it
         |lcp[call] < opened| -> |lcp[call] <= opened|
+trajkit/rows/agents.py: rows/test_links:edges
+    an agent is called as often as a turn says what started it
+        |if by >= 0 and agent not in starters:| -> |if by >= 0:|
+    a prompt that was sent again is a compaction
+        |(parents < 0) & ~repeats)| -> |(parents < 0))|
+    a sub-agent returns to a turn that does not continue the calling one
+        |while above != by and above not in apart:| -> |while False:|
+    a sub-agent returns before its last turn
+        |of_caller[bisect(of_caller, last) :]| -> |of_caller[bisect(of_caller, by) :]|
+    a turn that continues a side call is another agent's
+        |np.where(is_history[parents], parents, -1)| -> |parents|
+    what continues a sub-agent without a name is the main agent's
+        |np.where(follows, parents, index)| -> |index|
+    each tool call of one reply sends out the same agent
+        |np.where(nulls(tools), index, calls.n_calls + codes(tools))| -> |index * 0|
 trajkit/analysis/branches.py: analysis/test_branches
     a prompt that was continued is tried again
         |if other in children:| -> |if False:|
