@@ -268,6 +268,8 @@ CUT_GZIP = gzip.compress(b'{"session_id": "a"}\n' * 100, mtime=0)[:-20]
         ("x.jsonl.gz", CUT_GZIP, "cannot be decompressed"),
         ("x.jsonl.zst", b"", "x.jsonl.zst is empty"),
         ("x.jsonl", CUT_GZIP, r"contains jsonl.gz: rename it"),
+        ("x.arrow", b'{"session_id": 1}', "Arrow IPC but contains jsonl: rename it"),
+        ("x.arrows", CUT_GZIP, "Arrow IPC but contains jsonl.gz: rename it"),
     ],
     ids=str,
 )

@@ -12,13 +12,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit.errors import FormatError, LayoutError, SchemaError, TornLogWarning
-from trajkit.files.formats import Format, is_json, name_of, open_input
+from trajkit.files.formats import Format, check_begins, is_json, name_of, open_input
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_buffers, check_columns
 from trajkit.tables.columns import empty_batch, without_views
 
 _NAMES = {"parquet": "Parquet", "arrow": "Arrow IPC", "arrows": "Arrow IPC"}
+_FILE_FORM = b"ARROW1"
 # length of the marker at the end of an IPC stream; an unfinished log has none
 _END_BYTES = 8
 
@@ -68,7 +69,9 @@ def _batches(
         if kind == "parquet":
             found = _read_parquet(source, batch_rows, names)
         else:
-            if not _is_file_form(source):
+            head = _head(source)
+            check_begins(head, kind, name_of(file))
+            if not head.startswith(_FILE_FORM):
                 batches = _read_stream(source, name_of(file))
             else:
                 # pages of a mapped file are read when they are used
@@ -99,7 +102,7 @@ def table_kind(file: Path, kind: Format) -> str | None:
                 import pyarrow.parquet as pq
 
                 schema = pq.read_schema(source)
-            elif _is_file_form(source):
+            elif _head(source).startswith(_FILE_FORM):
                 schema = pa.ipc.open_file(source).schema
             else:
                 schema = pa.ipc.open_stream(source).schema
@@ -188,10 +191,10 @@ def _values_in(array: pa.Array) -> npt.NDArray[np.int64]:
     return np.full(0 if pa.types.is_nested(type_) else 1, len(array))
 
 
-def _is_file_form(source: pa.NativeFile) -> bool:
-    magic = source.read(6)
+def _head(source: pa.NativeFile) -> bytes:
+    head: bytes = source.read(8)
     source.seek(0)
-    return bool(magic == b"ARROW1")
+    return head
 
 
 def _read_file(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:

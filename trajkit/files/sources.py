@@ -307,9 +307,9 @@ def _places(
         for index in ("turn_index", "row_index"):
             for keys, _ in key_batches(file, kind, ("session_id", index)):
                 if {"session_id", index} <= {*keys.schema.names}:
-                    same = pc.equal(keys.column("session_id").cast(pa.string()), own)
-                    here = pc.and_(same, pc.equal(keys.column(index), number))
-                    if pc.any(here).as_py():
+                    ids = keys.column("session_id").cast(pa.string()).to_numpy(False)
+                    here = (ids == own) & (np.asarray(keys.column(index)) == number)
+                    if here.any():
                         yield file, None
 
 

@@ -499,9 +499,13 @@ def encoded(rows: pa.Table) -> pa.Table:
     """Rows in canonical form as `STORED_ROWS`.
 
     A row whose parent is not earlier in the table is stored whole. Nothing is lost, also
-    where ``shared_length`` is wrong.
+    where ``shared_length`` is wrong. Raises `InvalidTurnsError` for a row whose lists do
+    not have one length.
     """
     check_no_clash(rows, ROWS, STORED_ROWS, "form of rows")
+    layout = engine.per_token("input_ids", "loss_mask", "logprobs")
+    rules = engine.checks_of(ROWS, ("loss_mask", "shared_length"))
+    validation.check_all(rows, (layout, *rules))
     ids, mask = (Ragged.of(rows.column(n), 0) for n in ("input_ids", "loss_mask"))
     logprobs = Ragged.of(rows.column("logprobs")).values
     # the places of tokens that only the row itself can give
@@ -550,8 +554,7 @@ def decoded(rows: pa.Table) -> pa.Table:
 
 def _can_be_decoded(rows: pa.Table) -> Iterator[engine.Fault]:
     """What a row does not store, an earlier row has."""
-    for name in ("suffix_mask", "suffix_logprobs"):
-        yield from engine.as_long_as("suffix_ids", name, "{} " + name, rows)
+    yield from engine.per_token("suffix_ids", "suffix_mask", "suffix_logprobs")(rows)
     start = rows.column("suffix_start").to_numpy()
     parent, found = engine.lookup(rows, "row_index", rows.column("parent_row"))
     found &= parent < np.arange(len(parent))
