@@ -31,14 +31,10 @@ trajkit/rows/agents.py: rows/test_links:edges
         |(parents < 0) & ~repeats)| -> |(parents < 0))|
     a sub-agent returns to a turn that does not continue the calling one
         |while above != by and above not in apart:| -> |while False:|
-    a sub-agent returns before its last turn
-        |of_caller[bisect(of_caller, last) :]| -> |of_caller[bisect(of_caller, by) :]|
     a turn that continues a side call is another agent's
         |np.where(is_history[parents], parents, -1)| -> |parents|
     what continues a sub-agent without a name is the main agent's
         |np.where(follows, parents, index)| -> |index|
-    each tool call of one reply sends out the same agent
-        |np.where(nulls(tools), index, calls.n_calls + codes(tools))| -> |index * 0|
 trajkit/analysis/branches.py: analysis/test_branches
     a prompt that was continued is tried again
         |if other in children:| -> |if False:|

@@ -292,17 +292,6 @@ def test_edges_are_those_of_the_twin(sessions, choice):
     assert edges_of(links) == list(chain(*expected))
 
 
-def test_edges_of_turns_that_no_row_or_history_has():
-    """Of a turn in no row and without a look at prompts, only a call is known."""
-    retried = [MAIN, SUB, {**SUB, "output_ids": [9]}, turn([7, 9, 1], 2, "a"), MAIN_ON]
-    links = tk.link(turns_table(retried), "nemo")
-    assert links["order"].to_pylist()[1] is None
-    assert edges_of(links) == [[], [("call", 0)], [], [], [("return", 3)]]
-    for parent_by in ("none", "previous"):
-        edges = edges_of(link_by(turns_table(retried), parent_by))
-        assert edges == [[], [("call", 0)], [], [], []]
-
-
 def test_edges_are_unknown_without_columns_of_agents():
     bare = turns_table([MAIN, SUB]).drop_columns(["agent_id", "started_by_turn"])
     assert tk.link(bare)["agent_edges"].to_pylist() == [None, None]

@@ -252,11 +252,6 @@ def test_a_long_chain_of_bases_is_followed():
     assert len(SessionCalls(Sessions.of(delta)).messages(n - 1)) == n
 
 
-def test_no_turns_are_none_in_either_form():
-    assert tk.compact(TURNS.empty_table()) == TURNS_DELTA.empty_table()
-    assert tk.expand(TURNS_DELTA.empty_table()) == TURNS.empty_table()
-
-
 def test_a_message_with_another_role_or_a_body_is_not_shared():
     said, other = message("u"), message("v")
     lines = [
