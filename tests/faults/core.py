@@ -532,8 +532,6 @@ trajkit/recorder/session.py: recorder/test_recorder recorder/test_sessions_end
 trajkit/tables/canonical.py: turns/test_validation turns/test_table tables
     ids beyond int32 wrap around
         |safe=not pa.types.is_floating(target)| -> |safe=False|
-    offsets of a slice are not copied
-        |if first or array.offset:| -> |if first:|
 trajkit/tables/stages.py: tables/test_streams verification/test_verify
     a session that comes too late is skipped
         |earlier.update(names)| -> |earlier.update(())|

@@ -240,17 +240,46 @@ def fields_of(structs: pa.StructArray, *names: str) -> list[Longs]:
     return [filled(field_of(structs, name), -1).astype(np.int64) for name in names]
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A session and an index for each of many things; a negative part is of no key."""
+
+    # shape (n_keys,)
+    session: npt.NDArray[np.integer]
+    index: npt.NDArray[np.integer]
+
+    def __len__(self) -> int:
+        return len(self.session)
+
+    def packed(self) -> Longs:
+        """The keys as numbers, in the order of sessions and then of indices."""
+        packed: Longs = (self.session.astype(np.int64) << 32) + self.index
+        return packed
+
+    def find(self, others: "Keys") -> Longs:
+        """The position here of each other key, or -1; the first of equal ones."""
+        have, seek = self.packed(), others.packed()
+        order = None
+        if (have[1:] < have[:-1]).any():
+            order = np.argsort(have, kind="stable")
+            have = have[order]
+        at = np.searchsorted(have, seek)
+        found = (others.session >= 0) & (others.index >= 0) & (at < len(have))
+        found[found] = have[at[found]] == seek[found]
+        if order is not None:
+            at[found] = order[at[found]]
+        return np.where(found, at, -1)
+
+
 def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Longs, Bools]:
     """The row of each wanted index in its session, and whether it was found.
 
-    Sessions are contiguous and ``index`` ascends in each. Null is never found.
+    Null is never found.
     """
-    session = session_numbers(table) << 32
-    have = session + table.column(index).to_numpy()
-    seek = session + wanted.fill_null(-1).to_numpy()
-    row = np.minimum(np.searchsorted(have, seek), max(len(table) - 1, 0))
-    found = (have[row] == seek) & ~nulls(wanted)
-    return np.where(found, row, 0), found
+    session = session_numbers(table)
+    wanted_keys = Keys(session, wanted.fill_null(-1).to_numpy())
+    row = Keys(session, table.column(index).to_numpy()).find(wanted_keys)
+    return np.maximum(row, 0), row >= 0
 
 
 def run_starts(table: pa.Table) -> Longs:
