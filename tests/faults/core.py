@@ -299,7 +299,7 @@ trajkit/rows/routes.py: rows/test_golden:segments rows/test_twins
         |numbers.setdefault(ids[-1], len(numbers))|
         -> |numbers.setdefault(ids[0], len(numbers))|
     any tool starts a sub-agent
-        |_tool_calls(messages[k]) if name in tools]| -> |tool_calls_of(messages[k]) if name]|
+        |tool_calls_of(messages[k]) if name in| -> |tool_calls_of(messages[k]) if name or|
 trajkit/rows/linearize.py: rows/test_twins
     links of a later part refer to the first
         |here[name][here[name] >= 0] -= lo| -> |here[name][here[name] >= 0] -= 0|
