@@ -79,10 +79,7 @@ def delegating_sessions(max_turns=10, names=()):
 
 @st.composite
 def sessions_of_agents(draw):
-    """A session whose turns name agents, side calls, and what started an agent.
-
-    Some calls come before those that they continue.
-    """
+    """Turns that name agents and their starts; some come before what they continue."""
     random = Random(draw(seeds))
     turns = random.choice([session, growing])(random, draw(st.integers(1, 10)))
     if random.random() < 0.5:

@@ -105,9 +105,7 @@ def format_of(
 
 
 def check_begins(head: bytes, kind: Format, name: str) -> None:
-    """Raise FormatError if what is read as JSON lines or Arrow IPC begins like another
-    format.
-    """
+    """Raise FormatError if JSON lines or Arrow IPC begin like another format."""
     family, words = kind[:4], "JSON lines" if is_json(kind) else "Arrow IPC"
     for magic, other in _FIRST_BYTES:
         if head.startswith(magic) and (other[:4] != family or "." in other):

@@ -67,10 +67,7 @@ class PathRanges:
 def _entries(calls: Sessions, name: str) -> tuple[pa.StructArray, Longs, Longs, Longs]:
     """The entries of a column of ranges: with the call, start and stop of each."""
     lists = Ragged.of(calls.table.column(name))
-    start, stop = (
-        np.asarray(field_of(lists.values, bound).fill_null(0), np.int64)
-        for bound in ("start", "stop")
-    )
+    start, stop = fields_of(lists.values, "start", "stop")
     return lists.values, lists.owner, start, stop
 
 

@@ -272,10 +272,7 @@ class Keys:
 
 
 def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Longs, Bools]:
-    """The row of each wanted index in its session, and whether it was found.
-
-    Null is never found.
-    """
+    """The row of each wanted index in its session, and whether it is there; null is not."""
     session = session_numbers(table)
     wanted_keys = Keys(session, wanted.fill_null(-1).to_numpy())
     row = Keys(session, table.column(index).to_numpy()).find(wanted_keys)
