@@ -308,6 +308,10 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path, turns):
     write_turns(other, tmp_path / "2.parquet")
     with pytest.raises(SchemaError, match="do not make one table"):
         read_turns(tmp_path)
+    batches = [one.to_batches()[0] for one in (turns, other)]
+    for name in ("a.parquet", "a.arrow", "a.arrows"):
+        with pytest.raises(SchemaError, match="make one table: agent_id is missing in"):
+            write_turns(iter(batches), tmp_path / name)
 
 
 def piped(content):

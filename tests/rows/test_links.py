@@ -218,7 +218,7 @@ def nameless(one):
     return {**one, "agent_id": None}
 
 
-SUB_27, AGAIN_ON = turn([27], 28, None, 2), turn(AGAIN, 7)
+AGAIN_ON = turn(AGAIN, 7)
 # the edges that end at each turn, by its place; at others none does
 EDGES = {
     "a sub-agent": (
@@ -240,10 +240,6 @@ EDGES = {
     "main goes on beside a sub-agent": (
         [MAIN, SUB, MAIN_ON, SUB_ON, AGAIN_ON],
         {1: [("call", 0)], 4: [("return", 3)]},
-    ),
-    "each reply counts its tool calls from the start": (
-        [MAIN, nameless(SUB), MAIN_ON, SUB_27, AGAIN_ON],
-        {1: [("call", 0)], 2: [("return", 1)], 3: [("call", 2)], 4: [("return", 3)]},
     ),
     "compaction of main": (
         [MAIN, MAIN_ON, turn([1, 20], 5), turn([1, 20, 5, 6], 7)],

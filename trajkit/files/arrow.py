@@ -36,7 +36,7 @@ def read_batches(
     An IPC stream that ends within a message gives a TornLogWarning.
     """
     checked: pa.Schema | None = None
-    for batch, _ in _batches(file, kind, batch_rows, None):
+    for batch, _ in sized_batches(file, kind, None, batch_rows):
         if plan is not None and batch.schema is not checked:
             checked = batch.schema
             try:
@@ -50,17 +50,13 @@ _Sized: TypeAlias = Iterator[tuple[pa.RecordBatch, int]]
 """Batches, and the approximate bytes of all their columns; 0: counted before."""
 
 
-def key_batches(path: Path, kind: Format, names: tuple[str, ...]) -> _Sized:
-    """Batches of the named columns that exist, and the bytes of all columns."""
-    return _batches(path, kind, None, names)
-
-
-def _batches(
+def sized_batches(
     file: Path | BinaryIO,
     kind: Format,
-    batch_rows: int | None,
-    names: tuple[str, ...] | None,
+    names: tuple[str, ...] | None = None,
+    batch_rows: int | None = None,
 ) -> _Sized:
+    """Batches of the named columns that exist, or of all."""
     try:
         if isinstance(file, Path) or file.seekable():
             source = open_input(file, kind)
@@ -247,7 +243,7 @@ def write_batches(
 ) -> None:
     """Write tables of one schema as one file; ``schema`` is that of an empty file."""
     first = next(tables, schema.empty_table())
-    tables = itertools.chain([first], tables)
+    tables = _alike(itertools.chain([first], tables), first.schema)
     if kind == "parquet":
         _write_parquet(first.schema, tables, file)
     elif kind == "arrow":
@@ -259,6 +255,18 @@ def write_batches(
         with pa.ipc.new_stream(file, first.schema) as writer:
             for table in tables:
                 writer.write_table(table)
+
+
+def _alike(tables: Iterator[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
+    for table in tables:
+        if table.schema != schema:
+            odd = sorted({field.name for field in {*schema} ^ {*table.schema}})
+            raise SchemaError(
+                "the batches do not make one table: "
+                f"{', '.join(odd) or 'a column'} is missing in some, of several types, or "
+                "in another place: give every call a value of one type"
+            )
+        yield table
 
 
 def _write_parquet(
@@ -289,11 +297,6 @@ def _row_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     parts: list[pa.Table] = []
     n_bytes = 0
     for table in tables:
-        if parts and table.schema != parts[0].schema:
-            raise SchemaError(
-                f"the batches do not make one table: {table.schema} follows "
-                f"{parts[0].schema}"
-            )
         each = max(1, len(table) * limits.ROW_GROUP_BYTES // max(table.nbytes, 1))
         for start in range(0, max(len(table), 1), each):
             parts.append(table.slice(start, each))

@@ -671,7 +671,7 @@ def index_sessions(
                         np.array([number]) if type(number) is int else None,
                     )
                 continue
-            for keys, n_bytes in arrow.key_batches(path, kind, columns):
+            for keys, n_bytes in arrow.sized_batches(path, kind, columns):
                 index.n_bytes += n_bytes
                 ids = pa.nulls(keys.num_rows, pa.string())
                 if "session_id" in keys.schema.names:
