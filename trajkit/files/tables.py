@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
@@ -499,11 +500,10 @@ def encoded(rows: pa.Table) -> pa.Table:
     """Rows in canonical form as `STORED_ROWS`.
 
     A row whose parent is not earlier in the table is stored whole. Nothing is lost, also
-    where ``shared_length`` is wrong. Raises `InvalidTurnsError` for a row whose lists do
-    not have one length.
+    where ``shared_length`` is wrong. Raises `InvalidTurnsError` for lists of other lengths.
     """
     check_no_clash(rows, ROWS, STORED_ROWS, "form of rows")
-    layout = engine.per_token("input_ids", "loss_mask", "logprobs")
+    layout = partial(engine.per_token, "input_ids", ("loss_mask", "logprobs"))
     rules = engine.checks_of(ROWS, ("loss_mask", "shared_length"))
     validation.check_all(rows, (layout, *rules))
     ids, mask = (Ragged.of(rows.column(n), 0) for n in ("input_ids", "loss_mask"))
@@ -554,7 +554,7 @@ def decoded(rows: pa.Table) -> pa.Table:
 
 def _can_be_decoded(rows: pa.Table) -> Iterator[engine.Fault]:
     """What a row does not store, an earlier row has."""
-    yield from engine.per_token("suffix_ids", "suffix_mask", "suffix_logprobs")(rows)
+    yield from engine.per_token("suffix_ids", ("suffix_mask", "suffix_logprobs"), rows)
     start = rows.column("suffix_start").to_numpy()
     parent, found = engine.lookup(rows, "row_index", rows.column("parent_row"))
     found &= parent < np.arange(len(parent))

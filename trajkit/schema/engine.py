@@ -480,14 +480,10 @@ def as_long_as(ids: str, name: str, what: str, table: pa.Table) -> Iterator[Faul
     yield broken(odd, f"{what} for {{}} {ids}", n_here, n_ids)
 
 
-def per_token(ids: str, *names: str) -> Check:
+def per_token(ids: str, names: tuple[str, ...], table: pa.Table) -> Iterator[Fault]:
     """Lists have an element for each of these ids."""
-
-    def check(table: pa.Table) -> Iterator[Fault]:
-        for name in names:
-            yield from as_long_as(ids, name, f"{{}} elements of {name}", table)
-
-    return check
+    for name in names:
+        yield from as_long_as(ids, name, f"{{}} elements of {name}", table)
 
 
 def logprobs(ids: str) -> Rule:
@@ -601,7 +597,7 @@ def every_token_counted(losses: tuple[str, ...], table: pa.Table) -> Iterator[Fa
 def row_lengths(table: pa.Table) -> Iterator[Fault]:
     """Per-token columns have the row's length, and no length exceeds it."""
     n_ids, parent = lengths(table.column("input_ids")), table.column("parent_row")
-    yield from per_token("input_ids", "loss_mask", "logprobs")(table)
+    yield from per_token("input_ids", ("loss_mask", "logprobs"), table)
     for name in ("prompt_length", "shared_length"):
         values = numbers(table, name)
         rule = f"{name} is {{}} in a row of {{}} tokens"
