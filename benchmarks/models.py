@@ -37,7 +37,7 @@ from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.prompting.render import ChatRenderer, load_renderer
-from trajkit_shim.replies import UnknownFormError, form_of
+from trajkit_shim.replies import UnknownFormError, form_of, parser_of
 from trajkit_shim.sessions.turn_log import TurnLog
 
 ROOT = Path(__file__).parents[1]
@@ -200,6 +200,7 @@ async def check(name: str, models: Path) -> Findings:
     renderer = load_renderer(folder)
     try:
         form = form_of(renderer)
+        parser_of(renderer)
     except UnknownFormError as error:
         found.stopped = str(error).partition(":")[0]
         return found

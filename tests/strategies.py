@@ -15,7 +15,7 @@ import pyarrow as pa
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.sessions import numbered, random_policy, session
+from tests.fuzz.sessions import growing, numbered, random_policy, session
 
 fewer_examples = settings(max_examples=max(settings().max_examples // 3, 8))
 """For a property that runs under many parameters, or goes over every policy."""
@@ -75,6 +75,23 @@ def sessions(draw, max_turns=8, names=(), **style):
 def delegating_sessions(max_turns=10, names=()):
     """Agents that call tools and send out sub-agents."""
     return sessions(max_turns, names, calling=0.5, answering=0.3)
+
+
+@st.composite
+def sessions_of_agents(draw):
+    """Turns that name agents and their starts; some come before what they continue."""
+    random = Random(draw(seeds))
+    turns = random.choice([session, growing])(random, draw(st.integers(1, 10)))
+    if random.random() < 0.5:
+        random.shuffle(turns)
+    turns = numbered(random, turns)
+    for turn in turns:
+        others = [one["turn_index"] for one in turns if one is not turn]
+        turn["agent_id"] = random.choice([None, None, "a", "b"])
+        turn["call_kind"] = random.choice([None, None, "agent", "transcript", "title"])
+        turn["started_by_turn"] = random.choice([None, None, *others[:1], *others[-1:]])
+        turn["started_by_call"] = random.choice([None, "c", "d"])
+    return turns
 
 
 few = settings(

@@ -174,26 +174,6 @@ def test_columns_of_any_layout_are_looked_at_in_files(tmp_path):
     assert tags.to_pylist() == [{"kind": "a"}] * 2
 
 
-def test_parquet_named_as_json_lines_is_refused(tmp_path):
-    tk.write_turns(TURNS, tmp_path / "turns.parquet")
-    wrong = (tmp_path / "turns.parquet").rename(tmp_path / "turns.jsonl")
-    with pytest.raises(
-        FormatError, match=r"turns.jsonl .* contains parquet: rename it"
-    ):
-        tk.read_turns(wrong)
-
-
-def test_an_error_in_a_line_has_one_line_number(tmp_path):
-    path = tmp_path / "turns.jsonl"
-    path.write_text(f"{json.dumps(CALL)}\n{{]\n{json.dumps(CALL)}\n")
-    with pytest.raises(FormatError) as refused:
-        tk.read_turns(path)
-    said = (
-        f"{path}, line 2, column 2: Expecting property name enclosed in double quotes"
-    )
-    assert str(refused.value) == said
-
-
 # Tables of other libraries
 
 
@@ -270,19 +250,6 @@ def test_other_floats_are_no_integers(index):
         tk.linearize(turns)
 
 
-def test_violations_say_what_was_expected():
-    rows = ROWS.to_pylist()
-    rows[0]["input_ids"][2:4] = [8, 9]
-    rows[0]["row_weight"] = 0.75
-    rows[0]["reward"] = 2.0
-    broken = pa.Table.from_pylist(rows, ROWS.schema)
-    found = tk.verify(broken, TURNS, reward=1.0).to_pylist()
-    details = {one["rule"]: one["detail"] for one in found}
-    said = "2 tokens differ from the output: the first is 8, the turn sampled 3"
-    assert details["span_tokens"] == said
-    assert details["row_weight"] == "row_weight is 0.75, expected 1.0 (4 of 4)"
-
-
 # Names that nobody chose
 
 
@@ -316,9 +283,3 @@ def test_names_in_an_array_are_refused_by_name():
     for roles in (np.zeros(3), iter(["tool"])):
         with pytest.raises(ArgumentError, match=r"roles=.*expected names"):
             tk.learn.observation_weights(tk.linearize(TURNS), TURNS, roles=roles)
-
-
-def test_a_file_of_another_name_can_be_read(tmp_path):
-    (tmp_path / "calls.log").write_text("{}")
-    with pytest.raises(ArgumentError, match=r"pass it as standard input: - < FILE"):
-        tk.read_turns(tmp_path / "calls.log")

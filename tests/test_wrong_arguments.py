@@ -143,6 +143,31 @@ def test_a_wrong_argument_is_named(function, arguments, name):
         )
 
 
+@pytest.mark.parametrize(
+    ("use", "table", "name", "values", "said"),
+    [
+        (turns.engine_ids, TURNS, "prompt_ids", ["x"] * 4, "'prompt_ids' is string"),
+        (turns.engine_ids, TURNS, "prompt_ids", [[None]] * 4, "has a null id"),
+        (turns.engine_ids, TURNS, "prompt_ids", [[2**40]] * 4, "prompt_ids: .* range"),
+        (training.reference_loss, ROWS, "loss_mask", [[True]] * 4, "1 elements of"),
+        (tk.write_rows, ROWS, "loss_mask", [[True]] * 4, "1 elements of loss_mask"),
+        (tk.write_rows, ROWS, "loss_mask", [[None] * 4, [None] * 6] * 2, "0. is null"),
+        (tk.write_rows, ROWS, "shared_length", [-1] * 4, "must not be negative"),
+        (tk.write_turns, TURNS, "messages", [[None]] * 4, "messages.0. is null"),
+    ],
+)
+def test_a_wrong_column_is_named(use, table, name, values, said):
+    at = table.column_names.index(name)
+    column = pa.array(values, None if use is turns.engine_ids else table[name].type)
+    options = {
+        tk.write_rows: {"sink": io.BytesIO(), "format": "parquet", "dedup": True},
+        tk.write_turns: {"sink": io.BytesIO(), "format": "jsonl"},
+        training.reference_loss: {"logprobs": np.zeros(N_TOKENS)},
+    }
+    with pytest.raises(tk.TrajkitError, match=said):
+        use(table.set_column(at, name, column), **options.get(use, {}))
+
+
 NO_PATHS = [object(), 1.5, ("a", object()), {"zzz": object()}]
 
 
@@ -233,6 +258,9 @@ def test_rows_come_before_turns(function):
         ({"reward": REPORT, "sessions": REPORT}, "reward is a table, and sessions"),
         ({"reward": {"a": float("inf"), "b": None}}, "session 'a': reward=inf"),
         ({"reward": {1: 1.0}}, "reward has the key 1"),
+        ({"reward": {"a": True, "b": None}}, "session 'a': reward is of type bool"),
+        ({"reward": 10**400}, "reward=inf: expected a finite"),
+        ({"max_row_tokens": 2**63}, "max_row_tokens=92233720"),
         ({"payloads": ["input_ids"]}, "'input_ids' is the name of"),
         ({"payloads": ["x", "x"]}, "'x' is named twice"),
     ],

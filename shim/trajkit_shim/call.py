@@ -112,9 +112,7 @@ class Gateway:
                 raise ValueError(f"{what} takes no images")
             places = media.ImagePlaces(options.images, self.images)
         self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
-        self.reply_parser = options.reply_parser or replies.FormParser(
-            replies.form_of(renderer), replies.tags_of(renderer)
-        )
+        self.reply_parser = options.reply_parser or replies.parser_of(renderer)
 
     @contextmanager
     def working(self, session: Session, headers: Headers) -> Iterator[None]:

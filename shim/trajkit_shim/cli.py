@@ -100,8 +100,8 @@ class EngineOptions:
     parser
         How the model writes tool calls (default: known from its chat template): gpt-oss,
         kimi, dsml, deepseek, minimax, seed-oss, qwen3-coder, glm, mistral-args, mistral,
-        toolcall, phi, hermes, pythonic or plain-json; engine: the parsers of the SGLang
-        server; none: calls stay text.
+        toolcall, phi, hermes, gemma, function-gemma, lfm, pythonic or plain-json; engine:
+        the parsers of the SGLang server; none: calls stay text.
     images
         auto: accept images if the model takes them (only with SGLang), else reject requests
         with images; refuse: reject them.
@@ -281,7 +281,7 @@ def engine_app(
     from trajkit_shim.call import Options
     from trajkit_shim.engines import embedded
     from trajkit_shim.prompting.render import embedded_renderer, load_renderer
-    from trajkit_shim.replies import FORMS, FormParser, form_of, tags_of
+    from trajkit_shim.replies import parser_of, tags_of
     from trajkit_shim.sessions.turn_log import TurnLog
 
     model, name = arguments.model or arguments.launch, arguments.parser
@@ -302,8 +302,7 @@ def engine_app(
                 )
                 make_engine = _engine_of(arguments, model)
             if name != _ENGINE:
-                form = form_of(renderer) if name is None else FORMS.get(name)
-                options["reply_parser"] = FormParser(form, tags_of(renderer))
+                options["reply_parser"] = parser_of(renderer, name)
             options |= _image_options(arguments)
         except ArgumentError:
             raise

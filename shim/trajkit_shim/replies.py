@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, groupby, product
+from itertools import chain, product
 from os.path import commonprefix
 from typing import Any, TypeAlias
 
@@ -34,6 +34,7 @@ from trajkit_shim.chat.request import (
     ToolCall,
     assistant_message,
     function_of,
+    squeezed,
     tool_message,
 )
 from trajkit_shim.engines.http import UNREADABLE, EngineClient, reading
@@ -42,6 +43,9 @@ from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.render import PROBE, ChatRenderer, Ids
 
 THINK, END_THINK = TAGS = ("<think>", "</think>")
+_TAGS = [TAGS, ("<|channel>thought", "<channel|>"), ("[THINK]", "[/THINK]")]
+_TAGS += [("<|START_THINKING|>", "<|END_THINKING|>")]
+_TAGS += [("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")]
 Tools: TypeAlias = Sequence[Json]
 """The offered tools, in OpenAI's format."""
 
@@ -61,8 +65,6 @@ _KINDS |= {str: "string", dict: "object", list: "array", type(None): "null"}
 _NUMBERS = frozenset({"integer", "number"})
 # accepted without a schema, because text rarely looks like them by chance
 _UNSAID = frozenset({"object", "array"})
-# raised by text that is no call, or is nested too deep
-_NO_CALL: tuple[type[Exception], ...] = (*UNREADABLE, MemoryError)
 
 
 def _refuse_constant(name: str) -> None:
@@ -78,12 +80,14 @@ def _pattern(source: str) -> re.Pattern[str]:
     return re.compile(source.replace(" ", "[ \t\n\r]*+"), re.DOTALL)
 
 
-def _after(source: str, text: str, offset: int) -> int:
-    """The end of a pattern at an offset."""
-    found = _pattern(source).match(text, offset)
+def _match(
+    source: str, text: str, offset: int, find: Any = re.Pattern.match
+) -> re.Match[str]:
+    """The match of a pattern at an offset, or as ``find`` finds it."""
+    found: re.Match[str] | None = find(_pattern(source), text, offset)
     if found is None:
-        raise ValueError(f"no {source!r} at {offset}")
-    return found.end()
+        raise ValueError(f"no {source!r} from {offset} on")
+    return found
 
 
 # Forms of calls
@@ -112,7 +116,8 @@ class ToolForm:
     tail: str = ""
     closing: str = ""
     needs_arguments: bool = True
-    python: bool = False  # calls are Python, and all of the reply
+    python: bool = False  # calls are Python; without a ``closing`` all of the reply
+    quote: str = ""  # around strings of arguments, which are JSON with bare keys
     # splits a complete reply of another structure into reasoning and the rest
     split: Callable[[str], tuple[str, str]] | None = None
     begin: str = ""
@@ -132,9 +137,10 @@ class ToolForm:
     def read(self, text: str, offset: int, tools: Tools) -> Found | None:
         """Return the calls that begin at an offset, and their end; None: there is none."""
         try:
+            calls, offset = list[ToolCall](), _match(self.opening, text, offset).end()
             if self.python:
-                return _python_calls(text[offset:].strip()), len(text)
-            calls, offset = list[ToolCall](), _after(self.opening, text, offset)
+                end = _match(self.closing or r"\Z", text, offset, re.Pattern.search)
+                return _python_calls(text[offset : end.start()].strip()), end.end()
             if not self.head:
                 calls, offset = self._objects(text, offset)
             while self.head and (begun := _pattern(self.head).match(text, offset)):
@@ -142,11 +148,11 @@ class ToolForm:
                 name = str(found["name"] or found["name2"])
                 arguments, stop = self._arguments(text, begun.end(), tools, name)
                 calls.append(ToolCall(name.strip(), arguments, found.get("id") or ""))
-                offset = _after(self.tail, text, stop)
+                offset = _match(self.tail, text, stop).end()
                 if not self.closing:
                     break
-            return (calls, _after(self.closing, text, offset)) if calls else None
-        except _NO_CALL:
+            return (calls, _match(self.closing, text, offset).end()) if calls else None
+        except UNREADABLE:
             return None
 
     def ends_in(self, text: str) -> bool:
@@ -158,6 +164,9 @@ class ToolForm:
         self, text: str, start: int, tools: Tools, name: str
     ) -> tuple[str, int]:
         """The arguments at an offset as JSON, and their end."""
+        if self.quote:
+            stop = _match(self.tail, text, start, re.Pattern.search).start()
+            return _unquoted(text[start:stop], self.quote), stop
         if not self.pair:
             given, stop = _DECODER.raw_decode(text, start)
             if not isinstance(given, dict):
@@ -184,10 +193,15 @@ class ToolForm:
             fields, offset = _fields_at(text, found.end() if found else offset)
             calls.append(self._object(fields))
             found = _pattern(" , ").match(text, offset) if several else None
-        return calls, _after(r" \]" if several else "", text, offset)
+        return calls, _match(r" \]" if several else "", text, offset).end()
 
     def _object(self, fields: dict[str, str]) -> ToolCall:
-        name, call_id = (json.loads(fields.get(key, '""')) for key in ("name", "id"))
+        # the latter are Cohere's
+        names, ids = (
+            [json.loads(fields[key]) for key in keys if key in fields]
+            for keys in (("name", "tool_name"), ("id", "tool_call_id"))
+        )
+        (name,), call_id = names, ids[0] if ids else ""
         given = [fields[key] for key in ("arguments", "parameters") if key in fields]
         bare = not self.needs_arguments and fields.keys() <= {"name", "type", "id"}
         (arguments,) = given or ["{}"] * bare
@@ -204,10 +218,29 @@ def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
         key, offset = _DECODER.raw_decode(text, begun.end())
         if not isinstance(key, str) or key in fields:
             raise ValueError(f"{key!r} is not a string, or a repeated field name")
-        start = _after(" : ", text, offset)
+        start = _match(" : ", text, offset).end()
         _, offset = _DECODER.raw_decode(text, start)
         fields[key], mark = text[start:offset], " , "
-    return fields, _after(r" \}", text, offset)
+    return fields, _match(r" \}", text, offset).end()
+
+
+def _unquoted(text: str, quote: str) -> str:
+    """The JSON of an object with bare keys, and strings between quotes of its own."""
+    parts = text.split(quote)
+    parts[::2] = (_BARE.sub(_in_json, part) for part in parts[::2])
+    parts[1::2] = map(_dumps, parts[1::2])
+    if not isinstance(_DECODER.decode(text := "".join(parts)), dict):
+        raise ValueError("arguments that are not an object")
+    return text
+
+
+# a word, and the colon after a key
+_BARE = re.compile(r"([^\s{}\[\],:]+)(\s*+:)?")
+
+
+def _in_json(found: re.Match[str]) -> str:
+    word, colon = found.groups()
+    return f"{_dumps(word)}{colon}" if colon else _PYTHON.get(word, word)
 
 
 def _python_calls(text: str) -> list[ToolCall]:
@@ -300,7 +333,7 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
         kind = "string"
         # some templates write lists and objects as Python does, too
         if kinds is not _UNSAID and "string" not in kinds:
-            with suppress(*_NO_CALL):
+            with suppress(*UNREADABLE):
                 value = ast.literal_eval(text)
                 if isinstance(value, dict | list):
                     kind, text = _KINDS[type(value)], _spelled(value)
@@ -416,6 +449,18 @@ _form(
     begin=f'{_OPEN}\n{{"name": "NAME", "arguments": ',
     end=f"}}\n{_CLOSE}",
 )
+for _name, _begin, _end, _quote in (
+    ("gemma", r"<\|tool_call>call:", r"<tool_call\|> ", '<|"|>'),
+    (
+        "function-gemma",
+        "<start_function_call>call:",
+        "<end_function_call> ",
+        "<escape>",
+    ),
+):
+    _head = rf"{_begin}(?P<name>[^{{\s]+) "
+    _form(_name, starts=_begin, head=_head, tail=_end, quote=_quote)
+_form("lfm", r"<\|tool_call_start\|> ", closing=r"<\|tool_call_end\|>", python=True)
 _form("pythonic", starts=r"\A\s*\[[\w.-]+\(", python=True)
 _form(
     "plain-json",
@@ -431,10 +476,52 @@ _form(
 _ASKED: Json = {"role": "user", "content": "wordquestion"}
 # some templates take no other ids than those of their kind
 _IDS = ("functions.probe{0}:{0}", "call0000{0}")
+_THOUGHT = Thought("wordthought")
 
 
 class UnknownFormError(ValueError):
-    """A chat template offers tools, but no form reads the calls that it writes."""
+    """Replies in the form of a chat template cannot be read, or only with an option."""
+
+
+def parser_of(renderer: ChatRenderer, name: str | None = None) -> "FormParser":
+    """Return the parser of the replies that a chat template writes.
+
+    ``name``: of their form, which is not checked then. Raises `UnknownFormError`.
+    """
+    form = form_of(renderer) if name is None else FORMS.get(name)
+    parser = FormParser(form, tags_of(renderer))
+    fault = _fit(renderer, parser)
+    if fault and name is None:
+        raise UnknownFormError(fault)
+    return parser
+
+
+def _fit(renderer: ChatRenderer, parser: "FormParser") -> str:
+    """Find out what a template writes around a text; why it cannot be told, or nothing."""
+    for thought in ("", "wordthought"):
+        try:
+            _, text, ended = _written(renderer, [Thought(thought), "wordanswer"])
+        except GatewayError:
+            continue
+        if "wordanswer" not in text or (thought and parser.splits):
+            continue
+        found = parser.read_written(text)
+        if squeezed(found.text) == "wordthoughtwordanswer":
+            # it has no tags for reasoning
+            continue
+        before, shown, after = found.text.partition("wordanswer")
+        option = "--chat-template"
+        if shown and (found.reasoning or "") == (thought if thought in text else ""):
+            option = "" if ended else after and f"--stop-token {after.strip()!r}"
+        if option:
+            return (
+                f"the chat template writes a reply as {text[:200]!r}, of which "
+                f"{found.text!r} would be text; give {option}, or --parser to serve it so"
+            )
+        # white space is no frame
+        edges = zip((before, after), parser.frame, strict=True)
+        parser.frame = tuple(e if e.strip() else known for e, known in edges)
+    return ""
 
 
 def tags_of(renderer: ChatRenderer) -> tuple[str, str]:
@@ -442,17 +529,23 @@ def tags_of(renderer: ChatRenderer) -> tuple[str, str]:
 
     The first one may be empty.
     """
-    shown = r"([<\[][^<\[]*?)\s*wordthought\s*(\S[^<\[]*[>\]])\s*wordanswer"
-    with suppress(GatewayError):
-        thinks, plain = (
-            renderer.text([_ASKED, assistant_message([*first, "wordanswer"])], [PROBE])
-            for first in ([Thought("wordthought")], [])
-        )
-        if found := re.search(shown, thinks):
-            # what every reply begins with is no tag
-            bare = re.search(re.escape(found[1]) + r"\s*wordanswer", plain)
-            return "" if bare else found[1], found[2]
-    return TAGS
+    shown = r"([<\[][^<\[]*?)\s*wordthought\s*(\S[^<\[]*[>\]])"
+    # some templates show it only beside calls
+    for reply in ("wordanswer", ToolCall("probe0", "{}", _IDS[1].format(0))):
+        with suppress(GatewayError):
+            thinks, plain = (
+                "".join(_written(renderer, [*first, reply])[:2])
+                for first in ([_THOUGHT], [])
+            )
+            if "wordthought" not in thinks:
+                continue
+            if found := re.search(shown, thinks):
+                # what every reply begins with is no tag
+                bare = found[1] in plain and found[2] not in plain
+                return "" if bare else found[1], found[2]
+            break
+    # a template may drop all reasoning
+    return next((tags for tags in _TAGS if tags[1] in renderer.chat_template), TAGS)
 
 
 def form_of(renderer: ChatRenderer) -> ToolForm | None:
@@ -460,53 +553,66 @@ def form_of(renderer: ChatRenderer) -> ToolForm | None:
 
     None: it writes none, and shows no tools. Raises `UnknownFormError`.
     """
-    fault, tags = "does not show the calls of a reply", tags_of(renderer)
+    fault = "does not show the calls of a reply"
+    plain = FormParser(None, tags_of(renderer))
+    unfit = _fit(renderer, plain)
     # one call where it does not take or show two
     for call_id, n_calls in product(_IDS, (2, 1)):
-        keys = [f"7031{i}" for i in range(n_calls)]
+        wanted = [(f"probe{i}", [f"7031{i}"]) for i in range(n_calls)]
+        calls = [
+            ToolCall(f"probe{i}", f'{{"key": 7031{i}}}', call_id.format(i))
+            for i in range(n_calls)
+        ]
         try:
-            text = _written(renderer, keys, call_id)
+            text = _written(renderer, calls)[1]
         except GatewayError as error:
             fault = f"rejects a reply with calls: {error}"
             continue
-        if keys[-1] not in text:
+        if f"7031{n_calls - 1}" not in text:
             continue
-        # without reasoning, which may be empty, and begin in the generation prompt
-        opened = tags[1] in text and tags[0] not in text
-        text = FormParser(None, tags).read(text, None, opened=opened).text
+        text = plain.read_written(text).text
         for form in chain(FORMS.values(), _json_forms(text)):
             found = FormParser(form).read(text, [PROBE], opened=False)
-            calls = [(c.name, re.findall(r"\d+", c.arguments)) for c in found.calls]
-            wanted = [(f"probe{i}", [key]) for i, key in enumerate(keys)]
-            if calls == wanted and not found.text.strip():
+            read = [(c.name, re.findall(r"\d+", c.arguments)) for c in found.calls]
+            if read == wanted and not found.text.strip():
                 return form
         fault = f"writes calls in a format that no parser knows: {text[:200]!r}"
         break
     if not renderer.shows_tools:
         return None
     raise UnknownFormError(
-        f"the chat template offers tools, but {fault}; give --parser with one of "
+        unfit
+        or f"the chat template offers tools, but {fault}; give --chat-template, "
+        "--stop-token if the reply ends there, or --parser with one of "
         f"{', '.join(FORMS)}; engine: the parsers of the SGLang server; none: calls "
         "stay text"
     )
 
 
-def _written(renderer: ChatRenderer, keys: Sequence[str], call_id: str) -> str:
-    """What a template writes for a reply with a call for each key, without its end."""
-    calls = [
-        ToolCall(f"probe{i}", f'{{"key": {key}}}', call_id.format(i))
-        for i, key in enumerate(keys)
-    ]
-    results = (tool_message(call.call_id, ["wordresult"]) for call in calls)
+def _written(renderer: ChatRenderer, parts: Sequence[Spoken]) -> tuple[str, str, bool]:
+    """What a template writes for a reply: in the generation prompt, and as the reply.
+
+    Without the token that ends it, and whether there is one. Without one the text goes on
+    to the next special token.
+    """
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    results = [tool_message(call.call_id, ["wordresult"]) for call in calls]
+    follows = results or [{**_ASKED, "content": "wordnext"}]
     opening, later = (
-        renderer.text([_ASKED, *more], [PROBE]).rpartition("wordquestion")[2]
-        for more in ([], [assistant_message(calls), *results])
+        renderer.text([_ASKED, *more], [PROBE]).rpartition("wordquestion")[2].lstrip()
+        for more in ([], [assistant_message(parts), *follows])
     )
     # a reply may begin with another tag than the generation prompt ends with
     begun = commonprefix([opening, later])  # noqa: RUF071
-    text = later.removeprefix(re.sub(r"[<\[][^\s<>\[\]]*\Z", "", begun))
-    ends = renderer.control.finditer(text, max(text.rfind(keys[-1]), 0))
-    return text[: next((e.start() for e in ends if e[0] in renderer.end_tokens), None)]
+    begun = re.sub(r"[<\[][^\s<>\[\]]*\Z", "", begun)
+    text = re.split("word(?:next|result)", later.removeprefix(begun))[0]
+    last = max(text.rfind(word) for word in ("wordanswer", *re.findall("7031.", text)))
+    ends = [*renderer.control.finditer(text, max(last, 0))]
+    stop = next((e.start() for e in ends if e[0] in renderer.end_tokens), None)
+    if stop is not None or calls:
+        return begun, text[:stop], stop is not None
+    special = (e.end() for e in ends if renderer.special.fullmatch(e[0]))
+    return begun, text[: next(special, last + len("wordanswer"))], False
 
 
 def _json_forms(text: str) -> Iterator[ToolForm]:
@@ -515,16 +621,16 @@ def _json_forms(text: str) -> Iterator[ToolForm]:
     if found := begin.search(text):
         with suppress(ValueError):
             _, stop = _DECODER.raw_decode(text, found.start())
-            before = text[: found.start()].strip()
+            opening = text[: found.start()].strip()
             # another call may follow
-            after = begin.split(text[stop:])[0].strip().removesuffix(before)
+            closing = begin.split(text[stop:])[0].strip().removesuffix(opening)
             opening, closing = (
-                " ".join(map(re.escape, part.split())) for part in (before, after)
+                " ".join(["", *map(re.escape, part.split()), ""])
+                for part in (opening, closing)
             )
             # without other texts calls are all of a reply
-            starts = re.compile(opening or r'\A\s*\[\s*\{\s*"name"')
-            more = {"opening": f"{opening} ", "closing": f" {closing}"}
-            yield ToolForm(name="json", starts=starts, **more)  # type: ignore[arg-type]
+            starts = _pattern(opening.strip() or r'\A \[ \{ "(?:tool_)?name"')
+            yield ToolForm(name="json", starts=starts, opening=opening, closing=closing)
 
 
 # Parsers
@@ -556,14 +662,25 @@ class ReplyParser(ABC):
 
 
 class FormParser(ReplyParser):
-    """The gateway's own parser, for one form of calls; None: calls are text."""
+    """The gateway's own parser, for one form of calls; None: calls are text.
+
+    ``tags`` are around reasoning, and ``frame`` around a text.
+    """
+
+    frame: tuple[str, ...] = "", ""
 
     def __init__(self, form: ToolForm | None, tags: tuple[str, str] = TAGS) -> None:
         self._form, self.tags = form, tags
         self.form = form if form is not None and form.begin else None
+        self.splits = form is not None and form.split
 
     async def parse(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
         return self.read(text, tools, opened=opened)
+
+    def read_written(self, text: str) -> Parsed:
+        """Parse what a template writes for a reply; the prompt may open its reasoning."""
+        start, end = self.tags
+        return self.read(text, None, opened=end in text and start not in text)
 
     def read(self, text: str, tools: Tools | None, *, opened: bool) -> Parsed:
         """Parse a complete reply.
@@ -571,39 +688,34 @@ class FormParser(ReplyParser):
         White space between two calls is dropped. Without form or tools calls are text.
         """
         thought, rest = self._without_reasoning(text, opened)
-        found, ill_formed, offset = list[Spoken](), False, 0
-        calls = self._form if tools is not None else None
-        while calls is not None and (begun := calls.starts.search(rest, offset)):
-            read, stop = calls.read(rest, begun.start(), tools or ()), begun.start()
+        rest = rest.removeprefix(self.frame[0]).removesuffix(self.frame[1])
+        form = self._form if tools is not None else None
+        parts, pieces, ill_formed, offset = list[Spoken](), list[str](), False, 0
+        while form is not None and (begun := form.starts.search(rest, offset)):
+            read = form.read(rest, begun.start(), tools or ())
             if read is None:
                 # only the marker is text; a call may follow it
-                ill_formed, stop = True, max(begun.end(), stop + 1)
-                read = [], stop
-            found += [rest[offset:stop], *read[0]]
-            offset = read[1]
-        found.append(rest[offset:])
-        if calls is not None:
+                ill_formed, stop = True, max(begun.end(), begun.start() + 1)
+                pieces.append(rest[offset:stop])
+                offset = stop
+                continue
+            text = "".join([*pieces, rest[offset : begun.start()]])
+            parts += [text] * bool(text.strip(_SPACE) if parts else text)
+            pieces, offset = [], read[1]
+            parts += read[0]
+        text = "".join([*pieces, rest[offset:]])
+        parts += [text] * bool(text)
+        if form is not None:
             # the end of a call that has no begin
-            ill_formed |= any(calls.ends_in(p) for p in found if isinstance(p, str))
-        parts = list[Spoken]()
-        for kind, group in groupby(filter(None, found), type):
-            each: list[Any] = [*group]
-            parts += ["".join(each)] if kind is str else each
-        # white space after a call is text only if no other call follows
-        frames = range(1, len(parts) - 1)
-        shown = (
-            part
-            for i, part in enumerate(parts)
-            if i not in frames or not isinstance(part, str) or part.strip(_SPACE)
-        )
+            ill_formed |= any(form.ends_in(p) for p in parts if isinstance(p, str))
         thought = thought.strip(_SPACE)
         return Parsed(
-            parts=(*[Thought(thought)] * bool(thought), *shown), ill_formed=ill_formed
+            parts=(*[Thought(thought)] * bool(thought), *parts), ill_formed=ill_formed
         )
 
     def _without_reasoning(self, text: str, opened: bool) -> tuple[str, str]:
-        if self._form is not None and self._form.split:
-            return self._form.split(text)
+        if self.splits:
+            return self.splits(text)
         start, end = self.tags
         begun = text.lstrip(_SPACE)
         if not opened and not begun.startswith(start):

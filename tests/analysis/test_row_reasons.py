@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 import trajkit as tk
-from tests.made_tables import by_session, policy_of, turns_table
+from tests.made_tables import by_session, policy_of, replaced, turns_table
 from tests.strategies import policies, runs
 from trajkit.cli import main
 from trajkit.errors import UnknownSessionError
@@ -166,6 +166,11 @@ def test_rows_say_where_they_leave_an_earlier_row():
     ]
     opened_by = ["no_parent", "branch", "branch", "no_parent"]
     assert table["opened_by"].to_pylist() == opened_by
+
+
+def test_a_session_whose_id_is_a_number():
+    table = replaced(drifting(), "session_id", pa.array([7] * len(drifting())))
+    assert tk.analysis.call_tree(table, "7") == tk.analysis.call_tree(drifting(), "a")
 
 
 def test_a_session_that_is_not_there_is_refused():

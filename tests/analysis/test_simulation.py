@@ -239,6 +239,8 @@ def test_counts_are_those_of_simulate_and_drift(policy):
     }
     assert {name: found[name] for name in expected} == expected
     assert metrics(tk.compact(RUN), report, policy) == found
+    bare = RUN.drop_columns(["output_logprobs", "weight_versions"])
+    assert metrics(bare, report)["staleness/versions"] == 0
 
 
 def test_rewards_and_groups():
@@ -308,7 +310,7 @@ TURNS = tk.from_records([CALL, {**CALL, "session_id": "b"}])
     ("turns", "report", "message"),
     [
         (TURNS.slice(1), tk.report(TURNS), "counts 2 turns, and the table has 1"),
-        (TURNS, TURNS, "no column 'error'"),
+        (TURNS, TURNS, "a table of turns .*: expected report"),
     ],
 )
 def test_the_report_is_of_the_turns(turns, report, message):

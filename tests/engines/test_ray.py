@@ -17,7 +17,7 @@ from tests.engines.runs import in_order, turns_of, write_files, write_scattered
 from tests.file_stages import compact_file
 from trajkit import schema
 from trajkit.engines import LinearizeStep
-from trajkit.errors import FormatError, InvalidTurnsError
+from trajkit.errors import InvalidTurnsError
 from trajkit.files.tables import write_table
 
 # as the tests do not stand in a package that workers could import
@@ -76,11 +76,6 @@ def test_the_rows_are_the_same_where_a_worker_is_killed(tmp_path):
     # one more than there are files
     assert len(os.listdir(looks)) > 6
     assert got == in_order(tk.linearize(turns, reward=rewards))
-
-
-def test_a_directory_without_turns_is_refused(tmp_path):
-    with pytest.raises(FormatError, match="contains no file"):
-        trajkit.engines.linearize_on_ray(tmp_path)
 
 
 def amend(folder, *lines):
@@ -146,17 +141,3 @@ def test_a_session_in_two_files_is_refused_with_the_way_out(tmp_path, form):
     compact_file(log, f"{whole}/")
     got = rows_of(tmp_path, whole)
     assert got == in_order(tk.linearize(tk.read_turns(log)))
-
-
-def test_one_file_twice_is_refused(tmp_path):
-    write_files(turns_of(), tmp_path / "turns")
-    with pytest.raises(InvalidTurnsError, match="has turns in"):
-        trajkit.engines.linearize_on_ray(
-            [tmp_path / "turns", tmp_path / "turns" / "0.parquet"]
-        )
-
-
-def test_no_turns_give_no_rows(tmp_path):
-    tk.write_turns(turns_of(0), tmp_path / "a.parquet")
-    tk.write_turns(turns_of(0), tmp_path / "b.parquet")
-    assert trajkit.engines.linearize_on_ray(tmp_path).take_all() == []

@@ -24,6 +24,17 @@ trajkit/analysis/sampled_tokens.py: analysis/test_sampled_tokens
         |kind[trained] = _CODES["over_max_rows"]| -> |kind[trained] = _CODES["cut"]|
     drift right after a row's first prompt restarts it
         |lcp[call] < opened| -> |lcp[call] <= opened|
+trajkit/rows/agents.py: rows/test_links:edges
+    an agent is called as often as a turn says what started it
+        |if by >= 0 and agent not in starters:| -> |if by >= 0:|
+    a prompt that was sent again is a compaction
+        |(parents < 0) & ~repeats)| -> |(parents < 0))|
+    a sub-agent returns to a turn that does not continue the calling one
+        |while above != by and above not in apart:| -> |while False:|
+    a turn that continues a side call is another agent's
+        |np.where(is_history[parents], parents, -1)| -> |parents|
+    what continues a sub-agent without a name is the main agent's
+        |np.where(follows, parents, index)| -> |index|
 trajkit/analysis/branches.py: analysis/test_branches
     a prompt that was continued is tried again
         |if other in children:| -> |if False:|
@@ -288,7 +299,7 @@ trajkit/rows/routes.py: rows/test_golden:segments rows/test_twins
         |numbers.setdefault(ids[-1], len(numbers))|
         -> |numbers.setdefault(ids[0], len(numbers))|
     any tool starts a sub-agent
-        |_tool_calls(messages[k]) if name in tools]| -> |_tool_calls(messages[k]) if name]|
+        |tool_calls_of(messages[k]) if name in| -> |tool_calls_of(messages[k]) if name or|
 trajkit/rows/linearize.py: rows/test_twins
     links of a later part refer to the first
         |here[name][here[name] >= 0] -= lo| -> |here[name][here[name] >= 0] -= 0|
@@ -521,8 +532,6 @@ trajkit/recorder/session.py: recorder/test_recorder recorder/test_sessions_end
 trajkit/tables/canonical.py: turns/test_validation turns/test_table tables
     ids beyond int32 wrap around
         |safe=not pa.types.is_floating(target)| -> |safe=False|
-    offsets of a slice are not copied
-        |if first or array.offset:| -> |if first:|
 trajkit/tables/stages.py: tables/test_streams verification/test_verify
     a session that comes too late is skipped
         |earlier.update(names)| -> |earlier.update(())|

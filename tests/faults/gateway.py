@@ -60,7 +60,7 @@ shim/trajkit_shim/prompting/prompts.py: shim/prompting shim/test_app
     the text after a reply may depend on it
         |if len(tails) > 1:| -> |if False:|
     what moves on with a later message is not noticed
-        |any(text.partition(_WORDS["user"])[0] != before for _, text in laters)| -> |False|
+        |any(text.partition("questionword")[0] != before for _, text in laters)| -> |False|
     a text with marks is the prompt's, whatever else it has
         |if found is not None and clean.endswith(text):| -> |if found is not None:|
     the start of a text is that of the earlier request
@@ -257,7 +257,11 @@ shim/trajkit_shim/replies.py: shim/replies shim/test_app
     an unknown format is served as text
         |if not renderer.shows_tools:| -> |if True:|
     a form need not read all that the template writes for calls
-        |if calls == wanted and not found.text.strip():| -> |if calls == wanted:|
+        |if read == wanted and not found.text.strip():| -> |if read == wanted:|
+    the header of a reply is text
+        |rest.removeprefix(self.frame[0])| -> |rest|
+    a token that ends no reply is served as text
+        |if fault and name is None:| -> |if False:|
     reasoning is always in the tags of most families
         |if found := re.search(shown, thinks):| -> |if found := None:|
 shim/trajkit_shim/replies.py: shim/replies shim/test_app shim/protocols

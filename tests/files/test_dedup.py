@@ -142,7 +142,7 @@ START = "row 1: suffix_start is {}, but the parent row in the file has {} tokens
         (changed("parent_row", [None, 1, 1]), START.format(3, 0)),
         (
             changed("suffix_mask", [[False, False, True, True], [True], [False, True]]),
-            "row 1: 1 suffix_mask for 2 suffix_ids",
+            "row 1: 1 elements of suffix_mask for 2 suffix_ids",
         ),
         (
             changed("suffix_ids", [[1, 2, 3, 4], [5, None], [7, 8]]),

@@ -247,7 +247,7 @@ def test_unknown_suffixes_are_refused(tmp_path, turns, suffix):
         write_turns(turns, path)
     assert ".json," not in str(found.value)  # JSON is written as lines
     path.touch()
-    with pytest.raises(ArgumentError, match="unknown suffix"):
+    with pytest.raises(ArgumentError, match=r"suffix.*standard input: - < FILE"):
         read_turns(path)
 
 
@@ -262,12 +262,16 @@ CUT_GZIP = gzip.compress(b'{"session_id": "a"}\n' * 100, mtime=0)[:-20]
         ("x.arrow", b"ARROW1\0\0 no", "damaged, or not valid Arrow IPC"),
         ("x.jsonl", b'{"a": 1,}\n', "x.jsonl, line 1, column 9: "),
         ("x.jsonl", b'{"a":\n', "x.jsonl, line 1, column 6: "),
+        ("x.jsonl", b"{}\n{]\n{}\n", r"^\S*x.jsonl, line 2, column 2: Expect[\w ]+$"),
         ("x.jsonl", b"\n[1]\n", "line 2 is not a JSON object"),
         ("x.jsonl", b'"\xff"\n', "line 1: .*utf-8"),
         ("x.jsonl.gz", b"no gzip", "cannot be decompressed"),
         ("x.jsonl.gz", CUT_GZIP, "cannot be decompressed"),
         ("x.jsonl.zst", b"", "x.jsonl.zst is empty"),
         ("x.jsonl", CUT_GZIP, r"contains jsonl.gz: rename it"),
+        ("x.jsonl", b"PAR1", r"contains parquet: rename it"),
+        ("x.arrow", b'{"session_id": 1}', "Arrow IPC but contains jsonl: rename it"),
+        ("x.arrows", CUT_GZIP, "Arrow IPC but contains jsonl.gz: rename it"),
     ],
     ids=str,
 )
@@ -304,6 +308,10 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path, turns):
     write_turns(other, tmp_path / "2.parquet")
     with pytest.raises(SchemaError, match="do not make one table"):
         read_turns(tmp_path)
+    batches = [one.to_batches()[0] for one in (turns, other)]
+    for name in ("a.parquet", "a.arrow", "a.arrows"):
+        with pytest.raises(SchemaError, match="make one table: agent_id is missing in"):
+            write_turns(iter(batches), tmp_path / name)
 
 
 def piped(content):

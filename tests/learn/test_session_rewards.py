@@ -126,6 +126,7 @@ def test_arguments_that_agree_complete_what_turns_state(given, rewards, groups):
             InvalidTurnsError,
             "session 'a', turn 0: reward is nan: expected a finite number or null",
         ),
+        ({}, {"reward": {"a": 1.0}}, InvalidTurnsError, "'b' has turns, but no line"),
         ({"reward": ["1", "1", "1"]}, {}, SchemaError, "column 'reward' is string"),
         ({"reward": [True, True, True]}, {}, SchemaError, "column 'reward' is bool"),
         ({"step": [0.5, 0.5, 0.5]}, {}, SchemaError, "'step' of turns is double"),

@@ -1,12 +1,18 @@
 """Links that are refused, and what a source recorded or a caller names for them."""
 
+from itertools import chain
+
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.made_tables import link_by, replaced, turns_table
+from tests.made_tables import by_session, link_by, replaced, turns_table
+from tests.oracles.agents import agent_edges
+from tests.strategies import chosen_policies, sessions_of_agents
 from trajkit import _core
 from trajkit._kernel_names import members
 from trajkit.errors import InvalidTurnsError, LayoutError, SchemaError
@@ -212,10 +218,9 @@ def nameless(one):
     return {**one, "agent_id": None}
 
 
-SUB_27, AGAIN_ON = turn([27], 28, None, 2), turn(AGAIN, 7)
+AGAIN_ON = turn(AGAIN, 7)
 # the edges that end at each turn, by its place; at others none does
 EDGES = {
-    "one agent, one history": ([MAIN, MAIN_ON], {}),
     "a sub-agent": (
         [MAIN, SUB, SUB_ON, MAIN_ON, AGAIN_ON],
         {1: [("call", 0)], 3: [("return", 2)]},
@@ -224,14 +229,9 @@ EDGES = {
         [MAIN, nameless(SUB), nameless(SUB_ON), MAIN_ON],
         {1: [("call", 0)], 3: [("return", 2)]},
     ),
-    "no return": ([MAIN, SUB, SUB_ON], {1: [("call", 0)]}),
     "a sub-agent of a sub-agent": (
         [MAIN, SUB, turn([17], 18, "b", 1), SUB_ON, MAIN_ON],
         {1: [("call", 0)], 2: [("call", 1)], 3: [("return", 2)], 4: [("return", 3)]},
-    ),
-    "two side by side": (
-        [MAIN, SUB, OTHER, SUB_ON, MAIN_ON],
-        {1: [("call", 0)], 2: [("call", 0)], 4: [("return", 2), ("return", 3)]},
     ),
     "two side by side without names": (
         [MAIN, *map(nameless, (SUB, OTHER, SUB_ON)), MAIN_ON],
@@ -241,46 +241,18 @@ EDGES = {
         [MAIN, SUB, MAIN_ON, SUB_ON, AGAIN_ON],
         {1: [("call", 0)], 4: [("return", 3)]},
     ),
-    "a return continues the calling turn": (
-        [MAIN, SUB, turn([1, 20], 5), MAIN_ON],
-        {1: [("call", 0)], 2: [("compaction", 0)], 3: [("return", 1)]},
-    ),
-    "each reply counts its tool calls from the start": (
-        [MAIN, nameless(SUB), MAIN_ON, SUB_27, AGAIN_ON],
-        {1: [("call", 0)], 2: [("return", 1)], 3: [("call", 2)], 4: [("return", 3)]},
-    ),
-    "tool calls without an id": (
-        [MAIN, *(turn([k], 8, None, 0, None) for k in (7, 27)), MAIN_ON],
-        {1: [("call", 0)], 2: [("call", 0)], 3: [("return", 1), ("return", 2)]},
-    ),
     "compaction of main": (
         [MAIN, MAIN_ON, turn([1, 20], 5), turn([1, 20, 5, 6], 7)],
         {2: [("compaction", 1)]},
-    ),
-    "compaction of a sub-agent": (
-        [MAIN, SUB, SUB_ON, turn([70, 30], 8, "a", 0), MAIN_ON],
-        {1: [("call", 0)], 3: [("compaction", 2)], 4: [("return", 3)]},
     ),
     "a prompt sent again": ([MAIN, {**MAIN, "output_ids": [9]}, MAIN_ON], {}),
     "another agent continues main's history": (
         [MAIN, turn([1, 2, 3, 4], 5, "a"), turn(AGAIN, 7, "a")],
         {1: [("continuation", 0)]},
     ),
-    "main continues a sub-agent's history": (
-        [MAIN, SUB, turn([7, 8, 9], 10), MAIN_ON],
-        {1: [("call", 0)], 2: [("continuation", 1)], 3: [("return", 1)]},
-    ),
-    "a turn continues a side call": (
-        [MAIN, turn([1, 2, 3, 4], 5, "a", kind="title"), AGAIN_ON],
-        {},
-    ),
     "a side call": (
         [MAIN, turn([40], 41, kind="title"), turn([1, 20], 5, kind="agent")],
         {2: [("compaction", 0)]},
-    ),
-    "a side call of a sub-agent": (
-        [MAIN, turn([1, 2, 3, 50], 51, kind="compaction", by=0)],
-        {},
     ),
 }
 
@@ -300,23 +272,20 @@ def test_edges_between_agents(case, policy):
     assert pa.Table.from_batches(batches) == links == tk.validate(links)
 
 
-def test_a_sub_agent_returns_once():
-    """Another agent may go on from the calling turn, and the caller twice."""
-    other = turn([1, 2, 3, 4], 5, "b")
-    turns = turns_table([MAIN, SUB, other, MAIN_ON, turn([1, 2, 3, 9], 5)])
-    expected = [[], [("call", 0)], [("continuation", 0)], [("return", 1)], []]
-    assert edges_of(tk.link(turns)) == expected
-
-
-def test_edges_of_turns_that_no_row_or_history_has():
-    """Of a turn in no row and without a look at prompts, only a call is known."""
-    retried = [MAIN, SUB, {**SUB, "output_ids": [9]}, turn([7, 9, 1], 2, "a"), MAIN_ON]
-    links = tk.link(turns_table(retried), "nemo")
-    assert links["order"].to_pylist()[1] is None
-    assert edges_of(links) == [[], [("call", 0)], [], [], [("return", 3)]]
-    for parent_by in ("none", "previous"):
-        edges = edges_of(link_by(turns_table(retried), parent_by))
-        assert edges == [[], [("call", 0)], [], [], []]
+@given(st.lists(sessions_of_agents(), min_size=1, max_size=20), chosen_policies())
+@example([[MAIN, SUB, turn(AGAIN, 7), MAIN_ON]], ("nemo", {}))
+def test_edges_are_those_of_the_twin(sessions, choice):
+    policy = tk.policy(choice[0], **choice[1])
+    turns = [{**one, "session_id": f"{k}"} for k, s in enumerate(sessions) for one in s]
+    links = tk.link(turns_table(turns), policy)
+    compares = policy.parent_by not in ("none", "previous")
+    expected = [
+        agent_edges(turns, lines, compares)
+        for turns, lines in zip(
+            sessions, by_session(links.to_pylist()).values(), strict=True
+        )
+    ]
+    assert edges_of(links) == list(chain(*expected))
 
 
 def test_edges_are_unknown_without_columns_of_agents():

@@ -198,9 +198,3 @@ def test_an_errored_session_trains_nothing_and_says_so(name):
     assert tk.verify(rows, table, name, sessions=facts).num_rows == 0
     found = tk.verify(tk.linearize(table, name), table, name, sessions=facts)
     assert "untrainable" in found["rule"].to_pylist()
-
-
-def test_faithful_loses_nothing_that_it_was_not_asked_to():
-    for line in tk.report(turns_table(RUN), "faithful").to_pylist():
-        asked = line["lost_untrainable"] + line["lost_aborted"]
-        assert line["tokens_sampled"] == line["tokens_trained"] + asked

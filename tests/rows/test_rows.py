@@ -1,6 +1,5 @@
 """Rows, spans and reports agree with the slow twins, and with what rows promise."""
 
-import re
 from contextlib import ExitStack
 from unittest import mock
 
@@ -12,7 +11,7 @@ import trajkit as tk
 from tests.fuzz.sessions import generated_runs
 from tests.made_tables import linearized, link_by, replaced, turns_table
 from tests.rows.test_twins import SAME_ANSWER_TWICE
-from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.policies import PRESETS
 from trajkit.schema import REPORT, ROWS
 from trajkit.tables import limits
@@ -108,25 +107,6 @@ def test_a_row_that_was_cut_within_a_reply_shares_what_it_has():
     rows = tk.validate(tk.linearize(table, policy, **given))
     assert rows["input_ids"].to_pylist() == [[1, 2, 3], [1, 2, 3, 4, 5, 8, 6]]
     assert rows["shared_length"].to_pylist() == [0, 3]
-
-
-@pytest.mark.parametrize(
-    ("choices", "error", "match"),
-    [
-        ({"policy": ["slime"]}, PolicyError, "policy ['slime'] does not exist"),
-        ({"max_row_tokens": 1.5}, ArgumentError, "max_row_tokens=1.5: expected an int"),
-        ({"max_row_tokens": True}, ArgumentError, "max_row_tokens=True"),
-        ({"max_row_tokens": 0}, ArgumentError, "max_row_tokens=0: expected an integer"),
-        ({"max_row_tokens": 2**63}, ArgumentError, "max_row_tokens=92233720"),
-        ({"reward": {"s": "1"}}, ArgumentError, "session 's': reward is of type str"),
-        ({"reward": {"s": True}}, ArgumentError, "session 's': reward is of type bool"),
-        ({"reward": 10**400}, ArgumentError, "reward=inf: expected a finite"),
-        ({"reward": {}}, InvalidTurnsError, "session 's' has turns, but no line"),
-    ],
-)
-def test_choices_that_are_none_are_refused(choices, error, match):
-    with pytest.raises(error, match=re.escape(match)):
-        tk.linearize(turns_table(SAME_ANSWER_TWICE), **{"policy": "slime", **choices})
 
 
 def test_a_threshold_of_none_is_the_preset_s_own():

@@ -510,6 +510,7 @@ for name, of in {
     "prompt_negative": ("prompt_length", lambda r: -1, has_prompt, "new"),
     "last_turn_not_listed": ("turns", lambda r: r["turns"][:-1]),
     "other_turn_listed": ("turns", lambda r: [10_000, *r["turns"]]),
+    "null_turn_listed": ("turns", lambda r: [None, *r["turns"]]),
     "index_skipped": ("row_index", lambda r: r["row_index"] + 100),
     "sharing_more": (
         *("shared_length", lambda r: r["shared_length"] + 1, has_prompt, "old"),

@@ -448,16 +448,6 @@ def test_rows_of_another_policy_differ_in_rows_spans_and_tokens():
     ]
 
 
-def test_a_policy_that_is_no_preset_passes_without_its_name():
-    aborted = {**DRIFTED[0], "finish_reason": "abort"}
-    turns = tk.from_records([aborted, *DRIFTED[1:]])
-    policy = tk.policy("faithful", train_aborted=True, missing_logprobs="null_row")
-    rows = tk.linearize(turns, policy)
-    assert tk.verify(rows, turns, "faithful").num_rows
-    assert tk.verify(rows, turns).num_rows == 0
-    assert tk.verify(rows, turns, policy).num_rows == 0
-
-
 def test_a_row_without_its_last_token_is_no_path():
     turns = tk.from_records([{**CLEAN[0], "trainable": False}])
     row = tk.linearize(turns, tk.policy("strict", keep_untrained=True)).to_pylist()[0]

@@ -12,13 +12,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit.errors import FormatError, LayoutError, SchemaError, TornLogWarning
-from trajkit.files.formats import Format, is_json, name_of, open_input
+from trajkit.files.formats import Format, check_begins, is_json, name_of, open_input
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_buffers, check_columns
 from trajkit.tables.columns import empty_batch, without_views
 
 _NAMES = {"parquet": "Parquet", "arrow": "Arrow IPC", "arrows": "Arrow IPC"}
+_FILE_FORM = b"ARROW1"
 # length of the marker at the end of an IPC stream; an unfinished log has none
 _END_BYTES = 8
 
@@ -35,7 +36,7 @@ def read_batches(
     An IPC stream that ends within a message gives a TornLogWarning.
     """
     checked: pa.Schema | None = None
-    for batch, _ in _batches(file, kind, batch_rows, None):
+    for batch, _ in sized_batches(file, kind, None, batch_rows):
         if plan is not None and batch.schema is not checked:
             checked = batch.schema
             try:
@@ -49,17 +50,13 @@ _Sized: TypeAlias = Iterator[tuple[pa.RecordBatch, int]]
 """Batches, and the approximate bytes of all their columns; 0: counted before."""
 
 
-def key_batches(path: Path, kind: Format, names: tuple[str, ...]) -> _Sized:
-    """Batches of the named columns that exist, and the bytes of all columns."""
-    return _batches(path, kind, None, names)
-
-
-def _batches(
+def sized_batches(
     file: Path | BinaryIO,
     kind: Format,
-    batch_rows: int | None,
-    names: tuple[str, ...] | None,
+    names: tuple[str, ...] | None = None,
+    batch_rows: int | None = None,
 ) -> _Sized:
+    """Batches of the named columns that exist, or of all."""
     try:
         if isinstance(file, Path) or file.seekable():
             source = open_input(file, kind)
@@ -68,7 +65,9 @@ def _batches(
         if kind == "parquet":
             found = _read_parquet(source, batch_rows, names)
         else:
-            if not _is_file_form(source):
+            head = _head(source)
+            check_begins(head, kind, name_of(file))
+            if not head.startswith(_FILE_FORM):
                 batches = _read_stream(source, name_of(file))
             else:
                 # pages of a mapped file are read when they are used
@@ -99,7 +98,7 @@ def table_kind(file: Path, kind: Format) -> str | None:
                 import pyarrow.parquet as pq
 
                 schema = pq.read_schema(source)
-            elif _is_file_form(source):
+            elif _head(source).startswith(_FILE_FORM):
                 schema = pa.ipc.open_file(source).schema
             else:
                 schema = pa.ipc.open_stream(source).schema
@@ -188,10 +187,10 @@ def _values_in(array: pa.Array) -> npt.NDArray[np.int64]:
     return np.full(0 if pa.types.is_nested(type_) else 1, len(array))
 
 
-def _is_file_form(source: pa.NativeFile) -> bool:
-    magic = source.read(6)
+def _head(source: pa.NativeFile) -> bytes:
+    head: bytes = source.read(8)
     source.seek(0)
-    return bool(magic == b"ARROW1")
+    return head
 
 
 def _read_file(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
@@ -244,7 +243,7 @@ def write_batches(
 ) -> None:
     """Write tables of one schema as one file; ``schema`` is that of an empty file."""
     first = next(tables, schema.empty_table())
-    tables = itertools.chain([first], tables)
+    tables = _alike(itertools.chain([first], tables), first.schema)
     if kind == "parquet":
         _write_parquet(first.schema, tables, file)
     elif kind == "arrow":
@@ -256,6 +255,18 @@ def write_batches(
         with pa.ipc.new_stream(file, first.schema) as writer:
             for table in tables:
                 writer.write_table(table)
+
+
+def _alike(tables: Iterator[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
+    for table in tables:
+        if table.schema != schema:
+            odd = sorted({field.name for field in {*schema} ^ {*table.schema}})
+            raise SchemaError(
+                "the batches do not make one table: "
+                f"{', '.join(odd) or 'a column'} is missing in some, of several types, or "
+                "in another place: give every call a value of one type"
+            )
+        yield table
 
 
 def _write_parquet(
@@ -286,11 +297,6 @@ def _row_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     parts: list[pa.Table] = []
     n_bytes = 0
     for table in tables:
-        if parts and table.schema != parts[0].schema:
-            raise SchemaError(
-                f"the batches do not make one table: {table.schema} follows "
-                f"{parts[0].schema}"
-            )
         each = max(1, len(table) * limits.ROW_GROUP_BYTES // max(table.nbytes, 1))
         for start in range(0, max(len(table), 1), each):
             parts.append(table.slice(start, each))

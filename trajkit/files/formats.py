@@ -104,13 +104,14 @@ def format_of(
     )
 
 
-def check_text(head: bytes, name: str) -> None:
-    """Raise FormatError if a file with a JSON suffix begins like another format."""
-    for magic, kind in _FIRST_BYTES:
-        if head.startswith(magic) and kind not in ("jsonl", "json"):
+def check_begins(head: bytes, kind: Format, name: str) -> None:
+    """Raise FormatError if JSON lines or Arrow IPC begin like another format."""
+    family, words = kind[:4], "JSON lines" if is_json(kind) else "Arrow IPC"
+    for magic, other in _FIRST_BYTES:
+        if head.startswith(magic) and (other[:4] != family or "." in other):
             raise FormatError(
-                f"{name} has the suffix of JSON lines but contains {kind}: rename it (in "
-                f"Python, format={kind!r} reads it, too)"
+                f"{name} has the suffix of {words} but contains {other}: rename it (in "
+                f"Python, format={other!r} reads it, too)"
             )
 
 

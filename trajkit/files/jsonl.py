@@ -30,7 +30,7 @@ from trajkit import _core
 from trajkit.errors import FormatError, InvalidTurnsError, SchemaError, TornLogWarning
 from trajkit.files.formats import (
     Format,
-    check_text,
+    check_begins,
     is_json,
     is_one_value,
     kind_of,
@@ -38,11 +38,13 @@ from trajkit.files.formats import (
     open_input,
 )
 from trajkit.schema import TURNS, TURNS_DELTA
+from trajkit.schema.engine import checks_of
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_columns, check_kind, place
 from trajkit.tables.ragged import Ints
 from trajkit.turns.messages import TooDeepError, parse_json
 from trajkit.turns.records import MAX_DEPTH, is_too_deep
+from trajkit.turns.validation import check_all
 
 Leaf: TypeAlias = Literal["ids", "items"]
 Shape: TypeAlias = Mapping[str, Union["Shape", Leaf]]
@@ -360,7 +362,7 @@ def _lines(
         if not line or line.isspace():
             continue
         if number == 1:
-            check_text(line, name)
+            check_begins(line, kind, name)
         try:
             value = read(line)
         except ValueError as error:
@@ -515,6 +517,8 @@ def write(tables: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) ->
             raise FormatError(
                 "JSON lines cannot store turns in delta form: use trajkit.expand"
             )
+        if schema is TURNS:
+            check_all(table, checks_of(TURNS, ("messages", "response")))
         for start in range(0, len(table), limits.JSON_ROWS):
             part = table.slice(start, limits.JSON_ROWS)
             for k, row in enumerate(part.to_pylist()):

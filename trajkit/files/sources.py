@@ -28,7 +28,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, TrajkitError
 from trajkit.files import formats, jsonl
-from trajkit.files.arrow import key_batches, table_kind
+from trajkit.files.arrow import sized_batches, table_kind
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.columns import with_column
 from trajkit.turns.records import from_records
@@ -305,11 +305,11 @@ def _places(
                         yield file, line
             continue
         for index in ("turn_index", "row_index"):
-            for keys, _ in key_batches(file, kind, ("session_id", index)):
+            for keys, _ in sized_batches(file, kind, ("session_id", index)):
                 if {"session_id", index} <= {*keys.schema.names}:
-                    same = pc.equal(keys.column("session_id").cast(pa.string()), own)
-                    here = pc.and_(same, pc.equal(keys.column(index), number))
-                    if pc.any(here).as_py():
+                    ids = keys.column("session_id").cast(pa.string()).to_numpy(False)
+                    here = (ids == own) & (np.asarray(keys.column(index)) == number)
+                    if here.any():
                         yield file, None
 
 

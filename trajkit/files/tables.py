@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
@@ -499,9 +500,12 @@ def encoded(rows: pa.Table) -> pa.Table:
     """Rows in canonical form as `STORED_ROWS`.
 
     A row whose parent is not earlier in the table is stored whole. Nothing is lost, also
-    where ``shared_length`` is wrong.
+    where ``shared_length`` is wrong. Raises `InvalidTurnsError` for lists of other lengths.
     """
     check_no_clash(rows, ROWS, STORED_ROWS, "form of rows")
+    layout = partial(engine.per_token, "input_ids", ("loss_mask", "logprobs"))
+    rules = engine.checks_of(ROWS, ("loss_mask", "shared_length"))
+    validation.check_all(rows, (layout, *rules))
     ids, mask = (Ragged.of(rows.column(n), 0) for n in ("input_ids", "loss_mask"))
     logprobs = Ragged.of(rows.column("logprobs")).values
     # the places of tokens that only the row itself can give
@@ -550,8 +554,7 @@ def decoded(rows: pa.Table) -> pa.Table:
 
 def _can_be_decoded(rows: pa.Table) -> Iterator[engine.Fault]:
     """What a row does not store, an earlier row has."""
-    for name in ("suffix_mask", "suffix_logprobs"):
-        yield from engine.as_long_as("suffix_ids", name, "{} " + name, rows)
+    yield from engine.per_token("suffix_ids", ("suffix_mask", "suffix_logprobs"), rows)
     start = rows.column("suffix_start").to_numpy()
     parent, found = engine.lookup(rows, "row_index", rows.column("parent_row"))
     found &= parent < np.arange(len(parent))
@@ -668,7 +671,7 @@ def index_sessions(
                         np.array([number]) if type(number) is int else None,
                     )
                 continue
-            for keys, n_bytes in arrow.key_batches(path, kind, columns):
+            for keys, n_bytes in arrow.sized_batches(path, kind, columns):
                 index.n_bytes += n_bytes
                 ids = pa.nulls(keys.num_rows, pa.string())
                 if "session_id" in keys.schema.names:

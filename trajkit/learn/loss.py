@@ -16,8 +16,10 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ROWS
+from trajkit.schema.engine import row_lengths
 from trajkit.tables.canonical import TableLike, as_table, canonical, is_list, place
 from trajkit.tables.ragged import Longs, Ragged, codes
+from trajkit.turns.validation import check_all
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Tensor: TypeAlias = Any
@@ -94,7 +96,7 @@ def reference_loss(
         no finite behaviour logprob, advantage or weight.
     """
     check_choice("reduce", reduce, Reduce)
-    table = canonical(as_table(rows), ROWS)
+    table = check_all(canonical(as_table(rows), ROWS), [row_lengths])
     ids = Ragged.of(table.column("input_ids"))
     row, logprobs = ids.owner, _floats(logprobs)
     if tuple(logprobs.shape) != row.shape:

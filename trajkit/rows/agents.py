@@ -1,5 +1,8 @@
 """Edges between agents: calls of sub-agents, their returns, compactions, continuations."""
 
+from bisect import bisect
+from collections import defaultdict
+
 import numpy as np
 import pyarrow as pa
 
@@ -29,40 +32,40 @@ def agent_edges(calls: Sessions, links: Records, policy: Policy) -> pa.Array:
     is_history = pc.is_in(table.column("call_kind"), pa.array(_HISTORY)).to_numpy()
     # the routes that compare no prompts link no histories
     placed = (links["order"] >= 0) & (policy.parent_by not in ("none", "previous"))
-    in_history, goes_on = is_history.tolist(), (placed & is_history).tolist()
-    repeats = (calls.forest.shared >= calls.calls["prompt_len"]).tolist()
-    agents = _agents(calls, table, starter, np.where(placed, links["parent"], -1))
+    parents = np.where(placed, links["parent"], -1)
+    agents = _agents(calls, table, starter, parents)
+    repeats = calls.forest.shared >= calls.calls["prompt_len"]
+    anew = (placed & (parents < 0) & ~repeats).tolist()
+    continued = np.where(is_history[parents], parents, -1).tolist()
+    started_by, parent_of = starter.tolist(), parents.tolist()
 
     # where each edge ends, its kind, and where it begins
     edges: list[tuple[int, str, int]] = []
-    # by agent: the call that started it, and its last call so far
-    starters, latest = dict[int, int](), dict[int, int]()
-    members = zip(agents, starter.tolist(), links["parent"].tolist(), strict=True)
-    for call, (agent, by, parent) in enumerate(members):
-        if not in_history[call]:
-            continue
+    # by agent: the call that started it, and its calls so far
+    starters = dict[int, int]()
+    spoken = defaultdict[int, list[int]](list)
+    for call in np.flatnonzero(is_history).tolist():
+        agent, by, parent = agents[call], started_by[call], continued[call]
         if by >= 0 and agent not in starters:
             starters[agent] = by
             edges.append((call, "call", by))
-        elif goes_on[call] and parent < 0 and agent in latest and not repeats[call]:
-            edges.append((call, "compaction", latest[agent]))
-        if goes_on[call] and parent >= 0 and in_history[parent]:
-            if agents[parent] != agent:
-                edges.append((call, "continuation", parent))
-        latest[agent] = call
-    by_parent = np.argsort(links["parent"], kind="stable")
-    bounds = np.searchsorted(links["parent"][by_parent], np.arange(calls.n_calls + 1))
-    children = Ragged(by_parent, bounds)
+        elif anew[call] and spoken[agent]:
+            edges.append((call, "compaction", spoken[agent][-1]))
+        if parent >= 0 and agents[parent] != agent:
+            edges.append((call, "continuation", parent))
+        spoken[agent].append(call)
     for agent, by in starters.items():
-        last, below, returns = latest[agent], children[by].tolist(), []
-        while below and last < latest.get(agents[by], -1):
-            call = below.pop()
-            if call > last and goes_on[call] and agents[call] == agents[by]:
-                returns.append(call)
-            else:
-                below += children[call].tolist()
-        if returns:
-            edges.append((min(returns), "return", last))
+        last, of_caller = spoken[agent][-1], spoken[agents[by]]
+        # calls that do not continue the calling turn
+        apart = {-1}
+        for call in of_caller[bisect(of_caller, last) :]:
+            above = parent_of[call]
+            while above != by and above not in apart:
+                apart.add(above)
+                above = parent_of[above]
+            if above == by:
+                edges.append((call, "return", last))
+                break
     ends, kinds, begins = ([edge[k] for edge in sorted(edges)] for k in range(3))
     turns = calls.turn_index[np.array(begins, np.int64)]
     fields = [pa.array(kinds, pa.string()), pa.array(turns)]

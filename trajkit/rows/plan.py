@@ -19,7 +19,7 @@ from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn.rewards import spread
 from trajkit.policies import DRIFT_ACTIONS, TRAINING_ROWS, Policy
 from trajkit.rows.routes import created_ranks
-from trajkit.schema.engine import field_of
+from trajkit.schema.engine import SPAN_NUMBERS, field_of, fields_of
 from trajkit.tables import limits
 from trajkit.tables.canonical import is_list
 from trajkit.tables.columns import dictionary_for, take_values
@@ -67,10 +67,7 @@ class PathRanges:
 def _entries(calls: Sessions, name: str) -> tuple[pa.StructArray, Longs, Longs, Longs]:
     """The entries of a column of ranges: with the call, start and stop of each."""
     lists = Ragged.of(calls.table.column(name))
-    start, stop = (
-        np.asarray(field_of(lists.values, bound).fill_null(0), np.int64)
-        for bound in ("start", "stop")
-    )
+    start, stop = fields_of(lists.values, "start", "stop")
     return lists.values, lists.owner, start, stop
 
 
@@ -195,10 +192,7 @@ def with_payloads(
 ) -> pa.RecordBatch:
     """Add payload columns to rows; later ``ranges`` of recorded paths take precedence."""
     spans = Ragged.of(batch.column("spans"))
-    start, stop, turn, first = (
-        field_of(spans.values, name).to_numpy().astype(np.int64)
-        for name in ("start", "stop", "turn_index", "output_start")
-    )
+    start, stop, turn, first, _ = fields_of(spans.values, *SPAN_NUMBERS)
     call = calls.named(planned["session"][spans.owner], turn)
     first = calls.calls["prompt_len"][call] + first
     sampled = PathRanges(spans.owner, start, call, first, stop - start)

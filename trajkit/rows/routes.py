@@ -28,7 +28,9 @@ from trajkit.turns.messages import (
     classify,
     grow_messages,
     has_reply,
+    objects_in,
     parse_json,
+    tool_calls_of,
     with_equality,
 )
 from trajkit.turns.sessions import Forest, Sessions
@@ -594,7 +596,7 @@ def find_dispatches(
         bodies = enumerate(classes.bodies.to_pylist())
         messages = {k: parse_json(body) for k, body in bodies if '"tool' in body}
         for k in sorted(messages.keys() & {*classes.replies.tolist()}):
-            ids = [call for name, call in _tool_calls(messages[k]) if name in tools]
+            ids = [call for name, call in tool_calls_of(messages[k]) if name in tools]
             if ids:
                 of_class[k] = numbers.setdefault(ids[-1], len(numbers))
         for k, message in messages.items():
@@ -605,31 +607,12 @@ def find_dispatches(
     return of_class[classes.replies].tolist(), answers
 
 
-def _tool_calls(message: object) -> list[tuple[object, object]]:
-    """Name and id of a message's tool calls: ``tool_calls``, or blocks ``tool_use``."""
-    found = []
-    for call in _objects(message, "tool_calls"):
-        function = call.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        found.append((name, call.get("id")))
-    for block in _objects(message, "content"):
-        if block.get("type") == "tool_use":
-            found.append((block.get("name"), block.get("id")))
-    return [(name, call if isinstance(call, str) else None) for name, call in found]
-
-
 def _answered(message: object) -> list[str]:
     ids = [message.get("tool_call_id")] if isinstance(message, dict) else []
-    for block in _objects(message, "content"):
+    for block in objects_in(message, "content"):
         if block.get("type") == "tool_result":
             ids.append(block.get("tool_use_id"))
     return [call for call in ids if isinstance(call, str)]
-
-
-def _objects(message: object, name: str) -> list[dict[str, object]]:
-    values = message.get(name) if isinstance(message, dict) else None
-    listed = values if isinstance(values, list) else []
-    return [value for value in listed if isinstance(value, dict)]
 
 
 ROUTES: Mapping[ParentBy, Route] = {

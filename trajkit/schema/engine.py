@@ -240,17 +240,43 @@ def fields_of(structs: pa.StructArray, *names: str) -> list[Longs]:
     return [filled(field_of(structs, name), -1).astype(np.int64) for name in names]
 
 
-def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Longs, Bools]:
-    """The row of each wanted index in its session, and whether it was found.
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A session and an index for each of many things; a negative part is of no key."""
 
-    Sessions are contiguous and ``index`` ascends in each. Null is never found.
-    """
-    session = session_numbers(table) << 32
-    have = session + table.column(index).to_numpy()
-    seek = session + wanted.fill_null(-1).to_numpy()
-    row = np.minimum(np.searchsorted(have, seek), max(len(table) - 1, 0))
-    found = (have[row] == seek) & ~nulls(wanted)
-    return np.where(found, row, 0), found
+    # shape (n_keys,)
+    session: npt.NDArray[np.integer]
+    index: npt.NDArray[np.integer]
+
+    def __len__(self) -> int:
+        return len(self.session)
+
+    def packed(self) -> Longs:
+        """The keys as numbers, in the order of sessions and then of indices."""
+        packed: Longs = (self.session.astype(np.int64) << 32) + self.index
+        return packed
+
+    def find(self, others: "Keys") -> Longs:
+        """The position here of each other key, or -1; the first of equal ones."""
+        have, seek = self.packed(), others.packed()
+        order = None
+        if (have[1:] < have[:-1]).any():
+            order = np.argsort(have, kind="stable")
+            have = have[order]
+        at = np.searchsorted(have, seek)
+        found = (others.session >= 0) & (others.index >= 0) & (at < len(have))
+        found[found] = have[at[found]] == seek[found]
+        if order is not None:
+            at[found] = order[at[found]]
+        return np.where(found, at, -1)
+
+
+def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Longs, Bools]:
+    """The row of each wanted index in its session, and whether it is there; null is not."""
+    session = session_numbers(table)
+    wanted_keys = Keys(session, wanted.fill_null(-1).to_numpy())
+    row = Keys(session, table.column(index).to_numpy()).find(wanted_keys)
+    return np.maximum(row, 0), row >= 0
 
 
 def run_starts(table: pa.Table) -> Longs:
@@ -454,6 +480,12 @@ def as_long_as(ids: str, name: str, what: str, table: pa.Table) -> Iterator[Faul
     yield broken(odd, f"{what} for {{}} {ids}", n_here, n_ids)
 
 
+def per_token(ids: str, names: tuple[str, ...], table: pa.Table) -> Iterator[Fault]:
+    """Lists have an element for each of these ids."""
+    for name in names:
+        yield from as_long_as(ids, name, f"{{}} elements of {name}", table)
+
+
 def logprobs(ids: str) -> Rule:
     """A column has one log-probability per id of another, or none at all."""
 
@@ -565,8 +597,7 @@ def every_token_counted(losses: tuple[str, ...], table: pa.Table) -> Iterator[Fa
 def row_lengths(table: pa.Table) -> Iterator[Fault]:
     """Per-token columns have the row's length, and no length exceeds it."""
     n_ids, parent = lengths(table.column("input_ids")), table.column("parent_row")
-    for name in ("loss_mask", "logprobs"):
-        yield from as_long_as("input_ids", name, f"{{}} elements of {name}", table)
+    yield from per_token("input_ids", ("loss_mask", "logprobs"), table)
     for name in ("prompt_length", "shared_length"):
         values = numbers(table, name)
         rule = f"{name} is {{}} in a row of {{}} tokens"

@@ -25,6 +25,7 @@ from trajkit.schema import (
 )
 from trajkit.schema.engine import Fault, fault
 from trajkit.tables import lazy_compute as pc
+from trajkit.tables.ragged import Ragged
 
 if TYPE_CHECKING:
     TableLike: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | list[Any]
@@ -410,30 +411,17 @@ def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
         dictionary = _cast(array.dictionary, target)
         array = pa.DictionaryArray.from_arrays(array.indices, dictionary)
         return array.dictionary_decode()
-    mask = array.is_null() if array.null_count else None
     if is_list(target):
-        offsets, values = list_parts(array)
-        values = _cast(values, target.value_type)
-        return pa.LargeListArray.from_arrays(offsets, values, type=target, mask=mask)
+        # not Arrow's cast: for list views it writes one offset too few (pyarrow 26)
+        lists = Ragged.of(array)
+        values = _cast(lists.values, target.value_type)
+        null = np.asarray(array.is_null())
+        return Ragged(values, lists.offsets).to_arrow(null, target)
     if pa.types.is_struct(target):
         children = [
             _cast(pc.struct_field(array, field.name), field.type) for field in target
         ]
+        mask = array.is_null() if array.null_count else None
         return pa.StructArray.from_arrays(children, fields=list(target), mask=mask)
     # a float is rounded, and no other value changes
     return array.cast(target, safe=not pa.types.is_floating(target))
-
-
-def list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Offsets (int64, from 0) and values of a list array of any layout."""
-    # not Arrow's cast: for list views it writes one offset too few (pyarrow 26)
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        offsets = array.offsets.cast(pa.int64())
-        first, last = offsets[0].as_py(), offsets[-1].as_py()
-        values = array.values.slice(first, last - first)
-        if first or array.offset:
-            # copied: Arrow accepts no mask with sliced offsets
-            offsets = pa.array(offsets.to_numpy() - first)
-        return offsets, values
-    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-    return pa.array(np.append(0, np.cumsum(lengths, dtype=np.int64))), array.flatten()

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit.schema.engine import Bools as Bools
+from trajkit.schema.engine import Keys as Keys
 from trajkit.schema.engine import Longs as Longs
 from trajkit.schema.engine import codes as codes
 from trajkit.schema.engine import filled
@@ -78,37 +79,6 @@ class Ragged:
         return pa.LargeListArray.from_arrays(
             pa.array(self.offsets, pa.int64()), values, type=type, mask=mask
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """A session and an index for each of many things; a negative part is of no key."""
-
-    # shape (n_keys,)
-    session: npt.NDArray[np.integer]
-    index: npt.NDArray[np.integer]
-
-    def __len__(self) -> int:
-        return len(self.session)
-
-    def packed(self) -> Longs:
-        """The keys as numbers, in the order of sessions and then of indices."""
-        packed: Longs = (self.session.astype(np.int64) << 32) + self.index
-        return packed
-
-    def find(self, others: "Keys") -> Longs:
-        """The position here of each other key, or -1; the first of equal ones."""
-        have, seek = self.packed(), others.packed()
-        order = None
-        if (have[1:] < have[:-1]).any():
-            order = np.argsort(have, kind="stable")
-            have = have[order]
-        at = np.searchsorted(have, seek)
-        found = (others.session >= 0) & (others.index >= 0) & (at < len(have))
-        found[found] = have[at[found]] == seek[found]
-        if order is not None:
-            at[found] = order[at[found]]
-        return np.where(found, at, -1)
 
 
 def combined(column: pa.ChunkedArray) -> pa.Array:

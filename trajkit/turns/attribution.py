@@ -17,7 +17,7 @@ from trajkit.schema.engine import field_of
 from trajkit.tables.canonical import canonical
 from trajkit.tables.ragged import Array, Bools, combined
 from trajkit.tables.ragged import Ints as Ints
-from trajkit.turns.messages import KEY_TOKENS, grow_messages
+from trajkit.turns.messages import KEY_TOKENS, grow_messages, tool_calls_of
 from trajkit.turns.sessions import Sessions
 
 
@@ -195,22 +195,12 @@ class SessionCalls:
             return call_id, name
         for before in range(i - 1, -1, -1):
             if call_id is not None and messages.roles[before] == "assistant":
-                found = _called(self._body(messages.key(before)), call_id)
-                if found is not None:
-                    return call_id, found
+                for found, one in tool_calls_of(self._body(messages.key(before))):
+                    if one == call_id and isinstance(found, str):
+                        return call_id, found
         return call_id, None
 
     def _body(self, key: bytes) -> dict[str, Any]:
         if key not in self._parsed:
             self._parsed[key] = json.loads(self.bodies.get(key, "{}"))
         return self._parsed[key]
-
-
-def _called(body: dict[str, Any], call_id: str) -> str | None:
-    tool_calls = body.get("tool_calls")
-    for tool_call in tool_calls if isinstance(tool_calls, list) else []:
-        if isinstance(tool_call, dict) and tool_call.get("id") == call_id:
-            function = tool_call.get("function")
-            name = function.get("name") if isinstance(function, dict) else None
-            return name if isinstance(name, str) else None
-    return None

@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from trajkit._arguments import chosen_int
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.tables.canonical import TableLike, as_table, place
+from trajkit.schema.engine import described
+from trajkit.tables.canonical import TableLike, as_table, canonical, place
 from trajkit.tables.columns import with_column
 from trajkit.tables.ragged import Ints, Ragged
 
@@ -166,7 +167,11 @@ def engine_ids(table: TableLike) -> pa.Table:
         raise SchemaError(
             f"a table without {' or '.join(_COLUMNS)}: expected turns, rows or packs"
         )
-    lists = Ragged.of(source.column(name))
+    form = described(f"ids\n{name} [int32]\n")
+    alone = canonical(source.select([name]).replace_schema_metadata(None), form)
+    lists = Ragged.of(alone.column(name))
+    if lists.values.null_count:
+        raise InvalidTurnsError(f"column {name!r} has a null id")
     ids = lists.values.to_numpy()
     if not (ids >= FIRST_CONTENT_ID).any():
         return source

@@ -245,6 +245,25 @@ def parse_json(text: str) -> object:
         raise TooDeepError("nested too deep", text, 0) from None
 
 
+def tool_calls_of(message: object) -> list[tuple[object, object]]:
+    """Name and id of a message's tool calls: ``tool_calls``, or blocks ``tool_use``."""
+    found = []
+    for call in objects_in(message, "tool_calls"):
+        function = call.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        found.append((name, call.get("id")))
+    for block in objects_in(message, "content"):
+        if block.get("type") == "tool_use":
+            found.append((block.get("name"), block.get("id")))
+    return [(name, call if isinstance(call, str) else None) for name, call in found]
+
+
+def objects_in(message: object, name: str) -> list[dict[str, object]]:
+    values = message.get(name) if isinstance(message, dict) else None
+    listed = values if isinstance(values, list) else []
+    return [value for value in listed if isinstance(value, dict)]
+
+
 class Encoded(NamedTuple):
     """A message as a table stores it."""
 

@@ -38,11 +38,12 @@ LOGPROBS = (
     *("logprobs", "rollout_log_probs", "response_logprobs", "sampling_logprobs"),
     *("sampling_per_token_logps", "inference_logprobs", "output_logprobs"),
 )
-_COLUMNS = {
+_OF_TOKENS = {
     *(*WHOLE, *MASKS, *LOGPROBS, *_SAMPLED, *(name for part in PARTS for name in part)),
-    *(_COMPLETION, "prompt_mask", "attention_mask", "labels", "response_length"),
-    "position_ids",
-    *("row_index", "spans", "suffix_mask"),
+    *(_COMPLETION, "prompt_mask", "attention_mask", "labels"),
+}
+_COLUMNS = _OF_TOKENS | {
+    *("response_length", "position_ids", "row_index", "spans", "suffix_mask")
 }
 NOT_TRAINED = -100
 """The label of a token that is not trained."""
@@ -151,8 +152,6 @@ def _fields(one: Any) -> dict[str, Any]:
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """The rows, with lists of numbers as arrays, without nulls."""
     number = itertools.count()
-    of_tokens = {*WHOLE, *MASKS, *LOGPROBS, *(name for part in PARTS for name in part)}
-    of_tokens |= {_COMPLETION, *_SAMPLED, "labels", "attention_mask", "prompt_mask"}
     for batch in table.to_batches():
         for k in range(batch.num_rows):
             row, at = {}, next(number)
@@ -167,7 +166,7 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
                     if pa.types.is_floating(values.type):
                         values = values.fill_null(float("nan"))
                     row[name] = values.to_numpy(zero_copy_only=False)
-                elif value.is_valid and name in of_tokens:
+                elif value.is_valid and name in _OF_TOKENS:
                     raise SchemaError(
                         f"row {at}: {name} has lists: expected the numbers of one row; "
                         "write one row per sequence"

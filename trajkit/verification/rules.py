@@ -525,9 +525,10 @@ def _spliced(case: Case, row: int, spans: Spans) -> list[int]:
     return order[-1:] if ends or not calls.calls["out_len"][order[-1]] else []
 
 
-def _named(case: Case, row: int, turns: list[int]) -> Longs:
+def _named(case: Case, row: int, turns: list[int | None]) -> Longs:
     session = np.full(len(turns), case.session[row])
-    return case.turns.calls.named(session, np.array(turns, np.int64))
+    numbers = [-1 if turn is None else turn for turn in turns]
+    return case.turns.calls.named(session, np.array(numbers, np.int64))
 
 
 def _turns_of_rows(case: Case, spans: Spans) -> None:

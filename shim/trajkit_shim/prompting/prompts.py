@@ -51,6 +51,9 @@ results, but not at a user's message (``auto``); always; or never."""
 Role: TypeAlias = Literal["user", "tool"]
 """Of the message before or after a reply. System messages count as a user's."""
 
+Follow: TypeAlias = Role | Literal["beside"]
+"""What follows a reply; ``beside``: results of calls beside which it has text."""
+
 Reason: TypeAlias = (
     Literal["chosen", "opening", "unknown_reply", "released", "tools"]
     | Literal["unclosed", "template", "end_token"]
@@ -62,8 +65,12 @@ Reason: TypeAlias = (
 _KEPT = 64
 _USER: Json = {"role": "user", "content": "questionword"}
 _RESULT = chat.tool_message("call00000", ["outcomeword"])
-_NEXT: Mapping[Role, Json] = {"user": _USER, "tool": _RESULT}
-_WORDS: Mapping[Role, str] = {"user": "questionword", "tool": "outcomeword"}
+_NEXT: Mapping[Follow, Json] = {"user": _USER, "tool": _RESULT, "beside": _RESULT}
+_SHOWN: Mapping[Follow, str] = {
+    "user": "a user message",
+    "tool": "a tool message",
+    "beside": "a tool message after text",
+}
 _digest = partial(blake2b, digest_size=16)
 
 
@@ -73,13 +80,13 @@ def _reply(content: str, thought: str = "", *, calls: bool = False) -> Json:
 
 
 # replies of several kinds and lengths, the last word of each, and what follows them
-_STEPS: list[tuple[Json, str, Role]] = [
+_STEPS: list[tuple[Json, str, Follow]] = [
     step
     for text, thought in (("alphaword", ""), ("a longer alphaword", "thoughtword"))
     for step in (
         (_reply(text, thought), "alphaword", "user"),
         (_reply("", thought, calls=True), "betaword", "tool"),
-        (_reply(text, thought, calls=True), "betaword", "tool"),
+        (_reply(text, thought, calls=True), "betaword", "beside"),
     )
 ]
 
@@ -137,10 +144,10 @@ class Offered(NamedTuple):
 class Skeleton:
     """What one template does, with or without tools, under some variables.
 
-    ``extends``: the roles of a next message; why prompts may not be extended then, or
-    None. By the role of the message before a reply, the end of the generation prompt:
-    ``stays`` is still there once there is a reply, ``leaves`` disappears. ``opens_next``:
-    the token that ends a reply is the next message's own, so it depends on its role.
+    ``extends``: what follows a reply; why prompts may not be extended then, or None. By
+    the role of the message before a reply, the end of the generation prompt: ``stays`` is
+    still there once there is a reply, ``leaves`` disappears. ``opens_next``: the token that
+    ends a reply is the next message's own, so it depends on its role.
     """
 
     def __init__(
@@ -155,9 +162,9 @@ class Skeleton:
             return None
 
         # after one reply of each kind, and after a reply and a result before it
-        one = [(role, word, text(_USER, r, _NEXT[role])) for r, word, role in _STEPS]
-        head: list[Json] = [_USER, _reply("firstword", calls=True), _RESULT]
-        two = [text(*head, reply, _NEXT[role]) for reply, _, role in _STEPS]
+        one = [(kind, word, text(_USER, r, _NEXT[kind])) for r, word, kind in _STEPS]
+        head: list[Json] = [_USER, _reply("", calls=True), _RESULT]
+        two = [text(*head, reply, _NEXT[kind]) for reply, _, kind in _STEPS]
         self.stays: dict[Role, str] = {}
         self.leaves: dict[Role, str] = {}
         opening = text(_USER)
@@ -167,17 +174,19 @@ class Skeleton:
         self._closers, self.opens_next = set(renderer.end_tokens), False
         later = text(_USER, _reply("closingword"), _USER) or ""
         if "closingword" in later:
-            gap = later.rpartition("closingword")[2].rpartition(_WORDS["user"])[0]
+            gap = later.rpartition("closingword")[2].rpartition("questionword")[0]
             controls = renderer.control.findall(gap)
             if not self._closers.intersection(controls):
                 special = [*filter(renderer.special.fullmatch, controls)]
                 self._closers.update(special[:1])
             self.opens_next = len(controls) == 1 and controls[0] in renderer.end_tokens
-        before = (opening or "").partition(_WORDS["user"])[0]
-        self.extends: dict[Role, str | None] = {}
-        for role in _NEXT:
-            laters = [(word, each) for r, word, each in one if each and r == role]
-            self.extends[role] = self._differs(role, before, laters)
+        before = (opening or "").partition("questionword")[0]
+        self.extends: dict[Follow, str | None] = {}
+        for kind, message in _NEXT.items():
+            kinds = (kind, "tool") if kind == "beside" else (kind,)
+            laters = [(word, each) for k, word, each in one if each and k in kinds]
+            shown = str(message["content"])
+            self.extends[kind] = self._differs(shown, before, laters)
 
     def _compare(
         self, role: Role, opening: str | None, laters: list[str | None]
@@ -185,20 +194,21 @@ class Skeleton:
         """Find out what of the text before a reply stays once there is one."""
         if opening is not None:
             # what follows the last message
-            rest = opening.rpartition(_WORDS[role])[2]
-            kept = [later.partition(_WORDS[role])[2] for later in laters if later]
+            word = str(_NEXT[role]["content"])
+            rest = opening.rpartition(word)[2]
+            kept = [later.partition(word)[2] for later in laters if later]
             self.stays[role] = commonprefix([rest, *kept])  # noqa: RUF071
             self.leaves[role] = rest[len(self.stays[role]) :]
 
     def _differs(
-        self, role: Role, before: str, laters: list[tuple[str, str]]
+        self, follows: str, before: str, laters: list[tuple[str, str]]
     ) -> str | None:
         """Why the text around a reply depends on what follows, or None if it does not.
 
         ``laters``: the last word of each reply, and the text with it.
         """
         tails = set[str]()
-        if any(text.partition(_WORDS["user"])[0] != before for _, text in laters):
+        if any(text.partition("questionword")[0] != before for _, text in laters):
             return "a later message moves what was before the reply"
         for word, text in laters:
             at = text.rfind(word)
@@ -210,7 +220,7 @@ class Skeleton:
             return "the template rejects what follows a reply"
         if len(tails) > 1:
             return "the text after a reply depends on the reply"
-        shown = _WORDS[role] in tails.pop()
+        shown = follows in tails.pop()
         return None if shown else "a new message is not shown after it"
 
     def closer(self, text: str, start: int) -> tuple[int, int] | None:
@@ -260,10 +270,10 @@ class Prompts:
             "late_system": late,
             "shows_tools": renderer.shows_tools,
             "rendered": {
-                f"a {role} message {when} tools": why
+                f"{_SHOWN[kind]} {when} tools": why
                 for when, tools in (("with", True), ("without", False))
-                for role, why in self.skeleton(tools=tools).extends.items()
-                if why and (tools or role == "user")
+                for kind, why in self.skeleton(tools=tools).extends.items()
+                if why and (tools or kind == "user")
             },
         }
 
@@ -324,19 +334,14 @@ class _Call:
 
     def build(self, attributed: bool, max_tokens: int) -> Prompt:
         appending, images = self.prompts.mode == "append", self.prompts.places
-        n_known, base, reason = self._base() if appending else (0, None, "chosen")
-        # another session's turn may release them meanwhile
-        ids = None if base is None else base.own_ids
-        opaque = {*self.sampled}
-        found: tuple[str, Between] | Reason = "released"
-        if base is not None and ids is not None:
-            found = self._extension(base, n_known)
-        if base is None or ids is None or isinstance(found, str):
-            reason = reason or (found if isinstance(found, str) else None)
-            ids, base, last = np.empty(0, np.int32), None, None
-            text, n_known, opaque = self._text(), 0, set()
+        base, reason = self._base() if appending else (None, "chosen")
+        n_known, opaque = 0 if base is None else self.sampled[-1] + 1, {*self.sampled}
+        found = self._extension(base, n_known)
+        if isinstance(found, str):
+            reason, ids = reason or found, np.empty(0, np.int32)
+            base, last, text, n_known, opaque = None, None, self._text(), 0, set()
         else:
-            whole, between = found
+            ids, whole, between = found
             start, last = len(between.head), between.digest
             ended = self.renderer.text_of_id.get(int(ids[-1]))
             if self.skeleton.opens_next and between.head[between.end_at :] != ended:
@@ -360,16 +365,16 @@ class _Call:
             offered=self.offered.digest,
         )
 
-    def _base(self) -> tuple[int, Node | None, Reason | None]:
-        """How many messages are extended, their turn, and why not all of them."""
+    def _base(self) -> tuple[Node | None, Reason | None]:
+        """The turn that is extended, and why it is not the last reply's."""
         replies = [place for place in self.places if place.known]
         if not replies:
-            return 0, None, "opening"
+            return None, "opening"
         # if messages before it changed, the last reply before the change is extended
         reason: Reason | None = None if replies[-1].node else "unknown_reply"
         node = self.places[self.sampled[-1]].node if self.sampled else None
         if node is None:
-            return 0, None, reason
+            return None, reason
         faults: dict[Reason, bool] = {
             "unclosed": not node.closed,
             "released": node.own_ids is None,
@@ -377,8 +382,8 @@ class _Call:
         }
         for fault, present in faults.items():
             if present:
-                return 0, None, reason or fault
-        return self.sampled[-1] + 1, node, reason
+                return None, reason or fault
+        return node, reason
 
     def _text(self, stop: int | None = None, opaque: Collection[int] = ()) -> str:
         """The template's text of the first messages, with stand-ins for some replies."""
@@ -398,7 +403,9 @@ class _Call:
         if form is None:
             message = place.message
             if hidden:
-                message = _stand_in(message, self._word(index))
+                # text beside calls may be shown elsewhere
+                bare = not message["content"] and not self.skeleton.extends["tool"]
+                message = _stand_in(message, self._word(index), bare=bare)
             form = place.forms[hidden] = self._shape(index, message)
         return form
 
@@ -457,10 +464,17 @@ class _Call:
             return found.digest if isinstance(found, Between) else None
         return None
 
-    def _extension(self, base: Node, n_known: int) -> tuple[str, Between] | Reason:
-        """The text with stand-ins, or why the turn of a base may not be extended."""
+    def _extension(
+        self, base: Node | None, n_known: int
+    ) -> tuple[Ids, str, Between] | Reason:
+        """A base's ids and the text with stand-ins, or why they are not extended."""
+        # another session's turn may release them meanwhile
+        if base is None or (ids := base.own_ids) is None:
+            return "released"
         extends, n = self.skeleton.extends, len(self.places)
-        roles = {self._role(i) for i in range(n_known, n)} or {"user"}
+        roles: set[Follow] = {self._role(i) for i in range(n_known, n)} or {"user"}
+        if "tool" in roles and base.message["content"]:
+            roles.add("beside")
         if base.between is None or any(extends[role] for role in roles):
             return "template"
         text = self._text(opaque={*self.sampled})
@@ -472,7 +486,7 @@ class _Call:
         past, changed = self.prompts.past, None
         if past == "template" or (past == "auto" and "user" in roles):
             changed = self._rewritten(n_known)
-        return changed or (text, found)
+        return changed or (ids, text, found)
 
     def _rewritten(self, n_known: int) -> Reason | None:
         """How the template's own text of a base's turn changed, if it did."""
@@ -545,11 +559,11 @@ class _Call:
         return None
 
 
-def _stand_in(message: Json, word: str) -> Json:
-    """A reply of which only the names and ids of calls are real."""
+def _stand_in(message: Json, word: str, *, bare: bool) -> Json:
+    """A reply of which only the names and ids of calls are real; ``bare``: without text."""
     arguments = f'{{"reply": "{word}"}}'
-    calls = (replace(call, arguments=arguments) for call in chat.calls_of(message))
-    return chat.assistant_message([word, *calls])
+    calls = [replace(call, arguments=arguments) for call in chat.calls_of(message)]
+    return chat.assistant_message([*[word] * (not (bare and calls)), *calls])
 
 
 Spans: TypeAlias = list[tuple[int, int, int]]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.shim.clients import TOOLS, USER
 from tests.shim.engines.double import Double
 from tests.shim.fakes import (
+    AS_STRING,
     byte_renderer,
     called,
     cases,
@@ -35,6 +36,7 @@ from trajkit_shim.replies import (
     UnknownFormError,
     form_of,
     grammar,
+    parser_of,
     tags_of,
 )
 
@@ -93,6 +95,12 @@ def test_half_of_a_call_is_ill_formed_text(form):
 
 # What a template renders is read again
 
+TEXT = "{{ message.content }}"
+OTHER_END = AS_STRING.replace("_end", "_start")
+THOUGHT = "{{ '{t}' + message.thinking + '{/t}' if message.thinking }}"
+OTHER_TAGS = AS_STRING.replace(TEXT, THOUGHT + TEXT)
+# without a generation prompt
+HEADLESS = AS_STRING.partition("{%- if add_generation_prompt")[0]
 NEXT = "{{ '' if loop.first else '\n' }}"
 JSON = '{"name": "{{ name }}", "arguments": {{ given | tojson }}}'
 LIST = "{{ '[' if loop.first else ', ' }}" + JSON + "{{ ']' if loop.last }}"
@@ -109,7 +117,7 @@ WRITTEN = {
 }
 
 
-def writing(call, reply="{{ message.content }}"):
+def writing(call, reply=TEXT):
     """The renderer of a template that writes replies and calls in its own way."""
     return byte_renderer(
         "{{ tools | tojson if tools }}{% for message in messages %}<|im_start|>"
@@ -191,6 +199,8 @@ def test_the_form_that_reads_what_the_template_writes(name):
             "So:",
         ),
         "nothing around": (LIST, ""),
+        "words before it": (f"<|a|>\n\nfunction call<|b|>\n{JSON}", "So:"),
+        "Cohere's fields": ("<|a|>" + JSON.replace('"name', '"tool_name'), "So:"),
     },
 )
 def test_calls_in_json_are_read_between_any_texts(call, lead):
@@ -207,15 +217,16 @@ def test_calls_in_json_are_read_between_any_texts(call, lead):
         "no calls": (writing(""), "does not show the calls"),
         "no calls are taken": (writing("{{ none() }}"), "rejects a reply with calls: "),
         # has all that plain JSON has, but for its name
-        "other JSON": (writing(LIST.replace('"name', '"tool_name')), "no parser"),
+        "other JSON": (writing(LIST.replace('"name', '"call_name')), "no parser"),
+        "another end": (byte_renderer(OTHER_END), "--stop-token '<.im_start"),
+        "other tags": (byte_renderer(OTHER_TAGS), "writes a reply .*--chat-template"),
         "what surrounds calls is text": (writing(f"{{{{ name }}}}{JSON}!"), "writes"),
     },
 )
 def test_a_form_that_is_not_known_stops_the_start(renderer, fault):
-    with pytest.raises(
-        UnknownFormError, match=rf"{fault}.*--parser with one of gpt-.*none:"
-    ):
-        form_of(renderer)
+    how = "(with one of gpt-.*none:|to serve it so)"
+    with pytest.raises(UnknownFormError, match=rf"{fault}.*--parser {how}"):
+        parser_of(renderer)
 
 
 async def test_a_template_that_shows_no_tools(start):
@@ -226,6 +237,12 @@ async def test_a_template_that_shows_no_tools(start):
     assert (await session.shown())["ignored"] == {"tools": 1}
     # the command names every form
     assert set(FORMS) <= set(re.findall(r"[\w-]+", EngineOptions.__doc__))
+
+
+def test_what_is_around_every_text_is_no_text():
+    text = "<|im_start|>assistant\nYes. "
+    parser = parser_of(byte_renderer(HEADLESS))
+    assert parser.read(text, None, opened=False).text == "Yes. "
 
 
 @cases(
@@ -346,7 +363,6 @@ def coder(value, key="a"):
         "enum": ({"enum": [1, 2]}, "1", 1),
         "anyOf": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "1", 1),
         "unknown anyOf": ({"anyOf": [{"$ref": "#/x"}]}, "1", "1"),
-        "anything": (True, "1", "1"),
     },
 )
 def test_values_without_quotes(schema, written, value):
@@ -379,9 +395,7 @@ BROKEN = {
     ],
     "qwen3-coder": [
         "<tool_call>",
-        "<tool_call>{}</tool_call>",
         "<tool_call><function=></function></tool_call>",
-        "<tool_call><function=f</tool_call>",
         "<tool_call><function=f></tool_call>",
         "<tool_call><function=f></function>",
         "<tool_call><function=f><parameter=a>1</function></tool_call>",
@@ -389,7 +403,6 @@ BROKEN = {
         coder("1", key=""),
     ],
     "glm": [
-        "<tool_call></tool_call>",
         "<tool_call>f",
         "<tool_call>f\ng\n</tool_call>",
         "<tool_call>f<arg_key>a</arg_key></tool_call>",
@@ -440,6 +453,9 @@ UNTAGGED = coder("1").removeprefix("<tool_call>\n")
 ONE = '{"a": 1}'
 LINE = '<parameter name="a">x\n</parameter>'
 ENDS_LINE = f"<minimax:tool_call>{INVOCATION.replace('></', f'>{LINE}</', 1)}"
+Q, GEMMA = '<|"|>', "<|tool_call>call:f{a:%s}<tool_call|>"
+OWN = '{"a":"b{c: \'d\'","e":[null,{"f":1}]}'
+ESCAPED = "<start_function_call>call:f{a:<escape>1<escape>}<end_function_call>"
 NOBODY = "<|channel|>commentary<|message|>{}<|call|>"
 
 
@@ -460,6 +476,12 @@ NOBODY = "<|channel|>commentary<|message|>{}<|call|>"
         "a name with hyphens": ("pythonic", "[f-g.h-i(a=1)]", ONE),
         "JSON's names": ("pythonic", "[f(a=[true, null])]", '{"a": [true, null]}'),
         "half a character": ("pythonic", "[f(a='\\ud83d')]", r'{"a": "\ud83d"}'),
+        "its own quotes": ("gemma", GEMMA % f"{Q}b{{c: 'd'{Q},e:[None,{{f:1}}]", OWN),
+        "no quotes": ("gemma", GEMMA % "b c", None),
+        "a list of its own": ("gemma", "<|tool_call>call:f[]<tool_call|>", None),
+        "a number in quotes": ("function-gemma", ESCAPED, '{"a":"1"}'),
+        "Python in tags": ("lfm", "<|tool_call_start|>[f(a=1)]<|tool_call_end|>", ONE),
+        "Python without its end": ("lfm", "<|tool_call_start|>[f(a=1)]", None),
         "the end of a line": ("minimax", ENDS_LINE, r'{"a": "x\n"}'),
     },
 )
