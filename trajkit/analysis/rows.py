@@ -446,7 +446,7 @@ def _reasons_of_rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
         trains = count(trained) + (f" in {runs} ranges" if runs > 1 else "")
         sentence = f"row {place[1]}: {words}. It trains {trains} of {len(mask)}."
         opened_by = "branch" if n else "no_parent"
-        yield *place, None, None, opened_by, trained, 0, sentence
+        yield *place, None, None, opened_by, trained, None, sentence
 
 
 def _reasons_of_turns(
@@ -535,7 +535,7 @@ def call_tree(
     policy : str or Policy
         The policy that defines parents; see `trajkit.link`, also for errors.
     """
-    table = expand(take_session(as_turns(as_table(turns)), session_id))
+    table = expand(take_session(as_turns(turns), session_id))
     links = link(table, policy)
     texts = _texts(table, links)
     children: dict[int | None, list[int]] = defaultdict(list)

@@ -12,7 +12,7 @@ from trajkit.rows.linearize import find_links, linearize
 from trajkit.rows.plan import NO_LIMIT, plan_rows
 from trajkit.schema import LINK_REASONS, OUTPUT_KINDS, OUTPUT_SPANS
 from trajkit.tables import limits
-from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Longs
 from trajkit.turns.flat_buffers import (
     aborted_calls,
@@ -63,7 +63,7 @@ def output_spans(
         rows train, each row has a line.
     """
     chosen, facts = named_policy(policy), session_facts(None, sessions)
-    parts = Sessions.of(as_turns(as_table(turns))).split(limits.PART_TOKENS)
+    parts = Sessions.of(as_turns(turns)).split(limits.PART_TOKENS)
     tables = [_Outputs(part, chosen, facts).lines() for part in parts]
     return pa.concat_tables([OUTPUT_SPANS.empty_table(), *tables])
 

@@ -25,7 +25,7 @@ from trajkit.schema import CAUSES, LOSSES, REPORT, SIMULATION
 from trajkit.schema.engine import field_of
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
-from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.canonical import TableLike, as_table, canonical
 from trajkit.tables.ragged import Ragged
 from trajkit.tables.stages import Batches, batches_of, whole_sessions
 from trajkit.turns.flat_buffers import TurnTokens, flat_turns, sessions_of, spans_of
@@ -220,14 +220,16 @@ def metrics(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`; the report lacks a column, or is not of these turns.
     """
-    table, counted = as_turns(turns), as_table(report)
+    calls = Sessions.of(as_turns(turns))
+    table, counted = calls.table, as_table(report)
     if missing := {*REPORT.names} - {*counted.column_names}:
         raise SchemaError(
             f"the report has no column {min(missing)!r}: pass the one that "
             "trajkit.report(turns, policy) returns"
         )
+    counted = canonical(counted, REPORT)
     n = {name: pc.sum(counted[name]).as_py() or 0 for name in COUNTS}
-    n_sessions, calls = counted.num_rows, Sessions.of(table)
+    n_sessions = counted.num_rows
     if n["turns"] != table.num_rows:
         raise SchemaError(
             f"the report counts {n['turns']:,} turns, and the table has "

@@ -84,7 +84,8 @@ def import_(
     chat_template
         For text: a template to use instead of the tokenizer's own.
     contradicted
-        Whether a turn trains whose usage states other numbers of tokens than it has ids.
+        Whether a turn trains that its record contradicts: usage_contradicts, aborted,
+        prompt_in_output and repeated_call of the report.
     nonfinite_logprobs
         Invalid logprobs (NaN, -9999): leave their record out, or make them null.
     session_prefix
@@ -112,7 +113,7 @@ def import_(
     if report is not None:
         write_table(table, report)
     # of keys that no field reads, a line each
-    key = pl.col("detail").str.extract(r"^(.*) of \d+ records was not").alias("key")
+    key = pl.col("detail").str.extract(r"^(.*) of \d+ records? was not").alias("key")
     found = (
         pl.DataFrame(table)
         .group_by("problem", "kept", key, maintain_order=True)

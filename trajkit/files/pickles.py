@@ -69,7 +69,9 @@ def load(file: Path) -> object:
                 return _Unpickler(opened, None).load()
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
-            (top,) = (name for name in names if name.endswith("/data.pkl"))
+            top = next((one for one in names if one.endswith("/data.pkl")), "")
+            if not top:
+                raise FormatError(f"{file}: a zip file not of torch.save: unpack it")
             folder = top.removesuffix("data.pkl")
             order = f"{folder}byteorder"
             if order in names and archive.read(order) != b"little":

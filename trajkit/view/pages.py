@@ -103,7 +103,7 @@ def page(
     data: list[tuple[str, bytes]] = []
     runs = [(title, turns, sessions), *([] if against is None else [against])]
     for run, (name, own, known) in enumerate(runs):
-        table, found = as_turns(as_table(own)), None
+        table, found = as_turns(own), None
         facts = None if known is None else as_table(known)
         if rows is not None and run == 0:
             policy = None if policies is None else chosen[0]
