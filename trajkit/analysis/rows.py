@@ -156,8 +156,7 @@ class _Check:
         self.seen.add(session)
         if (stop := self._packed(ids, mask & (source < 0))) is not None:
             words = (
-                f"another sequence begins at token {first + stop}: split packed rows, "
-                "since a row is compared as one sequence"
+                f"another sequence begins at token {first + stop}: split packed rows"
             )
             n = int(mask[stop:].sum())
             self.add("several_sequences", words, token=first + stop, tokens=n)
@@ -254,7 +253,8 @@ class _Check:
         key = _key(ids)
         at = bisect_left(self.paths, key, key=itemgetter(0))
         before, after = self.paths[max(at - _NEAR, 0) : at], self.paths[at : at + _NEAR]
-        shared = [_core.lcp(_ids(key), _ids(p)) for p, _ in before[-1:] + after[:1]]
+        beside = (np.frombuffer(p, np.int32) for p, _ in before[-1:] + after[:1])
+        shared = [_core.lcp(np.frombuffer(key, np.int32), path) for path in beside]
         if not (most := max(shared, default=0)):
             return 0, []
         head = key[: most * ids.itemsize]
@@ -355,10 +355,6 @@ class _Check:
 
 def _key(ids: Array) -> bytes:
     return ids.astype(">u4").tobytes()
-
-
-def _ids(key: bytes) -> Ints:
-    return np.frombuffer(key, np.int32)
 
 
 def _shifted(mask: Bools, shift: int) -> Bools:

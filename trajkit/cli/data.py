@@ -198,14 +198,11 @@ def totals_text(totals: dict[str, int]) -> str:
         for name in (*always, *lost, "tokens_forward", "tokens_forward_shared")
         if (n := totals[name]) or name in always
     ]
-    left_out = ", ".join(
-        f"{totals[f'rows_{name}']:,} {name.replace('_', ' ')}"
-        for name in ("untrained", "cut", "over_max_rows")
-        if totals[f"rows_{name}"] or name == "untrained"
-    )
-    table = text_table(("tokens", "count", "of sampled"), lines)
-    counts = f"turns {totals['turns']:,}, rows {totals['rows']:,}"
-    return f"sessions {totals['sessions']:,}, {counts}; left out: {left_out}\n\n{table}"
+    kinds = {x: totals[f"rows_{x}"] for x in ("untrained", "cut", "over_max_rows")}
+    left_out = [f"{n:,} {name.replace('_', ' ')}" for name, n in kinds.items() if n]
+    head = ", ".join(f"{x} {totals[x]:,}" for x in ("sessions", "turns", "rows"))
+    head += f"; rows left out: {', '.join(left_out)}" * bool(left_out)
+    return f"{head}\n\n{text_table(('tokens', 'count', 'of sampled'), lines)}"
 
 
 def compact(

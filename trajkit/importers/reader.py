@@ -284,15 +284,12 @@ class _Import:
         own = [self.fitting(head) for head in heads]
         if self.format != "auto" and not is_folder:
             own = [[FORMATS[self.format]]]
-        names = sorted({one.name for fits in own for one in fits})
+        pairs = zip(heads, own, strict=False)
+        names = {one.name: head.name for head, fits in pairs for one in fits}
         if len(names) > 1:
-            pairs = [*zip(heads, own, strict=False)]
-            places = {one.name: head.name for head, fits in pairs[::-1] for one in fits}
-            listed = ", ".join(f"{name} ({places[name]})" for name in names)
-            raise FormatError(
-                f"{source} fits several formats, {listed}: pass one of them as the format "
-                "(--from), and import the others apart"
-            )
+            listed = ", ".join(f"{name} ({names[name]})" for name in sorted(names))
+            text = f"fits several formats, {listed}: pass one of them as the format"
+            raise FormatError(f"{source} {text} (--from)")
         if not names and is_folder:
             kind = self.format if self.format != "auto" else "known"
             begun = [head for head in heads if head.values]

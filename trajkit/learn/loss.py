@@ -15,8 +15,7 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import ROWS
-from trajkit.tables.canonical import TableLike, as_table, canonical, is_list, place
+from trajkit.tables.canonical import TableLike, as_table, canonical_rows, is_list, place
 from trajkit.tables.ragged import Longs, Ragged, codes
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -94,7 +93,7 @@ def reference_loss(
         no finite behaviour logprob, advantage or weight.
     """
     check_choice("reduce", reduce, Reduce)
-    table = canonical(as_table(rows), ROWS)
+    table = canonical_rows(as_table(rows))
     ids = Ragged.of(table.column("input_ids"))
     row, logprobs = ids.owner, _floats(logprobs)
     if tuple(logprobs.shape) != row.shape:

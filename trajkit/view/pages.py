@@ -97,9 +97,7 @@ def page(
     """
     chosen = chosen_policies(policies)
     if not chosen:
-        raise ArgumentError(
-            "no policies: expected at least one, or None for all presets"
-        )
+        raise ArgumentError("no policies: expected some, or None for all presets")
     data: list[tuple[str, bytes]] = []
     runs = [(title, turns, sessions), *([] if against is None else [against])]
     for run, (name, own, known) in enumerate(runs):
