@@ -262,6 +262,9 @@ def why(
     """
     of_turns = {"policy": policy, "sessions": sessions, "tokenizer": tokenizer}
     if (table := rows_in(source, session, **of_turns)) is not None:
+        if "spans" in table.column_names:
+            table = tk.read_rows(source)
+            table = table if session is None else take_session(table, session, "rows")
         reasons = tk.analysis.why(table)
     else:
         loaded = opt.chosen_tokenizer(tokenizer, source)
