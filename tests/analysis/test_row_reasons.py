@@ -8,7 +8,6 @@ import trajkit as tk
 from tests.made_tables import by_session, policy_of, turns_table
 from tests.strategies import policies, runs
 from trajkit.cli import main
-from trajkit.errors import UnknownSessionError
 from trajkit.schema import EMPTY_KINDS
 from trajkit.view.tables import ViewTables
 
@@ -166,8 +165,3 @@ def test_rows_say_where_they_leave_an_earlier_row():
     ]
     opened_by = ["no_parent", "branch", "branch", "no_parent"]
     assert table["opened_by"].to_pylist() == opened_by
-
-
-def test_a_session_that_is_not_there_is_refused():
-    with pytest.raises(UnknownSessionError, match="no session 'b'"):
-        tk.analysis.call_tree(drifting(), "b")
