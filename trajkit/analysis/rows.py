@@ -278,9 +278,8 @@ class _Check:
             beyond = int((mine & ~in_context).sum())
             lines = [("trains", n, f"trains {n} of {of} of turn {turn}{note}")]
             if len(twice) and not self.repeats:
-                words = (
-                    f"{count(len(twice))} of turn {turn} that row {twice[0]} trains too"
-                )
+                both = count(len(twice))
+                words = f"{both} of turn {turn} that row {twice[0]} trains too"
                 lines.append(("trained_twice", len(twice), words))
             if beyond and not self.splices:
                 words = f"{count(beyond)} of turn {turn} after other tokens than it saw"

@@ -534,9 +534,8 @@ def drift(
         several = pl.concat(causes).group_by("cause", maintain_order=True)
         found = several.agg(cs.integer().sum(), pl.col("example").first())
         examples = dict(found.select("cause", "example").rows())
-        found = found.drop("example").sort(
-            "findings", "cause", descending=[True, False]
-        )
+        found = found.drop("example")
+        found = found.sort("findings", "cause", descending=[True, False])
         facts |= {"causes": found.to_dicts(), "examples": examples}
         names = [name.replace("_", " ") for name in found.columns]
         text += f"\n\n{text_table(names, found.rows())}"
@@ -550,9 +549,8 @@ def drift(
 
 def _summable(table: pa.Table) -> pl.DataFrame:
     """A table without categories, whose integers are wide enough for sums."""
-    return pl.DataFrame(table).cast(
-        {cs.integer(): pl.Int64, cs.categorical(): pl.String}
-    )
+    kinds: Any = {cs.integer(): pl.Int64, cs.categorical(): pl.String}
+    return pl.DataFrame(table).cast(kinds)
 
 
 _NOTES = ("unread_mask", "unknown_session", "session_without_rows")
