@@ -11,6 +11,7 @@ import pytest
 
 import trajkit as tk
 from tests.file_stages import linearize_file
+from trajkit.analysis import call_tree, metrics
 from trajkit.errors import (
     ArgumentError,
     FormatError,
@@ -202,6 +203,10 @@ def test_tables_of_other_libraries_are_taken(make, tmp_path):
     assert tk.read_turns(make(TURNS)) == TURNS
     assert tk.expand(tk.compact(make(TURNS))).equals(TURNS)
     assert tk.verify(make(ROWS.drop_columns("spans")), TURNS).num_rows == 0
+    assert tk.check_rows(make(ROWS), make(TURNS)) == tk.check_rows(ROWS, TURNS)
+    report = tk.report(TURNS)
+    assert metrics(make(TURNS), make(report)) == metrics(TURNS, report)
+    assert call_tree(make(TURNS), "a") == call_tree(TURNS, "a")
     tk.write_turns(make(TURNS), tmp_path / "turns.parquet")
     assert tk.read_turns(tmp_path / "turns.parquet") == TURNS
     facts = pa.table({"session_id": ["a"], "reward": [2.0]})
@@ -228,6 +233,11 @@ def test_records_are_taken_where_turns_are():
     records = [{**CALL, "prompt_messages": [said]}]
     assert tk.linearize(records) == tk.linearize(tk.from_records(records))
     assert tk.compact(records) == tk.compact(tk.from_records(records))
+    assert call_tree(records, "a") == call_tree(tk.from_records(records), "a")
+    for make in (pa.Table.from_pylist, pl.DataFrame, pd.DataFrame):
+        assert tk.from_records(make(records)) == tk.from_records(records)
+        with pytest.raises(SchemaError, match=r"no column 'turn_index'.*from_records"):
+            tk.linearize(make([CALL]))
     with pytest.raises(
         SchemaError, match=r"'prompt_messages' .* trajkit\.from_records"
     ):
