@@ -314,7 +314,7 @@ def test_a_write_that_fails_is_no_base(tmp_path):
 
 def test_a_killed_gateway_keeps_every_acknowledged_turn(tmp_path):
     """``benchmarks.crash`` kills it under load, as often as is asked."""
-    kills = int(os.environ.get("TRAJKIT_KILLS", "3"))
+    kills = int(os.environ.get("TRAJKIT_KILLS", "5"))
     *_, outcome = crash.run(kills, seed=1, directory=tmp_path)
     assert (outcome.wrong, outcome.kills) == ([], kills)
     assert outcome.acknowledged > 10 * kills
