@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -357,11 +358,15 @@ def of_log(out):
 def logged(out):
     """The turns in the log of a run that goes on."""
     paths = list((out / "turns").rglob("turns-*.arrows"))
-    if not paths or not paths[0].stat().st_size:
-        return -1
+    return turns_of(paths[0], paths[0].stat().st_size) if paths else -1
+
+
+@cache
+def turns_of(path, size):
+    """The turns of a log that only grows: it is read when it did."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", tk.errors.TornLogWarning)
-        return tk.read_turns(paths[0]).num_rows
+        return tk.read_turns(path).num_rows if size else -1
 
 
 def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do):
