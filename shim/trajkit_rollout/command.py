@@ -159,7 +159,7 @@ def _gateway(arguments: SimpleNamespace) -> Iterator[str]:
 
 def _serve(arguments: SimpleNamespace, say: Callable[[str], None], log: Path) -> None:
     from trajkit_rollout.demo import solve
-    from trajkit_shim.serve import running
+    from trajkit_shim.serve import listen, running
 
     given = {
         "policy": solve(arguments.tasks, arguments.odds),
@@ -168,8 +168,8 @@ def _serve(arguments: SimpleNamespace, say: Callable[[str], None], log: Path) ->
         "hosts": [urlsplit(arguments.gateway_url or "").hostname or ""],
     }
     with options.terminable(), ExitStack() as stack:
-        app, _ = stack.enter_context(options.engine_app(arguments, log, {}, **given))
-        say(stack.enter_context(running(app, arguments.host)))
+        app = stack.enter_context(options.engine_app(arguments, log, {}, **given))
+        say(stack.enter_context(running(app, listen(arguments.host, 0))))
         # its parent ends it
         signal.pause()
 
