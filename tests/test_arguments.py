@@ -39,33 +39,29 @@ class Batch(dict):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"prompt_mesages": []}, "'prompt_mesages' and no 'prompt_messages': did you"),
-        ({"trainabel": True}, "record 0 has the key .* did you mean 'trainable'"),
-        ({"output_logprobs": [{3: 1}, {4: 1}]}, "logprobs are numbers"),
-        ({"output_logprobs": [(-1, 3, None)] * 2}, "logprobs are numbers"),
-        ({"output_logprobs": {"content": []}}, "a list or an array of numbers"),
-        ({"prompt_ids": Batch(input_ids=[[1], [2]])}, "turn 0: prompt_ids"),
-    ],
-)
-def test_a_record_with_a_wrong_value_or_key_is_refused(changed, said):
-    with pytest.raises(InvalidTurnsError, match=said):
-        tk.from_records([{**CALL, **changed}])
-
-
-@pytest.mark.parametrize(
     ("record", "said"),
     [
         ("x", "record 0 is a str: expected a dict with the keys session_id"),
         ({"id": 1}, "record 0: no session_id, only id"),
         (
             {"session_id": "a", "prompt": []},
-            "turn 0: the record has the keys session_id, prompt: expected prompt_ids",
+            "the keys session_id, prompt: expected prompt",
         ),
+        (
+            CALL | {"prompt_mesages": []},
+            "'prompt_mesages' and no 'prompt_messages': did you",
+        ),
+        (
+            CALL | {"trainabel": True},
+            "record 0 has the key .* did you mean 'trainable'",
+        ),
+        (CALL | {"output_logprobs": [{3: 1}, {4: 1}]}, "logprobs are numbers"),
+        (CALL | {"output_logprobs": [(-1, 3, None)] * 2}, "logprobs are numbers"),
+        (CALL | {"output_logprobs": {"content": []}}, "a list or an array of numbers"),
+        (CALL | {"prompt_ids": Batch(input_ids=[[1], [2]])}, "turn 0: prompt_ids"),
     ],
 )
-def test_what_is_no_call_is_said_to_be_none(record, said):
+def test_a_record_with_a_wrong_value_or_key_is_refused(record, said):
     with pytest.raises(InvalidTurnsError, match=said):
         tk.from_records([record])
 

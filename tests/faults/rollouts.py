@@ -1,7 +1,7 @@
 """The faults of rollouts (`shim/trajkit_rollout`)."""
 
 ROLLOUTS = r"""
-shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade rollout/test_rollout:base_commit rollout/test_rollout:no_agent_can
+shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade rollout/test_rollout:every_end
     a link may lead out of the workspace
         |if mode == _REPOSITORY or (mode == LINK and _leaves(name, target)):|
         -> |if mode == _REPOSITORY:|
