@@ -152,12 +152,12 @@ def _gateway(arguments: SimpleNamespace) -> Iterator[str]:
     # next to those of earlier calls
     logs = arguments.out / "turns"
     logs.mkdir(exist_ok=True)
-    job = arguments, logs / f"{len(list(logs.iterdir())):03d}"
+    job = logs / f"{len(list(logs.iterdir())):03d}", arguments
     with children("the gateway", _serve, [job]) as (gateway,):
         yield gateway.received()
 
 
-def _serve(arguments: SimpleNamespace, say: Callable[[str], None], log: Path) -> None:
+def _serve(log: Path, say: Callable[[str], None], arguments: SimpleNamespace) -> None:
     from trajkit_rollout.demo import solve
     from trajkit_shim.serve import running
 

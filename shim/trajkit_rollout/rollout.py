@@ -37,9 +37,9 @@ from trajkit_rollout.grade import (
     grade,
     variables,
 )
-from trajkit_rollout.sandbox import LimitError, Sandbox, SandboxError, SandboxSpec, pack
+from trajkit_rollout.sandbox import LimitError, Sandbox, SandboxError, SandboxSpec
 from trajkit_rollout.settings import Settings
-from trajkit_rollout.tasks import Task
+from trajkit_rollout.tasks import Task, pack
 from trajkit_shim.client import GatewayClient
 from trajkit_shim.errors import GatewayError
 
@@ -317,20 +317,15 @@ class Attempt:
     def sandbox(self, name: str) -> Sandbox:
         """Return a sandbox, which starts as a context manager."""
         task, settings = self.task, self.settings
-        _, kind, options = settings.resolve()
+        image, (_, kind, options) = task.image or settings.image, settings.resolve()
         spec = SandboxSpec(
             # container names must not contain ~
             name=f"trajkit-{name.replace('~', '-')}",
             scratch=self.out / "sandboxes",
-            image=task.image or settings.image,
-            limits=task.limits,
+            task=replace(task, image=image, env=variables(task.env)),
             path=settings.path,
             gateway=settings.gateway_url,
             options=options,
-            build=task.build,
-            plain=task.plain,
-            places=task.places,
-            env=variables(task.env),
             stopping=self.stopping,
         )
         return kind(spec)
@@ -424,6 +419,7 @@ class Rollouts:
         # unfinished rollouts, and the number of those that earlier calls finished
         self.todo = [each for each in wanted if not self._is_over(*each)]
         self.before = len(wanted) - len(self.todo)
+        self._tasks = {task.id: task for task, _ in self.todo}
         if not self.todo:
             # the last call may have been killed before it did so
             self._write_table()
@@ -489,8 +485,7 @@ class Rollouts:
 
         Returns what the sandbox exposes, and which limits the kernel does not hold.
         """
-        tasks = {task.id: task for task, _ in self.todo}.values()
-        attempts = [self._attempt(task, "try") for task in tasks]
+        attempts = [self._attempt(task, "try") for task in self._tasks.values()]
         with attempts[0].sandbox(f"try.{self._run_id}") as sandbox:
             self._settings.check(sandbox, self._hidden)
             loose = dict[str, None]()
@@ -543,7 +538,7 @@ class Rollouts:
 
     def self_test(self) -> Iterator[Rollout]:
         """Grade each task's solution, and no change at all, without an agent."""
-        for task in {task.id: task for task, _ in self.todo}.values():
+        for task in self._tasks.values():
             for sample in range(2):
                 attempt = self._attempt(task, "test", sample)
                 attempt.run(attempt.test)
@@ -587,13 +582,13 @@ class Rollouts:
         from ray.exceptions import RayError, RayTaskError
 
         remote: Any = ray.remote(max_retries=0)(run_task)
-        files = {task.id: ray.put(task) for task, _ in self.todo}
+        stored = {name: ray.put(task) for name, task in self._tasks.items()}
 
         def perform(task: Task, rollout: Rollout) -> Rollout | None:
             cpus, memory_mb = task.limits.cpus or 1, task.limits.memory_mb
             options = {"memory": memory_mb << 20} if memory_mb else {}
             start = remote.options(num_cpus=cpus, resources=resources, **options)
-            running = start.remote(files[task.id], **job, rollout=rollout)
+            running = start.remote(stored[task.id], **job, rollout=rollout)
             try:
                 while not ray.wait([running], timeout=1.0)[0]:
                     if self._stopping.is_set():

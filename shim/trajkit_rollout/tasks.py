@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from trajkit.errors import FormatError
-from trajkit_rollout.sandbox import Limits, pack
 from trajkit_shim import json_input
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import as_object, as_text, refuse
@@ -83,6 +82,17 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Resource limits for the processes of one sandbox. ``None``: no limit."""
+
+    memory_mb: int | None = None  # MiB
+    cpus: float | None = None  # number of processors, may be fractional
+    processes: int | None = None  # processes and threads at once
+    file_mb: int | None = None  # MiB per file
+    disk_mb: int | None = None  # MiB of all files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One task: the keys of its record. Its files are tar archives in memory."""
 
@@ -110,7 +120,7 @@ class Task:
     setup: Setup = Setup()
     agent: Agent = Agent()
     grade: Grade = Grade()
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = Limits()
 
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""
@@ -235,6 +245,19 @@ _READERS: Mapping[Any, Callable[[object, str], object]] = {
     Mapping[str, str]: _texts,
     bytes | None: _files,
 }
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """Return a tar archive of files by relative path."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            # scripts with a shebang line are executable
+            entry.mode = 0o755 if content.startswith(b"#!") else 0o644
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
 
 
 def archive_of(

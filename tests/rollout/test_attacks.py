@@ -20,7 +20,8 @@ import pytest
 
 from tests.rollout.test_sandbox import ISOLATED, marked, sandbox, sh
 from trajkit_rollout import sandbox as local
-from trajkit_rollout.sandbox import LimitError, Limits, SandboxError
+from trajkit_rollout.sandbox import LimitError, SandboxError
+from trajkit_rollout.tasks import Limits
 
 # "local" needs bubblewrap; the others need their program and an image with Python
 KINDS = ("local", "docker", "apptainer", "e2b")
@@ -374,7 +375,7 @@ def test_what_an_agent_must_not_see_is_not_shown(tmp_path):
 
 
 def test_output_that_is_longer_than_the_limit_ends_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr("trajkit_rollout.sandbox._MAX_OUTPUT", 1 << 20)
+    monkeypatch.setattr("trajkit_rollout.sandbox._MAX_OUTPUT_MB", 1)
     with sandbox("local", tmp_path) as box:
         for stream in (1, 2):
             script = f"head -c 2000000 /dev/zero >&{stream}; sleep 60"

@@ -11,8 +11,8 @@ import pytest
 from tests.rollout.test_sandbox import PYTEST, sandbox
 from trajkit.errors import FormatError
 from trajkit_rollout.grade import AgentError, StageError, Workspace, grade
-from trajkit_rollout.sandbox import Limits, LocalSandbox, pack
-from trajkit_rollout.tasks import read_tasks
+from trajkit_rollout.sandbox import LocalSandbox
+from trajkit_rollout.tasks import Limits, pack, read_tasks
 
 
 def task_of(tmp_path, **fields):

@@ -30,6 +30,7 @@ from trajkit_rollout.rollout import Rollouts
 from trajkit_rollout.sandbox import LocalSandbox, SandboxError, _abilities
 from trajkit_rollout.settings import Settings
 from trajkit_rollout.tasks import read_tasks
+from trajkit_shim import workers
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.client import GatewayClient
@@ -836,6 +837,22 @@ def test_a_sandbox_that_cannot_be_removed_does_not_keep_a_run_from_its_end(tmp_p
     }
     for line in lines:
         assert marked(f"trajkit-{line['session_id']}-agent") == set()
+
+
+class Deadly:
+    """Ends the process that reads it."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+def test_a_gateway_that_ends_while_it_starts_is_named(monkeypatch):
+    """It has not read its tasks, which are more than a pipe holds."""
+    monkeypatch.undo()  # a process starts as users' do
+    jobs = [(Deadly(), bytes(1 << 20))]
+    with workers.children("the gateway", print, jobs) as (gateway,):
+        with pytest.raises(ConnectionError, match="the gateway ended with exit code 3"):
+            gateway.received()
 
 
 def test_a_gateway_that_cannot_be_reached_ends_the_run(tmp_path, capsys):

@@ -22,16 +22,15 @@ from tests.rollout import fake_e2b
 from trajkit_rollout.sandbox import (
     MARK,
     SANDBOXES,
-    Limits,
     SandboxError,
     SandboxSpec,
     _abilities,
     _end,
     _local,
     clear,
-    pack,
 )
 from trajkit_rollout.settings import HARNESSES, Settings
+from trajkit_rollout.tasks import Limits, Task, pack
 
 HERE = Path(__file__).parent
 ISOLATED = not _abilities()[0]
@@ -74,10 +73,14 @@ def sandbox(kind, tmp_path, **fields):
         fields.setdefault("gateway", "http://far:1")
     # other processes that test have sandboxes too, which are killed by their names
     name = fields.pop("name", "box")
+    own = {
+        key: fields.pop(key) for key in ("image", "limits", "places") if key in fields
+    }
     return SANDBOXES[kind.split()[0]](
         SandboxSpec(
             name=f"{name}-{os.getpid()}",
             scratch=tmp_path / "scratch",
+            task=Task(**own),
             options=fields.pop("options", options),
             **fields,
         )
@@ -369,8 +372,8 @@ def test_kinds_are_found_by_name_or_import_path():
         ("no_such_package:X", "No module named"),
         ("trajkit_rollout.sandbox:Absent", "no attribute 'Absent'"),
         (
-            "trajkit_rollout.sandbox:pack",
-            "function pack .*, not a subclass of Sandbox",
+            "trajkit_rollout.sandbox:remove",
+            "function remove .*, not a subclass of Sandbox",
         ),
         (f"{__name__}:MADE", "LocalSandbox .*, not a subclass of Sandbox"),
         (
