@@ -311,7 +311,8 @@ class Attempt:
             folder = sandbox.map_path("/solution") if task.solve else workspace.path
             sandbox.put(task.solution, folder)
             solve = task.solve.replace("{solution}", folder)
-            workspace.shell("self-test", solve, task.agent.timeout_s, AGENT_ENV)
+            env = {**AGENT_ENV, **variables(task.solve_env)}
+            workspace.shell("self-test", solve, task.agent.timeout_s, env)
             return workspace.diff()
 
     def sandbox(self, name: str) -> Sandbox:

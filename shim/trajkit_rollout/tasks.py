@@ -117,6 +117,9 @@ class Task:
     # A shell command that solves the task in its workspace, with ``{solution}`` for the
     # folder of the solution's files. Default: they are copied over the workspace.
     solve: str = ""
+    solve_env: Mapping[str, str] = field(
+        default_factory=dict
+    )  # as ``env``, for `solve`
     setup: Setup = Setup()
     agent: Agent = Agent()
     grade: Grade = Grade()
@@ -283,9 +286,9 @@ def archive_of(
 
 def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
     """The record of a folder in Harbor's form, from its ``task.toml``."""
-    environment, verifier, agent = (
+    environment, verifier, agent, solution = (
         as_object(record.get(name, {}), name)
-        for name in ("environment", "verifier", "agent")
+        for name in ("environment", "verifier", "agent", "solution")
     )
     build, image = folder / "environment", environment.get("docker_image")
     dockerfile = build / "Dockerfile"
@@ -295,7 +298,7 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
         "steps: tasks of several steps are not supported": (folder / "steps").is_dir(),
         f"environment: {several}: several containers are not supported": several,
         "verifier.environment_mode: only a shared environment is supported": (
-            verifier.get("environment_mode") == "separate"
+            verifier.get("environment_mode") == "separate" or "environment" in verifier
         ),
         "environment: neither docker_image nor a Dockerfile": not (image or text),
     }
@@ -314,6 +317,7 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
         "env": environment.get("env", {}),
         "places": [workdir, "/tests", "/logs", "/solution"],
         "solve": "bash {solution}/solve.sh",
+        "solve_env": solution.get("env", {}),
         "editable": ["**"],
         "agent": {"timeout_s": agent.get("timeout_sec", 1800.0)},
         "grade": {**grade, "env": verifier.get("env", {})},
@@ -377,7 +381,8 @@ def _swebench(record: Mapping[str, object]) -> dict[str, Any]:
     for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
         value = record.get(key) or []
         # some of the data sets have lists as JSON
-        lists[key] = json.loads(value) if isinstance(value, str) else value
+        with _located(key):
+            lists[key] = json.loads(value) if isinstance(value, str) else value
     # as SWE-bench names them: two underscores are reserved
     image = f"swebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
     for key in ("image_name", "docker_image", "image"):

@@ -201,9 +201,9 @@ def children(
 ) -> Iterator[list[Child]]:
     """Run ``work``, a picklable function, in a process for each job.
 
-    It gets the first part of its job, a small one, a function that says something to this process, and
-    the rest. At the end of the ``with`` block, and if this process is gone, the children
-    get SIGTERM, and a further one for each interrupt.
+    It gets the first part of its job, a small one, a function that says something to this
+    process, and the rest. At the end of the ``with`` block, and if this process is gone,
+    the children get SIGTERM, and a further one for each interrupt.
     """
     context, made = multiprocessing.get_context("spawn"), list[Child]()
     try:
