@@ -10,11 +10,12 @@ import importlib
 import json
 import logging
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -522,7 +523,9 @@ class Rollouts:
             else:
                 cluster = importlib.import_module("ray")
                 if not cluster.is_initialized():
-                    cluster.init(ray, log_to_driver=False)
+                    cluster.init(ray)
+                    # it prints what workers print, and if none can have the resources
+                    stack.enter_context(redirect_stdout(sys.stderr))
                     stack.callback(cluster.shutdown)
                 perform = self._in_cluster(job, resources)
             progress = stack.enter_context(Progress("rollouts", "rollouts"))
