@@ -109,7 +109,7 @@ def rollout(
     given.tasks, given.admin_token = read_tasks(tasks), token or secrets.token_hex()
     post = None if callback is None else Callback(callback)
     ended, began = [], time.monotonic()
-    with ExitStack() as stack:
+    with options.terminable(), ExitStack() as stack:
         if self_test:
             settings = replace(settings, harness="shell")
             out = Path(stack.enter_context(TemporaryDirectory()))
@@ -121,7 +121,6 @@ def rollout(
         if run.todo:
             if ray is None and (notes := run.try_out()) is not None:
                 sys.stderr.write(f"trajkit: warning: {notes}\n")
-            stack.enter_context(options.terminable())
             urls = gateway or [stack.enter_context(_gateway(given))]
             began = time.monotonic()
             ended = run.run(urls, given.admin_token, ray, resources)

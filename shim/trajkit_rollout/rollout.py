@@ -199,7 +199,7 @@ class Attempt:
         rollout, fault, patch = self.rollout, None, b""
         folder = self.out / "sessions" / rollout.session_id
         folder.mkdir(parents=True)
-        with self.sandbox(f"{rollout.session_id}-agent") as sandbox:
+        with self.sandbox("agent") as sandbox:
             self.settings.check(sandbox, [self.out])
             workspace = Workspace(self.task, sandbox)
             workspace.prepare()
@@ -269,7 +269,7 @@ class Attempt:
         """
         rollout, caused = self.rollout, False
         try:
-            with self.sandbox(f"{rollout.session_id}-grade") as sandbox:
+            with self.sandbox("grade") as sandbox:
                 copy = Workspace(self.task, sandbox)
                 copy.prepare()
                 caused = fault is not None or bool(patch)
@@ -292,7 +292,7 @@ class Attempt:
             reason = error
         if not isinstance(reason, AgentError):
             # unless no sandbox starts here any more, the agent's changes are the reason
-            with self.sandbox(f"{rollout.session_id}-again") as sandbox:
+            with self.sandbox("again") as sandbox:
                 Workspace(self.task, sandbox).prepare()
         rollout.findings.append(visible(f"cannot be graded: {reason}"))
         rollout.reward = 0.0
@@ -306,7 +306,7 @@ class Attempt:
         task = self.task
         if task.solution is None:
             raise StageError("self-test", "the task has no solution")
-        with self.sandbox(f"{self.rollout.session_id}-solution") as sandbox:
+        with self.sandbox("solution") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
             folder = sandbox.map_path("/solution") if task.solve else workspace.path
@@ -316,13 +316,15 @@ class Attempt:
             workspace.shell("self-test", solve, task.agent.timeout_s, env)
             return workspace.diff()
 
-    def sandbox(self, name: str) -> Sandbox:
-        """Return a sandbox, which starts as a context manager."""
+    def sandbox(self, role: str) -> Sandbox:
+        """Return a sandbox, which starts as a context manager.
+
+        It takes the place of one that a killed attempt at the same sample left.
+        """
         task, settings = self.task, self.settings
         image, (_, kind, options) = task.image or settings.image, settings.resolve()
         spec = SandboxSpec(
-            # container names must not contain ~
-            name=f"trajkit-{name.replace('~', '-')}",
+            name=f"trajkit-{self.rollout.session_id.partition('~')[0]}-{role}",
             scratch=self.out / "sandboxes",
             task=replace(task, image=image, env=variables(task.env)),
             path=settings.path,
@@ -488,7 +490,7 @@ class Rollouts:
         Returns what the sandbox exposes, and which limits the kernel does not hold.
         """
         attempts = [self._attempt(task, "try") for task in self._tasks.values()]
-        with attempts[0].sandbox(f"try.{self._run_id}") as sandbox:
+        with attempts[0].sandbox("try") as sandbox:
             self._settings.check(sandbox, self._hidden)
             loose = dict[str, None]()
             for attempt in attempts:

@@ -430,6 +430,7 @@ class LocalSandbox(Sandbox):
         # what the agent sees at one place must not say what is seen at another
         places = [f"at{place}" for place in self.spec.task.places]
         with _failing(self._root, OSError):
+            self._clear()  # what a killed run left
             for folder in [""] if self._isolated else ["home", "tmp", "work"]:
                 (self._root / folder).mkdir(parents=True, exist_ok=True)
             if not self._isolated:
@@ -489,10 +490,13 @@ class LocalSandbox(Sandbox):
             # it ends with its input, when all processes of its namespace have ended
             self._holder.communicate()
             self._holder = None
+        with _failing(f"{self._root}: cannot be removed", OSError):
+            self._clear()
+
+    def _clear(self) -> None:
         if not self._isolated:
             self._kill()
-        with _failing(f"{self._root}: cannot be removed", OSError):
-            remove(self._root)
+        remove(self._root)
 
     def map_path(self, path: str) -> str:
         own = (*self.spec.task.places, "/tmp") if self._isolated else ()

@@ -479,6 +479,18 @@ def test_more_samples_and_failed_ones_can_be_asked_for(tmp_path, do):
     assert (again["sample"], again["attempt"], again["reward"]) == (0, 2, 1.0)
 
 
+def test_attempts_at_a_sample_have_the_same_sandboxes(tmp_path):
+    """The second one removes the container that a killed one left."""
+    (task,) = read_tasks(write_tasks(tmp_path / "t.jsonl", a={}))
+    how, stop = Settings(harness="shell"), threading.Event()
+    names = set()
+    for attempt in (1, 2):
+        begun = rollout._begun(task, how, "run", 0, attempt)
+        each = rollout.Attempt(task, how, begun, tmp_path, stop)
+        names.add(each.sandbox("agent").spec.name)
+    assert names == {"trajkit-a.0.run-agent"}
+
+
 def test_what_a_run_was_begun_with_cannot_change(tmp_path, do, capsys):
     tasks = write_tasks(tmp_path / "t.jsonl", a={}, b={})
     out = tmp_path / "run"

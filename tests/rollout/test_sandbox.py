@@ -449,6 +449,17 @@ def test_what_a_killed_run_left_is_ended_before_its_files_are_removed(tmp_path):
             process.kill()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sandbox_takes_the_place_of_one_that_a_killed_run_left(tmp_path, fake, kind):
+    left = sandbox(kind, tmp_path)
+    left.start()
+    sh(left, "touch seen")
+    with sandbox(kind, tmp_path) as box:
+        assert sh(box, "test -e seen").code == 1
+    with suppress(SandboxError):
+        left.stop()
+
+
 def test_what_kills_processes_ends_with_its_own_time(tmp_path, monkeypatch):
     """On a busy machine it would otherwise kill the next command."""
     monkeypatch.setattr("trajkit_rollout.sandbox._DYING_SECONDS", 0.5)
