@@ -28,7 +28,7 @@ from trajkit_rollout.tasks import read_tasks, task_files
 from trajkit_shim import cli as options
 
 if TYPE_CHECKING:
-    from trajkit_rollout.rollout import Rollouts
+    from trajkit_rollout.rollout import Rollout
 
 _SETTINGS, _ENGINE = Settings(), options.EngineOptions()
 
@@ -111,13 +111,13 @@ def rollout(
     ended, began = [], time.monotonic()
     with options.terminable(), ExitStack() as stack:
         if self_test:
-            settings = replace(settings, harness="shell")
+            settings = replace(settings, harness="shell", repeat=2)
             out = Path(stack.enter_context(TemporaryDirectory()))
         assert out is not None
         run = Rollouts(given.tasks, settings, out, post, task_files(tasks))
         stack.enter_context(run)
         if self_test:
-            return _self_test(run, as_json=json)
+            return _self_test(run.run(None), as_json=json)
         if run.todo:
             if ray is None and (notes := run.try_out()) is not None:
                 sys.stderr.write(f"trajkit: warning: {notes}\n")
@@ -173,9 +173,9 @@ def _serve(log: Path, say: Callable[[str], None], arguments: SimpleNamespace) ->
         signal.pause()
 
 
-def _self_test(rollouts: "Rollouts", *, as_json: bool) -> int:
+def _self_test(ended: list["Rollout"], *, as_json: bool) -> int:
     records = []
-    for rollout in rollouts.self_test():
+    for rollout in sorted(ended, key=lambda each: (each.group_id, each.sample)):
         change, expected = [("solution", 1.0), ("no change", 0.0)][rollout.sample]
         record = {"task": rollout.group_id, "change": change, "reward": rollout.reward}
         why = rollout.error or "; ".join(rollout.findings)

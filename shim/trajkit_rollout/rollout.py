@@ -489,7 +489,8 @@ class Rollouts:
 
         Returns what the sandbox exposes, and which limits the kernel does not hold.
         """
-        attempts = [self._attempt(task, "try") for task in self._tasks.values()]
+        name, tasks = f"try-{self._run_id}", self._tasks.values()
+        attempts = [self._attempt(t, _begun(t, self._settings, name)) for t in tasks]
         with attempts[0].sandbox("try") as sandbox:
             self._settings.check(sandbox, self._hidden)
             loose = dict[str, None]()
@@ -502,7 +503,7 @@ class Rollouts:
 
     def run(
         self,
-        gateways: str | Sequence[str],
+        gateways: str | Sequence[str] | None,
         token: str = "",
         ray: str | None = None,
         resources: Mapping[str, float] = {},
@@ -510,18 +511,22 @@ class Rollouts:
         """Run all unfinished rollouts, and write the ``sessions`` table.
 
         What an interrupt ends has no result, and is repeated by the next call on the
-        directory. ``gateways``: their URLs. ``ray``: the address of a cluster whose workers
-        run them; each takes ``resources``. `ConnectionError`: a gateway cannot be used.
+        directory. ``gateways``: their URLs; None: no agent runs, sample 0 is the task's
+        solution, and each other one no change. ``ray``: the address of a cluster whose
+        workers run them; each takes ``resources``. `ConnectionError`: a gateway cannot be
+        used.
         """
         ended = []
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
         with ExitStack() as stack:
             job: dict[str, Any] = {"settings": self._settings, "out": self._out}
             job |= {"gateway": gateways, "token": token}
-            if ray is None:
+            if gateways is None:
+                perform: _Perform = self._test
+            elif ray is None:
                 with GatewayClient(gateways, token) as client:
                     client.models()
-                perform: _Perform = partial(run_task, **job, stopping=self._stopping)
+                perform = partial(run_task, **job, stopping=self._stopping)
             else:
                 cluster = importlib.import_module("ray")
                 if not cluster.is_initialized():
@@ -542,17 +547,12 @@ class Rollouts:
                 progress.count(1)
         return ended
 
-    def self_test(self) -> Iterator[Rollout]:
-        """Grade each task's solution, and no change at all, without an agent."""
-        for task in self._tasks.values():
-            for sample in range(2):
-                attempt = self._attempt(task, "test", sample)
-                attempt.run(attempt.test)
-                yield attempt.rollout
+    def _test(self, task: Task, rollout: Rollout) -> Rollout:
+        attempt = self._attempt(task, rollout)
+        attempt.run(attempt.test)
+        return rollout
 
-    def _attempt(self, task: Task, run: str, sample: int = 0) -> Attempt:
-        """One that is not in the log."""
-        rollout = _begun(task, self._settings, f"{run}-{self._run_id}", sample)
+    def _attempt(self, task: Task, rollout: Rollout) -> Attempt:
         return Attempt(task, self._settings, rollout, self._out, self._stopping)
 
     def __enter__(self) -> Self:
