@@ -189,13 +189,13 @@ def _task(given: object, folder: Path | None = None) -> Task:
             record[name] = archive_of(folder / name)
     task: Task = _read(Task, record, "")
     rules, kind, name, workdir = task.grade, task.grade.kind, task.id, task.workdir
-    outside = workdir == "/" or not workdir.startswith("/")
+    outside = workdir == "/" or not workdir.startswith("/") or "$" in workdir
     needed = [key.split() for key in KINDS.get(kind, ())]
     missing = [keys for keys in needed if not any(getattr(rules, k) for k in keys)]
     faults = {
         f"id: {name!r}: 1 to 100 letters, digits, _ and -": not _ID.fullmatch(name),
         "prompt: an empty string": not task.prompt,
-        f"workdir: {workdir!r} is not an absolute path below /": outside,
+        f"workdir: {workdir!r} is not a path below /, without variables": outside,
         f"grade.kind: {kind!r} is not one of {', '.join(KINDS)}": kind not in KINDS,
         f"grade: kind {kind!r} lacks keys that it needs: {missing}": missing,
         "grade.script: needs the task's tests": kind == "script" and not task.tests,
@@ -340,8 +340,10 @@ def _read_dockerfile(
     """The working directory, and what is copied there; None: something else is done."""
     lines = [line.split() for line in re.sub(r"\\\r?\n", " ", text).splitlines()]
     lines = [words for words in lines if len(words) > 1 and words[0][0] != "#"]
-    # path in the image and source of each copy; Docker leaves out what is ignored
-    copied, plain = list[tuple[str, str]](), not (build / ".dockerignore").exists()
+    # of several stages, only Docker knows what the last one has; nor what is ignored
+    stages = [words for words in lines if words[0].upper() == "FROM"]
+    plain = len(stages) < 2 and not (build / ".dockerignore").exists()
+    copied = list[tuple[str, str]]()  # path in the image and source of each copy
     workdir = "/app"
     for name, *words in lines:
         *sources, target = words

@@ -222,6 +222,10 @@ def test_what_is_unusual_in_a_harbor_task_is_read_and_runs(tmp_path, capsys):
         ({"task.toml": "[verifier]\nenvironment_mode = 'separate'"}, "only a shared"),
         ({"task.toml": "[verifier.environment]\ncpus = 1"}, "only a shared"),
         ({"instruction.md": ""}, "prompt: an empty string"),
+        (
+            {"environment/Dockerfile": "FROM a\nENV A=/b\nWORKDIR $A"},
+            "workdir: '/app/[$]A' is not a path",
+        ),
         ({"environment/Dockerfile": "FROM a\nCOPY none ."}, "No such file.*none"),
         ({"task.toml": '[environment]\nmemory = "much"'}, "'much' is not a size"),
         ({"task.toml": "[verifier]\ntimeout_sec = -1"}, "grade.timeout_s: -1"),
@@ -242,6 +246,7 @@ def test_a_harbor_task_that_cannot_run_is_refused(tmp_path, changed, said):
         ("FROM a\nWORKDIR /app\nCOPY seed.txt /etc/", False),
         ("FROM a\nCOPY seed.txt .\nWORKDIR src", False),
         ("FROM a\nENV A=1", False),
+        ("FROM a AS b\nWORKDIR /app\nCOPY seed.txt .\nFROM c\nWORKDIR /app", False),
     ],
 )
 def test_a_dockerfile_that_does_more_than_copy_needs_docker(
