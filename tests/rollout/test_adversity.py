@@ -120,11 +120,13 @@ def test_directories_that_an_agent_closed_are_removed(tmp_path, monkeypatch):
         outside.mkdir(mode=0o755)
         (root / "a/b").mkdir(parents=True)
         (root / "a/b/c").write_text("c")
+        (outside / "kept").touch()
         (root / "link").symlink_to("../outside")
         os.chmod(root / "a/b", 0)
         os.chmod(root / "a", 0o555)
         remove(root)
         assert not root.exists()
         assert stat.S_IMODE(os.stat(outside).st_mode) == 0o755
+        assert (outside / "kept").exists()
     finally:
         os.seteuid(user)

@@ -405,14 +405,6 @@ def test_forking_without_end_is_refused(tmp_path):
         assert sh(box, "echo on").stdout == b"on\n"
 
 
-def test_links_that_an_agent_leaves_are_removed_and_not_followed(tmp_path):
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "kept").write_text("x")
-    with sandbox("local apart", tmp_path) as box:
-        sh(box, f"ln -s {tmp_path}/outside folder; ln -s {tmp_path}/outside/kept file")
-    assert (tmp_path / "outside" / "kept").read_text() == "x"
-
-
 def test_an_isolated_sandbox_reaches_the_gateway_and_nothing_else(tmp_path):
     with (
         socket.create_server(("127.0.0.1", 0)) as gateway,

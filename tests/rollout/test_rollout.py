@@ -482,11 +482,10 @@ def test_more_samples_and_failed_ones_can_be_asked_for(tmp_path, do):
 def test_attempts_at_a_sample_have_the_same_sandboxes(tmp_path):
     """The second one removes the container that a killed one left."""
     (task,) = read_tasks(write_tasks(tmp_path / "t.jsonl", a={}))
-    how, stop = Settings(harness="shell"), threading.Event()
-    names = set()
+    how, names = Settings(harness="shell"), set()
     for attempt in (1, 2):
         begun = rollout._begun(task, how, "run", 0, attempt)
-        each = rollout.Attempt(task, how, begun, tmp_path, stop)
+        each = rollout.Attempt(task, how, begun, tmp_path, threading.Event())
         names.add(each.sandbox("agent").spec.name)
     assert names == {"trajkit-a.0.run-agent"}
 

@@ -332,7 +332,7 @@ def test_a_container_that_died_is_the_sandbox_s_failure(tmp_path, fake):
 
 REFUSED = [
     ("apptainer", {"image": None}, "needs an image"),
-    ("apptainer", {"image": "absent"}, "could not open image absent"),
+    ("apptainer", {"image": "absent"}, "absent: cannot be started: .*could not open"),
     ("apptainer", {"options": {"binary": "no-such"}}, "not found"),
     ("apptainer", {"limits": Limits(file_mb=1)}, "cannot enforce it"),
     ("e2b", {"gateway": None}, "give the URL by which"),
@@ -371,15 +371,8 @@ def test_kinds_are_found_by_name_or_import_path():
         ("cloud", "is not one of"),
         ("no_such_package:X", "No module named"),
         ("trajkit_rollout.sandbox:Absent", "no attribute 'Absent'"),
-        (
-            "trajkit_rollout.sandbox:remove",
-            "function remove .*, not a subclass of Sandbox",
-        ),
         (f"{__name__}:MADE", "LocalSandbox .*, not a subclass of Sandbox"),
-        (
-            "trajkit_rollout.sandbox:SandboxSpec",
-            "SandboxSpec'>, not a subclass of Sandbox",
-        ),
+        ("trajkit_rollout.sandbox:SandboxSpec", "SandboxSpec'>, not a subclass"),
     ):
         with pytest.raises(ValueError, match=said):
             chosen(sandbox=name)
@@ -395,14 +388,6 @@ def unpack(archive):
             entry.name.removeprefix("./"): tar.extractfile(entry).read()
             for entry in tar
             if entry.isfile()
-        }
-
-
-def test_an_archive_holds_what_it_was_given():
-    with tarfile.open(fileobj=io.BytesIO(pack({"a/b": b"x", "c": b"#!s"}))) as tar:
-        assert {e.name: (e.size, e.mode) for e in tar} == {
-            "a/b": (1, 0o644),
-            "c": (3, 0o755),
         }
 
 
@@ -573,16 +558,6 @@ def test_a_user_s_systemd_is_asked_only_where_it_can_be_found(tmp_path, director
         told = _local("run", cgroup, "9", "", "", "", "env")
         env["XDG_RUNTIME_DIR"] = ""
         subprocess.run(told, env=env, capture_output=True, check=True)
-
-
-@doubled
-def test_an_image_that_is_missing_is_what_a_rollout_says(tmp_path, fake):
-    box = sandbox("apptainer", tmp_path, image="absent")
-    with pytest.raises(
-        SandboxError, match=r"absent: cannot be started: .*could not open"
-    ):
-        with box:
-            pass
 
 
 def test_no_program_or_library_is_found_by_a_relative_path(tmp_path, monkeypatch):
