@@ -368,6 +368,10 @@ class Callback:
             self._url = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise ArgumentError(f"--callback {url!r}: {error}") from error
+        if self._url.scheme not in ("http", "https"):
+            raise ArgumentError(
+                f"--callback {url!r}: it begins with http:// or https://"
+            )
         self.missed = 0
 
     def __call__(self, rollout: Rollout) -> None:
@@ -592,8 +596,8 @@ class Rollouts:
 
         def perform(task: Task, rollout: Rollout) -> Rollout | None:
             cpus, memory_mb = task.limits.cpus or 1, task.limits.memory_mb
-            options = {"memory": memory_mb << 20} if memory_mb else {}
-            start = remote.options(num_cpus=cpus, resources=resources, **options)
+            takes = {"num_cpus": cpus, "memory": memory_mb and memory_mb << 20}
+            start = remote.options(**takes, resources=resources)
             running = start.remote(stored[task.id], **job, rollout=rollout)
             try:
                 while not ray.wait([running], timeout=1.0)[0]:

@@ -312,13 +312,11 @@ def run_here(
         try:
             while code is None and time.monotonic() < until:
                 check()
-                if waiting.get_map():
+                talks = bool(waiting.get_map())
+                if talks:
                     copy(_LOOK_SECONDS)
-                    code = process.poll()
-                else:
-                    # it said its last word, and ends soon
-                    with suppress(subprocess.TimeoutExpired):
-                        code = process.wait(_LOOK_SECONDS)
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(0 if talks else _LOOK_SECONDS)
         finally:
             # also what it started and left running
             with suppress(ProcessLookupError, PermissionError):
@@ -727,10 +725,9 @@ class E2BSandbox(Sandbox):
         with _failing("e2b", Exception):
             box.files.write(given, options.get("stdin", b""), user="root")
             code = self._shell(box, script, options["timeout_s"], envs=dict(env))
-            texts = [
-                bytes(box.files.read(path, format="bytes", user="root"))
-                for path in ([out] if log else [out, err])
-            ]
+            paths = [out] if log else [out, err]
+            read = [box.files.read(p, format="bytes", user="root") for p in paths]
+            texts = [*map(bytes, read)]
             self._shell(box, f"rm -f {given} {out} {err}")
         if log is not None:
             log.write_bytes(texts[0])

@@ -195,7 +195,7 @@ def _task(given: object, folder: Path | None = None) -> Task:
     faults = {
         f"id: {name!r}: 1 to 100 letters, digits, _ and -": not _ID.fullmatch(name),
         "prompt: an empty string": not task.prompt,
-        f"workdir: {workdir!r} is not a path below /, without variables": outside,
+        f"workdir: {workdir!r} is not an absolute path below / (without $)": outside,
         f"grade.kind: {kind!r} is not one of {', '.join(KINDS)}": kind not in KINDS,
         f"grade: kind {kind!r} lacks keys that it needs: {missing}": missing,
         "grade.script: needs the task's tests": kind == "script" and not task.tests,
@@ -206,7 +206,7 @@ def _task(given: object, folder: Path | None = None) -> Task:
 
 
 def _read(kind: type[T], value: object, where: str) -> T:
-    """Read an object as a dataclass; each key must be one of its fields."""
+    """Read an object as a dataclass; each key must be one of its fields, or null."""
     # the fields of a dataclass have the types of `_READERS`, or are dataclasses
     types, values = get_type_hints(kind), {}
     for name, given in as_object(value, where).items():
@@ -214,7 +214,8 @@ def _read(kind: type[T], value: object, where: str) -> T:
         if name not in types:
             refuse(path, f"unknown key, not one of {', '.join(types)}")
         read = _READERS.get(types[name]) or partial(_read, types[name])
-        values[name] = read(given, path)
+        if given is not None:
+            values[name] = read(given, path)
     return kind(**values)
 
 
@@ -307,7 +308,6 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
     text += f"\nWORKDIR {environment.get('workdir') or '.'}"
     workdir, copies = _read_dockerfile(text, build)
     memory = environment.get("memory_mb", environment.get("memory"))
-    limits = {"memory_mb": _mib(memory), "cpus": environment.get("cpus")}
     grade = {"kind": "reward_file", "timeout_s": verifier.get("timeout_sec", 600.0)}
     own: dict[str, Any] = {
         "id": _as_id(folder.name),
@@ -321,13 +321,14 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
         "editable": ["**"],
         "agent": {"timeout_s": agent.get("timeout_sec", 1800.0)},
         "grade": {**grade, "env": verifier.get("env", {})},
-        "limits": {name: value for name, value in limits.items() if value is not None},
+        "limits": {"memory_mb": _mib(memory), "cpus": environment.get("cpus")},
+        "image": image,
     }
-    if image is not None:
-        return {**own, "image": image}
-    name = f"trajkit-task:{sha256(archive_of(build)).hexdigest()[:16]}"
-    own |= {"image": name, "build": str(build), "plain": copies is not None}
-    return own if copies is None else {**own, "workspace": archive_of(build, copies)}
+    if image is None:
+        name = f"trajkit-task:{sha256(archive_of(build)).hexdigest()[:16]}"
+        own |= {"image": name, "build": str(build), "plain": copies is not None}
+        own["workspace"] = None if copies is None else archive_of(build, copies)
+    return own
 
 
 def _as_id(name: str) -> str:
@@ -378,8 +379,7 @@ def _mib(value: object) -> int | None:
 
 def _swebench(record: Mapping[str, object]) -> dict[str, Any]:
     name = as_text(record["instance_id"], "instance_id")
-    patch = as_text(record.get("patch") or "", "patch").encode()
-    lists = {}
+    patch, lists = as_text(record.get("patch") or "", "patch").encode(), {}
     for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
         value = record.get(key) or []
         # some of the data sets have lists as JSON
@@ -396,5 +396,5 @@ def _swebench(record: Mapping[str, object]) -> dict[str, Any]:
         "image": image,
         "solve": "git apply {solution}/solution.patch",
         "grade": {"kind": "swebench", "instance": {**record, **lists}},
-        **({"solution": pack({"solution.patch": patch})} if patch else {}),
+        "solution": pack({"solution.patch": patch}) if patch else None,
     }

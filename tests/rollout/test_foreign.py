@@ -224,7 +224,7 @@ def test_what_is_unusual_in_a_harbor_task_is_read_and_runs(tmp_path, capsys):
         ({"instruction.md": ""}, "prompt: an empty string"),
         (
             {"environment/Dockerfile": "FROM a\nENV A=/b\nWORKDIR $A"},
-            "workdir: '/app/[$]A' is not a path",
+            "workdir: '/app/[$]A' is not an",
         ),
         ({"environment/Dockerfile": "FROM a\nCOPY none ."}, "No such file.*none"),
         ({"task.toml": '[environment]\nmemory = "much"'}, "'much' is not a size"),

@@ -351,7 +351,7 @@ def test_all_that_a_task_says_is_read(tmp_path):
     [
         ({"id": "a.b"}, "id: 'a.b'"),
         ({"prompt": 3}, "prompt: a number, not a string"),
-        ({"prompt": None}, "prompt: null"),
+        ({"prompt": None}, "prompt: an empty string"),
         ({"colour": "red"}, "colour: unknown key"),
         ({"workdir": "work"}, "workdir: 'work' is not an absolute path"),
         ({"agent": {"max_turns": 0}}, "agent.max_turns: 0 is not in [1, "),
