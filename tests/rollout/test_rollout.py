@@ -708,7 +708,7 @@ def test_the_fault_of_an_example_fails_and_its_solution_passes(tmp_path, do, men
 @pytest.mark.skipif(
     find_spec("minisweagent") is None, reason="its agent is in the extra dev"
 )
-def test_examples_have_a_reward_where_they_were_edited_also_after_a_kill(tmp_path, do):
+def test_examples_have_a_reward_where_they_were_edited(tmp_path, do):
     """By mini-swe-agent: a task is solved where its patch is the solution."""
     out, tasks = tmp_path / "run", tmp_path / "tasks"
     names = ["cart", "leap", "slug"]
@@ -716,26 +716,18 @@ def test_examples_have_a_reward_where_they_were_edited_also_after_a_kill(tmp_pat
         shutil.copytree(EXAMPLES / name, tasks / name)
     options = ("--seed", "1", "--parallel", "2", "--odds", "0.75")
     argv = command(tasks, out, *options, harness="mini-swe-agent")
-    killed_run(argv, out, ended=1)
     code, said = do(argv)
     assert (code, said["failures"]) == (DONE, {})
-    assert said["over_before"] >= 1
-    assert said["over_before"] + said["over"] == len(names)
     turns = tk.read_turns(out / "turns")
-    graded = {s["group_id"]: s for s in sessions(out).values() if s["error"] is None}
+    graded = {s["group_id"]: s for s in sessions(out).values()}
     assert sorted(graded) == names
     for name, line in graded.items():
         edited = line["patch_bytes"] > 0
         assert (line["reward"] == 1.0) == edited, name
         assert (turns["session_id"].to_pylist()).count(line["session_id"]) == 4
     rows, report = rows_of(out)
-    assert set(rows["session_id"].to_pylist()) >= {
-        s["session_id"] for s in graded.values()
-    }
-    for name, line in report.items():
-        lost = line["tokens_sampled"] - line["tokens_trained"]
-        assert lost == line["lost_untrainable"]
-        assert (lost == 0) == (line["error"] is None), name
+    assert {*rows["session_id"].to_pylist()} == {*sessions(out)}
+    assert all(r["tokens_trained"] == r["tokens_sampled"] for r in report.values())
 
 
 def test_the_policy_says_a_word_where_it_knows_no_better():
