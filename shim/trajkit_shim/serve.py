@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # more open files would slow programs down that look at every file they may have
 _FILES = 1 << 16
@@ -92,6 +91,10 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+# what a request may have beside its body
+_MAX_HEAD = 1 << 18
+# in the head that data begin with, the offer of another protocol
+_OFFER = re.compile(rb"\A((?:.+\r\n)+?)upgrade:.*\r\n", re.IGNORECASE)
 # how soon after a request the end of its client's sending side belongs to it
 _WITH_REQUEST_SECONDS = 0.05
 # a host that is gone is noticed within 30 seconds; not every system has every option
@@ -107,11 +110,16 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class _Connection(H11Protocol):
-    """A connection that is closed if its request does not arrive in time."""
+class _Connection(HttpToolsProtocol):
+    """A connection that is closed if its request does not arrive in time, or is too long.
+
+    uvicorn names the callbacks as `httptools.HttpRequestParser` does.
+    """
 
     _late: asyncio.TimerHandle | None = None
     _received_at = 0.0
+    # bytes that may still come: heads and trailers are kept until they are complete
+    _room = _MAX_HEAD
     # no request will follow the one that is being answered
     _half_closed = False
 
@@ -123,14 +131,33 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received_at = self.loop.time()
+        if self._room == _MAX_HEAD:
+            # a client that would rather speak HTTP/2 has a body for this protocol, too,
+            # which the parser does not read
+            data = _OFFER.sub(rb"\1", data)
+        self._room -= len(data)
         super().data_received(data)
-        self._look()
+        if self._room < 0 and not self.transport.is_closing():
+            self.send_400_response("The head is too long.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._wait(True)
+
+    def on_body(self, body: bytes) -> None:
+        # also for the lengths of chunks; the app bounds bodies
+        self._room += 2 * len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._room = _MAX_HEAD
+        super().on_message_complete()
+        self._wait(False)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._half_closed:
             self.transport.close()
-        self._look()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Answer a client that ends its sending side with its request.
@@ -149,11 +176,6 @@ class _Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait(False)
         super().connection_lost(exc)
-
-    def _look(self) -> None:
-        """Wait for what a request still lacks; an idle connection has no deadline."""
-        idle = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
-        self._wait(self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not idle)
 
     def _wait(self, waits: bool) -> None:
         if self._late is not None and not waits:

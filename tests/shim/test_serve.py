@@ -510,6 +510,24 @@ def test_a_client_that_ends_its_sending_side_gets_its_answer(
     assert turn["trainable"]
 
 
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        # Java's client offers HTTP/2 with its first request
+        ("Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2", "{}", 200),
+        ("Transfer-Encoding: chunked", "2\r\n{}\r\n0\r\nX: 1\r\n\r\n", 200),
+        ("Transfer-Encoding: chunked", "2\r\n{}\r\n0\r\nX: " + "1" * 300_000, 400),
+    ],
+    ids=["an offer", "a trailer", "a long trailer"],
+)
+def test_what_a_request_has_beside_its_body(served, head, body, status):
+    with served() as url:
+        asked = f"POST http://a/sessions HTTP/1.1\r\nHost: a\r\n{head}\r\n\r\n{body}"
+        answer = exchanged(url, asked.encode(), ends=True)
+    assert answer.startswith(f"HTTP/1.1 {status}".encode())
+    assert status == 400 or b"session_id" in answer
+
+
 def test_stopping_answers_the_calls_under_way(served, tmp_path):
     held = Threaded("late")
     with ThreadPoolExecutor(2) as pool:

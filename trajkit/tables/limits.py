@@ -37,8 +37,9 @@ PAGE_BYTES = 1 << 20
 # Files that are written.
 FILE_TURNS = 1 << 15
 """A part file ends with the tables that bring it to this many turns."""
-ROW_GROUP_BYTES = 64 << 20
-"""A Parquet row group by Arrow."""
+ROW_GROUP_BYTES = 8 << 20
+"""A Parquet row group. While one is encoded, few more tables are made: larger groups make
+reading and writing wait for each other."""
 DICTIONARY_BYTES = 16 << 20
 """Distinct texts of a row group; beyond that each text is written in full."""
 VIOLATIONS = 4096
