@@ -135,7 +135,7 @@ def rollout(
         "graded": len(rewards),
         "mean_reward": fmean(rewards) if rewards else None,
         "failures": dict(errors.most_common()),
-        "callbacks_missed": None if post is None else post.missed,
+        "callbacks_missed": None if post is None else len(run.unsent),
         "seconds": time.monotonic() - began,
         "rollouts": [asdict(rollout) for rollout in ended],
     }

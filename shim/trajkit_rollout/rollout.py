@@ -358,7 +358,7 @@ def _finish(gateway: GatewayClient, session_id: str) -> Mapping[str, object]:
 
 
 class Callback:
-    """Posts each finished rollout to a URL, at most three times; failures are counted.
+    """Posts a rollout to a URL, at most three times; returns whether it was taken.
 
     An invalid URL raises `ArgumentError`.
     """
@@ -369,19 +369,16 @@ class Callback:
         except httpx.InvalidURL as error:
             raise ArgumentError(f"--callback {url!r}: {error}") from error
         if self._url.scheme not in ("http", "https"):
-            raise ArgumentError(
-                f"--callback {url!r}: it begins with http:// or https://"
-            )
-        self.missed = 0
+            raise ArgumentError(f"--callback {url!r}: begin with http:// or https://")
 
-    def __call__(self, rollout: Rollout) -> None:
+    def __call__(self, rollout: Rollout) -> bool:
         for pause in _PAUSES_SECONDS:
             with suppress(httpx.HTTPError):
                 options: Any = {"timeout": _CALLBACK_SECONDS, "trust_env": False}
                 if httpx.post(self._url, json=asdict(rollout), **options).is_success:
-                    return
+                    return True
             time.sleep(pause)
-        self.missed += 1
+        return False
 
 
 _Perform: TypeAlias = Callable[..., Rollout | None]
@@ -394,8 +391,9 @@ class Rollouts:
     ``rollouts.log``, which has a line for the run, and one for each rollout as it starts
     and as it ends. Raises `FormatError` if that is not possible: it is locked or invalid,
     or was started with another harness, sandbox, task or default of a key. ``on_end``:
-    called with each finished `Rollout`, on its thread. ``hidden``: files that no agent may
-    see, besides ``out``. `ArgumentError`: a setting is invalid.
+    called with each finished `Rollout`, on its thread; if it returned false or was killed,
+    the next run of the directory calls it again. ``hidden``: files that no agent may see,
+    besides ``out``. `ArgumentError`: a setting is invalid.
     """
 
     def __init__(
@@ -403,7 +401,7 @@ class Rollouts:
         tasks: Sequence[Task],
         settings: Settings,
         out: Path,
-        on_end: Callable[[Rollout], None] | None = None,
+        on_end: Callable[[Rollout], bool] | None = None,
         hidden: Sequence[Path] = (),
     ) -> None:
         self._settings, self._out, self._on_end = settings, out, on_end
@@ -414,6 +412,7 @@ class Rollouts:
         # the sessions in starting order, and the last one of each sample of a task
         self._sessions: dict[str, Rollout] = {}
         self._last: dict[tuple[str, int], Rollout] = {}
+        self.unsent = set[str]()  # sessions that ended, and that `on_end` has not taken
         self._run_id = secrets.token_hex(4)  # part of the names of all sessions
         out.mkdir(parents=True, exist_ok=True)
         self._file = (out / "rollouts.log").open("a+b")
@@ -424,7 +423,7 @@ class Rollouts:
             stack.pop_all()
         # group by group, so that the first groups are complete early
         wanted = [(t, sample) for t in tasks for sample in range(settings.repeat)]
-        # unfinished rollouts, and the number of those that earlier calls finished
+        # unfinished and unsent ones, and the number of those that earlier calls finished
         self.todo = [each for each in wanted if not self._is_over(*each)]
         self.before = len(wanted) - len(self.todo)
         self._tasks = {task.id: task for task, _ in self.todo}
@@ -435,6 +434,8 @@ class Rollouts:
     def _is_over(self, task: Task, sample: int) -> bool:
         last = self._last.get((task.id, sample))
         if last is None or last.seconds is None:
+            return False
+        if self._on_end is not None and last.session_id in self.unsent:
             return False
         return last.error is None or not self._settings.retry_failed
 
@@ -463,9 +464,11 @@ class Rollouts:
                     rule = f"the run was started with {name} {was!r}, not {value!r}"
                     raise ValueError(rule)
             return
-        digest, rollout = record.pop("task"), Rollout(**record)
+        digest, sent = record.pop("task"), record.pop("sent", True)
+        rollout = Rollout(**record)
         if self._digests.setdefault(rollout.group_id, digest) != digest:
             raise ValueError(f"task {rollout.group_id!r} {_CHANGED}")
+        (self.unsent.discard if sent else self.unsent.add)(rollout.session_id)
         self._sessions[rollout.session_id] = rollout
         self._last[rollout.group_id, rollout.sample] = rollout
 
@@ -475,8 +478,9 @@ class Rollouts:
         self._file.flush()
         self._read(record)
 
-    def _write(self, rollout: Rollout) -> None:
-        self._append({"task": self._digests[rollout.group_id], **asdict(rollout)})
+    def _write(self, rollout: Rollout, *, sent: bool = True) -> None:
+        digest = self._digests[rollout.group_id]
+        self._append({"task": digest, "sent": sent, **asdict(rollout)})
 
     def _write_table(self) -> None:
         rows = []
@@ -571,7 +575,9 @@ class Rollouts:
         for _ in range(_MAX_DEATHS):
             if self._stopping.is_set():
                 raise Stopped
-            last = self._last.get((task.id, sample))
+            ended = last = self._last.get((task.id, sample))
+            if last is not None and last.session_id in self.unsent:
+                break
             attempt = 1 if last is None else last.attempt + 1
             started = _begun(task, self._settings, self._run_id, sample, attempt)
             self._write(started)
@@ -580,9 +586,10 @@ class Rollouts:
                 break
         else:
             ended = _failed(started, f"ray: its worker died {_MAX_DEATHS} times")
-        self._write(ended)
         if self._on_end is not None:
-            self._on_end(ended)
+            self._write(ended, sent=False)
+        if self._on_end is None or self._on_end(ended):
+            self._write(ended)
         return ended
 
     def _in_cluster(

@@ -657,6 +657,12 @@ def test_a_trainer_that_does_not_answer_is_counted(roll, monkeypatch):
     monkeypatch.setattr(rollout, "_PAUSES_SECONDS", (0.0, 0.0))
     code, said, line = roll({}, "--callback", "http://127.0.0.1:9/")
     assert (code, said["callbacks_missed"], line["reward"]) == (DONE, 1, 1.0)
+    # it gets what it missed once, and no agent runs again
+    with listener([]) as (url, got):
+        for count in (0, 1):
+            code, said, again = roll({}, "--callback", url)
+            assert (code, said["over_before"], again) == (DONE, count, line)
+    assert [each["session_id"] for each in got] == [line["session_id"]]
 
 
 def test_people_are_shown_groups_and_failures(tmp_path, capsys):
