@@ -317,10 +317,7 @@ class Attempt:
             return workspace.diff()
 
     def sandbox(self, role: str) -> Sandbox:
-        """Return a sandbox, which starts as a context manager.
-
-        It takes the place of one that a killed attempt at the same sample left.
-        """
+        """Return a sandbox, in the place of one that an attempt at the sample left."""
         task, settings = self.task, self.settings
         image, (_, kind, options) = task.image or settings.image, settings.resolve()
         spec = SandboxSpec(
@@ -572,25 +569,25 @@ class Rollouts:
             sandboxes.remove(self._out / "sandboxes")
 
     def _one(self, perform: _Perform, task: Task, sample: int) -> Rollout:
+        ended = self._last.get((task.id, sample))
+        if ended is None or ended.session_id not in self.unsent:
+            ended = self._tried(perform, task, sample)
+            self._write(ended, sent=self._on_end is None)
+        if self._on_end is not None and self._on_end(ended):
+            self._write(ended)
+        return ended
+
+    def _tried(self, perform: _Perform, task: Task, sample: int) -> Rollout:
         for _ in range(_MAX_DEATHS):
             if self._stopping.is_set():
                 raise Stopped
-            ended = last = self._last.get((task.id, sample))
-            if last is not None and last.session_id in self.unsent:
-                break
+            last = self._last.get((task.id, sample))
             attempt = 1 if last is None else last.attempt + 1
             started = _begun(task, self._settings, self._run_id, sample, attempt)
             self._write(started)
-            ended = perform(task, rollout=started)
-            if ended is not None:
-                break
-        else:
-            ended = _failed(started, f"ray: its worker died {_MAX_DEATHS} times")
-        if self._on_end is not None:
-            self._write(ended, sent=False)
-        if self._on_end is None or self._on_end(ended):
-            self._write(ended)
-        return ended
+            if (ended := perform(task, rollout=started)) is not None:
+                return ended
+        return _failed(started, f"ray: its worker died {_MAX_DEATHS} times")
 
     def _in_cluster(
         self, job: Mapping[str, Any], resources: Mapping[str, float]

@@ -37,7 +37,8 @@ from trajkit_rollout.tasks import Task
 _START_SECONDS, _COPY_SECONDS, _STOP_SECONDS = 1800.0, 600.0, 60.0
 # a killed process that still exists after the last one waits for a disk
 _LOOK_SECONDS, _PIPE_SECONDS, _DYING_SECONDS = 0.05, 0.1, 5.0
-_PIECE_BYTES, _MAX_FILE, _MAX_OUTPUT_MB = 1 << 16, 1 << 26, 256
+# the tail is the end of a command's log that its result holds
+_PIECE_BYTES, _TAIL_BYTES, _MAX_FILE, _MAX_OUTPUT_MB = 1 << 16, 1 << 16, 1 << 26, 256
 # exit code of a sandbox that failed before the command ran, as in `docker run`
 _FAILED = 125
 _SHARED_NETWORK = (
@@ -53,10 +54,6 @@ def program(name: str) -> str:
 
 MARK = "TRAJKIT_SANDBOX"
 """Environment variable of every process of a sandbox: its name, and ``/``."""
-
-# size of the end of a command's log that its result holds
-_TAIL_BYTES = 1 << 16
-
 
 Words: TypeAlias = Sequence[str]
 Variables: TypeAlias = Mapping[str, str]
@@ -698,10 +695,9 @@ class E2BSandbox(Sandbox):
         if spec.gateway is None:
             rule = "give the URL by which it reaches the gateway"
             raise SandboxError(f"an E2B sandbox cannot reach this machine: {rule}")
-        # an optional package whose types are not available to type checkers
-        self._e2b: Any
         try:
-            self._e2b = importlib.import_module("e2b")
+            # an optional package whose types are not available to type checkers
+            self._e2b: Any = importlib.import_module("e2b")
         except ModuleNotFoundError:
             raise SandboxError("e2b is not installed: pip install e2b") from None
         self._box: Any = None

@@ -308,6 +308,7 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
     text += f"\nWORKDIR {environment.get('workdir') or '.'}"
     workdir, copies = _read_dockerfile(text, build)
     memory = environment.get("memory_mb", environment.get("memory"))
+    memory_mb = memory and _mib(memory)
     grade = {"kind": "reward_file", "timeout_s": verifier.get("timeout_sec", 600.0)}
     own: dict[str, Any] = {
         "id": _as_id(folder.name),
@@ -321,7 +322,7 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
         "editable": ["**"],
         "agent": {"timeout_s": agent.get("timeout_sec", 1800.0)},
         "grade": {**grade, "env": verifier.get("env", {})},
-        "limits": {"memory_mb": _mib(memory), "cpus": environment.get("cpus")},
+        "limits": {"memory_mb": memory_mb, "cpus": environment.get("cpus")},
         "image": image,
     }
     if image is None:
@@ -367,10 +368,8 @@ def _read_dockerfile(
     return workdir, copies if plain and not outside else None
 
 
-def _mib(value: object) -> int | None:
+def _mib(value: object) -> int:
     """A size, a number of MiB or a text such as ``4G``, in MiB."""
-    if value is None:
-        return None
     size = _SIZE.fullmatch(value if isinstance(value, str) else f"{value}M")
     if size is None:
         refuse("environment.memory", f"{value!r} is not a size such as 4G")
