@@ -158,7 +158,7 @@ def _gateway(arguments: SimpleNamespace) -> Iterator[str]:
 
 def _serve(log: Path, say: Callable[[str], None], arguments: SimpleNamespace) -> None:
     from trajkit_rollout.demo import solve
-    from trajkit_shim.serve import running
+    from trajkit_shim.serve import listen, running
 
     given = {
         "policy": solve(arguments.tasks, arguments.odds),
@@ -167,8 +167,8 @@ def _serve(log: Path, say: Callable[[str], None], arguments: SimpleNamespace) ->
         "hosts": [urlsplit(arguments.gateway_url or "").hostname or ""],
     }
     with options.terminable(), ExitStack() as stack:
-        app, _ = stack.enter_context(options.engine_app(arguments, log, {}, **given))
-        say(stack.enter_context(running(app, arguments.host)))
+        app = stack.enter_context(options.engine_app(arguments, log, {}, **given))
+        say(stack.enter_context(running(app, listen(arguments.host, 0))))
         # its parent ends it
         signal.pause()
 

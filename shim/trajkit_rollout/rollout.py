@@ -24,7 +24,8 @@ from typing import Any, Self, TypeAlias
 import httpx
 import pyarrow as pa
 
-from trajkit.cli.screen import Progress, visible
+from trajkit.cli import visible
+from trajkit.cli.screen import Progress
 from trajkit.errors import ArgumentError, FormatError
 from trajkit.files.tables import write_table
 from trajkit.schema import SESSIONS

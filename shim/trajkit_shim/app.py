@@ -16,6 +16,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, cast
 from urllib.parse import urlsplit
@@ -23,11 +24,10 @@ from urllib.parse import urlsplit
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from trajkit_shim import json_input as read
 from trajkit_shim.call import Call, Gateway, Options
@@ -82,15 +82,17 @@ def create_app(
         for protocol in PROTOCOLS
         for path, verb in protocol.paths.items()
     ]
-    return Starlette(
+    app = Starlette(
         # the most frequent first
         routes=calls + _other_routes(gateway),
         exception_handlers=dict.fromkeys(
-            (ClientDisconnect, Exception, GatewayError, HTTPException), _answer_error
+            (ClientDisconnect, Exception, GatewayError, HTTPException), answer_error
         ),
-        middleware=[Middleware(_guarded, gateway.options)],
         lifespan=partial(_lifespan, gateway),
     )
+    # for the first lines of a command
+    app.state.prompts = gateway.prompts
+    return app
 
 
 @asynccontextmanager
@@ -112,28 +114,11 @@ async def _lifespan(
         gateway.log.close()
 
 
-def _guarded(app: ASGIApp, options: Options) -> ASGIApp:
-    """Middleware that answers requests of web pages, and too long heads, with an error.
+def _check_head(headers: Headers, options: Options) -> None:
+    """Refuse the request of a web page (403), and too long headers (431).
 
     A page of any site can send requests to this machine, which have an ``Origin``. It can
     also let its own name point to this machine's address, which is then the ``Host``.
-    """
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        answer = app
-        if scope["type"] == "http":
-            try:
-                _check_head(Headers(scope=scope), options)
-            except GatewayError as error:
-                answer = await _answer_error(Request(scope), error)
-        await answer(scope, receive, send)
-
-    return checked
-
-
-def _check_head(headers: Headers, options: Options) -> None:
-    """Raise a 403 for a web page's request, or for a ``Host`` that a page may have.
-
     Addresses, names without a dot, those of private networks and ``hosts`` are no page's.
     """
     limit = options.max_header_bytes
@@ -146,7 +131,8 @@ def _check_head(headers: Headers, options: Options) -> None:
     host = headers.get("host", "")
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        if "." not in name or name.endswith(_PRIVATE) or name in options.hosts:
+        own = (each.lower() for each in options.hosts)
+        if "." not in name or name.endswith(_PRIVATE) or name in own:
             return
         ipaddress.ip_address(name)
     except ValueError:
@@ -155,7 +141,8 @@ def _check_head(headers: Headers, options: Options) -> None:
         raise GatewayError(message, 403, code="unknown_host") from None
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that failed, in the words of its protocol."""
     if isinstance(error, ClientDisconnect):
         # nobody reads it
         return Response(status_code=499)
@@ -178,15 +165,18 @@ def _protocol_of(path: str) -> WireProtocol:
     return OPENAI_CHAT
 
 
+@dataclass(frozen=True, slots=True)
 class _Endpoint:
     """A path of a protocol, as an ASGI app."""
 
-    def __init__(self, gateway: Gateway, protocol: WireProtocol, verb: Verb) -> None:
-        self._gateway, self._protocol, self._verb = gateway, protocol, verb
+    gateway: Gateway
+    protocol: WireProtocol
+    verb: Verb
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, protocol, verb = self._gateway, self._protocol, self._verb
+        gateway, protocol, verb = self.gateway, self.protocol, self.verb
         options, request = gateway.options, Request(scope, receive, send)
+        _check_head(request.headers, options)
         session = gateway.sessions.authorise(_session_claims(request))
         with session.request(), gateway.working(session, request.headers):
             data = await read.read_body(request.stream(), options.max_body_bytes)
@@ -197,7 +187,7 @@ class _Endpoint:
                 await response(scope, receive, send)
                 return
             async with watched(receive) as left:
-                seconds = options.ping_seconds
+                seconds = options.ping_seconds if call.chat.stream else None
                 delivery = Delivery(left, send, protocol, call.chat, seconds)
                 await delivery.answer(call.begin())
 
@@ -226,8 +216,9 @@ def _other_routes(gateway: Gateway) -> list[Route]:
     ) -> Response:
         """Answer a request; ``fields``: of a body that the trainer may send."""
         body = Fields({})
+        _check_head(request.headers, options)
         if fields is not None:
-            _check_token(request.headers, options.admin_token)
+            check_token(request.headers, options.admin_token)
         if request.method == "POST":
             data = await read.read_body(request.stream(), options.max_body_bytes)
             body = Fields(read.parse_object(data or b"{}"))
@@ -253,7 +244,7 @@ def _other_routes(gateway: Gateway) -> list[Route]:
 
     def open_one(request: Request, body: Fields) -> Json:
         session = SessionOptions(
-            fixed=parse_fixed(body.json.get("sampling")),
+            fixed=parse_fixed(body.section("sampling")),
             client_sampling=parse_client_sampling(body.json.get("client_sampling")),
             limits={name: body.get(name, _POSITIVE) for name in LIMITS},
             ttl_seconds=body.get("ttl_seconds", _SECONDS),
@@ -268,8 +259,8 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         return {**named, "base_url": base_url}
 
     async def finish(request: Request, body: Fields) -> Json:
-        wait, outcome = _wait(body), _outcome(body)
-        return await store.finish(_name(request), "finish", wait, outcome)
+        name, wait = request.path_params["session_id"], _wait(body)
+        return await store.finish(name, "finish", wait, _outcome(body))
 
     async def drain(_: Request, body: Fields) -> Json:
         await store.drain(_wait(body, 60.0))
@@ -294,9 +285,9 @@ def _other_routes(gateway: Gateway) -> list[Route]:
     # with the fields of the body, if there may be one; None: for everybody
     table: list[tuple[str, str, Handler, str | None]] = [
         ("POST", "/sessions", open_one, opening),
-        ("GET", session, lambda r, _: store.find(_name(r)).describe(), ""),
+        ("GET", session, lambda r, _: store.find(**r.path_params).describe(), ""),
         ("POST", f"{session}/finish", finish, ending),
-        ("POST", f"{session}/drop", lambda r, _: store.drop(_name(r)), ""),
+        ("POST", f"{session}/drop", lambda r, _: store.drop(**r.path_params), ""),
         ("POST", "/admin/drain", drain, "wait_seconds"),
         ("GET", "/engine", lambda *_: pause.describe(), ""),
         ("POST", "/engine/pause", pause_engine, "timeout_s renew"),
@@ -314,7 +305,8 @@ def _other_routes(gateway: Gateway) -> list[Route]:
     ]
 
 
-def _check_token(headers: Headers, token: str | None) -> None:
+def check_token(headers: Headers, token: str | None) -> None:
+    """Raise a 401 for a request without the admin token, if there is one."""
     given = headers.get(TOKEN_HEADER) or _bearer(headers)
     # constant time: the duration does not reveal how much of it is right
     if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
@@ -331,10 +323,6 @@ def _logged_text(value: object, where: str) -> str:
     except UnicodeEncodeError:
         read.refuse(where, "half of a surrogate pair is no text")
     return text
-
-
-def _name(request: Request) -> str:
-    return str(request.path_params["session_id"])
 
 
 def _wait(body: Fields, default: float = 0.0, name: str = "wait_seconds") -> float:

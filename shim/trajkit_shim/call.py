@@ -79,7 +79,7 @@ class Options:
     hosts: Collection[str] = ()
     # ended sessions to remember: their calls are answered with 410, later with 401
     max_ended_sessions: int = 10_000
-    # measures idle sessions and how old answers are; default: the event loop
+    # measures how long sessions are idle; default: the event loop
     clock: asyncio.AbstractEventLoop | None = None
 
 

@@ -27,11 +27,12 @@ from trajkit.errors import ArgumentError, FormatError
 if TYPE_CHECKING:
     import socket
 
+    from starlette.applications import Starlette
     from starlette.types import ASGIApp
 
     from trajkit_shim.engines.base import Engine
     from trajkit_shim.engines.embedded import Policy
-    from trajkit_shim.prompting.render import ChatRenderer
+    from trajkit_shim.prompting.prompts import Prompts
     from trajkit_shim.replies import ReplyParser
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -222,31 +223,33 @@ def _work(
     urls: Sequence[str] = (),
 ) -> None:
     """Run a gateway until a stop signal; one of several workers has a number."""
-    from trajkit_shim.prompting.prompts import Prompts
     from trajkit_shim.serve import serve as run_server
     from trajkit_shim.serve import url_of
     from trajkit_shim.workers import Worker
 
-    attributed = not arguments.no_attribution
+    attributed, token = not arguments.no_attribution, arguments.admin_token or None
     log = {"form": arguments.log, "fsync": arguments.fsync, "worker": worker}
-    options = {
-        "attributed": attributed,
-        "prompts": arguments.prompts,
-        "admin_token": arguments.admin_token or None,
-        "hosts": arguments.allow_host or [],
-    }
-    log["attributed"] = attributed
-    made = engine_app(arguments, arguments.out, log, **options)
-    with terminable(), made as (app, renderer):
+    made = engine_app(
+        arguments,
+        arguments.out,
+        {**log, "attributed": attributed},
+        attributed=attributed,
+        prompts=arguments.prompts,
+        admin_token=token,
+        hosts=arguments.allow_host or [],
+    )
+    with terminable(), made as gateway:
+        app: ASGIApp = gateway
         where: dict[str, Any] = {"url": url_of(listener)}
         where |= {"openai_base_url": f"{where['url']}/v1", "turns": str(arguments.out)}
         if worker is not None:
-            app, where["workers"] = Worker(app, worker, urls), " ".join(urls)
-        built = Prompts(renderer, arguments.prompts)
+            where["workers"] = " ".join(urls)
+            app = Worker(app, worker, urls, token)
+        prompts: Prompts = gateway.state.prompts
         if arguments.json:
-            say(json.dumps({**where, "prompts": built.describe()}) + "\n")
+            say(json.dumps({**where, "prompts": prompts.describe()}) + "\n")
         else:
-            where["prompts"] = built.summary()
+            where["prompts"] = prompts.summary()
             say("".join(f"{name:<16}{value}\n" for name, value in where.items()))
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):
@@ -265,8 +268,8 @@ def engine_app(
     policy: "Policy | None" = None,
     seed: int | None = None,
     **options: Any,
-) -> "Iterator[tuple[ASGIApp, ChatRenderer]]":
-    """Yield a gateway's app with the chosen engine, and its model's renderer.
+) -> "Iterator[Starlette]":
+    """Yield a gateway's app with the chosen engine.
 
     The ``arguments`` have passed `check`; a server that they launch runs while the
     ``with`` block runs. ``out``: directory of the turn log. ``log``, ``options``: further
@@ -316,7 +319,7 @@ def engine_app(
         turn_log = TurnLog(out, images="image_limits" in options, **payloads, **log)
         options["past"] = arguments.past_reasoning
         options["train_side_calls"] = arguments.train_side_calls
-        yield create_app(engine, renderer, turn_log, Options(**options)), renderer
+        yield create_app(engine, renderer, turn_log, Options(**options))
 
 
 def _engine_of(arguments: SimpleNamespace, model: str) -> "Callable[..., Engine]":

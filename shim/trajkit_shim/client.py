@@ -63,7 +63,7 @@ class AsyncGatewayClient:
         self._http = httpx.AsyncClient(trust_env=False, limits=limits, headers=headers)
         # the gateway of each session that this client has opened and not ended
         self._owners: dict[object, str] = {}
-        self._renewing: asyncio.Task[None] | None = None
+        self._renewing = list[asyncio.Task[None]]()  # a task per gateway
         self._lost: GatewayError | None = None  # why a pause could not be renewed
 
     async def models(self) -> list[str]:
@@ -122,7 +122,9 @@ class AsyncGatewayClient:
             raise
         await self._stop_renewing()
         self._lost = None
-        self._renewing = asyncio.create_task(self._renew(body, seconds / _RENEWALS))
+        wait, lease = seconds / _RENEWALS, {**body, "renew": True}
+        renewals = (self._renew(url, lease, wait) for url in self.urls)
+        self._renewing = [*map(asyncio.create_task, renewals)]
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights while paused, and name them ``version``.
@@ -130,10 +132,12 @@ class AsyncGatewayClient:
         ``path``: a model directory that the servers can read. Raises also if the pause
         ended meanwhile: then some tokens may be from other weights.
         """
+        if self._lost is None:
+            body: Json = {"model_path": path, "weight_version": version}
+            await self._ask_all("/engine/update", body, _UPDATE_SECONDS)
+        # before the update, or meanwhile
         if self._lost is not None:
             raise self._lost
-        body: Json = {"model_path": path, "weight_version": version}
-        await self._ask_all("/engine/update", body, _UPDATE_SECONDS)
 
     async def resume(self) -> None:
         """End the pause. A gateway that fails to resume does so when its lease ends."""
@@ -171,21 +175,21 @@ class AsyncGatewayClient:
             self._owners.pop(session_id, None)
         return answer
 
-    async def _renew(self, lease: Json, seconds: float) -> None:
+    async def _renew(self, url: str, lease: Json, seconds: float) -> None:
         while True:
             await asyncio.sleep(seconds)
             try:
                 # one that updates its weights answers later, if the pause has ended too
                 with suppress(ConnectionError):
-                    await self._ask_all("/engine/pause", {**lease, "renew": True})
+                    await self._ask(url, "POST", "/engine/pause", lease)
             except GatewayError as error:
                 self._lost = error
 
     async def _stop_renewing(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait([self._renewing])
-            self._renewing = None
+        renewing, self._renewing = self._renewing, []
+        for renewal in renewing:
+            renewal.cancel()
+        await asyncio.gather(*renewing, return_exceptions=True)
 
     async def _ask_all(
         self, path: str, body: Json, seconds: float = _ANSWER_SECONDS

@@ -14,6 +14,7 @@ and from then on keep-alive events. The reply comes in one burst. Later errors a
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from starlette.datastructures import Headers
@@ -132,21 +133,17 @@ async def watched(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
         await asyncio.gather(left, return_exceptions=True)
 
 
+@dataclass(slots=True)
 class Delivery:
     """The answer to a client that asked for a reply, and may disconnect at any time."""
 
-    def __init__(
-        self,
-        left: asyncio.Task[None],  # see `watched`
-        send: Send,
-        protocol: WireProtocol,
-        request: ChatRequest,
-        ping_seconds: float,
-    ) -> None:
-        self._left, self._send = left, send
-        self._protocol, self._request = protocol, request
-        self._ping_seconds = ping_seconds if request.stream else None
-        self._n_pings, self._begun = 0, False
+    _left: asyncio.Task[None]  # see `watched`
+    _send: Send
+    _protocol: WireProtocol
+    _request: ChatRequest
+    _ping_seconds: float | None  # between keep-alive events; None: there are none
+    _n_pings: int = 0
+    _begun: bool = False
 
     async def answer(self, pending: PendingReply) -> None:
         """Wait for a reply, and send it.

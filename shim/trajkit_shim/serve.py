@@ -38,18 +38,13 @@ def serve(app: ASGIApp, listener: socket.socket, drain_seconds: float = 30.0) ->
 
 
 @contextmanager
-def running(
-    app: ASGIApp,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    listener: socket.socket | None = None,
-) -> Iterator[str]:
+def running(app: ASGIApp, listener: socket.socket | None = None) -> Iterator[str]:
     """Run the app on a thread while the ``with`` block runs, and yield its base URL.
 
-    At the end of the block the running calls are answered, however long they take. Raises
-    `OSError` if the address is not available. ``listener``: in its place.
+    At the end of the block the running calls are answered, however long they take.
+    ``listener``: from `listen` (default: any free port of this machine).
     """
-    with listener or listen(host, port) as bound:
+    with listener or listen("127.0.0.1", 0) as bound:
         server = Server(app)
         thread = threading.Thread(
             target=server.run, args=([bound],), name="trajkit-gateway", daemon=True
@@ -190,12 +185,17 @@ class _Connection(HttpToolsProtocol):
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+def plain(text: str) -> str:
+    """Return a text with control characters spelled out, but for tabs and line breaks."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 class PlainFormatter(logging.Formatter):
     """Writes no control characters: what clients sent may be in a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line with control characters spelled out."""
-        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().format(record))
+        """Return the line as plain text."""
+        return plain(super().format(record))
 
 
 class Server(uvicorn.Server):

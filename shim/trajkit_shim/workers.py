@@ -16,17 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import aiohttp
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from trajkit_shim.app import answer_error, check_token
 from trajkit_shim.call import Options
 from trajkit_shim.delivery import json_response
-from trajkit_shim.errors import GatewayError, error_body, retry_header
-from trajkit_shim.json_input import read_body
+from trajkit_shim.errors import GatewayError
+from trajkit_shim.json_input import parse_object, read_body
 from trajkit_shim.serve import url_of
 
 # the header of requests from the first worker, which the receiver answers itself
@@ -40,9 +41,13 @@ _NO_LIMIT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 class Worker:
     """The ASGI app of worker number ``index``, in front of its gateway's app."""
 
-    def __init__(self, app: ASGIApp, index: int, urls: Sequence[str]) -> None:
-        self._app, self._index, self._urls = app, index, urls
+    def __init__(
+        self, app: ASGIApp, index: int, urls: Sequence[str], token: str | None
+    ) -> None:
+        self._app, self._index, self._urls, self._token = app, index, urls, token
         self._opening = asyncio.Lock()
+        # the worker of each session, by the hash of its id; the first worker opens all
+        self._owners: dict[int, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = self._app
@@ -50,11 +55,8 @@ class Worker:
             request = Request(scope, receive, send)
             try:
                 answer = await self._answer(request) or self._app
-            except ClientDisconnect:
-                answer = Response(status_code=499)
-            except GatewayError as error:
-                shown, headers = error_body(error), retry_header(error)
-                answer = json_response(shown, error.status, headers)
+            except (ClientDisconnect, GatewayError) as error:
+                answer = await answer_error(request, error)
         await answer(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response | None:
@@ -62,61 +64,49 @@ class Worker:
         path, first = request.url.path, self._index == 0
         if _FROM_FIRST in request.headers or (first and path.startswith("/engine")):
             return None
+        check_token(request.headers, self._token)
         body = await read_body(request.stream(), Options().max_body_bytes)
         if not first:
             return await self._ask(0, request, body)
         if (request.method, path) == ("POST", "/sessions"):
             return await self._open(request, body)
         if path.startswith("/admin"):
-            return await self._drain(request, body)
-        return await self._owner(request, body)
+            counts = await self._ask_all(request, body)
+            if isinstance(counts, Response):
+                return counts
+            return json_response({k: sum(c[k] for c in counts) for k in counts[0]})
+        session_id = path.removeprefix("/sessions/").partition("/")[0]
+        # any worker knows none of the others
+        owner = self._owners.get(hash(session_id), 0)
+        return await self._ask(owner, request, body)
 
     async def _open(self, request: Request, body: bytes) -> Response:
         """Open a session at the worker with the fewest open ones."""
-        path = ""
-        with suppress(AttributeError, TypeError, ValueError):
-            path = f"/sessions/{quote(json.loads(body).get('session_id'), safe='')}"
+        session_id = str(parse_object(body or b"{}").get("session_id"))
         # one after the other: an id is never opened twice, and counts are exact
         async with self._opening:
             states = await self._ask_all(request, b"", "GET", "/healthz")
-            for state in states:
-                if state.status_code >= 400:
-                    return state
-            loads = [
-                json.loads(bytes(state.body))["sessions"]["open"] for state in states
-            ]
-            owners = [loads.index(min(loads))]
-            if path:
-                found = await self._ask_all(request, b"", "GET", path)
-                # it says that the id was used before, or that the token is missing
-                known = [i for i, each in enumerate(found) if each.status_code != 404]
-                owners = known or owners
-            return await self._ask(owners[0], request, body)
-
-    async def _owner(self, request: Request, body: bytes) -> Response:
-        """The answer of the worker that knows a session, or that none does."""
-        for index in range(len(self._urls)):
-            answer = await self._ask(index, request, body)
-            if answer.status_code != 404:
-                break
-        return answer
-
-    async def _drain(self, request: Request, body: bytes) -> Response:
-        """Drain all workers; return the first error, or the sums of their counts."""
-        answers = await self._ask_all(request, body)
-        for answer in answers:
-            if answer.status_code >= 400:
-                return answer
-        counts = [json.loads(bytes(answer.body)) for answer in answers]
-        return json_response({name: sum(c[name] for c in counts) for name in counts[0]})
+            if isinstance(states, Response):
+                return states
+            loads = [state["sessions"]["open"] for state in states]
+            # its owner says that an id was used before
+            owner = self._owners.get(hash(session_id), loads.index(min(loads)))
+            answer = await self._ask(owner, request, body)
+            if answer.status_code < 400:
+                opened = json.loads(bytes(answer.body))
+                self._owners[hash(opened["session_id"])] = owner
+            return answer
 
     async def _ask_all(
         self, request: Request, body: bytes, method: str = "", path: str = ""
-    ) -> list[Response]:
+    ) -> list[Any] | Response:
+        """Ask all workers; return the first error, or what they answer."""
         asked = (
             self._ask(i, request, body, method, path) for i in range(len(self._urls))
         )
-        return await asyncio.gather(*asked)
+        answers = await asyncio.gather(*asked)
+        failed = [answer for answer in answers if answer.status_code >= 400]
+        return failed[0] if failed else [json.loads(bytes(a.body)) for a in answers]
 
     async def _ask(
         self,
@@ -150,19 +140,18 @@ class Worker:
             raise GatewayError(message, 503, code="worker_lost") from error
 
 
-Work = Callable[[socket.socket, Callable[[str], None], int, Sequence[str]], None]
-"""Serve on a listener as the worker of a number, of those with the given URLs; call the
-function with a text once ready."""
-
-
 def run_workers(
-    work: Work, listeners: Sequence[socket.socket], on_ready: Callable[[str], None]
+    work: Callable[..., None],
+    listeners: Sequence[socket.socket],
+    on_ready: Callable[[str], None],
 ) -> None:
     """Run ``work``, a picklable function, in a process for each listener.
 
-    ``on_ready``: called with the first worker's text once all are ready. Returns after an
-    interrupt, which the workers get as SIGTERM; a second one is passed on, too. An error
-    of a worker is raised. `ConnectionError`: a worker ended; then the others are ended.
+    It gets the listener, a function to call with a text once it serves, its number, and
+    the URLs of all workers. ``on_ready``: called with the first one's text once all serve.
+    Returns after an interrupt, which the workers get as SIGTERM; a second one is passed
+    on, too. An error of a worker is raised. `ConnectionError`: a worker ended; then the
+    others are ended.
     """
     urls = [url_of(listener) for listener in listeners]
     jobs = [(listener, index, urls) for index, listener in enumerate(listeners)]

@@ -11,9 +11,9 @@ from rich.cells import cell_len
 
 import trajkit as tk
 from trajkit.analysis.tokenizer import Codec
-from trajkit.cli import BAD_DATA, BAD_USAGE, main
+from trajkit.cli import BAD_DATA, BAD_USAGE, main, visible
 from trajkit.cli.options import load_tokenizer
-from trajkit.cli.screen import Screen, text_table, visible
+from trajkit.cli.screen import Screen, text_table
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = str(ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json")

@@ -1,6 +1,7 @@
 """`GatewayClient` against gateways that listen on sockets."""
 
 import asyncio
+import threading
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 
@@ -103,12 +104,19 @@ async def test_sessions_that_are_opened_at_once_and_new_weights(tmp_path):
 
 @pytest.mark.anyio
 async def test_the_lease_is_renewed_until_the_client_resumes_or_is_gone(tmp_path):
-    engine = Updatable()
-    with gateways(tmp_path, engine) as urls:
+    engine, other = engines = [Updatable(), Updatable()]
+    loaded = threading.Event()
+    other.update_weights = lambda *_: asyncio.to_thread(loaded.wait)
+    with gateways(tmp_path, *engines) as urls:
         async with AsyncGatewayClient(urls) as client:
             await client.pause(0.4)
-            # it lasts twice its duration, and does not end meanwhile
-            assert {await engine.next() for _ in range(9)} == {("pause",)}
+            update = asyncio.create_task(client.update_weights("/new", "step-1"))
+            try:
+                # it lasts twice its duration, though another gateway takes longer
+                assert {await engine.next() for _ in range(9)} == {("pause",), UPDATE}
+            finally:
+                loaded.set()
+            await update
             await client.resume()
             while await engine.next() != ("resume",):
                 pass

@@ -252,16 +252,6 @@ async def test_no_amendment_that_could_not_be_written_is_forgotten(session):
     assert logged(session) == [LOST, LOST, DELIVERED]
 
 
-async def test_the_last_client_that_leaves_ends_the_work(start):
-    held = Held("a")
-    session = await (await start(held)).open()
-    call = await held.holds(session.ask())
-    call.cancel()
-    await until(held.cancelled.is_set)
-    await asyncio.gather(call, return_exceptions=True)
-    assert session.gateway.turns() == []
-
-
 # A request that comes again: joined, answered again, or sampled
 
 

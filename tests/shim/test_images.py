@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import os
 import threading
 from hashlib import sha256
 from pathlib import Path
@@ -310,47 +311,45 @@ async def test_a_count_and_a_call_that_fails_store_no_image(opened):
     assert session.stored() == [name_of(JPEG)]
 
 
-def watch_files(monkeypatch, called):
-    """Call a function whenever a file of an image is opened to be written."""
-    opened = Path.open
-
-    def watched(path, *arguments, **options):
-        if path.parent.name == "images" and arguments == ("wb",):
-            called()
-        return opened(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", watched)
-
-
 async def test_requests_with_the_same_new_image(tmp_path, monkeypatch):
-    """It is written once, and not on the event loop."""
+    """It is written once, and not on the event loop; another worker may write it, too."""
+    one, other = (ImageStore(tmp_path / "images") for _ in range(2))
+    image, replace = open_image(PNG, "here", one.limits), Path.replace
     threads = []
-    watch_files(monkeypatch, lambda: threads.append(threading.current_thread()))
-    store = ImageStore(tmp_path / "images")
-    image = open_image(PNG, "here", store.limits)
-    await asyncio.gather(*(store.write([image, image]) for _ in range(2)))
-    assert [file.name for file in store.directory.iterdir()] == [image.name]
-    assert (store.directory / image.name).read_bytes() == PNG
-    (thread,) = threads
-    assert thread is not threading.current_thread()
+
+    def late(path, target):
+        threads.append(threading.current_thread())
+        if len(threads) == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "getpid", lambda: 1)
+                other._write([image])
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    await asyncio.gather(*(one.write([image, image]) for _ in range(2)))
+    assert [file.name for file in one.directory.iterdir()] == [image.name]
+    assert (one.directory / image.name).read_bytes() == PNG
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize("broken", ["write", "replace", "log"])
 async def test_an_image_whose_turn_is_not_written(opened, monkeypatch, broken):
     session, fail = await opened("red", "red"), fails("no space")
+    places = {"write": (Path, "open"), "replace": (Path, "replace")}
     with monkeypatch.context() as patch:
-        if broken == "write":
-            watch_files(patch, fail)
-        elif broken == "replace":
-            patch.setattr(Path, "replace", fail)
-        else:
-            patch.setattr(session.gateway.log, "append", fail)
+        patch.setattr(*places.get(broken, (session.gateway.log, "append")), fail)
         error = (await session.look(PNG, status=500)).json()["error"]
     assert "no space" in error["message"]
     assert session.gateway.turns() == []
     # only a complete file has the name of an image
     name = name_of(PNG)
-    left = {"write": [], "replace": [f".{name}"], "log": [name]}
+    left = {"write": [], "replace": [f".{name}.{os.getpid()}"], "log": [name]}
     assert session.stored() == left[broken]
+    await session.look(PNG)
+    assert session.stored() == [name]
+    # also if somebody removes it
+    (session.gateway.directory / "images" / name).unlink()
+    session.says("red")
     await session.look(PNG)
     assert session.stored() == [name]

@@ -136,6 +136,8 @@ def command(tmp_path, capsys):
         ("--host 0.0.0.0", "give --admin-token"),
         ("--chat-template-kwargs {", "--chat-template-kwargs {: not"),
         ("--chat-template-kwargs [1]", "--chat-template-kwargs [1]: not"),
+        # no escape sequence reaches a terminal
+        ("--chat-template-kwargs \x1b[2J", "--chat-template-kwargs \\x1b[2J: not"),
     ],
 )
 def test_serve_refuses_options_that_do_not_fit(command, tmp_path, options, says):
@@ -238,7 +240,7 @@ def never_healthy(match, *arguments, **options):
 def test_a_server_that_does_not_start(python, tmp_path, capfd, monkeypatch, pids):
     reason = r"was never healthy: it ended with exit code \d+\. .*logs/engine\.log"
     never_healthy(reason, python, tmp_path, "--fake", "broken")
-    assert capfd.readouterr().err == "loading\nthere is no GPU\n"
+    assert capfd.readouterr().err == "loading\n\\x1b[31mthere is no GPU\n"
     mute = ["--fake", "mute", "--pids", str(pids)]
     reason = r"never healthy: it did not answer in time"
     never_healthy(reason, python, tmp_path, *mute, start_seconds=1)
@@ -251,6 +253,7 @@ def test_a_server_that_does_not_start(python, tmp_path, capfd, monkeypatch, pids
 def launching(tmp_path, python, model, pids, *server):
     """``trajkit serve --launch`` as a process."""
     options = ["--engine", "sglang", "--launch", model, "--launch-python", python]
+    options += ["--past-reasoning", "sampled"]
     after = ["--", "--pids", str(pids), *server]
     return serving(tmp_path, *options, after=after)
 
@@ -265,7 +268,8 @@ def test_serve_launches_and_records_until_it_is_interrupted(
         code, output, errors = stop(gateway, signal.SIGINT)
     assert (code, output) == (cli.DONE, "")
     assert f"its log is {tmp_path}/run/engine.log" in errors
-    assert (where["prompts"]["mode"], where["prompts"]["rendered"]) == ("append", {})
+    shown = [where["prompts"][name] for name in ("mode", "past_reasoning", "rendered")]
+    assert shown == ["append", "sampled", {}]
     until_ended(read_pids(pids))
     (turn,) = tk.read_turns(where["turns"]).to_pylist()
     assert turn["session_id"] == opened["session_id"]
@@ -384,6 +388,10 @@ def test_openings_that_are_refused_and_one_id_at_once(tmp_path):
                 for head in ({"origin": "http://evil.example"}, {"host": "evil.org"}):
                     answer = post(f"{url}/{path}", {}, **ADMIN, **head)
                     assert answer.status_code == 403, answer.text
+        # before the body is read
+        head = b"POST /sessions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        answer = exchanged(urls[1], head + b"Content-Length: 9\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 401")
         # the refused ones left no trace
         clients[0].open("a")
         with pytest.raises(GatewayError, match="max_turns"):

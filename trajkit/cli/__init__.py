@@ -101,7 +101,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def say(text: str) -> None:
     """Print a message as one line on stderr."""
-    sys.stderr.write(f"trajkit: {' '.join(shown(text).split())}\n")
+    sys.stderr.write(f"trajkit: {visible(' '.join(shown(text).split()))}\n")
+
+
+def visible(text: str) -> str:
+    """The text with escapes for all characters that do not show or move others."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def shown(text: str) -> str:

@@ -22,9 +22,9 @@ from trajkit.analysis.branches import SENT_AGAIN, named_drift
 from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
 from trajkit.analysis.tokenizer import Codec
 from trajkit.analysis.words import COUNT_WORDS, LOSS_GROUPS, LOSS_WORDS, count
-from trajkit.cli import BAD_DATA, DONE
+from trajkit.cli import BAD_DATA, DONE, visible
 from trajkit.cli import options as opt
-from trajkit.cli.screen import Progress, share, text_table, visible
+from trajkit.cli.screen import Progress, share, text_table
 from trajkit.cli.view import marked, rows_of_trainer
 from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in

@@ -12,6 +12,8 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 from rich.theme import Theme
 
+from trajkit.cli import visible
+
 Fragment: TypeAlias = tuple[str, str]
 """A text and the name of its style."""
 
@@ -25,14 +27,6 @@ STYLES = {
     "special": "bold magenta",
     "fold": "dim italic",
 }
-
-
-def visible(text: str) -> str:
-    """The text with escapes for all characters that do not show or move others."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text
-    )
 
 
 def share(part: int, whole: int) -> str:

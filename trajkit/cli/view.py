@@ -17,7 +17,8 @@ import trajkit as tk
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.analysis.words import count
 from trajkit.cli import options as opt
-from trajkit.cli.screen import Fragment, Progress, Screen, visible
+from trajkit.cli import visible
+from trajkit.cli.screen import Fragment, Progress, Screen
 from trajkit.errors import ArgumentError, FormatError, SchemaError
 from trajkit.files.arrow import table_kind
 from trajkit.files.formats import format_of, paths_in, replacing

@@ -57,7 +57,6 @@ class _Call:
             output_logprobs=np.array(self.logprobs, np.float32),
             finish_reason=finish_reason,
             weight_versions=tuple(spans),
-            prompt_tokens=self.n_prompt,
         )
 
 

@@ -183,7 +183,6 @@ class ImageStore:
         self.limits = limits or ImageLimits()
         self.requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
         self._writing = Lock()
-        self._stored = set[str]()  # names
 
     def take(self, images: Sequence[Image]) -> list[Image]:
         """Return the images of a request, the same object for the same image.
@@ -203,24 +202,27 @@ class ImageStore:
 
     async def write(self, images: Collection[Image]) -> None:
         """Write the images that have no file; raises `GatewayError` (500)."""
-        if not self._stored.issuperset(image.name for image in images):
+        if self._missing(images):
             await asyncio.to_thread(self._write, images)
 
+    def _missing(self, images: Collection[Image]) -> dict[Path, Image]:
+        """The images that have no file, by their paths."""
+        paths = {self.directory / image.name: image for image in images}
+        return {path: image for path, image in paths.items() if not path.exists()}
+
     def _write(self, images: Collection[Image]) -> None:
-        # two requests may bring the same image
+        # two requests may bring the same image, and two workers
         with self._writing:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                new = {i.name: i for i in images if i.name not in self._stored}
-                for name, image in new.items():
-                    temporary = self.directory / f".{name}"
+                for path, image in self._missing(images).items():
+                    temporary = path.with_name(f".{path.name}.{os.getpid()}")
                     with temporary.open("wb") as file:
                         file.write(image.data)
                         if self.fsync:
                             file.flush()
                             os.fsync(file.fileno())
-                    temporary.replace(self.directory / name)
-                    self._stored.add(name)
+                    temporary.replace(path)
             except OSError as error:
                 message = f"the image could not be written: {error}"
                 raise GatewayError(message, 500, code="log_failed") from error

@@ -38,7 +38,6 @@ from trajkit_shim.json_input import (
     as_list,
     as_name,
     as_number,
-    as_object,
     list_of,
     refuse,
 )
@@ -281,9 +280,8 @@ def parse_sampling(
     return {name: value for name, value in read if value is not None}
 
 
-def parse_fixed(value: object) -> SamplingParams:
+def parse_fixed(fields: Fields) -> SamplingParams:
     """Read a session's ``sampling``: as in a chat request, with ``extra`` as it is."""
-    fields = Fields({} if value is None else as_object(value, "sampling"), "sampling")
     fields.only({*_READERS, "extra"})
     extra = fields.get_object("extra")
     return {**parse_sampling(fields), **({"extra": extra} if extra else {})}

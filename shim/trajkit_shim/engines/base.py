@@ -60,9 +60,7 @@ class Sample:
     finish_reason: str | None  # the engine's own word: stop, length, abort, ...
     weight_versions: tuple[WeightSpan, ...] = ()
     cached_tokens: int | None = None  # prompt tokens taken from the prefix cache
-    # the prompt that the engine consumed: its length, and its ids
-    prompt_tokens: int | None = None
-    prompt_ids: npt.NDArray[np.int32] | None = None
+    prompt_ids: npt.NDArray[np.int32] | None = None  # that the engine consumed
     # (n_prompt + n_output - 1, n_layers, n_experts): of every token but the last
     routed_experts: npt.NDArray[np.int16] | None = None
     # for each output id the ids that could have been drawn in its place, itself included

@@ -11,7 +11,6 @@ import secrets
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -121,10 +120,10 @@ def accept(
     for i, ((logprob, label), token) in enumerate(
         zip(scored, ids.tolist(), strict=True)
     ):
-        # True is no number; JSON has null for a number that is not finite
-        finite = logprob is not None and (
-            type(logprob) is not float or isfinite(logprob)
-        )
+        # True is no number; JSON has null for a number that is not finite, and a float32
+        # has no larger one
+        finite = type(logprob) is not float or abs(logprob) < 1e38
+        finite = finite and logprob is not None
         where = f"logprob {i}"
         if type(label) is not int or label != token:
             message = f"{where} is of token {label!r}, not {token}"
@@ -139,6 +138,9 @@ def accept(
         numbers = as_ids("weight version's range", ends).tolist()
         versions.append(base.WeightSpan(version, *numbers))
     known = all(span.version is not None for span in versions)
+    # half a surrogate pair is an error, which the log cannot have
+    "".join(str(span.version) for span in versions).encode()
+    str(finish_reason).encode()
     cached = counts.get("cached_tokens")
     possible = type(cached) is int and 0 <= cached <= n_prompt
     listed = mask is None or isinstance(mask, list)
@@ -151,7 +153,6 @@ def accept(
         finish_reason=finish_reason,
         weight_versions=tuple(versions) if known else (),
         cached_tokens=cached if possible else None,
-        prompt_tokens=n_prompt,
         prompt_ids=None if prompt_ids is None else as_ids("prompt ids", prompt_ids),
         routed_experts=experts,
         sampling_mask=mask,
@@ -182,9 +183,8 @@ def _faults(
     info: base.EngineInfo,
 ) -> Iterator[str]:
     ids, consumed, mask = sample.output_ids, sample.prompt_ids, sample.sampling_mask
-    n_consumed = sample.prompt_tokens if consumed is None else len(consumed)
-    if n_consumed not in (None, len(prompt_ids)):
-        wrong = f"{n_consumed} prompt tokens but was given {len(prompt_ids)}"
+    if consumed is not None and len(consumed) != len(prompt_ids):
+        wrong = f"{len(consumed)} prompt tokens but was given {len(prompt_ids)}"
         yield f"another prompt's reply: it consumed {wrong}"
     if consumed is not None and (i := _first(consumed != prompt_ids)) is not None:
         wrong = f"{consumed[i]} as token {i} but was given {prompt_ids[i]}"

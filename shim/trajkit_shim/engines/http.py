@@ -36,9 +36,11 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 _IDLE_SECONDS = 3.0
 # statuses of a server that are the client's fault, or that pass; others are 502
 _SHOWN = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}
+# of a call that the server may still be working on: a proxy gave it up
+_UNANSWERED = None, 502, 504
 # raised by what has missing, mistyped or too large fields
 UNREADABLE: tuple[type[Exception], ...] = ArithmeticError, AttributeError, LookupError
-UNREADABLE += RecursionError, SyntaxError, TypeError, ValueError
+UNREADABLE += MemoryError, RecursionError, SyntaxError, TypeError, ValueError
 
 
 def _open_socket(address: tuple[Any, ...]) -> socket.socket:
@@ -253,7 +255,7 @@ class HttpEngine(ABC):
             reply = await server.post(self.generate_path, body)
         except (asyncio.CancelledError, EngineError) as error:
             # a server behind a proxy would continue to sample
-            if getattr(error, "answered", None) is None:
+            if getattr(error, "answered", None) in _UNANSWERED:
                 await self._abort(server, request.request_id)
             raise
         # they are about ten million numbers for a long call
@@ -362,7 +364,8 @@ def read_experts(
         raise EngineError(f"{where} no routed_experts: it needs {needs}")
     data, rows = base64.b64decode(packed, validate=True), n_tokens - 1
     if server == VLLMEngine.server_name:
-        experts = np.load(io.BytesIO(data), allow_pickle=False)
+        # `np.load` would also take an archive
+        experts = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     else:
         experts = np.frombuffer(data, "<i4")
         if rows * per_token and not len(experts) % (rows * per_token):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx
 
+from trajkit_shim.serve import plain
+
 # how long the server may take to end after SIGTERM
 _STOP_SECONDS = 10.0
 
@@ -64,7 +66,7 @@ def running_server(
                 why = f"it ended with exit code {process.returncode}"
             if why is not None:
                 lines = log.read_bytes()[begin:].decode("utf-8", "replace").splitlines()
-                sys.stderr.write("\n".join(lines[-20:]) + "\n")
+                sys.stderr.write(plain("\n".join(lines[-20:])) + "\n")
                 where = f"The end of its log, {log}, is above"
                 message = f"the engine's server was never healthy: {why}. {where}"
                 raise ConnectionError(message)

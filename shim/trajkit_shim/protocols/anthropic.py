@@ -16,9 +16,13 @@ from trajkit_shim.protocols.base import WireProtocol
 # Start of a line that Claude Code puts before its system prompt, for its provider. It
 # differs between conversations (version 2.1.197).
 _BILLING = "x-anthropic-billing-header:"
+# The official client then sends its conversations without a thread.
+_NO_THREADS = "thread_unsupported_request"
 
 
 def _parse(fields: Fields) -> chat.ChatRequest:
+    base.refuse_fields(fields, base.STORED, "thread", code=_NO_THREADS)
+    base.refuse_fields(fields, "ask for a summary in a message", "compaction")
     messages = _system(fields, "system")
     for read in fields.each("messages", _read):
         messages += read
@@ -165,7 +169,10 @@ def _error(error: GatewayError) -> Json:
     # these words make Claude Code compact
     too_long = "prompt is too long: {} tokens > {} maximum"
     kind, message = base.words_for(error, 0, too_long)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    shown: Json = {"type": kind, "message": message}
+    if error.code == _NO_THREADS:
+        shown["details"] = {"error_code": error.code}
+    return {"type": "error", "error": shown}
 
 
 ANTHROPIC = WireProtocol(

@@ -147,12 +147,16 @@ def chat_request(
     )
 
 
-def refuse_stored(fields: Fields, *names: str) -> None:
-    """Refuse fields that name what a server of this protocol would have stored."""
+STORED = "nothing is stored here: send the entire conversation"
+
+
+def refuse_fields(
+    fields: Fields, rule: str, *names: str, code: str = "unsupported_parameter"
+) -> None:
+    """Refuse fields without which the request would mean something else."""
     for name in names:
-        if fields.peek(name) is not None:
-            rule = "nothing is stored here: send the entire conversation"
-            fields.refuse(name, rule, "unsupported_parameter")
+        if fields.peek(name):
+            fields.refuse(name, rule, code)
 
 
 def known_role(message: Fields, roles: Collection[str]) -> str:

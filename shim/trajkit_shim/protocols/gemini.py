@@ -50,7 +50,7 @@ def _camel_case(value: Any) -> Any:
 
 def _parse(fields: Fields) -> chat.ChatRequest:
     fields.json = _camel_case(fields.json)
-    base.refuse_stored(fields, "cachedContent")
+    base.refuse_fields(fields, base.STORED, "cachedContent")
     system = fields.section("systemInstruction")
     system.peek("role")
     texts = map(_text, list(system.objects("parts")))

@@ -80,8 +80,7 @@ def _named(choice: Fields) -> str:
 def _parse_chat(fields: Fields) -> ChatRequest:
     options = fields.section("stream_options")
     fields.get("n", base.one_reply)
-    if fields.peek("functions"):
-        fields.refuse("functions", "offer them as tools", "unsupported_parameter")
+    base.refuse_fields(fields, "offer them as tools", "functions")
     tools = base.Tools()
     for tool in fields.objects("tools"):
         kind = tool.name("type")
@@ -211,7 +210,8 @@ _TOO_LONG = "context_length_exceeded"
 
 
 def _parse_responses(fields: Fields) -> ChatRequest:
-    base.refuse_stored(fields, "previous_response_id", "conversation", "prompt")
+    stored = "previous_response_id", "conversation", "prompt"
+    base.refuse_fields(fields, base.STORED, *stored)
     tools = base.Tools()
     _add_tools(tools, fields)
     return _request(

@@ -21,7 +21,7 @@ parser.add_argument("--fake")
 parser.add_argument("--pids")
 options, _ = parser.parse_known_args()
 if options.fake == "broken":
-    sys.exit(os.write(2, b"loading\nthere is no GPU"))
+    sys.exit(os.write(2, b"loading\n\x1b[31mthere is no GPU"))
 state = {"weight_version": "default", "paused": False, "updates": []}
 name = {"served_model_name": options.served_model_name}
 models = [{"id": options.served_model_name, "max_model_len": 65536}]

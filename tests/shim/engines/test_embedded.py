@@ -122,36 +122,19 @@ def test_each_reply_has_its_weight_and_each_spelling_its_drift(said, drift):
         assert math.isclose(one / two, drift**2, rel_tol=1e-4)
 
 
-@cases(
-    "choices",
-    {
-        "as it is": {},
-        "cold": {"temperature": 0.5},
-        "hot among four": {"temperature": 3.0, "top_k": 4},
-        "nucleus": {"top_p": 0.7, "top_k": -1},
-        "greedy": {"temperature": 0.0},
-    },
-)
-def test_score_gives_the_logprobs_that_sampling_gave(choices):
-    engine = saying(TALK, drift=0.3, seed=5)
-    for sample in drawn(engine, 20, **choices):
-        scored = score(engine, sample.output_ids, Sampling(max_new_tokens=1, **choices))
-        assert scored.dtype == sample.output_logprobs.dtype == np.float32
-        np.testing.assert_array_equal(scored, sample.output_logprobs)
-    # greedy is certain of the likeliest token
-    if choices == {"temperature": 0.0}:
-        text = VOCAB.decode(sample.output_ids.tolist())
-        assert text.startswith("Let me look.\n<tool")
-        assert (sample.output_logprobs == 0).all()
-
-
-def test_frequencies_agree_with_the_scores():
+def test_frequencies_and_logprobs_agree_with_the_scores():
     said = [Reply(("in is",), 2.0), Reply(("in",)), Reply(("in", Special("<think>")))]
     engine, n = saying(said, drift=0.4, seed=11), 4000
     choices, total = {"temperature": 2.0, "top_k": 3, "top_p": 0.9}, 0.0
-    seen = Counter(tuple(s.output_ids.tolist()) for s in drawn(engine, n, **choices))
+    samples, sampling = (
+        drawn(engine, n, **choices),
+        Sampling(max_new_tokens=1, **choices),
+    )
+    seen = Counter(tuple(sample.output_ids.tolist()) for sample in samples)
+    for sample in samples[:20]:
+        scored = score(engine, sample.output_ids, sampling)
+        np.testing.assert_array_equal(scored, sample.output_logprobs, strict=True)
     for ids in spellings(engine):
-        sampling = Sampling(max_new_tokens=1, **choices)
         chance = math.exp(score(engine, ids, sampling).sum())
         spread = math.sqrt(n * chance * (1 - chance))
         assert abs(seen[ids] - n * chance) <= 4 * spread + 1

@@ -179,11 +179,13 @@ REFUSED = [
     score("-1.5", "'-1.5': expected a number"),
     score(True, "True: expected a number"),
     score(10**400, "cannot be read"),
+    score(-1e39, "logits were not finite"),
     score(0.5, "is not a log-probability"),
     score(-9999.0, "missing or not finite"),
     *map(label, (5, "5", None)),
     *(("finish_reason", bad, f"finish_reason is {bad!r}") for bad in (5, "", True)),
     ("finish_reason", {"type": "stop"}, "finish_reason is"),
+    ("finish_reason", "\ud800", "cannot be read"),
     ("prompt_tokens", MISSING, "prompt_tokens is None: 10 were counted"),
     *(
         ("prompt_tokens", bad, f"prompt_tokens is {bad!r}")
@@ -195,6 +197,7 @@ REFUSED = [
     ("weight_versions", [{}], "cannot be read"),
     ("weight_versions", ["v"], "cannot be read"),
     ("weight_versions", spans((0, 6), names=[3]), "weight version is 3"),
+    ("weight_versions", spans((0, 6), names=["\ud800"]), "cannot be read"),
     ("weight_versions", spans((0, 5)), "cover 0:5 of 6"),
     ("weight_versions", spans((1, 6)), "cover 1:6 of 6"),
     ("weight_versions", spans((0, 4), (3, 6)), "cover 0:4, 3:6 of 6"),
@@ -253,7 +256,7 @@ async def test_what_is_read(kind):
     scored = field(kind, "logprobs")
     logprobs = [e[0] if kind == "sglang" else e["logprob"] for e in scored]
     assert found.output_logprobs.tolist() == np.float32(logprobs).tolist()
-    assert (found.finish_reason, found.prompt_tokens) == ("length", len(PROMPT))
+    assert found.finish_reason == "length"
     (span,) = found.weight_versions
     assert (span.start, span.stop) == (0, 6)
 
@@ -335,6 +338,7 @@ async def test_no_id_follows_one_that_ends_the_reply(kind):
         ("sglang", {"text": "slow down", "status": 429}, 503, "429: slow down"),
         ("sglang", {"text": "no", "status": 401}, 502, "401: no"),
         ("sglang", {"status": 404}, 502, "404"),
+        ("sglang", {"status": 504}, 502, "504"),
         ("sglang", {"status": 307, "headers": {"location": "/v1/models"}}, 502, "307"),
         ("sglang", {"text": '{"error": "x"}', "status": 500}, 502, "500: "),
         ("sglang", {"text": "hello"}, 502, "answer .*generate cannot be read: .*Exp"),
@@ -350,8 +354,8 @@ async def test_what_the_server_refuses_or_fails(kind, answer, status, match):
     async with double.engine() as engine:
         with raises(EngineError, match, status=status):
             await sample(engine)
-    # a refused call needs no abort
-    assert not any("abort" in path for path, _ in double.asked)
+    # a refused call needs no abort, but one that a proxy gave up
+    assert any("abort" in path for path, _ in double.asked) == (match == "504")
 
 
 @EACH
@@ -779,9 +783,11 @@ async def test_the_experts_that_tokens_were_routed_to():
         ),
         ("vLLM", packed("vLLM", np.zeros((15, 6), np.uint8)), r"shape \(15, 6\)"),
         ("vLLM", packed("vLLM", np.zeros((15, 2, 3))), "experts that are float64"),
-        ("vLLM", packed("vLLM", np.array([[[{}]]], object)), "allow_pickle"),
+        ("vLLM", packed("vLLM", np.array([[[{}]]], object)), "allow_pickle|Object"),
         ("vLLM", "====", "[Pp]adding|data"),
-        ("vLLM", "AAAA", "EOF|pickle|empty"),
+        ("vLLM", "AAAA", "EOF"),
+        ("vLLM", "", "EOF"),
+        ("vLLM", base64.b64encode(b"PK\3\4").decode(), "magic|EOF"),
         ("vLLM", 7, "gave no routed_experts"),
     ],
 )

@@ -261,6 +261,7 @@ REFUSED = {
         ({CHOICE: {"type": "required"}}, "tool_choice.type"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"), ({"top_p": 2}, "top_p"),
         ({"output_config": {"format": {}}}, "output_config.format.type"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
     ],
     "openai_responses": [
         ({"input": []}, "input"), ({"input": None}, "input"), ({"input": 3}, "input"),

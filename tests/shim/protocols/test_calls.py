@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import asdict
 from itertools import chain
 
+import anthropic
 import pytest
 
 from tests.shim.clients import BODIES, BY_NAME, NAMES, TOOLS, USER
@@ -319,6 +320,21 @@ async def test_items_of_replies_may_be_named_by_their_ids(start):
     for unknown in ("msg_x_0", "x", f"{items[0]['id']}9"):
         error = await session.error(400, name, input=[{**named[0], "id": unknown}])
         assert f"input[0].id: {unknown!r} is of no reply" in error["message"]
+
+
+async def test_the_official_runner_of_tools_sends_whole_conversations(start):
+    """By default the server holds them in a thread, and the runner sends what is new."""
+
+    @anthropic.beta_async_tool
+    async def f(n: float) -> str:
+        """F."""
+        return str(n)
+
+    gateway = await start(CALL, "done")
+    client = gateway.anthropic((await gateway.open()).key)
+    asked = {"model": "any", "max_tokens": 99, "messages": [USER], "tools": [f]}
+    reply = await client.beta.messages.tool_runner(**asked).until_done()
+    assert (reply.content[0].text, len(gateway.turns()[1]["messages"])) == ("done", 3)
 
 
 @cases(

@@ -175,29 +175,23 @@ def agents(start):
 
 
 async def test_a_conversation_with_the_prompt_of_a_call(agents):
-    ask = await agents("hi", dispatch(f"  {PROMPT}\n"), "a", "b", "c")
+    ask = await agents("hi", dispatch(f"  {PROMPT}\n"), *"abcd")
     hello, first = await ask("Do it.")
     (call,), second = await ask("Do it.", said(hello), "Now.")
+    # a conversation that goes on is started by nothing, also if its user says the same
+    _, same = await ask("Do it.", said(hello), PROMPT)
     # the client puts a reminder around the prompt
     reply, root = await ask(f"<reminder/>\n{PROMPT}\n")
     _, later = await ask(f"<reminder/>\n{PROMPT}\n", said(reply), "Go on.")
     _, other = await ask("Something that no call contains.")
-    assert first == second == later == other == NOTHING
+    assert first == second == same == later == other == NOTHING
     assert root == (1, call["id"])
     turns = ask.gateway.table()
     lines = tk.analysis.call_tree(turns, turns["session_id"][0].as_py())
     assert [line for line in lines if "started" in line] == [
-        line for line in lines if "turn 2:" in line
+        line for line in lines if "turn 3:" in line
     ]
     assert any(line.endswith("sub-agent, started by turn 1") for line in lines)
-
-
-async def test_a_conversation_that_goes_on_is_started_by_nothing(agents):
-    """Also where its user says what a call asks for that started no agent yet."""
-    ask = await agents("hi", dispatch(PROMPT), "a")
-    hello, _ = await ask("Do it.")
-    await ask("Do it.", said(hello), "Now.")
-    assert (await ask("Do it.", said(hello), PROMPT))[1] == NOTHING
 
 
 async def test_equal_prompts_get_their_calls_in_order(agents):

@@ -292,7 +292,7 @@ OWN = ("gateway:1", "127.0.0.1:1", "[::1]:1", "host.docker.internal", "mine.exam
     ],
 )
 async def test_no_route_answers_a_web_page(start, headers, code):
-    gateway = await start(hosts=["mine.example"])
+    gateway = await start(hosts=["Mine.example"])
     routes = [(r.path, m) for r in gateway.app.routes for m in r.methods]
     assert len(routes) > 40
     for path, method in routes:
