@@ -849,10 +849,8 @@ def test_a_sandbox_that_cannot_be_removed_does_not_keep_a_run_from_its_end(tmp_p
 
 
 class Deadly:
-    """Ends the process that reads it."""
-
     def __reduce__(self):
-        return os._exit, (3,)
+        return os._exit, (3,)  # it ends the process that reads it
 
 
 def test_a_gateway_that_ends_while_it_starts_is_named(monkeypatch):
