@@ -87,9 +87,10 @@ def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
         assert not agent.exec(["find", "-name", "*~*"], timeout_s=60).stdout
 
 
-def test_a_callback_that_is_no_url_is_told_before_anything_runs():
-    with pytest.raises(ValueError, match="http://"):
-        Callback("http://host:port")
+@pytest.mark.parametrize("url", ["http://host:port", "localhost:9000"])
+def test_a_callback_that_is_no_url_is_told_before_anything_runs(url):
+    with pytest.raises(ValueError, match=f"--callback '{url}': "):
+        Callback(url)
 
 
 def test_directories_that_an_agent_closed_are_removed(tmp_path, monkeypatch):
@@ -104,11 +105,13 @@ def test_directories_that_an_agent_closed_are_removed(tmp_path, monkeypatch):
         outside.mkdir(mode=0o755)
         (root / "a/b").mkdir(parents=True)
         (root / "a/b/c").write_text("c")
+        (outside / "kept").touch()
         (root / "link").symlink_to("../outside")
         os.chmod(root / "a/b", 0)
         os.chmod(root / "a", 0o555)
         remove(root)
         assert not root.exists()
         assert stat.S_IMODE(os.stat(outside).st_mode) == 0o755
+        assert (outside / "kept").exists()
     finally:
         os.seteuid(user)

@@ -11,8 +11,8 @@ import pytest
 from tests.rollout.test_sandbox import PYTEST, sandbox
 from trajkit.errors import FormatError
 from trajkit_rollout.grade import AgentError, StageError, Workspace, grade
-from trajkit_rollout.sandbox import Limits, LocalSandbox, pack
-from trajkit_rollout.tasks import read_tasks
+from trajkit_rollout.sandbox import LocalSandbox
+from trajkit_rollout.tasks import Limits, pack, read_tasks
 
 
 def task_of(tmp_path, **fields):
@@ -354,7 +354,7 @@ def test_all_that_a_task_says_is_read(tmp_path):
     [
         ({"id": "a.b"}, "id: 'a.b'"),
         ({"prompt": 3}, "prompt: a number, not a string"),
-        ({"prompt": None}, "prompt: null"),
+        ({"prompt": None}, "prompt: an empty string"),
         ({"colour": "red"}, "colour: unknown key"),
         ({"workdir": "work"}, "workdir: 'work' is not an absolute path"),
         ({"agent": {"max_turns": 0}}, "agent.max_turns: 0 is not in [1, "),
