@@ -7,6 +7,13 @@ from tests.oracles import rows as reference
 from trajkit.schema import TURNS_DELTA
 
 
+def call(session, prompt, output=(3,), **more):
+    """A record of a call."""
+    ids = {"prompt_ids": [*prompt], "output_ids": [*output]}
+    logprobs = [-0.5] * len(output)
+    return {"session_id": session, **ids, "output_logprobs": logprobs, **more}
+
+
 def by_session(turns):
     """session_id -> its turns, in order of first appearance."""
     sessions = {}

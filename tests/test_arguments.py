@@ -11,6 +11,7 @@ import pytest
 
 import trajkit as tk
 from tests.file_stages import linearize_file
+from trajkit.analysis import call_tree, metrics
 from trajkit.errors import (
     ArgumentError,
     FormatError,
@@ -38,33 +39,29 @@ class Batch(dict):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"prompt_mesages": []}, "'prompt_mesages' and no 'prompt_messages': did you"),
-        ({"trainabel": True}, "record 0 has the key .* did you mean 'trainable'"),
-        ({"output_logprobs": [{3: 1}, {4: 1}]}, "logprobs are numbers"),
-        ({"output_logprobs": [(-1, 3, None)] * 2}, "logprobs are numbers"),
-        ({"output_logprobs": {"content": []}}, "a list or an array of numbers"),
-        ({"prompt_ids": Batch(input_ids=[[1], [2]])}, "turn 0: prompt_ids"),
-    ],
-)
-def test_a_record_with_a_wrong_value_or_key_is_refused(changed, said):
-    with pytest.raises(InvalidTurnsError, match=said):
-        tk.from_records([{**CALL, **changed}])
-
-
-@pytest.mark.parametrize(
     ("record", "said"),
     [
         ("x", "record 0 is a str: expected a dict with the keys session_id"),
         ({"id": 1}, "record 0: no session_id, only id"),
         (
             {"session_id": "a", "prompt": []},
-            "turn 0: the record has the keys session_id, prompt: expected prompt_ids",
+            "the keys session_id, prompt: expected prompt",
         ),
+        (
+            CALL | {"prompt_mesages": []},
+            "'prompt_mesages' and no 'prompt_messages': did you",
+        ),
+        (
+            CALL | {"trainabel": True},
+            "record 0 has the key .* did you mean 'trainable'",
+        ),
+        (CALL | {"output_logprobs": [{3: 1}, {4: 1}]}, "logprobs are numbers"),
+        (CALL | {"output_logprobs": [(-1, 3, None)] * 2}, "logprobs are numbers"),
+        (CALL | {"output_logprobs": {"content": []}}, "a list or an array of numbers"),
+        (CALL | {"prompt_ids": Batch(input_ids=[[1], [2]])}, "turn 0: prompt_ids"),
     ],
 )
-def test_what_is_no_call_is_said_to_be_none(record, said):
+def test_a_record_with_a_wrong_value_or_key_is_refused(record, said):
     with pytest.raises(InvalidTurnsError, match=said):
         tk.from_records([record])
 
@@ -202,6 +199,10 @@ def test_tables_of_other_libraries_are_taken(make, tmp_path):
     assert tk.read_turns(make(TURNS)) == TURNS
     assert tk.expand(tk.compact(make(TURNS))).equals(TURNS)
     assert tk.verify(make(ROWS.drop_columns("spans")), TURNS).num_rows == 0
+    assert tk.check_rows(make(ROWS), make(TURNS)) == tk.check_rows(ROWS, TURNS)
+    report = tk.report(TURNS)
+    assert metrics(make(TURNS), make(report)) == metrics(TURNS, report)
+    assert call_tree(make(TURNS), "a") == call_tree(TURNS, "a")
     tk.write_turns(make(TURNS), tmp_path / "turns.parquet")
     assert tk.read_turns(tmp_path / "turns.parquet") == TURNS
     facts = pa.table({"session_id": ["a"], "reward": [2.0]})
@@ -228,6 +229,11 @@ def test_records_are_taken_where_turns_are():
     records = [{**CALL, "prompt_messages": [said]}]
     assert tk.linearize(records) == tk.linearize(tk.from_records(records))
     assert tk.compact(records) == tk.compact(tk.from_records(records))
+    assert call_tree(records, "a") == call_tree(tk.from_records(records), "a")
+    for make in (pa.Table.from_pylist, pl.DataFrame, pd.DataFrame):
+        assert tk.from_records(make(records)) == tk.from_records(records)
+        with pytest.raises(SchemaError, match=r"no column 'turn_index'.*from_records"):
+            tk.linearize(make([CALL]))
     with pytest.raises(
         SchemaError, match=r"'prompt_messages' .* trajkit\.from_records"
     ):

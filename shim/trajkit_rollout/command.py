@@ -28,7 +28,7 @@ from trajkit_rollout.tasks import read_tasks, task_files
 from trajkit_shim import cli as options
 
 if TYPE_CHECKING:
-    from trajkit_rollout.rollout import Rollouts
+    from trajkit_rollout.rollout import Rollout
 
 _SETTINGS, _ENGINE = Settings(), options.EngineOptions()
 
@@ -109,19 +109,18 @@ def rollout(
     given.tasks, given.admin_token = read_tasks(tasks), token or secrets.token_hex()
     post = None if callback is None else Callback(callback)
     ended, began = [], time.monotonic()
-    with ExitStack() as stack:
+    with options.terminable(), ExitStack() as stack:
         if self_test:
-            settings = replace(settings, harness="shell")
+            settings = replace(settings, harness="shell", repeat=2)
             out = Path(stack.enter_context(TemporaryDirectory()))
         assert out is not None
         run = Rollouts(given.tasks, settings, out, post, task_files(tasks))
         stack.enter_context(run)
         if self_test:
-            return _self_test(run, as_json=json)
+            return _self_test(run.run(None), as_json=json)
         if run.todo:
             if ray is None and (notes := run.try_out()) is not None:
                 sys.stderr.write(f"trajkit: warning: {notes}\n")
-            stack.enter_context(options.terminable())
             urls = gateway or [stack.enter_context(_gateway(given))]
             began = time.monotonic()
             ended = run.run(urls, given.admin_token, ray, resources)
@@ -136,7 +135,7 @@ def rollout(
         "graded": len(rewards),
         "mean_reward": fmean(rewards) if rewards else None,
         "failures": dict(errors.most_common()),
-        "callbacks_missed": None if post is None else post.missed,
+        "callbacks_missed": None if post is None else len(run.unsent),
         "seconds": time.monotonic() - began,
         "rollouts": [asdict(rollout) for rollout in ended],
     }
@@ -152,12 +151,12 @@ def _gateway(arguments: SimpleNamespace) -> Iterator[str]:
     # next to those of earlier calls
     logs = arguments.out / "turns"
     logs.mkdir(exist_ok=True)
-    job = arguments, logs / f"{len(list(logs.iterdir())):03d}"
+    job = logs / f"{len(list(logs.iterdir())):03d}", arguments
     with children("the gateway", _serve, [job]) as (gateway,):
         yield gateway.received()
 
 
-def _serve(arguments: SimpleNamespace, say: Callable[[str], None], log: Path) -> None:
+def _serve(log: Path, say: Callable[[str], None], arguments: SimpleNamespace) -> None:
     from trajkit_rollout.demo import solve
     from trajkit_shim.serve import listen, running
 
@@ -174,9 +173,9 @@ def _serve(arguments: SimpleNamespace, say: Callable[[str], None], log: Path) ->
         signal.pause()
 
 
-def _self_test(rollouts: "Rollouts", *, as_json: bool) -> int:
+def _self_test(ended: list["Rollout"], *, as_json: bool) -> int:
     records = []
-    for rollout in rollouts.self_test():
+    for rollout in sorted(ended, key=lambda each: (each.group_id, each.sample)):
         change, expected = [("solution", 1.0), ("no change", 0.0)][rollout.sample]
         record = {"task": rollout.group_id, "change": change, "reward": rollout.reward}
         why = rollout.error or "; ".join(rollout.findings)

@@ -28,13 +28,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from trajkit_rollout.sandbox import (
-    CommandResult,
-    Sandbox,
-    pack,
-    program,
-)
-from trajkit_rollout.tasks import Task
+from trajkit_rollout.sandbox import CommandResult, Sandbox, program
+from trajkit_rollout.tasks import Task, pack
 
 _GIT_SECONDS = 300.0
 _WHO = ("GIT_AUTHOR", "GIT_COMMITTER")

@@ -10,11 +10,12 @@ import importlib
 import json
 import logging
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,9 +39,9 @@ from trajkit_rollout.grade import (
     grade,
     variables,
 )
-from trajkit_rollout.sandbox import LimitError, Sandbox, SandboxError, SandboxSpec, pack
+from trajkit_rollout.sandbox import LimitError, Sandbox, SandboxError, SandboxSpec
 from trajkit_rollout.settings import Settings
-from trajkit_rollout.tasks import Task
+from trajkit_rollout.tasks import Task, pack
 from trajkit_shim.client import GatewayClient
 from trajkit_shim.errors import GatewayError
 
@@ -199,7 +200,7 @@ class Attempt:
         rollout, fault, patch = self.rollout, None, b""
         folder = self.out / "sessions" / rollout.session_id
         folder.mkdir(parents=True)
-        with self.sandbox(f"{rollout.session_id}-agent") as sandbox:
+        with self.sandbox("agent") as sandbox:
             self.settings.check(sandbox, [self.out])
             workspace = Workspace(self.task, sandbox)
             workspace.prepare()
@@ -269,7 +270,7 @@ class Attempt:
         """
         rollout, caused = self.rollout, False
         try:
-            with self.sandbox(f"{rollout.session_id}-grade") as sandbox:
+            with self.sandbox("grade") as sandbox:
                 copy = Workspace(self.task, sandbox)
                 copy.prepare()
                 caused = fault is not None or bool(patch)
@@ -292,7 +293,7 @@ class Attempt:
             reason = error
         if not isinstance(reason, AgentError):
             # unless no sandbox starts here any more, the agent's changes are the reason
-            with self.sandbox(f"{rollout.session_id}-again") as sandbox:
+            with self.sandbox("again") as sandbox:
                 Workspace(self.task, sandbox).prepare()
         rollout.findings.append(visible(f"cannot be graded: {reason}"))
         rollout.reward = 0.0
@@ -306,32 +307,27 @@ class Attempt:
         task = self.task
         if task.solution is None:
             raise StageError("self-test", "the task has no solution")
-        with self.sandbox(f"{self.rollout.session_id}-solution") as sandbox:
+        with self.sandbox("solution") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
             folder = sandbox.map_path("/solution") if task.solve else workspace.path
             sandbox.put(task.solution, folder)
             solve = task.solve.replace("{solution}", folder)
-            workspace.shell("self-test", solve, task.agent.timeout_s, AGENT_ENV)
+            env = {**AGENT_ENV, **variables(task.solve_env)}
+            workspace.shell("self-test", solve, task.agent.timeout_s, env)
             return workspace.diff()
 
-    def sandbox(self, name: str) -> Sandbox:
-        """Return a sandbox, which starts as a context manager."""
+    def sandbox(self, role: str) -> Sandbox:
+        """Return a sandbox, in the place of one that an attempt at the sample left."""
         task, settings = self.task, self.settings
-        _, kind, options = settings.resolve()
+        image, (_, kind, options) = task.image or settings.image, settings.resolve()
         spec = SandboxSpec(
-            # container names must not contain ~
-            name=f"trajkit-{name.replace('~', '-')}",
+            name=f"trajkit-{self.rollout.session_id.partition('~')[0]}-{role}",
             scratch=self.out / "sandboxes",
-            image=task.image or settings.image,
-            limits=task.limits,
+            task=replace(task, image=image, env=variables(task.env)),
             path=settings.path,
             gateway=settings.gateway_url,
             options=options,
-            build=task.build,
-            plain=task.plain,
-            places=task.places,
-            env=variables(task.env),
             stopping=self.stopping,
         )
         return kind(spec)
@@ -360,7 +356,7 @@ def _finish(gateway: GatewayClient, session_id: str) -> Mapping[str, object]:
 
 
 class Callback:
-    """Posts each finished rollout to a URL, at most three times; failures are counted.
+    """Posts a rollout to a URL, at most three times; returns whether it was taken.
 
     An invalid URL raises `ArgumentError`.
     """
@@ -370,16 +366,17 @@ class Callback:
             self._url = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise ArgumentError(f"--callback {url!r}: {error}") from error
-        self.missed = 0
+        if self._url.scheme not in ("http", "https"):
+            raise ArgumentError(f"--callback {url!r}: begin with http:// or https://")
 
-    def __call__(self, rollout: Rollout) -> None:
+    def __call__(self, rollout: Rollout) -> bool:
         for pause in _PAUSES_SECONDS:
             with suppress(httpx.HTTPError):
                 options: Any = {"timeout": _CALLBACK_SECONDS, "trust_env": False}
                 if httpx.post(self._url, json=asdict(rollout), **options).is_success:
-                    return
+                    return True
             time.sleep(pause)
-        self.missed += 1
+        return False
 
 
 _Perform: TypeAlias = Callable[..., Rollout | None]
@@ -392,8 +389,9 @@ class Rollouts:
     ``rollouts.log``, which has a line for the run, and one for each rollout as it starts
     and as it ends. Raises `FormatError` if that is not possible: it is locked or invalid,
     or was started with another harness, sandbox, task or default of a key. ``on_end``:
-    called with each finished `Rollout`, on its thread. ``hidden``: files that no agent may
-    see, besides ``out``. `ArgumentError`: a setting is invalid.
+    called with each finished `Rollout`, on its thread; if it returned false or was killed,
+    the next run of the directory calls it again. ``hidden``: files that no agent may see,
+    besides ``out``. `ArgumentError`: a setting is invalid.
     """
 
     def __init__(
@@ -401,7 +399,7 @@ class Rollouts:
         tasks: Sequence[Task],
         settings: Settings,
         out: Path,
-        on_end: Callable[[Rollout], None] | None = None,
+        on_end: Callable[[Rollout], bool] | None = None,
         hidden: Sequence[Path] = (),
     ) -> None:
         self._settings, self._out, self._on_end = settings, out, on_end
@@ -412,6 +410,7 @@ class Rollouts:
         # the sessions in starting order, and the last one of each sample of a task
         self._sessions: dict[str, Rollout] = {}
         self._last: dict[tuple[str, int], Rollout] = {}
+        self.unsent = set[str]()  # sessions that ended, and that `on_end` has not taken
         self._run_id = secrets.token_hex(4)  # part of the names of all sessions
         out.mkdir(parents=True, exist_ok=True)
         self._file = (out / "rollouts.log").open("a+b")
@@ -422,9 +421,10 @@ class Rollouts:
             stack.pop_all()
         # group by group, so that the first groups are complete early
         wanted = [(t, sample) for t in tasks for sample in range(settings.repeat)]
-        # unfinished rollouts, and the number of those that earlier calls finished
+        # unfinished and unsent ones, and the number of those that earlier calls finished
         self.todo = [each for each in wanted if not self._is_over(*each)]
         self.before = len(wanted) - len(self.todo)
+        self._tasks = {task.id: task for task, _ in self.todo}
         if not self.todo:
             # the last call may have been killed before it did so
             self._write_table()
@@ -432,6 +432,8 @@ class Rollouts:
     def _is_over(self, task: Task, sample: int) -> bool:
         last = self._last.get((task.id, sample))
         if last is None or last.seconds is None:
+            return False
+        if self._on_end is not None and last.session_id in self.unsent:
             return False
         return last.error is None or not self._settings.retry_failed
 
@@ -460,9 +462,11 @@ class Rollouts:
                     rule = f"the run was started with {name} {was!r}, not {value!r}"
                     raise ValueError(rule)
             return
-        digest, rollout = record.pop("task"), Rollout(**record)
+        digest, sent = record.pop("task"), record.pop("sent", True)
+        rollout = Rollout(**record)
         if self._digests.setdefault(rollout.group_id, digest) != digest:
             raise ValueError(f"task {rollout.group_id!r} {_CHANGED}")
+        (self.unsent.discard if sent else self.unsent.add)(rollout.session_id)
         self._sessions[rollout.session_id] = rollout
         self._last[rollout.group_id, rollout.sample] = rollout
 
@@ -472,8 +476,9 @@ class Rollouts:
         self._file.flush()
         self._read(record)
 
-    def _write(self, rollout: Rollout) -> None:
-        self._append({"task": self._digests[rollout.group_id], **asdict(rollout)})
+    def _write(self, rollout: Rollout, *, sent: bool = True) -> None:
+        digest = self._digests[rollout.group_id]
+        self._append({"task": digest, "sent": sent, **asdict(rollout)})
 
     def _write_table(self) -> None:
         rows = []
@@ -490,9 +495,9 @@ class Rollouts:
 
         Returns what the sandbox exposes, and which limits the kernel does not hold.
         """
-        tasks = {task.id: task for task, _ in self.todo}.values()
-        attempts = [self._attempt(task, "try") for task in tasks]
-        with attempts[0].sandbox(f"try.{self._run_id}") as sandbox:
+        name, tasks = f"try-{self._run_id}", self._tasks.values()
+        attempts = [self._attempt(t, _begun(t, self._settings, name)) for t in tasks]
+        with attempts[0].sandbox("try") as sandbox:
             self._settings.check(sandbox, self._hidden)
             loose = dict[str, None]()
             for attempt in attempts:
@@ -504,7 +509,7 @@ class Rollouts:
 
     def run(
         self,
-        gateways: str | Sequence[str],
+        gateways: str | Sequence[str] | None,
         token: str = "",
         ray: str | None = None,
         resources: Mapping[str, float] = {},
@@ -512,22 +517,28 @@ class Rollouts:
         """Run all unfinished rollouts, and write the ``sessions`` table.
 
         What an interrupt ends has no result, and is repeated by the next call on the
-        directory. ``gateways``: their URLs. ``ray``: the address of a cluster whose workers
-        run them; each takes ``resources``. `ConnectionError`: a gateway cannot be used.
+        directory. ``gateways``: their URLs; None: no agent runs, sample 0 is the task's
+        solution, and each other one no change. ``ray``: the address of a cluster whose
+        workers run them; each takes ``resources``. `ConnectionError`: a gateway cannot be
+        used.
         """
         ended = []
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
         with ExitStack() as stack:
             job: dict[str, Any] = {"settings": self._settings, "out": self._out}
             job |= {"gateway": gateways, "token": token}
-            if ray is None:
+            if gateways is None:
+                perform: _Perform = self._test
+            elif ray is None:
                 with GatewayClient(gateways, token) as client:
                     client.models()
-                perform: _Perform = partial(run_task, **job, stopping=self._stopping)
+                perform = partial(run_task, **job, stopping=self._stopping)
             else:
                 cluster = importlib.import_module("ray")
                 if not cluster.is_initialized():
-                    cluster.init(ray, log_to_driver=False)
+                    cluster.init(ray)
+                    # it prints what workers print, and if none can have the resources
+                    stack.enter_context(redirect_stdout(sys.stderr))
                     stack.callback(cluster.shutdown)
                 perform = self._in_cluster(job, resources)
             progress = stack.enter_context(Progress("rollouts", "rollouts"))
@@ -542,17 +553,12 @@ class Rollouts:
                 progress.count(1)
         return ended
 
-    def self_test(self) -> Iterator[Rollout]:
-        """Grade each task's solution, and no change at all, without an agent."""
-        for task in {task.id: task for task, _ in self.todo}.values():
-            for sample in range(2):
-                attempt = self._attempt(task, "test", sample)
-                attempt.run(attempt.test)
-                yield attempt.rollout
+    def _test(self, task: Task, rollout: Rollout) -> Rollout:
+        attempt = self._attempt(task, rollout)
+        attempt.run(attempt.test)
+        return rollout
 
-    def _attempt(self, task: Task, run: str, sample: int = 0) -> Attempt:
-        """One that is not in the log."""
-        rollout = _begun(task, self._settings, f"{run}-{self._run_id}", sample)
+    def _attempt(self, task: Task, rollout: Rollout) -> Attempt:
         return Attempt(task, self._settings, rollout, self._out, self._stopping)
 
     def __enter__(self) -> Self:
@@ -564,6 +570,15 @@ class Rollouts:
             sandboxes.remove(self._out / "sandboxes")
 
     def _one(self, perform: _Perform, task: Task, sample: int) -> Rollout:
+        ended = self._last.get((task.id, sample))
+        if ended is None or ended.session_id not in self.unsent:
+            ended = self._tried(perform, task, sample)
+            self._write(ended, sent=self._on_end is None)
+        if self._on_end is not None and self._on_end(ended):
+            self._write(ended)
+        return ended
+
+    def _tried(self, perform: _Perform, task: Task, sample: int) -> Rollout:
         for _ in range(_MAX_DEATHS):
             if self._stopping.is_set():
                 raise Stopped
@@ -571,15 +586,9 @@ class Rollouts:
             attempt = 1 if last is None else last.attempt + 1
             started = _begun(task, self._settings, self._run_id, sample, attempt)
             self._write(started)
-            ended = perform(task, rollout=started)
-            if ended is not None:
-                break
-        else:
-            ended = _failed(started, f"ray: its worker died {_MAX_DEATHS} times")
-        self._write(ended)
-        if self._on_end is not None:
-            self._on_end(ended)
-        return ended
+            if (ended := perform(task, rollout=started)) is not None:
+                return ended
+        return _failed(started, f"ray: its worker died {_MAX_DEATHS} times")
 
     def _in_cluster(
         self, job: Mapping[str, Any], resources: Mapping[str, float]
@@ -588,13 +597,13 @@ class Rollouts:
         from ray.exceptions import RayError, RayTaskError
 
         remote: Any = ray.remote(max_retries=0)(run_task)
-        files = {task.id: ray.put(task) for task, _ in self.todo}
+        stored = {name: ray.put(task) for name, task in self._tasks.items()}
 
         def perform(task: Task, rollout: Rollout) -> Rollout | None:
             cpus, memory_mb = task.limits.cpus or 1, task.limits.memory_mb
-            options = {"memory": memory_mb << 20} if memory_mb else {}
-            start = remote.options(num_cpus=cpus, resources=resources, **options)
-            running = start.remote(files[task.id], **job, rollout=rollout)
+            takes = {"num_cpus": cpus, "memory": memory_mb and memory_mb << 20}
+            start = remote.options(**takes, resources=resources)
+            running = start.remote(stored[task.id], **job, rollout=rollout)
             try:
                 while not ray.wait([running], timeout=1.0)[0]:
                     if self._stopping.is_set():

@@ -5,7 +5,6 @@ Files are copied by commands, so a new kind needs only the abstract methods of `
 
 import asyncio
 import importlib
-import io
 import math
 import os
 import re
@@ -16,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tarfile
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -33,11 +31,14 @@ from tempfile import TemporaryFile
 from typing import Any, ClassVar, Self, TypeAlias
 from urllib.parse import urlsplit
 
+from trajkit_rollout.tasks import Task
+
 # an image may have to be fetched, and converted
 _START_SECONDS, _COPY_SECONDS, _STOP_SECONDS = 1800.0, 600.0, 60.0
 # a killed process that still exists after the last one waits for a disk
 _LOOK_SECONDS, _PIPE_SECONDS, _DYING_SECONDS = 0.05, 0.1, 5.0
-_PIECE_BYTES, _MAX_FILE, _MAX_OUTPUT = 1 << 16, 1 << 26, 1 << 28
+# the tail is the end of a command's log that its result holds
+_PIECE_BYTES, _TAIL_BYTES, _MAX_FILE, _MAX_OUTPUT_MB = 1 << 16, 1 << 16, 1 << 26, 256
 # exit code of a sandbox that failed before the command ran, as in `docker run`
 _FAILED = 125
 _SHARED_NETWORK = (
@@ -53,10 +54,6 @@ def program(name: str) -> str:
 
 MARK = "TRAJKIT_SANDBOX"
 """Environment variable of every process of a sandbox: its name, and ``/``."""
-
-# size of the end of a command's log that its result holds
-_TAIL_BYTES = 1 << 16
-
 
 Words: TypeAlias = Sequence[str]
 Variables: TypeAlias = Mapping[str, str]
@@ -93,32 +90,15 @@ class CommandResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Resource limits for the processes of one sandbox. ``None``: no limit."""
-
-    memory_mb: int | None = None  # MiB
-    cpus: float | None = None  # number of processors, may be fractional
-    processes: int | None = None  # processes and threads at once
-    file_mb: int | None = None  # MiB per file
-    disk_mb: int | None = None  # MiB of all files
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """A sandbox to create."""
 
     name: str  # unique among all running ones: letters, digits, ``.``, ``_`` and ``-``
     scratch: Path  # directory of this machine for the sandbox's files
-    image: str | None = None  # for kinds that need one
-    limits: Limits = field(default_factory=Limits)
+    task: Task = field(default_factory=Task)  # its image, limits, places and variables
     path: Words = ()  # folders of the sandbox to put first on ``PATH``
     gateway: str | None = None  # its URL as seen from there; default: derived
     options: Variables = field(default_factory=dict)  # of one kind of sandbox
-    # of the task: see `trajkit_rollout.tasks.Task`
-    build: str | None = None
-    plain: bool = False
-    places: Words = ()
-    env: Variables = field(default_factory=dict)
     # once it is set, the running command ends, and no other one starts
     stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -141,26 +121,23 @@ class Sandbox(ABC):
     _shown: Words = ()  # files and folders of this machine that commands see
 
     def __init__(self, spec: SandboxSpec) -> None:
-        defaults = {name: one.partition("|")[0] for name, one in self.options.items()}
-        self.spec, self.chosen = spec, {**defaults, **spec.options}
+        choices = {name: text.split("|") for name, text in self.options.items()}
+        self.spec, self.chosen = spec, {name: each[0] for name, each in choices.items()}
         for name, value in spec.options.items():
-            if name not in self.options:
-                known = ", ".join(self.options)
+            if name not in choices:
+                known = ", ".join(choices)
                 raise SandboxError(f"unknown option {name!r}; options: {known}")
-            valid = self.options[name].split("|")
-            if len(valid) > 1 and value not in valid:
-                rule = f"is not one of {', '.join(valid)}"
+            if len(choices[name]) > 1 and value not in choices[name]:
+                rule = f"is not one of {', '.join(choices[name])}"
                 raise SandboxError(f"{name} = {value!r} {rule}")
-        for name, limit in asdict(spec.limits).items():
+            self.chosen[name] = value
+        for name, limit in asdict(spec.task.limits).items():
             if limit is not None and name not in self.limits:
-                rule = (
-                    f"{name} = {limit}: a sandbox of kind {self.kind} cannot enforce it"
-                )
-                # a task of another project does not choose among sandboxes
-                if not spec.places:
-                    raise SandboxError(rule)
-                self.loose = (*self.loose, rule)
-        self._max_bytes = (spec.limits.disk_mb or 1024) << 20  # of a command's output
+                rule = f"a sandbox of kind {self.kind} cannot enforce it"
+                self.loose = (*self.loose, f"{name} = {limit}: {rule}")
+        # a task of another project does not choose among sandboxes
+        if self.loose and not spec.task.places:
+            raise SandboxError(self.loose[0])
 
     @abstractmethod
     def start(self) -> None:
@@ -168,7 +145,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     def _run(self, arguments: Words, env: Variables, **options: Any) -> CommandResult:
-        """Run one command; ``options`` are ``timeout_s``, ``stdin`` and ``log``."""
+        """Run one command; ``options`` are those of `run_here` but ``end``."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -177,6 +154,10 @@ class Sandbox(ABC):
     def _check(self) -> None:
         if self.spec.stopping.is_set():
             raise SandboxError("the sandbox was stopped")
+
+    def _kill(self) -> None:
+        """End what a command left that was killed at its timeout."""
+        self._run(killing(self.spec.name), {}, timeout_s=_STOP_SECONDS)
 
     def hide(self, paths: Iterable[Path]) -> None:
         """Raise `SandboxError` if one of these paths, or a part of it, can be seen."""
@@ -214,13 +195,18 @@ class Sandbox(ABC):
         path = "".join(f"{folder}:" for folder in self.spec.path)
         cwd = cwd or self.map_path("/work")
         folders = (path, self.map_path("/home"), self.map_path("/tmp"), cwd)
+        size_mb = self.spec.task.limits.disk_mb or _MAX_OUTPUT_MB
         done = self._run(
             ("sh", "-c", program("enter.sh"), "sh", *folders, *arguments),
-            {**self.spec.env, **env, MARK: f"{self.spec.name}/"},
+            {**self.spec.task.env, **env, MARK: f"{self.spec.name}/"},
             timeout_s=timeout_s,
             stdin=stdin,
             log=log,
+            check=self._check,
+            max_bytes=min(size_mb, _MAX_OUTPUT_MB) << 20,
         )
+        if done.code is None:
+            self._kill()
         refused = done.code and done.last_line.startswith(self.refusals)
         if done.code == _FAILED or refused:
             raise SandboxError(f"{self.spec.name}: {done.last_line}")
@@ -273,7 +259,7 @@ def run_here(
     timeout_s: float,
     stdin: bytes = b"",
     log: Path | None = None,
-    max_bytes: int = _MAX_OUTPUT,
+    max_bytes: int = _MAX_OUTPUT_MB << 20,
     check: Callable[[], None] = lambda: None,
     end: Callable[[], None] = lambda: None,
     pass_fds: Sequence[int] = (),
@@ -283,7 +269,6 @@ def run_here(
     Its process group ends with it. ``check`` is called often, and raises if the command
     has to end; ``end`` when the group has ended, before the output is complete.
     """
-    limit = min(max_bytes, _MAX_OUTPUT)
     # a disk may be full; an argument too long, or with a null character
     kinds = OSError, ValueError
     with _failing(f"{arguments[0]} cannot be run", *kinds), ExitStack() as stack:
@@ -312,25 +297,23 @@ def run_here(
         def copy(wait_s: float) -> bool:
             ready = waiting.select(wait_s)
             for key, _ in ready:
-                data, room = os.read(key.fd, _PIECE_BYTES), limit - key.data.tell()
+                data, room = os.read(key.fd, _PIECE_BYTES), max_bytes - key.data.tell()
                 if not data:
                     waiting.unregister(key.fileobj)
                 key.data.write(data[:room])
                 if len(data) > room:
-                    raise LimitError(f"its output is longer than {limit} bytes")
+                    raise LimitError(f"its output is longer than {max_bytes} bytes")
             return bool(ready)
 
         code, until = None, time.monotonic() + timeout_s
         try:
             while code is None and time.monotonic() < until:
                 check()
-                if waiting.get_map():
+                talks = bool(waiting.get_map())
+                if talks:
                     copy(_LOOK_SECONDS)
-                    code = process.poll()
-                else:
-                    # it said its last word, and ends soon
-                    with suppress(subprocess.TimeoutExpired):
-                        code = process.wait(_LOOK_SECONDS)
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(0 if talks else _LOOK_SECONDS)
         finally:
             # also what it started and left running
             with suppress(ProcessLookupError, PermissionError):
@@ -355,23 +338,10 @@ def remove(root: Path) -> None:
             raise OSError(done.stderr.decode(errors="replace").strip()[-300:])
 
 
-def pack(files: Mapping[str, bytes]) -> bytes:
-    """Return a tar archive of files by relative path."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            # scripts with a shebang line are executable
-            entry.mode = 0o755 if content.startswith(b"#!") else 0o644
-            tar.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
-
-
 # A sandbox of this machine's own processes
 
 # variables passed on from this process; keys and proxies are not
-_KEPT = ("LD_LIBRARY_PATH", "LC_ALL", "PATH")
+_PATHS = ("LD_LIBRARY_PATH", "PATH")
 _ENVIRONMENT = {"LANG": "C.UTF-8", "TERM": "dumb", "NO_PROXY": "127.0.0.1,localhost"}
 # the directory in the namespaces, the same in every sandbox: equal prompts stay equal
 _INSIDE = "/sandbox"
@@ -413,15 +383,15 @@ class LocalSandbox(Sandbox):
 
     def __init__(self, spec: SandboxSpec) -> None:
         super().__init__(spec)
-        if spec.image is not None and not spec.plain:
-            raise SandboxError(f"image = {spec.image!r}: a local sandbox has no image")
-        unwanted = self.chosen["namespaces"] == "no"
-        none = "namespaces = 'no'", "", False
-        missing, cgroup, limits_ids = none if unwanted else _abilities()
-        taken = ("/tmp", _INSIDE, *spec.places)
-        for place in spec.places:
-            around = [one for one in taken if f"{place}/".startswith(f"{one}/")]
-            if not _PLACE.fullmatch(place) or len(around) > 1:
+        task, limits, places = spec.task, spec.task.limits, spec.task.places
+        if task.image is not None and not task.plain:
+            raise SandboxError(f"image = {task.image!r}: a local sandbox has no image")
+        missing, cgroup, limits_ids = "namespaces = 'no'", "", False
+        if self.chosen["namespaces"] != "no":
+            missing, cgroup, limits_ids = _abilities()
+        for place in places:
+            outer = [each for each in ("/tmp", _INSIDE, *places) if _below(place, each)]
+            if not _PLACE.fullmatch(place) or len(outer) > 1:
                 rule = "expected a path without . and .., in no other place"
                 raise SandboxError(f"place {place!r}: {rule}")
             if missing:
@@ -438,11 +408,10 @@ class LocalSandbox(Sandbox):
         if missing:
             rule = "an agent can read and change this machine's files and processes"
             self.exposes = f"the local sandbox isolates nothing ({missing}): {rule}"
-        elif self._shares_network:
-            self.exposes = _SHARED_NETWORK
-        own = (*_SYSTEM, sys.base_prefix, sys.prefix, *spec.path)
-        self._shown = () if missing else own
-        limits, processes = spec.limits, spec.limits.processes or _PROCESSES
+        else:
+            self.exposes = _SHARED_NETWORK if self._shares_network else None
+            self._shown = (*_SYSTEM, sys.base_prefix, sys.prefix, *spec.path)
+        processes = limits.processes or _PROCESSES
         # the greatest process id of the namespace; empty: there is no limit
         self._last_id = str(_FIRST_ID + processes) if limits_ids else ""
         self._disk_mb = limits.disk_mb or (0 if missing else _DISK_MB)
@@ -454,8 +423,9 @@ class LocalSandbox(Sandbox):
 
     def start(self) -> None:
         # what the agent sees at one place must not say what is seen at another
-        places = [f"at{place}" for place in self.spec.places]
+        places = [f"at{place}" for place in self.spec.task.places]
         with _failing(self._root, OSError):
+            self._clear()  # what a killed run left
             for folder in [""] if self._isolated else ["home", "tmp", "work"]:
                 (self._root / folder).mkdir(parents=True, exist_ok=True)
             if not self._isolated:
@@ -474,30 +444,26 @@ class LocalSandbox(Sandbox):
                 raise OSError(answer.decode(errors="replace").strip())
 
     def _run(self, arguments: Words, env: Variables, **options: Any) -> CommandResult:
-        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        python = str(Path(sys.executable).parent)
-        kept["PATH"] = f"{python}:{kept.get('PATH', os.defpath)}"
-        for name in kept.keys() - {"LC_ALL"}:
-            # an empty or relative one would be a folder of the workspace
-            folders = [one for one in kept[name].split(":") if one.startswith("/")]
-            kept[name] = ":".join(folders)
-        env = {**kept, **_ENVIRONMENT, **env}
-        passed: list[int] = []
-        holder = self._holder
+        holder, pid, passed = self._holder, "", list[int]()
         if self._isolated and holder is None:
             # without one, the command would run on this machine
             raise SandboxError("the sandbox does not run")
+        paths = {name: os.environ.get(name, "") for name in _PATHS}
+        paths["PATH"] = f"{Path(sys.executable).parent}:{paths['PATH'] or os.defpath}"
+        for name, text in paths.items():
+            # an empty or relative one would be a folder of the workspace
+            folders = [each for each in text.split(":") if each.startswith("/")]
+            paths[name] = ":".join(folders)
         with ExitStack() as stack:
             if self._gateway is not None:
                 passed.append(stack.enter_context(bridge(*self._gateway)))
                 helper = (sys.executable, "-I", "-S", "-c", _OPEN, str(passed[0]))
                 arguments = (*helper, *arguments)
-            pid = ""
             if holder is not None:
                 pid, arguments = str(holder.pid), (*self._folders(), *arguments)
             command = _local("run", *self._limits, pid, *arguments)
-            options |= {"check": self._check, "end": self._end, "pass_fds": passed}
-            return run_here(command, env, max_bytes=self._max_bytes, **options)
+            options |= {"end": self._kill, "pass_fds": passed}
+            return run_here(command, {**_ENVIRONMENT, **paths, **env}, **options)
 
     def _folders(self) -> Iterator[str]:
         if self._shares_network:
@@ -506,11 +472,11 @@ class LocalSandbox(Sandbox):
         yield from ("--bind", f"{root}/in", _INSIDE, "--bind", f"{root}/tmp", "/tmp")
         for path in self._shown:
             yield from ("--ro-bind-try", path, path)
-        for place in self.spec.places:
+        for place in self.spec.task.places:
             yield from ("--bind", f"{root}/at{place}", place)
         yield from ("--remount-ro", "/", "--")
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         holder = self._holder
         _end(_local("end", f"{holder.pid}") if holder else killing(self.spec.name))
 
@@ -519,14 +485,17 @@ class LocalSandbox(Sandbox):
             # it ends with its input, when all processes of its namespace have ended
             self._holder.communicate()
             self._holder = None
-        if not self._isolated:
-            self._end()
         with _failing(f"{self._root}: cannot be removed", OSError):
-            remove(self._root)
+            self._clear()
+
+    def _clear(self) -> None:
+        if not self._isolated:
+            self._kill()
+        remove(self._root)
 
     def map_path(self, path: str) -> str:
-        own = (*self.spec.places, "/tmp") if self._isolated else ()
-        if any(f"{path}/".startswith(f"{place}/") for place in own):
+        own = (*self.spec.task.places, "/tmp") if self._isolated else ()
+        if any(_below(path, place) for place in own):
             return path
         return (_INSIDE if self._isolated else str(self._root)) + path
 
@@ -610,6 +579,10 @@ def _local(*arguments: str) -> Words:
     return "/bin/sh", "-c", program("local.sh"), "local.sh", *arguments
 
 
+def _below(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder}/")
+
+
 # why commands cannot be isolated, the start of one in a cgroup, a limit of process ids
 @cache
 def _abilities() -> tuple[str, str, bool]:
@@ -633,14 +606,15 @@ class ContainerSandbox(Sandbox):
 
     def __init__(self, spec: SandboxSpec) -> None:
         super().__init__(spec)
-        if spec.image is None:
+        task = spec.task
+        if task.image is None:
             raise SandboxError(f"a sandbox of kind {self.kind} needs an image")
         self._apart = self.chosen.get("network", "host") != "host"
         self.exposes = None if self._apart else _SHARED_NETWORK
         self._exists = False
         self._overlay = spec.scratch.resolve() / f"{spec.name}.overlay"
-        own = {"name": spec.name, "image": spec.image, "build": spec.build}
-        values = {**own, "overlay": self._overlay, **asdict(spec.limits), **self.chosen}
+        own = {"name": spec.name, "image": task.image, "build": task.build}
+        values = {**own, "overlay": self._overlay, **asdict(task.limits), **self.chosen}
         self._variables = {k: "" if v is None else f"{v}" for k, v in values.items()}
 
     def start(self) -> None:
@@ -651,14 +625,11 @@ class ContainerSandbox(Sandbox):
         self._overlay.mkdir(parents=True)
         done = self._client("start", timeout_s=_START_SECONDS, check=self._check)
         if done.code != 0:
-            raise SandboxError(f"{self.spec.image}: cannot be started: {done.summary}")
+            image = self.spec.task.image
+            raise SandboxError(f"{image}: cannot be started: {done.summary}")
 
     def _run(self, arguments: Words, env: Variables, **options: Any) -> CommandResult:
-        options |= {"check": self._check, "max_bytes": self._max_bytes}
-        done = self._client("exec", *arguments, env=env, **options)
-        if done.code is None:
-            self._client("exec", *killing(self.spec.name))
-        return done
+        return self._client("exec", *arguments, env=env, **options)
 
     def stop(self) -> None:
         if self._exists:
@@ -724,10 +695,9 @@ class E2BSandbox(Sandbox):
         if spec.gateway is None:
             rule = "give the URL by which it reaches the gateway"
             raise SandboxError(f"an E2B sandbox cannot reach this machine: {rule}")
-        # an optional package whose types are not available to type checkers
-        self._e2b: Any
         try:
-            self._e2b = importlib.import_module("e2b")
+            # an optional package whose types are not available to type checkers
+            self._e2b: Any = importlib.import_module("e2b")
         except ModuleNotFoundError:
             raise SandboxError("e2b is not installed: pip install e2b") from None
         self._box: Any = None
@@ -735,7 +705,7 @@ class E2BSandbox(Sandbox):
     def start(self) -> None:
         with _failing("e2b", Exception):
             self._box = self._e2b.Sandbox.create(
-                template=self.spec.image,
+                template=self.spec.task.image,
                 timeout=int(self.chosen["lifetime"]),
                 metadata={MARK: self.spec.name},
             )
@@ -743,20 +713,17 @@ class E2BSandbox(Sandbox):
     def _run(self, arguments: Words, env: Variables, **options: Any) -> CommandResult:
         self._check()
         # `stop` may take the box away at any time
-        box, log, token = self._box, options["log"], secrets.token_hex(8)
+        box, log, token = self._box, options.get("log"), secrets.token_hex(8)
         # through files: the package decodes the streams of a command as text
         given, out, err = (f"/tmp/.{token}.{name}" for name in ("in", "out", "err"))
-        to = "&1" if log else err
-        script = f"exec {shlex.join(arguments)} < {given} > {out} 2>{to}"
+        streams = f"> {out} 2>&1" if log else f"> {out} 2> {err}"
+        script = f"exec {shlex.join(arguments)} < {given} {streams}"
         with _failing("e2b", Exception):
-            box.files.write(given, options["stdin"], user="root")
+            box.files.write(given, options.get("stdin", b""), user="root")
             code = self._shell(box, script, options["timeout_s"], envs=dict(env))
-            if code is None:
-                self._shell(box, shlex.join(killing(self.spec.name)))
-            texts = [
-                bytes(box.files.read(path, format="bytes", user="root"))
-                for path in ([out] if log else [out, err])
-            ]
+            paths = [out] if log else [out, err]
+            read = [box.files.read(p, format="bytes", user="root") for p in paths]
+            texts = [*map(bytes, read)]
             self._shell(box, f"rm -f {given} {out} {err}")
         if log is not None:
             log.write_bytes(texts[0])

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from trajkit.errors import FormatError
-from trajkit_rollout.sandbox import Limits, pack
 from trajkit_shim import json_input
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import as_object, as_text, refuse
@@ -83,6 +82,17 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Resource limits for the processes of one sandbox. ``None``: no limit."""
+
+    memory_mb: int | None = None  # MiB
+    cpus: float | None = None  # number of processors, may be fractional
+    processes: int | None = None  # processes and threads at once
+    file_mb: int | None = None  # MiB per file
+    disk_mb: int | None = None  # MiB of all files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One task: the keys of its record. Its files are tar archives in memory."""
 
@@ -107,10 +117,13 @@ class Task:
     # A shell command that solves the task in its workspace, with ``{solution}`` for the
     # folder of the solution's files. Default: they are copied over the workspace.
     solve: str = ""
+    solve_env: Mapping[str, str] = field(
+        default_factory=dict
+    )  # as ``env``, for `solve`
     setup: Setup = Setup()
     agent: Agent = Agent()
     grade: Grade = Grade()
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = Limits()
 
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""
@@ -176,13 +189,13 @@ def _task(given: object, folder: Path | None = None) -> Task:
             record[name] = archive_of(folder / name)
     task: Task = _read(Task, record, "")
     rules, kind, name, workdir = task.grade, task.grade.kind, task.id, task.workdir
-    outside = workdir == "/" or not workdir.startswith("/")
+    outside = workdir == "/" or not workdir.startswith("/") or "$" in workdir
     needed = [key.split() for key in KINDS.get(kind, ())]
     missing = [keys for keys in needed if not any(getattr(rules, k) for k in keys)]
     faults = {
         f"id: {name!r}: 1 to 100 letters, digits, _ and -": not _ID.fullmatch(name),
         "prompt: an empty string": not task.prompt,
-        f"workdir: {workdir!r} is not an absolute path below /": outside,
+        f"workdir: {workdir!r} is not an absolute path below / (without $)": outside,
         f"grade.kind: {kind!r} is not one of {', '.join(KINDS)}": kind not in KINDS,
         f"grade: kind {kind!r} lacks keys that it needs: {missing}": missing,
         "grade.script: needs the task's tests": kind == "script" and not task.tests,
@@ -193,7 +206,7 @@ def _task(given: object, folder: Path | None = None) -> Task:
 
 
 def _read(kind: type[T], value: object, where: str) -> T:
-    """Read an object as a dataclass; each key must be one of its fields."""
+    """Read an object as a dataclass; each key must be one of its fields, or null."""
     # the fields of a dataclass have the types of `_READERS`, or are dataclasses
     types, values = get_type_hints(kind), {}
     for name, given in as_object(value, where).items():
@@ -201,7 +214,8 @@ def _read(kind: type[T], value: object, where: str) -> T:
         if name not in types:
             refuse(path, f"unknown key, not one of {', '.join(types)}")
         read = _READERS.get(types[name]) or partial(_read, types[name])
-        values[name] = read(given, path)
+        if given is not None:
+            values[name] = read(given, path)
     return kind(**values)
 
 
@@ -237,6 +251,19 @@ _READERS: Mapping[Any, Callable[[object, str], object]] = {
 }
 
 
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """Return a tar archive of files by relative path."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            # scripts with a shebang line are executable
+            entry.mode = 0o755 if content.startswith(b"#!") else 0o644
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
 def archive_of(
     folder: Path, copies: Iterable[tuple[str, str]] = ((".", "."),)
 ) -> bytes:
@@ -260,9 +287,9 @@ def archive_of(
 
 def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
     """The record of a folder in Harbor's form, from its ``task.toml``."""
-    environment, verifier, agent = (
+    environment, verifier, agent, solution = (
         as_object(record.get(name, {}), name)
-        for name in ("environment", "verifier", "agent")
+        for name in ("environment", "verifier", "agent", "solution")
     )
     build, image = folder / "environment", environment.get("docker_image")
     dockerfile = build / "Dockerfile"
@@ -272,7 +299,7 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
         "steps: tasks of several steps are not supported": (folder / "steps").is_dir(),
         f"environment: {several}: several containers are not supported": several,
         "verifier.environment_mode: only a shared environment is supported": (
-            verifier.get("environment_mode") == "separate"
+            verifier.get("environment_mode") == "separate" or "environment" in verifier
         ),
         "environment: neither docker_image nor a Dockerfile": not (image or text),
     }
@@ -281,7 +308,7 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
     text += f"\nWORKDIR {environment.get('workdir') or '.'}"
     workdir, copies = _read_dockerfile(text, build)
     memory = environment.get("memory_mb", environment.get("memory"))
-    limits = {"memory_mb": _mib(memory), "cpus": environment.get("cpus")}
+    memory_mb = memory and _mib(memory)
     grade = {"kind": "reward_file", "timeout_s": verifier.get("timeout_sec", 600.0)}
     own: dict[str, Any] = {
         "id": _as_id(folder.name),
@@ -291,16 +318,18 @@ def _harbor(record: Mapping[str, object], folder: Path) -> dict[str, Any]:
         "env": environment.get("env", {}),
         "places": [workdir, "/tests", "/logs", "/solution"],
         "solve": "bash {solution}/solve.sh",
+        "solve_env": solution.get("env", {}),
         "editable": ["**"],
         "agent": {"timeout_s": agent.get("timeout_sec", 1800.0)},
         "grade": {**grade, "env": verifier.get("env", {})},
-        "limits": {name: value for name, value in limits.items() if value is not None},
+        "limits": {"memory_mb": memory_mb, "cpus": environment.get("cpus")},
+        "image": image,
     }
-    if image is not None:
-        return {**own, "image": image}
-    name = f"trajkit-task:{sha256(archive_of(build)).hexdigest()[:16]}"
-    own |= {"image": name, "build": str(build), "plain": copies is not None}
-    return own if copies is None else {**own, "workspace": archive_of(build, copies)}
+    if image is None:
+        name = f"trajkit-task:{sha256(archive_of(build)).hexdigest()[:16]}"
+        own |= {"image": name, "build": str(build), "plain": copies is not None}
+        own["workspace"] = None if copies is None else archive_of(build, copies)
+    return own
 
 
 def _as_id(name: str) -> str:
@@ -313,8 +342,10 @@ def _read_dockerfile(
     """The working directory, and what is copied there; None: something else is done."""
     lines = [line.split() for line in re.sub(r"\\\r?\n", " ", text).splitlines()]
     lines = [words for words in lines if len(words) > 1 and words[0][0] != "#"]
-    # path in the image and source of each copy; Docker leaves out what is ignored
-    copied, plain = list[tuple[str, str]](), not (build / ".dockerignore").exists()
+    # of several stages, only Docker knows what the last one has; nor what is ignored
+    stages = [words for words in lines if words[0].upper() == "FROM"]
+    plain = len(stages) < 2 and not (build / ".dockerignore").exists()
+    copied = list[tuple[str, str]]()  # path in the image and source of each copy
     workdir = "/app"
     for name, *words in lines:
         *sources, target = words
@@ -337,10 +368,8 @@ def _read_dockerfile(
     return workdir, copies if plain and not outside else None
 
 
-def _mib(value: object) -> int | None:
+def _mib(value: object) -> int:
     """A size, a number of MiB or a text such as ``4G``, in MiB."""
-    if value is None:
-        return None
     size = _SIZE.fullmatch(value if isinstance(value, str) else f"{value}M")
     if size is None:
         refuse("environment.memory", f"{value!r} is not a size such as 4G")
@@ -349,12 +378,12 @@ def _mib(value: object) -> int | None:
 
 def _swebench(record: Mapping[str, object]) -> dict[str, Any]:
     name = as_text(record["instance_id"], "instance_id")
-    patch = as_text(record.get("patch") or "", "patch").encode()
-    lists = {}
+    patch, lists = as_text(record.get("patch") or "", "patch").encode(), {}
     for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
         value = record.get(key) or []
         # some of the data sets have lists as JSON
-        lists[key] = json.loads(value) if isinstance(value, str) else value
+        with _located(key):
+            lists[key] = json.loads(value) if isinstance(value, str) else value
     # as SWE-bench names them: two underscores are reserved
     image = f"swebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
     for key in ("image_name", "docker_image", "image"):
@@ -366,5 +395,5 @@ def _swebench(record: Mapping[str, object]) -> dict[str, Any]:
         "image": image,
         "solve": "git apply {solution}/solution.patch",
         "grade": {"kind": "swebench", "instance": {**record, **lists}},
-        **({"solution": pack({"solution.patch": patch})} if patch else {}),
+        "solution": pack({"solution.patch": patch}) if patch else None,
     }

@@ -190,19 +190,21 @@ def children(
 ) -> Iterator[list[Child]]:
     """Run ``work``, a picklable function, in a process for each job.
 
-    It gets the first part of its job, a function that says something to this process, and
-    the rest. At the end of the ``with`` block, and if this process is gone, the children
-    get SIGTERM, and a further one for each interrupt.
+    It gets the first part of its job, a small one, a function that says something to this
+    process, and the rest. At the end of the ``with`` block, and if this process is gone,
+    the children get SIGTERM, and a further one for each interrupt.
     """
     context, made = multiprocessing.get_context("spawn"), list[Child]()
     try:
         for number, (first, *rest) in enumerate(jobs):
             ours, theirs = context.Pipe()
-            arguments = work, theirs, first, *rest
-            process = context.Process(target=_run, args=arguments)
+            process = context.Process(target=_run, args=(theirs, first))
             process.start()
             theirs.close()
             made.append(Child(name.format(number), process, ours))
+            # `start` would wait forever if a child ends before it has read a large job
+            with suppress(ConnectionError):
+                ours.send((work, rest))
         yield made
     finally:
         while any(child.process.is_alive() for child in made):
@@ -214,12 +216,11 @@ def children(
                     child.process.join()
 
 
-def _run(
-    work: Callable[..., None], pipe: Connection, first: object, *rest: object
-) -> None:
+def _run(pipe: Connection, first: object) -> None:
     """In a child: work until SIGTERM, or until the parent is gone."""
     # an interrupt of the terminal is for the parent
     os.setpgrp()
+    work, rest = pipe.recv()
 
     def end_with_parent() -> None:
         with suppress(EOFError, OSError):

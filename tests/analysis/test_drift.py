@@ -32,9 +32,7 @@ def test_drift_is_the_twins(turns, route, threshold, min_run):
     table = turns_table(turns)
     links = link_by(table, route, merge_threshold=threshold)
     drift = tk.classify_drift(table, links, min_run=min_run)
-    expected = reference.classify_drift(
-        turns, reference.link(turns, route, threshold), min_run
-    )
+    expected = reference.classify_drift(turns, links.to_pylist(), min_run)
     assert drift.num_rows == len(expected)
     assert dicts(drift, expected) == expected
 
@@ -49,9 +47,7 @@ def test_runs_among_few_tokens_are_the_twins(prompt, output, replay, min_run):
     table = turns_table(turns)
     links = link_by(table, "previous")
     drift = tk.classify_drift(table, links, min_run=min_run)
-    expected = reference.classify_drift(
-        turns, reference.link(turns, "previous"), min_run
-    )
+    expected = reference.classify_drift(turns, links.to_pylist(), min_run)
     assert dicts(drift, expected) == expected
 
 
@@ -98,8 +94,9 @@ in what drift left of one | 1 / 5 6 4, 1 5 9 2 / 7, 1 8 / 8 | 1 4 earlier_reply 
 )
 def test_drift_by_hand(turns, expected):
     table = turns_table(turns)
-    line = tk.classify_drift(table, link_by(table, "previous")).to_pylist()[-1]
-    twin = reference.classify_drift(turns, reference.link(turns, "previous"))[-1]
+    links = link_by(table, "previous")
+    line = tk.classify_drift(table, links).to_pylist()[-1]
+    twin = reference.classify_drift(turns, links.to_pylist())[-1]
     for found in (line, twin):
         names = ("lcp", "size", "region", "tokens_after_drift")
         assert " ".join(str(found[n]) for n in names) == expected
@@ -136,7 +133,7 @@ def test_back_in_step_by_hand(turns, expected):
     names = ("cause", "resync_path", "resync_prompt", "resync_length")
     found = [str(line[n]) for n in names if line[n] is not None]
     assert " ".join(found) == expected
-    twin = reference.classify_drift(turns, reference.link(turns, "previous"), 3)[-1]
+    twin = reference.classify_drift(turns, links.to_pylist(), 3)[-1]
     assert dicts(pa.Table.from_pylist([line]), [twin]) == [twin]
 
 

@@ -8,7 +8,6 @@ import trajkit as tk
 from tests.made_tables import by_session, policy_of, replaced, turns_table
 from tests.strategies import policies, runs
 from trajkit.cli import main
-from trajkit.errors import UnknownSessionError
 from trajkit.schema import EMPTY_KINDS
 from trajkit.view.tables import ViewTables
 
@@ -171,8 +170,3 @@ def test_rows_say_where_they_leave_an_earlier_row():
 def test_a_session_whose_id_is_a_number():
     table = replaced(drifting(), "session_id", pa.array([7] * len(drifting())))
     assert tk.analysis.call_tree(table, "7") == tk.analysis.call_tree(drifting(), "a")
-
-
-def test_a_session_that_is_not_there_is_refused():
-    with pytest.raises(UnknownSessionError, match="no session 'b'"):
-        tk.analysis.call_tree(drifting(), "b")

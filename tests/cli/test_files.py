@@ -13,22 +13,13 @@ import pytest
 
 import trajkit as tk
 from tests.file_stages import linearize_file
+from tests.made_tables import call
 from trajkit import cli
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.export import files
 from trajkit.files import sources
 from trajkit.policies import PRESETS
 from trajkit.verification.run import verify_file
-
-
-def call(session, prompt, output=(3,), **more):
-    logprobs = [-0.5] * len(output)
-    ids = {
-        "prompt_ids": [*prompt],
-        "output_ids": [*output],
-        "output_logprobs": logprobs,
-    }
-    return {"session_id": session, **ids, **more}
 
 
 def write(path, *calls):

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 import trajkit as tk
 from trajkit.analysis.tokenizer import Codec
-from trajkit.cli import BAD_DATA, BAD_USAGE, main, visible
+from trajkit.cli import BAD_USAGE, main, visible
 from trajkit.cli.options import load_tokenizer
 from trajkit.cli.screen import Screen, text_table
 
@@ -197,13 +197,6 @@ def test_bytes_of_other_tokenizers():
     half = np.array([0, 1], np.int32)
     assert Codec(SentencePiece()).exact(half) == "\\xe2\\x82"
     assert Codec(Nameless()).exact(half) == "\ufffd"
-
-
-def test_what_is_not_there_is_refused(capsys, turns):
-    assert main(["show", turns, "--session", "b"]) == BAD_DATA
-    assert "no session 'b'" in capsys.readouterr().err
-    assert main(["show", turns, "--row", "7"]) == BAD_USAGE
-    assert "--row 7: expected a row_index, 0 to 1" in capsys.readouterr().err
 
 
 def test_a_character_wider_than_the_screen_is_printed(capsys):

@@ -218,13 +218,8 @@ OF_S1 = [
     ("loss_mask", [False] * 5, "no token is trained", set(EVERY)),
     ("loss_mask", SHORT[:4], r".* have lengths \[5, 4, 5\]", set(EVERY)),
     *(
-        (
-            "logprobs",
-            [*LOGPROBS[1][:4], value],
-            "token 4 is trained and has no",
-            {*EVERY} - {"sft"},
-        )
-        for value in (None, float("nan"), float("-inf"))
+        ("logprobs", [*LOGPROBS[1][:4], value], "token 4 is trained and ", OF_LOGPROBS)
+        for value in (None, NAN, float("-inf"))
     ),
     ("prompt_length", 4, "token 3 is trained, .* which is 4", WITH_RESPONSE),
     ("prompt_length", 0, "token 3 .* which is 0: expected 1 to 3", WITH_RESPONSE),

@@ -1,7 +1,7 @@
 """The faults of rollouts (`shim/trajkit_rollout`)."""
 
 ROLLOUTS = r"""
-shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade rollout/test_rollout:base_commit rollout/test_rollout:no_agent_can
+shim/trajkit_rollout/grade.py: rollout/test_changes rollout/test_grade rollout/test_rollout:every_end
     a link may lead out of the workspace
         |if mode == _REPOSITORY or (mode == LINK and _leaves(name, target)):|
         -> |if mode == _REPOSITORY:|
@@ -54,14 +54,14 @@ shim/trajkit_rollout/sandbox.py: rollout/test_sandbox rollout/test_attacks
         |if hidden.is_relative_to(each) or each.is_relative_to(hidden):|
         -> |if hidden.is_relative_to(each):|
     a place may be in another one
-        |if not _PLACE.fullmatch(place) or len(around) > 1:|
+        |if not _PLACE.fullmatch(place) or len(outer) > 1:|
         -> |if not _PLACE.fullmatch(place):|
     a program may be found in the workspace
-        |for one in kept[name].split(":") if one.startswith("/")]| -> |for one in kept[name].split(":")]|
+        |for each in text.split(":") if each.startswith("/")]| -> |for each in text.split(":")]|
     output is not limited
         |if len(data) > room:| -> |if False:|
     a limit that cannot be enforced is dropped
-        |if not spec.places:| -> |if False:|
+        |if self.loose and not spec.task.places:| -> |if False:|
     a file of the sandbox may be a link
         |test -f {where} && ! test -L {where} && | -> |test -f {where} && |
 """

@@ -20,6 +20,7 @@ import trajkit as tk
 from tests.cli.test_cli import run_json
 from tests.engines.runs import session
 from tests.file_stages import linearize_file
+from tests.made_tables import call
 from trajkit import cli
 from trajkit.errors import (
     ArgumentError,
@@ -38,16 +39,6 @@ from trajkit.tables.threads import prefetch
 from trajkit.verification.run import verify_file
 
 SUFFIXES = ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz"]
-
-
-def call(session, prompt, output, **more):
-    return {
-        "session_id": session,
-        "prompt_ids": prompt,
-        "output_ids": output,
-        "output_logprobs": [-0.5] * len(output),
-        **more,
-    }
 
 
 def some_sessions(n=12):

@@ -650,6 +650,7 @@ def test_a_pickle_is_data_and_nothing_in_it_is_called(tmp_path):
         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00}b.",
         b"\x80\x02X\x01\x00\x00\x00aQ.",
         b"PK\3\4 and no more",
+        b"PK\5\6" + bytes(18),
         None,
     ],
 )
@@ -662,7 +663,9 @@ def test_a_damaged_pickle_is_refused(tmp_path, content):
         foreign.save(path, {"samples": [{"tokens": foreign.Call(*wide)}]})
     else:
         path.write_bytes(content)
-    with pytest.raises(FormatError, match=r"not a readable pickle|beyond its storage"):
+    with pytest.raises(
+        FormatError, match=r"readable pickle|beyond its storage|a zip file"
+    ):
         tk.import_turns(path)
 
 
@@ -698,18 +701,26 @@ def test_files_of_no_format_or_of_several_are_refused(tmp_path):
     (tmp_path / "empty.json").write_text("")
     with pytest.raises(InvalidTurnsError, match="no calls, nothing to do"):
         tk.import_turns(tmp_path / "empty.json")
+    tar = b"log.jsonl".ljust(257, b"\0") + b"ustar"
+    for packed in (b"BZh9", b"\xfd7zXZ\0", tar, gzip.compress(tar)):
+        (tmp_path / "packed").write_bytes(packed)
+        with pytest.raises(FormatError, match=r"packed by (bzip2|xz|tar): unpack"):
+            tk.import_turns(tmp_path / "packed", map="session_id=session_id")
+    (tmp_path / "packed").unlink()
     foreign.write_openai(tmp_path, [RECORD])
     turns, report = tk.import_turns(tmp_path)
     assert len(turns) == 1
     assert report["problem"].to_pylist() == ["other_file"] * 2
     foreign.write_nemo(tmp_path, [RECORD])
-    with pytest.raises(FormatError, match="several formats, nemo, openai"):
+    with pytest.raises(
+        FormatError, match=r"formats, nemo \(.*tokens.jsonl\), openai \("
+    ):
         tk.import_turns(tmp_path)
     turns, _ = tk.import_turns(tmp_path, "nemo")
     assert len(turns) == 1
     value = {"session_id": "s", "completions": [], "request": {}, "response": {}}
     foreign.write_lines(tmp_path / "x.jsonl", [value])
-    with pytest.raises(FormatError, match="fits several formats, openai, polar"):
+    with pytest.raises(FormatError, match=r"fits several formats, openai .*, polar"):
         tk.import_turns(tmp_path / "x.jsonl")
 
 
@@ -846,7 +857,7 @@ def test_what_no_field_reads_is_counted_by_records(tmp_path):
     (tmp_path / "log.jsonl").write_text(json.dumps(line))
     _, report = tk.import_turns(tmp_path / "log.jsonl")
     assert report["detail"].to_pylist() == [
-        "label of 1 records was not read (the first: 'good')"
+        "label of 1 record was not read (the first: 'good')"
     ]
 
 

@@ -169,7 +169,7 @@ def test_the_page_s_mapping_of_verifiers_results(tmp_path):
     assert (turn["prompt_ids"], turn["output_ids"]) == ([1, 2], [3, 4])
     assert (turn["output_logprobs"], turn["trainable"]) == ([-0.5, -0.25], None)
     assert report["detail"].to_pylist() == [
-        "tokens.prompt_mask of 1 records was not read (the first: [0, 0])"
+        "tokens.prompt_mask of 1 record was not read (the first: [0, 0])"
     ]
 
 

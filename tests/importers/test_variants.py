@@ -43,7 +43,7 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "u"}}]
             line(session_id="s", request={"metadata": {"reward": 1}}),
             "request.metadata.r",
         ),
-        ({**CALL, "solved": True}, "solved of 1 records"),
+        ({**CALL, "solved": True}, "solved of 1 record"),
         # pictures and sounds
         ({**CALL, "messages": [{**USER, "content": IMAGE}]}, "messages.image_url of 1"),
         ({**CALL, "pixel_values": [[0.5]]}, "pixel_values of 1"),

@@ -10,8 +10,6 @@ list; what leaves it carries turn_index, as the tables do.
 
 from dataclasses import dataclass, field
 
-DEFAULT_THRESHOLD = 1024
-
 
 def lcp(a, b):
     """Tokens that a and b share at their start."""
@@ -275,19 +273,6 @@ def previous_links(turns):
     ]
 
 
-def link(turns, route, merge_threshold=DEFAULT_THRESHOLD):
-    """The links of turns by messages, tokens, the previous call or none, as dicts."""
-    if route == "messages":
-        links = message_links(turns, merge_threshold)
-    elif route == "tokens":
-        links = token_links(turns)
-    elif route == "previous":
-        links = previous_links(turns)
-    else:
-        links = [Link(order=i) for i in range(len(turns))]
-    return as_dicts(turns, links)
-
-
 def as_dicts(turns, links):
     """One dict per turn, as the columns of ``schema.LINKS`` without session_id."""
     names = turn_indices(turns)
@@ -312,7 +297,7 @@ def as_dicts(turns, links):
 def classify_drift(turns, links, min_run=8):
     """One dict per turn with a parent, as the columns of ``schema.DRIFT``.
 
-    ``links`` as `link` gives them.
+    ``links`` as `as_dicts` gives them, or rows of ``schema.LINKS``.
     """
     position = {name: i for i, name in enumerate(turn_indices(turns))}
     parent = {

@@ -3,9 +3,7 @@
 Polar's rule: chains by prompts alone, rows of raw outputs with canonical text between.
 """
 
-from tests.oracles.rows import (
-    Link,
-)
+from tests.oracles.rows import Link
 
 ENDED = ("stop", "tool_calls", "stop_sequence")
 

@@ -53,7 +53,9 @@ def split(command, arguments):
 def run(options, arguments):
     image, *rest = arguments
     if image == "absent":
-        fail(f"Unable to find image {image!r}", 125)
+        # as the client of Docker 28 says it
+        hint = "Run 'docker run --help' for more information"
+        fail(f"Unable to find image {image!r}\n\n{hint}", 125)
     assert [*options["--entrypoint"], *rest] == ["sleep", "infinity"]
     (name,) = options["--name"]
     root = HOME / name

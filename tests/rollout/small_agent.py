@@ -57,11 +57,12 @@ def main():
             messages.append({**answer, "content": done.stdout + done.stderr})
         if "hang" in manners:
             time.sleep(600)
-        if "fail" in manners:
-            sys.stderr.write("I give up\n")
-            return 3
         if not said.get("tool_calls"):
-            return 0
+            break
+    if "fail" in manners:
+        sys.stderr.write("I give up\n")
+        return 3
+    return 0
 
 
 if __name__ == "__main__":

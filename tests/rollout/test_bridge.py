@@ -40,10 +40,8 @@ def bridged():
             serving.join()
 
 
-@contextmanager
 def client(port):
-    with socket.create_connection(("127.0.0.1", port), 20) as made:
-        yield made
+    return socket.create_connection(("127.0.0.1", port), 20)
 
 
 def answered(line):
@@ -55,21 +53,17 @@ def answered(line):
         return False
 
 
-def fail_once(monkeypatch, kind, name, error, applies=lambda _: True):
-    faults, really = [error], getattr(kind, name)
-
-    def method(self, *arguments):
-        if faults and applies(self):
-            raise faults.pop()
-        return really(self, *arguments)
-
-    monkeypatch.setattr(kind, name, method)
-
-
 def test_a_connection_waits_for_a_free_descriptor(monkeypatch):
+    faults = [OSError(errno.EMFILE, "Too many open files")]
+    accept = socket.socket.accept
+
+    def fail_once(listener):
+        if faults:
+            raise faults.pop()
+        return accept(listener)
+
     with bridged() as port:
-        error = OSError(errno.EMFILE, "Too many open files")
-        fail_once(monkeypatch, socket.socket, "accept", error)
+        monkeypatch.setattr(socket.socket, "accept", fail_once)
         with client(port) as line:
             assert answered(line)
 

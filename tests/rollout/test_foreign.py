@@ -165,6 +165,8 @@ workdir = "src"
 env = { WORD = "${TRAJKIT_WORD:-some thing}" }
 [verifier.env]
 LIMIT = "${TRAJKIT_LIMIT:-3}"
+[solution.env]
+OWN = "${TRAJKIT_OWN:-word}"
 """,
     "environment/Dockerfile": """\
 FROM python:3.13-slim
@@ -190,7 +192,7 @@ def test_it():
     assert Path("/srv/app/src/both/Makefile").read_text() == "all:\\n"
 """,
     "solution/solve.sh": 'test $PWD = /srv/app/src && bash "$(dirname "$0")/inner/do.sh"\n',
-    "solution/inner/do.sh": 'echo "$WORD" > word\n',
+    "solution/inner/do.sh": 'echo "$WORD" > $OWN\n',
 }
 
 
@@ -218,7 +220,9 @@ def test_what_is_unusual_in_a_harbor_task_is_read_and_runs(tmp_path, capsys):
         ({"steps/one/instruction.md": "x"}, "several steps are not supported"),
         ({"environment/docker-compose.yaml": "x"}, "several containers are not"),
         ({"task.toml": "[verifier]\nenvironment_mode = 'separate'"}, "only a shared"),
+        ({"task.toml": "[verifier.environment]\ncpus = 1"}, "only a shared"),
         ({"instruction.md": ""}, "prompt: an empty string"),
+        ({"environment/Dockerfile": "FROM a\nWORKDIR $A"}, "'/app/[$]A' is not an"),
         ({"environment/Dockerfile": "FROM a\nCOPY none ."}, "No such file.*none"),
         ({"task.toml": '[environment]\nmemory = "much"'}, "'much' is not a size"),
         ({"task.toml": "[verifier]\ntimeout_sec = -1"}, "grade.timeout_s: -1"),
@@ -239,6 +243,7 @@ def test_a_harbor_task_that_cannot_run_is_refused(tmp_path, changed, said):
         ("FROM a\nWORKDIR /app\nCOPY seed.txt /etc/", False),
         ("FROM a\nCOPY seed.txt .\nWORKDIR src", False),
         ("FROM a\nENV A=1", False),
+        ("FROM a AS b\nWORKDIR /app\nCOPY seed.txt .\nFROM c\nWORKDIR /app", False),
     ],
 )
 def test_a_dockerfile_that_does_more_than_copy_needs_docker(
@@ -305,6 +310,9 @@ def test_an_instance_of_swe_bench_is_read(tmp_path):
         assert task.grade.instance["instance_id"] == "plotly__plotly.py-1"
         assert task.grade.instance["FAIL_TO_PASS"] == ["a::b"]
         assert (task.grade.instance["PASS_TO_PASS"], task.solution) == ([], None)
+    path.write_text(json.dumps({**INSTANCE, "FAIL_TO_PASS": "['a']"}))
+    with pytest.raises(FormatError, match=r"instances\.jsonl:1: FAIL_TO_PASS: Exp"):
+        read_tasks(path)
     path.write_text(json.dumps({**INSTANCE, "problem_statement": None}))
     with pytest.raises(FormatError, match=r"instances\.jsonl:1: prompt"):
         read_tasks(path)

@@ -222,7 +222,7 @@ def test_these_sessions_have_the_twins_rows(turns, name, choices, limit):
 
 N_CASES = {
     "twins": settings().max_examples * 3 // 5,
-    "forms": settings().max_examples // 5,
+    "forms": settings().max_examples // 8,
 }
 
 

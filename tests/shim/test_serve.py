@@ -444,14 +444,14 @@ def test_a_signal_to_the_process_group_or_its_parent_ends_all(tmp_path, number):
 
 
 def test_a_worker_that_ends_ends_the_others(tmp_path):
-    with workers(tmp_path, n=3) as (process, *_):
+    with workers(tmp_path) as (process, *_):
         pids = children(process.pid)
         # multiprocessing starts a process of its own before
         *_, last = pids
         os.kill(last, signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == cli.BAD_FILE
-    assert errors.endswith("trajkit: worker 2 ended with exit code -9\n")
+    assert errors.endswith("trajkit: worker 1 ended with exit code -9\n")
     until_ended(pids)
 
 

@@ -145,9 +145,8 @@ def turn_lines(
 
 def codes(values: Sequence[int] | Array, names: tuple[str, ...]) -> pa.Array:
     """Names by their number, with all of the names as categories."""
-    return pa.DictionaryArray.from_arrays(
-        pa.array(np.asarray(values, np.int8)), pa.array(names)
-    )
+    indices = pa.array(np.asarray(values, np.int8))
+    return pa.DictionaryArray.from_arrays(indices, pa.array(names))
 
 
 @stage

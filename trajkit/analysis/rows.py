@@ -156,8 +156,7 @@ class _Check:
         self.seen.add(session)
         if (stop := self._packed(ids, mask & (source < 0))) is not None:
             words = (
-                f"another sequence begins at token {first + stop}: split packed rows, "
-                "since a row is compared as one sequence"
+                f"another sequence begins at token {first + stop}: split packed rows"
             )
             n = int(mask[stop:].sum())
             self.add("several_sequences", words, token=first + stop, tokens=n)
@@ -254,7 +253,8 @@ class _Check:
         key = _key(ids)
         at = bisect_left(self.paths, key, key=itemgetter(0))
         before, after = self.paths[max(at - _NEAR, 0) : at], self.paths[at : at + _NEAR]
-        shared = [_core.lcp(_ids(key), _ids(p)) for p, _ in before[-1:] + after[:1]]
+        beside = (np.frombuffer(p, np.int32) for p, _ in before[-1:] + after[:1])
+        shared = [_core.lcp(np.frombuffer(key, np.int32), path) for path in beside]
         if not (most := max(shared, default=0)):
             return 0, []
         head = key[: most * ids.itemsize]
@@ -278,9 +278,8 @@ class _Check:
             beyond = int((mine & ~in_context).sum())
             lines = [("trains", n, f"trains {n} of {of} of turn {turn}{note}")]
             if len(twice) and not self.repeats:
-                words = (
-                    f"{count(len(twice))} of turn {turn} that row {twice[0]} trains too"
-                )
+                both = count(len(twice))
+                words = f"{both} of turn {turn} that row {twice[0]} trains too"
                 lines.append(("trained_twice", len(twice), words))
             if beyond and not self.splices:
                 words = f"{count(beyond)} of turn {turn} after other tokens than it saw"
@@ -355,10 +354,6 @@ class _Check:
 
 def _key(ids: Array) -> bytes:
     return ids.astype(">u4").tobytes()
-
-
-def _ids(key: bytes) -> Ints:
-    return np.frombuffer(key, np.int32)
 
 
 def _shifted(mask: Bools, shift: int) -> Bools:
@@ -446,7 +441,7 @@ def _reasons_of_rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
         trains = count(trained) + (f" in {runs} ranges" if runs > 1 else "")
         sentence = f"row {place[1]}: {words}. It trains {trains} of {len(mask)}."
         opened_by = "branch" if n else "no_parent"
-        yield *place, None, None, opened_by, trained, 0, sentence
+        yield *place, None, None, opened_by, trained, None, sentence
 
 
 def _reasons_of_turns(
@@ -535,7 +530,7 @@ def call_tree(
     policy : str or Policy
         The policy that defines parents; see `trajkit.link`, also for errors.
     """
-    table = expand(take_session(as_turns(as_table(turns)), session_id))
+    table = expand(take_session(as_turns(turns), session_id))
     links = link(table, policy)
     texts = _texts(table, links)
     children: dict[int | None, list[int]] = defaultdict(list)

@@ -12,15 +12,9 @@ from trajkit.rows.linearize import find_links, linearize
 from trajkit.rows.plan import NO_LIMIT, plan_rows
 from trajkit.schema import LINK_REASONS, OUTPUT_KINDS, OUTPUT_SPANS
 from trajkit.tables import limits
-from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Longs
-from trajkit.turns.flat_buffers import (
-    aborted_calls,
-    flat_turns,
-    sessions_of,
-    spans_of,
-    without_aborted,
-)
+from trajkit.turns.flat_buffers import aborted_calls, flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
 from trajkit.turns.sessions import Sessions
@@ -63,7 +57,7 @@ def output_spans(
         rows train, each row has a line.
     """
     chosen, facts = named_policy(policy), session_facts(None, sessions)
-    parts = Sessions.of(as_turns(as_table(turns))).split(limits.PART_TOKENS)
+    parts = Sessions.of(as_turns(turns)).split(limits.PART_TOKENS)
     tables = [_Outputs(part, chosen, facts).lines() for part in parts]
     return pa.concat_tables([OUTPUT_SPANS.empty_table(), *tables])
 
@@ -74,7 +68,7 @@ class _Outputs:
     def __init__(self, calls: Sessions, policy: Policy, facts: SessionFacts) -> None:
         calls = calls.untrained(errored(facts.of_sessions(calls))[calls.session])
         aborted = aborted_calls(calls) & (calls.calls["trainable"] != 0)
-        calls = calls if policy.train_aborted else without_aborted(calls)[0]
+        calls = calls if policy.train_aborted else calls.untrained(aborted)
         self._calls, self._policy, self._sessions = calls, policy, facts.table
         self._links = find_links(calls, calls.forest, policy)
         self._owners = plan_rows(calls, self._links, policy, NO_LIMIT).owners
@@ -175,9 +169,8 @@ class _Outputs:
         row = np.concatenate([self._row[rest], self._trained[1]])
         columns = np.array([at, self._call[at], self._kind[at], row, self._by[at]])
         columns = columns[:, np.lexsort(columns)]
-        runs = np.array([*consecutive(columns[0], *columns[1:])], np.int64).reshape(
-            -1, 2
-        )
+        runs = np.array([*consecutive(columns[0], *columns[1:])], np.int64)
+        runs = runs.reshape(-1, 2)
         runs = runs[np.lexsort(columns[[3, 0]][:, runs[:, 0]])]
         at, call, kind, row, by = columns[:, runs[:, 0]]
         start = at - self._offsets[call]

@@ -60,9 +60,7 @@ _LOSSES = {
     "refused": ("no_row", "#00634a"),
     "retried": ("no_row", "#66c9ab"),
 }
-LOSS_WORDS = {
-    name: (group, LOSS_MEANINGS[name]) for name, (group, _) in _LOSSES.items()
-}
+LOSS_WORDS = {x: (group, LOSS_MEANINGS[x]) for x, (group, _) in _LOSSES.items()}
 """Of a sampled token that no row trains (`trajkit.schema.LOSSES`): a group, and why."""
 
 OUTPUTS = {"trained": "#0072b2"} | {name: color for name, (_, color) in _LOSSES.items()}

@@ -149,10 +149,11 @@ def _run(words: list[str]) -> int:
             name = error.argument.name if error.argument else "an argument"
             text = f"{words[0]} needs a value for {name}: see trajkit {words[0]} --help"
         elif isinstance(error, UnusedCliTokensError):
+            odd = " ".join(error.unused_tokens or ())
             text = (
-                f"{' '.join(error.unused_tokens or ())}: not expected there; several "
+                f"{odd}: not expected there; several files stand side by side, before "
             )
-            text += "files stand side by side, before the options"
+            text += "the options"
         raise errors.ArgumentError(text) from None
     if inspect.ismethod(command):  # help or the version
         command(*bound.args, **bound.kwargs)

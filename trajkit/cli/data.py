@@ -84,7 +84,8 @@ def import_(
     chat_template
         For text: a template to use instead of the tokenizer's own.
     contradicted
-        Whether a turn trains whose usage states other numbers of tokens than it has ids.
+        Whether a turn trains that its record contradicts: usage_contradicts, aborted,
+        prompt_in_output and repeated_call of the report.
     nonfinite_logprobs
         Invalid logprobs (NaN, -9999): leave their record out, or make them null.
     session_prefix
@@ -112,7 +113,7 @@ def import_(
     if report is not None:
         write_table(table, report)
     # of keys that no field reads, a line each
-    key = pl.col("detail").str.extract(r"^(.*) of \d+ records was not").alias("key")
+    key = pl.col("detail").str.extract(r"^(.*) of \d+ records? was not").alias("key")
     found = (
         pl.DataFrame(table)
         .group_by("problem", "kept", key, maintain_order=True)
@@ -197,14 +198,11 @@ def totals_text(totals: dict[str, int]) -> str:
         for name in (*always, *lost, "tokens_forward", "tokens_forward_shared")
         if (n := totals[name]) or name in always
     ]
-    left_out = ", ".join(
-        f"{totals[f'rows_{name}']:,} {name.replace('_', ' ')}"
-        for name in ("untrained", "cut", "over_max_rows")
-        if totals[f"rows_{name}"] or name == "untrained"
-    )
-    table = text_table(("tokens", "count", "of sampled"), lines)
-    counts = f"turns {totals['turns']:,}, rows {totals['rows']:,}"
-    return f"sessions {totals['sessions']:,}, {counts}; left out: {left_out}\n\n{table}"
+    kinds = {x: totals[f"rows_{x}"] for x in ("untrained", "cut", "over_max_rows")}
+    left_out = [f"{n:,} {name.replace('_', ' ')}" for name, n in kinds.items() if n]
+    head = ", ".join(f"{x} {totals[x]:,}" for x in ("sessions", "turns", "rows"))
+    head += f"; rows left out: {', '.join(left_out)}" * bool(left_out)
+    return f"{head}\n\n{text_table(('tokens', 'count', 'of sampled'), lines)}"
 
 
 def compact(
@@ -536,9 +534,8 @@ def drift(
         several = pl.concat(causes).group_by("cause", maintain_order=True)
         found = several.agg(cs.integer().sum(), pl.col("example").first())
         examples = dict(found.select("cause", "example").rows())
-        found = found.drop("example").sort(
-            "findings", "cause", descending=[True, False]
-        )
+        found = found.drop("example")
+        found = found.sort("findings", "cause", descending=[True, False])
         facts |= {"causes": found.to_dicts(), "examples": examples}
         names = [name.replace("_", " ") for name in found.columns]
         text += f"\n\n{text_table(names, found.rows())}"
@@ -552,9 +549,8 @@ def drift(
 
 def _summable(table: pa.Table) -> pl.DataFrame:
     """A table without categories, whose integers are wide enough for sums."""
-    return pl.DataFrame(table).cast(
-        {cs.integer(): pl.Int64, cs.categorical(): pl.String}
-    )
+    kinds: Any = {cs.integer(): pl.Int64, cs.categorical(): pl.String}
+    return pl.DataFrame(table).cast(kinds)
 
 
 _NOTES = ("unread_mask", "unknown_session", "session_without_rows")

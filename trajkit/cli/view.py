@@ -66,9 +66,8 @@ def show(
     loaded = opt.chosen_tokenizer(tokenizer, source)
     codec = None if loaded is None else Codec(loaded)
     shown = _View(Screen(), codec, None if unfold else context)
-    if (rows := rows_in(source, policy=policy, sessions=sessions)) is not None:
-        if session is not None:
-            rows = take_session(rows, session, "rows")
+    of_turns = {"policy": policy, "sessions": sessions}
+    if (rows := rows_in(source, session, **of_turns)) is not None:
         shown.rows(rows, row)
         return
     chosen = opt.one_policy(policy)
@@ -89,8 +88,8 @@ def show(
             shown.screen.print()
 
 
-def rows_in(source: list[str], **of_turns: object) -> pa.Table | None:
-    """The rows of files, or of a directory; None if the first has turns.
+def rows_in(source: list[str], session: str | None, **of_turns: Any) -> pa.Table | None:
+    """The rows of one session or all, in files or a directory; None if they have turns.
 
     Those of a trainer get the names of ours. ``of_turns`` are options that do nothing with
     rows: one that is given is an error.
@@ -106,26 +105,25 @@ def rows_in(source: list[str], **of_turns: object) -> pa.Table | None:
         return None
     for name in (one for one, given in of_turns.items() if given is not None):
         raise ArgumentError(f"--{name} is for turns, and {source[0]} has rows")
-    rows = any_rows(*source)
-    if isinstance(rows, pa.Table) and "spans" in rows.column_names:
-        return canonical_rows(rows)
-    return rows_of_trainer(*source).select(row_forms.TOKENS)
+    rows = rows_of_trainer(*source, own=True)
+    return rows if session is None else take_session(rows, session, "rows")
 
 
-def rows_of_trainer(path: str, *more: str) -> pa.Table:
-    """The rows of files as `row_forms.PLAIN`; errors name the file, and the line of one."""
+def rows_of_trainer(path: str, *more: str, own: bool = False) -> pa.Table:
+    """The rows of files as `row_forms.PLAIN`, or with ``own`` those of trajkit as they are.
+
+    Errors name the file, and the line of one.
+    """
     try:
-        return row_forms.plain_rows(any_rows(path, *more))
+        if not more and Path(path).suffix.lower() in ARRAYS:
+            return row_forms.plain_rows(read_arrays(Path(path)))
+        rows = read_any_rows([path, *more])
+        if own and "spans" in rows.column_names:
+            return canonical_rows(rows)
+        return row_forms.plain_rows(rows)
     except (FormatError, SchemaError) as error:
         text = str(error) if more else row_placed(path, str(error))
         raise type(error)(text) from None
-
-
-def any_rows(path: str, *more: str) -> object:
-    """The rows of files, as their format has them."""
-    if not more and Path(path).suffix.lower() in ARRAYS:
-        return read_arrays(Path(path))
-    return read_any_rows([path, *more])
 
 
 def _each_session(turns: pa.Table) -> Iterator[pa.Table]:
@@ -264,11 +262,10 @@ def why(
     without their turns: where each leaves an earlier row.
     """
     of_turns = {"policy": policy, "sessions": sessions, "tokenizer": tokenizer}
-    if (table := rows_in(source, **of_turns)) is not None:
+    if (table := rows_in(source, session, **of_turns)) is not None:
         if "spans" in table.column_names:
             table = tk.read_rows(source)
-        if session is not None:
-            table = take_session(table, session, "rows")
+            table = table if session is None else take_session(table, session, "rows")
         reasons = tk.analysis.why(table)
     else:
         loaded = opt.chosen_tokenizer(tokenizer, source)

@@ -283,7 +283,8 @@ def _faults(
         if gain is None or (isinstance(gain, list) and None in gain):
             yield (
                 "advantage is null or absent. Add it with trajkit.add_advantages (trajkit "
-                "export: --advantage), and filter out rows whose advantage is null"
+                "export: --advantage), and filter out rows whose advantage is null: those "
+                "without a reward, and, but for group_mean, with the only one of a group"
             )
         if not np.isfinite(gain).all():
             yield f"advantage is {gain}: expected finite numbers"

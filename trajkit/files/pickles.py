@@ -69,12 +69,14 @@ def load(file: Path) -> object:
                 return _Unpickler(opened, None).load()
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
-            (top,) = (name for name in names if name.endswith("/data.pkl"))
-            folder = top.removesuffix("data.pkl")
+            found = [name for name in names if name.endswith("/data.pkl")]
+            if len(found) != 1:
+                raise FormatError(f"{file}: a zip file not of torch.save: unpack it")
+            folder = found[0].removesuffix("data.pkl")
             order = f"{folder}byteorder"
             if order in names and archive.read(order) != b"little":
                 raise FormatError(f"{file}: it is not little-endian")
-            values = io.BytesIO(archive.read(top))
+            values = io.BytesIO(archive.read(found[0]))
             return _Unpickler(
                 values, lambda key: archive.read(f"{folder}data/{key}")
             ).load()

@@ -124,9 +124,11 @@ def parts_of(
     if paths is not None:
         files = [file for path in paths for file in paths_in(path)]
     elif not hasattr(source, "read") or hasattr(source, "encoding"):  # a text file
+        is_empty = isinstance(source, list) and not source
+        kind = "no element" if is_empty else f"type {type(source).__name__}"
         raise ArgumentError(
-            f"a source of type {type(source).__name__} cannot be read: expected a path, a "
-            "list of paths, an open binary file or a table"
+            f"a source of {kind} cannot be read: expected a path, a list of paths, an open "
+            "binary file or a table"
         )
     for file in files:
         kind, path = format_of(file, format), file if paths is not None else Path()

@@ -109,6 +109,7 @@ _CODECS: dict[bytes, Codec] = {
     b"\x1f\x8b": "jsonl.gz",
     b"\x28\xb5\x2f\xfd": "jsonl.zst",
 }
+_PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7-Zip"}
 _JSON = (".json", ".jsonl", ".ndjson")
 SUFFIXES = (
     *(f"{kind}{end}" for kind in _JSON for end in ("", ".gz", ".zst")),
@@ -246,6 +247,8 @@ def _json(file: Path, shape: Shape) -> Iterator[Placed]:
     codec = _by_magic(file, _CODECS, "jsonl")
     lines = split_lines(open_input(file, codec), str(file))
     first = next((line.strip() for line, _ in lines if line.strip()), b"")
+    if packed := "tar" if first[257:262] == b"ustar" else _by_magic(file, _PACKED, ""):
+        raise FormatError(f"{file} is packed by {packed}: unpack it, or use gzip")
     try:
         whole = isinstance(reader.read(first), list)
     except ValueError:

@@ -20,12 +20,7 @@ import numpy as np
 from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files.jsonl import IDS, ITEMS, Shape
-from trajkit.importers.containers import (
-    Finding,
-    Head,
-    Refused,
-    Value,
-)
+from trajkit.importers.containers import Finding, Head, Refused, Value
 from trajkit.turns import mapping
 from trajkit.turns.keys import (
     EMPTY_RUN,

@@ -116,7 +116,7 @@ def import_turns(
     tokenizer : object, optional
         For records of text: with ``encode``, ``decode`` and ``apply_chat_template``.
     contradicted : {"untrain", "train"}
-        Whether a turn trains whose usage states other numbers of tokens than it has ids.
+        Whether a turn trains that its record contradicts (docs/import.md, "Report").
     nonfinite_logprobs : {"raise", "null"}
         A record with a logprob that is NaN, infinite, or -9999 or less is left out
         ("invalid"), or these logprobs become null.
@@ -284,11 +284,12 @@ class _Import:
         own = [self.fitting(head) for head in heads]
         if self.format != "auto" and not is_folder:
             own = [[FORMATS[self.format]]]
-        names = sorted({one.name for fits in own for one in fits})
+        pairs = zip(heads, own, strict=False)
+        names = {one.name: head.name for head, fits in pairs for one in fits}
         if len(names) > 1:
-            listed = ", ".join(names)
+            listed = ", ".join(f"{name} ({names[name]})" for name in sorted(names))
             text = f"fits several formats, {listed}: pass one of them as the format"
-            raise FormatError(f"{source} {text}")
+            raise FormatError(f"{source} {text} (--from)")
         if not names and is_folder:
             kind = self.format if self.format != "auto" else "known"
             begun = [head for head in heads if head.values]
@@ -382,7 +383,7 @@ class _Import:
             at = f" at each={each}, or is it each={way}?" if "." in way else ""
             self.note(name, Finding("file", None, "empty", f"it has no calls{at}"))
         for key, (found, count) in unread.items():
-            text = f"{key} of {count} records was not read"
+            text = f"{key} of {count} record{'s' * (count > 1)} was not read"
             if not found.problem:
                 value = found.unread[key]
                 text += f" (the first: {reprlib.repr(value)}){hint_for(key, value)}"

@@ -15,9 +15,8 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import ROWS
 from trajkit.schema.engine import row_lengths
-from trajkit.tables.canonical import TableLike, as_table, canonical, is_list, place
+from trajkit.tables.canonical import TableLike, as_table, canonical_rows, is_list, place
 from trajkit.tables.ragged import Longs, Ragged, codes
 from trajkit.turns.validation import check_all
 
@@ -96,7 +95,7 @@ def reference_loss(
         no finite behaviour logprob, advantage or weight.
     """
     check_choice("reduce", reduce, Reduce)
-    table = check_all(canonical(as_table(rows), ROWS), [row_lengths])
+    table = check_all(canonical_rows(as_table(rows)), [row_lengths])
     ids = Ragged.of(table.column("input_ids"))
     row, logprobs = ids.owner, _floats(logprobs)
     if tuple(logprobs.shape) != row.shape:

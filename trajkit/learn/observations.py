@@ -267,7 +267,8 @@ class _Labels:
             fault = calls.gap(call)
             if fault is not None and not choice.skips:
                 turn = calls.turn_index[call]
-                raise InvalidTurnsError(f"{where}, turn {turn}: {fault}")
+                text = f"{where}, turn {turn}: {fault}. missing='skip' passes over it"
+                raise InvalidTurnsError(text)
             self.skipped += fault is not None
             self._rendered.append(None if fault is not None else calls.rendered(call))
 

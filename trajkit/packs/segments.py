@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from trajkit._arguments import plain_array
 from trajkit.errors import LayoutError
 from trajkit.tables.ragged import Longs, offsets_of
 
@@ -127,9 +128,7 @@ def varlen(pack: Any) -> Varlen:
             )
     given = _field(pack, "subtree_end")
     given = pack if given is None else given
-    runs = Runs.of(
-        np.asarray(given.cpu() if hasattr(given, "cpu") else given, np.int64)
-    )
+    runs = Runs.of(np.asarray(plain_array(given), np.int64))
     if runs.fault is not None:
         raise LayoutError("token {}: {}".format(*runs.fault))
     paths = [runs.path(run) for run in range(len(runs.start))]

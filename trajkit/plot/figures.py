@@ -19,7 +19,7 @@ from trajkit.analysis.words import OUTPUTS, ROLES, TIMES
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.linearize import find_links
-from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.canonical import TableLike
 from trajkit.tables.columns import take_session, tuples
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
@@ -75,7 +75,7 @@ def tokens(
     UnknownSessionError
         ``turns`` has no such session.
     """
-    chosen, table = named_policy(policy), as_turns(as_table(turns))
+    chosen, table = named_policy(policy), as_turns(turns)
     if not table.num_rows:
         raise errors.UnknownSessionError("there are no turns, so no session to draw")
     if session_id is None:
@@ -187,7 +187,7 @@ def swimlanes(turns: TableLike) -> Figure:
 
 def slices_of(turns: TableLike) -> list[Slice]:
     """The times of each session, by its start; see `trajkit.plot.swimlanes`."""
-    table = as_turns(as_table(turns))
+    table = as_turns(turns)
     calls: dict[str, list[tuple[int, int, int]]] = {}
     for (name, turn), start, stop in zip(
         tuples(table, "session_id", "turn_index"),

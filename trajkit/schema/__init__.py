@@ -375,7 +375,7 @@ first_turn int32?: the turn that opens the row: the first that no earlier row co
 parent int32?: its parent. null: none
 opened_by text: one of OPENED_BY
 tokens_trained int64
-tokens_lost int64: tokens of its empty spans (EMPTY_KINDS)
+tokens_lost int64?: tokens of its empty spans (EMPTY_KINDS). null: of rows without turns
 sentence text
 """)
 """Why each row begins where it does, one line per row (see `analysis.why`)."""

@@ -104,7 +104,7 @@ def as_table(table: TableLike, unread: Collection[str] = ()) -> pa.Table:
         raise SchemaError(
             f"{type(table).__name__} is not a table: expected a table of pyarrow, "
             "polars, pandas or datasets, a list of dicts, or an object with "
-            "__arrow_c_stream__"
+            "__arrow_c_stream__ (read_turns and read_rows read files)"
         )
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
@@ -238,6 +238,8 @@ def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
             check_type(source, field.type, f"column {field.name!r}")
         elif not field.nullable:
             hint = did_you_mean(field.name, set(names) - set(schema.names))
+            if field.name == "turn_index" and kind == "turns":
+                hint = ". trajkit.from_records makes turns of a table of calls"
             if schema is ROWS and "suffix_mask" in names:
                 hint = ": write_rows with dedup stored these rows, read_rows reads them"
             raise SchemaError(

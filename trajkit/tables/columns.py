@@ -50,9 +50,8 @@ def take_session(table: pa.Table, session_id: str, what: str = "turns") -> pa.Ta
         raise ArgumentError(f"session_id={session_id!r}: expected a string")
     found = table.slice(0, 0)
     if "session_id" in table.column_names:
-        # ids may be integers, and polars' categories
-        names = table["session_id"].cast(pa.string())
-        found = table.filter(pc.equal(names, session_id))
+        own = pc.equal(table["session_id"].cast(pa.large_string()), session_id)
+        found = take_rows(table, pc.indices_nonzero(own))
     if not found.num_rows:
         raise UnknownSessionError(f"the {what} have no session {session_id!r}")
     return found

@@ -68,11 +68,11 @@ def from_records(
 
     Parameters
     ----------
-    records : iterable of dict
-        With the keys below, of which the first three are required. Others become extra
-        columns; an array of several dimensions becomes a nested list. Keys that mark part
-        of the output, say that the call failed, state other numbers of tokens, or name
-        several runs of a session are errors (docs/data.md).
+    records : iterable of dict, or table
+        With the keys (or columns) below, of which the first three are required. Others
+        become extra columns; an array of several dimensions becomes a nested list. Keys
+        that mark part of the output, say that the call failed, state other numbers of
+        tokens, or name several runs of a session are errors (docs/data.md).
 
         - ``session_id``: the agent run; an integer becomes its text
         - ``prompt_ids``, ``output_ids``: a list, tuple, range, or one-dimensional array or
@@ -116,10 +116,12 @@ def from_records(
         and rule.
     """
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    if hasattr(records, "__arrow_c_stream__"):
+        records = as_table(records).to_pylist()
     if isinstance(records, str | bytes | Mapping) or not isinstance(records, Iterable):
         raise ArgumentError(
             f"records is of type {type(records).__name__}: expected an iterable of dicts, "
-            "one per model call"
+            "one per model call, or a table of these"
         )
     if map is None:
         return collected(records, nonfinite_logprobs)

@@ -111,7 +111,7 @@ def _table(given: Any) -> pa.Table:
         if not given:
             raise SchemaError("rows is an empty list: expected a row or more")
         given = [*map(_fields, given)]
-        if not _COLUMNS & {*given[0]}:
+        if not _COLUMNS & {*given[0]} or "spans" in given[0]:
             return pa.Table.from_pylist(given)
         given = [
             {

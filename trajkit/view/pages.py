@@ -97,13 +97,11 @@ def page(
     """
     chosen = chosen_policies(policies)
     if not chosen:
-        raise ArgumentError(
-            "no policies: expected at least one, or None for all presets"
-        )
+        raise ArgumentError("no policies: expected some, or None for all presets")
     data: list[tuple[str, bytes]] = []
     runs = [(title, turns, sessions), *([] if against is None else [against])]
     for run, (name, own, known) in enumerate(runs):
-        table, found = as_turns(as_table(own)), None
+        table, found = as_turns(own), None
         facts = None if known is None else as_table(known)
         if rows is not None and run == 0:
             policy = None if policies is None else chosen[0]

@@ -9,10 +9,14 @@ start)
   fi
   host=
   test "$network" = host || host='--add-host host.docker.internal:host-gateway'
-  exec "$binary" run --detach --name "$name" --network "$network" $host \
+  said=$("$binary" run --detach --name "$name" --network "$network" $host \
     ${memory_mb:+--memory ${memory_mb}m} ${cpus:+--cpus $cpus} \
     ${processes:+--pids-limit $processes} ${file_mb:+--ulimit fsize=$((file_mb << 20))} \
-    --init --entrypoint sleep "$image" infinity
+    --init --entrypoint sleep "$image" infinity 2>&1)
+  code=$?
+  # its last line may be a hint that does not say what is wrong
+  echo "$said" | grep -v "^Run '.* --help'" >&2
+  exit $code
   ;;
 exec)
   # the client reads the values from its environment: no process list shows them
