@@ -112,7 +112,8 @@ def command(tmp_path, capsys):
     """The exit code of the command in this process, and what it says of an error."""
 
     def command(*options):
-        code = cli.main(["serve", "--out", str(tmp_path / "run"), *options])
+        out = ["--out", str(tmp_path / "run"), "--port", "0"]
+        code = cli.main(["serve", *out, *options])
         return code, capsys.readouterr().err
 
     return command
@@ -158,7 +159,7 @@ GONE = ["--engine", "sglang", "--engine-url", "http://127.0.0.1:1", "--model"]
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("", "does not show the calls of a reply; give --parser with one of"),
+        ("", "does not show the calls of a reply; give --chat-template"),
         ("--parser none", "127.0.0.1:1 cannot be reached"),
         ("--parser hermes", "127.0.0.1:1 cannot be reached"),
         ("--parser engine", "127.0.0.1:1 cannot be reached"),
