@@ -27,7 +27,7 @@ from trajkit_shim.engines import base, checks
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json, add_counts, parse_object
 from trajkit_shim.pauses import Pause
-from trajkit_shim.prompting.conversation import Budget, Node, next_position
+from trajkit_shim.prompting.conversation import Budget, KeptIds, Node, next_position
 from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols.base import Verb, WireProtocol
@@ -164,7 +164,9 @@ class Call:
         earlier, known = session.conversation.elements, session.conversation.replies
 
         def read() -> ChatRequest:
-            self._digest = blake2b(head + data, digest_size=16).digest()
+            hasher = blake2b(head, digest_size=16)
+            hasher.update(data)
+            self._digest = hasher.digest()
             return protocol.read(parse_object(data), limits, earlier, known)
 
         chat = await base.done(self._is_long or takes_images, read)
@@ -453,21 +455,22 @@ class Call:
         prompt, ids, counts = self._prompt, sample.output_ids, self._session.counts
         self._hasher.update(ids.astype("<i4").data)
         pending.turn, position = counts.turns - 1, self._restored.position
-        message = reply.message
+        message, kept = reply.message, KeptIds(np.concatenate([prompt.ids, ids]))
         node = Node(
             message=message,
             position=position,
             after=next_position(position, chats.logged_message(message).key),
             turn=pending.turn,
             agent_id=self._caller.agent_id,
-            own_ids=np.concatenate([prompt.ids, ids]),
+            kept=kept,
+            n_ids=len(prompt.ids) + len(ids),
             between=prompt.between,
             offered=prompt.offered,
             closed=len(ids) > 0 and int(ids[-1]) in self._renderer.end_ids,
-            base=prompt.base,
             hasher=self._hasher,
         )
-        self._session.conversation.add(node, self._gateway.cache_budget)
+        budget = self._gateway.cache_budget
+        self._session.conversation.add(node, prompt.base, budget)
         self._session.conversation.replies[reply.reply_id] = reply
         self._session.answers.append(pending)
         counts.answered += 1

@@ -24,7 +24,7 @@ shim/trajkit_shim/prompting/conversation.py: shim/prompting shim/test_app
     half a character ends the session
         |if not own and "\\\\ud" in record.body:| -> |if False:|
     ids of earlier turns are kept apart
-        |base.own_ids = ids[: len(base.own_ids)]| -> |pass|
+        |base.kept.ids, node.kept = node.kept.ids, base.kept| -> |pass|
     a reply that is sampled again stays the earlier turn's
         |if not any(p.known and p.before == node.position for p in request.places)|
         -> |if True|
@@ -188,7 +188,7 @@ shim/trajkit_shim/sessions/turn_log.py: shim/sessions shim/test_app
     bodies of a turn that could not be written are in the log
         |        new = set[bytes]()| -> |        new = bodies|
     attribution of shared tokens is left out
-        |if not (index[:n_shared] >= 0).any():| -> |if True:|
+        |if not (known[:first] >= 0).any():| -> |if True:|
     a column that the log lacks is lost
         |if turn.get(name) is not None:| -> |if False:|
     a truncated log is not noticed

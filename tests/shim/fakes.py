@@ -32,6 +32,7 @@ from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.conversation import (
     Budget,
     Conversation,
+    KeptIds,
     Node,
     next_position,
 )
@@ -236,19 +237,21 @@ def remember(
     **fields: Any,
 ) -> Node:
     """Record a reply at a position of a session; ``fields`` are of its node."""
+    ids, base = fields.pop("ids", None), fields.pop("base", None)
     node = Node(
         message=message,
         position=position,
         after=next_position(position, logged_message(message).key),
         turn=0,
         agent_id=None,
-        own_ids=fields.pop("ids", None),
+        kept=KeptIds(ids),
+        n_ids=0 if ids is None else len(ids),
         between=None,
         offered=b"",
         closed=True,
     )
     node = replace(node, **fields)
-    session.add(node, budget or Budget(1 << 40))
+    session.add(node, base, budget or Budget(1 << 40))
     return node
 
 

@@ -22,6 +22,7 @@ from hashlib import blake2b
 from itertools import islice, takewhile, zip_longest
 from sys import getsizeof
 from typing import Any, Literal, NoReturn, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 
@@ -57,6 +58,13 @@ _TEXTS = 4
 _KEPT = 4
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class KeptIds:
+    """The ids of a turn, prompt and output, which begin with those that it extends."""
+
+    ids: Ids | None  # None: they were released
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Node:
     """A sampled reply, and the turn that it is of."""
@@ -66,14 +74,19 @@ class Node:
     after: bytes  # the position after it
     turn: int
     agent_id: str | None
-    # prompt and output, maybe in the memory of a longer turn's; None: they were released
-    own_ids: Ids | None
+    kept: KeptIds  # its ids are the first ones
+    n_ids: int
     # the template's text between the replies before this one; None: unknown
     between: bytes | None
     offered: bytes  # digest of the offered tools and the template's variables
     closed: bool  # the output ends with an end-of-message token
-    base: "Node | None" = None  # the turn whose ids it extends
     hasher: Any = None  # of its ids: `prompting.prompts.Prompt.hasher`
+
+    @property
+    def own_ids(self) -> Ids | None:
+        """Prompt and output; None: they were released."""
+        ids = self.kept.ids
+        return None if ids is None else ids[: self.n_ids]
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +169,7 @@ class Conversation:
     logged: set[bytes] = field(default_factory=set)
     # by the position before and after; of one position, in the order of turns
     _nodes: dict[bytes, dict[bytes, Node]] = field(default_factory=dict)
+    _ids: WeakSet[KeptIds] = field(default_factory=WeakSet)
     _counted: set[bytes] = field(default_factory=set)
     # calls that may start an agent: their prompt, the agent that called, and the columns
     _starts: deque[tuple[str, str | None, Json]] = field(
@@ -251,8 +265,8 @@ class Conversation:
                     return node, run[:n]
         return None, run[:1]
 
-    def add(self, node: Node, budget: "Budget") -> None:
-        """Store a reply that was recorded."""
+    def add(self, node: Node, base: Node | None, budget: "Budget") -> None:
+        """Store a reply that was recorded, and the turn whose ids it extends."""
         # the same reply to the same messages: the latest turn counts, and is the last
         alike = self._nodes.setdefault(node.position, {})
         alike.pop(node.after, None)
@@ -271,11 +285,11 @@ class Conversation:
             }
             if len(prompt) >= _SHORTEST:
                 self._starts.append((prompt, node.agent_id, started))
-        ids, base = node.own_ids, node.base
-        while ids is not None and base is not None and base.own_ids is not None:
-            # those are a part of its own
-            base.own_ids = ids[: len(base.own_ids)]
-            base = base.base
+        if base is not None and (ids := base.kept.ids) is not None:
+            # unless another turn extends the base, those are a part of its own
+            if len(ids) == base.n_ids:
+                base.kept.ids, node.kept = node.kept.ids, base.kept
+        self._ids.add(node.kept)
         self.count_kept(budget)
 
     def count_kept(self, budget: "Budget") -> None:
@@ -350,25 +364,17 @@ class Conversation:
         return self._started.get(agent, {})
 
     @property
-    def _all(self) -> Iterator[Node]:
-        return (node for nodes in self._nodes.values() for node in nodes.values())
-
-    @property
     def n_bytes(self) -> int:
         """About how many bytes its ids and the requests that are kept take."""
         n_bytes = sum(each.n_bytes for each in self._requests)
-        for node in self._all:
-            ids = node.own_ids
-            n_bytes += _OVERHEAD
-            n_bytes += ids.nbytes if ids is not None and ids.base is None else 0
-        return n_bytes
+        n_bytes += _OVERHEAD * sum(map(len, self._nodes.values()))
+        return n_bytes + sum(k.ids.nbytes for k in self._ids if k.ids is not None)
 
     def release(self) -> None:
         """Drop the ids and the requests; the replies are still recognized."""
         self._requests = []
-        for node in self._all:
-            # a base may be of a reply that was sampled again
-            node.own_ids = node.base = None
+        for kept in self._ids:
+            kept.ids = None
 
     def close(self) -> None:
         """Drop the ids and the requests of a session that has ended."""

@@ -323,10 +323,11 @@ def _attribution(turn: Mapping[str, Any], n_shared: int) -> dict[str, object]:
     known = turn.get("prompt_message_index")
     if known is None:
         return {}
-    n_earlier = len(turn["prompt_ids"]) - len(known)
-    index = np.concatenate([np.full(max(0, n_earlier), -1, np.int32), known])
-    if not (index[:n_shared] >= 0).any():
-        index = index[n_shared:]
+    n_earlier = max(0, len(turn["prompt_ids"]) - len(known))
+    first = max(0, n_shared - n_earlier)
+    if not (known[:first] >= 0).any():
+        n_earlier, known = max(0, n_earlier - n_shared), known[first:]
+    index = np.concatenate([np.full(n_earlier, -1, np.int32), known])
     return {"prompt_message_index": index, "prompt_is_content": index >= 0}
 
 
