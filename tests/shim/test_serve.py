@@ -112,8 +112,7 @@ def command(tmp_path, capsys):
     """The exit code of the command in this process, and what it says of an error."""
 
     def command(*options):
-        out = ["--out", str(tmp_path / "run"), "--port", "0"]
-        code = cli.main(["serve", *out, *options])
+        code = cli.main(["serve", "--port=0", f"--out={tmp_path}/run", *options])
         return code, capsys.readouterr().err
 
     return command
