@@ -12,7 +12,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
@@ -224,11 +223,13 @@ class Reading:
 
     def key(self, item: object) -> bytes:
         """Return the key of an element; empty: it is read each time, as images are."""
-        # half a character, or an integer beyond 64 bits
-        with suppress(TypeError):
-            if self.image_limits is None:
-                return self.protocol.encode() + orjson.dumps(item)
-        return b""
+        if self.image_limits is not None:
+            return b""
+        try:
+            return self.protocol.encode() + orjson.dumps(item)
+        except TypeError:
+            # half a character, or an integer beyond 64 bits
+            return b""
 
     def count_unread(self, first: int = 0) -> None:
         """Count the fields that nobody read, but none without a content."""
@@ -350,8 +351,10 @@ class Fields:
         known = (reading.elements, *reading.earlier)
         for i, item in enumerate(given):
             key = reading.key(item)
-            element = next((each[key] for each in known if key in each), None)
-            if element is None:
+            for each in known:
+                if (element := each.get(key)) is not None:
+                    break
+            else:
                 where, first = f"{self.at(name)}[{i}]", len(reading.opened)
                 others, reading.ignored = reading.ignored, Counter()
                 result = read(Fields(as_object(item, where), where, reading))
@@ -361,5 +364,6 @@ class Fields:
             if key:
                 reading.elements[key] = element
             results.append(element.result)
-            add_counts(reading.ignored, element.ignored)
+            if element.ignored:
+                add_counts(reading.ignored, element.ignored)
         return results
