@@ -21,7 +21,7 @@ from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.embedded import EmbeddedEngine
 from trajkit_shim.prompting.render import embedded_renderer
-from trajkit_shim.serve import running
+from trajkit_shim.serve import listen, running
 from trajkit_shim.sessions.turn_log import TurnLog
 
 AGENT = f"{sys.executable} -S {Path(__file__).parents[1]}/rollout/small_agent.py"
@@ -59,7 +59,7 @@ def gateways(tmp_path, tasks):
         return create_app(engine, renderer, log, Options(admin_token=TOKEN))
 
     node = ray.util.get_node_ip_address()
-    with running(app("0")) as first, running(app("1"), node) as second:
+    with running(app("0")) as first, running(app("1"), listen(node, 0)) as second:
         yield [first, second.replace(node, "{node}")]
 
 
