@@ -1032,12 +1032,13 @@ ASKS = "sys.audit('object.__setattr__', generator, '__code__', Equal())"
 CASES = {"tests": {"test_a.py": FIRST_CASE.replace(", it", ""), "test_it.py": CASE}}
 OWN_SUITE = "lambda *_: unittest.TestSuite([unittest.FunctionTestCase(int)])"
 OWN_KIND = f"type('M', (type(sys),), {{'load_tests': {OWN_SUITE}}})"
+FROM_TESTS = "../work"  # the path of the workspace
 # what is written beside tests of the workspace, and what a module of tests is and has
 CHEATS |= {
     **{
         f"{name} of the workspace is written": Cheat(
             writes(f"$WORKSPACE/tests/{name}", HOOK).replace("if not", "if True or"),
-            f"{CHANGED}../work/tests/{name}",
+            f"{CHANGED}{FROM_TESTS}/tests/{name}",
             "the workspace's tests",
         )
         for name in ("test_it.py", "conftest.py")
