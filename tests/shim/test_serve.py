@@ -464,7 +464,7 @@ def test_an_error_of_all_workers_is_one_error(tmp_path, model, words):
         with serving(tmp_path, "--workers", "2", *given, port=port) as process:
             _, errors = process.communicate(timeout=60)
     assert process.returncode == cli.BAD_FILE
-    assert (errors.count(words), "Traceback" in errors) == (1, False)
+    assert (errors.count(words), "Traceback" in errors) == (1, False), errors
 
 
 # Sockets
