@@ -466,7 +466,8 @@ class Rollouts:
         rollout = Rollout(**record)
         if self._digests.setdefault(rollout.group_id, digest) != digest:
             raise ValueError(f"task {rollout.group_id!r} {_CHANGED}")
-        (self.unsent.discard if sent else self.unsent.add)(rollout.session_id)
+        change = self.unsent.discard if sent else self.unsent.add
+        change(rollout.session_id)
         self._sessions[rollout.session_id] = rollout
         self._last[rollout.group_id, rollout.sample] = rollout
 
