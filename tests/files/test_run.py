@@ -636,24 +636,19 @@ def test_a_directory_of_several_formats_has_one_order(tmp_path, small):
     assert pa.Table.from_batches(tk.scan_turns(tmp_path)).equals(whole)
 
 
-def test_files_whose_columns_differ_are_gathered_into_the_same_buckets(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(limits, "BUCKET_BYTES", 400)
-    log = tmp_path / "log"
-    log.mkdir()
-    records = scattered(some_sessions())
-    for k in range(4):
-        more = {"note": f"n{k}"} if k % 2 else {}
-        some = [{**record, **more} for record in records[k::4]]
-        write_log(some, log / f"{k}.arrows")
+@pytest.mark.parametrize("suffix_", ["arrows", "jsonl"])
+@pytest.mark.parametrize("order", [scattered, list])
+def test_each_piece_has_the_columns_of_all(tmp_path, small, suffix_, order):
+    (log := tmp_path / "log").mkdir()
+    records = order(some_sessions())
+    for k, more in enumerate([{}, {"note": "n"}, {"size": 1}, {"size": 1.5}]):
+        some = [{**record, **more} for record in records[9 * k :][:9]]
+        write_log(some, log / f"{k}.{suffix_}")
     whole = tk.read_turns(log)
-    got = pa.concat_tables(
-        [pa.Table.from_batches([batch]) for batch in tk.scan_turns(log)],
-        promote_options="default",
-    )
-    assert got.select(whole.column_names).equals(whole)
-    assert whole["note"].null_count < len(whole)
+    assert pa.Table.from_batches(tk.scan_turns(log)).equals(whole)
+    tk.run(log, lambda turns: turns, tmp_path / "out.arrow")
+    assert tk.read_turns(tmp_path / "out.arrow").equals(whole)
+    assert whole["note"].null_count == 24 and whole["size"].type == pa.float64()
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):

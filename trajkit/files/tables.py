@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, pairwise
@@ -71,7 +71,7 @@ from trajkit.tables.ragged import (
 from trajkit.turns import validation
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import Map, MapLike, Names, names_of, read_map
-from trajkit.turns.records import collected, from_records
+from trajkit.turns.records import FIELDS, collected, from_records, is_too_deep
 from trajkit.turns.session_metadata import last_lines
 from trajkit.turns.sessions import with_current_keys
 
@@ -601,12 +601,14 @@ class SessionIndex:
 
     ``turns`` is the number of turns of each session, in order of first appearance;
     ``n_bytes`` their approximate size as Arrow; ``scattered`` the first session whose
-    turns are not contiguous and ascending.
+    turns are not contiguous and ascending. ``extras`` are the columns of all files beside
+    those of the schema.
     """
 
     turns: dict[str | None, int] = field(default_factory=dict)
     n_bytes: int = 0
     scattered: str | None = None
+    extras: pa.Schema = field(default_factory=lambda: pa.schema([]))
     _current: str | None = None
     _last: int = -1
 
@@ -644,6 +646,12 @@ class SessionIndex:
             self.turns[name] = before + stop - start
             self._current, self._last = name, int(own[-1])
 
+    def add_columns(self, columns: Iterable[pa.Field]) -> None:
+        """Count columns of some turns. If types do not fit, reading the turns says so."""
+        both = self.extras, pa.schema(columns)
+        with suppress(pa.ArrowException):
+            self.extras = pa.unify_schemas(both, promote_options="permissive")
+
 
 def index_sessions(
     paths: Iterable[Path],
@@ -665,16 +673,21 @@ def index_sessions(
             prefix = "" if naming is None else naming.prefix(path)
             if is_json(kind):
                 index.n_bytes += path.stat().st_size * (_INFLATED if "." in kind else 1)
-                for record in jsonl.calls(path, kind):
-                    name = _session_of(record)
-                    number = None if order is None else record.get(order)
-                    index.add(
-                        pa.array([name and prefix + name], pa.string()),
-                        np.array([number]) if type(number) is int else None,
-                    )
+                records = jsonl.calls(path, kind)
+                while some := [*islice(records, limits.JSON_ROWS)]:
+                    index.add_columns(_extras(some))
+                    for record in some:
+                        name = _session_of(record)
+                        number = None if order is None else record.get(order)
+                        index.add(
+                            pa.array([name and prefix + name], pa.string()),
+                            np.array([number]) if type(number) is int else None,
+                        )
                 continue
-            for keys, n_bytes in arrow.sized_batches(path, kind, columns):
+            for keys, n_bytes, own in arrow.sized_batches(path, kind, columns):
                 index.n_bytes += n_bytes
+                known = turns_schema(own.names).names
+                index.add_columns(one for one in own if one.name not in known)
                 ids = pa.nulls(keys.num_rows, pa.string())
                 if "session_id" in keys.schema.names:
                     check_session_id(keys.schema)
@@ -683,6 +696,16 @@ def index_sessions(
                         ids = pc.binary_join_element_wise(prefix, ids, "")
                 index.add(ids, None if order is None else integers(keys, order))
     return index
+
+
+def _extras(records: list[Record]) -> Iterator[pa.Field]:
+    """The extra columns that records of calls make."""
+    names = dict.fromkeys(name for one in records for name in one)
+    for name in (name for name in names if name not in FIELDS):
+        values = [one.get(name) for one in records]
+        with suppress(pa.ArrowException, ValueError, TypeError, OverflowError):
+            if not any(map(is_too_deep, values)):
+                yield pa.field(name, pa.infer_type(values))
 
 
 def _session_of(record: Record) -> str | None:
@@ -752,6 +775,10 @@ class Log:
                     stages.rechunk(_after(skip, tables)) if index.turns else tables
                 ):
                     turns, rejected = self._checked(table)
+                    own = [*turns_schema(turns.column_names), *index.extras]
+                    columns = pa.schema(own, turns.schema.metadata)
+                    if index.turns and turns.schema != columns:
+                        turns = stages.concat([columns.empty_table(), turns])
                     if self._amendments is not None:
                         turns = self._amendments.fold_into(turns)
                     yield Piece(turns, table.num_rows, rejected)

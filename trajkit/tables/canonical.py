@@ -273,7 +273,7 @@ def concat_tables(tables: list[pa.Table]) -> pa.Table:
     """The rows of all tables, with the schema version of the oldest; absent columns are
     null.
     """
-    joined = pa.concat_tables(tables, promote_options="default")
+    joined = pa.concat_tables(tables, promote_options="permissive")
     if any(map(has_old_keys, tables)) and not has_old_keys(joined):
         metadata = {**(joined.schema.metadata or {}), b"trajkit.version": b"2"}
         joined = joined.replace_schema_metadata(metadata)
