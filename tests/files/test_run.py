@@ -223,6 +223,9 @@ def test_a_directory_of_another_job_is_refused(tmp_path, small):
         linearize_file(log, folder)
     os.utime(log, ns=(known.st_atime_ns, known.st_mtime_ns))
     linearize_file(log, folder)
+    (folder / "part-00001.parquet").unlink()
+    with pytest.raises(FormatError, match=r"part-00001.parquet is missing, which"):
+        linearize_file(log, folder)
     (folder / "_manifest.json").write_text("{}")
     with pytest.raises(FormatError, match="is not a manifest"):
         linearize_file(log, folder)

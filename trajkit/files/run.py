@@ -418,6 +418,12 @@ class Manifest:
                 ) from None
             if known == self._job:
                 self.ends, self.totals = ends, Counter(totals)
+                parts = [one / _part(k) for one in folders for k in range(len(ends))]
+                for lost in (part for part in parts if not part.exists()):
+                    raise FormatError(
+                        f"{lost} is missing, which {self._path} names: put it back, or pass "
+                        "empty directories"
+                    )
                 return
             if ends or os.listdir(folders[0]) != [MANIFEST]:
                 raise FormatError(
@@ -440,7 +446,7 @@ class Manifest:
 
     @property
     def part(self) -> str:
-        return f"part-{len(self.ends):05d}.parquet"
+        return _part(len(self.ends))
 
     def add(self, totals: Counter[str], n_turns: int) -> None:
         self.ends.append(self.done + n_turns)
@@ -451,6 +457,10 @@ class Manifest:
         saved = {"job": self._job, "ends": self.ends, "totals": self.totals}
         with replacing(self._path) as draft:
             draft.write_text(json.dumps(saved, indent=1) + "\n", "utf-8")
+
+
+def _part(number: int) -> str:
+    return f"part-{number:05d}.parquet"
 
 
 def fingerprint(paths: Sequence[Path], files: Iterable[Path]) -> list[list[object]]:
