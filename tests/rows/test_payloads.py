@@ -89,6 +89,15 @@ def test_experts_of_all_ids_but_the_last_begin_with_the_first(n_prompt):
         assert rows["routed_experts"].to_pylist() == [[*experts, None]]
 
 
+def test_experts_of_a_calls_last_token_give_way_to_those_of_the_next_call():
+    """What verl's logs have there is 0."""
+    experts = pa.array([[[1], [2], [3], [0]], [*[[4]] * 5, [0]]])
+    turns = two_turns(routed_experts=experts)
+    for form in (turns, tk.compact(turns)):
+        rows = tk.linearize(form, payloads=["routed_experts"])
+        assert rows["routed_experts"].to_pylist() == [[[4], [4], [3], [4], [4], [0]]]
+
+
 def test_the_weights_of_each_token_need_no_column_of_their_own():
     versions = [
         {"version": "a", "start": 0, "stop": 1},
