@@ -17,6 +17,7 @@ from tests.strategies import fewer_examples, pick, runs
 from trajkit import schema
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.tables.columns import empty_batch
+from trajkit.tables.ragged import codes
 from trajkit.tables.stages import batches_of, in_step
 
 
@@ -163,6 +164,8 @@ def spoiled(choose, rows):
 def test_a_stage_gives_of_streams_what_it_gives_of_tables(name, data, turns):
     choose, table = chooser(data), turns_table(spoken(turns))
     policy = choose(["faithful", "slime"])
+    if choose([False, True]):  # integers are names of sessions, too
+        table = replaced(table, "session_id", pa.array(codes(table["session_id"])))
     stage, batches, tables, options = stage_of(name, table, policy)
     if name.startswith("verify"):
         tables = [spoiled(choose, tables[0]), tables[1]]

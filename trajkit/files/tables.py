@@ -701,7 +701,7 @@ def index_sessions(
 def _extras(records: list[Record]) -> Iterator[pa.Field]:
     """The extra columns that records of calls make."""
     names = dict.fromkeys(name for one in records for name in one)
-    for name in (name for name in names if name not in FIELDS):
+    for name in (name for name in names if name not in {*FIELDS, *TURNS.names}):
         values = [one.get(name) for one in records]
         with suppress(pa.ArrowException, ValueError, TypeError, OverflowError):
             if not any(map(is_too_deep, values)):

@@ -189,7 +189,9 @@ def _check_array(array: pa.Array, *, text: bool) -> None:
 
 
 def check_session_id(schema: pa.Schema) -> None:
-    check_type(schema.field("session_id").type, pa.string(), "column 'session_id'")
+    type_ = schema.field("session_id").type
+    if not pa.types.is_integer(type_):
+        check_type(type_, pa.string(), "column 'session_id'")
 
 
 def turns_schema(names: list[str]) -> pa.Schema:

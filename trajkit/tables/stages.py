@@ -266,6 +266,10 @@ def whole_sessions(
         if "session_id" not in batch.schema.names:
             raise SchemaError(f"{what} have no column 'session_id': add it")
         check_session_id(batch.schema)
+        at = batch.schema.get_field_index("session_id")
+        if pa.types.is_integer(batch.schema.types[at]):
+            named = batch.columns[at].cast(pa.string())
+            batch = batch.set_column(at, "session_id", named)
         schema = schema or batch.schema
         if batch.num_rows == 0:
             continue
