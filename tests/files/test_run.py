@@ -651,7 +651,7 @@ def test_each_piece_has_the_columns_of_all(tmp_path, small, suffix_, order):
     assert pa.Table.from_batches(tk.scan_turns(log)).equals(whole)
     tk.run(log, lambda turns: turns, tmp_path / "out.arrow")
     assert tk.read_turns(tmp_path / "out.arrow").equals(whole)
-    assert whole["note"].null_count == 24 and whole["size"].type == pa.float64()
+    assert (whole["note"].null_count, whole["size"].type) == (24, pa.float64())
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):

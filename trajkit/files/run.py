@@ -46,6 +46,7 @@ MANIFEST = "_manifest.json"
 """The manifest's file name; readers of directories skip names with an underscore."""
 
 _VERSION = 2
+_PART = "part-{:05d}.parquet"
 _ONLY = ""
 """The name of the only result."""
 
@@ -418,12 +419,12 @@ class Manifest:
                 ) from None
             if known == self._job:
                 self.ends, self.totals = ends, Counter(totals)
-                parts = [one / _part(k) for one in folders for k in range(len(ends))]
-                for lost in (part for part in parts if not part.exists()):
-                    raise FormatError(
-                        f"{lost} is missing, which {self._path} names: put it back, or pass "
-                        "empty directories"
-                    )
+                for folder, k in itertools.product(folders, range(len(ends))):
+                    if not (part := folder / _PART.format(k)).exists():
+                        raise FormatError(
+                            f"{part} is missing, which {self._path} names: put it back, or "
+                            "pass empty directories"
+                        )
                 return
             if ends or os.listdir(folders[0]) != [MANIFEST]:
                 raise FormatError(
@@ -446,7 +447,7 @@ class Manifest:
 
     @property
     def part(self) -> str:
-        return _part(len(self.ends))
+        return _PART.format(len(self.ends))
 
     def add(self, totals: Counter[str], n_turns: int) -> None:
         self.ends.append(self.done + n_turns)
@@ -457,10 +458,6 @@ class Manifest:
         saved = {"job": self._job, "ends": self.ends, "totals": self.totals}
         with replacing(self._path) as draft:
             draft.write_text(json.dumps(saved, indent=1) + "\n", "utf-8")
-
-
-def _part(number: int) -> str:
-    return f"part-{number:05d}.parquet"
 
 
 def fingerprint(paths: Sequence[Path], files: Iterable[Path]) -> list[list[object]]:

@@ -46,7 +46,7 @@ from trajkit.tables.canonical import (
     as_table,
     canonical,
     canonical_rows,
-    check_session_id,
+    session_names,
     turns_schema,
 )
 from trajkit.tables.columns import (
@@ -648,23 +648,21 @@ class SessionIndex:
 
     def add_columns(self, columns: Iterable[pa.Field]) -> None:
         """Count columns of some turns. If types do not fit, reading the turns says so."""
-        both = self.extras, pa.schema(columns)
-        with suppress(pa.ArrowException):
+        with suppress(pa.ArrowException, ValueError, TypeError, OverflowError):
+            both = self.extras, pa.schema(columns)
             self.extras = pa.unify_schemas(both, promote_options="permissive")
 
 
 def index_sessions(
     paths: Iterable[Path],
     format: Format | None,
-    order: str | None = "turn_index",
     naming: sources.Naming | None = None,
 ) -> SessionIndex:
-    """Scan files for session ids and the column ``order``, by which a session ascends.
+    """Scan files for session ids, turn numbers and the names of columns.
 
     The session None has turns without a valid name; reading the turns reports it.
     """
-    columns = ("session_id",) if order is None else ("session_id", order)
-    index = SessionIndex()
+    index, columns = SessionIndex(), ("session_id", "turn_index")
     with warnings.catch_warnings():
         # reading the turns repeats the warning
         warnings.simplefilter("ignore", TornLogWarning)
@@ -677,8 +675,7 @@ def index_sessions(
                 while some := [*islice(records, limits.JSON_ROWS)]:
                     index.add_columns(_extras(some))
                     for record in some:
-                        name = _session_of(record)
-                        number = None if order is None else record.get(order)
+                        name, number = _session_of(record), record.get("turn_index")
                         index.add(
                             pa.array([name and prefix + name], pa.string()),
                             np.array([number]) if type(number) is int else None,
@@ -690,22 +687,19 @@ def index_sessions(
                 index.add_columns(one for one in own if one.name not in known)
                 ids = pa.nulls(keys.num_rows, pa.string())
                 if "session_id" in keys.schema.names:
-                    check_session_id(keys.schema)
-                    ids = keys.column("session_id").cast(pa.string())
+                    ids = session_names(keys)
                     if prefix:
                         ids = pc.binary_join_element_wise(prefix, ids, "")
-                index.add(ids, None if order is None else integers(keys, order))
+                index.add(ids, integers(keys, "turn_index"))
     return index
 
 
 def _extras(records: list[Record]) -> Iterator[pa.Field]:
     """The extra columns that records of calls make."""
-    names = dict.fromkeys(name for one in records for name in one)
-    for name in (name for name in names if name not in {*FIELDS, *TURNS.names}):
-        values = [one.get(name) for one in records]
-        with suppress(pa.ArrowException, ValueError, TypeError, OverflowError):
-            if not any(map(is_too_deep, values)):
-                yield pa.field(name, pa.infer_type(values))
+    known = {*FIELDS, *TURNS.names}
+    own = [{n: one[n] for n in one if n not in known} for one in records]
+    if not any(map(is_too_deep, own)):
+        yield from pa.infer_type(own)
 
 
 def _session_of(record: Record) -> str | None:

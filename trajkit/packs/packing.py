@@ -338,15 +338,16 @@ def _agree(table: pa.Table, name: str, rows: Longs, others: Longs) -> Longs:
     """At how many tokens from the first on each row has the values of the other one."""
     column, n_tokens = table.column(name), row_lengths(table)
     values, width = list_values(column), 1
-    while is_list := tables.is_list(values.type):
+    while tables.is_list(values.type):
         lists = Ragged.of(values)
         size = max(int(lists.lengths.max(initial=0)), 1)
-        if is_list := bool(((lists.lengths == size) | (lists.lengths == 0)).all()):
-            # a null list, as the last token's, becomes as many nulls
-            at = np.full(size * len(lists), -1)
-            at[np.repeat(lists.lengths > 0, size)] = np.arange(len(lists.values))
-            values = take_values(lists.values, pa.array(at, mask=at < 0), name)
-            width *= size
+        if ((lists.lengths != size) & (lists.lengths != 0)).any():
+            break
+        # a null list, as the last token's, becomes as many nulls
+        at = np.full(size * len(lists), -1)
+        at[np.repeat(lists.lengths > 0, size)] = np.arange(len(lists.values))
+        values = take_values(lists.values, pa.array(at, mask=at < 0), name)
+        width *= size
     if pa.types.is_nested(values.type) or len(values) != width * n_tokens.sum():
         raise SchemaError(
             f"same has {name!r}, a column of {column.type}: expected numbers, text, or "

@@ -188,10 +188,12 @@ def _check_array(array: pa.Array, *, text: bool) -> None:
         _check_array(array.values.slice(first, last - first), text=text)
 
 
-def check_session_id(schema: pa.Schema) -> None:
-    type_ = schema.field("session_id").type
-    if not pa.types.is_integer(type_):
-        check_type(type_, pa.string(), "column 'session_id'")
+def session_names(batch: pa.RecordBatch) -> pa.Array:
+    """The column session_id as text; integers are names, too."""
+    column = batch.column("session_id")
+    if not pa.types.is_integer(column.type):
+        check_type(column.type, pa.string(), "column 'session_id'")
+    return column.cast(pa.string())
 
 
 def turns_schema(names: list[str]) -> pa.Schema:

@@ -30,9 +30,9 @@ from trajkit.tables.canonical import (
     TableLike,
     as_table,
     check_buffers,
-    check_session_id,
     concat_tables,
     is_list,
+    session_names,
     turns_schema,
 )
 from trajkit.tables.columns import empty_batch
@@ -93,12 +93,14 @@ def stage(
             )
         return function(*args, **kwargs)
 
-    @wraps(function)
-    def of_batches(batches: Source, *args: Any, **kwargs: Any) -> Batches:
-        stream = cast(Any, _Stream(what, batches))
-        return cast(Batches, function(stream, *args, **kwargs))
-
     signature = inspect.signature(function)
+
+    @wraps(function)
+    def of_batches(*args: Any, **kwargs: Any) -> Batches:
+        given = signature.bind(*args, **kwargs)
+        given.arguments[what] = _Stream(what, given.arguments[what])
+        return cast(Batches, function(*given.args, **given.kwargs))
+
     first, *options = signature.parameters.values()
     of_batches.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[first.replace(annotation=Source), *options],
@@ -265,10 +267,8 @@ def whole_sessions(
             )
         if "session_id" not in batch.schema.names:
             raise SchemaError(f"{what} have no column 'session_id': add it")
-        check_session_id(batch.schema)
-        at = batch.schema.get_field_index("session_id")
+        at, named = batch.schema.get_field_index("session_id"), session_names(batch)
         if pa.types.is_integer(batch.schema.types[at]):
-            named = batch.columns[at].cast(pa.string())
             batch = batch.set_column(at, "session_id", named)
         schema = schema or batch.schema
         if batch.num_rows == 0:

@@ -447,7 +447,7 @@ def verify_file(
     of_verify = {n: options.pop(n) for n in _Options.__annotations__ if n in options}
     judge = Judge.of(policy, **of_verify)
     path, inputs = Path(rows), [sources.Input(Path(rows))]
-    index = file_tables.index_sessions(paths_in(path), None, None)
+    index = file_tables.index_sessions(paths_in(path), None)
     if not index.turns and judge.policy is None:
         raise InvalidTurnsError(
             f"{path}: no rows, nothing to do. With a policy, its rows are missing there"
