@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.files.sources import Paths
+from trajkit.files.sources import Paths, paths_of
 from trajkit.files.tables import gather, index_sessions, scan_turns, turn_files
 from trajkit.policies import Policy
 from trajkit.rows.linearize import linearize_batches
@@ -133,10 +133,10 @@ def linearize_on_ray(
 
         groups = turns.groupby("session_id", num_partitions=shuffles)
         return groups.map_groups(of_session, batch_format="pyarrow")
-    found = [
-        turn_files(p)
-        for p in ([turns] if isinstance(turns, str | os.PathLike) else turns)
-    ]
+    if (paths := paths_of(turns)) is None:
+        kind = type(turns).__name__
+        raise ArgumentError(f"turns is of type {kind}: expected paths or a dataset")
+    found = [turn_files(path) for path in paths]
 
     def of_files(batch: pa.Table) -> Iterator[pa.Table]:
         for file in batch.to_pylist():

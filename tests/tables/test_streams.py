@@ -1,5 +1,6 @@
 """Stages over streams: what a table gives, however it is cut, and little of it held."""
 
+import inspect
 import itertools
 import weakref
 from collections import deque
@@ -174,7 +175,8 @@ def test_a_stage_gives_of_streams_what_it_gives_of_tables(name, data, turns):
     if at is not None:
         streams[at] = tables[at]  # one of them may be a table
     expected = stage(*tables, **options).to_pylist()
-    assert lines(batches(*streams, **options)) == expected
+    named = zip(inspect.signature(batches).parameters, streams, strict=False)
+    assert lines(batches(**dict(named), **options)) == expected
 
 
 # --- verify

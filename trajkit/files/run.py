@@ -46,7 +46,6 @@ MANIFEST = "_manifest.json"
 """The manifest's file name; readers of directories skip names with an underscore."""
 
 _VERSION = 2
-_PART = "part-{:05d}.parquet"
 _ONLY = ""
 """The name of the only result."""
 
@@ -173,7 +172,8 @@ def run(
         if manifest is None:
             return dict(_write_part(pieces, stage, whole_files, watch, None, dedup)[0])
         while not manifest.ends or manifest.done < index.n_turns:
-            part = {name: path / manifest.part for name, path in whole_files.items()}
+            name = manifest.part(len(manifest.ends))
+            part = {key: path / name for key, path in whole_files.items()}
             for path in part.values():
                 path.parent.mkdir(exist_ok=True)
             options = watch, limits.FILE_TURNS, dedup
@@ -420,11 +420,9 @@ class Manifest:
             if known == self._job:
                 self.ends, self.totals = ends, Counter(totals)
                 for folder, k in itertools.product(folders, range(len(ends))):
-                    if not (part := folder / _PART.format(k)).exists():
-                        raise FormatError(
-                            f"{part} is missing, which {self._path} names: put it back, or "
-                            "pass empty directories"
-                        )
+                    if not (part := folder / self.part(k)).exists():
+                        lost = f"{part} is missing, which {self._path} names"
+                        raise FormatError(f"{lost}: put it back, or begin anew")
                 return
             if ends or os.listdir(folders[0]) != [MANIFEST]:
                 raise FormatError(
@@ -445,9 +443,8 @@ class Manifest:
     def done(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    @property
-    def part(self) -> str:
-        return _PART.format(len(self.ends))
+    def part(self, number: int) -> str:
+        return f"part-{number:05d}.parquet"
 
     def add(self, totals: Counter[str], n_turns: int) -> None:
         self.ends.append(self.done + n_turns)

@@ -9,7 +9,6 @@ Logs larger than memory are scanned for session ids and turn numbers alone, whic
 temporary file, from which they are read session by session (`SessionStore`).
 """
 
-import itertools
 import os
 import tempfile
 import warnings
@@ -18,7 +17,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import chain, count, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
@@ -79,6 +78,7 @@ Source: TypeAlias = sources.Paths | BinaryIO | TableLike
 Sink: TypeAlias = str | os.PathLike[str] | BinaryIO
 # columns that tell a report from a table of sessions
 _REPORTED = frozenset({"tokens_sampled", "tokens_trained", *SESSIONS.names})
+_NO_EXTRAS = frozenset({*FIELDS, *TURNS.names})
 
 _SUFFIXES = {
     "input_ids": "suffix_ids",
@@ -277,7 +277,7 @@ def _session_files(paths: list[Path], format: Format | None) -> list[Path]:
         _files_of(path, format).get("sessions", []) if path.is_dir() else [path]
         for path in paths
     )
-    return [*itertools.chain.from_iterable(own)]
+    return [*chain.from_iterable(own)]
 
 
 def sessions_below(
@@ -333,7 +333,7 @@ def scan_rows(
     def batches() -> Iterator[pa.RecordBatch]:
         with sources.local_files(source) as local:
             tables = iter_tables(local, format=format, batch_rows=most)
-            by_form = itertools.groupby(tables, lambda t: stored_schema(t.column_names))
+            by_form = groupby(tables, lambda t: stored_schema(t.column_names))
             for schema, some in by_form:
                 stored = schema is STORED_ROWS
                 for table in _whole_sessions(some) if stored else some:
@@ -442,7 +442,7 @@ def write_table(
     """
     tables = _tables(table)
     first = next(tables)
-    _write(itertools.chain([first], tables), first.schema, sink, format)
+    _write(chain([first], tables), first.schema, sink, format)
 
 
 def write_any(
@@ -454,7 +454,7 @@ def write_any(
     """
     first = next(batches)
     kind = (first.schema.metadata or {}).get(b"trajkit.table", b"")
-    batches = itertools.chain([first], batches)
+    batches = chain([first], batches)
     if kind == b"turns":
         write_turns(batches, path)
     elif kind == b"rows":
@@ -601,8 +601,7 @@ class SessionIndex:
 
     ``turns`` is the number of turns of each session, in order of first appearance;
     ``n_bytes`` their approximate size as Arrow; ``scattered`` the first session whose
-    turns are not contiguous and ascending. ``extras`` are the columns of all files beside
-    those of the schema.
+    turns are not contiguous and ascending; ``extras`` the columns beside the schema's.
     """
 
     turns: dict[str | None, int] = field(default_factory=dict)
@@ -671,15 +670,13 @@ def index_sessions(
             prefix = "" if naming is None else naming.prefix(path)
             if is_json(kind):
                 index.n_bytes += path.stat().st_size * (_INFLATED if "." in kind else 1)
-                records = jsonl.calls(path, kind)
-                while some := [*islice(records, limits.JSON_ROWS)]:
-                    index.add_columns(_extras(some))
-                    for record in some:
-                        name, number = _session_of(record), record.get("turn_index")
-                        index.add(
-                            pa.array([name and prefix + name], pa.string()),
-                            np.array([number]) if type(number) is int else None,
-                        )
+                for record in jsonl.calls(path, kind):
+                    index.add_columns(_extras(record))
+                    name, number = _session_of(record), record.get("turn_index")
+                    index.add(
+                        pa.array([name and prefix + name], pa.string()),
+                        np.array([number]) if type(number) is int else None,
+                    )
                 continue
             for keys, n_bytes, own in arrow.sized_batches(path, kind, columns):
                 index.n_bytes += n_bytes
@@ -694,12 +691,11 @@ def index_sessions(
     return index
 
 
-def _extras(records: list[Record]) -> Iterator[pa.Field]:
-    """The extra columns that records of calls make."""
-    known = {*FIELDS, *TURNS.names}
-    own = [{n: one[n] for n in one if n not in known} for one in records]
-    if not any(map(is_too_deep, own)):
-        yield from pa.infer_type(own)
+def _extras(record: Record) -> Iterator[pa.Field]:
+    """The extra columns that the record of a call makes."""
+    own = {name: record[name] for name in record if name not in _NO_EXTRAS}
+    if not is_too_deep(own):
+        yield from pa.infer_type([own])
 
 
 def _session_of(record: Record) -> str | None:
@@ -983,7 +979,7 @@ def read_turns(
         own = read_map(map)
         naming = sources.Naming.of(sources.paths_of(local) or [], session_prefix)
         files: list[tuple[Path, Iterable[Record]]] = []
-        rows: dict[Path, Iterator[int]] = defaultdict(itertools.count)
+        rows: dict[Path, Iterator[int]] = defaultdict(count)
         for file, part in parts_of(local, format, of_lines=jsonl.numbered_lines):
             kind, objects = "line", cast(Iterable[tuple[int, Record]], part)
             if isinstance(part, pa.Table):
