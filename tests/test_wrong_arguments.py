@@ -62,6 +62,7 @@ RIGHT = {
     tk.report: {"turns": TURNS},
     tk.link: {"turns": TURNS},
     tk.pack: {"rows": ROWS, "max_tokens": 64},
+    tk.packs.varlen: {"pack": PACKS.to_pylist()[0]},
     tk.policy: {"name": "slime"},
     tk.simulate: {"turns": TURNS},
     tk.unpack: {"packs": PACKS, "values": np.zeros(N_EDGES), "rows": ROWS},

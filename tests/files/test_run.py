@@ -329,8 +329,6 @@ def test_what_is_read_ahead_ends_with_its_user():
         ahead = prefetch(numbers(), stack)
         assert [next(ahead) for _ in range(3)] == [0, 1, 2]
     assert closed == [True]
-    with ExitStack() as stack:
-        assert list(prefetch(iter([1, 2]), stack)) == [1, 2]
 
     def broken():
         yield 1

@@ -55,14 +55,19 @@ def two_turns(**columns):
             },
             [10, 20, 3, 40, 50, None],
         ),
+        # in verl's logs they know nothing of it, either, and write 0
+        (
+            {"routed_experts": pa.array([[[1], [2], [3], [0]], [*[[4]] * 5, [0]]])},
+            [[4], [4], [3], [4], [4], [0]],
+        ),
     ],
 )
 def test_which_element_a_token_has(columns, expected):
-    turns = two_turns(**columns)
-    rows = tk.linearize(turns, payloads=["x"])
-    assert rows["x"].to_pylist() == [expected]
-    assert rows.schema.field("x").type.value_type == columns["x"].type.value_type
-    assert tk.linearize(tk.compact(turns), payloads=["x"]) == rows
+    turns, name = two_turns(**columns), next(iter(columns))
+    rows = tk.linearize(turns, payloads=[name])
+    assert rows[name].to_pylist() == [expected]
+    assert rows.schema.field(name).type.value_type == columns[name].type.value_type
+    assert tk.linearize(tk.compact(turns), payloads=[name]) == rows
 
 
 def test_a_list_as_long_as_the_output_is_of_the_output():
@@ -87,15 +92,6 @@ def test_experts_of_all_ids_but_the_last_begin_with_the_first(n_prompt):
     for form in (turns, tk.compact(turns)):
         rows = tk.linearize(form, payloads=["routed_experts"])
         assert rows["routed_experts"].to_pylist() == [[*experts, None]]
-
-
-def test_experts_of_a_calls_last_token_give_way_to_those_of_the_next_call():
-    """What verl's logs have there is 0."""
-    experts = pa.array([[[1], [2], [3], [0]], [*[[4]] * 5, [0]]])
-    turns = two_turns(routed_experts=experts)
-    for form in (turns, tk.compact(turns)):
-        rows = tk.linearize(form, payloads=["routed_experts"])
-        assert rows["routed_experts"].to_pylist() == [[[4], [4], [3], [4], [4], [0]]]
 
 
 def test_the_weights_of_each_token_need_no_column_of_their_own():
