@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
+import numpy as np
 import orjson
 
 from trajkit_shim.errors import GatewayError
@@ -68,6 +69,15 @@ def parse_object(body: bytes) -> Json:
         _check(value, exact=True)
     checked: Json = value
     return checked
+
+
+def as_json(value: object) -> bytes:
+    """Return the JSON of a value, which may have arrays of numpy."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        # it has half a character, or an integer beyond 64 bits
+        return json.dumps(value, default=np.ndarray.tolist).encode()
 
 
 class Element(NamedTuple):
