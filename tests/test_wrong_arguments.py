@@ -206,7 +206,6 @@ def test_a_wrong_argument_of_run_is_named(tmp_path, name, values):
         ("sink", tk.write_turns, [None, 1.5, b"x", ["a"], io.StringIO()]),
         ("source", tk.read_turns, [None, 1.5, b"x", io.StringIO("{}"), []]),
         ("folder", tk.scan_turns, [1.5, b"x", "absent", ["a"]]),
-        ("batch_rows", tk.scan_rows, [0, -1, 1.5, "x", True]),
         ("session_prefix", tk.scan_turns, WRONG),
         ("format", tk.write_turns, WRONG),
         ("format", tk.read_turns, WRONG),

@@ -19,7 +19,6 @@ from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.export import files
 from trajkit.files import sources
 from trajkit.policies import PRESETS
-from trajkit.verification.run import verify_file
 
 
 def write(path, *calls):
@@ -121,7 +120,6 @@ def test_an_output_that_readers_skip_may_be_with_the_input(place, output):
     "copy",
     [
         lambda: linearize_file("t.parquet", "t.parquet"),
-        lambda: verify_file("r.parquet", "t.parquet", "r.parquet"),
         lambda: tk.importers.import_file("c.jsonl", "hard.jsonl"),
     ],
 )
@@ -334,7 +332,8 @@ def test_an_empty_input_is_an_error_of_every_command(place, capsys, command, sou
     tk.write_turns(tk.from_records([]), "empty.parquet")
     assert cli.main(command.replace("FILE", source).split()) == cli.BAD_DATA
     assert not [*place.glob("x.*")]
-    assert f"{source}: no " in capsys.readouterr().err
+    words = f"{source}: (no |a table of turns .* expected rows)"
+    assert re.search(words, capsys.readouterr().err)
 
 
 # --- errors name the place, and other sessions are shown

@@ -541,7 +541,8 @@ def test_rows(format, records, choice, limit, size, data):
         back = tk.read_rows(path)
         assert back.to_pylist() == rows.to_pylist()
         assert back.schema.equals(rows.schema, check_metadata=True)
-        batches = list(tk.scan_rows(path, batch_rows=1))
+        with mock.patch.object(limits, "SCANNED_ROWS", 1):
+            batches = list(tk.scan_rows(path))
         assert all(batch.num_rows <= 1 for batch in batches)
         scanned = pa.Table.from_batches(batches, rows.schema)
         assert scanned.to_pylist() == rows.to_pylist()

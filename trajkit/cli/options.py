@@ -198,10 +198,9 @@ class Job(Reading):
         name: str,
         source: Paths,
         *args: Any,
-        function: Callable[..., dict[str, int]] = run,
         **more: Any,
     ) -> dict[str, int]:
-        """Call `trajkit.run`, or a function that takes its options; returns the totals."""
+        """Call `trajkit.run`; returns the totals."""
 
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
@@ -209,7 +208,7 @@ class Job(Reading):
             bar.begin(index.n_turns, done)
 
         with Progress(name, "turns") as bar:
-            return function(
+            return run(
                 source,
                 *args,
                 rejected=self.rejected,

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import arrow_source, check_choice, check_flag, chosen_int
+from trajkit._arguments import arrow_source, check_choice, check_flag
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, TornLogWarning
 from trajkit.files import arrow, jsonl, sources
 from trajkit.files.formats import (
@@ -296,18 +296,17 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     Each line of JSON lines is one row, an object of the table's columns.
     """
     with sources.local_files(source) as local:
-        tables: dict[bool, list[pa.Table]] = {False: [], True: []}
-        for table in iter_tables(local, format=format, plan=stored_schema):
-            schema = stored_schema(table.column_names)
-            tables[schema is STORED_ROWS].append(canonical(table, schema))
+        tables = [
+            canonical(table, stored_schema(table.column_names))
+            for table in iter_tables(local, format=format, plan=stored_schema)
+        ]
         paths = sources.paths_of(local)
         try:
-            rows = [*tables[False]] or [ROWS.empty_table()][: not tables[True]]
-            if tables[True]:
-                rows.append(decoded(gather(stages.concat(tables[True]), "row_index")))
-            found = validation.check_table(
-                gather(stages.concat(rows), "row_index"), "rows"
-            )
+            rows = stages.concat(tables or [ROWS.empty_table()])
+            found = gather(rows, "row_index")
+            if "suffix_mask" in found.column_names:
+                found = decoded(found)
+            found = validation.check_table(found, "rows")
         except InvalidTurnsError as error:
             if paths is None:
                 raise
@@ -319,51 +318,53 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
 
 
 def scan_rows(
-    source: Source, *, format: Format | None = None, batch_rows: int = 256
+    source: Source, *, format: Format | None = None
 ) -> Iterator[pa.RecordBatch]:
     """Training rows in batches, neither reordered nor checked; see `read_rows`.
 
     Rows of ``write_rows(dedup=True)`` are read session by session. Rows that
     `trajkit.run` writes are in an order that every stage accepts as a stream: sessions
-    are contiguous, in the order of the turns. ``batch_rows`` is the most rows in a batch.
+    are contiguous, in the order of the turns.
     """
-    most = chosen_int("batch_rows", batch_rows, 1)
     sources.check_there(source)
 
     def batches() -> Iterator[pa.RecordBatch]:
         with sources.local_files(source) as local:
-            tables = iter_tables(local, format=format, batch_rows=most)
-            by_form = itertools.groupby(tables, lambda t: stored_schema(t.column_names))
-            for schema, some in by_form:
-                stored = schema is STORED_ROWS
-                for table in _whole_sessions(some) if stored else some:
-                    full = decoded(table) if stored else canonical(table, ROWS)
-                    yield from full.to_batches(max_chunksize=most)
+            options: Any = {"format": format, "batch_rows": limits.SCANNED_ROWS}
+            for table in _full(iter_tables(local, **options)):
+                yield from canonical(table, ROWS).to_batches(limits.SCANNED_ROWS)
 
     return batches()
+
+
+def scan_any_rows(source: Source) -> Iterator[pa.RecordBatch]:
+    """Rows of any system as stored, neither reordered nor checked; see `scan_rows`."""
+    rows = limits.SCANNED_ROWS
+    for table in _full(iter_tables(source, batch_rows=rows, plan=_any_columns)):
+        yield from table.to_batches()
+
+
+def read_any_rows(source: Source) -> pa.Table:
+    """As `scan_any_rows`, in one table."""
+    tables = [*_full(iter_tables(source, plan=_any_columns))]
+    return stages.concat(tables) if tables else ROWS.empty_table()
+
+
+def _any_columns(_: list[str]) -> pa.Schema:
+    """Rows of any system have any columns, but are not another kind of table."""
+    return pa.schema([], metadata=ROWS.metadata)
+
+
+def _full(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Tables of rows; those that were stored with dedup are decoded by session."""
+    by_form = itertools.groupby(tables, lambda t: "suffix_mask" in t.column_names)
+    for stored, some in by_form:
+        yield from map(decoded, _whole_sessions(some)) if stored else some
 
 
 def _whole_sessions(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     batches = (batch for table in tables for batch in table.to_batches())
     return stages.whole_sessions(batches, "rows")
-
-
-def read_any_rows(source: Source) -> pa.Table:
-    """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
-    forms: dict[bool, list[pa.Table]] = {}
-    for table in iter_tables(source, plan=rows_plan):
-        forms.setdefault("suffix_mask" in table.column_names, []).append(table)
-    parts = [full(stages.concat(some)) for some in forms.values()]
-    return stages.concat(parts) if parts else ROWS.empty_table()
-
-
-def full(rows: pa.Table) -> pa.Table:
-    return decoded(rows) if "suffix_mask" in rows.column_names else rows
-
-
-def rows_plan(_: list[str]) -> pa.Schema:
-    """Rows of any system have any columns, but are not another kind of table."""
-    return pa.schema([], metadata=ROWS.metadata)
 
 
 def write_turns(
