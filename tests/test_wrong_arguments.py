@@ -74,7 +74,6 @@ RIGHT = {
     turns.message_body: {"message": MESSAGE},
     turns.message_key: {"message": MESSAGE},
     turns.message_record: {"message": MESSAGE},
-    turns.reject_sessions: {"table": TURNS},
     turns.tools_key: {"tools": [{"type": "function", "function": {"name": "f"}}]},
     turns.untrain_stale: {"turns": TURNS, "max_lag": 1},
     training.advantages: {"sessions": group(REPORT)},

@@ -101,8 +101,8 @@ trajkit/turns/validation.py: turns/test_validation turns/test_images
 trajkit/turns/validation.py: turns/test_validation training/test_packs
     a list of null becomes an empty one
         |to_arrow(nulls(column), column.type)| -> |to_arrow(None, column.type)|
-    the last reason is given, not the first
-        |if name not in reasons:| -> |if name is not None:|
+    the first of two sessions is rejected for the second
+        |if len(ends) == 1:| -> |if len(ends) <= 2:|
     null ids are not found before rows are packed
         |read_ids |= any(one.values.null_count for one in rows.column("input_ids").chunks)|
         -> |read_ids |= False|
@@ -326,7 +326,7 @@ trajkit/files/tables.py: files/test_run
     a session that appears while a log is grouped has no words
         |if name not in groups:| -> |if name is None:|
     a session whose lines are no turns is rejected for its nulls
-        |self._misread.pop(line["session_id"], line["reason"])| -> |line["reason"]|
+        |rejected[name] = self._misread[name]| -> |rejected[name] += ""|
 trajkit/files/arrow.py: files/test_damage
     rows that Arrow passes over are not missed
         |if n_rows != group.num_rows:| -> |if n_rows > group.num_rows:|

@@ -699,14 +699,16 @@ class Piece(NamedTuple):
 
     turns: pa.Table
     n_turns: int
-    rejected: pa.Table
+    # the reasons, by session
+    rejected: dict[str, str]
 
 
 class Log:
     """Files of turns, or an open file or a table of them, and how to read them.
 
     With ``reject``, sessions that break a rule are rejected with the reason; otherwise
-    they are errors. ``folder`` is the parent of the temporary directory.
+    they are errors. With ``bodies``, the rules on message bodies count. ``folder`` is the
+    parent of the temporary directory.
     """
 
     def __init__(
@@ -717,14 +719,16 @@ class Log:
         reject: bool = False,
         folder: str | os.PathLike[str] | None = None,
         session_prefix: sources.SessionPrefix | None = None,
+        *,
+        bodies: bool = False,
     ) -> None:
         self._format, self._nonfinite = format, nonfinite_logprobs
-        self._reject, self._folder = reject, folder
+        self._reject, self._folder, self._bodies = reject, folder, bodies
         paths = sources.paths_of(source)
         # no file, no prefix
         self._naming = sources.Naming.of(paths or [], session_prefix if paths else None)
         # why the lines of a session make no turns
-        self._misread: dict[str | None, str] = {}
+        self._misread: dict[str, str] = {}
         self._source: Any = source
         self._files: list[Path] = []
         self._amendments: Amendments | None = None
@@ -759,15 +763,19 @@ class Log:
         except InvalidTurnsError as error:
             raise self.placed(error) from None
 
-    def _checked(self, table: pa.Table) -> tuple[pa.Table, pa.Table]:
+    def _checked(self, table: pa.Table) -> tuple[pa.Table, dict[str, str]]:
+        """The turns that break no rule, and the reasons of rejected sessions."""
+        rejected: dict[str, str] = {}
         if not self._reject:
-            turns = validation.check_turns(with_current_keys(table), self._nonfinite)
-            return turns, validation.REJECTED.empty_table()
-        good, bad = validation.reject_turns(table, self._nonfinite)
-        lines = bad.to_pylist()
-        for line in lines:
-            line["reason"] = self._misread.pop(line["session_id"], line["reason"])
-        return with_current_keys(good), pa.Table.from_pylist(lines, validation.REJECTED)
+            return self._sound(table), rejected
+        good = [*validation.accepted(self._sound, table, rejected)]
+        for name in rejected.keys() & self._misread.keys():
+            rejected[name] = self._misread[name]
+        return stages.concat(good or [self._sound(table.slice(0, 0))]), rejected
+
+    def _sound(self, table: pa.Table) -> pa.Table:
+        turns = with_current_keys(canonical(table, turns_schema(table.column_names)))
+        return validation.check_turns(turns, self._nonfinite, bodies=self._bodies)
 
     def _sessions(self, index: SessionIndex) -> Generator[pa.Table, None, None]:
         if not index.turns:
@@ -848,7 +856,7 @@ class Log:
         if len(sessions) > 1:
             return stages.concat(map(self._from_records, sessions.values()))
         [(name, lines)] = sessions.items()
-        self._misread[name] = reason
+        self._misread[str(name)] = reason
         nothing = {one.name: pa.nulls(len(lines), one.type) for one in TURNS}
         return pa.table({**nothing, "session_id": [name] * len(lines)})
 
