@@ -6,7 +6,6 @@ import pickle
 import re
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -568,11 +567,10 @@ def test_check_names_a_shifted_mask(tmp_path, capsys):
 
 
 def test_check_reads_what_trainers_save(tmp_path, capsys):
-    np.savez(tmp_path / "batch.npz", input_ids=[ROW], loss_mask=[RIGHT])
     sample = {"tokens": ROW, "response_length": 5, "loss_mask": RIGHT[2:]}
     (tmp_path / "rollout.pkl").write_bytes(pickle.dumps({"samples": [sample]}))
     write(tmp_path / "samples.jsonl", sample)
-    for name in ("batch.npz", "rollout.pkl", "samples.jsonl"):
+    for name in ("rollout.pkl", "samples.jsonl"):
         assert checked(tmp_path, capsys, tmp_path / name)[0] == cli.DONE
     rows, log = str(tmp_path / "samples.jsonl"), str(tmp_path / "log.jsonl")
     for argv, said in (

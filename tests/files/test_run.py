@@ -643,16 +643,6 @@ def test_a_log_that_grows_while_it_is_gathered_is_refused(tmp_path, small, suffi
         list(source.pieces(index))
 
 
-def test_a_column_of_rows_that_is_named_as_one_of_turns_says_nothing(tmp_path, capsys):
-    log, path = tmp_path / "log.parquet", tmp_path / "rows.parquet"
-    write_log(some_sessions(3), log)
-    rows = tk.linearize(tk.read_turns(log), "strict")
-    falling = pa.array(range(len(rows), 0, -1))
-    write_table(rows.append_column("turn_index", falling), path)
-    argv = ["verify", str(path), str(log), "--policy", "strict"]
-    assert cli.main(argv) == cli.DONE
-
-
 def test_an_empty_file_of_lines_beside_turns_in_delta_form(tmp_path):
     turns = tk.compact(tk.from_records(some_sessions(3)))
     tk.write_turns(turns, tmp_path / "a.parquet")

@@ -578,7 +578,7 @@ def check(
 ) -> int:
     """Say whether a trainer's mask trains what was sampled.
 
-    Find rows of any trainer (also .npz and .pt) in the log by their tokens, and say which
+    Find rows of any trainer (also .pt) in the log by their tokens, and say which
     turn each row trains, which trained tokens nobody sampled, which sampled tokens no row
     trains, and whether mask or logprobs are shifted. The exit code is 1 if anything is
     wrong. --out gets all findings. docs/check.md lists the columns that are understood.

@@ -377,8 +377,7 @@ def write_turns(
 
     The file appears when everything is written, or not at all. Parquet is compressed
     with zstd. JSON lines contain each call's complete messages. In extra columns a
-    timestamp becomes text there, and bytes become ``{"$base64": "..."}``, which is read
-    back.
+    timestamp becomes text there, and bytes are refused.
 
     Parameters
     ----------
@@ -649,14 +648,12 @@ class SessionIndex:
 def index_sessions(
     paths: Iterable[Path],
     format: Format | None,
-    order: str | None = "turn_index",
     naming: sources.Naming | None = None,
 ) -> SessionIndex:
-    """Scan files for session ids and the column ``order``, by which a session ascends.
+    """Scan files for session ids and turn numbers.
 
     The session None has turns without a valid name; reading the turns reports it.
     """
-    columns = ("session_id",) if order is None else ("session_id", order)
     index = SessionIndex()
     with warnings.catch_warnings():
         # reading the turns repeats the warning
@@ -668,13 +665,15 @@ def index_sessions(
                 index.n_bytes += path.stat().st_size * (_INFLATED if "." in kind else 1)
                 for record in jsonl.calls(path, kind):
                     name = _session_of(record)
-                    number = None if order is None else record.get(order)
+                    number = record.get("turn_index")
                     index.add(
                         pa.array([name and prefix + name], pa.string()),
                         np.array([number]) if type(number) is int else None,
                     )
                 continue
-            for keys, n_bytes in arrow.sized_batches(path, kind, columns):
+            for keys, n_bytes in arrow.sized_batches(
+                path, kind, ("session_id", "turn_index")
+            ):
                 index.n_bytes += n_bytes
                 ids = pa.nulls(keys.num_rows, pa.string())
                 if "session_id" in keys.schema.names:
@@ -682,7 +681,7 @@ def index_sessions(
                     ids = keys.column("session_id").cast(pa.string())
                     if prefix:
                         ids = pc.binary_join_element_wise(prefix, ids, "")
-                index.add(ids, None if order is None else integers(keys, order))
+                index.add(ids, integers(keys, "turn_index"))
     return index
 
 
@@ -737,7 +736,7 @@ class Log:
             self._source = self._files
 
     def index(self) -> SessionIndex:
-        return index_sessions(self._files, self._format, naming=self._naming)
+        return index_sessions(self._files, self._format, self._naming)
 
     def placed(self, error: InvalidTurnsError) -> InvalidTurnsError:
         return sources.placed(error, self._files, self._format, self._naming)
@@ -953,8 +952,7 @@ def read_turns(
     ------
     ArgumentError, FormatError
         The suffix of a path is unknown. The content is of an unknown format, or damaged;
-        a line of JSON is longer than 256 MB, or than the environment variable
-        ``TRAJKIT_MAX_LINE_BYTES``.
+        a line of JSON is longer than 1 GiB.
     SchemaError, InvalidTurnsError
         A column is missing or has another type. A value breaks a rule of the schema.
 
