@@ -349,9 +349,6 @@ trajkit/verification/rules.py: verification/test_verify
     a list that its base supplies is empty
         |(requests["n_keys"] != 0) | (requests["shared"] != 0)|
         -> |(requests["n_keys"] != 0)|
-    NaN is a logprob
-        |nothing: Bools = (logprobs == 0) | np.isnan(logprobs)|
-        -> |nothing: Bools = logprobs == 0|
     weights may be off by a thousandth
         |_ROUNDING = 1e-9| -> |_ROUNDING = 1e-3|
     tokens without a logprob must train
@@ -386,6 +383,11 @@ trajkit/verification/run.py: verification/test_verify rows/test_twins
         |if not (has_spans and equal):| -> |if True:|
     spans may come in any order
         |if not alone and row["spans"] != due["spans"]:| -> |if False:|
+trajkit/verification/row_forms.py: verification/test_verify
+    NaN is a logprob
+        |pa.array(own, pa.float32(), mask=np.isnan(own))| -> |pa.array(own, pa.float32())|
+    an empty list of logprobs has nulls
+        |if np.size(row.get(name, ()))| -> |if name in row|
 trajkit/verification/foreign_rows.py: verification/test_verify
     outputs are found between two ids
         |if at % _ID_BYTES == 0:| -> |if at % 1 == 0:|

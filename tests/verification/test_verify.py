@@ -358,6 +358,26 @@ def test_logprobs_of_rows_without_pieces(logprobs, expected):
     assert [(one["token"], one["rule"]) for one in found] == expected
 
 
+def test_a_row_without_logprobs_may_have_an_empty_list():
+    rows = {"input_ids": [[1, 2]], "loss_mask": [[0, 1]]}
+    for logprobs, n_wrong in (([], 0), ([None, None], 1)):
+        table = pa.table(
+            {**rows, "logprobs": pa.array([logprobs], pa.list_(pa.float64()))}
+        )
+        turns = tk.from_records([turn([1], [2])])
+        assert tk.verify(table, turns).num_rows == n_wrong
+
+
+def test_a_complete_reply_counts_before_a_part_of_another():
+    """The first row continues the reply 2 3, with which 2 3 4 begins."""
+    calls = ([1], [2, 3, 4]), ([1], [2, 3]), ([1, 2, 3, 9], [5])
+    turns = tk.from_records([turn(*one, output_logprobs=None) for one in calls])
+    rows = foreign(tk.linearize(turns, "strict"))
+    assert [*map(len, rows["input_ids"].to_pylist())] == [4, 5]
+    for some in (rows, rows.take([1, 0])):
+        assert tk.verify(some, turns, "strict").to_pylist() == []
+
+
 PLAIN = {"input_ids": [[1]], "loss_mask": [[0]]}
 NAMED = {"input_ids": [[1], [2]], "loss_mask": [[0], [0]], "session_id": ["c", None]}
 

@@ -14,7 +14,7 @@ from trajkit.schema.engine import Bools
 from trajkit.tables.ragged import Floats, Ints, Longs
 from trajkit.turns.flat_buffers import Spans, TurnTokens
 from trajkit.verification import rules
-from trajkit.verification.rules import Case, no_logprob
+from trajkit.verification.rules import Case
 
 PROMPT_END = 16
 """Tokens of the prompt that must precede an output found out of context."""
@@ -138,7 +138,7 @@ class Sampled:
             if logprobs is not None and trained.any():
                 here, due = logprobs[start:stop], turns.logprobs[mine]
                 near = np.abs(here - due) <= TOLERANCE * np.maximum(1, np.abs(due))
-                good = np.where(turns.has_logprob[mine], near, no_logprob(here))
+                good = np.where(turns.has_logprob[mine], near, here == 0)
                 wrong = 1 - float(good[trained].mean())
             n_due = int(self.due[mine].sum())
             again = bool((self.trained_by[mine] >= 0).any())

@@ -140,9 +140,8 @@ def verify_batches(
             store = SessionStore(batches, str, None, stack)
             empty = store.empty if store.empty.column_names else ROWS.empty_table()
             for own in stages.whole_sessions(stages.batches_of(turns)):
-                names = pc.unique(
-                    own.column("session_id").cast(pa.string())
-                ).to_pylist()
+                ids = own.column("session_id").cast(pa.string())
+                names = pc.unique(ids).to_pylist()
                 theirs = chain.from_iterable(map(store.tables, names))
                 yield judge.violations(stages.concat([empty, *theirs]), own)
                 for name in names:
@@ -230,10 +229,8 @@ class Judge:
             deque(_contiguous(rows.to_batches(), found), 0)
             sessions = sessions_of(rows, calls)
             alone = take_rows(rows, pa.array(np.flatnonzero(sessions < 0)))
-            for name, row in tuples(alone, "session_id", "row_index"):
-                found.append(
-                    Violation("session", "the session has no turns", name, row)
-                )
+            for place in tuples(alone, "session_id", "row_index"):
+                found.append(Violation("session", "the session has no turns", *place))
             parts = _parts(calls, sessions)
         elif n_null == rows.num_rows:
             parts = iter([(calls, np.arange(rows.num_rows))])
