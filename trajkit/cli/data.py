@@ -38,7 +38,6 @@ from trajkit.importers.reader import UNTRAINED
 from trajkit.policies import ALIASES
 from trajkit.schema import FINDINGS, LOSSES
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.columns import take_rows
 from trajkit.tables.stages import batches_in, concat
 from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
@@ -680,9 +679,9 @@ def verify(
         calls = batches_in(reading.pieces(turns, left_out))
         made = tk.verify_batches(chain(first, batches), calls, chosen, **options)
         violations = pa.Table.from_batches(made)
-        ids = violations["session_id"].to_pylist()
-        known = [k for k, name in enumerate(ids) if name not in left_out]
-        violations = take_rows(violations, pa.array(known, pa.int64()))
+        without = pa.array(left_out, pa.string())
+        passed_over = pc.is_in(violations["session_id"], value_set=without)
+        violations = violations.filter(pc.invert(passed_over))
     if out is not None:
         write_table(violations, out)
     found, text = pl.DataFrame(violations), "no violations"

@@ -168,8 +168,8 @@ def _named(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         names = table.column_names
         if "session_id" not in names or table.column("session_id").null_count:
             raise SchemaError(
-                "session_id is absent or null in some rows: a stream of rows needs it. "
-                "Pass a table to search all turns"
+                "session_id is absent or null in some rows: give it to every row of a "
+                "stream. In a table without it, rows are searched in all turns"
             )
         made = any_rows(table, first)
         yield from made.to_batches() or [empty_batch(made.schema)]
