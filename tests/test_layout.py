@@ -23,7 +23,7 @@ PACKAGES = {
 }
 PUBLIC = [
     *(trajkit, trajkit.analysis, trajkit.learn, trajkit.packs, trajkit.plot),
-    *(trajkit.recorder, trajkit.turns, trajkit.view),
+    *(trajkit.turns, trajkit.view),
 ]
 HEAVY = {
     *("duckdb", "httpx", "jinja2", "matplotlib", "pandas", "polars", "pyspark", "ray"),

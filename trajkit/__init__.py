@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trajkit.packs.verification import verify_packs as verify_packs
     from trajkit.policies import Policy as Policy
     from trajkit.policies import policy as policy
-    from trajkit.recorder.recorder import Recorder as Recorder
+    from trajkit.recorder import Recorder as Recorder
     from trajkit.rows.linearize import linearize as linearize
     from trajkit.rows.linearize import linearize_batches as linearize_batches
     from trajkit.rows.linearize import link as link
