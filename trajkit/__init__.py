@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from trajkit import turns as turns
     from trajkit import view as view
     from trajkit.analysis.drift import classify_drift as classify_drift
-    from trajkit.analysis.drift import classify_drift_batches as classify_drift_batches
     from trajkit.analysis.rows import check_rows as check_rows
     from trajkit.analysis.simulation import simulate as simulate
     from trajkit.errors import TrajkitError as TrajkitError
