@@ -40,7 +40,6 @@ REFUSED = {
 ALLOWED = {
     "cli": {"polars"},  # counting and grouping, of the extra `look`
     "cli/options.py": {"tokenizers", "transformers"},  # when a command is given one
-    "engines.py": {"ray"},
     "export": {"slime", "torch", "verl"},  # in functions that return their objects
     "plot/figures.py": {"matplotlib"},  # in functions that return figures
     "torch": {"torch", "transformers"},  # an extra that no other part imports

@@ -19,7 +19,6 @@ from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.tables.columns import empty_batch
 from trajkit.tables.stages import batches_of, in_step
 
-
 BY_TOKENS = tk.policy("faithful", parent_by="tokens")
 
 
