@@ -71,7 +71,6 @@ RIGHT = {
     turns.content_ids: {"kind": "image", "content_hash": "0" * 64, "n_tokens": 2},
     turns.engine_ids: {"table": TURNS},
     turns.lcp: {"a": [1], "b": [1]},
-    turns.message_body: {"message": MESSAGE},
     turns.message_key: {"message": MESSAGE},
     turns.message_record: {"message": MESSAGE},
     turns.reject_sessions: {"table": TURNS},

@@ -66,7 +66,7 @@ def message(text, role="user"):
     return {
         "key": tk.turns.message_key(said),
         "role": role,
-        "body": tk.turns.message_body(said),
+        "body": tk.turns.message_record(said)[1],
     }
 
 

@@ -153,10 +153,6 @@ AMENDMENT_REASONS = defined("""Reasons to amend a recorded turn.
 undelivered: Its answer reached no client: it is context only.
 delivered: A client asked again and received the answer: the turn's own ``trainable``
     counts.
-retried: Its request came again although it was answered, and the gateway was asked to make
-    such turns context only.
-continued: A later request contains its answer, so it was not retried: the turn's own
-    ``trainable`` counts.
 dropped: Its session was dropped: it is context only.
 """)
 

@@ -66,15 +66,6 @@ def message_key(message: Message) -> bytes:
     return message_record(message)[0]
 
 
-def message_body(message: Message) -> str:
-    """JSON with sorted keys, no white space, in valid UTF-8; see `message_record`.
-
-    Two lone surrogates side by side are written as the pair that they look like; their key
-    is still their own.
-    """
-    return message_record(message)[1]
-
-
 def message_record(message: Message) -> tuple[bytes, str]:
     """The key and the body of a chat message, read once.
 
@@ -86,7 +77,9 @@ def message_record(message: Message) -> tuple[bytes, str]:
     Returns
     -------
     tuple of bytes and str
-        What `message_key` and `message_body` give.
+        What `message_key` gives, and JSON with sorted keys, no white space, in valid UTF-8.
+        Two lone surrogates side by side are written as the pair that they look like; their
+        key is still their own.
 
     Raises
     ------
@@ -660,7 +653,7 @@ def _text(body: str) -> str:
             within += value.values()
         elif isinstance(value, list):
             within += value
-    return message_body(message)
+    return message_texts(message).body
 
 
 # The fields that `_content` compares, and the role that has them; "" is every role.
@@ -686,7 +679,7 @@ def _content(body: str) -> str:
             counted[name] = value
     if role == "assistant" and isinstance(calls, list):
         counted["tool_calls"] = [_called(call) for call in calls]
-    return message_body(counted)
+    return message_texts(counted).body
 
 
 def _called(call: object) -> object:
