@@ -143,11 +143,6 @@ trajkit/turns/records.py: turns/test_records recorder/test_recorder
     bytes are a list of ids
         |None if view.itemsize == 1| -> |None if view.itemsize == 0|
 trajkit/turns/delta.py: turns/test_delta files/test_run
-    attribution of shared tokens is lost where it says something
-        |clear = counts[begins + np.minimum(shared, n)] == counts[begins]|
-        -> |clear = np.ones(len(n), np.bool_)|
-    a null list of attribution gets elements
-        |(n == n_prompt - shared) & ~absent| -> |(n == n_prompt - shared)|
     a prompt does not share the base's reply
         |if replied[base]:| -> |if False:|
     a message with a body is shared
