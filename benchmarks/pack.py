@@ -35,12 +35,7 @@ from trajkit import _core
 from trajkit.packs.balancing import pack_pairs
 
 _SESSIONS = 16
-_KERNELS = (
-    "fill_packs",
-    "count_edges",
-    "fill_edges",
-    "segment_parents",
-)
+_KERNELS = ("fill_packs", "count_edges", "fill_edges")
 _RANKS = 4
 
 
