@@ -300,16 +300,15 @@ def packed(n_rollouts: int, repeats: int) -> Iterator[str]:
     started = time.perf_counter()
     found = tk.verify_packs(packs, table, max_tokens=limit)
     yield f"verify_packs: {len(found)} violations, {time.perf_counter() - started:.2f} s"
-    for method in ("lpt", "karmarkar_karp"):
-        for equal in (False, True):
-            plan = tk.balance(packs, _RANKS, method=method, equal_counts=equal)
-            loads = np.bincount(
-                plan.column("rank").to_numpy(), plan.column("cost").to_numpy()
-            )
-            yield (
-                f"{method}, {_RANKS} ranks{', equal counts' if equal else ''}: "
-                f"slowest {loads.max() / loads.mean():.3f} of the mean"
-            )
+    for equal in (False, True):
+        plan = tk.balance(packs, _RANKS, equal_counts=equal)
+        loads = np.bincount(
+            plan.column("rank").to_numpy(), plan.column("cost").to_numpy()
+        )
+        yield (
+            f"{_RANKS} ranks{', equal counts' if equal else ''}: "
+            f"slowest {loads.max() / loads.mean():.3f} of the mean"
+        )
 
 
 def fuzz(n_forests: int, seed: int) -> str:

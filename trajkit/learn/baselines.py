@@ -24,7 +24,6 @@ from trajkit.tables.stages import apply, stage
 
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 Scale: TypeAlias = Literal["none", "group_std", "batch_std"]
-Credit: TypeAlias = Literal["to_go", "step"]
 StepBaseline: TypeAlias = Literal["none", "group_mean"]
 StepScale: TypeAlias = Literal["none", "group_std"]
 
@@ -115,7 +114,7 @@ def advantages(
     elif baseline == "leave_one_out":
         others = (np.bincount(group, reward)[group] - reward) / np.maximum(n - 1, 1)
         base, valid = np.where(constant, reward, others), scored & (n > 1)
-    columns = {"baseline": pa.array(base, mask=~valid)}
+    has_base = valid
     gain = reward - base
     if drop_constant:
         valid = valid & ~constant
@@ -138,7 +137,7 @@ def advantages(
         "scored": pa.array(scored),
         "trained": trained,
         "constant": pa.array(constant, mask=~scored),
-        **columns,
+        "baseline": pa.array(base, mask=~has_base),
         "advantage": pa.array(gain, mask=~valid),
     }.items():
         out = with_column(out, name, column)
@@ -283,7 +282,6 @@ def step_advantages(
     rewards: TableLike,
     sessions: TableLike,
     *,
-    credit: Credit = "to_go",
     baseline: StepBaseline = "group_mean",
     scale: StepScale = "group_std",
     epsilon: float = 1e-6,
@@ -296,9 +294,10 @@ def step_advantages(
     the rollouts of a group, ``r' = r - mean``, or ``(r - mean) / (std + epsilon)`` with
     scale "group_std". A turn counts once, however many rows train it.
 
-    With credit "to_go" the turns of a session are the steps of an episode, and the
-    advantage is that of generalized advantage estimation without a critic, where
-    ``discount`` is the product of its gamma and lambda.
+    A turn's advantage is the sum of ``r'`` of its own and of the later turns of the
+    session, each times ``discount`` to the power of its distance in turns: generalized
+    advantage estimation without a critic, where ``discount`` is the product of its gamma
+    and lambda.
 
     Parameters
     ----------
@@ -307,17 +306,13 @@ def step_advantages(
     sessions : table
         `trajkit.schema.SESSIONS` or the report of `trajkit.linearize`; its ``group_id``
         counts. A session with a null group_id is a group of its own.
-    credit : {"to_go", "step"}
-        "to_go": a turn has the sum of ``r'`` of its own and the later turns of the
-        session, each times ``discount`` to the power of its distance in turns. "step": it
-        has its own ``r'``.
     baseline : {"none", "group_mean"}
         "none": no mean is subtracted.
     scale : {"none", "group_std"}
     epsilon : float
         As for `advantages`.
     discount : float
-        From 0 to 1.
+        From 0, where a turn has its own ``r'``, to 1.
     links : table, optional
         `trajkit.schema.LINKS` of the turns (`trajkit.link`): the later steps of a turn are
         then those of the calls that continue it, so that a branch or a sub-agent does not
@@ -334,7 +329,7 @@ def step_advantages(
     Raises
     ------
     ArgumentError
-        ``credit``, ``baseline``, ``scale``, ``epsilon`` or ``discount`` is not allowed.
+        ``baseline``, ``scale``, ``epsilon`` or ``discount`` is not allowed.
     InvalidTurnsError
         A turn has two lines or a reward that is not finite; its session has no line in
         ``sessions``, or two; a turn has no line in ``links``.
@@ -346,12 +341,11 @@ def step_advantages(
 
     References
     ----------
-    GRPO with process supervision (arXiv 2402.03300, 4.1.3): credit "to_go", scale
-    "group_std". Turn-level GAE: AReaL's ``gae_timestep_unit="turn"``
+    GRPO with process supervision (arXiv 2402.03300, 4.1.3): the defaults. Turn-level
+    GAE: AReaL's ``gae_timestep_unit="turn"``
     (https://github.com/areal-project/AReaL/blob/cbff54d/areal/trainer/ppo/gae.py), with
     baseline and scale "none".
     """
-    check_choice("credit", credit, Credit)
     check_choice("baseline", baseline, StepBaseline)
     check_choice("scale", scale, StepScale)
     check_number("epsilon", epsilon, 0)
@@ -369,8 +363,7 @@ def step_advantages(
     gain = centred if baseline == "group_mean" else reward
     if scale == "group_std":
         gain = _by_deviation(gain, centred, group, n, epsilon)
-    if credit == "to_go":
-        gain = _to_go(table, gain, discount, links)
+    gain = _to_go(table, gain, discount, links)
     if scale == "group_std":
         valid = valid & (n > 1)
     _warn_without_signal(gain[valid], reward[valid], group[valid])

@@ -41,7 +41,7 @@ from trajkit.turns.validation import check_layout
 
 Layout: TypeAlias = Literal["tree", "rows"]
 Share: TypeAlias = Literal["session", "group"]
-Oversize: TypeAlias = Literal["repeat", "carry", "error"]
+Oversize: TypeAlias = Literal["repeat", "carry"]
 
 OBSERVED = "observation_weight"
 # Sessions of a stream are packed together until they fill about this many packs.
@@ -80,11 +80,11 @@ def pack(
     share : {"session", "group"}
         With "group", the first rows of all sessions of a ``group_id`` also share their
         common prefix. In a stream, the sessions of a group are consecutive.
-    oversize : {"repeat", "carry", "error"}
+    oversize : {"repeat", "carry"}
         A tree of more than ``max_tokens`` is cut between rows, and its parts repeat the
         prefix that they need; or it is cut at any token into consecutive packs, whose
         ``prefix_pack``, ``prefix_source`` and ``prefix_end`` name the earlier tokens
-        that they attend to; or it is refused.
+        that they attend to.
     align : int
         Pad packs to a multiple of this many tokens; it must divide ``max_tokens``.
     same : sequence of str
@@ -108,9 +108,9 @@ def pack(
     SchemaError
         A column is absent, of an unsuitable type, or has the name of an edge's own.
     InvalidTurnsError
-        A tree or a row is too large; a pack has a part of an image; a row trains its
-        first token, which nothing predicts, or has no row_weight though it trains; a
-        parent_row is absent; a session or group of a stream comes back after another.
+        A row is too large; a pack has a part of an image; a row trains its first token,
+        which nothing predicts, or has no row_weight though it trains; a parent_row is
+        absent; a session or group of a stream comes back after another.
     ArgumentError
         A choice does not exist, or ``align`` does not divide ``max_tokens``.
 
@@ -158,7 +158,7 @@ def pack(
         if layout == "rows":
             records["parent"], records["shared"] = -1, 0
         elif share == "group":
-            records = _join_groups(table, records, same)
+            records = _join_groups(table, records)
         records = _in_pre_order(table, records, same)
         starts = _cut(table, records, max_tokens, oversize)
         packs = _Packs(table, records, starts, max_tokens, align)
@@ -255,26 +255,19 @@ def with_observed(table: pa.Table) -> Ragged:
     return edges
 
 
-def _join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Records:
+def _join_groups(table: pa.Table, records: Records) -> Records:
     """Let the first rows of a group's sessions share what they begin with.
 
     ``records`` are in the order of the table; in those returned, parents come first.
-    Only rows that agree on the columns ``same`` with a value per row are joined.
     """
     roots = np.flatnonzero(records["parent"] < 0)
-    kinds = [
-        value_codes(column, name)[roots].tolist()
-        for name in same
-        for column, each_token in [column_of(table, name, "same")]
-        if not each_token
-    ]
     names = table.column("group_id").take(pa.array(roots)).to_pylist()
     ids = Ragged.of(table.column("input_ids"), -1)
     # two rows that start alike for longest are neighbours in lexical order
     ranked = sorted(
         (group, ids[row].tobytes(), row)
-        for row, *group in zip(roots.tolist(), names, *kinds, strict=True)
-        if group[0] is not None
+        for row, group in zip(roots.tolist(), names, strict=True)
+        if group is not None
     )
     for (group, _, before), (other, _, row) in pairwise(ranked):
         shared = _core.lcp(ids[before], ids[row]) if group == other else 0
@@ -373,15 +366,7 @@ def _cut(
     """Make each part that packs are filled with a tree of its own: where these begin."""
     starts = np.append(np.flatnonzero(records["parent"] < 0), len(records))
     sizes = np.diff(offsets_of(records["length"] - records["shared"])[starts])
-    large = np.flatnonzero(sizes > max_tokens)
-    if len(large) and oversize == "error":
-        first, end = starts[large[0]], starts[large[0] + 1]
-        raise InvalidTurnsError(
-            f"{place(table, int(records['line'][first]))}: its tree of {end - first} rows "
-            f"has {sizes[large[0]]} tokens, and max_tokens is {max_tokens}. Raise "
-            "max_tokens, or cut such trees with oversize='repeat' or 'carry'"
-        )
-    if len(large) and oversize == "repeat":
+    if oversize == "repeat" and (sizes > max_tokens).any():
         for row in np.flatnonzero(records["length"] > max_tokens)[:1].tolist():
             raise InvalidTurnsError(
                 f"{place(table, int(records['line'][row]))}: {records['length'][row]} "
