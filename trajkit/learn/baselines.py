@@ -23,9 +23,8 @@ from trajkit.tables.ragged import Bools, Keys, Longs, codes, offsets_of, positio
 from trajkit.tables.stages import apply, stage
 
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
-Scale: TypeAlias = Literal["none", "group_std", "batch_std"]
+Scale: TypeAlias = Literal["none", "group_std"]
 StepBaseline: TypeAlias = Literal["none", "group_mean"]
-StepScale: TypeAlias = Literal["none", "group_std"]
 
 
 def advantages(
@@ -49,8 +48,7 @@ def advantages(
     leave_one_out  ``(sum(R) - R_i) / (n - 1)``
     ============== ==============================================================
 
-    With scale "group_std" the advantage is ``A / (std(R) + epsilon)`` over the group, with
-    "batch_std" ``(A - mean(A)) / (std(A) + epsilon)`` over all advantages of the table;
+    With scale "group_std" the advantage is ``A / (std(R) + epsilon)`` over the group, where
     ``std`` is the sample standard deviation (divided by ``n - 1``).
 
     Parameters
@@ -60,7 +58,7 @@ def advantages(
         those without rows; or `trajkit.schema.SESSIONS`. A session with a null group_id
         is a group of its own.
     baseline : {"none", "group_mean", "leave_one_out"}
-    scale : {"none", "group_std", "batch_std"}
+    scale : {"none", "group_std"}
     epsilon : float
         Added to the standard deviation; 0 or more.
     drop_constant : bool
@@ -97,8 +95,8 @@ def advantages(
     the sample deviation and add 1e-4 or 1e-6. A group of one rollout has no deviation,
     so its advantage is null here; verl (1dda039) takes its reward.
     RLOO (arXiv 2402.14740): leave_one_out. Dr. GRPO (arXiv 2503.20783): group_mean
-    alone, see `trajkit.add_weights` for its lengths. REINFORCE++ (arXiv 2501.03262):
-    batch_std, there over tokens. DAPO (arXiv 2503.14476): ``drop_constant``.
+    alone, see `trajkit.add_weights` for its lengths. DAPO (arXiv 2503.14476):
+    ``drop_constant``.
     """
     check_choice("baseline", baseline, Baseline)
     check_choice("scale", scale, Scale)
@@ -122,12 +120,6 @@ def advantages(
         centred = np.where(scored & ~constant, reward - mean, 0.0)
         gain = _by_deviation(gain, centred, group, n, epsilon)
         valid = valid & (n > 1)
-    elif scale == "batch_std":
-        valid = valid & (np.count_nonzero(valid) > 1)
-        if valid.any():
-            alike = _in_groups(source, table, np.zeros_like(group))[-1]
-            centred = np.where(alike, 0.0, gain - gain[valid].mean())
-            gain = _scaled(centred, gain[valid].std(ddof=1), epsilon)
     _warn_without_signal(gain[valid], reward[valid], group[valid])
     trained = pa.nulls(len(reward), pa.bool_())
     if "tokens_trained" in table.column_names:
@@ -249,14 +241,9 @@ def _in_groups(
 def _by_deviation(
     gain: Floats, centred: Floats, group: Longs, n: Longs, epsilon: float
 ) -> Floats:
-    """Gains divided by the sample deviation of their group."""
+    """Gains divided by the sample deviation of their group; 0 if there is none at all."""
     squares = np.bincount(group, centred**2)[group]
-    return _scaled(gain, np.sqrt(squares / np.maximum(n - 1, 1)), epsilon)
-
-
-def _scaled(gain: Floats, deviation: Floats | np.float64, epsilon: float) -> Floats:
-    """Gains divided by deviations; 0 if there is no deviation at all."""
-    divisor = deviation + epsilon
+    divisor = np.sqrt(squares / np.maximum(n - 1, 1)) + epsilon
     return np.divide(gain, divisor, out=np.zeros_like(gain), where=divisor > 0)
 
 
@@ -283,7 +270,7 @@ def step_advantages(
     sessions: TableLike,
     *,
     baseline: StepBaseline = "group_mean",
-    scale: StepScale = "group_std",
+    scale: Scale = "group_std",
     epsilon: float = 1e-6,
     discount: float = 1.0,
     links: TableLike | None = None,
@@ -347,7 +334,7 @@ def step_advantages(
     baseline and scale "none".
     """
     check_choice("baseline", baseline, StepBaseline)
-    check_choice("scale", scale, StepScale)
+    check_choice("scale", scale, Scale)
     check_number("epsilon", epsilon, 0)
     check_number("discount", discount, 0)
     if discount > 1:

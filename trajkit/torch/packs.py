@@ -319,7 +319,7 @@ def policy_loss(
         )
     weight = _finite(logprobs, pack, "row_weight", pack.edge_weight)
     used = weight != 0
-    value = _finite(logprobs, pack, advantage, None, used)
+    value = _finite(logprobs, pack, advantage, pack.column(advantage), used)
     name = "logprob" if old_logprobs is None else "old logprob"
     old = pack.edge_logprob if old_logprobs is None else old_logprobs
     old = _finite(logprobs, pack, name, old, used)
@@ -350,17 +350,16 @@ def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     return _weighed(logprobs, _finite(logprobs, pack, "row_weight", pack.edge_weight))
 
 
-def observation_loss(
-    logprobs: Tensor, pack: Pack, *, weight: str = "observation_weight"
-) -> Tensor:
+def observation_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     """The loss of observed tokens: ``sum over edges of -v * logprob``, as `nll_loss`.
 
     Parameters
     ----------
-    logprobs, pack, weight
-        As for `policy_loss`; ``weight`` names the column of ``v``.
+    logprobs, pack
+        As for `policy_loss`; ``v`` is the pack's column ``observation_weight``.
     """
-    return _weighed(logprobs, _finite(logprobs, pack, weight))
+    weight = pack.column("observation_weight")
+    return _weighed(logprobs, _finite(logprobs, pack, "observation_weight", weight))
 
 
 def _weighed(logprobs: Tensor, weight: Tensor) -> Tensor:
@@ -372,15 +371,15 @@ def _finite(
     logprobs: Tensor,
     pack: Pack,
     name: str,
-    values: Tensor | None = None,
+    values: Tensor,
     used: Tensor | None = None,
 ) -> Tensor:
-    """Values of edges, by default of a column, as ``logprobs``; 0 where not used."""
+    """Values of edges as ``logprobs``; 0 where not used."""
     if logprobs.shape != pack.edge_source.shape:
         raise LayoutError(
             f"logprobs of shape {tuple(logprobs.shape)} for {len(pack.edge_source)} edges"
         )
-    values = (pack.column(name) if values is None else values).to(logprobs.device)
+    values = values.to(logprobs.device)
     bad = ~torch.isfinite(values) & (True if used is None else used)
     if bool(bad.any()):
         edge = int(bad.nonzero()[0])
