@@ -404,6 +404,14 @@ def test_a_bad_session_is_left_out_with_a_warning(tmp_path, capsys, command):
     assert "session b" not in out
 
 
+def test_verify_fails_for_sessions_that_it_cannot_check(tmp_path, capsys):
+    turns = half_a_run(tmp_path)
+    one = {"session_id": "a", "input_ids": [1, 2], "loss_mask": [0, 1]}
+    path = write(tmp_path / "rows.jsonl", one)
+    assert cli.main(["verify", str(path), turns]) == cli.BAD_DATA
+    assert "not checked: sessions that break a rule: 1" in capsys.readouterr().out
+
+
 def test_bad_sessions_alone_are_an_error(tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", call("a", [1, -7]))
     assert cli.main(["view", str(path), "-o", f"{tmp_path}/p.html"]) == cli.BAD_DATA

@@ -663,7 +663,8 @@ def verify(
     Print the violations, or write them to --out; the exit code is 1 if there are any. Rows
     of other systems may have any columns that `check` reads. With --policy, the rows are
     compared with those of the policy; without it, what is true under every policy is
-    checked. Sessions that break a rule are left out, with their rows.
+    checked. Sessions that break a rule are left out, with their rows; the exit code is
+    then 1, too.
     """
     chosen = opt.one_policy(policy) if policy else None
     options: Any = {**opt.facts_of(sessions, reward), "max_row_tokens": max_row_tokens}
@@ -671,12 +672,13 @@ def verify(
     first = [*islice(batches, 1)]
     if not first and chosen is None:
         raise opt.nothing(rows, "rows")
+    left_out: list[str] = []
+    pieces = reading.pieces(turns, left_out)
     if first and first[0].column("session_id").null_count:
         own = concat(pa.Table.from_batches([one]) for one in chain(first, batches))
-        violations = tk.verify(own, reading.turns(turns), chosen, **options)
+        violations = tk.verify(own, concat(pieces), chosen, **options)
     else:
-        left_out: list[str] = []
-        calls = batches_in(reading.pieces(turns, left_out))
+        calls = batches_in(pieces)
         made = tk.verify_batches(chain(first, batches), calls, chosen, **options)
         violations = pa.Table.from_batches(made)
         without = pa.array(left_out, pa.string())
@@ -694,10 +696,12 @@ def verify(
         text = text_table(head, some.fill_null("").rows())
         text += f"\n{f'and {more:,} more' * (more > 0)}\n"
         text += text_table(("rule", "violations"), counts.len().rows())
+    if left_out:
+        text += f"\nnot checked: sessions that break a rule: {len(left_out)}"
     if chosen is None:
         text += "\nwithout --policy, only what is true under every policy is checked"
     opt.print_result({"violations": found.to_dicts()}, text, json)
-    return BAD_DATA if len(found) else DONE
+    return BAD_DATA if len(found) or left_out else DONE
 
 
 def _cast_rows(path: str) -> Iterator[pa.RecordBatch]:
