@@ -301,7 +301,7 @@ shim/trajkit_shim/engines/http.py: shim/engines/test_servers
     a greedy call has logprobs of the model
         |if params["temperature"] == 0:| -> |if False:|
     a client that leaves does not abort its call
-        |if getattr(error, "answered", None) in _UNANSWERED:| -> |if False:|
+        |await self._abort(server, request.request_id)| -> |pass|
     sessions move between servers
         |zlib.crc32(request.session_id.encode())|
         -> |zlib.crc32(request.request_id.encode())|

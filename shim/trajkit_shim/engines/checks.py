@@ -243,10 +243,10 @@ async def check_engine(engine: base.Engine) -> base.EngineInfo:
     """
 
     def warn() -> None:
-        resume = getattr(engine, "resume_command", "unknown")
+        resume = " and ".join(getattr(engine, "resume_urls", ()))
         sys.stderr.write(
             f"trajkit: warning: the engine has not sampled a token for {_SLOW_SECONDS:g} "
-            f"s; it may be paused. To resume it: {resume}\n"
+            f"s; it may be paused. To resume it: POST {{}} to {resume or 'its server'}\n"
         )
 
     # for a sampling mask a vLLM server asks for a limit
