@@ -161,13 +161,13 @@ class Call:
         self._is_long, takes_images = len(data) > _SHORT, gateway.prompts.places
         limits = gateway.images.limits if takes_images else None
         head = f"{protocol.name} {self._verb}\0".encode()
-        earlier, known = session.conversation.elements, session.conversation.replies
+        earlier = session.conversation.elements
 
         def read() -> ChatRequest:
             hasher = blake2b(head, digest_size=16)
             hasher.update(data)
             self._digest = hasher.digest()
-            return protocol.read(parse_object(data), limits, earlier, known)
+            return protocol.read(parse_object(data), limits, earlier)
 
         chat = await base.done(self._is_long or takes_images, read)
         limit = gateway.options.max_messages
@@ -473,7 +473,6 @@ class Call:
         )
         budget = self._gateway.cache_budget
         self._session.conversation.add(node, prompt.base, budget)
-        self._session.conversation.replies[reply.reply_id] = reply
         self._session.answers.append(pending)
         counts.answered += 1
         add_counts(counts.ignored, self.chat.ignored)

@@ -4,7 +4,6 @@ import base64
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import orjson
@@ -68,14 +67,13 @@ class WireProtocol:
         body: Json,
         limits: ImageLimits | None = None,
         earlier: Sequence[Elements] = (),
-        replies: Mapping[str, Reply] = MappingProxyType({}),
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`.
 
         ``limits``: of images; None: they are refused. ``earlier``: ``elements`` of other
-        requests. ``replies``: the session's, by their ids.
+        requests.
         """
-        reading = Reading(limits, _SILENT, self.name, earlier=earlier, replies=replies)
+        reading = Reading(limits, _SILENT, self.name, earlier=earlier)
         fields = Fields(body, reading=reading)
         fields.get_text("model")
         request = self.parse(fields)
