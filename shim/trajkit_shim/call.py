@@ -50,13 +50,12 @@ class Options:
 
     # length of a reply that neither its client nor its session limits
     max_new_tokens: int = 4096
-    # limits of a request, which is rejected with 413, 431 and 413 respectively
+    # limit of a request's body, beyond which it is rejected with 413
     max_body_bytes: int = 16 << 20
-    max_header_bytes: int = 32 << 10
     # bytes of all requests' bodies at once, of which a session may have as many as are
     # left; beyond it requests get 503
     max_work_bytes: int = 4 << 30
-    max_messages: int = 10_000
+    max_messages: int = 10_000  # of a request, beyond which it is rejected with 413
     # how the model takes images; None: they are refused
     images: media.ImageModel | None = None
     image_limits: media.ImageLimits | None = None

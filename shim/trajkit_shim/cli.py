@@ -65,8 +65,6 @@ class EngineOptions:
         Arguments after -- are the server's. Its log is RUN/engine.log.
     launch_python
         The Python that SGLang is installed for (default: the one of this command).
-    launch_seconds
-        How long the server may take to start.
     check_prompts
         Have the server return each prompt, and fail a call whose prompt differs.
     routed_experts
@@ -111,7 +109,6 @@ class EngineOptions:
     engine_url: list[str] | None = None
     launch: str | None = None
     launch_python: str | None = None
-    launch_seconds: float = 1800
     check_prompts: bool = False
     routed_experts: bool = False
     sampling_masks: bool = False
@@ -170,7 +167,7 @@ def serve(
         Do not record which message each prompt token belongs to. A log in full form is then
         half as large, one in delta form about 8 % smaller.
     admin_token
-        Token for requests to /sessions and /admin; required if --host can be reached from
+        Token for requests to /sessions and /engine; required if --host can be reached from
         other machines. Prefer the environment variable TRAJKIT_ADMIN_TOKEN, which other
         users of this machine cannot see.
     allow_host
@@ -406,7 +403,7 @@ def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
     experts = ["--enable-return-routed-experts"] * arguments.routed_experts
     given = [*experts, *arguments.server_arguments]
     command = sglang_server(python or sys.executable, arguments.launch, given)
-    server = running_server(*command, log, start_seconds=arguments.launch_seconds)
+    server = running_server(*command, log)
     arguments.engine_url = [stack.enter_context(server)]
     arguments.model = arguments.model or arguments.launch
     arguments.launch, arguments.server_arguments = None, []

@@ -335,8 +335,6 @@ shim/trajkit_shim/workers.py: shim/test_serve
         |loads.index(min(loads)))| -> |0)|
     a web page may ask another worker
         |"content-type", "origin")| -> |"content-type")|
-    one worker is drained
-        |for i in range(len(self._urls))| -> |for i in range(1)|
     each worker pauses the engine itself
         |(first and path.startswith("/engine"))| -> |path.startswith("/engine")|
     an id may be used at every worker
