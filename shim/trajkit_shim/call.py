@@ -58,7 +58,6 @@ class Options:
     max_messages: int = 10_000  # of a request, beyond which it is rejected with 413
     # how the model takes images; None: they are refused
     images: media.ImageModel | None = None
-    image_limits: media.ImageLimits | None = None
     # how long a streaming client waits for its first event, and between keep-alive events
     ping_seconds: float = 10.0
     # record which message each prompt token belongs to (`trajkit.schema.ATTRIBUTION`)
@@ -101,16 +100,13 @@ class Gateway:
         )
         # requests for the number of tokens; a prompt's take much more memory than its text
         self.counting = asyncio.Semaphore(2)
-        self.images = media.ImageStore(
-            log.directory / "images", options.image_limits, fsync=log.fsync
-        )
-        places, takes = None, getattr(engine, "takes_images", False) and log.images
-        if options.images is not None:
-            if not takes:
-                what = f"{type(engine).__name__} or the log"
-                raise ValueError(f"{what} takes no images")
-            places = media.ImagePlaces(options.images, self.images)
-        self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
+        images, past = options.images, options.past
+        self.images = media.ImageStore(log.directory / "images", fsync=log.fsync)
+        takes_images = getattr(engine, "takes_images", False) and log.images
+        if images is not None and not takes_images:
+            what = f"{type(engine).__name__} or the log"
+            raise ValueError(f"{what} takes no images")
+        self.prompts = Prompts(renderer, options.prompts, images, past=past)
         self.reply_parser = options.reply_parser or replies.parser_of(renderer)
 
     @contextmanager
@@ -157,8 +153,8 @@ class Call:
     async def read(self, data: bytes) -> None:
         """Read the request's body; raises `GatewayError`."""
         gateway, session, protocol = self._gateway, self._session, self._protocol
-        self._is_long, takes_images = len(data) > _SHORT, gateway.prompts.places
-        limits = gateway.images.limits if takes_images else None
+        takes_images = gateway.options.images is not None
+        self._is_long = len(data) > _SHORT
         head = f"{protocol.name} {self._verb}\0".encode()
         earlier = session.conversation.elements
 
@@ -166,7 +162,8 @@ class Call:
             hasher = blake2b(head, digest_size=16)
             hasher.update(data)
             self._digest = hasher.digest()
-            return protocol.read(parse_object(data), limits, earlier)
+            body = parse_object(data)
+            return protocol.read(body, earlier, takes_images=takes_images)
 
         chat = await base.done(self._is_long or takes_images, read)
         limit = gateway.options.max_messages
@@ -174,10 +171,8 @@ class Call:
             message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
         self.chat = chat
-        if chat.images or self._verb == "stream":
-            images = gateway.images.take(chat.images)
-            stream = chat.stream or self._verb == "stream"
-            self.chat = replace(chat, stream=stream, images=images)
+        if self._verb == "stream":
+            self.chat = replace(chat, stream=True)
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
         renderer = self._renderer
@@ -235,7 +230,7 @@ class Call:
             checks.check_sample(sample, self._ids, sampling, self._info)
             reply = await self._reply(sample, sampling)
             turn = self._turn(reply, sample, sampling)
-            await gateway.images.write(self.chat.images)
+            await gateway.images.write(self.chat.images.values())
             # does not await since, so no other call interferes
             self._record(turn, sample)
             self._remember(pending, reply, sample)
@@ -285,6 +280,7 @@ class Call:
             self._restored,
             self.chat.tools,
             self._variables,
+            self.chat.images,
             attributed=attributed,
             max_tokens=max_tokens,
         )
@@ -295,11 +291,15 @@ class Call:
         self._prompt = prompt = self._make_prompt(most, attributed=options.attributed)
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images, self._pixels = prompt.ids, list[Json](), list[Any]()
-        places, messages = self._gateway.prompts.places, self._restored.messages
-        if places is not None and media.hashes_of(messages):
-            self._images = places.items(prompt.ids, messages)
-            self._ids = places.engine_ids(prompt.ids)
-            self._pixels = places.load(self._images)
+        model, messages, sent = (
+            options.images,
+            self._restored.messages,
+            self.chat.images,
+        )
+        if model is not None and media.hashes_of(messages):
+            self._images = model.items(prompt.ids, messages, sent)
+            self._ids = model.engine_ids(prompt.ids)
+            self._pixels = media.prompt_images(self._images, sent)
         self._hasher = prompt.hasher
         # the ids of the extended turn were checked when it was recorded
         n_checked = 0 if self._images else prompt.n_base

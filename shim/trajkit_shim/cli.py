@@ -312,7 +312,7 @@ def engine_app(
             options["reply_parser"] = asyncio.run(_own_parser(arguments.engine_url[0]))
             options["reply_parser"].tags = tags_of(renderer)
         payloads = {n: vars(arguments)[n] for n in ("routed_experts", "sampling_masks")}
-        turn_log = TurnLog(out, images="image_limits" in options, **payloads, **log)
+        turn_log = TurnLog(out, images="images" in options, **payloads, **log)
         options["past"] = arguments.past_reasoning
         options["train_side_calls"] = arguments.train_side_calls
         yield create_app(engine, renderer, turn_log, Options(**options))
@@ -378,7 +378,7 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
     """The options of the app for images."""
     if arguments.images != "auto" or arguments.engine != "sglang":
         return {}
-    from trajkit_shim.chat.images import ImageLimits, load_image_model
+    from trajkit_shim.chat.images import load_image_model
 
     with needs_extra("images"):
         model = load_image_model(arguments.model or arguments.launch)
@@ -386,7 +386,7 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
             return {}
         import_module("PIL")
     # a client sends the images of a conversation with every request
-    return {"images": model, "image_limits": ImageLimits(), "max_body_bytes": 64 << 20}
+    return {"images": model, "max_body_bytes": 64 << 20}
 
 
 def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:

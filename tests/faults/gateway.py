@@ -98,7 +98,7 @@ shim/trajkit_shim/call.py: shim/test_app shim/protocols shim/test_conformance sh
         |required = replace(required, schema=None)| -> |pass|
 shim/trajkit_shim/json_input.py: shim/test_images
     images of an earlier request are not taken again
-        |if self.image_limits is not None:| -> |if False:|
+        |if self.takes_images:| -> |if False:|
 shim/trajkit_shim/app.py: shim/test_app shim/test_serve shim/sessions
     web pages may call
         |if "origin" in headers:| -> |if False:|

@@ -26,7 +26,6 @@ from tests.shim.fakes import (
 )
 from trajkit.turns import engine_ids
 from trajkit_shim.chat.images import (
-    ImageLimits,
     ImageStore,
     load_image_model,
     open_image,
@@ -113,9 +112,9 @@ class Seeing(Session):
 
 @pytest.fixture
 def opened(model, tmp_path, start):
-    """Start a gateway with limits, and open a session."""
+    """Start a gateway, and open a session."""
 
-    async def opened(*script, limits=None, template=None, **options):
+    async def opened(*script, template=None, **options):
         engine = ScriptedEngine(context=10_000, vocab_size=VOCAB)
         engine.takes_images = True
         gateway = await start(
@@ -123,7 +122,6 @@ def opened(model, tmp_path, start):
             renderer=load_renderer(model, template),
             directory=tmp_path / "run",
             images=load_image_model(model),
-            image_limits=limits and ImageLimits(**limits),
             **options,
         )
         session = await gateway.open()
@@ -252,26 +250,22 @@ async def test_the_token_of_an_image_in_a_text_and_in_a_reply(opened, model):
 
 
 @cases(
-    "url, limits, code",
+    "url, code",
     {
-        "bytes": (None, {"max_bytes": 99}, "image_too_large"),
-        "pixels": (None, {"max_pixels": 99}, "image_too_large"),
-        "count": (None, {"max_images": 1}, "too_many_images"),
-        "request": (None, {"max_request_bytes": 9}, "image_too_large"),
-        "base64": ("data:image/png;base64,?", {}, "invalid_image"),
-        "not-ascii": ("data:image/png;base64,é", {}, "invalid_image"),
-        "no-image": ("data:image/png;base64,eA==", {}, "invalid_image"),
-        "url": ("http://example.org/", {}, "image_not_fetched"),
-        "file": ("file:///etc/passwd", {}, "image_not_fetched"),
+        "pixels": (None, "image_too_large"),
+        "base64": ("data:image/png;base64,?", "invalid_image"),
+        "not-ascii": ("data:image/png;base64,é", "invalid_image"),
+        "no-image": ("data:image/png;base64,eA==", "invalid_image"),
+        "url": ("http://example.org/", "image_not_fetched"),
+        "file": ("file:///etc/passwd", "image_not_fetched"),
     },
 )
-async def test_what_is_refused(opened, url, limits, code):
-    """The limit of images is that of the complete prompt."""
-    session, message = await opened(limits=limits), asking(PNG)
+async def test_what_is_refused(opened, monkeypatch, url, code):
+    monkeypatch.setattr("trajkit_shim.chat.images.MAX_PIXELS", 99)
+    session, message = await opened(), asking(PNG)
     if url is not None:
         message["content"][1]["image_url"]["url"] = url
-    sent = [JPEG, said("red")] if code == "too_many_images" else []
-    await session.refused(400, code, *sent, message)
+    await session.refused(400, code, message)
     assert (session.seen, session.stored()) == ([], [])
 
 
@@ -314,7 +308,7 @@ async def test_a_count_and_a_call_that_fails_store_no_image(opened):
 async def test_requests_with_the_same_new_image(tmp_path, monkeypatch):
     """It is written once, and not on the event loop; another worker may write it, too."""
     one, other = (ImageStore(tmp_path / "images") for _ in range(2))
-    image, replace = open_image(PNG, "here", one.limits), Path.replace
+    image, replace = open_image(PNG, "here"), Path.replace
     threads = []
 
     def late(path, target):
