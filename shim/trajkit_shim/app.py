@@ -255,11 +255,14 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         return {**named, "base_url": base_url}
 
     async def finish(request: Request, body: Fields) -> Json:
-        name, wait = request.path_params["session_id"], _wait(body)
+        name = request.path_params["session_id"]
+        wait = body.get("wait_seconds", _SECONDS) or 0.0
         return await store.finish(name, "finish", wait, _outcome(body))
 
     async def pause_engine(_: Request, body: Fields) -> Json:
-        await pause.pause(_wait(body, 600.0, "timeout_s"), renew=body.flag("renew"))
+        seconds = body.get("timeout_s", _SECONDS)
+        seconds = 600.0 if seconds is None else seconds
+        await pause.pause(seconds, renew=body.flag("renew"))
         return pause.describe()
 
     async def update(_: Request, body: Fields) -> Json:
@@ -314,11 +317,6 @@ def _logged_text(value: object, where: str) -> str:
     except UnicodeEncodeError:
         read.refuse(where, "half of a surrogate pair is no text")
     return text
-
-
-def _wait(body: Fields, default: float = 0.0, name: str = "wait_seconds") -> float:
-    seconds = body.get(name, _SECONDS)
-    return default if seconds is None else seconds
 
 
 def _outcome(body: Fields) -> Outcome:

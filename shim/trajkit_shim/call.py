@@ -297,9 +297,8 @@ class Call:
             self.chat.images,
         )
         if model is not None and media.hashes_of(messages):
-            self._images = model.items(prompt.ids, messages, sent)
+            self._images, self._pixels = model.place(prompt.ids, messages, sent)
             self._ids = model.engine_ids(prompt.ids)
-            self._pixels = media.prompt_images(self._images, sent)
         self._hasher = prompt.hasher
         # the ids of the extended turn were checked when it was recorded
         n_checked = 0 if self._images else prompt.n_base

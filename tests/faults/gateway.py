@@ -275,7 +275,7 @@ shim/trajkit_shim/engines/checks.py: shim/engines/test_servers
     a reply ended without an id
         |if sample.ended and not len(ids):| -> |if False:|
     a paused engine is waited for without a word
-        |call_later(_SLOW_SECONDS, warn)| -> |call_later(9e9, warn)|
+        |call_later(_SLOW_SECONDS, sys| -> |call_later(9e9, sys|
     a reply of another request is recorded
         |need(request_id == own, | -> |need(True, |
     a reply whose counts differ is recorded

@@ -235,12 +235,12 @@ class ImageModel:
         expanded[inside] = np.concatenate([np.empty(0, np.int32), *made])
         return expanded, np.repeat(offsets, counts, axis=0)
 
-    def items(
+    def place(
         self, ids: Ids, messages: Sequence[Json], images: Images
-    ) -> list[dict[str, Any]]:
+    ) -> tuple[list[Json], list[PromptImage]]:
         """Return where the images of messages are in a prompt's recorded ids.
 
-        Each is a `trajkit.schema.MM_ITEM`.
+        For the log (`trajkit.schema.MM_ITEM`), and for the engine.
         """
         names = hashes_of(messages)
         if names and (ids == self.token_id).any():
@@ -253,16 +253,14 @@ class ImageModel:
         sizes = [self._n_tokens(images[name]) for name in names]
         stops = np.cumsum([0, *sizes]).tolist()
         assert stops[-1] == len(inside)
-        return [
-            {
-                "kind": KIND,
-                "hash": name,
-                "token_id": self.token_id,
-                "start": int(inside[begin]),
-                "stop": int(inside[end - 1]) + 1,
-            }
-            for name, (begin, end) in zip(names, pairwise(stops), strict=True)
-        ]
+        items, sent = list[Json](), list[PromptImage]()
+        for name, (begin, end) in zip(names, pairwise(stops), strict=True):
+            start, stop = int(inside[begin]), int(inside[end - 1]) + 1
+            item: Json = {"kind": KIND, "hash": name, "token_id": self.token_id}
+            items.append({**item, "start": start, "stop": stop})
+            image = images[name]
+            sent.append(PromptImage(start, stop, image.media_type, image.data))
+        return items, sent
 
     def engine_ids(self, ids: Ids) -> Ids:
         """Return the ids that the engine consumes for a prompt's recorded ids."""
@@ -275,15 +273,6 @@ class ImageModel:
             name = image.name[:12]
             message = f"the model's processor refuses the image {name}: {error}"
             raise GatewayError(message, code="invalid_image") from error
-
-
-def prompt_images(items: Iterable[dict[str, Any]], images: Images) -> list[PromptImage]:
-    """Return the images of `ImageModel.items` with their bytes."""
-    found = [(item, images[item["hash"]]) for item in items]
-    return [
-        PromptImage(item["start"], item["stop"], image.media_type, image.data)
-        for item, image in found
-    ]
 
 
 def load_image_model(path: str | Path) -> ImageModel | None:
