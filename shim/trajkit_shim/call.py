@@ -101,7 +101,6 @@ class Gateway:
         # requests for the number of tokens; a prompt's take much more memory than its text
         self.counting = asyncio.Semaphore(2)
         images, past = options.images, options.past
-        self.images = media.ImageStore(log.directory / "images", fsync=log.fsync)
         takes_images = getattr(engine, "takes_images", False) and log.images
         if images is not None and not takes_images:
             what = f"{type(engine).__name__} or the log"
@@ -230,7 +229,8 @@ class Call:
             checks.check_sample(sample, self._ids, sampling, self._info)
             reply = await self._reply(sample, sampling)
             turn = self._turn(reply, sample, sampling)
-            await gateway.images.write(self.chat.images.values())
+            folder, fsync = gateway.log.directory / "images", gateway.log.fsync
+            await media.write_images(self.chat.images, folder, fsync=fsync)
             # does not await since, so no other call interferes
             self._record(turn, sample)
             self._remember(pending, reply, sample)

@@ -16,13 +16,13 @@ import base64
 import io
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby, pairwise
 from pathlib import Path
-from threading import Lock
+from threading import get_ident
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -162,42 +162,31 @@ def open_image(data: bytes, where: str) -> Image:
     return Image(name=name, media_type=kind, width=width, height=height, data=data)
 
 
-class ImageStore:
-    """The folder of a run's images: a file for each one of recorded turns.
+async def write_images(images: Images, directory: Path, *, fsync: bool = False) -> None:
+    """Write images that have no file in a directory, which is made with the first one.
 
-    ``directory`` is made with the first file. ``fsync``: also write each image to disk.
+    ``fsync``: also to disk. Raises `GatewayError` (500).
     """
+    missing = [images[name] for name in images if not (directory / name).exists()]
+    if missing:
+        await asyncio.to_thread(_write, missing, directory, fsync)
 
-    def __init__(self, directory: Path, *, fsync: bool = False) -> None:
-        self.directory, self.fsync = directory, fsync
-        self._writing = Lock()
 
-    async def write(self, images: Collection[Image]) -> None:
-        """Write the images that have no file; raises `GatewayError` (500)."""
-        if self._missing(images):
-            await asyncio.to_thread(self._write, images)
-
-    def _missing(self, images: Collection[Image]) -> dict[Path, Image]:
-        """The images that have no file, by their paths."""
-        paths = {self.directory / image.name: image for image in images}
-        return {path: image for path, image in paths.items() if not path.exists()}
-
-    def _write(self, images: Collection[Image]) -> None:
-        # two requests may bring the same image, and two workers
-        with self._writing:
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                for path, image in self._missing(images).items():
-                    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-                    with temporary.open("wb") as file:
-                        file.write(image.data)
-                        if self.fsync:
-                            file.flush()
-                            os.fsync(file.fileno())
-                    temporary.replace(path)
-            except OSError as error:
-                message = f"the image could not be written: {error}"
-                raise GatewayError(message, 500, code="log_failed") from error
+def _write(images: Iterable[Image], directory: Path, fsync: bool) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for image in images:
+            # two requests may bring the same image, and two workers
+            own = f".{image.name}.{os.getpid()}.{get_ident()}"
+            with (directory / own).open("wb") as file:
+                file.write(image.data)
+                if fsync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            (directory / own).replace(directory / image.name)
+    except OSError as error:
+        message = f"the image could not be written: {error}"
+        raise GatewayError(message, 500, code="log_failed") from error
 
 
 # In prompts
