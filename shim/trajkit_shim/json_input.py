@@ -215,17 +215,15 @@ def as_number(value: object, where: str, *, minimum: float, maximum: float) -> f
 class Reading:
     """What comes up while one request is read."""
 
-    # which images are taken, if any, and those that were (`chat.images`)
-    image_limits: Any = None
+    # whether images are taken; ``images`` has those that were, by their names
+    takes_images: bool = False
     # fields that are not counted
     silent: Collection[str] = ()
     protocol: str = ""
     # what `Fields.each` reads, and what it read for earlier requests
     elements: Elements = field(default_factory=dict)
     earlier: Sequence[Elements] = ()
-    # the replies that a request may name
-    replies: Mapping[str, Any] = field(default_factory=dict)
-    images: list[Any] = field(default_factory=list)
+    images: dict[str, Any] = field(default_factory=dict)
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
     # the objects that are read, their paths, and the fields that were read; not `Fields`,
@@ -234,7 +232,7 @@ class Reading:
 
     def key(self, item: object) -> bytes:
         """Return the key of an element; empty: it is read each time, as images are."""
-        if self.image_limits is not None:
+        if self.takes_images:
             return b""
         try:
             return self.protocol.encode() + orjson.dumps(item)
