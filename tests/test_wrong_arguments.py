@@ -72,10 +72,8 @@ RIGHT = {
     turns.content_ids: {"kind": "image", "content_hash": "0" * 64, "n_tokens": 2},
     turns.engine_ids: {"table": TURNS},
     turns.lcp: {"a": [1], "b": [1]},
-    turns.message_body: {"message": MESSAGE},
     turns.message_key: {"message": MESSAGE},
     turns.message_record: {"message": MESSAGE},
-    turns.reject_sessions: {"table": TURNS},
     turns.tools_key: {"tools": [{"type": "function", "function": {"name": "f"}}]},
     turns.untrain_stale: {"turns": TURNS, "max_lag": 1},
     training.advantages: {"sessions": group(REPORT)},
@@ -207,7 +205,6 @@ def test_a_wrong_argument_of_run_is_named(tmp_path, name, values):
         ("sink", tk.write_turns, [None, 1.5, b"x", ["a"], io.StringIO()]),
         ("source", tk.read_turns, [None, 1.5, b"x", io.StringIO("{}"), []]),
         ("folder", tk.scan_turns, [1.5, b"x", "absent", ["a"]]),
-        ("batch_rows", tk.scan_rows, [0, -1, 1.5, "x", True]),
         ("session_prefix", tk.scan_turns, WRONG),
         ("format", tk.write_turns, WRONG),
         ("format", tk.read_turns, WRONG),
@@ -269,20 +266,3 @@ def test_rows_come_before_turns(function):
 def test_arguments_that_exclude_each_other(arguments, said):
     with pytest.raises(ArgumentError, match=said):
         tk.linearize(TURNS, **arguments)
-
-
-def test_arguments_of_a_recorder_are_named():
-    recorder = tk.Recorder()
-    recorder.record("a", prompt_ids=[1], output_ids=[2])
-    for make, said in (
-        (lambda: recorder.rows("a", "faithful", group_id=3), "group_id=3"),
-        (lambda: recorder.rows("a", "faithful", payloads="x"), "payloads='x'"),
-        (lambda: recorder.rows("a", "faithful", reward="x"), "reward is of type str"),
-        (lambda: recorder.rows("a", "faithfull"), "did you mean 'faithful'"),
-        (
-            lambda: recorder.rows("a", "faithful", sessions=REPORT, error="x"),
-            "group_id or error is given with a table",
-        ),
-    ):
-        with pytest.raises(ArgumentError, match=said):
-            make()

@@ -50,16 +50,14 @@ class Options:
 
     # length of a reply that neither its client nor its session limits
     max_new_tokens: int = 4096
-    # limits of a request, which is rejected with 413, 431 and 413 respectively
+    # limit of a request's body, beyond which it is rejected with 413
     max_body_bytes: int = 16 << 20
-    max_header_bytes: int = 32 << 10
     # bytes of all requests' bodies at once, of which a session may have as many as are
     # left; beyond it requests get 503
     max_work_bytes: int = 4 << 30
-    max_messages: int = 10_000
+    max_messages: int = 10_000  # of a request, beyond which it is rejected with 413
     # how the model takes images; None: they are refused
     images: media.ImageModel | None = None
-    image_limits: media.ImageLimits | None = None
     # how long a streaming client waits for its first event, and between keep-alive events
     ping_seconds: float = 10.0
     # record which message each prompt token belongs to (`trajkit.schema.ATTRIBUTION`)
@@ -102,16 +100,12 @@ class Gateway:
         )
         # requests for the number of tokens; a prompt's take much more memory than its text
         self.counting = asyncio.Semaphore(2)
-        self.images = media.ImageStore(
-            log.directory / "images", options.image_limits, fsync=log.fsync
-        )
-        places, takes = None, getattr(engine, "takes_images", False) and log.images
-        if options.images is not None:
-            if not takes:
-                what = f"{type(engine).__name__} or the log"
-                raise ValueError(f"{what} takes no images")
-            places = media.ImagePlaces(options.images, self.images)
-        self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
+        images, past = options.images, options.past
+        takes_images = getattr(engine, "takes_images", False) and log.images
+        if images is not None and not takes_images:
+            what = f"{type(engine).__name__} or the log"
+            raise ValueError(f"{what} takes no images")
+        self.prompts = Prompts(renderer, options.prompts, images, past=past)
         self.reply_parser = options.reply_parser or replies.parser_of(renderer)
 
     @contextmanager
@@ -158,8 +152,8 @@ class Call:
     async def read(self, data: bytes) -> None:
         """Read the request's body; raises `GatewayError`."""
         gateway, session, protocol = self._gateway, self._session, self._protocol
-        self._is_long, takes_images = len(data) > _SHORT, gateway.prompts.places
-        limits = gateway.images.limits if takes_images else None
+        takes_images = gateway.options.images is not None
+        self._is_long = len(data) > _SHORT
         head = f"{protocol.name} {self._verb}\0".encode()
         earlier, known = session.conversation.elements, session.conversation.replies
 
@@ -167,18 +161,17 @@ class Call:
             hasher = blake2b(head, digest_size=16)
             hasher.update(data)
             self._digest = hasher.digest()
-            return protocol.read(parse_object(data), limits, earlier, known)
+            body = parse_object(data)
+            return protocol.read(body, earlier, known, takes_images=takes_images)
 
         chat = await base.done(self._is_long or takes_images, read)
         limit = gateway.options.max_messages
         if len(chat.messages) > limit:
             message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
-        self.chat = replace(
-            chat,
-            stream=chat.stream or self._verb == "stream",
-            images=gateway.images.take(chat.images),
-        )
+        self.chat = chat
+        if self._verb == "stream":
+            self.chat = replace(chat, stream=True)
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
         renderer = self._renderer
@@ -236,7 +229,8 @@ class Call:
             checks.check_sample(sample, self._ids, sampling, self._info)
             reply = await self._reply(sample, sampling)
             turn = self._turn(reply, sample, sampling)
-            await gateway.images.write(self.chat.images)
+            folder, fsync = gateway.log.directory / "images", gateway.log.fsync
+            await media.write_images(self.chat.images, folder, fsync=fsync)
             # does not await since, so no other call interferes
             self._record(turn, sample)
             self._remember(pending, reply, sample)
@@ -244,6 +238,9 @@ class Call:
         except GatewayError as error:
             session.counts.failed += error.status >= 500
             raise
+        finally:
+            # it has the task, and that the traceback of an error
+            del pending
         return reply
 
     async def _sample(self) -> tuple[base.Sample, base.Sampling, list[str]]:
@@ -251,8 +248,9 @@ class Call:
         gateway, session = self._gateway, self._session
         info = await gateway.engine.info()
         limit = session.options.limits.get("max_context_tokens")
-        most = min(info.max_context_tokens, limit or info.max_context_tokens)
-        self._info = replace(info, max_context_tokens=most)
+        if limit and limit < info.max_context_tokens:
+            info = replace(info, max_context_tokens=limit)
+        self._info = info
         try:
             await base.done(self._is_long, self._prepare)
         finally:
@@ -282,6 +280,7 @@ class Call:
             self._restored,
             self.chat.tools,
             self._variables,
+            self.chat.images,
             attributed=attributed,
             max_tokens=max_tokens,
         )
@@ -292,11 +291,14 @@ class Call:
         self._prompt = prompt = self._make_prompt(most, attributed=options.attributed)
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images, self._pixels = prompt.ids, list[Json](), list[Any]()
-        places, messages = self._gateway.prompts.places, self._restored.messages
-        if places is not None and media.hashes_of(messages):
-            self._images = places.items(prompt.ids, messages)
-            self._ids = places.engine_ids(prompt.ids)
-            self._pixels = places.load(self._images)
+        model, messages, sent = (
+            options.images,
+            self._restored.messages,
+            self.chat.images,
+        )
+        if model is not None and media.hashes_of(messages):
+            self._images, self._pixels = model.place(prompt.ids, messages, sent)
+            self._ids = model.engine_ids(prompt.ids)
         self._hasher = prompt.hasher
         # the ids of the extended turn were checked when it was recorded
         n_checked = 0 if self._images else prompt.n_base
@@ -335,7 +337,8 @@ class Call:
             room=room if remaining is None else min(room, remaining),
             stop_token_ids=self._renderer.end_ids,
             structural_tag=replies.grammar(
-                replace(self.chat, required=required),
+                required,
+                self.chat.tools,
                 form,
                 fixed.get("extra", {}),
                 opened=self._opened,
@@ -387,7 +390,7 @@ class Call:
         untrained = self._caller.is_side_call and not options.train_side_calls
         spans = [span._asdict() for span in sample.weight_versions]
         # of a reply that was broken off: no client will send it back
-        response = chats.logged_message(reply.message) if sample.complete else None
+        response = reply.logged if sample.complete else None
         return {
             "session_id": self._session.session_id,
             "request_id": self._request_id,
@@ -455,14 +458,14 @@ class Call:
         prompt, ids, counts = self._prompt, sample.output_ids, self._session.counts
         self._hasher.update(ids.astype("<i4").data)
         pending.turn, position = counts.turns - 1, self._restored.position
-        message, kept = reply.message, KeptIds(np.concatenate([prompt.ids, ids]))
         node = Node(
-            message=message,
+            message=reply.message,
+            logged=reply.logged,
             position=position,
-            after=next_position(position, chats.logged_message(message).key),
+            after=next_position(position, reply.logged.key),
             turn=pending.turn,
             agent_id=self._caller.agent_id,
-            kept=kept,
+            kept=KeptIds(np.concatenate([prompt.ids, ids])),
             n_ids=len(prompt.ids) + len(ids),
             between=prompt.between,
             offered=prompt.offered,

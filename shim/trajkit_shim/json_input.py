@@ -70,6 +70,15 @@ def parse_object(body: bytes) -> Json:
     return checked
 
 
+def as_json(value: object) -> bytes:
+    """Return the JSON of a value, which may have arrays of numpy."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        # it has half a character, or an integer beyond 64 bits
+        return json.dumps(value, default=lambda array: array.tolist()).encode()
+
+
 class Element(NamedTuple):
     """What an element of a request's list was read as."""
 
@@ -206,8 +215,8 @@ def as_number(value: object, where: str, *, minimum: float, maximum: float) -> f
 class Reading:
     """What comes up while one request is read."""
 
-    # which images are taken, if any, and those that were (`chat.images`)
-    image_limits: Any = None
+    # whether images are taken; ``images`` has those that were, by their names
+    takes_images: bool = False
     # fields that are not counted
     silent: Collection[str] = ()
     protocol: str = ""
@@ -216,14 +225,16 @@ class Reading:
     earlier: Sequence[Elements] = ()
     # the replies that a request may name
     replies: Mapping[str, Any] = field(default_factory=dict)
-    images: list[Any] = field(default_factory=list)
+    images: dict[str, Any] = field(default_factory=dict)
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
-    opened: "list[Fields]" = field(default_factory=list)
+    # the objects that are read, their paths, and the fields that were read; not `Fields`,
+    # which would be in a cycle with all of a refused body
+    opened: list[tuple[Json, str, set[str]]] = field(default_factory=list)
 
     def key(self, item: object) -> bytes:
         """Return the key of an element; empty: it is read each time, as images are."""
-        if self.image_limits is not None:
+        if self.takes_images:
             return b""
         try:
             return self.protocol.encode() + orjson.dumps(item)
@@ -233,13 +244,20 @@ class Reading:
 
     def count_unread(self, first: int = 0) -> None:
         """Count the fields that nobody read, but none without a content."""
-        for fields in self.opened[first:]:
-            for name, value in fields.json.items():
-                if name in fields.seen or name in self.silent:
+        for fields, path, seen in self.opened[first:]:
+            for name, value in fields.items():
+                if name in seen or name in self.silent:
                     continue
                 if value or value == {}:
-                    fields.ignore(name)
+                    self.ignore(_at(path, name))
         del self.opened[first:]
+
+    def ignore(self, where: str) -> None:
+        add_counts(self.ignored, {re.sub(r"\[\d+\]", "[]", where): 1})
+
+
+def _at(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 class Fields:
@@ -257,10 +275,10 @@ class Fields:
         self.json, self.path = json, path
         self.seen: set[str] = set()
         self.reading = Reading() if reading is None else reading
-        self.reading.opened.append(self)
+        self.reading.opened.append((json, path, self.seen))
 
     def at(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
+        return _at(self.path, name)
 
     def refuse(self, name: str, rule: str, code: str | None = None) -> NoReturn:
         """Raise a 400 for a field."""
@@ -268,8 +286,7 @@ class Fields:
 
     def ignore(self, name: str, value: str = "") -> None:
         """Count a field, or one of its values, that has no effect."""
-        where = re.sub(r"\[\d+\]", "[]", self.at(name))
-        add_counts(self.reading.ignored, {f"{where}={value}" if value else where: 1})
+        self.reading.ignore(f"{self.at(name)}={value}" if value else self.at(name))
 
     def leave_out(self, kind: str) -> None:
         """Count the object, as one of a kind that has no effect."""

@@ -30,11 +30,20 @@ def serve(app: ASGIApp, listener: socket.socket, drain_seconds: float = 30.0) ->
     ``listener``: from `listen`; it is closed. After ``drain_seconds``, or a second signal,
     the calls are ended, and their clients get the error of a closed session.
     """
-    # a collection that looks at all that was imported would stop every call
-    gc.collect()
-    gc.freeze()
+    spare_collections()
     with listener:
         Server(app, drain_seconds).run(sockets=[listener])
+
+
+def spare_collections() -> None:
+    """Have the garbage collector look at less, and less often.
+
+    A collection that looks at all that was imported would stop every call, and a long
+    request has thousands of objects, none of them garbage yet.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 @contextmanager
@@ -230,16 +239,13 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._drain_seconds = drain_seconds
-        self._n_signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        again = self.should_exit
-        self._n_signals += 1
-        super().handle_exit(sig, frame)
-        # a third one ends the process without the app's own end
-        self.force_exit = self._n_signals > 2
-        if again:
+        if self.should_exit:
             self._drain(0.0)
+        super().handle_exit(sig, frame)
+        # otherwise a second interrupt would leave out the app's own end
+        self.force_exit = False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._drain_seconds is not None:

@@ -1,7 +1,10 @@
 """Bodies of requests in each protocol: as which chat they are read, and what is refused."""
 
+import gc
 import json
 import re
+import weakref
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -418,7 +421,7 @@ def written(listed_as, talk, gap, tail, first):
 def read_or_error(protocol, data, earlier=()):
     """What a body is read as, or its error."""
     try:
-        return protocol.read(json_input.parse_object(data), None, earlier)
+        return protocol.read(json_input.parse_object(data), earlier)
     except GatewayError as error:
         return str(error)
 
@@ -463,11 +466,24 @@ def test_gemini_in_snake_case():
     assert found.tools[0]["function"] == {"name": "f", "parameters": schema}
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_refused_body_is_freed_at_once(name):
+    # not by the next collection of garbage
+    body = type("Body", (dict,), {})({FIELDS[name]: [3]})
+    freed = weakref.ref(body)
+    gc.disable()
+    with suppress(GatewayError):
+        BY_NAME[name].read(body)
+    del body
+    gc.enable()
+    assert freed() is None
+
+
 def test_what_bodies_share_is_not_read_again():
     talk = [{**user(f"message {i}"), "odd": {}} for i in range(20)]
 
     def read(messages, *earlier, name="openai_chat"):
-        found = BY_NAME[name].read({"messages": messages}, None, earlier)
+        found = BY_NAME[name].read({"messages": messages}, earlier)
         return found.messages, found.elements, found.ignored
 
     first, known, _ = read(talk[:19])

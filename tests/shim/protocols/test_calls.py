@@ -341,7 +341,6 @@ async def test_the_official_runner_of_tools_sends_whole_conversations(start):
     "name, path, field",
     {
         "anthropic": ("anthropic", "/v1/messages/count_tokens", "input_tokens"),
-        "responses": ("openai_responses", "/v1/responses/input_tokens", "input_tokens"),
         "gemini": ("gemini", "/v1beta/models/m:countTokens", "totalTokens"),
     },
 )
