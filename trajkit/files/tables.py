@@ -673,10 +673,8 @@ def index_sessions(
                 for record in jsonl.calls(path, kind):
                     index.add_columns(_extras(record))
                     name, number = _session_of(record), record.get("turn_index")
-                    index.add(
-                        pa.array([name and prefix + name], pa.string()),
-                        np.array([number]) if type(number) is int else None,
-                    )
+                    numbers = np.array([number]) if type(number) is int else None
+                    index.add(pa.array([name and prefix + name], pa.string()), numbers)
                 continue
             for keys, n_bytes, own in arrow.sized_batches(path, kind, columns):
                 index.n_bytes += n_bytes
