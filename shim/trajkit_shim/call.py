@@ -298,7 +298,6 @@ class Call:
             self._images = places.items(prompt.ids, messages)
             self._ids = places.engine_ids(prompt.ids)
             self._pixels = places.load(self._images)
-        self._hasher = prompt.hasher
         # the ids of the extended turn were checked when it was recorded
         n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, self._info, n_checked)
@@ -412,7 +411,6 @@ class Call:
             "message_tool_names": names if options.attributed else None,
             "prompt_built": prompt.built,
             "render_reason": prompt.reason,
-            "prompt_digest": self._hasher.digest(),
             "mm_items": self._images or None,
         }
 
@@ -455,7 +453,6 @@ class Call:
     ) -> None:
         """Let later requests go on from the turn that was recorded last."""
         prompt, ids, counts = self._prompt, sample.output_ids, self._session.counts
-        self._hasher.update(ids.astype("<i4").data)
         pending.turn, position = counts.turns - 1, self._restored.position
         node = Node(
             message=reply.message,
@@ -469,7 +466,6 @@ class Call:
             between=prompt.between,
             offered=prompt.offered,
             closed=len(ids) > 0 and int(ids[-1]) in self._renderer.end_ids,
-            hasher=self._hasher,
         )
         budget = self._gateway.cache_budget
         self._session.conversation.add(node, prompt.base, budget)

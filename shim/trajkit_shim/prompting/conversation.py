@@ -81,7 +81,6 @@ class Node:
     between: bytes | None
     offered: bytes  # digest of the offered tools and the template's variables
     closed: bool  # the output ends with an end-of-message token
-    hasher: Any = None  # of its ids: `prompting.prompts.Prompt.hasher`
 
     @property
     def own_ids(self) -> Ids | None:

@@ -112,15 +112,6 @@ class Prompt:
         """How."""
         return "append" if self.reason in (None, "end_token") else "render"
 
-    @property
-    def hasher(self) -> Any:
-        """BLAKE2b (16 bytes) of the ids as little-endian int32."""
-        if self.base is None:
-            return _digest(self.ids.astype("<i4").data)
-        hasher = self.base.hasher.copy()
-        hasher.update(self.ids[self.n_base :].astype("<i4").data)
-        return hasher
-
 
 class Between(NamedTuple):
     """What a text has between the replies that it has stand-ins for."""

@@ -56,7 +56,6 @@ PROVENANCE: dict[str, pa.DataType] = {
     # append or render; and why it was rendered (prompting.prompts.Reason)
     "prompt_built": _TEXT,
     "render_reason": _TEXT,
-    "prompt_digest": pa.binary(16),  # BLAKE2b of prompt_ids as little-endian int32
     "cached_tokens": pa.int32(),  # prompt tokens taken from the engine's prefix cache
     # when the request was read, and when the sample was complete
     "started_at": _TIME,

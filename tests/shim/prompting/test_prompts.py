@@ -2,7 +2,6 @@
 
 import json
 import re
-from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -534,9 +533,6 @@ async def test_fifty_turns_without_drift_are_one_row(tmp_path, start):
         assert rows.num_rows == 1
         assert tk.verify(rows, turns).num_rows == 0
     assert tk.linearize(tables["render"], "strict").num_rows > 1
-    for turn in turns.to_pylist():
-        ids = np.array(turn["prompt_ids"], "<i4")
-        assert turn["prompt_digest"] == blake2b(ids.tobytes(), digest_size=16).digest()
 
 
 # Which message each token shows
