@@ -62,8 +62,6 @@ class Options:
     image_limits: media.ImageLimits | None = None
     # how long a streaming client waits for its first event, and between keep-alive events
     ping_seconds: float = 10.0
-    # record which message each prompt token belongs to (`trajkit.schema.ATTRIBUTION`)
-    attributed: bool = True
     train_side_calls: bool = False  # `sessions.client_identity`
     # parses replies, and is closed with the app; default: the gateway's own parser
     reply_parser: replies.ReplyParser | None = None
@@ -200,7 +198,7 @@ class Call:
         # a longer prompt is not counted
         most = 4 * info.max_context_tokens
         async with session.counting, self._gateway.counting:
-            make = partial(self._make_prompt, most, attributed=False, keep=False)
+            make = partial(self._make_prompt, most, keep=False)
             prompt = await asyncio.to_thread(make)
         session.check_limit("prompt_tokens", len(prompt.ids))
         return len(prompt.ids)
@@ -269,9 +267,7 @@ class Call:
         )
         return await gateway.engine.generate(request), sampling, overruled
 
-    def _make_prompt(
-        self, max_tokens: int, *, attributed: bool, keep: bool = True
-    ) -> Prompt:
+    def _make_prompt(self, max_tokens: int, *, keep: bool = True) -> Prompt:
         # refuse a last message that is too long before anything is rendered
         for last in media.texts_of(self.chat.messages[-1]["content"]):
             self._renderer.check_length(last, max_tokens)
@@ -283,14 +279,13 @@ class Call:
             self._restored,
             self.chat.tools,
             self._variables,
-            attributed=attributed,
+            attributed=keep and self._gateway.log.attributed,
             max_tokens=max_tokens,
         )
 
     def _prepare(self) -> None:
         """Render the request, or extend the prompt of an earlier turn."""
-        most, options = self._info.max_context_tokens, self._gateway.options
-        self._prompt = prompt = self._make_prompt(most, attributed=options.attributed)
+        self._prompt = prompt = self._make_prompt(self._info.max_context_tokens)
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images, self._pixels = prompt.ids, list[Json](), list[Any]()
         places, messages = self._gateway.prompts.places, self._restored.messages
@@ -383,9 +378,10 @@ class Call:
         self, reply: Reply, sample: base.Sample, sampling: base.Sampling
     ) -> dict[str, object]:
         """What is logged of the call, but for what other calls decide."""
-        prompt, options = self._prompt, self._gateway.options
+        prompt, gateway = self._prompt, self._gateway
         names = self._restored.tool_names[prompt.n_known :]
-        untrained = self._caller.is_side_call and not options.train_side_calls
+        side_call = self._caller.is_side_call
+        untrained = side_call and not gateway.options.train_side_calls
         spans = [span._asdict() for span in sample.weight_versions]
         # of a reply that was broken off: no client will send it back
         response = reply.logged if sample.complete else None
@@ -408,7 +404,7 @@ class Call:
             "tools_key": self._restored.offered.key,
             **self._caller._asdict(),
             "prompt_message_index": prompt.message_index,
-            "message_tool_names": names if options.attributed else None,
+            "message_tool_names": names if gateway.log.attributed else None,
             "prompt_built": prompt.built,
             "render_reason": prompt.reason,
             "mm_items": self._images or None,
@@ -440,7 +436,7 @@ class Call:
         counts.turns += 1
         counts.prompt_tokens += len(prompt.ids)
         counts.output_tokens += n_output
-        if self._gateway.options.attributed:
+        if self._gateway.log.attributed:
             counts.unattributed += prompt.message_index is None
         conversation.count(restored)
         if not sample.complete:

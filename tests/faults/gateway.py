@@ -52,7 +52,7 @@ shim/trajkit_shim/prompting/prompts.py: shim/prompting shim/test_app
     reasoning that the template leaves out is not noticed
         |return None if thought in chat.squeezed(shown) else "reasoning"| -> |return None|
     other variables do not matter
-        |json.dumps([tools, given])| -> |json.dumps([tools])|
+        |as_json([tools, given])| -> |as_json([tools])|
     a template that cannot extend at a role is extended
         |any(extends[role] for role in roles)| -> |False|
     a reply may be hidden
@@ -62,13 +62,13 @@ shim/trajkit_shim/prompting/prompts.py: shim/prompting shim/test_app
     what moves on with a later message is not noticed
         |any(text.partition("questionword")[0] != before for _, text in laters)| -> |False|
     a text with marks is the prompt's, whatever else it has
-        |if found is not None and clean.endswith(text):| -> |if found is not None:|
+        |if not clean.endswith(text):| -> |if False:|
     the start of a text is that of the earlier request
         |and text.startswith(known.head)| -> |and True|
     a token that reaches beyond a message belongs to it
-        |stops, side="right")| -> |stops, side="left")|
-    broken marks are not noticed
-        |if opened != closed:| -> |if False:|
+        |ends, side="right")| -> |ends, side="left")|
+    white space at the ends of a content is structure
+        |if clean.startswith(content, at):| -> |if False:|
 shim/trajkit_shim/prompting/render.py: shim/prompting shim/test_app
     text may forge control tokens
         |while isinstance(value, str) and spelled.search(value):| -> |while False:|

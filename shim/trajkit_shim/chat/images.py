@@ -247,8 +247,8 @@ class ImagePlaces:
     store: ImageStore
 
     def expand(
-        self, ids: Ids, offsets: Ids, messages: Sequence[Json]
-    ) -> tuple[Ids, Ids]:
+        self, ids: Ids, offsets: Ids | None, messages: Sequence[Json]
+    ) -> tuple[Ids, Ids | None]:
         """Replace the token of each image by the image's content ids.
 
         ``ids`` have the text of ``messages``, and maybe of others without images.
@@ -266,7 +266,9 @@ class ImagePlaces:
         made = [content_ids(KIND, *each) for each in zip(names, sizes, strict=True)]
         expanded, inside = np.repeat(ids, counts), np.repeat(here, counts)
         expanded[inside] = np.concatenate([np.empty(0, np.int32), *made])
-        return expanded, np.repeat(offsets, counts, axis=0)
+        if offsets is not None:
+            offsets = np.repeat(offsets, counts, axis=0)
+        return expanded, offsets
 
     def items(self, ids: Ids, messages: Sequence[Json]) -> list[dict[str, Any]]:
         """Return where the images of messages are in a prompt's recorded ids.

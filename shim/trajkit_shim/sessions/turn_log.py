@@ -216,7 +216,7 @@ class TurnLog:
         fsync: bool = False,
         routed_experts: bool = False,
         sampling_masks: bool = False,
-        attributed: bool = True,
+        attributed: bool = False,
         images: bool = False,
         worker: int | None = None,
     ) -> None:
@@ -225,6 +225,7 @@ class TurnLog:
         # columns that the log does not have, and the option that left them out
         self._left_out = {k: by for k, by in _OPTIONAL.items() if not given[by]}
         self.directory, self.fsync, self.images = Path(directory), fsync, images
+        self.attributed = attributed
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
         kept = [each for each in (*columns, MASK) if each.name not in self._left_out]

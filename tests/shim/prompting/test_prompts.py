@@ -511,7 +511,11 @@ async def test_fifty_turns_without_drift_are_one_row(tmp_path, start):
     for mode in ("append", "render"):
         engine, place = EmbeddedEngine(drift=0.3, seed=1), tmp_path / mode
         gateway = await start(
-            engine=engine, renderer=EMBEDDED, prompts=mode, directory=place
+            engine=engine,
+            renderer=EMBEDDED,
+            prompts=mode,
+            directory=place,
+            attributed=True,
         )
         session, messages = await gateway.open(), []
         for i in range(25):
@@ -582,6 +586,14 @@ def test_each_content_is_found_to_the_letter(renderer):
     }
 
 
+def test_white_space_around_a_content_is_its_own_where_the_template_leaves_it():
+    trims = byte_renderer(shown_as("{{ message.content | trim }}"))
+    assert [shown(each, [user(" a\n")]) for each in (RENDERER, trims)] == [
+        {0: " a\n"},
+        {0: "a"},
+    ]
+
+
 def test_a_token_across_the_border_is_structure():
     """The newline before a content that begins with one is one token with it."""
     text = "\n\nthen"
@@ -641,8 +653,8 @@ async def test_the_turns_of_a_session(start, content, attributed, unattributed):
     turns = gateway.turns()
     assert (await session.shown())["unattributed"] == unattributed
     for name in ("prompt_message_index", "prompt_is_content"):
-        missing = [turn[name] is None for turn in turns]
+        missing = [turn.get(name) is None for turn in turns]
         assert missing == [not attributed or bool(unattributed)] * 2
-    names = turns[1]["message_tool_names"]
+    names = turns[1].get("message_tool_names")
     assert names is None if not attributed else names[-1] == "bash"
     assert json.loads(turns[1]["messages"][2]["body"])["content"] == "file.py\n"

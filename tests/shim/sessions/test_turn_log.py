@@ -60,7 +60,7 @@ def log(tmp_path):
 
 
 def test_what_is_written_is_read_and_valid(tmp_path):
-    log = TurnLog(tmp_path / "run", fsync=True, images=True)
+    log = TurnLog(tmp_path / "run", fsync=True, images=True, attributed=True)
     written = set()
     log.append(turn(messages=turn()["messages"] * 2), 0, written)
     unknown = dict.fromkeys(["output_logprobs", "response", "weight_versions"])
@@ -172,7 +172,7 @@ def test_a_log_that_does_not_close_has_all_its_turns(tmp_path, monkeypatch):
 def test_a_column_that_a_log_leaves_out_is_not_lost_in_silence(
     tmp_path, form, column, option
 ):
-    log = TurnLog(tmp_path, form=form, attributed=False)
+    log = TurnLog(tmp_path, form=form)
     log.append(turn(), 0, set())
     with pytest.raises(ValueError, match=option):
         log.append(turn(**column), 1, set())
@@ -233,8 +233,8 @@ logged = st.lists(
 
 def written(directory, form, calls):
     """The table of a log of these calls, all of one session."""
-    log, session, talk = TurnLog(directory, form=form), Conversation(), []
-    budget = Budget(1 << 40)
+    log, session = TurnLog(directory, form=form, attributed=True), Conversation()
+    budget, talk = Budget(1 << 40), []
     for index, (asked, answer, kept, prompt, output) in enumerate(calls):
         talk = [*talk[:kept], user(asked)]
         restored, reply = session.restore(talk), said(answer)
@@ -277,7 +277,7 @@ def test_a_delta_log_is_the_full_log(tmp_path_factory, calls):
     },
 )
 def test_attribution_of_shared_tokens(tmp_path, shown, logged):
-    log, bodies = TurnLog(tmp_path, form="delta"), set()
+    log, bodies = TurnLog(tmp_path, form="delta", attributed=True), set()
     log.append(turn(), 0, bodies)
     prompt, index = np.array([1, 2, 3], np.int32), np.array(shown, np.int32)
     longer = turn(prompt_ids=prompt, prompt_message_index=index, delta=(0, 2, 1))
@@ -288,7 +288,7 @@ def test_attribution_of_shared_tokens(tmp_path, shown, logged):
 
 
 def test_a_write_that_fails_is_no_base(tmp_path):
-    log = TurnLog(tmp_path / "run", form="delta", images=True)
+    log = TurnLog(tmp_path / "run", form="delta", images=True, attributed=True)
     bodies = set()
     log.append(turn(), 0, bodies)
     new = logged_message({"role": "user", "content": "new"})
