@@ -438,7 +438,6 @@ class Call:
         counts.output_tokens += n_output
         if self._gateway.log.attributed:
             counts.unattributed += prompt.message_index is None
-        conversation.count(restored)
         if not sample.complete:
             reason = f"with {sample.finish_reason or 'no reason'}"
             after = f"the engine broke off the call after {n_output} tokens"

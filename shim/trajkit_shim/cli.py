@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from trajkit_shim.engines.base import Engine
     from trajkit_shim.engines.embedded import Policy
-    from trajkit_shim.prompting.prompts import Prompts
     from trajkit_shim.replies import ReplyParser
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -244,12 +243,12 @@ def _work(
         if worker is not None:
             where["workers"] = " ".join(urls)
             app = Worker(app, worker, urls, token)
-        prompts: Prompts = gateway.state.prompts
+        prompts = gateway.state.prompts.describe()
         if arguments.json:
-            say(json.dumps({**where, "prompts": prompts.describe()}) + "\n")
+            say(json.dumps({**where, "prompts": prompts}) + "\n")
         else:
-            where["prompts"] = prompts.summary()
-            say("".join(f"{name:<16}{value}\n" for name, value in where.items()))
+            where |= {"prompts": prompts.pop("mode"), **prompts}
+            say("".join(f"{name:<20}{value}\n" for name, value in where.items()))
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):
             run_server(app, listener, arguments.drain_seconds)

@@ -6,8 +6,6 @@ shim/trajkit_shim/prompting/conversation.py: shim/prompting shim/test_app
         |        and _same_json(one.arguments, other.arguments)\n| -> ||
     a reply is restored whatever its reasoning
         |(thought[0] and thought[0] != thought[1])| -> |False|
-    a restored reply counts as it was sent
-        |"as_sent" if sent == [message] else "restored"| -> |"as_sent"|
     a reply that is split in two is not joined
         |for n in range(len(run), 0, -1):| -> |for n in (1,):|
     results keep the order of the client
@@ -22,11 +20,11 @@ shim/trajkit_shim/prompting/conversation.py: shim/prompting shim/test_app
     a message is known by its place alone
         | and places[n].index < n_same:| -> |:|
     half a character ends the session
-        |if not own and "\\\\ud" in record.body:| -> |if False:|
+        |if "\\\\ud" in record.body:| -> |if False:|
     ids of earlier turns are kept apart
         |base.kept.ids, node.kept = node.kept.ids, base.kept| -> |pass|
     a reply that is sampled again stays the earlier turn's
-        |if not any(p.known and p.before == node.position for p in request.places)|
+        |if not any(p.is_reply and p.before == node.position for p in request.places)|
         -> |if True|
     ids are never released
         |while self.n_bytes > self.max_bytes:| -> |while False:|

@@ -269,21 +269,6 @@ class Prompts:
             },
         }
 
-    def summary(self) -> str:
-        """Return the same in one line."""
-        if self.mode == "render":
-            return "render"
-        found: dict[str, Any] = self.describe()
-        parts = [
-            f"rendered at {when}: {why}" for when, why in found["rendered"].items()
-        ]
-        late = {"user": "shown as reminders by the user", "refuse": "refused"}
-        if how := late.get(found["late_system"]):
-            parts.append(f"late system messages are {how} (--late-system)")
-        if not found["shows_tools"]:
-            parts.append("the template shows no tools")
-        return "; ".join(["append", *parts])
-
     def build(
         self,
         restored: RestoredRequest,
@@ -358,11 +343,11 @@ class _Call:
 
     def _base(self) -> tuple[Node | None, Reason | None]:
         """The turn that is extended, and why it is not the last reply's."""
-        replies = [place for place in self.places if place.known]
-        if not replies:
+        last = next((p for p in reversed(self.places) if p.is_reply), None)
+        if last is None:
             return None, "opening"
         # if messages before it changed, the last reply before the change is extended
-        reason: Reason | None = None if replies[-1].node else "unknown_reply"
+        reason: Reason | None = None if last.node else "unknown_reply"
         node = self.places[self.sampled[-1]].node if self.sampled else None
         if node is None:
             return None, reason

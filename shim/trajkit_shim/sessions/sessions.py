@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from trajkit_shim.chat.request import SamplingParams
 from trajkit_shim.delivery import KEPT, PendingReply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
-from trajkit_shim.prompting.conversation import Conversation, Known
+from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.sessions.turn_log import TurnLog
 
 MAX_OUTCOME = 1 << 18
@@ -78,10 +78,6 @@ class Counts:
     unattributed: int = 0  # recorded turns without attribution
     # recorded turns by how their prompts were built: append, or why not
     prompts: Counter[str] = field(default_factory=Counter)
-    # assistant messages of requests, by what they are
-    echo: Counter[Known] = field(
-        default_factory=lambda: Counter(dict.fromkeys(get_args(Known), 0))
-    )
     token_counts: int = 0  # requests for the number of tokens of a prompt
     # over all recorded calls: fields and values of requests that have no effect, and
     # sampling parameters that were overruled
@@ -119,7 +115,7 @@ class Session:
         self.calls: dict[PendingReply, None] = {}
         # its latest recorded calls
         self.answers: deque[PendingReply] = deque(maxlen=KEPT)
-        self.conversation = Conversation(counts=self.counts.echo)
+        self.conversation = Conversation()
         # a future per open request, done when its response is sent; the task that serves it
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
         self.n_bytes = 0  # of their bodies

@@ -83,6 +83,7 @@ MOVES_TEXT = shown_as(
     "{{ '' if message.tool_calls else message.content }}"
     "{{ messages[loop.index0 - 1].content if message.role == 'tool' }}"
 )
+EXTENDS = "late_system': 'template', 'shows_tools': True, 'rendered': {}"
 LATE = raises("messages[-1].role == 'system'") + AS_STRING.replace(
     LATER, LATER + raises("loop.index0 and message.role == 'system'")
 )
@@ -91,24 +92,26 @@ LATE = raises("messages[-1].role == 'system'") + AS_STRING.replace(
 @cases(
     "template, says",
     {
-        "ChatML": (AS_STRING, "append"),
-        "drops reasoning": (DROPS_REASONING, "append"),
-        "opens the reasoning": (AS_STRING.replace(*OPENS), "append"),
-        "writes the last reply otherwise": (REWRITES, "append"),
-        "writes a reply with two ends": (TWO_ENDS, "append"),
-        "moves tools on": (MOVES_TOOLS, "user message with tools: .*moves what was"),
+        "ChatML": (AS_STRING, EXTENDS),
+        "drops reasoning": (DROPS_REASONING, EXTENDS),
+        "opens the reasoning": (AS_STRING.replace(*OPENS), EXTENDS),
+        "writes the last reply otherwise": (REWRITES, EXTENDS),
+        "writes a reply with two ends": (TWO_ENDS, EXTENDS),
+        "moves tools on": (MOVES_TOOLS, "user message with tools': .*moves what was"),
         "moves text on": (MOVES_TEXT, "tool message after text .*depends on the reply"),
-        "writes no end": (NO_END, "(; rendered at .*: no token ends a reply){3}$"),
-        "counts letters": (COUNTS, "at a user message .*depends on the reply"),
-        "takes no results": (NO_RESULTS, "at a tool message .*rejects what follows"),
-        "shows no tools": (AS_STRING.replace("if tools", "if 0"), ".*shows no tools"),
-        "takes no late system message": (LATE, r"shown as reminders .*--late-system"),
+        "writes no end": (
+            NO_END,
+            "rendered': {('[^']*': 'no token ends a reply'.*){4}}",
+        ),
+        "counts letters": (COUNTS, "a user message .*depends on the reply"),
+        "takes no results": (NO_RESULTS, "a tool message .*rejects what follows"),
+        "shows no tools": (AS_STRING.replace("if tools", "if 0"), "tools': False"),
+        "takes no late system message": (LATE, "late_system': 'user'"),
     },
 )
 def test_what_is_done_with_the_prompts_of_a_template(template, says):
     prompts = Prompts(byte_renderer(template))
-    assert re.search(f"{says}$" if says == "append" else says, prompts.summary())
-    assert Prompts(byte_renderer(template), "render").summary() == "render"
+    assert re.search(says, str(prompts.describe()))
 
 
 def test_late_system_messages():
@@ -118,7 +121,7 @@ def test_late_system_messages():
     renderer.late_system = "refuse"
     with pytest.raises(TemplateError, match="--late-system user"):
         renderer.text(messages, None)
-    assert "are refused (--late-system)" in Prompts(renderer).summary()
+    assert Prompts(renderer).describe()["late_system"] == "refuse"
 
 
 class Conversation:
@@ -335,7 +338,7 @@ def test_a_template_that_shows_its_whims_later(old, new, expected):
     renderer = byte_renderer(AS_STRING.replace(old, new))
     conversation = Conversation(renderer, past="sampled")
     messages = conversation.turn(OPENING, "Yes.")
-    assert conversation.prompts.summary() == "append"
+    assert conversation.prompts.describe()["rendered"] == {}
     assert conversation.reason([*messages, NEXT]) == expected
     assert conversation.reason([*messages, user("other")]) is None
 
