@@ -75,8 +75,6 @@ class Options:
     admin_token: str | None = None  # required for the trainer's routes
     # names that clients use for this machine, besides addresses and private names
     hosts: Collection[str] = ()
-    # ended sessions to remember: their calls are answered with 410, later with 401
-    max_ended_sessions: int = 10_000
     # measures how long sessions are idle; default: the event loop
     clock: asyncio.AbstractEventLoop | None = None
 
@@ -95,9 +93,7 @@ class Gateway:
         self.pause = Pause(engine)
         self._n_bytes = 0  # of the bodies of requests at work
         self.cache_budget = Budget(options.cache_bytes)
-        self.sessions = SessionStore(
-            log, clock=options.clock, max_ended=options.max_ended_sessions
-        )
+        self.sessions = SessionStore(log, clock=options.clock)
         # requests for the number of tokens; a prompt's take much more memory than its text
         self.counting = asyncio.Semaphore(2)
         self.images = media.ImageStore(

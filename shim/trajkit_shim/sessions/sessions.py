@@ -29,6 +29,9 @@ MAX_OUTCOME = 1 << 18
 MAX_REQUESTS, MAX_SAMPLED = 512, 32
 """Maximum number of requests of one session at once, and of its calls at the engine."""
 
+MAX_ENDED = 10_000
+"""Number of ended sessions, of several kB each, that are remembered."""
+
 LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_tokens")
 """Limits of a session: answered calls, tokens of all its prompts and of all its outputs,
 and those of prompt and output of one call."""
@@ -264,17 +267,12 @@ class SessionStore:
     """All sessions of one gateway, by id.
 
     The log gets a line whenever a session is opened, ends, or is updated after that.
-    ``max_ended`` sessions are remembered, so that their calls get a specific error.
     """
 
     def __init__(
-        self,
-        log: TurnLog,
-        *,
-        clock: asyncio.AbstractEventLoop | None = None,
-        max_ended: int = 10_000,
+        self, log: TurnLog, *, clock: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        self._log, self._clock, self._max_ended = log, clock, max_ended
+        self._log, self._clock = log, clock
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, Session] = OrderedDict()
         self._by_key: dict[str, Session] = {}  # open and ended ones
@@ -352,7 +350,7 @@ class SessionStore:
             self._past_turns += session.counts.turns
         elif how == "drop":
             session.ended_by = how
-        while len(self._ended) > self._max_ended:
+        while len(self._ended) > MAX_ENDED:
             name, oldest = self._ended.popitem(last=False)
             del self._by_key[oldest.api_key]
             self._forgotten.add(hash(name))

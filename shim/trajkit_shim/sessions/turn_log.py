@@ -22,9 +22,6 @@ from trajkit_shim.chat.request import LoggedMessage
 LogForm: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
 
-# Arrow IPC streaming format: the marker of a message, with length 0
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-
 EXPERTS = pa.field("routed_experts", pa.large_list(pa.list_(pa.list_(pa.int16()))))
 """For trainers that replay the routing: for each token of prompt and output, a list per
 layer of its experts. The last token was sampled but not processed, so it has null. It is
@@ -101,7 +98,7 @@ one for each end or later update; the last line counts."""
 
 
 class AppendLog:
-    """An Arrow IPC stream in a file that grows by a batch at a time.
+    """An Arrow IPC stream in a file that grows by a batch at a time, without an end marker.
 
     ``fsync``: also write each batch to disk. Raises `FileExistsError`.
     """
@@ -151,12 +148,8 @@ class AppendLog:
     def close(self) -> None:
         self._closed = True
         if self._file is not None:
-            # A stream without an end marker is complete, too. Its batches were written
-            # before; some file systems fail here.
-            with suppress(OSError):
-                self._check_file()
-                self._write(END_OF_STREAM)
             file, self._file = self._file, None
+            # its batches were written before; some file systems fail here
             with suppress(OSError):
                 os.close(file)
 
@@ -174,7 +167,7 @@ class AppendLog:
             message = f"another program changed the log: {reason}"
             raise OSError(errno.EIO, message, str(self.path))
 
-    def _write(self, data: pa.Buffer | bytes) -> None:
+    def _write(self, data: pa.Buffer) -> None:
         """Write at the end of the file, or leave it as it was."""
         assert self._file is not None
         rest = memoryview(data)
@@ -188,7 +181,7 @@ class AppendLog:
             os.ftruncate(self._file, self._size)
             os.lseek(self._file, self._size, os.SEEK_SET)
             raise
-        self._size += len(data) if isinstance(data, bytes) else data.size
+        self._size += data.size
 
 
 class TurnLog:

@@ -20,7 +20,6 @@ from trajkit_shim.chat.request import logged_message
 from trajkit_shim.prompting.conversation import Budget, Conversation
 from trajkit_shim.sessions.turn_log import (
     DELTA_LOG_SCHEMA,
-    END_OF_STREAM,
     LOG_SCHEMA,
     TurnLog,
 )
@@ -139,11 +138,6 @@ def test_a_log_that_cannot_begin_leaves_no_file(tmp_path):
     with full_disk(), pytest.raises(OSError, match="No space left"):
         TurnLog(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    log, before = TurnLog(tmp_path), len(os.listdir("/proc/self/fd"))
-    # nor does one that cannot end keep its file open
-    with full_disk():
-        log.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
 def test_a_log_that_does_not_close_has_all_its_turns(tmp_path, monkeypatch):
@@ -153,7 +147,6 @@ def test_a_log_that_does_not_close_has_all_its_turns(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", lambda file: FULL(close(file)))
         log.close()
-    assert log.path.read_bytes().endswith(END_OF_STREAM)
     with pytest.raises(OSError, match="closed"):
         log.amend("s", [0], "dropped", False)
     assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0]
@@ -208,10 +201,6 @@ def test_a_log_that_another_program_changes_takes_no_turn(log, change, says):
             log.append(turn(), number, written)
     # its amendments are another file
     log.amend("s", [0], "dropped", False)
-    # nor does its end go there, behind a gap
-    left = log.path.exists() and log.path.read_bytes()
-    log.close()
-    assert left == (log.path.exists() and log.path.read_bytes())
 
 
 def test_the_log_can_be_imported_without_linux_s_socket_options():
