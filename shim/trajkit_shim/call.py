@@ -238,6 +238,9 @@ class Call:
         except GatewayError as error:
             session.counts.failed += error.status >= 500
             raise
+        finally:
+            # it has the task, and that the traceback of an error
+            del pending
         return reply
 
     async def _sample(self) -> tuple[base.Sample, base.Sampling, list[str]]:

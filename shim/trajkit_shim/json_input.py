@@ -229,7 +229,9 @@ class Reading:
     images: list[Any] = field(default_factory=list)
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
-    opened: "list[Fields]" = field(default_factory=list)
+    # the objects that are read, their paths, and the fields that were read; not `Fields`,
+    # which would be in a cycle with all of a refused body
+    opened: list[tuple[Json, str, set[str]]] = field(default_factory=list)
 
     def key(self, item: object) -> bytes:
         """Return the key of an element; empty: it is read each time, as images are."""
@@ -243,13 +245,20 @@ class Reading:
 
     def count_unread(self, first: int = 0) -> None:
         """Count the fields that nobody read, but none without a content."""
-        for fields in self.opened[first:]:
-            for name, value in fields.json.items():
-                if name in fields.seen or name in self.silent:
+        for fields, path, seen in self.opened[first:]:
+            for name, value in fields.items():
+                if name in seen or name in self.silent:
                     continue
                 if value or value == {}:
-                    fields.ignore(name)
+                    self.ignore(_at(path, name))
         del self.opened[first:]
+
+    def ignore(self, where: str) -> None:
+        add_counts(self.ignored, {re.sub(r"\[\d+\]", "[]", where): 1})
+
+
+def _at(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 class Fields:
@@ -267,10 +276,10 @@ class Fields:
         self.json, self.path = json, path
         self.seen: set[str] = set()
         self.reading = Reading() if reading is None else reading
-        self.reading.opened.append(self)
+        self.reading.opened.append((json, path, self.seen))
 
     def at(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
+        return _at(self.path, name)
 
     def refuse(self, name: str, rule: str, code: str | None = None) -> NoReturn:
         """Raise a 400 for a field."""
@@ -278,8 +287,7 @@ class Fields:
 
     def ignore(self, name: str, value: str = "") -> None:
         """Count a field, or one of its values, that has no effect."""
-        where = re.sub(r"\[\d+\]", "[]", self.at(name))
-        add_counts(self.reading.ignored, {f"{where}={value}" if value else where: 1})
+        self.reading.ignore(f"{self.at(name)}={value}" if value else self.at(name))
 
     def leave_out(self, kind: str) -> None:
         """Count the object, as one of a kind that has no effect."""
