@@ -33,7 +33,8 @@ _LONGEST_IGNORED = 100
 # code that walks a body may recurse
 MAX_DEPTH = 100
 
-_HALF = re.compile("[\ud800-\udfff]")
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair: JSON can spell it, but UTF-8 has none."""
 
 
 def refuse(where: str, rule: str, *, code: str | None = None) -> NoReturn:
@@ -143,12 +144,9 @@ def add_counts(counts: Counter[str], more: Mapping[str, int]) -> None:
 
 
 def without_halves(value: Json) -> Json:
-    """Return a JSON object with U+FFFD for each half of a surrogate pair in its texts.
-
-    UTF-8 has no halves, but JSON can spell them.
-    """
+    """Return a JSON object with U+FFFD for each `HALF` in its texts."""
     text = json.dumps(value, ensure_ascii=False)
-    cleaned: Json = json.loads(_HALF.sub("\ufffd", text))
+    cleaned: Json = json.loads(HALF.sub("\ufffd", text))
     return cleaned
 
 

@@ -81,7 +81,7 @@ shim/trajkit_shim/prompting/render.py: shim/prompting shim/test_app
     calls get ids that the template refuses
         |not calling("call_0000000000")| -> |False|
     half a character reaches the tokenizer
-        |return _SURROGATE.sub("\\ufffd", text)| -> |return text|
+        |return HALF.sub("\\ufffd", text)| -> |return text|
     an end token may be left of the reasoning's end
         |return int(found[0]) + 1 if len(found) else 0|
         -> |return int(found[0]) if len(found) else 0|

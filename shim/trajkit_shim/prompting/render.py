@@ -39,7 +39,7 @@ from trajkit_shim.chat.request import (
 )
 from trajkit_shim.engines.checks import too_long
 from trajkit_shim.errors import GatewayError, TemplateError
-from trajkit_shim.json_input import Json
+from trajkit_shim.json_input import HALF, Json
 
 NO_LIMIT = 2**31 - 1
 """More tokens than any text has."""
@@ -52,7 +52,6 @@ show it as a reminder by the user, or reject the request with 400."""
 
 # possible starts of a piece: some tokenizers treat the start of a text differently
 _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 # what every template is given; a client cannot set it
 _GIVEN = frozenset("messages tools documents add_generation_prompt".split())
 _TYPED: Json = {"key": {"type": "integer", "description": "key"}}
@@ -224,7 +223,7 @@ class ChatRenderer:
             if not text.isascii():
                 text.encode()
             return text
-        return _SURROGATE.sub("\ufffd", text)
+        return HALF.sub("\ufffd", text)
 
     def takes(self, name: str, value: object) -> bool:
         """Return whether the template has a variable, and does not refuse a value."""

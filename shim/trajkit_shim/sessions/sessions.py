@@ -5,7 +5,6 @@ other calls. The sessions that ended last are remembered, without what their cal
 """
 
 import asyncio
-import json
 import re
 import secrets
 from collections import Counter, OrderedDict, deque
@@ -19,7 +18,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from trajkit_shim.chat.request import SamplingParams
 from trajkit_shim.delivery import KEPT, PendingReply
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import refuse
+from trajkit_shim.json_input import as_json, refuse
 from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -88,12 +87,6 @@ class Counts:
     sampling_overruled: Counter[str] = field(default_factory=Counter)
 
 
-def _as_json(value: object) -> str:
-    """Return JSON that UTF-8 can encode: half of a surrogate pair is escaped."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text.isprintable() else json.dumps(value)
-
-
 class Session:
     """One agent run: the calls with its key.
 
@@ -136,7 +129,7 @@ class Session:
         """Return the outcome with these fields and merged metadata, if not too long."""
         metadata = {**self.outcome["metadata"], **fields.get("metadata", {})}
         new: Outcome = {**self.outcome, **fields, "metadata": metadata}
-        length = len(new["error"] or "") + len(_as_json(metadata))
+        length = len(new["error"] or "") + len(as_json(metadata).decode())
         if length > MAX_OUTCOME:
             limit = f"the limit is {MAX_OUTCOME}"
             message = f"metadata and error are {length} characters; {limit}"
@@ -161,7 +154,7 @@ class Session:
     def write(self) -> None:
         """Write a line of `sessions.turn_log.SESSION_LINES`; raises `GatewayError`."""
         texts = {"metadata": self.outcome["metadata"], "ignored": self.counts.ignored}
-        written = {name: _as_json(value) for name, value in texts.items()}
+        written = {name: as_json(value).decode() for name, value in texts.items()}
         with writing("the session"):
             line = {**self.describe(), **written, "written_at": datetime.now(UTC)}
             self._log.write_session(line)
