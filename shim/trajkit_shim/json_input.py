@@ -143,13 +143,6 @@ def add_counts(counts: Counter[str], more: Mapping[str, int]) -> None:
             counts[shown] += times
 
 
-def without_halves(value: Json) -> Json:
-    """Return a JSON object with U+FFFD for each `HALF` in its texts."""
-    text = json.dumps(value, ensure_ascii=False)
-    cleaned: Json = json.loads(HALF.sub("\ufffd", text))
-    return cleaned
-
-
 def _kind(value: object) -> str:
     if value is None:
         return "null"

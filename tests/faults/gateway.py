@@ -19,8 +19,6 @@ shim/trajkit_shim/prompting/conversation.py: shim/prompting shim/test_app
         |restored.n_bytes += sum(map(len, restored.elements))| -> |pass|
     a message is known by its place alone
         | and places[n].index < n_same:| -> |:|
-    half a character ends the session
-        |if "\\\\ud" in record.body:| -> |if False:|
     ids of earlier turns are kept apart
         |base.kept.ids, node.kept = node.kept.ids, base.kept| -> |pass|
     a reply that is sampled again stays the earlier turn's

@@ -29,7 +29,7 @@ import numpy as np
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import texts_of
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Elements, Json, without_halves
+from trajkit_shim.json_input import HALF, Elements, Json
 from trajkit_shim.prompting.render import Ids
 
 START = b""
@@ -145,10 +145,6 @@ class RestoredRequest:
     def add(self, message: Json, index: int) -> Place:
         """Add a message that is no reply of the session."""
         record = chat.logged_message(message)
-        if "\\ud" in record.body:
-            # only a reply may have half a character
-            message = without_halves(message)
-            record = chat.logged_message(message)
         after = next_position(self.position, record.key)
         place = Place(message, record, self.position, after, index)
         self.places.append(place)
@@ -236,7 +232,8 @@ class Conversation:
             index += len(sent)
             results = [*takewhile(_is_result, islice(messages, index, None))]
             for result, tool in _in_order(results, sent, place.message, index):
-                restored.add(result, index).tool = str(result.get("name") or tool)
+                name = HALF.sub("\ufffd", str(result.get("name") or tool))
+                restored.add(result, index).tool = name
             index += len(results)
         texts = sum(getsizeof(place.logged.body) for place in restored.places)
         restored.n_bytes = _COPIES * texts + _OVERHEAD * len(restored.places)

@@ -218,7 +218,7 @@ class ChatRenderer:
         ) as error:
             message = f"the chat template rejects the messages: {error}"
             raise TemplateError(message, code="chat_template") from error
-        # of arguments as a model can spell them; no tokenizer has half a character
+        # as a model or a client can spell it; no tokenizer has half a character
         with suppress(UnicodeEncodeError):
             if not text.isascii():
                 text.encode()

@@ -261,13 +261,6 @@ def test_results_that_belong_to_no_call(messages, where, rule):
         Conversation().restore([USER, *messages])
 
 
-def test_half_a_character_of_a_client_is_replaced():
-    """No tokenizer and no log has one."""
-    got = Conversation().restore([user("a\ud83d"), said("\ude00")])
-    assert [message["content"] for message in got.messages] == ["a\ufffd", "\ufffd"]
-    assert "\\ud" not in "".join(record.body for record in got.logged)
-
-
 def test_what_the_latest_request_had_is_kept_where_nothing_changed():
     book, reply = Conversation(), said("Yes.")
     first = book.restore([USER, reply, NEXT])
