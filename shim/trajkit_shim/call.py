@@ -404,7 +404,6 @@ class Call:
             **self._caller._asdict(),
             "prompt_message_index": prompt.message_index,
             "message_tool_names": names if gateway.log.attributed else None,
-            "prompt_built": prompt.built,
             "render_reason": prompt.reason,
             "mm_items": self._images or None,
         }

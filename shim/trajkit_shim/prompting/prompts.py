@@ -107,11 +107,6 @@ class Prompt:
     between: bytes | None
     offered: bytes  # digest of tools and variables
 
-    @property
-    def built(self) -> Mode:
-        """How."""
-        return "append" if self.reason in (None, "end_token") else "render"
-
 
 class Between(NamedTuple):
     """What a text has between the replies that it has stand-ins for."""

@@ -503,12 +503,7 @@ def encode(
     ids = np.array(encoded.ids, np.int32)
     if not offsets:
         return Encoded(ids)
-    sides = chain.from_iterable(
-        encoded.offsets
-        if len(text) <= _LONG
-        # lets other threads run, which the list of all offsets does not
-        else (encoded.token_to_chars(i) or () for i in range(n_tokens))
-    )
+    sides = chain.from_iterable(encoded.offsets)
     return Encoded(ids, np.fromiter(sides, np.int32, 2 * n_tokens).reshape(-1, 2))
 
 

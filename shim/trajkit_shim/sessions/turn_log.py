@@ -50,8 +50,7 @@ PROVENANCE: dict[str, pa.DataType] = {
     "started_by_turn": pa.int32(),
     "started_by_call": _TEXT,
     "sampling": _TEXT,  # parameters of the engine call, as JSON
-    # append or render; and why it was rendered (prompting.prompts.Reason)
-    "prompt_built": _TEXT,
+    # why the prompt was rendered (prompting.prompts.Reason); null: it was extended
     "render_reason": _TEXT,
     "cached_tokens": pa.int32(),  # prompt tokens taken from the engine's prefix cache
     # when the request was read, and when the sample was complete

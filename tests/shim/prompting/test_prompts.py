@@ -224,7 +224,7 @@ def test_where_nothing_drifts_append_is_render_to_the_token(turns, tools):
     for text, new in turns:
         prompt, whole = appending.ask(messages, tools), rendering.ask(messages, tools)
         assert prompt.ids.tolist() == whole.ids.tolist()
-        assert prompt.built == ("append" if len(messages) > 2 else "render")
+        assert prompt.reason == (None if len(messages) > 2 else "opening")
         n_known, shown = prompt.n_known, prompt.message_index
         # what comes after the latest reply
         assert (n_known > 0) == (prompt.n_base > 0)
@@ -284,7 +284,7 @@ def test_the_last_turn_before_an_edit_is_extended():
     edited = [*messages[:2], user("and then?"), *messages[3:], NEXT]
     assert conversation.reason(edited) == "unknown_reply"
     prompt = conversation.prompt
-    assert (prompt.built, prompt.n_known) == ("render", 2)
+    assert prompt.n_known == 2
     assert prompt.n_base > n_first
 
 
@@ -396,7 +396,7 @@ def test_a_reply_that_ends_with_the_next_message_s_marker():
     assert prompt.ids.tolist().count(answered) == 1
     # another one follows: the sampled one is replaced
     prompt = conversation.ask([*messages, NEXT], [TOOL])
-    assert (prompt.reason, prompt.built) == ("end_token", "append")
+    assert prompt.reason == "end_token"
     assert prompt.ids.tolist()[: len(path)] == [*path[:-1], asked]
     restored = conversation.restored
     whole = renderer.text(restored.messages, [TOOL], sampled=restored.sampled)
