@@ -50,16 +50,14 @@ class Options:
 
     # length of a reply that neither its client nor its session limits
     max_new_tokens: int = 4096
-    # limits of a request, which is rejected with 413, 431 and 413 respectively
+    # limit of a request's body, beyond which it is rejected with 413
     max_body_bytes: int = 16 << 20
-    max_header_bytes: int = 32 << 10
     # bytes of all requests' bodies at once, of which a session may have as many as are
     # left; beyond it requests get 503
     max_work_bytes: int = 4 << 30
-    max_messages: int = 10_000
+    max_messages: int = 10_000  # of a request, beyond which it is rejected with 413
     # how the model takes images; None: they are refused
     images: media.ImageModel | None = None
-    image_limits: media.ImageLimits | None = None
     # how long a streaming client waits for its first event, and between keep-alive events
     ping_seconds: float = 10.0
     train_side_calls: bool = False  # `sessions.client_identity`
@@ -96,16 +94,12 @@ class Gateway:
         self.sessions = SessionStore(log, clock=options.clock)
         # requests for the number of tokens; a prompt's take much more memory than its text
         self.counting = asyncio.Semaphore(2)
-        self.images = media.ImageStore(
-            log.directory / "images", options.image_limits, fsync=log.fsync
-        )
-        places, takes = None, getattr(engine, "takes_images", False) and log.images
-        if options.images is not None:
-            if not takes:
-                what = f"{type(engine).__name__} or the log"
-                raise ValueError(f"{what} takes no images")
-            places = media.ImagePlaces(options.images, self.images)
-        self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
+        images, past = options.images, options.past
+        takes_images = getattr(engine, "takes_images", False) and log.images
+        if images is not None and not takes_images:
+            what = f"{type(engine).__name__} or the log"
+            raise ValueError(f"{what} takes no images")
+        self.prompts = Prompts(renderer, options.prompts, images, past=past)
         self.reply_parser = options.reply_parser or replies.parser_of(renderer)
 
     @contextmanager
@@ -152,16 +146,17 @@ class Call:
     async def read(self, data: bytes) -> None:
         """Read the request's body; raises `GatewayError`."""
         gateway, session, protocol = self._gateway, self._session, self._protocol
-        self._is_long, takes_images = len(data) > _SHORT, gateway.prompts.places
-        limits = gateway.images.limits if takes_images else None
+        takes_images = gateway.options.images is not None
+        self._is_long = len(data) > _SHORT
         head = f"{protocol.name} {self._verb}\0".encode()
-        earlier, known = session.conversation.elements, session.conversation.replies
+        earlier = session.conversation.elements
 
         def read() -> ChatRequest:
             hasher = blake2b(head, digest_size=16)
             hasher.update(data)
             self._digest = hasher.digest()
-            return protocol.read(parse_object(data), limits, earlier, known)
+            body = parse_object(data)
+            return protocol.read(body, earlier, takes_images=takes_images)
 
         chat = await base.done(self._is_long or takes_images, read)
         limit = gateway.options.max_messages
@@ -169,10 +164,8 @@ class Call:
             message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
         self.chat = chat
-        if chat.images or self._verb == "stream":
-            images = gateway.images.take(chat.images)
-            stream = chat.stream or self._verb == "stream"
-            self.chat = replace(chat, stream=stream, images=images)
+        if self._verb == "stream":
+            self.chat = replace(chat, stream=True)
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
         renderer = self._renderer
@@ -230,7 +223,8 @@ class Call:
             checks.check_sample(sample, self._ids, sampling, self._info)
             reply = await self._reply(sample, sampling)
             turn = self._turn(reply, sample, sampling)
-            await gateway.images.write(self.chat.images)
+            folder, fsync = gateway.log.directory / "images", gateway.log.fsync
+            await media.write_images(self.chat.images, folder, fsync=fsync)
             # does not await since, so no other call interferes
             self._record(turn, sample)
             self._remember(pending, reply, sample)
@@ -278,6 +272,7 @@ class Call:
             self._restored,
             self.chat.tools,
             self._variables,
+            self.chat.images,
             attributed=keep and self._gateway.log.attributed,
             max_tokens=max_tokens,
         )
@@ -287,11 +282,11 @@ class Call:
         self._prompt = prompt = self._make_prompt(self._info.max_context_tokens)
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images, self._pixels = prompt.ids, list[Json](), list[Any]()
-        places, messages = self._gateway.prompts.places, self._restored.messages
-        if places is not None and media.hashes_of(messages):
-            self._images = places.items(prompt.ids, messages)
-            self._ids = places.engine_ids(prompt.ids)
-            self._pixels = places.load(self._images)
+        model, messages = self._gateway.options.images, self._restored.messages
+        if model is not None and media.hashes_of(messages):
+            placed = model.place(prompt.ids, messages, self.chat.images)
+            self._images, self._pixels = placed
+            self._ids = model.engine_ids(prompt.ids)
         # the ids of the extended turn were checked when it was recorded
         n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, self._info, n_checked)
@@ -462,7 +457,6 @@ class Call:
         )
         budget = self._gateway.cache_budget
         self._session.conversation.add(node, prompt.base, budget)
-        self._session.conversation.replies[reply.reply_id] = reply
         self._session.answers.append(pending)
         counts.answered += 1
         add_counts(counts.ignored, self.chat.ignored)

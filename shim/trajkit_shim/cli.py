@@ -64,8 +64,6 @@ class EngineOptions:
         Arguments after -- are the server's. Its log is RUN/engine.log.
     launch_python
         The Python that SGLang is installed for (default: the one of this command).
-    launch_seconds
-        How long the server may take to start.
     check_prompts
         Have the server return each prompt, and fail a call whose prompt differs.
     routed_experts
@@ -113,7 +111,6 @@ class EngineOptions:
     engine_url: list[str] | None = None
     launch: str | None = None
     launch_python: str | None = None
-    launch_seconds: float = 1800
     check_prompts: bool = False
     routed_experts: bool = False
     sampling_masks: bool = False
@@ -169,7 +166,7 @@ def serve(
         append: extend the token ids of an earlier turn if the chat template permits;
         render: render every prompt from its messages.
     admin_token
-        Token for requests to /sessions and /admin; required if --host can be reached from
+        Token for requests to /sessions and /engine; required if --host can be reached from
         other machines. Prefer the environment variable TRAJKIT_ADMIN_TOKEN, which other
         users of this machine cannot see.
     allow_host
@@ -314,7 +311,7 @@ def engine_app(
             options["reply_parser"].tags = tags_of(renderer)
         payloads = {n: vars(arguments)[n] for n in ("routed_experts", "sampling_masks")}
         columns = {"attributed": arguments.attribution, **payloads}
-        turn_log = TurnLog(out, images="image_limits" in options, **columns, **log)
+        turn_log = TurnLog(out, images="images" in options, **columns, **log)
         options["past"] = arguments.past_reasoning
         options["train_side_calls"] = arguments.train_side_calls
         yield create_app(engine, renderer, turn_log, Options(**options))
@@ -380,7 +377,7 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
     """The options of the app for images."""
     if arguments.images != "auto" or arguments.engine != "sglang":
         return {}
-    from trajkit_shim.chat.images import ImageLimits, load_image_model
+    from trajkit_shim.chat.images import load_image_model
 
     with needs_extra("images"):
         model = load_image_model(arguments.model or arguments.launch)
@@ -388,7 +385,7 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
             return {}
         import_module("PIL")
     # a client sends the images of a conversation with every request
-    return {"images": model, "image_limits": ImageLimits(), "max_body_bytes": 64 << 20}
+    return {"images": model, "max_body_bytes": 64 << 20}
 
 
 def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
@@ -405,7 +402,7 @@ def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
     experts = ["--enable-return-routed-experts"] * arguments.routed_experts
     given = [*experts, *arguments.server_arguments]
     command = sglang_server(python or sys.executable, arguments.launch, given)
-    server = running_server(*command, log, start_seconds=arguments.launch_seconds)
+    server = running_server(*command, log)
     arguments.engine_url = [stack.enter_context(server)]
     arguments.model = arguments.model or arguments.launch
     arguments.launch, arguments.server_arguments = None, []

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
-import numpy as np
 import orjson
 
 from trajkit_shim.errors import GatewayError
@@ -78,7 +77,7 @@ def as_json(value: object) -> bytes:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:
         # it has half a character, or an integer beyond 64 bits
-        return json.dumps(value, default=np.ndarray.tolist).encode()
+        return json.dumps(value, default=lambda array: array.tolist()).encode()
 
 
 class Element(NamedTuple):
@@ -207,17 +206,15 @@ def as_number(value: object, where: str, *, minimum: float, maximum: float) -> f
 class Reading:
     """What comes up while one request is read."""
 
-    # which images are taken, if any, and those that were (`chat.images`)
-    image_limits: Any = None
+    # whether images are taken; ``images`` has those that were, by their names
+    takes_images: bool = False
     # fields that are not counted
     silent: Collection[str] = ()
     protocol: str = ""
     # what `Fields.each` reads, and what it read for earlier requests
     elements: Elements = field(default_factory=dict)
     earlier: Sequence[Elements] = ()
-    # the replies that a request may name
-    replies: Mapping[str, Any] = field(default_factory=dict)
-    images: list[Any] = field(default_factory=list)
+    images: dict[str, Any] = field(default_factory=dict)
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
     # the objects that are read, their paths, and the fields that were read; not `Fields`,
@@ -226,7 +223,7 @@ class Reading:
 
     def key(self, item: object) -> bytes:
         """Return the key of an element; empty: it is read each time, as images are."""
-        if self.image_limits is not None:
+        if self.takes_images:
             return b""
         try:
             return self.protocol.encode() + orjson.dumps(item)

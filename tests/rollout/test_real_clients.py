@@ -430,7 +430,8 @@ CLOSED = {"claude-code": '"api_error_status":410', "codex": "410"}
 @pytest.mark.parametrize("name", CLOSED)
 def test_a_closed_session_is_the_end(tmp_path, name):
     with gateway(tmp_path, {}) as (*at, log):
-        http.post(f"{at[0]}/admin/drain", json={"wait_seconds": 0})
+        (session,) = tk.read_sessions(log.directory)["session_id"].to_pylist()
+        http.post(f"{at[0]}/sessions/{session}/finish", json={})
         said = start(tmp_path, name, at, "hi", expected=1)
     assert tk.read_turns(log.path).num_rows == 0
     assert CLOSED[name] in said.splitlines()[-1]

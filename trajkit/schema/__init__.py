@@ -134,13 +134,12 @@ belongs to its parent's agent if that has no name either, else to the main agent
 
 ATTRIBUTION = described(f"""turns
 {_TURN}
-prompt_message_index [int32]?: one per prompt token: index of the message that it renders,
-    in the request (or in its last messages, see message_tool_names). negative: structure,
-    such as the generation prompt, or a token of an earlier call. In delta form the tokens
-    that are shared with the base may be left out if their index is -1. null list: unknown
-prompt_is_content [bool]?: one per prompt token: true for the message's text, false for the
-    template's tokens around it. In delta form shared tokens may be left out if false. null
-    list: unknown
+prompt_message_index [int32]?: one per prompt token, or one for each of the last: index of
+    the message that it renders, in the request (or in its last messages, see
+    message_tool_names). negative: structure, such as the generation prompt, or a token of
+    an earlier call, as are the tokens before a shorter list. null list: unknown
+prompt_is_content [bool]?: for the same tokens: true for the message's text, false for the
+    template's tokens around it. null list: unknown
 message_tool_names [text]?: one per message: the tool whose output it is; null element: no
     tool, or unknown. A list shorter than the request's messages covers the last ones, and
     so does prompt_message_index. null list: joined by tool_call_id from the message bodies
@@ -153,10 +152,6 @@ AMENDMENT_REASONS = defined("""Reasons to amend a recorded turn.
 undelivered: Its answer reached no client: it is context only.
 delivered: A client asked again and received the answer: the turn's own ``trainable``
     counts.
-retried: Its request came again although it was answered, and the gateway was asked to make
-    such turns context only.
-continued: A later request contains its answer, so it was not retried: the turn's own
-    ``trainable`` counts.
 dropped: Its session was dropped: it is context only.
 """)
 

@@ -35,7 +35,7 @@ import numpy as np
 
 from trajkit.turns import tools_key
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import ImagePlaces
+from trajkit_shim.chat.images import ImageModel, Images
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json, as_json
 from trajkit_shim.prompting.conversation import START, Node, Place, RestoredRequest
@@ -218,18 +218,18 @@ class Skeleton:
 class Prompts:
     """Builds prompts with one renderer. Safe to use from several threads at once.
 
-    ``places``: None if no message has an image.
+    ``images``: None if no message has an image.
     """
 
     def __init__(
         self,
         renderer: ChatRenderer,
         mode: Mode = "append",
-        places: ImagePlaces | None = None,
+        images: ImageModel | None = None,
         *,
         past: Past = "auto",
     ) -> None:
-        self.renderer, self.mode, self.places, self.past = renderer, mode, places, past
+        self.renderer, self.mode, self.images, self.past = renderer, mode, images, past
         # begin a stand-in, and are around a message's content; unpredictable for clients
         self.word, self.mark = (f"{c}{secrets.token_hex(12)}" for c in ("reply", "x"))
         self.marked = re.compile(rf"{self.mark}(\d+);(.*?){self.mark}\1;", re.DOTALL)
@@ -269,6 +269,7 @@ class Prompts:
         restored: RestoredRequest,
         tools: list[Json] | None,
         variables: Mapping[str, object] | None = None,
+        images: Images | None = None,
         *,
         attributed: bool = False,
         max_tokens: int = NO_LIMIT,
@@ -287,7 +288,7 @@ class Prompts:
             restored.offered = Offered(digest, as_text(tools), as_text(given), key)
             restored.rendered = restored.text = None
         call = _Call(self, restored, self.skeleton(given, tools=tools is not None))
-        return call.build(attributed, max_tokens)
+        return call.build(images or {}, attributed, max_tokens)
 
 
 class _Call:
@@ -303,8 +304,8 @@ class _Call:
         shown = {"tools": self.offered.tools, "variables": self.offered.variables}
         self._render: Callable[..., str] = partial(self.renderer.render, **shown)
 
-    def build(self, attributed: bool, max_tokens: int) -> Prompt:
-        appending, images = self.prompts.mode == "append", self.prompts.places
+    def build(self, images: Images, attributed: bool, max_tokens: int) -> Prompt:
+        appending, model = self.prompts.mode == "append", self.prompts.images
         base, reason = self._base() if appending else (None, "chosen")
         n_known = 0 if base is None else self.sampled[-1] + 1
         found = self._extension(base, n_known)
@@ -321,9 +322,10 @@ class _Call:
                 reason = reason or "end_token"
             text = whole[start:]
         encoded = self.renderer.encode(text, max_tokens, offsets=attributed)
-        if images is not None:
+        if model is not None:
             shown = self.restored.messages[n_known:]
-            encoded = Encoded(*images.expand(encoded.ids, encoded.offsets, shown))
+            placed = model.expand(encoded.ids, encoded.offsets, shown, images)
+            encoded = Encoded(*placed)
         index = self._attribute(n_known, text, encoded) if attributed else None
         return Prompt(
             ids=np.concatenate([ids, encoded.ids]),

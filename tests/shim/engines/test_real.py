@@ -528,7 +528,7 @@ async def test_the_servers_own_parsers(start, kind, renderer, engine, url):
 
 @only(SGLang)
 def test_a_launched_server_ends_with_the_gateway(tmp_path, model):
-    options = ["--engine", "sglang", "--launch", model, "--launch-seconds", "300"]
+    options = ["--engine", "sglang", "--launch", model]
     options += ["--launch-python", SGLang.python]
     with serving(tmp_path, *options, after=["--", *SGLang.arguments]) as gateway:
         url = printed(gateway)["url"]
