@@ -74,7 +74,6 @@ class EngineOptions:
         --return-sampling-mask, and top_k in every session.
     attribution
         Log which message each prompt token belongs to, as learning from tool output needs.
-        A log in full form is then twice as large, one in delta form about 8 % larger.
     train_side_calls
         Train the calls that a known agent makes for itself too, such as compactions and
         titles.
