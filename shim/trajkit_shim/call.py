@@ -149,14 +149,14 @@ class Call:
         takes_images = gateway.options.images is not None
         self._is_long = len(data) > _SHORT
         head = f"{protocol.name} {self._verb}\0".encode()
-        earlier = session.conversation.elements
+        earlier, known = session.conversation.elements, session.conversation.replies
 
         def read() -> ChatRequest:
             hasher = blake2b(head, digest_size=16)
             hasher.update(data)
             self._digest = hasher.digest()
             body = parse_object(data)
-            return protocol.read(body, earlier, takes_images=takes_images)
+            return protocol.read(body, earlier, known, takes_images=takes_images)
 
         chat = await base.done(self._is_long or takes_images, read)
         limit = gateway.options.max_messages
@@ -457,6 +457,7 @@ class Call:
         )
         budget = self._gateway.cache_budget
         self._session.conversation.add(node, prompt.base, budget)
+        self._session.conversation.replies[reply.reply_id] = reply
         self._session.answers.append(pending)
         counts.answered += 1
         add_counts(counts.ignored, self.chat.ignored)

@@ -214,6 +214,8 @@ class Reading:
     # what `Fields.each` reads, and what it read for earlier requests
     elements: Elements = field(default_factory=dict)
     earlier: Sequence[Elements] = ()
+    # the replies that a request may name
+    replies: Mapping[str, Any] = field(default_factory=dict)
     images: dict[str, Any] = field(default_factory=dict)
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.schema import ROWS, TURNS_DELTA
+from trajkit.schema import TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import (
@@ -164,57 +164,6 @@ def batches_of(
         return map(checked, source)
     table = as_table(source, unread)
     return table.to_batches() or [empty_batch(table.schema)]
-
-
-def in_step(
-    turns: Iterable[pa.Table], rows: Iterable[pa.RecordBatch]
-) -> Iterator[tuple[pa.Table | None, pa.Table]]:
-    """Each table of turns with the rows of the same sessions.
-
-    Both have complete sessions in one order; ``rows`` may lack some. Its sessions that
-    ``turns`` lack come at the end, with None; a session whose turns came earlier is an
-    error.
-    """
-    tables = whole_sessions(rows, "rows")
-    first = next(tables, None)
-    schema = ROWS if first is None else first.schema
-    empty = pa.Table.from_batches([empty_batch(schema)])
-    sessions = one_by_one(tables if first is None else itertools.chain([first], tables))
-    del first
-    earlier: set[str | None] = set()
-
-    def follows() -> tuple[str | None, pa.Table | None]:
-        """The next session of the rows."""
-        name, table = next(sessions, (None, None))
-        if name in earlier:
-            raise InvalidTurnsError(
-                f"session {name!r} comes too late in rows: turns have it before a "
-                "session that came already. Streams that are read in step must have "
-                "their sessions in one order: sort them all by session_id"
-            )
-        return name, table
-
-    name, table = follows()
-    for current in turns:
-        names = pc.unique(current.column("session_id").cast(pa.string())).to_pylist()
-        taken = []
-        while table is not None and name in names:
-            taken.append(table)
-            name, table = follows()
-        earlier.update(names)
-        yield current, concat(taken) if taken else empty
-        del current, taken
-    while table is not None:
-        yield None, table
-        name, table = follows()
-
-
-def one_by_one(tables: Iterable[pa.Table]) -> Iterator[tuple[str, pa.Table]]:
-    """Each session of tables of complete sessions, with its name."""
-    for table in tables:
-        for start, end in itertools.pairwise([0, *session_ends(table).tolist()]):
-            part = table.slice(start, end - start)
-            yield part.column("session_id")[0].as_py(), part
 
 
 def whole_sessions(

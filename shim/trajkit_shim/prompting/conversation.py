@@ -165,6 +165,8 @@ class Conversation:
     `restore` may run on several threads, during calls of the others.
     """
 
+    # by their ids
+    replies: dict[str, chat.Reply] = field(default_factory=dict)
     # keys of the messages whose body is in the log
     logged: set[bytes] = field(default_factory=set)
     # by the position before and after; of one position, in the order of turns
@@ -366,7 +368,7 @@ class Conversation:
 
     def close(self) -> None:
         """Drop the ids and the requests of a session that has ended."""
-        self._closed = True
+        self._closed, self.replies = True, {}
         self.release()
         if self._budget is not None:
             self._budget.uncount(self)

@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import orjson
@@ -65,14 +66,18 @@ class WireProtocol:
         self,
         body: Json,
         earlier: Sequence[Elements] = (),
+        replies: Mapping[str, Reply] = MappingProxyType({}),
         *,
         takes_images: bool = False,
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`.
 
-        ``earlier``: ``elements`` of other requests.
+        ``earlier``: ``elements`` of other requests. ``replies``: the session's, by their
+        ids.
         """
-        reading = Reading(takes_images, _SILENT, self.name, earlier=earlier)
+        reading = Reading(
+            takes_images, _SILENT, self.name, earlier=earlier, replies=replies
+        )
         fields = Fields(body, reading=reading)
         fields.get_text("model")
         request = self.parse(fields)

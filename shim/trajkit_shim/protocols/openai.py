@@ -1,9 +1,9 @@
 """OpenAI Chat Completions and Responses: requests, replies, chunks, events and errors.
 
-A Responses client sends the entire conversation each time: nothing is stored here, so
-there are no ``previous_response_id`` and no item references. The items of one sampled turn
-form one message; they belong together up to another role's message or the next turn's
-reasoning.
+A Responses client sends the entire conversation each time, but may name the items of its
+session's replies by their ids. There is no ``previous_response_id``. The items of one
+sampled turn form one message; they belong together up to another role's message or the
+next turn's reasoning.
 """
 
 import base64
@@ -268,8 +268,13 @@ def _item(item: Fields) -> Json | list[Spoken] | None:
     """A message, parts of the assistant's, or None: an item that is not known here."""
     kind = as_name(item.json.get("type", "message"), item.at("type"))
     if kind == "item_reference":
-        rule = f"{kind!r}: {base.STORED}, as clients do with store=False"
-        item.refuse("type", rule, "unsupported_value")
+        item_id = item.text("id")
+        reply = item.reading.replies.get("".join(item_id.split("_")[1:2]))
+        part = _by_id(reply).get(item_id) if reply else None
+        if part is None:
+            rule = "is of no reply of this session: send the item itself"
+            item.refuse("id", f"{item_id!r} {rule}", "unsupported_value")
+        return [part]
     if kind == "function_call_output":
         output = images.read_parts(item, "output", _PARTS)
         return chat.tool_message(item.text("call_id"), output)
@@ -359,25 +364,32 @@ def _outcome(reply: Reply, request: ChatRequest) -> dict[str, Any]:
     }
 
 
-def _items(reply: Reply, request: ChatRequest) -> list[dict[str, Any]]:
-    """The output items of a complete reply, which has a text or a call."""
-    items, item, blocks = list[dict[str, Any]](), dict[str, Any](), reply.blocks
+def _by_id(reply: Reply) -> dict[str, Spoken]:
+    """The parts of a reply by the ids of their items."""
+    blocks = reply.blocks
     if isinstance(blocks[-1], Thought):
         blocks.append(reply.text)
-    for index, block in enumerate(blocks):
-        name = f"{reply.reply_id}_{index}"
+    kinds = {Thought: "rs", ToolCall: "fc", str: "msg"}
+    names = (f"{kinds[type(b)]}_{reply.reply_id}_{k}" for k, b in enumerate(blocks))
+    return dict(zip(names, blocks, strict=True))
+
+
+def _items(reply: Reply, request: ChatRequest) -> list[dict[str, Any]]:
+    """The output items of a complete reply, which has a text or a call."""
+    items, item = list[dict[str, Any]](), dict[str, Any]()
+    for name, block in _by_id(reply).items():
         if isinstance(block, Thought):
             packed = base64.urlsafe_b64encode(block.text.encode()).decode()
-            item = {"type": "reasoning", "id": f"rs_{name}", "summary": []}
+            item = {"type": "reasoning", "id": name, "summary": []}
             item["content"] = [{"type": "reasoning_text", "text": block.text}]
             item["encrypted_content"] = _PACKED + packed
         elif isinstance(block, ToolCall):
-            item = {"type": "function_call", "id": f"fc_{name}", "name": block.name}
+            item = {"type": "function_call", "id": name, "name": block.name}
             item |= {"call_id": block.call_id, "arguments": block.arguments}
             if block.name in request.namespaces:
                 item["namespace"], item["name"] = request.namespaces[block.name]
         else:
-            item = {"type": "message", "id": f"msg_{name}", "role": "assistant"}
+            item = {"type": "message", "id": name, "role": "assistant"}
             text = {"type": "output_text", "text": block, "annotations": []}
             item["content"] = [text]
         items.append({**item, "status": "completed"})

@@ -274,7 +274,6 @@ REFUSED = {
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"tools": [{**TOOL, "name": "f", "strict": 1}]}, "tools[0].strict"),
         (items(user([{"type": "input_file"}])), "input[0].content[0].type"),
-        (items({"type": "item_reference", "id": "msg_x_0"}), "input[0].type"),
         (items(user([{"type": {}}])), "input[0].content[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],

@@ -310,6 +310,24 @@ async def test_a_tool_of_a_namespace_has_the_client_s_names(start):
     assert message["tool_calls"][0]["function"]["name"] == "agents__spawn"
 
 
+async def test_items_of_replies_may_be_named_by_their_ids(start):
+    # as npm's ai 6 does with calls beside them, unless it is told not to store
+    gateway = await start(f"<think>Hm.</think>Look.{CALL}", "more", "more")
+    name, tools = "openai_responses", TOOLS["openai_responses"]
+    session = await gateway.open()
+    items = (await session.post(name, tools=tools)).json()["output"]
+    named = [{"type": "item_reference", "id": item["id"]} for item in items]
+    call_id = items[-1]["call_id"]
+    result = {"type": "function_call_output", "output": "x", "call_id": call_id}
+    for sent in ([*named, result], [*named[:-1], items[-1], result]):
+        await session.post(name, tools=tools, input=[USER, *sent])
+    first, *turns = gateway.turns()
+    assert {t["messages"][1]["key"] for t in turns} == {first["response"]["key"]}
+    for unknown in ("msg_x_0", "x", f"{items[0]['id']}9"):
+        error = await session.error(400, name, input=[{**named[0], "id": unknown}])
+        assert f"input[0].id: {unknown!r} is of no reply" in error["message"]
+
+
 async def test_the_official_runner_of_tools_sends_whole_conversations(start):
     """By default the server holds them in a thread, and the runner sends what is new."""
 
