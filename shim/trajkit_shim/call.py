@@ -60,8 +60,6 @@ class Options:
     images: media.ImageModel | None = None
     # how long a streaming client waits for its first event, and between keep-alive events
     ping_seconds: float = 10.0
-    # record which message each prompt token belongs to (`trajkit.schema.ATTRIBUTION`)
-    attributed: bool = True
     train_side_calls: bool = False  # `sessions.client_identity`
     # parses replies, and is closed with the app; default: the gateway's own parser
     reply_parser: replies.ReplyParser | None = None
@@ -75,8 +73,6 @@ class Options:
     admin_token: str | None = None  # required for the trainer's routes
     # names that clients use for this machine, besides addresses and private names
     hosts: Collection[str] = ()
-    # ended sessions to remember: their calls are answered with 410, later with 401
-    max_ended_sessions: int = 10_000
     # measures how long sessions are idle; default: the event loop
     clock: asyncio.AbstractEventLoop | None = None
 
@@ -95,9 +91,7 @@ class Gateway:
         self.pause = Pause(engine)
         self._n_bytes = 0  # of the bodies of requests at work
         self.cache_budget = Budget(options.cache_bytes)
-        self.sessions = SessionStore(
-            log, clock=options.clock, max_ended=options.max_ended_sessions
-        )
+        self.sessions = SessionStore(log, clock=options.clock)
         # requests for the number of tokens; a prompt's take much more memory than its text
         self.counting = asyncio.Semaphore(2)
         images, past = options.images, options.past
@@ -193,7 +187,7 @@ class Call:
         # a longer prompt is not counted
         most = 4 * info.max_context_tokens
         async with session.counting, self._gateway.counting:
-            make = partial(self._make_prompt, most, attributed=False, keep=False)
+            make = partial(self._make_prompt, most, keep=False)
             prompt = await asyncio.to_thread(make)
         session.check_limit("prompt_tokens", len(prompt.ids))
         return len(prompt.ids)
@@ -266,9 +260,7 @@ class Call:
         )
         return await gateway.engine.generate(request), sampling, overruled
 
-    def _make_prompt(
-        self, max_tokens: int, *, attributed: bool, keep: bool = True
-    ) -> Prompt:
+    def _make_prompt(self, max_tokens: int, *, keep: bool = True) -> Prompt:
         # refuse a last message that is too long before anything is rendered
         for last in media.texts_of(self.chat.messages[-1]["content"]):
             self._renderer.check_length(last, max_tokens)
@@ -281,25 +273,20 @@ class Call:
             self.chat.tools,
             self._variables,
             self.chat.images,
-            attributed=attributed,
+            attributed=keep and self._gateway.log.attributed,
             max_tokens=max_tokens,
         )
 
     def _prepare(self) -> None:
         """Render the request, or extend the prompt of an earlier turn."""
-        most, options = self._info.max_context_tokens, self._gateway.options
-        self._prompt = prompt = self._make_prompt(most, attributed=options.attributed)
+        self._prompt = prompt = self._make_prompt(self._info.max_context_tokens)
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images, self._pixels = prompt.ids, list[Json](), list[Any]()
-        model, messages, sent = (
-            options.images,
-            self._restored.messages,
-            self.chat.images,
-        )
+        model, messages = self._gateway.options.images, self._restored.messages
         if model is not None and media.hashes_of(messages):
-            self._images, self._pixels = model.place(prompt.ids, messages, sent)
+            placed = model.place(prompt.ids, messages, self.chat.images)
+            self._images, self._pixels = placed
             self._ids = model.engine_ids(prompt.ids)
-        self._hasher = prompt.hasher
         # the ids of the extended turn were checked when it was recorded
         n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, self._info, n_checked)
@@ -385,9 +372,10 @@ class Call:
         self, reply: Reply, sample: base.Sample, sampling: base.Sampling
     ) -> dict[str, object]:
         """What is logged of the call, but for what other calls decide."""
-        prompt, options = self._prompt, self._gateway.options
+        prompt, gateway = self._prompt, self._gateway
         names = self._restored.tool_names[prompt.n_known :]
-        untrained = self._caller.is_side_call and not options.train_side_calls
+        side_call = self._caller.is_side_call
+        untrained = side_call and not gateway.options.train_side_calls
         spans = [span._asdict() for span in sample.weight_versions]
         # of a reply that was broken off: no client will send it back
         response = reply.logged if sample.complete else None
@@ -410,10 +398,8 @@ class Call:
             "tools_key": self._restored.offered.key,
             **self._caller._asdict(),
             "prompt_message_index": prompt.message_index,
-            "message_tool_names": names if options.attributed else None,
-            "prompt_built": prompt.built,
+            "message_tool_names": names if gateway.log.attributed else None,
             "render_reason": prompt.reason,
-            "prompt_digest": self._hasher.digest(),
             "mm_items": self._images or None,
         }
 
@@ -443,9 +429,8 @@ class Call:
         counts.turns += 1
         counts.prompt_tokens += len(prompt.ids)
         counts.output_tokens += n_output
-        if self._gateway.options.attributed:
+        if self._gateway.log.attributed:
             counts.unattributed += prompt.message_index is None
-        conversation.count(restored)
         if not sample.complete:
             reason = f"with {sample.finish_reason or 'no reason'}"
             after = f"the engine broke off the call after {n_output} tokens"
@@ -456,7 +441,6 @@ class Call:
     ) -> None:
         """Let later requests go on from the turn that was recorded last."""
         prompt, ids, counts = self._prompt, sample.output_ids, self._session.counts
-        self._hasher.update(ids.astype("<i4").data)
         pending.turn, position = counts.turns - 1, self._restored.position
         node = Node(
             message=reply.message,
@@ -470,7 +454,6 @@ class Call:
             between=prompt.between,
             offered=prompt.offered,
             closed=len(ids) > 0 and int(ids[-1]) in self._renderer.end_ids,
-            hasher=self._hasher,
         )
         budget = self._gateway.cache_budget
         self._session.conversation.add(node, prompt.base, budget)

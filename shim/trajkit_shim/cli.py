@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from trajkit_shim.engines.base import Engine
     from trajkit_shim.engines.embedded import Policy
-    from trajkit_shim.prompting.prompts import Prompts
     from trajkit_shim.replies import ReplyParser
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -73,6 +72,8 @@ class EngineOptions:
     sampling_masks
         Log the ids that could have been drawn for each token; vLLM needs
         --return-sampling-mask, and top_k in every session.
+    attribution
+        Log which message each prompt token belongs to, as learning from tool output needs.
     train_side_calls
         Train the calls that a known agent makes for itself too, such as compactions and
         titles.
@@ -112,6 +113,7 @@ class EngineOptions:
     check_prompts: bool = False
     routed_experts: bool = False
     sampling_masks: bool = False
+    attribution: bool = False
     train_side_calls: bool = False
     model: str | None = None
     chat_template: str | None = None
@@ -134,7 +136,6 @@ def serve(
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8765,
     log: Literal["full", "delta"] = "full",
     prompts: Literal["append", "render"] = "append",
-    no_attribution: bool = False,
     admin_token: str | None = None,
     allow_host: list[str] | None = None,
     fsync: bool = False,
@@ -163,9 +164,6 @@ def serve(
     prompts
         append: extend the token ids of an earlier turn if the chat template permits;
         render: render every prompt from its messages.
-    no_attribution
-        Do not record which message each prompt token belongs to. A log in full form is then
-        half as large, one in delta form about 8 % smaller.
     admin_token
         Token for requests to /sessions and /engine; required if --host can be reached from
         other machines. Prefer the environment variable TRAJKIT_ADMIN_TOKEN, which other
@@ -224,13 +222,12 @@ def _work(
     from trajkit_shim.serve import url_of
     from trajkit_shim.workers import Worker
 
-    attributed, token = not arguments.no_attribution, arguments.admin_token or None
+    token = arguments.admin_token or None
     log = {"form": arguments.log, "fsync": arguments.fsync, "worker": worker}
     made = engine_app(
         arguments,
         arguments.out,
-        {**log, "attributed": attributed},
-        attributed=attributed,
+        log,
         prompts=arguments.prompts,
         admin_token=token,
         hosts=arguments.allow_host or [],
@@ -242,12 +239,12 @@ def _work(
         if worker is not None:
             where["workers"] = " ".join(urls)
             app = Worker(app, worker, urls, token)
-        prompts: Prompts = gateway.state.prompts
+        prompts = gateway.state.prompts.describe()
         if arguments.json:
-            say(json.dumps({**where, "prompts": prompts.describe()}) + "\n")
+            say(json.dumps({**where, "prompts": prompts}) + "\n")
         else:
-            where["prompts"] = prompts.summary()
-            say("".join(f"{name:<16}{value}\n" for name, value in where.items()))
+            where |= {"prompts": prompts.pop("mode"), **prompts}
+            say("".join(f"{name:<20}{value}\n" for name, value in where.items()))
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):
             run_server(app, listener, arguments.drain_seconds)
@@ -312,7 +309,8 @@ def engine_app(
             options["reply_parser"] = asyncio.run(_own_parser(arguments.engine_url[0]))
             options["reply_parser"].tags = tags_of(renderer)
         payloads = {n: vars(arguments)[n] for n in ("routed_experts", "sampling_masks")}
-        turn_log = TurnLog(out, images="images" in options, **payloads, **log)
+        columns = {"attributed": arguments.attribution, **payloads}
+        turn_log = TurnLog(out, images="images" in options, **columns, **log)
         options["past"] = arguments.past_reasoning
         options["train_side_calls"] = arguments.train_side_calls
         yield create_app(engine, renderer, turn_log, Options(**options))

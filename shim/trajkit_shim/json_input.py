@@ -32,7 +32,8 @@ _LONGEST_IGNORED = 100
 # code that walks a body may recurse
 MAX_DEPTH = 100
 
-_HALF = re.compile("[\ud800-\udfff]")
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair: JSON can spell it, but UTF-8 has none."""
 
 
 def refuse(where: str, rule: str, *, code: str | None = None) -> NoReturn:
@@ -139,16 +140,6 @@ def add_counts(counts: Counter[str], more: Mapping[str, int]) -> None:
         shown = name[:_LONGEST_IGNORED]
         if shown in counts or len(counts) < _MOST_IGNORED:
             counts[shown] += times
-
-
-def without_halves(value: Json) -> Json:
-    """Return a JSON object with U+FFFD for each half of a surrogate pair in its texts.
-
-    UTF-8 has no halves, but JSON can spell them.
-    """
-    text = json.dumps(value, ensure_ascii=False)
-    cleaned: Json = json.loads(_HALF.sub("\ufffd", text))
-    return cleaned
 
 
 def _kind(value: object) -> str:

@@ -6,8 +6,6 @@ shim/trajkit_shim/prompting/conversation.py: shim/prompting shim/test_app
         |        and _same_json(one.arguments, other.arguments)\n| -> ||
     a reply is restored whatever its reasoning
         |(thought[0] and thought[0] != thought[1])| -> |False|
-    a restored reply counts as it was sent
-        |"as_sent" if sent == [node.message] else "restored"| -> |"as_sent"|
     a reply that is split in two is not joined
         |for n in range(len(run), 0, -1):| -> |for n in (1,):|
     results keep the order of the client
@@ -21,12 +19,10 @@ shim/trajkit_shim/prompting/conversation.py: shim/prompting shim/test_app
         |restored.n_bytes += sum(map(len, restored.elements))| -> |pass|
     a message is known by its place alone
         | and places[n].index < n_same:| -> |:|
-    half a character ends the session
-        |if "\\\\ud" in record.body:| -> |if False:|
     ids of earlier turns are kept apart
         |base.kept.ids, node.kept = node.kept.ids, base.kept| -> |pass|
     a reply that is sampled again stays the earlier turn's
-        |if not any(p.known and p.before == node.position for p in request.places)|
+        |if not any(p.is_reply and p.before == node.position for p in request.places)|
         -> |if True|
     ids are never released
         |while self.n_bytes > self.max_bytes:| -> |while False:|
@@ -62,13 +58,13 @@ shim/trajkit_shim/prompting/prompts.py: shim/prompting shim/test_app
     what moves on with a later message is not noticed
         |any(text.partition("questionword")[0] != before for _, text in laters)| -> |False|
     a text with marks is the prompt's, whatever else it has
-        |if found is not None and clean.endswith(text):| -> |if found is not None:|
+        |if not clean.endswith(text):| -> |if False:|
     the start of a text is that of the earlier request
         |and text.startswith(known.head)| -> |and True|
     a token that reaches beyond a message belongs to it
-        |stops, side="right")| -> |stops, side="left")|
-    broken marks are not noticed
-        |if opened != closed:| -> |if False:|
+        |ends, side="right")| -> |ends, side="left")|
+    white space at the ends of a content is structure
+        |if clean.startswith(content, at):| -> |if False:|
 shim/trajkit_shim/prompting/render.py: shim/prompting shim/test_app
     text may forge control tokens
         |while isinstance(value, str) and spelled.search(value):| -> |while False:|
@@ -83,7 +79,7 @@ shim/trajkit_shim/prompting/render.py: shim/prompting shim/test_app
     calls get ids that the template refuses
         |not calling("call_0000000000")| -> |False|
     half a character reaches the tokenizer
-        |return _SURROGATE.sub("\\ufffd", text)| -> |return text|
+        |return HALF.sub("\\ufffd", text)| -> |return text|
     an end token may be left of the reasoning's end
         |return int(found[0]) + 1 if len(found) else 0|
         -> |return int(found[0]) if len(found) else 0|

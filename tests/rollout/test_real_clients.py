@@ -385,8 +385,6 @@ def test_a_session_with_two_sub_agents_at_once_that_is_resumed(tmp_path, name, t
     counts.update(unknown_reply=client.rewrites, reasoning=int(forgets))
     counts["append"] = n_turns - counts.total()
     assert shown["prompts"] == {reason: n for reason, n in counts.items() if n}
-    # greetings, and the replies after the change
-    assert shown["echo"]["new"] == 3 * client.greets + 4 * client.rewrites
     assert len(turns) == n_turns
     assert roots(turns) == 3 + client.rewrites
     assert all(turn["trainable"] for turn in turns)

@@ -171,7 +171,7 @@ async def test_an_image_is_placed_sent_stored_and_logged(opened, model, name, da
 
 @pytest.mark.parametrize("form", ["full", "delta"])
 async def test_a_conversation_with_images_is_appended_and_is_one_row(opened, form):
-    session = await opened("red", "green", "both", form=form)
+    session = await opened("red", "green", "both", form=form, attributed=True)
     messages = []
     for data, text in ((PNG, "red"), (JPEG, "green"), (PNG, "both")):
         messages += [data]

@@ -253,7 +253,7 @@ def test_a_server_that_does_not_start(python, tmp_path, capfd, monkeypatch, pids
 def launching(tmp_path, python, model, pids, *server):
     """``trajkit serve --launch`` as a process."""
     options = ["--engine", "sglang", "--launch", model, "--launch-python", python]
-    options += ["--past-reasoning", "sampled"]
+    options += ["--past-reasoning", "sampled", "--attribution"]
     after = ["--", "--pids", str(pids), *server]
     return serving(tmp_path, *options, after=after)
 
@@ -274,6 +274,7 @@ def test_serve_launches_and_records_until_it_is_interrupted(
     (turn,) = tk.read_turns(where["turns"]).to_pylist()
     assert turn["session_id"] == opened["session_id"]
     assert turn["output_ids"] == [104, 105]
+    assert max(turn["prompt_message_index"]) == 0
     assert turn["weight_versions"] == [{"version": "default", "start": 0, "stop": 2}]
 
 

@@ -203,8 +203,12 @@ class ImageModel:
     count: Callable[[int, int], int]  # tokens of an image of a height and a width
 
     def expand(
-        self, ids: Ids, offsets: Ids, messages: Sequence[Json], images: Images
-    ) -> tuple[Ids, Ids]:
+        self,
+        ids: Ids,
+        offsets: Ids | None,
+        messages: Sequence[Json],
+        images: Images,
+    ) -> tuple[Ids, Ids | None]:
         """Replace the token of each image by the image's content ids.
 
         ``ids`` have the text of ``messages``, and maybe of others without images.
@@ -222,7 +226,9 @@ class ImageModel:
         made = [content_ids(KIND, *each) for each in zip(names, sizes, strict=True)]
         expanded, inside = np.repeat(ids, counts), np.repeat(here, counts)
         expanded[inside] = np.concatenate([np.empty(0, np.int32), *made])
-        return expanded, np.repeat(offsets, counts, axis=0)
+        if offsets is not None:
+            offsets = np.repeat(offsets, counts, axis=0)
+        return expanded, offsets
 
     def place(
         self, ids: Ids, messages: Sequence[Json], images: Images

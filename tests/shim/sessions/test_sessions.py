@@ -197,10 +197,11 @@ async def test_an_ended_session_is_released(start, how):
     assert (opened.calls, opened.requests, shown["cache_bytes"]) == ({}, {}, 0)
 
 
-def test_sessions_that_ended_leave_little_behind():
+def test_sessions_that_ended_leave_little_behind(monkeypatch):
+    monkeypatch.setattr(sessions_module, "MAX_ENDED", 100)
     clock, options = Clock(), SessionOptions(ttl_seconds=60.0)
     log = SimpleNamespace(write_session=lambda line: None)
-    store, keys = SessionStore(log, clock=clock, max_ended=100), []
+    store, keys = SessionStore(log, clock=clock), []
     for k in range(15_000):
         session = store.open(f"s{k}", options)
         keys.append(session.api_key)
