@@ -76,7 +76,9 @@ FROM_T0, FROM_S0 = {"x-codex-parent-thread-id": "t0"}, {"x-parent-session-id": "
 GEMINI = {"user-agent": "GeminiCLI-tui/0.61.0/m (linux; x64; terminal)"}
 QWEN = {"user-agent": "QwenCode/0.15.10 (linux; x64)"}
 TITLE = "x\nGenerate a concise, sentence-case title (3-7"
-SUMMARY = "Your task is to create a detailed summary of the"
+SUMMARY = "Your task is to create a detailed summary of the conversation so far, paying"
+PAGE = "\nWeb page content:\n---\na"
+STUCK = "whether a conversational AI assistant is stuck in an"
 CHECKPOINT = "You are performing a CONTEXT CHECKPOINT COMPACTION."
 DISTILL = "distilling chat history into a structured XML"
 SO_FAR = "Here is the conversation so far:\n\n<conversation>"
@@ -102,12 +104,15 @@ def claude(agent=None, parent=None):
         (CLAUDE, asked("fix", system=TITLE), "claude-code", None, None, "title"),
         (CLAUDE, asked("hi", SUMMARY), "claude-code", None, None, "compaction"),
         (CLAUDE, asked(SUMMARY, "and now?"), "claude-code", None, None, "agent"),
+        (CLAUDE, asked(SUMMARY[:-30]), "claude-code", None, None, "agent"),
+        (CLAUDE, asked(PAGE), "claude-code", None, None, "tool"),
         # what a tool returned says nothing about the call
         (CLAUDE, asked([RESULT]), "claude-code", None, None, "agent"),
         (CODEX | FROM_T0, asked("hi"), "codex", "t1", "t0", "agent"),
         (CODEX, asked(CHECKPOINT), "codex", "t1", None, "compaction"),
         (GEMINI, asked("hi", system=DISTILL), "gemini-cli", None, None, "compaction"),
-        (OPENCODE | FROM_S0, asked("hi"), "opencode", "s1", "s0", "agent"),
+        (GEMINI, asked("hi", system=STUCK), "gemini-cli", None, None, "check"),
+        (OPENCODE | FROM_S0, asked(SO_FAR[:32]), "opencode", "s1", "s0", "agent"),
         (OPENCODE, asked(SO_FAR), "opencode", "s1", None, "compaction"),
         (QWEN, asked("hi", system=MEMORIES), "qwen-code", None, None, "memory"),
         (QWEN, asked("hi", system=INTERNAL), "qwen-code", None, None, "compaction"),
