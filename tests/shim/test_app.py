@@ -139,13 +139,13 @@ async def test_paths_that_nothing_answers(start):
         ("POST", "/v1/messages/batches", 404),
         ("POST", "/s/a/v1beta/models/x:embedContent", 404),
         ("POST", "/v1/responses/r/cancel", 404),
-        ("GET", "/v1/models/x", 404),
         ("POST", "/nothing", 404),
     ):
         reply = await gateway.http.request(method, path)
         words = {"error", *(["type"] if "messages" in path else [])}
         assert (reply.status_code, {*reply.json()}) == (status, words)
         assert ("status" in reply.json()["error"]) == ("v1beta" in path)
+    assert (await gateway.http.get("/v1/models/a/b")).json()["id"] == "scripted"
 
 
 async def test_calls_get_ids_that_the_template_takes(start):

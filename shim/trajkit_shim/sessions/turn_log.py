@@ -22,6 +22,8 @@ from trajkit_shim.chat.request import LoggedMessage
 LogForm: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
 
+USED = "a gateway has logged to this folder, and continues no log: choose another one"
+
 # Arrow IPC streaming format: the marker of a message, with length 0
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -115,7 +117,7 @@ class AppendLog:
         self._closed = False
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            raise FileExistsError(errno.EEXIST, USED, str(path))
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Write a batch; on return the operating system has it.
