@@ -108,7 +108,7 @@ def read_image(part: Fields, url: str, name: str = "type", kind: object = None) 
         data = base64.b64decode(url[found.end() :], validate=True)
     # or not even ASCII
     except ValueError as error:
-        part.refuse(name, f"the image is not base64: {error}", "invalid_image")
+        part.refuse(name, f"could not process image: {error}", "invalid_image")
     image = open_image(data, part.at(name), limits)
     part.reading.images.append(image)
     return {"type": "image", "sha256": image.name}
@@ -116,7 +116,8 @@ def read_image(part: Fields, url: str, name: str = "type", kind: object = None) 
 
 def refuse_content(part: Fields, name: str, kind: object) -> NoReturn:
     """Raise the error for a part that is neither text nor an image that is accepted."""
-    rule = f"{kind!r} is not supported: messages are text"
+    # these words, and those for unfit images, make Claude Code leave it out and go on
+    rule = f"could not process {'PDF' if kind == 'document' else kind}: it is no text"
     part.refuse(name, rule, "unsupported_content")
 
 
@@ -152,7 +153,7 @@ def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
     from PIL import Image as pillow
 
     if len(data) > limits.max_bytes:
-        rule = f"the image has {len(data)} bytes; the limit is {limits.max_bytes}"
+        rule = f"image exceeds the limit of {limits.max_bytes} bytes: {len(data)}"
         refuse(where, rule, code="image_too_large")
     try:
         # reads the header only
@@ -160,10 +161,10 @@ def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
             (width, height), kind = image.size, str(image.format)
     # a decoder raises anything for bytes that are not as it expects
     except Exception as error:
-        rule = f"not an image of {', '.join(FORMATS)}: {error}"
+        rule = f"could not process image: not one of {', '.join(FORMATS)}: {error}"
         refuse(where, rule, code="invalid_image")
     if width * height > limits.max_pixels:
-        rule = f"{width} x {height} pixels; the limit is {limits.max_pixels}"
+        rule = f"image dimensions exceed {limits.max_pixels} pixels: {width} x {height}"
         refuse(where, rule, code="image_too_large")
     name, kind = sha256(data).hexdigest(), f"image/{kind.lower()}"
     return Image(name=name, media_type=kind, width=width, height=height, data=data)

@@ -1,8 +1,7 @@
 """Who calls, and what for: harness, agent, and whether it is a side call.
 
-`HARNESSES` and `SIDE_CALLS` describe requests; a new harness needs a line there.
-The result is recorded with the turn. A side call is not trained unless the gateway is
-asked to.
+`HARNESSES` and `SIDE_CALLS` describe requests. The result is recorded with the turn. A
+side call is not trained unless the gateway is asked to.
 """
 
 from collections.abc import Mapping
@@ -59,7 +58,7 @@ HARNESSES = (
     Harness("codex", "originator", "codex", "thread-id", "x-codex-parent-thread-id"),
     Harness("gemini-cli", "user-agent", "GeminiCLI", "", ""),
     Harness(
-        "opencode", "user-agent", "opencode/", "x-session-id", "x-parent-session-id"
+        "opencode", "user-agent", "opencode", "x-session-id", "x-parent-session-id"
     ),
     Harness("qwen-code", "user-agent", "QwenCode/", "", ""),
 )
