@@ -38,6 +38,7 @@ from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import Ids, embedded_renderer
 from trajkit_shim.protocols.openai import OPENAI_CHAT
+from trajkit_shim.serve import spare_collections
 from trajkit_shim.sessions.turn_log import TurnLog
 
 ROOT = Path(__file__).parents[1]
@@ -416,6 +417,7 @@ def main() -> None:
     parser.add_argument("--no-stall", action="store_true", help="the history alone")
     options = parser.parse_args()
     print(f"{machine()}; {commit()}")
+    spare_collections()  # as in a server
     history(sorted(options.sizes))
     if not options.no_stall:
         stall()

@@ -174,11 +174,11 @@ class Call:
         if len(chat.messages) > limit:
             message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
-        self.chat = replace(
-            chat,
-            stream=chat.stream or self._verb == "stream",
-            images=gateway.images.take(chat.images),
-        )
+        self.chat = chat
+        if chat.images or self._verb == "stream":
+            images = gateway.images.take(chat.images)
+            stream = chat.stream or self._verb == "stream"
+            self.chat = replace(chat, stream=stream, images=images)
         self._caller = identify(self._headers, chat)
         # the template's variables: the session's, the request's, the gateway's
         renderer = self._renderer
@@ -246,6 +246,9 @@ class Call:
         except GatewayError as error:
             session.counts.failed += error.status >= 500
             raise
+        finally:
+            # it has the task, and that the traceback of an error
+            del pending
         return reply
 
     async def _sample(self) -> tuple[base.Sample, base.Sampling, list[str]]:
@@ -253,8 +256,9 @@ class Call:
         gateway, session = self._gateway, self._session
         info = await gateway.engine.info()
         limit = session.options.limits.get("max_context_tokens")
-        most = min(info.max_context_tokens, limit or info.max_context_tokens)
-        self._info = replace(info, max_context_tokens=most)
+        if limit and limit < info.max_context_tokens:
+            info = replace(info, max_context_tokens=limit)
+        self._info = info
         try:
             await base.done(self._is_long, self._prepare)
         finally:
@@ -337,7 +341,8 @@ class Call:
             room=room if remaining is None else min(room, remaining),
             stop_token_ids=self._renderer.end_ids,
             structural_tag=replies.grammar(
-                replace(self.chat, required=required),
+                required,
+                self.chat.tools,
                 form,
                 fixed.get("extra", {}),
                 opened=self._opened,
@@ -389,7 +394,7 @@ class Call:
         untrained = self._caller.is_side_call and not options.train_side_calls
         spans = [span._asdict() for span in sample.weight_versions]
         # of a reply that was broken off: no client will send it back
-        response = chats.logged_message(reply.message) if sample.complete else None
+        response = reply.logged if sample.complete else None
         return {
             "session_id": self._session.session_id,
             "request_id": self._request_id,
@@ -457,14 +462,14 @@ class Call:
         prompt, ids, counts = self._prompt, sample.output_ids, self._session.counts
         self._hasher.update(ids.astype("<i4").data)
         pending.turn, position = counts.turns - 1, self._restored.position
-        message, kept = reply.message, KeptIds(np.concatenate([prompt.ids, ids]))
         node = Node(
-            message=message,
+            message=reply.message,
+            logged=reply.logged,
             position=position,
-            after=next_position(position, chats.logged_message(message).key),
+            after=next_position(position, reply.logged.key),
             turn=pending.turn,
             agent_id=self._caller.agent_id,
-            kept=kept,
+            kept=KeptIds(np.concatenate([prompt.ids, ids])),
             n_ids=len(prompt.ids) + len(ids),
             between=prompt.between,
             offered=prompt.offered,

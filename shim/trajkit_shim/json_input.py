@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
+import numpy as np
 import orjson
 
 from trajkit_shim.errors import GatewayError
@@ -68,6 +69,15 @@ def parse_object(body: bytes) -> Json:
         _check(value, exact=True)
     checked: Json = value
     return checked
+
+
+def as_json(value: object) -> bytes:
+    """Return the JSON of a value, which may have arrays of numpy."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        # it has half a character, or an integer beyond 64 bits
+        return json.dumps(value, default=np.ndarray.tolist).encode()
 
 
 class Element(NamedTuple):
@@ -219,7 +229,9 @@ class Reading:
     images: list[Any] = field(default_factory=list)
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
-    opened: "list[Fields]" = field(default_factory=list)
+    # the objects that are read, their paths, and the fields that were read; not `Fields`,
+    # which would be in a cycle with all of a refused body
+    opened: list[tuple[Json, str, set[str]]] = field(default_factory=list)
 
     def key(self, item: object) -> bytes:
         """Return the key of an element; empty: it is read each time, as images are."""
@@ -233,13 +245,20 @@ class Reading:
 
     def count_unread(self, first: int = 0) -> None:
         """Count the fields that nobody read, but none without a content."""
-        for fields in self.opened[first:]:
-            for name, value in fields.json.items():
-                if name in fields.seen or name in self.silent:
+        for fields, path, seen in self.opened[first:]:
+            for name, value in fields.items():
+                if name in seen or name in self.silent:
                     continue
                 if value or value == {}:
-                    fields.ignore(name)
+                    self.ignore(_at(path, name))
         del self.opened[first:]
+
+    def ignore(self, where: str) -> None:
+        add_counts(self.ignored, {re.sub(r"\[\d+\]", "[]", where): 1})
+
+
+def _at(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 class Fields:
@@ -257,10 +276,10 @@ class Fields:
         self.json, self.path = json, path
         self.seen: set[str] = set()
         self.reading = Reading() if reading is None else reading
-        self.reading.opened.append(self)
+        self.reading.opened.append((json, path, self.seen))
 
     def at(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
+        return _at(self.path, name)
 
     def refuse(self, name: str, rule: str, code: str | None = None) -> NoReturn:
         """Raise a 400 for a field."""
@@ -268,8 +287,7 @@ class Fields:
 
     def ignore(self, name: str, value: str = "") -> None:
         """Count a field, or one of its values, that has no effect."""
-        where = re.sub(r"\[\d+\]", "[]", self.at(name))
-        add_counts(self.reading.ignored, {f"{where}={value}" if value else where: 1})
+        self.reading.ignore(f"{self.at(name)}={value}" if value else self.at(name))
 
     def leave_out(self, kind: str) -> None:
         """Count the object, as one of a kind that has no effect."""

@@ -27,8 +27,8 @@ from typing import Any, TypeAlias
 
 from trajkit_shim.chat.request import (
     ANY_OBJECT,
-    ChatRequest,
     Parsed,
+    Required,
     Spoken,
     Thought,
     ToolCall,
@@ -779,7 +779,8 @@ def _is_object(text: Any) -> bool:
 
 
 def grammar(
-    request: ChatRequest,
+    required: Required,
+    offered: Tools | None,
     form: ToolForm | None,
     pinned: Mapping[str, object],
     *,
@@ -788,7 +789,7 @@ def grammar(
     holds: bool = True,
     around: tuple[str, str] = TAGS,
 ) -> Json | None:
-    """Return the structural tag that a request requires of its reply, or None.
+    """Return the structural tag of a form that is ``required`` of a reply, or None.
 
     Arguments match the tool's schema if that is required, else they are any object.
     Reasoning ``around`` may come first: the prompt ``opened`` it, or the model may begin
@@ -796,8 +797,7 @@ def grammar(
     ``holds`` grammars or not. Raises `GatewayError` (400): a required tool is not offered,
     the session has a grammar of its own, or nothing can enforce the form.
     """
-    required = request.required
-    tools = {str(f["name"]): f for f in map(function_of, request.tools or ())}
+    tools = {str(f["name"]): f for f in map(function_of, offered or ())}
     wanted = [name for name in required.names if name not in tools]
     if wanted or (required.call and not tools):
         which = f"the tool {wanted[0]!r}" if wanted else "a tool"

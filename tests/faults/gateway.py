@@ -7,7 +7,7 @@ shim/trajkit_shim/prompting/conversation.py: shim/prompting shim/test_app
     a reply is restored whatever its reasoning
         |(thought[0] and thought[0] != thought[1])| -> |False|
     a restored reply counts as it was sent
-        |"as_sent" if sent == [message] else "restored"| -> |"as_sent"|
+        |"as_sent" if sent == [node.message] else "restored"| -> |"as_sent"|
     a reply that is split in two is not joined
         |for n in range(len(run), 0, -1):| -> |for n in (1,):|
     results keep the order of the client
@@ -22,7 +22,7 @@ shim/trajkit_shim/prompting/conversation.py: shim/prompting shim/test_app
     a message is known by its place alone
         | and places[n].index < n_same:| -> |:|
     half a character ends the session
-        |if not own and "\\\\ud" in record.body:| -> |if False:|
+        |if "\\\\ud" in record.body:| -> |if False:|
     ids of earlier turns are kept apart
         |base.kept.ids, node.kept = node.kept.ids, base.kept| -> |pass|
     a reply that is sampled again stays the earlier turn's
@@ -52,7 +52,7 @@ shim/trajkit_shim/prompting/prompts.py: shim/prompting shim/test_app
     reasoning that the template leaves out is not noticed
         |return None if thought in chat.squeezed(shown) else "reasoning"| -> |return None|
     other variables do not matter
-        |json.dumps([tools, given])| -> |json.dumps([tools])|
+        |as_json([tools, given])| -> |as_json([tools])|
     a template that cannot extend at a role is extended
         |any(extends[role] for role in roles)| -> |False|
     a reply may be hidden

@@ -240,8 +240,9 @@ def remember(
     ids, base = fields.pop("ids", None), fields.pop("base", None)
     node = Node(
         message=message,
+        logged=(logged := logged_message(message)),
         position=position,
-        after=next_position(position, logged_message(message).key),
+        after=next_position(position, logged.key),
         turn=0,
         agent_id=None,
         kept=KeptIds(ids),

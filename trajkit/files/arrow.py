@@ -276,16 +276,17 @@ def _write_parquet(
 
     leaves = [leaf for field in schema for leaf in _leaves(field.name, field.type)]
     # Token ids and logprobs are too diverse for a dictionary. Floats compress better if
-    # their bytes are split.
+    # their bytes are split. Readers skip rows by statistics, but not by those of lists.
     floats = [path for path, type_ in leaves if pa.types.is_floating(type_)]
-    integers = [path for path, type_ in leaves if pa.types.is_integer(type_)]
-    encoded = [path for path, _ in leaves if path not in {*floats, *integers}]
+    encoded = [path for path, type_ in leaves if not pa.types.is_primitive(type_)]
+    columns = [path for path, _ in leaves if ".list." not in path]
     with pq.ParquetWriter(
         file,
         schema,
         compression="zstd",
         use_dictionary=encoded or False,
         write_page_checksum=True,
+        write_statistics=columns,
         dictionary_pagesize_limit=limits.DICTIONARY_BYTES,
         column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT") or None,
     ) as writer:

@@ -288,7 +288,8 @@ def _write_part(
         folder = stack.enter_context(
             TemporaryDirectory(prefix=tables.TEMPORARY, dir=where)
         )
-        coming = prefetch(batches(), stack)
+        # each piece has a few batches, and takes a while before the first
+        coming = prefetch(batches(), stack, 4)
         if first is None:
             deque(coming, 0)
         else:

@@ -1,5 +1,6 @@
 """What threads need: values that are made once, and an iterator that is read ahead."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,22 +24,24 @@ class once(Generic[_Item]):
         return made
 
 
-def prefetch(items: Iterator[_Item], stack: ExitStack) -> Iterator[_Item]:
-    """The items; a thread computes the next one while one is in use."""
+def prefetch(
+    items: Iterator[_Item], stack: ExitStack, n_ahead: int = 1
+) -> Iterator[_Item]:
+    """The items; a thread computes the next ``n_ahead`` while one is in use."""
     pool = ThreadPoolExecutor(1, "trajkit prefetch")
     end = object()
 
     def received() -> Iterator[_Item]:
-        while (item := coming.pop().result()) is not end:
+        while (item := coming.popleft().result()) is not end:
             coming.append(pool.submit(next, items, end))
             yield item  # type: ignore[misc]
             del item
 
     def close() -> None:
-        pool.shutdown()
+        pool.shutdown(cancel_futures=True)
         if hasattr(items, "close"):
             items.close()
 
     stack.callback(close)
-    coming = [pool.submit(next, items, end)]
+    coming = deque(pool.submit(next, items, end) for _ in range(n_ahead))
     return received()

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -391,10 +391,15 @@ class Reply(Parsed):
             return "cut" if self.cut else "calls"
         return "end" if self.stop_sequence is None else "stop_sequence"
 
-    @property
+    @cached_property
     def message(self) -> Json:
         """The canonical message that the next request should contain."""
         return assistant_message(self.parts)
+
+    @cached_property
+    def logged(self) -> LoggedMessage:
+        """The same as the log has it."""
+        return logged_message(self.message)
 
     @property
     def blocks(self) -> list[Spoken]:

@@ -25,7 +25,7 @@ import orjson
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample, Sampling, done
 from trajkit_shim.engines.checks import accept
 from trajkit_shim.errors import EngineError
-from trajkit_shim.json_input import Json
+from trajkit_shim.json_input import Json, as_json
 from trajkit_shim.serve import keep_alive
 
 # A running server accepts a connection at once. A reply takes as long as the engine is
@@ -48,14 +48,6 @@ def _open_socket(address: tuple[Any, ...]) -> socket.socket:
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(opened)
     return opened
-
-
-def _encoded(body: Json) -> bytes:
-    try:
-        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:
-        # it has half a character, or a longer integer
-        return json.dumps(body, default=np.ndarray.tolist).encode()
 
 
 def _decoded(text: bytes) -> Any:
@@ -102,7 +94,7 @@ class EngineClient:
             async with self.session().request(
                 "GET" if body is None else "POST",
                 self.base_url + path,
-                data=None if body is None else _encoded(body),
+                data=None if body is None else as_json(body),
                 headers={"Content-Type": "application/json"},
                 allow_redirects=False,
             ) as answer:

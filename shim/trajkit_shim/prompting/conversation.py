@@ -70,6 +70,7 @@ class Node:
     """A sampled reply, and the turn that it is of."""
 
     message: Json  # canonical; it must not change
+    logged: chat.LoggedMessage
     position: bytes  # before it
     after: bytes  # the position after it
     turn: int
@@ -142,15 +143,22 @@ class RestoredRequest:
         """The indices of the session's replies."""
         return [i for i, place in enumerate(self.places) if place.node]
 
-    def add(self, message: Json, index: int, *, own: bool = False) -> Place:
-        """Add a message; ``own``: it is a reply, which may have half a character."""
+    def add(self, message: Json, index: int) -> Place:
+        """Add a message that is no reply of the session."""
         record = chat.logged_message(message)
-        if not own and "\\ud" in record.body:
+        if "\\ud" in record.body:
+            # only a reply may have half a character
             message = without_halves(message)
             record = chat.logged_message(message)
-        before = self.position
-        after = next_position(before, record.key)
-        place = Place(message, record, before, after, index)
+        after = next_position(self.position, record.key)
+        place = Place(message, record, self.position, after, index)
+        self.places.append(place)
+        return place
+
+    def add_reply(self, node: Node, index: int, known: Known) -> Place:
+        """Add a reply of the session at its position."""
+        where = node.logged, node.position, node.after, index
+        place = Place(node.message, *where, known, node)
         self.places.append(place)
         return place
 
@@ -224,12 +232,12 @@ class Conversation:
                 index += 1
                 continue
             node, sent = self._recognized(messages, index, restored.position)
-            if node is not None:
-                message = node.message
-            place = restored.add(message, index, own=node is not None)
-            place.node, place.known = node, "new"
-            if node is not None:
-                place.known = "as_sent" if sent == [message] else "restored"
+            if node is None:
+                place = restored.add(message, index)
+                place.known = "new"
+            else:
+                known: Known = "as_sent" if sent == [node.message] else "restored"
+                place = restored.add_reply(node, index, known)
             index += len(sent)
             results = [*takewhile(_is_result, islice(messages, index, None))]
             for result, tool in _in_order(results, sent, place.message, index):

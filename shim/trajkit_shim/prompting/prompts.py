@@ -23,7 +23,7 @@ variables (`Skeleton`). How a prompt is built:
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -37,8 +37,8 @@ from trajkit.turns import tools_key
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import ImagePlaces
 from trajkit_shim.errors import TemplateError
-from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.conversation import START, Node, RestoredRequest
+from trajkit_shim.json_input import Json, as_json
+from trajkit_shim.prompting.conversation import START, Node, Place, RestoredRequest
 from trajkit_shim.prompting.render import NO_LIMIT, PROBE, ChatRenderer, Encoded, Ids
 
 Mode: TypeAlias = Literal["append", "render"]
@@ -309,8 +309,7 @@ class Prompts:
         """
         given = dict(variables or {})
         # not sorted, because a template may render the fields in order
-        spelled = json.dumps([tools, given]).encode()
-        digest = _digest(spelled).digest()
+        digest = _digest(as_json([tools, given])).digest()
         if restored.offered is None or restored.offered.digest != digest:
             as_text, key = self.renderer.as_text, tools_key(tools or [])
             restored.offered = Offered(digest, as_text(tools), as_text(given), key)
@@ -335,11 +334,11 @@ class _Call:
     def build(self, attributed: bool, max_tokens: int) -> Prompt:
         appending, images = self.prompts.mode == "append", self.prompts.places
         base, reason = self._base() if appending else (None, "chosen")
-        n_known, opaque = 0 if base is None else self.sampled[-1] + 1, {*self.sampled}
+        n_known, hidden = 0 if base is None else self.sampled[-1] + 1, True
         found = self._extension(base, n_known)
         if isinstance(found, str):
             reason, ids = reason or found, np.empty(0, np.int32)
-            base, last, text, n_known, opaque = None, None, self._text(), 0, set()
+            base, last, text, n_known, hidden = None, None, self._text(), 0, False
         else:
             ids, whole, between = found
             start, last = len(between.head), between.digest
@@ -353,7 +352,7 @@ class _Call:
         if images is not None:
             shown = self.restored.messages[n_known:]
             encoded = Encoded(*images.expand(encoded.ids, encoded.offsets, shown))
-        index = self._attribute(n_known, text, encoded, opaque) if attributed else None
+        index = self._attribute(n_known, text, encoded, hidden) if attributed else None
         return Prompt(
             ids=np.concatenate([ids, encoded.ids]),
             reason=reason,
@@ -385,36 +384,36 @@ class _Call:
                 return None, reason or fault
         return node, reason
 
-    def _text(self, stop: int | None = None, opaque: Collection[int] = ()) -> str:
-        """The template's text of the first messages, with stand-ins for some replies."""
+    def _text(self, stop: int | None = None, *, hidden: bool = False) -> str:
+        """The template's text of the first messages.
+
+        ``hidden``: with stand-ins for sampled replies.
+        """
         places = self.places[:stop]
-        forms = [self._form(i, hidden=i in opaque) for i in range(len(places))]
-        if opaque:
+        forms = [self._form(place, hidden) for place in places]
+        if hidden and self.sampled:
             return self._render(forms)
         position = places[-1].position if places else START
         if self.restored.text is None or self.restored.text[0] != position:
             self.restored.text = position, self._render(forms)
         return self.restored.text[1]
 
-    def _form(self, index: int, *, hidden: bool) -> Json:
+    def _form(self, place: Place, hidden: bool) -> Json:
         """A message as the template takes it, or a stand-in; made once for its place."""
-        place = self.places[index]
-        form = place.forms.get(hidden)
+        sampled = place.node is not None
+        form = place.forms.get(hidden and sampled)
         if form is None:
             message = place.message
-            if hidden:
+            if hidden and sampled:
                 # text beside calls may be shown elsewhere
                 bare = not message["content"] and not self.skeleton.extends["tool"]
-                message = _stand_in(message, self._word(index), bare=bare)
-            form = place.forms[hidden] = self._shape(index, message)
+                message = _stand_in(message, self._word(place), bare=bare)
+            form = self.renderer.shape(message, sampled=sampled)
+            place.forms[hidden and sampled] = form
         return form
 
-    def _shape(self, index: int, message: Json) -> Json:
-        sampled = self.places[index].node is not None
-        return self.renderer.shape(message, sampled=sampled)
-
-    def _word(self, index: int) -> str:
-        return f"{self.prompts.word}{self.places[index].position.hex()};"
+    def _word(self, place: Place) -> str:
+        return f"{self.prompts.word}{place.position.hex()};"
 
     def _between(self, text: str) -> Between | Reason:
         """Find what a text has between the stand-ins of all sampled replies."""
@@ -426,7 +425,8 @@ class _Call:
         ):
             known = Between("", 0, [], _digest(), b"")
         hasher, end_at, start = known.hasher.copy(), known.end_at, len(known.head)
-        new = [(i, self._word(i)) for i in self.sampled[len(known.positions) :]]
+        unknown = self.sampled[len(known.positions) :]
+        new = [(i, self._word(self.places[i])) for i in unknown]
         at, firsts = start, list[int]()
         for _, word in new:
             at = text.find(word, at)
@@ -460,7 +460,7 @@ class _Call:
     def _digest(self) -> bytes | None:
         """The digest of the text between all replies, if they can be told apart."""
         with suppress(TemplateError):
-            found = self._between(self._text(opaque={*self.sampled}))
+            found = self._between(self._text(hidden=True))
             return found.digest if isinstance(found, Between) else None
         return None
 
@@ -477,7 +477,7 @@ class _Call:
             roles.add("beside")
         if base.between is None or any(extends[role] for role in roles):
             return "template"
-        text = self._text(opaque={*self.sampled})
+        text = self._text(hidden=True)
         found = self._between(text)
         if isinstance(found, str):
             return found
@@ -504,7 +504,7 @@ class _Call:
         return None if thought in chat.squeezed(shown) else "reasoning"
 
     def _attribute(
-        self, first: int, text: str, encoded: Encoded, opaque: Collection[int]
+        self, first: int, text: str, encoded: Encoded, hidden: bool
     ) -> Ids | None:
         """The message, from ``first`` on, that each token of a text shows.
 
@@ -518,9 +518,9 @@ class _Call:
         n_first = roles.index("user") + 1 if "user" in roles else 0
         head = sorted({*range(n_first), first - 1} - {-1})
         text = self.renderer.without_mark(text)
-        spans = self._spans(head, first, opaque, text)
+        spans = self._spans(head, first, text, hidden=hidden)
         if spans is None and first:
-            spans = self._spans(range(first), first, opaque, text)
+            spans = self._spans(range(first), first, text, hidden=hidden)
         if spans is None:
             return None
         index = np.full(len(encoded.ids), -1, np.int32)
@@ -533,7 +533,7 @@ class _Call:
         return index
 
     def _spans(
-        self, head: Sequence[int], first: int, opaque: Collection[int], text: str
+        self, head: Sequence[int], first: int, text: str, *, hidden: bool
     ) -> "Spans | None":
         """The spans of the messages from ``first`` on in a text, found with marks.
 
@@ -541,13 +541,14 @@ class _Call:
         not.
         """
         name = self.prompts.mark
-        forms = [self._form(i, hidden=i in opaque) for i in head]
+        forms = [self._form(self.places[i], hidden) for i in head]
         for inside_space in (False, True):
             new = [
-                self._shape(
-                    i, _marked(place.message, f"{name}{i - first};", inside_space)
+                self.renderer.shape(
+                    _marked(place.message, f"{name}{i};", inside_space),
+                    sampled=place.node is not None,
                 )
-                for i, place in enumerate(self.places[first:], first)
+                for i, place in enumerate(self.places[first:])
             ]
             # the template may reject the marks
             with suppress(TemplateError):

@@ -49,7 +49,9 @@ def _camel_case(value: Any) -> Any:
 
 
 def _parse(fields: Fields) -> chat.ChatRequest:
-    fields.json = _camel_case(fields.json)
+    renamed = _camel_case(fields.json)
+    fields.json.clear()
+    fields.json.update(renamed)
     base.refuse_fields(fields, base.STORED, "cachedContent")
     system = fields.section("systemInstruction")
     system.peek("role")

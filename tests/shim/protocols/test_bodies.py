@@ -1,7 +1,10 @@
 """Bodies of requests in each protocol: as which chat they are read, and what is refused."""
 
+import gc
 import json
 import re
+import weakref
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -468,6 +471,19 @@ def test_gemini_in_snake_case():
     found = read("gemini", body)
     assert (found.sampling, found.ignored) == ({"max_tokens": 5}, {})
     assert found.tools[0]["function"] == {"name": "f", "parameters": schema}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_refused_body_is_freed_at_once(name):
+    # not by the next collection of garbage
+    body = type("Body", (dict,), {})({FIELDS[name]: [3]})
+    freed = weakref.ref(body)
+    gc.disable()
+    with suppress(GatewayError):
+        BY_NAME[name].read(body)
+    del body
+    gc.enable()
+    assert freed() is None
 
 
 def test_what_bodies_share_is_not_read_again():

@@ -23,7 +23,7 @@ from tests.shim.fakes import (
 )
 from tests.strategies import call_shards, plain_texts, typed_calls
 from trajkit_shim import cli
-from trajkit_shim.chat.request import ChatRequest, Required
+from trajkit_shim.chat.request import Required
 from trajkit_shim.cli import EngineOptions
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.replies import (
@@ -520,14 +520,7 @@ def tag(name, schema=ANY):
 def made(*, tools=TWO_TOOLS, form=FORMS["hermes"], pins=(), **required):
     how = {name: required.pop(name, False) for name in ("opened", "reasons")}
     how["around"] = required.pop("around", TAGS)
-    request = ChatRequest(
-        messages=[],
-        tools=tools,
-        required=Required(**required),
-        sampling={},
-        stream=False,
-    )
-    return grammar(request, form, dict.fromkeys(pins), **how)
+    return grammar(Required(**required), tools, form, dict.fromkeys(pins), **how)
 
 
 def tags(kind, given, one, **fields):
