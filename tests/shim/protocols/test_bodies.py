@@ -359,13 +359,6 @@ def test_what_is_refused(name, body, param):
         read(name, body)
 
 
-@cases("kind, shown", {"an image": ("image", "image"), "another": ("document", "PDF")})
-def test_words_that_make_claude_code_leave_it_out(kind, shown):
-    given = part(type=kind, source={"type": "base64", "media_type": "x", "data": ""})
-    with raises(GatewayError, f"could not process {shown}: it is no text"):
-        read("anthropic", given)
-
-
 @rows(IGNORED)
 def test_what_is_ignored_and_counted(name, body, param):
     request = read(name, body)
