@@ -243,7 +243,6 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         info = await gateway.engine.info()
         model = {"id": info.model, "max_model_len": info.max_context_tokens}
         model |= {"object": "model", "created": 0, "owned_by": "trajkit"}
-        # there is only one, under any name
         if "model" in request.path_params:
             return model
         return {"object": "list", "data": [model]}

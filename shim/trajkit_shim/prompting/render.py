@@ -600,10 +600,8 @@ def _from_transformers(folder: Path, trust_remote_code: bool) -> Any:
         kinds = ("tekken.json", "tiktoken.model", "tokenizer.model", "*.tiktoken")
         found = sorted(file.name for kind in kinds for file in folder.glob(kind))
         only = f", only {', '.join(found)}" if found else ""
-        missing = f"there is no tokenizer.json{only}: put the model's own there"
-        if not trust_remote_code:
-            missing += ", or serve with --trust-remote-code if it has code for it"
-        missing += ". "
+        code = "" if trust_remote_code else ", or give --trust-remote-code for its code"
+        missing = f"there is no tokenizer.json{only}: put the model's own there{code}. "
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ModuleNotFoundError as error:
