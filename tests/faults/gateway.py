@@ -321,6 +321,8 @@ shim/trajkit_shim/engines/http.py: shim/engines/test_servers
         |zlib.crc32(request.session_id.encode())|
         -> |zlib.crc32(request.request_id.encode())|
 shim/trajkit_shim/chat/request.py: shim/protocols shim/test_conformance shim/test_app
+    a parameter has no effect, because the gateway sets it
+        |for name in extra.keys() & {| -> |for name in set() & {|
     an effort that the template refuses is given to it
         |if takes(name, value)]| -> |if takes(name, None)]|
     a client decides what the session fixes
