@@ -252,30 +252,3 @@ def fill_edges(
                     break
     if bad >= 0:
         raise LayoutError(f"rows[{bad}] has other edges than the offsets, or one at position 0")
-
-
-def segment_parents(
-    const int32_t[::1] starts not None,
-    const int32_t[::1] ends not None,
-    const int64_t[::1] offsets not None,
-):
-    """For each segment the one that it hangs on, counted within its pack; -1: none.
-
-    ``starts`` and ``ends``: where each segment and the subtree of its tokens begin and end in
-    the pack. Segments ``offsets[k]:offsets[k + 1]`` are those of pack k.
-    """
-    cdef int64_t n = starts.shape[0], k, p, pack, first
-    cdef int32_t[::1] parents = empty(n, "i4")
-    _check_length("ends", ends.shape[0], n)
-    for k in range(offsets.shape[0] - 1):
-        if not 0 <= offsets[k] <= offsets[k + 1] <= n:
-            raise LayoutError(f"offsets[{k}] is {offsets[k]}: there are {n} segments")
-    with nogil:
-        for pack in range(offsets.shape[0] - 1):
-            first = offsets[pack]
-            for k in range(first, offsets[pack + 1]):
-                p = k - 1
-                while p >= first and ends[p] <= starts[k]:
-                    p = -1 if parents[p] < 0 else first + parents[p]
-                parents[k] = <int32_t>(p - first) if p >= first else -1
-    return parents.base

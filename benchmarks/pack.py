@@ -35,12 +35,7 @@ from trajkit import _core
 from trajkit.packs.balancing import pack_pairs
 
 _SESSIONS = 16
-_KERNELS = (
-    "fill_packs",
-    "count_edges",
-    "fill_edges",
-    "segment_parents",
-)
+_KERNELS = ("fill_packs", "count_edges", "fill_edges")
 _RANKS = 4
 
 
@@ -305,16 +300,15 @@ def packed(n_rollouts: int, repeats: int) -> Iterator[str]:
     started = time.perf_counter()
     found = tk.verify_packs(packs, table, max_tokens=limit)
     yield f"verify_packs: {len(found)} violations, {time.perf_counter() - started:.2f} s"
-    for method in ("lpt", "karmarkar_karp"):
-        for equal in (False, True):
-            plan = tk.balance(packs, _RANKS, method=method, equal_counts=equal)
-            loads = np.bincount(
-                plan.column("rank").to_numpy(), plan.column("cost").to_numpy()
-            )
-            yield (
-                f"{method}, {_RANKS} ranks{', equal counts' if equal else ''}: "
-                f"slowest {loads.max() / loads.mean():.3f} of the mean"
-            )
+    for equal in (False, True):
+        plan = tk.balance(packs, _RANKS, equal_counts=equal)
+        loads = np.bincount(
+            plan.column("rank").to_numpy(), plan.column("cost").to_numpy()
+        )
+        yield (
+            f"{_RANKS} ranks{', equal counts' if equal else ''}: "
+            f"slowest {loads.max() / loads.mean():.3f} of the mean"
+        )
 
 
 def fuzz(n_forests: int, seed: int) -> str:

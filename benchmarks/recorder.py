@@ -4,10 +4,10 @@
 
 records a session of 200 turns with up to a million tokens, each prompt in a buffer of its
 own. It prints the time of a call next to `turns.lcp` of its prompt and the previous path
-and, with message dicts, Python's ``==`` of the request's messages and those of the previous
-request; the time of rows of short sessions; and the session's memory next to the bytes of
-its new ids and logprobs. The ratio is of recording to these comparisons. A first table is
-timed separately. The answers are checked first.
+and, with messages, Python's ``==`` of the request's messages and those of the previous
+request; and the session's memory next to the bytes of its new ids and logprobs. The ratio
+is of recording to these comparisons. A first table is timed separately. The answers are
+checked first.
 """
 
 import argparse
@@ -31,14 +31,11 @@ import pyarrow as pa
 import trajkit as tk
 from benchmarks.compare import commit, machine
 from benchmarks.data import Record, Size, Tokens, rollout
-from benchmarks.scale import check, without_bodies
+from benchmarks.scale import check
 
 Message = dict[str, Any]
-Work = Callable[[Record], None]
 
 SYSTEM, REPLY = 25_000, 300
-# turns of the sessions whose rows are timed
-SHORT = (1, 10, 40)
 # sessions of which the memory of a process is taken
 SESSIONS = 16
 
@@ -53,37 +50,6 @@ def call_of(record: Record) -> Record:
     return {name: value for name, value in record.items() if name not in without}
 
 
-def keyed(message: Message) -> tuple[bytes, str]:
-    return tk.turns.message_key(message), str(message["role"])
-
-
-class Keys:
-    """The keys of a rollout's messages, each computed once."""
-
-    def __init__(self) -> None:
-        self._pairs: dict[int, tuple[bytes, str]] = {}
-        self._messages: list[Message] = []
-
-    def pair(self, message: Message) -> tuple[bytes, str]:
-        known = self._pairs.get(id(message))
-        if known is None:
-            known = self._pairs[id(message)] = keyed(message)
-            self._messages.append(message)  # so that its id stays its own
-        return known
-
-    def pairs(self, messages: list[Message]) -> list[tuple[bytes, str]]:
-        return [self.pair(message) for message in messages]
-
-
-def with_keys(record: Record, keys: Keys) -> Record:
-    """The call with each message as its key and role."""
-    return {
-        **call_of(record),
-        "prompt_messages": keys.pairs(record["prompt_messages"]),
-        "response_message": keys.pair(record["response_message"]),
-    }
-
-
 def parsed(value: object) -> Any:
     """The value as a request brings it: every dict and string an object of its own."""
     return json.loads(json.dumps(value))
@@ -94,50 +60,36 @@ def check_answers(size: Size) -> None:
     records = list(rollout("s", size))
     full = tk.from_records(records)
     by_tokens = tk.from_records({**call_of(one), "session_id": "s"} for one in records)
-    keys = Keys()
     recorder = tk.Recorder()
     for record in records:
         said = {name: record[name] for name in ("prompt_messages", "response_message")}
         recorder.record("dicts", **call_of(record), **said)
         recorder.record("parsed", **call_of(record), **parsed(said))
-        recorder.record("keys", **with_keys(record, keys), use_tool=True)
         recorder.record("tokens", **call_of(record))
     for name, table in (
         ("dicts", tk.compact(full)),
         ("parsed", tk.compact(full)),
-        ("keys", tk.compact(without_bodies(full))),
         ("tokens", tk.compact(by_tokens)),
     ):
         turns = recorder.turns(name)
         named = turns.set_column(0, turns.schema.field(0), [["s"] * turns.num_rows])
         check(named == table, f"{name}: turns are the compacted ones")
-    rows = tk.linearize(full, "faithful")
-    check(
-        recorder.rows("dicts", "faithful").drop_columns("session_id")
-        == rows.drop_columns("session_id"),
-        "rows are those of the table",
-    )
 
 
 def messages_of(record: Record) -> Record:
     return {name: record[name] for name in ("prompt_messages", "response_message")}
 
 
-def by_tokens(record: Record, keys: Keys) -> Record:
-    return call_of(record)
-
-
-def parsed_dicts(record: Record, keys: Keys) -> Record:
+def parsed_dicts(record: Record) -> Record:
     return call_of(record) | parsed(messages_of(record))
 
 
-def shared_dicts(record: Record, keys: Keys) -> Record:
+def shared_dicts(record: Record) -> Record:
     return call_of(record) | messages_of(record)
 
 
-INPUTS: dict[str, Callable[[Record, Keys], Record]] = {
-    "none": by_tokens,
-    "keys": with_keys,
+INPUTS: dict[str, Callable[[Record], Record]] = {
+    "none": call_of,
     "dicts, parsed anew for each call": parsed_dicts,
     "dicts, the same objects each time": shared_dicts,
 }
@@ -172,8 +124,7 @@ def seconds(size: Size, repeats: int, how: str) -> dict[str, float]:
     ``turns`` is the first table of the session; ``again`` records every call a second
     time, as a retry: nothing in it is new.
     """
-    keys = Keys()
-    calls = [INPUTS[how](one, keys) for one in rollout("s", size)]
+    calls = [INPUTS[how](one) for one in rollout("s", size)]
     last = calls[-1]
     context = np.concatenate([last["prompt_ids"], last["output_ids"]])
     best: dict[str, float] = {}
@@ -208,52 +159,6 @@ def print_times(size: Size, repeats: int) -> None:
         print(line)
 
 
-def short_session(n_turns: int) -> list[Record]:
-    """Calls of a few tokens each, with messages."""
-    calls: list[Record] = []
-    prompt = [1, 2, 3]
-    messages: list[Message] = [{"role": "user", "content": "task"}]
-    for turn in range(n_turns):
-        reply = {"role": "assistant", "content": f"reply {turn}"}
-        output = [10 + turn, 11 + turn]
-        calls.append(
-            {
-                "prompt_ids": np.array(prompt, np.int32),
-                "output_ids": np.array(output, np.int32),
-                "output_logprobs": np.full(2, -0.5, np.float32),
-                "finish_reason": "stop",
-                "prompt_messages": list(messages),
-                "response_message": reply,
-            }
-        )
-        prompt = [*prompt, *output, 7]
-        messages += [reply, {"role": "user", "content": f"result {turn}"}]
-    return calls
-
-
-def print_short(repeats: int) -> None:
-    """The fixed cost of rows: sessions so short that their tokens cost nothing."""
-    print("\nrows of a short session in milliseconds, fastest and median:")
-    for name in ("faithful", "strict"):
-        for n_turns in SHORT:
-            calls = short_session(n_turns)
-            recorder = tk.Recorder()
-            record_all(recorder, calls)
-            table = tk.from_records({"session_id": "s", **call} for call in calls)
-            check(
-                recorder.rows("s", name, reward=1.0)
-                == tk.linearize(table, name, reward=1.0),
-                f"{name}, {n_turns} turns: rows are those of the table",
-            )
-            taken = []
-            for _ in range(100 * repeats):
-                start = time.perf_counter()
-                recorder.rows("s", name, reward=1.0)
-                taken.append(1e3 * (time.perf_counter() - start))
-            label = f"  {name}, turns: {n_turns}"
-            print(f"{label:<36}{min(taken):10.3f}{np.median(taken):10.3f}")
-
-
 def bytes_held(value: object, seen: set[int]) -> int:
     """Bytes of an object and of what it holds alone, arrays and their buffers included."""
     if id(value) in seen or isinstance(value, type) or callable(value):
@@ -276,14 +181,12 @@ def bytes_held(value: object, seen: set[int]) -> int:
 
 
 def print_memory(size: Size) -> None:
-    recorder, keys = tk.Recorder(), Keys()
+    recorder = tk.Recorder()
     recorder.record("empty", prompt_ids=[0], output_ids=[])
     n_ids = n_logprobs = 0
     for record in rollout("s", size):
-        call = with_keys(record, keys)
         n_ids += len(record["output_ids"])
         n_logprobs += len(record["output_logprobs"])
-        recorder.record("keys", **call)
         found = recorder.record("tokens", **call_of(record))
         n_ids += len(record["prompt_ids"]) - found.shared_length
     needed = 4 * n_ids + 4 * n_logprobs
@@ -291,8 +194,7 @@ def print_memory(size: Size) -> None:
     of_bytes("4 per id and logprob", needed, needed)
     held = recorder._sessions
     fixed = bytes_held(held["empty"], set())
-    for name in ("tokens", "keys"):
-        of_bytes(f"held, by {name}", bytes_held(held[name], set()), needed)
+    of_bytes("held, by tokens", bytes_held(held["tokens"], set()), needed)
     of_bytes("of which of an empty session", fixed, needed)
     words = [sys.executable, "-m", "benchmarks.recorder", "--resident"]
     words += ["--turns", str(size.n_turns), "--context", str(size.context)]
@@ -364,7 +266,6 @@ def main(words: list[str] | None = None) -> None:
     print("times    processor time of a session, the fastest of the repeats\n")
     check_answers(size_of(choices.turns, choices.context // 8))
     print_times(size, choices.repeats)
-    print_short(choices.repeats)
     print_memory(size)
 
 

@@ -142,7 +142,7 @@ SYSTEMS = {
         ),
         leaves_out=True,
     ),
-    "strict": System(interleave_sessions, lambda session: tk.policy("interleave")),
+    "strict": System(interleave_sessions, lambda session: tk.policy("strict")),
     "trl": System(
         lambda: delivered("trl"),
         lambda session: tk.policy(

@@ -23,7 +23,7 @@ PACKAGES = {
 }
 PUBLIC = [
     *(trajkit, trajkit.analysis, trajkit.learn, trajkit.packs, trajkit.plot),
-    *(trajkit.recorder, trajkit.turns, trajkit.view),
+    *(trajkit.turns, trajkit.view),
 ]
 HEAVY = {
     *("duckdb", "httpx", "jinja2", "matplotlib", "pandas", "polars", "pyspark", "ray"),
@@ -40,7 +40,6 @@ REFUSED = {
 ALLOWED = {
     "cli": {"polars"},  # counting and grouping, of the extra `look`
     "cli/options.py": {"tokenizers", "transformers"},  # when a command is given one
-    "engines.py": {"ray"},
     "export": {"slime", "torch", "verl"},  # in functions that return their objects
     "plot/figures.py": {"matplotlib"},  # in functions that return figures
     "torch": {"torch", "transformers"},  # an extra that no other part imports

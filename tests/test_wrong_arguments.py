@@ -71,7 +71,6 @@ RIGHT = {
     turns.content_ids: {"kind": "image", "content_hash": "0" * 64, "n_tokens": 2},
     turns.engine_ids: {"table": TURNS},
     turns.lcp: {"a": [1], "b": [1]},
-    turns.message_body: {"message": MESSAGE},
     turns.message_key: {"message": MESSAGE},
     turns.message_record: {"message": MESSAGE},
     turns.reject_sessions: {"table": TURNS},
@@ -268,20 +267,3 @@ def test_rows_come_before_turns(function):
 def test_arguments_that_exclude_each_other(arguments, said):
     with pytest.raises(ArgumentError, match=said):
         tk.linearize(TURNS, **arguments)
-
-
-def test_arguments_of_a_recorder_are_named():
-    recorder = tk.Recorder()
-    recorder.record("a", prompt_ids=[1], output_ids=[2])
-    for make, said in (
-        (lambda: recorder.rows("a", "faithful", group_id=3), "group_id=3"),
-        (lambda: recorder.rows("a", "faithful", payloads="x"), "payloads='x'"),
-        (lambda: recorder.rows("a", "faithful", reward="x"), "reward is of type str"),
-        (lambda: recorder.rows("a", "faithfull"), "did you mean 'faithful'"),
-        (
-            lambda: recorder.rows("a", "faithful", sessions=REPORT, error="x"),
-            "group_id or error is given with a table",
-        ),
-    ):
-        with pytest.raises(ArgumentError, match=said):
-            make()

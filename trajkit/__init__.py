@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from trajkit import turns as turns
     from trajkit import view as view
     from trajkit.analysis.drift import classify_drift as classify_drift
-    from trajkit.analysis.drift import classify_drift_batches as classify_drift_batches
     from trajkit.analysis.rows import check_rows as check_rows
     from trajkit.analysis.simulation import simulate as simulate
     from trajkit.errors import TrajkitError as TrajkitError
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from trajkit.packs.verification import verify_packs as verify_packs
     from trajkit.policies import Policy as Policy
     from trajkit.policies import policy as policy
-    from trajkit.recorder.recorder import Recorder as Recorder
+    from trajkit.recorder import Recorder as Recorder
     from trajkit.rows.linearize import linearize as linearize
     from trajkit.rows.linearize import linearize_batches as linearize_batches
     from trajkit.rows.linearize import link as link

@@ -85,18 +85,6 @@ class TokenIndex:
     def add(self, call: int) -> None: ...
     def find(self, call: int) -> int: ...
 
-@final
-class MessageRouter:
-    def __new__(
-        cls,
-        forest: CallForest,
-        requests: _Records,
-        tools: _I32 | None,
-        merge_threshold: int,
-        tie_break: int,
-        links: _Records,
-    ) -> Self: ...
-
 def route_messages(
     forest: CallForest,
     requests: _Records,
@@ -126,9 +114,6 @@ def align(
 ) -> int: ...
 
 # rows.pxi
-@final
-class Plan: ...
-
 def order_calls(forest: CallForest, links: _Records) -> npt.NDArray[np.int32]: ...
 def plan_rows(
     forest: CallForest, links: _Records, choices: _Records, created_rank: _I32
@@ -149,7 +134,6 @@ def fill_rows(
 ) -> tuple[int, _I32, _I32, _I8]: ...
 
 # packs.pxi
-def segment_parents(starts: _I32, ends: _I32, offsets: _I64) -> _I32: ...
 def fill_packs(
     rows: _Records, input_ids: _I32, position_ids: _I32, subtree_end: _I32
 ) -> None: ...

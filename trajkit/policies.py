@@ -420,7 +420,6 @@ PRESETS: dict[str, Policy] = {
 """The named policies."""
 
 ALIASES = {
-    "interleave": PRESETS["strict"],
     # AReaL's export_style "individual", its default: a row per interaction.
     # https://github.com/areal-project/AReaL/blob/4aef98d8d8/areal/experimental/openai/cache.py
     "areal": PRESETS["per_call"],

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
-import numpy as np
 import orjson
 
 from trajkit_shim.errors import GatewayError
@@ -77,7 +76,7 @@ def as_json(value: object) -> bytes:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:
         # it has half a character, or an integer beyond 64 bits
-        return json.dumps(value, default=np.ndarray.tolist).encode()
+        return json.dumps(value, default=lambda array: array.tolist()).encode()
 
 
 class Element(NamedTuple):

@@ -143,7 +143,7 @@ def test_policies_that_all_lose():
 
 def test_policies_are_named_by_their_changes_and_one_needs_no_list():
     slime = tk.policy("slime", fork_threshold=7, keep_prefix=True)
-    found = tk.simulate(DRIFTING, [slime, "interleave"])
+    found = tk.simulate(DRIFTING, [slime, "strict"])
     names = ["slime(keep_prefix=True, fork_threshold=7)", "strict"]
     assert found["policy"].to_pylist() == [label(slime), "strict"] == names
     for strict in ("strict", tk.policy("strict")):

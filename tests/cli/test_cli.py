@@ -296,18 +296,18 @@ def test_simulate_says_what_keeps_everything(capsys, turns):
         printed = run_json(capsys, "simulate", turns, *options)
         expected = tk.simulate(table, **choices).to_pylist()
         assert printed == {"cheapest": "faithful", "policies": expected}
-    argv = ["simulate", turns, "--policy", "slime", "--policy", "strict"]
+    argv = ["simulate", turns, "--policy", "slime", "--policy", "skyrl"]
     assert cli.main(argv) == 0
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
     assert lines[0] == "turns 4, tokens sampled 8".split()
     assert lines[2][:6] == ["policy", "rows", "trained", "of", "sampled", "lost"]
     assert lines[4] == "slime 2 5 62.5 % 3 14 14 7".split()
-    assert lines[-1] == "keeps everything at the lowest cost: strict".split()
+    assert lines[-1] == "keeps everything at the lowest cost: skyrl".split()
     assert (
         "slime loses 3 tokens, lost to drift or a retry (absorbed). Its row continued with "
         "the next prompt's ids instead: drift, or a call that was tried again. "
-        "lose nothing: strict same rule: interleave as strict "
+        "lose nothing: skyrl same rule: rllm and verl as skyrl "
         "--policy art has a rule of its own, a choice of slime's "
     ) in " ".join(text.split())
     assert cli.main([*argv, "--wide", "--pack", "8"]) == 0
@@ -488,9 +488,9 @@ def test_policies_are_listed(capsys):
     assert [one["name"] for one in run_json(capsys, "policies")] == list(PRESETS)
     assert cli.main(["policies"]) == cli.DONE
     lines = capsys.readouterr().out.splitlines()
-    for name in ("strict", "interleave"):
+    for name in ("skyrl", "verl"):
         (line,) = (line for line in lines if line.startswith(name))
-        assert line.split("  ")[-1].strip() == "parent_by=tokens, train_aborted=true"
+        assert line.split("  ")[-1].strip() == "parent_by=previous, train_aborted=true"
     assert any("keep_untrained=true" in line for line in lines)
 
 

@@ -5,12 +5,11 @@ import pickle
 import duckdb
 import polars as pl
 import pyarrow as pa
-import pytest
+import pyarrow.compute as pc
 
 import trajkit as tk
 from tests.engines.runs import in_order, turns_of, write_files, write_scattered
 from trajkit.engines import LinearizeStep
-from trajkit.errors import ArgumentError
 from trajkit.tables import limits
 
 
@@ -31,6 +30,14 @@ def test_batches_in_and_batches_out_as_spark_calls_it(monkeypatch):
     rows = pa.Table.from_batches(batches, step.schema)
     expected = tk.linearize(turns, "per_call", reward=1.5)
     assert in_order(rows) == in_order(expected)
+
+
+def test_a_session_may_come_in_any_order():
+    turns, step = turns_of(5), LinearizeStep(policy="slime")
+    session = turns.filter(pc.equal(turns["session_id"], "s04"))
+    rows = step.of_session(session.take([3, 0, 4, 2, 1]))
+    assert rows.schema == step.schema
+    assert in_order(rows) == in_order(tk.linearize(session, "slime"))
 
 
 def test_no_turns_give_no_rows():
@@ -70,11 +77,3 @@ def test_in_polars(tmp_path):
         rows_of, schema=schema
     )
     assert in_order(query.collect()) == in_order(tk.linearize(turns, "strict"))
-
-
-def test_ray_is_named_where_it_is_missing(monkeypatch):
-    import trajkit.engines
-
-    monkeypatch.setitem(__import__("sys").modules, "ray.data", None)
-    with pytest.raises(ArgumentError, match="needs Ray"):
-        trajkit.engines.linearize_on_ray("turns")

@@ -199,8 +199,8 @@ shim/trajkit_shim/sessions/turn_log.py: shim/sessions shim/test_app
         |body = None if known else message.body| -> |body = message.body|
     bodies of a turn that could not be written are in the log
         |        new = set[bytes]()| -> |        new = bodies|
-    attribution of shared tokens is left out
-        |if not (known[:first] >= 0).any():| -> |if True:|
+    a token without a message is content
+        |None if index is None else index >= 0| -> |None if index is None else index > -2|
     a column that the log lacks is lost
         |if turn.get(name) is not None:| -> |if False:|
     a truncated log is not noticed

@@ -98,8 +98,6 @@ _native/drift.pxi: analysis/test_drift
     drift at the start of a reply is in the prompt
         |if «start <= lcp < min(stop, reach)»:| -> |start < lcp < min(stop, reach)|
 _native/packs.pxi: training/test_packs training/test_packs_verify
-    a segment hangs on one that ends where it starts
-        |while p >= first and «ends[p] <= starts[k]»:| -> |ends[p] < starts[k]|
     a null logprob of an edge is given
         |given[stop + e] = 0| -> ||
 _native/arrow.pxi: turns/test_delta turns/test_table rows/test_rows tables

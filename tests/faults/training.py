@@ -62,7 +62,9 @@ trajkit/learn/weights.py: learn
 trajkit/learn/observations.py: learn
     |np.where(complete, everything, np.maximum(covered, seen))| -> |seen|
 trajkit/packs/balancing.py: training/test_packs_balance
-    |size = ranks if equal_counts else 1| -> |size = ranks|
+    |if equal_counts and all(len(chain) == 1 for _, chain in items):| -> |if False:|
+    |if equal_counts and all(len(chain) == 1 for _, chain in items):|
+        -> |if equal_counts:|
 trajkit/packs/packing.py: training/test_packs:group_of_a_stream
     |if n_tokens >= _PACKS_AT_A_TIME * max_tokens and not goes_on:|
         -> |if n_tokens >= _PACKS_AT_A_TIME * max_tokens:|

@@ -87,7 +87,6 @@ def test_a_table_with_bad_offsets_is_refused_by_every_function(
         tk.compact_batches,
         tk.validate_batches,
         tk.simulate,
-        lambda turns: tk.classify_drift_batches(turns, LINKS),
         lambda turns: tk.verify_batches(ROWS, turns),
         lambda turns: tk.write_turns(turns, BytesIO(), format="arrows"),
     ],

@@ -164,7 +164,7 @@ def _not_refused(case: Case, names: list[str]) -> str | None:
         forms: dict[str, Callable[[], object]] = {
             "table": partial(tk.linearize, table, _policy(case)),
             "delta": partial(tk.linearize, tk.compact(table), _policy(case)),
-            "recorder": partial(recorder.rows, "s", _policy(case)),
+            "recorder": partial(tk.linearize, recorder.turns("s"), _policy(case)),
         }
         for form, made in forms.items():
             try:
@@ -236,7 +236,7 @@ def _between_forms(case: Case) -> str | None:
         lambda: same("threads", _on_threads(table, policy, draw, options)),
         lambda: same("stream", _streamed(table, policy, draw, options)),
         lambda: _stored(rows),
-        lambda: same("recorder", _recorded(case, policy, rows, draw, options)),
+        lambda: same("recorder", _recorded(case, policy, draw, options)),
         lambda: _verified(case, table, rows),
         lambda: _added_up(report),
         lambda: _by_chance(case, policy, draw, options),
@@ -301,16 +301,11 @@ def _stored(rows: pa.Table) -> str | None:
 
 
 def _recorded(
-    case: Case,
-    policy: tk.Policy,
-    rows: pa.Table,
-    draw: Random,
-    options: dict[str, Any],
-) -> tuple[pa.Table, pa.Table] | str | None:
+    case: Case, policy: tk.Policy, draw: Random, options: dict[str, Any]
+) -> tuple[pa.Table, pa.Table] | None:
     """From the turns of a recorder that took the sessions' calls in turns.
 
-    What differs instead, if its own rows of some session do. None: it counts turns
-    itself, and theirs have gaps.
+    None: it counts turns itself, and theirs have gaps.
     """
     recorder = tk.Recorder()
     waiting = by_session(case.turns)
@@ -320,46 +315,16 @@ def _recorded(
         for k, turn in enumerate(turns)
     ):
         return None
-    by_keys = policy.parent_by != "agents" and policy.message_equality == "values"
     calls = {name: iter(turns) for name, turns in waiting.items()}
     order = [name for name, turns in waiting.items() for _ in turns]
     draw.shuffle(order)
     for name in order:
-        turn = _call_of(next(calls[name]))
-        if by_keys and draw.random() < 0.5:
-            turn |= _in_keys(turn)
-        recorder.record(name, **turn)
+        recorder.record(name, **_call_of(next(calls[name])))
     turns = pa.concat_tables(
         [recorder.turns(name) for name in waiting], promote_options="permissive"
     )
-    ids = rows["session_id"].to_pylist()
-    for name in draw.sample(list(waiting), -(-len(waiting) // 10)):
-        alone = recorder.pop(
-            name,
-            policy,
-            max_row_tokens=case.max_row_tokens,
-            reward=1.0,
-            payloads=PAYLOADS,
-        )
-        at = ids.index(name) if name in ids else 0
-        if not alone.rows.equals(rows.slice(at, ids.count(name))):
-            return f"recorder: other rows of {name}"
     made: tuple[pa.Table, pa.Table] = linearized(turns, policy, **options)
     return made
-
-
-def _in_keys(turn: Turn) -> Turn:
-    """The messages of a call as pairs of key and role."""
-
-    def pair(message: Turn) -> tuple[bytes, str]:
-        return tk.turns.message_key(message), message["role"]
-
-    reply, sent = turn["response_message"], turn["prompt_messages"]
-    return {
-        "use_tool": bool(reply and "tool_calls" in reply),
-        "response_message": reply and pair(reply),
-        "prompt_messages": sent and [pair(message) for message in sent],
-    }
 
 
 def _verified(case: Case, table: pa.Table, rows: pa.Table) -> str | None:

@@ -53,19 +53,11 @@ def expected(lines, baseline, scale, epsilon, drop_constant):
             std = statistics.stdev(everyone) + epsilon
             gain = gain / std if std else 0.0
         gains.append(gain)
-    known = [gain for gain in gains if gain is not None]
-    if scale == "batch_std":
-        mean = statistics.fmean(known) if known else 0.0
-        std = statistics.stdev(known) + epsilon if len(known) > 1 else None
-        gains = [
-            None if gain is None or std is None else (gain - mean) / std if std else 0.0
-            for gain in gains
-        ]
     return gains
 
 
 @pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
-@pytest.mark.parametrize("scale", ["none", "group_std", "batch_std"])
+@pytest.mark.parametrize("scale", ["none", "group_std"])
 @pytest.mark.parametrize("baseline", ["none", "group_mean", "leave_one_out"])
 @given(
     st.lists(st.tuples(REWARDS, st.sampled_from(["g", "h", None])), max_size=9),
@@ -119,9 +111,6 @@ def test_rewards_that_are_equal_but_for_rounding_are_constant(rewards, kind):
     assert dropped["advantage"].to_pylist() == [None, None]
     with pytest.warns(NoSignalWarning, match="all 2 advantages are 0"):
         found = tk.learn.advantages(given, scale="group_std", epsilon=0.0)
-    assert found["advantage"].to_pylist() == [0.0, 0.0]
-    with pytest.warns(NoSignalWarning, match="all 2 advantages are 0"):
-        found = tk.learn.advantages(given, "none", scale="batch_std", epsilon=0.0)
     assert found["advantage"].to_pylist() == [0.0, 0.0]
 
 

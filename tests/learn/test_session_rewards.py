@@ -34,7 +34,7 @@ def test_rows_and_report_have_what_the_turns_state(form):
                 output_ids=turn["output_ids"],
                 payloads={name: turn[name] for name in STATED},
             )
-        tables = [recorder.rows(name, "per_call") for name in "ab"]
+        tables = [tk.linearize(recorder.pop(name), "per_call") for name in "ab"]
         rows, reports = pa.concat_tables(tables), None
     elif form == "stream":
         made = streamed(iter(turns.to_batches(1)), "per_call")

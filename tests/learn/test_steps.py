@@ -31,7 +31,7 @@ def sessions_table(groups):
     )
 
 
-def expected(lines, groups, credit, scale, epsilon):
+def expected(lines, groups, discount, scale, epsilon):
     """By the formula of the paper, one step at a time."""
 
     def group_of(session):
@@ -61,7 +61,7 @@ def expected(lines, groups, credit, scale, epsilon):
             for s, i, r in lines
             if s == session
             and r is not None
-            and (i == index or (credit == "to_go" and i > index))
+            and (i == index or (discount and i > index))
         ]
         found.append(sum(counted))
     return found
@@ -69,7 +69,7 @@ def expected(lines, groups, credit, scale, epsilon):
 
 @pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
 @pytest.mark.parametrize("scale", ["none", "group_std"])
-@pytest.mark.parametrize("credit", ["to_go", "step"])
+@pytest.mark.parametrize("discount", [1.0, 0.0])
 @given(
     st.dictionaries(
         st.tuples(st.sampled_from("abcd"), st.integers(0, 5)), REWARDS, max_size=12
@@ -78,18 +78,18 @@ def expected(lines, groups, credit, scale, epsilon):
     st.sampled_from([0.0, 1e-4]),
 )
 def test_steps_have_the_advantages_of_process_supervision(
-    credit, scale, steps, names, epsilon
+    discount, scale, steps, names, epsilon
 ):
     lines = [(session, k, reward) for (session, k), reward in steps.items()]
     groups = dict(zip("abcd", names, strict=True))
     table = tk.learn.step_advantages(
         steps_table(lines),
         sessions_table(groups),
-        credit=credit,
+        discount=discount,
         scale=scale,
         epsilon=epsilon,
     )
-    due = expected(lines, groups, credit, scale, epsilon)
+    due = expected(lines, groups, discount, scale, epsilon)
     assert table["advantage"].to_pylist() == [
         None if gain is None else pytest.approx(gain, abs=1e-9) for gain in due
     ]

@@ -79,40 +79,7 @@ def check_packs(packs, rows, max_tokens=None):
             assert target == token
             assert logprob == recorded
             assert rows[row]["session_id"] in pack["sessions"]
-        check_segments(pack, known)
     assert wanted == {}
-
-
-def check_segments(pack, known):
-    """Assert that segments are the longest runs of tokens without a branch inside."""
-    n_prefix = len(pack["prefix_end"])
-    parent = []
-    ends = [end + n_prefix for end in pack["subtree_end"]]
-    prefix = [end + n_prefix for end in pack["prefix_end"]]
-    ends = prefix + ends
-    for q in range(n_prefix, n_prefix + pack["n_tokens"]):
-        above = [k for k in range(q) if q < ends[k]]
-        parent.append(above[-1] - n_prefix if above else -n_prefix - 1)
-    children = {}
-    for token, above in enumerate(parent):
-        children.setdefault(above, []).append(token)
-    starts, owner = [], []
-    for token, above in enumerate(parent):
-        begins = above < 0 or above != token - 1 or len(children[above]) > 1
-        if begins:
-            starts.append(token)
-        owner.append(len(starts) - 1)
-    assert pack["segment_start"] == starts
-    assert pack["segment_parent"] == [
-        owner[parent[start]] if parent[start] >= 0 else -1 for start in starts
-    ]
-    trees = [token for token, above in enumerate(parent) if above == -n_prefix - 1]
-    if n_prefix:
-        trees = [0, *trees]
-    assert pack["tree_start"] == trees
-    branches = len(starts) != len(trees) or n_prefix
-    stops = {pack["n_tokens"], len(pack["input_ids"])}
-    assert pack["cu_seqlens"] == (None if branches else [*trees, *sorted(stops)])
 
 
 def n_distinct(rows, groups=False):

@@ -1,7 +1,7 @@
 """Slow, obvious twin of how a session numbers its messages and shares their lists."""
 
 from tests.oracles import rows as reference
-from trajkit.turns.messages import message_body
+from trajkit.turns.messages import message_record
 
 
 class Numbers:
@@ -14,7 +14,7 @@ class Numbers:
         self.replies = []
 
     def number(self, message):
-        body = message_body(message)
+        body = message_record(message)[1]
         if body not in self.bodies:
             self.bodies.append(body)
         return self.bodies.index(body)

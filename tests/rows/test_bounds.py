@@ -14,7 +14,7 @@ from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.rows.linearize import find_links
 from trajkit.rows.plan import NO_LIMIT, choices_of, plan_rows
 from trajkit.rows.splice import splice
-from trajkit.turns import message_body, message_key
+from trajkit.turns import message_key, message_record
 from trajkit.turns.sessions import Sessions
 
 TURNS = [
@@ -226,7 +226,7 @@ def test_a_list_of_messages_may_shrink_while_it_is_read(place, text, step):
     assert messages == []
     stored = tk.expand(recorder.turns("s"))["messages"].to_pylist()[-1]
     assert [one["key"] for one in stored] == [*map(message_key, given)]
-    assert stored[place]["body"] in (None, message_body(given[place]))
+    assert stored[place]["body"] in (None, message_record(given[place])[1])
     if step == "compared":
         shared = 5 if text == "same" else place
         assert recorder.turns("s")["shared_messages"].to_pylist() == [0, shared]
@@ -257,4 +257,4 @@ def test_a_message_that_changes_while_it_is_read_is_stored_as_it_was_first():
     keys = [messages[0]["key"] for messages in turns]
     later = message_key({"role": "user", "content": "later"})
     assert keys == [message_key(first), message_key(first), later]
-    assert turns[0][0]["body"] == message_body(first)
+    assert turns[0][0]["body"] == message_record(first)[1]

@@ -206,7 +206,7 @@ def test_a_known_payload_may_have_integers_a_start_or_nothing(values):
     recorder = tk.Recorder()
     recorder.record(**record, payloads=values)
     name = next(iter(values))
-    rows = recorder.rows("s", "faithful", payloads=[name])
+    rows = tk.linearize(recorder.pop("s"), payloads=[name])
     assert tk.linearize(turns, payloads=[name])[name] == rows[name]
 
 
@@ -331,25 +331,6 @@ def test_a_payload_that_no_call_had_gives_null_lists():
     assert rows["experts"].to_pylist() == [None, None]
     assert rows.schema.field("experts").type == pa.large_list(pa.null())
     assert tk.verify(rows, turns, "per_call").num_rows == 0
-
-
-def test_the_type_is_the_same_for_all_sessions_of_a_recorder():
-    recorder = tk.Recorder()
-    for name, values in [("a", None), ("b", [1]), ("c", [0.5])]:
-        payloads = {} if values is None else {"x": values}
-        recorder.record(name, prompt_ids=[1], output_ids=[2], payloads=payloads)
-    rows = [recorder.rows(name, "faithful", payloads=["x"]) for name in "abc"]
-    assert {one.schema.field("x").type for one in rows} == {pa.large_list(pa.float64())}
-    assert pa.concat_tables(rows)["x"].to_pylist() == [
-        [None, None],
-        [None, 1],
-        [None, 0.5],
-    ]
-    assert pa.concat_tables(map(recorder.turns, "abc"))["x"].to_pylist() == [
-        None,
-        [1],
-        [0.5],
-    ]
 
 
 NUMBERS = np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)

@@ -19,23 +19,11 @@ from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.tables.columns import empty_batch
 from trajkit.tables.stages import batches_of, in_step
 
-
-class Bytes:
-    """A tokenizer with a token per byte."""
-
-    def encode(self, text, *, add_special_tokens):
-        return [*text.encode()]
-
-    def decode(self, ids, *, skip_special_tokens):
-        return bytes(ids).decode(errors="replace")
-
-
-TOKENIZER = Bytes()
 BY_TOKENS = tk.policy("faithful", parent_by="tokens")
 
 
 def spoken(turns):
-    """The turns with ids that the tokenizer knows, and no prompt without one."""
+    """The turns with other ids, and no prompt without one."""
     return [
         {
             **turn,
@@ -66,14 +54,6 @@ STAGES = {
     "validate, whatever it is": (tk.validate, "turns", {"bodies": False}),
     "compact": (tk.compact, "turns", {}),
     "expand": (tk.expand, "delta", {}),
-    "classify_drift": (tk.classify_drift, "links", {"min_run": 2}),
-    "classify_drift by texts": (tk.classify_drift, "links", {"tokenizer": TOKENIZER}),
-    "explain_drift": (
-        tk.analysis.explain_drift,
-        "links",
-        {"tokenizer": TOKENIZER, "min_run": 2},
-    ),
-    "label_branches": (tk.analysis.label_branches, "links", {}),
     "weigh": (tk.add_weights, "rows", {"weigh_by": "row"}),
     "validate rows": (tk.validate, "rows", {}),
     "spread_rewards": (SPREAD, "rows", {"mode": "uniform"}),
@@ -102,7 +82,6 @@ def stage_of(name, turns, policy="faithful"):
     tables = {
         "turns": [turns],
         "delta": [tk.compact(turns)],
-        "links": [turns, tk.link(turns)],
         "rows": [rows],
         "both": [rows, turns],
     }[kind]
@@ -238,14 +217,10 @@ def test_rows_that_cannot_be_told_apart_are_refused(columns, match, size):
 def test_links_of_other_sessions_are_refused():
     turns, _ = three()
     links = tk.link(turns)
-    with pytest.raises(InvalidTurnsError, match="'c' is in links, but not in turns"):
-        list(tk.classify_drift_batches(iter(turns.slice(0, 2).to_batches()), links))
-    with pytest.raises(InvalidTurnsError, match="links has 0 rows for 1 turns"):
-        list(
-            tk.classify_drift_batches(
-                iter(turns.to_batches(max_chunksize=1)), links[:2]
-            )
-        )
+    with pytest.raises(InvalidTurnsError, match="links has 3 rows for 2 turns"):
+        tk.classify_drift(turns[:2], links)
+    with pytest.raises(SchemaError, match="list_iterator is not a table"):
+        tk.classify_drift(iter(turns.to_batches()), links)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +228,6 @@ def test_links_of_other_sessions_are_refused():
     [
         lambda b: tk.link_batches(b, "nowhere"),
         lambda b: tk.linearize_batches(b, threads=0),
-        lambda b: tk.classify_drift_batches(b, b, min_run=0),
         lambda b: tk.add_weights_batches(b, "turn"),
         lambda b: tk.verify_batches(b, b, "slim"),
         lambda b: tk.pack_batches(b, 0),
@@ -336,7 +310,7 @@ def test_a_table_without_rows_may_have_categories_of_polars():
     none = schema.TURNS.append(pa.field("word", kind)).empty_table()
     [batch] = batches_of(none)
     assert (batch.num_rows, batch.schema) == (0, none.schema)
-    [(lead, other)] = in_step([none], [batch], "turns", "turns")
+    [(lead, other)] = in_step([none], [batch])
     assert lead.schema == other.schema == none.schema
 
 
@@ -348,16 +322,15 @@ def reader_of(table):
 
 
 def nothing():
-    """What stages are given, without rows."""
-    table = turns_table([]).append_column("x", pa.array([], pa.list_(pa.int64())))
-    return table, tk.link(table), tk.linearize(table)
+    """Turns without rows."""
+    return turns_table([]).append_column("x", pa.array([], pa.list_(pa.int64())))
 
 
 @pytest.mark.parametrize("seen", [0, 1, 2])
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
     """A reader knows its columns before its first batch, an iterator with it."""
-    stage, batches, tables, options = stage_of(name, nothing()[0])
+    stage, batches, tables, options = stage_of(name, nothing())
     given = [
         iter([empty_batch(one.schema)] * seen) if seen else reader_of(one)
         for one in tables
@@ -369,7 +342,7 @@ def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
 
 
 def test_linearize_of_a_reader_without_rows_with_all_it_can_give():
-    turns, _, _ = nothing()
+    turns = nothing()
     options = {"payloads": ["x"]}
     [batch], [counts] = streamed(reader_of(turns), **options)
     rows, report = linearized(turns, **options)
@@ -380,5 +353,5 @@ def test_linearize_of_a_reader_without_rows_with_all_it_can_give():
 
 @pytest.mark.parametrize("name", STAGES)
 def test_an_iterator_without_a_batch_gives_none(name):
-    _, batches, tables, options = stage_of(name, nothing()[0])
+    _, batches, tables, options = stage_of(name, nothing())
     assert list(batches(*(iter([]) for _ in tables), **options)) == []

@@ -6,7 +6,7 @@ import torch
 
 import trajkit as tk
 from tests.torch.cases import pack_of, packs_of, rows_of
-from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.torch.packs import Pack, PackDataset
 from trajkit.turns import content_ids
 
@@ -59,36 +59,19 @@ def test_a_column_that_packs_lack_is_named():
         pack.column("reward")
 
 
-def rows_with_images():
-    """Two rows of a session that share an image, and one without."""
+def test_packs_with_images_are_refused():
     image = {"kind": "image", "hash": "ab" * 32, "token_id": 7, "start": 1, "stop": 3}
     ids = [1, *content_ids("image", image["hash"], 2).tolist(), 2]
     calls = [
-        {"session_id": "a", "prompt_ids": ids, "output_ids": [3], "mm_items": [image]},
-        {"session_id": "a", "prompt_ids": ids, "output_ids": [4], "mm_items": [image]},
-        {"session_id": "b", "prompt_ids": [1, 5], "output_ids": [6]},
+        {"session_id": "a", "prompt_ids": [1, 5], "output_ids": [6]},
+        {"session_id": "b", "prompt_ids": ids, "output_ids": [3], "mm_items": [image]},
     ]
-    return image, tk.linearize(tk.from_records(calls), "per_call")
-
-
-def test_images_are_refused_unless_items_are_asked_for():
-    _, rows = rows_with_images()
-    packs = tk.pack(rows, 6)
-    with pytest.raises(InvalidTurnsError, match=r"pack 0 has images.*images='items'"):
+    packs = tk.pack(tk.linearize(tk.from_records(calls)), 5)
+    (shown,) = packs["mm_items"].is_valid().to_numpy().nonzero()
+    with pytest.raises(InvalidTurnsError, match=f"pack {shown[0]} has images"):
         PackDataset(packs)
-    assert len(PackDataset(packs.slice(1))) == 1
-    with pytest.raises(ArgumentError, match="images='x'"):
-        PackDataset(packs, images="x")
-
-
-def test_items_come_with_the_ids_of_the_engine():
-    image, rows = rows_with_images()
-    dataset = PackDataset(tk.pack(rows, 6), images="items")
-    shared, plain = dataset
-    assert shared.input_ids.tolist() == [1, 7, 7, 2, 3, 4]
-    assert shared.to("cpu").mm_items == [image]
-    assert plain.mm_items == []
-    assert not dataset.empty_pack().mm_items
+    plain = 1 - int(shown[0])
+    assert len(PackDataset(packs.slice(plain, 1))) == 1
 
 
 CALL = {"prompt_ids": [1, 2], "output_ids": [3, 4], "output_logprobs": [-0.5, -0.25]}
@@ -102,7 +85,7 @@ def test_tensors_are_ids_and_logprobs():
         assert tk.from_records([{**given, "session_id": "a"}]) == expected
         recorder = tk.Recorder()
         recorder.record("a", **given)
-        assert recorder.rows("a", "faithful") == tk.linearize(expected)
+        assert tk.linearize(recorder.pop("a")) == tk.linearize(expected)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,8 @@ def test_edges_without_a_weight_may_have_any_value(name, value):
 
 def test_wrong_arguments_are_refused():
     pack = pack_of("clean")
+    observed = {**pack.columns, "observation_weight": pack.edge_weight}
+    pack = replace(pack, columns=observed)
     for loss in (policy_loss, nll_loss, observation_loss):
         with pytest.raises(
             LayoutError, match=r"logprobs of shape \(3,\) for \d+ edges"

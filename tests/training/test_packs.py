@@ -210,12 +210,6 @@ def test_sessions_of_a_group_share_what_their_first_rows_begin_with():
     packs = tk.pack(table, 100, share="group")
     # 1 2 (3 (90, 93), 4 91), 7 92; 7 94; 1 2 3 95
     assert packs["n_tokens"].to_pylist() == [7 + 2 + 2 + 4]
-    assert sorted(packs["tree_session"].to_pylist()[0], key=str) == [
-        None,
-        "s2",
-        "s4",
-        "s5",
-    ]
     assert packs["sessions"].to_pylist() == [[f"s{k}" for k in range(6)]]
     assert tk.verify_packs(packs, table).num_rows == 0
     assert tk.pack(table, 100)["n_tokens"].to_pylist() == [20]
@@ -251,11 +245,7 @@ def changed(name, first, second):
 @pytest.mark.parametrize(
     ("table", "choices", "words"),
     [
-        (
-            fork(),
-            {"max_tokens": 6, "oversize": "error"},
-            "session 'a', row 0: its tree of 2 rows has 7 tokens, and max_tokens is 6",
-        ),
+        (fork(), {"max_tokens": 4}, "row 1: 5 tokens, and max_tokens is 4"),
         (
             changed("loss_mask", [False, *[True] * 3], [True] * 5),
             {},
@@ -283,8 +273,6 @@ def changed(name, first, second):
 def test_rows_that_cannot_be_packed_are_refused(table, choices, words):
     with pytest.raises(InvalidTurnsError, match=words):
         tk.pack(table, **{"max_tokens": 9, **choices})
-    if "max_tokens" in choices:
-        assert tk.pack(table, 7, oversize="error").num_rows == 1
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import trajkit as tk
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ASSIGNMENT
 
-METHODS = ["lpt", "karmarkar_karp"]
-
 
 def packs_of(sizes, max_tokens, first=0):
     """A session of one row for each size, which does not fit beside another one."""
@@ -44,16 +42,15 @@ def costs_of(packs, cost):
 @given(
     st.lists(st.integers(50, 99), min_size=1, max_size=7),
     st.integers(1, 3),
-    st.sampled_from(METHODS),
     st.booleans(),
     st.sampled_from([(24576.0, 2.0), (0.0, 1.0), (1.0, 0.0)]),
 )
 def test_every_pack_is_on_one_rank_and_loads_are_near_the_best(
-    sizes, ranks, method, equal, cost
+    sizes, ranks, equal, cost
 ):
     packs = packs_of(sizes, 99)
     assert packs.num_rows == len(sizes)
-    plan = tk.balance(packs, ranks, cost=cost, method=method, equal_counts=equal)
+    plan = tk.balance(packs, ranks, cost=cost, equal_counts=equal)
     assert plan.schema.equals(ASSIGNMENT, check_metadata=True)
     costs = costs_of(packs, cost)
     loads = loads_of(plan, ranks)
@@ -73,40 +70,28 @@ def test_every_pack_is_on_one_rank_and_loads_are_near_the_best(
         for chosen in itertools.product(range(ranks), repeat=len(sizes))
     )
     worst = max(sum(line["cost"] for line in lines) for lines in loads)
-    # Graham's bound of LPT; equal counts may cost more
-    if not (equal and method == "karmarkar_karp"):
-        assert worst <= best * 4 / 3 + 1e-6
     if equal:
-        assert len({len(lines) for lines in loads}) == 1
-        if method == "karmarkar_karp":
-            assert len(loads[0]) == -(-len(sizes) // ranks)
+        assert {len(lines) for lines in loads} == {-(-len(sizes) // ranks)}
     else:
         assert None not in found
+        # Graham's bound
+        assert worst <= best * 4 / 3 + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("sizes", "cost", "lpt", "differences"),
-    [
-        ([80, 70, 60, 50, 40], (1, 0), [130, 170], [140, 160]),
-        # one pack against three
-        ([99, 57, 57, 57], (0, 1), [4950, 4959], [4950, 4959]),
-    ],
-)
-def test_largest_differences_beat_the_longest_first(sizes, cost, lpt, differences):
-    packs = packs_of(sizes, max(sizes))
-    for method, loads in (("lpt", lpt), ("karmarkar_karp", differences)):
-        plan = tk.balance(packs, 2, cost=cost, method=method)
+def test_equal_counts_are_merged_by_largest_differences():
+    packs = packs_of([80, 70, 60, 50, 40], 80)
+    for equal, loads in ((False, [130, 170]), (True, [140, 160])):
+        plan = tk.balance(packs, 2, cost=(1, 0), equal_counts=equal)
         found = [sum(line["cost"] for line in lines) for lines in loads_of(plan, 2)]
         assert sorted(found) == loads
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("equal", [False, True])
-def test_parts_of_a_tree_stay_on_one_rank_in_order(method, equal):
+def test_parts_of_a_tree_stay_on_one_rank_in_order(equal):
     packs = packs_of([25, 9, 10, 35, 10], 10)
     chains = packs["prefix_pack"].to_pylist()
     assert chains.count(None) < len(chains)
-    plan = tk.balance(packs, 3, method=method, equal_counts=equal)
+    plan = tk.balance(packs, 3, equal_counts=equal)
     where = {line["pack"]: (line["rank"], line["slot"]) for line in plan.to_pylist()}
     for pack, before in enumerate(chains):
         if before is not None:
@@ -115,6 +100,12 @@ def test_parts_of_a_tree_stay_on_one_rank_in_order(method, equal):
     if equal:
         loads = loads_of(plan, 3)
         assert len({len(lines) for lines in loads}) == 1
+
+
+def test_the_parts_of_a_tree_count_as_packs():
+    packs = packs_of([45, 9, 10, 9, 10], 10)
+    plan = tk.balance(packs, 2, equal_counts=True)
+    assert [len(lines) for lines in loads_of(plan, 2)] == [5, 5]
 
 
 def test_steps_count_from_0_and_share_no_session():

@@ -81,18 +81,14 @@ def test_packs_that_are_right_have_no_violation():
 
 
 OF_PACKED = [
-    ("a subtree ends too late", "subtree_end", 4, 8, "context position segment"),
-    ("a subtree ends too soon", "subtree_end", 3, 5, "context position segment"),
+    ("a subtree ends too late", "subtree_end", 4, 8, "context position"),
+    ("a subtree ends too soon", "subtree_end", 3, 5, "context position"),
     ("a subtree is not nested", "subtree_end", 7, 10, "subtree_end"),
     ("a subtree ends before it begins", "subtree_end", 5, 5, "subtree_end"),
     ("a subtree spans the padding", "subtree_end", 0, 12, "padding"),
     ("padding attends more than itself", "subtree_end", 10, 12, "padding"),
     ("positions go on at a branch", "position_ids", 5, 5, "position"),
     ("positions are too few", "position_ids", None, [0], "length"),
-    ("a segment starts a token late", "segment_start", 1, 3, "segment"),
-    ("a segment hangs on another one", "segment_parent", 2, 0, "segment"),
-    ("a tree starts elsewhere", "tree_start", 0, 1, "tree"),
-    ("a tree is another session's", "tree_session", 0, "b", "sessions"),
     ("a session is not named", "sessions", 0, "b", "sessions"),
     ("a token is another one", "input_ids", 1, 7, "context"),
     ("labels are shifted by one", "edge_source", 2, 4, "context"),
@@ -105,7 +101,6 @@ OF_PACKED = [
     ("a logprob is lost", "edge_logprob", 1, None, "logprob"),
     ("an advantage is another row's", "edge_advantage", 1, 0.5, "column"),
     ("a list is too short", "edge_position", None, [], "length not_packed"),
-    ("a pack with a branch has sequences", "cu_seqlens", None, [0, 10], "cu_seqlens"),
 ]
 CAUSAL = [10] * 10 + [11, 12]
 OF_ANOTHER_ROW = "column not_packed packed_twice sessions weight"
@@ -115,7 +110,7 @@ PLANTED = {
     **{name: (faulty(PACKED, 0, *place), rules) for name, *place, rules in OF_PACKED},
     "no mask but the causal one": (
         faulty(PACKED, 0, "subtree_end", None, CAUSAL),
-        "context cu_seqlens position segment",
+        "context position",
     ),
     "an edge is of another row": (faulty(PACKED, 0, "edge_row", 0, 3), OF_ANOTHER_ROW),
     "an edge is of a token that is not trained": (
@@ -124,10 +119,6 @@ PLANTED = {
     ),
     "an edge is missing": (without_edge(PACKED, 1, 0), "not_packed"),
     "an edge is there twice": (edge_twice(PACKED, 1, 0), "packed_twice"),
-    "sequences are divided elsewhere": (
-        faulty(PLAIN, 0, "cu_seqlens", 1, 6),
-        "cu_seqlens",
-    ),
     "a prefix lacks a token": (
         faulty(CARRIED, 1, "prefix_source", None, PREFIX[:-1]),
         "length prefix",

@@ -66,7 +66,7 @@ def message(text, role="user"):
     return {
         "key": tk.turns.message_key(said),
         "role": role,
-        "body": tk.turns.message_body(said),
+        "body": tk.turns.message_record(said)[1],
     }
 
 
@@ -294,52 +294,20 @@ def test_what_stands_under_a_null_does_not_count():
         assert tk.linearize(other).equals(tk.linearize(delta))
 
 
-def in_both_forms(prompts, **columns):
-    """Turns with further columns, and their delta form, which gives them back."""
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
+def test_attribution_is_the_same_in_both_forms(kind):
     turns = tk.from_records(
         {"session_id": "s", "prompt_ids": prompt, "output_ids": [3]}
-        for prompt in prompts
+        for prompt in ([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 3])
     )
-    for name, column in columns.items():
-        turns = turns.append_column(name, column)
+    index = pa.array([[0, -1], [None], None], kind(pa.int32()))
+    content = pa.array([None, [False], [False, True]], kind(pa.bool_()))
+    turns = turns.append_column("prompt_message_index", index)
+    turns = turns.append_column("prompt_is_content", content)
     delta = tk.compact(turns)
+    for name in ("prompt_message_index", "prompt_is_content"):
+        assert delta[name].equals(turns[name])
     assert tk.expand(delta).equals(turns)
-    return turns, delta
-
-
-@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
-def test_attribution_of_shared_tokens_is_left_out_where_it_says_nothing(kind):
-    prompts = [1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 3]
-    index = [[0, -1], [-1, -1, -1, None], [-1, -1, 0, 1, -1]]
-    content = [None, [False] * 4, [False, False, True, True, False]]
-    _, delta = in_both_forms(
-        prompts,
-        prompt_message_index=pa.array(index, kind(pa.int32())),
-        prompt_is_content=pa.array(content, kind(pa.bool_())),
-    )
-    assert delta["shared_length"].to_pylist() == [0, 3, 5]
-    assert delta["prompt_message_index"].to_pylist() == [index[0], [None], index[2]]
-    assert delta["prompt_is_content"].to_pylist() == [None, [False], content[2]]
-
-
-@pytest.mark.parametrize("type_", [pa.string(), pa.float32(), pa.uint8(), pa.bool_()])
-def test_lists_of_other_values_under_the_names_of_attribution_are_unchanged(type_):
-    lists = pa.array([[0, 1], [0, 1, 0, 1]], pa.list_(pa.int32()))
-    # a bool is suitable for one of the two columns
-    names = ["prompt_message_index", "prompt_is_content"][: 1 + (type_ != pa.bool_())]
-    columns = dict.fromkeys(names, lists.cast(pa.list_(type_)))
-    turns, delta = in_both_forms(([1, 2], [1, 2, 3, 4]), **columns)
-    assert delta["shared_length"].to_pylist() == [0, 3]
-    assert delta.select(names).equals(turns.select(names))
-
-
-def test_unknown_attribution_of_a_prompt_that_is_all_shared_stays_unknown():
-    lists = pa.array([[0, 1], None], pa.list_(pa.int32()))
-    _, delta = in_both_forms(([1, 2], [1, 2, 3]), prompt_message_index=lists)
-    assert delta["suffix_ids"].to_pylist() == [[1, 2], []]
-    # nothing is stored below the null
-    whole = tk.expand(delta)["prompt_message_index"]
-    assert whole.chunk(0).values.to_pylist() == [0, 1]
 
 
 def test_a_message_is_not_shared_with_a_base_that_has_another_body_of_it():

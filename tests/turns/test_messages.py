@@ -15,7 +15,6 @@ from trajkit.errors import InvalidTurnsError
 from trajkit.turns.messages import (
     MessageBook,
     encode,
-    message_body,
     message_key,
     message_record,
     message_texts,
@@ -63,10 +62,10 @@ def test_the_key_is_one_where_python_says_equal():
 def test_keys_agree_with_python(pair):
     a, b = pair
     assert (message_key(a) == message_key(b)) == (a == b)
-    assert message_record(a) == (message_key(a), message_body(a))
+    assert message_record(a) == (message_key(a), message_record(a)[1])
     # what is equal to a plain message has its body
     if a == b and message_texts(a).is_plain:
-        assert message_body(a) == message_body(b)
+        assert message_record(a)[1] == message_record(b)[1]
 
 
 @given(json_messages)
@@ -77,7 +76,7 @@ def test_bodies_are_the_json_that_python_writes(message):
     text = json.dumps(
         message, sort_keys=True, separators=(",", ":"), ensure_ascii=False
     )
-    body = message_body(message)
+    body = message_record(message)[1]
     assert body.encode("utf-8", "surrogatepass").decode("utf-8") == body
     assert body.replace("\\ud800", "\ud800") == text.replace("\\ud800", "\ud800")
     assert json.dumps(json.loads(body), sort_keys=True) == json.dumps(
@@ -85,13 +84,13 @@ def test_bodies_are_the_json_that_python_writes(message):
     )
     # both writers agree, whichever a message needs
     other = {**message, "more": [True, 2**70]}
-    assert message_key(json.loads(message_body(other))) == message_key(other)
+    assert message_key(json.loads(message_record(other)[1])) == message_key(other)
 
 
 def test_both_writers_spell_every_character_alike():
     odd = "".join(map(chr, range(0x20))) + '"\\/\x7féł\u2028\uffff😀'
-    slow = message_body(saying({odd: odd, "~": 2**70}))
-    assert slow.replace(f',"~":{2**70}', "") == message_body(saying({odd: odd}))
+    slow = message_record(saying({odd: odd, "~": 2**70}))[1]
+    assert slow.replace(f',"~":{2**70}', "") == message_record(saying({odd: odd}))[1]
 
 
 def test_what_is_nested_too_deep_or_holds_itself_is_refused():
@@ -104,7 +103,7 @@ def test_what_is_nested_too_deep_or_holds_itself_is_refused():
         parse_json("[" * 100_000)
     shared = nested(100, 1)
     twice = nested(100, [shared, shared])
-    assert message_body(saying(twice)).count("1") == 2
+    assert message_record(saying(twice))[1].count("1") == 2
 
 
 @pytest.mark.parametrize(
@@ -210,11 +209,14 @@ def test_a_body_is_shown_where_its_key_last_had_another(said):
     shown = book.shown(np.array(ids, np.int32), sessions).tolist()
     last = {}
     for (session, value), is_shown in zip(said, shown, strict=True):
-        name, body = (session, message_key(saying(value))), message_body(saying(value))
+        name, body = (
+            (session, message_key(saying(value))),
+            message_record(saying(value))[1],
+        )
         assert is_shown == (last.get(name) != body)
         last[name] = body
     assert [one.body for one in book.messages] == list(
-        dict.fromkeys(message_body(saying(value)) for _, value in said)
+        dict.fromkeys(message_record(saying(value))[1] for _, value in said)
     )
 
 

@@ -10,7 +10,7 @@ from tests.strategies import runs
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.schema import TURNS
-from trajkit.turns.messages import message_body, message_key
+from trajkit.turns.messages import message_key, message_record
 
 CALL = {
     "session_id": "a",
@@ -67,7 +67,7 @@ def test_every_value_arrives_and_sessions_are_gathered(records):
             if given_message is None:
                 assert message is None
                 continue
-            assert message["body"] == message_body(given_message)
+            assert message["body"] == message_record(given_message)[1]
             assert message["key"] == message_key(given_message)
             assert message["role"] == given_message["role"]
         assert (messages is None) == (record["prompt_messages"] is None)

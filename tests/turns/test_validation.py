@@ -11,12 +11,12 @@ from trajkit import schema
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema.engine import MAX_LOGPROB
 from trajkit.tables.canonical import canonical
-from trajkit.turns.messages import message_body, message_key
+from trajkit.turns.messages import message_key, message_record
 from trajkit.turns.validation import reject_sessions, validate
 
 KEY = b"0123456789abcdef"
 USER = {"role": "user", "content": "u"}
-MESSAGE = {"key": message_key(USER), "role": "user", "body": message_body(USER)}
+MESSAGE = {"key": message_key(USER), "role": "user", "body": message_record(USER)[1]}
 AGAIN = {**MESSAGE, "body": None}
 
 

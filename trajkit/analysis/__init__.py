@@ -10,12 +10,8 @@ from trajkit._lazy import lazy_names
 
 if TYPE_CHECKING:
     from trajkit.analysis.branches import label_branches as label_branches
-    from trajkit.analysis.branches import (
-        label_branches_batches as label_branches_batches,
-    )
     from trajkit.analysis.drift import classify_drift as classify_drift
     from trajkit.analysis.drift import explain_drift as explain_drift
-    from trajkit.analysis.drift import explain_drift_batches as explain_drift_batches
     from trajkit.analysis.rows import call_tree as call_tree
     from trajkit.analysis.rows import why as why
     from trajkit.analysis.sampled_tokens import output_spans as output_spans

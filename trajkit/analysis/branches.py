@@ -17,9 +17,7 @@ from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.columns import tuples, with_column
 from trajkit.tables.ragged import Records
-from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
 
 OPENING_TOKENS = 32
@@ -31,8 +29,7 @@ SENT_AGAIN = ("retry", "rollback")
 _TURN = ("session_id", "turn_index")
 
 
-@stage
-def label_branches(turns: TableLike, links: Source) -> pa.Table:
+def label_branches(turns: TableLike, links: TableLike) -> pa.Table:
     """Label the turns that open a branch, with the evidence for each label.
 
     docs/drift.md defines the labels.
@@ -54,18 +51,12 @@ def label_branches(turns: TableLike, links: Source) -> pa.Table:
     https://github.com/radixark/miles/tree/31f1ca9/miles/rollout/session/v2/picker_hub
     """
 
-    def one(turns: pa.Table, links: pa.Table) -> pa.Table:
-        calls, _, records = read_linked(turns, links)
-        found = list(_branches(calls, records))
-        call, label, other, evidence = ([line[k] for line in found] for k in range(4))
-        labels = codes([*map(LABELS.index, label)], LABELS)
-        others = calls.turn_index[other]
-        return turn_lines(BRANCHES, calls, call, labels, others, evidence)
-
-    return apply(one, turns, table_of=as_turns, links=links)
-
-
-label_branches_batches = label_branches.batches
+    calls, _, linked = read_linked(turns, links)
+    found = list(_branches(calls, linked))
+    call, label, other, evidence = ([line[k] for line in found] for k in range(4))
+    labels = codes([*map(LABELS.index, label)], LABELS)
+    others = calls.turn_index[other]
+    return turn_lines(BRANCHES, calls, call, labels, others, evidence)
 
 
 def named_drift(

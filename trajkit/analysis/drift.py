@@ -22,9 +22,7 @@ from trajkit.rows.linearize import read_linked
 from trajkit.schema import CAUSES, DRIFT, FINDINGS, REGIONS, TEXT_CAUSES
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Array, Longs, Records, offsets_of
-from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
 
 _Stretch: TypeAlias = tuple[int, int, int, int]
@@ -59,10 +57,9 @@ _LITERAL = re.compile(r"\b(?:True|False|None)\b")
 _WORD = re.compile(r"\w*")
 
 
-@stage
 def classify_drift(
     turns: TableLike,
-    links: Source,
+    links: TableLike,
     *,
     min_run: int = MIN_RUN,
     tokenizer: Tokenizer | None = None,
@@ -75,7 +72,6 @@ def classify_drift(
         `trajkit.schema.TURNS` in full or delta form.
     links : table
         `trajkit.schema.LINKS` of the same turns, from `trajkit.link`.
-        `classify_drift_batches` also takes its batches, in step with the turns.
     min_run : int
         Tokens that prompt and path must have in common to agree again after drift.
     tokenizer : Tokenizer, optional
@@ -99,32 +95,25 @@ def classify_drift(
     """
     min_run = chosen_int("min_run", min_run, 1)
     codec = None if tokenizer is None else Codec(tokenizer)
-
-    def one(turns: pa.Table, table: pa.Table) -> pa.Table:
-        calls, forest, links = read_linked(turns, table)
-        described = np.zeros((len(_DESCRIBED), len(links)), np.int64)
-        described[[*map(_DESCRIBED.index, _RESYNC)]] = -1
-        _core.describe_drift(forest.paths, links, min_run, described)
-        rows = np.flatnonzero(links["parent"] >= 0)
-        found = dict(zip(_DESCRIBED, described[:, rows], strict=True))
-        parent, shared = links["parent"][rows], links["lcp"][rows]
-        size = calls.path_len[parent] - shared
-        cause = codes(found["cause"], CAUSES)
-        if codec is not None:
-            causes = _causes(calls, links, codec, min_run)
-            first, names = np.zeros(len(rows), np.int8), ("clean", *TEXT_CAUSES)
-            first[size > 0] = [names.index(one[2]) for one in causes if one[1] == 0]
-            cause = codes(first, names)
-        nowhere = found["resync_length"] < 0
-        resync = [pa.array(found[name], pa.int32(), mask=nowhere) for name in _RESYNC]
-        region = codes(found["region"], REGIONS)
-        columns = shared, size, region, *resync, found["tokens_after_drift"], cause
-        return turn_lines(DRIFT, calls, rows, calls.turn_index[parent], *columns)
-
-    return apply(one, turns, table_of=as_turns, links=links)
-
-
-classify_drift_batches = classify_drift.batches
+    calls, forest, linked = read_linked(turns, links)
+    described = np.zeros((len(_DESCRIBED), len(linked)), np.int64)
+    described[[*map(_DESCRIBED.index, _RESYNC)]] = -1
+    _core.describe_drift(forest.paths, linked, min_run, described)
+    rows = np.flatnonzero(linked["parent"] >= 0)
+    found = dict(zip(_DESCRIBED, described[:, rows], strict=True))
+    parent, shared = linked["parent"][rows], linked["lcp"][rows]
+    size = calls.path_len[parent] - shared
+    cause = codes(found["cause"], CAUSES)
+    if codec is not None:
+        causes = _causes(calls, linked, codec, min_run)
+        first, names = np.zeros(len(rows), np.int8), ("clean", *TEXT_CAUSES)
+        first[size > 0] = [names.index(one[2]) for one in causes if one[1] == 0]
+        cause = codes(first, names)
+    nowhere = found["resync_length"] < 0
+    resync = [pa.array(found[name], pa.int32(), mask=nowhere) for name in _RESYNC]
+    region = codes(found["region"], REGIONS)
+    columns = shared, size, region, *resync, found["tokens_after_drift"], cause
+    return turn_lines(DRIFT, calls, rows, calls.turn_index[parent], *columns)
 
 
 def turn_lines(
@@ -149,9 +138,8 @@ def codes(values: Sequence[int] | Array, names: tuple[str, ...]) -> pa.Array:
     return pa.DictionaryArray.from_arrays(indices, pa.array(names))
 
 
-@stage
 def explain_drift(
-    turns: TableLike, links: Source, tokenizer: Tokenizer, *, min_run: int = MIN_RUN
+    turns: TableLike, links: TableLike, tokenizer: Tokenizer, *, min_run: int = MIN_RUN
 ) -> pa.Table:
     """Explain every span where a prompt departs from its parent's path.
 
@@ -171,19 +159,12 @@ def explain_drift(
     """
     min_run = chosen_int("min_run", min_run, 1)
     codec = Codec(tokenizer)
-
-    def one(turns: pa.Table, links: pa.Table) -> pa.Table:
-        calls, _, records = read_linked(turns, links)
-        found = list(_causes(calls, records, codec, min_run))
-        which, number, cause, *rest = ([one[k] for one in found] for k in range(9))
-        parent = calls.turn_index[records["parent"][which]]
-        cause = codes([TEXT_CAUSES.index(one) for one in cause], TEXT_CAUSES)
-        return turn_lines(FINDINGS, calls, which, parent, number, cause, *rest)
-
-    return apply(one, turns, table_of=as_turns, links=links)
-
-
-explain_drift_batches = explain_drift.batches
+    calls, _, linked = read_linked(turns, links)
+    found = list(_causes(calls, linked, codec, min_run))
+    which, number, cause, *rest = ([one[k] for one in found] for k in range(9))
+    parent = calls.turn_index[linked["parent"][which]]
+    cause = codes([TEXT_CAUSES.index(one) for one in cause], TEXT_CAUSES)
+    return turn_lines(FINDINGS, calls, which, parent, number, cause, *rest)
 
 
 def _causes(

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import ExportError, NoSignalWarning
+from trajkit.learn.loss import Reduce as Reduce
 from trajkit.learn.weights import trained_tokens
 from trajkit.schema import PAYLOADS
 from trajkit.tables.canonical import TableLike as TableLike
@@ -23,7 +24,6 @@ from trajkit.tables.ragged import Ragged, codes, lengths
 from trajkit.turns.images import engine_ids
 
 _P = ParamSpec("_P")
-Reduce: TypeAlias = Literal["mean", "sum"]
 
 _LISTS = {"input_ids": 0, "loss_mask": False, "logprobs": np.nan}
 FLAGS = ("truncated", "use_tool", "ill_formed")

@@ -23,10 +23,8 @@ from trajkit.tables.ragged import Bools, Keys, Longs, codes, offsets_of, positio
 from trajkit.tables.stages import apply, stage
 
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
-Scale: TypeAlias = Literal["none", "group_std", "batch_std"]
-Credit: TypeAlias = Literal["to_go", "step"]
+Scale: TypeAlias = Literal["none", "group_std"]
 StepBaseline: TypeAlias = Literal["none", "group_mean"]
-StepScale: TypeAlias = Literal["none", "group_std"]
 
 
 def advantages(
@@ -50,8 +48,7 @@ def advantages(
     leave_one_out  ``(sum(R) - R_i) / (n - 1)``
     ============== ==============================================================
 
-    With scale "group_std" the advantage is ``A / (std(R) + epsilon)`` over the group, with
-    "batch_std" ``(A - mean(A)) / (std(A) + epsilon)`` over all advantages of the table;
+    With scale "group_std" the advantage is ``A / (std(R) + epsilon)`` over the group, where
     ``std`` is the sample standard deviation (divided by ``n - 1``).
 
     Parameters
@@ -61,7 +58,7 @@ def advantages(
         those without rows; or `trajkit.schema.SESSIONS`. A session with a null group_id
         is a group of its own.
     baseline : {"none", "group_mean", "leave_one_out"}
-    scale : {"none", "group_std", "batch_std"}
+    scale : {"none", "group_std"}
     epsilon : float
         Added to the standard deviation; 0 or more.
     drop_constant : bool
@@ -98,8 +95,8 @@ def advantages(
     the sample deviation and add 1e-4 or 1e-6. A group of one rollout has no deviation,
     so its advantage is null here; verl (1dda039) takes its reward.
     RLOO (arXiv 2402.14740): leave_one_out. Dr. GRPO (arXiv 2503.20783): group_mean
-    alone, see `trajkit.add_weights` for its lengths. REINFORCE++ (arXiv 2501.03262):
-    batch_std, there over tokens. DAPO (arXiv 2503.14476): ``drop_constant``.
+    alone, see `trajkit.add_weights` for its lengths. DAPO (arXiv 2503.14476):
+    ``drop_constant``.
     """
     check_choice("baseline", baseline, Baseline)
     check_choice("scale", scale, Scale)
@@ -115,7 +112,7 @@ def advantages(
     elif baseline == "leave_one_out":
         others = (np.bincount(group, reward)[group] - reward) / np.maximum(n - 1, 1)
         base, valid = np.where(constant, reward, others), scored & (n > 1)
-    columns = {"baseline": pa.array(base, mask=~valid)}
+    has_base = valid
     gain = reward - base
     if drop_constant:
         valid = valid & ~constant
@@ -123,12 +120,6 @@ def advantages(
         centred = np.where(scored & ~constant, reward - mean, 0.0)
         gain = _by_deviation(gain, centred, group, n, epsilon)
         valid = valid & (n > 1)
-    elif scale == "batch_std":
-        valid = valid & (np.count_nonzero(valid) > 1)
-        if valid.any():
-            alike = _in_groups(source, table, np.zeros_like(group))[-1]
-            centred = np.where(alike, 0.0, gain - gain[valid].mean())
-            gain = _scaled(centred, gain[valid].std(ddof=1), epsilon)
     _warn_without_signal(gain[valid], reward[valid], group[valid])
     trained = pa.nulls(len(reward), pa.bool_())
     if "tokens_trained" in table.column_names:
@@ -138,7 +129,7 @@ def advantages(
         "scored": pa.array(scored),
         "trained": trained,
         "constant": pa.array(constant, mask=~scored),
-        **columns,
+        "baseline": pa.array(base, mask=~has_base),
         "advantage": pa.array(gain, mask=~valid),
     }.items():
         out = with_column(out, name, column)
@@ -250,14 +241,9 @@ def _in_groups(
 def _by_deviation(
     gain: Floats, centred: Floats, group: Longs, n: Longs, epsilon: float
 ) -> Floats:
-    """Gains divided by the sample deviation of their group."""
+    """Gains divided by the sample deviation of their group; 0 if there is none at all."""
     squares = np.bincount(group, centred**2)[group]
-    return _scaled(gain, np.sqrt(squares / np.maximum(n - 1, 1)), epsilon)
-
-
-def _scaled(gain: Floats, deviation: Floats | np.float64, epsilon: float) -> Floats:
-    """Gains divided by deviations; 0 if there is no deviation at all."""
-    divisor = deviation + epsilon
+    divisor = np.sqrt(squares / np.maximum(n - 1, 1)) + epsilon
     return np.divide(gain, divisor, out=np.zeros_like(gain), where=divisor > 0)
 
 
@@ -283,9 +269,8 @@ def step_advantages(
     rewards: TableLike,
     sessions: TableLike,
     *,
-    credit: Credit = "to_go",
     baseline: StepBaseline = "group_mean",
-    scale: StepScale = "group_std",
+    scale: Scale = "group_std",
     epsilon: float = 1e-6,
     discount: float = 1.0,
     links: TableLike | None = None,
@@ -296,9 +281,10 @@ def step_advantages(
     the rollouts of a group, ``r' = r - mean``, or ``(r - mean) / (std + epsilon)`` with
     scale "group_std". A turn counts once, however many rows train it.
 
-    With credit "to_go" the turns of a session are the steps of an episode, and the
-    advantage is that of generalized advantage estimation without a critic, where
-    ``discount`` is the product of its gamma and lambda.
+    A turn's advantage is the sum of ``r'`` of its own and of the later turns of the
+    session, each times ``discount`` to the power of its distance in turns: generalized
+    advantage estimation without a critic, where ``discount`` is the product of its gamma
+    and lambda.
 
     Parameters
     ----------
@@ -307,17 +293,13 @@ def step_advantages(
     sessions : table
         `trajkit.schema.SESSIONS` or the report of `trajkit.linearize`; its ``group_id``
         counts. A session with a null group_id is a group of its own.
-    credit : {"to_go", "step"}
-        "to_go": a turn has the sum of ``r'`` of its own and the later turns of the
-        session, each times ``discount`` to the power of its distance in turns. "step": it
-        has its own ``r'``.
     baseline : {"none", "group_mean"}
         "none": no mean is subtracted.
     scale : {"none", "group_std"}
     epsilon : float
         As for `advantages`.
     discount : float
-        From 0 to 1.
+        From 0, where a turn has its own ``r'``, to 1.
     links : table, optional
         `trajkit.schema.LINKS` of the turns (`trajkit.link`): the later steps of a turn are
         then those of the calls that continue it, so that a branch or a sub-agent does not
@@ -334,7 +316,7 @@ def step_advantages(
     Raises
     ------
     ArgumentError
-        ``credit``, ``baseline``, ``scale``, ``epsilon`` or ``discount`` is not allowed.
+        ``baseline``, ``scale``, ``epsilon`` or ``discount`` is not allowed.
     InvalidTurnsError
         A turn has two lines or a reward that is not finite; its session has no line in
         ``sessions``, or two; a turn has no line in ``links``.
@@ -346,14 +328,13 @@ def step_advantages(
 
     References
     ----------
-    GRPO with process supervision (arXiv 2402.03300, 4.1.3): credit "to_go", scale
-    "group_std". Turn-level GAE: AReaL's ``gae_timestep_unit="turn"``
+    GRPO with process supervision (arXiv 2402.03300, 4.1.3): the defaults. Turn-level
+    GAE: AReaL's ``gae_timestep_unit="turn"``
     (https://github.com/areal-project/AReaL/blob/cbff54d/areal/trainer/ppo/gae.py), with
     baseline and scale "none".
     """
-    check_choice("credit", credit, Credit)
     check_choice("baseline", baseline, StepBaseline)
-    check_choice("scale", scale, StepScale)
+    check_choice("scale", scale, Scale)
     check_number("epsilon", epsilon, 0)
     check_number("discount", discount, 0)
     if discount > 1:
@@ -369,8 +350,7 @@ def step_advantages(
     gain = centred if baseline == "group_mean" else reward
     if scale == "group_std":
         gain = _by_deviation(gain, centred, group, n, epsilon)
-    if credit == "to_go":
-        gain = _to_go(table, gain, discount, links)
+    gain = _to_go(table, gain, discount, links)
     if scale == "group_std":
         valid = valid & (n > 1)
     _warn_without_signal(gain[valid], reward[valid], group[valid])

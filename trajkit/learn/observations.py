@@ -7,7 +7,7 @@ predict it, once per rollout however many rows show it.
 from __future__ import annotations  # a signature shows the words below
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,62 +25,55 @@ from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import errored, session_facts
 from trajkit.turns.sessions import Sessions
 
-Names: TypeAlias = Collection[str] | Mapping[str, float]
-"""Names with a common alpha, or a mapping with an alpha for each."""
+Weights: TypeAlias = Mapping[str, float]
+"""A weight for each name, 0 or more."""
 
 Missing: TypeAlias = Literal["raise", "skip"]
 
 
 class _Choice(NamedTuple):
-    # alpha of each role and tool that is selected; None: every tool, at its role's
-    roles: dict[str, float]
-    tools: dict[str, float] | None
+    # the weight of each role and tool that is selected; None: every tool, at its role's
+    roles: Weights
+    tools: Weights | None
     skips: bool
     sessions: TableLike | None
 
 
 def _chosen(
-    roles: Names | None = None,
-    tool_names: Names | None = None,
-    alpha: float = 1.0,
+    roles: Weights | None = None,
+    tool_names: Weights | None = None,
     missing: Missing = "raise",
     sessions: TableLike | None = None,
 ) -> _Choice:
     check_choice("missing", missing, Missing)
-    check_number("alpha", alpha, 0)
-    of_role = {"tool": alpha} if roles is None else _alphas("roles", roles, alpha)
-    tools = None
+    roles = {"tool": 1.0} if roles is None else _checked("roles", roles)
     if tool_names is not None:
-        if "tool" not in of_role:
+        _checked("tool_names", tool_names)
+        if "tool" not in roles:
             raise ArgumentError(
-                f"tool_names={tool_names!r}: roles {sorted(of_role)} select no tool"
+                f"tool_names={tool_names!r}: roles {sorted(roles)} select no tool"
             )
-        tools = _alphas("tool_names", tool_names, of_role["tool"])
-    return _Choice(of_role, tools, missing == "skip", sessions)
+    return _Choice(roles, tool_names, missing == "skip", sessions)
 
 
-def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
-    several = isinstance(names, Collection) and not isinstance(names, str)
-    if (
-        not several
-        or not len(names)
-        or not all(isinstance(name, str) for name in names)
-    ):
-        raise ArgumentError(f"{what}={names!r}: expected names, or a mapping of them")
-    if not isinstance(names, Mapping):
-        return dict.fromkeys(names, alpha)
-    for name, value in names.items():
+def _checked(what: str, weights: Weights) -> Weights:
+    named = isinstance(weights, Mapping) and all(isinstance(k, str) for k in weights)
+    if not named or not weights:
+        raise ArgumentError(
+            f"{what}={weights!r}: expected a weight for each name, as in "
+            "{'tool': 1.0}"
+        )
+    for name, value in weights.items():
         check_number(f"{what}[{name!r}]", value, 0)
-    return dict(names)
+    return weights
 
 
 def observation_weights(
     rows: TableLike,
     turns: TableLike,
     *,
-    roles: Names | None = None,
-    tool_names: Names | None = None,
-    alpha: float = 1.0,
+    roles: Weights | None = None,
+    tool_names: Weights | None = None,
     missing: Missing = "raise",
     sessions: TableLike | None = None,
 ) -> pa.Table:
@@ -104,11 +97,11 @@ def observation_weights(
     turns : table
         `trajkit.schema.TURNS` in full or delta form, with messages and the columns
         `trajkit.schema.ATTRIBUTION`.
-    roles, tool_names : names, or mapping of name to alpha, optional
-        Roles (None: ``("tool",)``) and tools (None: all, also without a name) whose
-        messages get a weight.
-    alpha : float, at least 0
-        The weight of names without their own in ``tool_names`` or, next, ``roles``.
+    roles : mapping of str to float, optional
+        The weight of messages by role. None: ``{"tool": 1.0}``.
+    tool_names : mapping of str to float, optional
+        The weight of messages of role ``tool`` by tool, in place of the role's. None: all
+        tools, also without a name.
     missing : {"raise", "skip"}
         How to treat turns whose messages or attribution columns are missing or
         incomplete. "skip": the turn attributes nothing and is counted.
@@ -124,12 +117,12 @@ def observation_weights(
     Raises
     ------
     ArgumentError
-        A choice does not exist, or a list of names is empty.
+        A choice does not exist, or a mapping is empty or has a weight below 0.
     InvalidTurnsError
         ``missing="raise"`` and a turn lacks attribution; or a row does not belong to
         these turns.
     """
-    choice = _chosen(roles, tool_names, alpha, missing, sessions)
+    choice = _chosen(roles, tool_names, missing, sessions)
     return _observed(as_turns(turns), as_table(rows), choice)[0]
 
 
@@ -221,13 +214,13 @@ def _echo(
             full[start:stop] = -1
         tokens = np.flatnonzero(full >= 0)
         label, inside = full[tokens], tokens < len(row.ids)
-        n_labels = len(labels.alphas)
+        n_labels = len(labels.weights)
         covered = np.pad(covered, (0, n_labels - len(covered)))
         in_path = np.bincount(label, minlength=n_labels)
         seen = np.bincount(label[inside], minlength=n_labels)
         again = _ranks(label, in_path) < covered[label]
         taken = inside & ~again
-        row.weights[tokens[taken]] = np.array(labels.alphas)[label[taken]]
+        row.weights[tokens[taken]] = np.array(labels.weights)[label[taken]]
         count["tokens_observed"] += int(taken.sum())
         count["tokens_repeated"] += int((inside & again).sum())
         complete = (in_path > 0) & (seen == in_path)
@@ -255,7 +248,7 @@ class _Labels:
     def __init__(self, calls: SessionCalls, choice: _Choice, where: str) -> None:
         self.calls, self.choice = calls, choice
         # by label
-        self.alphas: list[float] = []
+        self.weights: list[float] = []
         self.unnamed: set[tuple[bytes, int]] = set()
         self.skipped = 0
         # the label of each prompt token, -1: no weight
@@ -324,31 +317,31 @@ class _Labels:
     ) -> int:
         """The label of message i of a request, -1 if it is not selected."""
         key, role = messages.key(i), messages.roles[i]
-        alpha, call_id = self.choice.roles.get(role), None
-        if role == "tool" and alpha is not None:
+        weight, call_id = self.choice.roles.get(role), None
+        if role == "tool" and weight is not None:
             call_id, known = self.calls.answered(messages, i)
             name = name or known
             if self.choice.tools is not None:
-                alpha = None if name is None else self.choice.tools.get(name)
+                weight = None if name is None else self.choice.tools.get(name)
                 if name is None:
                     self.unnamed.add((key, number))
-        if alpha is None:
+        if weight is None:
             return -1
         if call_id is not None:
-            return self._number((key, number, b""), alpha)
+            return self._number((key, number, b""), weight)
         replies = (k for k in range(i - 1, -1, -1) if messages.roles[k] == "assistant")
         reply = next(map(messages.key, replies), b"")
         if reply not in self.calls.replies and (key, number) in self._first:
             # the reply before it was rewritten, so this is the earlier observation
             return self._first[key, number]
-        label = self._number((key, number, reply), alpha)
+        label = self._number((key, number, reply), weight)
         self._first.setdefault((key, number), label)
         return label
 
-    def _number(self, identity: tuple[bytes, int, bytes], alpha: float) -> int:
-        label = self._numbers.setdefault(identity, len(self.alphas))
-        if label == len(self.alphas):
-            self.alphas.append(alpha)
+    def _number(self, identity: tuple[bytes, int, bytes], weight: float) -> int:
+        label = self._numbers.setdefault(identity, len(self.weights))
+        if label == len(self.weights):
+            self.weights.append(weight)
         return label
 
     def _model_turn(self, call: int, messages: Messages) -> int:

@@ -2,19 +2,18 @@
 
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice, check_flag, check_number, chosen_int
+from trajkit._arguments import check_flag, check_number, chosen_int
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ASSIGNMENT, PACKS
 from trajkit.tables.canonical import TableLike, as_table, canonical
 from trajkit.tables.columns import list_values
 from trajkit.tables.ragged import Longs, Ragged, lengths, offsets_of
 
-Method: TypeAlias = Literal["lpt", "karmarkar_karp"]
 # what packs cost that one rank computes one after another, and these; none: an empty pack
 _Item: TypeAlias = tuple[float, list[int]]
 
@@ -24,10 +23,11 @@ def balance(
     ranks: int,
     *,
     cost: tuple[float, float] = (24576.0, 2.0),
-    method: Method = "lpt",
     equal_counts: bool = False,
 ) -> pa.Table:
     """Assign packs to ranks, so that these finish at about the same time.
+
+    The most expensive pack comes first, on the rank with the least to do (Graham 1969).
 
     Parameters
     ----------
@@ -38,12 +38,10 @@ def balance(
     cost : (float, float)
         What a token costs (with padding), and a pair of a token and one that it attends.
         The default is verl's ``24576 * n + n ** 2`` for n tokens with half as many pairs.
-    method : {"lpt", "karmarkar_karp"}
-        The most expensive pack first, to the rank with the least to do (Graham 1969); or
-        by largest differences (1982), with ``equal_counts`` in groups of one pack per
-        rank as in verl (seqlen_balancing.py).
     equal_counts : bool
-        Every rank has as many packs in a step: empty ones fill up.
+        Every rank has as many packs in a step: empty ones fill up. Groups of one pack per
+        rank are then merged by largest differences (Karmarkar and Karp 1982), as in verl
+        (seqlen_balancing.py), unless a tree was carried over packs.
 
     Returns
     -------
@@ -59,10 +57,9 @@ def balance(
     InvalidTurnsError
         Packs of two steps have rows of one session, or a prefix_pack is not there.
     ArgumentError
-        ``ranks`` is less than 1, ``method`` does not exist, or a cost is negative.
+        ``ranks`` is less than 1, or a cost is negative.
     """
     ranks = chosen_int("ranks", ranks, 1)
-    check_choice("method", method, Method)
     check_flag("equal_counts", equal_counts)
     if not isinstance(cost, list | tuple) or len(cost) != 2:
         raise ArgumentError(f"cost={cost!r}: expected that of a token and of a pair")
@@ -86,12 +83,10 @@ def balance(
         costs = cost[0] * n_tokens + cost[1] * pack_pairs(table)
         items = [(float(sum(costs[k] for k in one)), one) for one in _chains(table)]
         items.sort(key=lambda item: -item[0])
-        if method == "lpt":
-            loads = _longest_first(items, ranks)
+        if equal_counts and all(len(chain) == 1 for _, chain in items):
+            loads = _largest_differences(items, ranks)
         else:
-            # equal counts are of packs: a chain of several has none
-            single = all(len(chain) == 1 for _, chain in items)
-            loads = _largest_differences(items, ranks, equal_counts and single)
+            loads = _longest_first(items, ranks)
         for load in loads:
             load.sort(key=lambda item: -item[0])
         slots = [[pack for _, chain in load for pack in chain] for load in loads]
@@ -138,18 +133,17 @@ def _longest_first(items: list[_Item], ranks: int) -> list[list[_Item]]:
     return loads
 
 
-def _largest_differences(
-    items: list[_Item], ranks: int, equal_counts: bool
-) -> list[list[_Item]]:
-    """Merge the two partial assignments whose loads differ most, until one is left."""
-    size = ranks if equal_counts else 1
-    items = items + [(0.0, [])] * (-len(items) % size)
+def _largest_differences(items: list[_Item], ranks: int) -> list[list[_Item]]:
+    """Merge the two partial assignments whose loads differ most, until one is left.
+
+    They begin with an item for each rank.
+    """
+    items = items + [(0.0, [])] * (-len(items) % ranks)
     # a number before the loads: of two with equal differences the first is taken
     # each load with the sum of its costs
     heap: list[tuple[float, int, list[tuple[float, list[_Item]]]]] = []
-    for number, first in enumerate(range(0, len(items), size)):
-        loads = [(item[0], [item]) for item in items[first : first + size]]
-        loads += [(0.0, [])] * (ranks - size)
+    for number, first in enumerate(range(0, len(items), ranks)):
+        loads = [(item[0], [item]) for item in items[first : first + ranks]]
         heap.append((loads[-1][0] - loads[0][0], number, loads))
     heapq.heapify(heap)
     while len(heap) > 1:

@@ -22,6 +22,7 @@ from trajkit.learn.weights import trained_tokens
 from trajkit.schema import PACKS
 from trajkit.schema.engine import lookup, nulls
 from trajkit.tables import canonical as tables
+from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, place
 from trajkit.tables.columns import list_values, row_lengths, take_values, without_views
 from trajkit.tables.ragged import (
@@ -29,6 +30,7 @@ from trajkit.tables.ragged import (
     Longs,
     Ragged,
     Records,
+    codes,
     offsets_of,
     pooled,
     positions,
@@ -39,7 +41,7 @@ from trajkit.turns.validation import check_layout
 
 Layout: TypeAlias = Literal["tree", "rows"]
 Share: TypeAlias = Literal["session", "group"]
-Oversize: TypeAlias = Literal["repeat", "carry", "error"]
+Oversize: TypeAlias = Literal["repeat", "carry"]
 
 OBSERVED = "observation_weight"
 # Sessions of a stream are packed together until they fill about this many packs.
@@ -78,11 +80,11 @@ def pack(
     share : {"session", "group"}
         With "group", the first rows of all sessions of a ``group_id`` also share their
         common prefix. In a stream, the sessions of a group are consecutive.
-    oversize : {"repeat", "carry", "error"}
+    oversize : {"repeat", "carry"}
         A tree of more than ``max_tokens`` is cut between rows, and its parts repeat the
         prefix that they need; or it is cut at any token into consecutive packs, whose
         ``prefix_pack``, ``prefix_source`` and ``prefix_end`` name the earlier tokens
-        that they attend to; or it is refused.
+        that they attend to.
     align : int
         Pad packs to a multiple of this many tokens; it must divide ``max_tokens``.
     same : sequence of str
@@ -106,9 +108,9 @@ def pack(
     SchemaError
         A column is absent, of an unsuitable type, or has the name of an edge's own.
     InvalidTurnsError
-        A tree or a row is too large; a pack has a part of an image; a row trains its
-        first token, which nothing predicts, or has no row_weight though it trains; a
-        parent_row is absent; a session or group of a stream comes back after another.
+        A row is too large; a pack has a part of an image; a row trains its first token,
+        which nothing predicts, or has no row_weight though it trains; a parent_row is
+        absent; a session or group of a stream comes back after another.
     ArgumentError
         A choice does not exist, or ``align`` does not divide ``max_tokens``.
 
@@ -156,7 +158,7 @@ def pack(
         if layout == "rows":
             records["parent"], records["shared"] = -1, 0
         elif share == "group":
-            records = _join_groups(table, records, same)
+            records = _join_groups(table, records)
         records = _in_pre_order(table, records, same)
         starts = _cut(table, records, max_tokens, oversize)
         packs = _Packs(table, records, starts, max_tokens, align)
@@ -253,26 +255,19 @@ def with_observed(table: pa.Table) -> Ragged:
     return edges
 
 
-def _join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Records:
+def _join_groups(table: pa.Table, records: Records) -> Records:
     """Let the first rows of a group's sessions share what they begin with.
 
     ``records`` are in the order of the table; in those returned, parents come first.
-    Only rows that agree on the columns ``same`` with a value per row are joined.
     """
     roots = np.flatnonzero(records["parent"] < 0)
-    kinds = [
-        value_codes(column, name)[roots].tolist()
-        for name in same
-        for column, each_token in [column_of(table, name, "same")]
-        if not each_token
-    ]
     names = table.column("group_id").take(pa.array(roots)).to_pylist()
     ids = Ragged.of(table.column("input_ids"), -1)
     # two rows that start alike for longest are neighbours in lexical order
     ranked = sorted(
         (group, ids[row].tobytes(), row)
-        for row, *group in zip(roots.tolist(), names, *kinds, strict=True)
-        if group[0] is not None
+        for row, group in zip(roots.tolist(), names, strict=True)
+        if group is not None
     )
     for (group, _, before), (other, _, row) in pairwise(ranked):
         shared = _core.lcp(ids[before], ids[row]) if group == other else 0
@@ -371,15 +366,7 @@ def _cut(
     """Make each part that packs are filled with a tree of its own: where these begin."""
     starts = np.append(np.flatnonzero(records["parent"] < 0), len(records))
     sizes = np.diff(offsets_of(records["length"] - records["shared"])[starts])
-    large = np.flatnonzero(sizes > max_tokens)
-    if len(large) and oversize == "error":
-        first, end = starts[large[0]], starts[large[0] + 1]
-        raise InvalidTurnsError(
-            f"{place(table, int(records['line'][first]))}: its tree of {end - first} rows "
-            f"has {sizes[large[0]]} tokens, and max_tokens is {max_tokens}. Raise "
-            "max_tokens, or cut such trees with oversize='repeat' or 'carry'"
-        )
-    if len(large) and oversize == "repeat":
+    if oversize == "repeat" and (sizes > max_tokens).any():
         for row in np.flatnonzero(records["length"] > max_tokens)[:1].tolist():
             raise InvalidTurnsError(
                 f"{place(table, int(records['line'][row]))}: {records['length'][row]} "
@@ -529,37 +516,37 @@ class _Packs:
         sizes, first, last = sizes[by_pack], first[by_pack], last[by_pack]
         n_rows = np.diff(starts)[by_pack]
         records = _taken(records, positions(starts[:-1][by_pack], n_rows))
-        self._first, self._last = first, last
-        # the part of each row
-        self._part = np.repeat(np.arange(len(n_rows)), n_rows)
+        # the part of each row, and the packs in which it begins and ends
+        of_row = np.repeat(np.arange(len(n_rows)), n_rows)
+        self._first, self._last = first[of_row], last[of_row]
         # tokens of each pack, and where it begins among those of all, with padding
         rest = sizes - (last - first) * limit
         used = np.bincount(last, rest).astype(np.int64)
         self._n_tokens = np.where(used > 0, used, limit)
-        self._padded = -(-self._n_tokens // align) * align
-        self._offsets = offsets_of(self._padded)
+        padded = -(-self._n_tokens // align) * align
+        self._offsets = offsets_of(padded)
         # where each part begins among the tokens of all packs
-        self._start = self._offsets[last] - (last - first) * limit
-        self._start += offsets_of(rest)[:-1] - offsets_of(used)[last]
+        start = self._offsets[last] - (last - first) * limit
+        start += offsets_of(rest)[:-1] - offsets_of(used)[last]
         own = records["length"] - records["shared"]
         self._records = records
         records["start"] = offsets_of(own)[:-1]
-        records["start"] += (self._start - offsets_of(sizes)[:-1])[self._part]
-        records["base"] = self._offsets[first][self._part]
+        records["start"] += (start - offsets_of(sizes)[:-1])[of_row]
+        records["base"] = self._offsets[self._first]
         self._ids, self._positions, self._ends = (
             pooled(int(self._offsets[-1]), np.int32) for _ in range(3)
         )
-        padding = self._padded - self._n_tokens
-        self._padding = positions(self._offsets[:-1] + self._n_tokens, padding)
-        self._ids[self._padding] = self._positions[self._padding] = 0
-        self._ends[self._padding] = 1 + positions(self._n_tokens, padding)
+        n_padding = padded - self._n_tokens
+        padding = positions(self._offsets[:-1] + self._n_tokens, n_padding)
+        self._ids[padding] = self._positions[padding] = 0
+        self._ends[padding] = 1 + positions(self._n_tokens, n_padding)
         _core.fill_packs(records, self._ids, self._positions, self._ends)
         if len(self._ids) and self._ids.min() < 0:
             check_layout(table)
         # prefix_source and prefix_end of the packs that continue a tree
         self._prefixes: dict[int, tuple[Longs, Longs]] = {}
         for part in np.flatnonzero(last > first).tolist():
-            self._carry(int(first[part]), int(self._start[part]), int(sizes[part]))
+            self._carry(int(first[part]), int(start[part]), int(sizes[part]))
         self._continues = np.isin(np.arange(len(used)), [*self._prefixes])
 
     def _carry(self, pack: int, begin: int, size: int) -> None:
@@ -614,11 +601,11 @@ class _Packs:
             **{name: edge_values(table, name, line, position) for name in columns},
         }
         packs = np.arange(len(self._n_tokens) + 1)
-        bounds = offsets[np.searchsorted(self._last[self._part], packs)]
+        bounds = offsets[np.searchsorted(self._last, packs)]
         if self._continues.any():
             # a source counts from the first pack of its part
             on, edges["source"] = np.divmod(source, self._limit)
-            pack = np.repeat(self._first[self._part], counts) + on
+            pack = np.repeat(self._first, counts) + on
             order = np.argsort(pack, kind="stable")
             bounds = np.searchsorted(pack[order], packs)
             edges = {
@@ -649,7 +636,7 @@ class _Packs:
             "position_ids": Ragged(self._positions, self._offsets).to_arrow(),
             "subtree_end": Ragged(self._ends, self._offsets).to_arrow(),
             "n_tokens": pa.array(self._n_tokens, pa.int32()),
-            **self._trees(),
+            "sessions": self._sessions(),
             **edges,
             "prefix_pack": pa.array(before, mask=~self._continues),
             "prefix_source": [source for source, _ in prefixes],
@@ -664,49 +651,15 @@ class _Packs:
         schema = pa.schema([*PACKS, *further], metadata=PACKS.metadata)
         return pa.table({name: columns[name] for name in schema.names}, schema)
 
-    def _trees(self) -> dict[str, Any]:
-        """Segments and trees; a part is a tree in each of its packs."""
-        begins = np.ones(len(self._ends), np.bool_)
-        begins[1:] = self._ends[1:] != self._ends[:-1]
-        begins[self._offsets[:-1]] = True
-        begins[self._padding] = False
-        at = np.flatnonzero(begins)
-        segments = np.searchsorted(at, self._offsets)
-        first = np.repeat(self._offsets[:-1], np.diff(segments))
-        starts = (at - first).astype(np.int32)
-        parents = _core.segment_parents(starts, self._ends[at], segments)
-        # parts are in the order of the packs in which they end
-        spread = 1 + self._last - self._first
-        pack = positions(self._first, spread)
-        part = np.repeat(np.arange(len(spread)), spread)
-        tree_start = np.maximum(self._start[part] - self._offsets[pack], 0)
-        trees = np.searchsorted(pack, np.arange(len(self._n_tokens) + 1))
-        parts = [part[a:b].tolist() for a, b in pairwise(trees.tolist())]
-        plain = (np.diff(segments) == np.diff(trees)) & ~self._continues
-        stops = np.stack([self._n_tokens, self._padded], axis=1)
-        names = self._table.column("session_id").to_pylist()
-        # sessions are contiguous, so their last rows are in the order of the first
-        order = {name: row for row, name in enumerate(names)}
-        of_row = [names[line] for line in self._records["line"].tolist()]
-        bounds = np.searchsorted(self._part, np.arange(len(spread) + 1)).tolist()
-        own = [{*of_row[a:b]} for a, b in pairwise(bounds)]
-        return {
-            "segment_start": Ragged(starts, segments).to_arrow(),
-            "segment_parent": Ragged(parents, segments).to_arrow(),
-            "tree_start": Ragged(tree_start.astype(np.int32), trees).to_arrow(),
-            "tree_session": [
-                [min(own[k]) if len(own[k]) == 1 else None for k in here]
-                for here in parts
-            ],
-            "sessions": [
-                sorted(set().union(*(own[k] for k in here)), key=order.__getitem__)
-                for here in parts
-            ],
-            "cu_seqlens": [
-                np.append(tree_start[a:b], np.unique(stops[k])) if plain[k] else None
-                for k, (a, b) in enumerate(pairwise(trees.tolist()))
-            ],
-        }
+    def _sessions(self) -> pa.LargeListArray:
+        """The sessions of each pack, in the order of the rows."""
+        n_packs = 1 + self._last - self._first
+        names = self._table.column("session_id")
+        session = codes(names)[self._records["line"]].repeat(n_packs)
+        pack = positions(self._first, n_packs)
+        pack, session = np.unique([pack, session], axis=1)
+        bounds = np.searchsorted(pack, np.arange(len(self._n_tokens) + 1))
+        return Ragged(pc.unique(names).take(pa.array(session)), bounds).to_arrow()
 
     def _items(self) -> list[list[images.Item] | None]:
         """The images of each pack; raises InvalidTurnsError if it has a part of one."""

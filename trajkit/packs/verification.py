@@ -1,11 +1,9 @@
 """`verify_packs`: whether packs have every trained token once, in the context of its row.
 
 Nothing that `trajkit.pack` computes is used: a token's path is read off ``subtree_end`` and
-compared with the rows, and the columns that follow from the trees are computed again.
+compared with the rows, and positions are counted again.
 """
 
-from collections.abc import Iterator
-from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,7 +33,6 @@ _AS_LONG = (
     ("subtree_end", "input_ids"),
     ("position_ids", "input_ids"),
     ("prefix_end", "prefix_source"),
-    ("tree_session", "tree_start"),
 )
 _ANY_PACKS = pa.schema(
     [one if one.name in _NEEDED else one.with_nullable(True) for one in PACKS],
@@ -98,6 +95,13 @@ class _Trees(NamedTuple):
     ids: Array
     n_prefix: int
     runs: Runs
+
+    def depths(self, n: int) -> Array:
+        """How many tokens each of the pack's own attends; 0 for padding, up to n."""
+        every = positions(self.runs.depth, self.runs.stop - self.runs.start)
+        depths = np.zeros(n, np.int64)
+        depths[: len(every) - self.n_prefix] = every[self.n_prefix :]
+        return depths
 
 
 class _Check:
@@ -190,16 +194,11 @@ class _Check:
             rule, detail, *token = error.args
             self.report(rule, detail, line, *token)
             return
-        for rule, name, expected in _derived(trees, n):
-            given = pack[name]
-            if given is None and name == "cu_seqlens" and name in self.given:
-                given = ()
-            if given is not None and not np.array_equal(given, expected):
-                pairs = enumerate(zip_longest(given, expected))
-                bad = [(k, own, due) for k, (own, due) in pairs if own != due]
-                k, own, due = bad[0]
-                detail = f"{name}[{k}] is {own}: expected {due}{_more(len(bad))}"
-                self.report(rule, detail, line)
+        given = pack["position_ids"]
+        if given is not None:
+            due, words = trees.depths(n), "position_ids is {}: expected {}"
+            for k, detail in _first(given != due, words, given, due):
+                self.report("position", detail, line, k)
         if "mm_items" in self.given:
             own, items = trees.ids[trees.n_prefix :], pack["mm_items"] or ()
             found = image_faults(items, own, may_be_cut=True, known=self.images)
@@ -290,7 +289,7 @@ class _Check:
         lines, first = np.unique(self.pack_of, return_index=True)
         groups = np.split(np.arange(len(self.at)), first[1:])
         for line, mine in zip(lines.tolist(), groups, strict=False):
-            self._sessions(line, self.source[mine], self.row[mine])
+            self._sessions(line, self.row[mine])
             if line not in self.trees:
                 continue
             ids, n_prefix, runs = self.trees[line]
@@ -309,21 +308,12 @@ class _Check:
         words = "its source attends other tokens than the row has, from position {} on"
         self._each("context", bad, words, agree)
 
-    def _sessions(self, line: int, source: Longs, rows: Longs) -> None:
-        """The sessions of a pack and of its trees are those of its edges' rows."""
-        names = "sessions", "tree_start", "tree_session"
-        named, starts, whose = (self.packs[line][name] for name in names)
+    def _sessions(self, line: int, rows: Longs) -> None:
+        """The sessions of a pack are those of its edges' rows."""
+        named = self.packs[line]["sessions"]
         for row in np.unique(rows).tolist() if named is not None else ():
             if self.row_keys[row][0] not in named:
                 self.report("sessions", "its session is not named", line, None, row)
-        if starts is None or whose is None:
-            return
-        tree = np.searchsorted(starts, source, side="right") - 1
-        of_tree = dict(enumerate(whose))
-        for at, row in np.unique([tree, rows], axis=1).T.tolist():
-            if of_tree.get(at) not in (None, self.row_keys[row][0]):
-                detail = f"tree_session[{at}] is {of_tree[at]!r}"
-                self.report("sessions", detail, line, int(starts[at]), row)
 
     def values(self, reduce: Reduce) -> None:
         """The columns of edges are those of the rows."""
@@ -362,30 +352,6 @@ def _elements(column: pa.ChunkedArray) -> list[Any]:
         return list(column.to_pylist())
     lists, valid = Ragged.of(column, -1), column.is_valid().to_pylist()
     return [lists[k] if there else None for k, there in enumerate(valid)]
-
-
-def _derived(trees: _Trees, n_padded: int) -> Iterator[tuple[str, str, Any]]:
-    """Rule, name and value of each column that follows from the trees."""
-    n_prefix, runs = trees.n_prefix, trees.runs
-    n = len(trees.ids) - n_prefix
-    position = positions(runs.depth, runs.stop - runs.start)[n_prefix:]
-    position = np.append(position, np.zeros(n_padded - n, np.int64))
-    yield "position", "position_ids", position
-    # the pack's first token may continue the last run of the prefix
-    own = runs.stop > n_prefix
-    start = np.maximum(runs.start - n_prefix, 0)
-    number = np.cumsum(own) - 1
-    hangs = (runs.above >= 0) & own[runs.above]
-    yield "segment", "segment_start", start[own]
-    yield "segment", "segment_parent", np.where(hangs, number[runs.above], -1)[own]
-    roots = start[own & (runs.above < 0)]
-    if n and n_prefix:
-        roots = np.union1d([0], roots)
-    yield "tree", "tree_start", roots
-    # no branch and no prefix
-    plain = not n_prefix and len(roots) == len(runs.start)
-    bounds = np.append(roots, np.unique([n, n_padded])) if plain else ()
-    yield "cu_seqlens", "cu_seqlens", bounds
 
 
 def _first(bad: Bools, words: str, *values: Array) -> list[tuple[int, str]]:

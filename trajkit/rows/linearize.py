@@ -419,10 +419,10 @@ def links_table(calls: Sessions, links: Records, policy: Policy) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=LINKS)
 
 
-def read_linked(turns: pa.Table, links: pa.Table) -> tuple[Sessions, Forest, Records]:
+def read_linked(turns: TableLike, links: TableLike) -> tuple[Sessions, Forest, Records]:
     """The calls of turns, their forest, and the records of their ``links`` table."""
-    calls = Sessions.of(turns)
-    return calls, calls.forest, read_links(calls, calls.forest, links)
+    calls = Sessions.of(as_turns(turns))
+    return calls, calls.forest, read_links(calls, calls.forest, as_table(links))
 
 
 def read_links(calls: Sessions, forest: Forest, table: pa.Table) -> Records:

@@ -134,13 +134,12 @@ belongs to its parent's agent if that has no name either, else to the main agent
 
 ATTRIBUTION = described(f"""turns
 {_TURN}
-prompt_message_index [int32]?: one per prompt token: index of the message that it renders,
-    in the request (or in its last messages, see message_tool_names). negative: structure,
-    such as the generation prompt, or a token of an earlier call. In delta form the tokens
-    that are shared with the base may be left out if their index is -1. null list: unknown
-prompt_is_content [bool]?: one per prompt token: true for the message's text, false for the
-    template's tokens around it. In delta form shared tokens may be left out if false. null
-    list: unknown
+prompt_message_index [int32]?: one per prompt token, or one for each of the last: index of
+    the message that it renders, in the request (or in its last messages, see
+    message_tool_names). negative: structure, such as the generation prompt, or a token of
+    an earlier call, as are the tokens before a shorter list. null list: unknown
+prompt_is_content [bool]?: for the same tokens: true for the message's text, false for the
+    template's tokens around it. null list: unknown
 message_tool_names [text]?: one per message: the tool whose output it is; null element: no
     tool, or unknown. A list shorter than the request's messages covers the last ones, and
     so does prompt_message_index. null list: joined by tool_call_id from the message bodies
@@ -153,10 +152,6 @@ AMENDMENT_REASONS = defined("""Reasons to amend a recorded turn.
 undelivered: Its answer reached no client: it is context only.
 delivered: A client asked again and received the answer: the turn's own ``trainable``
     counts.
-retried: Its request came again although it was answered, and the gateway was asked to make
-    such turns context only.
-continued: A later request contains its answer, so it was not retried: the turn's own
-    ``trainable`` counts.
 dropped: Its session was dropped: it is context only.
 """)
 
@@ -644,16 +639,7 @@ position_ids [int32]: tokens before it on its path from the root; 0 for padding
 subtree_end [int32]: where the tokens below it end: token q attends token k if k <= q <
     subtree_end[k]. A token of padding attends itself
 n_tokens int32: tokens without the padding
-segment_start [int32]: where each segment starts: the longest runs of tokens without a
-    branch inside
-segment_parent [int32]: the segment of the pack whose last token the segment follows; -1:
-    none. In a pack with a prefix such a segment follows the prefix, unless its position_ids
-    start at 0
-tree_start [int32]: where each tree starts
-tree_session [text]: the session of each tree; a null element: it joins sessions of a group
 sessions [text]: the sessions of all rows in the pack
-cu_seqlens [int32]?: tree_start, and n_tokens (and the end of the padding), as attention
-    kernels for packed sequences take it. null: the pack has a branch or a prefix
 edge_source [int32]: an edge is a token that a row trains. The token of the pack that
     predicts it
 edge_target [int32]: its id
@@ -676,7 +662,7 @@ mm_items [image]?: its images, by position in the pack; rows that share one have
 
 PACK_RULES = defined("""What `trajkit.verify_packs` looks at.
 
-length: The lists of a pack's tokens, segments, trees and edges are as long as one another.
+length: The lists of a pack's tokens and edges are as long as one another.
 range: Tokens, rows and positions that a pack names exist, and no id is null or negative.
 max_tokens: No pack is longer than asked.
 subtree_end: The tokens that it spans are nested: each subtree lies in that of the token
@@ -684,9 +670,7 @@ subtree_end: The tokens that it spans are nested: each subtree lies in that of t
 position: It counts the tokens that the token attends, without itself.
 padding: A token of padding attends itself, and no token below it; no edge is there.
 prefix: It is the path to the pack's first token, in the pack that it names.
-segment, tree: They agree with subtree_end.
-sessions: The sessions of a pack and of a tree are those of its rows.
-cu_seqlens: It agrees with subtree_end.
+sessions: The sessions of a pack are those of its rows.
 not_trained: Every edge is a token that its row trains, or observes.
 context: The tokens that an edge's source attends are those before the edge in its row.
 target: An edge's target is its token in the row.

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.schema import LINKS, ROWS, TURNS, TURNS_DELTA
+from trajkit.schema import ROWS, TURNS_DELTA
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import (
@@ -43,7 +43,6 @@ Batches: TypeAlias = Iterator[pa.RecordBatch]
 Source: TypeAlias = TableLike | Batches
 """A table, or its batches one after another."""
 
-_SCHEMAS = {"turns": TURNS, "rows": ROWS, "links": LINKS}
 # how to make each session of a stream contiguous
 _REMEDIES = {
     "turns": "as trajkit.read_turns does, or sort it by session_id and turn_index",
@@ -115,47 +114,22 @@ def stage(
 
 
 def apply(
-    work: Callable[..., pa.Table],
-    lead: TableLike,
+    work: Callable[[pa.Table], pa.Table],
+    given: TableLike,
     *,
     table_of: Callable[..., pa.Table] = as_table,
     what: str | None = None,
     regroup: Callable[[Iterator[pa.Table]], Iterator[pa.Table]] = iter,
-    **others: Source,
 ) -> pa.Table:
-    """The result of a stage: ``work`` of the tables, or of the sessions of a stream.
+    """The result of a stage: ``work`` of the table, or of the sessions of a stream.
 
     For a stream this is an iterator of batches, which only `stage` sees; ``regroup`` may
-    put sessions together. The ``others`` follow it in its order of sessions; they may be
-    tables then, too.
+    put sessions together.
     """
-    if not isinstance(lead, _Stream):
-        return work(table_of(lead), *(as_table(other) for other in others.values()))
-    what = what or lead.what
-    tables: Iterator[Any] = regroup(whole_sessions(batches_of(lead.source), what))
-    made: Iterator[pa.Table] = map(work, tables)
-    for name, other in others.items():
-        pairs = in_step(tables, batches_of(other), what, name)
-        made = _in_pairs(work, pairs, what, name)
-    return cast(pa.Table, batches_in(made))
-
-
-def _in_pairs(
-    work: Callable[..., pa.Table],
-    pairs: Iterable[tuple[pa.Table | None, pa.Table]],
-    leads: str,
-    what: str,
-) -> Iterator[pa.Table]:
-    for own, theirs in pairs:
-        if own is None:
-            raise unknown(theirs, what, leads)
-        yield work(own, theirs)
-
-
-def unknown(rest: pa.Table, what: str, leads: str) -> InvalidTurnsError:
-    """The error of a session that only the stream ``what`` has."""
-    name = rest.column("session_id")[0].as_py()
-    return InvalidTurnsError(f"session {name!r} is in {what}, but not in {leads}")
+    if not isinstance(given, _Stream):
+        return work(table_of(given))
+    sessions = whole_sessions(batches_of(given.source), what or given.what)
+    return cast(pa.Table, batches_in(map(work, regroup(sessions))))
 
 
 def batches_in(tables: Iterable[pa.Table]) -> Batches:
@@ -193,35 +167,35 @@ def batches_of(
 
 
 def in_step(
-    lead: Iterable[pa.Table], other: Iterable[pa.RecordBatch], leads: str, what: str
+    turns: Iterable[pa.Table], rows: Iterable[pa.RecordBatch]
 ) -> Iterator[tuple[pa.Table | None, pa.Table]]:
-    """Each table of ``lead`` with the rows of the same sessions in another stream.
+    """Each table of turns with the rows of the same sessions.
 
-    Both have complete sessions in one order; ``other`` may lack some. Its sessions that
-    ``lead`` lacks come at the end, with None; a session that ``lead`` had earlier is an
-    error. Errors call the two ``leads`` and ``what``.
+    Both have complete sessions in one order; ``rows`` may lack some. Its sessions that
+    ``turns`` lack come at the end, with None; a session whose turns came earlier is an
+    error.
     """
-    tables = whole_sessions(other, what)
+    tables = whole_sessions(rows, "rows")
     first = next(tables, None)
-    schema = _SCHEMAS[what] if first is None else first.schema
+    schema = ROWS if first is None else first.schema
     empty = pa.Table.from_batches([empty_batch(schema)])
     sessions = one_by_one(tables if first is None else itertools.chain([first], tables))
     del first
     earlier: set[str | None] = set()
 
     def follows() -> tuple[str | None, pa.Table | None]:
-        """The next session of the other stream."""
+        """The next session of the rows."""
         name, table = next(sessions, (None, None))
         if name in earlier:
             raise InvalidTurnsError(
-                f"session {name!r} comes too late in {what}: {leads} have it before a "
+                f"session {name!r} comes too late in rows: turns have it before a "
                 "session that came already. Streams that are read in step must have "
                 "their sessions in one order: sort them all by session_id"
             )
         return name, table
 
     name, table = follows()
-    for current in lead:
+    for current in turns:
         names = pc.unique(current.column("session_id").cast(pa.string())).to_pylist()
         taken = []
         while table is not None and name in names:

@@ -6,7 +6,7 @@ gives for the rows is what these give for their packs.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeAlias
 
@@ -20,9 +20,8 @@ from trajkit._arguments import check_choice
 from trajkit.errors import InvalidTurnsError, LayoutError, SchemaError
 from trajkit.schema import PACKS
 from trajkit.tables.canonical import TableLike, as_table, canonical
-from trajkit.turns.images import Item, engine_ids, has_items
+from trajkit.turns.images import has_items
 
-Images: TypeAlias = Literal["error", "items"]
 Head: TypeAlias = Callable[[Tensor], Tensor]
 """From hidden states to logits, such as a model's output projection."""
 Ratio: TypeAlias = Literal["token", "sequence"]
@@ -44,8 +43,6 @@ class Pack:
         ``prefix_source`` of the pack that continues a tree of this one. Empty if none does.
     columns : mapping of str to tensor, each of shape (n_edges,)
         Further ``edge_`` columns by name without the prefix, such as ``advantage``.
-    mm_items : sequence of dict
-        `trajkit.schema.MM_ITEM`, if the dataset was asked for images.
     """
 
     input_ids: Tensor
@@ -61,7 +58,6 @@ class Pack:
     prefix_end: Tensor
     next_source: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    mm_items: Sequence[Item] = ()
 
     @property
     def is_part(self) -> bool:
@@ -93,7 +89,7 @@ class Pack:
         return self.columns[name]
 
 
-_TENSORS = Pack.__slots__[:-3]  # all but next_source, columns and mm_items
+_TENSORS = Pack.__slots__[:-2]  # all but next_source and columns
 _INT32 = ("input_ids", "position_ids", "subtree_end", "prefix_end")
 
 
@@ -108,33 +104,24 @@ class PackDataset:
     ----------
     packs : table
         `trajkit.schema.PACKS` and further ``edge_`` columns, from `trajkit.pack`.
-    images : {"error", "items"}
-        A dataset has no pixels. "error": refuse packs with images. "items": add
-        ``mm_items`` to each pack, for a model that gets the pixels from there; ids are
-        the engine's, with one placeholder per token of an image.
 
     Raises
     ------
     SchemaError
         A column is absent or of another type.
     InvalidTurnsError
-        A pack has images that are refused, or continues a tree (``oversize="carry"``)
-        that the line before does not have.
+        A pack has images, whose pixels no tensor has, or continues a tree
+        (``oversize="carry"``) that the line before does not have.
     """
 
-    def __init__(self, packs: TableLike, *, images: Images = "error") -> None:
-        check_choice("images", images, Images)
-        table = canonical(as_table(packs), PACKS)
+    def __init__(self, packs: TableLike) -> None:
+        self._table = table = canonical(as_table(packs), PACKS)
         if has_items(table):
-            if images == "error":
-                line = int(np.flatnonzero(table.column("mm_items").is_valid())[0])
-                raise InvalidTurnsError(
-                    f"pack {line} has images, and a dataset no pixels: pass "
-                    "images='items' if the model gets them from mm_items of each item"
-                )
-            table = engine_ids(table)
-        self._table = table
-        self._images = images
+            line = int(np.flatnonzero(table.column("mm_items").is_valid())[0])
+            raise InvalidTurnsError(
+                f"pack {line} has images, whose pixels a model would not get: leave out "
+                "their sessions before packing, or train on rows"
+            )
         self._continues = np.asarray(table.column("prefix_pack").is_valid())
         for line in np.flatnonzero(self._continues).tolist():
             source = _values(table, line, "prefix_source")
@@ -168,8 +155,7 @@ class PackDataset:
         columns = {name.removeprefix("edge_"): values.pop(name) for name in more}
         if not len(values["input_ids"]):
             values |= _padding()
-        items = self._table["mm_items"][line].as_py() if self._images == "items" else ()
-        return Pack(**values, columns=columns, mm_items=items or [])
+        return Pack(**values, columns=columns)
 
     def parts(self) -> list[list[int]]:
         """The packs that must run together, for each of the trees in several packs.
@@ -188,7 +174,7 @@ class PackDataset:
         and every parameter gets a gradient of zero.
         """
         nothing = self[0].map(lambda values: values[:0])
-        return replace(nothing, **_padding(), mm_items=())
+        return replace(nothing, **_padding())
 
 
 def _padding() -> dict[str, Tensor]:
@@ -333,7 +319,7 @@ def policy_loss(
         )
     weight = _finite(logprobs, pack, "row_weight", pack.edge_weight)
     used = weight != 0
-    value = _finite(logprobs, pack, advantage, None, used)
+    value = _finite(logprobs, pack, advantage, pack.column(advantage), used)
     name = "logprob" if old_logprobs is None else "old logprob"
     old = pack.edge_logprob if old_logprobs is None else old_logprobs
     old = _finite(logprobs, pack, name, old, used)
@@ -364,17 +350,16 @@ def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     return _weighed(logprobs, _finite(logprobs, pack, "row_weight", pack.edge_weight))
 
 
-def observation_loss(
-    logprobs: Tensor, pack: Pack, *, weight: str = "observation_weight"
-) -> Tensor:
+def observation_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     """The loss of observed tokens: ``sum over edges of -v * logprob``, as `nll_loss`.
 
     Parameters
     ----------
-    logprobs, pack, weight
-        As for `policy_loss`; ``weight`` names the column of ``v``.
+    logprobs, pack
+        As for `policy_loss`; ``v`` is the pack's column ``observation_weight``.
     """
-    return _weighed(logprobs, _finite(logprobs, pack, weight))
+    weight = pack.column("observation_weight")
+    return _weighed(logprobs, _finite(logprobs, pack, "observation_weight", weight))
 
 
 def _weighed(logprobs: Tensor, weight: Tensor) -> Tensor:
@@ -386,15 +371,15 @@ def _finite(
     logprobs: Tensor,
     pack: Pack,
     name: str,
-    values: Tensor | None = None,
+    values: Tensor,
     used: Tensor | None = None,
 ) -> Tensor:
-    """Values of edges, by default of a column, as ``logprobs``; 0 where not used."""
+    """Values of edges as ``logprobs``; 0 where not used."""
     if logprobs.shape != pack.edge_source.shape:
         raise LayoutError(
             f"logprobs of shape {tuple(logprobs.shape)} for {len(pack.edge_source)} edges"
         )
-    values = (pack.column(name) if values is None else values).to(logprobs.device)
+    values = values.to(logprobs.device)
     bad = ~torch.isfinite(values) & (True if used is None else used)
     if bool(bad.any()):
         edge = int(bad.nonzero()[0])

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from trajkit.turns.amendments import untrain_stale as untrain_stale
     from trajkit.turns.images import content_ids as content_ids
     from trajkit.turns.images import engine_ids as engine_ids
-    from trajkit.turns.messages import message_body as message_body
     from trajkit.turns.messages import message_key as message_key
     from trajkit.turns.messages import message_record as message_record
     from trajkit.turns.messages import tools_key as tools_key

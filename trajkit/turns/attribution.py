@@ -59,8 +59,6 @@ class SessionCalls:
         self.turn_index, self.path_len = calls.turn_index, calls.path_len
         self.n_prompt = calls.calls["prompt_len"]
         self.prompt, self.path = calls.prompt, calls.path
-        # tokens that a list may leave out
-        self._shared = calls.calls["own_start"]
         self._stored = combined(calls.stored_messages)
         self._calls, self._forest = calls, grow_messages(calls)
         self._messages: dict[int, Messages | None] = {}
@@ -124,8 +122,7 @@ class SessionCalls:
 
     def gap(self, call: int) -> str | None:
         """What the attribution of a call lacks."""
-        fault = self._length_fault("prompt_message_index", call)
-        fault = fault or self._length_fault("prompt_is_content", call)
+        fault = self._length_fault(call)
         names, messages = self._names(call), self.messages(call)
         if fault is not None or messages is None:
             return fault or "there are no messages"
@@ -159,16 +156,21 @@ class SessionCalls:
         earlier = (self.messages(call) for call in self._repliers.get(reply, ()))
         return any(head == (b"" if one is None else one.keys) for one in earlier)
 
-    def _length_fault(self, name: str, call: int) -> str | None:
-        values, n = self.table.column(name)[call].values, int(self.n_prompt[call])
-        if values is None:
-            return f"{name} is null"
-        if len(values) not in (n, n - int(self._shared[call])):
-            return f"{len(values)} values of {name} for {n} prompt ids"
+    def _length_fault(self, call: int) -> str | None:
+        names, n = ("prompt_message_index", "prompt_is_content"), self.n_prompt[call]
+        lists = {name: self.table.column(name)[call].values for name in names}
+        for name, values in lists.items():
+            if values is None:
+                return f"{name} is null"
+            if len(values) > n:
+                return f"{len(values)} values of {name} for {n} prompt ids"
+        index, content = map(len, lists.values())
+        if index != content:
+            return f"{content} values of {names[1]} and {index} of {names[0]}"
         return None
 
     def _per_token(self, name: str, call: int, missing: int) -> Array:
-        """The values of a list for all prompt tokens, those left out included."""
+        """The values of a list for all prompt tokens, also the first, which it may lack."""
         values, n = self.table.column(name)[call].values, int(self.n_prompt[call])
         if values is None:
             return np.full(n, missing)

@@ -9,7 +9,6 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.schema import KEY_BYTES, MESSAGE, SCHEMA_VERSION, TURNS, TURNS_DELTA
 from trajkit.schema.engine import field_of, session_numbers
-from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike, canonical, turns_schema
 from trajkit.tables.columns import (
@@ -119,56 +118,9 @@ def _convert(
         check_no_clash(table, form, schema, "form of turns")
         calls = Sessions.of(table)
         parts = [columns(part) for part in calls.split(limits.PART_TOKENS)]
-        made = replace_columns(calls.table, form, schema, parts)
-        delta = made if schema is TURNS_DELTA else calls.table
-        shared = delta.column("shared_length").to_numpy().astype(np.int64)
-        n_prompt = calls.calls["prompt_len"].astype(np.int64)
-        return _attributed(made, shared, n_prompt, cut=delta is made)
+        return replace_columns(calls.table, form, schema, parts)
 
     return apply(one, turns, table_of=as_turns)
-
-
-def _attributed(
-    table: pa.Table, shared: Longs, n_prompt: Longs, *, cut: bool
-) -> pa.Table:
-    """The table with the columns of `ATTRIBUTION` in its own form.
-
-    ``cut``: leave out the elements of shared tokens, where a list has only empty ones.
-    Otherwise put them back. Extra columns of these names with values of other types are
-    unchanged.
-    """
-    for name, empty, is_suitable in (
-        ("prompt_message_index", -1, pa.types.is_signed_integer),
-        ("prompt_is_content", False, pa.types.is_boolean),
-    ):
-        at = table.schema.get_field_index(name)
-        type_ = pa.null() if at < 0 else table.schema.types[at]
-        is_list = isinstance(type_, pa.ListType | pa.LargeListType)
-        if not is_list or not is_suitable(type_.value_type):
-            continue
-        column = table.column(name)
-        lists, absent = Ragged.of(column), np.asarray(column.is_null())
-        n, begins = lists.lengths, lists.offsets[:-1]
-        if cut:
-            filled = pc.not_equal(lists.values, empty).fill_null(True).to_numpy(False)
-            counts = offsets_of(filled)
-            clear = counts[begins + np.minimum(shared, n)] == counts[begins]
-            more = np.where((n == n_prompt) & clear, -shared, 0)
-        else:
-            more = np.where((n == n_prompt - shared) & ~absent, shared, 0)
-        if not more.any():
-            continue
-        changed = Ragged(lists.values, offsets_of(n + more))
-        list_, more = changed.owner, more[changed.owner]
-        place = np.arange(len(list_)) - changed.offsets[list_]
-        # the last value is an empty one
-        source = np.where(place < more, len(lists.values), begins[list_] + place - more)
-        padded = pa.concat_arrays([lists.values, pa.array([empty], type_.value_type)])
-        large = Ragged(padded.take(pa.array(source)), changed.offsets).to_arrow(
-            absent, pa.large_list(type_.value_field)
-        )
-        table = with_column(table, name, large.cast(type_))
-    return table
 
 
 def _delta_columns(calls: Sessions) -> Columns:

@@ -45,8 +45,6 @@ from trajkit.tables.ragged import (
 from trajkit.turns.sessions import Forest, Sessions
 
 Message: TypeAlias = dict[str, object]
-ChatMessage: TypeAlias = Message | tuple[bytes, str]
-"""A message as a dict, or as its key (`message_key`) and its role."""
 Projection: TypeAlias = Callable[[str], str]
 """Maps a body to a text that is equal if the messages are."""
 
@@ -68,15 +66,6 @@ def message_key(message: Message) -> bytes:
     return message_record(message)[0]
 
 
-def message_body(message: Message) -> str:
-    """JSON with sorted keys, no white space, in valid UTF-8; see `message_record`.
-
-    Two lone surrogates side by side are written as the pair that they look like; their key
-    is still their own.
-    """
-    return message_record(message)[1]
-
-
 def message_record(message: Message) -> tuple[bytes, str]:
     """The key and the body of a chat message, read once.
 
@@ -88,7 +77,9 @@ def message_record(message: Message) -> tuple[bytes, str]:
     Returns
     -------
     tuple of bytes and str
-        What `message_key` and `message_body` give.
+        What `message_key` gives, and JSON with sorted keys, no white space, in valid UTF-8.
+        Two lone surrogates side by side are written as the pair that they look like; their
+        key is still their own.
 
     Raises
     ------
@@ -330,9 +321,9 @@ class MessageBook:
     """Every distinct body of some calls, under a small id, in order of arrival."""
 
     messages: list[Encoded] = field(default_factory=list)
-    # by id: a copy as `comparable`, or a pair of key and role
+    # by id: a copy as `comparable`
     copies: list[object] = field(default_factory=list)
-    # ids by body, and by key and role
+    # ids by body, or by key and role
     _numbers: dict[object, int] = field(default_factory=dict)
     # the first id with a body, by key
     _first: dict[bytes, int] = field(default_factory=dict)
@@ -340,20 +331,17 @@ class MessageBook:
     respelled: dict[int, int] = field(default_factory=dict)
 
     def add(self, message: Encoded, copy: object = None) -> int:
-        """The id of a message; one with a body replaces one without.
-
-        ``copy`` is what others are compared with.
-        """
-        pair, body = (message.key, message.role), message.body
-        number = self._numbers.get(pair if body is None else body, -1)
+        """The id of a message; ``copy`` is what others are compared with."""
+        body = message.body
+        name = (message.key, message.role) if body is None else body
+        number = self._numbers.get(name, -1)
         if number < 0:
             number = len(self.messages)
             # in the place of one that was interrupted
             self.copies[number:] = [copy]
             self.messages.append(message)
-            self._numbers[pair] = number
+            self._numbers[name] = number
             if body is not None:
-                self._numbers[body] = number
                 first = self._first.setdefault(message.key, number)
                 if first != number:
                     self.respelled[first] = self.respelled[number] = first
@@ -477,8 +465,6 @@ class MessageLog:
 
     # the distinct messages, with their numbers; sessions may have one book together
     book: MessageBook = field(default_factory=MessageBook)
-    # whether a pair of key and role is a message
-    takes_pairs: bool = True
     calls: list[CallMessages] = field(default_factory=list)
 
     def read(
@@ -532,27 +518,13 @@ class MessageLog:
         return next((at for at, same in enumerate(current) if not same), n)
 
     def _read(self, message: object, where: str) -> Read:
-        if not (self.takes_pairs and isinstance(message, tuple)):
-            encoded = encode(message, where)
-            try:
-                # so that key, body and copy agree, whatever the caller's code does
-                copy = parse_json(str(encoded.body))
-                return encoded, comparable(copy, encoded.is_plain)
-            except ValueError as error:
-                raise InvalidTurnsError(f"{where} is {error}") from None
-        if len(message) == 2:
-            key, role = message
-            if (
-                isinstance(key, bytes)
-                and len(key) == KEY_BYTES
-                and isinstance(role, str)
-            ):
-                check_text(role, f"{where} role")
-                return Encoded(key, role, None, False), message
-        raise InvalidTurnsError(
-            f"{where} is {message!r}: expected a dict, or a pair of its "
-            f"{KEY_BYTES}-byte key and its role"
-        )
+        encoded = encode(message, where)
+        try:
+            # so that key, body and copy agree, whatever the caller's code does
+            copy = parse_json(str(encoded.body))
+        except ValueError as error:
+            raise InvalidTurnsError(f"{where} is {error}") from None
+        return encoded, comparable(copy, encoded.is_plain)
 
 
 def grow_messages(calls: Sessions) -> Forest:
@@ -681,7 +653,7 @@ def _text(body: str) -> str:
             within += value.values()
         elif isinstance(value, list):
             within += value
-    return message_body(message)
+    return message_texts(message).body
 
 
 # The fields that `_content` compares, and the role that has them; "" is every role.
@@ -707,7 +679,7 @@ def _content(body: str) -> str:
             counted[name] = value
     if role == "assistant" and isinstance(calls, list):
         counted["tool_calls"] = [_called(call) for call in calls]
-    return message_body(counted)
+    return message_texts(counted).body
 
 
 def _called(call: object) -> object:

@@ -286,7 +286,7 @@ class _Batch:
             )
         if name not in self.sessions:
             check_text(name, f"record {number}: session_id")
-            log = MessageLog(self.book, takes_pairs=False)
+            log = MessageLog(self.book)
             self.sessions[name] = _Session(len(self.sessions), name, log)
         return self.sessions[name]
 

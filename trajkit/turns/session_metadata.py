@@ -121,27 +121,6 @@ def _is_table(reward: object) -> bool:
     return not isinstance(reward, Mapping | None) and arrow_source(reward) is not None
 
 
-def one_session(
-    session_id: str,
-    reward: Reward,
-    sessions: TableLike | None,
-    group_id: str | None,
-    error: str | None,
-) -> pa.Table:
-    """SESSIONS of one session; raises as `session_facts` and `SessionFacts.of`."""
-    if sessions is not None or _is_table(reward):
-        raise ArgumentError(
-            "group_id or error is given with a table of sessions: put them into the table"
-        )
-    facts = session_facts(reward, None).of(pa.array([session_id]))
-    for name, value in (("group_id", group_id), ("error", error)):
-        if value is not None and not isinstance(value, str):
-            raise ArgumentError(f"{name}={value!r}: expected a string")
-        at, field = SESSIONS.names.index(name), SESSIONS.field(name)
-        facts = facts.set_column(at, field, pa.array([value], pa.string()))
-    return pa.Table.from_batches([facts])
-
-
 def _sessions(ids: pa.Array, rewards: pa.Array) -> pa.RecordBatch:
     null = pa.nulls(len(ids), pa.string())
     return pa.RecordBatch.from_arrays([ids, rewards, null, null], schema=SESSIONS)

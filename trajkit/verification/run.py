@@ -146,7 +146,7 @@ def verify_batches(
     def violations() -> Iterator[pa.Table]:
         lead = stages.whole_sessions(stages.batches_of(turns))
         follows = numbered(stages.batches_of(rows))
-        for own, theirs in stages.in_step(lead, follows, "turns", "rows"):
+        for own, theirs in stages.in_step(lead, follows):
             if own is not None:
                 yield judge.violations(theirs, own)
             else:

@@ -272,11 +272,12 @@ class TurnLog:
         if self._form == "delta":
             base_turn, n_ids, n_messages = turn["delta"]
         ids, response = turn["prompt_ids"][n_ids:], turn["response"]
+        index = turn.get("prompt_message_index")
         messages = [*map(fields_of, turn["messages"][n_messages:])]
         # with columns of both forms, of which the log has one
         row = {
             **turn,
-            **_attribution(turn, n_ids),
+            "prompt_is_content": None if index is None else index >= 0,
             "turn_index": turn_index,
             "base_turn": base_turn,
             "shared_length": n_ids,
@@ -315,22 +316,6 @@ def _batch(rows: Sequence[Mapping[str, Any]], columns: pa.DataType) -> pa.Record
     """The batch of the columns of some rows; a value that is missing is null."""
     # unlike `from_pylist` it imports no pandas, and converts all values together
     return pa.RecordBatch.from_struct_array(pa.array(rows, columns))
-
-
-def _attribution(turn: Mapping[str, Any], n_shared: int) -> dict[str, object]:
-    """The columns of a turn with an element per token.
-
-    The first ``n_shared`` tokens are left out if they have no message.
-    """
-    known = turn.get("prompt_message_index")
-    if known is None:
-        return {}
-    n_earlier = max(0, len(turn["prompt_ids"]) - len(known))
-    first = max(0, n_shared - n_earlier)
-    if not (known[:first] >= 0).any():
-        n_earlier, known = max(0, n_earlier - n_shared), known[first:]
-    index = np.concatenate([np.full(n_earlier, -1, np.int32), known])
-    return {"prompt_message_index": index, "prompt_is_content": index >= 0}
 
 
 def _experts_cell(experts: npt.NDArray[np.int16] | None) -> pa.Array:

@@ -268,23 +268,16 @@ def test_a_delta_log_is_the_full_log(tmp_path_factory, calls):
         assert tk.expand(delta).select(full.column_names).equals(full)
 
 
-@cases(
-    "shown, logged",
-    {
-        "without a message": ([-1, -1, 1], [1]),
-        "with one": ([0, 0, 1], [0, 0, 1]),
-        "not given": ([1], [1]),
-    },
-)
-def test_attribution_of_shared_tokens(tmp_path, shown, logged):
+def test_attribution_of_the_last_tokens(tmp_path):
     log, bodies = TurnLog(tmp_path, form="delta"), set()
     log.append(turn(), 0, bodies)
-    prompt, index = np.array([1, 2, 3], np.int32), np.array(shown, np.int32)
+    prompt, index = np.array([1, 2, 3], np.int32), np.array([-1, 1], np.int32)
     longer = turn(prompt_ids=prompt, prompt_message_index=index, delta=(0, 2, 1))
     log.append(longer, 1, bodies)
     log.close()
-    written = read_log(log.path)["prompt_message_index"].to_pylist()
-    assert written == [None, logged]
+    written = read_log(log.path)
+    assert written["prompt_message_index"].to_pylist() == [None, [-1, 1]]
+    assert written["prompt_is_content"].to_pylist() == [None, [False, True]]
 
 
 def test_a_write_that_fails_is_no_base(tmp_path):
