@@ -288,10 +288,7 @@ def test_a_directory_that_cannot_be_used(tmp_path, model_type, file, text, says)
         load_renderer(tmp_path / "nowhere")
 
 
-FILES = ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
-
-
-@pytest.mark.parametrize("config", [*FILES, "inside", "named"])
+@pytest.mark.parametrize("config", ["here", "for tools", "inside", "named"])
 def test_a_directory_is_read_without_transformers(tmp_path, monkeypatch, config):
     """Its template may be a file, in the configuration, or one of several there."""
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
@@ -300,10 +297,11 @@ def test_a_directory_is_read_without_transformers(tmp_path, monkeypatch, config)
     WHOLE.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     template = WHOLE.chat_template
     fields = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|new|>"}
-    if config in FILES:
-        (tmp_path / FILES[1]).parent.mkdir()
-        (tmp_path / FILES[0]).write_text("for requests without tools")
-        (tmp_path / config).write_text(template)
+    if config in ("here", "for tools"):
+        files = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+        (tmp_path / files[1]).parent.mkdir()
+        (tmp_path / files[0]).write_text("for requests without tools")
+        (tmp_path / files[config == "for tools"]).write_text(template)
     else:
         several = [{"name": "default", "template": template}]
         fields["chat_template"] = several if config == "named" else template
