@@ -115,12 +115,15 @@ async def _lifespan(
 
 
 def _check_head(headers: Headers, options: Options) -> None:
-    """Refuse the request of a web page (403).
+    """Refuse the request of a web page (403), and a compressed body (415).
 
     A page of any site can send requests to this machine, which have an ``Origin``. It can
     also let its own name point to this machine's address, which is then the ``Host``.
     Addresses, names without a dot, those of private networks and ``hosts`` are no page's.
     """
+    if (coding := headers.get("content-encoding", "identity")) != "identity":
+        message = f"content-encoding: {coding!r}: send the body as it is, uncompressed"
+        raise GatewayError(message, 415, code="unsupported_encoding")
     if "origin" in headers:
         message = f"origin: {headers['origin']!r}: requests of web pages are refused"
         raise GatewayError(message, 403, code="browser_refused")
@@ -232,10 +235,12 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         described = await asyncio.to_thread(gateway.prompts.describe)
         return {**described, "cache_bytes": gateway.cache_budget.n_bytes}
 
-    async def models(*_: object) -> Json:
+    async def models(request: Request, _: Fields) -> Json:
         info = await gateway.engine.info()
         model = {"id": info.model, "max_model_len": info.max_context_tokens}
         model |= {"object": "model", "created": 0, "owned_by": "trajkit"}
+        if "model" in request.path_params:
+            return model
         return {"object": "list", "data": [model]}
 
     def open_one(request: Request, body: Fields) -> Json:
@@ -291,7 +296,9 @@ def _other_routes(gateway: Gateway) -> list[Route]:
         ("GET", "/healthz", health, None),
         ("GET", "/prompts", prompts, None),
         ("GET", "/v1/models", models, None),
+        ("GET", "/v1/models/{model:path}", models, None),
         ("GET", f"{_KEY_PREFIX}/v1/models", models, None),
+        ("GET", f"{_KEY_PREFIX}/v1/models/{{model:path}}", models, None),
     ]
     return [
         Route(path, partial(answer, handler, fields), methods=[method])

@@ -177,6 +177,8 @@ class Call:
             if asked[name] != fixed[name]:
                 chat.ignored[f"chat_template_kwargs.{name}"] += 1
         self._variables: Json = {**gateway.options.variables, **asked, **fixed}
+        unknown = self._variables.keys() - renderer.variables
+        chat.ignored.update(f"chat_template_kwargs.{name}"[:100] for name in unknown)
 
     async def count(self) -> int:
         """Return the length of a prompt that the session could still send."""

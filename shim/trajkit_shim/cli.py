@@ -45,6 +45,8 @@ ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 
 # values of --parser besides the gateway's own: see the option
 _ENGINE, _NONE = "engine", "none"
+# options that the embedded engine does not have
+_SERVED = "engine_url model chat_template stop_token trust_remote_code check_prompts"
 
 
 @Parameter(name="*")
@@ -188,13 +190,14 @@ def serve(
         import_module("trajkit_shim.app")
         check(given)
         from trajkit_shim.serve import is_loopback, listen
+        from trajkit_shim.sessions.turn_log import USED
         from trajkit_shim.workers import run_workers
     if not is_loopback(host) and not given.admin_token:
         reached = f"--host {host} can be reached from other machines"
         raise ArgumentError(f"{reached}: give --admin-token")
     # before an engine is launched, which takes minutes
     for old in out.glob("turns-*.arrows"):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(old))
+        raise FileExistsError(errno.EEXIST, USED, str(old))
     with terminable(), ExitStack() as stack:
         # 0 is any free port
         ports = [port and port + number for number in range(workers)]
@@ -354,12 +357,13 @@ def check(arguments: SimpleNamespace) -> None:
     form, forms = arguments.parser or "", (*FORMS, _ENGINE, _NONE)
     no_sglang = launch and not arguments.launch_python and find_spec("sglang") is None
     payloads = arguments.routed_experts or arguments.sampling_masks
+    names = (name for name in _SERVED.split() if vars(arguments)[name])
+    unused = " --".join(names).replace("_", "-")
     faults = {
         "--launch needs --engine sglang": launch and not sglang,
         f"--parser {form} needs --engine sglang": form == _ENGINE and not sglang,
         "--routed-experts and --sampling-masks need a server": payloads and embedded,
-        "--engine-url does not apply to the embedded engine": embedded and url,
-        "--model does not apply to the embedded engine": embedded and model,
+        f"--{unused} does not apply to the embedded engine": embedded and unused,
         f"--engine {engine} needs --engine-url": not (embedded or url or launch),
         f"--engine {engine} needs --model": not (embedded or model or launch),
         f"--parser {form} is not one of {', '.join(forms)}": form not in ("", *forms),

@@ -117,7 +117,7 @@ async def test_max_turns_counts_answered_calls(start):
         *(("session_id", name) for name in ("", "a b", "a/b", "..", "a" * 201, 3)),
         *(("max_turns", 0), ("max_output_tokens", 0), ("max_prompt_tokens", 1.5)),
         *(("max_context_tokens", "1"), ("metadata", []), ("replay", 1)),
-        *(("sampling.n", 2), ("sampling.top_p", 3), ("sampling.extra", 3)),
+        *(("sampling.n", 2), ("sampling.top_p", 3), ("sampling.extra", {"n": 2})),
         *(("client_sampling", ["n"]), ("client_sampling", True), ("ttl_seconds", -1)),
         *(("reward", "1"), ("reward", 10**400), ("group_id", 1), ("model", "x")),
     ],
@@ -127,7 +127,8 @@ async def test_sessions_that_are_refused(start, param, value):
     gateway = await start()
     body = {name: {inner: value} if inner else value}
     answer = await gateway.post("/sessions", 400, **body)
-    assert answer["error"]["param"] == (f"{param}[0]" if value == ["n"] else param)
+    inside = {"['n']": "[0]", "{'n': 2}": ".n"}.get(str(value), "")
+    assert answer["error"]["param"] == param + inside
 
 
 async def test_paths_that_nothing_answers(start):
@@ -139,13 +140,13 @@ async def test_paths_that_nothing_answers(start):
         ("POST", "/v1/messages/batches", 404),
         ("POST", "/s/a/v1beta/models/x:embedContent", 404),
         ("POST", "/v1/responses/r/cancel", 404),
-        ("GET", "/v1/models/x", 404),
         ("POST", "/nothing", 404),
     ):
         reply = await gateway.http.request(method, path)
         words = {"error", *(["type"] if "messages" in path else [])}
         assert (reply.status_code, {*reply.json()}) == (status, words)
         assert ("status" in reply.json()["error"]) == ("v1beta" in path)
+    assert (await gateway.http.get("/v1/models/a/b")).json()["id"] == "scripted"
 
 
 async def test_calls_get_ids_that_the_template_takes(start):

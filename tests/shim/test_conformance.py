@@ -122,6 +122,8 @@ async def test_a_call_that_fails(start, name, stream, case, cell):
         # the words that make clients compact
         words = {"anthropic": "prompt is too long: ", "gemini": "exceeds the maximum"}
         assert words.get(name, "maximum context") in failure.message
+    # the words that make Claude Code go on without it
+    assert (case == "an image") == ("could not process " in failure.message)
     # the one call that the engine began is context only
     assert recorded == ([False] if case == "the engine cuts the call short" else [])
 

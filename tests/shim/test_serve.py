@@ -124,6 +124,7 @@ def command(tmp_path, capsys):
         ("--engine sglang --model .", "needs --engine-url"),
         ("--engine sglang --engine-url http://127.0.0.1:1", "needs --model"),
         ("--model .", "--model does not apply"),
+        ("--stop-token x --chat-template .", "--chat-template --stop-token does not"),
         ("--engine vllm", "vllm needs --engine-url"),
         ("--parser x", "--parser x is not one of gpt-oss"),
         ("--parser engine", "needs --engine sglang"),

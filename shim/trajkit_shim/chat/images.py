@@ -104,7 +104,7 @@ def read_image(part: Fields, url: str, name: str = "type", kind: object = None) 
         data = base64.b64decode(url[found.end() :], validate=True)
     # or not even ASCII
     except ValueError as error:
-        part.refuse(name, f"the image is not base64: {error}", "invalid_image")
+        part.refuse(name, f"could not process image: {error}", "invalid_image")
     image = open_image(data, part.at(name))
     part.reading.images[image.name] = image
     return {"type": "image", "sha256": image.name}
@@ -112,7 +112,8 @@ def read_image(part: Fields, url: str, name: str = "type", kind: object = None) 
 
 def refuse_content(part: Fields, name: str, kind: object) -> NoReturn:
     """Raise the error for a part that is neither text nor an image that is accepted."""
-    rule = f"{kind!r} is not supported: messages are text"
+    # these words, and those for unfit images, make Claude Code leave it out and go on
+    rule = f"could not process {'PDF' if kind == 'document' else kind}: it is no text"
     part.refuse(name, rule, "unsupported_content")
 
 
@@ -153,10 +154,10 @@ def open_image(data: bytes, where: str) -> Image:
             (width, height), kind = image.size, str(image.format)
     # a decoder raises anything for bytes that are not as it expects
     except Exception as error:
-        rule = f"not an image of {', '.join(FORMATS)}: {error}"
+        rule = f"could not process image: not one of {', '.join(FORMATS)}: {error}"
         refuse(where, rule, code="invalid_image")
     if width * height > MAX_PIXELS:
-        rule = f"{width} x {height} pixels; the limit is {MAX_PIXELS}"
+        rule = f"image dimensions exceed {MAX_PIXELS} pixels: {width} x {height}"
         refuse(where, rule, code="image_too_large")
     name, kind = sha256(data).hexdigest(), f"image/{kind.lower()}"
     return Image(name=name, media_type=kind, width=width, height=height, data=data)

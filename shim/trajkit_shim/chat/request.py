@@ -283,7 +283,9 @@ def parse_sampling(
 def parse_fixed(fields: Fields) -> SamplingParams:
     """Read a session's ``sampling``: as in a chat request, with ``extra`` as it is."""
     fields.only({*_READERS, "extra"})
-    extra = fields.get_object("extra")
+    extra = fields.get_object("extra") or {}
+    for name in extra.keys() & {*_READERS, "max_new_tokens", "n", "stop_token_ids"}:
+        refuse(f"sampling.extra.{name}", "the gateway sets it, by fields of sampling")
     return {**parse_sampling(fields), **({"extra": extra} if extra else {})}
 
 

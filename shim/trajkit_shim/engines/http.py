@@ -438,12 +438,14 @@ class SGLangEngine(HttpEngine):
             if self.sampling_masks:
                 # null would say that each id could have been drawn
                 mask = [*meta["output_token_sampling_mask"]]
-        finish = meta["finish_reason"]
+        finish = meta["finish_reason"] or {"type": None}
+        # its word for an id outside the vocabulary, which it replaces by a stop token
+        word = "matched" if finish.get("matched") == "NaN happened" else "type"
         return meta, {
             "request_id": meta.get("id"),
             "output_ids": reply["output_ids"],
             "scored": scored,
-            "finish_reason": None if finish is None else finish["type"],
+            "finish_reason": finish[word],
             "counts": meta,
             "mask": mask,
         }

@@ -38,6 +38,7 @@ from trajkit_shim.chat.request import (
     tool_message,
 )
 from trajkit_shim.engines.checks import too_long
+from trajkit_shim.engines.model_config import read_config
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import HALF, Json
 
@@ -156,6 +157,10 @@ class ChatRenderer:
         # texts are tokenized piece by piece
         self.keeps_apart = True
         self.keeps_apart = self._split_agrees()
+        read = self.decode(self.encode("a word").ids, ended=False)
+        if read.strip() != "a word":
+            message = f"the tokenizer reads 'a word' back as {read!r}"
+            raise ValueError(f"{message}: put the model's own tokenizer.json there")
         self._probe_template()
 
     def text(
@@ -567,16 +572,10 @@ def load_renderer(
     return ChatRenderer(tokenizer, chat_template, end_ids=ends, late_system=late_system)
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """The JSON object of a file; empty if there is none."""
-    found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    return found
-
-
 def _load_tokenizer(folder: Path) -> ModelTokenizer:
     """The tokenizer of a directory that has a ``tokenizer.json``."""
     names = ("special_tokens_map.json", "tokenizer_config.json", "chat_template.json")
-    special, config, template = (_read(folder / name) for name in names)
+    special, config, template = (read_config(folder / name) for name in names)
     try:
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     # tokenizers has no errors of its own
@@ -593,24 +592,21 @@ def _load_tokenizer(folder: Path) -> ModelTokenizer:
     own = {**config, **template}.get("chat_template")
     if isinstance(own, list):
         own = {each["name"]: each["template"] for each in own}
-    file = folder / "chat_template.jinja"
-    return ModelTokenizer(
-        backend, file.read_text("utf-8") if file.exists() else own, texts
-    )
+    # as in named templates, the one for tools is complete
+    files = "additional_chat_templates/tool_use.jinja", "chat_template.jinja"
+    found = [folder / name for name in files if (folder / name).exists()]
+    return ModelTokenizer(backend, found[0].read_text("utf-8") if found else own, texts)
 
 
 def _from_transformers(folder: Path, trust_remote_code: bool) -> Any:
     """The tokenizer of a directory whose files only transformers can read."""
-    missing = ""
+    missing, found = "", list[str]()
     if not (folder / "tokenizer.json").exists():
         kinds = ("tekken.json", "tiktoken.model", "tokenizer.model", "*.tiktoken")
         found = sorted(file.name for kind in kinds for file in folder.glob(kind))
         only = f", only {', '.join(found)}" if found else ""
-        missing = (
-            f"there is no tokenizer.json{only}: convert the tokenizer to one "
-            "(save_pretrained of a fast tokenizer of transformers), or serve with "
-            "--trust-remote-code if the directory has Python code for it. "
-        )
+        code = "" if trust_remote_code else ", or give --trust-remote-code for its code"
+        missing = f"there is no tokenizer.json{only}: put the model's own there{code}. "
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ModuleNotFoundError as error:
@@ -622,17 +618,20 @@ def _from_transformers(folder: Path, trust_remote_code: bool) -> Any:
         )
     except Exception as error:
         # transformers fails in as many ways as there are kinds of tokenizers
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"{missing}the tokenizer: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"{missing}the tokenizer is not a fast one")
+    guessed = type(tokenizer).__module__.startswith("transformers.")
+    if guessed and any("tiktoken" in file for file in found):
+        raise ValueError(f"{missing}a tiktoken file does not say how text is split")
     return tokenizer
 
 
 def _configured_ends(folder: Path) -> Iterable[int]:
     """Yield the ids that end a reply by the files of a model directory."""
     for name in ("generation_config.json", "config.json"):
-        config = _read(folder / name)
+        config = read_config(folder / name)
         inner = config.get("text_config")
         for part in (config, inner if isinstance(inner, dict) else {}):
             ids = part.get("eos_token_id")

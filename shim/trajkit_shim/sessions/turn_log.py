@@ -22,6 +22,8 @@ from trajkit_shim.chat.request import LoggedMessage
 LogForm: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
 
+USED = "a gateway has logged to this folder, and continues no log: choose another one"
+
 EXPERTS = pa.field("routed_experts", pa.large_list(pa.list_(pa.list_(pa.int16()))))
 """For trainers that replay the routing: for each token of prompt and output, a list per
 layer of its experts. The last token was sampled but not processed, so it has null. It is
@@ -110,7 +112,7 @@ class AppendLog:
         self._closed = False
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            raise FileExistsError(errno.EEXIST, USED, str(path))
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Write a batch; on return the operating system has it.

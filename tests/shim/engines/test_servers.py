@@ -264,6 +264,8 @@ def of_versions(first, change, second, stop):
     return {"weight_versions": spans}
 
 
+SGLANG, FINISH = {"only": "sglang"}, "meta_info.finish_reason"
+NAN = {"type": "stop", "matched": "NaN happened"}
 ABORTED, RETRACT = {"reply": "aborted"}, {"only": "sglang", "reply": "aborted"}
 UPDATED = {"only": "vllm", "reply": "spans"}
 CACHED = {"only": "sglang", "reply": "cached"}
@@ -277,7 +279,9 @@ TAKEN = [
         ("finish_reason", word, {"finish_reason": word, **BROKEN})
         for word in (*"abort ABORT error STOP repetition content_filter".split(), None)
     ),
-    ("meta_info.finish_reason", None, {"finish_reason": None}, {"only": "sglang"}),
+    (FINISH, None, {"finish_reason": None}, SGLANG),
+    # an id outside the vocabulary, which became a stop token
+    (FINISH, NAN, {"finish_reason": "NaN happened", **BROKEN}, SGLANG),
     # the prefix of ids may be missing
     ("request_id", "r1", {"complete": True}, {"only": "vllm"}),
     *(("cached_tokens", count, {"cached_tokens": count}) for count in (0, 10)),

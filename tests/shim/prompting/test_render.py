@@ -267,18 +267,28 @@ def test_tokenizers_that_cannot_be_used():
         byte_renderer("{% if %}")
 
 
-def test_a_tokenizer_of_another_kind(tmp_path):
-    (tmp_path / "tekken.json").write_text("{}")
-    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
-    # in one line
-    rule = r"only tekken\.json.*--trust-remote-code(?!.*\n)"
-    with pytest.raises(ValueError, match=rule):
+@cases(
+    "model_type, file, text, says",
+    {
+        "tekken": ("mistral", "tekken.json", "{}", r"only tekken\.json(?!.*\n)"),
+        "tiktoken": ("qwen2", "tiktoken.model", "YQ== 0", "not say how text is split"),
+        # transformers would make one of its own
+        "none": ("qwen2", "a", "", "'a word' back as '': put the model's own token"),
+        "a list": ("qwen2", "generation_config.json", "[]", "n: not a JSON object"),
+    },
+)
+def test_a_directory_that_cannot_be_used(tmp_path, model_type, file, text, says):
+    fields = {"eos_token": "<|im_end|>", "chat_template": "x"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=says):
         load_renderer(tmp_path)
     with pytest.raises(FileNotFoundError, match="no model directory"):
         load_renderer(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("config", ["here", "inside", "named"])
+@pytest.mark.parametrize("config", ["here", "for tools", "inside", "named"])
 def test_a_directory_is_read_without_transformers(tmp_path, monkeypatch, config):
     """Its template may be a file, in the configuration, or one of several there."""
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
@@ -287,8 +297,11 @@ def test_a_directory_is_read_without_transformers(tmp_path, monkeypatch, config)
     WHOLE.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     template = WHOLE.chat_template
     fields = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|new|>"}
-    if config == "here":
-        (tmp_path / "chat_template.jinja").write_text(template)
+    if config in ("here", "for tools"):
+        files = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+        (tmp_path / files[1]).parent.mkdir()
+        (tmp_path / files[0]).write_text("for requests without tools")
+        (tmp_path / files[config == "for tools"]).write_text(template)
     else:
         several = [{"name": "default", "template": template}]
         fields["chat_template"] = several if config == "named" else template

@@ -174,12 +174,13 @@ async def test_variables_of_server_session_and_request(start):
     refuses = "{% if reasoning_effort == 'max' %}{{ raise_exception('no') }}{% endif %}"
     renderer = byte_renderer(refuses + TEMPLATE)
     gateway = await start("a", "b", renderer=renderer, variables=server)
-    session = await gateway.open(chat_template_kwargs={"thinking_budget": 5})
+    own = {"thinking_budget": 5, "unknown": 1}
+    session = await gateway.open(chat_template_kwargs=own)
     asked = {"reasoning_effort": "request", "thinking_budget": 6, "messages": 1}
     await session.ask(chat_template_kwargs=asked)
     expected = "enable_thinking=1;reasoning_effort=request;thinking_budget=5;"
     assert shown(gateway).startswith(f"{expected}<|im_start|>")
-    names = ["chat_template_kwargs.messages", "chat_template_kwargs.thinking_budget"]
+    names = (f"chat_template_kwargs.{k}" for k in ("messages", *own))
     assert (await session.shown())["ignored"] == dict.fromkeys(names, 1)
     # a value that the template refuses is counted, too
     await session.ask(reasoning_effort="max")

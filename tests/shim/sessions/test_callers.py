@@ -76,7 +76,9 @@ FROM_T0, FROM_S0 = {"x-codex-parent-thread-id": "t0"}, {"x-parent-session-id": "
 GEMINI = {"user-agent": "GeminiCLI-tui/0.61.0/m (linux; x64; terminal)"}
 QWEN = {"user-agent": "QwenCode/0.15.10 (linux; x64)"}
 TITLE = "x\nGenerate a concise, sentence-case title (3-7"
-SUMMARY = "Your task is to create a detailed summary of the"
+SUMMARY = "Your task is to create a detailed summary of the conversation so far, paying"
+PAGE = "\nWeb page content:\n---\na"
+STUCK = "whether a conversational AI assistant is stuck in an"
 CHECKPOINT = "You are performing a CONTEXT CHECKPOINT COMPACTION."
 DISTILL = "distilling chat history into a structured XML"
 SO_FAR = "Here is the conversation so far:\n\n<conversation>"
@@ -91,32 +93,33 @@ def claude(agent=None, parent=None):
 
 
 @pytest.mark.parametrize(
-    ("headers", "request_", "harness", "agent", "parent", "kind"),
+    ("headers", "request_", "caller"),
     [
-        ({}, asked("quota", max_tokens=1), *[None] * 4),
-        ({"originator": "another", "thread-id": "t"}, asked("hi"), *[None] * 4),
-        (CLAUDE, asked("hi"), "claude-code", None, None, "agent"),
-        (claude("a1", "a0"), asked("hi"), "claude-code", "a1", "a0", "agent"),
-        (CLAUDE, asked("quota", max_tokens=1), "claude-code", None, None, "probe"),
-        (CLAUDE, asked("what is my quota?"), "claude-code", None, None, "agent"),
-        (CLAUDE, asked("fix", system=TITLE), "claude-code", None, None, "title"),
-        (CLAUDE, asked("hi", SUMMARY), "claude-code", None, None, "compaction"),
-        (CLAUDE, asked(SUMMARY, "and now?"), "claude-code", None, None, "agent"),
+        ({}, asked("quota", max_tokens=1), Caller()),
+        ({"originator": "another", "thread-id": "t"}, asked("hi"), Caller()),
+        (CLAUDE, asked("hi"), ("claude-code", None, None, "agent")),
+        (claude("a1", "a0"), asked("hi"), ("claude-code", "a1", "a0", "agent")),
+        (CLAUDE, asked("quota", max_tokens=1), ("claude-code", None, None, "probe")),
+        (CLAUDE, asked("what is my quota?"), ("claude-code", None, None, "agent")),
+        (CLAUDE, asked("fix", system=TITLE), ("claude-code", None, None, "title")),
+        (CLAUDE, asked("hi", SUMMARY), ("claude-code", None, None, "compaction")),
+        (CLAUDE, asked(SUMMARY, "and now?"), ("claude-code", None, None, "agent")),
+        (CLAUDE, asked(SUMMARY[:-30]), ("claude-code", None, None, "agent")),
+        (CLAUDE, asked(PAGE), ("claude-code", None, None, "tool")),
         # what a tool returned says nothing about the call
-        (CLAUDE, asked([RESULT]), "claude-code", None, None, "agent"),
-        (CODEX | FROM_T0, asked("hi"), "codex", "t1", "t0", "agent"),
-        (CODEX, asked(CHECKPOINT), "codex", "t1", None, "compaction"),
-        (GEMINI, asked("hi", system=DISTILL), "gemini-cli", None, None, "compaction"),
-        (OPENCODE | FROM_S0, asked("hi"), "opencode", "s1", "s0", "agent"),
-        (OPENCODE, asked(SO_FAR), "opencode", "s1", None, "compaction"),
-        (QWEN, asked("hi", system=MEMORIES), "qwen-code", None, None, "memory"),
-        (QWEN, asked("hi", system=INTERNAL), "qwen-code", None, None, "compaction"),
+        (CLAUDE, asked([RESULT]), ("claude-code", None, None, "agent")),
+        (CODEX | FROM_T0, asked("hi"), ("codex", "t1", "t0", "agent")),
+        (CODEX, asked(CHECKPOINT), ("codex", "t1", None, "compaction")),
+        (GEMINI, asked("hi", system=DISTILL), ("gemini-cli", None, None, "compaction")),
+        (GEMINI, asked("hi", system=STUCK), ("gemini-cli", None, None, "check")),
+        (OPENCODE | FROM_S0, asked(SO_FAR[:32]), ("opencode", "s1", "s0", "agent")),
+        (OPENCODE, asked(SO_FAR), ("opencode", "s1", None, "compaction")),
+        (QWEN, asked("hi", system=MEMORIES), ("qwen-code", None, None, "memory")),
+        (QWEN, asked("hi", system=INTERNAL), ("qwen-code", None, None, "compaction")),
     ],
 )
-def test_identify(headers, request_, harness, agent, parent, kind):
-    assert identify(headers, request_) == Caller(
-        harness=harness, agent_id=agent, parent_agent_id=parent, call_kind=kind
-    )
+def test_identify(headers, request_, caller):
+    assert identify(headers, request_) == caller
 
 
 @pytest.mark.parametrize("asked_for", [False, True])

@@ -323,6 +323,7 @@ async def test_messages_have_their_limit(start):
     session = await (await start("a", max_messages=2)).open()
     error = await session.error(413, messages=[USER] * 3)
     assert error["code"] == "too_many_messages"
+    await session.error(415, headers={"content-encoding": "zstd"})
     await session.ask()
 
 

@@ -84,7 +84,7 @@ def test_what_is_written_is_read_and_valid(tmp_path):
 @pytest.mark.parametrize("stem", ["turns", "amendments", "sessions"])
 def test_a_log_is_never_written_over(tmp_path, stem):
     (tmp_path / f"{stem}-00000.arrows").touch()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="continues no log: choose another"):
         TurnLog(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
