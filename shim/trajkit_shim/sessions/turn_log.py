@@ -22,10 +22,9 @@ from trajkit_shim.chat.request import LoggedMessage
 LogForm: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
 
-USED = "a gateway has logged to this folder, and continues no log: choose another one"
-
 # Arrow IPC streaming format: the marker of a message, with length 0
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+USED = "a gateway has logged to this folder, and continues no log: choose another one"
 
 EXPERTS = pa.field("routed_experts", pa.large_list(pa.list_(pa.list_(pa.int16()))))
 """For trainers that replay the routing: for each token of prompt and output, a list per
